@@ -1,1 +1,52 @@
-//! x
+//! Linear attention for [Candle](candle_core): FAVOR+ of the Performer, with gradients.
+//!
+//! Softmax attention, `o_i = Σ_j e^{q_i·k_j/√D} v_j / Σ_j e^{q_i·k_j/√D}`, costs `O(T²)`. The Performer (Choromanski et al.
+//! 2020, <https://arxiv.org/abs/2009.14794>) writes the kernel as `φ(q)·φ(k)` with random features φ and reorders the sums:
+//! `φ(q_i) · Σ_j φ(k_j) [v_j, 1]`. Time and memory become linear in `T`, and the state of decoding constant.
+//!
+//! Data flows one way, from the equation's inside outwards:
+//!
+//! | part of the equation | module |
+//! |---|---|
+//! | Ω, the random rows `ω` | [`projection`] |
+//! | `φ(x)` | [`features`] |
+//! | the sums and their quotient; exact softmax | [`attention`] |
+//! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
+//! | the truth it is all held to, in plain f64 | [`reference`] |
+//!
+//! # Example
+//! A multi-head layer whose attention is exchanged by one line:
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use performer_core::{Favor, FavorConfig, Mask, MultiHeadAttention, MultiHeadConfig};
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! let device = Device::Cpu;
+//! let vars = VarMap::new();
+//! let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
+//! let config = MultiHeadConfig::new(256, 4);
+//! // performer_core::Softmax::new() here for exact attention.
+//! let favor = Favor::new(&FavorConfig::default(), config.head_dim, 42, DType::F32, &device)?;
+//! let layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
+//!
+//! let x = Tensor::randn(0f32, 1.0, (2, 500, 256), &device)?;
+//! let y = layer.forward(&x, &Mask::causal(), true)?;
+//! assert_eq!(y.dims(), [2, 500, 256]);
+//! let gradients = y.sqr()?.mean_all()?.backward()?;
+//! assert!(vars.all_vars().iter().all(|v| gradients.get(v).is_some()));
+//! # Ok(())
+//! # }
+//! ```
+#![deny(missing_docs)]
+
+pub mod attention;
+pub mod features;
+pub mod layer;
+pub mod projection;
+pub mod reference;
+
+pub use attention::{Attention, Favor, FavorConfig, Mask, Softmax, State};
+pub use features::{FeatureMap, FeatureMapKind, Features};
+pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
+pub use projection::{ProjectionKind, Radii};

@@ -1,0 +1,271 @@
+//! Causal linear attention: chunked prefix sums, exact in every exponent, and without a look ahead.
+//!
+//! Time and memory are linear in `T`: nothing of size `T·F·D` or `T·T` is made. A sequence is cut into chunks of `C` tokens.
+//! A row reads the keys of earlier chunks through a state `Σ_j φ(k_j)[v_j, 1]`, and those of its own chunk through
+//! `φ(q_i)·φ(k_j)`.
+//!
+//! **Scale.** Positive features come as logarithms `l_r`. What scales them must be visible to the row that uses it, or the
+//! future leaks into the past through rounding and underflow. For the earlier chunks that is a running maximum per feature.
+//! Inside the chunk, the lower triangle is halved again and again: at each level the rows of a block's second half read the
+//! keys of its first half, scaled by that half's own maximum per feature; what remains is the diagonal. Row `i` divides by
+//! `e^{m_i}`, `m_i = max_r(l_r(q_i) + max_{j≤i} l_r(k_j))`. So every exponent is at most 0, the largest term of every
+//! row is exactly 1, and rows at positions `≤ t` are bit-identical whatever comes after `t`. The levels cost as many products
+//! as the triangle has entries, and `log₂ C` exponentials per feature.
+//!
+//! Signed features carry one log-scale a row instead, and the triangle is weighted by `exp(s_j − max_{j≤i} s_j)`.
+//!
+//! All scales are constants to the gradient, since they cancel in the quotient.
+
+use candle_core::{D, Result, Tensor};
+
+use super::{
+    PrefixSums,
+    full::{hide, query_weights},
+    input::{FLOOR, Inputs, normalise, values_and_one},
+};
+use crate::features::{FeatureMap, Features};
+
+/// Causal attention from `state` on: rows `(N, T·G, Dv)` and the state after the last token.
+pub(super) fn attend(
+    map: &dyn FeatureMap,
+    inputs: &Inputs,
+    chunk: usize,
+    state: Option<&PrefixSums>,
+) -> Result<(Tensor, PrefixSums)> {
+    let (n, t, g, _) = inputs.q.dims4()?;
+    if let Some(state) = state {
+        state.check(n, map.feature_dim(), inputs.v.dim(2)?)?;
+    }
+    let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
+    let (q, k, scale) = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
+        (Features::Log(q), Features::Log(k)) => (q, hide(&k, inputs.keys.as_ref())?, None),
+        (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+            let scale = match log_scale {
+                Some(scale) => scale,
+                None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
+            };
+            (q, k, Some(hide(&scale, inputs.keys.as_ref())?))
+        }
+        _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
+    };
+    if t == 1 {
+        return step(&q, &k, scale.as_ref(), &v1, state);
+    }
+    let chunks = Chunks { count: t.div_ceil(chunk), size: chunk, group: g };
+    // Padding sits after every real token, has no weight and raises no maximum.
+    let q = chunks.split(&q.reshape((n, t, g * map.feature_dim()))?, 0.0)?;
+    let q = q.reshape((n, chunks.count, chunk * g, map.feature_dim()))?;
+    let v1 = chunks.split(&v1, 0.0)?;
+    let (rows, state) = match scale {
+        None => positive(&chunks, &q, &chunks.split(&k, f64::NEG_INFINITY)?, &v1, state)?,
+        Some(scale) => {
+            let (k, scale) = (chunks.split(&k, 0.0)?, chunks.split(&scale, f64::NEG_INFINITY)?);
+            signed(&chunks, &q, &k, &scale, &v1, state)?
+        }
+    };
+    let rows = rows.reshape((n, chunks.count * chunk * g, ()))?.narrow(1, 0, t * g)?;
+    Ok((normalise(&rows)?, state))
+}
+
+/// How a sequence is cut: `count` chunks of `size` tokens, `group` query rows a token.
+struct Chunks {
+    count: usize,
+    size: usize,
+    group: usize,
+}
+
+impl Chunks {
+    /// `(N, T, X) → (N, count, size, X)`, padded at the end with `fill`.
+    fn split(&self, x: &Tensor, fill: f64) -> Result<Tensor> {
+        let (n, t, width) = x.dims3()?;
+        let padded = self.count * self.size;
+        let x = if padded == t {
+            x.contiguous()?
+        } else {
+            let pad = Tensor::full(fill as f32, (n, padded - t, width), x.device())?.to_dtype(x.dtype())?;
+            Tensor::cat(&[x, &pad], 1)?
+        };
+        x.reshape((n, self.count, self.size, width))
+    }
+
+    /// One row a token `(.., C, X)` to one a query row `(.., C·G, X)`.
+    fn repeat_rows(&self, x: &Tensor) -> Result<Tensor> {
+        if self.group == 1 {
+            return Ok(x.clone());
+        }
+        let (n, chunks, c, width) = x.dims4()?;
+        x.unsqueeze(3)?.expand((n, chunks, c, self.group, width))?.contiguous()?.reshape((
+            n,
+            chunks,
+            c * self.group,
+            width,
+        ))
+    }
+}
+
+/// `k` are log-features `(N, chunks, C, F)`, `q` likewise `(N, chunks, C·G, F)`; `v1` is `(N, chunks, C, Dv+1)`.
+/// Returns `[num, den]` rows `(N, chunks, C·G, Dv+1)`.
+fn positive(
+    chunks: &Chunks,
+    q: &Tensor,
+    k: &Tensor,
+    v1: &Tensor,
+    state: Option<&PrefixSums>,
+) -> Result<(Tensor, PrefixSums)> {
+    let scan = Scan::new(&k.detach(), state)?;
+    let k_state = k.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?;
+    let (before, last) = scan.sums(&k_state, v1, state)?;
+
+    let running = chunks.repeat_rows(&running_max(&k.detach(), &scan.before.unsqueeze(2)?)?)?;
+    let m = (q.detach() + running)?.max_keepdim(D::Minus1)?;
+    let q = q.broadcast_sub(&m)?;
+
+    let earlier = q.broadcast_add(&scan.before.unsqueeze(2)?)?.exp()?;
+    let mut rows = earlier.matmul(&before)?;
+    let mut half = chunks.size / 2;
+    while half >= 1 {
+        rows = (rows + halves(chunks, &q, k, v1, half)?)?;
+        half /= 2;
+    }
+    let own = (q + chunks.repeat_rows(k)?)?.exp()?.sum_keepdim(D::Minus1)?;
+    rows = (rows + chunks.repeat_rows(v1)?.broadcast_mul(&own)?)?;
+    Ok((rows, last))
+}
+
+/// One level of the triangle: in each block of `2·half` tokens, rows of the second half over keys of the first.
+fn halves(chunks: &Chunks, q: &Tensor, k: &Tensor, v1: &Tensor, half: usize) -> Result<Tensor> {
+    let (n, count, rows, f) = q.dims4()?;
+    let blocks = n * count * (chunks.size / (2 * half));
+    let e = v1.dim(D::Minus1)?;
+    let first = |x: &Tensor, width| x.reshape((blocks, 2, half, width))?.narrow(1, 0, 1)?.squeeze(1)?.contiguous();
+    let k = first(k, f)?;
+    let v1 = first(v1, e)?;
+    let q = q.reshape((blocks, 2, half * chunks.group, f))?.narrow(1, 1, 1)?.squeeze(1)?.contiguous()?;
+    let a = k.detach().max_keepdim(1)?.maximum(FLOOR)?;
+    let weights = q.broadcast_add(&a)?.exp()?;
+    let keys = k.broadcast_sub(&a)?.exp()?;
+    let products = weights.matmul(&keys.transpose(1, 2)?.contiguous()?)?.matmul(&v1)?.unsqueeze(1)?;
+    Tensor::cat(&[&products.zeros_like()?, &products], 1)?.reshape((n, count, rows, e))
+}
+
+/// `k` are feature values `(N, chunks, C, F)` with log-scales `(N, chunks, C, 1)`.
+fn signed(
+    chunks: &Chunks,
+    q: &Tensor,
+    k: &Tensor,
+    scale: &Tensor,
+    v1: &Tensor,
+    state: Option<&PrefixSums>,
+) -> Result<(Tensor, PrefixSums)> {
+    let scan = Scan::new(&scale.detach(), state)?;
+    let k_state = k.broadcast_mul(&scale.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?)?;
+    let (before, last) = scan.sums(&k_state, v1, state)?;
+
+    let start = scan.before.unsqueeze(2)?;
+    let running = chunks.repeat_rows(&running_max(&scale.detach(), &start)?)?;
+    let earlier = q.matmul(&before)?.broadcast_mul(&start.broadcast_sub(&running)?.exp()?)?;
+    // s_j − max_{j≤i} s_j is at most 0 in the triangle; outside it is hidden before it can overflow.
+    let exponents = scale.transpose(2, 3)?.broadcast_sub(&running)?;
+    let weights = hide(&exponents, Some(&triangle(chunks, q)?.broadcast_as(exponents.shape())?))?.exp()?;
+    let own = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * weights)?.matmul(v1)?;
+    Ok(((earlier + own)?, last))
+}
+
+/// `(C·G, C)`: 1 where the row's token is not before the key.
+fn triangle(chunks: &Chunks, like: &Tensor) -> Result<Tensor> {
+    let (c, g) = (chunks.size, chunks.group);
+    let visible: Vec<u8> = (0..c * g).flat_map(|row| (0..c).map(move |key| u8::from(key <= row / g))).collect();
+    Tensor::from_vec(visible, (c * g, c), like.device())
+}
+
+/// Running maxima at the chunks' borders: `before` and `after` each chunk, shape `(N, chunks, F or 1)`.
+struct Scan {
+    before: Tensor,
+    after: Tensor,
+}
+
+impl Scan {
+    /// `log`: detached scales `(N, chunks, C, F or 1)`.
+    fn new(log: &Tensor, state: Option<&PrefixSums>) -> Result<Self> {
+        let inside = log.max(2)?.maximum(FLOOR)?;
+        let count = inside.dim(1)?;
+        let first = inside.narrow(1, 0, 1)?;
+        let mut running = match state {
+            Some(state) => state.log_scale.clone(),
+            None => first.zeros_like()?.affine(1.0, FLOOR)?,
+        };
+        let mut borders = vec![running.clone()];
+        for i in 0..count {
+            running = running.maximum(&inside.narrow(1, i, 1)?)?;
+            borders.push(running.clone());
+        }
+        Ok(Self { before: Tensor::cat(&borders[..count], 1)?, after: Tensor::cat(&borders[1..], 1)? })
+    }
+
+    /// Prefix sums before each chunk `(N, chunks, F, Dv+1)`, and the state after the last. `k`: features divided by `e^after`.
+    fn sums(&self, k: &Tensor, v1: &Tensor, state: Option<&PrefixSums>) -> Result<(Tensor, PrefixSums)> {
+        let inside = k.transpose(2, 3)?.contiguous()?.matmul(v1)?;
+        let (_, count, ..) = inside.dims4()?;
+        let decay = (&self.before - &self.after)?.exp()?.unsqueeze(3)?;
+        let mut sum = match state {
+            Some(state) => state.sums.unsqueeze(1)?,
+            None => inside.narrow(1, 0, 1)?.zeros_like()?,
+        };
+        let mut before = Vec::with_capacity(count);
+        for i in 0..count {
+            before.push(sum.clone());
+            sum = (sum.broadcast_mul(&decay.narrow(1, i, 1)?)? + inside.narrow(1, i, 1)?)?;
+        }
+        let log_scale = self.after.narrow(1, count - 1, 1)?;
+        Ok((Tensor::cat(&before, 1)?, PrefixSums { log_scale, sums: sum.squeeze(1)? }))
+    }
+}
+
+/// Maximum over positions `≤ i` of the chunk and over `start`: `(N, chunks, C, X)` from `(N, chunks, 1, X)`.
+///
+/// Doubles the reach `log₂ C` times.
+fn running_max(log: &Tensor, start: &Tensor) -> Result<Tensor> {
+    let c = log.dim(2)?;
+    let mut max = log.broadcast_maximum(start)?;
+    let mut reach = 1;
+    while reach < c {
+        let head = max.narrow(2, 0, reach)?;
+        let tail = max.narrow(2, reach, c - reach)?.maximum(&max.narrow(2, 0, c - reach)?)?;
+        max = Tensor::cat(&[&head, &tail], 2)?;
+        reach *= 2;
+    }
+    Ok(max)
+}
+
+/// One token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
+fn step(
+    q: &Tensor,
+    k: &Tensor,
+    scale: Option<&Tensor>,
+    v1: &Tensor,
+    state: Option<&PrefixSums>,
+) -> Result<(Tensor, PrefixSums)> {
+    let q = q.squeeze(1)?;
+    let log = scale.unwrap_or(k);
+    let floored = log.detach().maximum(FLOOR)?;
+    let after = match state {
+        Some(state) => state.log_scale.maximum(&floored)?,
+        None => floored,
+    };
+    let weight = log.broadcast_sub(&after)?.exp()?;
+    let phi = match scale {
+        None => weight,
+        Some(_) => k.broadcast_mul(&weight)?,
+    };
+    let mut sums = phi.transpose(1, 2)?.contiguous()?.matmul(v1)?;
+    if let Some(state) = state {
+        let decay = (&state.log_scale - &after)?.exp()?.transpose(1, 2)?;
+        sums = (sums + state.sums.broadcast_mul(&decay)?)?;
+    }
+    let weights = match scale {
+        None => query_weights(&q, &after)?,
+        Some(_) => q,
+    };
+    let rows = normalise(&weights.contiguous()?.matmul(&sums)?)?;
+    Ok((rows, PrefixSums { log_scale: after, sums }))
+}

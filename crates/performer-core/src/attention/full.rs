@@ -1,0 +1,53 @@
+//! Linear attention over all keys at once: `φ(Q) (φ(K)ᵀ [V, 1])`, bidirectional or across sequences.
+//!
+//! The whole key sequence is visible to every row, so one maximum over the keys scales each feature: with
+//! `c_r = max_j l_r(k_j)` the state's entries are at most 1 in each feature, and a query's weights
+//! `exp(l_r(q) + c_r − max_r(l_r(q) + c_r))` are at most 1 with the largest exactly 1. Nothing overflows, the denominator
+//! of a positive map is at least 1, and no ε is needed.
+
+use candle_core::{D, Result, Tensor};
+
+use super::input::{FLOOR, Inputs, normalise, values_and_one};
+use crate::features::{FeatureMap, Features};
+
+/// `(N, Tq·G, Dv)`.
+pub(super) fn attend(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Tensor> {
+    let (n, tq, g, _) = inputs.q.dims4()?;
+    let f = map.feature_dim();
+    let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
+    let num_den = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
+        (Features::Log(lq), Features::Log(lk)) => {
+            let lk = hide(&lk, inputs.keys.as_ref())?;
+            let c = lk.detach().max_keepdim(1)?.maximum(FLOOR)?;
+            let sums = lk.broadcast_sub(&c)?.exp()?.transpose(1, 2)?.contiguous()?.matmul(&v1)?;
+            query_weights(&lq.reshape((n, tq * g, f))?, &c)?.matmul(&sums)?
+        }
+        (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+            let k = match log_scale {
+                None => k,
+                Some(scale) => {
+                    let scale = hide(&scale, inputs.keys.as_ref())?;
+                    let c = scale.detach().max_keepdim(1)?.maximum(FLOOR)?;
+                    k.broadcast_mul(&scale.broadcast_sub(&c)?.exp()?)?
+                }
+            };
+            q.reshape((n, tq * g, f))?.matmul(&k.transpose(1, 2)?.contiguous()?.matmul(&v1)?)?
+        }
+        _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
+    };
+    normalise(&num_den)
+}
+
+/// `exp(lq + c − max_r(lq + c))`: rows of features relative to the keys' scale `c`. What a row is scaled by cancels.
+pub(super) fn query_weights(lq: &Tensor, c: &Tensor) -> Result<Tensor> {
+    let shifted = lq.broadcast_add(c)?;
+    let max = shifted.detach().max_keepdim(D::Minus1)?;
+    shifted.broadcast_sub(&max)?.exp()
+}
+
+/// Sets the rows of hidden keys to `−∞`: they must not raise a maximum.
+pub(super) fn hide(log: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
+    let Some(keys) = keys else { return Ok(log.clone()) };
+    let hidden = Tensor::full(f32::NEG_INFINITY, log.shape(), log.device())?.to_dtype(log.dtype())?;
+    keys.ne(0.0)?.expand(log.shape())?.contiguous()?.where_cond(log, &hidden)
+}

@@ -1,0 +1,150 @@
+//! Checking and laying out what a caller hands to attention.
+
+use candle_core::{CpuStorage, D, DType, Result, Storage, Tensor, WithDType, bail};
+
+use super::Mask;
+
+/// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so that `−∞ − c` is `−∞`
+/// and not NaN.
+pub(super) const FLOOR: f64 = -1e37;
+
+/// Inputs in the layout all implementations compute in: heads folded into the batch, `N = B·Hkv`, the `G = H/Hkv` query
+/// heads of a group as neighbouring rows, f32 or f64, contiguous, scaled.
+pub(super) struct Inputs {
+    /// `D^-1/4 q`, shape `(N, Tq, G, D)`.
+    pub(super) q: Tensor,
+    /// `D^-1/4 k`, shape `(N, Tk, D)`.
+    pub(super) k: Tensor,
+    /// Shape `(N, Tk, Dv)`.
+    pub(super) v: Tensor,
+    /// Visible keys as 1 and 0 of the compute type, shape `(N, Tk, 1)`.
+    pub(super) keys: Option<Tensor>,
+    batch: usize,
+    dtype: DType,
+}
+
+impl Inputs {
+    /// Validates and lays out. `causal` demands as many queries as keys.
+    pub(super) fn new(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Self> {
+        check_shapes(q, k, v, mask)?;
+        let (b, h, tq, d) = q.dims4()?;
+        let (_, hkv, tk, dv) = v.dims4()?;
+        let g = h / hkv;
+        let dtype = q.dtype();
+        let compute = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let scale = (d as f64).powf(-0.25);
+        let lay_out = |t: &Tensor, name: &str| -> Result<Tensor> {
+            let t = t.to_dtype(compute)?.contiguous()?;
+            check_finite(&t, name)?;
+            Ok(t)
+        };
+        let q = (lay_out(q, "q")? * scale)?.reshape((b * hkv, g, tq, d))?.transpose(1, 2)?.contiguous()?;
+        let k = (lay_out(k, "k")? * scale)?.reshape((b * hkv, tk, d))?;
+        let v = lay_out(v, "v")?.reshape((b * hkv, tk, dv))?;
+        let keys = match mask.keys() {
+            None => None,
+            Some(m) => {
+                let visible = m.ne(0.0)?.to_dtype(compute)?;
+                Some(visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?)
+            }
+        };
+        Ok(Self { q, k, v, keys, batch: b, dtype })
+    }
+
+    /// Rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.
+    pub(super) fn output(&self, rows: &Tensor) -> Result<Tensor> {
+        let (n, tq, g, _) = self.q.dims4()?;
+        let dv = rows.dim(D::Minus1)?;
+        rows.reshape((n, tq, g, dv))?
+            .transpose(1, 2)?
+            .reshape((self.batch, n / self.batch.max(1) * g, tq, dv))?
+            .to_dtype(self.dtype)
+    }
+}
+
+/// `[v, 1]`: the values with a column of ones that turns into the normaliser; rows of hidden keys are zero.
+pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
+    let ones = v.narrow(D::Minus1, 0, 1)?.ones_like()?;
+    match keys {
+        None => Tensor::cat(&[v, &ones], D::Minus1),
+        Some(keys) => Tensor::cat(&[&v.broadcast_mul(keys)?, keys], D::Minus1),
+    }
+}
+
+/// Splits `[num, den]` and divides. A denominator of exactly zero means that no key was visible: the row is zero.
+pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
+    let dv = num_den.dim(D::Minus1)? - 1;
+    let num = num_den.narrow(D::Minus1, 0, dv)?;
+    let den = num_den.narrow(D::Minus1, dv, 1)?;
+    let empty = den.detach().eq(0.0)?.to_dtype(den.dtype())?;
+    num.broadcast_div(&(den + empty)?)
+}
+
+fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
+    for (name, t) in [("q", q), ("k", k), ("v", v)] {
+        if t.rank() != 4 {
+            bail!("{name} has shape {:?}; it must be (batch, heads, tokens, head dim)", t.dims());
+        }
+        if !matches!(t.dtype(), DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
+            bail!("{name} has dtype {:?}; it must be f32, f64, f16 or bf16", t.dtype());
+        }
+        if t.dtype() != q.dtype() {
+            bail!("{name} has dtype {:?}; it must have that of q, {:?}", t.dtype(), q.dtype());
+        }
+    }
+    let (b, h, tq, d) = q.dims4()?;
+    let (kb, hkv, tk, kd) = k.dims4()?;
+    if d == 0 || kd != d {
+        bail!("k has shape {:?}; its head dim must be that of q {:?} and at least 1", k.dims(), q.dims());
+    }
+    if kb != b {
+        bail!("k has shape {:?}; its batch must be that of q {:?}", k.dims(), q.dims());
+    }
+    if hkv == 0 || !h.is_multiple_of(hkv) {
+        bail!("k has {hkv} heads, shape {:?}; the {h} heads of q must be a multiple of them", k.dims());
+    }
+    if v.dims()[..3] != [b, hkv, tk] {
+        bail!("v has shape {:?}; it must be ({b}, {hkv}, {tk}, value dim) as k is {:?}", v.dims(), k.dims());
+    }
+    if mask.is_causal() && tq != tk {
+        bail!(
+            "causal attention of {tq} queries over {tk} keys; it needs as many of each (to go on from earlier keys, use extend with a state)"
+        );
+    }
+    if let Some(m) = mask.keys()
+        && m.dims() != [b, tk]
+    {
+        bail!("key mask has shape {:?}; it must be ({b}, {tk}) = (batch, keys)", m.dims());
+    }
+    Ok(())
+}
+
+/// Refuses NaN and infinity, on the CPU. Elsewhere this would wait for the device on every call.
+fn check_finite(t: &Tensor, name: &str) -> Result<()> {
+    fn first_bad<T: WithDType>(values: &[T]) -> Option<(usize, f64)> {
+        // A branch-free pass first: the search runs only when there is something to find.
+        let bad = |x: &T| !x.to_f64().is_finite();
+        if !values.iter().fold(false, |any, x| any | bad(x)) {
+            return None;
+        }
+        values.iter().position(bad).map(|i| (i, values[i].to_f64()))
+    }
+    let (storage, layout) = t.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { return Ok(()) };
+    let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
+    let bad = match storage {
+        CpuStorage::F32(x) => first_bad(&x[range]),
+        CpuStorage::F64(x) => first_bad(&x[range]),
+        _ => None,
+    };
+    if let Some((flat, value)) = bad {
+        let mut index = Vec::new();
+        let mut rest = flat;
+        for &dim in t.dims().iter().rev() {
+            index.insert(0, rest % dim);
+            rest /= dim;
+        }
+        bail!("{name} holds {value} at {index:?} of shape {:?}; every value must be finite", t.dims());
+    }
+    Ok(())
+}

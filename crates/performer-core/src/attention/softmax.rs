@@ -1,0 +1,91 @@
+//! Exact softmax attention in differentiable Candle ops: the baseline, and the truth FAVOR approximates.
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_nn::kv_cache::KvCache;
+
+use super::{
+    Attention, Mask, State,
+    input::{FLOOR, Inputs, normalise, values_and_one},
+};
+
+/// First capacity of a key-value cache, in tokens; it grows by as much.
+const CACHE_TOKENS: usize = 256;
+
+/// `softmax(q·kᵀ/√D) v`, `O(T²)` time and memory, with gradients.
+#[derive(Clone, Debug, Default)]
+pub struct Softmax;
+
+impl Softmax {
+    /// Exact attention has no settings.
+    pub fn new() -> Self {
+        Self
+    }
+}
+
+impl Attention for Softmax {
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
+        let inputs = Inputs::new(q, k, v, mask)?;
+        let causal = if mask.is_causal() { Some(0) } else { None };
+        inputs.output(&attend(&inputs, causal)?)
+    }
+
+    fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
+        // Validates the new part before the cache is touched.
+        Inputs::new(q, k, v, &Mask::causal())?;
+        let (new, past) = (k.dim(2)?, state.tokens);
+        if state.sums.is_some() {
+            bail!("state: it was made by linear attention and cannot go on with softmax");
+        }
+        let cache = state.cache.get_or_insert_with(|| KvCache::new(2, CACHE_TOKENS.max(new)));
+        if let Some(cached) = cache.k()?
+            && (cached.dims()[..2] != k.dims()[..2] || cached.dims()[3] != k.dims()[3])
+        {
+            bail!(
+                "k has shape {:?} but the state's cache has {:?}; a state belongs to one layer and one batch",
+                k.dims(),
+                cached.dims()
+            );
+        }
+        let (k, v) = cache.append(&k.detach().contiguous()?, &v.detach().contiguous()?)?;
+        state.tokens += new;
+        let inputs = Inputs::new(q, &k, &v, &Mask::full())?;
+        inputs.output(&attend(&inputs, Some(past))?)
+    }
+}
+
+/// `(N, Tq·G, Dv)`. With `offset`, query `t` sees keys `0..=offset + t`.
+fn attend(inputs: &Inputs, offset: Option<usize>) -> Result<Tensor> {
+    let (n, tq, g, d) = inputs.q.dims4()?;
+    let tk = inputs.k.dim(1)?;
+    if n * tq == 0 || tk == 0 {
+        return Tensor::zeros((n, tq * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device());
+    }
+    let rows = inputs.q.reshape((n, tq * g, d))?;
+    let mut scores = rows.matmul(&inputs.k.transpose(1, 2)?.contiguous()?)?;
+    if let Some(offset) = offset {
+        scores = scores.broadcast_add(&causal_bias(tq, g, tk, offset, scores.dtype(), scores.device())?)?;
+    }
+    if let Some(keys) = &inputs.keys {
+        let hidden = Tensor::full(f32::NEG_INFINITY, keys.shape(), keys.device())?.to_dtype(keys.dtype())?;
+        let bias = keys.eq(0.0)?.where_cond(&hidden, &keys.zeros_like()?)?;
+        scores = scores.broadcast_add(&bias.transpose(1, 2)?)?;
+    }
+    // The row maximum cancels: a constant to the gradient.
+    let max = scores.detach().max_keepdim(D::Minus1)?.maximum(FLOOR)?;
+    let weights = scores.broadcast_sub(&max)?.exp()?;
+    normalise(&weights.matmul(&values_and_one(&inputs.v, inputs.keys.as_ref())?)?)
+}
+
+/// `(Tq·G, Tk)`: 0 where query `t` may see key `j <= offset + t`, else `−∞`.
+fn causal_bias(tq: usize, g: usize, tk: usize, offset: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    // Row t·G + g belongs to query t.
+    let visible_to: Vec<u32> = (0..tq * g).map(|row| (row / g + offset) as u32).collect();
+    let visible_to = Tensor::from_vec(visible_to, (tq * g, 1), device)?;
+    let keys = Tensor::arange(0, tk as u32, device)?.reshape((1, tk))?;
+    let hidden = keys.broadcast_gt(&visible_to)?;
+    let shape = hidden.shape();
+    hidden.where_cond(
+        &Tensor::full(f32::NEG_INFINITY, shape, device)?.to_dtype(dtype)?,
+        &Tensor::zeros(shape, dtype, device)?,
+    )
+}

@@ -1,0 +1,68 @@
+//! What decoding carries from token to token.
+
+use candle_core::{Result, Tensor};
+use candle_nn::kv_cache::KvCache;
+
+/// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer.
+///
+/// Exact softmax keeps every key and value; FAVOR keeps [`PrefixSums`] of constant size. Cheap to clone for FAVOR
+/// (tensors are shared); a clone of a softmax state shares its cache buffer, so extend only one of the two.
+#[derive(Clone, Debug, Default)]
+pub struct State {
+    pub(super) tokens: usize,
+    pub(super) cache: Option<KvCache>,
+    pub(super) sums: Option<PrefixSums>,
+}
+
+impl State {
+    /// The state before the first token.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Tokens seen so far.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Bytes held: constant in the number of tokens for FAVOR, linear for softmax.
+    pub fn bytes(&self) -> usize {
+        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        let cache = self.cache.as_ref().map_or(0, |c| {
+            [c.k_cache(), c.v_cache()].into_iter().filter_map(|c| c.all_data().as_ref()).map(size).sum()
+        });
+        let sums = self.sums.as_ref().map_or(0, |s| size(&s.log_scale) + size(&s.sums));
+        cache + sums
+    }
+}
+
+/// Prefix sums over the keys seen so far, per key head: `N = B·Hkv`, `F` features, `Dv` values.
+///
+/// The sums are stored divided by `e^{log_scale}`, where `log_scale` is the running maximum of the log-features: every
+/// stored term is at most 1 in its feature, and the largest is exactly 1.
+#[derive(Clone, Debug)]
+pub struct PrefixSums {
+    /// `c`: shape `(N, 1, F)` for positive features (a maximum per feature), `(N, 1, 1)` for signed ones.
+    pub log_scale: Tensor,
+    /// `Σ_j φ(k_j) [v_j, 1] / e^c`: shape `(N, F, Dv + 1)`.
+    pub sums: Tensor,
+}
+
+impl PrefixSums {
+    pub(super) fn detach(self) -> Self {
+        Self { log_scale: self.log_scale.detach(), sums: self.sums.detach() }
+    }
+
+    /// Checks that a state belongs to inputs with `n` key heads in the batch, `f` features and `dv` values.
+    pub(super) fn check(&self, n: usize, f: usize, dv: usize) -> Result<()> {
+        if self.sums.dims() != [n, f, dv + 1] {
+            candle_core::bail!(
+                "state: prefix sums have shape {:?} but this input needs ({n}, {f}, {}) = (batch x key heads, features, \
+                 value dim + 1); a state belongs to one layer and one batch",
+                self.sums.dims(),
+                dv + 1
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,71 @@
+//! Exponential maps of the softmax kernel: all features positive, given in logarithms.
+//!
+//! Choromanski et al. 2020, <https://arxiv.org/abs/2009.14794>, Lemma 1.
+
+use candle_core::{D, Result, Tensor};
+
+use super::{FeatureMap, Features, half_square_norm, project, transposed};
+
+/// Positive random features: `φ(x)_r = M^-½ exp(ω_r·x − ‖x‖²/2)`, `F = M`.
+///
+/// Unbiased for `e^{x·y}`; MSE for iid Gaussian rows `(1/M) e^{‖x+y‖²} SM² (1 − e^{−‖x+y‖²})`.
+#[derive(Clone, Debug)]
+pub struct Positive {
+    projection_t: Tensor,
+}
+
+impl Positive {
+    /// `projection`: Ω, shape `(M, D)`.
+    pub fn new(projection: Tensor) -> Result<Self> {
+        Ok(Self { projection_t: transposed(&projection)? })
+    }
+}
+
+impl FeatureMap for Positive {
+    fn input_dim(&self) -> usize {
+        self.projection_t.dims()[0]
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.projection_t.dims()[1]
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let log_norm = 0.5 * (self.feature_dim() as f64).ln();
+        let offset = half_square_norm(x)?.affine(1.0, log_norm)?;
+        Ok(Features::Log(project(x, &self.projection_t)?.broadcast_sub(&offset)?))
+    }
+}
+
+/// Hyperbolic random features: `(2M)^-½ exp(±ω_r·x − ‖x‖²/2)`, `F = 2M`, all `+` before all `−`.
+///
+/// Unbiased for `e^{x·y}`; MSE `½(1 − e^{−‖x+y‖²})` times that of [`Positive`] at the same `M`.
+#[derive(Clone, Debug)]
+pub struct Hyperbolic {
+    projection_t: Tensor,
+}
+
+impl Hyperbolic {
+    /// `projection`: Ω, shape `(M, D)`.
+    pub fn new(projection: Tensor) -> Result<Self> {
+        Ok(Self { projection_t: transposed(&projection)? })
+    }
+}
+
+impl FeatureMap for Hyperbolic {
+    fn input_dim(&self) -> usize {
+        self.projection_t.dims()[0]
+    }
+
+    fn feature_dim(&self) -> usize {
+        2 * self.projection_t.dims()[1]
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let u = project(x, &self.projection_t)?;
+        let log_norm = 0.5 * (self.feature_dim() as f64).ln();
+        let offset = half_square_norm(x)?.affine(1.0, log_norm)?;
+        let both = Tensor::cat(&[&u, &u.neg()?], D::Minus1)?;
+        Ok(Features::Log(both.broadcast_sub(&offset)?))
+    }
+}

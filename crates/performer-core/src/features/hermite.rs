@@ -1,0 +1,49 @@
+//! Taylor-2 exactly, random features for what is left.
+
+use candle_core::{D, Result, Tensor};
+
+use super::{FeatureMap, Features, Taylor2, half_square_norm, project, transposed};
+
+/// Taylor-2 features ⊕ `M^-½ (exp(ω·x − ‖x‖²/2) − h₂(x))` with
+/// `h₂(x) = 1 + ω·x + ((ω·x)² − ‖x‖²)/2`, `F = 1 + D + D(D+1)/2 + M`.
+///
+/// `E[h₂(x) h₂(y)]` is the Taylor-2 kernel and orthogonal to the remainder, so the sum is unbiased for `e^{x·y}` and
+/// all variance is in the tail. Features are signed.
+#[derive(Clone, Debug)]
+pub struct HermiteTail {
+    projection_t: Tensor,
+    taylor: Taylor2,
+}
+
+impl HermiteTail {
+    /// `projection`: Ω, shape `(M, D)`.
+    pub fn new(projection: Tensor) -> Result<Self> {
+        let taylor = Taylor2::new(projection.dim(1)?, projection.device())?;
+        Ok(Self { projection_t: transposed(&projection)?, taylor })
+    }
+}
+
+impl FeatureMap for HermiteTail {
+    fn input_dim(&self) -> usize {
+        self.projection_t.dims()[0]
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.taylor.feature_dim() + self.projection_t.dims()[1]
+    }
+
+    /// The largest feature of a row sets its scale, a constant to the gradient since it cancels in the product.
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let u = project(x, &self.projection_t)?;
+        let half_norm = half_square_norm(x)?;
+        let log = u.broadcast_sub(&half_norm)?;
+        let scale = log.detach().max_keepdim(D::Minus1)?.relu()?;
+        let shrink = scale.neg()?.exp()?;
+        let h2 = ((u.sqr()? * 0.5)? + &u)?.broadcast_sub(&half_norm.affine(1.0, -1.0)?)?;
+        let tail = (log.broadcast_sub(&scale)?.exp()? - h2.broadcast_mul(&shrink)?)?;
+        let tail = (tail * (self.projection_t.dims()[1] as f64).powf(-0.5))?;
+        let exact = self.taylor.values(x)?.broadcast_mul(&shrink)?;
+        let values = Tensor::cat(&[&exact, &tail], D::Minus1)?;
+        Ok(Features::Linear { values, log_scale: Some(scale) })
+    }
+}

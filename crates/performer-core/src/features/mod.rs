@@ -1,0 +1,268 @@
+//! Feature maps φ with `φ(x)·φ(y) ≈ K(x, y)`: one file a family, one small trait.
+//!
+//! | kind | `φ(x)` | kernel estimated | `F` |
+//! |---|---|---|---|
+//! | [`Positive`](FeatureMapKind::Positive) (FAVOR+) | `M^-½ exp(ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
+//! | [`Hyperbolic`](FeatureMapKind::Hyperbolic) | both `(2M)^-½ exp(±ω·x − ‖x‖²/2)` | softmax, unbiased | `2M` |
+//! | [`Trigonometric`](FeatureMapKind::Trigonometric) | `M^-½ e^{‖x‖²/2} [sin ω·x, cos ω·x]` | softmax, unbiased, signed | `2M` |
+//! | [`Phase`](FeatureMapKind::Phase) | `(2/M)^½ e^{‖x‖²/2} cos(ω·x + b)` | softmax, unbiased, signed | `M` |
+//! | [`GaussianPhase`](FeatureMapKind::GaussianPhase) | `(2/M)^½ cos(ω·x + b)` | Gaussian `e^{−‖x−y‖²/2}` | `M` |
+//! | [`Relu`](FeatureMapKind::Relu) | `M^-½ relu(ω·x) + ε` | arc-cosine | `M` |
+//! | [`Elu`](FeatureMapKind::Elu) | `elu(x) + 1` | – | `D` |
+//! | [`Taylor2`](FeatureMapKind::Taylor2) | `[1, x, vec(xxᵀ)/√2]` | `1 + z + z²/2` | `1+D+D(D+1)/2` |
+//! | [`Limit`](FeatureMapKind::Limit) | `[1, x/√n]^{⊗n}` | `(1 + z/n)^n` | `C(D+n, n)` |
+//! | [`HermiteTail`](FeatureMapKind::HermiteTail) | Taylor-2 ⊕ `M^-½ (exp(ω·x−‖x‖²/2) − h₂(x))` | softmax, unbiased | Taylor-2's + `M` |
+//!
+//! Rows `ω` of the projection Ω `(M, D)` come from [`crate::projection`]; `z = x·y`. Rows `x` are already
+//! scaled by `D^-1/4`, so that `x·y = q·k/√D`.
+//!
+//! A feature of a softmax kernel spans hundreds of orders of magnitude. A map therefore returns
+//! [`Features`] in a form from which the attention can take the scale before it exponentiates.
+
+mod elu;
+mod exponential;
+mod hermite;
+mod polynomial;
+mod relu;
+mod trigonometric;
+
+use std::{fmt, str::FromStr};
+
+use candle_core::{D, Device, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+pub use elu::Elu;
+pub use exponential::{Hyperbolic, Positive};
+pub use hermite::HermiteTail;
+pub use polynomial::{Limit, Taylor2};
+pub use relu::{RELU_EPSILON, Relu};
+pub use trigonometric::{Phase, Trigonometric};
+
+/// Features of many rows, in the form that keeps them in range.
+#[derive(Clone, Debug)]
+pub enum Features {
+    /// `log φ(x)`, shape `(..., F)`: maps whose features are all positive.
+    Log(Tensor),
+    /// `φ(x) = e^{log_scale} · values`: maps with signed or moderate features.
+    Linear {
+        /// Shape `(..., F)`.
+        values: Tensor,
+        /// Shape `(..., 1)`; `None` means zero.
+        log_scale: Option<Tensor>,
+    },
+}
+
+impl Features {
+    /// `φ(x)` itself, shape `(..., F)`. Overflows where the features do; the attention never calls it.
+    pub fn materialize(&self) -> Result<Tensor> {
+        match self {
+            Self::Log(log) => log.exp(),
+            Self::Linear { values, log_scale: None } => Ok(values.clone()),
+            Self::Linear { values, log_scale: Some(s) } => values.broadcast_mul(&s.exp()?),
+        }
+    }
+}
+
+/// A feature map φ: `R^D → R^F` with `φ(x)·φ(y) ≈ K(x, y)`.
+pub trait FeatureMap: fmt::Debug + Send + Sync {
+    /// Width `D` of the rows the map takes.
+    fn input_dim(&self) -> usize;
+
+    /// Number `F` of features of one row.
+    fn feature_dim(&self) -> usize;
+
+    /// Features of the rows of `x`, shape `(..., D)`, f32 or f64.
+    fn features(&self, x: &Tensor) -> Result<Features>;
+
+    /// The estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` → `(..., Tq, Tk)`.
+    ///
+    /// Materialises every feature: for looking at an approximation, not for attention.
+    fn kernel(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        let phi_x = self.features(x)?.materialize()?;
+        let phi_y = self.features(y)?.materialize()?;
+        phi_x.matmul(&phi_y.transpose(D::Minus2, D::Minus1)?.contiguous()?)
+    }
+}
+
+/// The feature maps by name: what a configuration file or a command line says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FeatureMapKind {
+    /// Positive random features, FAVOR+ (Choromanski et al. 2020, Lemma 1).
+    #[default]
+    Positive,
+    /// Hyperbolic positive random features (Choromanski et al. 2020, Lemma 1, second form).
+    Hyperbolic,
+    /// Trigonometric random features of the softmax kernel (Choromanski et al. 2020, section 2.3).
+    Trigonometric,
+    /// Random Fourier features with a random phase, scaled to the softmax kernel.
+    Phase,
+    /// Random Fourier features of the plain Gaussian kernel (Rahimi & Recht 2007).
+    GaussianPhase,
+    /// Generalised attention with a ReLU kernel (Choromanski et al. 2020, section 2.2).
+    Relu,
+    /// `elu(x) + 1` (Katharopoulos et al. 2020, eq. 7).
+    Elu,
+    /// Second-order Taylor expansion of the exponential.
+    Taylor2,
+    /// `(1 + x·y/n)^n` for an even `n`.
+    Limit(u32),
+    /// Taylor-2 exactly plus random features of the remainder.
+    HermiteTail,
+}
+
+impl FeatureMapKind {
+    /// Every map that takes no number, for help texts and sweeps.
+    pub const NAMED: [Self; 9] = [
+        Self::Positive,
+        Self::Hyperbolic,
+        Self::Trigonometric,
+        Self::Phase,
+        Self::GaussianPhase,
+        Self::Relu,
+        Self::Elu,
+        Self::Taylor2,
+        Self::HermiteTail,
+    ];
+
+    /// Whether the map draws a projection Ω.
+    pub fn is_random(self) -> bool {
+        !matches!(self, Self::Elu | Self::Taylor2 | Self::Limit(_))
+    }
+
+    /// Whether the map draws phase offsets `b` besides Ω.
+    pub fn has_offsets(self) -> bool {
+        matches!(self, Self::Phase | Self::GaussianPhase)
+    }
+
+    /// Builds the map for rows of width `head_dim`.
+    ///
+    /// `random` holds what a random map needs, see [`RandomParameters`]; deterministic maps ignore it.
+    /// `device` is where the constants of deterministic maps live.
+    ///
+    /// # Errors
+    /// If a random map is given no parameters, or parameters of another shape.
+    pub fn build(
+        self,
+        head_dim: usize,
+        random: Option<&RandomParameters>,
+        device: &Device,
+    ) -> Result<Box<dyn FeatureMap>> {
+        if head_dim == 0 {
+            bail!("feature map {self}: head_dim is 0; it must be at least 1");
+        }
+        let random = match (self.is_random(), random) {
+            (true, None) => {
+                bail!("feature map {self} is random and needs a projection (M, {head_dim}); none was given")
+            }
+            (true, Some(r)) => {
+                r.check(self, head_dim)?;
+                r.clone()
+            }
+            (false, _) => return self.build_deterministic(head_dim, device),
+        };
+        let projection = random.projection;
+        Ok(match self {
+            Self::Positive => Box::new(Positive::new(projection)?),
+            Self::Hyperbolic => Box::new(Hyperbolic::new(projection)?),
+            Self::Trigonometric => Box::new(Trigonometric::new(projection)?),
+            Self::Phase | Self::GaussianPhase => {
+                let Some(offsets) = random.offsets else {
+                    bail!("feature map {self} needs phase offsets (M); none were given")
+                };
+                Box::new(Phase::new(projection, offsets, self == Self::Phase)?)
+            }
+            Self::Relu => Box::new(Relu::new(projection)?),
+            Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
+            Self::Elu | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
+        })
+    }
+
+    fn build_deterministic(self, head_dim: usize, device: &Device) -> Result<Box<dyn FeatureMap>> {
+        Ok(match self {
+            Self::Elu => Box::new(Elu::new(head_dim)),
+            Self::Taylor2 => Box::new(Taylor2::new(head_dim, device)?),
+            Self::Limit(n) => Box::new(Limit::new(n, head_dim, device)?),
+            _ => bail!("feature map {self} is random"),
+        })
+    }
+}
+
+impl fmt::Display for FeatureMapKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Self::Positive => "positive",
+            Self::Hyperbolic => "hyperbolic",
+            Self::Trigonometric => "trigonometric",
+            Self::Phase => "phase",
+            Self::GaussianPhase => "gaussian-phase",
+            Self::Relu => "relu",
+            Self::Elu => "elu",
+            Self::Taylor2 => "taylor2",
+            Self::Limit(n) => return write!(f, "limit-{n}"),
+            Self::HermiteTail => "hermite-tail",
+        };
+        f.write_str(name)
+    }
+}
+
+impl FromStr for FeatureMapKind {
+    type Err = String;
+
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        if let Some(n) = s.strip_prefix("limit-") {
+            return match n.parse::<u32>() {
+                Ok(n) if n >= 2 && n % 2 == 0 => Ok(Self::Limit(n)),
+                _ => Err(format!("limit-{n}: n must be an even number of at least 2, as in limit-2")),
+            };
+        }
+        Self::NAMED.into_iter().find(|k| k.to_string() == s).ok_or_else(|| {
+            let names: Vec<String> = Self::NAMED.iter().map(ToString::to_string).collect();
+            format!("unknown feature map '{s}'; known are {}, limit-N", names.join(", "))
+        })
+    }
+}
+
+/// What a random feature map draws: constants to the gradient, saved with the model.
+#[derive(Clone, Debug)]
+pub struct RandomParameters {
+    /// Ω, shape `(M, D)`, f32 or f64.
+    pub projection: Tensor,
+    /// `b`, shape `(M)`, for the phase maps.
+    pub offsets: Option<Tensor>,
+}
+
+impl RandomParameters {
+    fn check(&self, kind: FeatureMapKind, head_dim: usize) -> Result<()> {
+        let dims = self.projection.dims();
+        if dims.len() != 2 || dims[0] == 0 || dims[1] != head_dim {
+            bail!("feature map {kind}: projection has shape {dims:?}; it must be (M, {head_dim}) with M >= 1");
+        }
+        if let Some(offsets) = &self.offsets
+            && offsets.dims() != &dims[..1]
+        {
+            bail!("feature map {kind}: offsets have shape {:?}; they must be ({})", offsets.dims(), dims[0]);
+        }
+        Ok(())
+    }
+}
+
+/// `(..., D) · Ωᵀ → (..., M)`, with Ω cast to the dtype of `x`.
+fn project(x: &Tensor, projection_t: &Tensor) -> Result<Tensor> {
+    let d = x.dim(D::Minus1)?;
+    let mut shape = x.dims().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = projection_t.dim(1)?;
+    }
+    x.contiguous()?.reshape(((), d))?.matmul(&projection_t.to_dtype(x.dtype())?)?.reshape(shape)
+}
+
+/// `‖x‖²/2` of every row, `(..., D) → (..., 1)`.
+fn half_square_norm(x: &Tensor) -> Result<Tensor> {
+    x.sqr()?.sum_keepdim(D::Minus1)? * 0.5
+}
+
+/// Ωᵀ, contiguous, cut off from any gradient.
+fn transposed(projection: &Tensor) -> Result<Tensor> {
+    projection.detach().t()?.contiguous()
+}

@@ -1,0 +1,149 @@
+//! Deterministic polynomial maps: Taylor-2 and the limit form `(1 + z/n)^n`.
+//!
+//! Both list every monomial of a degree once, with the square root of its multinomial coefficient as weight,
+//! so `F` is the number of distinct monomials and not `D^n`.
+
+use candle_core::{D, Device, Result, Tensor, bail};
+
+use super::{FeatureMap, Features};
+
+/// More features than this and attention over them costs more than softmax at any length people use.
+const MAX_FEATURES: usize = 1 << 14;
+
+/// All monomials of degree `n` in `variables` variables, as a product of `n` gathered columns times weights.
+#[derive(Clone, Debug)]
+struct Monomials {
+    /// `n` index tensors of shape `(F)`.
+    columns: Vec<Tensor>,
+    /// Square roots of the multinomial coefficients, shape `(F)`.
+    weights: Tensor,
+}
+
+impl Monomials {
+    fn new(degree: usize, variables: usize, device: &Device) -> Result<Self> {
+        let mut columns = vec![Vec::new(); degree];
+        let mut weights = Vec::new();
+        // Non-decreasing index tuples, in lexicographic order.
+        let mut tuple = vec![0usize; degree];
+        loop {
+            if weights.len() == MAX_FEATURES {
+                bail!(
+                    "polynomial feature map: degree {degree} in {variables} variables has more than {MAX_FEATURES} \
+                     features; lower n or the head dimension"
+                );
+            }
+            for (column, &i) in columns.iter_mut().zip(&tuple) {
+                column.push(i as u32);
+            }
+            weights.push(multinomial(&tuple).sqrt());
+            let Some(last) = tuple.iter().rposition(|&i| i + 1 < variables) else { break };
+            let next = tuple[last] + 1;
+            tuple[last..].fill(next);
+        }
+        let f = weights.len();
+        let columns = columns.into_iter().map(|c| Tensor::from_vec(c, f, device)).collect::<Result<_>>()?;
+        Ok(Self { columns, weights: Tensor::from_vec(weights, f, device)? })
+    }
+
+    fn count(&self) -> usize {
+        self.weights.dims()[0]
+    }
+
+    /// `(..., variables) → (..., F)`.
+    fn evaluate(&self, x: &Tensor) -> Result<Tensor> {
+        let x = x.contiguous()?;
+        let mut product = x.index_select(&self.columns[0], D::Minus1)?;
+        for column in &self.columns[1..] {
+            product = (product * x.index_select(column, D::Minus1)?)?;
+        }
+        product.broadcast_mul(&self.weights.to_dtype(x.dtype())?)
+    }
+}
+
+/// `n! / Π (multiplicity!)` of a non-decreasing tuple.
+fn multinomial(tuple: &[usize]) -> f64 {
+    let mut coefficient = 1.0;
+    let mut run = 0;
+    for (i, &value) in tuple.iter().enumerate() {
+        run = if i > 0 && tuple[i - 1] == value { run + 1 } else { 1 };
+        coefficient *= (i + 1) as f64 / run as f64;
+    }
+    coefficient
+}
+
+fn ones_before(x: &Tensor) -> Result<Tensor> {
+    let ones = x.narrow(D::Minus1, 0, 1)?.ones_like()?;
+    Tensor::cat(&[&ones, x], D::Minus1)
+}
+
+/// `φ(x) = [1, x, vec(xxᵀ)/√2]` with symmetric packing: `φ(x)·φ(y) = 1 + z + z²/2 > 0`.
+#[derive(Clone, Debug)]
+pub struct Taylor2 {
+    dim: usize,
+    squares: Monomials,
+}
+
+impl Taylor2 {
+    /// `dim`: the head dimension `D`.
+    ///
+    /// # Errors
+    /// If `D(D+1)/2` exceeds 16384.
+    pub fn new(dim: usize, device: &Device) -> Result<Self> {
+        Ok(Self { dim, squares: Monomials::new(2, dim, device)? })
+    }
+
+    pub(super) fn values(&self, x: &Tensor) -> Result<Tensor> {
+        let squares = (self.squares.evaluate(x)? * 0.5f64.sqrt())?;
+        Tensor::cat(&[&ones_before(x)?, &squares], D::Minus1)
+    }
+}
+
+impl FeatureMap for Taylor2 {
+    fn input_dim(&self) -> usize {
+        self.dim
+    }
+
+    fn feature_dim(&self) -> usize {
+        1 + self.dim + self.squares.count()
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        Ok(Features::Linear { values: self.values(x)?, log_scale: None })
+    }
+}
+
+/// `φ(x) = [1, x/√n]^{⊗n}` with symmetric packing: `φ(x)·φ(y) = (1 + z/n)^n → e^z`, non-negative for even `n`.
+#[derive(Clone, Debug)]
+pub struct Limit {
+    n: u32,
+    dim: usize,
+    monomials: Monomials,
+}
+
+impl Limit {
+    /// `n`: an even power; `dim`: the head dimension `D`.
+    ///
+    /// # Errors
+    /// If `n` is odd or zero, or `C(D+n, n)` exceeds 16384.
+    pub fn new(n: u32, dim: usize, device: &Device) -> Result<Self> {
+        if n == 0 || n % 2 != 0 {
+            bail!("feature map limit-{n}: n must be even and at least 2, or the kernel can be negative");
+        }
+        Ok(Self { n, dim, monomials: Monomials::new(n as usize, dim + 1, device)? })
+    }
+}
+
+impl FeatureMap for Limit {
+    fn input_dim(&self) -> usize {
+        self.dim
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.monomials.count()
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let scaled = (x * f64::from(self.n).powf(-0.5))?;
+        Ok(Features::Linear { values: self.monomials.evaluate(&ones_before(&scaled)?)?, log_scale: None })
+    }
+}

@@ -1,0 +1,39 @@
+//! Generalised attention with a ReLU kernel.
+
+use candle_core::{Result, Tensor};
+
+use super::{FeatureMap, Features, project, transposed};
+
+/// ε of [`Relu`]: keeps every denominator positive; the value of the paper's own code.
+pub const RELU_EPSILON: f64 = 1e-3;
+
+/// `φ(x) = M^-½ relu(ω·x) + ε`, `F = M`: an arc-cosine kernel.
+///
+/// The best map on protein sequences in Choromanski et al. 2020 (section 4.3); no estimate of softmax.
+#[derive(Clone, Debug)]
+pub struct Relu {
+    projection_t: Tensor,
+}
+
+impl Relu {
+    /// `projection`: Ω, shape `(M, D)`.
+    pub fn new(projection: Tensor) -> Result<Self> {
+        Ok(Self { projection_t: transposed(&projection)? })
+    }
+}
+
+impl FeatureMap for Relu {
+    fn input_dim(&self) -> usize {
+        self.projection_t.dims()[0]
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.projection_t.dims()[1]
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let norm = (self.feature_dim() as f64).powf(-0.5);
+        let values = project(x, &self.projection_t)?.relu()?.affine(norm, RELU_EPSILON)?;
+        Ok(Features::Linear { values, log_scale: None })
+    }
+}

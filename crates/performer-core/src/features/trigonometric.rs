@@ -1,0 +1,75 @@
+//! Trigonometric maps: random Fourier features of the Gaussian kernel, and their softmax forms.
+//!
+//! Rahimi & Recht 2007; Choromanski et al. 2020, section 2.3. The softmax kernel is the Gaussian one times
+//! `e^{‖x‖²/2} e^{‖y‖²/2}`: that factor is carried as a log-scale, the rest lies in `[−1, 1]`. Features are signed,
+//! so a denominator can come close to zero: these maps are for study rather than for training.
+
+use candle_core::{D, Result, Tensor};
+
+use super::{FeatureMap, Features, half_square_norm, project, transposed};
+
+/// `φ(x) = M^-½ e^{‖x‖²/2} [sin(ω·x), cos(ω·x)]`, `F = 2M`: softmax kernel, unbiased.
+///
+/// MSE for iid rows `(1/2M) e^{‖x+y‖²} SM^-2 (1 − e^{−‖x−y‖²})²`.
+#[derive(Clone, Debug)]
+pub struct Trigonometric {
+    projection_t: Tensor,
+}
+
+impl Trigonometric {
+    /// `projection`: Ω, shape `(M, D)`.
+    pub fn new(projection: Tensor) -> Result<Self> {
+        Ok(Self { projection_t: transposed(&projection)? })
+    }
+}
+
+impl FeatureMap for Trigonometric {
+    fn input_dim(&self) -> usize {
+        self.projection_t.dims()[0]
+    }
+
+    fn feature_dim(&self) -> usize {
+        2 * self.projection_t.dims()[1]
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let u = project(x, &self.projection_t)?;
+        let norm = (self.projection_t.dims()[1] as f64).powf(-0.5);
+        let values = (Tensor::cat(&[u.sin()?, u.cos()?], D::Minus1)? * norm)?;
+        Ok(Features::Linear { values, log_scale: Some(half_square_norm(x)?) })
+    }
+}
+
+/// `φ(x) = (2/M)^½ cos(ω·x + b)`, `b ~ U[0, 2π)`, `F = M`: Gaussian kernel, or softmax with the factor `e^{‖x‖²/2}`.
+#[derive(Clone, Debug)]
+pub struct Phase {
+    projection_t: Tensor,
+    offsets: Tensor,
+    softmax: bool,
+}
+
+impl Phase {
+    /// `projection`: Ω, shape `(M, D)`; `offsets`: `b`, shape `(M)`; `softmax`: estimate `e^{x·y}`
+    /// instead of `e^{−‖x−y‖²/2}`.
+    pub fn new(projection: Tensor, offsets: Tensor, softmax: bool) -> Result<Self> {
+        Ok(Self { projection_t: transposed(&projection)?, offsets: offsets.detach(), softmax })
+    }
+}
+
+impl FeatureMap for Phase {
+    fn input_dim(&self) -> usize {
+        self.projection_t.dims()[0]
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.projection_t.dims()[1]
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let u = project(x, &self.projection_t)?;
+        let norm = (2.0 / self.feature_dim() as f64).sqrt();
+        let values = (u.broadcast_add(&self.offsets.to_dtype(x.dtype())?)?.cos()? * norm)?;
+        let log_scale = if self.softmax { Some(half_square_norm(x)?) } else { None };
+        Ok(Features::Linear { values, log_scale })
+    }
+}

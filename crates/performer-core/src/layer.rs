@@ -1,0 +1,182 @@
+//! Multi-head attention as a layer: projections, positions, heads, dropout, around any [`Attention`].
+
+use candle_core::{Device, Result, Tensor, bail};
+use candle_nn::{Linear, Module, VarBuilder, linear_b, ops::dropout, rotary_emb::rope_slow};
+
+use crate::attention::{Attention, Mask, State};
+
+/// Rotary position embeddings (Su et al. 2021, <https://arxiv.org/abs/2104.09864>), in the half-split form of Hugging Face
+/// checkpoints: dimension `i` turns with `i + D/2`.
+#[derive(Clone, Debug)]
+pub struct Rotary {
+    /// `(max_tokens, D/2)` each.
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rotary {
+    /// Angles `t / base^{2i/D}` for `t < max_tokens`.
+    ///
+    /// # Errors
+    /// If `head_dim` is odd or zero.
+    pub fn new(head_dim: usize, max_tokens: usize, base: f64, device: &Device) -> Result<Self> {
+        if head_dim == 0 || head_dim % 2 != 0 {
+            bail!("rotary positions need an even head dim; it is {head_dim}");
+        }
+        let half = head_dim / 2;
+        let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        let angles = |f: fn(f64) -> f64| {
+            let table: Vec<f32> =
+                (0..max_tokens).flat_map(|t| frequencies.iter().map(move |w| f(t as f64 * w) as f32)).collect();
+            Tensor::from_vec(table, (max_tokens, half), device)
+        };
+        Ok(Self { cos: angles(f64::cos)?, sin: angles(f64::sin)? })
+    }
+
+    /// Turns `x` `(B, H, T, D)`, whose first token stands at position `start`.
+    ///
+    /// # Errors
+    /// If a position lies beyond `max_tokens`.
+    pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
+        let t = x.dim(2)?;
+        let max = self.cos.dim(0)?;
+        if start + t > max {
+            bail!("positions {start}..{} lie beyond the {max} that the rotary table covers", start + t);
+        }
+        let part = |table: &Tensor| table.narrow(0, start, t)?.to_dtype(x.dtype());
+        rope_slow(x, &part(&self.cos)?, &part(&self.sin)?)
+    }
+}
+
+/// Shape of a [`MultiHeadAttention`].
+#[derive(Clone, Debug)]
+pub struct MultiHeadConfig {
+    /// Model dimension `E`.
+    pub hidden: usize,
+    /// Query heads `H`.
+    pub heads: usize,
+    /// Key and value heads `Hkv`, a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Head dimension `D`; usually `E/H`.
+    pub head_dim: usize,
+    /// Whether q, k and v projections have a bias.
+    pub qkv_bias: bool,
+    /// Whether the output projection has one.
+    pub output_bias: bool,
+    /// Probability of dropping an entry of the output, in training.
+    pub dropout: f32,
+}
+
+impl MultiHeadConfig {
+    /// `heads` equal heads of dimension `hidden / heads`, no biases, no dropout.
+    pub fn new(hidden: usize, heads: usize) -> Self {
+        Self {
+            hidden,
+            heads,
+            kv_heads: heads,
+            head_dim: hidden / heads.max(1),
+            qkv_bias: false,
+            output_bias: false,
+            dropout: 0.0,
+        }
+    }
+}
+
+/// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and either attention.
+///
+/// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging Face checkpoints. Random
+/// projections are buffers of the attention, not variables: see [`Attention::buffers`].
+#[derive(Debug)]
+pub struct MultiHeadAttention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    rotary: Option<Rotary>,
+    attention: Box<dyn Attention>,
+    config: MultiHeadConfig,
+}
+
+impl MultiHeadAttention {
+    /// Makes the layer's weights, or reads them, from `vb`.
+    ///
+    /// # Errors
+    /// If the head counts do not fit, or `vb` lacks a weight.
+    pub fn new(
+        config: &MultiHeadConfig,
+        attention: Box<dyn Attention>,
+        rotary: Option<Rotary>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let MultiHeadConfig { hidden, heads, kv_heads, head_dim, .. } = *config;
+        if hidden == 0 || head_dim == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) || heads == 0 {
+            bail!(
+                "multi-head attention: hidden {hidden}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}; all must be \
+                 at least 1 and heads a multiple of kv_heads"
+            );
+        }
+        let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+        Ok(Self {
+            q_proj: linear_b(hidden, q, config.qkv_bias, vb.pp("q_proj"))?,
+            k_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("k_proj"))?,
+            v_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("v_proj"))?,
+            o_proj: linear_b(q, hidden, config.output_bias, vb.pp("o_proj"))?,
+            rotary,
+            attention,
+            config: config.clone(),
+        })
+    }
+
+    /// Self-attention over `x` `(B, T, E)` → `(B, T, E)`; `train` turns dropout on.
+    pub fn forward(&self, x: &Tensor, mask: &Mask, train: bool) -> Result<Tensor> {
+        self.cross(x, x, mask, train)
+    }
+
+    /// Attention of `x` `(B, Tq, E)` over `context` `(B, Tk, E)` → `(B, Tq, E)`.
+    pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask, train: bool) -> Result<Tensor> {
+        let (q, k, v) = self.project(x, context, 0)?;
+        let out = self.merge(&self.attention.forward(&q, &k, &v, mask)?)?;
+        if train && self.config.dropout > 0.0 { dropout(&out, self.config.dropout) } else { Ok(out) }
+    }
+
+    /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
+    pub fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
+        let (q, k, v) = self.project(x, x, state.tokens())?;
+        self.merge(&self.attention.extend(&q, &k, &v, state)?)
+    }
+
+    /// The attention inside, to save its buffers.
+    pub fn attention(&self) -> &dyn Attention {
+        &*self.attention
+    }
+
+    /// The attention inside, to redraw it or load its buffers.
+    pub fn attention_mut(&mut self) -> &mut dyn Attention {
+        &mut *self.attention
+    }
+
+    fn project(&self, x: &Tensor, context: &Tensor, start: usize) -> Result<(Tensor, Tensor, Tensor)> {
+        let c = &self.config;
+        for (name, t) in [("x", x), ("context", context)] {
+            if t.rank() != 3 || t.dims()[2] != c.hidden {
+                bail!("{name} has shape {:?}; it must be (batch, tokens, {})", t.dims(), c.hidden);
+            }
+        }
+        let split = |t: Tensor, heads: usize| -> Result<Tensor> {
+            let (b, tokens, _) = t.dims3()?;
+            t.reshape((b, tokens, heads, c.head_dim))?.transpose(1, 2)?.contiguous()
+        };
+        let q = split(self.q_proj.forward(x)?, c.heads)?;
+        let k = split(self.k_proj.forward(context)?, c.kv_heads)?;
+        let v = split(self.v_proj.forward(context)?, c.kv_heads)?;
+        match &self.rotary {
+            None => Ok((q, k, v)),
+            Some(rotary) => Ok((rotary.apply(&q, start)?, rotary.apply(&k, start)?, v)),
+        }
+    }
+
+    fn merge(&self, heads: &Tensor) -> Result<Tensor> {
+        let (b, h, t, d) = heads.dims4()?;
+        self.o_proj.forward(&heads.transpose(1, 2)?.contiguous()?.reshape((b, t, h * d))?)
+    }
+}

@@ -1,0 +1,212 @@
+//! Random projections: the directions `ω_r` at which random feature maps look at queries and keys.
+//!
+//! A projection Ω is an `(m, d)` matrix with one row per random feature. FAVOR+ ([Choromanski et
+//! al., 2021](https://arxiv.org/abs/2009.14794)) needs every row to be distributed as `N(0, I_d)`
+//! for its estimate of the softmax kernel to be unbiased; how the rows depend *on each other*
+//! decides its variance. So a draw has two parts:
+//!
+//! - [`ProjectionKind`], how directions are drawn: independently, or exactly orthogonal within
+//!   blocks of `d` rows;
+//! - [`Radii`], how long the rows are. A direction uniform on the sphere times an independent
+//!   `χ(d)` radius is `N(0, I_d)` again; other radii trade bias for variance.
+//!
+//! # Reproducibility
+//!
+//! A draw is a function of its arguments, bit for bit, on every platform: ChaCha12 supplies the
+//! bits, and everything after them is `f64` arithmetic in a fixed order and the `libm` crate's
+//! functions (the standard library's `ln`, `sin` and `cos` differ between platforms).
+//! [`draw_tensor`] then rounds once, to the type asked for.
+//!
+//! Rows do not depend on `m`: a draw with fewer rows is a prefix of a draw with more, unless the
+//! radii are [`Radii::Quantile`]. All kinds share their random numbers, which makes comparisons
+//! between them less noisy: the first block of an orthogonal draw is the Gram-Schmidt basis of the
+//! Gaussian draw from the same seed.
+//!
+//! ```
+//! use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! let layer_seed = derive_seed(42, 3); // one independent Ω per layer
+//! let omega = draw(ProjectionKind::Orthogonal, Radii::Sqrt, 128, 64, layer_seed)?;
+//! let dot = |a: usize, b: usize| -> f64 {
+//!     let (a, b) = (&omega[a * 64..][..64], &omega[b * 64..][..64]);
+//!     a.iter().zip(b).map(|(x, y)| x * y).sum()
+//! };
+//! assert!((dot(0, 0) - 64.0).abs() < 1e-9); // ‖ω‖ = √64
+//! assert!(dot(0, 63).abs() < 1e-9); // the same block: orthogonal
+//! assert!(dot(0, 64).abs() > 1e-9); // another block: independent
+//! # Ok(())
+//! # }
+//! ```
+
+mod hadamard;
+mod orthogonal;
+mod radii;
+mod rng;
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use rng::Stream;
+
+pub use radii::Radii;
+pub use rng::derive_seed;
+
+/// How the directions of the rows of Ω are drawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ProjectionKind {
+    /// Independent rows from `N(0, I_d)`: unbiased, with the most variance. [`Radii`] do not apply.
+    Gaussian,
+    /// Haar-distributed orthogonal blocks of `d` rows, independent of each other: every direction
+    /// is still uniform on the sphere, so with [`Radii::Chi`] still unbiased, with less variance
+    /// ([Yu et al., 2016](https://arxiv.org/abs/1610.09072)).
+    #[default]
+    Orthogonal,
+    /// Blocks `H D₁ H D₂ H D₃` of Walsh-Hadamard matrices and random signs ([Yu et al.,
+    /// 2016](https://arxiv.org/abs/1610.09072), section 4): close to
+    /// [`Orthogonal`](Self::Orthogonal) and drawn in `O(m d log d)` instead of `O(m d²)`.
+    ///
+    /// A block has `p` rows and columns, `p` the power of two at or above `d`. When `p > d` its
+    /// first `d` columns are kept, which is the same as padding the vectors it is applied to with
+    /// zeros, and radii are those of dimension `p` (a row's squared norm is then `d` on average,
+    /// and varies). **Rows of a block are exactly orthogonal only when `d` is a power of two**: it
+    /// is the full rows, of length `p`, that are. Directions take finitely many values, so the
+    /// kernel estimate is only approximately unbiased; the smaller `d`, the less so.
+    Hadamard,
+}
+
+impl ProjectionKind {
+    /// Every kind.
+    pub const ALL: [Self; 3] = [Self::Gaussian, Self::Orthogonal, Self::Hadamard];
+
+    /// The kind's name, as it is displayed, parsed and serialised.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gaussian => "gaussian",
+            Self::Orthogonal => "orthogonal",
+            Self::Hadamard => "hadamard",
+        }
+    }
+}
+
+impl fmt::Display for ProjectionKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for ProjectionKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        parse("projection", text, &Self::ALL.map(|kind| (kind.name(), kind)))
+    }
+}
+
+/// Finds `text` among named values; the error lists the names.
+fn parse<T: Copy>(what: &str, text: &str, values: &[(&str, T)]) -> Result<T> {
+    match values.iter().find(|(name, _)| *name == text) {
+        Some((_, value)) => Ok(*value),
+        None => {
+            let names: Vec<&str> = values.iter().map(|(name, _)| *name).collect();
+            bail!("unknown {what} {text:?}: it must be one of {}", names.join(", "))
+        }
+    }
+}
+
+/// Draws a projection Ω: `m` rows of `d` numbers, row-major.
+///
+/// `radii` scales the rows of orthogonal and Hadamard draws; Gaussian rows have their own lengths,
+/// and ignore it.
+///
+/// # Errors
+///
+/// When `m` or `d` is 0, or `m × d` numbers do not fit in memory.
+pub fn draw(kind: ProjectionKind, radii: Radii, m: usize, d: usize, seed: u64) -> Result<Vec<f64>> {
+    check_features(m)?;
+    if d == 0 {
+        bail!("projection: d, the dimension of a query or key, is 0; it must be at least 1");
+    }
+    let mut omega = zeros(m, d)?;
+    if kind == ProjectionKind::Gaussian {
+        Stream::Block(0).open(seed).fill_normal(&mut omega);
+        return Ok(omega);
+    }
+
+    let block_rows = match kind {
+        ProjectionKind::Hadamard => d.next_power_of_two(),
+        _ => d,
+    };
+    // One stream a block. Blocks seeded alike would repeat the same directions and add nothing.
+    for (b, block) in omega.chunks_mut(block_rows.saturating_mul(d)).enumerate() {
+        let mut rng = Stream::Block(b as u64).open(seed);
+        match kind {
+            ProjectionKind::Hadamard => hadamard::fill_block(&mut rng, d, block),
+            _ => orthogonal::fill_block(&mut rng, d, block),
+        }
+    }
+    for (row, radius) in omega.chunks_exact_mut(d).zip(radii.lengths(m, block_rows, seed)) {
+        row.iter_mut().for_each(|w| *w *= radius);
+    }
+    Ok(omega)
+}
+
+/// [`draw`] as a tensor of shape `(m, d)`, rounded once from `f64` to `dtype`.
+///
+/// # Errors
+///
+/// Those of [`draw`]; when `dtype` is not a floating-point type; and the device's own.
+pub fn draw_tensor(
+    kind: ProjectionKind,
+    radii: Radii,
+    m: usize,
+    d: usize,
+    seed: u64,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    if !dtype.is_float() {
+        bail!("projection: dtype is {}; it must be a floating-point type", dtype.as_str());
+    }
+    // Rounded on the CPU: not every device has f64.
+    let omega = draw(kind, radii, m, d, seed)?;
+    Tensor::from_vec(omega, (m, d), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
+/// Draws the `m` phases `b_r ~ U[0, 2π)` of the random Fourier map `√(2/m) cos(ω_r·x + b_r)`
+/// ([Rahimi & Recht,
+/// 2007](https://papers.nips.cc/paper/3182-random-features-for-large-scale-kernel-machines)).
+///
+/// They are independent of [`draw`]'s rows from the same seed.
+///
+/// # Errors
+///
+/// When `m` is 0, or `m` numbers do not fit in memory.
+pub fn draw_offsets(m: usize, seed: u64) -> Result<Vec<f64>> {
+    check_features(m)?;
+    let mut offsets = zeros(m, 1)?;
+    let mut rng = Stream::Offsets.open(seed);
+    offsets.fill_with(|| std::f64::consts::TAU * rng.uniform());
+    Ok(offsets)
+}
+
+fn check_features(m: usize) -> Result<()> {
+    if m == 0 {
+        bail!("projection: m, the number of random features, is 0; it must be at least 1");
+    }
+    Ok(())
+}
+
+/// `m × d` zeros, or an error where `vec!` would abort.
+fn zeros(m: usize, d: usize) -> Result<Vec<f64>> {
+    let mut zeros = Vec::new();
+    match m.checked_mul(d).map(|n| (n, zeros.try_reserve_exact(n))) {
+        Some((n, Ok(()))) => zeros.resize(n, 0.0),
+        _ => bail!("projection: m = {m} rows of d = {d} numbers do not fit in memory; use a smaller m or d"),
+    }
+    Ok(zeros)
+}

@@ -1,0 +1,142 @@
+//! The kernels κ(x, y), their values and their gradients.
+
+use super::features::{generic_features, log_features};
+use super::scalar::{Dual, Scalar};
+use crate::features::FeatureMapKind;
+
+/// The kernel κ that weighs the values.
+#[derive(Clone, Copy, Debug)]
+pub enum Kernel<'a> {
+    /// `e^{x·y}`: exact attention.
+    Softmax,
+    /// `φ(x)·φ(y)`.
+    Features {
+        /// φ.
+        map: FeatureMapKind,
+        /// Ω, `(M, D)`, the same for every head; empty for the maps without one.
+        projection: &'a [f64],
+        /// b, `(M)`, for the phase maps; empty for the others.
+        offsets: &'a [f64],
+    },
+}
+
+impl Kernel<'_> {
+    /// κ(x, y) of two rows already scaled by `D^-1/4`.
+    pub fn evaluate(&self, x: &[f64], y: &[f64]) -> f64 {
+        self.form().combine(&self.code(x), &self.code(y), 0.0)
+    }
+
+    pub(super) fn form(&self) -> Form {
+        match self {
+            Kernel::Softmax => Form::ExpOfDot,
+            Kernel::Features { map, .. } => match map {
+                FeatureMapKind::Positive | FeatureMapKind::Hyperbolic => Form::SumOfExps,
+                _ => Form::Dot,
+            },
+        }
+    }
+
+    /// What κ needs to know of a scaled row; see [`Form`].
+    pub(super) fn code<S: Scalar>(&self, x: &[S]) -> Vec<S> {
+        match *self {
+            Kernel::Softmax => x.to_vec(),
+            Kernel::Features { map, projection, offsets } => match self.form() {
+                Form::SumOfExps => log_features(map, projection, x),
+                _ => generic_features(map, projection, offsets, x),
+            },
+        }
+    }
+
+    /// The gradient of a loss with respect to the row x, from that with respect to `code(x)`: one
+    /// dual number pass for each element of x.
+    pub(super) fn code_backward(&self, x: &[f64], grad_code: &[f64]) -> Vec<f64> {
+        // A row without influence has no gradient, whatever it holds: padding may be NaN.
+        if grad_code.iter().all(|&g| g == 0.0) {
+            return vec![0.0; x.len()];
+        }
+        let mut dual: Vec<Dual> = x.iter().map(|&x| Dual::from(x)).collect();
+        let mut grad = Vec::new();
+        for d in 0..x.len() {
+            dual[d].derivative = 1.0;
+            let code = self.code(&dual);
+            dual[d].derivative = 0.0;
+            grad.push(code.iter().zip(grad_code).map(|(c, g)| c.derivative * g).sum());
+        }
+        grad
+    }
+}
+
+/// How κ(x, y) comes of the codes a of x and b of y.
+///
+/// The two forms with exponentials take them only of what both codes make together, less a
+/// constant of the query's row, so that inputs of any size stay in the range of `f64`; the constant
+/// cancels between numerator and denominator.
+#[derive(Clone, Copy)]
+pub(super) enum Form {
+    /// `e^{a·b}`, codes the rows themselves.
+    ExpOfDot,
+    /// `Σ_r e^{a_r + b_r}`, codes ln φ.
+    SumOfExps,
+    /// `a·b`, codes φ.
+    Dot,
+}
+
+impl Form {
+    /// The largest exponent in κ(x, y); 0 where there is none.
+    pub(super) fn exponent(self, a: &[f64], b: &[f64]) -> f64 {
+        match self {
+            Form::ExpOfDot => dot(a, b),
+            Form::SumOfExps => (a.iter().zip(b)).fold(f64::NEG_INFINITY, |max, (a, b)| max.max(a + b)),
+            Form::Dot => 0.0,
+        }
+    }
+
+    /// `e^-shift κ(x, y)`; for [`Form::Dot`] the shift must be 0.
+    pub(super) fn combine(self, a: &[f64], b: &[f64], shift: f64) -> f64 {
+        match self {
+            Form::ExpOfDot => (dot(a, b) - shift).exp(),
+            Form::SumOfExps => a.iter().zip(b).map(|(a, b)| (a + b - shift).exp()).sum(),
+            Form::Dot => dot(a, b),
+        }
+    }
+
+    /// Adds to `grad_a` and `grad_b` the gradients of `grad · combine(a, b, shift)`.
+    pub(super) fn combine_backward(
+        self,
+        (a, b): (&[f64], &[f64]),
+        shift: f64,
+        grad: f64,
+        (grad_a, grad_b): (&mut [f64], &mut [f64]),
+    ) {
+        match self {
+            Form::ExpOfDot => {
+                let kernel = (dot(a, b) - shift).exp();
+                add_scaled(grad_a, grad * kernel, b);
+                add_scaled(grad_b, grad * kernel, a);
+            }
+            Form::SumOfExps => {
+                for r in 0..a.len() {
+                    let term = grad * (a[r] + b[r] - shift).exp();
+                    grad_a[r] += term;
+                    grad_b[r] += term;
+                }
+            }
+            Form::Dot => {
+                add_scaled(grad_a, grad, b);
+                add_scaled(grad_b, grad, a);
+            }
+        }
+    }
+}
+
+/// `a·b`.
+pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Adds `factor · row` to `sum`.
+pub(super) fn add_scaled(sum: &mut [f64], factor: f64, row: &[f64]) {
+    for (sum, value) in sum.iter_mut().zip(row) {
+        *sum += factor * value;
+    }
+}

@@ -1,0 +1,231 @@
+//! What the tests share: random inputs, tensors to and from plain numbers, and comparison.
+
+// Every test binary compiles this module and uses its own part of it.
+#![allow(dead_code)]
+
+use candle_core::{DType, Device, Result, Tensor};
+use performer_core::features::FeatureMapKind;
+use performer_core::reference::{Inputs, Kernel, Shape};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
+
+/// Every feature map, the limit map with two exponents.
+pub(crate) const ALL_MAPS: [FeatureMapKind; 11] = [
+    FeatureMapKind::Positive,
+    FeatureMapKind::Hyperbolic,
+    FeatureMapKind::Trigonometric,
+    FeatureMapKind::Phase,
+    FeatureMapKind::GaussianPhase,
+    FeatureMapKind::Relu,
+    FeatureMapKind::Elu,
+    FeatureMapKind::Taylor2,
+    FeatureMapKind::Limit(2),
+    FeatureMapKind::Limit(4),
+    FeatureMapKind::HermiteTail,
+];
+
+/// Random numbers that are the same on every machine and every run.
+pub(crate) struct Random(ChaCha8Rng);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Random(ChaCha8Rng::seed_from_u64(seed))
+    }
+
+    /// Uniform in [0, 1).
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// `count` normal numbers of mean 0 and the given standard deviation (Box and Muller).
+    pub(crate) fn normal(&mut self, count: usize, deviation: f64) -> Vec<f64> {
+        (0..count)
+            .map(|_| {
+                let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
+                deviation * radius * (std::f64::consts::TAU * self.unit()).cos()
+            })
+            .collect()
+    }
+
+    /// `count` numbers uniform in [low, high).
+    pub(crate) fn uniform(&mut self, count: usize, low: f64, high: f64) -> Vec<f64> {
+        (0..count).map(|_| low + (high - low) * self.unit()).collect()
+    }
+
+    /// `count` choices, each true with the given probability.
+    pub(crate) fn mask(&mut self, count: usize, probability: f64) -> Vec<bool> {
+        (0..count).map(|_| self.unit() < probability).collect()
+    }
+}
+
+/// A random attention problem, owning what [`Inputs`] and [`Kernel`] borrow.
+#[derive(Clone)]
+pub(crate) struct Problem {
+    pub(crate) shape: Shape,
+    /// `None` for softmax attention.
+    pub(crate) map: Option<FeatureMapKind>,
+    pub(crate) projection: Vec<f64>,
+    pub(crate) offsets: Vec<f64>,
+    pub(crate) q: Vec<f64>,
+    pub(crate) k: Vec<f64>,
+    pub(crate) v: Vec<f64>,
+    pub(crate) grad_output: Vec<f64>,
+    pub(crate) causal: bool,
+    pub(crate) key_mask: Option<Vec<bool>>,
+}
+
+impl Problem {
+    /// Unit normal queries, keys, values and output gradients, with `m` rows of unit normal
+    /// projection for the maps that take one; bidirectional and unmasked until told otherwise.
+    pub(crate) fn random(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Self {
+        use FeatureMapKind::*;
+        let mut random = Random::new(seed);
+        let rows = match map {
+            None | Some(Elu | Taylor2 | Limit(_)) => 0,
+            Some(_) => m,
+        };
+        let phases = match map {
+            Some(Phase | GaussianPhase) => m,
+            _ => 0,
+        };
+        Problem {
+            shape,
+            map,
+            q: random.normal(shape.q_count(), 1.0),
+            k: random.normal(shape.k_count(), 1.0),
+            v: random.normal(shape.v_count(), 1.0),
+            grad_output: random.normal(shape.output_count(), 1.0),
+            projection: random.normal(rows * shape.head_dim, 1.0),
+            offsets: random.uniform(phases, 0.0, std::f64::consts::TAU),
+            causal: false,
+            key_mask: None,
+        }
+    }
+
+    /// The same with longer or shorter queries and keys. Short ones keep signed random features
+    /// (trigonometric, phase) near their kernel, and so their denominators away from zero.
+    pub(crate) fn scale_qk(mut self, factor: f64) -> Self {
+        for value in self.q.iter_mut().chain(&mut self.k) {
+            *value *= factor;
+        }
+        self
+    }
+
+    pub(crate) fn kernel(&self) -> Kernel<'_> {
+        match self.map {
+            None => Kernel::Softmax,
+            Some(map) => Kernel::Features { map, projection: &self.projection, offsets: &self.offsets },
+        }
+    }
+
+    pub(crate) fn inputs(&self) -> Inputs<'_> {
+        Inputs {
+            shape: self.shape,
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            causal: self.causal,
+            key_mask: self.key_mask.as_deref(),
+        }
+    }
+
+    /// `(B, H, Tq, D)`.
+    pub(crate) fn q_dims(&self) -> [usize; 4] {
+        let s = self.shape;
+        [s.batch, s.heads, s.q_len, s.head_dim]
+    }
+
+    /// `(B, Hkv, Tk, D)`.
+    pub(crate) fn k_dims(&self) -> [usize; 4] {
+        let s = self.shape;
+        [s.batch, s.kv_heads, s.k_len, s.head_dim]
+    }
+
+    /// `(B, Hkv, Tk, Dv)`.
+    pub(crate) fn v_dims(&self) -> [usize; 4] {
+        let s = self.shape;
+        [s.batch, s.kv_heads, s.k_len, s.value_dim]
+    }
+
+    /// `(B, H, Tq, Dv)`.
+    pub(crate) fn output_dims(&self) -> [usize; 4] {
+        let s = self.shape;
+        [s.batch, s.heads, s.q_len, s.value_dim]
+    }
+}
+
+/// A tensor of the numbers, row-major, rounded to `dtype`.
+pub(crate) fn tensor(values: &[f64], dims: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    Tensor::from_slice(values, dims, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
+/// A `u8` tensor with 1 for true.
+pub(crate) fn mask_tensor(mask: &[bool], dims: &[usize], device: &Device) -> Result<Tensor> {
+    let mask: Vec<u8> = mask.iter().map(|&seen| seen.into()).collect();
+    Tensor::from_slice(&mask, dims, device)
+}
+
+/// The numbers of a tensor of any type, layout and device, row-major.
+pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
+}
+
+/// The largest `|actual − expected| / max|expected|`, and its index.
+///
+/// The error is relative to the largest element expected, not to each one, because sums round in
+/// proportion to their largest terms; where all of `expected` is zero it is absolute. A NaN or an
+/// infinity that is not expected counts as an infinite error.
+pub(crate) fn max_error(actual: &[f64], expected: &[f64]) -> (f64, usize) {
+    assert_eq!(actual.len(), expected.len(), "number of elements");
+    let finite = expected.iter().filter(|e| e.is_finite());
+    let scale = match finite.fold(0.0, |max: f64, e| max.max(e.abs())) {
+        0.0 => 1.0,
+        scale => scale,
+    };
+    let mut worst = (0.0, 0);
+    for (index, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        let error = if a == e || (a.is_nan() && e.is_nan()) {
+            0.0
+        } else if a.is_finite() && e.is_finite() {
+            (a - e).abs() / scale
+        } else {
+            f64::INFINITY
+        };
+        if error > worst.0 {
+            worst = (error, index);
+        }
+    }
+    worst
+}
+
+/// Fails, saying where the worst element is, if [`max_error`] is above `tolerance`.
+#[track_caller]
+pub(crate) fn assert_close(what: &str, dims: &[usize], actual: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(actual.len(), expected.len(), "{what}: number of elements");
+    let (error, index) = max_error(actual, expected);
+    if error > tolerance {
+        // The index in each dimension, last one first.
+        let mut rest = index;
+        let mut position: Vec<usize> = Vec::new();
+        for &size in dims.iter().rev() {
+            position.push(rest % size);
+            rest /= size;
+        }
+        position.reverse();
+        panic!(
+            "{what}: {} at {position:?} of {dims:?} should be {}: error {error:.3e} of the largest \
+             element, more than {tolerance:.1e}",
+            actual[index], expected[index]
+        );
+    }
+}
+
+/// [`assert_close`] of a tensor with the numbers it should hold.
+#[track_caller]
+pub(crate) fn assert_tensor_close(what: &str, actual: &Tensor, expected: &[f64], tolerance: f64) {
+    let numbers = match values(actual) {
+        Ok(numbers) => numbers,
+        Err(error) => panic!("{what}: cannot be read: {error}"),
+    };
+    assert_close(what, actual.dims(), &numbers, expected, tolerance);
+}
