@@ -1,0 +1,305 @@
+//! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
+
+use std::{fmt, str::FromStr};
+
+use anyhow::{Result, bail, ensure};
+use performer_core::{FavorConfig, FeatureMapKind};
+use serde::{Deserialize, Serialize};
+
+use crate::train::{AdamWConfig, Schedule};
+
+/// A decoder-only language model, saved as `config.json` beside its weights.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Tokens of the vocabulary.
+    pub vocab_size: usize,
+    /// Model dimension `E`.
+    pub hidden_size: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// Query heads `H`.
+    pub heads: usize,
+    /// Key and value heads; a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Inner dimension of the feed-forward part.
+    pub feed_forward_size: usize,
+    /// Tokens a training sequence holds, and the positions that learned embeddings have.
+    pub context: usize,
+    /// Feed-forward kind.
+    pub feed_forward: FeedForwardKind,
+    /// Normalisation kind.
+    pub norm: NormKind,
+    /// Where the norm stands in a block.
+    pub norm_position: NormPosition,
+    /// ε of the norms.
+    #[serde(default = "default_norm_eps")]
+    pub norm_eps: f64,
+    /// How tokens know their place.
+    pub positions: Positions,
+    /// Whether the output head is the token embedding.
+    pub tied_head: bool,
+    /// Whether linear layers have biases.
+    #[serde(default)]
+    pub bias: bool,
+    /// Probability of dropping an entry of a block's two outputs, in training.
+    #[serde(default)]
+    pub dropout: f32,
+    /// Exact or linear attention.
+    pub attention: AttentionConfig,
+}
+
+fn default_norm_eps() -> f64 {
+    1e-5
+}
+
+/// Feed-forward part of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FeedForwardKind {
+    /// `W₂ gelu(W₁ x)`.
+    Gelu,
+    /// `W₂ (silu(W_g x) ∘ W₁ x)` (Shazeer 2020).
+    Swiglu,
+}
+
+/// Normalisation of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NormKind {
+    /// Mean and variance, with weight and bias.
+    LayerNorm,
+    /// Root mean square, with weight.
+    RmsNorm,
+}
+
+/// Where the norm stands in a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NormPosition {
+    /// `x + f(norm(x))`, and a last norm before the head.
+    Pre,
+    /// `norm(x + f(x))`.
+    Post,
+}
+
+/// How tokens know their place.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Positions {
+    /// One learned vector a position, up to `context`.
+    Learned,
+    /// Rotary embeddings of this base.
+    Rotary {
+        /// θ; 10000 in the paper.
+        base: f64,
+    },
+}
+
+/// The attention of every layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum AttentionConfig {
+    /// Exact softmax attention.
+    Softmax,
+    /// Linear attention through feature maps.
+    Favor(FavorConfig),
+}
+
+impl AttentionConfig {
+    /// `softmax` or `favor`: the stable name in JSON output.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Softmax => "softmax",
+            Self::Favor(_) => "favor",
+        }
+    }
+}
+
+/// The shortest text that [`FromStr`] reads back: only what differs from the default.
+impl fmt::Display for AttentionConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Favor(c) = self else { return f.write_str("softmax") };
+        let d = FavorConfig::default();
+        let mut parts = Vec::new();
+        if c.map.is_random() {
+            parts.push(format!("m={}", c.features));
+        }
+        if c.map != d.map {
+            parts.push(format!("map={}", c.map));
+        }
+        if c.map.is_random() && c.projection != d.projection {
+            parts.push(format!("projection={}", c.projection));
+        }
+        if c.map.is_random() && c.radii != d.radii {
+            parts.push(format!("radii={}", c.radii));
+        }
+        write!(f, "favor:{}", parts.join(","))
+    }
+}
+
+/// Reads `softmax`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt`.
+impl FromStr for AttentionConfig {
+    type Err = String;
+
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        let (kind, settings) = s.split_once(':').unwrap_or((s, ""));
+        match kind {
+            "softmax" if settings.is_empty() => return Ok(Self::Softmax),
+            "softmax" => return Err(format!("softmax takes no settings, but '{settings}' was given")),
+            "favor" => {}
+            _ => return Err(format!("unknown attention '{kind}'; known are softmax and favor[:m=128,map=...,projection=...,radii=...]")),
+        }
+        let mut config = FavorConfig::default();
+        for setting in settings.split(',').filter(|s| !s.is_empty()) {
+            let (key, value) = setting
+                .split_once('=')
+                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64"))?;
+            match key {
+                "m" | "features" => match value.parse() {
+                    Ok(m) if m > 0 => config.features = m,
+                    _ => return Err(format!("m={value}: the number of random features must be a whole number of at least 1")),
+                },
+                "map" => config.map = value.parse::<FeatureMapKind>()?,
+                "projection" => config.projection = value.parse().map_err(|e| format!("{e}"))?,
+                "radii" => config.radii = value.parse().map_err(|e| format!("{e}"))?,
+                _ => return Err(format!("unknown attention setting '{key}'; known are m, map, projection, radii")),
+            }
+        }
+        Ok(Self::Favor(config))
+    }
+}
+
+impl ModelConfig {
+    /// Dimension of a head, `E/H`.
+    pub fn head_dim(&self) -> usize {
+        self.hidden_size / self.heads.max(1)
+    }
+
+    /// Refuses sizes that make no model.
+    ///
+    /// # Errors
+    /// Names the field, what it is and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        for (name, value) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("layers", self.layers),
+            ("heads", self.heads),
+            ("kv_heads", self.kv_heads),
+            ("feed_forward_size", self.feed_forward_size),
+            ("context", self.context),
+        ] {
+            ensure!(value > 0, "model config: {name} is 0; it must be at least 1");
+        }
+        let (e, h, kv) = (self.hidden_size, self.heads, self.kv_heads);
+        ensure!(e.is_multiple_of(h), "model config: hidden_size {e} must be a multiple of heads {h}");
+        ensure!(h.is_multiple_of(kv), "model config: heads {h} must be a multiple of kv_heads {kv}");
+        ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
+        if matches!(self.positions, Positions::Rotary { .. }) && !self.head_dim().is_multiple_of(2) {
+            bail!("model config: rotary positions need an even head dimension; hidden_size / heads is {}", self.head_dim());
+        }
+        Ok(())
+    }
+}
+
+/// How a model is trained, saved as `training.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainingConfig {
+    /// Passes over the training tokens.
+    pub epochs: usize,
+    /// Stops after so many optimiser steps, whatever the epochs.
+    #[serde(default)]
+    pub max_steps: Option<usize>,
+    /// Sequences an optimiser step sees.
+    pub batch_size: usize,
+    /// Sequences a forward pass holds: a step adds up the gradients of `batch_size / micro_batch` of them, which run on the
+    /// CPU's cores side by side. The result depends on it only in rounding, and on the number of threads not at all.
+    pub micro_batch: usize,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Course of the learning rate.
+    pub schedule: Schedule,
+    /// The optimiser.
+    pub optimizer: AdamWConfig,
+    /// Norm to which gradients are clipped.
+    pub clip: Option<f64>,
+    /// Steps after which random features are drawn anew; 0 never.
+    pub redraw_every: usize,
+    /// Steps between validations; 0 validates after each epoch only.
+    pub eval_every: usize,
+    /// Steps between checkpoints; 0 saves after each epoch only.
+    pub save_every: usize,
+    /// Seed of the weights, of the order of the data, and of the random features.
+    pub seed: u64,
+}
+
+impl TrainingConfig {
+    /// Refuses settings that train nothing.
+    ///
+    /// # Errors
+    /// Names the field, what it is and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        for (name, value) in [("epochs", self.epochs), ("batch_size", self.batch_size), ("micro_batch", self.micro_batch)] {
+            ensure!(value > 0, "training config: {name} is 0; it must be at least 1");
+        }
+        let lr = self.learning_rate;
+        ensure!(lr.is_finite() && lr > 0.0, "training config: learning_rate is {lr}; it must be positive");
+        ensure!(self.clip.is_none_or(|c| c > 0.0), "training config: clip is {:?}; it must be positive", self.clip);
+        self.schedule.validate()
+    }
+}
+
+/// A model and how to train it, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Preset {
+    /// 2 layers, dim 64, 4 heads, context 80: the published experiment; minutes.
+    Seed,
+    /// 4 layers, dim 128, context 256: writes stories; half an hour.
+    Small,
+    /// The llama2.c 15M architecture: for a GPU or a long night.
+    Stories15m,
+}
+
+impl Preset {
+    /// The preset's model and training settings.
+    pub fn load(self) -> Result<(ModelConfig, TrainingConfig)> {
+        let (model, training) = match self {
+            Self::Seed => (include_str!("../models/seed/config.json"), include_str!("../models/seed/training.json")),
+            Self::Small => (include_str!("../models/small/config.json"), include_str!("../models/small/training.json")),
+            Self::Stories15m => {
+                (include_str!("../models/stories15m/config.json"), include_str!("../models/stories15m/training.json"))
+            }
+        };
+        Ok((serde_json::from_str(model)?, serde_json::from_str(training)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::ValueEnum;
+
+    use super::*;
+
+    #[test]
+    fn presets_are_valid() {
+        for preset in Preset::value_variants() {
+            let (model, training) = preset.load().unwrap();
+            model.validate().unwrap();
+            training.validate().unwrap();
+        }
+    }
+
+    #[test]
+    fn attention_reads_back_what_it_shows() {
+        for text in ["softmax", "favor:m=64", "favor:m=32,map=relu,projection=gaussian", "favor:map=elu", "favor:m=128,radii=sqrt"] {
+            assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
+        }
+        assert_eq!("favor".parse::<AttentionConfig>().unwrap().to_string(), "favor:m=128");
+        for (bad, word) in [("linear", "softmax and favor"), ("favor:m=0", "at least 1"), ("favor:64", "KEY=VALUE"), ("favor:map=x", "unknown feature map"), ("softmax:m=1", "no settings")] {
+            let error = bad.parse::<AttentionConfig>().unwrap_err();
+            assert!(error.contains(word), "{bad}: {error}");
+        }
+    }
+}

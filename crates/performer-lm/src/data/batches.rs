@@ -1,0 +1,323 @@
+//! Windows of a token stream as batches: shuffled for training, in order for evaluation.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context, Result, bail};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+use super::tokens::TokenFile;
+
+/// Rows of tokens and of the tokens that follow them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// `(rows, context)`, row after row.
+    pub inputs: Vec<u32>,
+    /// `(rows, context)`: the token after each input.
+    pub targets: Vec<u32>,
+    /// Number of rows.
+    pub rows: usize,
+    /// Tokens in a row.
+    pub context: usize,
+}
+
+impl Batch {
+    /// The windows that start at `starts`.
+    fn read(tokens: &TokenFile, starts: impl Iterator<Item = usize>, context: usize) -> Self {
+        let mut batch = Self {
+            inputs: Vec::new(),
+            targets: Vec::new(),
+            rows: 0,
+            context,
+        };
+        for start in starts {
+            let window = tokens.read(start..start + context + 1);
+            batch.inputs.extend(&window[..context]);
+            batch.targets.extend(&window[1..]);
+            batch.rows += 1;
+        }
+        batch
+    }
+}
+
+/// Number of whole windows of `context` inputs and their targets.
+fn windows(tokens: &TokenFile, context: usize) -> usize {
+    tokens.len().saturating_sub(1) / context
+}
+
+/// Batches for training.
+///
+/// The stream is cut into windows that do not overlap; every epoch takes each once, in an order of its own. What is left at
+/// the end of the stream (less than a window) and of the epoch (fewer windows than a batch) is not trained on; the latter
+/// falls on other windows in every epoch. The order is a function of seed and epoch alone, so a run is resumed at
+/// `(epoch, index)` without replaying anything.
+#[derive(Debug)]
+pub struct Batches {
+    tokens: Arc<TokenFile>,
+    context: usize,
+    batch_size: usize,
+    windows: u32,
+    seed: u64,
+    /// The order of the epoch used last.
+    order: Mutex<Option<(u64, Arc<[u32]>)>>,
+}
+
+impl Batches {
+    /// Batches of `batch_size` windows of `context` inputs.
+    ///
+    /// # Errors
+    /// A context or batch size of zero, and a stream that does not fill one batch.
+    pub fn new(
+        tokens: Arc<TokenFile>,
+        context: usize,
+        batch_size: usize,
+        seed: u64,
+    ) -> Result<Self> {
+        if context == 0 || batch_size == 0 {
+            bail!("context ({context}) and batch size ({batch_size}) must be at least 1");
+        }
+        let windows = windows(&tokens, context);
+        if windows < batch_size {
+            bail!(
+                "{} tokens of training text are {windows} windows of {context} tokens, fewer than one batch of \
+                 {batch_size}; use a shorter context, a smaller batch, or more text",
+                tokens.len()
+            );
+        }
+        let windows = u32::try_from(windows).context("too many windows; use a longer context")?;
+        Ok(Self {
+            tokens,
+            context,
+            batch_size,
+            windows,
+            seed,
+            order: Mutex::new(None),
+        })
+    }
+
+    /// Whole batches in an epoch, at least 1.
+    pub fn batches_per_epoch(&self) -> usize {
+        self.windows as usize / self.batch_size
+    }
+
+    /// Tokens trained on by one batch.
+    pub fn tokens_per_batch(&self) -> usize {
+        self.context * self.batch_size
+    }
+
+    /// Where step number `step`, counted from 0 over all epochs, stands: `(epoch, index)`.
+    pub fn position(&self, step: u64) -> (u64, usize) {
+        let per_epoch = self.batches_per_epoch() as u64;
+        (step / per_epoch, (step % per_epoch) as usize)
+    }
+
+    /// The batch at a position.
+    ///
+    /// # Errors
+    /// An index of [`Self::batches_per_epoch`] or more.
+    pub fn batch(&self, epoch: u64, index: usize) -> Result<Batch> {
+        if index >= self.batches_per_epoch() {
+            bail!(
+                "there is no batch {index}: an epoch has {}",
+                self.batches_per_epoch()
+            );
+        }
+        let order = self.order(epoch);
+        let picked = &order[index * self.batch_size..][..self.batch_size];
+        let starts = picked.iter().map(|&window| window as usize * self.context);
+        Ok(Batch::read(&self.tokens, starts, self.context))
+    }
+
+    fn order(&self, epoch: u64) -> Arc<[u32]> {
+        let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*order {
+            Some((known, order)) if *known == epoch => order.clone(),
+            _ => {
+                let new: Arc<[u32]> = shuffled(self.windows, self.seed, epoch).into();
+                *order = Some((epoch, new.clone()));
+                new
+            }
+        }
+    }
+}
+
+/// The numbers below `n`, shuffled. Spelled out (Fisher-Yates on ChaCha8, the epoch as its stream), so that the order never
+/// changes with the version of a library: saved runs depend on it.
+fn shuffled(n: u32, seed: u64, epoch: u64) -> Vec<u32> {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    let mut rng = ChaCha8Rng::from_seed(key);
+    rng.set_stream(epoch);
+    let mut order: Vec<u32> = (0..n).collect();
+    for i in (1..order.len()).rev() {
+        let j = (u128::from(rng.next_u64()) * (i as u128 + 1)) >> 64;
+        order.swap(i, j as usize);
+    }
+    order
+}
+
+/// The windows of a stream in order, so that every token but the first is a target exactly once: batches of `rows` windows
+/// of `context` tokens, then one of fewer rows, then a single shorter window, as needed.
+///
+/// # Errors
+/// A context or number of rows of zero, and a stream of fewer than two tokens.
+pub fn eval_windows(tokens: &TokenFile, context: usize, rows: usize) -> Result<EvalWindows<'_>> {
+    if context == 0 || rows == 0 {
+        bail!("context ({context}) and rows ({rows}) must be at least 1");
+    }
+    if tokens.len() < 2 {
+        bail!(
+            "there is nothing to predict in a text of {} tokens",
+            tokens.len()
+        );
+    }
+    Ok(EvalWindows {
+        tokens,
+        context,
+        rows,
+        next: 0,
+    })
+}
+
+/// Iterator of [`eval_windows`].
+#[derive(Debug)]
+pub struct EvalWindows<'a> {
+    tokens: &'a TokenFile,
+    context: usize,
+    rows: usize,
+    /// Position of the next input.
+    next: usize,
+}
+
+impl Iterator for EvalWindows<'_> {
+    type Item = Batch;
+
+    fn next(&mut self) -> Option<Batch> {
+        let left = self.tokens.len() - 1 - self.next;
+        if left == 0 {
+            return None;
+        }
+        let context = self.context.min(left);
+        let rows = self.rows.min(left / context);
+        let start = self.next;
+        self.next += rows * context;
+        let starts = (0..rows).map(|row| start + row * context);
+        Some(Batch::read(self.tokens, starts, context))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = self.tokens.len() - 1 - self.next;
+        let whole = left / self.context;
+        let batches = whole.div_ceil(self.rows) + usize::from(!left.is_multiple_of(self.context));
+        (batches, Some(batches))
+    }
+}
+
+impl ExactSizeIterator for EvalWindows<'_> {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tokens that tell their position.
+    fn stream(len: u32) -> Arc<TokenFile> {
+        let tokens: Vec<u32> = (0..len).collect();
+        Arc::new(TokenFile::from_tokens(&tokens, 0).unwrap())
+    }
+
+    fn epoch(batches: &Batches, epoch: u64) -> Vec<Batch> {
+        let all = 0..batches.batches_per_epoch();
+        all.map(|index| batches.batch(epoch, index).unwrap())
+            .collect()
+    }
+
+    fn starts(batches: &[Batch]) -> Vec<u32> {
+        let rows = batches.iter().flat_map(|b| b.inputs.chunks(b.context));
+        rows.map(|row| row[0]).collect()
+    }
+
+    #[test]
+    fn an_epoch_takes_each_window_once() {
+        let batches = Batches::new(stream(12 * 5 + 3), 5, 4, 7).unwrap();
+        assert_eq!(
+            (batches.batches_per_epoch(), batches.tokens_per_batch()),
+            (3, 20)
+        );
+        for e in 0..3 {
+            let all = epoch(&batches, e);
+            let mut starts = starts(&all);
+            starts.sort();
+            assert_eq!(starts, (0..12).map(|w| w * 5).collect::<Vec<_>>());
+            for batch in &all {
+                assert_eq!((batch.rows, batch.context), (4, 5));
+                assert_eq!(batch.inputs.len(), 20);
+                // Tokens are their positions, so windows are contiguous if and only if targets are inputs plus one.
+                for row in batch.inputs.chunks(5) {
+                    assert!(row.windows(2).all(|pair| pair[1] == pair[0] + 1));
+                }
+                let next: Vec<_> = batch.inputs.iter().map(|token| token + 1).collect();
+                assert_eq!(batch.targets, next);
+            }
+        }
+    }
+
+    #[test]
+    fn order_is_a_function_of_seed_and_epoch() {
+        let new = |seed| Batches::new(stream(500), 3, 2, seed).unwrap();
+        let (one, two, other) = (new(1), new(1), new(2));
+        let first = epoch(&one, 0);
+        assert_ne!(starts(&first), starts(&epoch(&one, 1)));
+        assert_ne!(starts(&first), starts(&epoch(&other, 0)));
+        // Whatever was read before.
+        assert_eq!(two.batch(5, 3).unwrap(), one.batch(5, 3).unwrap());
+        assert_eq!(epoch(&two, 0), first);
+        assert_eq!(one.batch(0, 9).unwrap(), first[9]);
+        // Fixed for all time and machines.
+        assert_eq!(shuffled(8, 1, 0), [6, 1, 0, 7, 5, 4, 2, 3]);
+    }
+
+    #[test]
+    fn partial_batches_are_left_out() {
+        let batches = Batches::new(stream(7 * 5 + 1), 5, 3, 0).unwrap();
+        assert_eq!(batches.batches_per_epoch(), 2);
+        assert!(batches.batch(0, 2).is_err());
+        let positions = [0, 1, 2, 5].map(|step| batches.position(step));
+        assert_eq!(positions, [(0, 0), (0, 1), (1, 0), (2, 1)]);
+    }
+
+    #[test]
+    fn the_last_target_needs_a_token() {
+        assert!(Batches::new(stream(11), 5, 2, 0).is_ok());
+        let error = Batches::new(stream(10), 5, 2, 0).unwrap_err().to_string();
+        assert!(error.contains("fewer than one batch"), "{error}");
+        assert!(Batches::new(stream(0), 5, 1, 0).is_err());
+        assert!(Batches::new(stream(9), 0, 1, 0).is_err());
+        assert!(Batches::new(stream(9), 1, 0, 0).is_err());
+    }
+
+    #[test]
+    fn evaluation_predicts_every_token_once() {
+        for (len, context, rows) in [
+            (2, 5, 3),
+            (6, 5, 3),
+            (7, 5, 3),
+            (100, 5, 3),
+            (91, 5, 3),
+            (90, 1, 1),
+        ] {
+            let tokens = stream(len);
+            let windows = eval_windows(&tokens, context, rows).unwrap();
+            let announced = windows.len();
+            let all: Vec<_> = windows.collect();
+            assert_eq!(all.len(), announced, "{len} {context} {rows}");
+            let targets: Vec<_> = all.iter().flat_map(|b| b.targets.clone()).collect();
+            assert_eq!(targets, (1..len).collect::<Vec<_>>());
+            for batch in &all {
+                assert_eq!(batch.inputs.len(), batch.rows * batch.context);
+                assert!(batch.rows <= rows && batch.context <= context);
+            }
+        }
+        assert!(eval_windows(&stream(1), 5, 3).is_err());
+        assert!(eval_windows(&stream(9), 0, 3).is_err());
+    }
+}

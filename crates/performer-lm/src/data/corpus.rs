@@ -1,0 +1,342 @@
+//! Where the text comes from, and which part of it is kept for validation.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+
+use super::hub::{Hub, TinyStories};
+use super::notice;
+use super::split::{split, without_shared};
+use super::text::{Documents, Text};
+
+/// Short stories that come with the program, so that everything works without a network.
+const SAMPLE: &str = include_str!("../../assets/sample.txt");
+
+/// What to train on, as spelled on the command line.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum DataSpec {
+    /// `auto`: TinyStories if it can be had, else the embedded sample.
+    #[default]
+    Auto,
+    /// `tinystories`: TinyStories from the Hugging Face hub or its cache.
+    TinyStories,
+    /// `sample`: the embedded sample.
+    Sample,
+    /// Anything else: a text file, or a folder with a training file and, maybe, a validation file.
+    Path(PathBuf),
+}
+
+impl FromStr for DataSpec {
+    type Err = anyhow::Error;
+
+    fn from_str(spec: &str) -> Result<Self> {
+        Ok(match spec {
+            "auto" => Self::Auto,
+            "tinystories" => Self::TinyStories,
+            "sample" => Self::Sample,
+            "" => {
+                bail!(
+                    "no data named; give auto, tinystories, sample, or the path of a text file or folder"
+                )
+            }
+            path => Self::Path(path.into()),
+        })
+    }
+}
+
+impl fmt::Display for DataSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::TinyStories => f.write_str("tinystories"),
+            Self::Sample => f.write_str("sample"),
+            Self::Path(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// Text in two parts that share no document.
+#[derive(Debug, Clone)]
+pub struct Corpus {
+    /// Short name for tables and metadata: `tinystories`, `sample`, or `file:NAME`.
+    pub name: String,
+    /// One line for a person.
+    pub description: String,
+    /// What is trained on.
+    pub train: Documents,
+    /// What is held out.
+    pub valid: Documents,
+}
+
+impl Corpus {
+    /// Finds the text and splits it. What is taken instead of what was asked for, and what is left out, is said on stderr.
+    ///
+    /// # Errors
+    /// Text that is missing, unreadable, not UTF-8, empty, or too little to be split; TinyStories asked for by name and
+    /// not to be had.
+    pub fn load(spec: &DataSpec) -> Result<Self> {
+        Self::load_with(spec, Hub::from_env())
+    }
+
+    pub(crate) fn load_with(spec: &DataSpec, hub: Result<Hub>) -> Result<Self> {
+        match spec {
+            DataSpec::Sample => sample(),
+            DataSpec::Path(path) if path.is_dir() => folder(path),
+            DataSpec::Path(path) => single_file(path),
+            DataSpec::TinyStories => {
+                let files = hub.and_then(|hub| hub.tinystories()).context(
+                    "TinyStories is not available; give a text file with --data PATH, or use --data sample",
+                )?;
+                tinystories(&files)
+            }
+            DataSpec::Auto => match hub.and_then(|hub| hub.tinystories()) {
+                Ok(files) => {
+                    notice("data: TinyStories, from the Hugging Face cache");
+                    tinystories(&files)
+                }
+                Err(error) => {
+                    let corpus = sample()?;
+                    notice(format_args!(
+                        "data: {}, because TinyStories is not available: {error:#}\n\
+                         data: for more, give a text file with --data PATH",
+                        corpus.description
+                    ));
+                    Ok(corpus)
+                }
+            },
+        }
+    }
+}
+
+/// The documents of one text file, not split; one document if the file has no separator. For evaluation.
+///
+/// # Errors
+/// A file that is missing, unreadable, not UTF-8, or empty.
+pub fn load_text(path: &Path) -> Result<Documents> {
+    if path.is_dir() {
+        bail!("{} is a folder; give one text file", path.display());
+    }
+    let text = Arc::new(Text::open(path)?);
+    let spans = text.documents();
+    if spans.is_empty() {
+        bail!("{} holds no text", path.display());
+    }
+    Ok(Documents::new(text, spans))
+}
+
+fn sample() -> Result<Corpus> {
+    let text = Arc::new(Text::Embedded(SAMPLE));
+    let spans = text.documents();
+    let description = format!("the embedded sample of {} short stories", spans.len());
+    let (train, valid) = split(&Documents::new(text, spans)).context("the embedded sample")?;
+    Ok(Corpus {
+        name: "sample".into(),
+        description,
+        train,
+        valid,
+    })
+}
+
+fn tinystories(files: &TinyStories) -> Result<Corpus> {
+    let (train, valid) = pair(&files.train, &files.valid)?;
+    Ok(Corpus {
+        name: "tinystories".into(),
+        description: format!("TinyStories, {} stories", train.len() + valid.len()),
+        train,
+        valid,
+    })
+}
+
+fn single_file(path: &Path) -> Result<Corpus> {
+    if !path.exists() {
+        bail!(
+            "there is no file or folder {}; give the path of a text file or folder, or one of auto, tinystories, sample",
+            path.display()
+        );
+    }
+    let documents = load_text(path)?;
+    let (train, valid) = split(&documents).with_context(|| path.display().to_string())?;
+    Ok(Corpus {
+        name: name_of(path),
+        description: format!("{}, split into training and validation", path.display()),
+        train,
+        valid,
+    })
+}
+
+fn folder(path: &Path) -> Result<Corpus> {
+    let find = |names: &[&str]| {
+        let candidates = names.iter().map(|name| path.join(name));
+        candidates.into_iter().find(|file| file.is_file())
+    };
+    let train = find(&["train.txt", "train"]);
+    let valid = find(&["valid.txt", "valid", "validation.txt", "validation"]);
+    let (train, valid) = match (train, valid) {
+        (Some(train), Some(valid)) => pair(&train, &valid)?,
+        (Some(train), None) => {
+            notice(format_args!(
+                "data: {} has no valid.txt: a part of {} is held out instead",
+                path.display(),
+                train.display()
+            ));
+            split(&load_text(&train)?).with_context(|| train.display().to_string())?
+        }
+        (None, _) => bail!(
+            "{} has no train.txt; a folder needs train.txt and, better, valid.txt, or give the path of one text file",
+            path.display()
+        ),
+    };
+    Ok(Corpus {
+        name: name_of(path),
+        description: path.display().to_string(),
+        train,
+        valid,
+    })
+}
+
+/// A training and a validation file; what stands in both is dropped from the second.
+fn pair(train: &Path, valid: &Path) -> Result<(Documents, Documents)> {
+    let train = load_text(train)?;
+    let all = load_text(valid)?;
+    let rest = without_shared(&all, &train);
+    let dropped = all.len() - rest.len();
+    if dropped > 0 {
+        notice(format_args!(
+            "data: {dropped} documents of {} stand in the training text too and are left out of validation",
+            valid.display()
+        ));
+    }
+    if rest.is_empty() {
+        bail!(
+            "every document of {} stands in the training text too; give a validation file of other documents",
+            valid.display()
+        );
+    }
+    Ok((train, rest))
+}
+
+fn name_of(path: &Path) -> String {
+    // `.` and `..` have no name of their own.
+    let full = path.canonicalize().unwrap_or_else(|_| path.into());
+    let name = path.file_name().or(full.file_name());
+    format!("file:{}", name.unwrap_or_default().to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::hub::tests::{fill, nowhere};
+    use super::*;
+    use std::collections::HashSet;
+
+    fn load(spec: &str) -> Result<Corpus> {
+        let nothing = tempfile::tempdir().unwrap();
+        Corpus::load_with(&spec.parse().unwrap(), Ok(nowhere(nothing.path())))
+    }
+
+    fn write(dir: &Path, name: &str, text: &str) -> String {
+        std::fs::write(dir.join(name), text).unwrap();
+        dir.join(name).to_str().unwrap().into()
+    }
+
+    fn disjoint(corpus: &Corpus) -> bool {
+        let train: HashSet<_> = corpus.train.iter().collect();
+        corpus.valid.iter().all(|story| !train.contains(story))
+    }
+
+    #[test]
+    fn sample_is_split() {
+        let corpus = load("sample").unwrap();
+        assert_eq!(corpus.name, "sample");
+        assert!(disjoint(&corpus));
+        let (train, valid) = (corpus.train.len(), corpus.valid.len());
+        assert!(
+            valid >= 10 && valid * 8 < train && valid * 11 > train,
+            "{valid} of {train}"
+        );
+    }
+
+    #[test]
+    fn auto_falls_back_to_the_sample_and_tinystories_does_not() {
+        assert_eq!(load("auto").unwrap().name, "sample");
+        let error = format!("{:#}", load("tinystories").unwrap_err());
+        assert!(error.contains("--data sample"), "{error}");
+        let homeless = Corpus::load_with(&DataSpec::Auto, Err(anyhow::anyhow!("no home")));
+        assert_eq!(homeless.unwrap().name, "sample");
+    }
+
+    #[test]
+    fn auto_takes_cached_tinystories() {
+        let cache = tempfile::tempdir().unwrap();
+        let train = "Tom ran.<|endoftext|>Sue ran.<|endoftext|>Sue ran.";
+        fill(cache.path(), train, "Ann ran.<|endoftext|>Sue ran.");
+        let corpus = Corpus::load_with(&DataSpec::Auto, Ok(nowhere(cache.path()))).unwrap();
+        assert_eq!(corpus.name, "tinystories");
+        assert_eq!(corpus.train.len(), 3);
+        assert_eq!(corpus.valid.iter().collect::<Vec<_>>(), ["Ann ran."]);
+    }
+
+    #[test]
+    fn folders() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_str().unwrap();
+        let error = load(path).unwrap_err().to_string();
+        assert!(error.contains("train.txt"), "{error}");
+
+        let stories: Vec<_> = (0..40).map(|i| format!("Story {i}.")).collect();
+        write(dir.path(), "train", &stories.join(SEP));
+        let corpus = load(path).unwrap();
+        assert_eq!((corpus.train.len(), corpus.valid.len()), (36, 4));
+
+        write(dir.path(), "validation.txt", "Story 7.<|endoftext|>Other.");
+        let corpus = load(path).unwrap();
+        assert_eq!((corpus.train.len(), corpus.valid.len()), (40, 1));
+        assert!(disjoint(&corpus));
+
+        write(dir.path(), "valid.txt", "Story 7.");
+        let error = load(path).unwrap_err().to_string();
+        assert!(error.contains("every document"), "{error}");
+    }
+
+    const SEP: &str = "\n<|endoftext|>\n";
+
+    #[test]
+    fn names_and_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let stories = write(dir.path(), "tales.txt", &["a", "b", "c"].join(SEP));
+        assert_eq!(load(&stories).unwrap().name, "file:tales.txt");
+        assert!(name_of(Path::new(".")).len() > "file:".len());
+
+        let error = load("no/such/path").unwrap_err().to_string();
+        assert!(
+            error.contains("no/such/path") && error.contains("sample"),
+            "{error}"
+        );
+        let empty = write(dir.path(), "empty.txt", " \n<|endoftext|>\n");
+        let error = load(&empty).unwrap_err().to_string();
+        assert!(
+            error.contains("empty.txt") && error.contains("no text"),
+            "{error}"
+        );
+        write(dir.path(), "zero.txt", "");
+        assert!(load_text(&dir.path().join("zero.txt")).is_err());
+        assert!("".parse::<DataSpec>().is_err());
+        for spec in ["auto", "tinystories", "sample", "./sample"] {
+            assert_eq!(spec.parse::<DataSpec>().unwrap().to_string(), spec);
+        }
+    }
+
+    #[test]
+    fn text_for_evaluation_is_not_split() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = write(dir.path(), "one.txt", "A paragraph.\n\nAnother.\n");
+        let documents = load_text(Path::new(&path)).unwrap();
+        assert_eq!(
+            documents.iter().collect::<Vec<_>>(),
+            ["A paragraph.\n\nAnother."]
+        );
+        assert!(load_text(dir.path()).is_err());
+    }
+}

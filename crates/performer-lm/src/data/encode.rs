@@ -1,0 +1,177 @@
+//! Documents to tokens, fast: the same words come again and again, so each is given to the tokenizer once.
+
+use std::collections::HashMap;
+
+use anyhow::Result;
+
+use super::text::{Documents, ends_blank, pieces};
+use super::tokenizer::Tokenizer;
+
+/// Longer documents are encoded in pieces of this many bytes: a tokenizer needs some hundred times the memory of its text.
+const PIECE: usize = 1 << 16;
+
+/// Bytes of text encoded at once.
+const BATCH: usize = 1 << 20;
+
+/// Longer words are not worth remembering.
+const MAX_WORD: usize = 32;
+
+/// Bounds the memory for text that hardly repeats itself.
+const MAX_WORDS: usize = 1 << 20;
+
+/// The tokens of documents in batches, each document followed by the end of text; beside each batch, the bytes of text it
+/// covers.
+pub(crate) fn encode_documents(
+    tokenizer: &Tokenizer,
+    documents: &Documents,
+) -> impl Iterator<Item = Result<(Vec<u32>, usize)>> {
+    let mut words = tokenizer.splits_at_spaces().then(Words::default);
+    // A piece, and whether a document ends with it.
+    let mut parts = documents.iter().flat_map(|document| {
+        let mut left = document.len();
+        pieces(document, PIECE).map(move |piece| {
+            left -= piece.len();
+            (piece, left == 0)
+        })
+    });
+    std::iter::from_fn(move || {
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        while bytes < BATCH
+            && let Some(part) = parts.next()
+        {
+            bytes += part.0.len();
+            batch.push(part);
+        }
+        if batch.is_empty() {
+            return None;
+        }
+        let tokens = match &mut words {
+            Some(words) => words.encode(tokenizer, &batch),
+            None => encode(tokenizer, &batch),
+        };
+        Some(tokens.map(|tokens| (tokens, bytes)))
+    })
+}
+
+/// In parallel, by any tokenizer.
+fn encode(tokenizer: &Tokenizer, batch: &[(&str, bool)]) -> Result<Vec<u32>> {
+    let texts = batch.iter().map(|(text, _)| *text).collect();
+    let mut tokens = Vec::new();
+    for (part, (_, end)) in tokenizer.encode_batch(texts)?.into_iter().zip(batch) {
+        tokens.extend(part);
+        tokens.extend(end.then(|| tokenizer.eot()));
+    }
+    Ok(tokens)
+}
+
+/// The words met so far with their tokens.
+#[derive(Default)]
+struct Words {
+    known: HashMap<Box<str>, Box<[u32]>>,
+}
+
+impl Words {
+    /// The same as [`encode`], for a tokenizer that splits text at spaces.
+    fn encode(&mut self, tokenizer: &Tokenizer, batch: &[(&str, bool)]) -> Result<Vec<u32>> {
+        let mut tokens = Vec::new();
+        for (text, end) in batch {
+            for word in words(text) {
+                if let Some(known) = self.known.get(word) {
+                    tokens.extend_from_slice(known);
+                    continue;
+                }
+                let encoded = tokenizer.encode(word)?;
+                tokens.extend_from_slice(&encoded);
+                if word.len() <= MAX_WORD && self.known.len() < MAX_WORDS {
+                    self.known.insert(word.into(), encoded.into());
+                }
+            }
+            tokens.extend(end.then(|| tokenizer.eot()));
+        }
+        Ok(tokens)
+    }
+}
+
+/// The words of a text, each with the space before it and the punctuation around it.
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let end = (1..rest.len()).find(|&at| ends_blank(rest, at));
+        let (word, tail) = rest.split_at(end.unwrap_or(rest.len()));
+        rest = tail;
+        (!word.is_empty()).then_some(word)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tokenizer::tests::{documents, stories};
+    use super::*;
+
+    #[test]
+    fn documents_end_with_the_end_of_text() {
+        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
+        let docs = documents("One cat.<|endoftext|>Two cats.");
+        let batches: Vec<_> = encode_documents(&tokenizer, &docs)
+            .map(Result::unwrap)
+            .collect();
+        let expected = [
+            tokenizer.encode("One cat.").unwrap(),
+            vec![0],
+            tokenizer.encode("Two cats.").unwrap(),
+            vec![0],
+        ];
+        assert_eq!(batches, [(expected.concat(), 17)]);
+    }
+
+    /// Every sequence of up to five of these, in which all kinds of white space meet all kinds of characters.
+    fn tricky() -> Vec<String> {
+        let parts = [" ", "\n", "\u{b}", "\u{a0}", "a", "'s", "7", "!", "日"];
+        let mut all = vec![String::new()];
+        let mut last = all.clone();
+        for _ in 0..5 {
+            last = last
+                .iter()
+                .flat_map(|text| parts.map(|part| text.clone() + part))
+                .collect();
+            all.extend_from_slice(&last);
+        }
+        all
+    }
+
+    #[test]
+    fn words_are_encoded_like_the_whole() {
+        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
+        assert!(tokenizer.splits_at_spaces());
+        let texts = tricky();
+        let batch: Vec<_> = texts.iter().map(|text| (text.as_str(), true)).collect();
+        let mut known = Words::default();
+        let (fast, slow) = (
+            known.encode(&tokenizer, &batch).unwrap(),
+            encode(&tokenizer, &batch).unwrap(),
+        );
+        if fast != slow {
+            // Say which.
+            for &one in &batch {
+                let fast = known.encode(&tokenizer, &[one]).unwrap();
+                assert_eq!(fast, encode(&tokenizer, &[one]).unwrap(), "{one:?}");
+            }
+        }
+        for text in &texts {
+            assert_eq!(words(text).collect::<String>(), *text);
+        }
+    }
+
+    #[test]
+    fn long_documents_are_encoded_like_the_whole() {
+        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
+        let text =
+            "The cats went. \n\nThey  were \n happy, 3 times.\n\n\n And   日本 more. ".repeat(5000);
+        let docs = documents(&text);
+        let batches: Vec<_> = encode_documents(&tokenizer, &docs)
+            .map(|batch| batch.unwrap().0)
+            .collect();
+        let whole = encode(&tokenizer, &[(text.trim(), true)]).unwrap();
+        assert!(batches.concat() == whole);
+    }
+}

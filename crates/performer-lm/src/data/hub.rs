@@ -1,0 +1,320 @@
+//! TinyStories from the Hugging Face hub, through the cache that all Hugging Face tools share.
+
+use std::any::Any;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail};
+use hf_hub::Cache;
+use hf_hub::api::Progress;
+use hf_hub::api::sync::ApiBuilder;
+
+use super::{notice, progress_bar};
+
+const DATASET: &str = "roneneldan/TinyStories";
+/// Validation first: it is small, so a hub that does not work is found out before the two gigabytes.
+const FILES: [&str; 2] = [
+    "TinyStoriesV2-GPT4-valid.txt",
+    "TinyStoriesV2-GPT4-train.txt",
+];
+
+/// The text files of TinyStories.
+#[derive(Debug)]
+pub(crate) struct TinyStories {
+    pub(crate) train: PathBuf,
+    pub(crate) valid: PathBuf,
+}
+
+/// Where to look for a dataset, and how long to wait for it.
+#[derive(Debug, Clone)]
+pub(crate) struct Hub {
+    endpoint: String,
+    cache: PathBuf,
+    offline: bool,
+    /// Longest wait for the first answer: name look-up, connection and all.
+    answer: Duration,
+    /// Longest silence in the middle of a download.
+    stall: Duration,
+}
+
+impl Hub {
+    /// The hub as `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE` say.
+    pub(crate) fn from_env() -> Result<Self> {
+        if std::env::var_os("HF_HOME").is_none() && dirs::home_dir().is_none() {
+            bail!(
+                "there is no home folder for the Hugging Face cache; set HF_HOME to a folder of yours"
+            );
+        }
+        let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
+            ["1", "true", "yes", "on"].contains(&value.to_ascii_lowercase().as_str())
+        });
+        Ok(Self {
+            endpoint: std::env::var("HF_ENDPOINT")
+                .unwrap_or_else(|_| "https://huggingface.co".into()),
+            cache: Cache::from_env().path().clone(),
+            offline,
+            answer: Duration::from_secs(10),
+            stall: Duration::from_secs(60),
+        })
+    }
+
+    /// TinyStories if it has been downloaded before; never touches the network.
+    pub(crate) fn cached(&self) -> Option<TinyStories> {
+        let repo = Cache::new(self.cache.clone()).dataset(DATASET.into());
+        let [valid, train] = FILES.map(|file| repo.get(file));
+        Some(TinyStories {
+            train: train?,
+            valid: valid?,
+        })
+    }
+
+    /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
+    pub(crate) fn tinystories(&self) -> Result<TinyStories> {
+        if let Some(files) = self.cached() {
+            return Ok(files);
+        }
+        if self.offline {
+            bail!(
+                "TinyStories is not in the Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it",
+                self.cache.display()
+            );
+        }
+        let [valid, train] = FILES;
+        Ok(TinyStories {
+            valid: self.fetch(valid)?,
+            train: self.fetch(train)?,
+        })
+    }
+
+    fn fetch(&self, file: &'static str) -> Result<PathBuf> {
+        if let Some(path) = Cache::new(self.cache.clone())
+            .dataset(DATASET.into())
+            .get(file)
+        {
+            return Ok(path);
+        }
+        // The client has no time limit of its own: it works in a thread that is left behind when it falls silent.
+        let (sender, events) = channel();
+        let hub = self.clone();
+        let worker = std::thread::spawn(move || {
+            let api = ApiBuilder::from_cache(Cache::new(hub.cache))
+                .with_endpoint(hub.endpoint)
+                .build()?;
+            api.dataset(DATASET.into())
+                .download_with_progress(file, Reporter(sender))
+        });
+        self.watch(file, &events)?;
+        match worker.join() {
+            Ok(result) => {
+                result.map_err(|error| anyhow!("cannot download {file} of {DATASET}: {error}"))
+            }
+            Err(panic) => bail!(
+                "cannot download {file} of {DATASET}: {}",
+                panic_message(panic.as_ref())
+            ),
+        }
+    }
+
+    /// Shows the progress until the worker hangs up; an error if it falls silent.
+    fn watch(&self, file: &str, events: &Receiver<Event>) -> Result<()> {
+        let mut bar = None;
+        loop {
+            let limit = if bar.is_some() {
+                self.stall
+            } else {
+                Duration::from_secs(3600)
+            };
+            match events.recv_timeout(limit) {
+                Ok(Event::Size(size)) => {
+                    let bar = bar.get_or_insert_with(|| {
+                        notice(format_args!(
+                            "downloading {file} of {DATASET}: {:.1} MB",
+                            size as f64 / 1e6
+                        ));
+                        progress_bar(size, "downloading")
+                    });
+                    bar.set_position(0);
+                }
+                Ok(Event::Received(bytes)) => {
+                    if let Some(bar) = &bar {
+                        bar.inc(bytes);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) if bar.is_some() => bail!(
+                    "the download of {file} stalled for {} s; the same command takes it up where it stopped",
+                    limit.as_secs()
+                ),
+                Err(RecvTimeoutError::Timeout) => {
+                    bail!("no answer from {} in {} s", self.endpoint, limit.as_secs())
+                }
+            }
+        }
+    }
+}
+
+/// What the downloading thread reports: the size of the file when the transfer starts, then the bytes as they come.
+enum Event {
+    Size(u64),
+    Received(u64),
+}
+
+struct Reporter(Sender<Event>);
+
+impl Reporter {
+    fn send(&self, event: Event) {
+        if self.0.send(event).is_err() {
+            // Nobody waits for this download any more. Unwinding is the only way out of the client's copy loop; it does
+            // not go through the panic hook, so nothing is printed, and the part file stays for another time.
+            std::panic::resume_unwind(Box::new("abandoned"));
+        }
+    }
+}
+
+impl Progress for Reporter {
+    fn init(&mut self, size: usize, _filename: &str) {
+        self.send(Event::Size(size as u64));
+    }
+
+    fn update(&mut self, size: usize) {
+        self.send(Event::Received(size as u64));
+    }
+
+    fn finish(&mut self) {}
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or(panic.downcast_ref::<&str>().copied())
+        .unwrap_or("the client failed")
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::path::Path;
+
+    use super::*;
+
+    /// A hub at an address of this machine where nobody listens (the discard port).
+    pub(crate) fn nowhere(cache: &Path) -> Hub {
+        Hub {
+            endpoint: "http://127.0.0.1:9".into(),
+            cache: cache.into(),
+            offline: false,
+            answer: Duration::from_secs(10),
+            stall: Duration::from_secs(10),
+        }
+    }
+
+    /// Puts two files into a cache the way the client lays it out.
+    pub(crate) fn fill(cache: &Path, train: &str, valid: &str) {
+        let repo = cache.join("datasets--roneneldan--TinyStories");
+        let snapshot = repo.join("snapshots/abc");
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::create_dir_all(repo.join("refs")).unwrap();
+        std::fs::write(repo.join("refs/main"), "abc").unwrap();
+        std::fs::write(snapshot.join(FILES[0]), valid).unwrap();
+        std::fs::write(snapshot.join(FILES[1]), train).unwrap();
+    }
+
+    /// Whether requests from here would go through a proxy, which cannot reach a server of this test.
+    fn behind_proxy() -> bool {
+        ["ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY"]
+            .iter()
+            .any(|name| {
+                std::env::var_os(name).is_some()
+                    || std::env::var_os(name.to_ascii_lowercase()).is_some()
+            })
+    }
+
+    /// Answers requests for ranges of `body`. While `cut` says so, a transfer stops after half of what was asked for.
+    fn serve(listener: TcpListener, body: &'static [u8], cut: impl Fn(usize) -> bool) {
+        for (request, stream) in listener.incoming().enumerate() {
+            let Ok(mut stream) = stream else { return };
+            let Some((first, last)) = requested_range(&stream, body.len()) else {
+                return;
+            };
+            let part = &body[first..=last];
+            let sent = if cut(request) {
+                part.len() / 2
+            } else {
+                part.len()
+            };
+            let _ = write!(
+                stream,
+                "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
+                 ETag: \"tag\"\r\nX-Repo-Commit: abc\r\nConnection: close\r\n\r\n",
+                part.len(),
+                body.len()
+            );
+            let _ = stream.write_all(&part[..sent]);
+        }
+    }
+
+    fn requested_range(stream: &TcpStream, len: usize) -> Option<(usize, usize)> {
+        let mut range = None;
+        for line in BufReader::new(stream).lines() {
+            let line = line.ok()?.to_ascii_lowercase();
+            if line.is_empty() {
+                return range;
+            }
+            if let Some(bytes) = line.strip_prefix("range: bytes=") {
+                let (first, last) = bytes.split_once('-')?;
+                range = Some((first.parse().ok()?, last.parse().unwrap_or(len - 1)));
+            }
+        }
+        None
+    }
+
+    const BODY: &[u8] = b"a story of exactly forty-two bytes, or nearly";
+
+    #[test]
+    fn an_interrupted_download_is_taken_up() {
+        if behind_proxy() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut hub = nowhere(dir.path());
+        hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
+        // Requests: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
+        std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
+        hub.fetch(FILES[0]).unwrap_err();
+        let part = dir
+            .path()
+            .join("datasets--roneneldan--TinyStories/blobs/tag.part");
+        assert_eq!(std::fs::read(part).unwrap(), BODY[..BODY.len() / 2]);
+        assert!(hub.cached().is_none());
+        let path = hub.fetch(FILES[0]).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), BODY);
+        // Once in the cache it is not asked for again, with a hub or without.
+        assert_eq!(nowhere(dir.path()).fetch(FILES[0]).unwrap(), path);
+    }
+
+    #[test]
+    fn a_silent_hub_is_given_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut hub = nowhere(dir.path());
+        hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
+        hub.answer = Duration::from_millis(100);
+        let error = hub.tinystories().unwrap_err().to_string();
+        assert!(error.contains("no answer") || behind_proxy(), "{error}");
+    }
+
+    #[test]
+    fn an_unreachable_hub_and_a_forbidden_one_are_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut hub = nowhere(dir.path());
+        let error = hub.tinystories().unwrap_err().to_string();
+        assert!(error.contains("cannot download"), "{error}");
+        hub.offline = true;
+        let error = hub.tinystories().unwrap_err().to_string();
+        assert!(error.contains("HF_HUB_OFFLINE"), "{error}");
+        fill(dir.path(), "train", "valid");
+        assert!(hub.tinystories().unwrap().train.exists());
+    }
+}

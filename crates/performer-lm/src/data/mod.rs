@@ -1,0 +1,143 @@
+//! Text to batches: a [`Corpus`] is found and split, a [`Tokenizer`] trained on its training part, both parts encoded into
+//! a [`TokenFile`] each, and [`Batches`] cut from those. [`prepare`] does all but the last.
+//!
+//! Tokenizers and token files are kept in a cache under the hash of what they were made from; see [`cache_dir`].
+
+mod batches;
+mod cache;
+mod corpus;
+mod encode;
+mod hub;
+mod split;
+mod text;
+mod tokenizer;
+mod tokens;
+
+use std::fmt::Display;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use indicatif::{ProgressBar, ProgressStyle};
+
+pub use batches::{Batch, Batches, EvalWindows, eval_windows};
+pub use cache::cache_dir;
+pub use corpus::{Corpus, DataSpec, load_text};
+pub use text::{Documents, SEPARATOR};
+pub use tokenizer::{DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, StreamDecoder, Tokenizer};
+pub use tokens::TokenFile;
+
+use cache::Cache;
+
+/// Data to train on: a tokenizer and the tokens of both splits. Counts of documents, bytes and tokens are the
+/// [`TokenFile`]s'.
+#[derive(Debug, Clone)]
+pub struct Prepared {
+    /// Name of the corpus, see [`Corpus::name`].
+    pub corpus_name: String,
+    /// One line about the corpus for a person.
+    pub description: String,
+    /// The tokenizer that both splits are encoded with.
+    pub tokenizer: Tokenizer,
+    /// What is trained on.
+    pub train: Arc<TokenFile>,
+    /// What is held out.
+    pub valid: Arc<TokenFile>,
+}
+
+/// Finds the corpus, trains a tokenizer of `vocab_size` on it (or loads the given one, whatever its size), and encodes both
+/// splits. What has been made before is taken from the cache.
+///
+/// # Errors
+/// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is full.
+pub fn prepare(spec: &DataSpec, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
+    prepare_in(
+        &Cache::from_env()?,
+        Corpus::load(spec)?,
+        vocab_size,
+        tokenizer,
+    )
+}
+
+fn prepare_in(
+    cache: &Cache,
+    corpus: Corpus,
+    vocab_size: usize,
+    tokenizer: Option<&Path>,
+) -> Result<Prepared> {
+    let tokenizer = match tokenizer {
+        Some(path) => Tokenizer::load(path)?,
+        None => cache.tokenizer(&corpus.train, vocab_size)?,
+    };
+    Ok(Prepared {
+        train: Arc::new(cache.tokens(&corpus.train, &tokenizer)?),
+        valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer)?),
+        corpus_name: corpus.name,
+        description: corpus.description,
+        tokenizer,
+    })
+}
+
+/// The tokens of one text file, not split, for evaluation.
+///
+/// # Errors
+/// Those of [`load_text`], and a disk that is full.
+pub fn prepare_text(path: &Path, tokenizer: &Tokenizer) -> Result<TokenFile> {
+    Cache::from_env()?.tokens(&load_text(path)?, tokenizer)
+}
+
+/// Tells the person at the terminal something they should know; results go elsewhere.
+fn notice(message: impl Display) {
+    // If stderr is closed, there is nobody to tell.
+    let _ = writeln!(std::io::stderr(), "{message}");
+}
+
+/// A bar over `bytes` on stderr; shows nothing where that is no terminal.
+fn progress_bar(bytes: u64, what: &'static str) -> ProgressBar {
+    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
+    let style = ProgressStyle::with_template(template);
+    ProgressBar::new(bytes)
+        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+        .with_message(what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sample_from_text_to_batches() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path()).unwrap();
+        let corpus = Corpus::load(&DataSpec::Sample).unwrap();
+        let (documents, bytes) = (corpus.train.len() as u64, corpus.train.bytes());
+        let first = corpus.valid.iter().next().unwrap().to_string();
+
+        let data = prepare_in(&cache, corpus.clone(), 1024, None).unwrap();
+        assert_eq!(data.corpus_name, "sample");
+        assert_eq!(data.tokenizer.vocab_size(), 1024);
+        assert_eq!(
+            (data.train.documents(), data.train.bytes()),
+            (documents, bytes)
+        );
+        // Merges pay: well over two bytes a token.
+        assert!(data.train.len() as u64 * 5 < bytes * 2);
+        let tokens = data.valid.read(0..data.valid.len());
+        let end = tokens
+            .iter()
+            .position(|&token| token == data.tokenizer.eot());
+        assert_eq!(
+            data.tokenizer.decode(&tokens[..end.unwrap()]).unwrap(),
+            first
+        );
+        let batches = Batches::new(data.train.clone(), 64, 8, 0).unwrap();
+        assert_eq!(batches.batch(0, 0).unwrap().inputs.len(), 64 * 8);
+
+        // The same with the tokenizer given: a vocabulary size asked for does not matter then.
+        let path = dir.path().join("mine.json");
+        data.tokenizer.save(&path).unwrap();
+        let given = prepare_in(&cache, corpus, 5000, Some(&path)).unwrap();
+        assert_eq!(given.train.hash(), data.train.hash());
+    }
+}

@@ -1,0 +1,213 @@
+//! Which documents are held out for validation: decided by their content, so that no document is on both sides.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use anyhow::{Result, bail};
+
+use super::notice;
+use super::text::{Documents, pieces, trim};
+
+/// One document in ten is held out, but never more than this.
+const MAX_VALID: usize = 2000;
+
+/// Smallest size in bytes of the blocks that a text of one document is split by; the largest is about twice that.
+const BLOCK: usize = 2048;
+
+/// Enough of a document's hash to tell it from all others.
+type Fingerprint = [u8; 16];
+
+fn fingerprint(document: &str) -> Fingerprint {
+    let mut print = Fingerprint::default();
+    print.copy_from_slice(&blake3::hash(document.as_bytes()).as_bytes()[..16]);
+    print
+}
+
+/// How many of `n` are held out.
+fn held_out(n: usize) -> usize {
+    n.div_ceil(10).min(MAX_VALID)
+}
+
+/// Splits documents into `(train, valid)`.
+///
+/// Held out are the tenth (2000 at most) with the smallest hashes; of equal ones, the first. A single document is split by
+/// blocks of some 2 kB instead, and its end is held out: both parts remain continuous text.
+///
+/// # Errors
+/// Fewer than two different documents or blocks.
+pub(crate) fn split(documents: &Documents) -> Result<(Documents, Documents)> {
+    if documents.len() == 1 {
+        return split_document(documents);
+    }
+    let prints: Vec<_> = documents.iter().map(fingerprint).collect();
+    let mut distinct = prints.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    if distinct.len() < 2 {
+        bail!("all documents are the same, so nothing can be held out; give other text");
+    }
+    let limit = distinct[held_out(distinct.len()) - 1];
+
+    let mut print = prints.iter();
+    let train = documents.filter(|_| print.next().is_some_and(|print| *print > limit));
+    let (mut print, mut seen) = (prints.iter(), HashSet::new());
+    let valid = documents.filter(|_| {
+        print
+            .next()
+            .is_some_and(|print| *print <= limit && seen.insert(*print))
+    });
+    let repeated = documents.len() - train.len() - valid.len();
+    if repeated > 0 {
+        notice(format_args!(
+            "data: {repeated} repeated documents are left out of validation"
+        ));
+    }
+    Ok((train, valid))
+}
+
+/// Splits a single document: `valid` is the last tenth of its blocks, without those that stand in `train` too.
+fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
+    let text = document.iter().next().unwrap_or_default();
+    let mut end = 0;
+    let blocks: Vec<Range<usize>> = pieces(text, BLOCK)
+        .map(|block| {
+            end += block.len();
+            end - block.len()..end
+        })
+        .collect();
+    if blocks.len() < 2 {
+        bail!(
+            "{} bytes of text in one document are too little to hold something out; give more text, documents separated by \
+             lines of <|endoftext|>, or a folder with train.txt and valid.txt",
+            text.len()
+        );
+    }
+    let (train, valid) = blocks.split_at(blocks.len() - held_out(blocks.len()));
+    let print = |block: &Range<usize>| fingerprint(text[block.clone()].trim());
+    let seen: HashSet<_> = train.iter().map(print).collect();
+
+    let mut spans: Vec<Range<usize>> = Vec::new();
+    let mut dropped = 0;
+    for block in valid {
+        if seen.contains(&print(block)) {
+            dropped += 1;
+        } else if let Some(last) = spans.last_mut().filter(|last| last.end == block.start) {
+            last.end = block.end;
+        } else {
+            spans.push(block.clone());
+        }
+    }
+    if dropped > 0 {
+        notice(format_args!(
+            "data: {dropped} blocks of text stand in the training part too and are left out of validation"
+        ));
+    }
+    let train = document.within(trim(text, 0..train[train.len() - 1].end));
+    let valid = document.within(spans.into_iter().filter_map(|span| trim(text, span)));
+    if train.is_empty() || valid.is_empty() {
+        bail!(
+            "the end of the text repeats its beginning, so nothing can be held out; give other text"
+        );
+    }
+    Ok((train, valid))
+}
+
+/// `valid` without what stands in `train` too.
+pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents {
+    // The training text may be large: of its documents, only those in question are remembered.
+    let held: HashSet<_> = valid.iter().map(fingerprint).collect();
+    let in_train: HashSet<_> = train
+        .iter()
+        .map(fingerprint)
+        .filter(|print| held.contains(print))
+        .collect();
+    valid.filter(|document| !in_train.contains(&fingerprint(document)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::text::Text;
+    use std::sync::Arc;
+
+    fn documents(text: String) -> Documents {
+        let text = Arc::new(Text::Embedded(text.leak()));
+        let spans = text.documents();
+        Documents::new(text, spans)
+    }
+
+    fn set(documents: &Documents) -> HashSet<&str> {
+        documents.iter().collect()
+    }
+
+    #[test]
+    fn no_story_on_both_sides_even_when_repeated() {
+        let stories: Vec<_> = (0..300).map(|i| format!("Story {}.", i % 150)).collect();
+        let all = documents(stories.join("<|endoftext|>"));
+        let (train, valid) = split(&all).unwrap();
+        assert_eq!(train.len(), 2 * 135);
+        assert_eq!(valid.len(), 15);
+        assert_eq!(set(&valid).len(), 15);
+        assert!(set(&train).is_disjoint(&set(&valid)));
+        // The split goes by content: in another order the same stories are held out.
+        let reversed: Vec<_> = stories.iter().rev().cloned().collect();
+        let (_, again) = split(&documents(reversed.join("<|endoftext|>"))).unwrap();
+        assert_eq!(set(&valid), set(&again));
+    }
+
+    #[test]
+    fn validation_is_capped() {
+        let stories: Vec<_> = (0..30_000).map(|i| i.to_string()).collect();
+        let (train, valid) = split(&documents(stories.join("<|endoftext|>"))).unwrap();
+        assert_eq!((train.len(), valid.len()), (28_000, 2000));
+    }
+
+    #[test]
+    fn one_document_is_split_at_its_end() {
+        let text: String = (0..20_000).map(|i| format!("Line {i}.\n")).collect();
+        let all = documents(text.clone());
+        let (train, valid) = split(&all).unwrap();
+        assert_eq!((train.len(), valid.len()), (1, 1));
+        let (train, valid) = (train.iter().next().unwrap(), valid.iter().next().unwrap());
+        assert_eq!(format!("{train}\n{valid}\n"), text);
+        let share = valid.len() as f64 / text.len() as f64;
+        assert!((0.09..0.12).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn a_line_without_end_is_split_too() {
+        let (train, valid) = split(&documents("word ".repeat(5000).to_string() + "end")).unwrap();
+        assert!(train.bytes() > 0 && valid.bytes() > 0);
+        let letters: String = ('a'..='z').cycle().take(30_000).collect();
+        assert!(split(&documents(letters)).is_ok());
+    }
+
+    #[test]
+    fn blocks_of_the_training_part_are_dropped() {
+        // Blocks of exactly one paragraph; the last three repeat the first, so all of them would be held out.
+        let paragraph = |i: usize| format!("{i:04} ").repeat(450);
+        let mut paragraphs: Vec<_> = (0..30).map(paragraph).collect();
+        paragraphs[28] = paragraph(0);
+        let (train, valid) = split(&documents(paragraphs.join("\n\n"))).unwrap();
+        assert!(train.iter().all(|part| part.contains("0000")));
+        assert!(valid.iter().all(|part| !part.contains("0000")));
+        assert_eq!(valid.len(), 2);
+    }
+
+    #[test]
+    fn too_little_text_is_an_error() {
+        for text in ["Hello.".to_string(), "a<|endoftext|>a".into()] {
+            assert!(split(&documents(text)).is_err());
+        }
+        let repeated = format!("{}\n\n", "same ".repeat(500)).repeat(20);
+        assert!(split(&documents(repeated)).is_err());
+    }
+
+    #[test]
+    fn shared_documents_are_dropped() {
+        let train = documents("a<|endoftext|>b<|endoftext|>c".into());
+        let valid = documents("b<|endoftext|>d<|endoftext|>b".into());
+        let valid = without_shared(&valid, &train);
+        assert_eq!(valid.iter().collect::<Vec<_>>(), ["d"]);
+    }
+}

@@ -1,0 +1,258 @@
+//! Text on disk as a list of documents, read lazily from a memory map.
+//!
+//! A file of gigabytes costs no memory but the page cache: only the byte range of each document is held.
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use anyhow::{Context, Result, bail};
+use memmap2::Mmap;
+
+/// What stands between two documents of a text file (on a line of its own, by convention).
+pub const SEPARATOR: &str = "<|endoftext|>";
+
+/// UTF-8 text: embedded in the program, or a memory-mapped file.
+#[derive(Debug)]
+pub(crate) enum Text {
+    Embedded(&'static str),
+    Mapped(Mmap),
+}
+
+impl Text {
+    /// Maps a file and checks that all of it is UTF-8.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let metadata = file
+            .metadata()
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        if !metadata.is_file() {
+            bail!(
+                "{} is not a regular file; save its content in a text file and give that",
+                path.display()
+            );
+        }
+        // SAFETY: a map is sound as long as nobody changes the file beneath it; a data file is not written while it is
+        // being trained on.
+        let map = unsafe { Mmap::map(&file) }
+            .with_context(|| format!("cannot memory-map {}", path.display()))?;
+        if let Err(error) = std::str::from_utf8(&map) {
+            bail!(
+                "{} is not UTF-8 text: invalid byte at offset {}; convert it, for instance with \
+                 `iconv -t UTF-8`",
+                path.display(),
+                error.valid_up_to()
+            );
+        }
+        Ok(Self::Mapped(map))
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        match self {
+            Self::Embedded(text) => text,
+            // SAFETY: `open` checked every byte, and the file does not change beneath the map.
+            Self::Mapped(map) => unsafe { std::str::from_utf8_unchecked(map) },
+        }
+    }
+
+    /// The byte ranges of the documents: what stands between separators, without surrounding white space.
+    pub(crate) fn documents(&self) -> Vec<Range<usize>> {
+        let text = self.as_str();
+        let mut spans = Vec::new();
+        let mut start = 0;
+        let separators = memchr::memmem::find_iter(text.as_bytes(), SEPARATOR.as_bytes());
+        for end in separators.chain([text.len()]) {
+            spans.extend(trim(text, start..end));
+            start = end + SEPARATOR.len();
+        }
+        spans
+    }
+}
+
+/// `span` without surrounding white space (and byte order mark), or nothing if nothing is left.
+pub(crate) fn trim(text: &str, span: Range<usize>) -> Option<Range<usize>> {
+    let blank = |c: char| c.is_whitespace() || c == '\u{feff}';
+    let part = &text[span.clone()];
+    let left = part.trim_start_matches(blank);
+    let start = span.end - left.len();
+    let end = start + left.trim_end_matches(blank).len();
+    (start < end).then_some(start..end)
+}
+
+/// Whether a run of white space ends with the space or line break at byte `at`.
+///
+/// GPT-2's pre-tokenizer always cuts just before such a place (the last space goes with the word after it), so that texts
+/// cut there are encoded to the same tokens as the whole.
+pub(crate) fn ends_blank(text: &str, at: usize) -> bool {
+    matches!(text.as_bytes()[at], b' ' | b'\n') && !text[at + 1..].starts_with(char::is_whitespace)
+}
+
+/// Where to cut `text` into two, at a byte offset of `min` to about `2 min`: at the first end of a paragraph, else of a line,
+/// else of a word, else anywhere between two characters. Text of at most `2 min` bytes is not cut (the offset is its length).
+pub(crate) fn cut(text: &str, min: usize) -> usize {
+    if text.len() <= 2 * min {
+        return text.len();
+    }
+    let bytes = text.as_bytes();
+    let (mut line, mut word) = (None, None);
+    for at in (min.max(1)..2 * min).filter(|&at| ends_blank(text, at)) {
+        match (bytes[at - 1], bytes[at]) {
+            (b'\n', b'\n') => return at,
+            (_, b'\n') => line = line.or(Some(at)),
+            _ => word = word.or(Some(at)),
+        }
+    }
+    line.or(word)
+        .unwrap_or_else(|| text.ceil_char_boundary(2 * min))
+}
+
+/// `text` in parts of at least `min` bytes (but the last), cut as [`cut`] does.
+pub(crate) fn pieces(text: &str, min: usize) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let (piece, tail) = rest.split_at(cut(rest, min));
+        rest = tail;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+/// Documents (stories, say) of one text, in order.
+///
+/// Cloning is cheap enough: the text is shared, the byte ranges (16 bytes a document) are copied.
+#[derive(Debug, Clone)]
+pub struct Documents {
+    text: Arc<Text>,
+    spans: Vec<Range<usize>>,
+    hash: OnceLock<blake3::Hash>,
+}
+
+impl Documents {
+    pub(crate) fn new(text: Arc<Text>, spans: Vec<Range<usize>>) -> Self {
+        Self {
+            text,
+            spans,
+            hash: OnceLock::new(),
+        }
+    }
+
+    /// Number of documents.
+    pub fn len(&self) -> usize {
+        self.spans.len()
+    }
+
+    /// Whether there is no document.
+    pub fn is_empty(&self) -> bool {
+        self.spans.is_empty()
+    }
+
+    /// Bytes of text; separators and the white space around them are not counted.
+    pub fn bytes(&self) -> u64 {
+        self.spans.iter().map(|span| span.len() as u64).sum()
+    }
+
+    /// The documents one after another; nothing is copied.
+    pub fn iter(&self) -> impl Iterator<Item = &str> {
+        let text = self.text.as_str();
+        self.spans.iter().map(move |span| &text[span.clone()])
+    }
+
+    /// Identity of the content: a hash over the documents in order.
+    pub fn hash(&self) -> blake3::Hash {
+        *self.hash.get_or_init(|| {
+            let mut hasher = blake3::Hasher::new();
+            for document in self.iter() {
+                hasher.update(&(document.len() as u64).to_le_bytes());
+                hasher.update(document.as_bytes());
+            }
+            hasher.finalize()
+        })
+    }
+
+    /// Parts of the first document, given as byte ranges within it.
+    pub(crate) fn within(&self, parts: impl IntoIterator<Item = Range<usize>>) -> Self {
+        let start = self.spans.first().map_or(0, |span| span.start);
+        let parts = parts.into_iter();
+        let spans = parts.map(|part| start + part.start..start + part.end);
+        Self::new(self.text.clone(), spans.collect())
+    }
+
+    /// The documents that `keep` says yes to; it is asked in order, once for each.
+    pub(crate) fn filter(&self, mut keep: impl FnMut(&str) -> bool) -> Self {
+        let text = self.text.as_str();
+        let spans = self
+            .spans
+            .iter()
+            .filter(|span| keep(&text[(*span).clone()]));
+        Self::new(self.text.clone(), spans.cloned().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn documents(text: &'static str) -> Vec<&'static str> {
+        let spans = Text::Embedded(text).documents();
+        spans.into_iter().map(|span| &text[span]).collect()
+    }
+
+    #[test]
+    fn documents_stand_between_separators() {
+        let text =
+            "\u{feff}One.\n\nStill one.\n<|endoftext|>\r\n<|endoftext|>\n Two. <|endoftext|>Three";
+        assert_eq!(documents(text), ["One.\n\nStill one.", "Two.", "Three"]);
+        assert_eq!(documents("no separator\n"), ["no separator"]);
+        assert!(documents(" \n<|endoftext|>\n").is_empty());
+    }
+
+    #[test]
+    fn hash_tells_where_documents_end() {
+        let docs = |text| {
+            let text = Arc::new(Text::Embedded(text));
+            let spans = text.documents();
+            Documents::new(text, spans)
+        };
+        let one = docs("ab<|endoftext|>c");
+        assert_eq!(one.hash(), docs("ab\n<|endoftext|>\nc\n").hash());
+        assert_ne!(one.hash(), docs("a<|endoftext|>bc").hash());
+        assert_eq!((one.len(), one.bytes()), (2, 3));
+    }
+
+    #[test]
+    fn cuts_at_the_best_boundary() {
+        assert_eq!(cut("short", 4), 5);
+        assert_eq!(cut("0123 567\n\nabcdefgh", 5), 9);
+        assert_eq!(cut("0123 567\nabcdefghijkl", 5), 8);
+        assert_eq!(cut("0123 567 abcdefghijkl", 5), 8);
+        // No boundary at all: between two characters, never inside one.
+        assert_eq!(cut("ééééééééé", 4), 8);
+        assert_eq!(cut("aééééééééé", 4), 9);
+    }
+
+    #[test]
+    fn pieces_are_the_whole() {
+        let text = "Some words\nand lines.\n\nAnd   gaps, and a veryveryverylongword 日本語テキスト日本語テキスト. "
+            .repeat(9);
+        for min in [1, 2, 3, 7, 20, 1000] {
+            let parts: Vec<_> = pieces(&text, min).collect();
+            assert_eq!(parts.concat(), text);
+            let (last, others) = parts.split_last().unwrap();
+            assert!(others.iter().all(|p| p.len() >= min), "min {min}");
+            assert!(others.iter().all(|p| p.len() < 2 * min + 4), "min {min}");
+            assert!(last.len() < 2 * min + 4, "min {min}");
+        }
+    }
+
+    #[test]
+    fn invalid_utf8_is_an_error_with_its_offset() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bad.txt");
+        std::fs::write(&path, b"good \xff bad").unwrap();
+        let error = Text::open(&path).unwrap_err().to_string();
+        assert!(
+            error.contains("bad.txt") && error.contains("offset 5"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,387 @@
+//! Byte-level BPE tokenizers: trained here, or loaded from any `tokenizer.json`.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, bail};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, EncodeInput};
+
+use super::notice;
+use super::text::{Documents, SEPARATOR, pieces};
+
+/// The vocabulary size trained by default.
+pub const DEFAULT_VOCAB_SIZE: usize = 4096;
+
+/// The smallest byte-level vocabulary: the 256 bytes and the end of text.
+pub const MIN_VOCAB_SIZE: usize = 257;
+
+/// No more than the first 64 MB of a corpus are looked at to train a tokenizer: more text does not change the merges of a
+/// small vocabulary noticeably, and word counts take memory.
+const MAX_TRAINING_BYTES: usize = 64 << 20;
+
+/// Training text is handed over in pieces of this many bytes, so that memory stays bounded.
+const PIECE: usize = 1 << 16;
+
+/// How vocabularies spell the token that ends a document, most specific first.
+const END_OF_TEXT: [&str; 8] = [
+    SEPARATOR,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|end|>",
+    "<|im_end|>",
+];
+
+/// A tokenizer that knows its end-of-text token.
+///
+/// Text is only ever text to it: a special token spelled out in a story is encoded letter by letter.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The content of tokenizer.json, kept so that a copy is the same byte for byte.
+    json: Vec<u8>,
+    eot: u32,
+    vocab_size: usize,
+}
+
+impl Tokenizer {
+    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. The same text always gives the same
+    /// tokenizer. Only the first 64 MB of text are used; too little text gives a smaller vocabulary (said on stderr).
+    ///
+    /// # Errors
+    /// A `vocab_size` below [`MIN_VOCAB_SIZE`].
+    pub fn train(documents: &Documents, vocab_size: usize) -> Result<Self> {
+        if vocab_size < MIN_VOCAB_SIZE {
+            bail!(
+                "a vocabulary of {vocab_size} is too small for a byte-level tokenizer; give at least {MIN_VOCAB_SIZE}"
+            );
+        }
+        let mut inner = tokenizers::Tokenizer::new(BPE::default());
+        let byte_level = ByteLevel::new(false, false, true);
+        inner.with_pre_tokenizer(Some(byte_level));
+        inner.with_decoder(Some(byte_level));
+        let mut trainer: TrainerWrapper = BpeTrainer::builder()
+            .vocab_size(vocab_size)
+            // A pair that occurs once is noise.
+            .min_frequency(2)
+            .show_progress(false)
+            .special_tokens(vec![AddedToken::from(SEPARATOR, true)])
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .build()
+            .into();
+        let mut left = MAX_TRAINING_BYTES;
+        let text = documents
+            .iter()
+            .flat_map(|document| pieces(document, PIECE))
+            .take_while(|piece| {
+                let more = left > 0;
+                left = left.saturating_sub(piece.len());
+                more
+            });
+        inner
+            .train(&mut trainer, text)
+            .map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
+        let json = inner
+            .to_string(false)
+            .map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
+        let trained = Self::from_bytes(json.into_bytes())?;
+        if trained.vocab_size < vocab_size {
+            notice(format_args!(
+                "tokenizer: the text is enough for a vocabulary of {}, not {vocab_size}",
+                trained.vocab_size
+            ));
+        }
+        Ok(trained)
+    }
+
+    /// Loads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no tokenizer, or knows no end-of-text token.
+    pub fn load(path: &Path) -> Result<Self> {
+        let json = fs::read(path)
+            .with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
+        Self::from_bytes(json).with_context(|| path.display().to_string())
+    }
+
+    /// A tokenizer from the content of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// Content that is no tokenizer, or one that knows no end-of-text token.
+    pub fn from_bytes(json: Vec<u8>) -> Result<Self> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(&json)
+            .map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
+        // Many published files carry the limits of some model; a corpus must neither be cut nor padded.
+        let limits = inner.with_truncation(None);
+        limits.map_err(|error| anyhow!("cannot lift the tokenizer's truncation: {error}"))?;
+        inner.with_padding(None);
+        inner.set_encode_special_tokens(true);
+        let Some(eot) = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name)) else {
+            bail!(
+                "the tokenizer has no end-of-text token (looked for {})",
+                END_OF_TEXT.join(" ")
+            );
+        };
+        // Ids may have gaps, so that counting the entries would be too few.
+        let ids = inner.get_vocab(true).into_values();
+        let vocab_size = ids.max().map_or(0, |id| id as usize + 1);
+        Ok(Self {
+            inner,
+            json,
+            eot,
+            vocab_size,
+        })
+    }
+
+    /// Writes the `tokenizer.json`.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        fs::write(path, &self.json)
+            .with_context(|| format!("cannot write the tokenizer {}", path.display()))
+    }
+
+    /// The content of the `tokenizer.json`.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.json
+    }
+
+    /// The token that ends every document.
+    pub fn eot(&self) -> u32 {
+        self.eot
+    }
+
+    /// Number of tokens: one more than the largest token id.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Identity of the tokenizer: the hash of its file.
+    pub fn hash(&self) -> blake3::Hash {
+        blake3::hash(&self.json)
+    }
+
+    /// The tokens of a text, without an end-of-text token.
+    ///
+    /// # Errors
+    /// Text that the tokenizer has no token for (not a byte-level one: it has one for everything).
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false);
+        let encoding = encoding.map_err(|error| anyhow!("cannot encode text: {error}"))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The tokens of several texts, encoded in parallel.
+    pub(crate) fn encode_batch(&self, texts: Vec<&str>) -> Result<Vec<Vec<u32>>> {
+        let inputs: Vec<EncodeInput<'_>> = texts.into_iter().map(Into::into).collect();
+        let encodings = self
+            .inner
+            .encode_batch_fast(inputs, false)
+            .map_err(|error| anyhow!("cannot encode text: {error}"))?;
+        Ok(encodings.iter().map(|e| e.get_ids().to_vec()).collect())
+    }
+
+    /// Whether text can be cut just before the last space of a run without changing its tokens: so it is with GPT-2's
+    /// pre-tokenization and no normalizer or added words in its way. Others may well allow it too.
+    pub(crate) fn splits_at_spaces(&self) -> bool {
+        let gpt2 = matches!(
+            self.inner.get_pre_tokenizer(),
+            Some(PreTokenizerWrapper::ByteLevel(level)) if level.use_regex && !level.add_prefix_space
+        );
+        let mut added = self.inner.get_added_tokens_decoder().into_values();
+        gpt2 && self.inner.get_normalizer().is_none() && added.all(|token| token.special)
+    }
+
+    /// The text of tokens; special tokens are left out.
+    ///
+    /// # Errors
+    /// Tokens that the tokenizer cannot put together.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        self.inner
+            .decode(tokens, true)
+            .map_err(|error| anyhow!("cannot decode tokens: {error}"))
+    }
+
+    /// A decoder for tokens that come one by one.
+    pub fn stream(&self) -> StreamDecoder<'_> {
+        StreamDecoder {
+            tokenizer: self,
+            tokens: Vec::new(),
+            shown: 0,
+        }
+    }
+}
+
+/// Decodes tokens as they come, holding text back until its last character is whole.
+#[derive(Debug)]
+pub struct StreamDecoder<'a> {
+    tokenizer: &'a Tokenizer,
+    /// The tokens of the text given out last (decoders may treat the start of a text specially, so new tokens are decoded
+    /// after some old ones), then those held back.
+    tokens: Vec<u32>,
+    /// How many of `tokens` are given out.
+    shown: usize,
+}
+
+impl StreamDecoder<'_> {
+    /// The text that `token` completes, if any.
+    ///
+    /// # Errors
+    /// Tokens that the tokenizer cannot put together.
+    pub fn push(&mut self, token: u32) -> Result<Option<String>> {
+        self.tokens.push(token);
+        let text = self.pending()?;
+        // A replacement character at the end is a character whose bytes are not all there yet.
+        if text.is_empty() || text.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(None);
+        }
+        self.tokens.drain(..self.shown);
+        self.shown = self.tokens.len();
+        Ok(Some(text))
+    }
+
+    /// What is still held back when the last token has come: an unfinished character, shown as `�`.
+    ///
+    /// # Errors
+    /// Tokens that the tokenizer cannot put together.
+    pub fn finish(self) -> Result<String> {
+        self.pending()
+    }
+
+    fn pending(&self) -> Result<String> {
+        let shown = self.tokenizer.decode(&self.tokens[..self.shown])?;
+        let text = self.tokenizer.decode(&self.tokens)?;
+        Ok(text.strip_prefix(&shown).unwrap_or_default().to_string())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::data::text::Text;
+    use std::sync::Arc;
+
+    pub(crate) fn documents(text: &str) -> Documents {
+        let text = Arc::new(Text::Embedded(text.to_string().leak()));
+        let spans = text.documents();
+        Documents::new(text, spans)
+    }
+
+    /// A small corpus with enough repetition for some merges.
+    pub(crate) fn stories() -> Documents {
+        let story =
+            |i| format!("Once upon a time, {i} little cats went to the park. They were happy.");
+        let all: Vec<_> = (0..50).map(story).collect();
+        documents(&all.join("\n<|endoftext|>\n"))
+    }
+
+    const UNICODE: &str = "Zoë said: «naïve» 日本語, 한국어 und ﷽! 👩‍👩‍👧‍👦 🇫🇷 e\u{301}\t\r\n  \u{0} <|endoftext|> \u{fffd}x";
+
+    #[test]
+    fn training_is_deterministic() {
+        let one = Tokenizer::train(&stories(), 400).unwrap();
+        let two = Tokenizer::train(&stories(), 400).unwrap();
+        assert_eq!(one.as_bytes(), two.as_bytes());
+        assert_eq!(one.eot(), 0);
+        assert!(one.vocab_size() > 300 && one.vocab_size() <= 400);
+        let small = Tokenizer::train(&stories(), 300).unwrap();
+        assert_eq!(small.vocab_size(), 300);
+        assert_ne!(small.hash(), one.hash());
+        assert!(Tokenizer::train(&stories(), 256).is_err());
+    }
+
+    #[test]
+    fn any_text_survives() {
+        let tokenizer = Tokenizer::train(&stories(), 400).unwrap();
+        for text in [UNICODE, "", " ", "\n\n", " lead and trail \n"] {
+            let tokens = tokenizer.encode(text).unwrap();
+            assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
+            assert!(!tokens.contains(&tokenizer.eot()));
+        }
+        let sentence = "Once upon a time";
+        assert!(tokenizer.encode(sentence).unwrap().len() < sentence.len() / 2);
+    }
+
+    #[test]
+    fn saved_and_loaded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokenizer.json");
+        let tokenizer = Tokenizer::train(&stories(), 400).unwrap();
+        tokenizer.save(&path).unwrap();
+        let loaded = Tokenizer::load(&path).unwrap();
+        assert_eq!(loaded.hash(), tokenizer.hash());
+        assert_eq!(
+            loaded.encode(UNICODE).unwrap(),
+            tokenizer.encode(UNICODE).unwrap()
+        );
+
+        fs::write(&path, "{}").unwrap();
+        let error = format!("{:#}", Tokenizer::load(&path).unwrap_err());
+        assert!(error.contains("tokenizer.json"), "{error}");
+        assert!(Tokenizer::load(&dir.path().join("none")).is_err());
+    }
+
+    /// A word-level tokenizer as others write them: sparse ids, a truncation, and its own name for the end of text.
+    fn foreign(end: &str) -> Vec<u8> {
+        let json = serde_json::json!({
+            "version": "1.0", "normalizer": null, "post_processor": null, "decoder": null, "padding": null,
+            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            "pre_tokenizer": {"type": "Whitespace"},
+            "added_tokens": [{"id": 9, "content": end, "single_word": false, "lstrip": false, "rstrip": false,
+                              "normalized": false, "special": true}],
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2, end: 9}, "unk_token": "?"}
+        });
+        json.to_string().into_bytes()
+    }
+
+    #[test]
+    fn loads_what_others_wrote() {
+        let tokenizer = Tokenizer::from_bytes(foreign("</s>")).unwrap();
+        assert_eq!((tokenizer.eot(), tokenizer.vocab_size()), (9, 10));
+        assert_eq!(tokenizer.encode("a b a b").unwrap(), [0, 1, 0, 1]);
+        let error = Tokenizer::from_bytes(foreign("<stop>")).unwrap_err();
+        assert!(error.to_string().contains("end-of-text"), "{error}");
+    }
+
+    #[test]
+    fn streaming_is_decoding() {
+        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
+        // Once more with tokens that break characters apart: every second one is left out.
+        let tokens = tokenizer.encode(UNICODE).unwrap();
+        let broken: Vec<_> = tokens.iter().copied().step_by(2).collect();
+        let ended: Vec<_> = [0].iter().chain(&tokens).chain(&[0, 0]).copied().collect();
+        for tokens in [
+            &tokens[..],
+            &broken,
+            &ended,
+            &tokens[..tokens.len() - 1],
+            &[],
+        ] {
+            let mut stream = tokenizer.stream();
+            let mut text = String::new();
+            for &token in tokens {
+                text.extend(stream.push(token).unwrap());
+            }
+            text += &stream.finish().unwrap();
+            assert_eq!(text, tokenizer.decode(tokens).unwrap());
+        }
+    }
+
+    #[test]
+    fn streaming_never_shows_half_a_character() {
+        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
+        let mut stream = tokenizer.stream();
+        let mut shown = Vec::new();
+        for token in tokenizer.encode("a日👍b").unwrap() {
+            shown.extend(stream.push(token).unwrap());
+        }
+        assert_eq!(shown, ["a", "日", "👍", "b"]);
+    }
+}

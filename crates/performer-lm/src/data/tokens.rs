@@ -1,0 +1,319 @@
+//! Files of tokens: a header and the tokens of a whole split, memory-mapped.
+//!
+//! All numbers are little-endian. The header of 128 bytes is: magic (8 bytes), version, width of a token in bytes (u32),
+//! number of tokens, bytes of text they cover, documents, vocabulary size (u64), hash of what was encoded (32 bytes), hash of
+//! the tokens (32 bytes), zeros. Tokens of two bytes serve vocabularies up to 65,536, four bytes larger ones.
+
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use memmap2::{Mmap, MmapMut};
+
+use super::encode::encode_documents;
+use super::progress_bar;
+use super::text::Documents;
+use super::tokenizer::Tokenizer;
+
+const MAGIC: [u8; 8] = *b"PERFTOKS";
+const VERSION: u32 = 1;
+const HEADER: usize = 128;
+
+/// The tokens of a text, each document followed by the end of text, mapped from a file (or held in memory).
+#[derive(Debug)]
+pub struct TokenFile {
+    map: Mmap,
+    header: Header,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Header {
+    width: u32,
+    tokens: u64,
+    bytes: u64,
+    documents: u64,
+    vocab_size: u64,
+    content: [u8; 32],
+    payload: [u8; 32],
+}
+
+impl Header {
+    fn to_bytes(self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.width.to_le_bytes());
+        for number in [self.tokens, self.bytes, self.documents, self.vocab_size] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.extend(self.content);
+        bytes.extend(self.payload);
+        bytes.resize(HEADER, 0);
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        if bytes.len() < HEADER || bytes[..8] != MAGIC {
+            bail!("not a token file");
+        }
+        fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+            let mut field = [0; N];
+            field.copy_from_slice(&bytes[at..at + N]);
+            field
+        }
+        let version = u32::from_le_bytes(field(bytes, 8));
+        if version != VERSION {
+            bail!("a token file of version {version}; this program reads version {VERSION}");
+        }
+        let number = |at| u64::from_le_bytes(field(bytes, at));
+        Ok(Self {
+            width: u32::from_le_bytes(field(bytes, 12)),
+            tokens: number(16),
+            bytes: number(24),
+            documents: number(32),
+            vocab_size: number(40),
+            content: field(bytes, 48),
+            payload: field(bytes, 80),
+        })
+    }
+}
+
+/// Bytes to a token.
+fn width(vocab_size: usize) -> u32 {
+    if vocab_size <= 1 << 16 { 2 } else { 4 }
+}
+
+fn push(bytes: &mut Vec<u8>, token: u32, width: u32) {
+    bytes.extend(&token.to_le_bytes()[..width as usize]);
+}
+
+impl TokenFile {
+    /// Maps a token file and checks all of it.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no token file, or is damaged.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        // SAFETY: a map is sound as long as nobody changes the file beneath it; token files are replaced whole, never
+        // written in place.
+        let map = unsafe { Mmap::map(&file) }
+            .with_context(|| format!("cannot memory-map {}", path.display()))?;
+        Self::from_map(map).with_context(|| path.display().to_string())
+    }
+
+    fn from_map(map: Mmap) -> Result<Self> {
+        let header = Header::from_bytes(&map)?;
+        if header.width != width(header.vocab_size as usize) {
+            bail!(
+                "damaged token file: {} bytes a token do not suit a vocabulary of {}",
+                header.width,
+                header.vocab_size
+            );
+        }
+        let expected = header.tokens.checked_mul(u64::from(header.width));
+        let found = (map.len() - HEADER) as u64;
+        if expected != Some(found) {
+            bail!(
+                "damaged token file: {} tokens announced, {found} bytes of them found",
+                header.tokens
+            );
+        }
+        if *blake3::hash(&map[HEADER..]).as_bytes() != header.payload {
+            bail!("damaged token file: the tokens do not have the hash that the header tells");
+        }
+        Ok(Self { map, header })
+    }
+
+    /// Tokens held in memory, as one document covering `bytes` bytes of text.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn from_tokens(tokens: &[u32], bytes: u64) -> Result<Self> {
+        let vocab_size = tokens.iter().max().map_or(0, |&token| token as usize + 1);
+        let width = width(vocab_size);
+        let mut payload = Vec::with_capacity(tokens.len() * width as usize);
+        for &token in tokens {
+            push(&mut payload, token, width);
+        }
+        let hash = *blake3::hash(&payload).as_bytes();
+        let header = Header {
+            width,
+            tokens: tokens.len() as u64,
+            bytes,
+            documents: 1,
+            vocab_size: vocab_size as u64,
+            content: hash,
+            payload: hash,
+        };
+        let mut map = MmapMut::map_anon(HEADER + payload.len()).context("no memory for tokens")?;
+        map[..HEADER].copy_from_slice(&header.to_bytes());
+        map[HEADER..].copy_from_slice(&payload);
+        Self::from_map(map.make_read_only().context("no memory for tokens")?)
+    }
+
+    /// Encodes documents and writes the tokens, with a progress bar.
+    pub(crate) fn write(
+        file: &mut File,
+        documents: &Documents,
+        tokenizer: &Tokenizer,
+    ) -> Result<()> {
+        let width = width(tokenizer.vocab_size());
+        let bar = progress_bar(documents.bytes(), "tokenizing");
+        let mut payload = blake3::Hasher::new();
+        let (mut tokens, mut covered) = (0, 0);
+        // The header is known in the end.
+        file.write_all(&[0; HEADER])?;
+        let mut buffer = Vec::new();
+        for batch in encode_documents(tokenizer, documents) {
+            let (batch, bytes) = batch?;
+            buffer.clear();
+            for &token in &batch {
+                push(&mut buffer, token, width);
+            }
+            payload.update(&buffer);
+            file.write_all(&buffer)?;
+            tokens += batch.len() as u64;
+            covered += bytes as u64;
+            bar.inc(bytes as u64);
+        }
+        bar.finish_and_clear();
+        let header = Header {
+            width,
+            tokens,
+            bytes: covered,
+            documents: documents.len() as u64,
+            vocab_size: tokenizer.vocab_size() as u64,
+            content: *content_hash(documents, tokenizer).as_bytes(),
+            payload: *payload.finalize().as_bytes(),
+        };
+        file.seek(SeekFrom::Start(0))?;
+        file.write_all(&header.to_bytes())?;
+        Ok(())
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.header.tokens as usize
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of text that the tokens cover (separators of documents not counted): what losses are divided by to give bits
+    /// per byte.
+    pub fn bytes(&self) -> u64 {
+        self.header.bytes
+    }
+
+    /// Number of documents.
+    pub fn documents(&self) -> u64 {
+        self.header.documents
+    }
+
+    /// Every token is smaller than this.
+    pub fn vocab_size(&self) -> usize {
+        self.header.vocab_size as usize
+    }
+
+    /// Identity of the text and the tokenizer that the tokens come from.
+    pub fn hash(&self) -> blake3::Hash {
+        self.header.content.into()
+    }
+
+    /// The tokens at the given positions.
+    ///
+    /// # Panics
+    /// Positions past the end, as in a slice.
+    pub fn read(&self, range: Range<usize>) -> Vec<u32> {
+        let width = self.header.width as usize;
+        let bytes = &self.map[HEADER..][range.start * width..range.end * width];
+        let mut token = [0; 4];
+        let tokens = bytes.chunks_exact(width).map(|bytes| {
+            token[..width].copy_from_slice(bytes);
+            u32::from_le_bytes(token)
+        });
+        tokens.collect()
+    }
+}
+
+/// Identity of what a token file is made from.
+pub(crate) fn content_hash(documents: &Documents, tokenizer: &Tokenizer) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(documents.hash().as_bytes());
+    hasher.update(tokenizer.hash().as_bytes());
+    hasher.finalize()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tokenizer::tests::stories;
+    use super::*;
+
+    #[test]
+    fn written_and_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokens");
+        let docs = stories();
+        let tokenizer = Tokenizer::train(&docs, 400).unwrap();
+        TokenFile::write(&mut File::create(&path).unwrap(), &docs, &tokenizer).unwrap();
+        let file = TokenFile::open(&path).unwrap();
+        let mut expected = Vec::new();
+        for story in docs.iter() {
+            expected.extend(tokenizer.encode(story).unwrap());
+            expected.push(tokenizer.eot());
+        }
+        assert_eq!(file.read(0..file.len()), expected);
+        assert_eq!(file.read(3..5), expected[3..5]);
+        assert_eq!((file.documents(), file.bytes()), (50, docs.bytes()));
+        assert_eq!(file.vocab_size(), tokenizer.vocab_size());
+        assert_eq!(file.hash(), content_hash(&docs, &tokenizer));
+    }
+
+    #[test]
+    fn wide_and_narrow_tokens() {
+        for tokens in [
+            vec![0, 1, 65_535],
+            vec![65_536, 7],
+            vec![u32::MAX - 1],
+            vec![],
+        ] {
+            let file = TokenFile::from_tokens(&tokens, 12).unwrap();
+            assert_eq!(file.read(0..tokens.len()), tokens);
+            assert_eq!((file.len(), file.bytes()), (tokens.len(), 12));
+            assert_eq!(file.is_empty(), tokens.is_empty());
+        }
+    }
+
+    #[test]
+    fn damage_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokens");
+        let good = TokenFile::from_tokens(&[1, 2, 3], 9).unwrap().map.to_vec();
+        std::fs::write(&path, &good).unwrap();
+        TokenFile::open(&path).unwrap();
+
+        let refuse = |bytes: &[u8], why: &str| {
+            std::fs::write(&path, bytes).unwrap();
+            let error = format!("{:#}", TokenFile::open(&path).unwrap_err());
+            assert!(error.contains(why) && error.contains("tokens"), "{error}");
+        };
+        let change = |at: usize| {
+            let mut bytes = good.clone();
+            bytes[at] ^= 4;
+            bytes
+        };
+        refuse(b"", "not a token file");
+        refuse(b"Once upon a time", "not a token file");
+        refuse(&good[..HEADER - 1], "not a token file");
+        refuse(&change(0), "not a token file");
+        refuse(&change(8), "version");
+        refuse(&change(12), "bytes a token");
+        refuse(&change(23), "announced");
+        refuse(&good[..good.len() - 1], "announced");
+        refuse(&[&good[..], &[0; 2]].concat(), "announced");
+        refuse(&change(good.len() - 1), "hash");
+    }
+}

@@ -1,0 +1,78 @@
+//! How well a model predicts text: nats a token, perplexity, bits a byte, and loss against context position.
+
+use anyhow::{Result, ensure};
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    data::{Batch, TokenFile, eval_windows},
+    model::Decoder,
+    train::{cross_entropy, in_order},
+};
+
+/// A model's loss over a text, each token but the first predicted once, from at most `context` tokens before it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Mean negative log-likelihood, nats a token.
+    pub val_loss: f64,
+    /// `e^val_loss`.
+    pub perplexity: f64,
+    /// Bits a byte of text: comparable across tokenizers.
+    pub bits_per_byte: f64,
+    /// Tokens predicted.
+    pub tokens: u64,
+    /// Bytes of the text.
+    pub bytes: u64,
+    /// Mean loss at each position of the context window, first token first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub loss_by_position: Vec<f64>,
+}
+
+/// Evaluates `model` over `tokens` in windows of its context.
+///
+/// # Errors
+/// If the text has fewer than two tokens, or a token lies beyond the model's vocabulary.
+pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<Evaluation> {
+    let context = model.config().context;
+    // About 4096 tokens a pass: enough rows for the matrix products, few enough to stay near the cache.
+    let rows = (4096 / context).max(1);
+    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.collect();
+    let mut sums = vec![(0f64, 0u64); context];
+    in_order(
+        windows.len(),
+        threads,
+        |i| {
+            let batch = &windows[i];
+            let logits = model.forward(&batch_inputs(batch, model)?, None)?;
+            Ok((batch.context, cross_entropy(&logits.flatten_to(1)?, &batch.targets)?.to_vec1::<f32>()?))
+        },
+        |(width, losses)| {
+            for row in losses.chunks_exact(width) {
+                for (sum, &loss) in sums.iter_mut().zip(row) {
+                    *sum = (sum.0 + f64::from(loss), sum.1 + 1);
+                }
+            }
+            Ok(())
+        },
+    )?;
+    let (total, count) = sums.iter().fold((0.0, 0), |a, s| (a.0 + s.0, a.1 + s.1));
+    let val_loss = total / count as f64;
+    ensure!(val_loss.is_finite(), "the loss over this text is {val_loss}: the model's weights hold values that are not finite");
+    Ok(Evaluation {
+        val_loss,
+        perplexity: val_loss.exp(),
+        bits_per_byte: total / std::f64::consts::LN_2 / tokens.bytes().max(1) as f64,
+        tokens: count,
+        bytes: tokens.bytes(),
+        loss_by_position: sums.iter().filter(|s| s.1 > 0).map(|s| s.0 / s.1 as f64).collect(),
+    })
+}
+
+/// The batch's inputs as ids `(rows, context)` on the model's device.
+pub(crate) fn batch_inputs(batch: &Batch, model: &Decoder) -> Result<Tensor> {
+    let vocabulary = model.config().vocab_size;
+    if let Some(id) = batch.inputs.iter().chain(&batch.targets).find(|&&id| id as usize >= vocabulary) {
+        anyhow::bail!("token {id} lies beyond the model's vocabulary of {vocabulary}: text and model have different tokenizers");
+    }
+    Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?)
+}

@@ -1,0 +1,212 @@
+//! Writing text: prefill, then a token at a time from the decoding state.
+
+use anyhow::{Result, bail, ensure};
+use candle_core::{DType, Tensor};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
+
+use crate::{
+    data::Tokenizer,
+    model::{Decoder, DecoderState},
+};
+
+/// How the next token is chosen.
+#[derive(Clone, Debug)]
+pub struct Sampling {
+    /// Divides the logits; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Keeps only so many of the likeliest tokens.
+    pub top_k: Option<usize>,
+    /// Keeps the likeliest tokens up to this total probability.
+    pub top_p: Option<f64>,
+    /// Seed of the choices.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 0.8, top_k: None, top_p: Some(0.95), seed: 42 }
+    }
+}
+
+/// Chooses tokens from logits.
+pub struct Sampler {
+    sampling: Sampling,
+    rng: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// # Errors
+    /// If a setting is out of range; names it.
+    pub fn new(sampling: Sampling) -> Result<Self> {
+        let Sampling { temperature, top_k, top_p, seed } = sampling;
+        ensure!(temperature.is_finite() && temperature >= 0.0, "temperature is {temperature}; it must be at least 0");
+        ensure!(top_k != Some(0), "top-k is 0; it must be at least 1");
+        ensure!(top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "top-p is {top_p:?}; it must be above 0 and at most 1");
+        Ok(Self { sampling, rng: ChaCha8Rng::seed_from_u64(seed) })
+    }
+
+    /// The next token's id.
+    ///
+    /// # Errors
+    /// If no logit is finite.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
+        let mut ranked: Vec<(usize, f64)> =
+            logits.iter().map(|&l| f64::from(l)).enumerate().filter(|(_, l)| l.is_finite()).collect();
+        // Ties go to the lower id, so that the order is one.
+        ranked.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        let Some(&(best, top)) = ranked.first() else { bail!("no logit is finite: the model's weights are damaged") };
+        if self.sampling.temperature == 0.0 {
+            return Ok(best as u32);
+        }
+        if let Some(k) = self.sampling.top_k {
+            ranked.truncate(k);
+        }
+        for (_, l) in &mut ranked {
+            *l = ((*l - top) / self.sampling.temperature).exp();
+        }
+        let mut total: f64 = ranked.iter().map(|(_, w)| w).sum();
+        if let Some(p) = self.sampling.top_p {
+            let mut sum = 0.0;
+            let kept = ranked.iter().position(|(_, w)| {
+                sum += w;
+                sum >= p * total
+            });
+            ranked.truncate(kept.map_or(ranked.len(), |i| i + 1));
+            total = ranked.iter().map(|(_, w)| w).sum();
+        }
+        let mut point = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * total;
+        for (id, weight) in &ranked {
+            point -= weight;
+            if point < 0.0 {
+                return Ok(*id as u32);
+            }
+        }
+        Ok(ranked[ranked.len() - 1].0 as u32)
+    }
+}
+
+/// Why generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The model said that the text ends.
+    EndOfText,
+    /// As many tokens as asked for.
+    MaxTokens,
+    /// A model with learned positions has no more of them.
+    PositionsUsedUp,
+    /// The receiver of the text asked to stop.
+    Interrupted,
+}
+
+/// What was generated.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// Tokens after the prompt.
+    pub tokens: usize,
+    /// Why it ended.
+    pub stop: Stop,
+    /// Bytes of decoding state at the end.
+    pub state_bytes: usize,
+}
+
+/// Continues `prompt` and hands each piece of text to `emit` as soon as it is whole, until it returns `false`.
+///
+/// # Errors
+/// If the prompt is longer than a model with learned positions can take.
+pub fn generate(
+    model: &Decoder,
+    tokenizer: &Tokenizer,
+    prompt: &str,
+    max_tokens: usize,
+    sampling: Sampling,
+    mut emit: impl FnMut(&str) -> Result<bool>,
+) -> Result<Generation> {
+    let mut sampler = Sampler::new(sampling)?;
+    // A story begins after the end of the one before.
+    let mut ids = vec![tokenizer.eot()];
+    ids.extend(tokenizer.encode(prompt)?);
+    let mut state: DecoderState = model.new_state();
+    let mut stream = tokenizer.stream();
+    let mut tokens = 0;
+    let mut stop = Stop::MaxTokens;
+    while tokens < max_tokens {
+        if model.positions_left(&state).is_some_and(|left| left < ids.len()) && tokens > 0 {
+            stop = Stop::PositionsUsedUp;
+            break;
+        }
+        let input = Tensor::from_slice(&ids, (1, ids.len()), model.device())?;
+        let logits = model.extend(&input, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let next = sampler.sample(&logits)?;
+        if next == tokenizer.eot() {
+            stop = Stop::EndOfText;
+            break;
+        }
+        tokens += 1;
+        ids = vec![next];
+        if let Some(text) = stream.push(next)?
+            && !emit(&text)?
+        {
+            stop = Stop::Interrupted;
+            break;
+        }
+    }
+    let rest = stream.finish()?;
+    if !rest.is_empty() {
+        emit(&rest)?;
+    }
+    Ok(Generation { tokens, stop, state_bytes: state.bytes() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(sampling: Sampling, logits: &[f32]) -> Vec<usize> {
+        let mut sampler = Sampler::new(sampling).unwrap();
+        let mut counts = vec![0; logits.len()];
+        for _ in 0..20_000 {
+            counts[sampler.sample(logits).unwrap() as usize] += 1;
+        }
+        counts
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let logits = [0.0, 1.0, 2.0, f32::NEG_INFINITY];
+        let plain = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 1 };
+        let weights: Vec<f64> = logits.iter().map(|&l: &f32| f64::from(l).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for (count, weight) in counts(plain, &logits).into_iter().zip(weights) {
+            let p = weight / total;
+            // Five standard errors.
+            assert!((count as f64 / 20_000.0 - p).abs() <= 5.0 * (p * (1.0 - p) / 20_000.0).sqrt());
+        }
+    }
+
+    #[test]
+    fn top_k_and_top_p_cut_the_tail() {
+        let logits = [3.0, 2.0, 1.0, 0.0];
+        let base = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 1 };
+        let k = counts(Sampling { top_k: Some(2), ..base.clone() }, &logits);
+        assert!(k[0] > 0 && k[1] > 0 && k[2] == 0 && k[3] == 0, "{k:?}");
+        // Probabilities .64 .24 .09 .03: the first two reach 0.8.
+        let p = counts(Sampling { top_p: Some(0.8), ..base.clone() }, &logits);
+        assert!(p[0] > 0 && p[1] > 0 && p[2] == 0 && p[3] == 0, "{p:?}");
+        let greedy = counts(Sampling { temperature: 0.0, ..base }, &logits);
+        assert_eq!(greedy[0], 20_000);
+    }
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        for (sampling, word) in [
+            (Sampling { temperature: -1.0, ..Sampling::default() }, "temperature"),
+            (Sampling { top_k: Some(0), ..Sampling::default() }, "top-k"),
+            (Sampling { top_p: Some(0.0), ..Sampling::default() }, "top-p"),
+        ] {
+            assert!(Sampler::new(sampling).err().unwrap().to_string().contains(word));
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! A transformer block: attention and feed-forward, each with a residual connection and a norm.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{D, Module, Result, Tensor};
+use candle_nn::{Linear, VarBuilder, linear_b, ops::rms_norm_slow};
+use performer_core::{Attention, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
+
+use crate::config::{FeedForwardKind, ModelConfig, NormKind, NormPosition};
+
+/// One layer of the decoder.
+pub(super) struct Block {
+    attention: MultiHeadAttention,
+    feed_forward: FeedForward,
+    attention_norm: Norm,
+    feed_forward_norm: Norm,
+    position: NormPosition,
+}
+
+impl Block {
+    pub(super) fn new(
+        config: &ModelConfig,
+        attention: Box<dyn Attention>,
+        rotary: Option<Rotary>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let heads = MultiHeadConfig {
+            kv_heads: config.kv_heads,
+            qkv_bias: config.bias,
+            output_bias: config.bias,
+            ..MultiHeadConfig::new(config.hidden_size, config.heads)
+        };
+        Ok(Self {
+            attention: MultiHeadAttention::new(&heads, attention, rotary, vb.pp("self_attn"))?,
+            feed_forward: FeedForward::new(config, vb.pp("mlp"))?,
+            attention_norm: Norm::new(config, vb.pp("input_layernorm"))?,
+            feed_forward_norm: Norm::new(config, vb.pp("post_attention_layernorm"))?,
+            position: config.norm_position,
+        })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
+        self.residuals(x, dropout, |x| self.attention.forward(x, &Mask::causal(), false))
+    }
+
+    pub(super) fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
+        self.residuals(x, None, |x| self.attention.extend(x, state))
+    }
+
+    fn residuals(
+        &self,
+        x: &Tensor,
+        dropout: Option<&Dropout>,
+        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let drop = |t: Tensor| match dropout {
+            Some(dropout) => dropout.apply(&t),
+            None => Ok(t),
+        };
+        match self.position {
+            NormPosition::Pre => {
+                let x = (x + drop(attend(&self.attention_norm.forward(x)?)?)?)?;
+                let inner = self.feed_forward.forward(&self.feed_forward_norm.forward(&x)?)?;
+                x + drop(inner)?
+            }
+            NormPosition::Post => {
+                let x = self.attention_norm.forward(&(x + drop(attend(x)?)?)?)?;
+                let inner = self.feed_forward.forward(&x)?;
+                self.feed_forward_norm.forward(&(&x + drop(inner)?)?)
+            }
+        }
+    }
+
+    pub(super) fn attention(&self) -> &dyn Attention {
+        self.attention.attention()
+    }
+
+    pub(super) fn attention_mut(&mut self) -> &mut dyn Attention {
+        self.attention.attention_mut()
+    }
+}
+
+/// `W₂ gelu(W₁ x)` or `W₂ (silu(W_g x) ∘ W₁ x)`.
+struct FeedForward {
+    gate: Option<Linear>,
+    up: Linear,
+    down: Linear,
+}
+
+impl FeedForward {
+    fn new(config: &ModelConfig, vb: VarBuilder) -> Result<Self> {
+        let (outer, inner) = (config.hidden_size, config.feed_forward_size);
+        let gate = match config.feed_forward {
+            FeedForwardKind::Gelu => None,
+            FeedForwardKind::Swiglu => Some(linear_b(outer, inner, config.bias, vb.pp("gate_proj"))?),
+        };
+        Ok(Self {
+            gate,
+            up: linear_b(outer, inner, config.bias, vb.pp("up_proj"))?,
+            down: linear_b(inner, outer, config.bias, vb.pp("down_proj"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let up = self.up.forward(x)?;
+        let inner = match &self.gate {
+            None => up.gelu()?,
+            Some(gate) => (gate.forward(x)?.silu()? * up)?,
+        };
+        self.down.forward(&inner)
+    }
+}
+
+/// LayerNorm or RMSNorm in differentiable ops: Candle's fused ones pass no gradient and no error.
+pub(super) struct Norm {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f64,
+}
+
+impl Norm {
+    pub(super) fn new(config: &ModelConfig, vb: VarBuilder) -> Result<Self> {
+        let e = config.hidden_size;
+        let bias = match config.norm {
+            NormKind::LayerNorm => Some(vb.get_with_hints(e, "bias", candle_nn::Init::Const(0.0))?),
+            NormKind::RmsNorm => None,
+        };
+        Ok(Self { weight: vb.get_with_hints(e, "weight", candle_nn::Init::Const(1.0))?, bias, eps: config.norm_eps })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match &self.bias {
+            None => rms_norm_slow(x, &self.weight, self.eps as f32),
+            Some(bias) => {
+                let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+                rms_norm_slow(&x, &self.weight, self.eps as f32)?.broadcast_add(bias)
+            }
+        }
+    }
+}
+
+/// Dropout from a seeded generator, so that a resumed run drops what the unbroken run would have dropped.
+pub struct Dropout {
+    probability: f32,
+    rng: Mutex<ChaCha8Rng>,
+}
+
+impl Dropout {
+    /// `seed` must differ from forward pass to forward pass.
+    pub fn new(probability: f32, seed: u64) -> Self {
+        Self { probability, rng: Mutex::new(ChaCha8Rng::seed_from_u64(seed)) }
+    }
+
+    fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        let keep = 1.0 - self.probability;
+        let threshold = (f64::from(keep) * 2f64.powi(32)) as u64;
+        let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+        let mask: Vec<f32> =
+            (0..x.elem_count()).map(|_| if u64::from(rng.next_u32()) < threshold { keep.recip() } else { 0.0 }).collect();
+        x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
+    }
+}

@@ -1,0 +1,36 @@
+//! First weights, a function of seed and name alone: the same on every platform, and for every attention.
+
+use anyhow::Result;
+use candle_core::{Tensor, Var};
+use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
+
+use crate::config::ModelConfig;
+
+/// Deviation of embeddings.
+const EMBEDDING_STD: f64 = 0.02;
+
+/// Matrices are normal with deviation `0.5 / √fan_in`, those that write into the residual stream divided by `√(2·layers)`
+/// besides (Radford et al. 2019), embeddings with 0.02; biases are 0 and norm weights 1.
+pub(super) fn initialise(parameters: &[(String, Var)], config: &ModelConfig, seed: u64) -> Result<()> {
+    for (name, var) in parameters {
+        if var.rank() != 2 {
+            let constant = if name.ends_with("norm.weight") { 1.0 } else { 0.0 };
+            var.set(&Tensor::full(constant, var.shape(), var.device())?.to_dtype(var.dtype())?)?;
+            continue;
+        }
+        let (rows, columns) = var.dims2()?;
+        let std = if name.contains("embed_") {
+            EMBEDDING_STD
+        } else {
+            let residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+            let depth = if residual { 2.0 * config.layers as f64 } else { 1.0 };
+            0.5 / (columns as f64 * depth).sqrt()
+        };
+        let hash = blake3::hash(name.as_bytes());
+        let stream = u64::from_le_bytes(std::array::from_fn(|i| hash.as_bytes()[i]));
+        let normal = draw(ProjectionKind::Gaussian, Radii::Chi, rows, columns, derive_seed(seed, stream))?;
+        let values: Vec<f32> = normal.into_iter().map(|x| (x * std) as f32).collect();
+        var.set(&Tensor::from_vec(values, (rows, columns), var.device())?.to_dtype(var.dtype())?)?;
+    }
+    Ok(())
+}

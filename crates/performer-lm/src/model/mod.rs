@@ -1,0 +1,251 @@
+//! The decoder-only language model: token embedding, blocks of attention and feed-forward, head.
+//!
+//! Parameter names are those of Hugging Face's Llama family, `model.layers.0.self_attn.q_proj.weight` and so on. Random
+//! projections are saved beside them as buffers, `model.layers.0.self_attn.projection`, and never trained.
+
+mod block;
+mod init;
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Embedding, Linear, Module, VarBuilder, VarMap, embedding, linear_no_bias};
+use performer_core::{Attention, Favor, Rotary, Softmax, State, projection::derive_seed};
+
+use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
+use block::{Block, Norm};
+pub use block::Dropout;
+
+/// Positions that rotary tables cover at least: a model may generate well beyond its training context.
+const ROTARY_POSITIONS: usize = 32_768;
+
+/// Streams of random numbers drawn from one seed.
+const INIT_STREAM: u64 = 1;
+const FEATURES_STREAM: u64 = 2;
+
+/// A decoder-only language model with its parameters.
+pub struct Decoder {
+    config: ModelConfig,
+    parameters: VarMap,
+    embed_tokens: Embedding,
+    embed_positions: Option<Embedding>,
+    blocks: Vec<Block>,
+    norm: Option<Norm>,
+    head: Linear,
+    device: Device,
+}
+
+/// What decoding carries from token to token, for all layers.
+#[derive(Clone, Debug)]
+pub struct DecoderState {
+    layers: Vec<State>,
+}
+
+impl DecoderState {
+    /// Tokens seen so far.
+    pub fn tokens(&self) -> usize {
+        self.layers.first().map_or(0, State::tokens)
+    }
+
+    /// Bytes held: constant in the tokens for FAVOR, linear for softmax.
+    pub fn bytes(&self) -> usize {
+        self.layers.iter().map(State::bytes).sum()
+    }
+}
+
+impl Decoder {
+    /// A fresh f32 model. Weights and features are functions of `seed`, each weight of its name too: models that differ in
+    /// their attention start from the same weights.
+    ///
+    /// # Errors
+    /// If the config is invalid.
+    pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<Self> {
+        config.validate()?;
+        let parameters = VarMap::new();
+        let vb = VarBuilder::from_varmap(&parameters, DType::F32, device);
+        let model_vb = vb.pp("model");
+        let embed_tokens = embedding(config.vocab_size, config.hidden_size, model_vb.pp("embed_tokens"))?;
+        let embed_positions = match config.positions {
+            Positions::Learned => {
+                Some(embedding(config.context, config.hidden_size, model_vb.pp("embed_positions"))?)
+            }
+            Positions::Rotary { .. } => None,
+        };
+        let rotary = match config.positions {
+            Positions::Learned => None,
+            Positions::Rotary { base } => {
+                Some(Rotary::new(config.head_dim(), config.context.max(ROTARY_POSITIONS), base, device)?)
+            }
+        };
+        let mut blocks = Vec::with_capacity(config.layers);
+        for i in 0..config.layers {
+            let attention = build_attention(config, layer_seed(seed, i, 0), device)?;
+            blocks.push(Block::new(config, attention, rotary.clone(), model_vb.pp(format!("layers.{i}")))?);
+        }
+        let norm = match config.norm_position {
+            NormPosition::Pre => Some(Norm::new(config, model_vb.pp("norm"))?),
+            NormPosition::Post => None,
+        };
+        let head = if config.tied_head {
+            Linear::new(embed_tokens.embeddings().clone(), None)
+        } else {
+            linear_no_bias(config.hidden_size, config.vocab_size, vb.pp("lm_head"))?
+        };
+        let model = Self {
+            config: config.clone(),
+            parameters,
+            embed_tokens,
+            embed_positions,
+            blocks,
+            norm,
+            head,
+            device: device.clone(),
+        };
+        init::initialise(&model.named_parameters()?, config, derive_seed(seed, INIT_STREAM))?;
+        Ok(model)
+    }
+
+    /// A model with given weights and buffers, such as [`Self::tensors`] returned.
+    ///
+    /// # Errors
+    /// Names the first tensor that is missing or has another shape.
+    pub fn from_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
+        let mut model = Self::new(config, 0, device)?;
+        for (name, var) in model.named_parameters()? {
+            let Some(t) = tensors.get(&name) else {
+                bail!("weights lack {name} {:?}: they belong to another config", var.dims())
+            };
+            ensure!(
+                t.dims() == var.dims(),
+                "weight {name} has shape {:?}; the config needs {:?}",
+                t.dims(),
+                var.dims()
+            );
+            var.set(&t.to_dtype(var.dtype())?.to_device(device)?)?;
+        }
+        for (i, block) in model.blocks.iter_mut().enumerate() {
+            let prefix = buffer_prefix(i);
+            block
+                .attention_mut()
+                .load_buffers(&|name| tensors.get(&format!("{prefix}{name}")).cloned())
+                .with_context(|| format!("random features of layer {i}"))?;
+        }
+        Ok(model)
+    }
+
+    /// The model's config.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Where the weights live.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Trained parameters in the order of their names.
+    pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
+        let Ok(map) = self.parameters.data().lock() else { bail!("a thread died while it held the model's parameters") };
+        let mut named: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+        named.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(named)
+    }
+
+    /// Number of trained parameters.
+    pub fn parameter_count(&self) -> Result<usize> {
+        Ok(self.named_parameters()?.iter().map(|(_, var)| var.elem_count()).sum())
+    }
+
+    /// Everything to save: parameters and buffers by name.
+    pub fn tensors(&self) -> Result<HashMap<String, Tensor>> {
+        let mut tensors: HashMap<String, Tensor> =
+            self.named_parameters()?.into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
+        for (i, block) in self.blocks.iter().enumerate() {
+            for (name, buffer) in block.attention().buffers() {
+                tensors.insert(format!("{}{name}", buffer_prefix(i)), buffer);
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// Draws the random features of every layer anew: the `count`-th time in a run of this `seed`.
+    pub fn redraw(&mut self, seed: u64, count: u64) -> Result<()> {
+        for (i, block) in self.blocks.iter_mut().enumerate() {
+            block.attention_mut().redraw(layer_seed(seed, i, count))?;
+        }
+        Ok(())
+    }
+
+    /// Logits of the next token at every position: ids `(B, T)` → `(B, T, V)`. `dropout` only in training.
+    ///
+    /// # Errors
+    /// If `T` exceeds the positions of a model with learned ones, or an id the vocabulary.
+    pub fn forward(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
+        let mut x = self.embed(ids, 0)?;
+        for block in &self.blocks {
+            x = block.forward(&x, dropout)?;
+        }
+        self.logits(&x)
+    }
+
+    /// The state before the first token.
+    pub fn new_state(&self) -> DecoderState {
+        DecoderState { layers: vec![State::new(); self.blocks.len()] }
+    }
+
+    /// How many more tokens `state` can take, where positions are limited.
+    pub fn positions_left(&self, state: &DecoderState) -> Option<usize> {
+        self.embed_positions.as_ref().map(|_| self.config.context.saturating_sub(state.tokens()))
+    }
+
+    /// Takes in the next tokens, ids `(B, T)`; logits after the last of them, `(B, V)`.
+    ///
+    /// # Errors
+    /// If the positions of a model with learned ones are used up.
+    pub fn extend(&self, ids: &Tensor, state: &mut DecoderState) -> Result<Tensor> {
+        let mut x = self.embed(ids, state.tokens())?;
+        for (block, state) in self.blocks.iter().zip(&mut state.layers) {
+            x = block.extend(&x, state)?;
+        }
+        let last = x.narrow(1, x.dim(1)? - 1, 1)?;
+        Ok(self.logits(&last)?.squeeze(1)?)
+    }
+
+    fn embed(&self, ids: &Tensor, start: usize) -> Result<Tensor> {
+        let x = self.embed_tokens.forward(ids)?;
+        let Some(positions) = &self.embed_positions else { return Ok(x) };
+        let (t, max) = (ids.dim(1)?, self.config.context);
+        ensure!(
+            start + t <= max,
+            "positions {start}..{} lie beyond the {max} this model learned; shorten the text, or train a model with rotary \
+             positions",
+            start + t
+        );
+        Ok(x.broadcast_add(&positions.embeddings().narrow(0, start, t)?)?)
+    }
+
+    fn logits(&self, x: &Tensor) -> Result<Tensor> {
+        let x = match &self.norm {
+            Some(norm) => norm.forward(x)?,
+            None => x.clone(),
+        };
+        Ok(self.head.forward(&x)?)
+    }
+}
+
+fn buffer_prefix(layer: usize) -> String {
+    format!("model.layers.{layer}.self_attn.")
+}
+
+/// Every layer, and every redraw of it, has features of its own.
+fn layer_seed(seed: u64, layer: usize, count: u64) -> u64 {
+    derive_seed(derive_seed(derive_seed(seed, FEATURES_STREAM), layer as u64), count)
+}
+
+fn build_attention(config: &ModelConfig, seed: u64, device: &Device) -> Result<Box<dyn Attention>> {
+    Ok(match &config.attention {
+        AttentionConfig::Softmax => Box::new(Softmax::new()),
+        AttentionConfig::Favor(favor) => Box::new(Favor::new(favor, config.head_dim(), seed, DType::F32, device)?),
+    })
+}

@@ -1,0 +1,458 @@
+//! Line charts as SVG and PNG: loss curves, timings over sequence length, errors over feature counts.
+//!
+//! A [`Chart`] is plain data; [`Chart::save`] writes it as `stem.svg` and `stem.png`. The PNG is a rendering of the
+//! very same SVG with an embedded font (Latin, Greek and Cyrillic), so that charts need no fonts and no display on the
+//! machine that makes them and come out alike everywhere. Colours are those of Okabe and Ito, which colour-blind readers can tell apart; dashes and
+//! point symbols are a second channel.
+//!
+//! ```
+//! use performer_lm::plot::{Axis, Chart, Scale, Series};
+//!
+//! let chart = Chart {
+//!     title: "Time per forward pass".into(),
+//!     x: Axis::new("sequence length T (tokens)", Scale::Log2),
+//!     y: Axis::new("time (ms)", Scale::Log10),
+//!     series: vec![
+//!         Series::new("softmax", [(512.0, 0.8), (1024.0, 2.9), (2048.0, 11.3)]),
+//!         Series::new("favor M=128", [(512.0, 1.1), (1024.0, 2.2), (2048.0, 4.4)]),
+//!     ],
+//!     ..Chart::default()
+//! };
+//! assert!(chart.to_svg()?.contains("favor M=128"));
+//! # anyhow::Ok(())
+//! ```
+
+mod curve;
+mod reference;
+mod scale;
+mod svg;
+mod text;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use resvg::tiny_skia::{Pixmap, Transform};
+
+pub use scale::Scale;
+
+/// A chart of lines or points over two axes, 1000 × 600 pixels (taller only when the legend needs it).
+#[derive(Debug, Clone, Default)]
+pub struct Chart {
+    /// Heading; empty for none.
+    pub title: String,
+    /// A smaller line under the heading: dataset, model, number of seeds.
+    pub subtitle: Option<String>,
+    /// The horizontal axis.
+    pub x: Axis,
+    /// The vertical axis.
+    pub y: Axis,
+    /// What is drawn, in legend order; later series lie on top.
+    pub series: Vec<Series>,
+    /// Reference lines.
+    pub lines: Vec<Marker>,
+}
+
+/// An axis of a [`Chart`].
+#[derive(Debug, Clone, Default)]
+pub struct Axis {
+    /// What is shown, with its unit: `"time (ms)"`. Superscript characters are set as such.
+    pub label: String,
+    /// How values are spread.
+    pub scale: Scale,
+    /// Low and high end; `None` fits the data (the y axis: the data within the x range).
+    pub range: Option<(f64, f64)>,
+}
+
+impl Axis {
+    /// An axis that fits its data.
+    pub fn new(label: impl Into<String>, scale: Scale) -> Self {
+        Self {
+            label: label.into(),
+            scale,
+            range: None,
+        }
+    }
+}
+
+/// A named run of points.
+///
+/// Points that have no place on the axes (not finite, or not above zero on a log axis) are skipped and break the line.
+#[derive(Debug, Clone, Default)]
+pub struct Series {
+    /// Name in the legend; empty keeps the series out of it.
+    pub name: String,
+    /// `(x, y)` in drawing order.
+    pub points: Vec<(f64, f64)>,
+    /// `(low, high)` for each point, such as the spread over seeds: a shaded band along a line, error bars on
+    /// [`Style::Points`]. On a log axis a low end of zero or below reaches down to the axis.
+    pub band: Option<Vec<(f64, f64)>>,
+    /// How the points are drawn.
+    pub style: Style,
+    /// `None` takes the palette in turn, and dashes lines of [`Style::Solid`] once every colour is used. Give series
+    /// of one family the same colour and different styles.
+    pub color: Option<Color>,
+}
+
+impl Series {
+    /// A solid line in the next colour, without a band.
+    pub fn new(name: impl Into<String>, points: impl IntoIterator<Item = (f64, f64)>) -> Self {
+        Self {
+            name: name.into(),
+            points: points.into_iter().collect(),
+            ..Self::default()
+        }
+    }
+}
+
+/// How a [`Series`] is drawn. Lines of few points (at most 32) also show them, each series with another symbol.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Style {
+    /// A continuous line.
+    #[default]
+    Solid,
+    /// A line of dashes.
+    Dashed,
+    /// A line of dots.
+    Dotted,
+    /// Symbols without a line.
+    Points,
+}
+
+/// The colours of Okabe and Ito ("Color Universal Design", 2008) that show on white.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Color {
+    /// `#0072B2`
+    Blue,
+    /// `#D55E00`
+    Vermillion,
+    /// `#009E73`
+    Green,
+    /// `#CC79A7`
+    Purple,
+    /// `#E69F00`
+    Orange,
+    /// `#56B4E9`
+    Sky,
+    /// `#000000`
+    Black,
+}
+
+/// A reference line across the chart. It widens an axis that fits its data, and is left out where a given range
+/// does not contain it or it has no place on the scale.
+#[derive(Debug, Clone)]
+pub struct Marker {
+    /// Where it stands.
+    pub at: At,
+    /// Written beside the chart, at the line's end.
+    pub label: String,
+}
+
+/// Position and direction of a [`Marker`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum At {
+    /// A vertical line at this x.
+    X(f64),
+    /// A horizontal line at this y.
+    Y(f64),
+}
+
+/// PNG pixels per SVG pixel.
+const PNG_SCALE: f32 = 2.0;
+
+impl Chart {
+    /// The chart as an SVG document.
+    ///
+    /// # Errors
+    /// If a given axis range is empty, not finite or not above zero on a log scale, or a band has not one pair per
+    /// point.
+    pub fn to_svg(&self) -> Result<String> {
+        svg::render(self).with_context(|| format!("cannot draw the chart {:?}", self.title))
+    }
+
+    /// The chart as a PNG image: [`to_svg`](Self::to_svg) rendered at twice its size.
+    ///
+    /// # Errors
+    /// As [`to_svg`](Self::to_svg).
+    pub fn to_png(&self) -> Result<Vec<u8>> {
+        rasterise(&self.to_svg()?)
+    }
+
+    /// Writes `stem.svg` and `stem.png`, creating the folder if need be, and returns their paths. A file appears under
+    /// its name only when complete.
+    ///
+    /// # Errors
+    /// As [`to_svg`](Self::to_svg), if `stem` ends in no name, or if a file cannot be written.
+    pub fn save(&self, stem: &Path) -> Result<[PathBuf; 2]> {
+        let name = stem
+            .file_name()
+            .with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
+        let svg = self.to_svg()?;
+        let png = rasterise(&svg)?;
+        // Appended, not replaced: "favor-0.5" keeps its ".5".
+        let paths = [".svg", ".png"].map(|extension| {
+            let mut name = name.to_owned();
+            name.push(extension);
+            stem.with_file_name(name)
+        });
+        for (path, bytes) in paths.iter().zip([svg.as_bytes(), &png]) {
+            write_whole(path, bytes)
+                .with_context(|| format!("cannot write the chart to {}", path.display()))?;
+        }
+        Ok(paths)
+    }
+}
+
+fn rasterise(svg: &str) -> Result<Vec<u8>> {
+    let tree = text::parse(svg).context("the chart is not a readable SVG document")?;
+    let size = tree
+        .size()
+        .to_int_size()
+        .scale_by(PNG_SCALE)
+        .context("the chart has no size")?;
+    let mut pixmap = Pixmap::new(size.width(), size.height())
+        .with_context(|| format!("no image of {} × {} pixels", size.width(), size.height()))?;
+    resvg::render(
+        &tree,
+        Transform::from_scale(PNG_SCALE, PNG_SCALE),
+        &mut pixmap.as_mut(),
+    );
+    pixmap
+        .encode_png()
+        .context("cannot encode the chart as PNG")
+}
+
+/// Writes beside `path`, then renames: readers see the old file or the new one, never half of it.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    let mut builder = tempfile::Builder::new();
+    // Temporary files are private by default; the umask turns this into what any other new file gets.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder)?;
+    file.write_all(bytes)?;
+    file.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chart(series: Vec<Series>) -> Chart {
+        Chart {
+            title: "Title".into(),
+            x: Axis::new("step", Scale::Linear),
+            y: Axis::new("loss (nats/token)", Scale::Linear),
+            series,
+            ..Chart::default()
+        }
+    }
+
+    /// The SVG, after a check that it is a readable document of finite numbers.
+    fn svg(chart: &Chart) -> String {
+        let svg = chart.to_svg().unwrap();
+        text::parse(&svg).unwrap();
+        assert!(
+            !svg.contains("NaN") && !svg.contains("inf,") && !svg.contains(",inf"),
+            "{svg}"
+        );
+        svg
+    }
+
+    #[test]
+    fn names_and_draws_every_series() {
+        let names = ["softmax", "favor M=64", "favor M=128"];
+        let series = names.map(|name| Series::new(name, [(0.0, 3.0), (1.0, 2.0)]));
+        let mut chart = chart(series.to_vec());
+        chart.series[2].band = Some(vec![(2.9, 3.1), (1.9, 2.1)]);
+        chart.lines = vec![
+            Marker {
+                at: At::X(0.5),
+                label: "warm-up".into(),
+            },
+            Marker {
+                at: At::Y(7.0),
+                label: "uniform".into(),
+            },
+        ];
+        let svg = svg(&chart);
+        for name in names
+            .iter()
+            .chain(&["Title", "loss (nats/token)", "warm-up", "uniform"])
+        {
+            assert!(svg.contains(&format!(">{name}</text>")), "{name}");
+        }
+        // Each in the legend and in the plot; the band likewise.
+        assert_eq!(svg.matches("<polyline").count(), 6);
+        assert_eq!(svg.matches("fill-opacity").count(), 2);
+        assert!(
+            svg.contains(">7</text>"),
+            "the axis reaches the reference line"
+        );
+    }
+
+    #[test]
+    fn png_is_the_svg_at_twice_its_size() {
+        let png = chart(vec![Series::new("a", [(0.0, 1.0), (1.0, 1.0)])])
+            .to_png()
+            .unwrap();
+        assert_eq!(&png[..8], b"\x89PNG\r\n\x1a\n");
+        assert_eq!(
+            [&png[16..20], &png[20..24]],
+            [2000u32, 1200].map(u32::to_be_bytes)
+        );
+        let image = Pixmap::decode_png(&png).unwrap();
+        let count = |rows: std::ops::Range<u32>, wanted: &dyn Fn(u8, u8, u8) -> bool| {
+            let pixels = &image.pixels()[(rows.start * 2000) as usize..(rows.end * 2000) as usize];
+            pixels
+                .iter()
+                .filter(|p| wanted(p.red(), p.green(), p.blue()))
+                .count()
+        };
+        let blue = count(200..1100, &|r, g, b| (r, g, b) == (0x00, 0x72, 0xB2));
+        assert!(blue > 3000, "a line across the plot, not {blue} pixels");
+        let ink = count(40..90, &|r, g, b| r.max(g).max(b) < 0x60);
+        assert!(
+            ink > 200,
+            "the title in the embedded font, not {ink} pixels"
+        );
+    }
+
+    #[test]
+    fn escapes_user_text() {
+        let name = "a<b> & \"c\" 'd' \u{1b}[0m \0";
+        let mut chart = chart(vec![Series::new(name, [(0.0, 1.0)])]);
+        chart.title = name.into();
+        chart.subtitle = Some(name.into());
+        chart.x.label = name.into();
+        chart.lines = vec![Marker {
+            at: At::X(0.0),
+            label: name.into(),
+        }];
+        let svg = svg(&chart);
+        assert!(svg.contains("a&lt;b&gt; &amp; &quot;c&quot; &apos;d&apos; \u{FFFD}[0m \u{FFFD}"));
+        assert!(!svg.contains("<b>"));
+    }
+
+    #[test]
+    fn points_without_a_place_break_the_line() {
+        let points = [
+            1.0,
+            2.0,
+            f64::NAN,
+            3.0,
+            4.0,
+            f64::INFINITY,
+            5.0,
+            0.0,
+            -1.0,
+            f64::MAX,
+        ];
+        let points = points.iter().enumerate().map(|(i, &y)| (i as f64, y));
+        let mut chart = chart(vec![Series::new("a", points)]);
+        // The legend's sample, two stretches, and 5, 0, -1; f64::MAX is off every scale.
+        assert_eq!(svg(&chart).matches("<polyline").count(), 4);
+        chart.y.scale = Scale::Log10;
+        let log = svg(&chart);
+        assert_eq!(log.matches("<polyline").count(), 3);
+        assert_eq!(
+            log.matches(r#"r="4.5""#).count(),
+            1 + 5,
+            "a symbol for each of 1, 2, 3, 4, 5"
+        );
+        assert!(!log.contains("no data"));
+    }
+
+    #[test]
+    fn bands_skip_gaps_and_reach_below_a_log_axis() {
+        let mut series = Series::new("a", (1..=7).map(|i| (f64::from(i), 1.0)));
+        let mut band = vec![(0.5, 2.0); 7];
+        (band[1].0, band[2].0, band[5].1) = (-0.1, f64::NAN, f64::INFINITY);
+        series.band = Some(band);
+        let mut chart = chart(vec![series]);
+        chart.y.scale = Scale::Log10;
+        let svg = svg(&chart);
+        assert_eq!(
+            svg.matches("fill-opacity").count(),
+            3,
+            "legend, 1 to 2, 4 to 5"
+        );
+        assert_eq!(
+            svg.matches(r#"stroke-width="1.2""#).count(),
+            1,
+            "7, alone: an error bar"
+        );
+    }
+
+    #[test]
+    fn empty_charts_say_so() {
+        assert!(svg(&Chart::default()).contains(">no data</text>"));
+        let mut chart = chart(vec![Series::new("a", []), Series::new("b", [(0.0, -1.0)])]);
+        let svg_ = svg(&chart);
+        assert!(svg_.contains(">a (no data)</text>") && !svg_.contains(">no data</text>"));
+        chart.y.scale = Scale::Log2;
+        assert!(svg(&chart).contains(">no data</text>"));
+    }
+
+    #[test]
+    fn errors_name_the_culprit() {
+        let mut chart = chart(vec![Series::new("favor", [(0.0, 1.0), (1.0, 2.0)])]);
+        chart.series[0].band = Some(vec![(0.0, 1.0)]);
+        let error = format!("{:#}", chart.to_svg().unwrap_err());
+        assert!(
+            error.contains("\"Title\"") && error.contains("\"favor\" has 2 points"),
+            "{error}"
+        );
+        chart.series[0].band = None;
+        for (scale, range) in [
+            (Scale::Linear, (1.0, 1.0)),
+            (Scale::Linear, (0.0, f64::NAN)),
+            (Scale::Log10, (0.0, 1.0)),
+        ] {
+            chart.y = Axis {
+                label: String::new(),
+                scale,
+                range: Some(range),
+            };
+            let error = format!("{:#}", chart.to_svg().unwrap_err());
+            assert!(error.contains("y axis: the range ("), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_long_legend_grows_the_chart() {
+        let series = |i| Series::new(format!("a rather long series name {i}"), [(0.0, 1.0)]);
+        let svg = svg(&chart((0..100).map(series).collect()));
+        assert!(svg.contains(">a rather long series name 99</text>"));
+        let size = text::parse(&svg).unwrap().size();
+        assert!(size.width() == 1000.0 && size.height() > 700.0, "{size:?}");
+    }
+
+    #[test]
+    fn saves_both_files_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut chart = chart(vec![Series::new("a", [(0.0, 1.0)])]);
+        let stem = folder.path().join("new/favor-0.5");
+        chart.save(&stem).unwrap();
+        chart.title = "Second".into();
+        let [svg, png] = chart.save(&stem).unwrap();
+        assert_eq!(svg, folder.path().join("new/favor-0.5.svg"));
+        assert_eq!(
+            std::fs::read_to_string(svg).unwrap(),
+            chart.to_svg().unwrap()
+        );
+        assert_eq!(std::fs::read(png).unwrap(), chart.to_png().unwrap());
+        assert_eq!(
+            std::fs::read_dir(folder.path().join("new"))
+                .unwrap()
+                .count(),
+            2
+        );
+        assert!(chart.save(Path::new("..")).is_err());
+    }
+}

@@ -1,0 +1,148 @@
+//! Gradients of many parameters as one value: taken from a backward pass, summed over micro-batches, measured.
+
+use anyhow::{Result, ensure};
+use candle_core::{CpuStorage, DType, Storage, Tensor, Var, backprop::GradStore};
+
+/// Gradients of a list of parameters, in the order of that list.
+///
+/// Sums over micro-batches computed in several threads are taken here, in an order that the caller fixes, so that a run
+/// does not depend on which thread finishes first.
+#[derive(Clone, Debug)]
+pub struct Gradients {
+    /// One entry a parameter; `None` where the loss does not depend on it.
+    pub tensors: Vec<Option<Tensor>>,
+}
+
+impl Gradients {
+    /// Takes the gradients of `params` (usually [`AdamW::parameters`](super::optimizer::AdamW::parameters)) out of what `Tensor::backward` returned.
+    pub fn from_store(store: &GradStore, params: &[(String, Var)]) -> Result<Self> {
+        let tensors = params
+            .iter()
+            .map(|(_, var)| store.get(var).map(|g| g.detach().contiguous()).transpose())
+            .collect::<candle_core::Result<_>>()?;
+        Ok(Self { tensors })
+    }
+
+    /// Adds `other`, which must belong to the same parameters.
+    pub fn add(&mut self, other: Self) -> Result<()> {
+        ensure!(
+            self.tensors.len() == other.tensors.len(),
+            "cannot add gradients of {} parameters to gradients of {}",
+            other.tensors.len(),
+            self.tensors.len()
+        );
+        for (mine, theirs) in self.tensors.iter_mut().zip(other.tensors) {
+            *mine = match (mine.take(), theirs) {
+                (Some(a), Some(b)) => Some((a + b)?),
+                (a, b) => a.or(b),
+            };
+        }
+        Ok(())
+    }
+
+    /// L2 norm of all gradients together.
+    pub fn norm(&self) -> Result<f64> {
+        Ok(self.squared_norms()?.iter().sum::<f64>().sqrt())
+    }
+
+    /// Squared L2 norm of every gradient, zero where there is none. Sums run in `f64` on the CPU; elsewhere in `f32` within
+    /// one tensor, and all of them come back in a single transfer.
+    pub(super) fn squared_norms(&self) -> Result<Vec<f64>> {
+        let mut norms = vec![0.0; self.tensors.len()];
+        let mut on_device = Vec::new();
+        for (i, gradient) in self.tensors.iter().enumerate() {
+            let Some(gradient) = gradient else { continue };
+            if gradient.device().is_cpu() {
+                norms[i] = squared_norm_on_cpu(gradient)?;
+            } else {
+                let sum = gradient.to_dtype(DType::F32)?.sqr()?.sum_all()?;
+                on_device.push((i, sum));
+            }
+        }
+        if !on_device.is_empty() {
+            let (indices, sums): (Vec<_>, Vec<_>) = on_device.into_iter().unzip();
+            for (i, sum) in indices
+                .into_iter()
+                .zip(Tensor::stack(&sums, 0)?.to_vec1::<f32>()?)
+            {
+                norms[i] = f64::from(sum);
+            }
+        }
+        Ok(norms)
+    }
+}
+
+fn squared_norm_on_cpu(gradient: &Tensor) -> Result<f64> {
+    {
+        let (storage, layout) = gradient.storage_and_layout();
+        if let (Storage::Cpu(CpuStorage::F32(data)), Some((start, end))) =
+            (&*storage, layout.contiguous_offsets())
+        {
+            // Independent sums, so that the additions do not wait for one another.
+            let mut lanes = [0f64; 8];
+            let chunks = data[start..end].chunks_exact(lanes.len());
+            for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
+                *lane += f64::from(x) * f64::from(x);
+            }
+            for chunk in chunks {
+                for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                    *lane += f64::from(x) * f64::from(x);
+                }
+            }
+            return Ok(lanes.iter().sum());
+        }
+    }
+    let sum = gradient.to_dtype(DType::F64)?.sqr()?.sum_all()?;
+    Ok(sum.to_scalar::<f64>()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn params() -> Result<Vec<(String, Var)>> {
+        let a = Var::from_tensor(&Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))?)?;
+        let b = Var::from_tensor(&Tensor::arange(0f32, 11., &Device::Cpu)?)?;
+        Ok(vec![("a".to_owned(), a), ("b".to_owned(), b)])
+    }
+
+    fn of(store: Tensor, params: &[(String, Var)]) -> Result<Gradients> {
+        Gradients::from_store(&store.backward()?, params)
+    }
+
+    #[test]
+    fn gradients_of_micro_batches_add_up_in_parameter_order() -> Result<()> {
+        let params = params()?;
+        let (a, b) = (&params[0].1, &params[1].1);
+        let mut sum = of(a.sqr()?.sum_all()?, &params)?;
+        assert!(sum.tensors[1].is_none());
+        sum.add(of((a.sum_all()? + b.sum_all()?)?, &params)?)?;
+        let first = sum.tensors[0].as_ref().map(|t| t.to_vec2::<f32>());
+        assert_eq!(first.unwrap()?, [[1., 3., 5.], [7., 9., 11.]]);
+        let second = sum.tensors[1].as_ref().map(|t| t.to_vec1::<f32>());
+        assert_eq!(second.unwrap()?, [1.; 11]);
+        assert!(sum.add(Gradients { tensors: vec![] }).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn norm_runs_over_all_tensors_types_and_layouts() -> Result<()> {
+        let params = params()?;
+        let (a, b) = (&params[0].1, &params[1].1);
+        // Gradients: 2a and 2b, so the squared norm is 4 (Σa² + Σb²) = 4 (55 + 385).
+        let loss = (a.sqr()?.sum_all()? + b.sqr()?.sum_all()?)?;
+        let mut grads = of(loss, &params)?;
+        let expected = 1760f64.sqrt();
+        assert_eq!(grads.norm()?, expected);
+        for dtype in [DType::F64, DType::BF16] {
+            let cast = |t: &Option<Tensor>| t.as_ref().map(|t| t.to_dtype(dtype)).transpose();
+            let tensors = grads.tensors.iter().map(cast);
+            let cast = Gradients { tensors: tensors.collect::<candle_core::Result<_>>()? };
+            assert_eq!(cast.norm()?, expected);
+        }
+        grads.tensors[0] = grads.tensors[0].as_ref().map(|t| t.t()).transpose()?;
+        assert_eq!(grads.norm()?, expected);
+        Ok(())
+    }
+}

@@ -1,0 +1,93 @@
+//! Many forward (and backward) passes side by side on the CPU's cores.
+//!
+//! Candle's elementwise operations run on one thread; small batches on several threads use every core for all of them, and
+//! keep the working set near the cache. Results come back in the order of the jobs, so sums over them are the same for any
+//! number of threads.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc,
+    },
+};
+
+use anyhow::{Result, bail};
+
+/// Runs `job(0..count)` on up to `threads` threads and hands the results to `fold` in order. Stops at the first error.
+pub fn in_order<T: Send>(
+    count: usize,
+    threads: usize,
+    job: impl Fn(usize) -> Result<T> + Sync,
+    mut fold: impl FnMut(T) -> Result<()>,
+) -> Result<()> {
+    if threads <= 1 || count <= 1 {
+        return (0..count).try_for_each(|i| fold(job(i)?));
+    }
+    let next = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (sender, results) = mpsc::channel();
+        for _ in 0..threads.min(count) {
+            let (sender, next, stop, job) = (sender.clone(), &next, &stop, &job);
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    if i >= count || sender.send((i, job(i))).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        let mut early = BTreeMap::new();
+        let mut done = 0;
+        let mut drain = || -> Result<()> {
+            for (i, result) in &results {
+                early.insert(i, result?);
+                while let Some(result) = early.remove(&done) {
+                    fold(result)?;
+                    done += 1;
+                }
+            }
+            if done < count {
+                bail!("a worker thread died");
+            }
+            Ok(())
+        };
+        let outcome = drain();
+        stop.store(true, Ordering::Relaxed);
+        outcome
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn order_does_not_depend_on_threads() {
+        for threads in [1, 2, 7] {
+            let mut seen = Vec::new();
+            let job = |i: usize| {
+                std::thread::sleep(std::time::Duration::from_micros(((i * 37) % 11) as u64 * 100));
+                Ok(i)
+            };
+            in_order(23, threads, job, |i| {
+                seen.push(i);
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(seen, (0..23).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn the_first_error_stops() {
+        for threads in [1, 3] {
+            let job = |i: usize| if i == 5 { bail!("job five") } else { Ok(i) };
+            let error = in_order(100, threads, job, |_| Ok(())).unwrap_err();
+            assert_eq!(error.to_string(), "job five");
+        }
+    }
+}
