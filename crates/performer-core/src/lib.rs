@@ -42,6 +42,7 @@
 
 pub mod attention;
 pub mod features;
+pub mod kernels;
 pub mod layer;
 pub mod projection;
 pub mod reference;
