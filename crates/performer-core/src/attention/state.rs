@@ -1,6 +1,6 @@
 //! What decoding carries from token to token.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 
 /// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer.
@@ -10,6 +10,7 @@ use candle_nn::kv_cache::KvCache;
 #[derive(Clone, Debug, Default)]
 pub struct State {
     pub(super) tokens: usize,
+    pub(super) batch: usize,
     pub(super) cache: Option<KvCache>,
     pub(super) sums: Option<PrefixSums>,
 }
@@ -53,14 +54,15 @@ impl PrefixSums {
         Self { log_scale: self.log_scale.detach(), sums: self.sums.detach() }
     }
 
-    /// Checks that a state belongs to inputs with `n` key heads in the batch, `f` features and `dv` values.
-    pub(super) fn check(&self, n: usize, f: usize, dv: usize) -> Result<()> {
-        if self.sums.dims() != [n, f, dv + 1] {
+    /// Checks that a state belongs to inputs that make sums and scales of these shapes.
+    pub(super) fn check(&self, sums: [usize; 3], scales: [usize; 3], dtype: DType) -> Result<()> {
+        if self.sums.dims() != sums || self.log_scale.dims() != scales || self.sums.dtype() != dtype {
             candle_core::bail!(
-                "state: prefix sums have shape {:?} but this input needs ({n}, {f}, {}) = (batch x key heads, features, \
-                 value dim + 1); a state belongs to one layer and one batch",
+                "state: its sums have shape {:?}, its scales {:?}, and dtype {:?}, but this input needs {sums:?} = (batch x key \
+                 heads, features, value dim + 1), {scales:?} and {dtype:?}; a state belongs to one layer and one batch",
                 self.sums.dims(),
-                dv + 1
+                self.log_scale.dims(),
+                self.sums.dtype(),
             );
         }
         Ok(())
