@@ -56,12 +56,12 @@ fn assert_blind_to(change: impl Fn(usize, &Tensor, usize) -> Result<Tensor>) -> 
 
 #[test]
 fn a_different_future_leaves_the_past_alone() -> Result<()> {
-    assert_blind_to(|which, tensor, cut| {
-        let (b, h, t, width) = tensor.dims4()?;
+    assert_blind_to(|which, whole, cut| {
+        let (b, h, t, width) = whole.dims4()?;
         let dims = [b, h, t - cut, width];
         let other = Random::new(which as u64 + 50).normal(dims.iter().product(), 2.0);
-        let future = tensor(&other, &dims, tensor.dtype(), tensor.device())?;
-        Tensor::cat(&[&tensor.narrow(2, 0, cut)?, &future], 2)
+        let future = tensor(&other, &dims, whole.dtype(), whole.device())?;
+        Tensor::cat(&[&whole.narrow(2, 0, cut)?, &future], 2)
     })
 }
 

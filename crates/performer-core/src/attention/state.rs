@@ -9,8 +9,8 @@ use candle_nn::kv_cache::KvCache;
 /// (tensors are shared); a clone of a softmax state shares its cache buffer, so extend only one of the two.
 #[derive(Clone, Debug, Default)]
 pub struct State {
-    pub(super) tokens: usize,
-    pub(super) batch: usize,
+    tokens: usize,
+    batch: usize,
     pub(super) cache: Option<KvCache>,
     pub(super) sums: Option<PrefixSums>,
 }
@@ -24,6 +24,21 @@ impl State {
     /// Tokens seen so far.
     pub fn tokens(&self) -> usize {
         self.tokens
+    }
+
+    /// Counts the tokens of `q` `(B, H, T, D)`, once they are in.
+    pub(super) fn advance(&mut self, q: &Tensor) -> Result<()> {
+        self.batch = q.dim(0)?;
+        self.tokens += q.dim(2)?;
+        Ok(())
+    }
+
+    /// Refuses a `q` `(B, H, T, D)` of another batch size than that of the tokens so far.
+    pub(super) fn check_batch(&self, q: &Tensor) -> Result<()> {
+        if self.tokens > 0 && q.dims().first() != Some(&self.batch) {
+            candle_core::bail!("q has shape {:?} but the state is of a batch of {}", q.dims(), self.batch);
+        }
+        Ok(())
     }
 
     /// Bytes held: constant in the number of tokens for FAVOR, linear for softmax.
