@@ -99,8 +99,15 @@ fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
     if hkv == 0 || !h.is_multiple_of(hkv) {
         bail!("k has {hkv} heads, shape {:?}; the {h} heads of q must be a multiple of them", k.dims());
     }
-    if v.dims()[..3] != [b, hkv, tk] {
-        bail!("v has shape {:?}; it must be ({b}, {hkv}, {tk}, value dim) as k is {:?}", v.dims(), k.dims());
+    if h == 0 {
+        bail!("q has shape {:?}; its heads must be at least 1", q.dims());
+    }
+    if v.dims()[..3] != [b, hkv, tk] || v.dims()[3] == 0 {
+        bail!(
+            "v has shape {:?}; it must be ({b}, {hkv}, {tk}, value dim) as k is {:?}, with a value dim of at least 1",
+            v.dims(),
+            k.dims()
+        );
     }
     if mask.is_causal() && tq != tk {
         bail!(
