@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use performer_core::features::RandomParameters;
+use performer_core::features::{Elu, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, State,
 };
@@ -187,6 +187,22 @@ fn random_parameters_that_do_not_fit() {
             assert_error(build(map, &[8, 4], Some(&[7])), &[&name, "offsets have shape [7]", "(8)"]);
         }
     }
+}
+
+/// Built by hand, without a kind.
+#[test]
+fn projections_that_do_not_fit() {
+    for dims in [&[8][..], &[1, 8, 4], &[0, 4], &[8, 0]] {
+        let parts = [&*format!("projection has shape {dims:?}"), "(M, D)"];
+        assert_error(Positive::new(zeros(dims)), &parts);
+        assert_error(Hyperbolic::new(zeros(dims)), &parts);
+        assert_error(Trigonometric::new(zeros(dims)), &parts);
+        assert_error(Phase::new(zeros(dims), zeros(&[8]), true), &parts);
+        assert_error(Relu::new(zeros(dims)), &parts);
+        assert_error(HermiteTail::new(zeros(dims)), &parts);
+    }
+    assert_error(Phase::new(zeros(&[8, 4]), zeros(&[4]), true), &["offsets have shape [4]", "(8)"]);
+    assert_error(Favor::with_map(Box::new(Elu::new(0))), &["rows of 0", "at least 1"]);
 }
 
 #[test]
