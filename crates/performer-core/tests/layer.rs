@@ -37,10 +37,22 @@ fn attentions() -> Result<Vec<(String, Box<dyn Attention>)>> {
     Ok(all)
 }
 
-/// A layer and its variables, the same for the same `vars`.
-fn layer(vars: &VarMap, attention: Box<dyn Attention>, rotary: bool) -> Result<MultiHeadAttention> {
+/// A layer and its variables, the same ones every time. Candle draws them without a seed, so they are set here, short enough
+/// to keep the signed maps near their kernels.
+fn layer(attention: Box<dyn Attention>, rotary: bool) -> Result<(MultiHeadAttention, VarMap)> {
+    let vars = VarMap::new();
     let rotary = if rotary { Some(Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?) } else { None };
-    MultiHeadAttention::new(&config(), attention, rotary, VarBuilder::from_varmap(vars, DType::F32, &DEVICE))
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
+    let layer = MultiHeadAttention::new(&config(), attention, rotary, vb)?;
+    {
+        let data = vars.data().lock().unwrap();
+        let mut names: Vec<&String> = data.keys().collect();
+        names.sort();
+        for (seed, name) in names.into_iter().enumerate() {
+            data[name].set(&(random(100 + seed as u64, data[name].dims())? * 0.08)?)?;
+        }
+    }
+    Ok((layer, vars))
 }
 
 fn random(seed: u64, dims: &[usize]) -> Result<Tensor> {
@@ -53,9 +65,7 @@ fn every_parameter_has_a_gradient() -> Result<()> {
     for (name, attention) in attentions()? {
         for rotary in [false, true] {
             for mask in [Mask::causal(), Mask::full()] {
-                let vars = VarMap::new();
-                // The attention's Ω is shared by the layers of this loop through its buffers.
-                let layer = layer(&vars, clone(&*attention, &name)?, rotary)?;
+                let (layer, vars) = layer(clone(&*attention, &name)?, rotary)?;
                 let y = layer.forward(&random(2, &[2, 20, HIDDEN])?, &mask, true)?;
                 let gradients = (&y * random(3, &[2, 20, HIDDEN])?)?.sum_all()?.backward()?;
                 let data = vars.data().lock().unwrap();
@@ -129,9 +139,8 @@ fn rotary_products_are_relative() -> Result<()> {
 fn decoding_is_one_pass() -> Result<()> {
     for (name, attention) in attentions()? {
         for rotary in [false, true] {
-            let layer = layer(&VarMap::new(), clone(&*attention, &name)?, rotary)?;
-            // Short, to keep the signed maps near their kernels.
-            let x = (random(7, &[2, 40, HIDDEN])? * 0.5)?;
+            let (layer, _) = layer(clone(&*attention, &name)?, rotary)?;
+            let x = random(7, &[2, 40, HIDDEN])?;
             let whole = values(&layer.forward(&x, &Mask::causal(), false)?)?;
             let mut state = State::new();
             let mut outputs = vec![layer.extend(&x.narrow(1, 0, 25)?, &mut state)?];
@@ -150,8 +159,7 @@ fn decoding_is_one_pass() -> Result<()> {
 fn a_saved_layer_is_the_same_layer() -> Result<()> {
     let x = random(8, &[1, 20, HIDDEN])?;
     for map in ALL_MAPS {
-        let vars = VarMap::new();
-        let original = layer(&vars, favor(map, 1)?, true)?;
+        let (original, vars) = layer(favor(map, 1)?, true)?;
         let expected = values(&original.forward(&x, &Mask::causal(), false)?)?;
 
         let mut tensors: HashMap<String, Tensor> = original.attention().buffers().into_iter().collect();
@@ -182,7 +190,7 @@ fn a_saved_layer_is_the_same_layer() -> Result<()> {
 fn redrawing_changes_random_features_and_the_seed_restores_them() -> Result<()> {
     let x = random(9, &[1, 20, HIDDEN])?;
     for map in ALL_MAPS {
-        let mut layer = layer(&VarMap::new(), favor(map, 1)?, false)?;
+        let (mut layer, _) = layer(favor(map, 1)?, false)?;
         let first = values(&layer.forward(&x, &Mask::causal(), false)?)?;
         layer.attention_mut().redraw(2)?;
         let second = values(&layer.forward(&x, &Mask::causal(), false)?)?;
@@ -200,7 +208,7 @@ fn redrawing_changes_random_features_and_the_seed_restores_them() -> Result<()> 
 #[test]
 fn cross_attention_reads_the_context() -> Result<()> {
     for (name, attention) in attentions()? {
-        let layer = layer(&VarMap::new(), attention, false)?;
+        let (layer, _) = layer(attention, false)?;
         let (x, context) = (random(10, &[2, 7, HIDDEN])?, random(11, &[2, 12, HIDDEN])?);
         let mask: Vec<bool> = (0..24).map(|n| n % 12 < 9).collect();
         let mask = Mask::full().with_keys(&common::mask_tensor(&mask, &[2, 12], &DEVICE)?);
