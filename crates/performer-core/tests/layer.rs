@@ -217,7 +217,7 @@ fn cross_attention_reads_the_context() -> Result<()> {
         let short = context.narrow(1, 0, 9)?;
         for t in 0..7 {
             let alone = layer.cross(&x.narrow(1, t, 1)?, &short, &Mask::full(), false)?;
-            assert_tensor_close(&format!("{name}, query {t}"), &whole.narrow(1, t, 1)?, &values(&alone)?, 1e-4);
+            assert_tensor_close(&format!("{name}, query {t}"), &whole.narrow(1, t, 1)?, &values(&alone)?, 1e-5);
         }
         let other = layer.cross(&x, &(context * -1.0)?, &mask, false)?;
         assert_ne!(values(&other)?, values(&whole)?, "{name}");
