@@ -87,7 +87,7 @@ struct Errors {
 }
 
 /// Errors of independent estimates of `kernel` by the crate's own projections, of `m` rows, and maps.
-fn estimate(map: FeatureMapKind, projection: ProjectionKind, pair: &Pair, kernel: f64, draws: u64) -> Result<Errors> {
+fn estimate(map: FeatureMapKind, projection: ProjectionKind, m: usize, pair: &Pair, kernel: f64) -> Result<Errors> {
     let d = pair.x.len();
     let x = tensor(&pair.x, &[1, d], DType::F64, &DEVICE)?;
     let y = tensor(&pair.y, &[1, d], DType::F64, &DEVICE)?;
