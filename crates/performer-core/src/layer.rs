@@ -17,11 +17,16 @@ pub struct Rotary {
 impl Rotary {
     /// Angles `t / base^{2i/D}` for `t < max_tokens`.
     ///
+    /// The table is rounded to f32, whatever it is applied to.
+    ///
     /// # Errors
-    /// If `head_dim` is odd or zero.
+    /// If `head_dim` is odd or zero, or `base` is not a positive number.
     pub fn new(head_dim: usize, max_tokens: usize, base: f64, device: &Device) -> Result<Self> {
         if head_dim == 0 || head_dim % 2 != 0 {
             bail!("rotary positions need an even head dim; it is {head_dim}");
+        }
+        if !(base > 0.0 && base.is_finite()) {
+            bail!("rotary positions: base is {base}; it must be a positive number, such as 10000");
         }
         let half = head_dim / 2;
         let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect();
@@ -36,12 +41,18 @@ impl Rotary {
     /// Turns `x` `(B, H, T, D)`, whose first token stands at position `start`.
     ///
     /// # Errors
-    /// If a position lies beyond `max_tokens`.
+    /// If `x` has another shape, or a position lies beyond `max_tokens`.
     pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
-        let t = x.dim(2)?;
-        let max = self.cos.dim(0)?;
-        if start + t > max {
-            bail!("positions {start}..{} lie beyond the {max} that the rotary table covers", start + t);
+        let (max, half) = self.cos.dims2()?;
+        let &[_, _, t, d] = x.dims() else {
+            bail!("x has shape {:?}; it must be (batch, heads, tokens, {})", x.dims(), 2 * half);
+        };
+        if d != 2 * half {
+            bail!("x has shape {:?}; its head dim must be {}, for which the rotary table was made", x.dims(), 2 * half);
+        }
+        let end = start.saturating_add(t);
+        if end > max {
+            bail!("positions {start}..{end} lie beyond the {max} that the rotary table covers");
         }
         let part = |table: &Tensor| table.narrow(0, start, t)?.to_dtype(x.dtype());
         rope_slow(x, &part(&self.cos)?, &part(&self.sin)?)
@@ -69,12 +80,14 @@ pub struct MultiHeadConfig {
 
 impl MultiHeadConfig {
     /// `heads` equal heads of dimension `hidden / heads`, no biases, no dropout.
+    ///
+    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses it.
     pub fn new(hidden: usize, heads: usize) -> Self {
         Self {
             hidden,
             heads,
             kv_heads: heads,
-            head_dim: hidden / heads.max(1),
+            head_dim: if hidden.is_multiple_of(heads) { hidden / heads.max(1) } else { 0 },
             qkv_bias: false,
             output_bias: false,
             dropout: 0.0,
@@ -101,7 +114,7 @@ impl MultiHeadAttention {
     /// Makes the layer's weights, or reads them, from `vb`.
     ///
     /// # Errors
-    /// If the head counts do not fit, or `vb` lacks a weight.
+    /// If the head counts do not fit, `dropout` is no probability below 1, or `vb` lacks a weight.
     pub fn new(
         config: &MultiHeadConfig,
         attention: Box<dyn Attention>,
@@ -112,8 +125,11 @@ impl MultiHeadAttention {
         if hidden == 0 || head_dim == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) || heads == 0 {
             bail!(
                 "multi-head attention: hidden {hidden}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}; all must be \
-                 at least 1 and heads a multiple of kv_heads"
+                 at least 1, heads a multiple of kv_heads, and head_dim is set by hand where hidden is no multiple of heads"
             );
+        }
+        if !(0.0..1.0).contains(&config.dropout) {
+            bail!("multi-head attention: dropout is {}; it must be at least 0 and below 1", config.dropout);
         }
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {

@@ -33,9 +33,6 @@ pub(super) fn attend(
     state: Option<&PrefixSums>,
 ) -> Result<(Tensor, PrefixSums)> {
     let (n, t, g, _) = inputs.q.dims4()?;
-    if let Some(state) = state {
-        state.check(n, map.feature_dim(), inputs.v.dim(2)?)?;
-    }
     let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
     let (q, k, scale) = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
         (Features::Log(q), Features::Log(k)) => (q, hide(&k, inputs.keys.as_ref())?, None),
@@ -48,8 +45,13 @@ pub(super) fn attend(
         }
         _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
     };
-    if t == 1 {
-        return step(&q, &k, scale.as_ref(), &v1, state);
+    if let Some(state) = state {
+        let (f, scales) = (map.feature_dim(), scale.as_ref().unwrap_or(&k).dim(D::Minus1)?);
+        state.check([n, f, inputs.v.dim(2)? + 1], [n, 1, scales], v1.dtype())?;
+        // The first token goes the way of all sequences, or it would depend in its last bit on whether others follow.
+        if t == 1 {
+            return step(&q, &k, scale.as_ref(), &v1, state);
+        }
     }
     let chunks = Chunks { count: t.div_ceil(chunk), size: chunk, group: g };
     // Padding sits after every real token, has no weight and raises no maximum.
@@ -237,31 +239,24 @@ fn running_max(log: &Tensor, start: &Tensor) -> Result<Tensor> {
     Ok(max)
 }
 
-/// One token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
+/// One more token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
 fn step(
     q: &Tensor,
     k: &Tensor,
     scale: Option<&Tensor>,
     v1: &Tensor,
-    state: Option<&PrefixSums>,
+    state: &PrefixSums,
 ) -> Result<(Tensor, PrefixSums)> {
     let q = q.squeeze(1)?;
     let log = scale.unwrap_or(k);
-    let floored = log.detach().maximum(FLOOR)?;
-    let after = match state {
-        Some(state) => state.log_scale.maximum(&floored)?,
-        None => floored,
-    };
+    let after = state.log_scale.maximum(&log.detach())?;
     let weight = log.broadcast_sub(&after)?.exp()?;
     let phi = match scale {
         None => weight,
         Some(_) => k.broadcast_mul(&weight)?,
     };
-    let mut sums = phi.transpose(1, 2)?.contiguous()?.matmul(v1)?;
-    if let Some(state) = state {
-        let decay = (&state.log_scale - &after)?.exp()?.transpose(1, 2)?;
-        sums = (sums + state.sums.broadcast_mul(&decay)?)?;
-    }
+    let decay = (&state.log_scale - &after)?.exp()?.transpose(1, 2)?;
+    let sums = (phi.transpose(1, 2)?.contiguous()?.matmul(v1)? + state.sums.broadcast_mul(&decay)?)?;
     let weights = match scale {
         None => query_weights(&q, &after)?,
         Some(_) => q,

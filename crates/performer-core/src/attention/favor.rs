@@ -174,13 +174,16 @@ impl Attention for Favor {
             bail!("state: it was made by softmax attention and cannot go on with FAVOR");
         }
         let inputs = self.inputs(&q.detach(), &k.detach(), &v.detach(), &Mask::causal())?;
+        state.check_batch(q)?;
         let (n, t, g, _) = inputs.q.dims4()?;
-        if n * t == 0 {
-            return inputs.output(&Tensor::zeros((n, t * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?);
-        }
-        let (rows, sums) = causal::attend(&*self.map, &inputs, self.chunk, state.sums.as_ref())?;
-        state.tokens += t;
-        state.sums = Some(sums.detach());
+        let rows = if n * t == 0 {
+            Tensor::zeros((n, t * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?
+        } else {
+            let (rows, sums) = causal::attend(&*self.map, &inputs, self.chunk, state.sums.as_ref())?;
+            state.sums = Some(sums.detach());
+            rows
+        };
+        state.advance(q)?;
         inputs.output(&rows)
     }
 

@@ -13,13 +13,14 @@ pub(super) const FLOOR: f64 = -1e37;
 pub(super) struct Inputs {
     /// `D^-1/4 q`, shape `(N, Tq, G, D)`.
     pub(super) q: Tensor,
-    /// `D^-1/4 k`, shape `(N, Tk, D)`.
+    /// `D^-1/4 k`, shape `(N, Tk, D)`; hidden rows are zero.
     pub(super) k: Tensor,
-    /// Shape `(N, Tk, Dv)`.
+    /// Shape `(N, Tk, Dv)`; hidden rows are zero.
     pub(super) v: Tensor,
     /// Visible keys as 1 and 0 of the compute type, shape `(N, Tk, 1)`.
     pub(super) keys: Option<Tensor>,
     batch: usize,
+    heads: usize,
     dtype: DType,
 }
 
@@ -41,34 +42,29 @@ impl Inputs {
         let q = (lay_out(q, "q")? * scale)?.reshape((b * hkv, g, tq, d))?.transpose(1, 2)?.contiguous()?;
         let k = (lay_out(k, "k")? * scale)?.reshape((b * hkv, tk, d))?;
         let v = lay_out(v, "v")?.reshape((b * hkv, tk, dv))?;
-        let keys = match mask.keys() {
-            None => None,
-            Some(m) => {
-                let visible = m.ne(0.0)?.to_dtype(compute)?;
-                Some(visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?)
-            }
-        };
-        Ok(Self { q, k, v, keys, batch: b, dtype })
+        let Some(mask) = mask.keys() else { return Ok(Self { q, k, v, keys: None, batch: b, heads: h, dtype }) };
+        let visible = mask.ne(0.0)?.to_dtype(compute)?;
+        let keys = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
+        // What a hidden key holds must not reach a feature map: a large one would come back as ∞ · 0.
+        let (k, v) = (k.broadcast_mul(&keys)?, v.broadcast_mul(&keys)?);
+        Ok(Self { q, k, v, keys: Some(keys), batch: b, heads: h, dtype })
     }
 
     /// Rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.
     pub(super) fn output(&self, rows: &Tensor) -> Result<Tensor> {
         let (n, tq, g, _) = self.q.dims4()?;
         let dv = rows.dim(D::Minus1)?;
-        rows.reshape((n, tq, g, dv))?
-            .transpose(1, 2)?
-            .reshape((self.batch, n / self.batch.max(1) * g, tq, dv))?
-            .to_dtype(self.dtype)
+        rows.reshape((n, tq, g, dv))?.transpose(1, 2)?.reshape((self.batch, self.heads, tq, dv))?.to_dtype(self.dtype)
     }
 }
 
 /// `[v, 1]`: the values with a column of ones that turns into the normaliser; rows of hidden keys are zero.
 pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
-    let ones = v.narrow(D::Minus1, 0, 1)?.ones_like()?;
-    match keys {
-        None => Tensor::cat(&[v, &ones], D::Minus1),
-        Some(keys) => Tensor::cat(&[&v.broadcast_mul(keys)?, keys], D::Minus1),
-    }
+    let ones = match keys {
+        None => &v.narrow(D::Minus1, 0, 1)?.ones_like()?,
+        Some(keys) => keys,
+    };
+    Tensor::cat(&[v, ones], D::Minus1)
 }
 
 /// Splits `[num, den]` and divides. A denominator of exactly zero means that no key was visible: the row is zero.
@@ -103,8 +99,15 @@ fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
     if hkv == 0 || !h.is_multiple_of(hkv) {
         bail!("k has {hkv} heads, shape {:?}; the {h} heads of q must be a multiple of them", k.dims());
     }
-    if v.dims()[..3] != [b, hkv, tk] {
-        bail!("v has shape {:?}; it must be ({b}, {hkv}, {tk}, value dim) as k is {:?}", v.dims(), k.dims());
+    if h == 0 {
+        bail!("q has shape {:?}; its heads must be at least 1", q.dims());
+    }
+    if v.dims()[..3] != [b, hkv, tk] || v.dims()[3] == 0 {
+        bail!(
+            "v has shape {:?}; it must be ({b}, {hkv}, {tk}, value dim) as k is {:?}, with a value dim of at least 1",
+            v.dims(),
+            k.dims()
+        );
     }
     if mask.is_causal() && tq != tk {
         bail!(

@@ -32,25 +32,36 @@ impl Attention for Softmax {
     fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
         // Validates the new part before the cache is touched.
         Inputs::new(q, k, v, &Mask::causal())?;
-        let (new, past) = (k.dim(2)?, state.tokens);
         if state.sums.is_some() {
             bail!("state: it was made by linear attention and cannot go on with softmax");
         }
+        state.check_batch(q)?;
+        let (new, past) = (k.dim(2)?, state.tokens());
         let cache = state.cache.get_or_insert_with(|| KvCache::new(2, CACHE_TOKENS.max(new)));
-        if let Some(cached) = cache.k()?
-            && (cached.dims()[..2] != k.dims()[..2] || cached.dims()[3] != k.dims()[3])
-        {
-            bail!(
-                "k has shape {:?} but the state's cache has {:?}; a state belongs to one layer and one batch",
-                k.dims(),
-                cached.dims()
-            );
-        }
+        check_cached("k", k, cache.k()?)?;
+        check_cached("v", v, cache.v()?)?;
         let (k, v) = cache.append(&k.detach().contiguous()?, &v.detach().contiguous()?)?;
-        state.tokens += new;
+        state.advance(q)?;
         let inputs = Inputs::new(q, &k, &v, &Mask::full())?;
         inputs.output(&attend(&inputs, Some(past))?)
     }
+}
+
+/// Refuses `new` keys or values that differ from the cached ones in more than their number.
+fn check_cached(name: &str, new: &Tensor, cached: Option<Tensor>) -> Result<()> {
+    if let Some(cached) = cached
+        && (cached.dtype() != new.dtype() || [0, 1, 3].into_iter().any(|i| cached.dims()[i] != new.dims()[i]))
+    {
+        bail!(
+            "{name} has shape {:?} and dtype {:?} but the state's cache has {:?} and {:?}; a state belongs to one layer and one \
+             batch",
+            new.dims(),
+            new.dtype(),
+            cached.dims(),
+            cached.dtype()
+        );
+    }
+    Ok(())
 }
 
 /// `(N, Tq·G, Dv)`. With `offset`, query `t` sees keys `0..=offset + t`.

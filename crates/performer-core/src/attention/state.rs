@@ -1,6 +1,6 @@
 //! What decoding carries from token to token.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 
 /// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer.
@@ -9,7 +9,8 @@ use candle_nn::kv_cache::KvCache;
 /// (tensors are shared); a clone of a softmax state shares its cache buffer, so extend only one of the two.
 #[derive(Clone, Debug, Default)]
 pub struct State {
-    pub(super) tokens: usize,
+    tokens: usize,
+    batch: usize,
     pub(super) cache: Option<KvCache>,
     pub(super) sums: Option<PrefixSums>,
 }
@@ -23,6 +24,21 @@ impl State {
     /// Tokens seen so far.
     pub fn tokens(&self) -> usize {
         self.tokens
+    }
+
+    /// Counts the tokens of `q` `(B, H, T, D)`, once they are in.
+    pub(super) fn advance(&mut self, q: &Tensor) -> Result<()> {
+        self.batch = q.dim(0)?;
+        self.tokens += q.dim(2)?;
+        Ok(())
+    }
+
+    /// Refuses a `q` `(B, H, T, D)` of another batch size than that of the tokens so far.
+    pub(super) fn check_batch(&self, q: &Tensor) -> Result<()> {
+        if self.tokens > 0 && q.dims().first() != Some(&self.batch) {
+            candle_core::bail!("q has shape {:?} but the state is of a batch of {}", q.dims(), self.batch);
+        }
+        Ok(())
     }
 
     /// Bytes held: constant in the number of tokens for FAVOR, linear for softmax.
@@ -53,14 +69,15 @@ impl PrefixSums {
         Self { log_scale: self.log_scale.detach(), sums: self.sums.detach() }
     }
 
-    /// Checks that a state belongs to inputs with `n` key heads in the batch, `f` features and `dv` values.
-    pub(super) fn check(&self, n: usize, f: usize, dv: usize) -> Result<()> {
-        if self.sums.dims() != [n, f, dv + 1] {
+    /// Checks that a state belongs to inputs that make sums and scales of these shapes.
+    pub(super) fn check(&self, sums: [usize; 3], scales: [usize; 3], dtype: DType) -> Result<()> {
+        if self.sums.dims() != sums || self.log_scale.dims() != scales || self.sums.dtype() != dtype {
             candle_core::bail!(
-                "state: prefix sums have shape {:?} but this input needs ({n}, {f}, {}) = (batch x key heads, features, \
-                 value dim + 1); a state belongs to one layer and one batch",
+                "state: its sums have shape {:?}, its scales {:?}, and dtype {:?}, but this input needs {sums:?} = (batch x key \
+                 heads, features, value dim + 1), {scales:?} and {dtype:?}; a state belongs to one layer and one batch",
                 self.sums.dims(),
-                dv + 1
+                self.log_scale.dims(),
+                self.sums.dtype(),
             );
         }
         Ok(())

@@ -18,8 +18,9 @@ pub struct HermiteTail {
 impl HermiteTail {
     /// `projection`: Ω, shape `(M, D)`.
     pub fn new(projection: Tensor) -> Result<Self> {
-        let taylor = Taylor2::new(projection.dim(1)?, projection.device())?;
-        Ok(Self { projection_t: transposed(&projection)?, taylor })
+        let projection_t = transposed(&projection)?;
+        let taylor = Taylor2::new(projection_t.dim(0)?, projection.device())?;
+        Ok(Self { projection_t, taylor })
     }
 }
 

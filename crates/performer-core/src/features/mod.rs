@@ -168,7 +168,7 @@ impl FeatureMapKind {
             Self::Trigonometric => Box::new(Trigonometric::new(projection)?),
             Self::Phase | Self::GaussianPhase => {
                 let Some(offsets) = random.offsets else {
-                    bail!("feature map {self} needs phase offsets (M); none were given")
+                    bail!("feature map {self} needs phase offsets ({}); none were given", projection.dims()[0])
                 };
                 Box::new(Phase::new(projection, offsets, self == Self::Phase)?)
             }
@@ -264,5 +264,8 @@ fn half_square_norm(x: &Tensor) -> Result<Tensor> {
 
 /// Ωᵀ, contiguous, cut off from any gradient.
 fn transposed(projection: &Tensor) -> Result<Tensor> {
+    if projection.rank() != 2 || projection.elem_count() == 0 {
+        bail!("projection has shape {:?}; it must be (M, D), both at least 1", projection.dims());
+    }
     projection.detach().t()?.contiguous()
 }

@@ -4,7 +4,7 @@
 //! `e^{‖x‖²/2} e^{‖y‖²/2}`: that factor is carried as a log-scale, the rest lies in `[−1, 1]`. Features are signed,
 //! so a denominator can come close to zero: these maps are for study rather than for training.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, Result, Tensor, bail};
 
 use super::{FeatureMap, Features, half_square_norm, project, transposed};
 
@@ -52,7 +52,16 @@ impl Phase {
     /// `projection`: Ω, shape `(M, D)`; `offsets`: `b`, shape `(M)`; `softmax`: estimate `e^{x·y}`
     /// instead of `e^{−‖x−y‖²/2}`.
     pub fn new(projection: Tensor, offsets: Tensor, softmax: bool) -> Result<Self> {
-        Ok(Self { projection_t: transposed(&projection)?, offsets: offsets.detach(), softmax })
+        let projection_t = transposed(&projection)?;
+        if offsets.dims() != &projection.dims()[..1] {
+            bail!(
+                "offsets have shape {:?}; with a projection {:?} they must be ({})",
+                offsets.dims(),
+                projection.dims(),
+                projection.dims()[0]
+            );
+        }
+        Ok(Self { projection_t, offsets: offsets.detach(), softmax })
     }
 }
 

@@ -1,13 +1,17 @@
 //! What the tests share: random inputs, tensors to and from plain numbers, and comparison.
 
 // Every test binary compiles this module and uses its own part of it.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
 use candle_core::{DType, Device, Result, Tensor};
 use performer_core::features::FeatureMapKind;
 use performer_core::reference::{Inputs, Kernel, Shape};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
+
+mod run;
+
+pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};
 
 /// Every feature map, the limit map with two exponents.
 pub(crate) const ALL_MAPS: [FeatureMapKind; 11] = [

@@ -1,0 +1,280 @@
+//! What cannot be computed is refused, by an error that says which argument, what it was and what it must be.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use performer_core::features::{Elu, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric};
+use performer_core::{
+    Attention, Favor, FavorConfig, FeatureMapKind, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, State,
+};
+
+const DEVICE: Device = Device::Cpu;
+
+/// Fails unless `result` is an error whose first line has all of the `parts`.
+#[track_caller]
+fn assert_error<T>(result: Result<T>, parts: &[&str]) {
+    let Err(error) = result else { panic!("no error, expected one with {parts:?}") };
+    let message = error.to_string();
+    let message = message.lines().next().unwrap_or_default();
+    for part in parts {
+        assert!(message.contains(part), "{message:?} lacks {part:?}");
+    }
+}
+
+fn zeros(dims: &[usize]) -> Tensor {
+    Tensor::zeros(dims, DType::F32, &DEVICE).unwrap()
+}
+
+fn favor(map: FeatureMapKind, head_dim: usize) -> Result<Favor> {
+    Favor::new(&FavorConfig { map, features: 8, ..FavorConfig::default() }, head_dim, 1, DType::F32, &DEVICE)
+}
+
+/// Softmax and FAVOR of two kinds for a head dim of 4.
+fn attentions() -> Vec<Box<dyn Attention>> {
+    vec![
+        Box::new(Softmax::new()),
+        Box::new(favor(FeatureMapKind::Positive, 4).unwrap()),
+        Box::new(favor(FeatureMapKind::Taylor2, 4).unwrap()),
+    ]
+}
+
+/// Both ways in must refuse: one pass, and going on from a state.
+#[track_caller]
+fn assert_refused(q: &Tensor, k: &Tensor, v: &Tensor, parts: &[&str]) {
+    for attention in attentions() {
+        assert_error(attention.forward(q, k, v, &Mask::full()), parts);
+        let mut state = State::new();
+        assert_error(attention.extend(q, k, v, &mut state), parts);
+        assert_eq!((state.tokens(), state.bytes()), (0, 0));
+    }
+}
+
+#[test]
+fn shapes_that_do_not_fit() {
+    let (q, k, v) = (&zeros(&[2, 4, 7, 4]), &zeros(&[2, 2, 7, 4]), &zeros(&[2, 2, 7, 3]));
+    for attention in attentions() {
+        assert!(attention.forward(q, k, v, &Mask::causal()).is_ok());
+    }
+    assert_refused(&zeros(&[4, 7, 4]), k, v, &["q has shape [4, 7, 4]", "(batch, heads, tokens, head dim)"]);
+    assert_refused(q, &zeros(&[7, 4]), v, &["k has shape [7, 4]", "(batch, heads, tokens, head dim)"]);
+    assert_refused(q, k, &zeros(&[1, 2, 2, 7, 3]), &["v has shape [1, 2, 2, 7, 3]", "(batch, heads, tokens, "]);
+    assert_refused(q, &zeros(&[3, 2, 7, 4]), v, &["k has shape [3, 2, 7, 4]", "batch", "[2, 4, 7, 4]"]);
+    assert_refused(q, &zeros(&[2, 2, 7, 5]), v, &["k has shape [2, 2, 7, 5]", "head dim", "[2, 4, 7, 4]"]);
+    assert_refused(q, k, &zeros(&[2, 2, 6, 3]), &["v has shape [2, 2, 6, 3]", "(2, 2, 7, value dim)"]);
+    assert_refused(q, k, &zeros(&[2, 4, 7, 3]), &["v has shape [2, 4, 7, 3]", "(2, 2, 7, value dim)"]);
+    assert_refused(q, k, &zeros(&[1, 2, 7, 3]), &["v has shape [1, 2, 7, 3]", "(2, 2, 7, value dim)"]);
+    assert_refused(&zeros(&[2, 3, 7, 4]), k, v, &["k has 2 heads", "[2, 2, 7, 4]", "3 heads of q"]);
+    assert_refused(q, &zeros(&[2, 0, 7, 4]), &zeros(&[2, 0, 7, 3]), &["k has 0 heads", "4 heads of q"]);
+    assert_refused(&zeros(&[2, 0, 7, 4]), k, v, &["q has shape [2, 0, 7, 4]", "at least 1"]);
+    assert_refused(&zeros(&[2, 4, 7, 0]), &zeros(&[2, 2, 7, 0]), v, &["head dim", "[2, 4, 7, 0]", "at least 1"]);
+    assert_refused(q, k, &zeros(&[2, 2, 7, 0]), &["v has shape [2, 2, 7, 0]", "value dim", "at least 1"]);
+}
+
+#[test]
+fn a_head_dim_that_is_not_the_maps() {
+    let x = zeros(&[1, 1, 3, 6]);
+    for map in [FeatureMapKind::Positive, FeatureMapKind::Elu, FeatureMapKind::Taylor2] {
+        let favor = favor(map, 4).unwrap();
+        let parts = ["q has shape [1, 1, 3, 6]", "head dim must be 4"];
+        assert_error(favor.forward(&x, &x, &x, &Mask::full()), &parts);
+        assert_error(favor.extend(&x, &x, &x, &mut State::new()), &parts);
+    }
+}
+
+#[test]
+fn causal_attention_of_unequal_lengths() {
+    for attention in attentions() {
+        let result =
+            attention.forward(&zeros(&[1, 1, 3, 4]), &zeros(&[1, 1, 5, 4]), &zeros(&[1, 1, 5, 4]), &Mask::causal());
+        assert_error(result, &["3 queries", "5 keys"]);
+    }
+}
+
+#[test]
+fn dtypes_that_do_not_fit() {
+    let x = &zeros(&[1, 1, 3, 4]);
+    let of = |dtype| &*Box::leak(Box::new(x.to_dtype(dtype).unwrap()));
+    assert_refused(x, of(DType::F64), x, &["k has dtype F64", "F32"]);
+    assert_refused(x, x, of(DType::BF16), &["v has dtype BF16", "F32"]);
+    assert_refused(of(DType::F16), x, x, &["k has dtype F32", "F16"]);
+    let integers = of(DType::U32);
+    assert_refused(integers, integers, integers, &["q has dtype U32", "f32, f64, f16 or bf16"]);
+}
+
+#[test]
+fn key_masks_of_another_shape() {
+    let (q, k) = (&zeros(&[2, 1, 3, 4]), &zeros(&[2, 1, 5, 4]));
+    for dims in [&[5][..], &[2, 3], &[1, 5], &[2, 1, 5]] {
+        let mask = Mask::full().with_keys(&zeros(dims));
+        for attention in attentions() {
+            let had = format!("key mask has shape {dims:?}");
+            assert_error(attention.forward(q, k, k, &mask), &[&had, "(2, 5)"]);
+        }
+    }
+}
+
+/// One bad value of a sum makes all of it NaN; it must be named where it comes in.
+#[test]
+fn values_that_are_not_finite() {
+    let good = zeros(&[1, 2, 3, 4]);
+    for (value, shown) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
+        let mut values = vec![0f32; 24];
+        values[12 + 2 * 4 + 1] = value;
+        let bad = Tensor::from_vec(values, (1, 2, 3, 4), &DEVICE).unwrap();
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let (good, bad) = (&good.to_dtype(dtype).unwrap(), &bad.to_dtype(dtype).unwrap());
+            let parts = |name| format!("{name} holds {shown} at [0, 1, 2, 1] of shape [1, 2, 3, 4]");
+            assert_refused(bad, good, good, &[&parts("q"), "finite"]);
+            assert_refused(good, bad, good, &[&parts("k"), "finite"]);
+            assert_refused(good, good, bad, &[&parts("v"), "finite"]);
+        }
+        // Seen through a transposition, the place is that of the view.
+        let (good, bad) = (good.transpose(1, 2).unwrap(), bad.transpose(1, 2).unwrap());
+        assert_refused(&bad, &good, &good, &[&format!("q holds {shown} at [0, 2, 1, 1]")]);
+    }
+}
+
+#[test]
+fn feature_maps_that_cannot_be() {
+    let with = |features, head_dim| {
+        let config = FavorConfig { features, ..FavorConfig::default() };
+        Favor::new(&config, head_dim, 1, DType::F32, &DEVICE)
+    };
+    assert_error(with(0, 4), &["features", "is 0", "at least 1"]);
+    assert_error(with(8, 0), &["head_dim is 0", "at least 1"]);
+    for n in [0, 1, 3] {
+        assert_error(favor(FeatureMapKind::Limit(n), 4), &[&format!("limit-{n}"), "even"]);
+    }
+    assert_error(favor(FeatureMapKind::Elu, 0), &["head_dim is 0"]);
+    assert_error(favor(FeatureMapKind::Limit(8), 64), &["degree 8", "65 variables", "16384"]);
+    for chunk in [0, 3, 48] {
+        assert_error(
+            favor(FeatureMapKind::Positive, 4).and_then(|f| f.with_chunk(chunk)),
+            &[&format!("chunk is {chunk}"), "power of two"],
+        );
+    }
+}
+
+#[test]
+fn feature_maps_by_names_that_are_none() {
+    let error = |name: &str| name.parse::<FeatureMapKind>().unwrap_err();
+    assert!(
+        error("favor").contains("'favor'") && error("favor").contains("positive, hyperbolic"),
+        "{}",
+        error("favor")
+    );
+    for name in ["limit-3", "limit-0", "limit-", "limit-x"] {
+        assert!(error(name).contains(name) && error(name).contains("even number"), "{}", error(name));
+    }
+    for map in FeatureMapKind::NAMED.into_iter().chain([FeatureMapKind::Limit(4)]) {
+        assert_eq!(map.to_string().parse(), Ok(map));
+    }
+}
+
+#[test]
+fn random_parameters_that_do_not_fit() {
+    let build = |map: FeatureMapKind, projection: &[usize], offsets: Option<&[usize]>| {
+        let random = RandomParameters { projection: zeros(projection), offsets: offsets.map(zeros) };
+        map.build(4, Some(&random), &DEVICE)
+    };
+    for map in FeatureMapKind::NAMED.into_iter().filter(|map| map.is_random()) {
+        let name = map.to_string();
+        assert_error(map.build(4, None, &DEVICE), &[&name, "(M, 4)", "none was given"]);
+        for dims in [&[8, 5][..], &[0, 4], &[8], &[1, 8, 4]] {
+            assert_error(build(map, dims, Some(&[8])), &[&name, &format!("{dims:?}"), "(M, 4)"]);
+        }
+        if map.has_offsets() {
+            assert_error(build(map, &[8, 4], None), &[&name, "offsets (8)", "none were given"]);
+            assert_error(build(map, &[8, 4], Some(&[7])), &[&name, "offsets have shape [7]", "(8)"]);
+        }
+    }
+}
+
+/// Built by hand, without a kind.
+#[test]
+fn projections_that_do_not_fit() {
+    for dims in [&[8][..], &[1, 8, 4], &[0, 4], &[8, 0]] {
+        let parts = [&*format!("projection has shape {dims:?}"), "(M, D)"];
+        assert_error(Positive::new(zeros(dims)), &parts);
+        assert_error(Hyperbolic::new(zeros(dims)), &parts);
+        assert_error(Trigonometric::new(zeros(dims)), &parts);
+        assert_error(Phase::new(zeros(dims), zeros(&[8]), true), &parts);
+        assert_error(Relu::new(zeros(dims)), &parts);
+        assert_error(HermiteTail::new(zeros(dims)), &parts);
+    }
+    assert_error(Phase::new(zeros(&[8, 4]), zeros(&[4]), true), &["offsets have shape [4]", "(8)"]);
+    assert_error(Favor::with_map(Box::new(Elu::new(0))), &["rows of 0", "at least 1"]);
+}
+
+#[test]
+fn buffers_that_are_missing_or_misshapen() {
+    let mut phase = favor(FeatureMapKind::Phase, 4).unwrap();
+    let before = format!("{:?}", phase.buffers());
+    assert_error(phase.load_buffers(&|_| None), &["buffer projection", "[8, 4]", "missing"]);
+    assert_error(phase.load_buffers(&|_| Some(zeros(&[8, 5]))), &["buffer projection", "[8, 5]", "[8, 4]"]);
+    let only_projection = |name: &str| (name == "projection").then(|| zeros(&[8, 4]));
+    assert_error(phase.load_buffers(&only_projection), &["buffer offsets", "[8]", "missing"]);
+    let short = |name: &str| Some(if name == "projection" { zeros(&[8, 4]) } else { zeros(&[9]) });
+    assert_error(phase.load_buffers(&short), &["buffer offsets", "[9]", "[8]"]);
+    assert_eq!(format!("{:?}", phase.buffers()), before, "a refused buffer must not be taken over");
+}
+
+fn layer(config: &MultiHeadConfig, rotary: Option<Rotary>) -> Result<MultiHeadAttention> {
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &DEVICE);
+    MultiHeadAttention::new(config, Box::new(Softmax::new()), rotary, vb)
+}
+
+#[test]
+fn layers_that_cannot_be() {
+    let good = MultiHeadConfig::new(12, 3);
+    assert!(layer(&good, None).is_ok());
+    let cases = [
+        (MultiHeadConfig::new(12, 0), "heads 0"),
+        (MultiHeadConfig::new(0, 3), "hidden 0"),
+        // 12 is no multiple of 5.
+        (MultiHeadConfig::new(12, 5), "hidden 12, heads 5"),
+        (MultiHeadConfig { kv_heads: 2, ..good.clone() }, "heads 3, kv_heads 2"),
+        (MultiHeadConfig { kv_heads: 0, ..good.clone() }, "kv_heads 0"),
+        (MultiHeadConfig { head_dim: 0, ..good.clone() }, "head_dim 0"),
+        (MultiHeadConfig { dropout: 1.0, ..good.clone() }, "dropout is 1"),
+        (MultiHeadConfig { dropout: -0.5, ..good.clone() }, "dropout is -0.5"),
+        (MultiHeadConfig { dropout: f32::NAN, ..good.clone() }, "dropout is NaN"),
+    ];
+    for (config, part) in cases {
+        assert_error(layer(&config, None), &["multi-head attention", part]);
+    }
+}
+
+#[test]
+fn layer_inputs_that_do_not_fit() {
+    let layer = layer(&MultiHeadConfig::new(12, 3), None).unwrap();
+    let x = &zeros(&[2, 5, 12]);
+    for dims in [&[2, 5, 11][..], &[5, 12], &[1, 2, 5, 12]] {
+        let (bad, had) = (&zeros(dims), format!("{dims:?}"));
+        assert_error(layer.forward(bad, &Mask::full(), false), &["x has shape", &had, "(batch, tokens, 12)"]);
+        assert_error(layer.cross(x, bad, &Mask::full(), false), &["context has shape", &had, "(batch, tokens, 12)"]);
+        assert_error(layer.extend(bad, &mut State::new()), &["x has shape", &had, "(batch, tokens, 12)"]);
+    }
+}
+
+#[test]
+fn rotary_positions_that_do_not_fit() {
+    for head_dim in [0, 1, 7] {
+        assert_error(Rotary::new(head_dim, 16, 1e4, &DEVICE), &["rotary", "even head dim", &format!("{head_dim}")]);
+    }
+    for base in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        assert_error(Rotary::new(4, 16, base, &DEVICE), &["rotary", &format!("base is {base}")]);
+    }
+    let rotary = Rotary::new(4, 16, 1e4, &DEVICE).unwrap();
+    assert!(rotary.apply(&zeros(&[1, 2, 16, 4]), 0).is_ok());
+    assert_error(rotary.apply(&zeros(&[1, 2, 17, 4]), 0), &["positions 0..17", "16"]);
+    assert_error(rotary.apply(&zeros(&[1, 2, 1, 4]), 16), &["positions 16..17", "16"]);
+    assert_error(rotary.apply(&zeros(&[1, 2, 1, 4]), usize::MAX), &["positions", "16"]);
+    assert_error(rotary.apply(&zeros(&[1, 2, 3, 6]), 0), &["x has shape [1, 2, 3, 6]", "4"]);
+    assert_error(rotary.apply(&zeros(&[2, 3, 4]), 0), &["x has shape [2, 3, 4]", "(batch, heads, tokens, 4)"]);
+    // In the layer: the table's head dim, and its end while decoding.
+    let layer = layer(&MultiHeadConfig::new(12, 3), Some(rotary)).unwrap();
+    let mut state = State::new();
+    assert!(layer.extend(&zeros(&[1, 16, 12]), &mut state).is_ok());
+    assert_error(layer.extend(&zeros(&[1, 1, 12]), &mut state), &["positions 16..17", "16"]);
+    assert_eq!(state.tokens(), 16);
+}

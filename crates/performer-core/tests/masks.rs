@@ -1,0 +1,204 @@
+//! Padding: whatever hidden keys and values hold, real tokens do not notice; and inputs with nothing in them.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor};
+use common::{Layout, Problem, Random, all_kernels, assert_tensor_close, conditioned_scale, mask_tensor, values};
+use performer_core::reference::Shape;
+use performer_core::{FeatureMapKind, Mask, State};
+
+const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 40, k_len: 40, head_dim: 5, value_dim: 3 };
+
+/// A third of the keys hidden, the first of the first sequence among them.
+fn padded_problem(map: Option<FeatureMapKind>, causal: bool) -> Problem {
+    let mut problem = Problem::random(1, SHAPE, map, 8).scale_qk(conditioned_scale(map));
+    problem.causal = causal;
+    let mut mask = Random::new(2).mask(SHAPE.batch * SHAPE.k_len, 0.7);
+    mask[..2].fill(false);
+    problem.key_mask = Some(mask);
+    problem
+}
+
+/// Sets every row of `(B, Hkv, Tk, width)` whose key is hidden.
+fn fill_hidden(rows: &mut [f64], width: usize, mask: &[bool], value: impl Fn(usize) -> f64) {
+    for (row, numbers) in rows.chunks_mut(width).enumerate() {
+        let (batch, key) = (row / (SHAPE.kv_heads * SHAPE.k_len), row % SHAPE.k_len);
+        if !mask[batch * SHAPE.k_len + key] {
+            numbers.fill(value(row));
+        }
+    }
+}
+
+/// Not a bit of outputs and gradients changes, up to the largest numbers a padding may hold.
+#[test]
+fn hidden_keys_and_values_may_be_anything() -> Result<()> {
+    for map in all_kernels() {
+        for causal in [false, true] {
+            let problem = padded_problem(map, causal);
+            let Some(mask) = problem.key_mask.clone() else { unreachable!() };
+            for dtype in [DType::F32, DType::F64] {
+                let attention = problem.attention(dtype)?;
+                let clean = problem.run(&*attention, dtype, Layout::Contiguous)?;
+                for large in [0.0, 3.0, 1e4, 1e30] {
+                    let mut other = problem.clone();
+                    let value = |row| if row % 2 == 0 { large } else { -large };
+                    fill_hidden(&mut other.k, SHAPE.head_dim, &mask, value);
+                    fill_hidden(&mut other.v, SHAPE.value_dim, &mask, value);
+                    let outcome = other.run(&*attention, dtype, Layout::Contiguous)?;
+                    let what = format!("{map:?} {dtype:?}, causal {causal}, padded with {large}");
+                    problem.assert_outcome(&what, &outcome, &clean, 0.0);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A batch of sequences of unequal length, each padded at its end, against each alone.
+#[test]
+fn appended_padding_is_none() -> Result<()> {
+    let device = Device::Cpu;
+    for map in all_kernels() {
+        for causal in [false, true] {
+            for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F64, 1e-14)] {
+                let problem = padded_problem(map, causal);
+                let [q, k, v] = problem.tensors(dtype)?;
+                let attention = problem.attention(dtype)?;
+                let lengths = [40, 23];
+                let mask: Vec<bool> = lengths.iter().flat_map(|&l| (0..SHAPE.k_len).map(move |t| t < l)).collect();
+                let mask = mask_tensor(&mask, &[SHAPE.batch, SHAPE.k_len], &device)?;
+                let kind = if causal { Mask::causal() } else { Mask::full() };
+                let padded = attention.forward(&q, &k, &v, &kind.clone().with_keys(&mask))?;
+                for (b, length) in lengths.into_iter().enumerate() {
+                    let alone = |t: &Tensor| t.narrow(0, b, 1)?.narrow(2, 0, length);
+                    let expected = attention.forward(&alone(&q)?, &alone(&k)?, &alone(&v)?, &kind)?;
+                    let what = format!("{map:?} {dtype:?}, causal {causal}, sequence {b}");
+                    assert_tensor_close(&what, &alone(&padded)?, &values(&expected)?, tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_that_sees_nothing_is_zero() -> Result<()> {
+    for map in all_kernels() {
+        for causal in [false, true] {
+            // Every key of the second sequence, and the first two of the first one.
+            let mut problem = padded_problem(map, causal);
+            problem.key_mask = Some((0..2 * SHAPE.k_len).map(|n| (2..SHAPE.k_len).contains(&n)).collect());
+            let outcome = problem.run(&*problem.attention(DType::F32)?, DType::F32, Layout::Contiguous)?;
+            for (row, numbers) in outcome.output.chunks(SHAPE.value_dim).enumerate() {
+                let (batch, token) = (row / (SHAPE.heads * SHAPE.q_len), row % SHAPE.q_len);
+                let blind = batch == 1 || (causal && token < 2);
+                assert_eq!(
+                    numbers.iter().all(|&o| o == 0.0),
+                    blind,
+                    "{map:?}, causal {causal}, row {row}: {numbers:?}"
+                );
+            }
+            problem.assert_outcome("F32", &outcome, &problem.expected(), 1e-4);
+        }
+    }
+    Ok(())
+}
+
+/// One token, hidden: the shortest sequence.
+#[test]
+fn a_single_hidden_token_is_zero() -> Result<()> {
+    let shape = Shape { q_len: 1, k_len: 1, ..SHAPE };
+    for map in all_kernels() {
+        for causal in [false, true] {
+            let mut problem = Problem::random(3, shape, map, 8);
+            problem.causal = causal;
+            problem.key_mask = Some(vec![false, true]);
+            let outcome = problem.run(&*problem.attention(DType::F64)?, DType::F64, Layout::Contiguous)?;
+            problem.assert_outcome("F64", &outcome, &problem.expected(), 1e-12);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_mask_of_ones_is_none() -> Result<()> {
+    for map in all_kernels() {
+        for causal in [false, true] {
+            let mut problem = padded_problem(map, causal);
+            problem.key_mask = None;
+            let plain = values(&problem.forward(DType::F32)?)?;
+            problem.key_mask = Some(vec![true; SHAPE.batch * SHAPE.k_len]);
+            assert_tensor_close(&format!("{map:?}"), &problem.forward(DType::F32)?, &plain, 0.0);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn masks_of_every_dtype_are_the_same() -> Result<()> {
+    for map in [None, Some(FeatureMapKind::Positive), Some(FeatureMapKind::Relu)] {
+        let problem = padded_problem(map, true);
+        let expected = values(&problem.forward(DType::F32)?)?;
+        let Some(mask) = &problem.key_mask else { unreachable!() };
+        let mask = mask_tensor(mask, &[SHAPE.batch, SHAPE.k_len], &Device::Cpu)?;
+        let [q, k, v] = problem.tensors(DType::F32)?;
+        for dtype in [DType::U8, DType::U32, DType::F16, DType::BF16, DType::F32, DType::F64] {
+            let mask = Mask::causal().with_keys(&mask.to_dtype(dtype)?);
+            let output = problem.attention(DType::F32)?.forward(&q, &k, &v, &mask)?;
+            assert_tensor_close(&format!("{map:?}, mask of {dtype:?}"), &output, &expected, 0.0);
+        }
+    }
+    Ok(())
+}
+
+/// Nothing in, nothing out, in the shape that the rest would have had.
+#[test]
+fn empty_inputs_give_empty_outputs() -> Result<()> {
+    let device = Device::Cpu;
+    for map in all_kernels() {
+        let problem = Problem::random(4, Shape { q_len: 1, k_len: 1, ..SHAPE }, map, 8);
+        let attention = problem.attention(DType::F32)?;
+        for (b, tq, tk) in [(2, 0, 0), (0, 7, 7), (0, 0, 0), (2, 0, 7), (2, 7, 0), (0, 7, 3)] {
+            let zeros = |heads, t, width| Tensor::zeros((b, heads, t, width), DType::F32, &device);
+            let (q, k, v) = (zeros(4, tq, 5)?, zeros(2, tk, 5)?, zeros(2, tk, 3)?);
+            let keys = Tensor::ones((b, tk), DType::U8, &device)?;
+            let mut masks = vec![Mask::full(), Mask::full().with_keys(&keys)];
+            if tq == tk {
+                masks.extend([Mask::causal(), Mask::causal().with_keys(&keys)]);
+            }
+            for mask in masks {
+                let output = attention.forward(&q, &k, &v, &mask)?;
+                assert_eq!(output.dims(), [b, 4, tq, 3], "{map:?}, {mask:?}");
+                assert!(values(&output)?.iter().all(|&o| o == 0.0), "{map:?}, {mask:?}");
+            }
+            if tq == tk {
+                let mut state = State::new();
+                let output = attention.extend(&q, &k, &v, &mut state)?;
+                assert_eq!((output.dims(), state.tokens()), (&[b, 4, tq, 3][..], tq), "{map:?}");
+                if b > 0 {
+                    // An empty prompt before a token is no prompt.
+                    let [q, k, v] = problem.tensors(DType::F32)?;
+                    let output = attention.extend(&q, &k, &v, &mut state)?;
+                    let alone = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
+                    assert_tensor_close(&format!("{map:?}"), &output, &alone, 1e-6);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Masks act on the keys: with hidden values of zero but keys left visible, the normaliser would still count them.
+#[test]
+fn hidden_keys_do_not_count_in_the_normaliser() -> Result<()> {
+    for map in all_kernels() {
+        for causal in [false, true] {
+            let mut problem = padded_problem(map, causal);
+            problem.v.fill(1.0);
+            let output = values(&problem.forward(DType::F64)?)?;
+            let right = |o: f64| o == 0.0 || (o - 1.0).abs() < 1e-12;
+            assert!(output.iter().all(|&o| right(o)), "{map:?}, causal {causal}: an average of ones is not 1");
+        }
+    }
+    Ok(())
+}
