@@ -1,9 +1,7 @@
 //! Projections: exact values, shapes, lengths, orthogonality, names and errors.
 
 use candle_core::{DType, Device};
-use performer_core::projection::{
-    ProjectionKind, Radii, derive_seed, draw, draw_offsets, draw_tensor,
-};
+use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw, draw_offsets, draw_tensor};
 use serde::Deserialize;
 use serde::de::value::{Error as NameError, StrDeserializer};
 
@@ -18,10 +16,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 }
 
 fn lengths(omega: &[f64], d: usize) -> Vec<f64> {
-    omega
-        .chunks_exact(d)
-        .map(|row| dot(row, row).sqrt())
-        .collect()
+    omega.chunks_exact(d).map(|row| dot(row, row).sqrt()).collect()
 }
 
 #[test]
@@ -44,25 +39,11 @@ fn draws_are_pinned_bit_for_bit() {
         assert_eq!(got, bits, "{kind} {radii} ({m}, {d}) at {at:?}");
     }
 
-    let offsets: Vec<u64> = draw_offsets(3, 42)
-        .unwrap()
-        .iter()
-        .map(|b| b.to_bits())
-        .collect();
-    assert_eq!(
-        offsets,
-        [0x40158134609001db, 0x40119c370fe6bdc1, 0x400d73b6f5f995f4]
-    );
+    let offsets: Vec<u64> = draw_offsets(3, 42).unwrap().iter().map(|b| b.to_bits()).collect();
+    assert_eq!(offsets, [0x40158134609001db, 0x40119c370fe6bdc1, 0x400d73b6f5f995f4]);
 
-    let seeds = [
-        derive_seed(0, 0),
-        derive_seed(42, 1),
-        derive_seed(u64::MAX, u64::MAX),
-    ];
-    assert_eq!(
-        seeds,
-        [0x48218226ff3cd4bf, 0x57e1faba65107204, 0x2dfe1aa565b7ff81]
-    );
+    let seeds = [derive_seed(0, 0), derive_seed(42, 1), derive_seed(u64::MAX, u64::MAX)];
+    assert_eq!(seeds, [0x48218226ff3cd4bf, 0x57e1faba65107204, 0x2dfe1aa565b7ff81]);
 }
 
 #[test]
@@ -85,30 +66,18 @@ fn derived_seeds_are_distinct_and_mixed() {
         seeds.insert(seed);
         for stream in 0..100 {
             let derived = derive_seed(seed, stream);
-            assert!(
-                seeds.insert(derived),
-                "derive_seed({seed}, {stream}) came up before"
-            );
+            assert!(seeds.insert(derived), "derive_seed({seed}, {stream}) came up before");
         }
     }
     // Roles do not commute, and nesting is not addition.
     assert_ne!(derive_seed(1, 2), derive_seed(2, 1));
-    assert_ne!(
-        derive_seed(derive_seed(1, 2), 3),
-        derive_seed(derive_seed(1, 3), 2)
-    );
+    assert_ne!(derive_seed(derive_seed(1, 2), 3), derive_seed(derive_seed(1, 3), 2));
     assert_ne!(derive_seed(derive_seed(1, 2), 3), derive_seed(1, 5));
     // One step of either argument flips half of the 64 bits: 32 ± 4 for one pair, here 400 of them.
     let flips = |other: &dyn Fn(u64) -> u64| -> f64 {
-        (0..400)
-            .map(|i| f64::from((derive_seed(i, 7) ^ other(i)).count_ones()))
-            .sum::<f64>()
-            / 400.0
+        (0..400).map(|i| f64::from((derive_seed(i, 7) ^ other(i)).count_ones())).sum::<f64>() / 400.0
     };
-    for mean in [
-        flips(&|i| derive_seed(i, 8)),
-        flips(&|i| derive_seed(i + 1, 7)),
-    ] {
+    for mean in [flips(&|i| derive_seed(i, 8)), flips(&|i| derive_seed(i + 1, 7))] {
         assert!((mean - 32.0).abs() < 1.0, "{mean} bits flip on average");
     }
 }
@@ -122,10 +91,7 @@ fn every_size_is_drawn_and_fewer_rows_are_a_prefix() {
                 for m in [1, d, d + 1, 2 * d, 3 * d + 2] {
                     let drawn = omega(kind, radii, m, d, 9);
                     assert_eq!(drawn.len(), m * d, "{kind} {radii} ({m}, {d})");
-                    assert!(
-                        drawn.iter().all(|w| w.is_finite()),
-                        "{kind} {radii} ({m}, {d})"
-                    );
+                    assert!(drawn.iter().all(|w| w.is_finite()), "{kind} {radii} ({m}, {d})");
                     if radii != Radii::Quantile || kind == Gaussian {
                         assert_eq!(drawn, most[..m * d], "{kind} {radii} ({m}, {d})");
                     }
@@ -137,8 +103,7 @@ fn every_size_is_drawn_and_fewer_rows_are_a_prefix() {
 
 #[test]
 fn blocks_are_orthogonal_and_independent() {
-    let mut cases: Vec<(ProjectionKind, usize)> =
-        [1, 2, 3, 16, 61, 64].map(|d| (Orthogonal, d)).to_vec();
+    let mut cases: Vec<(ProjectionKind, usize)> = [1, 2, 3, 16, 61, 64].map(|d| (Orthogonal, d)).to_vec();
     cases.extend([1, 2, 16, 64].map(|d| (Hadamard, d)));
     for (kind, d) in cases {
         let m = 2 * d + d.div_ceil(2); // the last block is cut
@@ -149,10 +114,7 @@ fn blocks_are_orthogonal_and_independent() {
             for j in 0..i {
                 let cosine = dot(row(i), row(j)) / d as f64;
                 if i / d == j / d {
-                    assert!(
-                        cosine.abs() < 1e-12,
-                        "{kind}, d = {d}: rows {j} and {i} have {cosine}"
-                    );
+                    assert!(cosine.abs() < 1e-12, "{kind}, d = {d}: rows {j} and {i} have {cosine}");
                 } else {
                     across += cosine * cosine;
                 }
@@ -161,35 +123,19 @@ fn blocks_are_orthogonal_and_independent() {
         // Rows of independent blocks have cosines of mean square 1/d.
         let pairs = (d * d + 2 * d * (m - 2 * d)) as f64;
         let ratio = across / pairs * d as f64;
-        assert!(
-            (0.5..2.0).contains(&ratio),
-            "{kind}, d = {d}: mean square cosine across blocks is {ratio} / d"
-        );
+        assert!((0.5..2.0).contains(&ratio), "{kind}, d = {d}: mean square cosine across blocks is {ratio} / d");
         if d > 2 {
-            assert_ne!(
-                drawn[..d * d],
-                drawn[d * d..2 * d * d],
-                "{kind}, d = {d}: two equal blocks"
-            );
+            assert_ne!(drawn[..d * d], drawn[d * d..2 * d * d], "{kind}, d = {d}: two equal blocks");
         }
     }
 }
 
 #[test]
 fn sqrt_lengths_are_exact() {
-    for (kind, d) in [
-        (Orthogonal, 1),
-        (Orthogonal, 3),
-        (Orthogonal, 64),
-        (Hadamard, 1),
-        (Hadamard, 2),
-        (Hadamard, 64),
-    ] {
+    for (kind, d) in [(Orthogonal, 1), (Orthogonal, 3), (Orthogonal, 64), (Hadamard, 1), (Hadamard, 2), (Hadamard, 64)]
+    {
         for length in lengths(&omega(kind, Radii::Sqrt, 2 * d + 1, d, 4), d) {
-            assert!(
-                (length / (d as f64).sqrt() - 1.0).abs() < 1e-14,
-                "{kind}, d = {d}: {length}"
-            );
+            assert!((length / (d as f64).sqrt() - 1.0).abs() < 1e-14, "{kind}, d = {d}: {length}");
         }
     }
 }
@@ -205,10 +151,7 @@ fn quantile_lengths_are_the_quantiles_in_random_order() {
         for (i, length) in sorted.into_iter().enumerate() {
             let level = (i + 1) as f64 / (m + 1) as f64;
             let expected = (-2.0 * (1.0 - level).ln()).sqrt();
-            assert!(
-                (length - expected).abs() < 1e-12,
-                "{kind}: {length}, expected {expected}"
-            );
+            assert!((length - expected).abs() < 1e-12, "{kind}: {length}, expected {expected}");
         }
     }
 }
@@ -217,22 +160,14 @@ fn quantile_lengths_are_the_quantiles_in_random_order() {
 #[test]
 fn hadamard_of_another_size_is_cut_from_the_next_power_of_two() {
     for radii in Radii::ALL {
-        let (whole, cut) = (
-            omega(Hadamard, radii, 11, 8, 2),
-            omega(Hadamard, radii, 11, 5, 2),
-        );
+        let (whole, cut) = (omega(Hadamard, radii, 11, 8, 2), omega(Hadamard, radii, 11, 5, 2));
         for (whole, cut) in whole.chunks_exact(8).zip(cut.chunks_exact(5)) {
             assert_eq!(whole[..5], *cut, "{radii}");
         }
     }
     let cut = omega(Hadamard, Radii::Sqrt, 8, 5, 2);
-    let skew = (1..8)
-        .map(|i| dot(&cut[..5], &cut[i * 5..][..5]).abs())
-        .fold(0.0, f64::max);
-    assert!(
-        skew > 0.1,
-        "rows of 5 of 8 columns are orthogonal to {skew}"
-    );
+    let skew = (1..8).map(|i| dot(&cut[..5], &cut[i * 5..][..5]).abs()).fold(0.0, f64::max);
+    assert!(skew > 0.1, "rows of 5 of 8 columns are orthogonal to {skew}");
 }
 
 #[test]
@@ -247,15 +182,9 @@ fn tensors_hold_the_rounded_draw() -> candle_core::Result<()> {
             DType::F16 => 2f64.powi(-11),
             _ => 2f64.powi(-8),
         };
-        let values = tensor
-            .to_dtype(DType::F64)?
-            .flatten_all()?
-            .to_vec1::<f64>()?;
+        let values = tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         for (got, expected) in values.iter().zip(&drawn) {
-            assert!(
-                (got - expected).abs() <= precision * expected.abs(),
-                "{dtype:?}: {got}, expected {expected}"
-            );
+            assert!((got - expected).abs() <= precision * expected.abs(), "{dtype:?}: {got}, expected {expected}");
         }
     }
     Ok(())
@@ -266,37 +195,19 @@ fn errors_say_what_was_wrong() {
     let text = |result: candle_core::Result<Vec<f64>>| result.expect_err("an error").to_string();
     for kind in ProjectionKind::ALL {
         let no_rows = text(draw(kind, Radii::Chi, 0, 4, 1));
-        assert!(
-            no_rows.contains("m, the number of random features, is 0; it must be at least 1"),
-            "{no_rows}"
-        );
+        assert!(no_rows.contains("m, the number of random features, is 0; it must be at least 1"), "{no_rows}");
         let no_columns = text(draw(kind, Radii::Chi, 4, 0, 1));
-        assert!(
-            no_columns.contains("d, the dimension of a query or key, is 0; it must be at least 1"),
-            "{no_columns}"
-        );
+        assert!(no_columns.contains("d, the dimension of a query or key, is 0; it must be at least 1"), "{no_columns}");
         for (m, d) in [(usize::MAX, 2), (2, usize::MAX), (1, usize::MAX / 2)] {
             let huge = text(draw(kind, Radii::Sqrt, m, d, 1));
-            assert!(
-                huge.contains(&format!(
-                    "m = {m} rows of d = {d} numbers do not fit in memory"
-                )),
-                "{huge}"
-            );
+            assert!(huge.contains(&format!("m = {m} rows of d = {d} numbers do not fit in memory")), "{huge}");
         }
     }
     let no_offsets = text(draw_offsets(0, 1));
-    assert!(
-        no_offsets.contains("m, the number of random features, is 0"),
-        "{no_offsets}"
-    );
-    let integers = draw_tensor(Gaussian, Radii::Chi, 2, 2, 1, DType::U32, &Device::Cpu)
-        .expect_err("an error")
-        .to_string();
-    assert!(
-        integers.contains("dtype is u32; it must be a floating-point type"),
-        "{integers}"
-    );
+    assert!(no_offsets.contains("m, the number of random features, is 0"), "{no_offsets}");
+    let integers =
+        draw_tensor(Gaussian, Radii::Chi, 2, 2, 1, DType::U32, &Device::Cpu).expect_err("an error").to_string();
+    assert!(integers.contains("dtype is u32; it must be a floating-point type"), "{integers}");
 }
 
 #[test]
@@ -314,23 +225,12 @@ fn names_are_the_same_everywhere() {
         assert_eq!(name.parse::<Radii>().unwrap(), radii);
         assert_eq!(serde_name::<Radii>(&name).unwrap(), radii);
     }
-    let unknown = "Gauss"
-        .parse::<ProjectionKind>()
-        .expect_err("an error")
-        .to_string();
+    let unknown = "Gauss".parse::<ProjectionKind>().expect_err("an error").to_string();
     assert!(
-        unknown.contains(
-            "unknown projection \"Gauss\": it must be one of gaussian, orthogonal, hadamard"
-        ),
+        unknown.contains("unknown projection \"Gauss\": it must be one of gaussian, orthogonal, hadamard"),
         "{unknown}"
     );
     let unknown = "".parse::<Radii>().expect_err("an error").to_string();
-    assert!(
-        unknown.contains("unknown radii \"\": it must be one of chi, sqrt, quantile"),
-        "{unknown}"
-    );
-    assert_eq!(
-        (ProjectionKind::default(), Radii::default()),
-        (Orthogonal, Radii::Chi)
-    );
+    assert!(unknown.contains("unknown radii \"\": it must be one of chi, sqrt, quantile"), "{unknown}");
+    assert_eq!((ProjectionKind::default(), Radii::default()), (Orthogonal, Radii::Chi));
 }

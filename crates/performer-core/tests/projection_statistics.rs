@@ -26,9 +26,7 @@ fn householder_q(matrix: &[f64], d: usize, fix_signs: bool) -> Vec<f64> {
     let mut r = matrix.to_vec();
     let mut q: Vec<f64> = (0..d * d).map(|i| f64::from(i / d == i % d)).collect();
     for k in 0..d - 1 {
-        let mut v: Vec<f64> = (0..d)
-            .map(|i| if i < k { 0.0 } else { r[i * d + k] })
-            .collect();
+        let mut v: Vec<f64> = (0..d).map(|i| if i < k { 0.0 } else { r[i * d + k] }).collect();
         v[k] += dot(&v, &v).sqrt().copysign(v[k]);
         let scale = 2.0 / dot(&v, &v);
         for j in 0..d {
@@ -62,37 +60,22 @@ fn blocks_are_uncorrelated() {
                 })
                 .collect();
             let off = standard_errors(&cosines, 0.0);
-            assert!(
-                off.abs() < 4.0,
-                "{kind}: rows 0 and {}: {off} standard errors",
-                d + j
-            );
+            assert!(off.abs() < 4.0, "{kind}: rows 0 and {}: {off} standard errors", d + j);
         }
     }
 }
 
 #[test]
 fn chi_lengths_are_those_of_gaussian_vectors() {
-    for (kind, d) in [
-        (Gaussian, 16),
-        (Orthogonal, 3),
-        (Orthogonal, 16),
-        (Hadamard, 16),
-    ] {
+    for (kind, d) in [(Gaussian, 16), (Orthogonal, 3), (Orthogonal, 16), (Hadamard, 16)] {
         let drawn = omega(kind, Radii::Chi, 4000, d, 3);
         let squares: Vec<f64> = drawn.chunks_exact(d).map(|row| dot(row, row)).collect();
         let d = d as f64;
         let mean = standard_errors(&squares, d);
         let spread: Vec<f64> = squares.iter().map(|s| (s - d).powi(2)).collect();
         let spread = standard_errors(&spread, 2.0 * d);
-        assert!(
-            mean.abs() < 3.0,
-            "{kind}, d = {d}: E‖ω‖² is off by {mean} standard errors"
-        );
-        assert!(
-            spread.abs() < 3.0,
-            "{kind}, d = {d}: Var‖ω‖² is off by {spread} standard errors"
-        );
+        assert!(mean.abs() < 3.0, "{kind}, d = {d}: E‖ω‖² is off by {mean} standard errors");
+        assert!(spread.abs() < 3.0, "{kind}, d = {d}: Var‖ω‖² is off by {spread} standard errors");
     }
 }
 
@@ -104,10 +87,7 @@ fn orthogonal_is_the_sign_corrected_qr_of_the_gaussian() {
         let drawn = omega(Orthogonal, Radii::Sqrt, d, d, 6);
         for (got, expected) in drawn.iter().zip(expected) {
             let got = got / (d as f64).sqrt();
-            assert!(
-                (got - expected).abs() < 1e-12,
-                "d = {d}: {got}, expected {expected}"
-            );
+            assert!((got - expected).abs() < 1e-12, "d = {d}: {got}, expected {expected}");
         }
     }
 }
@@ -142,20 +122,14 @@ fn orthogonal_blocks_are_haar_distributed() {
     let seeds = 0..4000;
     let drawn: Vec<Vec<f64>> = seeds
         .clone()
-        .map(|seed| {
-            omega(Orthogonal, Radii::Sqrt, d, d, seed)
-                .iter()
-                .map(|w| w / (d as f64).sqrt())
-                .collect()
-        })
+        .map(|seed| omega(Orthogonal, Radii::Sqrt, d, d, seed).iter().map(|w| w / (d as f64).sqrt()).collect())
         .collect();
     let deviation = haar_deviation(d, &drawn);
     assert!(deviation < 3.5, "{deviation} standard errors"); // the largest of 34 statistics
 
     // The statistics have the power to tell: Householder QR without the sign fix is far outside.
-    let unsigned: Vec<Vec<f64>> = seeds
-        .map(|seed| householder_q(&omega(Gaussian, Radii::Chi, d, d, seed), d, false))
-        .collect();
+    let unsigned: Vec<Vec<f64>> =
+        seeds.map(|seed| householder_q(&omega(Gaussian, Radii::Chi, d, d, seed), d, false)).collect();
     let deviation = haar_deviation(d, &unsigned);
     assert!(deviation > 30.0, "{deviation} standard errors");
 }
@@ -172,10 +146,7 @@ fn directions_are_uniform_on_the_sphere() {
                 })
                 .collect();
             let off = standard_errors(&fourth, expected);
-            assert!(
-                off.abs() < 4.0,
-                "d = {d}, row {row}: E q⁴ is off by {off} standard errors"
-            );
+            assert!(off.abs() < 4.0, "d = {d}, row {row}: E q⁴ is off by {off} standard errors");
         }
     }
 }
@@ -192,18 +163,11 @@ fn chi_rows_estimate_the_softmax_kernel_without_bias() {
             let estimates: Vec<f64> = (0..4000)
                 .map(|seed| {
                     let drawn = omega(kind, Radii::Chi, m, d, seed);
-                    drawn
-                        .chunks_exact(d)
-                        .map(|row| dot(row, &z).exp())
-                        .sum::<f64>()
-                        / m as f64
+                    drawn.chunks_exact(d).map(|row| dot(row, &z).exp()).sum::<f64>() / m as f64
                 })
                 .collect();
             let off = standard_errors(&estimates, (dot(&z, &z) / 2.0).exp());
-            assert!(
-                off.abs() < 3.0,
-                "{kind}, z = {z:?}: biased by {off} standard errors"
-            );
+            assert!(off.abs() < 3.0, "{kind}, z = {z:?}: biased by {off} standard errors");
         }
     }
 }
@@ -212,18 +176,10 @@ fn chi_rows_estimate_the_softmax_kernel_without_bias() {
 fn hadamard_entries_have_mean_0_and_variance_1() {
     for d in [1, 4, 5] {
         for i in 0..3 * d {
-            let entries: Vec<f64> = (0..1000)
-                .map(|seed| omega(Hadamard, Radii::Chi, 3, d, seed)[i])
-                .collect();
+            let entries: Vec<f64> = (0..1000).map(|seed| omega(Hadamard, Radii::Chi, 3, d, seed)[i]).collect();
             let squares: Vec<f64> = entries.iter().map(|w| w * w).collect();
-            let off = [
-                standard_errors(&entries, 0.0),
-                standard_errors(&squares, 1.0),
-            ];
-            assert!(
-                off.iter().all(|off| off.abs() < 4.0),
-                "d = {d}, entry {i}: {off:?} standard errors"
-            );
+            let off = [standard_errors(&entries, 0.0), standard_errors(&squares, 1.0)];
+            assert!(off.iter().all(|off| off.abs() < 4.0), "d = {d}, entry {i}: {off:?} standard errors");
         }
     }
 }
@@ -232,9 +188,7 @@ fn hadamard_entries_have_mean_0_and_variance_1() {
 #[test]
 fn hadamard_entries_have_independent_signs() {
     let product = |w: Vec<f64>| w[0] * w[1] * w[2] * w[3];
-    let products: Vec<f64> = (0..1000)
-        .map(|seed| product(omega(Hadamard, Radii::Sqrt, 1, 4, seed)))
-        .collect();
+    let products: Vec<f64> = (0..1000).map(|seed| product(omega(Hadamard, Radii::Sqrt, 1, 4, seed))).collect();
     let off = standard_errors(&products, 0.0);
     assert!(off.abs() < 4.0, "{off} standard errors");
 }
@@ -242,21 +196,11 @@ fn hadamard_entries_have_independent_signs() {
 #[test]
 fn offsets_are_uniform_phases() {
     let offsets = draw_offsets(20_000, 3).unwrap();
-    assert!(
-        offsets
-            .iter()
-            .all(|b| (0.0..std::f64::consts::TAU).contains(b))
-    );
+    assert!(offsets.iter().all(|b| (0.0..std::f64::consts::TAU).contains(b)));
     for harmonic in 1..4 {
-        let cosines: Vec<f64> = offsets
-            .iter()
-            .map(|b| (b * f64::from(harmonic)).cos())
-            .collect();
+        let cosines: Vec<f64> = offsets.iter().map(|b| (b * f64::from(harmonic)).cos()).collect();
         let off = standard_errors(&cosines, 0.0);
-        assert!(
-            off.abs() < 3.0,
-            "harmonic {harmonic}: {off} standard errors"
-        );
+        assert!(off.abs() < 3.0, "harmonic {harmonic}: {off} standard errors");
     }
     let mean = standard_errors(&offsets, std::f64::consts::PI);
     assert!(mean.abs() < 3.0, "mean: {mean} standard errors");
@@ -265,9 +209,6 @@ fn offsets_are_uniform_phases() {
     let normals = omega(Gaussian, Radii::Chi, 100, 2, 3);
     for pair in normals.chunks_exact(2) {
         let angle = pair[1].atan2(pair[0]).rem_euclid(std::f64::consts::TAU);
-        assert!(
-            offsets.iter().all(|b| (b - angle).abs() > 1e-12),
-            "an offset is used twice"
-        );
+        assert!(offsets.iter().all(|b| (b - angle).abs() > 1e-12), "an offset is used twice");
     }
 }

@@ -148,7 +148,11 @@ impl FromStr for AttentionConfig {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
             "softmax" => return Err(format!("softmax takes no settings, but '{settings}' was given")),
             "favor" => {}
-            _ => return Err(format!("unknown attention '{kind}'; known are softmax and favor[:m=128,map=...,projection=...,radii=...]")),
+            _ => {
+                return Err(format!(
+                    "unknown attention '{kind}'; known are softmax and favor[:m=128,map=...,projection=...,radii=...]"
+                ));
+            }
         }
         let mut config = FavorConfig::default();
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
@@ -158,7 +162,11 @@ impl FromStr for AttentionConfig {
             match key {
                 "m" | "features" => match value.parse() {
                     Ok(m) if m > 0 => config.features = m,
-                    _ => return Err(format!("m={value}: the number of random features must be a whole number of at least 1")),
+                    _ => {
+                        return Err(format!(
+                            "m={value}: the number of random features must be a whole number of at least 1"
+                        ));
+                    }
                 },
                 "map" => config.map = value.parse::<FeatureMapKind>()?,
                 "projection" => config.projection = value.parse().map_err(|e| format!("{e}"))?,
@@ -197,7 +205,10 @@ impl ModelConfig {
         ensure!(h.is_multiple_of(kv), "model config: heads {h} must be a multiple of kv_heads {kv}");
         ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
         if matches!(self.positions, Positions::Rotary { .. }) && !self.head_dim().is_multiple_of(2) {
-            bail!("model config: rotary positions need an even head dimension; hidden_size / heads is {}", self.head_dim());
+            bail!(
+                "model config: rotary positions need an even head dimension; hidden_size / heads is {}",
+                self.head_dim()
+            );
         }
         Ok(())
     }
@@ -241,7 +252,9 @@ impl TrainingConfig {
     /// # Errors
     /// Names the field, what it is and what it must be.
     pub fn validate(&self) -> Result<()> {
-        for (name, value) in [("epochs", self.epochs), ("batch_size", self.batch_size), ("micro_batch", self.micro_batch)] {
+        for (name, value) in
+            [("epochs", self.epochs), ("batch_size", self.batch_size), ("micro_batch", self.micro_batch)]
+        {
             ensure!(value > 0, "training config: {name} is 0; it must be at least 1");
         }
         let lr = self.learning_rate;
@@ -293,11 +306,23 @@ mod tests {
 
     #[test]
     fn attention_reads_back_what_it_shows() {
-        for text in ["softmax", "favor:m=64", "favor:m=32,map=relu,projection=gaussian", "favor:map=elu", "favor:m=128,radii=sqrt"] {
+        for text in [
+            "softmax",
+            "favor:m=64",
+            "favor:m=32,map=relu,projection=gaussian",
+            "favor:map=elu",
+            "favor:m=128,radii=sqrt",
+        ] {
             assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
         }
         assert_eq!("favor".parse::<AttentionConfig>().unwrap().to_string(), "favor:m=128");
-        for (bad, word) in [("linear", "softmax and favor"), ("favor:m=0", "at least 1"), ("favor:64", "KEY=VALUE"), ("favor:map=x", "unknown feature map"), ("softmax:m=1", "no settings")] {
+        for (bad, word) in [
+            ("linear", "softmax and favor"),
+            ("favor:m=0", "at least 1"),
+            ("favor:64", "KEY=VALUE"),
+            ("favor:map=x", "unknown feature map"),
+            ("softmax:m=1", "no settings"),
+        ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();
             assert!(error.contains(word), "{bad}: {error}");
         }

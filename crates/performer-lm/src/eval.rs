@@ -57,7 +57,10 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
     )?;
     let (total, count) = sums.iter().fold((0.0, 0), |a, s| (a.0 + s.0, a.1 + s.1));
     let val_loss = total / count as f64;
-    ensure!(val_loss.is_finite(), "the loss over this text is {val_loss}: the model's weights hold values that are not finite");
+    ensure!(
+        val_loss.is_finite(),
+        "the loss over this text is {val_loss}: the model's weights hold values that are not finite"
+    );
     Ok(Evaluation {
         val_loss,
         perplexity: val_loss.exp(),
@@ -72,7 +75,9 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
 pub(crate) fn batch_inputs(batch: &Batch, model: &Decoder) -> Result<Tensor> {
     let vocabulary = model.config().vocab_size;
     if let Some(id) = batch.inputs.iter().chain(&batch.targets).find(|&&id| id as usize >= vocabulary) {
-        anyhow::bail!("token {id} lies beyond the model's vocabulary of {vocabulary}: text and model have different tokenizers");
+        anyhow::bail!(
+            "token {id} lies beyond the model's vocabulary of {vocabulary}: text and model have different tokenizers"
+        );
     }
     Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?)
 }

@@ -23,30 +23,66 @@ use super::{
     full::{hide, query_weights},
     input::{FLOOR, Inputs, normalise, values_and_one},
 };
-use crate::features::{FeatureMap, Features};
+use crate::{
+    features::{FeatureMap, Features},
+    kernels::causal_favor,
+};
+
+/// Causal attention in one pass: rows `(N, T·G, Dv)`.
+pub(super) fn forward(map: &dyn FeatureMap, inputs: &Inputs, chunk: usize) -> Result<Tensor> {
+    let features = Mapped::new(map, inputs)?;
+    if features.scale.is_none() && causal_favor::takes(&features.q) {
+        return causal_favor::causal_favor(&features.q, &features.k, &inputs.v);
+    }
+    Ok(attend(features, inputs, chunk, None)?.0)
+}
 
 /// Causal attention from `state` on: rows `(N, T·G, Dv)` and the state after the last token.
-pub(super) fn attend(
+pub(super) fn extend(
     map: &dyn FeatureMap,
     inputs: &Inputs,
     chunk: usize,
     state: Option<&PrefixSums>,
 ) -> Result<(Tensor, PrefixSums)> {
-    let (n, t, g, _) = inputs.q.dims4()?;
-    let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
-    let (q, k, scale) = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
-        (Features::Log(q), Features::Log(k)) => (q, hide(&k, inputs.keys.as_ref())?, None),
-        (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
-            let scale = match log_scale {
-                Some(scale) => scale,
-                None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
-            };
-            (q, k, Some(hide(&scale, inputs.keys.as_ref())?))
+    attend(Mapped::new(map, inputs)?, inputs, chunk, state)
+}
+
+/// Features of queries and keys, hidden keys at scale `−∞`.
+struct Mapped {
+    /// Log-features or, if there is a scale, values: `(N, T, G, F)`.
+    q: Tensor,
+    /// The same: `(N, T, F)`.
+    k: Tensor,
+    /// Log-scales of the keys, `(N, T, 1)`, for maps that are not positive.
+    scale: Option<Tensor>,
+}
+
+impl Mapped {
+    fn new(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Self> {
+        match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
+            (Features::Log(q), Features::Log(k)) => Ok(Self { q, k: hide(&k, inputs.keys.as_ref())?, scale: None }),
+            (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+                let scale = match log_scale {
+                    Some(scale) => scale,
+                    None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
+                };
+                Ok(Self { q, k, scale: Some(hide(&scale, inputs.keys.as_ref())?) })
+            }
+            _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
         }
-        _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
-    };
+    }
+}
+
+fn attend(
+    Mapped { q, k, scale }: Mapped,
+    inputs: &Inputs,
+    chunk: usize,
+    state: Option<&PrefixSums>,
+) -> Result<(Tensor, PrefixSums)> {
+    let (n, t, g, f) = q.dims4()?;
+    let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
     if let Some(state) = state {
-        let (f, scales) = (map.feature_dim(), scale.as_ref().unwrap_or(&k).dim(D::Minus1)?);
+        let scales = scale.as_ref().unwrap_or(&k).dim(D::Minus1)?;
         state.check([n, f, inputs.v.dim(2)? + 1], [n, 1, scales], v1.dtype())?;
         // The first token goes the way of all sequences, or it would depend in its last bit on whether others follow.
         if t == 1 {
@@ -55,8 +91,7 @@ pub(super) fn attend(
     }
     let chunks = Chunks { count: t.div_ceil(chunk), size: chunk, group: g };
     // Padding sits after every real token, has no weight and raises no maximum.
-    let q = chunks.split(&q.reshape((n, t, g * map.feature_dim()))?, 0.0)?;
-    let q = q.reshape((n, chunks.count, chunk * g, map.feature_dim()))?;
+    let q = chunks.split(&q.reshape((n, t, g * f))?, 0.0)?.reshape((n, chunks.count, chunk * g, f))?;
     let v1 = chunks.split(&v1, 0.0)?;
     let (rows, state) = match scale {
         None => positive(&chunks, &q, &chunks.split(&k, f64::NEG_INFINITY)?, &v1, state)?,

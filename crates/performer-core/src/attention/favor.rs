@@ -162,7 +162,7 @@ impl Attention for Favor {
         let rows = if n * tq == 0 || inputs.k.dim(1)? == 0 {
             Tensor::zeros((n, tq * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?
         } else if mask.is_causal() {
-            causal::attend(&*self.map, &inputs, self.chunk, None)?.0
+            causal::forward(&*self.map, &inputs, self.chunk)?
         } else {
             full::attend(&*self.map, &inputs)?
         };
@@ -179,7 +179,7 @@ impl Attention for Favor {
         let rows = if n * t == 0 {
             Tensor::zeros((n, t * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?
         } else {
-            let (rows, sums) = causal::attend(&*self.map, &inputs, self.chunk, state.sums.as_ref())?;
+            let (rows, sums) = causal::extend(&*self.map, &inputs, self.chunk, state.sums.as_ref())?;
             state.sums = Some(sums.detach());
             rows
         };

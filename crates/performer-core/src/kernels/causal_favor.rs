@@ -92,11 +92,8 @@ impl CustomOp3 for CausalFavor {
         let (lq, lk, v, out, grad) =
             (lq.detach(), lk.detach(), v.detach(), out.detach().contiguous()?, grad.detach().contiguous()?);
         let s = Sizes::new(lq.layout(), v.layout())?;
-        let (mut dlq, mut dlk, mut dv) = (
-            vec![0f32; s.n * s.t * s.g * s.f],
-            vec![0f32; s.n * s.t * s.f],
-            vec![0f32; s.n * s.t * s.dv],
-        );
+        let (mut dlq, mut dlk, mut dv) =
+            (vec![0f32; s.n * s.t * s.g * s.f], vec![0f32; s.n * s.t * s.f], vec![0f32; s.n * s.t * s.dv]);
         with_values([&lq, &lk, &v, &out, &grad], |[lq, lk, v, out, grad]| {
             let rows = s.t * s.g * s.dv;
             let heads = dlq
@@ -282,10 +279,10 @@ impl<'a> Head<'a> {
                         *s *= d;
                     }
                 }
-                for row in t * g..(t + 1) * g {
+                for (row, &den) in dens.iter().enumerate().take((t + 1) * g).skip(t * g) {
                     w.take_query(self.query(row));
                     let values = row * width..(row + 1) * width;
-                    Self::grad_of_sums(&mut dn, &grad[values.clone()], &out[values], dens[row]);
+                    Self::grad_of_sums(&mut dn, &grad[values.clone()], &out[values], den);
                     for (sum, &dn) in future.chunks_exact_mut(padded).zip(&dn) {
                         for (s, &q) in sum.iter_mut().zip(&w.query) {
                             *s += q * dn;

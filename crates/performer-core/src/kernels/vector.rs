@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn reductions_cover_every_lane() {
         let a: Vec<f32> = (0..48).map(|i| i as f32).collect();
-        assert_eq!(dot(&a, &vec![1.0; 48]), 48.0 * 47.0 / 2.0);
+        assert_eq!(dot(&a, &[1.0; 48]), 48.0 * 47.0 / 2.0);
         for i in 0..48 {
             let mut a = vec![-1.0; 48];
             a[i] = 3.0;

@@ -58,15 +58,7 @@ mod tests {
             column[j] = 1.0;
             walsh_hadamard(&mut column);
             for (i, w) in column.into_iter().enumerate() {
-                assert_eq!(
-                    w,
-                    if (i & j).count_ones() % 2 == 0 {
-                        1.0
-                    } else {
-                        -1.0
-                    },
-                    "entry ({i}, {j})"
-                );
+                assert_eq!(w, if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 }, "entry ({i}, {j})");
             }
         }
     }

@@ -103,11 +103,7 @@ impl FromStr for ProjectionKind {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        parse(
-            "projection",
-            text,
-            &Self::ALL.map(|kind| (kind.name(), kind)),
-        )
+        parse("projection", text, &Self::ALL.map(|kind| (kind.name(), kind)))
     }
 }
 
@@ -117,10 +113,7 @@ fn parse<T: Copy>(what: &str, text: &str, values: &[(&str, T)]) -> Result<T> {
         Some((_, value)) => Ok(*value),
         None => {
             let names: Vec<&str> = values.iter().map(|(name, _)| *name).collect();
-            bail!(
-                "unknown {what} {text:?}: it must be one of {}",
-                names.join(", ")
-            )
+            bail!("unknown {what} {text:?}: it must be one of {}", names.join(", "))
         }
     }
 }
@@ -156,10 +149,7 @@ pub fn draw(kind: ProjectionKind, radii: Radii, m: usize, d: usize, seed: u64) -
             _ => orthogonal::fill_block(&mut rng, d, block),
         }
     }
-    for (row, radius) in omega
-        .chunks_exact_mut(d)
-        .zip(radii.lengths(m, block_rows, seed))
-    {
+    for (row, radius) in omega.chunks_exact_mut(d).zip(radii.lengths(m, block_rows, seed)) {
         row.iter_mut().for_each(|w| *w *= radius);
     }
     Ok(omega)
@@ -180,16 +170,11 @@ pub fn draw_tensor(
     device: &Device,
 ) -> Result<Tensor> {
     if !dtype.is_float() {
-        bail!(
-            "projection: dtype is {}; it must be a floating-point type",
-            dtype.as_str()
-        );
+        bail!("projection: dtype is {}; it must be a floating-point type", dtype.as_str());
     }
     // Rounded on the CPU: not every device has f64.
     let omega = draw(kind, radii, m, d, seed)?;
-    Tensor::from_vec(omega, (m, d), &Device::Cpu)?
-        .to_dtype(dtype)?
-        .to_device(device)
+    Tensor::from_vec(omega, (m, d), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
 /// Draws the `m` phases `b_r ~ U[0, 2π)` of the random Fourier map `√(2/m) cos(ω_r·x + b_r)`
@@ -221,9 +206,7 @@ fn zeros(m: usize, d: usize) -> Result<Vec<f64>> {
     let mut zeros = Vec::new();
     match m.checked_mul(d).map(|n| (n, zeros.try_reserve_exact(n))) {
         Some((n, Ok(()))) => zeros.resize(n, 0.0),
-        _ => bail!(
-            "projection: m = {m} rows of d = {d} numbers do not fit in memory; use a smaller m or d"
-        ),
+        _ => bail!("projection: m = {m} rows of d = {d} numbers do not fit in memory; use a smaller m or d"),
     }
     Ok(zeros)
 }

@@ -132,10 +132,7 @@ mod tests {
     use super::*;
 
     fn assert_close(got: f64, expected: f64, what: &str) {
-        assert!(
-            (got / expected - 1.0).abs() < 1e-12,
-            "{what}: {got}, expected {expected}"
-        );
+        assert!((got / expected - 1.0).abs() < 1e-12, "{what}: {got}, expected {expected}");
     }
 
     #[test]
@@ -143,11 +140,7 @@ mod tests {
         for i in 1..100 {
             let level = f64::from(i) / 100.0;
             let expected = (-2.0 * (1.0 - level).ln()).sqrt(); // two dimensions: 1 − e^{−r²/2}
-            assert_close(
-                chi_quantile(level, 2),
-                expected,
-                &format!("level {level} of chi(2)"),
-            );
+            assert_close(chi_quantile(level, 2), expected, &format!("level {level} of chi(2)"));
         }
     }
 
@@ -166,11 +159,7 @@ mod tests {
             (2048, 1.0 / 10.0, 44.344_344_182_748_87),
         ];
         for (dim, level, expected) in cases {
-            assert_close(
-                chi_quantile(level, dim),
-                expected,
-                &format!("level {level} of chi({dim})"),
-            );
+            assert_close(chi_quantile(level, dim), expected, &format!("level {level} of chi({dim})"));
         }
     }
 
@@ -179,10 +168,7 @@ mod tests {
         // The two branches, series and complement, agree where one takes over from the other.
         for a in [0.5, 1.0, 1.5, 8.0, 31.5, 32.0, 128.0, 1000.5] {
             let (below, above) = (gamma_cdf(a, a * (1.0 - 1e-15)), gamma_cdf(a, a));
-            assert!(
-                (below - above).abs() < 1e-11,
-                "P({a}, {a}): {below} from below, {above} from above"
-            );
+            assert!((below - above).abs() < 1e-11, "P({a}, {a}): {below} from below, {above} from above");
         }
     }
 }

@@ -67,11 +67,7 @@ impl Rng {
 
     /// −1 or 1, equally likely.
     pub(super) fn sign(&mut self) -> f64 {
-        if self.0.next_u64() >> 63 == 0 {
-            1.0
-        } else {
-            -1.0
-        }
+        if self.0.next_u64() >> 63 == 0 { 1.0 } else { -1.0 }
     }
 
     /// Puts `items` in a uniformly random order (Fisher and Yates).
@@ -113,16 +109,8 @@ mod tests {
     /// SplitMix64's published outputs for seed 1234567: the key expansion is that generator.
     #[test]
     fn mix_is_splitmix64() {
-        let outputs =
-            [1, 2, 3].map(|i| mix(1_234_567u64.wrapping_add(GOLDEN_GAMMA.wrapping_mul(i))));
-        assert_eq!(
-            outputs,
-            [
-                6457827717110365317,
-                3203168211198807973,
-                9817491932198370423
-            ]
-        );
+        let outputs = [1, 2, 3].map(|i| mix(1_234_567u64.wrapping_add(GOLDEN_GAMMA.wrapping_mul(i))));
+        assert_eq!(outputs, [6457827717110365317, 3203168211198807973, 9817491932198370423]);
     }
 
     #[test]
@@ -141,17 +129,11 @@ mod tests {
         ];
         for (name, got, expected, sd) in cases {
             let errors = (got - expected) / (sd / (n as f64).sqrt());
-            assert!(
-                errors.abs() < 4.0,
-                "{name}: {got}, expected {expected}, off by {errors} standard errors"
-            );
+            assert!(errors.abs() < 4.0, "{name}: {got}, expected {expected}, off by {errors} standard errors");
         }
         // The two halves of a pair are independent.
         let pairs = z.chunks_exact(2).map(|p| p[0] * p[1]).sum::<f64>() / (n as f64 / 2.0).sqrt();
-        assert!(
-            pairs.abs() < 4.0,
-            "correlation of a pair: {pairs} standard errors"
-        );
+        assert!(pairs.abs() < 4.0, "correlation of a pair: {pairs} standard errors");
     }
 
     #[test]
@@ -168,10 +150,7 @@ mod tests {
         }
         assert_eq!(orders.len(), 6);
         for (order, count) in orders {
-            assert!(
-                (880..1120).contains(&count),
-                "{order:?} came {count} times of 6000, expected about 1000"
-            );
+            assert!((880..1120).contains(&count), "{order:?} came {count} times of 6000, expected about 1000");
         }
     }
 }

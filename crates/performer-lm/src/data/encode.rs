@@ -112,15 +112,9 @@ mod tests {
     fn documents_end_with_the_end_of_text() {
         let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
         let docs = documents("One cat.<|endoftext|>Two cats.");
-        let batches: Vec<_> = encode_documents(&tokenizer, &docs)
-            .map(Result::unwrap)
-            .collect();
-        let expected = [
-            tokenizer.encode("One cat.").unwrap(),
-            vec![0],
-            tokenizer.encode("Two cats.").unwrap(),
-            vec![0],
-        ];
+        let batches: Vec<_> = encode_documents(&tokenizer, &docs).map(Result::unwrap).collect();
+        let expected =
+            [tokenizer.encode("One cat.").unwrap(), vec![0], tokenizer.encode("Two cats.").unwrap(), vec![0]];
         assert_eq!(batches, [(expected.concat(), 17)]);
     }
 
@@ -130,10 +124,7 @@ mod tests {
         let mut all = vec![String::new()];
         let mut last = all.clone();
         for _ in 0..5 {
-            last = last
-                .iter()
-                .flat_map(|text| parts.map(|part| text.clone() + part))
-                .collect();
+            last = last.iter().flat_map(|text| parts.map(|part| text.clone() + part)).collect();
             all.extend_from_slice(&last);
         }
         all
@@ -146,10 +137,7 @@ mod tests {
         let texts = tricky();
         let batch: Vec<_> = texts.iter().map(|text| (text.as_str(), true)).collect();
         let mut known = Words::default();
-        let (fast, slow) = (
-            known.encode(&tokenizer, &batch).unwrap(),
-            encode(&tokenizer, &batch).unwrap(),
-        );
+        let (fast, slow) = (known.encode(&tokenizer, &batch).unwrap(), encode(&tokenizer, &batch).unwrap());
         if fast != slow {
             // Say which.
             for &one in &batch {
@@ -165,12 +153,9 @@ mod tests {
     #[test]
     fn long_documents_are_encoded_like_the_whole() {
         let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
-        let text =
-            "The cats went. \n\nThey  were \n happy, 3 times.\n\n\n And   日本 more. ".repeat(5000);
+        let text = "The cats went. \n\nThey  were \n happy, 3 times.\n\n\n And   日本 more. ".repeat(5000);
         let docs = documents(&text);
-        let batches: Vec<_> = encode_documents(&tokenizer, &docs)
-            .map(|batch| batch.unwrap().0)
-            .collect();
+        let batches: Vec<_> = encode_documents(&tokenizer, &docs).map(|batch| batch.unwrap().0).collect();
         let whole = encode(&tokenizer, &[(text.trim(), true)]).unwrap();
         assert!(batches.concat() == whole);
     }

@@ -24,19 +24,13 @@ impl Text {
     /// Maps a file and checks that all of it is UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let metadata = file
-            .metadata()
-            .with_context(|| format!("cannot read {}", path.display()))?;
+        let metadata = file.metadata().with_context(|| format!("cannot read {}", path.display()))?;
         if !metadata.is_file() {
-            bail!(
-                "{} is not a regular file; save its content in a text file and give that",
-                path.display()
-            );
+            bail!("{} is not a regular file; save its content in a text file and give that", path.display());
         }
         // SAFETY: a map is sound as long as nobody changes the file beneath it; a data file is not written while it is
         // being trained on.
-        let map = unsafe { Mmap::map(&file) }
-            .with_context(|| format!("cannot memory-map {}", path.display()))?;
+        let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
         if let Err(error) = std::str::from_utf8(&map) {
             bail!(
                 "{} is not UTF-8 text: invalid byte at offset {}; convert it, for instance with \
@@ -103,8 +97,7 @@ pub(crate) fn cut(text: &str, min: usize) -> usize {
             _ => word = word.or(Some(at)),
         }
     }
-    line.or(word)
-        .unwrap_or_else(|| text.ceil_char_boundary(2 * min))
+    line.or(word).unwrap_or_else(|| text.ceil_char_boundary(2 * min))
 }
 
 /// `text` in parts of at least `min` bytes (but the last), cut as [`cut`] does.
@@ -129,11 +122,7 @@ pub struct Documents {
 
 impl Documents {
     pub(crate) fn new(text: Arc<Text>, spans: Vec<Range<usize>>) -> Self {
-        Self {
-            text,
-            spans,
-            hash: OnceLock::new(),
-        }
+        Self { text, spans, hash: OnceLock::new() }
     }
 
     /// Number of documents.
@@ -180,10 +169,7 @@ impl Documents {
     /// The documents that `keep` says yes to; it is asked in order, once for each.
     pub(crate) fn filter(&self, mut keep: impl FnMut(&str) -> bool) -> Self {
         let text = self.text.as_str();
-        let spans = self
-            .spans
-            .iter()
-            .filter(|span| keep(&text[(*span).clone()]));
+        let spans = self.spans.iter().filter(|span| keep(&text[(*span).clone()]));
         Self::new(self.text.clone(), spans.cloned().collect())
     }
 }
@@ -199,8 +185,7 @@ mod tests {
 
     #[test]
     fn documents_stand_between_separators() {
-        let text =
-            "\u{feff}One.\n\nStill one.\n<|endoftext|>\r\n<|endoftext|>\n Two. <|endoftext|>Three";
+        let text = "\u{feff}One.\n\nStill one.\n<|endoftext|>\r\n<|endoftext|>\n Two. <|endoftext|>Three";
         assert_eq!(documents(text), ["One.\n\nStill one.", "Two.", "Three"]);
         assert_eq!(documents("no separator\n"), ["no separator"]);
         assert!(documents(" \n<|endoftext|>\n").is_empty());
@@ -232,8 +217,8 @@ mod tests {
 
     #[test]
     fn pieces_are_the_whole() {
-        let text = "Some words\nand lines.\n\nAnd   gaps, and a veryveryverylongword 日本語テキスト日本語テキスト. "
-            .repeat(9);
+        let text =
+            "Some words\nand lines.\n\nAnd   gaps, and a veryveryverylongword 日本語テキスト日本語テキスト. ".repeat(9);
         for min in [1, 2, 3, 7, 20, 1000] {
             let parts: Vec<_> = pieces(&text, min).collect();
             assert_eq!(parts.concat(), text);
@@ -250,9 +235,6 @@ mod tests {
         let path = dir.path().join("bad.txt");
         std::fs::write(&path, b"good \xff bad").unwrap();
         let error = Text::open(&path).unwrap_err().to_string();
-        assert!(
-            error.contains("bad.txt") && error.contains("offset 5"),
-            "{error}"
-        );
+        assert!(error.contains("bad.txt") && error.contains("offset 5"), "{error}");
     }
 }

@@ -159,8 +159,9 @@ impl Dropout {
         let keep = 1.0 - self.probability;
         let threshold = (f64::from(keep) * 2f64.powi(32)) as u64;
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
-        let mask: Vec<f32> =
-            (0..x.elem_count()).map(|_| if u64::from(rng.next_u32()) < threshold { keep.recip() } else { 0.0 }).collect();
+        let mask: Vec<f32> = (0..x.elem_count())
+            .map(|_| if u64::from(rng.next_u32()) < threshold { keep.recip() } else { 0.0 })
+            .collect();
         x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
     }
 }

@@ -14,8 +14,8 @@ use candle_nn::{Embedding, Linear, Module, VarBuilder, VarMap, embedding, linear
 use performer_core::{Attention, Favor, Rotary, Softmax, State, projection::derive_seed};
 
 use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
-use block::{Block, Norm};
 pub use block::Dropout;
+use block::{Block, Norm};
 
 /// Positions that rotary tables cover at least: a model may generate well beyond its training context.
 const ROTARY_POSITIONS: usize = 32_768;
@@ -67,9 +67,7 @@ impl Decoder {
         let model_vb = vb.pp("model");
         let embed_tokens = embedding(config.vocab_size, config.hidden_size, model_vb.pp("embed_tokens"))?;
         let embed_positions = match config.positions {
-            Positions::Learned => {
-                Some(embedding(config.context, config.hidden_size, model_vb.pp("embed_positions"))?)
-            }
+            Positions::Learned => Some(embedding(config.context, config.hidden_size, model_vb.pp("embed_positions"))?),
             Positions::Rotary { .. } => None,
         };
         let rotary = match config.positions {
@@ -146,7 +144,9 @@ impl Decoder {
 
     /// Trained parameters in the order of their names.
     pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
-        let Ok(map) = self.parameters.data().lock() else { bail!("a thread died while it held the model's parameters") };
+        let Ok(map) = self.parameters.data().lock() else {
+            bail!("a thread died while it held the model's parameters")
+        };
         let mut named: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(named)

@@ -8,15 +8,8 @@ pub(super) type Point = (f64, f64);
 /// Lines with at most this many points show them.
 const FEW: usize = 32;
 
-const PALETTE: [Color; 7] = [
-    Color::Blue,
-    Color::Vermillion,
-    Color::Green,
-    Color::Purple,
-    Color::Orange,
-    Color::Sky,
-    Color::Black,
-];
+const PALETTE: [Color; 7] =
+    [Color::Blue, Color::Vermillion, Color::Green, Color::Purple, Color::Orange, Color::Sky, Color::Black];
 
 impl Color {
     fn hex(self) -> &'static str {
@@ -42,13 +35,7 @@ enum Symbol {
     Nabla,
 }
 
-const SYMBOLS: [Symbol; 5] = [
-    Symbol::Circle,
-    Symbol::Square,
-    Symbol::Triangle,
-    Symbol::Diamond,
-    Symbol::Nabla,
-];
+const SYMBOLS: [Symbol; 5] = [Symbol::Circle, Symbol::Square, Symbol::Triangle, Symbol::Diamond, Symbol::Nabla];
 
 /// The looks of a series, in the chart and in its legend.
 #[derive(Debug, Clone, Copy)]
@@ -64,11 +51,7 @@ impl Look {
     /// The looks of the series at `index` with `drawn` points.
     pub(super) fn new(series: &Series, index: usize, drawn: usize) -> Self {
         const DASHES: [&str; 4] = ["none", "9 4", "2 3.5", "9 3.5 2 3.5"];
-        let round = if series.color.is_none() {
-            index / PALETTE.len()
-        } else {
-            0
-        };
+        let round = if series.color.is_none() { index / PALETTE.len() } else { 0 };
         Self {
             color: series.color.unwrap_or(PALETTE[index % PALETTE.len()]).hex(),
             dash: match series.style {
@@ -88,9 +71,7 @@ impl Look {
             return;
         };
         if let [(x, y)] = run {
-            out.push(format!(
-                r#"<circle cx="{x:.2}" cy="{y:.2}" r="1.5" fill="{color}"/>"#
-            ));
+            out.push(format!(r#"<circle cx="{x:.2}" cy="{y:.2}" r="1.5" fill="{color}"/>"#));
             return;
         }
         let points = coordinates(&thin(run));
@@ -106,9 +87,7 @@ impl Look {
             let mut edge = thin(high);
             edge.extend(thin(low).into_iter().rev());
             let points = coordinates(&edge);
-            out.push(format!(
-                r#"<polygon points="{points}" fill="{color}" fill-opacity="0.16"/>"#
-            ));
+            out.push(format!(r#"<polygon points="{points}" fill="{color}" fill-opacity="0.16"/>"#));
             return;
         }
         for (&(x, bottom), &(_, top)) in low.iter().zip(high) {
@@ -129,9 +108,7 @@ impl Look {
         for (x, y) in points {
             let corners: &[Point] = match self.symbol {
                 Symbol::Circle => {
-                    out.push(format!(
-                        r#"<circle cx="{x:.2}" cy="{y:.2}" r="4.5" {paint}/>"#
-                    ));
+                    out.push(format!(r#"<circle cx="{x:.2}" cy="{y:.2}" r="4.5" {paint}/>"#));
                     continue;
                 }
                 Symbol::Square => &[(-4.0, -4.0), (4.0, -4.0), (4.0, 4.0), (-4.0, 4.0)],
@@ -141,9 +118,7 @@ impl Look {
             };
             let corners: Vec<Point> = corners.iter().map(|(dx, dy)| (x + dx, y + dy)).collect();
             let points = coordinates(&corners);
-            out.push(format!(
-                r#"<polygon points="{points}" {paint} stroke-linejoin="round"/>"#
-            ));
+            out.push(format!(r#"<polygon points="{points}" {paint} stroke-linejoin="round"/>"#));
         }
     }
 
@@ -151,11 +126,7 @@ impl Look {
     pub(super) fn sample(&self, out: &mut Vec<String>, (x, y): Point, width: f64, banded: bool) {
         let (right, middle) = (x + width, x + width / 2.0);
         if banded && self.dash.is_some() {
-            self.band(
-                out,
-                &[(x, y + 6.0), (right, y + 6.0)],
-                &[(x, y - 6.0), (right, y - 6.0)],
-            );
+            self.band(out, &[(x, y + 6.0), (right, y + 6.0)], &[(x, y - 6.0), (right, y - 6.0)]);
         } else if banded {
             self.band(out, &[(middle, y + 8.0)], &[(middle, y - 8.0)]);
         }
@@ -185,10 +156,7 @@ fn thin(run: &[Point]) -> Vec<Point> {
 }
 
 fn coordinates(points: &[Point]) -> String {
-    let pairs: Vec<String> = points
-        .iter()
-        .map(|(x, y)| format!("{x:.2},{y:.2}"))
-        .collect();
+    let pairs: Vec<String> = points.iter().map(|(x, y)| format!("{x:.2},{y:.2}")).collect();
     pairs.join(" ")
 }
 

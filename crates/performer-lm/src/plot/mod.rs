@@ -67,11 +67,7 @@ pub struct Axis {
 impl Axis {
     /// An axis that fits its data.
     pub fn new(label: impl Into<String>, scale: Scale) -> Self {
-        Self {
-            label: label.into(),
-            scale,
-            range: None,
-        }
+        Self { label: label.into(), scale, range: None }
     }
 }
 
@@ -97,11 +93,7 @@ pub struct Series {
 impl Series {
     /// A solid line in the next colour, without a band.
     pub fn new(name: impl Into<String>, points: impl IntoIterator<Item = (f64, f64)>) -> Self {
-        Self {
-            name: name.into(),
-            points: points.into_iter().collect(),
-            ..Self::default()
-        }
+        Self { name: name.into(), points: points.into_iter().collect(), ..Self::default() }
     }
 }
 
@@ -184,9 +176,7 @@ impl Chart {
     /// # Errors
     /// As [`to_svg`](Self::to_svg), if `stem` ends in no name, or if a file cannot be written.
     pub fn save(&self, stem: &Path) -> Result<[PathBuf; 2]> {
-        let name = stem
-            .file_name()
-            .with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
+        let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
         let svg = self.to_svg()?;
         let png = rasterise(&svg)?;
         // Appended, not replaced: "favor-0.5" keeps its ".5".
@@ -196,8 +186,7 @@ impl Chart {
             stem.with_file_name(name)
         });
         for (path, bytes) in paths.iter().zip([svg.as_bytes(), &png]) {
-            write_whole(path, bytes)
-                .with_context(|| format!("cannot write the chart to {}", path.display()))?;
+            write_whole(path, bytes).with_context(|| format!("cannot write the chart to {}", path.display()))?;
         }
         Ok(paths)
     }
@@ -205,29 +194,16 @@ impl Chart {
 
 fn rasterise(svg: &str) -> Result<Vec<u8>> {
     let tree = text::parse(svg).context("the chart is not a readable SVG document")?;
-    let size = tree
-        .size()
-        .to_int_size()
-        .scale_by(PNG_SCALE)
-        .context("the chart has no size")?;
+    let size = tree.size().to_int_size().scale_by(PNG_SCALE).context("the chart has no size")?;
     let mut pixmap = Pixmap::new(size.width(), size.height())
         .with_context(|| format!("no image of {} × {} pixels", size.width(), size.height()))?;
-    resvg::render(
-        &tree,
-        Transform::from_scale(PNG_SCALE, PNG_SCALE),
-        &mut pixmap.as_mut(),
-    );
-    pixmap
-        .encode_png()
-        .context("cannot encode the chart as PNG")
+    resvg::render(&tree, Transform::from_scale(PNG_SCALE, PNG_SCALE), &mut pixmap.as_mut());
+    pixmap.encode_png().context("cannot encode the chart as PNG")
 }
 
 /// Writes beside `path`, then renames: readers see the old file or the new one, never half of it.
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)?;
     let mut builder = tempfile::Builder::new();
     // Temporary files are private by default; the umask turns this into what any other new file gets.
@@ -257,10 +233,7 @@ mod tests {
     fn svg(chart: &Chart) -> String {
         let svg = chart.to_svg().unwrap();
         text::parse(&svg).unwrap();
-        assert!(
-            !svg.contains("NaN") && !svg.contains("inf,") && !svg.contains(",inf"),
-            "{svg}"
-        );
+        assert!(!svg.contains("NaN") && !svg.contains("inf,") && !svg.contains(",inf"), "{svg}");
         svg
     }
 
@@ -271,56 +244,33 @@ mod tests {
         let mut chart = chart(series.to_vec());
         chart.series[2].band = Some(vec![(2.9, 3.1), (1.9, 2.1)]);
         chart.lines = vec![
-            Marker {
-                at: At::X(0.5),
-                label: "warm-up".into(),
-            },
-            Marker {
-                at: At::Y(7.0),
-                label: "uniform".into(),
-            },
+            Marker { at: At::X(0.5), label: "warm-up".into() },
+            Marker { at: At::Y(7.0), label: "uniform".into() },
         ];
         let svg = svg(&chart);
-        for name in names
-            .iter()
-            .chain(&["Title", "loss (nats/token)", "warm-up", "uniform"])
-        {
+        for name in names.iter().chain(&["Title", "loss (nats/token)", "warm-up", "uniform"]) {
             assert!(svg.contains(&format!(">{name}</text>")), "{name}");
         }
         // Each in the legend and in the plot; the band likewise.
         assert_eq!(svg.matches("<polyline").count(), 6);
         assert_eq!(svg.matches("fill-opacity").count(), 2);
-        assert!(
-            svg.contains(">7</text>"),
-            "the axis reaches the reference line"
-        );
+        assert!(svg.contains(">7</text>"), "the axis reaches the reference line");
     }
 
     #[test]
     fn png_is_the_svg_at_twice_its_size() {
-        let png = chart(vec![Series::new("a", [(0.0, 1.0), (1.0, 1.0)])])
-            .to_png()
-            .unwrap();
+        let png = chart(vec![Series::new("a", [(0.0, 1.0), (1.0, 1.0)])]).to_png().unwrap();
         assert_eq!(&png[..8], b"\x89PNG\r\n\x1a\n");
-        assert_eq!(
-            [&png[16..20], &png[20..24]],
-            [2000u32, 1200].map(u32::to_be_bytes)
-        );
+        assert_eq!([&png[16..20], &png[20..24]], [2000u32, 1200].map(u32::to_be_bytes));
         let image = Pixmap::decode_png(&png).unwrap();
         let count = |rows: std::ops::Range<u32>, wanted: &dyn Fn(u8, u8, u8) -> bool| {
             let pixels = &image.pixels()[(rows.start * 2000) as usize..(rows.end * 2000) as usize];
-            pixels
-                .iter()
-                .filter(|p| wanted(p.red(), p.green(), p.blue()))
-                .count()
+            pixels.iter().filter(|p| wanted(p.red(), p.green(), p.blue())).count()
         };
         let blue = count(200..1100, &|r, g, b| (r, g, b) == (0x00, 0x72, 0xB2));
         assert!(blue > 3000, "a line across the plot, not {blue} pixels");
         let ink = count(40..90, &|r, g, b| r.max(g).max(b) < 0x60);
-        assert!(
-            ink > 200,
-            "the title in the embedded font, not {ink} pixels"
-        );
+        assert!(ink > 200, "the title in the embedded font, not {ink} pixels");
     }
 
     #[test]
@@ -330,10 +280,7 @@ mod tests {
         chart.title = name.into();
         chart.subtitle = Some(name.into());
         chart.x.label = name.into();
-        chart.lines = vec![Marker {
-            at: At::X(0.0),
-            label: name.into(),
-        }];
+        chart.lines = vec![Marker { at: At::X(0.0), label: name.into() }];
         let svg = svg(&chart);
         assert!(svg.contains("a&lt;b&gt; &amp; &quot;c&quot; &apos;d&apos; \u{FFFD}[0m \u{FFFD}"));
         assert!(!svg.contains("<b>"));
@@ -341,18 +288,7 @@ mod tests {
 
     #[test]
     fn points_without_a_place_break_the_line() {
-        let points = [
-            1.0,
-            2.0,
-            f64::NAN,
-            3.0,
-            4.0,
-            f64::INFINITY,
-            5.0,
-            0.0,
-            -1.0,
-            f64::MAX,
-        ];
+        let points = [1.0, 2.0, f64::NAN, 3.0, 4.0, f64::INFINITY, 5.0, 0.0, -1.0, f64::MAX];
         let points = points.iter().enumerate().map(|(i, &y)| (i as f64, y));
         let mut chart = chart(vec![Series::new("a", points)]);
         // The legend's sample, two stretches, and 5, 0, -1; f64::MAX is off every scale.
@@ -360,11 +296,7 @@ mod tests {
         chart.y.scale = Scale::Log10;
         let log = svg(&chart);
         assert_eq!(log.matches("<polyline").count(), 3);
-        assert_eq!(
-            log.matches(r#"r="4.5""#).count(),
-            1 + 5,
-            "a symbol for each of 1, 2, 3, 4, 5"
-        );
+        assert_eq!(log.matches(r#"r="4.5""#).count(), 1 + 5, "a symbol for each of 1, 2, 3, 4, 5");
         assert!(!log.contains("no data"));
     }
 
@@ -377,16 +309,8 @@ mod tests {
         let mut chart = chart(vec![series]);
         chart.y.scale = Scale::Log10;
         let svg = svg(&chart);
-        assert_eq!(
-            svg.matches("fill-opacity").count(),
-            3,
-            "legend, 1 to 2, 4 to 5"
-        );
-        assert_eq!(
-            svg.matches(r#"stroke-width="1.2""#).count(),
-            1,
-            "7, alone: an error bar"
-        );
+        assert_eq!(svg.matches("fill-opacity").count(), 3, "legend, 1 to 2, 4 to 5");
+        assert_eq!(svg.matches(r#"stroke-width="1.2""#).count(), 1, "7, alone: an error bar");
     }
 
     #[test]
@@ -404,21 +328,12 @@ mod tests {
         let mut chart = chart(vec![Series::new("favor", [(0.0, 1.0), (1.0, 2.0)])]);
         chart.series[0].band = Some(vec![(0.0, 1.0)]);
         let error = format!("{:#}", chart.to_svg().unwrap_err());
-        assert!(
-            error.contains("\"Title\"") && error.contains("\"favor\" has 2 points"),
-            "{error}"
-        );
+        assert!(error.contains("\"Title\"") && error.contains("\"favor\" has 2 points"), "{error}");
         chart.series[0].band = None;
-        for (scale, range) in [
-            (Scale::Linear, (1.0, 1.0)),
-            (Scale::Linear, (0.0, f64::NAN)),
-            (Scale::Log10, (0.0, 1.0)),
-        ] {
-            chart.y = Axis {
-                label: String::new(),
-                scale,
-                range: Some(range),
-            };
+        for (scale, range) in
+            [(Scale::Linear, (1.0, 1.0)), (Scale::Linear, (0.0, f64::NAN)), (Scale::Log10, (0.0, 1.0))]
+        {
+            chart.y = Axis { label: String::new(), scale, range: Some(range) };
             let error = format!("{:#}", chart.to_svg().unwrap_err());
             assert!(error.contains("y axis: the range ("), "{error}");
         }
@@ -442,17 +357,9 @@ mod tests {
         chart.title = "Second".into();
         let [svg, png] = chart.save(&stem).unwrap();
         assert_eq!(svg, folder.path().join("new/favor-0.5.svg"));
-        assert_eq!(
-            std::fs::read_to_string(svg).unwrap(),
-            chart.to_svg().unwrap()
-        );
+        assert_eq!(std::fs::read_to_string(svg).unwrap(), chart.to_svg().unwrap());
         assert_eq!(std::fs::read(png).unwrap(), chart.to_png().unwrap());
-        assert_eq!(
-            std::fs::read_dir(folder.path().join("new"))
-                .unwrap()
-                .count(),
-            2
-        );
+        assert_eq!(std::fs::read_dir(folder.path().join("new")).unwrap().count(), 2);
         assert!(chart.save(Path::new("..")).is_err());
     }
 }

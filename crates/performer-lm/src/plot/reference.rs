@@ -41,18 +41,8 @@ impl Flag {
             let fits = x + reach < PAGE_WIDTH;
             let span = if fits { (x, x + reach) } else { (x - reach, x) };
             let meets = |flag: &&Self| flag.span.0 < span.1 && span.0 < flag.span.1;
-            let row = flags
-                .iter()
-                .filter(meets)
-                .map(|flag| flag.row + 1)
-                .max()
-                .unwrap_or(0);
-            flags.push(Self {
-                x,
-                span,
-                row,
-                label,
-            });
+            let row = flags.iter().filter(meets).map(|flag| flag.row + 1).max().unwrap_or(0);
+            flags.push(Self { x, span, row, label });
         }
         flags
     }
@@ -74,10 +64,7 @@ impl Side {
     /// Labels for the horizontal lines on the axis.
     pub(super) fn collect(lines: &[Marker], axis: &Ruler) -> Vec<Self> {
         let side = |line: &Marker| match line.at {
-            At::Y(y) if axis.contains(y) => Some(Self {
-                y,
-                label: fit(&line.label, NOTE.size, WIDEST),
-            }),
+            At::Y(y) if axis.contains(y) => Some(Self { y, label: fit(&line.label, NOTE.size, WIDEST) }),
             _ => None,
         };
         let mut sides: Vec<Self> = lines.iter().filter_map(side).collect();
@@ -87,30 +74,16 @@ impl Side {
 
     /// Width of the margin that `sides` need beyond the plot.
     pub(super) fn width(sides: &[Self]) -> f64 {
-        let widths = sides
-            .iter()
-            .map(|side| width(&side.label, NOTE.size) + 2.0 * GAP);
+        let widths = sides.iter().map(|side| width(&side.label, NOTE.size) + 2.0 * GAP);
         widths.fold(0.0, f64::max)
     }
 }
 
 /// Draws the lines and their labels.
 pub(super) fn draw(out: &mut Vec<String>, frame: &Frame, flags: &[Flag], sides: &[Side]) {
-    let &Frame {
-        left,
-        right,
-        top,
-        bottom,
-        ..
-    } = frame;
+    let &Frame { left, right, top, bottom, .. } = frame;
     let mut lines = String::new();
-    for Flag {
-        x,
-        span,
-        row,
-        label,
-    } in flags
-    {
+    for Flag { x, span, row, label } in flags {
         let y = top - 7.0 - *row as f64 * FLAG_ROW;
         lines += &format!("M{} {bottom}V{:.2}", crisp(*x), y - 9.0);
         out.push(if span.0 < *x {
@@ -140,10 +113,7 @@ mod tests {
     #[test]
     fn flags_leave_each_other_room() {
         let at = [100.0, 130.0, 135.0, 300.0, 940.0, 990.0];
-        let lines = at.map(|x| Marker {
-            at: At::X(x),
-            label: format!("parity at {x}"),
-        });
+        let lines = at.map(|x| Marker { at: At::X(x), label: format!("parity at {x}") });
         let flags = Flag::arrange(&lines, Some);
         assert_eq!(flags.len(), at.len());
         for (i, a) in flags.iter().enumerate() {

@@ -62,35 +62,22 @@ const SLACK: f64 = 1e-9;
 
 impl Ruler {
     /// The axis's own range, or one around `values` with `padding` (a fraction of the span) on both sides.
-    pub(super) fn new(
-        axis: &Axis,
-        values: impl Iterator<Item = f64>,
-        padding: f64,
-    ) -> Result<Self> {
+    pub(super) fn new(axis: &Axis, values: impl Iterator<Item = f64>, padding: f64) -> Result<Self> {
         let scale = axis.scale;
         if let Some((low, high)) = axis.range {
             ensure!(
                 scale.accepts(low) && scale.accepts(high) && low < high,
                 "the range ({low}, {high}) does not fit a {scale:?} scale; give finite ends, low < high{}",
-                if scale == Scale::Linear {
-                    ""
-                } else {
-                    ", both above zero"
-                },
+                if scale == Scale::Linear { "" } else { ", both above zero" },
             );
-            ensure!(
-                distinct(low, high),
-                "the ends of its range, both about {low}, are too close to tell apart",
-            );
+            ensure!(distinct(low, high), "the ends of its range, both about {low}, are too close to tell apart",);
             let (low, high) = (scale.forward(low), scale.forward(high));
             return Ok(Self { scale, low, high });
         }
         let (mut low, mut high) = values
             .filter(|&v| scale.accepts(v))
             .map(|v| scale.forward(v))
-            .fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), u| {
-                (l.min(u), h.max(u))
-            });
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), u| (l.min(u), h.max(u)));
         if low > high {
             (low, high) = (0.0, 1.0);
         } else if !distinct(low, high) {
@@ -110,16 +97,8 @@ impl Ruler {
         };
         Ok(Self {
             scale,
-            low: if crosses(low, padded_low) {
-                0.0
-            } else {
-                padded_low
-            },
-            high: if crosses(high, padded_high) {
-                0.0
-            } else {
-                padded_high
-            },
+            low: if crosses(low, padded_low) { 0.0 } else { padded_low },
+            high: if crosses(high, padded_high) { 0.0 } else { padded_high },
         })
     }
 
@@ -189,10 +168,7 @@ impl Ruler {
         };
         let ticks = (marks.iter())
             .filter(|&&(m, _)| stride == 1 || m == 1)
-            .map(|&(m, k)| Tick {
-                value: f64::from(m) * 10f64.powi(k),
-                label: major(m, k).then(|| label(m, k)),
-            });
+            .map(|&(m, k)| Tick { value: f64::from(m) * 10f64.powi(k), label: major(m, k).then(|| label(m, k)) });
         Some(ticks.collect())
     }
 }
@@ -215,10 +191,7 @@ fn linear_ticks(low: f64, high: f64, target: usize) -> Vec<Tick> {
         }
     };
     let step = f64::from(m) * 10f64.powi(k);
-    let (first, last) = (
-        (low / step - SLACK).ceil() as i64,
-        (high / step + SLACK).floor() as i64,
-    );
+    let (first, last) = ((low / step - SLACK).ceil() as i64, (high / step + SLACK).floor() as i64);
     // Ticks are n × 10^k with whole n, so that labels are exact.
     let marks: Vec<i64> = (first..=last).map(|i| i * m as i64).collect();
     let largest = marks.iter().map(|n| n.abs()).max().unwrap_or(0);
@@ -229,13 +202,7 @@ fn linear_ticks(low: f64, high: f64, target: usize) -> Vec<Tick> {
         _ if (-3..15).contains(&lead) => decimal(n, k),
         _ => format!("{}×10{}", decimal(n, k - lead), superscript(lead)),
     };
-    marks
-        .into_iter()
-        .map(|n| Tick {
-            value: n as f64 * 10f64.powi(k),
-            label: Some(label(n)),
-        })
-        .collect()
+    marks.into_iter().map(|n| Tick { value: n as f64 * 10f64.powi(k), label: Some(label(n)) }).collect()
 }
 
 /// n × 10^k in decimal notation with the digits that `k` calls for; from a thousand up in k, M, G or T where
@@ -244,18 +211,12 @@ fn decimal(n: i64, k: i32) -> String {
     let magnitude = n.unsigned_abs() as f64 * 10f64.powi(k);
     let sign = if n < 0 { "−" } else { "" };
     let suffixes = [(12, "T"), (9, "G"), (6, "M"), (3, "k")];
-    if let Some((unit, suffix)) = suffixes
-        .into_iter()
-        .find(|&(e, _)| magnitude >= 0.999_999 * 10f64.powi(e))
+    if let Some((unit, suffix)) = suffixes.into_iter().find(|&(e, _)| magnitude >= 0.999_999 * 10f64.powi(e))
         && unit - k <= 2
     {
         let digits = (unit - k).max(0) as usize;
         let number = format!("{:.digits$}", magnitude / 10f64.powi(unit));
-        let number = if digits > 0 {
-            number.trim_end_matches('0').trim_end_matches('.')
-        } else {
-            &number
-        };
+        let number = if digits > 0 { number.trim_end_matches('0').trim_end_matches('.') } else { &number };
         return format!("{sign}{number}{suffix}");
     }
     let digits = (-k).max(0) as usize;
@@ -273,20 +234,13 @@ mod tests {
     use super::*;
 
     fn labels(scale: Scale, range: (f64, f64)) -> Vec<String> {
-        let axis = Axis {
-            label: String::new(),
-            scale,
-            range: Some(range),
-        };
+        let axis = Axis { label: String::new(), scale, range: Some(range) };
         let ticks = Ruler::new(&axis, std::iter::empty(), 0.0).unwrap().ticks(6);
         ticks.into_iter().filter_map(|tick| tick.label).collect()
     }
 
     fn fitted(scale: Scale, values: &[f64]) -> Ruler {
-        let axis = Axis {
-            scale,
-            ..Axis::default()
-        };
+        let axis = Axis { scale, ..Axis::default() };
         Ruler::new(&axis, values.iter().copied(), 0.05).unwrap()
     }
 
@@ -296,56 +250,29 @@ mod tests {
         for (scale, range, expected) in [
             (Linear, (0.0, 2500.0), "0 500 1k 1.5k 2k 2.5k"),
             (Linear, (0.0, 1.2e6), "0 200k 400k 600k 800k 1M 1.2M"),
-            (
-                Linear,
-                (2.94, 3.11),
-                "2.94 2.96 2.98 3.00 3.02 3.04 3.06 3.08 3.10",
-            ),
+            (Linear, (2.94, 3.11), "2.94 2.96 2.98 3.00 3.02 3.04 3.06 3.08 3.10"),
             (Linear, (-1.0, 1.0), "−1.0 −0.5 0 0.5 1.0"),
-            (
-                Linear,
-                (1000.0, 1001.0),
-                "1000.0 1000.2 1000.4 1000.6 1000.8 1001.0",
-            ),
-            (
-                Linear,
-                (0.0, 3e-5),
-                "0 0.5×10⁻⁵ 1.0×10⁻⁵ 1.5×10⁻⁵ 2.0×10⁻⁵ 2.5×10⁻⁵ 3.0×10⁻⁵",
-            ),
+            (Linear, (1000.0, 1001.0), "1000.0 1000.2 1000.4 1000.6 1000.8 1001.0"),
+            (Linear, (0.0, 3e-5), "0 0.5×10⁻⁵ 1.0×10⁻⁵ 1.5×10⁻⁵ 2.0×10⁻⁵ 2.5×10⁻⁵ 3.0×10⁻⁵"),
             (Log10, (0.01, 1e4), "0.01 0.1 1 10 100 1k 10k"),
             (Log10, (1e-5, 1.0), "10⁻⁵ 10⁻⁴ 10⁻³ 10⁻² 10⁻¹ 10⁰"),
             (Log10, (3.0, 60.0), "5 10 20 50"),
             (Log10, (2e-6, 3e-5), "2×10⁻⁶ 5×10⁻⁶ 10⁻⁵ 2×10⁻⁵"),
             (Log10, (2.9, 3.6), "3.0 3.2 3.4 3.6"),
-            (
-                Log10,
-                (1e-12, 1e12),
-                "10⁻¹² 10⁻⁹ 10⁻⁶ 10⁻³ 10⁰ 10³ 10⁶ 10⁹ 10¹²",
-            ),
+            (Log10, (1e-12, 1e12), "10⁻¹² 10⁻⁹ 10⁻⁶ 10⁻³ 10⁰ 10³ 10⁶ 10⁹ 10¹²"),
             (Log2, (256.0, 4096.0), "2⁸ 2⁹ 2¹⁰ 2¹¹ 2¹²"),
             (Log2, (0.125, 1.0), "2⁻³ 2⁻² 2⁻¹ 2⁰"),
             (Log2, (60.0, 130.0), "60 80 100 120"),
         ] {
-            assert_eq!(
-                labels(scale, range).join(" "),
-                expected,
-                "{scale:?} {range:?}"
-            );
+            assert_eq!(labels(scale, range).join(" "), expected, "{scale:?} {range:?}");
         }
     }
 
     #[test]
     fn fraction_runs_from_end_to_end() {
-        let axis = Axis {
-            scale: Scale::Log10,
-            range: Some((1.0, 100.0)),
-            ..Axis::default()
-        };
+        let axis = Axis { scale: Scale::Log10, range: Some((1.0, 100.0)), ..Axis::default() };
         let ruler = Ruler::new(&axis, std::iter::empty(), 0.0).unwrap();
-        assert_eq!(
-            [1.0, 10.0, 100.0].map(|v| ruler.fraction(v)),
-            [0.0, 0.5, 1.0]
-        );
+        assert_eq!([1.0, 10.0, 100.0].map(|v| ruler.fraction(v)), [0.0, 0.5, 1.0]);
         assert_eq!([0.0, -1.0].map(|v| ruler.fraction(v)), [-1000.0; 2]);
         assert!(ruler.contains(100.0) && !ruler.contains(101.0) && !ruler.contains(0.0));
     }
@@ -361,19 +288,7 @@ mod tests {
 
     #[test]
     fn any_data_give_a_few_ticks() {
-        let extremes = [
-            0.0,
-            1.0,
-            1.0 + 1e-15,
-            -3.0,
-            2.978,
-            5e-324,
-            1e-250,
-            1e250,
-            -1e250,
-            f64::MAX,
-            f64::NAN,
-        ];
+        let extremes = [0.0, 1.0, 1.0 + 1e-15, -3.0, 2.978, 5e-324, 1e-250, 1e250, -1e250, f64::MAX, f64::NAN];
         for scale in [Scale::Linear, Scale::Log10, Scale::Log2] {
             for a in extremes {
                 for b in extremes {
@@ -381,12 +296,8 @@ mod tests {
                     assert!(ruler.low < ruler.high, "{scale:?} {a} {b}");
                     let ticks = ruler.ticks(6);
                     let labelled = ticks.iter().filter(|tick| tick.label.is_some());
-                    assert!(
-                        (2..=13).contains(&labelled.count()),
-                        "{scale:?} {a} {b}: {ticks:?}"
-                    );
-                    let inside =
-                        |tick: &Tick| (-1e-6..=1.0 + 1e-6).contains(&ruler.fraction(tick.value));
+                    assert!((2..=13).contains(&labelled.count()), "{scale:?} {a} {b}: {ticks:?}");
+                    let inside = |tick: &Tick| (-1e-6..=1.0 + 1e-6).contains(&ruler.fraction(tick.value));
                     assert!(ticks.iter().all(inside), "{ticks:?}");
                 }
             }

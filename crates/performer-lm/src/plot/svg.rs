@@ -38,22 +38,10 @@ impl Type {
 }
 
 // The embedded font is light: a thin stroke makes a heading heavier, in every viewer alike.
-const TITLE: Type = Type {
-    size: 20.0,
-    paint: r##"fill="#222" stroke="#222" stroke-width="0.5""##,
-};
-const LABEL: Type = Type {
-    size: 14.0,
-    paint: r##"fill="#222""##,
-};
-const NAME: Type = Type {
-    size: 13.0,
-    paint: r##"fill="#222""##,
-};
-pub(super) const NOTE: Type = Type {
-    size: 13.0,
-    paint: r##"fill="#444""##,
-};
+const TITLE: Type = Type { size: 20.0, paint: r##"fill="#222" stroke="#222" stroke-width="0.5""## };
+const LABEL: Type = Type { size: 14.0, paint: r##"fill="#222""## };
+const NAME: Type = Type { size: 13.0, paint: r##"fill="#222""## };
+pub(super) const NOTE: Type = Type { size: 13.0, paint: r##"fill="#444""## };
 
 /// The plotting area in pixels, and its axes.
 pub(super) struct Frame {
@@ -91,10 +79,7 @@ struct Curve<'a> {
 }
 
 pub(super) fn render(chart: &Chart) -> Result<String> {
-    for Series {
-        name, points, band, ..
-    } in &chart.series
-    {
+    for Series { name, points, band, .. } in &chart.series {
         let (points, pairs) = (points.len(), band.as_ref().map_or(points.len(), Vec::len));
         ensure!(
             points == pairs,
@@ -105,25 +90,15 @@ pub(super) fn render(chart: &Chart) -> Result<String> {
     let (x_ticks, y_ticks) = (x.ticks(8), y.ticks(6));
     let curves: Vec<Curve> = (chart.series.iter().enumerate())
         .map(|(i, series)| {
-            let drawn = series
-                .points
-                .iter()
-                .filter(|p| drawable(chart, **p))
-                .count();
-            Curve {
-                series,
-                look: Look::new(series, i, drawn),
-                empty: drawn == 0,
-            }
+            let drawn = series.points.iter().filter(|p| drawable(chart, **p)).count();
+            Curve { series, look: Look::new(series, i, drawn), empty: drawn == 0 }
         })
         .collect();
 
     // From the outside in: what stands left and right of the plot, then above, then below.
     let label_room = |label: &str| if label.is_empty() { 0.0 } else { LABEL_ROOM };
     let y_labels = y_ticks.iter().filter_map(|tick| tick.label.as_deref());
-    let widest = y_labels
-        .map(|label| width(label, NOTE.size))
-        .fold(0.0, f64::max);
+    let widest = y_labels.map(|label| width(label, NOTE.size)).fold(0.0, f64::max);
     let left = crisp(MARGIN + label_room(&chart.y.label) + widest + 9.0);
     let sides = Side::collect(&chart.lines, &y);
     let right = PAGE_WIDTH - MARGIN - Side::width(&sides);
@@ -131,23 +106,13 @@ pub(super) fn render(chart: &Chart) -> Result<String> {
     let mut out = Vec::new();
     let header = heading(&mut out, chart, left);
     let header = legend(&mut out, &curves, left, header);
-    let px = |value| {
-        x.contains(value)
-            .then(|| left + x.fraction(value) * (right - left))
-    };
+    let px = |value| x.contains(value).then(|| left + x.fraction(value) * (right - left));
     let flags = Flag::arrange(&chart.lines, px);
     let top = (header + Flag::height(&flags) + 12.0).round();
 
     let below = MARGIN + 18.0 + label_room(&chart.x.label);
     let height = PAGE_HEIGHT.max(top + LEAST_PLOT + below);
-    let frame = Frame {
-        left,
-        right,
-        top,
-        bottom: crisp(height - below),
-        x,
-        y,
-    };
+    let frame = Frame { left, right, top, bottom: crisp(height - below), x, y };
 
     axes(&mut out, chart, &frame, &x_ticks, &y_ticks);
     reference::draw(&mut out, &frame, &flags, &sides);
@@ -176,9 +141,7 @@ fn drawable(chart: &Chart, (x, y): Point) -> bool {
 /// The axes' ends: as given, or around the points, bands and reference lines.
 fn rulers(chart: &Chart) -> Result<(Ruler, Ruler)> {
     let points = chart.series.iter().flat_map(|series| &series.points);
-    let xs = points
-        .filter(|point| drawable(chart, **point))
-        .map(|point| point.0);
+    let xs = points.filter(|point| drawable(chart, **point)).map(|point| point.0);
     let lines = chart.lines.iter().filter_map(|line| match line.at {
         At::X(x) => Some(x),
         At::Y(_) => None,
@@ -234,10 +197,7 @@ fn legend(out: &mut Vec<String>, curves: &[Curve], left: f64, top: f64) -> f64 {
         return top;
     }
     // Viewers without the embedded font may set names wider; a little slack keeps columns apart.
-    let longest = entries
-        .iter()
-        .map(|(_, name)| width(name, NAME.size))
-        .fold(0.0, f64::max);
+    let longest = entries.iter().map(|(_, name)| width(name, NAME.size)).fold(0.0, f64::max);
     let column = SAMPLE + SAMPLE_GAP + 1.05 * longest + LEGEND_GAP;
     let most = (((room + LEGEND_GAP) / column) as usize).max(1);
     let rows = entries.len().div_ceil(most);
@@ -246,28 +206,15 @@ fn legend(out: &mut Vec<String>, curves: &[Curve], left: f64, top: f64) -> f64 {
     for (i, (curve, name)) in entries.iter().enumerate() {
         let x = left + (i % columns) as f64 * column;
         let y = top + ((i / columns) as f64 + 0.5) * LEGEND_ROW;
-        curve
-            .look
-            .sample(out, (x, y), SAMPLE, curve.series.band.is_some());
-        out.push(text(
-            (x + SAMPLE + SAMPLE_GAP, y + NAME.drop()),
-            NAME,
-            "start",
-            name,
-        ));
+        curve.look.sample(out, (x, y), SAMPLE, curve.series.band.is_some());
+        out.push(text((x + SAMPLE + SAMPLE_GAP, y + NAME.drop()), NAME, "start", name));
     }
     top + rows as f64 * LEGEND_ROW
 }
 
 /// Draws the grid, the axis lines with their ticks, and all their labels.
 fn axes(out: &mut Vec<String>, chart: &Chart, frame: &Frame, x_ticks: &[Tick], y_ticks: &[Tick]) {
-    let &Frame {
-        left,
-        right,
-        top,
-        bottom,
-        ..
-    } = frame;
+    let &Frame { left, right, top, bottom, .. } = frame;
     let (mut grid, mut marks) = (String::new(), String::new());
     for Tick { value, label } in x_ticks {
         let x = crisp(frame.px(*value));
@@ -286,37 +233,20 @@ fn axes(out: &mut Vec<String>, chart: &Chart, frame: &Frame, x_ticks: &[Tick], y
         }
     }
     marks += &format!("M{left} {top}V{bottom}H{right:.2}");
-    out.push(format!(
-        r##"<path d="{grid}" fill="none" stroke="#e6e6e6"/>"##
-    ));
-    out.push(format!(
-        r##"<path d="{marks}" fill="none" stroke="#444"/>"##
-    ));
+    out.push(format!(r##"<path d="{grid}" fill="none" stroke="#e6e6e6"/>"##));
+    out.push(format!(r##"<path d="{marks}" fill="none" stroke="#444"/>"##));
 
     let label = fit(&chart.x.label, LABEL.size, right - left);
-    out.push(text(
-        ((left + right) / 2.0, bottom + 45.0),
-        LABEL,
-        "middle",
-        &label,
-    ));
+    out.push(text(((left + right) / 2.0, bottom + 45.0), LABEL, "middle", &label));
     let label = fit(&chart.y.label, LABEL.size, bottom - top + MARGIN);
     let (x, y) = (MARGIN + 10.0, (top + bottom) / 2.0);
     let label = text((0.0, 0.0), LABEL, "middle", &label);
-    out.push(format!(
-        r#"<g transform="translate({x} {y}) rotate(-90)">{label}</g>"#
-    ));
+    out.push(format!(r#"<g transform="translate({x} {y}) rotate(-90)">{label}</g>"#));
 }
 
 /// Draws bands, then lines, then symbols, so that no series hides another's values under its band.
 fn data(out: &mut Vec<String>, chart: &Chart, frame: &Frame, curves: &[Curve]) {
-    let &Frame {
-        left,
-        right,
-        top,
-        bottom,
-        ..
-    } = frame;
+    let &Frame { left, right, top, bottom, .. } = frame;
     let area = format!(r#"{left} {top} {:.2} {}"#, right - left, bottom - top);
     // A nested viewport clips, and needs no id that could clash with another chart's on the same page.
     out.push(format!(
@@ -331,9 +261,7 @@ fn data(out: &mut Vec<String>, chart: &Chart, frame: &Frame, curves: &[Curve]) {
     }
     for Curve { series, look, .. } in curves {
         out.push(format!("<g><title>{}</title>", escape(&series.name)));
-        let runs = series
-            .points
-            .chunk_by(|a, b| drawable(chart, *a) && drawable(chart, *b));
+        let runs = series.points.chunk_by(|a, b| drawable(chart, *a) && drawable(chart, *b));
         for run in runs.filter(|run| drawable(chart, run[0])) {
             let run: Vec<Point> = run.iter().map(|point| frame.place(*point)).collect();
             look.line(out, &run);
@@ -356,13 +284,9 @@ fn bands(chart: &Chart, frame: &Frame, series: &Series) -> Vec<(Vec<Point>, Vec<
         .collect();
     // The low end may lie below a log axis.
     let drawn = |(low, high): &(Point, Point)| low.1.is_finite() && drawable(chart, *high);
-    let stretches = edges
-        .chunk_by(|a, b| drawn(a) && drawn(b))
-        .filter(|edges| drawn(&edges[0]));
+    let stretches = edges.chunk_by(|a, b| drawn(a) && drawn(b)).filter(|edges| drawn(&edges[0]));
     let place = |(low, high): &(Point, Point)| (frame.place(*low), frame.place(*high));
-    stretches
-        .map(|stretch| stretch.iter().map(place).unzip())
-        .collect()
+    stretches.map(|stretch| stretch.iter().map(place).unzip()).collect()
 }
 
 /// The middle of the pixel, where a line of width one is sharp.
@@ -374,7 +298,5 @@ pub(super) fn crisp(position: f64) -> f64 {
 pub(super) fn text((x, y): Point, style: Type, anchor: &str, content: &str) -> String {
     let Type { size, paint } = style;
     let content = markup(content, size);
-    format!(
-        r#"<text x="{x:.2}" y="{y:.2}" font-size="{size}" text-anchor="{anchor}" {paint}>{content}</text>"#
-    )
+    format!(r#"<text x="{x:.2}" y="{y:.2}" font-size="{size}" text-anchor="{anchor}" {paint}>{content}</text>"#)
 }

@@ -14,19 +14,14 @@ pub(super) const FAMILY: &str = "Ubuntu, sans-serif";
 
 static FONTS: LazyLock<Arc<fontdb::Database>> = LazyLock::new(|| {
     let mut fonts = fontdb::Database::new();
-    fonts.load_font_source(fontdb::Source::Binary(Arc::new(
-        epaint_default_fonts::UBUNTU_LIGHT,
-    )));
+    fonts.load_font_source(fontdb::Source::Binary(Arc::new(epaint_default_fonts::UBUNTU_LIGHT)));
     fonts.set_sans_serif_family("Ubuntu");
     Arc::new(fonts)
 });
 
 /// Reads an SVG document with the embedded font and no other.
 pub(super) fn parse(svg: &str) -> Result<usvg::Tree, usvg::Error> {
-    let options = usvg::Options {
-        fontdb: FONTS.clone(),
-        ..Default::default()
-    };
+    let options = usvg::Options { fontdb: FONTS.clone(), ..Default::default() };
     usvg::Tree::from_str(svg, &options)
 }
 
@@ -81,11 +76,7 @@ pub(super) fn markup(text: &str, size: f64) -> String {
             lifted = true;
         } else {
             let plain = escape(&run.iter().collect::<String>());
-            out += &if lifted {
-                format!(r#"<tspan dy="{lift:.1}">{plain}</tspan>"#)
-            } else {
-                plain
-            };
+            out += &if lifted { format!(r#"<tspan dy="{lift:.1}">{plain}</tspan>"#) } else { plain };
             lifted = false;
         }
     }
@@ -129,9 +120,6 @@ mod tests {
     fn superscripts_are_raised_and_lowered_again() {
         let raised = r#"<tspan font-size="7.2" dy="-3.8">−12</tspan>"#;
         assert_eq!(markup("10⁻¹²", 10.0), format!("10{raised}"));
-        assert_eq!(
-            markup("s⁻¹² <", 10.0),
-            format!(r#"s{raised}<tspan dy="3.8"> &lt;</tspan>"#)
-        );
+        assert_eq!(markup("s⁻¹² <", 10.0), format!(r#"s{raised}<tspan dy="3.8"> &lt;</tspan>"#));
     }
 }

@@ -61,10 +61,7 @@ impl Gradients {
         }
         if !on_device.is_empty() {
             let (indices, sums): (Vec<_>, Vec<_>) = on_device.into_iter().unzip();
-            for (i, sum) in indices
-                .into_iter()
-                .zip(Tensor::stack(&sums, 0)?.to_vec1::<f32>()?)
-            {
+            for (i, sum) in indices.into_iter().zip(Tensor::stack(&sums, 0)?.to_vec1::<f32>()?) {
                 norms[i] = f64::from(sum);
             }
         }
@@ -75,9 +72,7 @@ impl Gradients {
 fn squared_norm_on_cpu(gradient: &Tensor) -> Result<f64> {
     {
         let (storage, layout) = gradient.storage_and_layout();
-        if let (Storage::Cpu(CpuStorage::F32(data)), Some((start, end))) =
-            (&*storage, layout.contiguous_offsets())
-        {
+        if let (Storage::Cpu(CpuStorage::F32(data)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) {
             // Independent sums, so that the additions do not wait for one another.
             let mut lanes = [0f64; 8];
             let chunks = data[start..end].chunks_exact(lanes.len());

@@ -4,6 +4,7 @@
 //! dozen times. On the CPU one operation reads them once forward and once backward; elsewhere the composed form serves.
 
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
+use performer_core::kernels::vector::{LANES, exp};
 
 /// Negative log-likelihood in nats of each target: logits `(N, V)`, `N` targets → `(N)`.
 ///
@@ -88,8 +89,7 @@ fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
 
 /// The row's maximum `m` and `Σ e^{x − m}`.
 fn max_and_sum(row: &[f32]) -> (f32, f32) {
-    // Sixteen lanes let the compiler vectorise what floating-point order would forbid; the order is fixed, so is the result.
-    const LANES: usize = 16;
+    // Lanes let the compiler vectorise what floating-point order would forbid; the order is fixed, so is the result.
     pulp::Arch::new().dispatch(
         #[inline(always)]
         || {
@@ -113,39 +113,11 @@ fn max_and_sum(row: &[f32]) -> (f32, f32) {
     )
 }
 
-/// `e^x` for `x ≤ 0` to 2 ulp, without branches: `2^n · p(r)` with `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`.
-///
-/// NaN stays NaN; what is below −87 becomes `e^-87`, about 1e-38.
-#[inline(always)]
-fn exp(x: f32) -> f32 {
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Adding and taking away 1.5·2²³ rounds to the nearest integer.
-    const ROUND: f32 = 12_582_912.0;
-    let x = if x < -87.0 { -87.0 } else { x };
-    let n = (x * std::f32::consts::LOG2_E + ROUND) - ROUND;
-    let r = x - n * LN2_HIGH - n * LN2_LOW;
-    // Taylor to the sixth power: the remainder is below 1.3e-7 relative on |r| ≤ 0.347.
-    let p = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0))))));
-    p * f32::from_bits(((n as i32 + 127) << 23) as u32)
-}
-
 #[cfg(test)]
 mod tests {
     use candle_core::{Device, Var};
 
     use super::*;
-
-    #[test]
-    fn exp_is_the_exponential() {
-        for i in 0..=87_000 {
-            let x = -(i as f32) / 1000.0;
-            let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
-            assert!((got / want - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {want}");
-        }
-        assert!(exp(f32::NAN).is_nan());
-        assert!(exp(f32::NEG_INFINITY) < 1e-37);
-    }
 
     #[test]
     fn agrees_with_composed_ops_forward_and_backward() -> Result<()> {
@@ -156,7 +128,8 @@ mod tests {
             let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
             let weights = Tensor::arange(1f32, n as f32 + 1.0, &device)?;
             let index = Tensor::from_vec(targets.clone(), (n, 1), &device)?;
-            let composed = candle_nn::ops::log_softmax(&logits, D::Minus1)?.gather(&index, D::Minus1)?.squeeze(1)?.neg()?;
+            let composed =
+                candle_nn::ops::log_softmax(&logits, D::Minus1)?.gather(&index, D::Minus1)?.squeeze(1)?.neg()?;
             let fused = cross_entropy(&logits, &targets)?;
             let difference = |a: &Tensor, b: &Tensor| (a - b)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
             assert!(difference(&composed, &fused)? < 1e-5);

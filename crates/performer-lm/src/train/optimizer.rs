@@ -40,11 +40,7 @@ pub struct AdamWConfig {
 
 impl Default for AdamWConfig {
     fn default() -> Self {
-        Self {
-            betas: (0.9, 0.95),
-            eps: 1e-8,
-            weight_decay: 0.1,
-        }
+        Self { betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 }
     }
 }
 
@@ -55,11 +51,7 @@ impl AdamWConfig {
             (0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2),
             "AdamW betas ({beta1}, {beta2}) must both lie in [0, 1)"
         );
-        ensure!(
-            self.eps > 0.0 && self.eps.is_finite(),
-            "AdamW eps {} must be positive",
-            self.eps
-        );
+        ensure!(self.eps > 0.0 && self.eps.is_finite(), "AdamW eps {} must be positive", self.eps);
         ensure!(
             self.weight_decay >= 0.0 && self.weight_decay.is_finite(),
             "weight decay {} must be zero or positive",
@@ -104,11 +96,7 @@ impl AdamW {
         Self::with_fused_update(params, config, true)
     }
 
-    fn with_fused_update(
-        mut params: Vec<(String, Var)>,
-        config: AdamWConfig,
-        fuse: bool,
-    ) -> Result<Self> {
+    fn with_fused_update(mut params: Vec<(String, Var)>, config: AdamWConfig, fuse: bool) -> Result<Self> {
         config.validate()?;
         params.sort_by(|(a, _), (b, _)| a.cmp(b));
         if let Some(pair) = params.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -118,33 +106,19 @@ impl AdamW {
             .iter()
             .map(|(name, var)| {
                 ensure!(
-                    matches!(
-                        var.dtype(),
-                        DType::F64 | DType::F32 | DType::F16 | DType::BF16
-                    ),
+                    matches!(var.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16),
                     "parameter `{name}` of type {:?} cannot be trained: use f32, bf16, f16 or f64",
                     var.dtype()
                 );
                 if fuse && var.device().is_cpu() && var.dtype() == DType::F32 {
                     let zeros = vec![0.0; var.elem_count()];
-                    return Ok(Moments::Host {
-                        m: zeros.clone(),
-                        v: zeros,
-                    });
+                    return Ok(Moments::Host { m: zeros.clone(), v: zeros });
                 }
                 let zeros = Tensor::zeros(var.shape(), moment_dtype(var.dtype()), var.device())?;
-                Ok(Moments::Tensors {
-                    m: zeros.clone(),
-                    v: zeros,
-                })
+                Ok(Moments::Tensors { m: zeros.clone(), v: zeros })
             })
             .collect::<Result<_>>()?;
-        Ok(Self {
-            config,
-            params,
-            moments,
-            step: 0,
-        })
+        Ok(Self { config, params, moments, step: 0 })
     }
 
     /// The parameters in the order of their names, which is the order that [`Gradients`] must have.
@@ -163,15 +137,9 @@ impl AdamW {
     /// # Errors
     /// A parameter without a gradient, gradients of other parameters, or a norm that is not finite; nothing is changed then.
     pub fn step(&mut self, grads: &Gradients, lr: f64, clip: Option<f64>) -> Result<f64> {
-        ensure!(
-            lr >= 0.0 && lr.is_finite(),
-            "learning rate {lr} must be finite and not negative"
-        );
+        ensure!(lr >= 0.0 && lr.is_finite(), "learning rate {lr} must be finite and not negative");
         if let Some(limit) = clip {
-            ensure!(
-                limit > 0.0,
-                "the gradient norm to clip at must be positive, got {limit}"
-            );
+            ensure!(limit > 0.0, "the gradient norm to clip at must be positive, got {limit}");
         }
         let gradients = self.checked(grads)?;
         let norm = self.finite_norm(grads)?;
@@ -187,14 +155,8 @@ impl AdamW {
             eps: self.config.eps,
             decay: 0.0,
         };
-        for (((name, var), moments), gradient) in
-            self.params.iter().zip(&mut self.moments).zip(gradients)
-        {
-            let decay = if decays(name, var) {
-                lr * self.config.weight_decay
-            } else {
-                0.0
-            };
+        for (((name, var), moments), gradient) in self.params.iter().zip(&mut self.moments).zip(gradients) {
+            let decay = if decays(name, var) { lr * self.config.weight_decay } else { 0.0 };
             let update = Update { decay, ..update };
             match moments {
                 Moments::Host { m, v } => update.fused(var, gradient, m, v),
@@ -286,17 +248,13 @@ impl AdamW {
             Ok(tensor)
         };
         let step = entry(STEP, &[])?.to_dtype(DType::I64)?.to_scalar::<i64>()?;
-        let step = usize::try_from(step)
-            .with_context(|| format!("the optimiser state claims {step} steps"))?;
+        let step = usize::try_from(step).with_context(|| format!("the optimiser state claims {step} steps"))?;
         let mut restored = Vec::with_capacity(self.moments.len());
         for ((name, var), moments) in self.params.iter().zip(&self.moments) {
             let m = entry(&format!("m.{name}"), var.dims())?;
             let v = entry(&format!("v.{name}"), var.dims())?;
             restored.push(match moments {
-                Moments::Host { .. } => Moments::Host {
-                    m: host_values(m)?,
-                    v: host_values(v)?,
-                },
+                Moments::Host { .. } => Moments::Host { m: host_values(m)?, v: host_values(v)? },
                 Moments::Tensors { .. } => {
                     let dtype = moment_dtype(var.dtype());
                     Moments::Tensors {
@@ -334,9 +292,7 @@ fn host_values(tensor: &Tensor) -> Result<Vec<f32>> {
 /// Whether weight decay applies to a parameter: see the [module documentation](self).
 fn decays(name: &str, parameter: &Tensor) -> bool {
     parameter.rank() >= 2
-        && !name.split('.').any(|segment| {
-            segment == "bias" || segment.ends_with("_bias") || segment.contains("norm")
-        })
+        && !name.split('.').any(|segment| segment == "bias" || segment.ends_with("_bias") || segment.contains("norm"))
 }
 
 /// The scalars of one step for one parameter.
@@ -359,10 +315,7 @@ impl Update {
     fn fused(&self, var: &Var, gradient: &Tensor, m: &mut [f32], v: &mut [f32]) -> Result<()> {
         let gradient = gradient.to_dtype(DType::F32)?.contiguous()?;
         let moments = RefCell::new((m, v));
-        let update = FusedUpdate {
-            scalars: self,
-            moments,
-        };
+        let update = FusedUpdate { scalars: self, moments };
         Ok(var.inplace_op2(&gradient, &update)?)
     }
 
@@ -398,17 +351,8 @@ impl InplaceOp2 for FusedUpdate<'_> {
         gradient: &CpuStorage,
         gradient_layout: &Layout,
     ) -> candle_core::Result<()> {
-        let (
-            CpuStorage::F32(parameter),
-            CpuStorage::F32(gradient),
-            Some((p_start, p_end)),
-            Some((g_start, g_end)),
-        ) = (
-            parameter,
-            gradient,
-            parameter_layout.contiguous_offsets(),
-            gradient_layout.contiguous_offsets(),
-        )
+        let (CpuStorage::F32(parameter), CpuStorage::F32(gradient), Some((p_start, p_end)), Some((g_start, g_end))) =
+            (parameter, gradient, parameter_layout.contiguous_offsets(), gradient_layout.contiguous_offsets())
         else {
             candle_core::bail!("the fused update takes contiguous f32 parameters and gradients")
         };
@@ -420,11 +364,8 @@ impl InplaceOp2 for FusedUpdate<'_> {
         let (eps, decay) = (s.eps as f32, s.decay as f32);
         let mut moments = self.moments.borrow_mut();
         let (ms, vs) = &mut *moments;
-        for (((p, &g), m), v) in parameter[p_start..p_end]
-            .iter_mut()
-            .zip(&gradient[g_start..g_end])
-            .zip(ms.iter_mut())
-            .zip(vs.iter_mut())
+        for (((p, &g), m), v) in
+            parameter[p_start..p_end].iter_mut().zip(&gradient[g_start..g_end]).zip(ms.iter_mut()).zip(vs.iter_mut())
         {
             let g = g * scale;
             *m = beta1 * *m + one_minus_beta1 * g;

@@ -74,11 +74,7 @@ impl Schedule {
         let last = total.saturating_sub(1) as f64;
         let step = (step as f64).min(last);
         match *self {
-            Self::OneCycle {
-                warmup_fraction,
-                div,
-                final_div,
-            } => {
+            Self::OneCycle { warmup_fraction, div, final_div } => {
                 let first = peak / div;
                 let top = warmup_fraction * total as f64 - 1.0;
                 if step <= top {
@@ -87,10 +83,7 @@ impl Schedule {
                     half_cosine(peak, first / final_div, step - top, last - top)
                 }
             }
-            Self::WarmupCosine {
-                warmup_steps,
-                min_fraction,
-            } => {
+            Self::WarmupCosine { warmup_steps, min_fraction } => {
                 let top = warmup_steps as f64;
                 if step < top {
                     peak * (step + 1.0) / (top + 1.0)
@@ -105,11 +98,7 @@ impl Schedule {
     /// Checks what the types cannot say.
     pub fn validate(&self) -> Result<()> {
         match *self {
-            Self::OneCycle {
-                warmup_fraction,
-                div,
-                final_div,
-            } => {
+            Self::OneCycle { warmup_fraction, div, final_div } => {
                 ensure!(
                     (0.0..=1.0).contains(&warmup_fraction),
                     "warmup_fraction {warmup_fraction} must lie between 0 and 1"
@@ -118,10 +107,9 @@ impl Schedule {
                     ensure!(value >= 1.0, "{name} {value} must be at least 1");
                 }
             }
-            Self::WarmupCosine { min_fraction, .. } => ensure!(
-                (0.0..=1.0).contains(&min_fraction),
-                "min_fraction {min_fraction} must lie between 0 and 1"
-            ),
+            Self::WarmupCosine { min_fraction, .. } => {
+                ensure!((0.0..=1.0).contains(&min_fraction), "min_fraction {min_fraction} must lie between 0 and 1")
+            }
             Self::Constant => {}
         }
         Ok(())
@@ -149,10 +137,7 @@ impl FromStr for Schedule {
                 .with_context(|| format!("schedule setting `{key}` takes a number, got `{value}`"))?;
             fields.insert(key.to_owned(), value);
         }
-        ensure!(
-            kind != "constant" || fields.is_empty(),
-            "schedule `constant` takes no settings"
-        );
+        ensure!(kind != "constant" || fields.is_empty(), "schedule `constant` takes no settings");
         fields.insert("kind".to_owned(), kind.into());
         let schedule: Self = serde_json::from_value(fields.into())
             .with_context(|| format!("`{text}` is not a learning-rate schedule"))?;
@@ -199,10 +184,7 @@ mod tests {
 
     #[test]
     fn warmup_cosine_climbs_straight_peaks_and_ends_at_its_minimum() {
-        let schedule = Schedule::WarmupCosine {
-            warmup_steps: 4,
-            min_fraction: 0.1,
-        };
+        let schedule = Schedule::WarmupCosine { warmup_steps: 4, min_fraction: 0.1 };
         let lr = |step| schedule.lr(2.0, step, 11);
         for (step, expected) in [(0, 0.4), (1, 0.8), (3, 1.6), (4, 2.0), (7, 1.1), (10, 0.2), (99, 0.2)] {
             close(lr(step), expected);

@@ -18,12 +18,8 @@ impl Scalar {
     }
 }
 
-const SHAPES: [(&str, &[usize]); 4] = [
-    ("w.weight", &[3, 5]),
-    ("embed.weight", &[4, 2]),
-    ("final_norm.weight", &[7]),
-    ("w.map.bias", &[2, 2]),
-];
+const SHAPES: [(&str, &[usize]); 4] =
+    [("w.weight", &[3, 5]), ("embed.weight", &[4, 2]), ("final_norm.weight", &[7]), ("w.map.bias", &[2, 2])];
 
 fn params(dtype: DType) -> Result<Vec<(String, Var)>> {
     SHAPES
@@ -56,10 +52,7 @@ fn rate(step: usize) -> f64 {
 }
 
 fn values(params: &[(String, Var)]) -> Result<Vec<Vec<f64>>> {
-    params
-        .iter()
-        .map(|(_, var)| Ok(var.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?))
-        .collect()
+    params.iter().map(|(_, var)| Ok(var.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)).collect()
 }
 
 fn largest_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
@@ -78,35 +71,23 @@ fn run(optimizer: &mut AdamW, steps: std::ops::Range<usize>, clip: Option<f64>) 
 #[test]
 fn matches_scalar_adamw_with_decay_only_on_matrices() -> Result<()> {
     let config = AdamWConfig::default();
-    for (dtype, fuse) in [
-        (DType::F32, true),
-        (DType::F32, false),
-        (DType::F64, true),
-    ] {
+    for (dtype, fuse) in [(DType::F32, true), (DType::F32, false), (DType::F64, true)] {
         let mut optimizer = AdamW::with_fused_update(params(dtype)?, config, fuse)?;
         let start = values(optimizer.parameters())?;
-        let mut expected: Vec<Vec<Scalar>> = start
-            .iter()
-            .map(|v| v.iter().map(|&p| Scalar { p, m: 0.0, v: 0.0 }).collect())
-            .collect();
+        let mut expected: Vec<Vec<Scalar>> =
+            start.iter().map(|v| v.iter().map(|&p| Scalar { p, m: 0.0, v: 0.0 }).collect()).collect();
         run(&mut optimizer, 0..20, None)?;
         for step in 0..20 {
             for (k, (name, _)) in optimizer.parameters().iter().enumerate() {
-                let decay = if ["w.weight", "embed.weight"].contains(&name.as_str()) {
-                    config.weight_decay
-                } else {
-                    0.0
-                };
+                let decay =
+                    if ["w.weight", "embed.weight"].contains(&name.as_str()) { config.weight_decay } else { 0.0 };
                 for scalar in &mut expected[k] {
                     let g = curvature(k) * (scalar.p - 1.0);
                     scalar.step(g, step as i32 + 1, rate(step), decay, &config);
                 }
             }
         }
-        let expected: Vec<Vec<f64>> = expected
-            .iter()
-            .map(|v| v.iter().map(|s| s.p).collect())
-            .collect();
+        let expected: Vec<Vec<f64>> = expected.iter().map(|v| v.iter().map(|s| s.p).collect()).collect();
         let actual = values(optimizer.parameters())?;
         assert!(largest_difference(&actual, &start) > 0.05);
         let error = largest_difference(&actual, &expected);
@@ -136,9 +117,7 @@ fn half_precision_parameters_keep_small_gradients() -> Result<()> {
     let var = Var::from_tensor(&Tensor::ones(3, DType::F16, &Device::Cpu)?)?;
     let mut optimizer = AdamW::new(vec![("p".to_owned(), var)], AdamWConfig::default())?;
     let g = Tensor::full(2f32.powi(-14), 3, &Device::Cpu)?.to_dtype(DType::F16)?;
-    let grads = Gradients {
-        tensors: vec![Some(g)],
-    };
+    let grads = Gradients { tensors: vec![Some(g)] };
     optimizer.step(&grads, 0.25, None)?;
     let p = values(optimizer.parameters())?;
     assert!((p[0][0] - 0.75).abs() < 1e-3, "{p:?}");
@@ -197,9 +176,10 @@ fn a_restored_state_resumes_bit_for_bit() -> Result<()> {
         let config = AdamWConfig::default();
         let mut whole = AdamW::with_fused_update(params(DType::F32)?, config, fuse)?;
         run(&mut whole, 0..7, Some(1.0))?;
-        let copies = whole.parameters().iter().map(|(name, var)| {
-            Ok((name.clone(), Var::from_tensor(&var.as_tensor().copy()?)?))
-        });
+        let copies = whole
+            .parameters()
+            .iter()
+            .map(|(name, var)| Ok((name.clone(), Var::from_tensor(&var.as_tensor().copy()?)?)));
         let copies = copies.collect::<Result<_>>()?;
         let mut resumed = AdamW::with_fused_update(copies, config, fuse)?;
         resumed.load_state(&whole.state()?)?;
