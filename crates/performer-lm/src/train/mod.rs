@@ -1,12 +1,15 @@
 //! Training: one loop, and the parts it is made of.
 
+mod checkpoint;
 mod gradients;
 mod loss;
 mod optimizer;
 mod parallel;
 mod run;
 mod schedule;
+mod weights_file;
 
+pub use checkpoint::{Checkpoint, TrainingState, git_revision};
 pub use gradients::Gradients;
 pub use loss::cross_entropy;
 pub use optimizer::{AdamW, AdamWConfig};

@@ -116,8 +116,7 @@ impl Schedule {
     }
 }
 
-/// From `start` at `position` 0 to `end` at `length`; a phase without length is at its end... which only a run of one step
-/// can meet.
+/// From `start` at `position` 0 to `end` at `length`; a phase without length is at its end.
 fn half_cosine(start: f64, end: f64, position: f64, length: f64) -> f64 {
     let progress = if length > 0.0 { position / length } else { 1.0 };
     end + (start - end) / 2.0 * (1.0 + (PI * progress).cos())
@@ -166,7 +165,7 @@ mod tests {
         close(lr(1), (first + 1.0) / 2.0);
         close(lr(2), 1.0);
         close(lr(5), last + (1.0 - last) / 2.0 * (1.0 + (3.0 * PI / 7.0).cos()));
-        close(lr(5), 0.611_261_978_843_379_3);
+        close(lr(5), 0.611_262_021_936_289_3);
         close(lr(5) + lr(6), 1.0 + last);
         close(lr(9), last);
         close(lr(10), last);

@@ -1,0 +1,34 @@
+//! Tells the program which revision it is built from, for the metadata of the models it trains.
+//!
+//! Sets `PERFORMER_GIT_REVISION` for the compiler unless the environment already does (a packager's build from a tarball) or
+//! these sources are not in a git repository of their own.
+
+use std::process::Command;
+
+fn main() {
+    println!("cargo::rerun-if-env-changed=PERFORMER_GIT_REVISION");
+    println!("cargo::rerun-if-changed=build.rs");
+    if std::env::var_os("PERFORMER_GIT_REVISION").is_some() {
+        return;
+    }
+    // A copy of the package unpacked inside somebody's unrelated repository is not tracked there.
+    if git(&["ls-files", "--error-unmatch", "Cargo.toml"]).is_none() {
+        return;
+    }
+    // Each commit, checkout and reset appends to this log; the sources decide whether the revision is "dirty".
+    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
+        println!("cargo::rerun-if-changed={log}");
+    }
+    println!("cargo::rerun-if-changed=src");
+    println!("cargo::rerun-if-changed=../performer-core/src");
+    if let Some(revision) = git(&["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]) {
+        println!("cargo::rustc-env=PERFORMER_GIT_REVISION={revision}");
+    }
+}
+
+/// The output of a git command; nothing where it fails or there is no git.
+fn git(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(arguments).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    output.status.success().then(|| text.trim().to_owned())
+}

@@ -1,0 +1,344 @@
+//! Checkpoints: a folder that is a whole model at every moment, whatever interrupts the writing of it.
+//!
+//! ```text
+//! DIR/config.json              the model's configuration
+//! DIR/tokenizer.json           the tokenizer, in the format of Hugging Face
+//! DIR/model.safetensors        parameters and buffers (the random projections among them)
+//! DIR/optimizer.safetensors    moments of the optimiser        ┐ only where training
+//! DIR/train_state.json         step, seeds, schedule and so on ┘ can be resumed
+//! ```
+//!
+//! The folder is plain: other tools read these five files, and whatever else lies beside them (logs, plots, a model card) is
+//! left alone. Saving over a checkpoint takes the disk space of both for a moment.
+//!
+//! # How a save survives a kill
+//!
+//! Five files cannot be replaced in one system call, one can. So `model.safetensors` is the commit, and its header lists the
+//! BLAKE3 digests of the files it belongs with:
+//!
+//! 1. write `config.json.new`, ..., and last `model.safetensors.new` with the digests of the others; sync all of them;
+//! 2. rename `model.safetensors.new` to `model.safetensors`: before this the old checkpoint counts, from here on the new one;
+//! 3. rename the other `.new` files to their names, and remove training state that the new checkpoint does not have.
+//!
+//! A reader takes a `.new` file where its digest is the one that `model.safetensors` lists, and the plain name otherwise. Hence
+//! a kill before step 2 leaves `.new` files that match nothing and are ignored; a kill after it leaves some that match and
+//! are used. The next save first completes step 3 for those and removes the rest. Where nothing was interrupted there are no
+//! `.new` files and nothing is compared, so a `config.json` edited by hand is taken as it is.
+
+use super::weights_file::{write_durably, write_safetensors};
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{Device, Tensor};
+use safetensors::SafeTensors;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde_json::Value;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
+
+const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const TRAIN_STATE: &str = "train_state.json";
+
+/// The files whose digests `model.safetensors` lists, in the order in which they are written.
+const COMPANIONS: [&str; 4] = [CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE];
+
+/// Header keys of `model.safetensors` that belong to this module: the digests, and the mark that other tools ask for.
+const DIGESTS_KEY: &str = "checkpoint_files";
+const FORMAT_KEY: &str = "format";
+
+/// A model with what is needed to use it.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// Content of `config.json`.
+    pub config: Value,
+    /// Content of `tokenizer.json`.
+    pub tokenizer: Vec<u8>,
+    /// Parameters and buffers by name.
+    pub tensors: HashMap<String, Tensor>,
+    /// Free text for the header of `model.safetensors`: program version, seed, source of the data... The keys `format` and
+    /// `checkpoint_files` are taken.
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// What resuming needs besides the model.
+#[derive(Clone, Debug)]
+pub struct TrainingState {
+    /// The state of the optimiser by name.
+    pub optimizer: HashMap<String, Tensor>,
+    /// Content of `train_state.json`.
+    pub progress: Value,
+}
+
+impl Checkpoint {
+    /// Saves into the folder `dir`, which is created where needed; a checkpoint there is replaced, at once and whole.
+    ///
+    /// A run that saves its starting point before the first step finds out then, not hours later, whether it can.
+    ///
+    /// # Errors
+    /// No permission, no space, or `dir` is not a folder; the checkpoint that was there still is.
+    pub fn save(&self, dir: &Path, training: Option<&TrainingState>) -> Result<()> {
+        let saved = self.save_in_stages(dir, training, &mut |_| Ok(()));
+        if saved.is_err() {
+            // Frees the space of files without use; the error to report is the first one.
+            let _ = settle(dir, &mut |_| Ok(()));
+        }
+        saved.with_context(|| {
+            format!(
+                "cannot save a checkpoint in {}: check free space and permissions, or choose another folder \
+                 (a checkpoint saved there before is intact)",
+                dir.display()
+            )
+        })
+    }
+
+    /// [`Self::save`], calling `stage` before everything that changes the disk, so that tests can stop it anywhere.
+    fn save_in_stages(&self, dir: &Path, training: Option<&TrainingState>, stage: Stage<'_>) -> Result<()> {
+        stage("create the folder")?;
+        fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        settle(dir, stage)?;
+
+        let mut digests = BTreeMap::new();
+        let mut write = |name: &'static str, content: Content<'_>, stage: Stage<'_>| -> Result<()> {
+            stage(&format!("write {name}"))?;
+            digests.insert(name, write_durably(&pending(dir, name), content)?);
+            Ok(())
+        };
+        write(CONFIG, &|out| write_json(out, &self.config), stage)?;
+        write(TOKENIZER, &|out| out.write_all(&self.tokenizer), stage)?;
+        if let Some(training) = training {
+            let tensors = &training.optimizer;
+            let content = |out: &mut dyn Write| write_safetensors(out, tensors, &BTreeMap::new());
+            write(OPTIMIZER, &content, stage)?;
+            write(TRAIN_STATE, &|out| write_json(out, &training.progress), stage)?;
+        }
+
+        let mut metadata = self.metadata.clone();
+        metadata.insert(FORMAT_KEY.to_owned(), "pt".to_owned());
+        metadata.insert(DIGESTS_KEY.to_owned(), serde_json::to_string(&digests)?);
+        stage(&format!("write {MODEL}"))?;
+        write_durably(&pending(dir, MODEL), |out| write_safetensors(out, &self.tensors, &metadata))?;
+        sync_folder(dir)?;
+        stage("commit")?;
+        rename(&pending(dir, MODEL), &dir.join(MODEL))?;
+        sync_folder(dir)?;
+        settle(dir, stage)
+    }
+
+    /// Loads the model in the folder `dir` onto `device`. Folders written by other tools need `config.json`,
+    /// `tokenizer.json` and `model.safetensors`.
+    ///
+    /// # Errors
+    /// A missing folder, a missing or damaged file, each by name.
+    pub fn load(dir: &Path, device: &Device) -> Result<Self> {
+        require_folder(dir)?;
+        let path = dir.join(MODEL);
+        let bytes = read(&path)?;
+        let header = SafeTensors::read_metadata(&bytes).with_context(|| damaged(&path))?;
+        let metadata = header.1.metadata().clone().unwrap_or_default();
+        let mut metadata: BTreeMap<_, _> = metadata.into_iter().collect();
+        let digests = metadata.remove(DIGESTS_KEY);
+        let digests = digests.and_then(parse_digests).unwrap_or_default();
+        metadata.remove(FORMAT_KEY);
+        let tokenizer = read_companion(dir, TOKENIZER, &digests)?;
+        parse_json::<IgnoredAny>(&tokenizer, &dir.join(TOKENIZER))?;
+        let config = read_companion(dir, CONFIG, &digests)?;
+        Ok(Self {
+            config: parse_json(&config, &dir.join(CONFIG))?,
+            tokenizer,
+            tensors: parse_safetensors(&bytes, &path, device)?,
+            metadata,
+        })
+    }
+
+    /// The configuration as a type of the caller's.
+    pub fn config_as<T: DeserializeOwned>(&self) -> Result<T> {
+        T::deserialize(&self.config)
+            .with_context(|| format!("{CONFIG} does not describe a model that this program knows"))
+    }
+}
+
+impl TrainingState {
+    /// Loads the training state that belongs to the model in `dir`.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::load`], or a model saved without a training state.
+    pub fn load(dir: &Path, device: &Device) -> Result<Self> {
+        require_folder(dir)?;
+        let digests = committed_digests(dir)?.unwrap_or_default();
+        ensure!(
+            digests.contains_key(OPTIMIZER) && digests.contains_key(TRAIN_STATE),
+            "{} holds no training state: its model can be used, but its training cannot be resumed",
+            dir.display()
+        );
+        let optimizer = read_companion(dir, OPTIMIZER, &digests)?;
+        let progress = read_companion(dir, TRAIN_STATE, &digests)?;
+        Ok(Self {
+            optimizer: parse_safetensors(&optimizer, &dir.join(OPTIMIZER), device)?,
+            progress: parse_json(&progress, &dir.join(TRAIN_STATE))?,
+        })
+    }
+
+    /// The progress as a type of the caller's.
+    pub fn progress_as<T: DeserializeOwned>(&self) -> Result<T> {
+        T::deserialize(&self.progress)
+            .with_context(|| format!("{TRAIN_STATE} was not written by this program, or by another version of it"))
+    }
+}
+
+/// The revision this program was built from: a git commit (with `-dirty` where files had been changed), or the version of
+/// the package where it was built outside its repository.
+pub fn git_revision() -> &'static str {
+    match option_env!("PERFORMER_GIT_REVISION") {
+        Some(revision) => revision,
+        None => concat!("v", env!("CARGO_PKG_VERSION")),
+    }
+}
+
+/// Told what is about to happen; an error stops the save there.
+type Stage<'a> = &'a mut dyn FnMut(&str) -> Result<()>;
+
+type Content<'a> = &'a dyn Fn(&mut dyn Write) -> io::Result<()>;
+
+/// Digests by file name.
+type Digests = BTreeMap<String, String>;
+
+/// Where a file waits until the checkpoint that it belongs to is committed.
+fn pending(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{name}.new"))
+}
+
+/// Gives the files of the committed checkpoint their names and removes what belongs to none. Changes nothing where it has
+/// run to its end before.
+fn settle(dir: &Path, stage: Stage<'_>) -> Result<()> {
+    let committed = committed_digests(dir)?;
+    for name in COMPANIONS {
+        let (path, pending) = (dir.join(name), pending(dir, name));
+        let digest = committed.as_ref().and_then(|digests| digests.get(name));
+        if digest.is_some() && file_digest(&pending)?.as_ref() == digest {
+            stage(&format!("rename {name}"))?;
+            rename(&pending, &path)?;
+        } else {
+            remove(&pending, stage)?;
+        }
+        if committed.is_some() && digest.is_none() {
+            remove(&path, stage)?;
+        }
+    }
+    remove(&pending(dir, MODEL), stage)?;
+    sync_folder(dir)
+}
+
+/// The digests listed by `model.safetensors`; `None` where there is no such file or it was not written by this module.
+fn committed_digests(dir: &Path) -> Result<Option<Digests>> {
+    let path = dir.join(MODEL);
+    let header = || {
+        let mut file = File::open(&path)?;
+        let mut length = [0; 8];
+        file.read_exact(&mut length)?;
+        let mut header = Vec::new();
+        file.take(u64::from_le_bytes(length)).read_to_end(&mut header)?;
+        Ok::<_, io::Error>(header)
+    };
+    let header = match header() {
+        Ok(header) => header,
+        Err(e) if [ErrorKind::NotFound, ErrorKind::UnexpectedEof].contains(&e.kind()) => {
+            return Ok(None);
+        }
+        Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
+    };
+    let header: Value = serde_json::from_slice(&header).unwrap_or_default();
+    let digests = header["__metadata__"][DIGESTS_KEY].as_str();
+    Ok(digests.and_then(|text| parse_digests(text.to_owned())))
+}
+
+fn parse_digests(text: String) -> Option<Digests> {
+    serde_json::from_str(&text).ok()
+}
+
+/// The content of a file beside the model: the pending one where the model lists its digest.
+fn read_companion(dir: &Path, name: &str, digests: &Digests) -> Result<Vec<u8>> {
+    if let Some(digest) = digests.get(name)
+        && let Ok(bytes) = fs::read(pending(dir, name))
+        && blake3::hash(&bytes).to_hex().as_str() == digest
+    {
+        return Ok(bytes);
+    }
+    read(&dir.join(name))
+}
+
+fn require_folder(dir: &Path) -> Result<()> {
+    ensure!(dir.exists(), "there is no folder {}: check the path, or train a model there first", dir.display());
+    ensure!(dir.is_dir(), "{} is a file: give the checkpoint folder that holds {MODEL}", dir.display());
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).map_err(|e| match e.kind() {
+        ErrorKind::NotFound => anyhow::anyhow!(
+            "{} is missing: give the folder of a finished save, with {CONFIG}, {TOKENIZER} and {MODEL}",
+            path.display()
+        ),
+        _ => anyhow::Error::new(e).context(format!("cannot read {}", path.display())),
+    })
+}
+
+fn damaged(path: &Path) -> String {
+    format!("{} is damaged or incomplete: copy it again, or train again", path.display())
+}
+
+fn parse_safetensors(bytes: &[u8], path: &Path, device: &Device) -> Result<HashMap<String, Tensor>> {
+    candle_core::safetensors::load_buffer(bytes, device).with_context(|| damaged(path))
+}
+
+fn parse_json<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T> {
+    serde_json::from_slice(bytes).with_context(|| format!("{} is not JSON: restore or remove it", path.display()))
+}
+
+fn write_json(out: &mut dyn Write, value: &Value) -> io::Result<()> {
+    serde_json::to_writer_pretty(&mut *out, value)?;
+    out.write_all(b"\n")
+}
+
+fn file_digest(path: &Path) -> Result<Option<String>> {
+    let file = match File::open(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file,
+    };
+    let mut digest = blake3::Hasher::new();
+    file.and_then(|file| digest.update_reader(file).map(drop))
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(Some(digest.finalize().to_hex().to_string()))
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    fs::rename(from, to).with_context(|| format!("cannot rename {} to {}", from.display(), to.display()))
+}
+
+fn remove(path: &Path, stage: Stage<'_>) -> Result<()> {
+    if path.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    stage(&format!("remove {}", path.display()))?;
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => {
+            bail!("cannot remove {}: {e}", path.display())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Makes renames and new names in a folder durable. Only Unix lets a folder be synced.
+fn sync_folder(dir: &Path) -> Result<()> {
+    if cfg!(unix) {
+        File::open(dir)
+            .and_then(|folder| folder.sync_all())
+            .with_context(|| format!("cannot sync {}", dir.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,290 @@
+use super::*;
+use serde_json::json;
+
+/// A checkpoint in which every file says which one it belongs to.
+fn sample(id: u32) -> (Checkpoint, TrainingState) {
+    let tensor = |x: u32| Tensor::full(x as f32, (3, 5), &Device::Cpu).unwrap();
+    let checkpoint = Checkpoint {
+        config: json!({"id": id, "dim": 64}),
+        tokenizer: format!("{{\"id\": {id}}}").into_bytes(),
+        tensors: HashMap::from([("w".to_owned(), tensor(id))]),
+        metadata: BTreeMap::from([("id".to_owned(), id.to_string())]),
+    };
+    let training =
+        TrainingState { optimizer: HashMap::from([("m.w".to_owned(), tensor(id))]), progress: json!({"id": id}) };
+    (checkpoint, training)
+}
+
+fn first_value(tensors: &HashMap<String, Tensor>) -> u32 {
+    let tensor = tensors.values().next().unwrap();
+    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()[0] as u32
+}
+
+/// The ids that the parts of the checkpoint in `dir` carry; those of the training state too where there should be one.
+fn ids(dir: &Path, trained: impl Fn(u32) -> bool) -> Result<Vec<u32>> {
+    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
+    let id = |json: &Value| json["id"].as_u64().unwrap() as u32;
+    let model = first_value(&checkpoint.tensors);
+    let tokenizer: Value = serde_json::from_slice(&checkpoint.tokenizer)?;
+    let metadata = checkpoint.metadata["id"].parse()?;
+    let mut ids = vec![model, id(&checkpoint.config), id(&tokenizer), metadata];
+    let training = TrainingState::load(dir, &Device::Cpu);
+    if trained(model) {
+        let training = training?;
+        ids.extend([first_value(&training.optimizer), id(&training.progress)]);
+    } else {
+        let error = training.unwrap_err().to_string();
+        assert!(error.contains("holds no training state"), "{error}");
+    }
+    Ok(ids)
+}
+
+/// The one checkpoint that all parts in `dir` belong to.
+#[track_caller]
+fn whole(dir: &Path, trained: impl Fn(u32) -> bool) -> u32 {
+    let ids = ids(dir, trained).unwrap();
+    assert!(ids.iter().all(|id| *id == ids[0]), "a mix: {ids:?}");
+    ids[0]
+}
+
+fn leftovers(dir: &Path) -> usize {
+    let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name());
+    names.filter(|n| n.to_string_lossy().ends_with(".new")).count()
+}
+
+/// Saves and is killed before the stage of that number, in the middle of the file if it writes one. False where the save had
+/// fewer stages.
+fn killed_save(dir: &Path, id: u32, trained: bool, kill_at: usize) -> bool {
+    let (checkpoint, training) = sample(id);
+    let mut count = 0;
+    let result = checkpoint.save_in_stages(dir, trained.then_some(&training), &mut |stage| {
+        count += 1;
+        if count <= kill_at {
+            return Ok(());
+        }
+        if let Some(name) = stage.strip_prefix("write ") {
+            fs::write(pending(dir, name), [b'{', 0, 0, 0, 0, 0, 0, 0, b'{'])?;
+        }
+        bail!("killed")
+    });
+    result.is_err()
+}
+
+#[test]
+fn a_checkpoint_comes_back_as_it_was_saved() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let dir = root.path().join("a/b");
+    let (checkpoint, training) = sample(7);
+    checkpoint.save(&dir, Some(&training))?;
+    assert_eq!(whole(&dir, |_| true), 7);
+    let loaded = Checkpoint::load(&dir, &Device::Cpu)?;
+    assert_eq!(loaded.config, checkpoint.config);
+    assert_eq!(loaded.tokenizer, checkpoint.tokenizer);
+    assert_eq!(loaded.metadata, checkpoint.metadata);
+    assert_eq!(loaded.tensors["w"].dims(), [3, 5]);
+    let files = || -> Result<Vec<Vec<u8>>> {
+        let names = [CONFIG, TOKENIZER, MODEL, OPTIMIZER, TRAIN_STATE];
+        names.iter().map(|name| Ok(fs::read(dir.join(name))?)).collect()
+    };
+    let first = files()?;
+    loaded.save(&dir, Some(&TrainingState::load(&dir, &Device::Cpu)?))?;
+    assert_eq!(files()?, first, "saving what was loaded changes no byte");
+    Ok(())
+}
+
+#[test]
+fn other_files_in_the_folder_stay_and_foreign_folders_load() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let dir = dir.path();
+    let (checkpoint, training) = sample(1);
+    fs::write(dir.join("README.md"), "card")?;
+    fs::write(dir.join(CONFIG), r#"{"id": 3}"#)?;
+    fs::write(dir.join(TOKENIZER), "{}")?;
+    candle_core::safetensors::save(&checkpoint.tensors, dir.join(MODEL))?;
+    assert_eq!(Checkpoint::load(dir, &Device::Cpu)?.config["id"], 3);
+    assert!(TrainingState::load(dir, &Device::Cpu).is_err());
+
+    checkpoint.save(dir, Some(&training))?;
+    assert_eq!(fs::read_to_string(dir.join("README.md"))?, "card");
+    fs::write(dir.join(CONFIG), r#"{"id": 4}"#)?;
+    assert_eq!(Checkpoint::load(dir, &Device::Cpu)?.config["id"], 4, "edited by hand");
+    Ok(())
+}
+
+#[test]
+fn a_kill_at_any_stage_leaves_the_old_or_the_new_checkpoint() -> Result<()> {
+    for (old_trained, new_trained) in [(true, true), (true, false), (false, true)] {
+        let trained = |id| if id == 1 { old_trained } else { new_trained };
+        let mut outcomes = Vec::new();
+        for kill_at in 0.. {
+            let dir = tempfile::tempdir()?;
+            let dir = dir.path();
+            let (old, old_training) = sample(1);
+            old.save(dir, old_trained.then_some(&old_training))?;
+            let killed = killed_save(dir, 2, new_trained, kill_at);
+            outcomes.push(whole(dir, trained));
+            let (next, next_training) = sample(3);
+            next.save(dir, Some(&next_training))?;
+            assert_eq!(whole(dir, |_| true), 3);
+            assert_eq!(leftovers(dir), 0);
+            if !killed {
+                break;
+            }
+        }
+        assert!(outcomes.is_sorted(), "{outcomes:?}");
+        assert!(outcomes.len() > 8 && outcomes[0] == 1, "{outcomes:?}");
+        let new = outcomes.iter().filter(|id| **id == 2).count();
+        assert!(new > 3, "kills after the commit count too: {outcomes:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_second_kill_while_recovering_from_the_first_changes_nothing() -> Result<()> {
+    'first: for first in 0.. {
+        // One stage makes the folder, up to five clear up; no save commits before its seventh.
+        for second in 0..7 {
+            let dir = tempfile::tempdir()?;
+            let dir = dir.path();
+            let (old, training) = sample(1);
+            old.save(dir, Some(&training))?;
+            let first_killed = killed_save(dir, 2, true, first);
+            let after_first = whole(dir, |_| true);
+            assert!(killed_save(dir, 3, true, second));
+            let after_second = whole(dir, |_| true);
+            assert_eq!(after_second, after_first);
+            if !first_killed {
+                break 'first;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_first_save_that_was_killed_is_no_checkpoint_but_no_obstacle() -> Result<()> {
+    for kill_at in 0.. {
+        let root = tempfile::tempdir()?;
+        let dir = root.path().join("run");
+        let killed = killed_save(&dir, 1, true, kill_at);
+        match ids(&dir, |_| true) {
+            Ok(ids) => assert_eq!(ids, [1; 6]),
+            Err(e) => {
+                let e = e.to_string();
+                assert!(e.contains("there is no folder") || e.contains("is missing"), "{e}");
+            }
+        }
+        let (next, training) = sample(2);
+        next.save(&dir, Some(&training))?;
+        assert_eq!(whole(&dir, |_| true), 2);
+        if !killed {
+            break;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn broken_folders_are_reported_by_file_and_reason() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let dir = root.path().join("run");
+    let error = |load: &dyn Fn(&Path) -> Result<()>| format!("{:#}", load(&dir).unwrap_err());
+    let model = |dir: &Path| Checkpoint::load(dir, &Device::Cpu).map(drop);
+    let training = |dir: &Path| TrainingState::load(dir, &Device::Cpu).map(drop);
+
+    assert!(error(&model).contains("there is no folder"));
+    fs::write(&dir, "")?;
+    assert!(error(&model).contains("is a file"));
+    fs::remove_file(&dir)?;
+    fs::create_dir(&dir)?;
+    assert!(error(&model).contains("model.safetensors is missing"));
+
+    let (checkpoint, state) = sample(1);
+    let breaks: [(&str, &[u8], &str); 3] = [
+        (CONFIG, b"{\"dim\":", "config.json is not JSON"),
+        (TOKENIZER, b"<html>", "tokenizer.json is not JSON"),
+        (MODEL, b"version https://git-lfs", "model.safetensors is damaged"),
+    ];
+    for (name, content, expected) in breaks {
+        checkpoint.save(&dir, Some(&state))?;
+        fs::write(dir.join(name), content)?;
+        assert!(error(&model).contains(expected), "{}", error(&model));
+        fs::remove_file(dir.join(name))?;
+        let missing = format!("{name} is missing");
+        assert!(error(&model).contains(&missing), "{}", error(&model));
+    }
+    for name in [MODEL, OPTIMIZER] {
+        checkpoint.save(&dir, Some(&state))?;
+        let bytes = fs::read(dir.join(name))?;
+        for length in [0, 5, 40, bytes.len() - 1] {
+            fs::write(dir.join(name), &bytes[..length])?;
+            let error = error(if name == MODEL { &model } else { &training });
+            assert!(error.contains(&format!("{name} is damaged")), "{length}: {error}");
+        }
+    }
+    checkpoint.save(&dir, Some(&state))?;
+    fs::write(dir.join(TRAIN_STATE), "[]")?;
+    let progress = TrainingState::load(&dir, &Device::Cpu)?;
+    let error = progress.progress_as::<HashMap<String, u32>>().unwrap_err();
+    assert!(error.to_string().contains("train_state.json was not written"), "{error}");
+    let error = checkpoint.config_as::<Vec<u32>>().unwrap_err();
+    assert!(error.to_string().contains("config.json does not describe"), "{error}");
+    assert_eq!(checkpoint.config_as::<HashMap<String, u32>>()?["dim"], 64);
+    Ok(())
+}
+
+#[test]
+fn a_save_that_fails_says_why_and_leaves_the_old_checkpoint() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let file = root.path().join("file");
+    fs::write(&file, "mine")?;
+    let (checkpoint, training) = sample(1);
+    let error = format!("{:#}", checkpoint.save(&file, None).unwrap_err());
+    assert!(error.contains("cannot save a checkpoint in") && error.contains("cannot create"), "{error}");
+    assert_eq!(fs::read_to_string(&file)?, "mine");
+
+    let dir = root.path().join("run");
+    checkpoint.save(&dir, Some(&training))?;
+    // A folder in the way of a file that is to be written: fails for every user, root included.
+    fs::create_dir(pending(&dir, TOKENIZER))?;
+    let (next, _) = sample(2);
+    let error = format!("{:#}", next.save(&dir, None).unwrap_err());
+    assert!(error.contains("tokenizer.json.new"), "{error}");
+    assert_eq!(whole(&dir, |_| true), 1);
+    Ok(())
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_leaves_the_old_checkpoint_and_no_litter() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let dir = dir.path();
+    let (old, training) = sample(1);
+    old.save(dir, Some(&training))?;
+    let (next, training) = sample(2);
+    for name in [CONFIG, OPTIMIZER, MODEL] {
+        let result = next.save_in_stages(dir, Some(&training), &mut |stage| {
+            if stage == format!("write {name}") {
+                std::os::unix::fs::symlink("/dev/full", pending(dir, name))?;
+            }
+            Ok(())
+        });
+        let error = format!("{:#}", result.unwrap_err());
+        assert!(error.contains(name) && error.contains("No space left"), "{error}");
+        // The device is endless to read; what a full disk leaves is the beginning of a file.
+        fs::remove_file(pending(dir, name))?;
+        fs::write(pending(dir, name), "{")?;
+        assert_eq!(whole(dir, |_| true), 1);
+        settle(dir, &mut |_| Ok(()))?;
+        assert_eq!(leftovers(dir), 0);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_revision_is_a_commit_or_a_version() {
+    let revision = git_revision();
+    let commit = revision.strip_suffix("-dirty").unwrap_or(revision);
+    let is_commit = commit.len() == 40 && commit.bytes().all(|b| b.is_ascii_hexdigit());
+    assert!(is_commit || revision.starts_with('v'), "{revision}");
+}
