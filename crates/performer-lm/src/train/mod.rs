@@ -2,16 +2,20 @@
 
 mod checkpoint;
 mod gradients;
+mod log;
 mod loss;
 mod optimizer;
 mod parallel;
+mod progress;
 mod run;
 mod schedule;
 mod weights_file;
 
 pub use checkpoint::{Checkpoint, TrainingState, git_revision};
 pub use gradients::Gradients;
+pub use log::{Record, read_log};
 pub use loss::cross_entropy;
 pub use optimizer::{AdamW, AdamWConfig};
 pub use parallel::in_order;
+pub use run::{Report, RunOptions, Trainer, default_out, load_model};
 pub use schedule::Schedule;

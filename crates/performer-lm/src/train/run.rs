@@ -1,1 +1,392 @@
+//! The training loop.
+//!
+//! Everything random is a function of the seed and the step: the order of the data, the features and their redraws, dropout.
+//! So a run that stops anywhere and resumes from its checkpoint goes on as if it had never stopped.
 
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
+    time::Instant,
+};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{Device, Tensor};
+use performer_core::projection::derive_seed;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    AdamW, Checkpoint, Gradients, TrainingState, cross_entropy, git_revision, in_order,
+    log::{Log, Record},
+    progress::Progress,
+};
+use crate::{
+    config::{ModelConfig, TrainingConfig},
+    data::{Batch, Batches, Prepared, Tokenizer},
+    eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
+    generate::{Sampling, generate},
+    model::{Decoder, Dropout},
+};
+
+/// Tokens that a validation in the middle of a run takes; the last one takes all.
+const QUICK_VALIDATION_TOKENS: usize = 65_536;
+
+/// Stream of the seed that dropout draws from.
+const DROPOUT_STREAM: u64 = 3;
+
+/// Where and how a run happens; nothing here changes its result.
+pub struct RunOptions<'a> {
+    /// Folder for checkpoints and `metrics.jsonl`.
+    pub out: &'a Path,
+    /// Device of the model.
+    pub device: Device,
+    /// Worker threads on the CPU.
+    pub threads: usize,
+    /// Set from outside to save and stop.
+    pub stop: &'a AtomicBool,
+    /// Whether to write a few words at every validation.
+    pub samples: bool,
+}
+
+/// Result of a run: the stable names of `--json`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// `softmax` or `favor`.
+    pub attention: String,
+    /// The attention with its settings, as the command line takes it.
+    pub attention_spec: String,
+    /// Seed of weights, data order and features.
+    pub seed: u64,
+    /// Trained parameters.
+    pub params: usize,
+    /// Validation loss, nats a token.
+    pub val_loss: f64,
+    /// `e^val_loss`.
+    pub perplexity: f64,
+    /// Validation loss in bits a byte of text.
+    pub bits_per_byte: f64,
+    /// Seconds of training in each epoch, validation not counted.
+    pub epoch_seconds: Vec<f64>,
+    /// Trained tokens a second of training.
+    pub tokens_per_second: f64,
+    /// What it was trained on.
+    pub corpus: String,
+    /// Optimiser steps taken.
+    pub steps: usize,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Whether all steps were taken, or the run was stopped.
+    pub finished: bool,
+    /// Revision of this program.
+    pub revision: String,
+}
+
+/// Content of `train_state.json`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct RunState {
+    step: usize,
+    epoch_seconds: Vec<f64>,
+    training: TrainingConfig,
+    corpus: String,
+    /// Hash of the training tokens: a run resumes on the data it began with.
+    data: String,
+    revision: String,
+}
+
+/// A run in progress.
+pub struct Trainer<'a> {
+    model: Decoder,
+    optimizer: AdamW,
+    batches: Batches,
+    data: &'a Prepared,
+    training: TrainingConfig,
+    options: RunOptions<'a>,
+    log: Log,
+    step: usize,
+    epoch_seconds: Vec<f64>,
+}
+
+impl<'a> Trainer<'a> {
+    /// A run from the start. The folder is written to at once, so that one that cannot be written to shows now.
+    ///
+    /// # Errors
+    /// Invalid configs, too little data for one batch, a folder that cannot be written.
+    pub fn new(
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+    ) -> Result<Self> {
+        training.validate()?;
+        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
+        let model = Decoder::new(&config, training.seed, &options.device)?;
+        let mut trainer = Self::assemble(model, training.clone(), data, options, 0)?;
+        trainer.save()?;
+        Ok(trainer)
+    }
+
+    /// The run that `options.out` holds a checkpoint of, from where it stopped.
+    ///
+    /// # Errors
+    /// No such checkpoint, or other training data than it began with.
+    pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
+        let checkpoint = Checkpoint::load(options.out, &options.device)?;
+        let saved = TrainingState::load(options.out, &options.device)?;
+        let state: RunState = saved.progress_as()?;
+        let hash = data.train.hash().to_string();
+        ensure!(
+            state.data == hash,
+            "{} was trained on other data (corpus {}): resume with the --data and --tokenizer it began with",
+            options.out.display(),
+            state.corpus
+        );
+        let config: ModelConfig = checkpoint.config_as()?;
+        let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?;
+        let mut trainer = Self::assemble(model, state.training, data, options, state.step)?;
+        trainer.optimizer.load_state(&saved.optimizer)?;
+        trainer.epoch_seconds = state.epoch_seconds;
+        Ok(trainer)
+    }
+
+    fn assemble(
+        model: Decoder,
+        training: TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+        step: usize,
+    ) -> Result<Self> {
+        let optimizer = AdamW::new(model.named_parameters()?, training.optimizer.clone())?;
+        let batches = Batches::new(data.train.clone(), model.config().context, training.batch_size, training.seed)?;
+        std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
+        let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
+        Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds: Vec::new() })
+    }
+
+    /// The model as it is now.
+    pub fn model(&self) -> &Decoder {
+        &self.model
+    }
+
+    /// How the run trains.
+    pub fn training(&self) -> &TrainingConfig {
+        &self.training
+    }
+
+    /// Steps of the whole run.
+    pub fn total_steps(&self) -> usize {
+        let all = self.training.epochs * self.batches.batches_per_epoch();
+        self.training.max_steps.map_or(all, |max| max.min(all))
+    }
+
+    /// Trains to the end, or until told to stop; saves; validates.
+    ///
+    /// # Errors
+    /// A loss or gradient that is not finite, and whatever keeps the checkpoint from being written.
+    pub fn run(mut self) -> Result<Report> {
+        let total = self.total_steps();
+        let progress = Progress::new(&self.model.config().attention.to_string(), self.step, total);
+        while self.step < total && !self.options.stop.load(Ordering::Relaxed) {
+            let (epoch, _) = self.batches.position(self.step as u64);
+            let started = Instant::now();
+            let record = self.train_step(total)?;
+            let seconds = started.elapsed().as_secs_f64();
+            let epoch = epoch as usize;
+            if self.epoch_seconds.len() <= epoch {
+                self.epoch_seconds.resize(epoch + 1, 0.0);
+            }
+            self.epoch_seconds[epoch] += seconds;
+            progress.step(self.step, &record, self.batches.tokens_per_batch(), seconds);
+            self.log.write(&record)?;
+
+            let due = |every: usize| every > 0 && self.step.is_multiple_of(every);
+            let (validate, save) = (due(self.training.eval_every), due(self.training.save_every));
+            let epoch_ends = self.step.is_multiple_of(self.batches.batches_per_epoch());
+            if (validate || epoch_ends) && self.step < total {
+                let quick = evaluate_start(&self.model, &self.data.valid, self.options.threads, QUICK_VALIDATION_TOKENS)?;
+                self.log_validation(&quick, false)?;
+                progress.validation(self.step, &quick, &self.sample()?);
+            }
+            if (save || epoch_ends) && self.step < total {
+                self.save()?;
+            }
+        }
+        self.save()?;
+        progress.message("validating on all of the held-out text");
+        let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
+        self.log_validation(&evaluation, true)?;
+        progress.finish(self.step, &evaluation, &self.sample()?);
+        self.report(&evaluation)
+    }
+
+    /// One optimiser step: gradients of the micro-batches side by side, added in order, clipped, applied.
+    fn train_step(&mut self, total: usize) -> Result<Record> {
+        let redraw = self.training.redraw_every;
+        if redraw > 0 && self.step > 0 && self.step.is_multiple_of(redraw) {
+            self.model.redraw(self.training.seed, (self.step / redraw) as u64)?;
+        }
+        let (epoch, index) = self.batches.position(self.step as u64);
+        let batch = self.batches.batch(epoch, index)?;
+        check_vocabulary(&batch, &self.model)?;
+        let (loss, gradients) = self.gradients(&batch)?;
+        let lr = self.training.schedule.lr(self.training.learning_rate, self.step, total);
+        let norm = self
+            .optimizer
+            .step(&gradients, lr, self.training.clip)
+            .with_context(|| format!("step {}, loss {loss}", self.step + 1))?;
+        self.step += 1;
+        Ok(Record {
+            step: self.step,
+            epoch: epoch as usize,
+            tokens: self.tokens(),
+            train_loss: Some(loss),
+            learning_rate: Some(lr),
+            gradient_norm: Some(norm),
+            val_loss: None,
+            whole: None,
+        })
+    }
+
+    fn gradients(&self, batch: &Batch) -> Result<(f64, Gradients)> {
+        let micro = self.training.micro_batch * batch.context;
+        let count = batch.inputs.len().div_ceil(micro);
+        let mut total = (0.0, None::<Gradients>);
+        let dropout = self.model.config().dropout;
+        in_order(
+            count,
+            self.options.threads,
+            |i| {
+                let part = i * micro..((i + 1) * micro).min(batch.inputs.len());
+                let rows = part.len() / batch.context;
+                let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
+                let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (self.step * count + i) as u64);
+                let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
+                let logits = self.model.forward(&ids, dropout.as_ref())?.flatten_to(1)?;
+                let loss = (cross_entropy(&logits, &batch.targets[part])?.sum_all()? / batch.inputs.len() as f64)?;
+                let gradients = Gradients::from_store(&loss.backward()?, self.optimizer.parameters())?;
+                Ok((f64::from(loss.to_scalar::<f32>()?), gradients))
+            },
+            |(loss, gradients)| {
+                total.0 += loss;
+                match &mut total.1 {
+                    None => total.1 = Some(gradients),
+                    Some(sum) => sum.add(gradients)?,
+                }
+                Ok(())
+            },
+        )?;
+        let (loss, Some(gradients)) = total else { anyhow::bail!("the batch is empty") };
+        Ok((loss, gradients))
+    }
+
+    fn tokens(&self) -> u64 {
+        (self.step * self.batches.tokens_per_batch()) as u64
+    }
+
+    fn log_validation(&mut self, evaluation: &Evaluation, whole: bool) -> Result<()> {
+        self.log.write(&Record {
+            step: self.step,
+            epoch: self.batches.position(self.step.saturating_sub(1) as u64).0 as usize,
+            tokens: self.tokens(),
+            train_loss: None,
+            learning_rate: None,
+            gradient_norm: None,
+            val_loss: Some(evaluation.val_loss),
+            whole: Some(whole),
+        })
+    }
+
+    /// A few words from the model, for a person to follow what it learns.
+    fn sample(&self) -> Result<String> {
+        let mut text = String::new();
+        if self.options.samples {
+            let prompt = "Once upon a time";
+            text.push_str(prompt);
+            generate(&self.model, &self.data.tokenizer, prompt, 40, Sampling::default(), |piece| {
+                text.push_str(piece);
+                Ok(true)
+            })?;
+        }
+        Ok(text)
+    }
+
+    fn save(&mut self) -> Result<()> {
+        let state = RunState {
+            step: self.step,
+            epoch_seconds: self.epoch_seconds.clone(),
+            training: self.training.clone(),
+            corpus: self.data.corpus_name.clone(),
+            data: self.data.train.hash().to_string(),
+            revision: git_revision().to_string(),
+        };
+        let training = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(state)? };
+        checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step)?
+            .save(self.options.out, Some(&training))
+    }
+
+    fn report(&self, evaluation: &Evaluation) -> Result<Report> {
+        let config = self.model.config();
+        let report = Report {
+            attention: config.attention.kind().to_string(),
+            attention_spec: config.attention.to_string(),
+            seed: self.training.seed,
+            params: self.model.parameter_count()?,
+            val_loss: evaluation.val_loss,
+            perplexity: evaluation.perplexity,
+            bits_per_byte: evaluation.bits_per_byte,
+            epoch_seconds: self.epoch_seconds.clone(),
+            tokens_per_second: self.tokens() as f64 / self.epoch_seconds.iter().sum::<f64>().max(1e-9),
+            corpus: self.data.corpus_name.clone(),
+            steps: self.step,
+            tokens: self.tokens(),
+            finished: self.step == self.total_steps(),
+            revision: git_revision().to_string(),
+        };
+        crate::files::write_json(&self.options.out.join("metrics.json"), &report)?;
+        Ok(report)
+    }
+}
+
+fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize) -> Result<Checkpoint> {
+    let metadata = [
+        ("program", format!("performer-lm {}", env!("CARGO_PKG_VERSION"))),
+        ("revision", git_revision().to_string()),
+        ("corpus", corpus.to_string()),
+        ("step", step.to_string()),
+    ];
+    Ok(Checkpoint {
+        config: serde_json::to_value(model.config())?,
+        tokenizer: tokenizer.as_bytes().to_vec(),
+        tensors: model.tensors()?,
+        metadata: metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect(),
+    })
+}
+
+/// A model and its tokenizer from a checkpoint folder.
+///
+/// # Errors
+/// What is missing or damaged, by name.
+pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
+    let checkpoint = Checkpoint::load(dir, device)?;
+    let config: ModelConfig = checkpoint.config_as()?;
+    let model = Decoder::from_tensors(&config, &checkpoint.tensors, device)
+        .with_context(|| format!("cannot build the model in {}", dir.display()))?;
+    let tokenizer = Tokenizer::from_bytes(checkpoint.tokenizer)?;
+    ensure!(
+        tokenizer.vocab_size() <= config.vocab_size,
+        "{}: the tokenizer has {} tokens and the model {}; they do not belong together",
+        dir.display(),
+        tokenizer.vocab_size(),
+        config.vocab_size
+    );
+    Ok((model, tokenizer))
+}
+
+/// Where a run's folder lies if none is given: `runs/ATTENTION-seed` with characters that every file system takes.
+pub fn default_out(config: &ModelConfig, seed: u64) -> PathBuf {
+    let name: String = config
+        .attention
+        .to_string()
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' })
+        .collect();
+    Path::new("runs").join(format!("{}-seed{seed}", name.replace("m-", "m")))
+}
