@@ -22,7 +22,7 @@ impl Rotary {
     /// # Errors
     /// If `head_dim` is odd or zero, or `base` is not a positive number.
     pub fn new(head_dim: usize, max_tokens: usize, base: f64, device: &Device) -> Result<Self> {
-        if head_dim == 0 || head_dim % 2 != 0 {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
             bail!("rotary positions need an even head dim; it is {head_dim}");
         }
         if !(base > 0.0 && base.is_finite()) {

@@ -12,7 +12,7 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
-//! | the truth it is all held to, in plain f64 | [`reference`] |
+//! | the truth it is all held to, in plain f64 | [`mod@reference`] |
 //!
 //! # Example
 //! A multi-head layer whose attention is exchanged by one line:

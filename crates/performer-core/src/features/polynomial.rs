@@ -126,7 +126,7 @@ impl Limit {
     /// # Errors
     /// If `n` is odd or zero, or `C(D+n, n)` exceeds 16384.
     pub fn new(n: u32, dim: usize, device: &Device) -> Result<Self> {
-        if n == 0 || n % 2 != 0 {
+        if n == 0 || !n.is_multiple_of(2) {
             bail!("feature map limit-{n}: n must be even and at least 2, or the kernel can be negative");
         }
         Ok(Self { n, dim, monomials: Monomials::new(n as usize, dim + 1, device)? })
