@@ -178,13 +178,15 @@ impl MultiHeadAttention {
                 bail!("{name} has shape {:?}; it must be (batch, tokens, {})", t.dims(), c.hidden);
             }
         }
-        let split = |t: Tensor, heads: usize| -> Result<Tensor> {
-            let (b, tokens, _) = t.dims3()?;
-            t.reshape((b, tokens, heads, c.head_dim))?.transpose(1, 2)?.contiguous()
+        // Rows in two dimensions: Linear cannot take an empty sequence in three.
+        let split = |linear: &Linear, x: &Tensor, heads: usize| -> Result<Tensor> {
+            let (b, t, e) = x.dims3()?;
+            let rows = linear.forward(&x.reshape((b * t, e))?)?;
+            rows.reshape((b, t, heads, c.head_dim))?.transpose(1, 2)?.contiguous()
         };
-        let q = split(self.q_proj.forward(x)?, c.heads)?;
-        let k = split(self.k_proj.forward(context)?, c.kv_heads)?;
-        let v = split(self.v_proj.forward(context)?, c.kv_heads)?;
+        let q = split(&self.q_proj, x, c.heads)?;
+        let k = split(&self.k_proj, context, c.kv_heads)?;
+        let v = split(&self.v_proj, context, c.kv_heads)?;
         match &self.rotary {
             None => Ok((q, k, v)),
             Some(rotary) => Ok((rotary.apply(&q, start)?, rotary.apply(&k, start)?, v)),
@@ -193,6 +195,7 @@ impl MultiHeadAttention {
 
     fn merge(&self, heads: &Tensor) -> Result<Tensor> {
         let (b, h, t, d) = heads.dims4()?;
-        self.o_proj.forward(&heads.transpose(1, 2)?.contiguous()?.reshape((b, t, h * d))?)
+        let rows = heads.transpose(1, 2)?.contiguous()?.reshape((b * t, h * d))?;
+        self.o_proj.forward(&rows)?.reshape((b, t, self.config.hidden))
     }
 }

@@ -12,7 +12,7 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
-//! | the truth it is all held to, in plain f64 | [`reference`] |
+//! | the truth it is all held to, in plain f64 | [`mod@reference`] |
 //!
 //! # Example
 //! A multi-head layer whose attention is exchanged by one line:
@@ -51,3 +51,8 @@ pub use attention::{Attention, Favor, FavorConfig, Mask, Softmax, State};
 pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};
+
+// The README's example is a test as well.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -18,15 +18,23 @@ const fn shape(batch: usize, heads: usize, kv_heads: usize, tokens: usize, head_
 }
 
 /// Every length with a chunk border in or beside it; heads alone, several and grouped; M below, at and above D.
-const CASES: [(Shape, usize); 7] = [
+const CASES: [(Shape, usize); 9] = [
     (shape(2, 2, 2, 1, 4, 4), 8),
     (shape(1, 4, 2, 2, 3, 5), 8),
     (shape(2, 1, 1, 63, 8, 4), 5),
     (shape(1, 2, 2, 64, 6, 6), 6),
     (shape(1, 4, 2, 65, 5, 3), 16),
+    (shape(3, 3, 1, 20, 2, 1), 4),
+    (shape(1, 2, 2, 130, 40, 8), 24),
     (shape(1, 2, 1, 500, 4, 4), 8),
     (shape(1, 1, 1, 1000, 4, 4), 8),
 ];
+
+/// The cases of at most `tokens`; the fourth power of wide rows has too many features.
+fn cases(map: Option<FeatureMapKind>, tokens: usize) -> impl Iterator<Item = (Shape, usize)> {
+    let wide = move |shape: &Shape| map == Some(FeatureMapKind::Limit(4)) && shape.head_dim > 8;
+    CASES.into_iter().filter(move |(shape, _)| shape.q_len <= tokens && !wide(shape))
+}
 
 fn problem(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Problem {
     Problem::random(seed, shape, map, m).scale_qk(conditioned_scale(map))
@@ -55,7 +63,7 @@ fn check(problem: &Problem) -> Result<()> {
 #[test]
 fn causal() -> Result<()> {
     for map in all_kernels() {
-        for (shape, m) in CASES {
+        for (shape, m) in cases(map, 1000) {
             let mut problem = problem(1, shape, map, m);
             problem.causal = true;
             check(&problem)?;
@@ -67,7 +75,7 @@ fn causal() -> Result<()> {
 #[test]
 fn bidirectional() -> Result<()> {
     for map in all_kernels() {
-        for (shape, m) in CASES.into_iter().filter(|(shape, _)| shape.q_len <= 500) {
+        for (shape, m) in cases(map, 500) {
             check(&problem(2, shape, map, m))?;
         }
     }
@@ -77,7 +85,7 @@ fn bidirectional() -> Result<()> {
 #[test]
 fn with_hidden_keys() -> Result<()> {
     for map in all_kernels() {
-        for (shape, m) in CASES.into_iter().filter(|(shape, _)| shape.q_len < 500) {
+        for (shape, m) in cases(map, 200) {
             for causal in [false, true] {
                 let mut problem = problem(3, shape, map, m);
                 problem.causal = causal;

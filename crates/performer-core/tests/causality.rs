@@ -146,6 +146,21 @@ fn large_inputs_stay_finite_and_right() -> Result<()> {
     Ok(())
 }
 
+/// The gradients too, where rounding does not blur them: stabilisers are constants to the gradient.
+#[test]
+fn large_inputs_have_the_right_gradients() -> Result<()> {
+    let shape = Shape { q_len: 40, k_len: 40, ..SHAPE };
+    for map in all_kernels().filter(|&map| is_positive(map)) {
+        for causal in [true, false] {
+            let mut problem = Problem::random(4, shape, map, 12).scale_qk(30.0);
+            problem.causal = causal;
+            let actual = problem.run(&*problem.attention(DType::F64)?, DType::F64, Layout::Contiguous)?;
+            problem.assert_outcome("F64", &actual, &problem.expected(), 1e-9);
+        }
+    }
+    Ok(())
+}
+
 /// Weights are convex whatever the inputs, so outputs lie between the least and the largest value.
 #[test]
 fn positive_maps_average_values() -> Result<()> {

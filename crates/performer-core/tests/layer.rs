@@ -226,6 +226,23 @@ fn cross_attention_reads_the_context() -> Result<()> {
 }
 
 #[test]
+fn empty_sequences_stay_empty() -> Result<()> {
+    for (name, attention) in attentions()? {
+        for rotary in [false, true] {
+            let (layer, _) = layer(clone(&*attention, &name)?, rotary)?;
+            for dims in [[2, 0, HIDDEN], [0, 5, HIDDEN], [0, 0, HIDDEN]] {
+                let x = Tensor::zeros(&dims, DType::F32, &DEVICE)?;
+                for mask in [Mask::causal(), Mask::full()] {
+                    assert_eq!(layer.forward(&x, &mask, true)?.dims(), dims, "{name}");
+                }
+                assert_eq!(layer.extend(&x, &mut State::new())?.dims(), dims, "{name}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn dropout_is_for_training() -> Result<()> {
     let config = MultiHeadConfig { dropout: 0.5, ..config() };
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &DEVICE);

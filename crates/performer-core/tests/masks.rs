@@ -3,7 +3,10 @@
 mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
-use common::{Layout, Problem, Random, all_kernels, assert_tensor_close, conditioned_scale, mask_tensor, values};
+use common::{
+    Layout, Problem, Random, all_kernels, assert_close, assert_tensor_close, conditioned_scale, is_positive,
+    mask_tensor, values,
+};
 use performer_core::reference::Shape;
 use performer_core::{FeatureMapKind, Mask, State};
 
@@ -49,6 +52,25 @@ fn hidden_keys_and_values_may_be_anything() -> Result<()> {
                     problem.assert_outcome(&what, &outcome, &clean, 0.0);
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// A key too small to count (features of e^0 beside e^-2000) must not set the scale when it is hidden: what is seen would
+/// underflow.
+#[test]
+fn hidden_keys_do_not_set_the_scale() -> Result<()> {
+    for map in all_kernels().filter(|&map| is_positive(map)) {
+        for causal in [false, true] {
+            let mut problem = padded_problem(map, causal).scale_qk(40.0);
+            let Some(mask) = problem.key_mask.clone() else { unreachable!() };
+            fill_hidden(&mut problem.k, SHAPE.head_dim, &mask, |_| 0.0);
+            let problem = problem.rounded(DType::F32)?;
+            let expected = problem.expected();
+            let actual = problem.run(&*problem.attention(DType::F32)?, DType::F32, Layout::Contiguous)?;
+            let what = format!("{map:?}, causal {causal}");
+            assert_close(&what, &problem.output_dims(), &actual.output, &expected.output, 1e-3);
         }
     }
     Ok(())

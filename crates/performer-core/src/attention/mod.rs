@@ -41,7 +41,7 @@ impl Mask {
 
     /// Hides padding besides: `keys` has shape `(B, Tk)`, u8 or a float type, zero where a key must not be seen.
     ///
-    /// A row that sees no key at all yields zeros.
+    /// Hidden keys and values may hold any finite numbers. A row that sees no key at all yields zeros.
     pub fn with_keys(mut self, keys: &Tensor) -> Self {
         self.keys = Some(keys.clone());
         self
