@@ -1,6 +1,6 @@
 //! How well a model predicts text: nats a token, perplexity, bits a byte, and loss against context position.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
@@ -33,17 +33,25 @@ pub struct Evaluation {
 /// # Errors
 /// If the text has fewer than two tokens, or a token lies beyond the model's vocabulary.
 pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<Evaluation> {
+    evaluate_start(model, tokens, threads, usize::MAX)
+}
+
+/// [`evaluate`] over about the first `limit` tokens.
+pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
     let context = model.config().context;
     // About 4096 tokens a pass: enough rows for the matrix products, few enough to stay near the cache.
     let rows = (4096 / context).max(1);
-    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.collect();
+    let passes = limit.div_ceil(rows * context);
+    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(passes).collect();
     let mut sums = vec![(0f64, 0u64); context];
     in_order(
         windows.len(),
         threads,
         |i| {
             let batch = &windows[i];
-            let logits = model.forward(&batch_inputs(batch, model)?, None)?;
+            check_vocabulary(batch, model)?;
+            let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
+            let logits = model.forward(&ids, None)?;
             Ok((batch.context, cross_entropy(&logits.flatten_to(1)?, &batch.targets)?.to_vec1::<f32>()?))
         },
         |(width, losses)| {
@@ -61,23 +69,25 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
         val_loss.is_finite(),
         "the loss over this text is {val_loss}: the model's weights hold values that are not finite"
     );
+    // A part of the text has its share of the bytes.
+    let bytes = (tokens.bytes() as f64 * count as f64 / (tokens.len() - 1) as f64).round() as u64;
     Ok(Evaluation {
         val_loss,
         perplexity: val_loss.exp(),
-        bits_per_byte: total / std::f64::consts::LN_2 / tokens.bytes().max(1) as f64,
+        bits_per_byte: total / std::f64::consts::LN_2 / bytes.max(1) as f64,
         tokens: count,
-        bytes: tokens.bytes(),
+        bytes,
         loss_by_position: sums.iter().filter(|s| s.1 > 0).map(|s| s.0 / s.1 as f64).collect(),
     })
 }
 
-/// The batch's inputs as ids `(rows, context)` on the model's device.
-pub(crate) fn batch_inputs(batch: &Batch, model: &Decoder) -> Result<Tensor> {
+/// Refuses tokens that the model has no embedding for.
+pub(crate) fn check_vocabulary(batch: &Batch, model: &Decoder) -> Result<()> {
     let vocabulary = model.config().vocab_size;
-    if let Some(id) = batch.inputs.iter().chain(&batch.targets).find(|&&id| id as usize >= vocabulary) {
-        anyhow::bail!(
+    match batch.inputs.iter().chain(&batch.targets).find(|&&id| id as usize >= vocabulary) {
+        None => Ok(()),
+        Some(id) => bail!(
             "token {id} lies beyond the model's vocabulary of {vocabulary}: text and model have different tokenizers"
-        );
+        ),
     }
-    Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?)
 }

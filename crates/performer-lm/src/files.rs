@@ -10,7 +10,11 @@ pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let attempt = || -> std::io::Result<()> {
         std::fs::create_dir_all(folder)?;
-        let mut file = tempfile::Builder::new().permissions(permissions()).tempfile_in(folder)?;
+        let mut builder = tempfile::Builder::new();
+        // Temporary files are private by default; the umask turns this into what any other new file gets.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let mut file = builder.tempfile_in(folder)?;
         file.write_all(bytes)?;
         file.as_file().sync_all()?;
         file.persist(path)?;
@@ -24,15 +28,4 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let mut json = serde_json::to_vec_pretty(value)?;
     json.push(b'\n');
     write(path, &json)
-}
-
-/// Temporary files are for their owner alone by default; results are as public as any other file.
-#[cfg(unix)]
-fn permissions() -> std::fs::Permissions {
-    std::os::unix::fs::PermissionsExt::from_mode(0o644)
-}
-
-#[cfg(not(unix))]
-fn permissions() -> std::fs::Permissions {
-    unimplemented_permissions()
 }

@@ -24,12 +24,7 @@ pub struct Batch {
 impl Batch {
     /// The windows that start at `starts`.
     fn read(tokens: &TokenFile, starts: impl Iterator<Item = usize>, context: usize) -> Self {
-        let mut batch = Self {
-            inputs: Vec::new(),
-            targets: Vec::new(),
-            rows: 0,
-            context,
-        };
+        let mut batch = Self { inputs: Vec::new(), targets: Vec::new(), rows: 0, context };
         for start in starts {
             let window = tokens.read(start..start + context + 1);
             batch.inputs.extend(&window[..context]);
@@ -67,12 +62,7 @@ impl Batches {
     ///
     /// # Errors
     /// A context or batch size of zero, and a stream that does not fill one batch.
-    pub fn new(
-        tokens: Arc<TokenFile>,
-        context: usize,
-        batch_size: usize,
-        seed: u64,
-    ) -> Result<Self> {
+    pub fn new(tokens: Arc<TokenFile>, context: usize, batch_size: usize, seed: u64) -> Result<Self> {
         if context == 0 || batch_size == 0 {
             bail!("context ({context}) and batch size ({batch_size}) must be at least 1");
         }
@@ -85,14 +75,7 @@ impl Batches {
             );
         }
         let windows = u32::try_from(windows).context("too many windows; use a longer context")?;
-        Ok(Self {
-            tokens,
-            context,
-            batch_size,
-            windows,
-            seed,
-            order: Mutex::new(None),
-        })
+        Ok(Self { tokens, context, batch_size, windows, seed, order: Mutex::new(None) })
     }
 
     /// Whole batches in an epoch, at least 1.
@@ -117,10 +100,7 @@ impl Batches {
     /// An index of [`Self::batches_per_epoch`] or more.
     pub fn batch(&self, epoch: u64, index: usize) -> Result<Batch> {
         if index >= self.batches_per_epoch() {
-            bail!(
-                "there is no batch {index}: an epoch has {}",
-                self.batches_per_epoch()
-            );
+            bail!("there is no batch {index}: an epoch has {}", self.batches_per_epoch());
         }
         let order = self.order(epoch);
         let picked = &order[index * self.batch_size..][..self.batch_size];
@@ -166,17 +146,9 @@ pub fn eval_windows(tokens: &TokenFile, context: usize, rows: usize) -> Result<E
         bail!("context ({context}) and rows ({rows}) must be at least 1");
     }
     if tokens.len() < 2 {
-        bail!(
-            "there is nothing to predict in a text of {} tokens",
-            tokens.len()
-        );
+        bail!("there is nothing to predict in a text of {} tokens", tokens.len());
     }
-    Ok(EvalWindows {
-        tokens,
-        context,
-        rows,
-        next: 0,
-    })
+    Ok(EvalWindows { tokens, context, rows, next: 0 })
 }
 
 /// Iterator of [`eval_windows`].
@@ -227,8 +199,7 @@ mod tests {
 
     fn epoch(batches: &Batches, epoch: u64) -> Vec<Batch> {
         let all = 0..batches.batches_per_epoch();
-        all.map(|index| batches.batch(epoch, index).unwrap())
-            .collect()
+        all.map(|index| batches.batch(epoch, index).unwrap()).collect()
     }
 
     fn starts(batches: &[Batch]) -> Vec<u32> {
@@ -239,10 +210,7 @@ mod tests {
     #[test]
     fn an_epoch_takes_each_window_once() {
         let batches = Batches::new(stream(12 * 5 + 3), 5, 4, 7).unwrap();
-        assert_eq!(
-            (batches.batches_per_epoch(), batches.tokens_per_batch()),
-            (3, 20)
-        );
+        assert_eq!((batches.batches_per_epoch(), batches.tokens_per_batch()), (3, 20));
         for e in 0..3 {
             let all = epoch(&batches, e);
             let mut starts = starts(&all);
@@ -297,14 +265,7 @@ mod tests {
 
     #[test]
     fn evaluation_predicts_every_token_once() {
-        for (len, context, rows) in [
-            (2, 5, 3),
-            (6, 5, 3),
-            (7, 5, 3),
-            (100, 5, 3),
-            (91, 5, 3),
-            (90, 1, 1),
-        ] {
+        for (len, context, rows) in [(2, 5, 3), (6, 5, 3), (7, 5, 3), (100, 5, 3), (91, 5, 3), (90, 1, 1)] {
             let tokens = stream(len);
             let windows = eval_windows(&tokens, context, rows).unwrap();
             let announced = windows.len();

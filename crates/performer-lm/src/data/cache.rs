@@ -38,42 +38,25 @@ impl Cache {
     pub(crate) fn from_env() -> Result<Self> {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
             let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
-            notice(format_args!(
-                "cache: tokens are not kept for the next time: {error:#}"
-            ));
-            Ok(Self {
-                dir: scratch.path().into(),
-                _scratch: Some(scratch),
-            })
+            notice(format_args!("cache: tokens are not kept for the next time: {error:#}"));
+            Ok(Self { dir: scratch.path().into(), _scratch: Some(scratch) })
         })
     }
 
     /// The cache in `dir`, which is made if need be.
     pub(crate) fn at(dir: &Path) -> Result<Self> {
-        fs::create_dir_all(dir)
-            .and_then(|()| NamedTempFile::new_in(dir).map(drop))
-            .with_context(|| {
-                format!(
-                    "cannot write to the cache {}; set PERFORMER_CACHE to another folder",
-                    dir.display()
-                )
-            })?;
-        Ok(Self {
-            dir: dir.into(),
-            _scratch: None,
-        })
+        fs::create_dir_all(dir).and_then(|()| NamedTempFile::new_in(dir).map(drop)).with_context(|| {
+            format!("cannot write to the cache {}; set PERFORMER_CACHE to another folder", dir.display())
+        })?;
+        Ok(Self { dir: dir.into(), _scratch: None })
     }
 
     /// The tokenizer of `vocab_size` trained on documents.
     pub(crate) fn tokenizer(&self, documents: &Documents, vocab_size: usize) -> Result<Tokenizer> {
         let hash = documents.hash().to_hex();
-        let path = self
-            .dir
-            .join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
+        let path = self.dir.join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
         self.get(&path, Tokenizer::load, |file| {
-            notice(format_args!(
-                "tokenizer: training one of {vocab_size} tokens"
-            ));
+            notice(format_args!("tokenizer: training one of {vocab_size} tokens"));
             let tokenizer = Tokenizer::train(documents, vocab_size)?;
             std::io::Write::write_all(file, tokenizer.as_bytes())?;
             Ok(())
@@ -83,22 +66,15 @@ impl Cache {
     /// The tokens of documents.
     pub(crate) fn tokens(&self, documents: &Documents, tokenizer: &Tokenizer) -> Result<TokenFile> {
         let content = content_hash(documents, tokenizer);
-        let path = self
-            .dir
-            .join(format!("tokens-{}.bin", &content.to_hex()[..32]));
+        let path = self.dir.join(format!("tokens-{}.bin", &content.to_hex()[..32]));
         let open = |path: &Path| {
             let file = TokenFile::open(path)?;
             if file.hash() != content {
-                return Err(anyhow!(
-                    "{} holds the tokens of another text",
-                    path.display()
-                ));
+                return Err(anyhow!("{} holds the tokens of another text", path.display()));
             }
             Ok(file)
         };
-        self.get(&path, open, |file| {
-            TokenFile::write(file, documents, tokenizer)
-        })
+        self.get(&path, open, |file| TokenFile::write(file, documents, tokenizer))
     }
 
     /// What is at `path`, made anew if it is missing or damaged. Others never see half a file: it is written beside and
@@ -136,17 +112,9 @@ mod tests {
     use super::*;
 
     fn only_file(dir: &Path, prefix: &str) -> PathBuf {
-        let entries = fs::read_dir(dir)
-            .unwrap()
-            .map(|entry| entry.unwrap().path());
-        let mut found: Vec<_> = entries
-            .filter(|path| {
-                path.file_name()
-                    .unwrap()
-                    .to_string_lossy()
-                    .starts_with(prefix)
-            })
-            .collect();
+        let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+        let mut found: Vec<_> =
+            entries.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with(prefix)).collect();
         assert_eq!(found.len(), 1, "{found:?}");
         found.remove(0)
     }
@@ -154,12 +122,7 @@ mod tests {
     /// The time a file was written, set to long ago: it tells whether the file is written again.
     fn age(path: &Path) -> std::time::SystemTime {
         let long_ago = std::time::UNIX_EPOCH;
-        File::options()
-            .write(true)
-            .open(path)
-            .unwrap()
-            .set_modified(long_ago)
-            .unwrap();
+        File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();
         long_ago
     }
 
@@ -172,10 +135,7 @@ mod tests {
         let tokens = cache.tokens(&docs, &tokenizer).unwrap();
         let paths = ["tokenizer-", "tokens-"].map(|prefix| only_file(&cache.dir, prefix));
         let ages = paths.each_ref().map(|path| age(path));
-        assert_eq!(
-            cache.tokenizer(&docs, 300).unwrap().hash(),
-            tokenizer.hash()
-        );
+        assert_eq!(cache.tokenizer(&docs, 300).unwrap().hash(), tokenizer.hash());
         let again = cache.tokens(&docs, &tokenizer).unwrap();
         assert_eq!(again.read(0..again.len()), tokens.read(0..tokens.len()));
         for (path, age) in paths.iter().zip(ages) {
@@ -204,13 +164,7 @@ mod tests {
         let mut stranger = tempfile::NamedTempFile::new().unwrap();
         TokenFile::write(stranger.as_file_mut(), &foreign, &tokenizer).unwrap();
         let stranger = fs::read(stranger.path()).unwrap();
-        for bad in [
-            &good[..good.len() / 2],
-            &good[..10],
-            &[],
-            &changed,
-            &stranger,
-        ] {
+        for bad in [&good[..good.len() / 2], &good[..10], &[], &changed, &stranger] {
             fs::write(&path, bad).unwrap();
             let rebuilt = cache.tokens(&docs, &tokenizer).unwrap();
             assert_eq!(rebuilt.read(0..rebuilt.len()), expected);
@@ -218,10 +172,7 @@ mod tests {
         }
         let path = only_file(dir.path(), "tokenizer-");
         fs::write(&path, &tokenizer.as_bytes()[..100]).unwrap();
-        assert_eq!(
-            cache.tokenizer(&docs, 300).unwrap().hash(),
-            tokenizer.hash()
-        );
+        assert_eq!(cache.tokenizer(&docs, 300).unwrap().hash(), tokenizer.hash());
         assert_eq!(fs::read(&path).unwrap(), tokenizer.as_bytes());
     }
 

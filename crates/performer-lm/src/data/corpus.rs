@@ -38,9 +38,7 @@ impl FromStr for DataSpec {
             "tinystories" => Self::TinyStories,
             "sample" => Self::Sample,
             "" => {
-                bail!(
-                    "no data named; give auto, tinystories, sample, or the path of a text file or folder"
-                )
+                bail!("no data named; give auto, tinystories, sample, or the path of a text file or folder")
             }
             path => Self::Path(path.into()),
         })
@@ -87,9 +85,9 @@ impl Corpus {
             DataSpec::Path(path) if path.is_dir() => folder(path),
             DataSpec::Path(path) => single_file(path),
             DataSpec::TinyStories => {
-                let files = hub.and_then(|hub| hub.tinystories()).context(
-                    "TinyStories is not available; give a text file with --data PATH, or use --data sample",
-                )?;
+                let files = hub
+                    .and_then(|hub| hub.tinystories())
+                    .context("TinyStories is not available; give a text file with --data PATH, or use --data sample")?;
                 tinystories(&files)
             }
             DataSpec::Auto => match hub.and_then(|hub| hub.tinystories()) {
@@ -132,12 +130,7 @@ fn sample() -> Result<Corpus> {
     let spans = text.documents();
     let description = format!("the embedded sample of {} short stories", spans.len());
     let (train, valid) = split(&Documents::new(text, spans)).context("the embedded sample")?;
-    Ok(Corpus {
-        name: "sample".into(),
-        description,
-        train,
-        valid,
-    })
+    Ok(Corpus { name: "sample".into(), description, train, valid })
 }
 
 fn tinystories(files: &TinyStories) -> Result<Corpus> {
@@ -189,12 +182,7 @@ fn folder(path: &Path) -> Result<Corpus> {
             path.display()
         ),
     };
-    Ok(Corpus {
-        name: name_of(path),
-        description: path.display().to_string(),
-        train,
-        valid,
-    })
+    Ok(Corpus { name: name_of(path), description: path.display().to_string(), train, valid })
 }
 
 /// A training and a validation file; what stands in both is dropped from the second.
@@ -252,10 +240,7 @@ mod tests {
         assert_eq!(corpus.name, "sample");
         assert!(disjoint(&corpus));
         let (train, valid) = (corpus.train.len(), corpus.valid.len());
-        assert!(
-            valid >= 10 && valid * 8 < train && valid * 11 > train,
-            "{valid} of {train}"
-        );
+        assert!(valid >= 10 && valid * 8 < train && valid * 11 > train, "{valid} of {train}");
     }
 
     #[test]
@@ -310,16 +295,10 @@ mod tests {
         assert!(name_of(Path::new(".")).len() > "file:".len());
 
         let error = load("no/such/path").unwrap_err().to_string();
-        assert!(
-            error.contains("no/such/path") && error.contains("sample"),
-            "{error}"
-        );
+        assert!(error.contains("no/such/path") && error.contains("sample"), "{error}");
         let empty = write(dir.path(), "empty.txt", " \n<|endoftext|>\n");
         let error = load(&empty).unwrap_err().to_string();
-        assert!(
-            error.contains("empty.txt") && error.contains("no text"),
-            "{error}"
-        );
+        assert!(error.contains("empty.txt") && error.contains("no text"), "{error}");
         write(dir.path(), "zero.txt", "");
         assert!(load_text(&dir.path().join("zero.txt")).is_err());
         assert!("".parse::<DataSpec>().is_err());
@@ -333,10 +312,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = write(dir.path(), "one.txt", "A paragraph.\n\nAnother.\n");
         let documents = load_text(Path::new(&path)).unwrap();
-        assert_eq!(
-            documents.iter().collect::<Vec<_>>(),
-            ["A paragraph.\n\nAnother."]
-        );
+        assert_eq!(documents.iter().collect::<Vec<_>>(), ["A paragraph.\n\nAnother."]);
         assert!(load_text(dir.path()).is_err());
     }
 }

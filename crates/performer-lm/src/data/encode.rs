@@ -111,12 +111,8 @@ mod tests {
     /// A tokenizer with tokens for runs of white space, whose borders show in the tokens.
     fn tokenizer() -> Tokenizer {
         let blanks = [" ", "\n", "\u{a0}", "\u{b}"];
-        let runs = blanks
-            .iter()
-            .flat_map(|a| blanks.iter().map(move |b| a.to_string() + b));
-        let text: String = runs
-            .map(|run| format!("One{run}{run}cat{run} 7{run}"))
-            .collect();
+        let runs = blanks.iter().flat_map(|a| blanks.iter().map(move |b| a.to_string() + b));
+        let text: String = runs.map(|run| format!("One{run}{run}cat{run} 7{run}")).collect();
         let tokenizer = Tokenizer::train(&documents(&text.repeat(3)), 320).unwrap();
         for run in ["  ", "\n\n", " \n", "\n "] {
             assert_eq!(tokenizer.encode(run).unwrap().len(), 1, "{run:?}");
@@ -128,15 +124,9 @@ mod tests {
     fn documents_end_with_the_end_of_text() {
         let tokenizer = tokenizer();
         let docs = documents("One cat.<|endoftext|>Two cats.");
-        let batches: Vec<_> = encode_documents(&tokenizer, &docs)
-            .map(Result::unwrap)
-            .collect();
-        let expected = [
-            tokenizer.encode("One cat.").unwrap(),
-            vec![0],
-            tokenizer.encode("Two cats.").unwrap(),
-            vec![0],
-        ];
+        let batches: Vec<_> = encode_documents(&tokenizer, &docs).map(Result::unwrap).collect();
+        let expected =
+            [tokenizer.encode("One cat.").unwrap(), vec![0], tokenizer.encode("Two cats.").unwrap(), vec![0]];
         assert_eq!(batches, [(expected.concat(), 17)]);
     }
 
@@ -146,10 +136,7 @@ mod tests {
         let mut all = vec![String::new()];
         let mut last = all.clone();
         for _ in 0..5 {
-            last = last
-                .iter()
-                .flat_map(|text| parts.map(|part| text.clone() + part))
-                .collect();
+            last = last.iter().flat_map(|text| parts.map(|part| text.clone() + part)).collect();
             all.extend_from_slice(&last);
         }
         all
@@ -162,10 +149,7 @@ mod tests {
         let texts = tricky();
         let batch: Vec<_> = texts.iter().map(|text| (text.as_str(), true)).collect();
         let mut known = Words::default();
-        let (fast, slow) = (
-            known.encode(&tokenizer, &batch).unwrap(),
-            encode(&tokenizer, &batch).unwrap(),
-        );
+        let (fast, slow) = (known.encode(&tokenizer, &batch).unwrap(), encode(&tokenizer, &batch).unwrap());
         if fast != slow {
             // Say which.
             for &one in &batch {
@@ -181,12 +165,9 @@ mod tests {
     #[test]
     fn long_documents_are_encoded_like_the_whole() {
         let tokenizer = tokenizer();
-        let text =
-            "The cats went. \n\nThey  were \n happy, 3 times.\n\n\n And   日本 more. ".repeat(5000);
+        let text = "The cats went. \n\nThey  were \n happy, 3 times.\n\n\n And   日本 more. ".repeat(5000);
         let docs = documents(&text);
-        let batches: Vec<_> = encode_documents(&tokenizer, &docs)
-            .map(|batch| batch.unwrap().0)
-            .collect();
+        let batches: Vec<_> = encode_documents(&tokenizer, &docs).map(|batch| batch.unwrap().0).collect();
         let whole = encode(&tokenizer, &[(text.trim(), true)]).unwrap();
         assert!(batches.concat() == whole);
     }

@@ -14,10 +14,7 @@ use super::{notice, progress_bar};
 
 const DATASET: &str = "roneneldan/TinyStories";
 /// Validation first: it is small, so a hub that does not work is found out before the two gigabytes.
-const FILES: [&str; 2] = [
-    "TinyStoriesV2-GPT4-valid.txt",
-    "TinyStoriesV2-GPT4-train.txt",
-];
+const FILES: [&str; 2] = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"];
 
 /// The text files of TinyStories.
 #[derive(Debug)]
@@ -42,16 +39,12 @@ impl Hub {
     /// The hub as `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE` say.
     pub(crate) fn from_env() -> Result<Self> {
         if std::env::var_os("HF_HOME").is_none() && dirs::home_dir().is_none() {
-            bail!(
-                "there is no home folder for the Hugging Face cache; set HF_HOME to a folder of yours"
-            );
+            bail!("there is no home folder for the Hugging Face cache; set HF_HOME to a folder of yours");
         }
-        let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
-            ["1", "true", "yes", "on"].contains(&value.to_ascii_lowercase().as_str())
-        });
+        let offline = std::env::var("HF_HUB_OFFLINE")
+            .is_ok_and(|value| ["1", "true", "yes", "on"].contains(&value.to_ascii_lowercase().as_str()));
         Ok(Self {
-            endpoint: std::env::var("HF_ENDPOINT")
-                .unwrap_or_else(|_| "https://huggingface.co".into()),
+            endpoint: std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".into()),
             cache: Cache::from_env().path().clone(),
             offline,
             answer: Duration::from_secs(10),
@@ -63,10 +56,7 @@ impl Hub {
     pub(crate) fn cached(&self) -> Option<TinyStories> {
         let repo = Cache::new(self.cache.clone()).dataset(DATASET.into());
         let [valid, train] = FILES.map(|file| repo.get(file));
-        Some(TinyStories {
-            train: train?,
-            valid: valid?,
-        })
+        Some(TinyStories { train: train?, valid: valid? })
     }
 
     /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
@@ -81,38 +71,24 @@ impl Hub {
             );
         }
         let [valid, train] = FILES;
-        Ok(TinyStories {
-            valid: self.fetch(valid)?,
-            train: self.fetch(train)?,
-        })
+        Ok(TinyStories { valid: self.fetch(valid)?, train: self.fetch(train)? })
     }
 
     fn fetch(&self, file: &'static str) -> Result<PathBuf> {
-        if let Some(path) = Cache::new(self.cache.clone())
-            .dataset(DATASET.into())
-            .get(file)
-        {
+        if let Some(path) = Cache::new(self.cache.clone()).dataset(DATASET.into()).get(file) {
             return Ok(path);
         }
         // The client has no time limit of its own: it works in a thread that is left behind when it falls silent.
         let (sender, events) = channel();
         let hub = self.clone();
         let worker = std::thread::spawn(move || {
-            let api = ApiBuilder::from_cache(Cache::new(hub.cache))
-                .with_endpoint(hub.endpoint)
-                .build()?;
-            api.dataset(DATASET.into())
-                .download_with_progress(file, Reporter(sender))
+            let api = ApiBuilder::from_cache(Cache::new(hub.cache)).with_endpoint(hub.endpoint).build()?;
+            api.dataset(DATASET.into()).download_with_progress(file, Reporter(sender))
         });
         self.watch(file, &events)?;
         match worker.join() {
-            Ok(result) => {
-                result.map_err(|error| anyhow!("cannot download {file} of {DATASET}: {error}"))
-            }
-            Err(panic) => bail!(
-                "cannot download {file} of {DATASET}: {}",
-                panic_message(panic.as_ref())
-            ),
+            Ok(result) => result.map_err(|error| anyhow!("cannot download {file} of {DATASET}: {error}")),
+            Err(panic) => bail!("cannot download {file} of {DATASET}: {}", panic_message(panic.as_ref())),
         }
     }
 
@@ -120,18 +96,11 @@ impl Hub {
     fn watch(&self, file: &str, events: &Receiver<Event>) -> Result<()> {
         let mut bar = None;
         loop {
-            let limit = if bar.is_some() {
-                self.stall
-            } else {
-                self.answer
-            };
+            let limit = if bar.is_some() { self.stall } else { self.answer };
             match events.recv_timeout(limit) {
                 Ok(Event::Size(size)) => {
                     let bar = bar.get_or_insert_with(|| {
-                        notice(format_args!(
-                            "downloading {file} of {DATASET}: {:.1} MB",
-                            size as f64 / 1e6
-                        ));
+                        notice(format_args!("downloading {file} of {DATASET}: {:.1} MB", size as f64 / 1e6));
                         progress_bar(size, "downloading")
                     });
                     bar.set_position(0);
@@ -186,8 +155,7 @@ impl Progress for Reporter {
 
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or(panic.downcast_ref::<&str>().copied())
-        .unwrap_or("the client failed")
+    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("the client failed")
 }
 
 #[cfg(test)]
@@ -224,10 +192,7 @@ pub(crate) mod tests {
     fn behind_proxy() -> bool {
         ["ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY"]
             .iter()
-            .any(|name| {
-                std::env::var_os(name).is_some()
-                    || std::env::var_os(name.to_ascii_lowercase()).is_some()
-            })
+            .any(|name| std::env::var_os(name).is_some() || std::env::var_os(name.to_ascii_lowercase()).is_some())
     }
 
     /// Answers requests for ranges of `body`. While `cut` says so, a transfer stops after half of what was asked for.
@@ -238,11 +203,7 @@ pub(crate) mod tests {
                 return;
             };
             let part = &body[first..=last];
-            let sent = if cut(request) {
-                part.len() / 2
-            } else {
-                part.len()
-            };
+            let sent = if cut(request) { part.len() / 2 } else { part.len() };
             let _ = write!(
                 stream,
                 "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
@@ -283,9 +244,7 @@ pub(crate) mod tests {
         // Requests: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
         std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
         hub.fetch(FILES[0]).unwrap_err();
-        let part = dir
-            .path()
-            .join("datasets--roneneldan--TinyStories/blobs/tag.part");
+        let part = dir.path().join("datasets--roneneldan--TinyStories/blobs/tag.part");
         assert_eq!(std::fs::read(part).unwrap(), BODY[..BODY.len() / 2]);
         assert!(hub.cached().is_none());
         let path = hub.fetch(FILES[0]).unwrap();

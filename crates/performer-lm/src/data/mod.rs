@@ -52,20 +52,10 @@ pub struct Prepared {
 /// # Errors
 /// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is full.
 pub fn prepare(spec: &DataSpec, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
-    prepare_in(
-        &Cache::from_env()?,
-        Corpus::load(spec)?,
-        vocab_size,
-        tokenizer,
-    )
+    prepare_in(&Cache::from_env()?, Corpus::load(spec)?, vocab_size, tokenizer)
 }
 
-fn prepare_in(
-    cache: &Cache,
-    corpus: Corpus,
-    vocab_size: usize,
-    tokenizer: Option<&Path>,
-) -> Result<Prepared> {
+fn prepare_in(cache: &Cache, corpus: Corpus, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
     let tokenizer = match tokenizer {
         Some(path) => Tokenizer::load(path)?,
         None => cache.tokenizer(&corpus.train, vocab_size)?,
@@ -97,9 +87,7 @@ fn notice(message: impl Display) {
 fn progress_bar(bytes: u64, what: &'static str) -> ProgressBar {
     let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
     let style = ProgressStyle::with_template(template);
-    ProgressBar::new(bytes)
-        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
-        .with_message(what)
+    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())).with_message(what)
 }
 
 #[cfg(test)]
@@ -117,20 +105,12 @@ mod tests {
         let data = prepare_in(&cache, corpus.clone(), 1024, None).unwrap();
         assert_eq!(data.corpus_name, "sample");
         assert_eq!(data.tokenizer.vocab_size(), 1024);
-        assert_eq!(
-            (data.train.documents(), data.train.bytes()),
-            (documents, bytes)
-        );
+        assert_eq!((data.train.documents(), data.train.bytes()), (documents, bytes));
         // Merges pay: well over two bytes a token.
         assert!(data.train.len() as u64 * 5 < bytes * 2);
         let tokens = data.valid.read(0..data.valid.len());
-        let end = tokens
-            .iter()
-            .position(|&token| token == data.tokenizer.eot());
-        assert_eq!(
-            data.tokenizer.decode(&tokens[..end.unwrap()]).unwrap(),
-            first
-        );
+        let end = tokens.iter().position(|&token| token == data.tokenizer.eot());
+        assert_eq!(data.tokenizer.decode(&tokens[..end.unwrap()]).unwrap(), first);
         let batches = Batches::new(data.train.clone(), 64, 8, 0).unwrap();
         assert_eq!(batches.batch(0, 0).unwrap().inputs.len(), 64 * 8);
 

@@ -51,16 +51,10 @@ pub(crate) fn split(documents: &Documents) -> Result<(Documents, Documents)> {
     let mut print = prints.iter();
     let train = documents.filter(|_| print.next().is_some_and(|print| *print > limit));
     let (mut print, mut seen) = (prints.iter(), HashSet::new());
-    let valid = documents.filter(|_| {
-        print
-            .next()
-            .is_some_and(|print| *print <= limit && seen.insert(*print))
-    });
+    let valid = documents.filter(|_| print.next().is_some_and(|print| *print <= limit && seen.insert(*print)));
     let repeated = documents.len() - train.len() - valid.len();
     if repeated > 0 {
-        notice(format_args!(
-            "data: {repeated} repeated documents are left out of validation"
-        ));
+        notice(format_args!("data: {repeated} repeated documents are left out of validation"));
     }
     Ok((train, valid))
 }
@@ -105,9 +99,7 @@ fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
     let train = document.within(trim(text, 0..train[train.len() - 1].end));
     let valid = document.within(spans.into_iter().filter_map(|span| trim(text, span)));
     if train.is_empty() || valid.is_empty() {
-        bail!(
-            "the end of the text repeats its beginning, so nothing can be held out; give other text"
-        );
+        bail!("the end of the text repeats its beginning, so nothing can be held out; give other text");
     }
     Ok((train, valid))
 }
@@ -116,11 +108,7 @@ fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
 pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents {
     // The training text may be large: of its documents, only those in question are remembered.
     let held: HashSet<_> = valid.iter().map(fingerprint).collect();
-    let in_train: HashSet<_> = train
-        .iter()
-        .map(fingerprint)
-        .filter(|print| held.contains(print))
-        .collect();
+    let in_train: HashSet<_> = train.iter().map(fingerprint).filter(|print| held.contains(print)).collect();
     valid.filter(|document| !in_train.contains(&fingerprint(document)))
 }
 

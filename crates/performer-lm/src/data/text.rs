@@ -24,19 +24,13 @@ impl Text {
     /// Maps a file and checks that all of it is UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let metadata = file
-            .metadata()
-            .with_context(|| format!("cannot read {}", path.display()))?;
+        let metadata = file.metadata().with_context(|| format!("cannot read {}", path.display()))?;
         if !metadata.is_file() {
-            bail!(
-                "{} is not a regular file; save its content in a text file and give that",
-                path.display()
-            );
+            bail!("{} is not a regular file; save its content in a text file and give that", path.display());
         }
         // SAFETY: a map is sound as long as nobody changes the file beneath it; a data file is not written while it is
         // being trained on.
-        let map = unsafe { Mmap::map(&file) }
-            .with_context(|| format!("cannot memory-map {}", path.display()))?;
+        let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
         if let Err(error) = std::str::from_utf8(&map) {
             bail!(
                 "{} is not UTF-8 text: invalid byte at offset {}; convert it, for instance with \
@@ -85,8 +79,7 @@ pub(crate) fn trim(text: &str, span: Range<usize>) -> Option<Range<usize>> {
 /// GPT-2's pre-tokenizer always cuts just before such a place (the last space goes with the word after it), so that texts
 /// cut there are encoded to the same tokens as the whole.
 pub(crate) fn ends_blank(text: &str, at: usize) -> bool {
-    matches!(text.as_bytes()[at], b' ' | b'\n')
-        && text[at + 1..].starts_with(|next: char| !next.is_whitespace())
+    matches!(text.as_bytes()[at], b' ' | b'\n') && text[at + 1..].starts_with(|next: char| !next.is_whitespace())
 }
 
 /// Where to cut `text` into two, at a byte offset of `min` to about `2 min`: at the first end of a paragraph, else of a line,
@@ -104,8 +97,7 @@ pub(crate) fn cut(text: &str, min: usize) -> usize {
             _ => word = word.or(Some(at)),
         }
     }
-    line.or(word)
-        .unwrap_or_else(|| text.ceil_char_boundary(2 * min))
+    line.or(word).unwrap_or_else(|| text.ceil_char_boundary(2 * min))
 }
 
 /// `text` in parts of at least `min` bytes (but the last), cut as [`cut`] does.
@@ -130,11 +122,7 @@ pub struct Documents {
 
 impl Documents {
     pub(crate) fn new(text: Arc<Text>, spans: Vec<Range<usize>>) -> Self {
-        Self {
-            text,
-            spans,
-            hash: OnceLock::new(),
-        }
+        Self { text, spans, hash: OnceLock::new() }
     }
 
     /// Number of documents.
@@ -181,10 +169,7 @@ impl Documents {
     /// The documents that `keep` says yes to; it is asked in order, once for each.
     pub(crate) fn filter(&self, mut keep: impl FnMut(&str) -> bool) -> Self {
         let text = self.text.as_str();
-        let spans = self
-            .spans
-            .iter()
-            .filter(|span| keep(&text[(*span).clone()]));
+        let spans = self.spans.iter().filter(|span| keep(&text[(*span).clone()]));
         Self::new(self.text.clone(), spans.cloned().collect())
     }
 }
@@ -200,8 +185,7 @@ mod tests {
 
     #[test]
     fn documents_stand_between_separators() {
-        let text =
-            "\u{feff}One.\n\nStill one.\n<|endoftext|>\r\n<|endoftext|>\n Two. <|endoftext|>Three";
+        let text = "\u{feff}One.\n\nStill one.\n<|endoftext|>\r\n<|endoftext|>\n Two. <|endoftext|>Three";
         assert_eq!(documents(text), ["One.\n\nStill one.", "Two.", "Three"]);
         assert_eq!(documents("no separator\n"), ["no separator"]);
         assert!(documents(" \n<|endoftext|>\n").is_empty());
@@ -233,8 +217,8 @@ mod tests {
 
     #[test]
     fn pieces_are_the_whole() {
-        let text = "Some words\nand lines.\n\nAnd   gaps, and a veryveryverylongword 日本語テキスト日本語テキスト. "
-            .repeat(9);
+        let text =
+            "Some words\nand lines.\n\nAnd   gaps, and a veryveryverylongword 日本語テキスト日本語テキスト. ".repeat(9);
         for min in [1, 2, 3, 7, 20, 1000] {
             let parts: Vec<_> = pieces(&text, min).collect();
             assert_eq!(parts.concat(), text);
@@ -251,9 +235,6 @@ mod tests {
         let path = dir.path().join("bad.txt");
         std::fs::write(&path, b"good \xff bad").unwrap();
         let error = Text::open(&path).unwrap_err().to_string();
-        assert!(
-            error.contains("bad.txt") && error.contains("offset 5"),
-            "{error}"
-        );
+        assert!(error.contains("bad.txt") && error.contains("offset 5"), "{error}");
     }
 }

@@ -27,16 +27,8 @@ const MAX_TRAINING_BYTES: usize = 64 << 20;
 const PIECE: usize = 1 << 16;
 
 /// How vocabularies spell the token that ends a document, most specific first.
-const END_OF_TEXT: [&str; 8] = [
-    SEPARATOR,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<|end|>",
-    "<|im_end|>",
-];
+const END_OF_TEXT: [&str; 8] =
+    [SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>", "<|im_end|>"];
 
 /// A tokenizer that knows its end-of-text token.
 ///
@@ -76,20 +68,13 @@ impl Tokenizer {
             .build()
             .into();
         let mut left = MAX_TRAINING_BYTES;
-        let text = documents
-            .iter()
-            .flat_map(|document| pieces(document, PIECE))
-            .take_while(|piece| {
-                let more = left > 0;
-                left = left.saturating_sub(piece.len());
-                more
-            });
-        inner
-            .train(&mut trainer, text)
-            .map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
-        let json = inner
-            .to_string(false)
-            .map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
+        let text = documents.iter().flat_map(|document| pieces(document, PIECE)).take_while(|piece| {
+            let more = left > 0;
+            left = left.saturating_sub(piece.len());
+            more
+        });
+        inner.train(&mut trainer, text).map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
+        let json = inner.to_string(false).map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
         let trained = Self::from_bytes(json.into_bytes())?;
         if trained.vocab_size < vocab_size {
             notice(format_args!(
@@ -105,8 +90,7 @@ impl Tokenizer {
     /// # Errors
     /// A file that cannot be read, is no tokenizer, or knows no end-of-text token.
     pub fn load(path: &Path) -> Result<Self> {
-        let json = fs::read(path)
-            .with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
+        let json = fs::read(path).with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
         Self::from_bytes(json).with_context(|| path.display().to_string())
     }
 
@@ -115,28 +99,20 @@ impl Tokenizer {
     /// # Errors
     /// Content that is no tokenizer, or one that knows no end-of-text token.
     pub fn from_bytes(json: Vec<u8>) -> Result<Self> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(&json)
-            .map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
+        let mut inner =
+            tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
         // Many published files carry the limits of some model; a corpus must neither be cut nor padded.
         let limits = inner.with_truncation(None);
         limits.map_err(|error| anyhow!("cannot lift the tokenizer's truncation: {error}"))?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(true);
         let Some(eot) = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name)) else {
-            bail!(
-                "the tokenizer has no end-of-text token (looked for {})",
-                END_OF_TEXT.join(" ")
-            );
+            bail!("the tokenizer has no end-of-text token (looked for {})", END_OF_TEXT.join(" "));
         };
         // Ids may have gaps, so that counting the entries would be too few.
         let ids = inner.get_vocab(true).into_values();
         let vocab_size = ids.max().map_or(0, |id| id as usize + 1);
-        Ok(Self {
-            inner,
-            json,
-            eot,
-            vocab_size,
-        })
+        Ok(Self { inner, json, eot, vocab_size })
     }
 
     /// Writes the `tokenizer.json`.
@@ -144,8 +120,7 @@ impl Tokenizer {
     /// # Errors
     /// A file that cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
-        fs::write(path, &self.json)
-            .with_context(|| format!("cannot write the tokenizer {}", path.display()))
+        fs::write(path, &self.json).with_context(|| format!("cannot write the tokenizer {}", path.display()))
     }
 
     /// The content of the `tokenizer.json`.
@@ -181,10 +156,8 @@ impl Tokenizer {
     /// The tokens of several texts, encoded in parallel.
     pub(crate) fn encode_batch(&self, texts: Vec<&str>) -> Result<Vec<Vec<u32>>> {
         let inputs: Vec<EncodeInput<'_>> = texts.into_iter().map(Into::into).collect();
-        let encodings = self
-            .inner
-            .encode_batch_fast(inputs, false)
-            .map_err(|error| anyhow!("cannot encode text: {error}"))?;
+        let encodings =
+            self.inner.encode_batch_fast(inputs, false).map_err(|error| anyhow!("cannot encode text: {error}"))?;
         Ok(encodings.iter().map(|e| e.get_ids().to_vec()).collect())
     }
 
@@ -204,18 +177,12 @@ impl Tokenizer {
     /// # Errors
     /// Tokens that the tokenizer cannot put together.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        self.inner
-            .decode(tokens, true)
-            .map_err(|error| anyhow!("cannot decode tokens: {error}"))
+        self.inner.decode(tokens, true).map_err(|error| anyhow!("cannot decode tokens: {error}"))
     }
 
     /// A decoder for tokens that come one by one.
     pub fn stream(&self) -> StreamDecoder<'_> {
-        StreamDecoder {
-            tokenizer: self,
-            tokens: Vec::new(),
-            shown: 0,
-        }
+        StreamDecoder { tokenizer: self, tokens: Vec::new(), shown: 0 }
     }
 }
 
@@ -276,8 +243,7 @@ pub(crate) mod tests {
 
     /// A small corpus with enough repetition for some merges.
     pub(crate) fn stories() -> Documents {
-        let story =
-            |i| format!("Once upon a time, {i} little cats went to the park. They were happy.");
+        let story = |i| format!("Once upon a time, {i} little cats went to the park. They were happy.");
         let all: Vec<_> = (0..50).map(story).collect();
         documents(&all.join("\n<|endoftext|>\n"))
     }
@@ -317,10 +283,7 @@ pub(crate) mod tests {
         tokenizer.save(&path).unwrap();
         let loaded = Tokenizer::load(&path).unwrap();
         assert_eq!(loaded.hash(), tokenizer.hash());
-        assert_eq!(
-            loaded.encode(UNICODE).unwrap(),
-            tokenizer.encode(UNICODE).unwrap()
-        );
+        assert_eq!(loaded.encode(UNICODE).unwrap(), tokenizer.encode(UNICODE).unwrap());
 
         fs::write(&path, "{}").unwrap();
         let error = format!("{:#}", Tokenizer::load(&path).unwrap_err());
@@ -357,13 +320,7 @@ pub(crate) mod tests {
         let tokens = tokenizer.encode(UNICODE).unwrap();
         let broken: Vec<_> = tokens.iter().copied().step_by(2).collect();
         let ended: Vec<_> = [0].iter().chain(&tokens).chain(&[0, 0]).copied().collect();
-        for tokens in [
-            &tokens[..],
-            &broken,
-            &ended,
-            &tokens[..tokens.len() - 1],
-            &[],
-        ] {
+        for tokens in [&tokens[..], &broken, &ended, &tokens[..tokens.len() - 1], &[]] {
             let mut stream = tokenizer.stream();
             let mut text = String::new();
             for &token in tokens {

@@ -97,8 +97,7 @@ impl TokenFile {
         let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
         // SAFETY: a map is sound as long as nobody changes the file beneath it; token files are replaced whole, never
         // written in place.
-        let map = unsafe { Mmap::map(&file) }
-            .with_context(|| format!("cannot memory-map {}", path.display()))?;
+        let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
         Self::from_map(map).with_context(|| path.display().to_string())
     }
 
@@ -114,10 +113,7 @@ impl TokenFile {
         let expected = header.tokens.checked_mul(u64::from(header.width));
         let found = (map.len() - HEADER) as u64;
         if expected != Some(found) {
-            bail!(
-                "damaged token file: {} tokens announced, {found} bytes of them found",
-                header.tokens
-            );
+            bail!("damaged token file: {} tokens announced, {found} bytes of them found", header.tokens);
         }
         if *blake3::hash(&map[HEADER..]).as_bytes() != header.payload {
             bail!("damaged token file: the tokens do not have the hash that the header tells");
@@ -153,11 +149,7 @@ impl TokenFile {
     }
 
     /// Encodes documents and writes the tokens, with a progress bar.
-    pub(crate) fn write(
-        file: &mut File,
-        documents: &Documents,
-        tokenizer: &Tokenizer,
-    ) -> Result<()> {
+    pub(crate) fn write(file: &mut File, documents: &Documents, tokenizer: &Tokenizer) -> Result<()> {
         let width = width(tokenizer.vocab_size());
         let bar = progress_bar(documents.bytes(), "tokenizing");
         let mut payload = blake3::Hasher::new();
@@ -274,12 +266,7 @@ mod tests {
 
     #[test]
     fn wide_and_narrow_tokens() {
-        for tokens in [
-            vec![0, 1, 65_535],
-            vec![65_536, 7],
-            vec![u32::MAX - 1],
-            vec![],
-        ] {
+        for tokens in [vec![0, 1, 65_535], vec![65_536, 7], vec![u32::MAX - 1], vec![]] {
             let file = TokenFile::from_tokens(&tokens, 12).unwrap();
             assert_eq!(file.read(0..tokens.len()), tokens);
             assert_eq!((file.len(), file.bytes()), (tokens.len(), 12));

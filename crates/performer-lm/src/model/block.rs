@@ -10,6 +10,7 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
+use super::gelu::gelu;
 use crate::config::{FeedForwardKind, ModelConfig, NormKind, NormPosition};
 
 /// One layer of the decoder.
@@ -108,7 +109,7 @@ impl FeedForward {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let up = self.up.forward(x)?;
         let inner = match &self.gate {
-            None => up.gelu()?,
+            None => gelu(&up)?,
             Some(gate) => (gate.forward(x)?.silu()? * up)?,
         };
         self.down.forward(&inner)

@@ -4,6 +4,7 @@
 //! projections are saved beside them as buffers, `model.layers.0.self_attn.projection`, and never trained.
 
 mod block;
+mod gelu;
 mod init;
 
 use std::collections::HashMap;

@@ -28,7 +28,6 @@ mod scale;
 mod svg;
 mod text;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -186,7 +185,8 @@ impl Chart {
             stem.with_file_name(name)
         });
         for (path, bytes) in paths.iter().zip([svg.as_bytes(), &png]) {
-            write_whole(path, bytes).with_context(|| format!("cannot write the chart to {}", path.display()))?;
+            crate::files::write(path, bytes)
+                .with_context(|| format!("cannot write the chart to {}", path.display()))?;
         }
         Ok(paths)
     }
@@ -199,20 +199,6 @@ fn rasterise(svg: &str) -> Result<Vec<u8>> {
         .with_context(|| format!("no image of {} × {} pixels", size.width(), size.height()))?;
     resvg::render(&tree, Transform::from_scale(PNG_SCALE, PNG_SCALE), &mut pixmap.as_mut());
     pixmap.encode_png().context("cannot encode the chart as PNG")
-}
-
-/// Writes beside `path`, then renames: readers see the old file or the new one, never half of it.
-fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)?;
-    let mut builder = tempfile::Builder::new();
-    // Temporary files are private by default; the umask turns this into what any other new file gets.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder)?;
-    file.write_all(bytes)?;
-    file.persist(path)?;
-    Ok(())
 }
 
 #[cfg(test)]

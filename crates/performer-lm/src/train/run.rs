@@ -154,7 +154,7 @@ impl<'a> Trainer<'a> {
         options: RunOptions<'a>,
         step: usize,
     ) -> Result<Self> {
-        let optimizer = AdamW::new(model.named_parameters()?, training.optimizer.clone())?;
+        let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = Batches::new(data.train.clone(), model.config().context, training.batch_size, training.seed)?;
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
@@ -201,7 +201,8 @@ impl<'a> Trainer<'a> {
             let (validate, save) = (due(self.training.eval_every), due(self.training.save_every));
             let epoch_ends = self.step.is_multiple_of(self.batches.batches_per_epoch());
             if (validate || epoch_ends) && self.step < total {
-                let quick = evaluate_start(&self.model, &self.data.valid, self.options.threads, QUICK_VALIDATION_TOKENS)?;
+                let quick =
+                    evaluate_start(&self.model, &self.data.valid, self.options.threads, QUICK_VALIDATION_TOKENS)?;
                 self.log_validation(&quick, false)?;
                 progress.validation(self.step, &quick, &self.sample()?);
             }

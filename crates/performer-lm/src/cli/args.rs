@@ -1,0 +1,176 @@
+//! Arguments that several commands share.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use candle_core::Device;
+use clap::{Args, ValueEnum};
+
+use crate::{
+    config::{ModelConfig, Preset, TrainingConfig},
+    data::{DataSpec, Prepared, prepare},
+    train::Schedule,
+};
+
+/// Arguments of every command.
+#[derive(Args)]
+pub(super) struct Global {
+    /// Where to compute.
+    #[arg(long, value_enum, default_value_t = DeviceKind::Auto, global = true)]
+    device: DeviceKind,
+    /// CPU threads [default: all cores]. Results do not depend on it.
+    #[arg(long, global = true)]
+    threads: Option<usize>,
+}
+
+/// A kind of device.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum DeviceKind {
+    /// CUDA or Metal where this build has it and finds one, else the CPU.
+    Auto,
+    Cpu,
+    Cuda,
+    Metal,
+}
+
+/// What [`Global`] came to.
+pub(super) struct Machine {
+    pub(super) device: Device,
+    pub(super) threads: usize,
+}
+
+impl Global {
+    /// Opens the device and sets up threads. Must run before anything else touches Candle.
+    pub(super) fn configure(self) -> Result<Machine> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = match self.threads {
+            Some(0) => bail!("--threads is 0; it must be at least 1"),
+            Some(threads) => threads,
+            None => cores,
+        };
+        // Small passes run side by side, one a thread; Candle's own pools below them would only fight for the cores.
+        // SAFETY: no other thread has been started yet.
+        unsafe {
+            std::env::set_var("RAYON_NUM_THREADS", "1");
+            std::env::set_var("CANDLE_NUM_THREADS", "1");
+        }
+        // Tokenizers do use the pool.
+        rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;
+        let device = self.device.open()?;
+        // One queue feeds a GPU.
+        let threads = if device.is_cpu() { threads } else { 1 };
+        Ok(Machine { device, threads })
+    }
+}
+
+impl DeviceKind {
+    fn open(self) -> Result<Device> {
+        let cuda = || -> Result<Device> {
+            if !candle_core::utils::cuda_is_available() {
+                bail!("this build has no CUDA: build it with --features cuda, or use --device cpu");
+            }
+            Device::new_cuda(0).context("no CUDA device can be opened: is the driver running (nvidia-smi)?")
+        };
+        let metal = || -> Result<Device> {
+            if !candle_core::utils::metal_is_available() {
+                bail!("this build has no Metal: build it with --features metal on a Mac, or use --device cpu");
+            }
+            Device::new_metal(0).context("no Metal device can be opened")
+        };
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda => cuda(),
+            Self::Metal => metal(),
+            Self::Auto => Ok(cuda().or_else(|_| metal()).unwrap_or(Device::Cpu)),
+        }
+    }
+}
+
+/// What to train on.
+#[derive(Args)]
+pub(super) struct DataArgs {
+    /// auto, tinystories, sample, a text file with <|endoftext|> lines, or a folder with train.txt and valid.txt.
+    ///
+    /// auto takes TinyStories from the cache or the Hugging Face hub and, where there is neither, the embedded sample.
+    #[arg(long, default_value = "auto")]
+    data: DataSpec,
+    /// Vocabulary of the byte-level BPE trained on the training text [default: the preset's].
+    #[arg(long)]
+    vocab_size: Option<usize>,
+    /// A tokenizer.json to use instead.
+    #[arg(long)]
+    tokenizer: Option<PathBuf>,
+}
+
+impl DataArgs {
+    pub(super) fn prepare(&self, vocab_size: usize) -> Result<Prepared> {
+        prepare(&self.data, self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref())
+    }
+}
+
+/// What to train and how: a preset and what to change in it.
+#[derive(Args)]
+pub(super) struct RecipeArgs {
+    /// Model and training settings to start from.
+    #[arg(long, value_enum, default_value_t = Preset::Seed)]
+    pub(super) preset: Preset,
+    /// A config.json to use for the model instead of the preset's.
+    #[arg(long)]
+    config: Option<PathBuf>,
+    /// Passes over the training text.
+    #[arg(long)]
+    epochs: Option<usize>,
+    /// Stop after so many optimiser steps.
+    #[arg(long)]
+    max_steps: Option<usize>,
+    /// Sequences a step.
+    #[arg(long)]
+    batch_size: Option<usize>,
+    /// Tokens a sequence.
+    #[arg(long)]
+    context: Option<usize>,
+    /// Peak learning rate.
+    #[arg(long)]
+    learning_rate: Option<f64>,
+    /// constant, one-cycle or warmup-cosine, with settings as in warmup-cosine:warmup_steps=100.
+    #[arg(long)]
+    schedule: Option<Schedule>,
+    /// Dropout probability.
+    #[arg(long)]
+    dropout: Option<f32>,
+    /// Steps between redraws of random features; 0 never.
+    #[arg(long)]
+    redraw_every: Option<usize>,
+    /// Steps between validations; 0 after each epoch only.
+    #[arg(long)]
+    eval_every: Option<usize>,
+    /// Steps between checkpoints; 0 after each epoch only.
+    #[arg(long)]
+    save_every: Option<usize>,
+}
+
+impl RecipeArgs {
+    pub(super) fn load(&self) -> Result<(ModelConfig, TrainingConfig)> {
+        let (mut model, mut training) = self.preset.load()?;
+        if let Some(path) = &self.config {
+            let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+            model = serde_json::from_str(&text).with_context(|| format!("{} is no model config", path.display()))?;
+        }
+        fn change<T: Clone>(setting: &mut T, value: &Option<T>) {
+            if let Some(value) = value {
+                *setting = value.clone();
+            }
+        }
+        change(&mut model.context, &self.context);
+        change(&mut model.dropout, &self.dropout);
+        change(&mut training.epochs, &self.epochs);
+        change(&mut training.batch_size, &self.batch_size);
+        change(&mut training.learning_rate, &self.learning_rate);
+        change(&mut training.schedule, &self.schedule);
+        change(&mut training.redraw_every, &self.redraw_every);
+        change(&mut training.eval_every, &self.eval_every);
+        change(&mut training.save_every, &self.save_every);
+        training.max_steps = self.max_steps.or(training.max_steps);
+        Ok((model, training))
+    }
+}

@@ -1,0 +1,90 @@
+//! `performer-lm compare`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool};
+
+use anyhow::Result;
+
+use super::{
+    args::{DataArgs, Machine, RecipeArgs},
+    output,
+};
+use crate::{
+    compare::{Comparison, Outcome},
+    config::AttentionConfig,
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm compare
+  performer-lm compare --attention softmax --attention favor:m=64 --attention favor:m=128 --seeds 1,2,3
+  performer-lm compare --preset small --epochs 1 --out runs/small --json
+
+The same command again goes on where a stopped one left off.")]
+pub(super) struct Args {
+    /// An attention to compare; give it several times. The first is what the others are measured against.
+    #[arg(long, default_values = ["softmax", "favor"])]
+    attention: Vec<AttentionConfig>,
+    /// Seeds to repeat each with.
+    #[arg(long, value_delimiter = ',', default_value = "42")]
+    seeds: Vec<u64>,
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    #[command(flatten)]
+    data: DataArgs,
+    /// Folder for compare.json, loss.svg, loss.png and the runs.
+    #[arg(long, default_value = "runs/compare")]
+    out: PathBuf,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let (config, training) = args.recipe.load()?;
+    let data = args.data.prepare(config.vocab_size)?;
+    output::note(&format!("training on {}", data.description));
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let comparison = Comparison {
+        config,
+        training,
+        attentions: args.attention,
+        seeds: args.seeds,
+        out: &args.out,
+        device: machine.device.clone(),
+        threads: machine.threads,
+        stop,
+        command: format!("performer-lm {}", words.join(" ")),
+    };
+    let outcome = comparison.run(&data)?;
+    output::note(&format!("saved compare.json, loss.svg and loss.png in {}", args.out.display()));
+    if args.json { output::json(&outcome) } else { output::result(&table(&outcome)) }
+}
+
+fn table(outcome: &Outcome) -> String {
+    let rows: Vec<Vec<String>> = outcome
+        .summary
+        .iter()
+        .map(|s| {
+            vec![
+                s.attention_spec.clone(),
+                format!("{:.4} ± {:.4}", s.val_loss, s.val_loss_std),
+                format!("{:.2}", s.perplexity),
+                format!("{:+.1}%", 100.0 * s.perplexity_gap),
+                format!("{:.4}", s.bits_per_byte),
+                format!("{:.0}", s.epoch_seconds),
+                output::thousands(s.tokens_per_second as u64),
+            ]
+        })
+        .collect();
+    let header = ["attention", "val loss (nats/token)", "perplexity", "vs first", "bits/byte", "s/epoch", "tokens/s"];
+    let m = &outcome.machine;
+    format!(
+        "{}\n{}, {} seed(s), {} cores of {}",
+        output::table(&header, &rows),
+        outcome.corpus,
+        outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0),
+        m.cores,
+        m.cpu
+    )
+}

@@ -1,0 +1,109 @@
+//! `performer-lm data`.
+
+use anyhow::Result;
+use clap::Subcommand;
+use serde::Serialize;
+
+use super::{
+    args::{DataArgs, Machine},
+    output,
+};
+use crate::data::{DEFAULT_VOCAB_SIZE, Prepared, TokenFile, cache_dir};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm data prepare --data tinystories     fetch, train the tokenizer, encode, cache
+  performer-lm data inspect --data stories.txt     sizes, and a story as the model sees it")]
+pub(super) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    /// Fetch and encode a corpus into the cache.
+    Prepare(Options),
+    /// The same, and show what is in it.
+    Inspect(Options),
+}
+
+#[derive(clap::Args)]
+struct Options {
+    #[command(flatten)]
+    data: DataArgs,
+    /// Print as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Summary {
+    corpus: String,
+    description: String,
+    vocab_size: usize,
+    train: Split,
+    valid: Split,
+    cache: String,
+}
+
+#[derive(Serialize)]
+struct Split {
+    stories: u64,
+    bytes: u64,
+    tokens: u64,
+    bytes_per_token: f64,
+}
+
+impl Split {
+    fn new(file: &TokenFile) -> Self {
+        let tokens = file.len() as u64;
+        Self {
+            stories: file.documents(),
+            bytes: file.bytes(),
+            tokens,
+            bytes_per_token: file.bytes() as f64 / tokens.max(1) as f64,
+        }
+    }
+
+    fn row(&self, name: &str) -> Vec<String> {
+        let mut row = vec![name.to_string()];
+        row.extend([self.stories, self.bytes, self.tokens].map(output::thousands));
+        row.push(format!("{:.3}", self.bytes_per_token));
+        row
+    }
+}
+
+pub(super) fn run(args: Args, _machine: &Machine) -> Result<()> {
+    let (options, inspect) = match args.action {
+        Action::Prepare(options) => (options, false),
+        Action::Inspect(options) => (options, true),
+    };
+    let data = options.data.prepare(DEFAULT_VOCAB_SIZE)?;
+    let summary = Summary {
+        corpus: data.corpus_name.clone(),
+        description: data.description.clone(),
+        vocab_size: data.tokenizer.vocab_size(),
+        train: Split::new(&data.train),
+        valid: Split::new(&data.valid),
+        cache: cache_dir()?.display().to_string(),
+    };
+    if options.json {
+        return output::json(&summary);
+    }
+    let table = output::table(
+        &["split", "stories", "bytes", "tokens", "bytes/token"],
+        &[summary.train.row("train"), summary.valid.row("valid")],
+    );
+    let mut text = format!("{}\nvocabulary {}\n\n{table}", summary.description, summary.vocab_size);
+    if inspect {
+        text.push_str(&format!("\n\nbeginning of the held-out text, tokens apart:\n{}", first_tokens(&data)?));
+    }
+    output::result(&text)
+}
+
+fn first_tokens(data: &Prepared) -> Result<String> {
+    let tokens = data.valid.read(0..data.valid.len().min(60));
+    let pieces: Vec<String> = tokens.iter().map(|&t| data.tokenizer.decode(&[t])).collect::<Result<_>>()?;
+    Ok(pieces.join("|"))
+}

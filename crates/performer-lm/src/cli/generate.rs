@@ -1,0 +1,94 @@
+//! `performer-lm generate`.
+
+use std::{path::PathBuf, time::Instant};
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::{args::Machine, output};
+use crate::{
+    generate::{Sampling, Stop, generate},
+    train::load_model,
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm generate runs/favor-m128-seed42
+  performer-lm generate runs/favor-m128-seed42 --prompt 'The cat' --temperature 0.5 --seed 3
+  performer-lm generate runs/favor-m128-seed42 --temperature 0 --max-tokens 50 --json")]
+pub(super) struct Args {
+    /// Checkpoint folder.
+    checkpoint: PathBuf,
+    /// Text to continue.
+    #[arg(long, default_value = "Once upon a time")]
+    prompt: String,
+    /// Most tokens to write; the model may end the text before.
+    #[arg(long, default_value_t = 256)]
+    max_tokens: usize,
+    /// Divides the logits; 0 takes the likeliest token always.
+    #[arg(long, default_value_t = 0.8)]
+    temperature: f64,
+    /// Choose among so many of the likeliest tokens.
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Choose among the likeliest tokens up to this total probability.
+    #[arg(long, default_value_t = 0.95)]
+    top_p: f64,
+    /// Seed of the choices.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// Print one JSON object at the end instead of streaming the text.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Written {
+    prompt: String,
+    text: String,
+    tokens: usize,
+    tokens_per_second: f64,
+    state_bytes: usize,
+}
+
+pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
+    let (model, tokenizer) = load_model(&args.checkpoint, &machine.device)?;
+    let sampling =
+        Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
+    let mut text = String::new();
+    if !args.json {
+        output::bytes(args.prompt.as_bytes())?;
+    }
+    let started = Instant::now();
+    let generation = generate(&model, &tokenizer, &args.prompt, args.max_tokens, sampling, |piece| {
+        text.push_str(piece);
+        if !args.json {
+            output::bytes(piece.as_bytes())?;
+        }
+        Ok(true)
+    });
+    if !args.json {
+        output::bytes(b"\n")?;
+    }
+    let generation = generation?;
+    let tokens_per_second = generation.tokens as f64 / started.elapsed().as_secs_f64();
+    if generation.stop == Stop::PositionsUsedUp {
+        output::note("(the model has learned positions and no more of them)");
+    }
+    output::note(&format!(
+        "{} tokens, {tokens_per_second:.0} tokens/s, {} bytes of decoding state",
+        generation.tokens,
+        output::thousands(generation.state_bytes as u64)
+    ));
+    if args.json {
+        output::json(&Written {
+            prompt: args.prompt,
+            text,
+            tokens: generation.tokens,
+            tokens_per_second,
+            state_bytes: generation.state_bytes,
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! The command line: one file a command. Results go to stdout, everything else to stderr.
+
+mod args;
+mod compare;
+mod data;
+mod eval;
+mod generate;
+mod output;
+mod train;
+
+use std::{
+    process::ExitCode,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use anyhow::{Context, Result};
+use clap::{CommandFactory, Parser, Subcommand};
+
+use args::Global;
+
+/// Set by the first Ctrl-C; a second one ends the program at once.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// Train, compare and run small language models with softmax or Performer (FAVOR+) attention.
+#[derive(Parser)]
+#[command(version, propagate_version = true, after_help = EXAMPLES)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  performer-lm train --attention favor              train the small published model, minutes on two cores
+  performer-lm train --preset small --data stories/ train a larger one on a folder with train.txt and valid.txt
+  performer-lm compare --seeds 1,2,3                softmax against FAVOR+, three seeds, a table and a plot
+  performer-lm generate runs/favor-m128-seed42      write a story
+  performer-lm eval runs/favor-m128-seed42 --data book.txt --json";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a language model.
+    Train(train::Args),
+    /// Train with several attentions and seeds under identical conditions, and compare.
+    Compare(compare::Args),
+    /// Measure how well a checkpoint predicts a text.
+    Eval(eval::Args),
+    /// Continue a text.
+    Generate(generate::Args),
+    /// Prepare or inspect training data.
+    Data(data::Args),
+    /// Print shell completions.
+    Completions {
+        /// The shell to complete for.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page.
+    Man,
+}
+
+/// Runs the command line. Exit codes: 0 done, 1 failed, 2 wrong usage.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<()> {
+    let global = cli.global.configure()?;
+    match cli.command {
+        Command::Train(args) => train::run(args, &global, stop_on_ctrl_c()?),
+        Command::Compare(args) => compare::run(args, &global, stop_on_ctrl_c()?),
+        Command::Eval(args) => eval::run(args, &global),
+        Command::Generate(args) => generate::run(args, &global),
+        Command::Data(args) => data::run(args, &global),
+        Command::Completions { shell } => {
+            let mut buffer = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "performer-lm", &mut buffer);
+            output::bytes(&buffer)
+        }
+        Command::Man => {
+            let mut buffer = Vec::new();
+            clap_mangen::Man::new(Cli::command()).render(&mut buffer)?;
+            output::bytes(&buffer)
+        }
+    }
+}
+
+fn stop_on_ctrl_c() -> Result<&'static AtomicBool> {
+    ctrlc::set_handler(|| {
+        if STOP.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+        output::note("stopping after this step; once more to stop at once");
+    })
+    .context("cannot listen for Ctrl-C")?;
+    Ok(&STOP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_consistent() {
+        Cli::command().debug_assert();
+    }
+}

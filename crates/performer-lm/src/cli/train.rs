@@ -1,0 +1,107 @@
+//! `performer-lm train`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool};
+
+use anyhow::{Result, ensure};
+
+use super::{
+    args::{DataArgs, Machine, RecipeArgs},
+    output,
+};
+use crate::{
+    config::AttentionConfig,
+    train::{Report, RunOptions, Trainer, default_out},
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm train --attention favor
+  performer-lm train --attention softmax --preset small --data tinystories
+  performer-lm train --attention favor:m=64,radii=sqrt --seed 7 --out runs/mine
+  performer-lm train --resume runs/mine")]
+pub(super) struct Args {
+    /// softmax, or favor with settings: favor:m=128,map=positive,projection=orthogonal,radii=chi.
+    #[arg(long, default_value = "favor")]
+    attention: AttentionConfig,
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    #[command(flatten)]
+    data: DataArgs,
+    /// Seed of weights, data order and random features.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Folder for the checkpoint, metrics.jsonl and metrics.json [default: runs/ATTENTION-seedN].
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Go on with the run in this folder, with its own settings.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size",
+        "context", "learning_rate", "schedule", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
+    resume: Option<PathBuf>,
+    /// Print the report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let (mut model, mut training) = args.recipe.load()?;
+    model.attention = args.attention.clone();
+    training.seed = args.seed.unwrap_or(training.seed);
+    let out = args.resume.clone().or(args.out.clone()).unwrap_or_else(|| default_out(&model, training.seed));
+    let data = args.data.prepare(model.vocab_size)?;
+    output::note(&format!("training on {}", data.description));
+    let options =
+        RunOptions { out: &out, device: machine.device.clone(), threads: machine.threads, stop, samples: true };
+    let trainer = if args.resume.is_some() {
+        Trainer::resume(&data, options)?
+    } else {
+        ensure!(
+            args.out.is_none() || !out.join("train_state.json").exists(),
+            "{} holds a run already: go on with it by --resume {0}, or choose another --out",
+            out.display()
+        );
+        Trainer::new(&model, &training, &data, options)?
+    };
+    let config = trainer.model().config();
+    output::note(&format!(
+        "{} attention, {} parameters, {} layers, dim {}, {} heads, context {}, vocabulary {}; {} steps of {} sequences",
+        config.attention,
+        output::thousands(trainer.model().parameter_count()? as u64),
+        config.layers,
+        config.hidden_size,
+        config.heads,
+        config.context,
+        config.vocab_size,
+        output::thousands(trainer.total_steps() as u64),
+        trainer.training().batch_size,
+    ));
+    let report = trainer.run()?;
+    if !report.finished {
+        output::note(&format!(
+            "stopped at step {}; go on with: performer-lm train --resume {}",
+            report.steps,
+            out.display()
+        ));
+    } else {
+        output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
+    }
+    if args.json { output::json(&report) } else { output::result(&table(&report)) }
+}
+
+fn table(r: &Report) -> String {
+    let epochs: Vec<String> = r.epoch_seconds.iter().map(|s| format!("{s:.1}")).collect();
+    output::table(
+        &["", "value"],
+        &[
+            vec!["attention".into(), r.attention_spec.clone()],
+            vec!["corpus".into(), r.corpus.clone()],
+            vec!["parameters".into(), output::thousands(r.params as u64)],
+            vec!["tokens trained on".into(), output::thousands(r.tokens)],
+            vec!["validation loss (nats/token)".into(), format!("{:.4}", r.val_loss)],
+            vec!["perplexity".into(), format!("{:.3}", r.perplexity)],
+            vec!["bits/byte".into(), format!("{:.4}", r.bits_per_byte)],
+            vec!["seconds per epoch".into(), epochs.join(" ")],
+            vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
+        ],
+    )
+}

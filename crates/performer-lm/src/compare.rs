@@ -1,0 +1,287 @@
+//! The same training for several attentions and seeds: same weights at the start where shapes agree, same data in the same
+//! order, same schedule. Only the attention differs.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    config::{AttentionConfig, ModelConfig, TrainingConfig},
+    data::Prepared,
+    files,
+    machine::Machine,
+    plot::{Axis, Chart, Scale, Series},
+    train::{Record, Report, RunOptions, Trainer, default_out, read_log},
+};
+
+/// What is compared, and where the results go.
+pub struct Comparison<'a> {
+    /// The model; its attention is replaced by each of `attentions`.
+    pub config: ModelConfig,
+    /// The training; its seed is replaced by each of `seeds`.
+    pub training: TrainingConfig,
+    /// Attentions to compare.
+    pub attentions: Vec<AttentionConfig>,
+    /// Seeds to repeat each with.
+    pub seeds: Vec<u64>,
+    /// Folder for the results and for a checkpoint folder a run.
+    pub out: &'a Path,
+    /// Device of the models.
+    pub device: Device,
+    /// Worker threads on the CPU.
+    pub threads: usize,
+    /// Set from outside to stop.
+    pub stop: &'a std::sync::atomic::AtomicBool,
+    /// The command that runs this, for the record.
+    pub command: String,
+}
+
+/// Content of `compare.json`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Outcome {
+    /// The command.
+    pub command: String,
+    /// What it ran on.
+    pub machine: Machine,
+    /// The corpus.
+    pub corpus: String,
+    /// The model, less its attention.
+    pub config: ModelConfig,
+    /// The training, less its seed.
+    pub training: TrainingConfig,
+    /// One report a run.
+    pub runs: Vec<Report>,
+    /// One line an attention.
+    pub summary: Vec<Summary>,
+}
+
+/// Runs of one attention over all seeds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// The attention, as the command line takes it.
+    pub attention_spec: String,
+    /// Seeds run.
+    pub seeds: Vec<u64>,
+    /// Mean validation loss, nats a token.
+    pub val_loss: f64,
+    /// Standard deviation of it over the seeds; 0 for one.
+    pub val_loss_std: f64,
+    /// Mean perplexity.
+    pub perplexity: f64,
+    /// Mean bits a byte.
+    pub bits_per_byte: f64,
+    /// Perplexity over that of the first attention, minus 1.
+    pub perplexity_gap: f64,
+    /// Median seconds of training an epoch.
+    pub epoch_seconds: f64,
+    /// Tokens a second, median over the runs.
+    pub tokens_per_second: f64,
+}
+
+impl Comparison<'_> {
+    /// Runs what has not been run yet; writes `compare.json`, `loss.svg` and `loss.png` after every run, so that a comparison
+    /// that is stopped has what it got so far, and goes on there when started again.
+    ///
+    /// # Errors
+    /// Whatever stops a run, and an existing run in the folder with other settings.
+    pub fn run(&self, data: &Prepared) -> Result<Outcome> {
+        ensure!(!self.attentions.is_empty() && !self.seeds.is_empty(), "nothing to compare: give attentions and seeds");
+        let mut outcome = None;
+        let mut runs = Vec::new();
+        for &seed in &self.seeds {
+            for attention in &self.attentions {
+                let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
+                let training = TrainingConfig { seed, ..self.training.clone() };
+                let out = self.folder(attention, seed);
+                let options = RunOptions {
+                    out: &out,
+                    device: self.device.clone(),
+                    threads: self.threads,
+                    stop: self.stop,
+                    samples: false,
+                };
+                let report = match finished(&out)? {
+                    Some(report) => report,
+                    None if out.join("train_state.json").exists() => {
+                        let trainer = Trainer::resume(data, options)?;
+                        let same = *trainer.training() == training;
+                        ensure!(
+                            same,
+                            "{} holds a run with other settings: give --out another folder, or remove it",
+                            out.display()
+                        );
+                        trainer.run()?
+                    }
+                    None => Trainer::new(&config, &training, data, options)?.run()?,
+                };
+                ensure!(report.finished, "stopped; the same command goes on from here");
+                runs.push(report);
+                outcome = Some(self.save(data, &runs)?);
+            }
+        }
+        outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
+    }
+
+    fn folder(&self, attention: &AttentionConfig, seed: u64) -> PathBuf {
+        let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
+        let name = default_out(&config, seed);
+        self.out.join(name.file_name().unwrap_or(name.as_os_str()))
+    }
+
+    fn save(&self, data: &Prepared, runs: &[Report]) -> Result<Outcome> {
+        let outcome = Outcome {
+            command: self.command.clone(),
+            machine: Machine::this(),
+            corpus: data.corpus_name.clone(),
+            config: ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..self.config.clone() },
+            training: self.training.clone(),
+            runs: runs.to_vec(),
+            summary: summarise(runs),
+        };
+        files::write_json(&self.out.join("compare.json"), &outcome)?;
+        self.plot(&outcome)?.save(&self.out.join("loss"))?;
+        Ok(outcome)
+    }
+
+    /// Validation loss over tokens: the mean over seeds, the range as a band.
+    fn plot(&self, outcome: &Outcome) -> Result<Chart> {
+        let mut series = Vec::new();
+        for attention in &self.attentions {
+            let spec = attention.to_string();
+            let seeds: Vec<u64> = outcome.runs.iter().filter(|r| r.attention_spec == spec).map(|r| r.seed).collect();
+            let logs: Vec<Vec<Record>> = seeds
+                .iter()
+                .map(|&seed| read_log(&self.folder(attention, seed).join("metrics.jsonl")))
+                .collect::<Result<_>>()?;
+            let curves: Vec<Vec<(f64, f64)>> = logs.iter().map(|log| validation_curve(log)).collect();
+            let Some(shortest) = curves.iter().map(Vec::len).min() else { continue };
+            let mut points = Vec::new();
+            let mut band = Vec::new();
+            for i in 0..shortest {
+                let losses: Vec<f64> = curves.iter().map(|c| c[i].1).collect();
+                points.push((curves[0][i].0, mean(&losses)));
+                let low = losses.iter().copied().fold(f64::INFINITY, f64::min);
+                let high = losses.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                band.push((low, high));
+            }
+            series.push(Series { band: (curves.len() > 1).then_some(band), ..Series::new(spec, points) });
+        }
+        let runs = outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0);
+        Ok(Chart {
+            title: format!("Validation loss on {}", outcome.corpus),
+            subtitle: Some(format!(
+                "{} layers, dim {}, context {}; mean of {runs} seed(s), band: smallest to largest",
+                outcome.config.layers, outcome.config.hidden_size, outcome.config.context
+            )),
+            x: Axis::new("training tokens", Scale::Linear),
+            y: Axis::new("validation loss (nats per token)", Scale::Linear),
+            series,
+            ..Chart::default()
+        })
+    }
+}
+
+/// Quick validations, and the whole one at the end, over tokens.
+fn validation_curve(log: &[Record]) -> Vec<(f64, f64)> {
+    log.iter().filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
+}
+
+fn finished(out: &Path) -> Result<Option<Report>> {
+    let path = out.join("metrics.json");
+    if !path.exists() {
+        return Ok(None);
+    }
+    let report: Report = serde_json::from_slice(&std::fs::read(&path)?)
+        .map_err(|e| anyhow::anyhow!("{} is damaged ({e}): remove its folder to run it again", path.display()))?;
+    Ok(report.finished.then_some(report))
+}
+
+fn summarise(runs: &[Report]) -> Vec<Summary> {
+    let mut specs: Vec<&str> = Vec::new();
+    for run in runs {
+        if !specs.contains(&run.attention_spec.as_str()) {
+            specs.push(&run.attention_spec);
+        }
+    }
+    let mut summary: Vec<Summary> = Vec::new();
+    for spec in specs {
+        let of =
+            |f: fn(&Report) -> f64| -> Vec<f64> { runs.iter().filter(|r| r.attention_spec == spec).map(f).collect() };
+        let losses = of(|r| r.val_loss);
+        let val_loss = mean(&losses);
+        let spread = losses.iter().map(|l| (l - val_loss).powi(2)).sum::<f64>();
+        let perplexity = mean(&of(|r| r.perplexity));
+        let epochs: Vec<f64> =
+            runs.iter().filter(|r| r.attention_spec == spec).flat_map(|r| r.epoch_seconds.iter().copied()).collect();
+        summary.push(Summary {
+            attention_spec: spec.to_string(),
+            seeds: runs.iter().filter(|r| r.attention_spec == spec).map(|r| r.seed).collect(),
+            val_loss,
+            val_loss_std: if losses.len() > 1 { (spread / (losses.len() - 1) as f64).sqrt() } else { 0.0 },
+            perplexity,
+            bits_per_byte: mean(&of(|r| r.bits_per_byte)),
+            perplexity_gap: summary.first().map_or(0.0, |first| perplexity / first.perplexity - 1.0),
+            epoch_seconds: median(epochs),
+            tokens_per_second: median(of(|r| r.tokens_per_second)),
+        });
+    }
+    summary
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => values[n / 2],
+        n => (values[n / 2 - 1] + values[n / 2]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(spec: &str, seed: u64, val_loss: f64) -> Report {
+        Report {
+            attention: "favor".into(),
+            attention_spec: spec.into(),
+            seed,
+            params: 1,
+            val_loss,
+            perplexity: val_loss.exp(),
+            bits_per_byte: val_loss / 3.0,
+            epoch_seconds: vec![seed as f64, 10.0],
+            tokens_per_second: 100.0 * seed as f64,
+            corpus: "test".into(),
+            steps: 1,
+            tokens: 1,
+            finished: true,
+            revision: String::new(),
+        }
+    }
+
+    #[test]
+    fn summary_is_by_attention_against_the_first() {
+        let runs = [
+            report("softmax", 1, 3.0),
+            report("favor:m=8", 1, 3.1),
+            report("softmax", 2, 3.2),
+            report("favor:m=8", 2, 3.1),
+        ];
+        let summary = summarise(&runs);
+        assert_eq!(summary.iter().map(|s| s.attention_spec.as_str()).collect::<Vec<_>>(), ["softmax", "favor:m=8"]);
+        assert!((summary[0].val_loss - 3.1).abs() < 1e-12);
+        assert!((summary[0].val_loss_std - 0.02f64.sqrt()).abs() < 1e-12);
+        assert_eq!(summary[1].val_loss_std, 0.0);
+        assert_eq!(summary[0].epoch_seconds, 6.0);
+        assert_eq!(summary[0].tokens_per_second, 150.0);
+        let expected = 3.1f64.exp() / ((3.0f64.exp() + 3.2f64.exp()) / 2.0) - 1.0;
+        assert!((summary[1].perplexity_gap - expected).abs() < 1e-12);
+    }
+}

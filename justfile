@@ -1,0 +1,42 @@
+# Where experiments find their text: a folder with train.txt and valid.txt.
+data := '${DATA:?set DATA to a folder with train.txt and valid.txt}'
+program := 'cargo run --release -p performer-lm --'
+
+# List the recipes.
+default:
+    @just --list
+
+# The README's test command: unit, integration and documentation tests.
+test:
+    cargo test --workspace
+
+# Everything that must hold before a change lands.
+ci:
+    .ci/run
+
+# Formatting and lints.
+lint:
+    cargo fmt --all --check
+    cargo clippy --workspace --all-targets --locked -- -D warnings
+
+# The documentation of both crates; `just doc --open` shows it.
+doc *ARGS:
+    RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps {{ ARGS }}
+
+# Train a model: `just train --data sample --attention favor:m=64`.
+train *ARGS='--attention favor':
+    {{ program }} train {{ ARGS }}
+
+# The published experiment, on the text in $DATA.
+compare-seed:
+    {{ program }} compare --preset seed --data "{{ data }}" \
+        --attention softmax --attention favor:m=64 --attention favor:m=128 --seeds 1,2,3 --out benchmarks/seed
+
+# The same with the model that writes stories, one seed.
+compare-small:
+    {{ program }} compare --preset small --data "{{ data }}" \
+        --attention softmax --attention favor:m=128 --seeds 1 --out benchmarks/small
+
+# What a newcomer sees: both README commands in a clone of HEAD, with empty caches.
+fresh-clone:
+    scripts/fresh-clone.sh
