@@ -13,7 +13,7 @@ use crate::{
     files,
     machine::Machine,
     plot::{Axis, Chart, Scale, Series},
-    train::{Record, Report, RunOptions, Trainer, default_out, read_log},
+    train::{Record, Report, RunOptions, Trainer, check_same_run, default_out, read_log},
 };
 
 /// What is compared, and where the results go.
@@ -102,19 +102,14 @@ impl Comparison<'_> {
                     stop: self.stop,
                     samples: false,
                 };
+                let begun = out.join("train_state.json").exists();
+                if begun {
+                    check_same_run(&out, &config, &training, data)?;
+                }
                 let report = match finished(&out)? {
-                    Some(report) => report,
-                    None if out.join("train_state.json").exists() => {
-                        let trainer = Trainer::resume(data, options)?;
-                        let same = *trainer.training() == training;
-                        ensure!(
-                            same,
-                            "{} holds a run with other settings: give --out another folder, or remove it",
-                            out.display()
-                        );
-                        trainer.run()?
-                    }
-                    None => Trainer::new(&config, &training, data, options)?.run()?,
+                    Some(report) if begun => report,
+                    _ if begun => Trainer::resume(data, options)?.run()?,
+                    _ => Trainer::new(&config, &training, data, options)?.run()?,
                 };
                 ensure!(report.finished, "stopped; the same command goes on from here");
                 runs.push(report);

@@ -223,6 +223,9 @@ pub struct TrainingConfig {
     /// Stops after so many optimiser steps, whatever the epochs.
     #[serde(default)]
     pub max_steps: Option<usize>,
+    /// Trains on so many tokens from the beginning of the training text only.
+    #[serde(default)]
+    pub max_train_tokens: Option<usize>,
     /// Sequences an optimiser step sees.
     pub batch_size: usize,
     /// Sequences a forward pass holds: a step adds up the gradients of `batch_size / micro_batch` of them, which run on the

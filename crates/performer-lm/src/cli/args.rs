@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use clap::{Args, ValueEnum};
 
+use super::output;
 use crate::{
     config::{ModelConfig, Preset, TrainingConfig},
     data::{DataSpec, Prepared, prepare},
@@ -123,6 +124,9 @@ pub(super) struct RecipeArgs {
     /// Stop after so many optimiser steps.
     #[arg(long)]
     max_steps: Option<usize>,
+    /// Train on so many tokens from the beginning of the text; 0 for all [default: the preset's].
+    #[arg(long)]
+    max_train_tokens: Option<usize>,
     /// Sequences a step.
     #[arg(long)]
     batch_size: Option<usize>,
@@ -149,7 +153,19 @@ pub(super) struct RecipeArgs {
     save_every: Option<usize>,
 }
 
+/// Epochs over the embedded sample: two passes over fifty thousand tokens teach a model nothing.
+const SAMPLE_EPOCHS: usize = 40;
+
 impl RecipeArgs {
+    /// Settings for training on `data`.
+    pub(super) fn for_data(&self, data: &Prepared, training: TrainingConfig) -> TrainingConfig {
+        if data.corpus_name != "sample" || self.epochs.is_some() {
+            return training;
+        }
+        output::note(&format!("the sample is small: {SAMPLE_EPOCHS} epochs of it (--epochs N for another number)"));
+        TrainingConfig { epochs: SAMPLE_EPOCHS, ..training }
+    }
+
     pub(super) fn load(&self) -> Result<(ModelConfig, TrainingConfig)> {
         let (mut model, mut training) = self.preset.load()?;
         if let Some(path) = &self.config {
@@ -171,6 +187,7 @@ impl RecipeArgs {
         change(&mut training.eval_every, &self.eval_every);
         change(&mut training.save_every, &self.save_every);
         training.max_steps = self.max_steps.or(training.max_steps);
+        training.max_train_tokens = self.max_train_tokens.or(training.max_train_tokens).filter(|&tokens| tokens > 0);
         Ok((model, training))
     }
 }

@@ -36,8 +36,11 @@ pub(super) struct Args {
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size",
-        "context", "learning_rate", "schedule", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
+        "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
     resume: Option<PathBuf>,
+    /// Replace a run that the folder holds.
+    #[arg(long, conflicts_with = "resume")]
+    overwrite: bool,
     /// Print the report as JSON.
     #[arg(long)]
     json: bool,
@@ -56,11 +59,11 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         Trainer::resume(&data, options)?
     } else {
         ensure!(
-            args.out.is_none() || !out.join("train_state.json").exists(),
-            "{} holds a run already: go on with it by --resume {0}, or choose another --out",
+            args.overwrite || !out.join("train_state.json").exists(),
+            "{} holds a run already: go on with it by --resume {0}, replace it by --overwrite, or choose another --out",
             out.display()
         );
-        Trainer::new(&model, &training, &data, options)?
+        Trainer::new(&model, &args.recipe.for_data(&data, training), &data, options)?
     };
     let config = trainer.model().config();
     output::note(&format!(
@@ -74,6 +77,13 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         config.vocab_size,
         output::thousands(trainer.total_steps() as u64),
         trainer.training().batch_size,
+    ));
+    let (used, all) = (trainer.tokens_per_epoch() as u64, data.train.len() as u64);
+    output::note(&format!(
+        "an epoch is {} of the {} training tokens{}",
+        output::thousands(used),
+        output::thousands(all),
+        if used * 2 < all { " (--max-train-tokens 0 for all)" } else { "" }
     ));
     let report = trainer.run()?;
     if !report.finished {

@@ -78,6 +78,13 @@ impl Batches {
         Ok(Self { tokens, context, batch_size, windows, seed, order: Mutex::new(None) })
     }
 
+    /// The same from the first `tokens` tokens of the stream only, but at least one batch of them.
+    pub fn limited_to(mut self, tokens: usize) -> Self {
+        let windows = (tokens / self.context).max(self.batch_size);
+        self.windows = self.windows.min(u32::try_from(windows).unwrap_or(u32::MAX));
+        self
+    }
+
     /// Whole batches in an epoch, at least 1.
     pub fn batches_per_epoch(&self) -> usize {
         self.windows as usize / self.batch_size
@@ -205,6 +212,16 @@ mod tests {
     fn starts(batches: &[Batch]) -> Vec<u32> {
         let rows = batches.iter().flat_map(|b| b.inputs.chunks(b.context));
         rows.map(|row| row[0]).collect()
+    }
+
+    #[test]
+    fn a_limit_keeps_to_the_beginning() {
+        let batches = |limit| Batches::new(stream(101), 5, 2, 7).unwrap().limited_to(limit);
+        let mut seen = starts(&epoch(&batches(31), 0));
+        seen.sort_unstable();
+        assert_eq!(seen, [0, 5, 10, 15, 20, 25]);
+        assert_eq!(batches(0).batches_per_epoch(), 1);
+        assert_eq!(batches(1000).batches_per_epoch(), 10);
     }
 
     #[test]

@@ -155,7 +155,10 @@ impl<'a> Trainer<'a> {
         step: usize,
     ) -> Result<Self> {
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
-        let batches = Batches::new(data.train.clone(), model.config().context, training.batch_size, training.seed)?;
+        let mut batches = Batches::new(data.train.clone(), model.config().context, training.batch_size, training.seed)?;
+        if let Some(tokens) = training.max_train_tokens {
+            batches = batches.limited_to(tokens);
+        }
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
         Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds: Vec::new() })
@@ -169,6 +172,11 @@ impl<'a> Trainer<'a> {
     /// How the run trains.
     pub fn training(&self) -> &TrainingConfig {
         &self.training
+    }
+
+    /// Tokens of one epoch.
+    pub fn tokens_per_epoch(&self) -> usize {
+        self.batches.batches_per_epoch() * self.batches.tokens_per_batch()
     }
 
     /// Steps of the whole run.
@@ -379,6 +387,26 @@ pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
         config.vocab_size
     );
     Ok((model, tokenizer))
+}
+
+/// Refuses a folder that holds a run with other settings or data.
+///
+/// # Errors
+/// Says what differs, or that the folder is damaged.
+pub fn check_same_run(dir: &Path, config: &ModelConfig, training: &TrainingConfig, data: &Prepared) -> Result<()> {
+    let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
+    let saved: ModelConfig = Checkpoint::load(dir, &Device::Cpu)?.config_as()?;
+    let state: RunState = TrainingState::load(dir, &Device::Cpu)?.progress_as()?;
+    let differs = if saved != config {
+        "model"
+    } else if state.training != *training {
+        "training settings"
+    } else if state.data != data.train.hash().to_string() {
+        "training text"
+    } else {
+        return Ok(());
+    };
+    anyhow::bail!("{} holds a run with another {differs}: choose another folder by --out, or remove it", dir.display())
 }
 
 /// Where a run's folder lies if none is given: `runs/ATTENTION-seed` with characters that every file system takes.

@@ -1,0 +1,164 @@
+//! The program as a person runs it, on the embedded sample.
+
+use std::{
+    path::Path,
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+fn performer(cache: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_performer-lm"))
+        .args(args)
+        .env("PERFORMER_CACHE", cache)
+        .env("HF_HUB_OFFLINE", "1")
+        .current_dir(cache)
+        .output()
+        .expect("the program starts")
+}
+
+fn json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
+}
+
+fn fails(output: &Output, words: &[&str]) {
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "succeeded: {error}");
+    assert!(output.stdout.is_empty(), "an error is no result");
+    assert!(!error.contains("panicked"), "{error}");
+    for word in words {
+        assert!(error.contains(word), "'{word}' is not in: {error}");
+    }
+}
+
+const SMALL: [&str; 8] = ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4"];
+
+fn train<'a>(extra: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["train"];
+    args.extend(SMALL);
+    args.extend(extra);
+    args
+}
+
+#[test]
+fn train_eval_generate() {
+    let dir = tempfile::tempdir().unwrap();
+    let report = json(&performer(dir.path(), &train(&["--attention", "favor:m=16", "--out", "run", "--json"])));
+    for key in [
+        "attention",
+        "seed",
+        "params",
+        "val_loss",
+        "perplexity",
+        "bits_per_byte",
+        "epoch_seconds",
+        "tokens_per_second",
+        "corpus",
+    ] {
+        assert!(report.get(key).is_some(), "{key} is missing in {report}");
+    }
+    assert_eq!((&report["attention"], &report["corpus"]), (&"favor".into(), &"sample".into()));
+
+    let config: Value = serde_json::from_slice(&std::fs::read(dir.path().join("run/config.json")).unwrap()).unwrap();
+    assert_eq!(config["attention"]["features"], 16);
+    for file in ["tokenizer.json", "model.safetensors", "metrics.jsonl", "metrics.json"] {
+        assert!(dir.path().join("run").join(file).exists(), "{file}");
+    }
+
+    let text = "A fox met a hen.\n\nThe hen said hello, and both were glad. 🦊";
+    std::fs::write(dir.path().join("new.txt"), text).unwrap();
+    let eval = json(&performer(dir.path(), &["eval", "run", "--data", "new.txt", "--json"]));
+    assert_eq!(eval["bytes"], text.len());
+    let ratio = eval["val_loss"].as_f64().unwrap() * eval["tokens"].as_f64().unwrap()
+        / std::f64::consts::LN_2
+        / text.len() as f64;
+    assert!((eval["bits_per_byte"].as_f64().unwrap() - ratio).abs() < 1e-9);
+    let held_out = json(&performer(dir.path(), &["eval", "run", "--data", "sample", "--json"]));
+    assert!((held_out["val_loss"].as_f64().unwrap() - report["val_loss"].as_f64().unwrap()).abs() < 1e-9);
+
+    let story =
+        |seed| performer(dir.path(), &["generate", "run", "--max-tokens", "12", "--prompt", "The cat", "--seed", seed]);
+    let (one, same, other) = (story("1"), story("1"), story("2"));
+    assert!(one.status.success() && one.stdout.starts_with(b"The cat"));
+    assert_eq!(one.stdout, same.stdout);
+    assert_ne!(one.stdout, other.stdout);
+    let written =
+        json(&performer(dir.path(), &["generate", "run", "--max-tokens", "5", "--temperature", "0", "--json"]));
+    assert!(written["tokens"].as_u64().unwrap() <= 5 && written["state_bytes"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut args =
+        vec!["compare", "--attention", "softmax", "--attention", "favor:m=8", "--seeds", "1,2", "--out", "c"];
+    args.extend(SMALL);
+    let table = performer(dir.path(), &args);
+    assert!(table.status.success(), "{}", String::from_utf8_lossy(&table.stderr));
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(table.contains("softmax") && table.contains("favor:m=8") && table.contains("vs first"), "{table}");
+    let outcome: Value = serde_json::from_slice(&std::fs::read(dir.path().join("c/compare.json")).unwrap()).unwrap();
+    assert_eq!(outcome["runs"].as_array().unwrap().len(), 4);
+    assert!(std::fs::read_to_string(dir.path().join("c/loss.svg")).unwrap().contains("favor:m=8"));
+    assert!(std::fs::read(dir.path().join("c/loss.png")).unwrap().starts_with(b"\x89PNG"));
+
+    args.push("--json");
+    let again = json(&performer(dir.path(), &args));
+    assert_eq!(again["runs"], outcome["runs"], "nothing was run again");
+    args.extend(["--learning-rate", "0.5"]);
+    fails(&performer(dir.path(), &args), &["another training settings", "--out"]);
+}
+
+#[test]
+fn a_run_is_not_overwritten_by_accident() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = train(&["--attention", "softmax", "--out", "run"]);
+    assert!(performer(dir.path(), &args).status.success());
+    fails(&performer(dir.path(), &args), &["run holds a run already", "--resume", "--overwrite"]);
+    assert!(performer(dir.path(), &[&args[..], &["--overwrite"]].concat()).status.success());
+    let resumed = performer(dir.path(), &["train", "--data", "sample", "--resume", "run", "--json"]);
+    assert_eq!(json(&resumed)["steps"], 2);
+}
+
+#[test]
+fn bad_input_gets_one_clear_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    fails(&run(&["train", "--data", "nowhere.txt"]), &["nowhere.txt"]);
+    fails(&run(&["train", "--attention", "linear"]), &["softmax and favor"]);
+    fails(&run(&["eval", "nowhere", "--data", "sample"]), &["nowhere"]);
+    fails(&run(&["train", "--data", "sample", "--context", "0"]), &["context is 0"]);
+    fails(&run(&["--threads", "0", "man"]), &["--threads"]);
+    assert_eq!(run(&["train", "--no-such"]).status.code(), Some(2));
+    assert_eq!(run(&["eval", "nowhere", "--data", "sample"]).status.code(), Some(1));
+
+    std::fs::write(dir.path().join("bad.txt"), b"fine\xff\xfe").unwrap();
+    fails(&run(&["train", "--data", "bad.txt"]), &["bad.txt", "UTF-8"]);
+    std::fs::write(dir.path().join("empty.txt"), b"").unwrap();
+    fails(&run(&["train", "--data", "empty.txt"]), &["empty.txt"]);
+
+    assert!(run(&train(&["--attention", "softmax", "--out", "run"])).status.success());
+    let model = dir.path().join("run/model.safetensors");
+    let bytes = std::fs::read(&model).unwrap();
+    std::fs::write(&model, &bytes[..bytes.len() / 2]).unwrap();
+    fails(&run(&["generate", "run"]), &["model.safetensors"]);
+    std::fs::write(&model, &bytes).unwrap();
+    std::fs::write(dir.path().join("run/config.json"), b"{}").unwrap();
+    fails(&run(&["generate", "run"]), &["config.json"]);
+}
+
+#[test]
+fn completions_and_manual_print() {
+    let dir = tempfile::tempdir().unwrap();
+    for args in [
+        &["completions", "bash"][..],
+        &["man"],
+        &["--help"],
+        &["train", "--help"],
+        &["data", "inspect", "--data", "sample"],
+    ] {
+        let output = performer(dir.path(), args);
+        assert!(output.status.success() && !output.stdout.is_empty(), "{args:?}");
+    }
+}

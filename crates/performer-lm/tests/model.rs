@@ -1,0 +1,229 @@
+//! The decoder: gradients reach every parameter of every variant, nothing leaks from the future, decoding is the same model.
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use performer_lm::{
+    config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
+    model::{Decoder, Dropout},
+    train::cross_entropy,
+};
+
+const ATTENTIONS: [&str; 8] = [
+    "softmax",
+    "favor:m=24",
+    "favor:m=8,map=hyperbolic,projection=gaussian",
+    "favor:m=16,map=relu,projection=hadamard",
+    "favor:map=elu",
+    "favor:map=taylor2",
+    "favor:map=limit-2",
+    "favor:m=64,map=hermite-tail,radii=sqrt",
+];
+
+fn base(attention: &str) -> ModelConfig {
+    ModelConfig {
+        vocab_size: 50,
+        hidden_size: 32,
+        layers: 2,
+        heads: 4,
+        kv_heads: 4,
+        feed_forward_size: 48,
+        context: 40,
+        feed_forward: FeedForwardKind::Gelu,
+        norm: NormKind::LayerNorm,
+        norm_position: NormPosition::Pre,
+        norm_eps: 1e-5,
+        positions: Positions::Learned,
+        tied_head: false,
+        bias: true,
+        dropout: 0.0,
+        attention: attention.parse().unwrap(),
+    }
+}
+
+/// Every choice that the config spells, each with each.
+fn variants(attention: &str) -> Vec<ModelConfig> {
+    let mut all = Vec::new();
+    for feed_forward in [FeedForwardKind::Gelu, FeedForwardKind::Swiglu] {
+        for norm in [NormKind::LayerNorm, NormKind::RmsNorm] {
+            for norm_position in [NormPosition::Pre, NormPosition::Post] {
+                for positions in [Positions::Learned, Positions::Rotary { base: 10_000.0 }] {
+                    for (tied_head, bias, kv_heads) in [(false, true, 4), (true, false, 2)] {
+                        let base = base(attention);
+                        let config = ModelConfig {
+                            feed_forward,
+                            norm,
+                            norm_position,
+                            positions,
+                            tied_head,
+                            bias,
+                            kv_heads,
+                            ..base
+                        };
+                        all.push(config);
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+fn ids(rows: usize, tokens: usize, shift: usize) -> Vec<u32> {
+    (0..rows * tokens).map(|i| ((i * 17 + i / 7 + shift) % 50) as u32).collect()
+}
+
+fn tensor(ids: &[u32], rows: usize) -> Result<Tensor> {
+    Ok(Tensor::from_slice(ids, (rows, ids.len() / rows), &Device::Cpu)?)
+}
+
+#[test]
+fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
+    for attention in ["softmax", "favor:m=24", "favor:m=16,map=relu"] {
+        for config in variants(attention) {
+            let model = Decoder::new(&config, 1, &Device::Cpu)?;
+            let logits = model.forward(&tensor(&ids(2, 40, 0), 2)?, None)?;
+            let loss = cross_entropy(&logits.flatten_to(1)?, &ids(2, 40, 1))?.mean_all()?;
+            let gradients = loss.backward()?;
+            for (name, var) in model.named_parameters()? {
+                let Some(gradient) = gradients.get(&var) else { panic!("{name} has no gradient in {config:?}") };
+                let size = gradient.abs()?.sum_all()?.to_scalar::<f32>()?;
+                // A key bias adds the same to all logits of a row: softmax cannot see it, and what is left is rounding.
+                let unseen = attention == "softmax" && name.ends_with("k_proj.bias");
+                assert!(size.is_finite() && (size > 1e-9 || unseen), "{name} has gradient {size} in {config:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_future_does_not_leak() -> Result<()> {
+    for attention in ATTENTIONS {
+        let model = Decoder::new(&base(attention), 2, &Device::Cpu)?;
+        let first = ids(2, 40, 0);
+        let before = model.forward(&tensor(&first, 2)?, None)?;
+        for cut in [1, 15, 16, 33] {
+            let mut changed = first.clone();
+            for row in changed.chunks_exact_mut(40) {
+                row[cut..].iter_mut().for_each(|id| *id = (*id * 3 + 5) % 50);
+            }
+            let after = model.forward(&tensor(&changed, 2)?, None)?;
+            let part = |t: &Tensor| t.narrow(1, 0, cut)?.flatten_all()?.to_vec1::<f32>();
+            assert_eq!(part(&before)?, part(&after)?, "{attention}, tokens from {cut} on changed");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn decoding_is_the_same_model() -> Result<()> {
+    for attention in ATTENTIONS {
+        for positions in [Positions::Learned, Positions::Rotary { base: 10_000.0 }] {
+            let model = Decoder::new(&ModelConfig { positions, kv_heads: 2, ..base(attention) }, 3, &Device::Cpu)?;
+            let text = ids(1, 40, 0);
+            let whole = model.forward(&tensor(&text, 1)?, None)?.squeeze(0)?.to_vec2::<f32>()?;
+            let mut state = model.new_state();
+            let mut at = 0;
+            for piece in [7, 1, 1, 20, 1, 10] {
+                let logits =
+                    model.extend(&tensor(&text[at..at + piece], 1)?, &mut state)?.squeeze(0)?.to_vec1::<f32>()?;
+                at += piece;
+                let worst = logits.iter().zip(&whole[at - 1]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(worst < 1e-4, "{attention}: off by {worst} after {at} tokens");
+            }
+            assert_eq!(state.tokens(), 40);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn learned_positions_end_with_a_clear_error() -> Result<()> {
+    let model = Decoder::new(&base("favor:m=8"), 4, &Device::Cpu)?;
+    let mut state = model.new_state();
+    model.extend(&tensor(&ids(1, 40, 0), 1)?, &mut state)?;
+    assert_eq!(model.positions_left(&state), Some(0));
+    let error = model.extend(&tensor(&[1], 1)?, &mut state).unwrap_err().to_string();
+    assert!(error.contains("40") && error.contains("learned"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn favor_state_is_constant_and_softmax_cache_grows() -> Result<()> {
+    let rotary = |attention: &str| ModelConfig { positions: Positions::Rotary { base: 10_000.0 }, ..base(attention) };
+    for (attention, constant) in [("favor:m=16", true), ("softmax", false)] {
+        let model = Decoder::new(&rotary(attention), 5, &Device::Cpu)?;
+        let mut state = model.new_state();
+        model.extend(&tensor(&ids(1, 20, 0), 1)?, &mut state)?;
+        let early = state.bytes();
+        for _ in 0..30 {
+            model.extend(&tensor(&ids(1, 20, 0), 1)?, &mut state)?;
+        }
+        assert_eq!(state.bytes() == early, constant, "{attention}: {early} then {} bytes", state.bytes());
+    }
+    Ok(())
+}
+
+#[test]
+fn weights_are_a_function_of_the_seed_and_not_of_the_attention() -> Result<()> {
+    let values = |attention: &str, seed: u64| -> Result<Vec<(String, Vec<f32>)>> {
+        let model = Decoder::new(&base(attention), seed, &Device::Cpu)?;
+        let read = |(name, var): (String, candle_core::Var)| Ok((name, var.flatten_all()?.to_vec1::<f32>()?));
+        model.named_parameters()?.into_iter().map(read).collect()
+    };
+    assert_eq!(values("softmax", 1)?, values("favor:m=8", 1)?);
+    assert_ne!(values("softmax", 1)?, values("softmax", 2)?);
+    Ok(())
+}
+
+#[test]
+fn saved_tensors_give_the_same_model_with_its_features() -> Result<()> {
+    for attention in ["favor:m=24", "favor:m=8,map=phase", "softmax"] {
+        let config = base(attention);
+        let mut model = Decoder::new(&config, 6, &Device::Cpu)?;
+        model.redraw(6, 3)?;
+        let copy = Decoder::from_tensors(&config, &model.tensors()?, &Device::Cpu)?;
+        let input = tensor(&ids(1, 40, 0), 1)?;
+        let logits =
+            |m: &Decoder| m.forward(&input, None)?.flatten_all()?.to_vec1::<f32>().map_err(anyhow::Error::from);
+        assert_eq!(logits(&model)?, logits(&copy)?);
+    }
+    let mut tensors = Decoder::new(&base("favor:m=24"), 6, &Device::Cpu)?.tensors()?;
+    tensors.remove("model.layers.1.self_attn.projection");
+    let error = Decoder::from_tensors(&base("favor:m=24"), &tensors, &Device::Cpu).err().unwrap();
+    assert!(format!("{error:#}").contains("layer 1") && format!("{error:#}").contains("projection"), "{error:#}");
+    let wide = ModelConfig { hidden_size: 64, ..base("softmax") };
+    let error =
+        Decoder::from_tensors(&wide, &Decoder::new(&base("softmax"), 6, &Device::Cpu)?.tensors()?, &Device::Cpu);
+    assert!(error.err().unwrap().to_string().contains("shape"));
+    Ok(())
+}
+
+#[test]
+fn dropout_follows_its_seed_and_is_off_without_it() -> Result<()> {
+    let model = Decoder::new(&base("favor:m=8"), 7, &Device::Cpu)?;
+    let input = tensor(&ids(1, 40, 0), 1)?;
+    let run = |dropout: Option<Dropout>| -> Result<Vec<f32>> {
+        Ok(model.forward(&input, dropout.as_ref())?.flatten_all()?.to_vec1()?)
+    };
+    assert_eq!(run(Some(Dropout::new(0.3, 1)))?, run(Some(Dropout::new(0.3, 1)))?);
+    assert_ne!(run(Some(Dropout::new(0.3, 1)))?, run(Some(Dropout::new(0.3, 2)))?);
+    assert_ne!(run(Some(Dropout::new(0.3, 1)))?, run(None)?);
+    assert_eq!(run(Some(Dropout::new(0.0, 1)))?, run(None)?);
+    Ok(())
+}
+
+#[test]
+fn an_invalid_config_is_named() {
+    let bad = [
+        (ModelConfig { heads: 5, ..base("softmax") }, "hidden_size 32"),
+        (ModelConfig { kv_heads: 3, ..base("softmax") }, "kv_heads 3"),
+        (ModelConfig { layers: 0, ..base("softmax") }, "layers"),
+        (ModelConfig { dropout: 1.0, ..base("softmax") }, "dropout"),
+    ];
+    for (config, word) in bad {
+        let error = Decoder::new(&config, 0, &Device::Cpu).err().unwrap().to_string();
+        assert!(error.contains(word), "{error}");
+    }
+    assert_eq!(AttentionConfig::Softmax.kind(), "softmax");
+}

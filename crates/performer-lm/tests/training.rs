@@ -1,0 +1,177 @@
+//! Training runs: they learn, resume as if never stopped, and do not depend on the number of threads.
+
+use std::{path::Path, sync::atomic::AtomicBool};
+
+use anyhow::Result;
+use candle_core::Device;
+use performer_lm::{
+    config::{ModelConfig, Preset, TrainingConfig},
+    data::{Prepared, TokenFile, Tokenizer},
+    eval::evaluate,
+    train::{Checkpoint, Report, RunOptions, Trainer, load_model},
+};
+
+/// A text with a simple law, so that a small model can learn it in seconds.
+fn data() -> Prepared {
+    let alphabet: Vec<String> = (0..20).map(|i| format!("<w{i}>")).collect();
+    let mut vocabulary: Vec<String> = alphabet.iter().enumerate().map(|(i, w)| format!("{w:?}: {}", i + 1)).collect();
+    vocabulary.push("\"<|endoftext|>\": 0".into());
+    let json = format!(
+        r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{{"id":0,"content":"<|endoftext|>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}}],"normalizer":null,"pre_tokenizer":null,"post_processor":null,"decoder":null,"model":{{"type":"WordLevel","vocab":{{{}}},"unk_token":"<w0>"}}}}"#,
+        vocabulary.join(",")
+    );
+    let tokens = |n: usize, start: usize| -> Vec<u32> { (0..n).map(|i| ((i * 7 + start) % 20 + 1) as u32).collect() };
+    Prepared {
+        corpus_name: "law".into(),
+        description: "a law".into(),
+        tokenizer: Tokenizer::from_bytes(json.into_bytes()).unwrap(),
+        train: TokenFile::from_tokens(&tokens(4000, 0), 12_000).unwrap().into(),
+        valid: TokenFile::from_tokens(&tokens(400, 3), 1200).unwrap().into(),
+    }
+}
+
+fn recipe(attention: &str) -> (ModelConfig, TrainingConfig) {
+    let (model, training) = Preset::Seed.load().unwrap();
+    let model = ModelConfig {
+        attention: attention.parse().unwrap(),
+        hidden_size: 16,
+        heads: 2,
+        kv_heads: 2,
+        feed_forward_size: 32,
+        context: 20,
+        dropout: 0.1,
+        ..model
+    };
+    let training = TrainingConfig {
+        epochs: 3,
+        batch_size: 8,
+        micro_batch: 3,
+        learning_rate: 1e-2,
+        redraw_every: 7,
+        eval_every: 10,
+        ..training
+    };
+    (model, training)
+}
+
+fn options<'a>(out: &'a Path, threads: usize, stop: &'a AtomicBool) -> RunOptions<'a> {
+    RunOptions { out, device: Device::Cpu, threads, stop, samples: false }
+}
+
+fn run(attention: &str, training: &TrainingConfig, out: &Path, threads: usize) -> Result<Report> {
+    let (model, _) = recipe(attention);
+    let stop = AtomicBool::new(false);
+    let data = data();
+    Trainer::new(&model, training, &data, options(out, threads, &stop))?.run()
+}
+
+fn weights(dir: &Path) -> Result<Vec<(String, Vec<f32>)>> {
+    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
+    let mut all: Vec<_> = checkpoint
+        .tensors
+        .into_iter()
+        .map(|(name, t)| Ok((name, t.flatten_all()?.to_vec1::<f32>()?)))
+        .collect::<Result<_>>()?;
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(all)
+}
+
+#[test]
+fn both_attentions_learn() -> Result<()> {
+    for attention in ["softmax", "favor:m=32"] {
+        let dir = tempfile::tempdir()?;
+        let (_, training) = recipe(attention);
+        let report = run(attention, &training, dir.path(), 2)?;
+        assert!(report.finished);
+        // Twenty words: ln 20 = 3.0 without having learned anything.
+        assert!(report.val_loss < 1.0, "{attention}: {}", report.val_loss);
+        assert!((report.perplexity - report.val_loss.exp()).abs() < 1e-9);
+        let (model, _) = load_model(dir.path(), &Device::Cpu)?;
+        let again = evaluate(&model, &data().valid, 1)?;
+        assert_eq!(again.val_loss, report.val_loss, "the saved model is the trained one");
+        assert_eq!(again.tokens, 399);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_resumed_run_is_the_unbroken_one() -> Result<()> {
+    let (model, training) = recipe("favor:m=8");
+    let whole = tempfile::tempdir()?;
+    run("favor:m=8", &training, whole.path(), 2)?;
+
+    // Stops in mid-epoch, after a redraw, with dropout on. The step limit is not part of what resumes.
+    let broken = tempfile::tempdir()?;
+    let data = data();
+    let stop = AtomicBool::new(false);
+    let cut = TrainingConfig { save_every: 11, ..training.clone() };
+    let stopping = TrainingConfig { eval_every: 11, ..cut };
+    let flag = std::thread::scope(|scope| {
+        // The flag goes up once the checkpoint of step 11 is there.
+        scope.spawn(|| {
+            let done =
+                || performer_lm::train::read_log(&broken.path().join("metrics.jsonl")).is_ok_and(|l| l.len() > 12);
+            while !done() {
+                std::thread::yield_now();
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        Trainer::new(&model, &stopping, &data, options(broken.path(), 1, &stop))?.run()
+    })?;
+    assert!(!flag.finished, "the run was over before it could be stopped");
+    let go = AtomicBool::new(false);
+    let report = Trainer::resume(&data, options(broken.path(), 3, &go))?.run()?;
+    assert!(report.finished);
+    assert_eq!(weights(whole.path())?, weights(broken.path())?);
+    Ok(())
+}
+
+#[test]
+fn threads_change_nothing() -> Result<()> {
+    let (_, training) = recipe("favor:m=8");
+    let training = TrainingConfig { max_steps: Some(9), ..training };
+    let dirs = [tempfile::tempdir()?, tempfile::tempdir()?];
+    for (dir, threads) in dirs.iter().zip([1, 4]) {
+        run("favor:m=8", &training, dir.path(), threads)?;
+    }
+    assert_eq!(weights(dirs[0].path())?, weights(dirs[1].path())?);
+    Ok(())
+}
+
+#[test]
+fn micro_batches_change_rounding_only() -> Result<()> {
+    let (model, training) = recipe("softmax");
+    let data = data();
+    let stop = AtomicBool::new(false);
+    let mut losses = Vec::new();
+    for micro_batch in [1, 8] {
+        let dir = tempfile::tempdir()?;
+        let training = TrainingConfig { max_steps: Some(10), micro_batch, ..training.clone() };
+        let model = ModelConfig { dropout: 0.0, ..model.clone() };
+        losses.push(Trainer::new(&model, &training, &data, options(dir.path(), 1, &stop))?.run()?.val_loss);
+    }
+    assert!((losses[0] - losses[1]).abs() < 1e-4, "{losses:?}");
+    Ok(())
+}
+
+#[test]
+fn resuming_on_other_data_is_refused() -> Result<()> {
+    let (_, training) = recipe("softmax");
+    let dir = tempfile::tempdir()?;
+    run("softmax", &TrainingConfig { max_steps: Some(2), ..training }, dir.path(), 1)?;
+    let other = Prepared { train: data().valid, ..data() };
+    let stop = AtomicBool::new(false);
+    let error = Trainer::resume(&other, options(dir.path(), 1, &stop)).err().unwrap().to_string();
+    assert!(error.contains("other data") && error.contains("law"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn a_learning_rate_that_explodes_is_reported() -> Result<()> {
+    let (_, training) = recipe("softmax");
+    let dir = tempfile::tempdir()?;
+    let training = TrainingConfig { learning_rate: 1e30, clip: None, ..training };
+    let error = format!("{:#}", run("softmax", &training, dir.path(), 1).unwrap_err());
+    assert!(error.contains("finite"), "{error}");
+    Ok(())
+}
