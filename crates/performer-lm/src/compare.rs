@@ -167,15 +167,26 @@ impl Comparison<'_> {
         Ok(Chart {
             title: format!("Validation loss on {}", outcome.corpus),
             subtitle: Some(format!(
-                "{} layers, dim {}, context {}; mean of {runs} seed(s), band: smallest to largest",
+                "{} layers, dim {}, context {}; mean of {runs} seed(s), band: smallest to largest; without the first quarter",
                 outcome.config.layers, outcome.config.hidden_size, outcome.config.context
             )),
             x: Axis::new("training tokens", Scale::Linear),
             y: Axis::new("validation loss (nats per token)", Scale::Linear),
-            series,
+            series: series.into_iter().map(without_first_quarter).collect(),
             ..Chart::default()
         })
     }
+}
+
+/// The fall of the beginning would press flat what the comparison is about.
+fn without_first_quarter(mut series: Series) -> Series {
+    let end = series.points.last().map_or(0.0, |p| p.0);
+    let skip = series.points.iter().take_while(|p| p.0 < end / 4.0).count();
+    series.points.drain(..skip);
+    if let Some(band) = &mut series.band {
+        band.drain(..skip);
+    }
+    series
 }
 
 /// Quick validations, and the whole one at the end, over tokens.

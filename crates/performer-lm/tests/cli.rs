@@ -100,6 +100,7 @@ fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     assert!(table.contains("softmax") && table.contains("favor:m=8") && table.contains("vs first"), "{table}");
     let outcome: Value = serde_json::from_slice(&std::fs::read(dir.path().join("c/compare.json")).unwrap()).unwrap();
     assert_eq!(outcome["runs"].as_array().unwrap().len(), 4);
+    assert_eq!(std::fs::read_to_string(dir.path().join("c/table.md")).unwrap(), table);
     assert!(std::fs::read_to_string(dir.path().join("c/loss.svg")).unwrap().contains("favor:m=8"));
     assert!(std::fs::read(dir.path().join("c/loss.png")).unwrap().starts_with(b"\x89PNG"));
 

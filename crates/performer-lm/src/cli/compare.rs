@@ -32,7 +32,7 @@ pub(super) struct Args {
     recipe: RecipeArgs,
     #[command(flatten)]
     data: DataArgs,
-    /// Folder for compare.json, loss.svg, loss.png and the runs.
+    /// Folder for compare.json, table.md, loss.svg, loss.png and the runs.
     #[arg(long, default_value = "runs/compare")]
     out: PathBuf,
     /// Print the outcome as JSON.
@@ -58,8 +58,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         command: format!("performer-lm {}", words.join(" ")),
     };
     let outcome = comparison.run(&data)?;
-    output::note(&format!("saved compare.json, loss.svg and loss.png in {}", args.out.display()));
-    if args.json { output::json(&outcome) } else { output::result(&table(&outcome)) }
+    let table = table(&outcome);
+    crate::files::write(&args.out.join("table.md"), format!("{table}\n").as_bytes())?;
+    output::note(&format!("saved compare.json, table.md, loss.svg and loss.png in {}", args.out.display()));
+    if args.json { output::json(&outcome) } else { output::result(&table) }
 }
 
 fn table(outcome: &Outcome) -> String {
@@ -81,7 +83,7 @@ fn table(outcome: &Outcome) -> String {
     let header = ["attention", "val loss (nats/token)", "perplexity", "vs first", "bits/byte", "s/epoch", "tokens/s"];
     let m = &outcome.machine;
     format!(
-        "{}\n{}, {} seed(s), {} cores of {}",
+        "{}\n\n{}, {} seed(s), {} cores of {}",
         output::table(&header, &rows),
         outcome.corpus,
         outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0),

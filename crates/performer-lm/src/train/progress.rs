@@ -43,11 +43,13 @@ impl Progress {
     pub(super) fn validation(&self, step: usize, e: &Evaluation, sample: &str) {
         let speed = self.speed.get() / 1000.0;
         self.line(&format!(
-            "step {step:>6}  validation {:.4} nats/token  perplexity {:.2}  {speed:.1}k tokens/s",
-            e.val_loss, e.perplexity
+            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {:.2}  {speed:.1}k tokens/s",
+            self.bar.prefix(),
+            e.val_loss,
+            e.perplexity
         ));
         if !sample.is_empty() {
-            self.line(&format!("             | {}", sample.replace('\n', " ")));
+            self.line(&format!("  | {}", sample.replace('\n', " ")));
         }
     }
 

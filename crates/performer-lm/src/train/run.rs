@@ -30,6 +30,9 @@ use crate::{
 /// Tokens that a validation in the middle of a run takes; the last one takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
 
+/// File of the [`Report`].
+const REPORT: &str = "metrics.json";
+
 /// Stream of the seed that dropout draws from.
 const DROPOUT_STREAM: u64 = 3;
 
@@ -120,6 +123,11 @@ impl<'a> Trainer<'a> {
         let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
         let model = Decoder::new(&config, training.seed, &options.device)?;
         let mut trainer = Self::assemble(model, training.clone(), data, options, 0)?;
+        // A report of an earlier run in this folder would pass for one of this.
+        let report = trainer.options.out.join(REPORT);
+        if report.exists() {
+            std::fs::remove_file(&report).with_context(|| format!("cannot remove {}", report.display()))?;
+        }
         trainer.save()?;
         Ok(trainer)
     }
@@ -349,7 +357,7 @@ impl<'a> Trainer<'a> {
             finished: self.step == self.total_steps(),
             revision: git_revision().to_string(),
         };
-        crate::files::write_json(&self.options.out.join("metrics.json"), &report)?;
+        crate::files::write_json(&self.options.out.join(REPORT), &report)?;
         Ok(report)
     }
 }
