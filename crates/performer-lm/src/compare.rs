@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
@@ -12,8 +12,9 @@ use crate::{
     data::Prepared,
     files,
     machine::Machine,
+    model::Decoder,
     plot::{Axis, Chart, Scale, Series},
-    train::{Record, Report, RunOptions, Trainer, check_same_run, default_out, read_log},
+    train::{Record, Report, RunOptions, Trainer, check_same_run, read_log, run_name, training_batches},
 };
 
 /// What is compared, and where the results go.
@@ -28,6 +29,8 @@ pub struct Comparison<'a> {
     pub seeds: Vec<u64>,
     /// Folder for the results and for a checkpoint folder a run.
     pub out: &'a Path,
+    /// The data as the command line spells it.
+    pub data: String,
     /// Device of the models.
     pub device: Device,
     /// Worker threads on the CPU.
@@ -72,9 +75,9 @@ pub struct Summary {
     pub perplexity: f64,
     /// Mean bits a byte.
     pub bits_per_byte: f64,
-    /// Perplexity over that of the first attention, minus 1.
+    /// Perplexity over that of the first attention, minus 1; over the seeds that both have.
     pub perplexity_gap: f64,
-    /// Median seconds of training an epoch.
+    /// Seconds of training a whole epoch, at the median speed.
     pub epoch_seconds: f64,
     /// Tokens a second, median over the runs.
     pub tokens_per_second: f64,
@@ -88,6 +91,9 @@ impl Comparison<'_> {
     /// Whatever stops a run, and an existing run in the folder with other settings.
     pub fn run(&self, data: &Prepared) -> Result<Outcome> {
         ensure!(!self.attentions.is_empty() && !self.seeds.is_empty(), "nothing to compare: give attentions and seeds");
+        self.check(data)?;
+        let batches = training_batches(&self.config, &self.training, data)?;
+        let epoch_tokens = batches.batches_per_epoch() * batches.tokens_per_batch();
         let mut outcome = None;
         let mut runs = Vec::new();
         for &seed in &self.seeds {
@@ -97,23 +103,21 @@ impl Comparison<'_> {
                 let out = self.folder(attention, seed);
                 let options = RunOptions {
                     out: &out,
+                    data: &self.data,
                     device: self.device.clone(),
                     threads: self.threads,
                     stop: self.stop,
                     samples: false,
                 };
                 let begun = out.join("train_state.json").exists();
-                if begun {
-                    check_same_run(&out, &config, &training, data)?;
-                }
                 let report = match finished(&out)? {
-                    Some(report) if begun => report,
+                    Some(report) if begun => Some(report),
                     _ if begun => Trainer::resume(data, options)?.run()?,
                     _ => Trainer::new(&config, &training, data, options)?.run()?,
                 };
-                ensure!(report.finished, "stopped; the same command goes on from here");
+                let Some(report) = report else { bail!("stopped; the same command goes on from here") };
                 runs.push(report);
-                outcome = Some(self.save(data, &runs)?);
+                outcome = Some(self.save(data, &runs, epoch_tokens)?);
             }
         }
         outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
@@ -121,11 +125,27 @@ impl Comparison<'_> {
 
     fn folder(&self, attention: &AttentionConfig, seed: u64) -> PathBuf {
         let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
-        let name = default_out(&config, seed);
-        self.out.join(name.file_name().unwrap_or(name.as_os_str()))
+        self.out.join(run_name(&config, seed))
     }
 
-    fn save(&self, data: &Prepared, runs: &[Report]) -> Result<Outcome> {
+    /// Finds now what would stop a run hours later.
+    fn check(&self, data: &Prepared) -> Result<()> {
+        for (i, attention) in self.attentions.iter().enumerate() {
+            ensure!(!self.attentions[..i].contains(attention), "attention {attention} is given twice");
+            let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
+            Decoder::new(&config, 0, &self.device).with_context(|| format!("attention {attention}"))?;
+            for (j, &seed) in self.seeds.iter().enumerate() {
+                ensure!(!self.seeds[..j].contains(&seed), "seed {seed} is given twice");
+                let out = self.folder(attention, seed);
+                if out.join("train_state.json").exists() {
+                    check_same_run(&out, &config, &TrainingConfig { seed, ..self.training.clone() }, data)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn save(&self, data: &Prepared, runs: &[Report], epoch_tokens: usize) -> Result<Outcome> {
         let outcome = Outcome {
             command: self.command.clone(),
             machine: Machine::this(),
@@ -133,7 +153,7 @@ impl Comparison<'_> {
             config: ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..self.config.clone() },
             training: self.training.clone(),
             runs: runs.to_vec(),
-            summary: summarise(runs),
+            summary: summarise(runs, epoch_tokens),
         };
         files::write_json(&self.out.join("compare.json"), &outcome)?;
         self.plot(&outcome)?.save(&self.out.join("loss"))?;
@@ -201,10 +221,10 @@ fn finished(out: &Path) -> Result<Option<Report>> {
     }
     let report: Report = serde_json::from_slice(&std::fs::read(&path)?)
         .map_err(|e| anyhow::anyhow!("{} is damaged ({e}): remove its folder to run it again", path.display()))?;
-    Ok(report.finished.then_some(report))
+    Ok(Some(report))
 }
 
-fn summarise(runs: &[Report]) -> Vec<Summary> {
+fn summarise(runs: &[Report], epoch_tokens: usize) -> Vec<Summary> {
     let mut specs: Vec<&str> = Vec::new();
     for run in runs {
         if !specs.contains(&run.attention_spec.as_str()) {
@@ -218,19 +238,24 @@ fn summarise(runs: &[Report]) -> Vec<Summary> {
         let losses = of(|r| r.val_loss);
         let val_loss = mean(&losses);
         let spread = losses.iter().map(|l| (l - val_loss).powi(2)).sum::<f64>();
-        let perplexity = mean(&of(|r| r.perplexity));
-        let epochs: Vec<f64> =
-            runs.iter().filter(|r| r.attention_spec == spec).flat_map(|r| r.epoch_seconds.iter().copied()).collect();
+        let first = runs.first().map_or("", |r| r.attention_spec.as_str());
+        let at = |spec: &str, seed: u64| runs.iter().find(|r| r.attention_spec == spec && r.seed == seed);
+        let pairs: Vec<(f64, f64)> = runs
+            .iter()
+            .filter_map(|r| Some((at(spec, r.seed)?.perplexity, r.perplexity)).filter(|_| r.attention_spec == first))
+            .collect();
+        let ratio = pairs.iter().map(|p| p.0).sum::<f64>() / pairs.iter().map(|p| p.1).sum::<f64>();
+        let tokens_per_second = median(of(|r| r.tokens_per_second));
         summary.push(Summary {
             attention_spec: spec.to_string(),
             seeds: runs.iter().filter(|r| r.attention_spec == spec).map(|r| r.seed).collect(),
             val_loss,
             val_loss_std: if losses.len() > 1 { (spread / (losses.len() - 1) as f64).sqrt() } else { 0.0 },
-            perplexity,
+            perplexity: mean(&of(|r| r.perplexity)),
             bits_per_byte: mean(&of(|r| r.bits_per_byte)),
-            perplexity_gap: summary.first().map_or(0.0, |first| perplexity / first.perplexity - 1.0),
-            epoch_seconds: median(epochs),
-            tokens_per_second: median(of(|r| r.tokens_per_second)),
+            perplexity_gap: ratio - 1.0,
+            epoch_seconds: epoch_tokens as f64 / tokens_per_second,
+            tokens_per_second,
         });
     }
     summary
@@ -267,7 +292,8 @@ mod tests {
             corpus: "test".into(),
             steps: 1,
             tokens: 1,
-            finished: true,
+            threads: 1,
+            device: "cpu".into(),
             revision: String::new(),
         }
     }
@@ -280,12 +306,12 @@ mod tests {
             report("softmax", 2, 3.2),
             report("favor:m=8", 2, 3.1),
         ];
-        let summary = summarise(&runs);
+        let summary = summarise(&runs, 1500);
         assert_eq!(summary.iter().map(|s| s.attention_spec.as_str()).collect::<Vec<_>>(), ["softmax", "favor:m=8"]);
         assert!((summary[0].val_loss - 3.1).abs() < 1e-12);
         assert!((summary[0].val_loss_std - 0.02f64.sqrt()).abs() < 1e-12);
         assert_eq!(summary[1].val_loss_std, 0.0);
-        assert_eq!(summary[0].epoch_seconds, 6.0);
+        assert_eq!(summary[0].epoch_seconds, 10.0);
         assert_eq!(summary[0].tokens_per_second, 150.0);
         let expected = 3.1f64.exp() / ((3.0f64.exp() + 3.2f64.exp()) / 2.0) - 1.0;
         assert!((summary[1].perplexity_gap - expected).abs() < 1e-12);

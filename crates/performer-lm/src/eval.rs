@@ -39,8 +39,9 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
 /// [`evaluate`] over about the first `limit` tokens.
 pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
     let context = model.config().context;
-    // About 4096 tokens a pass: enough rows for the matrix products, few enough to stay near the cache.
-    let rows = (4096 / context).max(1);
+    // About 4096 tokens a pass, enough rows for the matrix products; fewer where their logits would pass 64 MiB.
+    let tokens_per_pass = 4096.min((1 << 24) / model.config().vocab_size);
+    let rows = (tokens_per_pass / context).max(1);
     let passes = limit.div_ceil(rows * context);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(passes).collect();
     let mut sums = vec![(0f64, 0u64); context];

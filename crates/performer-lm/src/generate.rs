@@ -95,7 +95,7 @@ pub enum Stop {
     EndOfText,
     /// As many tokens as asked for.
     MaxTokens,
-    /// A model with learned positions has no more of them.
+    /// The model has no more positions.
     PositionsUsedUp,
     /// The receiver of the text asked to stop.
     Interrupted,
@@ -133,7 +133,7 @@ pub fn generate(
     let mut tokens = 0;
     let mut stop = Stop::MaxTokens;
     while tokens < max_tokens {
-        if model.positions_left(&state).is_some_and(|left| left < ids.len()) && tokens > 0 {
+        if model.positions_left(&state) < ids.len() && tokens > 0 {
             stop = Stop::PositionsUsedUp;
             break;
         }

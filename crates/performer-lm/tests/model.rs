@@ -142,7 +142,7 @@ fn learned_positions_end_with_a_clear_error() -> Result<()> {
     let model = Decoder::new(&base("favor:m=8"), 4, &Device::Cpu)?;
     let mut state = model.new_state();
     model.extend(&tensor(&ids(1, 40, 0), 1)?, &mut state)?;
-    assert_eq!(model.positions_left(&state), Some(0));
+    assert_eq!(model.positions_left(&state), 0);
     let error = model.extend(&tensor(&[1], 1)?, &mut state).unwrap_err().to_string();
     assert!(error.contains("40") && error.contains("learned"), "{error}");
     Ok(())

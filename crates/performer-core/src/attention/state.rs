@@ -41,11 +41,13 @@ impl State {
         Ok(())
     }
 
-    /// Bytes held: constant in the number of tokens for FAVOR, linear for softmax.
+    /// Bytes of what is remembered: constant in the number of tokens for FAVOR, linear for softmax (whose cache is
+    /// allocated in larger pieces).
     pub fn bytes(&self) -> usize {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         let cache = self.cache.as_ref().map_or(0, |c| {
-            [c.k_cache(), c.v_cache()].into_iter().filter_map(|c| c.all_data().as_ref()).map(size).sum()
+            let current = [c.k_cache(), c.v_cache()].map(|c| c.current_data().ok().flatten());
+            current.iter().flatten().map(size).sum()
         });
         let sums = self.sums.as_ref().map_or(0, |s| size(&s.log_scale) + size(&s.sums));
         cache + sums

@@ -90,11 +90,12 @@ impl DeviceKind {
 /// What to train on.
 #[derive(Args)]
 pub(super) struct DataArgs {
-    /// auto, tinystories, sample, a text file with <|endoftext|> lines, or a folder with train.txt and valid.txt.
+    /// auto, tinystories, sample, a text file with <|endoftext|> lines, or a folder with train.txt and valid.txt [default:
+    /// auto].
     ///
     /// auto takes TinyStories from the cache or the Hugging Face hub and, where there is neither, the embedded sample.
-    #[arg(long, default_value = "auto")]
-    data: DataSpec,
+    #[arg(long)]
+    pub(super) data: Option<DataSpec>,
     /// Vocabulary of the byte-level BPE trained on the training text [default: the preset's].
     #[arg(long)]
     vocab_size: Option<usize>,
@@ -104,8 +105,12 @@ pub(super) struct DataArgs {
 }
 
 impl DataArgs {
+    pub(super) fn spec(&self) -> DataSpec {
+        self.data.clone().unwrap_or_default()
+    }
+
     pub(super) fn prepare(&self, vocab_size: usize) -> Result<Prepared> {
-        prepare(&self.data, self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref())
+        prepare(&self.spec(), self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref())
     }
 }
 
@@ -130,6 +135,9 @@ pub(super) struct RecipeArgs {
     /// Sequences a step.
     #[arg(long)]
     batch_size: Option<usize>,
+    /// Sequences a forward pass; a step runs its passes side by side on the threads.
+    #[arg(long)]
+    micro_batch: Option<usize>,
     /// Tokens a sequence.
     #[arg(long)]
     context: Option<usize>,
@@ -181,12 +189,15 @@ impl RecipeArgs {
         change(&mut model.dropout, &self.dropout);
         change(&mut training.epochs, &self.epochs);
         change(&mut training.batch_size, &self.batch_size);
+        change(&mut training.micro_batch, &self.micro_batch);
         change(&mut training.learning_rate, &self.learning_rate);
         change(&mut training.schedule, &self.schedule);
         change(&mut training.redraw_every, &self.redraw_every);
         change(&mut training.eval_every, &self.eval_every);
         change(&mut training.save_every, &self.save_every);
         training.max_steps = self.max_steps.or(training.max_steps);
+        model.validate()?;
+        training.validate()?;
         training.max_train_tokens = self.max_train_tokens.or(training.max_train_tokens).filter(|&tokens| tokens > 0);
         Ok((model, training))
     }

@@ -52,6 +52,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         attentions: args.attention,
         seeds: args.seeds,
         out: &args.out,
+        data: args.data.spec().to_string(),
         device: machine.device.clone(),
         threads: machine.threads,
         stop,
@@ -71,7 +72,11 @@ fn table(outcome: &Outcome) -> String {
         .map(|s| {
             vec![
                 s.attention_spec.clone(),
-                format!("{:.4} ± {:.4}", s.val_loss, s.val_loss_std),
+                if s.seeds.len() > 1 {
+                    format!("{:.4} ± {:.4}", s.val_loss, s.val_loss_std)
+                } else {
+                    format!("{:.4}", s.val_loss)
+                },
                 format!("{:.2}", s.perplexity),
                 format!("{:+.1}%", 100.0 * s.perplexity_gap),
                 format!("{:.4}", s.bits_per_byte),
@@ -83,10 +88,12 @@ fn table(outcome: &Outcome) -> String {
     let header = ["attention", "val loss (nats/token)", "perplexity", "vs first", "bits/byte", "s/epoch", "tokens/s"];
     let m = &outcome.machine;
     format!(
-        "{}\n\n{}, {} seed(s), {} cores of {}",
+        "{}\n\n{}, {} seed(s), {} on {}, {} cores of {}",
         output::table(&header, &rows),
         outcome.corpus,
         outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0),
+        outcome.runs.first().map_or_else(String::new, |r| format!("{} threads", r.threads)),
+        outcome.runs.first().map_or("", |r| r.device.as_str()),
         m.cores,
         m.cpu
     )

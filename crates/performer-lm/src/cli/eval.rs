@@ -16,9 +16,9 @@ use crate::{
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  performer-lm eval runs/favor-m128-seed42 --data book.txt --json
-  performer-lm eval runs/favor-m128-seed42 --data tinystories
-  performer-lm eval runs/favor-m128-seed42 --data book.txt --by-position --plot position")]
+  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
+  performer-lm eval runs/seed-favor-m128-seed42 --data tinystories
+  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --by-position --plot position")]
 pub(super) struct Args {
     /// Checkpoint folder.
     checkpoint: PathBuf,

@@ -14,9 +14,9 @@ use crate::{
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  performer-lm generate runs/favor-m128-seed42
-  performer-lm generate runs/favor-m128-seed42 --prompt 'The cat' --temperature 0.5 --seed 3
-  performer-lm generate runs/favor-m128-seed42 --temperature 0 --max-tokens 50 --json")]
+  performer-lm generate runs/seed-favor-m128-seed42
+  performer-lm generate runs/seed-favor-m128-seed42 --prompt 'The cat' --temperature 0.5 --seed 3
+  performer-lm generate runs/seed-favor-m128-seed42 --temperature 0 --max-tokens 50 --json")]
 pub(super) struct Args {
     /// Checkpoint folder.
     checkpoint: PathBuf,
@@ -74,7 +74,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let generation = generation?;
     let tokens_per_second = generation.tokens as f64 / started.elapsed().as_secs_f64();
     if generation.stop == Stop::PositionsUsedUp {
-        output::note("(the model has learned positions and no more of them)");
+        output::note("(the model has no more positions)");
     }
     output::note(&format!(
         "{} tokens, {tokens_per_second:.0} tokens/s, {} bytes of decoding state",

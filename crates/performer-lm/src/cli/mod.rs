@@ -36,8 +36,8 @@ Examples:
   performer-lm train --attention favor              train the small published model, minutes on two cores
   performer-lm train --preset small --data stories/ train a larger one on a folder with train.txt and valid.txt
   performer-lm compare --seeds 1,2,3                softmax against FAVOR+, three seeds, a table and a plot
-  performer-lm generate runs/favor-m128-seed42      write a story
-  performer-lm eval runs/favor-m128-seed42 --data book.txt --json";
+  performer-lm generate runs/seed-favor-m128-seed42      write a story
+  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json";
 
 #[derive(Subcommand)]
 enum Command {

@@ -1,6 +1,9 @@
 //! `performer-lm train`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::AtomicBool,
+};
 
 use anyhow::{Result, ensure};
 
@@ -10,7 +13,8 @@ use super::{
 };
 use crate::{
     config::AttentionConfig,
-    train::{Report, RunOptions, Trainer, default_out},
+    data::{Prepared, prepare},
+    train::{Report, RunOptions, Trainer, default_out, saved_data},
 };
 
 #[derive(clap::Args)]
@@ -21,9 +25,10 @@ Examples:
   performer-lm train --attention favor:m=64,radii=sqrt --seed 7 --out runs/mine
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
-    /// softmax, or favor with settings: favor:m=128,map=positive,projection=orthogonal,radii=chi.
-    #[arg(long, default_value = "favor")]
-    attention: AttentionConfig,
+    /// softmax, or favor with settings: favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's,
+    /// favor].
+    #[arg(long)]
+    attention: Option<AttentionConfig>,
     #[command(flatten)]
     recipe: RecipeArgs,
     #[command(flatten)]
@@ -35,7 +40,7 @@ pub(super) struct Args {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size",
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size", "micro_batch",
         "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
     resume: Option<PathBuf>,
     /// Replace a run that the folder holds.
@@ -47,24 +52,40 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    if let Some(dir) = &args.resume {
+        let spec = match &args.data.data {
+            Some(spec) => spec.clone(),
+            None => saved_data(dir)?,
+        };
+        let data = prepare(&spec, 0, Some(&dir.join("tokenizer.json")))?;
+        let spec = spec.to_string();
+        let trainer = Trainer::resume(&data, options(dir, &spec, machine, stop))?;
+        return finish(&args, trainer, &data, dir);
+    }
     let (mut model, mut training) = args.recipe.load()?;
-    model.attention = args.attention.clone();
+    if let Some(attention) = &args.attention {
+        model.attention = attention.clone();
+    }
     training.seed = args.seed.unwrap_or(training.seed);
-    let out = args.resume.clone().or(args.out.clone()).unwrap_or_else(|| default_out(&model, training.seed));
+    let out = args.out.clone().unwrap_or_else(|| default_out(args.recipe.preset, &model, training.seed));
+    ensure!(
+        args.overwrite || !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
+        "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
+        out.display()
+    );
     let data = args.data.prepare(model.vocab_size)?;
     output::note(&format!("training on {}", data.description));
-    let options =
-        RunOptions { out: &out, device: machine.device.clone(), threads: machine.threads, stop, samples: true };
-    let trainer = if args.resume.is_some() {
-        Trainer::resume(&data, options)?
-    } else {
-        ensure!(
-            args.overwrite || !out.join("train_state.json").exists(),
-            "{} holds a run already: go on with it by --resume {0}, replace it by --overwrite, or choose another --out",
-            out.display()
-        );
-        Trainer::new(&model, &args.recipe.for_data(&data, training), &data, options)?
-    };
+    let training = args.recipe.for_data(&data, training);
+    let spec = args.data.spec().to_string();
+    let trainer = Trainer::new(&model, &training, &data, options(&out, &spec, machine, stop))?;
+    finish(&args, trainer, &data, &out)
+}
+
+fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, stop: &'a AtomicBool) -> RunOptions<'a> {
+    RunOptions { out, data, device: machine.device.clone(), threads: machine.threads, stop, samples: true }
+}
+
+fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<()> {
     let config = trainer.model().config();
     output::note(&format!(
         "{} attention, {} parameters, {} layers, dim {}, {} heads, context {}, vocabulary {}; {} steps of {} sequences",
@@ -85,21 +106,20 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         output::thousands(all),
         if used * 2 < all { " (--max-train-tokens 0 for all)" } else { "" }
     ));
-    let report = trainer.run()?;
-    if !report.finished {
-        output::note(&format!(
-            "stopped at step {}; go on with: performer-lm train --resume {}",
-            report.steps,
-            out.display()
-        ));
-    } else {
-        output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
-    }
+    let Some(report) = trainer.run()? else {
+        output::note(&format!("stopped and saved; go on with: performer-lm train --resume {}", out.display()));
+        return Ok(());
+    };
+    output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
     if args.json { output::json(&report) } else { output::result(&table(&report)) }
 }
 
 fn table(r: &Report) -> String {
     let epochs: Vec<String> = r.epoch_seconds.iter().map(|s| format!("{s:.1}")).collect();
+    let epochs = match &epochs[..] {
+        [_, _, _, _, _, ..] => format!("{} ... {}", epochs[..2].join(" "), epochs[epochs.len() - 2..].join(" ")),
+        _ => epochs.join(" "),
+    };
     output::table(
         &["", "value"],
         &[
@@ -110,7 +130,7 @@ fn table(r: &Report) -> String {
             vec!["validation loss (nats/token)".into(), format!("{:.4}", r.val_loss)],
             vec!["perplexity".into(), format!("{:.3}", r.perplexity)],
             vec!["bits/byte".into(), format!("{:.4}", r.bits_per_byte)],
-            vec!["seconds per epoch".into(), epochs.join(" ")],
+            vec!["seconds per epoch".into(), epochs],
             vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
         ],
     )

@@ -195,9 +195,13 @@ impl Decoder {
         DecoderState { layers: vec![State::new(); self.blocks.len()] }
     }
 
-    /// How many more tokens `state` can take, where positions are limited.
-    pub fn positions_left(&self, state: &DecoderState) -> Option<usize> {
-        self.embed_positions.as_ref().map(|_| self.config.context.saturating_sub(state.tokens()))
+    /// How many more tokens `state` can take: learned positions and rotary tables end somewhere.
+    pub fn positions_left(&self, state: &DecoderState) -> usize {
+        let all = match self.config.positions {
+            Positions::Learned => self.config.context,
+            Positions::Rotary { .. } => self.config.context.max(ROTARY_POSITIONS),
+        };
+        all.saturating_sub(state.tokens())
     }
 
     /// Takes in the next tokens, ids `(B, T)`; logits after the last of them, `(B, V)`.

@@ -1,7 +1,7 @@
 //! `metrics.jsonl`: one line a step and one a validation.
 
 use std::{
-    fs::File,
+    fs::{File, OpenOptions},
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
 };
@@ -45,11 +45,14 @@ impl Log {
     /// Opens the log for a run that stands at `step`: lines of later steps, of which no checkpoint was made, go.
     pub(super) fn open(path: &Path, step: usize) -> Result<Self> {
         let context = || format!("cannot write {}", path.display());
-        let kept: Vec<Record> = if step == 0 { Vec::new() } else { read_log(path)? };
-        let mut file = File::create(path).with_context(context)?;
+        let kept: Vec<Record> = if step > 0 && path.exists() { read_log(path)? } else { Vec::new() };
+        let mut lines = String::new();
         for record in kept.iter().filter(|r| r.step <= step) {
-            writeln!(file, "{}", serde_json::to_string(record)?).with_context(context)?;
+            lines.push_str(&serde_json::to_string(record)?);
+            lines.push('\n');
         }
+        crate::files::write(path, lines.as_bytes())?;
+        let file = OpenOptions::new().append(true).open(path).with_context(context)?;
         Ok(Self { file, path: path.to_path_buf() })
     }
 

@@ -17,5 +17,7 @@ pub use log::{Record, read_log};
 pub use loss::cross_entropy;
 pub use optimizer::{AdamW, AdamWConfig};
 pub use parallel::in_order;
-pub use run::{Report, RunOptions, Trainer, check_same_run, default_out, load_model};
+pub use run::{
+    Report, RunOptions, Trainer, check_same_run, default_out, load_model, run_name, saved_data, training_batches,
+};
 pub use schedule::Schedule;

@@ -20,8 +20,8 @@ use super::{
     progress::Progress,
 };
 use crate::{
-    config::{ModelConfig, TrainingConfig},
-    data::{Batch, Batches, Prepared, Tokenizer},
+    config::{ModelConfig, Preset, TrainingConfig},
+    data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
     generate::{Sampling, generate},
     model::{Decoder, Dropout},
@@ -40,6 +40,8 @@ const DROPOUT_STREAM: u64 = 3;
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.
     pub out: &'a Path,
+    /// The data as the command line spells it, for resuming.
+    pub data: &'a str,
     /// Device of the model.
     pub device: Device,
     /// Worker threads on the CPU.
@@ -77,8 +79,10 @@ pub struct Report {
     pub steps: usize,
     /// Tokens trained on.
     pub tokens: u64,
-    /// Whether all steps were taken, or the run was stopped.
-    pub finished: bool,
+    /// Worker threads on the CPU.
+    pub threads: usize,
+    /// Kind of device: cpu, cuda or metal.
+    pub device: String,
     /// Revision of this program.
     pub revision: String,
 }
@@ -90,7 +94,9 @@ struct RunState {
     epoch_seconds: Vec<f64>,
     training: TrainingConfig,
     corpus: String,
-    /// Hash of the training tokens: a run resumes on the data it began with.
+    /// The data as the command line spelt it.
+    data_spec: String,
+    /// Hash of the tokens: a run resumes on the data it began with.
     data: String,
     revision: String,
 }
@@ -140,9 +146,8 @@ impl<'a> Trainer<'a> {
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
         let state: RunState = saved.progress_as()?;
-        let hash = data.train.hash().to_string();
         ensure!(
-            state.data == hash,
+            state.data == data_hash(data),
             "{} was trained on other data (corpus {}): resume with the --data and --tokenizer it began with",
             options.out.display(),
             state.corpus
@@ -163,10 +168,7 @@ impl<'a> Trainer<'a> {
         step: usize,
     ) -> Result<Self> {
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
-        let mut batches = Batches::new(data.train.clone(), model.config().context, training.batch_size, training.seed)?;
-        if let Some(tokens) = training.max_train_tokens {
-            batches = batches.limited_to(tokens);
-        }
+        let batches = training_batches(model.config(), &training, data)?;
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
         Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds: Vec::new() })
@@ -193,11 +195,12 @@ impl<'a> Trainer<'a> {
         self.training.max_steps.map_or(all, |max| max.min(all))
     }
 
-    /// Trains to the end, or until told to stop; saves; validates.
+    /// Trains to the end, saves, validates on all of the held-out text, and reports. If told to stop before, it saves and
+    /// reports nothing.
     ///
     /// # Errors
     /// A loss or gradient that is not finite, and whatever keeps the checkpoint from being written.
-    pub fn run(mut self) -> Result<Report> {
+    pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
         let progress = Progress::new(&self.model.config().attention.to_string(), self.step, total);
         while self.step < total && !self.options.stop.load(Ordering::Relaxed) {
@@ -227,11 +230,15 @@ impl<'a> Trainer<'a> {
             }
         }
         self.save()?;
+        if self.step < total {
+            return Ok(None);
+        }
         progress.message("validating on all of the held-out text");
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
+        let report = self.report(&evaluation)?;
         progress.finish(self.step, &evaluation, &self.sample()?);
-        self.report(&evaluation)
+        Ok(Some(report))
     }
 
     /// One optimiser step: gradients of the micro-batches side by side, added in order, clipped, applied.
@@ -243,7 +250,9 @@ impl<'a> Trainer<'a> {
         let (epoch, index) = self.batches.position(self.step as u64);
         let batch = self.batches.batch(epoch, index)?;
         check_vocabulary(&batch, &self.model)?;
-        let (loss, gradients) = self.gradients(&batch)?;
+        let (loss, gradients) = self.gradients(&batch).with_context(|| {
+            format!("step {} failed; if values are not finite, lower the learning rate", self.step + 1)
+        })?;
         let lr = self.training.schedule.lr(self.training.learning_rate, self.step, total);
         let norm = self
             .optimizer
@@ -314,8 +323,9 @@ impl<'a> Trainer<'a> {
     /// A few words from the model, for a person to follow what it learns.
     fn sample(&self) -> Result<String> {
         let mut text = String::new();
-        if self.options.samples {
-            let prompt = "Once upon a time";
+        let prompt = "Once upon a time";
+        let needed = self.data.tokenizer.encode(prompt)?.len() + 1;
+        if self.options.samples && self.model.positions_left(&self.model.new_state()) >= needed {
             text.push_str(prompt);
             generate(&self.model, &self.data.tokenizer, prompt, 40, Sampling::default(), |piece| {
                 text.push_str(piece);
@@ -331,7 +341,8 @@ impl<'a> Trainer<'a> {
             epoch_seconds: self.epoch_seconds.clone(),
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
-            data: self.data.train.hash().to_string(),
+            data_spec: self.options.data.to_string(),
+            data: data_hash(self.data),
             revision: git_revision().to_string(),
         };
         let training = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(state)? };
@@ -354,12 +365,25 @@ impl<'a> Trainer<'a> {
             corpus: self.data.corpus_name.clone(),
             steps: self.step,
             tokens: self.tokens(),
-            finished: self.step == self.total_steps(),
+            threads: self.options.threads,
+            device: format!("{:?}", self.options.device.location()).to_lowercase(),
             revision: git_revision().to_string(),
         };
         crate::files::write_json(&self.options.out.join(REPORT), &report)?;
         Ok(report)
     }
+}
+
+/// The batches that a run trains on.
+///
+/// # Errors
+/// Too little text for one batch.
+pub fn training_batches(config: &ModelConfig, training: &TrainingConfig, data: &Prepared) -> Result<Batches> {
+    let batches = Batches::new(data.train.clone(), config.context, training.batch_size, training.seed)?;
+    Ok(match training.max_train_tokens {
+        Some(tokens) => batches.limited_to(tokens),
+        None => batches,
+    })
 }
 
 fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize) -> Result<Checkpoint> {
@@ -409,21 +433,41 @@ pub fn check_same_run(dir: &Path, config: &ModelConfig, training: &TrainingConfi
         "model"
     } else if state.training != *training {
         "training settings"
-    } else if state.data != data.train.hash().to_string() {
-        "training text"
+    } else if state.data != data_hash(data) {
+        "text"
     } else {
         return Ok(());
     };
     anyhow::bail!("{} holds a run with another {differs}: choose another folder by --out, or remove it", dir.display())
 }
 
-/// Where a run's folder lies if none is given: `runs/ATTENTION-seed` with characters that every file system takes.
-pub fn default_out(config: &ModelConfig, seed: u64) -> PathBuf {
+/// Training and held-out tokens are a run's data.
+fn data_hash(data: &Prepared) -> String {
+    format!("{} {}", data.train.hash(), data.valid.hash())
+}
+
+/// The data that the run in a folder trains on.
+///
+/// # Errors
+/// If the folder holds no run.
+pub fn saved_data(dir: &Path) -> Result<DataSpec> {
+    let state: RunState = TrainingState::load(dir, &Device::Cpu)?.progress_as()?;
+    state.data_spec.parse().with_context(|| format!("{} names its data as {}", dir.display(), state.data_spec))
+}
+
+/// Where a run's folder lies if none is given: `runs/PRESET-ATTENTION-seed`.
+pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
+    let name = format!("{preset:?}-{}", run_name(config, seed));
+    Path::new("runs").join(name.to_lowercase())
+}
+
+/// `ATTENTION-seed` with characters that every file system takes.
+pub fn run_name(config: &ModelConfig, seed: u64) -> String {
     let name: String = config
         .attention
         .to_string()
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' })
         .collect();
-    Path::new("runs").join(format!("{}-seed{seed}", name.replace("m-", "m")))
+    format!("{}-seed{seed}", name.replace("m-", "m"))
 }
