@@ -23,18 +23,11 @@ use super::{
     full::{hide, query_weights},
     input::{FLOOR, Inputs, normalise, values_and_one},
 };
-use crate::{
-    features::{FeatureMap, Features},
-    kernels::causal_favor,
-};
+use crate::features::{FeatureMap, Features};
 
 /// Causal attention in one pass: rows `(N, T·G, Dv)`.
 pub(super) fn forward(map: &dyn FeatureMap, inputs: &Inputs, chunk: usize) -> Result<Tensor> {
-    let features = Mapped::new(map, inputs)?;
-    if features.scale.is_none() && causal_favor::takes(&features.q) {
-        return causal_favor::causal_favor(&features.q, &features.k, &inputs.v);
-    }
-    Ok(attend(features, inputs, chunk, None)?.0)
+    Ok(attend(Mapped::new(map, inputs)?, inputs, chunk, None)?.0)
 }
 
 /// Causal attention from `state` on: rows `(N, T·G, Dv)` and the state after the last token.

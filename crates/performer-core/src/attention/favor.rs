@@ -1,11 +1,16 @@
 //! FAVOR: attention through feature maps, `O(T)`.
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{Attention, Mask, State, causal, full, input::Inputs};
+use super::{
+    Attention, Mask, State, causal, full, fused,
+    input::{Inputs, check_head_dim},
+    state::Memory,
+};
 use crate::{
-    features::{FeatureMap, FeatureMapKind, RandomParameters},
+    features::{ExponentialForm, FeatureMap, FeatureMapKind, RandomParameters},
+    kernels::{self, favor::Exponential},
     projection::{self, ProjectionKind, Radii},
 };
 
@@ -53,7 +58,10 @@ impl Default for FavorConfig {
 #[derive(Debug)]
 pub struct Favor {
     map: Box<dyn FeatureMap>,
+    /// The map as the fused kernels compute it.
+    exponential: Option<Exponential>,
     chunk: usize,
+    composed: bool,
     drawn: Option<Drawn>,
 }
 
@@ -99,7 +107,14 @@ impl Favor {
             );
         }
         // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token: about even at C = D.
-        Ok(Self { chunk: head_dim.next_power_of_two().clamp(16, 64), map, drawn: None })
+        let chunk = head_dim.next_power_of_two().clamp(16, 64);
+        Ok(Self { exponential: exponential(&*map)?, map, chunk, composed: false, drawn: None })
+    }
+
+    /// Never uses the fused CPU kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
+    pub fn composed(mut self) -> Self {
+        self.composed = true;
+        self
     }
 
     /// The feature map, to look at kernels and features.
@@ -107,7 +122,7 @@ impl Favor {
         &*self.map
     }
 
-    /// Sets the tokens a chunk of causal attention takes: cost and rounding change, the result does not.
+    /// Sets the tokens a chunk of causal attention takes in composed operations: cost and rounding change, the result does not.
     ///
     /// # Errors
     /// If `chunk` is no power of two.
@@ -121,14 +136,7 @@ impl Favor {
 
     fn inputs(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Inputs> {
         let inputs = Inputs::new(q, k, v, mask)?;
-        let d = inputs.q.dim(D::Minus1)?;
-        if d != self.map.input_dim() {
-            bail!(
-                "q has shape {:?}; its head dim must be {}, for which the feature map was made",
-                q.dims(),
-                self.map.input_dim()
-            );
-        }
+        check_head_dim(&*self.map, q)?;
         Ok(inputs)
     }
 
@@ -136,8 +144,23 @@ impl Favor {
         let Some(drawn) = &mut self.drawn else { return Ok(()) };
         self.map = drawn.config.map.build(self.map.input_dim(), Some(&parameters), parameters.projection.device())?;
         drawn.parameters = parameters;
+        self.exponential = exponential(&*self.map)?;
         Ok(())
     }
+
+    fn is_fused(&self, q: &Tensor) -> bool {
+        !self.composed && kernels::takes(q)
+    }
+}
+
+/// The form in which fused kernels compute a map's features, if it has one and lives on the CPU.
+fn exponential(map: &dyn FeatureMap) -> Result<Option<Exponential>> {
+    let Some(ExponentialForm { projection, hyperbolic }) = map.exponential_form() else { return Ok(None) };
+    if !projection.device().is_cpu() {
+        return Ok(None);
+    }
+    let rows = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+    Ok(Some(Exponential::new(&rows, map.input_dim(), hyperbolic)))
 }
 
 fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<RandomParameters> {
@@ -157,6 +180,9 @@ fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: 
 
 impl Attention for Favor {
     fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
+        if self.is_fused(q) {
+            return fused::forward(&*self.map, self.exponential.as_ref(), q, k, v, mask);
+        }
         let inputs = self.inputs(q, k, v, mask)?;
         let (n, tq, g, _) = inputs.q.dims4()?;
         let rows = if n * tq == 0 || inputs.k.dim(1)? == 0 {
@@ -170,17 +196,28 @@ impl Attention for Favor {
     }
 
     fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
-        if state.cache.is_some() {
+        state.check_batch(q)?;
+        if let Some(Memory::Cache(_)) = &state.memory {
             bail!("state: it was made by softmax attention and cannot go on with FAVOR");
         }
-        let inputs = self.inputs(&q.detach(), &k.detach(), &v.detach(), &Mask::causal())?;
-        state.check_batch(q)?;
+        let (q, k, v) = (&q.detach(), &k.detach(), &v.detach());
+        if self.is_fused(q) {
+            let out = fused::extend(&*self.map, self.exponential.as_ref(), q, k, v, state)?;
+            state.advance(q)?;
+            return Ok(out);
+        }
+        let inputs = self.inputs(q, k, v, &Mask::causal())?;
         let (n, t, g, _) = inputs.q.dims4()?;
         let rows = if n * t == 0 {
             Tensor::zeros((n, t * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?
         } else {
-            let (rows, sums) = causal::extend(&*self.map, &inputs, self.chunk, state.sums.as_ref())?;
-            state.sums = Some(sums.detach());
+            let past = match &state.memory {
+                None => None,
+                Some(Memory::Sums(sums)) => Some(sums),
+                Some(_) => bail!("state: it was made by the fused kernels and cannot go on with composed operations"),
+            };
+            let (rows, sums) = causal::extend(&*self.map, &inputs, self.chunk, past)?;
+            state.memory = Some(Memory::Sums(sums.detach()));
             rows
         };
         state.advance(q)?;

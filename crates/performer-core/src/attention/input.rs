@@ -1,8 +1,9 @@
 //! Checking and laying out what a caller hands to attention.
 
-use candle_core::{CpuStorage, D, DType, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{D, DType, Result, Storage, Tensor, bail};
 
 use super::Mask;
+use crate::{features::FeatureMap, kernels};
 
 /// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so that `−∞ − c` is `−∞`
 /// and not NaN.
@@ -76,7 +77,7 @@ pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
     num.broadcast_div(&(den + empty)?)
 }
 
-fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
+pub(super) fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
     for (name, t) in [("q", q), ("k", k), ("v", v)] {
         if t.rank() != 4 {
             bail!("{name} has shape {:?}; it must be (batch, heads, tokens, head dim)", t.dims());
@@ -122,32 +123,28 @@ fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
     Ok(())
 }
 
-/// Refuses NaN and infinity, on the CPU. Elsewhere this would wait for the device on every call.
-fn check_finite(t: &Tensor, name: &str) -> Result<()> {
-    fn first_bad<T: WithDType>(values: &[T]) -> Option<(usize, f64)> {
-        // A branch-free pass first: the search runs only when there is something to find.
-        let bad = |x: &T| !x.to_f64().is_finite();
-        if !values.iter().fold(false, |any, x| any | bad(x)) {
-            return None;
-        }
-        values.iter().position(bad).map(|i| (i, values[i].to_f64()))
-    }
-    let (storage, layout) = t.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else { return Ok(()) };
-    let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
-    let bad = match storage {
-        CpuStorage::F32(x) => first_bad(&x[range]),
-        CpuStorage::F64(x) => first_bad(&x[range]),
-        _ => None,
-    };
-    if let Some((flat, value)) = bad {
-        let mut index = Vec::new();
-        let mut rest = flat;
-        for &dim in t.dims().iter().rev() {
-            index.insert(0, rest % dim);
-            rest /= dim;
-        }
-        bail!("{name} holds {value} at {index:?} of shape {:?}; every value must be finite", t.dims());
+/// Refuses a `q` of another head dim than that of the feature map.
+pub(super) fn check_head_dim(map: &dyn FeatureMap, q: &Tensor) -> Result<()> {
+    if q.dim(D::Minus1)? != map.input_dim() {
+        bail!(
+            "q has shape {:?}; its head dim must be {}, for which the feature map was made",
+            q.dims(),
+            map.input_dim()
+        );
     }
     Ok(())
+}
+
+/// Refuses NaN and infinity, on the CPU. Elsewhere this would wait for the device on every call.
+fn check_finite(t: &Tensor, name: &str) -> Result<()> {
+    let (storage, layout) = t.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => kernels::check_finite(name, storage, layout),
+        _ => Ok(()),
+    }
+}
+
+/// A mask's entries, one after the other.
+pub(super) fn visible(mask: &Tensor) -> Result<Vec<bool>> {
+    Ok(mask.ne(0.0)?.flatten_all()?.to_vec1::<u8>()?.into_iter().map(|x| x != 0).collect())
 }

@@ -7,6 +7,7 @@
 mod causal;
 mod favor;
 mod full;
+mod fused;
 mod input;
 mod softmax;
 mod state;

@@ -6,6 +6,7 @@ use candle_nn::kv_cache::KvCache;
 use super::{
     Attention, Mask, State,
     input::{FLOOR, Inputs, normalise, values_and_one},
+    state::Memory,
 };
 
 /// First capacity of a key-value cache, in tokens; it grows by as much.
@@ -32,12 +33,12 @@ impl Attention for Softmax {
     fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
         // Validates the new part before the cache is touched.
         Inputs::new(q, k, v, &Mask::causal())?;
-        if state.sums.is_some() {
-            bail!("state: it was made by linear attention and cannot go on with softmax");
-        }
         state.check_batch(q)?;
         let (new, past) = (k.dim(2)?, state.tokens());
-        let cache = state.cache.get_or_insert_with(|| KvCache::new(2, CACHE_TOKENS.max(new)));
+        let fresh = || Memory::Cache(KvCache::new(2, CACHE_TOKENS.max(new)));
+        let Memory::Cache(cache) = state.memory.get_or_insert_with(fresh) else {
+            bail!("state: it was made by linear attention and cannot go on with softmax")
+        };
         check_cached("k", k, cache.k()?)?;
         check_cached("v", v, cache.v()?)?;
         let (k, v) = cache.append(&k.detach().contiguous()?, &v.detach().contiguous()?)?;

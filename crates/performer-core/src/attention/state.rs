@@ -3,16 +3,28 @@
 use candle_core::{DType, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 
+use crate::kernels;
+
 /// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer.
 ///
-/// Exact softmax keeps every key and value; FAVOR keeps [`PrefixSums`] of constant size. Cheap to clone for FAVOR
-/// (tensors are shared); a clone of a softmax state shares its cache buffer, so extend only one of the two.
+/// Exact softmax keeps every key and value; FAVOR keeps prefix sums of constant size, see [`PrefixSums`]. A clone of a softmax
+/// state shares its cache buffer, so extend only one of the two.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     tokens: usize,
     batch: usize,
-    pub(super) cache: Option<KvCache>,
-    pub(super) sums: Option<PrefixSums>,
+    pub(super) memory: Option<Memory>,
+}
+
+/// What the tokens so far left behind.
+#[derive(Clone, Debug)]
+pub(super) enum Memory {
+    /// Every key and value.
+    Cache(KvCache),
+    /// Sums as tensors.
+    Sums(PrefixSums),
+    /// Sums of the fused CPU kernels, by key head.
+    Kernel(Vec<kernels::favor::Sums>),
 }
 
 impl State {
@@ -45,12 +57,15 @@ impl State {
     /// allocated in larger pieces).
     pub fn bytes(&self) -> usize {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        let cache = self.cache.as_ref().map_or(0, |c| {
-            let current = [c.k_cache(), c.v_cache()].map(|c| c.current_data().ok().flatten());
-            current.iter().flatten().map(size).sum()
-        });
-        let sums = self.sums.as_ref().map_or(0, |s| size(&s.log_scale) + size(&s.sums));
-        cache + sums
+        match &self.memory {
+            None => 0,
+            Some(Memory::Cache(c)) => {
+                let current = [c.k_cache(), c.v_cache()].map(|c| c.current_data().ok().flatten());
+                current.iter().flatten().map(size).sum()
+            }
+            Some(Memory::Sums(s)) => size(&s.log_scale) + size(&s.sums),
+            Some(Memory::Kernel(heads)) => heads.iter().map(kernels::favor::Sums::bytes).sum(),
+        }
     }
 }
 

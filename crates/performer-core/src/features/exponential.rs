@@ -4,7 +4,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::{FeatureMap, Features, half_square_norm, project, transposed};
+use super::{ExponentialForm, FeatureMap, Features, half_square_norm, project, transposed};
 
 /// Positive random features: `φ(x)_r = M^-½ exp(ω_r·x − ‖x‖²/2)`, `F = M`.
 ///
@@ -28,6 +28,10 @@ impl FeatureMap for Positive {
 
     fn feature_dim(&self) -> usize {
         self.projection_t.dims()[1]
+    }
+
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        Some(ExponentialForm { projection: self.projection_t.t().ok()?, hyperbolic: false })
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {
@@ -59,6 +63,10 @@ impl FeatureMap for Hyperbolic {
 
     fn feature_dim(&self) -> usize {
         2 * self.projection_t.dims()[1]
+    }
+
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        Some(ExponentialForm { projection: self.projection_t.t().ok()?, hyperbolic: true })
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {

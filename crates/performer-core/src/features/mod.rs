@@ -63,6 +63,15 @@ impl Features {
     }
 }
 
+/// Features `F^-½ exp(±ω_r·x − ‖x‖²/2)`.
+#[derive(Clone, Debug)]
+pub struct ExponentialForm {
+    /// Ω, shape `(M, D)`.
+    pub projection: Tensor,
+    /// Whether each row gives a feature with `+` and one with `−` (all `+` first), or one with `+` only.
+    pub hyperbolic: bool,
+}
+
 /// A feature map φ: `R^D → R^F` with `φ(x)·φ(y) ≈ K(x, y)`.
 pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// Width `D` of the rows the map takes.
@@ -73,6 +82,11 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
 
     /// Features of the rows of `x`, shape `(..., D)`, f32 or f64.
     fn features(&self, x: &Tensor) -> Result<Features>;
+
+    /// Ω, where the features are exponentials of it: kernels that compute features by themselves ask for it.
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        None
+    }
 
     /// The estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` → `(..., Tq, Tk)`.
     ///

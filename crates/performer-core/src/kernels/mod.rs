@@ -1,6 +1,90 @@
 //! Fused CPU kernels behind the attention of [`crate::attention`]: the same numbers as the composed ops, in one pass.
 //!
-//! Inner loops are plain Rust over fixed-width lanes, compiled for the widest vectors the machine has at run time.
+//! [`gemm`] multiplies small tiles, [`vector`] has what is done to each number, [`rows`] reads tensors; [`favor`] is made of them.
+//! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs.
 
-pub(crate) mod causal_favor;
+pub(crate) mod favor;
+mod gemm;
+mod rows;
+mod transpose;
 pub mod vector;
+
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// Whether the kernels take this tensor.
+pub(crate) fn takes(t: &Tensor) -> bool {
+    matches!(t.device(), Device::Cpu) && matches!(t.dtype(), DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// Runs `work` on every item, on as many threads as Candle may use, and returns the results in order. Each item is one head's own
+/// memory, so nothing depends on the number of threads.
+fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
+    if candle_core::utils::get_num_threads() == 1 || items.len() == 1 {
+        items.into_iter().map(work).collect()
+    } else {
+        items.into_par_iter().map(work).collect()
+    }
+}
+
+/// The storages and layouts of CPU tensors, for the time of `work`.
+fn with_storages<const N: usize, R>(
+    tensors: [&Tensor; N],
+    work: impl FnOnce([(&CpuStorage, &Layout); N]) -> Result<R>,
+) -> Result<R> {
+    let guards = tensors.map(|t| t.storage_and_layout());
+    if guards.iter().any(|(storage, _)| !matches!(**storage, Storage::Cpu(_))) {
+        bail!("a fused CPU kernel was given a tensor that is not on the CPU");
+    }
+    work(guards.each_ref().map(|(storage, layout)| match &**storage {
+        Storage::Cpu(storage) => (storage, *layout),
+        _ => unreachable!("checked above"),
+    }))
+}
+
+/// f32 numbers as a storage of `dtype`.
+fn narrow(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
+    Ok(match dtype {
+        DType::F32 => CpuStorage::F32(values),
+        DType::F16 => CpuStorage::F16(values.into_iter().map(f16::from_f32).collect()),
+        DType::BF16 => CpuStorage::BF16(values.into_iter().map(bf16::from_f32).collect()),
+        other => bail!("a fused kernel was asked for {other:?}; it makes f32, f16 and bf16"),
+    })
+}
+
+/// Refuses NaN and infinity, and says where they are.
+pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) -> Result<()> {
+    fn first_bad<T: WithDType>(values: &[T], layout: &Layout) -> Option<(Vec<usize>, f64)> {
+        let bad = |x: T| !x.to_f64().is_finite();
+        // A branch-free pass first: the search runs only when there is something to find.
+        if let Some((start, end)) = layout.contiguous_offsets()
+            && !values[start..end].iter().fold(false, |any, &x| any | bad(x))
+        {
+            return None;
+        }
+        (0..layout.shape().elem_count()).find_map(|flat| {
+            let (mut rest, mut at) = (flat, layout.start_offset());
+            let mut index = vec![0; layout.dims().len()];
+            for (i, (&dim, &stride)) in layout.dims().iter().zip(layout.stride()).enumerate().rev() {
+                index[i] = rest % dim;
+                at += index[i] * stride;
+                rest /= dim;
+            }
+            bad(values[at]).then(|| (index, values[at].to_f64()))
+        })
+    }
+    let bad = match storage {
+        CpuStorage::F32(x) => first_bad(x, layout),
+        CpuStorage::F64(x) => first_bad(x, layout),
+        CpuStorage::F16(x) => first_bad(x, layout),
+        CpuStorage::BF16(x) => first_bad(x, layout),
+        _ => None,
+    };
+    match bad {
+        None => Ok(()),
+        Some((index, value)) => {
+            bail!("{name} holds {value} at {index:?} of shape {:?}; every value must be finite", layout.dims())
+        }
+    }
+}

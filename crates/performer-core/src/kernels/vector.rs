@@ -1,17 +1,20 @@
 //! Elementwise functions that the compiler can vectorise.
 
+use pulp::Simd;
+
 /// Lanes of one AVX-512 register of f32; narrower machines take several registers.
 pub const LANES: usize = 16;
+
+const LN2_HIGH: f32 = 0.693_359_4;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+/// 1.5·2²³ rounds to an integer; the 127 besides makes the low bits the exponent field of 2^n.
+const ROUND: f32 = 12_582_912.0 + 127.0;
 
 /// `e^x` for `x ≤ 0` to about 2 ulp, without branches; 0 below −87, where f32 ends. NaN stays NaN.
 ///
 /// `2^n · p(r)` with `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    // 1.5·2²³ rounds to an integer; the 127 besides makes the low bits the exponent field of 2^n.
-    const ROUND: f32 = 12_582_912.0 + 127.0;
     let clamped = if x < -87.0 { -87.0 } else { x };
     let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
@@ -22,32 +25,115 @@ pub fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { value }
 }
 
-/// `Σ a_i b_i` in [`LANES`] partial sums, a fixed order that vectorises. Lengths are multiples of [`LANES`].
+/// [`exp`] on vectors, for `x ≤ 88`.
 #[inline(always)]
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sum = [0f32; LANES];
-    for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
-        for i in 0..LANES {
-            sum[i] += a[i] * b[i];
-        }
+pub(super) fn exp_simd<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let low = simd.splat_f32s(-87.0);
+    let clamped = simd.max_f32s(x, low);
+    let round = simd.splat_f32s(ROUND);
+    let shifted = simd.mul_add_e_f32s(clamped, simd.splat_f32s(std::f32::consts::LOG2_E), round);
+    let n = simd.sub_f32s(shifted, round);
+    let r = simd.mul_add_e_f32s(n, simd.splat_f32s(-LN2_HIGH), clamped);
+    let r = simd.mul_add_e_f32s(n, simd.splat_f32s(-LN2_LOW), r);
+    let mut p = simd.splat_f32s(1.0 / 720.0);
+    for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = simd.mul_add_e_f32s(p, r, simd.splat_f32s(c));
     }
-    sum.iter().sum()
+    let scale = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(scale));
+    simd.select_f32s(simd.less_than_f32s(x, low), simd.splat_f32s(0.0), value)
 }
 
-/// The largest entry. The length is a multiple of [`LANES`].
-#[inline(always)]
-pub(crate) fn max(a: &[f32]) -> f32 {
-    let mut max = [f32::NEG_INFINITY; LANES];
-    for a in a.chunks_exact(LANES) {
-        for i in 0..LANES {
-            max[i] = if a[i] > max[i] { a[i] } else { max[i] };
+// What follows works on whole vectors: lengths are multiples of [`LANES`]. Loops and no closures, which would keep the compiler from
+// using the vectors of the machine at hand.
+
+/// Defines `x_i ← expression`, for vectors `x` and perhaps `y`.
+macro_rules! elementwise {
+    ($(#[$doc:meta])* $name:ident($simd:ident, $x:ident $(, $scalar:ident)*) => $value:expr) => {
+        $(#[$doc])*
+        #[inline(always)]
+        pub(super) fn $name<S: Simd>($simd: S, $x: &mut [f32] $(, $scalar: f32)*) {
+            $(let $scalar = $simd.splat_f32s($scalar);)*
+            let (vectors, rest) = S::as_mut_simd_f32s($x);
+            debug_assert!(rest.is_empty());
+            for to in vectors {
+                let $x = *to;
+                *to = $value;
+            }
         }
+    };
+    ($(#[$doc:meta])* $name:ident($simd:ident, $x:ident, [$y:ident] $(, $scalar:ident)*) => $value:expr) => {
+        $(#[$doc])*
+        #[inline(always)]
+        pub(super) fn $name<S: Simd>($simd: S, $x: &mut [f32], $y: &[f32] $(, $scalar: f32)*) {
+            $(let $scalar = $simd.splat_f32s($scalar);)*
+            let ((vectors, rest), (others, _)) = (S::as_mut_simd_f32s($x), S::as_simd_f32s($y));
+            debug_assert!(rest.is_empty());
+            for (to, &$y) in vectors.iter_mut().zip(others) {
+                let $x = *to;
+                *to = $value;
+            }
+        }
+    };
+}
+
+elementwise!(/// `a x`
+    scale(simd, x, a) => simd.mul_f32s(x, a));
+elementwise!(/// `x + a`
+    shift(simd, x, a) => simd.add_f32s(x, a));
+elementwise!(/// `a x + b`
+    affine(simd, x, a, b) => simd.mul_add_e_f32s(x, a, b));
+elementwise!(/// `e^{x − a}` for `x − a ≤ 88`
+    exp_minus(simd, x, a) => exp_simd(simd, simd.sub_f32s(x, a)));
+elementwise!(/// `x + y`
+    add(simd, x, [y]) => simd.add_f32s(x, y));
+elementwise!(/// `x − y`
+    subtract(simd, x, [y]) => simd.sub_f32s(x, y));
+elementwise!(/// `x y`
+    multiply(simd, x, [y]) => simd.mul_f32s(x, y));
+elementwise!(/// `x + y²`
+    add_square(simd, x, [y]) => simd.mul_add_e_f32s(y, y, x));
+elementwise!(/// `x + a y`
+    add_scaled(simd, x, [y], a) => simd.mul_add_e_f32s(y, a, x));
+elementwise!(/// `b x + a y`
+    decay_add(simd, x, [y], b, a) => simd.mul_add_e_f32s(y, a, simd.mul_f32s(x, b)));
+elementwise!(/// `max(x, y − a)`
+    max_minus(simd, x, [y], a) => simd.max_f32s(x, simd.sub_f32s(y, a)));
+
+/// `Σ x_i`, a fixed order.
+#[inline(always)]
+pub(super) fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
+    let mut sum = simd.splat_f32s(0.0);
+    for &x in S::as_simd_f32s(x).0 {
+        sum = simd.add_f32s(sum, x);
     }
-    max.iter().fold(f32::NEG_INFINITY, |m, &x| m.max(x))
+    simd.reduce_sum_f32s(sum)
+}
+
+/// `Σ x_i y_i`, a fixed order.
+#[inline(always)]
+pub(super) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
+    let mut sum = simd.splat_f32s(0.0);
+    for (&x, &y) in S::as_simd_f32s(x).0.iter().zip(S::as_simd_f32s(y).0) {
+        sum = simd.mul_add_e_f32s(x, y, sum);
+    }
+    simd.reduce_sum_f32s(sum)
+}
+
+/// `max x_i`.
+#[inline(always)]
+pub(super) fn max<S: Simd>(simd: S, x: &[f32]) -> f32 {
+    let mut max = simd.splat_f32s(f32::NEG_INFINITY);
+    for &x in S::as_simd_f32s(x).0 {
+        max = simd.max_f32s(max, x);
+    }
+    simd.reduce_max_f32s(max)
 }
 
 #[cfg(test)]
 mod tests {
+    use pulp::{Arch, WithSimd};
+
     use super::*;
 
     #[test]
@@ -63,14 +149,37 @@ mod tests {
         assert_eq!(exp(-1e37), 0.0);
     }
 
+    struct OnVectors<'a>(&'a mut [f32]);
+
+    impl WithSimd for OnVectors<'_> {
+        type Output = [f32; 3];
+        fn with_simd<S: Simd>(self, simd: S) -> [f32; 3] {
+            let results = [sum(simd, self.0), dot(simd, self.0, self.0), max(simd, self.0)];
+            exp_minus(simd, self.0, 0.0);
+            results
+        }
+    }
+
+    #[test]
+    fn vectors_agree_with_scalars() {
+        for offset in [-90.0, -40.0, -1.0, 40.0] {
+            let before: Vec<f32> = (0..96).map(|i| offset + i as f32 / 2.0 - if i > 60 { 1e9 } else { 0.0 }).collect();
+            let mut after = before.clone();
+            let run = |x: &mut [f32]| Arch::new().dispatch(OnVectors(x));
+            run(&mut after);
+            for (&x, &got) in before.iter().zip(&after) {
+                let want = if x < -87.0 { 0.0 } else { f64::from(x).exp() };
+                assert!((f64::from(got) - want).abs() <= 3e-7 * want, "exp({x}) = {got}, not {want}");
+            }
+        }
+    }
+
     #[test]
     fn reductions_cover_every_lane() {
-        let a: Vec<f32> = (0..48).map(|i| i as f32).collect();
-        assert_eq!(dot(&a, &[1.0; 48]), 48.0 * 47.0 / 2.0);
         for i in 0..48 {
             let mut a = vec![-1.0; 48];
             a[i] = 3.0;
-            assert_eq!(max(&a), 3.0);
+            assert_eq!(Arch::new().dispatch(OnVectors(&mut a)), [-44.0, 56.0, 3.0]);
         }
     }
 }

@@ -1,0 +1,128 @@
+//! The fused CPU kernels behind FAVOR: checks, layout, and the state of decoding.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+
+use super::{
+    Mask, State,
+    input::{Inputs, check_head_dim, check_shapes, visible},
+    state::Memory,
+};
+use crate::{
+    features::{FeatureMap, Features},
+    kernels::favor::{self, Exponential, Map, Sums},
+};
+
+/// Attention in one pass. `exponential`: the map's own kernel form, if it has one.
+pub(super) fn forward(
+    map: &dyn FeatureMap,
+    exponential: Option<&Exponential>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: &Mask,
+) -> Result<Tensor> {
+    check_shapes(q, k, v, mask)?;
+    check_head_dim(map, q)?;
+    let ((b, h, tq, _), (_, _, tk, dv)) = (q.dims4()?, v.dims4()?);
+    if b * tq == 0 || tk == 0 {
+        return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
+    }
+    match exponential {
+        Some(form) => {
+            let visible = mask.keys().map(visible).transpose()?;
+            let map = Map::Exponential(form.clone());
+            favor::favor(&map, &rows(q)?, &rows(k)?, &rows(v)?, visible, mask.is_causal())
+        }
+        None => {
+            let inputs = Inputs::new(q, k, v, mask)?;
+            let ready = Ready::new(map, &inputs)?;
+            let visible = inputs.keys.as_ref().map(visible).transpose()?;
+            favor::favor(&ready.map, &ready.q, &ready.k, &ready.v, visible, mask.is_causal())?
+                .reshape((b, h, tq, dv))?
+                .to_dtype(q.dtype())
+        }
+    }
+}
+
+/// Causal attention from `state` on.
+pub(super) fn extend(
+    map: &dyn FeatureMap,
+    exponential: Option<&Exponential>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    state: &mut State,
+) -> Result<Tensor> {
+    check_shapes(q, k, v, &Mask::causal())?;
+    check_head_dim(map, q)?;
+    let ((b, h, t, _), (_, hkv, _, dv)) = (q.dims4()?, v.dims4()?);
+    if b * t == 0 {
+        return Tensor::zeros((b, h, t, dv), q.dtype(), q.device());
+    }
+    let dtype = q.dtype();
+    let ready;
+    let (map, q, k, v) = match exponential {
+        Some(form) => (&Map::Exponential(form.clone()), &rows(q)?, &rows(k)?, &rows(v)?),
+        None => {
+            ready = Ready::new(map, &Inputs::new(q, k, v, &Mask::causal())?)?;
+            (&ready.map, &ready.q, &ready.k, &ready.v)
+        }
+    };
+    let fresh = Sums::new(map.features(), map.scales(), dv);
+    let heads = b * hkv;
+    if let Some(memory) = &state.memory {
+        let Memory::Kernel(sums) = memory else {
+            bail!("state: it was made by another attention and cannot go on with FAVOR")
+        };
+        if sums.len() != heads || sums.iter().any(|sums| !sums.same_sizes(&fresh)) {
+            bail!(
+                "state: it holds sums of {} heads, {}, but this input needs {heads}, {}; a state belongs to one layer and one batch",
+                sums.len(),
+                sums[0].describe(),
+                fresh.describe()
+            );
+        }
+    }
+    let mut sums = match state.memory.take() {
+        Some(Memory::Kernel(sums)) => sums,
+        _ => vec![fresh; heads],
+    };
+    // After an error the sums are what they were.
+    let out = favor::extend(map, q, k, v, &mut sums, state.tokens() > 0);
+    if state.tokens() > 0 || out.is_ok() {
+        state.memory = Some(Memory::Kernel(sums));
+    }
+    out?.reshape((b, h, t, dv))?.to_dtype(dtype)
+}
+
+/// The tensor with contiguous rows.
+fn rows(x: &Tensor) -> Result<Tensor> {
+    if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { x.contiguous() }
+}
+
+/// Features that are computed in Candle's ops and handed to the kernel: heads folded into the batch.
+struct Ready {
+    map: Map,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+}
+
+impl Ready {
+    fn new(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Self> {
+        let features = map.feature_dim();
+        let (map, q, k) = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
+            (Features::Log(q), Features::Log(k)) => (Map::Log { features }, q, k),
+            (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+                let scale = match log_scale {
+                    Some(scale) => scale,
+                    None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
+                };
+                (Map::Signed { features }, q, Tensor::cat(&[&k, &scale], D::Minus1)?)
+            }
+            _ => bail!("feature map {map:?} returned two kinds of features"),
+        };
+        debug_assert_eq!(q.dtype(), DType::F32);
+        Ok(Self { map, q: rows(&q.transpose(1, 2)?)?, k: rows(&k.unsqueeze(1)?)?, v: inputs.v.unsqueeze(1)? })
+    }
+}

@@ -1,0 +1,296 @@
+//! Features of a tile of rows, computed in the kernel or read where they come ready, and their gradients.
+
+use pulp::Simd;
+
+use super::super::{
+    gemm::{Into, Left, Right, gemm},
+    rows::Rows,
+    vector::{LANES, add, add_square, affine, shift, subtract},
+};
+use super::{CHUNK, padded};
+
+/// Where features come from.
+#[derive(Clone, Debug)]
+pub(crate) enum Map {
+    /// Computed from rows of queries and keys.
+    Exponential(Exponential),
+    /// Rows are log-features: `(.., F)`.
+    Log {
+        /// `F`.
+        features: usize,
+    },
+    /// Rows are feature values; those of keys have their log-scale as one more number: `(.., F)` and `(.., F + 1)`.
+    Signed {
+        /// `F`.
+        features: usize,
+    },
+}
+
+/// `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features.
+#[derive(Clone, Debug)]
+pub(crate) struct Exponential {
+    /// `D^-1/4 Ω`: `M` rows, padded to whole vectors.
+    rows: Vec<f32>,
+    /// Its transpose: `D` rows.
+    columns: Vec<f32>,
+    m: usize,
+    d: usize,
+    hyperbolic: bool,
+}
+
+impl Exponential {
+    /// `projection`: Ω, row-major `(M, D)`.
+    pub(crate) fn new(projection: &[f32], d: usize, hyperbolic: bool) -> Self {
+        let m = projection.len() / d;
+        let scale = (d as f64).powf(-0.25);
+        let (row, column) = (padded(d), padded(m));
+        let (mut rows, mut columns) = (vec![0f32; m * row], vec![0f32; d * column]);
+        for r in 0..m {
+            for i in 0..d {
+                let entry = (f64::from(projection[r * d + i]) * scale) as f32;
+                rows[r * row + i] = entry;
+                columns[i * column + r] = entry;
+            }
+        }
+        Self { rows, columns, m, d, hyperbolic }
+    }
+
+    fn features(&self) -> usize {
+        if self.hyperbolic { 2 * self.m } else { self.m }
+    }
+
+    /// `‖x‖²/2 = norm·‖q‖²`.
+    fn norm(&self) -> f32 {
+        (0.5 / (self.d as f64).sqrt()) as f32
+    }
+}
+
+/// Memory that the maps work in.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Scratch {
+    rows: Vec<f32>,
+    tile: Vec<f32>,
+}
+
+/// At least `len` numbers to overwrite.
+fn at_least(v: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if v.len() < len {
+        v.resize(len, 0.0);
+    }
+    &mut v[..len]
+}
+
+impl Map {
+    /// `F`.
+    pub(crate) fn features(&self) -> usize {
+        match self {
+            Self::Exponential(e) => e.features(),
+            Self::Log { features } | Self::Signed { features } => *features,
+        }
+    }
+
+    pub(super) fn is_signed(&self) -> bool {
+        matches!(self, Self::Signed { .. })
+    }
+
+    /// Scales a tile keeps: one a feature, or one for all where features are signed.
+    pub(crate) fn scales(&self) -> usize {
+        if self.is_signed() { 1 } else { self.features() }
+    }
+
+    /// Features of keys, a feature a row: log-features, or values with their log-scales in `scale`. `hidden[j]` is 0 where
+    /// key `j` of the tile counts and `∞` where it does not.
+    #[inline(always)]
+    pub(super) fn keys<S: Simd>(
+        &self,
+        simd: S,
+        k: &Rows,
+        [start, count]: [usize; 2],
+        hidden: &[f32; CHUNK],
+        to: &mut [f32],
+        scale: &mut [f32; CHUNK],
+        scratch: &mut Scratch,
+    ) {
+        let width = padded(count);
+        match self {
+            Self::Exponential(e) => {
+                let x = at_least(&mut scratch.tile, e.d * CHUNK);
+                for row in x.chunks_exact_mut(CHUNK) {
+                    row[count / LANES * LANES..width].fill(0.0);
+                }
+                k.copy_transposed(start, count, x, CHUNK, &mut scratch.rows);
+                // What a hidden key holds must not come back as ∞ − ∞.
+                for (j, _) in hidden.iter().enumerate().take(count).filter(|(_, hidden)| **hidden > 0.0) {
+                    x.iter_mut().skip(j).step_by(CHUNK).for_each(|x| *x = 0.0);
+                }
+                let right = Right { values: x, stride: CHUNK };
+                gemm(simd, Into::Zero, [e.m, width, e.d], Left::rows(&e.rows, padded(e.d)), right, to, CHUNK);
+                let offset = scale;
+                offset.fill(0.0);
+                for row in x.chunks_exact(CHUNK) {
+                    add_square(simd, &mut offset[..width], &row[..width]);
+                }
+                affine(simd, &mut offset[..width], e.norm(), 0.5 * (e.features() as f32).ln());
+                add(simd, &mut offset[..width], &hidden[..width]);
+                if e.hyperbolic {
+                    let (plus, minus) = to.split_at_mut(e.m * CHUNK);
+                    for (plus, minus) in plus.chunks_exact(CHUNK).zip(minus.chunks_exact_mut(CHUNK)) {
+                        for ((minus, &plus), &offset) in minus[..width].iter_mut().zip(plus).zip(&offset[..width]) {
+                            *minus = -plus - offset;
+                        }
+                    }
+                }
+                for row in to.chunks_exact_mut(CHUNK).take(e.m) {
+                    subtract(simd, &mut row[..width], &offset[..width]);
+                }
+            }
+            Self::Log { features } => {
+                k.copy_transposed(start, count, to, CHUNK, &mut scratch.rows);
+                for row in to.chunks_exact_mut(CHUNK).take(*features) {
+                    row[count..width].fill(0.0);
+                    subtract(simd, &mut row[..width], &hidden[..width]);
+                }
+            }
+            Self::Signed { features } => {
+                // Values of a hidden key are finite, its scale −∞.
+                let all = at_least(&mut scratch.tile, (features + 1) * CHUNK);
+                k.copy_transposed(start, count, all, CHUNK, &mut scratch.rows);
+                for row in all.chunks_exact_mut(CHUNK) {
+                    row[count..width].fill(0.0);
+                }
+                to[..features * CHUNK].copy_from_slice(&all[..features * CHUNK]);
+                for ((scale, &s), &hidden) in scale.iter_mut().zip(&all[features * CHUNK..]).zip(hidden).take(width) {
+                    *scale = s - hidden;
+                }
+            }
+        }
+    }
+
+    /// Features of queries, a query a row of `padded(F)`: log-features up to a constant of the row, or values.
+    #[inline(always)]
+    pub(super) fn queries<S: Simd>(
+        &self,
+        simd: S,
+        q: &Rows,
+        [start, count]: [usize; 2],
+        to: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let stride = padded(self.features());
+        let Self::Exponential(e) = self else { return q.copy(start, count, to, stride) };
+        let (rows, from) = q.read(start, count, &mut scratch.rows);
+        let width = padded(e.m);
+        let right = Right { values: &e.columns, stride: width };
+        if !e.hyperbolic {
+            gemm(simd, Into::Zero, [count, width, e.d], Left::rows(rows, from), right, to, stride);
+            return;
+        }
+        let tile = at_least(&mut scratch.tile, count * width);
+        gemm(simd, Into::Zero, [count, width, e.d], Left::rows(rows, from), right, tile, width);
+        for (to, row) in to.chunks_exact_mut(stride).zip(tile.chunks_exact(width)) {
+            let (plus, minus) = to[..2 * e.m].split_at_mut(e.m);
+            plus.copy_from_slice(&row[..e.m]);
+            minus.iter_mut().zip(row).for_each(|(minus, plus)| *minus = -plus);
+        }
+    }
+
+    /// Features of the one key of `k`: log-features, or values; returns the log-scale of the latter.
+    #[inline(always)]
+    pub(super) fn key<S: Simd>(&self, simd: S, k: &Rows, to: &mut [f32], scratch: &mut Scratch) -> f32 {
+        match self {
+            Self::Exponential(e) => {
+                self.queries(simd, k, [0, 1], to, scratch);
+                let square: f32 = k.read(0, 1, &mut scratch.rows).0[..e.d].iter().map(|x| x * x).sum();
+                shift(simd, to, -(square * e.norm() + 0.5 * (e.features() as f32).ln()));
+                0.0
+            }
+            Self::Log { features } => {
+                k.copy(0, 1, &mut to[..*features], *features);
+                0.0
+            }
+            Self::Signed { features } => {
+                let row = at_least(&mut scratch.tile, features + 1);
+                k.copy(0, 1, row, features + 1);
+                to[..*features].copy_from_slice(&row[..*features]);
+                row[*features]
+            }
+        }
+    }
+
+    /// Gradient of the queries' rows from that of their features (`dl`, laid out as [`Self::queries`] does).
+    #[inline(always)]
+    pub(super) fn query_gradients<S: Simd>(
+        &self,
+        simd: S,
+        dl: &mut [f32],
+        count: usize,
+        to: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let stride = padded(self.features());
+        let Self::Exponential(e) = self else {
+            let f = self.features();
+            for (to, dl) in to.chunks_exact_mut(f).zip(dl.chunks_exact(stride)).take(count) {
+                to.copy_from_slice(&dl[..f]);
+            }
+            return;
+        };
+        if e.hyperbolic {
+            for dl in dl.chunks_exact_mut(stride).take(count) {
+                let (plus, minus) = dl.split_at_mut(e.m);
+                plus.iter_mut().zip(minus).for_each(|(plus, minus)| *plus -= *minus);
+            }
+        }
+        let width = padded(e.d);
+        let tile = at_least(&mut scratch.tile, count * width);
+        let right = Right { values: &e.rows, stride: width };
+        // ‖x‖²/2 scales a whole row of features and has no part in the gradient.
+        gemm(simd, Into::Zero, [count, width, e.m], Left::rows(dl, stride), right, tile, width);
+        for (to, row) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)) {
+            to.copy_from_slice(&row[..e.d]);
+        }
+    }
+
+    /// Gradient of the keys' rows from that of their features, a feature a row; `scale` is that of the log-scales.
+    #[inline(always)]
+    pub(super) fn key_gradients<S: Simd>(
+        &self,
+        simd: S,
+        dl: &mut [f32],
+        scale: &[f32; CHUNK],
+        k: &Rows,
+        [start, count]: [usize; 2],
+        to: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let Self::Exponential(e) = self else {
+            let (f, width) = (self.features(), k.width);
+            for (j, to) in to.chunks_exact_mut(width).enumerate().take(count) {
+                to[..f].iter_mut().zip(dl.iter().skip(j).step_by(CHUNK)).for_each(|(to, dl)| *to = *dl);
+                to[f..].fill(scale[j]);
+            }
+            return;
+        };
+        let columns = padded(count);
+        let mut total = [0f32; CHUNK];
+        for dl in dl.chunks_exact(CHUNK) {
+            add(simd, &mut total[..columns], &dl[..columns]);
+        }
+        if e.hyperbolic {
+            let (plus, minus) = dl.split_at_mut(e.m * CHUNK);
+            subtract(simd, plus, &minus[..e.m * CHUNK]);
+        }
+        let width = padded(e.d);
+        let tile = at_least(&mut scratch.tile, count * width);
+        let right = Right { values: &e.rows, stride: width };
+        gemm(simd, Into::Zero, [count, width, e.m], Left::transposed(dl, CHUNK), right, tile, width);
+        let norm = 2.0 * e.norm();
+        let (rows, from) = k.read(start, count, &mut scratch.rows);
+        for (j, (to, row)) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)).enumerate() {
+            let factor = norm * total[j];
+            for ((to, &row), &k) in to.iter_mut().zip(row).zip(&rows[j * from..]) {
+                *to = row - factor * k;
+            }
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! FAVOR on the CPU, fused: features, prefix sums and normalisation in one pass over `q`, `k`, `v`, with a backward pass that
+//! computes features again instead of keeping them. Nothing of size `T·F` or `T·T` is made.
+//!
+//! f32 inside; f32, f16 or bf16 outside, any strides. Heads run side by side on Candle's threads; a head's numbers do not depend
+//! on how many.
+
+mod causal;
+mod full;
+mod map;
+mod step;
+mod tile;
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use pulp::{Arch, Simd};
+
+pub(crate) use map::{Exponential, Map};
+
+use super::{
+    check_finite, for_heads, narrow,
+    rows::{Heads, Rows},
+    vector::{self, LANES, exp},
+    with_storages,
+};
+
+/// Most tokens a chunk has.
+const CHUNK: usize = 64;
+
+/// `n` rounded up to whole vectors.
+fn padded(n: usize) -> usize {
+    n.next_multiple_of(LANES)
+}
+
+/// Prefix sums of one key head, scaled: `Σ_j φ(k_j) [v_j, 1] / e^scale`.
+#[derive(Clone, Debug)]
+pub(crate) struct Sums {
+    /// Log-scales: one a feature, or one for all where features are signed.
+    scale: Vec<f32>,
+    /// `(F, padded(Dv))`.
+    sums: Vec<f32>,
+    /// `padded(F)`.
+    norm: Vec<f32>,
+    features: usize,
+    values: usize,
+    scratch: Scratch,
+}
+
+/// Memory that steps work in, kept from one to the next.
+#[derive(Clone, Debug, Default)]
+struct Scratch {
+    rows: Vec<f32>,
+    map: map::Scratch,
+}
+
+impl Sums {
+    /// The sums over no key, below any scale.
+    pub(crate) fn new(features: usize, scales: usize, values: usize) -> Self {
+        // Finite, so that −∞ − c is −∞ and not NaN.
+        Self {
+            scale: vec![-1e37; scales],
+            sums: vec![0.0; features * padded(values)],
+            norm: vec![0.0; padded(features)],
+            features,
+            values,
+            scratch: Scratch::default(),
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        4 * (self.scale.len() + self.sums.len() + self.norm.len())
+    }
+
+    pub(crate) fn same_sizes(&self, other: &Self) -> bool {
+        let sizes = |s: &Self| (s.scale.len(), s.features, s.values);
+        sizes(self) == sizes(other)
+    }
+
+    /// Its sizes in words.
+    pub(crate) fn describe(&self) -> String {
+        format!("{} scales, {} features and {} values", self.scale.len(), self.features, self.values)
+    }
+
+    /// Brings the sums over keys to another scale: `e^{old − new}` times as large.
+    #[inline(always)]
+    fn rescale<S: Simd>(&mut self, simd: S, scale: &[f32]) {
+        self.rescale_by(simd, scale, 1.0);
+    }
+
+    /// The same for sums over queries, whose weights have the keys' scale as a factor: `e^{new − old}` times as large.
+    #[inline(always)]
+    fn rescale_queries<S: Simd>(&mut self, simd: S, scale: &[f32]) {
+        self.rescale_by(simd, scale, -1.0);
+    }
+
+    #[inline(always)]
+    fn rescale_by<S: Simd>(&mut self, simd: S, scale: &[f32], sign: f32) {
+        let one_for_all = self.scale.len() == 1;
+        if one_for_all && scale[0] != self.scale[0] {
+            let factor = exp(sign * (self.scale[0] - scale[0]));
+            vector::scale(simd, &mut self.sums, factor);
+            vector::scale(simd, &mut self.norm, factor);
+        } else if !one_for_all {
+            let row = self.sums.len() / self.scale.len();
+            let rows = self.sums.chunks_exact_mut(row).zip(&mut self.norm).zip(&self.scale).zip(scale);
+            for (((row, norm), &old), &new) in rows {
+                if old != new {
+                    let factor = exp(sign * (old - new));
+                    *norm *= factor;
+                    vector::scale(simd, row, factor);
+                }
+            }
+        }
+        self.scale.copy_from_slice(scale);
+    }
+}
+
+/// One key head and the query heads of its group.
+struct Head<'a> {
+    map: &'a Map,
+    q: Vec<Rows<'a>>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    visible: Option<&'a [bool]>,
+}
+
+impl Head<'_> {
+    fn is_finite(&self) -> bool {
+        self.q.iter().chain([&self.k, &self.v]).all(|rows| rows.are_finite(0, rows.tokens))
+    }
+}
+
+/// FAVOR attention as one differentiable operation on `(q, k, v)`, `q` and `k` being what the map takes.
+struct Favor {
+    map: Map,
+    causal: bool,
+    /// Visible keys, `(B, Tk)`.
+    visible: Option<Vec<bool>>,
+    /// What the forward pass leaves to the backward pass, by key head.
+    saved: Mutex<Vec<Saved>>,
+}
+
+#[derive(Debug)]
+enum Saved {
+    Causal(causal::Saved),
+    Full(full::Saved),
+}
+
+/// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each
+/// is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
+pub(crate) fn favor(
+    map: &Map,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    visible: Option<Vec<bool>>,
+    causal: bool,
+) -> Result<Tensor> {
+    let op = Favor { map: map.clone(), causal, visible, saved: Mutex::new(Vec::new()) };
+    q.apply_op3(k, v, op)
+}
+
+/// Causal FAVOR from `sums` on, one entry a key head, which go on to the last token. `begun`: they hold earlier tokens. For
+/// inference: no gradient.
+pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut [Sums], begun: bool) -> Result<Tensor> {
+    let (b, h, t, _) = q.dims4()?;
+    let dv = v.dim(3)?;
+    let mut out = vec![0f32; b * h * t * dv];
+    with_storages([q, k, v], |[q, k, v]| {
+        let inputs = Inputs::new(map, q, k, v, None)?;
+        // Before the sums are touched.
+        inputs.check(|| (0..sums.len()).map(|n| inputs.head(n).is_finite()).collect())?;
+        let work = out.chunks_exact_mut(inputs.group * t * dv).zip(sums).enumerate().collect();
+        for_heads(work, |(n, (out, sums))| {
+            let head = &inputs.head(n);
+            // A first token goes the way of all sequences, or its last bit would depend on whether others follow.
+            if t == 1 && begun {
+                Arch::new().dispatch(step::Step { head, sums, out });
+            } else {
+                Arch::new().dispatch(causal::Forward { head, sums, out, saved: &mut causal::Saved::default() });
+            }
+        });
+        Ok(())
+    })?;
+    Tensor::from_vec(out, (b, h, t, dv), q.device())?.to_dtype(q.dtype())
+}
+
+/// The three tensors, head by head.
+struct Inputs<'a> {
+    map: &'a Map,
+    named: [(&'static str, &'a CpuStorage, &'a Layout); 3],
+    q: Heads<'a>,
+    k: Heads<'a>,
+    v: Heads<'a>,
+    visible: Option<&'a [bool]>,
+    /// Query heads of a key head.
+    group: usize,
+    key_heads: usize,
+    keys: usize,
+}
+
+type Stored<'a> = (&'a CpuStorage, &'a Layout);
+
+impl<'a> Inputs<'a> {
+    fn new(map: &'a Map, q: Stored<'a>, k: Stored<'a>, v: Stored<'a>, visible: Option<&'a [bool]>) -> Result<Self> {
+        let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
+        Ok(Self {
+            map,
+            named: [("q", q.0, q.1), ("k", k.0, k.1), ("v", v.0, v.1)],
+            q: Heads::new(q.0, q.1)?,
+            k: Heads::new(k.0, k.1)?,
+            v: Heads::new(v.0, v.1)?,
+            visible,
+            group: heads / key_heads,
+            key_heads,
+            keys,
+        })
+    }
+
+    /// The `n`-th key head, counted through the batch.
+    fn head(&'a self, n: usize) -> Head<'a> {
+        let batch = n / self.key_heads;
+        Head {
+            map: self.map,
+            q: self.q.heads(n * self.group, self.group),
+            k: self.k.head(n),
+            v: self.v.head(n),
+            visible: self.visible.map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
+        }
+    }
+
+    /// Runs `work`, which says whether the inputs were finite; if not, says where.
+    fn check(&self, work: impl FnOnce() -> Vec<bool>) -> Result<()> {
+        if work().contains(&false) {
+            self.named.iter().try_for_each(|(name, storage, layout)| check_finite(name, storage, layout))?;
+        }
+        Ok(())
+    }
+}
+
+impl CustomOp3 for Favor {
+    fn name(&self) -> &'static str {
+        "favor"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let inputs = Inputs::new(&self.map, (s1, l1), (s2, l2), (s3, l3), self.visible.as_deref())?;
+        let (b, h, t, _) = l1.shape().dims4()?;
+        let dv = l3.dims()[3];
+        let mut out = vec![0f32; b * h * t * dv];
+        let mut saved: Vec<Saved> = (0..b * inputs.key_heads)
+            .map(|_| match self.causal {
+                true => Saved::Causal(causal::Saved::default()),
+                false => Saved::Full(full::Saved::default()),
+            })
+            .collect();
+        inputs.check(|| {
+            let work = out.chunks_exact_mut(inputs.group * t * dv).zip(&mut saved).enumerate().collect();
+            for_heads(work, |(n, (out, saved))| {
+                let head = inputs.head(n);
+                let sums = Sums::new(self.map.features(), self.map.scales(), dv);
+                match saved {
+                    Saved::Causal(saved) => {
+                        Arch::new().dispatch(causal::Forward { head: &head, sums: &mut { sums }, out, saved })
+                    }
+                    Saved::Full(saved) => Arch::new().dispatch(full::Forward { head: &head, sums, out, saved }),
+                }
+            })
+        })?;
+        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
+        Ok((narrow(out, s1.dtype())?, Shape::from((b, h, t, dv))))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
+        let mut gradients = [q, k, v].map(|x| vec![0f32; x.elem_count()]);
+        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        if saved.is_empty() {
+            bail!("favor: the backward pass needs a forward pass on the CPU before it");
+        }
+        with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
+            let inputs = Inputs::new(&self.map, q, k, v, self.visible.as_deref())?;
+            let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
+            let [dq, dk, dv_] = &mut gradients;
+            let keys = inputs.keys;
+            let work = dq
+                .chunks_exact_mut(group * t * inputs.q.width)
+                .zip(dk.chunks_exact_mut(keys * inputs.k.width))
+                .zip(dv_.chunks_exact_mut(keys * dv))
+                .zip(saved.iter())
+                .enumerate()
+                .collect();
+            for_heads(work, |(n, (((dq, dk), dv), saved))| {
+                let head = inputs.head(n);
+                let (out, grad) = (&out.heads(n * group, group)[..], &grad.heads(n * group, group)[..]);
+                match saved {
+                    Saved::Causal(saved) => {
+                        Arch::new().dispatch(causal::QueryGradients { head: &head, saved, out, grad, dq });
+                        Arch::new().dispatch(causal::KeyGradients { head: &head, saved, out, grad, dk, dv });
+                    }
+                    Saved::Full(saved) => {
+                        Arch::new().dispatch(full::Gradients { head: &head, saved, out, grad, dq, dk, dv });
+                    }
+                }
+            });
+            Ok(())
+        })?;
+        let [dq, dk, dv] = gradients;
+        let tensor =
+            |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype());
+        Ok((Some(tensor(dq, q)?), Some(tensor(dk, k)?), Some(tensor(dv, v)?)))
+    }
+}

@@ -1,0 +1,76 @@
+//! One more token: the key enters the sums and the queries read them, in one pass over `S`. `O(F·Dv)` a head.
+
+use pulp::{Simd, WithSimd};
+
+use super::super::vector::{add, add_scaled, decay_add, dot, exp, exp_minus, max, multiply, scale};
+use super::{Head, Sums, padded};
+
+/// A decoding step: outputs `(G, 1, Dv)` from finite inputs of one token.
+pub(super) struct Step<'a> {
+    pub(super) head: &'a Head<'a>,
+    pub(super) sums: &'a mut Sums,
+    pub(super) out: &'a mut [f32],
+}
+
+impl WithSimd for Step<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { head, sums, out } = self;
+        let (f, features, dv, width) =
+            (head.map.features(), padded(head.map.features()), head.v.width, padded(head.v.width));
+        let mut scratch = std::mem::take(&mut sums.scratch);
+        scratch.rows.resize((2 + head.q.len()) * features + (1 + head.q.len()) * width, 0.0);
+        let (key, rest) = scratch.rows.split_at_mut(features);
+        let (decay, rest) = rest.split_at_mut(features);
+        let (weights, rest) = rest.split_at_mut(head.q.len() * features);
+        let (value, rows) = rest.split_at_mut(width);
+
+        let log = head.map.key(simd, &head.k, key, &mut scratch.map);
+        if head.map.is_signed() {
+            let new = sums.scale[0].max(log);
+            decay.fill(exp(sums.scale[0] - new));
+            scale(simd, key, exp(log - new));
+            sums.scale[0] = new;
+        } else {
+            for ((key, decay), c) in key.iter_mut().zip(decay.iter_mut()).zip(&mut sums.scale) {
+                let new = if *key > *c { *key } else { *c };
+                *decay = *c - new;
+                *key -= new;
+                *c = new;
+            }
+            key[f..].fill(f32::NEG_INFINITY);
+            exp_minus(simd, key, 0.0);
+            exp_minus(simd, decay, 0.0);
+        }
+        multiply(simd, &mut sums.norm, decay);
+        add(simd, &mut sums.norm, key);
+        for (q, weights) in head.q.iter().zip(weights.chunks_exact_mut(features)) {
+            head.map.queries(simd, q, [0, 1], weights, &mut scratch.map);
+            if head.map.is_signed() {
+                continue;
+            }
+            weights[f..].fill(f32::NEG_INFINITY);
+            weights.iter_mut().zip(&sums.scale).for_each(|(l, c)| *l += c);
+            let m = max(simd, weights);
+            exp_minus(simd, weights, m);
+        }
+
+        head.v.copy(0, 1, value, width);
+        rows.fill(0.0);
+        for (r, sum) in sums.sums.chunks_exact_mut(width).enumerate() {
+            decay_add(simd, sum, value, decay[r], key[r]);
+            for (weights, row) in weights.chunks_exact(features).zip(rows.chunks_exact_mut(width)) {
+                add_scaled(simd, row, sum, weights[r]);
+            }
+        }
+        let rows = rows.chunks_exact(width).zip(weights.chunks_exact(features));
+        for (out, (row, weights)) in out.chunks_exact_mut(dv).zip(rows) {
+            let den = dot(simd, weights, &sums.norm);
+            let factor = if den == 0.0 { 0.0 } else { den.recip() };
+            out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * factor);
+        }
+        sums.scratch = scratch;
+    }
+}

@@ -1,0 +1,367 @@
+//! What the passes over a head do with one chunk of tokens: load it, weigh it, multiply.
+
+use pulp::Simd;
+
+use super::super::{
+    gemm::{Into, Left, Right, gemm},
+    rows::Rows,
+    transpose::transpose,
+    vector::{self, LANES, add_scaled, dot, exp, exp_minus, max, max_minus, multiply, shift, sum},
+};
+use super::{CHUNK, Head, Sums, map::Scratch, padded};
+
+/// How far a key's log-feature may exceed its chunk's scale.
+const LIMIT: f32 = 32.0;
+
+/// Keys and values of one chunk.
+pub(super) struct Tile<'a> {
+    head: &'a Head<'a>,
+    /// `padded(F)`: the length of a query's row of features.
+    pub(super) features: usize,
+    /// `padded(Dv)`: the length of a row of values.
+    pub(super) width: usize,
+    /// Log-features, then weights `e^{l − c}`, or signed values times that: a feature a row.
+    pub(super) keys: Vec<f32>,
+    /// Log-scales, then weights, of signed features.
+    pub(super) scale: [f32; CHUNK],
+    pub(super) values: Vec<f32>,
+    /// Largest log-features of all keys so far.
+    running: Vec<f32>,
+    pub(super) scratch: Scratch,
+}
+
+impl<'a> Tile<'a> {
+    pub(super) fn new(head: &'a Head<'a>) -> Self {
+        let (f, width) = (head.map.features(), padded(head.v.width));
+        Self {
+            head,
+            features: padded(f),
+            width,
+            keys: vec![0f32; f * CHUNK],
+            scale: [0.0; CHUNK],
+            values: vec![0f32; CHUNK * width],
+            running: Vec::new(),
+            scratch: Scratch::default(),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn load_keys<S: Simd>(&mut self, simd: S, start: usize, count: usize) {
+        let mut hidden = [f32::INFINITY; CHUNK];
+        match self.head.visible {
+            None => hidden[..count].fill(0.0),
+            Some(visible) => {
+                for (hidden, &visible) in hidden.iter_mut().zip(&visible[start..start + count]) {
+                    *hidden = if visible { 0.0 } else { f32::INFINITY };
+                }
+            }
+        }
+        let Self { head, keys, scale, scratch, .. } = self;
+        head.map.keys(simd, &head.k, [start, count], &hidden, keys, scale, scratch);
+    }
+
+    pub(super) fn load_values(&mut self, start: usize, n: usize) {
+        self.head.v.copy(start, n, &mut self.values, self.width);
+        if let Some(visible) = self.head.visible {
+            let rows = self.values.chunks_exact_mut(self.width).zip(&visible[start..start + n]);
+            rows.filter(|(_, visible)| !**visible).for_each(|(row, _)| row.fill(0.0));
+        }
+    }
+
+    /// The values a dimension a row, zero beyond the `n`-th key.
+    pub(super) fn transpose_values(&self, n: usize, to: &mut [f32]) {
+        transpose(&self.values, self.width, [n, self.head.v.width], to, CHUNK);
+        for row in to.chunks_exact_mut(CHUNK) {
+            row[n..padded(n)].fill(0.0);
+        }
+    }
+
+    /// Brings the sums to the scale of the chunk that begins here and returns how many of the loaded keys it takes.
+    #[inline(always)]
+    pub(super) fn enter<S: Simd>(&mut self, simd: S, sums: &mut Sums, count: usize) -> usize {
+        let columns = padded(count);
+        let Self { head, keys, scale, running, .. } = self;
+        let logs = if head.map.is_signed() { &scale[..] } else { keys };
+        let log = |r: usize| &logs[r * CHUNK..(r + 1) * CHUNK];
+        if running.is_empty() {
+            running.clone_from(&sums.scale);
+        }
+        let mut excess = [f32::NEG_INFINITY; CHUNK];
+        for (r, running) in running.iter_mut().enumerate() {
+            let first = log(r)[0];
+            *running = if first > *running { first } else { *running };
+            max_minus(simd, &mut excess[..columns], &log(r)[..columns], *running);
+        }
+        sums.rescale(simd, running);
+        let n = (1..count).find(|&j| excess[j] > LIMIT).unwrap_or(count);
+        for (r, running) in running.iter_mut().enumerate() {
+            let chunk = &log(r)[..columns];
+            let largest =
+                if n == count { max(simd, chunk) } else { chunk[..n].iter().fold(*running, |m, &l| m.max(l)) };
+            *running = running.max(largest);
+        }
+        n
+    }
+
+    /// Brings the sums to the largest scale of the first `n` loaded keys and all before them.
+    #[inline(always)]
+    pub(super) fn raise<S: Simd>(&mut self, simd: S, sums: &mut Sums, n: usize) {
+        let Self { head, keys, scale, running, .. } = self;
+        let logs = if head.map.is_signed() { &scale[..] } else { keys };
+        running.clone_from(&sums.scale);
+        for (running, row) in running.iter_mut().zip(logs.chunks_exact(CHUNK)) {
+            *running = running.max(max(simd, &row[..padded(n)]));
+        }
+        sums.rescale(simd, running);
+    }
+
+    /// Largest log-features of all keys so far.
+    pub(super) fn largest(&self) -> &[f32] {
+        &self.running
+    }
+
+    /// Turns log-features into weights, those of keys beyond the `n`-th into 0.
+    #[inline(always)]
+    pub(super) fn weigh_keys<S: Simd>(&mut self, simd: S, scale: &[f32], n: usize) {
+        let columns = padded(n);
+        if self.head.map.is_signed() {
+            for (j, s) in self.scale.iter_mut().enumerate() {
+                *s = if j < n { exp(*s - scale[0]) } else { 0.0 };
+            }
+            for row in self.keys.chunks_exact_mut(CHUNK) {
+                multiply(simd, &mut row[..columns], &self.scale[..columns]);
+            }
+            return;
+        }
+        for (row, &c) in self.keys.chunks_exact_mut(CHUNK).zip(scale) {
+            row[n..columns].fill(f32::NEG_INFINITY);
+            exp_minus(simd, &mut row[..columns], c);
+        }
+    }
+
+    /// Weights `e^{l(q) + c − max_r(l(q) + c)}` of a query a row, or signed values.
+    #[inline(always)]
+    pub(super) fn load_queries<S: Simd>(
+        &mut self,
+        simd: S,
+        q: &Rows,
+        start: usize,
+        n: usize,
+        scale: &[f32],
+        to: &mut [f32],
+    ) {
+        let Self { head, scratch, .. } = self;
+        head.map.queries(simd, q, [start, n], to, scratch);
+        if head.map.is_signed() {
+            return;
+        }
+        let f = head.map.features();
+        for row in to.chunks_exact_mut(self.features).take(n) {
+            row[f..].fill(f32::NEG_INFINITY);
+            row.iter_mut().zip(scale).for_each(|(l, c)| *l += c);
+            let m = max(simd, row);
+            exp_minus(simd, row, m);
+        }
+    }
+
+    /// `φ(q_i)·φ(k_j)` for `j ≤ i`, else 0.
+    #[inline(always)]
+    pub(super) fn products<S: Simd>(&self, simd: S, n: usize, weights: &[f32], to: &mut [f32]) {
+        let right = Right { values: &self.keys, stride: CHUNK };
+        let f = self.head.map.features();
+        for i in (0..n).step_by(LANES) {
+            let (rows, columns) = (LANES.min(n - i), i + LANES);
+            let left = Left::rows(&weights[i * self.features..], self.features);
+            gemm(simd, Into::Zero, [rows, columns, f], left, right, &mut to[i * CHUNK..], CHUNK);
+            for row in i..i + rows {
+                to[row * CHUNK + row + 1..(row + 1) * CHUNK].fill(0.0);
+            }
+        }
+    }
+
+    /// Numerators: what the rows read from the sums.
+    #[inline(always)]
+    pub(super) fn read_sums<S: Simd>(&self, simd: S, n: usize, weights: &[f32], sums: &Sums, to: &mut [f32]) {
+        let (f, width) = (self.head.map.features(), self.width);
+        let right = Right { values: &sums.sums, stride: width };
+        gemm(simd, Into::Zero, [n, width, f], Left::rows(weights, self.features), right, to, width);
+    }
+
+    /// Adds to the numerators what the rows read from their own chunk.
+    #[inline(always)]
+    pub(super) fn read_chunk<S: Simd>(&self, simd: S, n: usize, triangle: &[f32], to: &mut [f32]) {
+        let width = self.width;
+        let right = Right { values: &self.values, stride: width };
+        for i in (0..n).step_by(LANES) {
+            let (rows, seen) = (LANES.min(n - i), (i + LANES).min(n));
+            let left = Left::rows(&triangle[i * CHUNK..], CHUNK);
+            gemm(simd, Into::Sum, [rows, width, seen], left, right, &mut to[i * width..], width);
+        }
+    }
+
+    /// What a row's denominator gets from the sums.
+    #[inline(always)]
+    pub(super) fn past<S: Simd>(&self, simd: S, weights: &[f32], sums: &Sums) -> f32 {
+        dot(simd, weights, &sums.norm)
+    }
+
+    /// Quotients of the rows. A denominator of exactly zero means that no key was visible: the row is zero.
+    pub(super) fn write(&self, n: usize, rows: &[f32], dens: &[f32], out: &mut [f32]) {
+        let dv = self.head.v.width;
+        for ((out, row), &den) in out.chunks_exact_mut(dv).zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
+            let scale = if den == 0.0 { 0.0 } else { den.recip() };
+            for (out, &x) in out.iter_mut().zip(row) {
+                // A sum of underflown terms may be −0; it must not tell how many terms it had.
+                *out = x * scale + 0.0;
+            }
+        }
+    }
+
+    /// `S += φ(K)ᵀ [V, 1]`.
+    #[inline(always)]
+    pub(super) fn add_keys<S: Simd>(&self, simd: S, n: usize, sums: &mut Sums) {
+        let (f, width) = (self.head.map.features(), self.width);
+        let right = Right { values: &self.values, stride: width };
+        gemm(simd, Into::Sum, [f, width, n], Left::rows(&self.keys, CHUNK), right, &mut sums.sums, width);
+        for (norm, row) in sums.norm.iter_mut().zip(self.keys.chunks_exact(CHUNK)) {
+            *norm += sum(simd, &row[..padded(n)]);
+        }
+    }
+    /// Gradients of the queries' log-features, or signed values: `dφ ∘ φ` for `dφ = S dn + e z`; `dphi` holds `S dn`.
+    #[inline(always)]
+    pub(super) fn query_logs<S: Simd>(
+        &self,
+        simd: S,
+        n: usize,
+        weights: &[f32],
+        output: &OutputGradient,
+        norm: &[f32],
+        dphi: &mut [f32],
+    ) {
+        let rows = dphi.chunks_exact_mut(self.features).zip(weights.chunks_exact(self.features)).zip(&output.e);
+        for ((dphi, weights), &e) in rows.take(n) {
+            add_scaled(simd, dphi, norm, e);
+            if !self.head.map.is_signed() {
+                multiply(simd, dphi, weights);
+            }
+        }
+    }
+
+    /// `R += φ(Q)ᵀ [dn, e]`.
+    #[inline(always)]
+    pub(super) fn add_output_gradient<S: Simd>(
+        &self,
+        simd: S,
+        n: usize,
+        weights: &[f32],
+        output: &OutputGradient,
+        future: &mut Sums,
+    ) {
+        let (f, width) = (self.head.map.features(), self.width);
+        let right = Right { values: &output.dn, stride: width };
+        gemm(simd, Into::Sum, [f, width, n], Left::transposed(weights, self.features), right, &mut future.sums, width);
+        for (weights, &e) in weights.chunks_exact(self.features).zip(&output.e).take(n) {
+            add_scaled(simd, &mut future.norm, weights, e);
+        }
+    }
+
+    /// `dv = Rᵀ φ(k)`, a row a key, and `dφ(k) = R [v, 1]`, a row a feature. `values` are the values, a dimension a row.
+    #[inline(always)]
+    pub(super) fn read_future<S: Simd>(
+        &self,
+        simd: S,
+        n: usize,
+        values: &[f32],
+        future: &Sums,
+        dv: &mut [f32],
+        dphi: &mut [f32],
+    ) {
+        let (f, width, columns) = (self.head.map.features(), self.width, padded(n));
+        let right = Right { values: &future.sums, stride: width };
+        gemm(simd, Into::Zero, [n, width, f], Left::transposed(&self.keys, CHUNK), right, dv, width);
+        let right = Right { values, stride: CHUNK };
+        let left = Left::rows(&future.sums, width);
+        gemm(simd, Into::Zero, [f, columns, self.head.v.width], left, right, dphi, CHUNK);
+        for (dphi, &norm) in dphi.chunks_exact_mut(CHUNK).zip(&future.norm) {
+            shift(simd, &mut dphi[..columns], norm);
+        }
+    }
+
+    /// From gradients of features (`dphi`, a row a feature) and values (`rows`) to those of keys and values.
+    #[inline(always)]
+    pub(super) fn write_key_gradients<S: Simd>(
+        &mut self,
+        simd: S,
+        [start, n]: [usize; 2],
+        rows: &[f32],
+        dphi: &mut [f32],
+        dk: &mut [f32],
+        dv: &mut [f32],
+    ) {
+        let (columns, vd, kd) = (padded(n), self.head.v.width, self.head.k.width);
+        let to = dv[start * vd..(start + n) * vd].chunks_exact_mut(vd);
+        to.zip(rows.chunks_exact(self.width)).for_each(|(dv, row)| dv.copy_from_slice(&row[..vd]));
+        let mut scales = [0f32; CHUNK];
+        let features = dphi.chunks_exact_mut(CHUNK).zip(self.keys.chunks_exact(CHUNK));
+        if self.head.map.is_signed() {
+            for (dphi, keys) in features {
+                for j in 0..columns {
+                    scales[j] += keys[j] * dphi[j];
+                    dphi[j] *= self.scale[j];
+                }
+            }
+        } else {
+            for (dphi, keys) in features {
+                multiply(simd, &mut dphi[..columns], &keys[..columns]);
+            }
+        }
+        let to = &mut dk[start * kd..(start + n) * kd];
+        self.head.map.key_gradients(simd, dphi, &scales, &self.head.k, [start, n], to, &mut self.scratch);
+    }
+}
+
+/// `dn = g/den` and `e = −g·o/den` of the rows of a chunk.
+pub(super) struct OutputGradient {
+    pub(super) dn: Vec<f32>,
+    pub(super) e: [f32; CHUNK],
+    /// `Dv`, and the length of a row.
+    values: usize,
+    width: usize,
+    scratch: Vec<f32>,
+}
+
+impl OutputGradient {
+    pub(super) fn new(values: usize) -> Self {
+        let width = padded(values);
+        Self { values, dn: vec![0f32; CHUNK * width], e: [0.0; CHUNK], width, scratch: vec![0f32; CHUNK * width] }
+    }
+
+    #[inline(always)]
+    pub(super) fn load<S: Simd>(&mut self, simd: S, out: &Rows, grad: &Rows, dens: &[f32], [start, n]: [usize; 2]) {
+        grad.copy(start, n, &mut self.dn, self.width);
+        out.copy(start, n, &mut self.scratch, self.width);
+        for (i, (dn, out)) in
+            self.dn.chunks_exact_mut(self.width).zip(self.scratch.chunks_exact(self.width)).enumerate().take(n)
+        {
+            let den = dens[start + i];
+            let scale = if den == 0.0 { 0.0 } else { den.recip() };
+            self.e[i] = -dot(simd, dn, out) * scale;
+            vector::scale(simd, dn, scale);
+        }
+    }
+
+    /// Gradient of the products of queries and keys: `(i, j) → dn_i·v_j + e_i` for `j ≤ i`, else 0. `values` is a row a value dimension.
+    #[inline(always)]
+    pub(super) fn triangle<S: Simd>(&self, simd: S, n: usize, values: &[f32], to: &mut [f32]) {
+        let right = Right { values, stride: CHUNK };
+        for i in (0..n).step_by(LANES) {
+            let (rows, columns) = (LANES.min(n - i), i + LANES);
+            let left = Left::rows(&self.dn[i * self.width..], self.width);
+            gemm(simd, Into::Zero, [rows, columns, self.values], left, right, &mut to[i * CHUNK..], CHUNK);
+            for row in i..i + rows {
+                shift(simd, &mut to[row * CHUNK..row * CHUNK + columns], self.e[row]);
+                to[row * CHUNK + row + 1..(row + 1) * CHUNK].fill(0.0);
+            }
+        }
+    }
+}

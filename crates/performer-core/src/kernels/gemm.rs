@@ -1,0 +1,221 @@
+//! Products of small row-major tiles that lie in the caches: what every fused kernel spends its time in.
+//!
+//! `C += A·B` with `C` in registers, a few rows by two vectors at a time: entries of `A` are broadcast, so `A` may have any strides (a
+//! transposed tile costs nothing), rows of `B` and `C` are read as whole vectors. An entry's terms are added in the order of
+//! `k`, whatever the shape around it: a row of a product has the same bits in a tall tile and in a low one.
+
+use pulp::{Simd, WithSimd};
+
+use super::vector::LANES;
+
+/// Rows of `C` in registers at once: with two vectors a row, enough independent sums to hide the latency of a fused multiply-add.
+const ROWS: usize = 8;
+/// The same where there are 16 registers.
+const ROWS_OF_16: usize = 4;
+/// Vectors of a row of `C` in registers at once.
+const VECTORS: usize = 2;
+
+/// The left factor: entry `(i, p)` at `values[i·row + p·column]`.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) row: usize,
+    pub(super) column: usize,
+}
+
+impl<'a> Left<'a> {
+    /// Rows `stride` apart.
+    pub(super) fn rows(values: &'a [f32], stride: usize) -> Self {
+        Self { values, row: stride, column: 1 }
+    }
+
+    /// The transpose of a tile with rows `stride` apart.
+    pub(super) fn transposed(values: &'a [f32], stride: usize) -> Self {
+        Self { values, row: 1, column: stride }
+    }
+}
+
+/// The right factor: entry `(p, j)` at `values[p·stride + j]`.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) stride: usize,
+}
+
+/// Whether a product replaces what `C` holds or is added to it.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Into {
+    Zero,
+    Sum,
+}
+
+/// `C = A·B` or `C += A·B` for `C` `m×n` with rows `stride` apart, `k` terms an entry. `n` is a multiple of [`LANES`].
+#[inline(always)]
+pub(super) fn gemm<S: Simd>(
+    simd: S,
+    into: Into,
+    [m, n, k]: [usize; 3],
+    a: Left,
+    b: Right,
+    c: &mut [f32],
+    stride: usize,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(n.is_multiple_of(LANES) && (m - 1) * stride + n <= c.len());
+    assert!(k == 0 || (m - 1) * a.row + (k - 1) * a.column < a.values.len());
+    assert!(k == 0 || (k - 1) * b.stride + n <= b.values.len());
+    simd.vectorize(Gemm { into, m, n, k, a, b, c, stride });
+}
+
+struct Gemm<'a> {
+    into: Into,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Left<'a>,
+    b: Right<'a>,
+    c: &'a mut [f32],
+    stride: usize,
+}
+
+impl WithSimd for Gemm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        const { assert!(LANES.is_multiple_of(S::F32_LANES)) };
+        let width = VECTORS * S::F32_LANES;
+        let mut j = 0;
+        while j + width <= self.n {
+            self.columns::<S, VECTORS>(simd, j);
+            j += width;
+        }
+        while j < self.n {
+            self.columns::<S, 1>(simd, j);
+            j += S::F32_LANES;
+        }
+    }
+}
+
+impl Gemm<'_> {
+    /// `NV` vectors of columns from column `j` on.
+    #[inline(always)]
+    fn columns<S: Simd, const NV: usize>(&mut self, simd: S, j: usize) {
+        let mut i = 0;
+        if S::REGISTER_COUNT >= 32 {
+            while i + ROWS <= self.m {
+                self.tile::<S, ROWS, NV>(simd, i, j);
+                i += ROWS;
+            }
+        }
+        while i + ROWS_OF_16 <= self.m {
+            self.tile::<S, ROWS_OF_16, NV>(simd, i, j);
+            i += ROWS_OF_16;
+        }
+        while i < self.m {
+            self.tile::<S, 1, NV>(simd, i, j);
+            i += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd, const MR: usize, const NV: usize>(&mut self, simd: S, i: usize, j: usize) {
+        let (a_row, a_column, b_stride) = (self.a.row, self.a.column, self.b.stride);
+        let mut sums = [[simd.splat_f32s(0.0); NV]; MR];
+        // SAFETY: `gemm` has checked that rows below m, columns below n (a multiple of the vector) and terms below k lie inside
+        // the three slices; MR rows from i and NV vectors from j are such.
+        unsafe {
+            let mut a = self.a.values.as_ptr().wrapping_add(i * a_row);
+            let mut b = self.b.values.as_ptr().wrapping_add(j);
+            for _ in 0..self.k {
+                let mut vectors = [simd.splat_f32s(0.0); NV];
+                for (v, vector) in vectors.iter_mut().enumerate() {
+                    *vector = b.add(v * S::F32_LANES).cast::<S::f32s>().read_unaligned();
+                }
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let entry = simd.splat_f32s(*a.add(r * a_row));
+                    for (sum, vector) in sums.iter_mut().zip(vectors) {
+                        *sum = simd.mul_add_e_f32s(entry, vector, *sum);
+                    }
+                }
+                a = a.wrapping_add(a_column);
+                b = b.wrapping_add(b_stride);
+            }
+            for (r, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    let c = self.c.as_mut_ptr().add((i + r) * self.stride + j + v * S::F32_LANES).cast::<S::f32s>();
+                    let value = match self.into {
+                        Into::Zero => sum,
+                        Into::Sum => simd.add_f32s(c.read_unaligned(), sum),
+                    };
+                    c.write_unaligned(value);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pulp::{Arch, Scalar};
+
+    use super::*;
+
+    struct Product<'a>([usize; 3], Left<'a>, Right<'a>, Into, &'a mut [f32], usize);
+
+    impl WithSimd for Product<'_> {
+        type Output = ();
+        fn with_simd<S: Simd>(self, simd: S) {
+            gemm(simd, self.3, self.0, self.1, self.2, self.4, self.5);
+        }
+    }
+
+    fn numbers(n: usize) -> Vec<f32> {
+        (0..n).map(|i| ((i * 37 + 11) % 23) as f32 - 11.0).collect()
+    }
+
+    #[test]
+    fn products_of_every_shape_match_the_definition() {
+        // Small integers: every sum is exact, so any order must give the same bits.
+        for (m, n, k) in [(1, 16, 1), (3, 16, 5), (8, 32, 7), (13, 48, 64), (64, 80, 0), (29, 64, 33)] {
+            for (transposed, into) in [(false, Into::Zero), (true, Into::Sum)] {
+                let (pad, (a, b)) = (3, (numbers((m + 3) * (k + 3)), numbers(k * (n + 16) + n)));
+                let left = if transposed { Left::transposed(&a, m + pad) } else { Left::rows(&a, k + pad) };
+                let right = Right { values: &b, stride: n + 16 };
+                let before = numbers(m * (n + 16));
+                let mut want = before.clone();
+                for i in 0..m {
+                    for j in 0..n {
+                        let dot: f32 =
+                            (0..k).map(|p| a[i * left.row + p * left.column] * b[p * right.stride + j]).sum();
+                        let old = if into == Into::Sum { want[i * (n + 16) + j] } else { 0.0 };
+                        want[i * (n + 16) + j] = old + dot;
+                    }
+                }
+                let mut got = before.clone();
+                Arch::new().dispatch(Product([m, n, k], left, right, into, &mut got, n + 16));
+                assert_eq!(got, want, "{m}x{n}x{k}, transposed {transposed}");
+                let mut scalar = before;
+                Scalar.vectorize(Product([m, n, k], left, right, into, &mut scalar, n + 16));
+                assert_eq!(scalar, want, "scalar {m}x{n}x{k}, transposed {transposed}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_has_the_same_bits_in_any_tile() {
+        let (n, k) = (16, 50);
+        let a: Vec<f32> = (0..40 * k).map(|i| (i as f32 * 0.37).sin()).collect();
+        let b: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.73).cos()).collect();
+        let right = Right { values: &b, stride: n };
+        let mut tall = vec![0f32; 40 * n];
+        Arch::new().dispatch(Product([40, n, k], Left::rows(&a, k), right, Into::Zero, &mut tall, n));
+        for i in 0..40 {
+            let mut one = vec![0f32; n];
+            Arch::new().dispatch(Product([1, n, k], Left::rows(&a[i * k..], k), right, Into::Zero, &mut one, n));
+            assert_eq!(one, tall[i * n..(i + 1) * n], "row {i}");
+        }
+    }
+}

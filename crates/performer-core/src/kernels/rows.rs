@@ -1,0 +1,132 @@
+//! Rows of a head, as the kernels read them: any strides between tokens, f32, f16 or bf16, widened tile by tile.
+
+use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
+use half::{bf16, f16};
+
+use super::transpose::transpose;
+
+/// A tensor `(B, H, T, X)` whose rows of `X` numbers are contiguous.
+#[derive(Clone, Copy)]
+pub(super) struct Heads<'a> {
+    values: Values<'a>,
+    /// Distance between batch entries, heads and tokens.
+    strides: [usize; 3],
+    heads: usize,
+    tokens: usize,
+    pub(super) width: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Values<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> Heads<'a> {
+    /// The values of a tensor of rank 4 on the CPU.
+    pub(super) fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+        let (_, heads, tokens, width) = layout.shape().dims4()?;
+        let (stride, start) = (layout.stride(), layout.start_offset());
+        if stride[3] != 1 && width > 1 {
+            bail!("a fused kernel was given rows that are not contiguous: {layout:?}");
+        }
+        let values = match storage {
+            CpuStorage::F32(x) => Values::F32(&x[start..]),
+            CpuStorage::F16(x) => Values::F16(&x[start..]),
+            CpuStorage::BF16(x) => Values::Bf16(&x[start..]),
+            other => bail!("a fused kernel was given {:?}; it takes f32, f16 and bf16", other.dtype()),
+        };
+        Ok(Self { values, strides: [stride[0], stride[1], stride[2]], heads, tokens, width })
+    }
+
+    /// The rows of the `n`-th head, counted through the batch.
+    pub(super) fn head(&self, n: usize) -> Rows<'a> {
+        let start = (n / self.heads) * self.strides[0] + (n % self.heads) * self.strides[1];
+        // An empty tensor may have nothing at its start.
+        let from = |len: usize| start.min(len);
+        let values = match self.values {
+            Values::F32(x) => Values::F32(&x[from(x.len())..]),
+            Values::F16(x) => Values::F16(&x[from(x.len())..]),
+            Values::Bf16(x) => Values::Bf16(&x[from(x.len())..]),
+        };
+        Rows { values, stride: self.strides[2], tokens: self.tokens, width: self.width }
+    }
+
+    /// The rows of `count` heads from the `n`-th on.
+    pub(super) fn heads(&self, n: usize, count: usize) -> Vec<Rows<'a>> {
+        (n..n + count).map(|n| self.head(n)).collect()
+    }
+}
+
+/// `T` rows of `X` numbers.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    values: Values<'a>,
+    stride: usize,
+    pub(super) tokens: usize,
+    pub(super) width: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// `count` rows from token `start` on as f32, with the distance between them: the tensor itself where it holds f32, else
+    /// widened into `scratch`.
+    pub(super) fn read<'s>(&self, start: usize, count: usize, scratch: &'s mut Vec<f32>) -> (&'s [f32], usize)
+    where
+        'a: 's,
+    {
+        if let Values::F32(x) = self.values {
+            return (&x[start * self.stride..], self.stride);
+        }
+        scratch.resize((count * self.width).max(scratch.len()), 0.0);
+        self.copy(start, count, scratch, self.width);
+        (scratch, self.width)
+    }
+
+    /// `count` rows from token `start` on as f32 into rows `stride` apart; what a row has beyond its numbers is left alone.
+    pub(super) fn copy(&self, start: usize, count: usize, to: &mut [f32], stride: usize) {
+        let rows = to.chunks_mut(stride).take(count).enumerate();
+        let range = |j: usize| (start + j) * self.stride..(start + j) * self.stride + self.width;
+        match self.values {
+            Values::F32(x) => rows.for_each(|(j, to)| to[..self.width].copy_from_slice(&x[range(j)])),
+            Values::F16(x) => {
+                rows.for_each(|(j, to)| to.iter_mut().zip(&x[range(j)]).for_each(|(to, x)| *to = x.to_f32()))
+            }
+            Values::Bf16(x) => {
+                rows.for_each(|(j, to)| to.iter_mut().zip(&x[range(j)]).for_each(|(to, x)| *to = x.to_f32()))
+            }
+        }
+    }
+
+    /// Whether the numbers of `count` rows from token `start` on are finite.
+    #[inline(always)]
+    pub(super) fn are_finite(&self, start: usize, count: usize) -> bool {
+        // All ones in the exponent is ∞ or NaN. Without branches, so that it takes vectors.
+        macro_rules! check {
+            ($x:expr, $mask:expr) => {
+                (start..start + count).all(|j| {
+                    let row = &$x[j * self.stride..j * self.stride + self.width];
+                    !row.iter().fold(false, |bad, x| bad | (x.to_bits() & $mask == $mask))
+                })
+            };
+        }
+        match self.values {
+            Values::F32(x) => check!(x, 0x7f80_0000),
+            Values::F16(x) => check!(x, 0x7c00),
+            Values::Bf16(x) => check!(x, 0x7f80),
+        }
+    }
+
+    /// The same as [`Self::copy`], transposed: number `d` of row `start + j` to `to[d·stride + j]`.
+    pub(super) fn copy_transposed(
+        &self,
+        start: usize,
+        count: usize,
+        to: &mut [f32],
+        stride: usize,
+        scratch: &mut Vec<f32>,
+    ) {
+        let (rows, from) = self.read(start, count, scratch);
+        transpose(rows, from, [count, self.width], to, stride);
+    }
+}
