@@ -4,7 +4,7 @@ use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::{
     Mask, State,
-    input::{Inputs, check_head_dim, check_shapes, visible},
+    input::{Inputs, check_head_dim, check_shapes, rows, visible},
     state::Memory,
 };
 use crate::{
@@ -93,11 +93,6 @@ pub(super) fn extend(
         state.memory = Some(Memory::Kernel(sums));
     }
     out?.reshape((b, h, t, dv))?.to_dtype(dtype)
-}
-
-/// The tensor with contiguous rows.
-fn rows(x: &Tensor) -> Result<Tensor> {
-    if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { x.contiguous() }
 }
 
 /// Features that are computed in Candle's ops and handed to the kernel: heads folded into the batch.

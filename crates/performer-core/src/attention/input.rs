@@ -148,3 +148,8 @@ fn check_finite(t: &Tensor, name: &str) -> Result<()> {
 pub(super) fn visible(mask: &Tensor) -> Result<Vec<bool>> {
     Ok(mask.ne(0.0)?.flatten_all()?.to_vec1::<u8>()?.into_iter().map(|x| x != 0).collect())
 }
+
+/// The tensor with contiguous rows.
+pub(super) fn rows(x: &Tensor) -> Result<Tensor> {
+    if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { x.contiguous() }
+}

@@ -1,37 +1,60 @@
-//! Exact softmax attention in differentiable Candle ops: the baseline, and the truth FAVOR approximates.
+//! Exact softmax attention: the baseline, and the truth FAVOR approximates. Fused on the CPU, differentiable Candle ops elsewhere.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
     Attention, Mask, State,
-    input::{FLOOR, Inputs, normalise, values_and_one},
+    input::{FLOOR, Inputs, check_shapes, normalise, rows, values_and_one, visible},
     state::Memory,
 };
+use crate::kernels::{self, softmax};
 
 /// First capacity of a key-value cache, in tokens; it grows by as much.
 const CACHE_TOKENS: usize = 256;
 
-/// `softmax(q·kᵀ/√D) v`, `O(T²)` time and memory, with gradients.
+/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16 on the CPU), `O(T²)`
+/// elsewhere.
 #[derive(Clone, Debug, Default)]
-pub struct Softmax;
+pub struct Softmax {
+    composed: bool,
+}
 
 impl Softmax {
     /// Exact attention has no settings.
     pub fn new() -> Self {
-        Self
+        Self::default()
+    }
+
+    /// Never uses the fused CPU kernel: the same numbers from Candle's own operations, slower, as a second opinion on it.
+    pub fn composed(mut self) -> Self {
+        self.composed = true;
+        self
+    }
+
+    /// With an offset, query `t` sees keys `0..=offset + t`.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, offset: Option<usize>) -> Result<Tensor> {
+        if self.composed || !kernels::takes(q) {
+            let inputs = Inputs::new(q, k, v, mask)?;
+            return inputs.output(&attend(&inputs, offset)?);
+        }
+        check_shapes(q, k, v, mask)?;
+        let ((b, h, tq, _), (_, _, tk, dv)) = (q.dims4()?, v.dims4()?);
+        if b * tq == 0 || tk == 0 {
+            return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
+        }
+        let visible = mask.keys().map(visible).transpose()?;
+        softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, softmax::Seen { offset, visible })
     }
 }
 
 impl Attention for Softmax {
     fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
-        let inputs = Inputs::new(q, k, v, mask)?;
-        let causal = if mask.is_causal() { Some(0) } else { None };
-        inputs.output(&attend(&inputs, causal)?)
+        self.attend(q, k, v, mask, if mask.is_causal() { Some(0) } else { None })
     }
 
     fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
-        // Validates the new part before the cache is touched.
+        // The new part before the cache is touched.
         Inputs::new(q, k, v, &Mask::causal())?;
         state.check_batch(q)?;
         let (new, past) = (k.dim(2)?, state.tokens());
@@ -43,8 +66,7 @@ impl Attention for Softmax {
         check_cached("v", v, cache.v()?)?;
         let (k, v) = cache.append(&k.detach().contiguous()?, &v.detach().contiguous()?)?;
         state.advance(q)?;
-        let inputs = Inputs::new(q, &k, &v, &Mask::full())?;
-        inputs.output(&attend(&inputs, Some(past))?)
+        self.attend(&q.detach(), &k, &v, &Mask::full(), Some(past))
     }
 }
 

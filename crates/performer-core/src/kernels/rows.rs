@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
 use half::{bf16, f16};
 
-use super::transpose::transpose;
+use super::{transpose::transpose, vector::LANES};
 
 /// A tensor `(B, H, T, X)` whose rows of `X` numbers are contiguous.
 #[derive(Clone, Copy)]
@@ -69,6 +69,14 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
+    /// All rows and the distance between them, if they are f32 in whole vectors.
+    pub(super) fn whole_vectors(&self) -> Option<(&'a [f32], usize)> {
+        match self.values {
+            Values::F32(x) if self.width.is_multiple_of(LANES) => Some((x, self.stride)),
+            _ => None,
+        }
+    }
+
     /// `count` rows from token `start` on as f32, with the distance between them: the tensor itself where it holds f32, else
     /// widened into `scratch`.
     pub(super) fn read<'s>(&self, start: usize, count: usize, scratch: &'s mut Vec<f32>) -> (&'s [f32], usize)

@@ -97,6 +97,10 @@ elementwise!(/// `x + a y`
     add_scaled(simd, x, [y], a) => simd.mul_add_e_f32s(y, a, x));
 elementwise!(/// `b x + a y`
     decay_add(simd, x, [y], b, a) => simd.mul_add_e_f32s(y, a, simd.mul_f32s(x, b)));
+elementwise!(/// `e^{x − y}` for `x − y ≤ 88`
+    exp_minus_each(simd, x, [y]) => exp_simd(simd, simd.sub_f32s(x, y)));
+elementwise!(/// `max(x, y)`
+    max_each(simd, x, [y]) => simd.max_f32s(x, y));
 elementwise!(/// `max(x, y − a)`
     max_minus(simd, x, [y], a) => simd.max_f32s(x, simd.sub_f32s(y, a)));
 

@@ -1,0 +1,390 @@
+//! Exact softmax attention on the CPU, fused: blocks of keys with a running maximum, nothing of size `T·T`, with a backward pass.
+//!
+//! The online softmax of Milakov & Gimelshein 2018, <https://arxiv.org/abs/1805.02867>, in blocks as in Dao et al. 2022,
+//! <https://arxiv.org/abs/2205.14135>. Scores are kept with a key a row and a query a column, so that maxima and sums over the
+//! keys are whole vectors. The backward pass computes scores again from the logarithms of the denominators, which are kept: one
+//! number a query. f32 inside; f32, f16 or bf16 outside, any strides.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use pulp::{Arch, Simd, WithSimd};
+
+use super::{
+    check_finite, for_heads,
+    gemm::{Into, Left, Right, gemm},
+    narrow,
+    rows::{Heads, Rows},
+    vector::{self, LANES, add, dot, exp_minus_each, max_each, multiply, subtract},
+    with_storages,
+};
+
+/// Queries of a block.
+const QUERIES: usize = 64;
+/// Keys of a block.
+const KEYS: usize = 128;
+
+fn padded(n: usize) -> usize {
+    n.next_multiple_of(LANES)
+}
+
+/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) offset: Option<usize>,
+    /// `(B, Tk)`.
+    pub(crate) visible: Option<Vec<bool>>,
+}
+
+/// `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of
+/// each is contiguous and nothing is empty. A row that sees no key is zero.
+pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
+    q.apply_op3(k, v, Softmax { seen, logs: Mutex::new(Vec::new()) })
+}
+
+struct Softmax {
+    seen: Seen,
+    /// Logarithms of the denominators, `(B, H, Tq)`, for the backward pass.
+    logs: Mutex<Vec<f32>>,
+}
+
+/// One query head and the key head it reads.
+struct Head<'a> {
+    q: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    offset: Option<usize>,
+    visible: Option<&'a [bool]>,
+}
+
+impl Head<'_> {
+    fn scale(&self) -> f32 {
+        (self.q.width as f32).sqrt().recip()
+    }
+
+    /// How many keys the queries before `end` may see at most.
+    fn reach(&self, end: usize) -> usize {
+        self.offset.map_or(self.k.tokens, |offset| (offset + end).min(self.k.tokens))
+    }
+
+    /// Scores of keys from `j` on, a key a row, for queries from `i` on, a query a column; `−∞` where a query may not look.
+    #[inline(always)]
+    fn scores<S: Simd>(
+        &self,
+        simd: S,
+        [i, queries]: [usize; 2],
+        [j, keys]: [usize; 2],
+        k: &Matrix,
+        columns: &[f32],
+        to: &mut [f32],
+    ) {
+        let right = Right { values: columns, stride: QUERIES };
+        gemm(simd, Into::Zero, [keys, padded(queries), self.q.width], k.left(j), right, to, QUERIES);
+        for (row, to) in to.chunks_exact_mut(QUERIES).enumerate().take(keys) {
+            if self.visible.is_some_and(|visible| !visible[j + row]) {
+                to.fill(f32::NEG_INFINITY);
+            } else if let Some(offset) = self.offset {
+                let hidden = (j + row).saturating_sub(offset + i).min(QUERIES);
+                to[..hidden].fill(f32::NEG_INFINITY);
+            }
+        }
+    }
+}
+
+/// All rows of a head as f32.
+struct Matrix<'a> {
+    values: std::borrow::Cow<'a, [f32]>,
+    stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// The tensor itself if it holds f32 in whole vectors, else a copy.
+    fn new(rows: &Rows<'a>) -> Self {
+        if let Some((values, stride)) = rows.whole_vectors() {
+            return Self { values: values.into(), stride };
+        }
+        let stride = padded(rows.width);
+        let mut values = vec![0f32; rows.tokens * stride];
+        rows.copy(0, rows.tokens, &mut values, stride);
+        Self { values: values.into(), stride }
+    }
+
+    fn left(&self, row: usize) -> Left<'_> {
+        Left::rows(&self.values[row * self.stride..], self.stride)
+    }
+
+    fn right(&self, row: usize) -> Right<'_> {
+        Right { values: &self.values[row * self.stride..], stride: self.stride }
+    }
+}
+
+/// Outputs `(Tq, Dv)` of one query head, and the logarithms of its denominators.
+struct Forward<'a> {
+    head: &'a Head<'a>,
+    out: &'a mut [f32],
+    logs: &'a mut [f32],
+}
+
+impl WithSimd for Forward<'_> {
+    /// Whether every input was finite; if not, the outputs mean nothing.
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> bool {
+        let Self { head, out, logs } = self;
+        let (d, dv, width) = (head.q.width, head.v.width, padded(head.v.width));
+        let finite = [&head.q, &head.k, &head.v].iter().all(|rows| rows.are_finite(0, rows.tokens));
+        let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
+        let mut columns = vec![0f32; d * QUERIES];
+        let mut scores = vec![0f32; KEYS * QUERIES];
+        let mut rows = vec![0f32; QUERIES * width];
+        let mut scratch = Vec::new();
+        for i in (0..head.q.tokens).step_by(QUERIES) {
+            let queries = QUERIES.min(head.q.tokens - i);
+            head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
+            vector::scale(simd, &mut columns, head.scale());
+            // Low, but finite: −∞ − m is −∞ and not NaN.
+            let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
+            rows.fill(0.0);
+            let reach = head.reach(i + queries);
+            for j in (0..reach).step_by(KEYS) {
+                let keys = KEYS.min(reach - j);
+                head.scores(simd, [i, queries], [j, keys], &k, &columns, &mut scores);
+                let before = largest;
+                for row in scores.chunks_exact(QUERIES).take(keys) {
+                    max_each(simd, &mut largest, row);
+                }
+                let mut decay = before;
+                exp_minus_each(simd, &mut decay, &largest);
+                multiply(simd, &mut den, &decay);
+                for (row, &decay) in rows.chunks_exact_mut(width).zip(&decay).filter(|(_, decay)| **decay != 1.0) {
+                    vector::scale(simd, row, decay);
+                }
+                for row in scores.chunks_exact_mut(QUERIES).take(keys) {
+                    exp_minus_each(simd, row, &largest);
+                    add(simd, &mut den, row);
+                }
+                let left = Left::transposed(&scores, QUERIES);
+                gemm(simd, Into::Sum, [queries, width, keys], left, v.right(j), &mut rows, width);
+            }
+            for (t, row) in rows.chunks_exact(width).enumerate().take(queries) {
+                let scale = if den[t] == 0.0 { 0.0 } else { den[t].recip() };
+                // A row that sees nothing has weight 0 for every key in the backward pass too.
+                logs[i + t] = if den[t] == 0.0 { f32::INFINITY } else { largest[t] + den[t].ln() };
+                let out = &mut out[(i + t) * dv..(i + t + 1) * dv];
+                out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
+            }
+        }
+        finite
+    }
+}
+
+/// Gradients of one query head `(Tq, D)`, added up over its group in those of the key head, `(Tk, D)` and `(Tk, Dv)` with padded
+/// rows.
+struct Backward<'a> {
+    head: &'a Head<'a>,
+    out: &'a Rows<'a>,
+    grad: &'a Rows<'a>,
+    logs: &'a [f32],
+    dq: &'a mut [f32],
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
+}
+
+impl WithSimd for Backward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { head, out, grad, logs, dq, dk, dv } = self;
+        let (d, vd) = (head.q.width, head.v.width);
+        let (width, value_width) = (padded(d), padded(vd));
+        let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
+        let mut query_columns = vec![0f32; d * QUERIES];
+        let mut grad_columns = vec![0f32; vd * QUERIES];
+        let mut query_rows = vec![0f32; QUERIES * width];
+        let mut grad_rows = vec![0f32; QUERIES * value_width];
+        let mut out_rows = vec![0f32; QUERIES * value_width];
+        let mut weights = vec![0f32; KEYS * QUERIES];
+        let mut products = vec![0f32; KEYS * QUERIES];
+        let mut rows = vec![0f32; QUERIES * width];
+        let mut scratch = Vec::new();
+        for i in (0..head.q.tokens).step_by(QUERIES) {
+            let queries = QUERIES.min(head.q.tokens - i);
+            let columns = padded(queries);
+            // Columns beyond the queries are zero, and with them their part in every sum.
+            for row in query_columns.chunks_exact_mut(QUERIES).chain(grad_columns.chunks_exact_mut(QUERIES)) {
+                row[queries / LANES * LANES..columns].fill(0.0);
+            }
+            head.q.copy_transposed(i, queries, &mut query_columns, QUERIES, &mut scratch);
+            grad.copy_transposed(i, queries, &mut grad_columns, QUERIES, &mut scratch);
+            vector::scale(simd, &mut query_columns, head.scale());
+            head.q.copy(i, queries, &mut query_rows, width);
+            vector::scale(simd, &mut query_rows, head.scale());
+            grad.copy(i, queries, &mut grad_rows, value_width);
+            out.copy(i, queries, &mut out_rows, value_width);
+            let (mut log, mut delta) = ([f32::INFINITY; QUERIES], [0f32; QUERIES]);
+            log[..queries].copy_from_slice(&logs[i..i + queries]);
+            let pairs = grad_rows.chunks_exact(value_width).zip(out_rows.chunks_exact(value_width));
+            for (delta, (grad, out)) in delta.iter_mut().zip(pairs).take(queries) {
+                *delta = dot(simd, grad, out);
+            }
+            rows.fill(0.0);
+            let reach = head.reach(i + queries);
+            for j in (0..reach).step_by(KEYS) {
+                let keys = KEYS.min(reach - j);
+                head.scores(simd, [i, queries], [j, keys], &k, &query_columns, &mut weights);
+                let right = Right { values: &grad_columns, stride: QUERIES };
+                gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
+                let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
+                for (weight, product) in pairs.take(keys) {
+                    exp_minus_each(simd, &mut weight[..columns], &log[..columns]);
+                    subtract(simd, &mut product[..columns], &delta[..columns]);
+                    multiply(simd, &mut product[..columns], &weight[..columns]);
+                }
+                let right = Right { values: &grad_rows, stride: value_width };
+                let to = &mut dv[j * value_width..];
+                gemm(
+                    simd,
+                    Into::Sum,
+                    [keys, value_width, queries],
+                    Left::rows(&weights, QUERIES),
+                    right,
+                    to,
+                    value_width,
+                );
+                let right = Right { values: &query_rows, stride: width };
+                let left = Left::rows(&products, QUERIES);
+                gemm(simd, Into::Sum, [keys, width, queries], left, right, &mut dk[j * width..], width);
+                let left = Left::transposed(&products, QUERIES);
+                gemm(simd, Into::Sum, [queries, width, keys], left, k.right(j), &mut rows, width);
+            }
+            vector::scale(simd, &mut rows, head.scale());
+            for (dq, row) in dq[i * d..(i + queries) * d].chunks_exact_mut(d).zip(rows.chunks_exact(width)) {
+                dq.copy_from_slice(&row[..d]);
+            }
+        }
+    }
+}
+
+/// The tensors, head by head.
+struct Inputs<'a> {
+    q: Heads<'a>,
+    k: Heads<'a>,
+    v: Heads<'a>,
+    seen: &'a Seen,
+    group: usize,
+    key_heads: usize,
+    keys: usize,
+}
+
+type Stored<'a> = (&'a CpuStorage, &'a Layout);
+
+impl<'a> Inputs<'a> {
+    fn new(q: Stored<'a>, k: Stored<'a>, v: Stored<'a>, seen: &'a Seen) -> Result<Self> {
+        let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
+        Ok(Self {
+            q: Heads::new(q.0, q.1)?,
+            k: Heads::new(k.0, k.1)?,
+            v: Heads::new(v.0, v.1)?,
+            seen,
+            group: heads / key_heads,
+            key_heads,
+            keys,
+        })
+    }
+
+    /// The `n`-th query head, counted through the batch.
+    fn head(&self, n: usize) -> Head<'a> {
+        let key = n / self.group;
+        let batch = key / self.key_heads;
+        Head {
+            q: self.q.head(n),
+            k: self.k.head(key),
+            v: self.v.head(key),
+            offset: self.seen.offset,
+            visible: self.seen.visible.as_deref().map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
+        }
+    }
+}
+
+impl CustomOp3 for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
+        let (b, h, t, _) = l1.shape().dims4()?;
+        let dv = l3.dims()[3];
+        let (mut out, mut logs) = (vec![0f32; b * h * t * dv], vec![0f32; b * h * t]);
+        let work = out.chunks_exact_mut(t * dv).zip(logs.chunks_exact_mut(t)).enumerate().collect();
+        let finite =
+            for_heads(work, |(n, (out, logs))| Arch::new().dispatch(Forward { head: &inputs.head(n), out, logs }));
+        if finite.contains(&false) {
+            for (name, storage, layout) in [("q", s1, l1), ("k", s2, l2), ("v", s3, l3)] {
+                check_finite(name, storage, layout)?;
+            }
+        }
+        *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = logs;
+        Ok((narrow(out, s1.dtype())?, Shape::from((b, h, t, dv))))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let (_, h, t, d) = q.dims4()?;
+        let (b, hkv, keys, vd) = v.dims4()?;
+        let (group, width, value_width) = (h / hkv, padded(d), padded(vd));
+        let mut dq = vec![0f32; q.elem_count()];
+        let mut dk = vec![0f32; b * hkv * keys * width];
+        let mut dv = vec![0f32; b * hkv * keys * value_width];
+        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
+        if logs.is_empty() {
+            bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
+        }
+        with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
+            let inputs = Inputs::new(q, k, v, &self.seen)?;
+            let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
+            let work = dq
+                .chunks_exact_mut(group * t * d)
+                .zip(dk.chunks_exact_mut(keys * width))
+                .zip(dv.chunks_exact_mut(keys * value_width))
+                .enumerate()
+                .collect();
+            for_heads(work, |(n, ((dq, dk), dv))| {
+                for (g, dq) in dq.chunks_exact_mut(t * d).enumerate() {
+                    let n = n * group + g;
+                    let (head, out, grad) = (inputs.head(n), out.head(n), grad.head(n));
+                    let logs = &logs[n * t..(n + 1) * t];
+                    Arch::new().dispatch(Backward { head: &head, out: &out, grad: &grad, logs, dq, dk, dv });
+                }
+            });
+            Ok(())
+        })?;
+        let tensor = |values: Vec<f32>, width: usize, like: &Tensor| -> Result<Tensor> {
+            let last = like.dim(3)?;
+            let values = if last == width {
+                values
+            } else {
+                values.chunks_exact(width).flat_map(|row| row[..last].iter().copied()).collect()
+            };
+            Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
+        };
+        Ok((Some(tensor(dq, d, q)?), Some(tensor(dk, width, k)?), Some(tensor(dv, value_width, v)?)))
+    }
+}
