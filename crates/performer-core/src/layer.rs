@@ -1,9 +1,12 @@
 //! Multi-head attention as a layer: projections, positions, heads, dropout, around any [`Attention`].
 
 use candle_core::{Device, Result, Tensor, bail};
-use candle_nn::{Linear, Module, VarBuilder, linear_b, ops::dropout, rotary_emb::rope_slow};
+use candle_nn::{Linear, VarBuilder, linear_b, ops::dropout, rotary_emb::rope_slow};
 
-use crate::attention::{Attention, Mask, State};
+use crate::{
+    attention::{Attention, Mask, State},
+    ops,
+};
 
 /// Rotary position embeddings (Su et al. 2021, <https://arxiv.org/abs/2104.09864>), in the half-split form of Hugging Face
 /// checkpoints: dimension `i` turns with `i + D/2`.
@@ -178,11 +181,9 @@ impl MultiHeadAttention {
                 bail!("{name} has shape {:?}; it must be (batch, tokens, {})", t.dims(), c.hidden);
             }
         }
-        // Rows in two dimensions: Linear cannot take an empty sequence in three.
         let split = |linear: &Linear, x: &Tensor, heads: usize| -> Result<Tensor> {
-            let (b, t, e) = x.dims3()?;
-            let rows = linear.forward(&x.reshape((b * t, e))?)?;
-            rows.reshape((b, t, heads, c.head_dim))?.transpose(1, 2)?.contiguous()
+            let (b, t, _) = x.dims3()?;
+            apply(linear, x)?.reshape((b, t, heads, c.head_dim))?.transpose(1, 2)
         };
         let q = split(&self.q_proj, x, c.heads)?;
         let k = split(&self.k_proj, context, c.kv_heads)?;
@@ -195,7 +196,10 @@ impl MultiHeadAttention {
 
     fn merge(&self, heads: &Tensor) -> Result<Tensor> {
         let (b, h, t, d) = heads.dims4()?;
-        let rows = heads.transpose(1, 2)?.contiguous()?.reshape((b * t, h * d))?;
-        self.o_proj.forward(&rows)?.reshape((b, t, self.config.hidden))
+        apply(&self.o_proj, &heads.transpose(1, 2)?.contiguous()?.reshape((b, t, h * d))?)
     }
+}
+
+fn apply(linear: &Linear, x: &Tensor) -> Result<Tensor> {
+    ops::linear(x, linear.weight(), linear.bias())
 }

@@ -12,6 +12,7 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
+//! | norms, linear maps and the loss around that | [`ops`] |
 //! | the truth it is all held to, in plain f64 | [`mod@reference`] |
 //!
 //! # Example
@@ -44,6 +45,7 @@ pub mod attention;
 pub mod features;
 pub mod kernels;
 pub mod layer;
+pub mod ops;
 pub mod projection;
 pub mod reference;
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     data::{Batch, TokenFile, eval_windows},
     model::Decoder,
-    train::{cross_entropy, in_order},
+    train::in_order,
 };
 
 /// A model's loss over a text, each token but the first predicted once, from at most `context` tokens before it.
@@ -39,9 +39,8 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
 /// [`evaluate`] over about the first `limit` tokens.
 pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
     let context = model.config().context;
-    // About 4096 tokens a pass, enough rows for the matrix products; fewer where their logits would pass 64 MiB.
-    let tokens_per_pass = 4096.min((1 << 24) / model.config().vocab_size);
-    let rows = (tokens_per_pass / context).max(1);
+    // About 4096 tokens a pass, enough rows for the matrix products.
+    let rows = (4096 / context).max(1);
     let passes = limit.div_ceil(rows * context);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(passes).collect();
     let mut sums = vec![(0f64, 0u64); context];
@@ -52,8 +51,7 @@ pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize
             let batch = &windows[i];
             check_vocabulary(batch, model)?;
             let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
-            let logits = model.forward(&ids, None)?;
-            Ok((batch.context, cross_entropy(&logits.flatten_to(1)?, &batch.targets)?.to_vec1::<f32>()?))
+            Ok((batch.context, model.losses(&ids, &batch.targets, None)?.to_vec1::<f32>()?))
         },
         |(width, losses)| {
             for row in losses.chunks_exact(width) {

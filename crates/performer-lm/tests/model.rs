@@ -5,7 +5,6 @@ use candle_core::{Device, Tensor};
 use performer_lm::{
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
     model::{Decoder, Dropout},
-    train::cross_entropy,
 };
 
 const ATTENTIONS: [&str; 8] = [
@@ -81,8 +80,7 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
     for attention in ["softmax", "favor:m=24", "favor:m=16,map=relu"] {
         for config in variants(attention) {
             let model = Decoder::new(&config, 1, &Device::Cpu)?;
-            let logits = model.forward(&tensor(&ids(2, 40, 0), 2)?, None)?;
-            let loss = cross_entropy(&logits.flatten_to(1)?, &ids(2, 40, 1))?.mean_all()?;
+            let loss = model.losses(&tensor(&ids(2, 40, 0), 2)?, &ids(2, 40, 1), None)?.mean_all()?;
             let gradients = loss.backward()?;
             for (name, var) in model.named_parameters()? {
                 let Some(gradient) = gradients.get(&var) else { panic!("{name} has no gradient in {config:?}") };

@@ -3,8 +3,11 @@
 //! [`gemm`] multiplies small tiles, [`vector`] has what is done to each number, [`rows`] reads tensors; [`favor`] and [`softmax`] are made of them.
 //! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs.
 
+pub(crate) mod cross_entropy;
 pub(crate) mod favor;
 mod gemm;
+pub(crate) mod linear;
+pub(crate) mod norm;
 mod rows;
 pub(crate) mod softmax;
 mod transpose;
@@ -17,6 +20,19 @@ use rayon::prelude::*;
 /// Whether the kernels take this tensor.
 pub(crate) fn takes(t: &Tensor) -> bool {
     matches!(t.device(), Device::Cpu) && matches!(t.dtype(), DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// `n` rounded up to whole vectors.
+fn padded(n: usize) -> usize {
+    n.next_multiple_of(vector::LANES)
+}
+
+/// The numbers of a contiguous f32 tensor.
+fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    match (storage, layout.contiguous_offsets()) {
+        (CpuStorage::F32(values), Some((start, end))) => Ok(&values[start..end]),
+        _ => bail!("a fused kernel was given a tensor that is not contiguous f32"),
+    }
 }
 
 /// Runs `work` on every item, on as many threads as Candle may use, and returns the results in order. Each item is one head's own

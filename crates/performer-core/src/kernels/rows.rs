@@ -1,9 +1,16 @@
 //! Rows of a head, as the kernels read them: any strides between tokens, f32, f16 or bf16, widened tile by tile.
 
+use std::borrow::Cow;
+
 use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
 use half::{bf16, f16};
 
-use super::{transpose::transpose, vector::LANES};
+use super::{
+    gemm::{Left, Right},
+    padded,
+    transpose::transpose,
+    vector::LANES,
+};
 
 /// A tensor `(B, H, T, X)` whose rows of `X` numbers are contiguous.
 #[derive(Clone, Copy)]
@@ -38,6 +45,11 @@ impl<'a> Heads<'a> {
             other => bail!("a fused kernel was given {:?}; it takes f32, f16 and bf16", other.dtype()),
         };
         Ok(Self { values, strides: [stride[0], stride[1], stride[2]], heads, tokens, width })
+    }
+
+    /// The rows of a contiguous matrix.
+    pub(super) fn matrix(values: &'a [f32], width: usize) -> Rows<'a> {
+        Rows { values: Values::F32(values), stride: width, tokens: values.len() / width, width }
     }
 
     /// The rows of the `n`-th head, counted through the batch.
@@ -136,5 +148,32 @@ impl<'a> Rows<'a> {
     ) {
         let (rows, from) = self.read(start, count, scratch);
         transpose(rows, from, [count, self.width], to, stride);
+    }
+}
+
+/// All rows of a head as f32, padded to whole vectors.
+pub(super) struct Matrix<'a> {
+    values: Cow<'a, [f32]>,
+    stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// The tensor itself if it holds f32 in whole vectors, else a copy.
+    pub(super) fn new(rows: &Rows<'a>) -> Self {
+        if let Some((values, stride)) = rows.whole_vectors() {
+            return Self { values: values.into(), stride };
+        }
+        let stride = padded(rows.width);
+        let mut values = vec![0f32; rows.tokens * stride];
+        rows.copy(0, rows.tokens, &mut values, stride);
+        Self { values: values.into(), stride }
+    }
+
+    pub(super) fn left(&self, row: usize) -> Left<'_> {
+        Left::rows(&self.values[row * self.stride..], self.stride)
+    }
+
+    pub(super) fn right(&self, row: usize) -> Right<'_> {
+        Right { values: &self.values[row * self.stride..], stride: self.stride }
     }
 }

@@ -13,8 +13,8 @@ use pulp::{Arch, Simd, WithSimd};
 use super::{
     check_finite, for_heads,
     gemm::{Into, Left, Right, gemm},
-    narrow,
-    rows::{Heads, Rows},
+    narrow, padded,
+    rows::{Heads, Matrix, Rows},
     vector::{self, LANES, add, dot, exp_minus_each, max_each, multiply, subtract},
     with_storages,
 };
@@ -23,10 +23,6 @@ use super::{
 const QUERIES: usize = 64;
 /// Keys of a block.
 const KEYS: usize = 128;
-
-fn padded(n: usize) -> usize {
-    n.next_multiple_of(LANES)
-}
 
 /// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset.
 #[derive(Clone, Debug, Default)]
@@ -88,33 +84,6 @@ impl Head<'_> {
                 to[..hidden].fill(f32::NEG_INFINITY);
             }
         }
-    }
-}
-
-/// All rows of a head as f32.
-struct Matrix<'a> {
-    values: std::borrow::Cow<'a, [f32]>,
-    stride: usize,
-}
-
-impl<'a> Matrix<'a> {
-    /// The tensor itself if it holds f32 in whole vectors, else a copy.
-    fn new(rows: &Rows<'a>) -> Self {
-        if let Some((values, stride)) = rows.whole_vectors() {
-            return Self { values: values.into(), stride };
-        }
-        let stride = padded(rows.width);
-        let mut values = vec![0f32; rows.tokens * stride];
-        rows.copy(0, rows.tokens, &mut values, stride);
-        Self { values: values.into(), stride }
-    }
-
-    fn left(&self, row: usize) -> Left<'_> {
-        Left::rows(&self.values[row * self.stride..], self.stride)
-    }
-
-    fn right(&self, row: usize) -> Right<'_> {
-        Right { values: &self.values[row * self.stride..], stride: self.stride }
     }
 }
 

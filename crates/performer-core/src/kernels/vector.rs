@@ -104,24 +104,34 @@ elementwise!(/// `max(x, y)`
 elementwise!(/// `max(x, y − a)`
     max_minus(simd, x, [y], a) => simd.max_f32s(x, simd.sub_f32s(y, a)));
 
-/// `Σ x_i`, a fixed order.
+/// `Σ x_i`, a fixed order, any length.
 #[inline(always)]
 pub(super) fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
+    let (vectors, rest) = S::as_simd_f32s(x);
     let mut sum = simd.splat_f32s(0.0);
-    for &x in S::as_simd_f32s(x).0 {
+    for &x in vectors {
         sum = simd.add_f32s(sum, x);
     }
-    simd.reduce_sum_f32s(sum)
+    let mut sum = simd.reduce_sum_f32s(sum);
+    for x in rest {
+        sum += x;
+    }
+    sum
 }
 
-/// `Σ x_i y_i`, a fixed order.
+/// `Σ x_i y_i`, a fixed order, any length.
 #[inline(always)]
 pub(super) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
+    let ((vectors, rest), (others, other_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
     let mut sum = simd.splat_f32s(0.0);
-    for (&x, &y) in S::as_simd_f32s(x).0.iter().zip(S::as_simd_f32s(y).0) {
+    for (&x, &y) in vectors.iter().zip(others) {
         sum = simd.mul_add_e_f32s(x, y, sum);
     }
-    simd.reduce_sum_f32s(sum)
+    let mut sum = simd.reduce_sum_f32s(sum);
+    for (x, y) in rest.iter().zip(other_rest) {
+        sum += x * y;
+    }
+    sum
 }
 
 /// `max x_i`.

@@ -2,9 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{D, Module, Result, Tensor};
-use candle_nn::{Linear, VarBuilder, linear_b, ops::rms_norm_slow};
-use performer_core::{Attention, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State};
+use candle_core::{Result, Tensor};
+use candle_nn::{Linear, VarBuilder, linear_b};
+use performer_core::{Attention, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, ops};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -107,16 +107,17 @@ impl FeedForward {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let up = self.up.forward(x)?;
+        let apply = |linear: &Linear, x: &Tensor| ops::linear(x, linear.weight(), linear.bias());
+        let up = apply(&self.up, x)?;
         let inner = match &self.gate {
             None => gelu(&up)?,
-            Some(gate) => (gate.forward(x)?.silu()? * up)?,
+            Some(gate) => (apply(gate, x)?.silu()? * up)?,
         };
-        self.down.forward(&inner)
+        apply(&self.down, &inner)
     }
 }
 
-/// LayerNorm or RMSNorm in differentiable ops: Candle's fused ones pass no gradient and no error.
+/// LayerNorm or RMSNorm with gradients: Candle's fused ones pass none, and no error.
 pub(super) struct Norm {
     weight: Tensor,
     bias: Option<Tensor>,
@@ -135,11 +136,8 @@ impl Norm {
 
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match &self.bias {
-            None => rms_norm_slow(x, &self.weight, self.eps as f32),
-            Some(bias) => {
-                let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-                rms_norm_slow(&x, &self.weight, self.eps as f32)?.broadcast_add(bias)
-            }
+            None => ops::rms_norm(x, &self.weight, self.eps),
+            Some(bias) => ops::layer_norm(x, &self.weight, bias, self.eps),
         }
     }
 }

@@ -9,7 +9,14 @@ use crate::config::ModelConfig;
 /// Deviation of embeddings.
 const EMBEDDING_STD: f64 = 0.02;
 
-/// Matrices are normal with deviation `0.5 / √fan_in`, those that write into the residual stream divided by `√(2·layers)`
+/// Deviation of matrices, times `√fan_in`.
+const MATRIX_STD: f64 = 0.5;
+
+/// The same for queries and keys. Softmax does not mind; a kernel estimate, exact where queries and keys are small, learns better
+/// from a start where it is (docs/LOG.md).
+const QUERY_KEY_STD: f64 = 0.1;
+
+/// Matrices are normal with deviation `0.5 / √fan_in`, those of queries and keys with `0.1 / √fan_in`, those that write into the residual stream divided by `√(2·layers)`
 /// besides (Radford et al. 2019), embeddings with 0.02; biases are 0 and norm weights 1.
 pub(super) fn initialise(parameters: &[(String, Var)], config: &ModelConfig, seed: u64) -> Result<()> {
     for (name, var) in parameters {
@@ -24,7 +31,9 @@ pub(super) fn initialise(parameters: &[(String, Var)], config: &ModelConfig, see
         } else {
             let residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
             let depth = if residual { 2.0 * config.layers as f64 } else { 1.0 };
-            0.5 / (columns as f64 * depth).sqrt()
+            let query_or_key = name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight");
+            let std = if query_or_key { QUERY_KEY_STD } else { MATRIX_STD };
+            std / (columns as f64 * depth).sqrt()
         };
         let hash = blake3::hash(name.as_bytes());
         let stream = u64::from_le_bytes(std::array::from_fn(|i| hash.as_bytes()[i]));

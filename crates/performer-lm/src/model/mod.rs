@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, Module, VarBuilder, VarMap, embedding, linear_no_bias};
-use performer_core::{Attention, Favor, Rotary, Softmax, State, projection::derive_seed};
+use performer_core::{Attention, Favor, Rotary, Softmax, State, ops, projection::derive_seed};
 
 use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
@@ -183,11 +183,25 @@ impl Decoder {
     /// # Errors
     /// If `T` exceeds the positions of a model with learned ones, or an id the vocabulary.
     pub fn forward(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
+        self.logits(&self.hidden(ids, dropout)?)
+    }
+
+    /// Negative log-likelihood in nats of each target: ids `(B, T)` and `B·T` targets → `(B·T)`. Without the logits of
+    /// [`Self::forward`], the largest tensor of a training step.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and if a target lies beyond the vocabulary.
+    pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
+        let x = self.last_norm(&self.hidden(ids, dropout)?)?;
+        Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), targets)?)
+    }
+
+    fn hidden(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
         let mut x = self.embed(ids, 0)?;
         for block in &self.blocks {
             x = block.forward(&x, dropout)?;
         }
-        self.logits(&x)
+        Ok(x)
     }
 
     /// The state before the first token.
@@ -231,11 +245,14 @@ impl Decoder {
     }
 
     fn logits(&self, x: &Tensor) -> Result<Tensor> {
-        let x = match &self.norm {
-            Some(norm) => norm.forward(x)?,
-            None => x.clone(),
-        };
-        Ok(self.head.forward(&x)?)
+        Ok(ops::linear(&self.last_norm(x)?, self.head.weight(), None)?)
+    }
+
+    fn last_norm(&self, x: &Tensor) -> Result<Tensor> {
+        match &self.norm {
+            Some(norm) => Ok(norm.forward(x)?),
+            None => Ok(x.clone()),
+        }
     }
 }
 

@@ -3,7 +3,6 @@
 mod checkpoint;
 mod gradients;
 mod log;
-mod loss;
 mod optimizer;
 mod parallel;
 mod progress;
@@ -14,7 +13,6 @@ mod weights_file;
 pub use checkpoint::{Checkpoint, TrainingState, git_revision};
 pub use gradients::Gradients;
 pub use log::{Record, read_log};
-pub use loss::cross_entropy;
 pub use optimizer::{AdamW, AdamWConfig};
 pub use parallel::in_order;
 pub use run::{

@@ -15,7 +15,7 @@ use performer_core::projection::derive_seed;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AdamW, Checkpoint, Gradients, TrainingState, cross_entropy, git_revision, in_order,
+    AdamW, Checkpoint, Gradients, TrainingState, git_revision, in_order,
     log::{Log, Record},
     progress::Progress,
 };
@@ -285,8 +285,8 @@ impl<'a> Trainer<'a> {
                 let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
                 let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (self.step * count + i) as u64);
                 let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
-                let logits = self.model.forward(&ids, dropout.as_ref())?.flatten_to(1)?;
-                let loss = (cross_entropy(&logits, &batch.targets[part])?.sum_all()? / batch.inputs.len() as f64)?;
+                let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
+                let loss = (losses.sum_all()? / batch.inputs.len() as f64)?;
                 let gradients = Gradients::from_store(&loss.backward()?, self.optimizer.parameters())?;
                 Ok((f64::from(loss.to_scalar::<f32>()?), gradients))
             },

@@ -18,19 +18,14 @@ use pulp::{Arch, Simd};
 pub(crate) use map::{Exponential, Map};
 
 use super::{
-    check_finite, for_heads, narrow,
+    check_finite, for_heads, narrow, padded,
     rows::{Heads, Rows},
-    vector::{self, LANES, exp},
+    vector::{self, exp},
     with_storages,
 };
 
 /// Most tokens a chunk has.
 const CHUNK: usize = 64;
-
-/// `n` rounded up to whole vectors.
-fn padded(n: usize) -> usize {
-    n.next_multiple_of(LANES)
-}
 
 /// Prefix sums of one key head, scaled: `Σ_j φ(k_j) [v_j, 1] / e^scale`.
 #[derive(Clone, Debug)]

@@ -1,0 +1,176 @@
+//! LayerNorm and RMSNorm of rows, one pass each way.
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use pulp::{Arch, Simd, WithSimd};
+
+use super::{
+    contiguous,
+    vector::{dot, sum},
+    with_storages,
+};
+
+/// `(x − μ)/√(σ² + ε)`, or `x/√(mean x² + ε)` where nothing is subtracted, times a weight, plus a bias if there is one.
+pub(crate) struct Norm {
+    pub(crate) eps: f32,
+    pub(crate) center: bool,
+}
+
+impl Norm {
+    fn forward(&self, (s1, l1): Stored, (s2, l2): Stored, bias: Option<Stored>) -> Result<(CpuStorage, Shape)> {
+        let (x, weight) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
+        let bias = bias.map(|(s, l)| contiguous(s, l)).transpose()?;
+        if weight.is_empty() || !x.len().is_multiple_of(weight.len()) || bias.is_some_and(|b| b.len() != weight.len()) {
+            bail!("norm: rows {:?} need a weight and a bias of their last dimension, not {:?}", l1.dims(), l2.dims());
+        }
+        let mut out = vec![0f32; x.len()];
+        Arch::new().dispatch(Forward { norm: self, x, weight, bias, out: &mut out });
+        Ok((CpuStorage::F32(out), l1.shape().clone()))
+    }
+
+    /// Gradients of rows, weight and bias.
+    fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
+        let grad = grad.contiguous()?;
+        let (mut dx, mut dw, mut db) =
+            (vec![0f32; x.elem_count()], vec![0f32; weight.elem_count()], vec![0f32; weight.elem_count()]);
+        with_storages([x, weight, &grad], |[x, weight, grad]| {
+            let (x, weight, grad) =
+                (contiguous(x.0, x.1)?, contiguous(weight.0, weight.1)?, contiguous(grad.0, grad.1)?);
+            let (dx, dw, db) = (&mut dx[..], &mut dw[..], &mut db[..]);
+            Arch::new().dispatch(Backward { norm: self, x, weight, grad, dx, dw, db });
+            Ok(())
+        })?;
+        Ok([
+            Tensor::from_vec(dx, x.shape(), x.device())?,
+            Tensor::from_vec(dw, weight.shape(), x.device())?,
+            Tensor::from_vec(db, weight.shape(), x.device())?,
+        ])
+    }
+
+    /// Mean and `1/√(σ² + ε)` of a row.
+    #[inline(always)]
+    fn statistics<S: Simd>(&self, simd: S, row: &[f32], centred: &mut [f32]) -> f32 {
+        let mean = if self.center { sum(simd, row) / row.len() as f32 } else { 0.0 };
+        for (c, x) in centred.iter_mut().zip(row) {
+            *c = x - mean;
+        }
+        (dot(simd, centred, centred) / row.len() as f32 + self.eps).sqrt().recip()
+    }
+}
+
+type Stored<'a> = (&'a CpuStorage, &'a Layout);
+
+struct Forward<'a> {
+    norm: &'a Norm,
+    x: &'a [f32],
+    weight: &'a [f32],
+    bias: Option<&'a [f32]>,
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let e = self.weight.len();
+        for (row, out) in self.x.chunks_exact(e).zip(self.out.chunks_exact_mut(e)) {
+            let scale = self.norm.statistics(simd, row, out);
+            match self.bias {
+                Some(bias) => {
+                    for ((o, w), b) in out.iter_mut().zip(self.weight).zip(bias) {
+                        *o = *o * scale * w + b;
+                    }
+                }
+                None => {
+                    for (o, w) in out.iter_mut().zip(self.weight) {
+                        *o *= scale * w;
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct Backward<'a> {
+    norm: &'a Norm,
+    x: &'a [f32],
+    weight: &'a [f32],
+    grad: &'a [f32],
+    dx: &'a mut [f32],
+    dw: &'a mut [f32],
+    db: &'a mut [f32],
+}
+
+impl WithSimd for Backward<'_> {
+    type Output = ();
+
+    /// With `x̂` the normalised row and `h = g ∘ w`: `dx = (h − mean h − x̂ mean(h ∘ x̂))/√(σ² + ε)`, without the first mean where
+    /// nothing is subtracted.
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let e = self.weight.len();
+        let mut unit = vec![0f32; e];
+        let rows = self.x.chunks_exact(e).zip(self.grad.chunks_exact(e)).zip(self.dx.chunks_exact_mut(e));
+        for ((row, grad), dx) in rows {
+            let scale = self.norm.statistics(simd, row, &mut unit);
+            for (((((unit, &g), &w), dx), dw), db) in
+                unit.iter_mut().zip(grad).zip(self.weight).zip(dx.iter_mut()).zip(&mut *self.dw).zip(&mut *self.db)
+            {
+                *unit *= scale;
+                *dx = g * w;
+                *dw += g * *unit;
+                *db += g;
+            }
+            let mean = if self.norm.center { sum(simd, dx) / e as f32 } else { 0.0 };
+            let along = dot(simd, dx, &unit) / e as f32;
+            for (dx, unit) in dx.iter_mut().zip(&unit) {
+                *dx = (*dx - mean - unit * along) * scale;
+            }
+        }
+    }
+}
+
+impl CustomOp2 for Norm {
+    fn name(&self) -> &'static str {
+        "norm"
+    }
+
+    fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward((s1, l1), (s2, l2), None)
+    }
+
+    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [dx, dw, _] = self.backward(x, weight, grad)?;
+        Ok((Some(dx), Some(dw)))
+    }
+}
+
+impl CustomOp3 for Norm {
+    fn name(&self) -> &'static str {
+        "norm-with-bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward((s1, l1), (s2, l2), Some((s3, l3)))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [dx, dw, db] = self.backward(x, weight, grad)?;
+        Ok((Some(dx), Some(dw), Some(db)))
+    }
+}

@@ -1,0 +1,114 @@
+//! The fused operations around attention against the same formulas in Candle's own operations on f64.
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use performer_core::ops;
+
+/// A fixed tensor without structure, values in ±2.
+fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
+    let count: usize = shape.iter().product();
+    let values: Vec<f64> = (0..count).map(|i| ((i + salt) as f64 * 12.9898).sin() * 2.0).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of the largest entry.
+#[track_caller]
+fn assert_same(what: &str, inputs: &[Tensor], tolerance: f64, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    let run = |dtype| -> Result<Vec<Tensor>> {
+        let vars = inputs.iter().map(|t| Var::from_tensor(&t.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
+        let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+        let out = f(&tensors)?;
+        // Every output with a weight of its own.
+        let weights = numbers(out.dims(), 77)?.to_dtype(dtype)?;
+        let gradients = (&out * weights)?.sum_all()?.backward()?;
+        let mut all = vec![out];
+        all.extend(vars.iter().map(|v| gradients.get(v).expect("every input has a gradient").clone()));
+        all.into_iter().map(|t| t.to_dtype(DType::F64)?.flatten_all()).collect()
+    };
+    let (got, want) = (run(DType::F32).unwrap(), run(DType::F64).unwrap());
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        let (got, want) = (got.to_vec1::<f64>().unwrap(), want.to_vec1::<f64>().unwrap());
+        let largest = want.iter().fold(1e-3f64, |m, x| m.max(x.abs()));
+        for (j, (g, w)) in got.iter().zip(&want).enumerate() {
+            assert!((g - w).abs() <= tolerance * largest, "{what}: tensor {i} has {g} at {j}, not {w}");
+        }
+    }
+}
+
+#[test]
+fn norms_match_their_formulas() -> Result<()> {
+    for (rows, e) in [(1, 1), (3, 7), (5, 16), (4, 64), (2, 100)] {
+        let inputs = [numbers(&[2, rows, e], 0)?, numbers(&[e], 5)?, numbers(&[e], 9)?];
+        let what = format!("{rows} rows of {e}");
+        // One number minus its mean is 0: its gradient is all rounding.
+        if e > 1 {
+            assert_same(&format!("layer norm, {what}"), &inputs, 2e-5, |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5));
+        }
+        assert_same(&format!("rms norm, {what}"), &inputs[..2], 2e-5, |t| ops::rms_norm(&t[0], &t[1], 1e-5));
+    }
+    Ok(())
+}
+
+#[test]
+fn norms_take_strided_rows() -> Result<()> {
+    let inputs = [numbers(&[6, 3], 0)?, numbers(&[6], 5)?, numbers(&[6], 9)?];
+    assert_same("transposed", &inputs, 1e-5, |t| ops::layer_norm(&t[0].t()?, &t[1], &t[2], 1e-5));
+    Ok(())
+}
+
+#[test]
+fn linear_maps_match_their_formula() -> Result<()> {
+    for (rows, k, n) in [(1, 1, 1), (5, 3, 17), (4, 64, 32)] {
+        let inputs = [numbers(&[2, rows, k], 0)?, numbers(&[n, k], 5)?, numbers(&[n], 9)?];
+        assert_same(&format!("{rows}x{k}x{n}"), &inputs, 1e-5, |t| ops::linear(&t[0], &t[1], Some(&t[2])));
+    }
+    let empty = Tensor::zeros((2, 0, 3), DType::F32, &Device::Cpu)?;
+    let (weight, bias) = (numbers(&[4, 3], 0)?.to_dtype(DType::F32)?, numbers(&[4], 0)?.to_dtype(DType::F32)?);
+    assert_eq!(ops::linear(&empty, &weight, Some(&bias))?.dims(), [2, 0, 4]);
+    let message = ops::linear(&weight, &weight.t()?, None).unwrap_err().to_string();
+    assert!(message.contains("last dimension must be 4"), "{message}");
+    Ok(())
+}
+
+#[test]
+fn cross_entropy_matches_its_formula() -> Result<()> {
+    // More rows than a tile has, and more tokens.
+    for (n, e, vocabulary) in [(1, 1, 1), (3, 7, 5), (130, 16, 33), (65, 20, 2100)] {
+        let inputs = [numbers(&[n, e], 0)?, numbers(&[vocabulary, e], 5)?];
+        let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
+        assert_same(&format!("{n} of {e} over {vocabulary}"), &inputs, 2e-5, |t| {
+            ops::linear_cross_entropy(&t[0], &t[1], &targets)
+        });
+        // The formula itself.
+        let logits = inputs[0].matmul(&inputs[1].t()?)?;
+        let index = Tensor::from_vec(targets.clone(), (n, 1), &Device::Cpu)?;
+        let log_sum = logits.exp()?.sum_keepdim(D::Minus1)?.log()?;
+        let want = (log_sum - logits.gather(&index, 1)?)?.squeeze(1)?.to_vec1::<f64>()?;
+        let f32s = [inputs[0].to_dtype(DType::F32)?, inputs[1].to_dtype(DType::F32)?];
+        let got = ops::linear_cross_entropy(&f32s[0], &f32s[1], &targets)?.to_vec1::<f32>()?;
+        for (got, want) in got.iter().zip(want) {
+            assert!((f64::from(*got) - want).abs() < 2e-5 * want.abs().max(1.0), "{got} is not {want}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn logits_of_any_size_do_not_overflow() -> Result<()> {
+    let x = Tensor::new(&[[300f32, 0.0], [-300.0, 1.0]], &Device::Cpu)?;
+    let w = Tensor::new(&[[1f32, 0.0], [-1.0, 0.0], [0.0, 1.0]], &Device::Cpu)?;
+    assert_eq!(ops::linear_cross_entropy(&x, &w, &[0, 0])?.to_vec1::<f32>()?, [0.0, 600.0]);
+    Ok(())
+}
+
+#[test]
+fn cross_entropy_refuses_what_does_not_fit() -> Result<()> {
+    let x = Tensor::zeros((2, 4), DType::F32, &Device::Cpu)?;
+    let w = Tensor::zeros((5, 4), DType::F32, &Device::Cpu)?;
+    for (w, targets, word) in
+        [(&w, &[0][..], "one each"), (&w, &[0, 5], "vocabulary of 5"), (&w.t()?, &[0, 1], "hidden states")]
+    {
+        let message = ops::linear_cross_entropy(&x, w, targets).unwrap_err().to_string();
+        assert!(message.contains(word), "{message}");
+    }
+    Ok(())
+}
