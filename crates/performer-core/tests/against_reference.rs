@@ -4,7 +4,9 @@ mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::softmax_last_dim;
-use common::{Layout, Problem, Random, all_kernels, assert_tensor_close, conditioned_scale, tensor, values};
+use common::{
+    Layout, Problem, Random, all_kernels, assert_tensor_close, conditioned_scale, is_positive, tensor, values,
+};
 use performer_core::features::FeatureMapKind;
 use performer_core::reference::Shape;
 use performer_core::{Attention, Favor, FavorConfig, Mask, ProjectionKind, Radii, Softmax};
@@ -49,13 +51,15 @@ fn hide_keys(problem: &mut Problem) {
     problem.key_mask = Some(mask);
 }
 
-/// In f64 and f32.
+/// In f64 and f32, fused where there is a kernel and composed.
 #[track_caller]
 fn check(problem: &Problem) -> Result<()> {
     let expected = problem.expected();
     for (dtype, tolerance) in TOLERANCES {
-        let actual = problem.run(&*problem.attention(dtype)?, dtype, Layout::Contiguous)?;
-        problem.assert_outcome(&format!("{dtype:?}"), &actual, &expected, tolerance);
+        for (how, attention) in [("", problem.attention(dtype)?), (" composed", problem.composed(dtype)?)] {
+            let actual = problem.run(&*attention, dtype, Layout::Contiguous)?;
+            problem.assert_outcome(&format!("{dtype:?}{how}"), &actual, &expected, tolerance);
+        }
     }
     Ok(())
 }
@@ -111,6 +115,29 @@ fn across_sequences() -> Result<()> {
     Ok(())
 }
 
+/// Keys whose features lie far above those of all keys before them: the fused kernel ends its chunk there.
+#[test]
+fn keys_far_above_the_past() -> Result<()> {
+    for map in all_kernels().filter(|&map| is_positive(map)) {
+        let shape = shape(1, 2, 1, 150, 6, 4);
+        let mut problem = Problem::random(8, shape, map, 12);
+        problem.causal = true;
+        // The norm of a key lowers all of its features; from token to token it falls here, slowly and in jumps.
+        let far = if map.is_some_and(is_positive_exponential) { 12.0 } else { 1.0 };
+        for (t, key) in problem.k.chunks_exact_mut(shape.head_dim).enumerate() {
+            let scale = if t < 5 || (40..43).contains(&t) { far } else { far / (1.0 + t as f64 / 4.0) };
+            key.iter_mut().for_each(|x| *x *= scale.max(0.3));
+        }
+        check(&problem)?;
+    }
+    Ok(())
+}
+
+/// Maps whose features fall with the norm of their row.
+fn is_positive_exponential(map: FeatureMapKind) -> bool {
+    matches!(map, FeatureMapKind::Positive | FeatureMapKind::Hyperbolic)
+}
+
 /// As they come out of a linear layer, or cut from a larger tensor.
 #[test]
 fn strided_inputs() -> Result<()> {
@@ -121,8 +148,10 @@ fn strided_inputs() -> Result<()> {
             hide_keys(&mut problem);
             let expected = problem.expected();
             for layout in Layout::ALL {
-                let actual = problem.run(&*problem.attention(DType::F64)?, DType::F64, layout)?;
-                problem.assert_outcome(&format!("{layout:?}"), &actual, &expected, 1e-9);
+                for (dtype, tolerance) in TOLERANCES {
+                    let actual = problem.run(&*problem.attention(dtype)?, dtype, layout)?;
+                    problem.assert_outcome(&format!("{dtype:?} {layout:?}"), &actual, &expected, tolerance);
+                }
             }
         }
     }
@@ -136,8 +165,10 @@ fn half_precision_inputs() -> Result<()> {
         for (dtype, causal) in [(DType::F16, false), (DType::F16, true), (DType::BF16, false), (DType::BF16, true)] {
             let mut problem = problem(6, shape(2, 4, 2, 65, 6, 4), map, 16).rounded(dtype)?;
             problem.causal = causal;
-            let actual = problem.run(&*problem.attention(dtype)?, dtype, Layout::Contiguous)?;
-            problem.assert_outcome(&format!("{dtype:?}"), &actual, &problem.expected(), 1e-2);
+            for attention in [problem.attention(dtype)?, problem.composed(dtype)?] {
+                let actual = problem.run(&*attention, dtype, Layout::Contiguous)?;
+                problem.assert_outcome(&format!("{dtype:?}"), &actual, &problem.expected(), 1e-2);
+            }
         }
     }
     Ok(())

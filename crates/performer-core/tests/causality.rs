@@ -32,12 +32,15 @@ fn assert_same_past(what: &str, actual: &Tensor, expected: &Tensor, cut: usize) 
     Ok(())
 }
 
-/// For softmax and every map, in f32 and f64: `change(tensor, cut)` of q, k or v leaves the past alone.
+/// For softmax and every map, in f32 and f64, fused and composed: `change(tensor, cut)` of q, k or v leaves the past alone.
 fn assert_blind_to(change: impl Fn(usize, &Tensor, usize) -> Result<Tensor>) -> Result<()> {
     for map in all_kernels() {
         let problem = problem(map);
-        for dtype in [DType::F32, DType::F64] {
-            let attention = problem.attention(dtype)?;
+        for (dtype, attention) in [
+            (DType::F32, problem.attention(DType::F32)?),
+            (DType::F32, problem.composed(DType::F32)?),
+            (DType::F64, problem.attention(DType::F64)?),
+        ] {
             let inputs = problem.tensors(dtype)?;
             let forward = |[q, k, v]: &[Tensor; 3]| attention.forward(q, k, v, &Mask::causal());
             let whole = forward(&inputs)?;

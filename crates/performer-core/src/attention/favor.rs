@@ -1,5 +1,7 @@
 //! FAVOR: attention through feature maps, `O(T)`.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
@@ -59,7 +61,7 @@ impl Default for FavorConfig {
 pub struct Favor {
     map: Box<dyn FeatureMap>,
     /// The map as the fused kernels compute it.
-    exponential: Option<Exponential>,
+    exponential: Option<Arc<Exponential>>,
     chunk: usize,
     composed: bool,
     drawn: Option<Drawn>,
@@ -154,13 +156,13 @@ impl Favor {
 }
 
 /// The form in which fused kernels compute a map's features, if it has one and lives on the CPU.
-fn exponential(map: &dyn FeatureMap) -> Result<Option<Exponential>> {
+fn exponential(map: &dyn FeatureMap) -> Result<Option<Arc<Exponential>>> {
     let Some(ExponentialForm { projection, hyperbolic }) = map.exponential_form() else { return Ok(None) };
     if !projection.device().is_cpu() {
         return Ok(None);
     }
     let rows = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-    Ok(Some(Exponential::new(&rows, map.input_dim(), hyperbolic)))
+    Ok(Some(Arc::new(Exponential::new(&rows, map.input_dim(), hyperbolic))))
 }
 
 fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<RandomParameters> {

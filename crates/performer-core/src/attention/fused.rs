@@ -1,5 +1,7 @@
 //! The fused CPU kernels behind FAVOR: checks, layout, and the state of decoding.
 
+use std::sync::Arc;
+
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::{
@@ -15,7 +17,7 @@ use crate::{
 /// Attention in one pass. `exponential`: the map's own kernel form, if it has one.
 pub(super) fn forward(
     map: &dyn FeatureMap,
-    exponential: Option<&Exponential>,
+    exponential: Option<&Arc<Exponential>>,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -30,7 +32,7 @@ pub(super) fn forward(
     match exponential {
         Some(form) => {
             let visible = mask.keys().map(visible).transpose()?;
-            let map = Map::Exponential(form.clone());
+            let map = Map::Exponential(Arc::clone(form));
             favor::favor(&map, &rows(q)?, &rows(k)?, &rows(v)?, visible, mask.is_causal())
         }
         None => {
@@ -47,7 +49,7 @@ pub(super) fn forward(
 /// Causal attention from `state` on.
 pub(super) fn extend(
     map: &dyn FeatureMap,
-    exponential: Option<&Exponential>,
+    exponential: Option<&Arc<Exponential>>,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -62,7 +64,7 @@ pub(super) fn extend(
     let dtype = q.dtype();
     let ready;
     let (map, q, k, v) = match exponential {
-        Some(form) => (&Map::Exponential(form.clone()), &rows(q)?, &rows(k)?, &rows(v)?),
+        Some(form) => (&Map::Exponential(Arc::clone(form)), &rows(q)?, &rows(k)?, &rows(v)?),
         None => {
             ready = Ready::new(map, &Inputs::new(q, k, v, &Mask::causal())?)?;
             (&ready.map, &ready.q, &ready.k, &ready.v)

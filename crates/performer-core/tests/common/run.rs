@@ -106,6 +106,14 @@ impl Problem {
         }
     }
 
+    /// The same without fused kernels.
+    pub(crate) fn composed(&self, dtype: DType) -> Result<Box<dyn Attention>> {
+        match self.map {
+            None => Ok(Box::new(Softmax::new().composed())),
+            Some(_) => Ok(Box::new(self.favor(dtype)?.composed())),
+        }
+    }
+
     pub(crate) fn mask(&self) -> Result<Mask> {
         let mask = if self.causal { Mask::causal() } else { Mask::full() };
         Ok(match &self.key_mask {

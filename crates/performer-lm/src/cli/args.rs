@@ -41,19 +41,21 @@ pub(super) struct Machine {
 }
 
 impl Global {
-    /// Opens the device and sets up threads. Must run before anything else touches Candle.
-    pub(super) fn configure(self) -> Result<Machine> {
+    /// Opens the device and sets up threads. Must run before anything else touches Candle. `side_by_side`: whether the command runs
+    /// passes side by side, one a thread, or one at a time on all of them.
+    pub(super) fn configure(self, side_by_side: bool) -> Result<Machine> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = match self.threads {
             Some(0) => bail!("--threads is 0; it must be at least 1"),
             Some(threads) => threads,
             None => cores,
         };
-        // Small passes run side by side, one a thread; Candle's own pools below them would only fight for the cores.
+        // Below passes that run side by side, Candle's own pools would only fight for the cores.
+        let inside = if side_by_side { 1 } else { threads }.to_string();
         // SAFETY: no other thread has been started yet.
         unsafe {
-            std::env::set_var("RAYON_NUM_THREADS", "1");
-            std::env::set_var("CANDLE_NUM_THREADS", "1");
+            std::env::set_var("RAYON_NUM_THREADS", &inside);
+            std::env::set_var("CANDLE_NUM_THREADS", &inside);
         }
         // Tokenizers do use the pool.
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;

@@ -1,6 +1,7 @@
 //! The command line: one file a command. Results go to stdout, everything else to stderr.
 
 mod args;
+mod bench;
 mod compare;
 mod data;
 mod eval;
@@ -37,7 +38,8 @@ Examples:
   performer-lm train --preset small --data stories/ train a larger one on a folder with train.txt and valid.txt
   performer-lm compare --seeds 1,2,3                softmax against FAVOR+, three seeds, a table and a plot
   performer-lm generate runs/seed-favor-m128-seed42      write a story
-  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json";
+  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
+  performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths";
 
 #[derive(Subcommand)]
 enum Command {
@@ -49,6 +51,9 @@ enum Command {
     Eval(eval::Args),
     /// Continue a text.
     Generate(generate::Args),
+    /// Measure the speed of attention, decoding and training on this machine.
+    #[command(subcommand)]
+    Bench(bench::Command),
     /// Prepare or inspect training data.
     Data(data::Args),
     /// Print shell completions.
@@ -74,12 +79,14 @@ pub fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    let global = cli.global.configure()?;
+    let side_by_side = !matches!(&cli.command, Command::Bench(bench) if bench.is_one_at_a_time());
+    let global = cli.global.configure(side_by_side)?;
     match cli.command {
         Command::Train(args) => train::run(args, &global, stop_on_ctrl_c()?),
         Command::Compare(args) => compare::run(args, &global, stop_on_ctrl_c()?),
         Command::Eval(args) => eval::run(args, &global),
         Command::Generate(args) => generate::run(args, &global),
+        Command::Bench(command) => bench::run(command, &global, stop_on_ctrl_c()?),
         Command::Data(args) => data::run(args, &global),
         Command::Completions { shell } => {
             let mut buffer = Vec::new();

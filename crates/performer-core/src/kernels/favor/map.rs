@@ -1,5 +1,7 @@
 //! Features of a tile of rows, computed in the kernel or read where they come ready, and their gradients.
 
+use std::sync::Arc;
+
 use pulp::Simd;
 
 use super::super::{
@@ -13,7 +15,7 @@ use super::{CHUNK, padded};
 #[derive(Clone, Debug)]
 pub(crate) enum Map {
     /// Computed from rows of queries and keys.
-    Exponential(Exponential),
+    Exponential(Arc<Exponential>),
     /// Rows are log-features: `(.., F)`.
     Log {
         /// `F`.

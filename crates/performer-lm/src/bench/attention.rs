@@ -1,0 +1,457 @@
+//! Attention alone: time over sequence length and features, implementation beside implementation, and where they cross.
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor, Var};
+use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax};
+use serde::{Deserialize, Serialize};
+
+use super::{Effort, Timing, extra_memory, matmul_rate, time};
+use crate::{
+    machine::Machine,
+    plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
+};
+
+/// Tokens of a chunk, as operations are counted.
+const CHUNK: f64 = 64.0;
+
+/// Largest score matrices that an implementation which makes them is asked for, in bytes.
+const SCORES: usize = 1 << 30;
+
+/// What is measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sweep {
+    /// Sequence lengths.
+    pub tokens: Vec<usize>,
+    /// Random features.
+    pub features: Vec<usize>,
+    /// Head dimension.
+    pub head_dim: usize,
+    /// Sequences.
+    pub batch: usize,
+    /// Heads of each.
+    pub heads: usize,
+    /// Whether a query sees earlier keys only.
+    pub causal: bool,
+    /// Whether composed operations are measured besides the fused ones.
+    pub composed: bool,
+}
+
+/// Who computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Implementation {
+    /// FAVOR+ in one fused operation.
+    FavorFused,
+    /// FAVOR+ in Candle's operations.
+    FavorComposed,
+    /// Exact softmax in one fused operation.
+    SoftmaxFused,
+    /// Exact softmax as one writes it with Candle: product, mask, `candle_nn::ops::softmax`, product.
+    SoftmaxCandle,
+    /// PyTorch's `scaled_dot_product_attention`.
+    TorchSdpa,
+    /// A plain chunked FAVOR+ in PyTorch.
+    TorchFavor,
+}
+
+impl Implementation {
+    /// Its name for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FavorFused => "favor fused",
+            Self::FavorComposed => "favor composed",
+            Self::SoftmaxFused => "softmax fused",
+            Self::SoftmaxCandle => "softmax in Candle ops",
+            Self::TorchSdpa => "PyTorch SDPA",
+            Self::TorchFavor => "PyTorch chunked favor",
+        }
+    }
+
+    fn is_favor(self) -> bool {
+        matches!(self, Self::FavorFused | Self::FavorComposed | Self::TorchFavor)
+    }
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Point {
+    /// Who computed.
+    pub implementation: Implementation,
+    /// Sequence length.
+    pub tokens: usize,
+    /// Random features, for FAVOR+.
+    pub features: Option<usize>,
+    /// Whether the backward pass is included.
+    pub backward: bool,
+    /// How long it took.
+    #[serde(flatten)]
+    pub timing: Timing,
+    /// Billions of FLOP a second, as [`flop`] counts them.
+    #[serde(default)]
+    pub gflops: f64,
+    /// Most bytes above those of `q`, `k`, `v`, where known.
+    #[serde(default)]
+    pub extra_bytes: Option<u64>,
+}
+
+/// From which length on FAVOR+ is faster than softmax.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Crossover {
+    /// Random features.
+    pub features: usize,
+    /// Whether the backward pass is included.
+    pub backward: bool,
+    /// Tokens, interpolated between the measured lengths; `None` if they do not cross there.
+    pub tokens: Option<f64>,
+    /// Tokens at which both cost as many FLOP.
+    pub by_flop: f64,
+}
+
+/// All that was measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// The machine.
+    pub machine: Machine,
+    /// Threads.
+    pub threads: usize,
+    /// Device.
+    pub device: String,
+    /// What was measured.
+    pub sweep: Sweep,
+    /// Billions of FLOP a second of a product of two 1024×1024 matrices.
+    pub matmul_gflops: f64,
+    /// The measurements.
+    pub points: Vec<Point>,
+    /// Where fused FAVOR+ overtakes the faster of all softmax implementations.
+    pub crossovers: Vec<Crossover>,
+}
+
+/// Points of another program, such as `scripts/torch_attention.py` writes.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Others {
+    /// The shapes, which must be ours.
+    pub sweep: OtherSweep,
+    /// The measurements.
+    pub points: Vec<Point>,
+}
+
+/// The part of a [`Sweep`] that makes two comparable.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct OtherSweep {
+    head_dim: usize,
+    batch: usize,
+    heads: usize,
+    causal: bool,
+}
+
+/// FLOP of attention over all heads, exponentials not counted: FAVOR+ `8MD + C(M + D)` a token and head forward and `30MD + 4C(M + D)`
+/// with the backward pass (features computed again; `C` = 64; no triangle if not causal), softmax `4D` and `14D` for each pair of a
+/// query and a key that it sees.
+pub fn flop(sweep: &Sweep, tokens: usize, features: Option<usize>, backward: bool) -> f64 {
+    let (t, d) = (tokens as f64, sweep.head_dim as f64);
+    let rows = (sweep.batch * sweep.heads) as f64 * t;
+    let triangle = if sweep.causal { CHUNK } else { 0.0 };
+    match features {
+        Some(m) => {
+            let m = m as f64;
+            let (sums, inside) = if backward { (30.0, 4.0) } else { (8.0, 1.0) };
+            rows * (sums * m * d + inside * triangle * (m + d))
+        }
+        None => {
+            let seen = if sweep.causal { (t + 1.0) / 2.0 } else { t };
+            rows * seen * d * if backward { 14.0 } else { 4.0 }
+        }
+    }
+}
+
+/// Tokens at which FAVOR+ and softmax cost as many FLOP.
+fn crossover_by_flop(sweep: &Sweep, features: usize, backward: bool) -> f64 {
+    // FAVOR+ is linear in the tokens, softmax quadratic.
+    let t = 1 << 20;
+    let exact = flop(sweep, t, None, backward) / flop(sweep, t, Some(features), backward);
+    t as f64 / exact
+}
+
+/// Measures every implementation at every size; `progress` is told what comes next.
+pub fn run(
+    sweep: &Sweep,
+    device: &Device,
+    threads: usize,
+    effort: Effort,
+    others: Option<Others>,
+    mut progress: impl FnMut(String),
+) -> Result<Report> {
+    for (name, size) in [("head dim", sweep.head_dim), ("batch", sweep.batch), ("heads", sweep.heads)] {
+        if size == 0 {
+            bail!("{name} is 0; it must be at least 1");
+        }
+    }
+    if sweep.tokens.contains(&0) || sweep.features.contains(&0) {
+        bail!("tokens and features must be at least 1");
+    }
+    progress("the rate of matrix products".into());
+    let mut report = Report {
+        machine: Machine::this(),
+        threads,
+        device: format!("{:?}", device.location()).to_lowercase(),
+        sweep: sweep.clone(),
+        matmul_gflops: matmul_rate(effort, device)?,
+        points: Vec::new(),
+        crossovers: Vec::new(),
+    };
+    for &tokens in &sweep.tokens {
+        for (implementation, features, attention) in implementations(sweep, tokens, device)? {
+            for backward in [false, true] {
+                let favor = features.map(|m| format!(" M={m}")).unwrap_or_default();
+                progress(format!("{}{favor}, {tokens} tokens", implementation.name()));
+                let (timing, extra_bytes) = measure(sweep, tokens, &*attention, backward, effort, device)?;
+                report.points.push(Point {
+                    implementation,
+                    tokens,
+                    features,
+                    backward,
+                    timing,
+                    gflops: flop(sweep, tokens, features, backward) / timing.median_ms / 1e6,
+                    extra_bytes,
+                });
+            }
+        }
+    }
+    if let Some(others) = others {
+        let ours =
+            OtherSweep { head_dim: sweep.head_dim, batch: sweep.batch, heads: sweep.heads, causal: sweep.causal };
+        if others.sweep != ours {
+            bail!("the other measurements are of {:?}, these of {ours:?}; give both the same sizes", others.sweep);
+        }
+        for mut point in others.points {
+            point.gflops = flop(sweep, point.tokens, point.features, point.backward) / point.timing.median_ms / 1e6;
+            report.points.push(point);
+        }
+    }
+    report.crossovers = report.find_crossovers();
+    Ok(report)
+}
+
+type Candidate = (Implementation, Option<usize>, Box<dyn Attention>);
+
+fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<Candidate>> {
+    let mut all: Vec<Candidate> = vec![(Implementation::SoftmaxFused, None, Box::new(Softmax::new()))];
+    let scores = 4 * sweep.batch * sweep.heads * tokens * tokens;
+    if sweep.composed && scores <= SCORES {
+        all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax)));
+    }
+    for &features in &sweep.features {
+        let config = FavorConfig { features, ..FavorConfig::default() };
+        let favor = || Favor::new(&config, sweep.head_dim, 1, DType::F32, device);
+        all.push((Implementation::FavorFused, Some(features), Box::new(favor()?)));
+        if sweep.composed {
+            all.push((Implementation::FavorComposed, Some(features), Box::new(favor()?.composed())));
+        }
+    }
+    Ok(all)
+}
+
+fn measure(
+    sweep: &Sweep,
+    tokens: usize,
+    attention: &dyn Attention,
+    backward: bool,
+    effort: Effort,
+    device: &Device,
+) -> Result<(Timing, Option<u64>)> {
+    let shape = (sweep.batch, sweep.heads, tokens, sweep.head_dim);
+    let random = || Var::from_tensor(&Tensor::randn(0f32, 1.0, shape, device)?);
+    let (q, k, v) = (random()?, random()?, random()?);
+    let gradient = Tensor::randn(0f32, 1.0, shape, device)?;
+    let mask = if sweep.causal { Mask::causal() } else { Mask::full() };
+    let work = || -> candle_core::Result<()> {
+        if backward {
+            let out = attention.forward(&q, &k, &v, &mask)?;
+            // The gradient of a sum with weights: the cheapest way to hand a given gradient to the output.
+            (out * &gradient)?.sum_all()?.backward().map(drop)
+        } else {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.as_detached_tensor());
+            attention.forward(&q, &k, &v, &mask).map(drop)
+        }
+    };
+    let (result, extra) = extra_memory(work);
+    result.context("attention failed")?;
+    Ok((time(effort, device, work)?, extra.filter(|_| device.is_cpu())))
+}
+
+/// Softmax attention as one writes it with Candle.
+#[derive(Debug)]
+struct CandleSoftmax;
+
+impl Attention for CandleSoftmax {
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> candle_core::Result<Tensor> {
+        let (t, d) = (q.dim(2)?, q.dim(3)?);
+        let mut scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * (d as f64).sqrt().recip())?;
+        if mask.is_causal() {
+            let hidden: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 }).collect();
+            scores = scores.broadcast_add(&Tensor::from_vec(hidden, (t, t), q.device())?)?;
+        }
+        candle_nn::ops::softmax(&scores, candle_core::D::Minus1)?.matmul(&v.contiguous()?)
+    }
+
+    fn extend(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &mut performer_core::State) -> candle_core::Result<Tensor> {
+        candle_core::bail!("softmax in Candle's operations is measured in one pass only")
+    }
+}
+
+impl Report {
+    /// The measurement of an implementation at a size.
+    pub fn point(
+        &self,
+        implementation: Implementation,
+        tokens: usize,
+        features: Option<usize>,
+        backward: bool,
+    ) -> Option<&Point> {
+        self.points.iter().find(|p| {
+            (p.implementation, p.tokens, p.features, p.backward) == (implementation, tokens, features, backward)
+        })
+    }
+
+    /// Time of the fastest exact attention.
+    fn softmax(&self, tokens: usize, backward: bool) -> Option<f64> {
+        let exact = self.points.iter().filter(|p| !p.implementation.is_favor());
+        let times = exact.filter(|p| p.tokens == tokens && p.backward == backward).map(|p| p.timing.median_ms);
+        times.min_by(f64::total_cmp)
+    }
+
+    fn find_crossovers(&self) -> Vec<Crossover> {
+        let mut found = Vec::new();
+        for backward in [false, true] {
+            for &features in &self.sweep.features {
+                let ratios: Vec<(f64, f64)> = self
+                    .sweep
+                    .tokens
+                    .iter()
+                    .filter_map(|&t| {
+                        let favor = self.point(Implementation::FavorFused, t, Some(features), backward)?;
+                        Some((t as f64, favor.timing.median_ms / self.softmax(t, backward)?))
+                    })
+                    .collect();
+                found.push(Crossover {
+                    features,
+                    backward,
+                    tokens: crossing(&ratios),
+                    by_flop: crossover_by_flop(&self.sweep, features, backward),
+                });
+            }
+        }
+        found
+    }
+
+    /// Time over length, both axes logarithmic, with the crossovers that FLOP alone would give.
+    pub fn chart(&self, backward: bool) -> Chart {
+        const COLORS: [Color; 5] = [Color::Blue, Color::Green, Color::Vermillion, Color::Purple, Color::Sky];
+        let s = &self.sweep;
+        let mut kinds: Vec<(Implementation, Option<usize>)> = Vec::new();
+        for point in &self.points {
+            if !kinds.contains(&(point.implementation, point.features)) {
+                kinds.push((point.implementation, point.features));
+            }
+        }
+        let series = kinds.into_iter().map(|(implementation, features)| {
+            let points = self
+                .points
+                .iter()
+                .filter(|p| p.implementation == implementation && p.features == features && p.backward == backward);
+            let points: Vec<(f64, f64)> = points.map(|p| (p.tokens as f64, p.timing.median_ms)).collect();
+            let name = match features {
+                Some(m) => format!("{}, M={m}", implementation.name()),
+                None => implementation.name().to_string(),
+            };
+            let color = match features.and_then(|m| s.features.iter().position(|&f| f == m)) {
+                Some(i) => COLORS[i % COLORS.len()],
+                None => Color::Black,
+            };
+            let style = match implementation {
+                Implementation::FavorFused | Implementation::SoftmaxFused => Style::Solid,
+                Implementation::FavorComposed | Implementation::SoftmaxCandle => Style::Dotted,
+                Implementation::TorchSdpa | Implementation::TorchFavor => Style::Dashed,
+            };
+            Series { style, color: Some(color), ..Series::new(name, points) }
+        });
+        let (low, high) = (s.tokens.iter().min(), s.tokens.iter().max());
+        let visible = |c: &&Crossover| {
+            c.backward == backward && low.zip(high).is_some_and(|(&l, &h)| (l as f64..=h as f64).contains(&c.by_flop))
+        };
+        Chart {
+            title: format!("{} attention, {}", if s.causal { "Causal" } else { "Bidirectional" }, pass(backward)),
+            subtitle: Some(format!(
+                "batch {}, {} heads of {}, f32, {} thread(s) of {}; vertical lines: as many FLOP",
+                s.batch, s.heads, s.head_dim, self.threads, self.machine.cpu
+            )),
+            x: Axis::new("sequence length T (tokens)", Scale::Log2),
+            y: Axis::new("time (ms)", Scale::Log10),
+            series: series.filter(|s| !s.points.is_empty()).collect(),
+            lines: self
+                .crossovers
+                .iter()
+                .filter(visible)
+                .map(|c| Marker { at: At::X(c.by_flop), label: format!("M={}", c.features) })
+                .collect(),
+        }
+    }
+}
+
+/// What a pass is called.
+pub fn pass(backward: bool) -> &'static str {
+    if backward { "forward and backward" } else { "forward" }
+}
+
+/// Where a ratio over lengths falls to 1 for good, interpolated on logarithms.
+fn crossing(ratios: &[(f64, f64)]) -> Option<f64> {
+    let last_above = ratios.iter().rposition(|r| r.1 > 1.0)?;
+    let ((t0, r0), (t1, r1)) = (ratios[last_above], *ratios.get(last_above + 1)?);
+    let share = r0.ln() / (r0.ln() - r1.ln());
+    Some((t0.ln() + share * (t1.ln() - t0.ln())).exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sweep() -> Sweep {
+        Sweep { tokens: vec![16, 32], features: vec![8], head_dim: 4, batch: 1, heads: 2, causal: true, composed: true }
+    }
+
+    #[test]
+    fn lines_cross_where_their_ratio_is_one() {
+        // 2 at 100, 1/2 at 400: 1 at 200, on logarithms.
+        assert!((crossing(&[(50.0, 3.0), (100.0, 2.0), (400.0, 0.5)]).unwrap() - 200.0).abs() < 1e-9);
+        assert_eq!(crossing(&[(100.0, 0.5), (200.0, 0.4)]), None);
+        assert_eq!(crossing(&[(100.0, 2.0), (200.0, 1.5)]), None);
+    }
+
+    #[test]
+    fn flop_cross_near_four_times_the_features() {
+        let sweep = Sweep { head_dim: 64, ..sweep() };
+        for m in [64, 128, 256] {
+            let t = crossover_by_flop(&sweep, m, false);
+            let expected = 4.0 * m as f64 + CHUNK * (m as f64 + 64.0) / 128.0;
+            assert!((t / expected - 1.0).abs() < 1e-3, "{t}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_small_sweep_measures_everything_and_draws() -> Result<()> {
+        let effort = Effort { time: std::time::Duration::ZERO, runs: 1 };
+        let torch = r#"{"sweep": {"head_dim": 4, "batch": 1, "heads": 2, "causal": true}, "points": [{"implementation": "torch-sdpa",
+            "tokens": 16, "features": null, "backward": false, "median_ms": 1e-9, "quartiles_ms": [1.0, 3.0], "runs": 5}]}"#;
+        let report = run(&sweep(), &Device::Cpu, 1, effort, Some(serde_json::from_str(torch)?), |_| {})?;
+        // Two lengths, two passes, four of ours, and one of theirs.
+        assert_eq!(report.points.len(), 2 * 2 * 4 + 1);
+        assert!(report.points.iter().all(|p| p.gflops > 0.0));
+        assert_eq!(report.softmax(16, false), Some(1e-9), "the faster of all softmax counts");
+        assert!(report.chart(false).to_svg()?.contains("PyTorch SDPA"));
+        let text = serde_json::to_string(&report)?;
+        assert_eq!(serde_json::from_str::<Report>(&text)?.points.len(), report.points.len());
+        let other = torch.replace("\"heads\": 2", "\"heads\": 3");
+        assert!(run(&sweep(), &Device::Cpu, 1, effort, Some(serde_json::from_str(&other)?), |_| {}).is_err());
+        Ok(())
+    }
+}

@@ -1,0 +1,137 @@
+//! Decoding alone: time a token and bytes of state over the context so far.
+
+use anyhow::{Result, bail};
+use candle_core::{DType, Device, Tensor};
+use performer_core::{Attention, Favor, FavorConfig, Softmax, State};
+use serde::{Deserialize, Serialize};
+
+use super::{Effort, Timing, time};
+use crate::{
+    machine::Machine,
+    plot::{Axis, Chart, Scale, Series},
+};
+
+/// Tokens a prefill takes at once.
+const PREFILL: usize = 4096;
+
+/// What is measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sweep {
+    /// Tokens of context before the measured ones.
+    pub contexts: Vec<usize>,
+    /// Longest context of softmax, whose cache grows.
+    pub softmax_limit: usize,
+    /// Random features.
+    pub features: usize,
+    /// Head dimension.
+    pub head_dim: usize,
+    /// Heads.
+    pub heads: usize,
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Point {
+    /// `favor` or `softmax`.
+    pub attention: String,
+    /// Tokens of context.
+    pub context: usize,
+    /// Time of one token.
+    #[serde(flatten)]
+    pub timing: Timing,
+    /// Bytes of state.
+    pub state_bytes: usize,
+}
+
+/// All that was measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// The machine.
+    pub machine: Machine,
+    /// Threads.
+    pub threads: usize,
+    /// What was measured.
+    pub sweep: Sweep,
+    /// The measurements.
+    pub points: Vec<Point>,
+}
+
+/// Measures both attentions at every context; `progress` is told what comes next.
+pub fn run(
+    sweep: &Sweep,
+    device: &Device,
+    threads: usize,
+    effort: Effort,
+    mut progress: impl FnMut(String),
+) -> Result<Report> {
+    if sweep.features == 0 || sweep.head_dim == 0 || sweep.heads == 0 {
+        bail!("features, head dim and heads must be at least 1");
+    }
+    let config = FavorConfig { features: sweep.features, ..FavorConfig::default() };
+    let favor = Favor::new(&config, sweep.head_dim, 1, DType::F32, device)?;
+    let softmax = Softmax::new();
+    let mut points = Vec::new();
+    let both: [(&str, &dyn Attention, usize); 2] =
+        [("favor", &favor, usize::MAX), ("softmax", &softmax, sweep.softmax_limit)];
+    for (name, attention, limit) in both {
+        let mut contexts: Vec<usize> = sweep.contexts.iter().copied().filter(|&c| c <= limit).collect();
+        contexts.sort_unstable();
+        let mut state = State::new();
+        for context in contexts {
+            progress(format!("{name}, {context} tokens of context"));
+            while state.tokens() < context {
+                let [q, k, v] = random(sweep, PREFILL.min(context - state.tokens()), device)?;
+                attention.extend(&q, &k, &v, &mut state)?;
+            }
+            let [q, k, v] = random(sweep, 1, device)?;
+            let timing = time(effort, device, || attention.extend(&q, &k, &v, &mut state).map(drop))?;
+            points.push(Point { attention: name.into(), context, timing, state_bytes: state.bytes() });
+        }
+    }
+    Ok(Report { machine: Machine::this(), threads, sweep: sweep.clone(), points })
+}
+
+fn random(sweep: &Sweep, tokens: usize, device: &Device) -> candle_core::Result<[Tensor; 3]> {
+    let one = || Tensor::randn(0f32, 1.0, (1, sweep.heads, tokens, sweep.head_dim), device);
+    Ok([one()?, one()?, one()?])
+}
+
+impl Report {
+    /// Time a token over context, both axes logarithmic.
+    pub fn chart(&self) -> Chart {
+        let s = &self.sweep;
+        let series = ["favor", "softmax"].map(|name| {
+            let points = self.points.iter().filter(|p| p.attention == name);
+            let name = if name == "favor" { format!("favor M={}", s.features) } else { "softmax, KV cache".into() };
+            Series::new(name, points.map(|p| (p.context as f64, p.timing.median_ms * 1e3)))
+        });
+        Chart {
+            title: "Decoding: time a token".into(),
+            subtitle: Some(format!(
+                "one layer of {} heads of {}, f32, {} thread(s) of {}",
+                s.heads, s.head_dim, self.threads, self.machine.cpu
+            )),
+            x: Axis::new("context (tokens)", Scale::Log10),
+            y: Axis::new("time (µs)", Scale::Log10),
+            series: series.into(),
+            ..Chart::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_of_favor_do_not_grow() -> Result<()> {
+        let sweep = Sweep { contexts: vec![300, 10], softmax_limit: 100, features: 8, head_dim: 4, heads: 2 };
+        let effort = Effort { time: std::time::Duration::ZERO, runs: 2 };
+        let report = run(&sweep, &Device::Cpu, 1, effort, |_| {})?;
+        let points: Vec<_> = report.points.iter().map(|p| (p.attention.as_str(), p.context)).collect();
+        assert_eq!(points, [("favor", 10), ("favor", 300), ("softmax", 10)]);
+        assert_eq!(report.points[0].state_bytes, report.points[1].state_bytes);
+        assert!(report.chart().to_svg()?.contains("KV cache"));
+        Ok(())
+    }
+}

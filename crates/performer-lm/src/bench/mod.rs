@@ -1,0 +1,119 @@
+//! Measuring speed: attention over lengths and features, decoding over contexts, training.
+//!
+//! Every figure is the median of repeated runs after a warm-up, beside the machine's rate of matrix products measured in the same
+//! process: a figure without the floor under it says little.
+
+pub mod attention;
+pub mod decode;
+pub mod train;
+
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Result, Tensor};
+use serde::{Deserialize, Serialize};
+
+/// Repeated timings of one thing.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Timing {
+    /// Milliseconds.
+    pub median_ms: f64,
+    /// Lower and upper quartile, milliseconds.
+    pub quartiles_ms: (f64, f64),
+    /// How often it ran.
+    pub runs: usize,
+}
+
+/// How long to measure one thing.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// At least so long.
+    pub time: Duration,
+    /// And at least so often.
+    pub runs: usize,
+}
+
+impl Default for Effort {
+    fn default() -> Self {
+        Self { time: Duration::from_millis(400), runs: 5 }
+    }
+}
+
+/// Times `work`, once more than is counted: the first run warms caches and memory up.
+pub fn time(effort: Effort, device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<Timing> {
+    work()?;
+    device.synchronize()?;
+    let begun = Instant::now();
+    let mut runs = Vec::new();
+    while runs.len() < effort.runs || begun.elapsed() < effort.time {
+        let start = Instant::now();
+        work()?;
+        device.synchronize()?;
+        runs.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok(Timing::of(runs))
+}
+
+impl Timing {
+    fn of(mut runs: Vec<f64>) -> Self {
+        runs.sort_by(f64::total_cmp);
+        let at = |share: f64| runs[((runs.len() - 1) as f64 * share).round() as usize];
+        Self { median_ms: at(0.5), quartiles_ms: (at(0.25), at(0.75)), runs: runs.len() }
+    }
+}
+
+/// FLOP a second, in billions, of Candle's product of two f32 matrices of 1024×1024: what the machine can be got to do.
+pub fn matmul_rate(effort: Effort, device: &Device) -> Result<f64> {
+    let a = Tensor::randn(0f32, 1.0, (1024, 1024), device)?.to_dtype(DType::F32)?;
+    let timing = time(effort, device, || a.matmul(&a).map(drop))?;
+    Ok(2.0 * 1024f64.powi(3) / timing.median_ms / 1e6)
+}
+
+/// Most bytes in memory while `work` runs above those before it, where the system tells (Linux).
+pub fn extra_memory<R>(work: impl FnOnce() -> R) -> (R, Option<u64>) {
+    let before = status("VmRSS:");
+    let reset = std::fs::write("/proc/self/clear_refs", "5").is_ok();
+    let result = work();
+    let peak = status("VmHWM:");
+    let extra = before.zip(peak).filter(|_| reset).map(|(before, peak)| peak.saturating_sub(before));
+    (result, extra)
+}
+
+/// A line of the process's status, in bytes.
+fn status(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timings_are_medians() {
+        let timing = Timing::of(vec![5.0, 1.0, 100.0, 2.0, 3.0]);
+        assert_eq!(timing, Timing { median_ms: 3.0, quartiles_ms: (2.0, 5.0), runs: 5 });
+    }
+
+    #[test]
+    fn work_runs_as_often_as_asked_and_once_to_warm_up() {
+        let mut count = 0;
+        let effort = Effort { time: Duration::ZERO, runs: 7 };
+        let timing = time(effort, &Device::Cpu, || {
+            count += 1;
+            Ok(())
+        });
+        assert_eq!((timing.unwrap().runs, count), (7, 8));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn extra_memory_sees_what_was_touched() {
+        let ((), extra) = extra_memory(|| {
+            std::hint::black_box(vec![1u8; 64 << 20]);
+        });
+        if let Some(extra) = extra {
+            assert!(extra > 48 << 20, "{extra} bytes");
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! `performer-lm bench attention|decode|train`.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::AtomicBool,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use clap::Subcommand;
+use serde::Serialize;
+
+use super::{
+    args::{DataArgs, Machine, RecipeArgs},
+    output,
+};
+use crate::{
+    bench::{Effort, attention, decode, train},
+    config::AttentionConfig,
+    files, machine,
+};
+
+#[derive(Subcommand)]
+pub(super) enum Command {
+    /// Time attention over sequence lengths and features, forward and backward, and where FAVOR+ overtakes softmax.
+    Attention(AttentionArgs),
+    /// Time a token of decoding over the context before it.
+    Decode(DecodeArgs),
+    /// Time whole training steps.
+    Train(TrainArgs),
+}
+
+impl Command {
+    /// Whether it runs one operation at a time, on all threads.
+    pub(super) fn is_one_at_a_time(&self) -> bool {
+        !matches!(self, Self::Train(_))
+    }
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm bench attention
+  performer-lm bench attention --tokens 512,4096 --features 128 --no-composed --out runs/bench
+  python3 scripts/torch_attention.py > torch.json && performer-lm bench attention --against torch.json")]
+pub(super) struct AttentionArgs {
+    /// Sequence lengths.
+    #[arg(long, value_delimiter = ',', default_value = "256,512,1024,2048,4096,8192")]
+    tokens: Vec<usize>,
+    /// Random features M.
+    #[arg(long, value_delimiter = ',', default_value = "64,128,256")]
+    features: Vec<usize>,
+    /// Head dimension.
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+    /// Sequences.
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Heads of each.
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    /// Let every query see every key.
+    #[arg(long)]
+    bidirectional: bool,
+    /// Leave out what is composed of Candle's operations.
+    #[arg(long)]
+    no_composed: bool,
+    /// Measurements of PyTorch at the same sizes, from scripts/torch_attention.py, to put beside.
+    #[arg(long, value_name = "JSON")]
+    against: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm bench decode
+  performer-lm bench decode --contexts 1000,1000000 --features 256")]
+pub(super) struct DecodeArgs {
+    /// Tokens of context.
+    #[arg(long, value_delimiter = ',', default_value = "1000,4000,16000,64000,256000,1000000")]
+    contexts: Vec<usize>,
+    /// Longest context of softmax, whose prefill takes quadratic time.
+    #[arg(long, default_value_t = 64000)]
+    softmax_limit: usize,
+    /// Random features M.
+    #[arg(long, default_value_t = 128)]
+    features: usize,
+    /// Head dimension.
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+    /// Heads.
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm bench train
+  performer-lm bench train --preset stories15m --steps 3 --batch-size 4 --attention softmax --attention favor:m=64")]
+pub(super) struct TrainArgs {
+    /// An attention to measure; give it several times.
+    #[arg(long, default_values = ["softmax", "favor:m=64", "favor:m=128"])]
+    attention: Vec<AttentionConfig>,
+    /// Optimiser steps of each.
+    #[arg(long, default_value_t = 50)]
+    steps: usize,
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    #[command(flatten)]
+    data: DataArgs,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(clap::Args)]
+struct Common {
+    /// Milliseconds to measure one thing, at least.
+    #[arg(long, default_value_t = 400)]
+    milliseconds: u64,
+    /// Folder for the results as JSON, table and pictures.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Print as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Common {
+    fn effort(&self) -> Effort {
+        Effort { time: Duration::from_millis(self.milliseconds), ..Effort::default() }
+    }
+
+    /// Saves and prints a report.
+    fn finish(&self, name: &str, report: &impl Serialize, table: &str) -> Result<()> {
+        if let Some(out) = &self.out {
+            files::write_json(&out.join(format!("{name}.json")), report)?;
+            files::write(&out.join(format!("{name}.md")), format!("{table}\n").as_bytes())?;
+            output::note(&format!("saved in {}", out.display()));
+        }
+        if self.json { output::json(report) } else { output::result(table) }
+    }
+}
+
+pub(super) fn run(command: Command, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    match command {
+        Command::Attention(args) => attention(&args, machine),
+        Command::Decode(args) => decode(&args, machine),
+        Command::Train(args) => train(args, machine, stop),
+    }
+}
+
+fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
+    let sweep = attention::Sweep {
+        tokens: args.tokens.clone(),
+        features: args.features.clone(),
+        head_dim: args.head_dim,
+        batch: args.batch,
+        heads: args.heads,
+        causal: !args.bidirectional,
+        composed: !args.no_composed,
+    };
+    let others = args.against.as_deref().map(read_others).transpose()?;
+    let effort = args.common.effort();
+    let report = attention::run(&sweep, &machine.device, machine.threads, effort, others, |what| output::note(&what))?;
+    if let Some(out) = &args.common.out {
+        report.chart(false).save(&out.join("attention-forward"))?;
+        report.chart(true).save(&out.join("attention-both"))?;
+    }
+    args.common.finish("attention", &report, &attention_table(&report))
+}
+
+fn read_others(path: &Path) -> Result<attention::Others> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("{} holds no measurements as scripts/torch_attention.py writes them", path.display()))
+}
+
+fn attention_table(report: &attention::Report) -> String {
+    let mut rows = Vec::new();
+    let mut points: Vec<&attention::Point> = report.points.iter().collect();
+    points.sort_by_key(|p| (p.backward, p.tokens));
+    for p in points {
+        rows.push(vec![
+            match p.features {
+                Some(m) => format!("{} M={m}", p.implementation.name()),
+                None => p.implementation.name().into(),
+            },
+            attention::pass(p.backward).into(),
+            output::thousands(p.tokens as u64),
+            milliseconds(p.timing.median_ms),
+            format!("{}–{}", milliseconds(p.timing.quartiles_ms.0), milliseconds(p.timing.quartiles_ms.1)),
+            format!("{:.0}", p.gflops),
+            format!("{:.0}%", 100.0 * p.gflops / report.matmul_gflops),
+            p.extra_bytes.map_or_else(String::new, |b| format!("{:.1}", b as f64 / f64::from(1 << 20))),
+        ]);
+    }
+    let header = ["implementation", "pass", "tokens", "ms", "quartiles", "GFLOP/s", "of matmul", "extra MiB"];
+    let crossovers: Vec<Vec<String>> = report
+        .crossovers
+        .iter()
+        .map(|c| {
+            vec![
+                format!("M={}", c.features),
+                attention::pass(c.backward).into(),
+                c.tokens.map_or_else(|| "not in this range".into(), |t| format!("{t:.0}")),
+                format!("{:.0}", c.by_flop),
+            ]
+        })
+        .collect();
+    format!(
+        "{}\n\n{}\n\n{} thread(s) on {}; matrix products {:.0} GFLOP/s",
+        output::table(&header, &rows),
+        output::table(&["favor faster from", "pass", "tokens", "as many FLOP at"], &crossovers),
+        report.threads,
+        describe(&report.machine),
+        report.matmul_gflops
+    )
+}
+
+fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
+    let sweep = decode::Sweep {
+        contexts: args.contexts.clone(),
+        softmax_limit: args.softmax_limit,
+        features: args.features,
+        head_dim: args.head_dim,
+        heads: args.heads,
+    };
+    let effort = args.common.effort();
+    let report = decode::run(&sweep, &machine.device, machine.threads, effort, |what| output::note(&what))?;
+    if let Some(out) = &args.common.out {
+        report.chart().save(&out.join("decode"))?;
+    }
+    let rows: Vec<Vec<String>> = report
+        .points
+        .iter()
+        .map(|p| {
+            vec![
+                p.attention.clone(),
+                output::thousands(p.context as u64),
+                format!("{:.1}", p.timing.median_ms * 1e3),
+                format!("{:.1}–{:.1}", p.timing.quartiles_ms.0 * 1e3, p.timing.quartiles_ms.1 * 1e3),
+                output::thousands(p.state_bytes as u64),
+            ]
+        })
+        .collect();
+    let table = format!(
+        "{}\n\n{} heads of {}, M={}, {} thread(s) on {}",
+        output::table(&["attention", "context", "µs/token", "quartiles", "state bytes"], &rows),
+        sweep.heads,
+        sweep.head_dim,
+        sweep.features,
+        report.threads,
+        describe(&report.machine)
+    );
+    args.common.finish("decode", &report, &table)
+}
+
+fn train(args: TrainArgs, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let (config, training) = args.recipe.load()?;
+    let data = args.data.prepare(config.vocab_size)?;
+    let plan = train::Plan {
+        config,
+        training,
+        attentions: args.attention,
+        steps: args.steps,
+        device: machine.device.clone(),
+        threads: machine.threads,
+        stop,
+    };
+    let report = train::run(&plan, &data, |what| output::note(&what))?;
+    let rows: Vec<Vec<String>> = report
+        .points
+        .iter()
+        .map(|p| {
+            vec![
+                p.attention_spec.clone(),
+                output::thousands(p.params as u64),
+                output::thousands(p.tokens_per_second as u64),
+                format!("{:.0}", p.gflops),
+                format!("{:.0}%", 100.0 * p.gflops / (report.matmul_gflops * report.threads as f64)),
+            ]
+        })
+        .collect();
+    let table = format!(
+        "{}\n\n{} steps, {} thread(s) on {}; matrix products {:.0} GFLOP/s a thread; GFLOP/s of the weights alone",
+        output::table(&["attention", "parameters", "tokens/s", "GFLOP/s", "of matmul"], &rows),
+        report.steps,
+        report.threads,
+        describe(&report.machine),
+        report.matmul_gflops
+    );
+    args.common.finish("train", &report, &table)
+}
+
+fn describe(machine: &machine::Machine) -> String {
+    format!("{} ({} cores, {} GiB)", machine.cpu, machine.cores, machine.memory_gib)
+}
+
+/// Three digits, so that columns of a microsecond and of a second both say something.
+fn milliseconds(ms: f64) -> String {
+    match ms {
+        ms if ms < 9.995 => format!("{ms:.2}"),
+        ms if ms < 99.95 => format!("{ms:.1}"),
+        ms => format!("{ms:.0}"),
+    }
+}
