@@ -37,6 +37,20 @@ compare-small:
     {{ program }} compare --preset small --data "{{ data }}" \
         --attention softmax --attention favor:m=128 --seeds 1 --out benchmarks/small
 
+# Attention over lengths and features; beside PyTorch where the Python given has it: `just bench-attention .venv/bin/python`.
+bench-attention PYTHON='':
+    {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py > benchmarks/attention/torch.json' } }}
+    {{ program }} bench attention --no-composed --out benchmarks/attention \
+        {{ if PYTHON == '' { '' } else { '--against benchmarks/attention/torch.json' } }}
+
+# Decoding over contexts to a million tokens.
+bench-decode:
+    {{ program }} bench decode --out benchmarks/decode
+
+# Whole training steps of the `seed` preset, on the text in $DATA.
+bench-train:
+    {{ program }} bench train --data "{{ data }}" --out benchmarks/train
+
 # What a newcomer sees: both README commands in a clone of HEAD, with empty caches.
 fresh-clone:
     scripts/fresh-clone.sh

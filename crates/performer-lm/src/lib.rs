@@ -1,7 +1,7 @@
 //! Small language models with softmax or Performer attention: training, evaluation, comparison, generation.
 //!
 //! Data flows one way: [`data`] (text to batches) → [`model`] (the decoder, on `performer-core`'s attention) → [`train`] →
-//! [`eval`] and [`generate`], with [`compare`] running several of them, [`bench`] measuring speed and [`plot`] drawing. The command line, [`cli`], adds
+//! [`eval`] and [`generate`], with [`compare`] running several of them, [`mod@bench`] measuring speed and [`plot`] drawing. The command line, [`cli`], adds
 //! arguments and output.
 
 pub mod bench;

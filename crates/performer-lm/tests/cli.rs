@@ -163,3 +163,28 @@ fn completions_and_manual_print() {
         assert!(output.status.success() && !output.stdout.is_empty(), "{args:?}");
     }
 }
+
+#[test]
+fn bench_measures_draws_and_refuses() {
+    let dir = tempfile::tempdir().unwrap();
+    let attention =
+        ["bench", "attention", "--tokens", "16,32", "--features", "8", "--head-dim", "4", "--milliseconds", "0"];
+    let report = json(&performer(dir.path(), &[&attention[..], &["--out", "out", "--json"]].concat()));
+    assert_eq!(report["points"].as_array().unwrap().len(), 2 * 2 * 4);
+    assert!(report["matmul_gflops"].as_f64().unwrap() > 0.0);
+    for file in ["attention.json", "attention.md", "attention-forward.svg", "attention-both.png"] {
+        assert!(dir.path().join("out").join(file).exists(), "{file}");
+    }
+    std::fs::write(dir.path().join("torch.json"), "{}").unwrap();
+    let foreign = performer(dir.path(), &[&attention[..], &["--against", "torch.json"]].concat());
+    fails(&foreign, &["torch.json", "scripts/torch_attention.py"]);
+    fails(&performer(dir.path(), &["bench", "attention", "--tokens", "0"]), &["at least 1"]);
+
+    let decode = ["bench", "decode", "--contexts", "10,50", "--features", "8", "--milliseconds", "0", "--json"];
+    let report = json(&performer(dir.path(), &decode));
+    assert_eq!(report["points"][0]["state_bytes"], report["points"][1]["state_bytes"]);
+
+    let train = ["bench", "train", "--steps", "2", "--attention", "favor:m=8", "--json"];
+    let report = json(&performer(dir.path(), &[&train[..], &SMALL[..2], &SMALL[4..]].concat()));
+    assert!(report["points"][0]["tokens_per_second"].as_f64().unwrap() > 0.0);
+}

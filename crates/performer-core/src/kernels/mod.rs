@@ -1,6 +1,6 @@
 //! Fused CPU kernels behind the attention of [`crate::attention`]: the same numbers as the composed ops, in one pass.
 //!
-//! [`gemm`] multiplies small tiles, [`vector`] has what is done to each number, [`rows`] reads tensors; [`favor`] and [`softmax`] are made of them.
+//! `gemm` multiplies small tiles, [`vector`] has what is done to each number, `rows` reads tensors; `favor` and `softmax` are made of them.
 //! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs.
 
 pub(crate) mod cross_entropy;

@@ -153,8 +153,8 @@ impl<'a> Rows<'a> {
 
 /// All rows of a head as f32, padded to whole vectors.
 pub(super) struct Matrix<'a> {
-    values: Cow<'a, [f32]>,
-    stride: usize,
+    pub(super) values: Cow<'a, [f32]>,
+    pub(super) stride: usize,
 }
 
 impl<'a> Matrix<'a> {

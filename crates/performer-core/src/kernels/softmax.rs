@@ -15,7 +15,7 @@ use super::{
     gemm::{Into, Left, Right, gemm},
     narrow, padded,
     rows::{Heads, Matrix, Rows},
-    vector::{self, LANES, add, dot, exp_minus_each, max_each, multiply, subtract},
+    vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, subtract, sum},
     with_storages,
 };
 
@@ -146,6 +146,50 @@ impl WithSimd for Forward<'_> {
         }
         finite
     }
+}
+
+/// A decoding step: the output of one query over keys already checked, in one pass over the keys and one over the values.
+struct Step<'a> {
+    head: &'a Head<'a>,
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Step<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { head, out } = self;
+        let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
+        let (keys, d, width) = (head.reach(1), head.q.width, padded(head.v.width));
+        let mut query = vec![0f32; d];
+        head.q.copy(0, 1, &mut query, d);
+        let mut weights = vec![f32::NEG_INFINITY; padded(keys)];
+        for (j, weight) in weights.iter_mut().enumerate().take(keys) {
+            *weight = dot(simd, &k.values[j * k.stride..j * k.stride + d], &query) * head.scale();
+        }
+        let largest = max(simd, &weights);
+        exp_minus(simd, &mut weights, largest);
+        let den = sum(simd, &weights);
+        let mut row = vec![0f32; width];
+        gemm(simd, Into::Zero, [1, width, keys], Left::rows(&weights, keys), v.right(0), &mut row, width);
+        out.iter_mut().zip(&row).for_each(|(out, x)| *out = x / den);
+    }
+}
+
+/// `softmax(q·kᵀ/√D) v` of one more query, `(B, H, 1, D)`, which sees every key. Inputs are finite; no gradient.
+pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    let (b, h, _, _) = q.dims4()?;
+    let dv = v.dim(3)?;
+    let mut out = vec![0f32; b * h * dv];
+    with_storages([q, k, v], |[q, k, v]| {
+        let seen = Seen::default();
+        let inputs = Inputs::new(q, k, v, &seen)?;
+        let work = out.chunks_exact_mut(dv).enumerate().collect();
+        for_heads(work, |(n, out)| Arch::new().dispatch(Step { head: &inputs.head(n), out }));
+        Ok(())
+    })?;
+    Tensor::from_vec(out, (b, h, 1, dv), q.device())?.to_dtype(q.dtype())
 }
 
 /// Gradients of one query head `(Tq, D)`, added up over its group in those of the key head, `(Tk, D)` and `(Tk, Dv)` with padded

@@ -74,7 +74,7 @@ mod x86 {
     #[inline(always)]
     fn transposed(simd: V3, rows: [f32x8; 8]) -> [f32x8; 8] {
         let avx = simd.avx;
-        let r = rows.map(|row| cast(row));
+        let r = rows.map(cast);
         let low = |a, b| avx._mm256_unpacklo_ps(a, b);
         let high = |a, b| avx._mm256_unpackhi_ps(a, b);
         let pairs = [

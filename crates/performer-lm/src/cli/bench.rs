@@ -18,6 +18,7 @@ use crate::{
     bench::{Effort, attention, decode, train},
     config::AttentionConfig,
     files, machine,
+    train::git_revision,
 };
 
 #[derive(Subcommand)]
@@ -27,7 +28,7 @@ pub(super) enum Command {
     /// Time a token of decoding over the context before it.
     Decode(DecodeArgs),
     /// Time whole training steps.
-    Train(TrainArgs),
+    Train(Box<TrainArgs>),
 }
 
 impl Command {
@@ -130,6 +131,15 @@ struct Common {
     json: bool,
 }
 
+/// A report with how it came about.
+#[derive(Serialize)]
+struct Saved<'a, R> {
+    command: String,
+    revision: &'static str,
+    #[serde(flatten)]
+    report: &'a R,
+}
+
 impl Common {
     fn effort(&self) -> Effort {
         Effort { time: Duration::from_millis(self.milliseconds), ..Effort::default() }
@@ -137,6 +147,8 @@ impl Common {
 
     /// Saves and prints a report.
     fn finish(&self, name: &str, report: &impl Serialize, table: &str) -> Result<()> {
+        let words: Vec<String> = std::env::args().skip(1).collect();
+        let report = &Saved { command: format!("performer-lm {}", words.join(" ")), revision: git_revision(), report };
         if let Some(out) = &self.out {
             files::write_json(&out.join(format!("{name}.json")), report)?;
             files::write(&out.join(format!("{name}.md")), format!("{table}\n").as_bytes())?;
@@ -150,7 +162,7 @@ pub(super) fn run(command: Command, machine: &Machine, stop: &AtomicBool) -> Res
     match command {
         Command::Attention(args) => attention(&args, machine),
         Command::Decode(args) => decode(&args, machine),
-        Command::Train(args) => train(args, machine, stop),
+        Command::Train(args) => train(*args, machine, stop),
     }
 }
 

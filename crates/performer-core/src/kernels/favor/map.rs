@@ -109,8 +109,7 @@ impl Map {
         k: &Rows,
         [start, count]: [usize; 2],
         hidden: &[f32; CHUNK],
-        to: &mut [f32],
-        scale: &mut [f32; CHUNK],
+        (to, scale): (&mut [f32], &mut [f32; CHUNK]),
         scratch: &mut Scratch,
     ) {
         let width = padded(count);
@@ -258,8 +257,7 @@ impl Map {
     pub(super) fn key_gradients<S: Simd>(
         &self,
         simd: S,
-        dl: &mut [f32],
-        scale: &[f32; CHUNK],
+        (dl, scale): (&mut [f32], &[f32; CHUNK]),
         k: &Rows,
         [start, count]: [usize; 2],
         to: &mut [f32],

@@ -57,7 +57,7 @@ impl<'a> Tile<'a> {
             }
         }
         let Self { head, keys, scale, scratch, .. } = self;
-        head.map.keys(simd, &head.k, [start, count], &hidden, keys, scale, scratch);
+        head.map.keys(simd, &head.k, [start, count], &hidden, (keys, scale), scratch);
     }
 
     pub(super) fn load_values(&mut self, start: usize, n: usize) {
@@ -316,7 +316,7 @@ impl<'a> Tile<'a> {
             }
         }
         let to = &mut dk[start * kd..(start + n) * kd];
-        self.head.map.key_gradients(simd, dphi, &scales, &self.head.k, [start, n], to, &mut self.scratch);
+        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], to, &mut self.scratch);
     }
 }
 
