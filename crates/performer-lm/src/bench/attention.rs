@@ -103,6 +103,8 @@ pub struct Crossover {
     pub backward: bool,
     /// Tokens, interpolated between the measured lengths; `None` if they do not cross there.
     pub tokens: Option<f64>,
+    /// Whether FAVOR+ is faster at every measured length already.
+    pub ahead_at_once: bool,
     /// Tokens at which both cost as many FLOP.
     pub by_flop: f64,
 }
@@ -356,6 +358,7 @@ impl Report {
                     features,
                     backward,
                     tokens: crossing(&ratios),
+                    ahead_at_once: !ratios.is_empty() && ratios.iter().all(|r| r.1 <= 1.0),
                     by_flop: crossover_by_flop(&self.sweep, features, backward),
                 });
             }

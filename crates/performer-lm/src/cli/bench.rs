@@ -120,7 +120,7 @@ pub(super) struct TrainArgs {
 
 #[derive(clap::Args)]
 struct Common {
-    /// Milliseconds to measure one thing, at least.
+    /// Milliseconds to measure one thing, at least (decoding counts tokens instead).
     #[arg(long, default_value_t = 400)]
     milliseconds: u64,
     /// Folder for the results as JSON, table and pictures.
@@ -219,7 +219,11 @@ fn attention_table(report: &attention::Report) -> String {
             vec![
                 format!("M={}", c.features),
                 attention::pass(c.backward).into(),
-                c.tokens.map_or_else(|| "not in this range".into(), |t| format!("{t:.0}")),
+                match (c.tokens, c.ahead_at_once) {
+                    (Some(t), _) => format!("{t:.0}"),
+                    (None, true) => format!("below {}", report.sweep.tokens.iter().min().unwrap_or(&0)),
+                    (None, false) => "not in this range".into(),
+                },
                 format!("{:.0}", c.by_flop),
             ]
         })
