@@ -20,6 +20,7 @@ pub(crate) use map::{Exponential, Map};
 use super::{
     check_finite, for_heads, narrow, padded,
     rows::{Heads, Rows},
+    spare_threads,
     vector::{self, exp},
     with_storages,
 };
@@ -163,6 +164,7 @@ pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut [
     let mut out = vec![0f32; b * h * t * dv];
     with_storages([q, k, v], |[q, k, v]| {
         let inputs = Inputs::new(map, q, k, v, None)?;
+        let spare = spare_threads(sums.len());
         // Before the sums are touched.
         inputs.check(|| (0..sums.len()).map(|n| inputs.head(n).is_finite()).collect())?;
         let work = out.chunks_exact_mut(inputs.group * t * dv).zip(sums).enumerate().collect();
@@ -172,7 +174,7 @@ pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut [
             if t == 1 && begun {
                 Arch::new().dispatch(step::Step { head, sums, out });
             } else {
-                Arch::new().dispatch(causal::Forward { head, sums, out, saved: &mut causal::Saved::default() });
+                causal::forward(head, sums, out, &mut causal::Saved::default(), spare);
             }
         });
         Ok(())
@@ -257,16 +259,15 @@ impl CustomOp3 for Favor {
                 false => Saved::Full(full::Saved::default()),
             })
             .collect();
+        let spare = spare_threads(saved.len());
         inputs.check(|| {
             let work = out.chunks_exact_mut(inputs.group * t * dv).zip(&mut saved).enumerate().collect();
             for_heads(work, |(n, (out, saved))| {
                 let head = inputs.head(n);
-                let sums = Sums::new(self.map.features(), self.map.scales(), dv);
+                let mut sums = Sums::new(self.map.features(), self.map.scales(), dv);
                 match saved {
-                    Saved::Causal(saved) => {
-                        Arch::new().dispatch(causal::Forward { head: &head, sums: &mut { sums }, out, saved })
-                    }
-                    Saved::Full(saved) => Arch::new().dispatch(full::Forward { head: &head, sums, out, saved }),
+                    Saved::Causal(saved) => causal::forward(&head, &mut sums, out, saved, spare),
+                    Saved::Full(saved) => full::forward(&head, sums, out, saved, spare),
                 }
             })
         })?;
@@ -294,6 +295,7 @@ impl CustomOp3 for Favor {
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let [dq, dk, dv_] = &mut gradients;
             let keys = inputs.keys;
+            let spare = spare_threads(saved.len());
             let work = dq
                 .chunks_exact_mut(group * t * inputs.q.width)
                 .zip(dk.chunks_exact_mut(keys * inputs.k.width))
@@ -306,11 +308,15 @@ impl CustomOp3 for Favor {
                 let (out, grad) = (&out.heads(n * group, group)[..], &grad.heads(n * group, group)[..]);
                 match saved {
                     Saved::Causal(saved) => {
-                        Arch::new().dispatch(causal::QueryGradients { head: &head, saved, out, grad, dq });
-                        Arch::new().dispatch(causal::KeyGradients { head: &head, saved, out, grad, dk, dv });
+                        let queries = causal::QueryGradients { head: &head, saved, out, grad, dq };
+                        causal::backward(
+                            queries,
+                            causal::KeyGradients { head: &head, saved, out, grad, dk, dv },
+                            spare,
+                        );
                     }
                     Saved::Full(saved) => {
-                        Arch::new().dispatch(full::Gradients { head: &head, saved, out, grad, dq, dk, dv });
+                        full::backward(full::Gradients { head: &head, saved, out, grad, dq, dk, dv }, spare);
                     }
                 }
             });

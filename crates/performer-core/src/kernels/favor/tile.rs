@@ -45,6 +45,11 @@ impl<'a> Tile<'a> {
         }
     }
 
+    /// A tile for the chunks after those of this one.
+    pub(super) fn next(&mut self) -> Self {
+        Self { running: std::mem::take(&mut self.running), ..Self::new(self.head) }
+    }
+
     #[inline(always)]
     pub(super) fn load_keys<S: Simd>(&mut self, simd: S, start: usize, count: usize) {
         let mut hidden = [f32::INFINITY; CHUNK];
@@ -287,7 +292,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// From gradients of features (`dphi`, a row a feature) and values (`rows`) to those of keys and values.
+    /// From gradients of features (`dphi`, a row a feature) and values (`rows`) to those of the chunk's keys and values.
     #[inline(always)]
     pub(super) fn write_key_gradients<S: Simd>(
         &mut self,
@@ -298,9 +303,8 @@ impl<'a> Tile<'a> {
         dk: &mut [f32],
         dv: &mut [f32],
     ) {
-        let (columns, vd, kd) = (padded(n), self.head.v.width, self.head.k.width);
-        let to = dv[start * vd..(start + n) * vd].chunks_exact_mut(vd);
-        to.zip(rows.chunks_exact(self.width)).for_each(|(dv, row)| dv.copy_from_slice(&row[..vd]));
+        let (columns, vd) = (padded(n), self.head.v.width);
+        dv.chunks_exact_mut(vd).zip(rows.chunks_exact(self.width)).for_each(|(dv, row)| dv.copy_from_slice(&row[..vd]));
         let mut scales = [0f32; CHUNK];
         let features = dphi.chunks_exact_mut(CHUNK).zip(self.keys.chunks_exact(CHUNK));
         if self.head.map.is_signed() {
@@ -315,8 +319,7 @@ impl<'a> Tile<'a> {
                 multiply(simd, &mut dphi[..columns], &keys[..columns]);
             }
         }
-        let to = &mut dk[start * kd..(start + n) * kd];
-        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], to, &mut self.scratch);
+        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], dk, &mut self.scratch);
     }
 }
 
