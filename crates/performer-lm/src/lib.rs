@@ -13,6 +13,7 @@ pub mod eval;
 mod files;
 pub mod generate;
 pub mod machine;
+pub mod memory;
 pub mod model;
 pub mod plot;
 pub mod train;
