@@ -207,7 +207,8 @@ fn scored_tokenizers_are_read() -> Result<()> {
     all.insert("tokenizer.ggml.add_space_prefix".into(), Value::Bool(false));
     all.insert("tokenizer.ggml.add_bos_token".into(), Value::Bool(false));
     let plain = tokenizer_of(all, s)?;
-    let spelled = |text| -> Result<Vec<_>> { Ok(plain.encode(text)?.into_iter().map(|id| plain.token(id).unwrap()).collect()) };
+    let spelled =
+        |text| -> Result<Vec<_>> { Ok(plain.encode(text)?.into_iter().map(|id| plain.token(id).unwrap()).collect()) };
     assert_eq!(spelled("the he")?, ["t", "he", "▁", "he"]);
     assert_eq!(plain.decode(&plain.encode(" the an")?)?, " the an");
     assert_eq!((plain.borders().begin, plain.borders().end), (None, Some(2)));

@@ -90,7 +90,7 @@ fn qwen2_is_candles_qwen2() -> Result<()> {
     let mut config = llama_config(SMALL, "qwen2", false);
     // Qwen2's published configs name a window that is not in use.
     for (name, value) in
-        [("use_sliding_window", json!(false)), ("sliding_window", json!(8)), ("max_window_layers", json!(1))]
+        [("use_sliding_window", json!(false)), ("sliding_window", json!(40)), ("max_window_layers", json!(1))]
     {
         config[name] = value;
     }

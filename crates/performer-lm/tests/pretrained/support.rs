@@ -121,7 +121,7 @@ pub(crate) fn open(path: &Path) -> Result<Pretrained> {
 
 /// What opening fails with, causes and all.
 pub(crate) fn refusal(path: &Path) -> String {
-    format!("{:#}", open(path).err().expect("it must be refused"))
+    format!("{:#}", open(path).expect_err("it must be refused"))
 }
 
 /// Some tokens, none of them twice in a row.
