@@ -6,9 +6,19 @@ use anyhow::{Result, bail, ensure};
 use performer_core::{FavorConfig, FeatureMapKind};
 use serde::{Deserialize, Serialize};
 
-use crate::train::{AdamWConfig, Schedule};
+use crate::{
+    data::Borders,
+    train::{AdamWConfig, Schedule},
+};
+
+/// Bounds that a damaged config exceeds and no model does.
+const MAX_SIZE: usize = 1 << 24;
+const MAX_LAYERS: usize = 1 << 12;
 
 /// A decoder-only language model, saved as `config.json` beside its weights.
+///
+/// One decoder spells several families. Llama, Mistral and SmolLM2: `rms-norm` before each part, `swiglu`, rotary positions, no biases.
+/// Qwen2: the same with `qkv_bias`. GPT-2: `layer-norm`, `gelu`, learned positions, `bias`, `tied_head`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
@@ -22,6 +32,9 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Key and value heads; a divisor of `heads`.
     pub kv_heads: usize,
+    /// Dimension `D` of a head, where it is not `hidden_size / heads`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<usize>,
     /// Inner dimension of the feed-forward part.
     pub feed_forward_size: usize,
     /// Tokens a training sequence holds, and the positions that learned embeddings have.
@@ -42,11 +55,17 @@ pub struct ModelConfig {
     /// Whether linear layers have biases.
     #[serde(default)]
     pub bias: bool,
+    /// Whether the projections to queries, keys and values have biases, even if others have none.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub qkv_bias: bool,
     /// Probability of dropping an entry of a block's two outputs, in training.
     #[serde(default)]
     pub dropout: f32,
     /// Exact or linear attention.
     pub attention: AttentionConfig,
+    /// The tokens at the borders of a document, where they are not those that the tokenizer's names tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub borders: Option<Borders>,
 }
 
 fn default_norm_eps() -> f64 {
@@ -57,8 +76,10 @@ fn default_norm_eps() -> f64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FeedForwardKind {
-    /// `W₂ gelu(W₁ x)`.
+    /// `W₂ gelu(W₁ x)`, GELU in its tanh form.
     Gelu,
+    /// The same with the exact GELU, `x Φ(x)`.
+    GeluExact,
     /// `W₂ (silu(W_g x) ∘ W₁ x)` (Shazeer 2020).
     Swiglu,
 }
@@ -89,7 +110,8 @@ pub enum NormPosition {
 pub enum Positions {
     /// One learned vector a position, up to `context`.
     Learned,
-    /// Rotary embeddings of this base.
+    /// Rotary embeddings of this base, dimension `i` of a head turning with `i + D/2`. Weights made for neighbours `2i`, `2i + 1` are
+    /// reordered when they are loaded.
     Rotary {
         /// θ; 10000 in the paper.
         base: f64,
@@ -179,9 +201,9 @@ impl FromStr for AttentionConfig {
 }
 
 impl ModelConfig {
-    /// Dimension of a head, `E/H`.
+    /// Dimension `D` of a head, `E/H` unless the config says otherwise.
     pub fn head_dim(&self) -> usize {
-        self.hidden_size / self.heads.max(1)
+        self.head_dim.unwrap_or(self.hidden_size / self.heads.max(1))
     }
 
     /// Refuses sizes that make no model.
@@ -197,20 +219,26 @@ impl ModelConfig {
             ("kv_heads", self.kv_heads),
             ("feed_forward_size", self.feed_forward_size),
             ("context", self.context),
+            ("head_dim", self.head_dim.unwrap_or(1)),
         ] {
             ensure!(value > 0, "model config: {name} is 0; it must be at least 1");
+            ensure!(value <= MAX_SIZE, "model config: {name} is {value}; it must be at most {MAX_SIZE}");
         }
+        ensure!(self.layers <= MAX_LAYERS, "model config: layers is {}; it must be at most {MAX_LAYERS}", self.layers);
         let (e, h, kv) = (self.hidden_size, self.heads, self.kv_heads);
-        ensure!(e.is_multiple_of(h), "model config: hidden_size {e} must be a multiple of heads {h}");
+        ensure!(
+            self.head_dim.is_some() || e.is_multiple_of(h),
+            "model config: hidden_size {e} must be a multiple of heads {h}, or head_dim be given"
+        );
         ensure!(h.is_multiple_of(kv), "model config: heads {h} must be a multiple of kv_heads {kv}");
         ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
         if matches!(self.positions, Positions::Rotary { .. }) && !self.head_dim().is_multiple_of(2) {
-            bail!(
-                "model config: rotary positions need an even head dimension; hidden_size / heads is {}",
-                self.head_dim()
-            );
+            bail!("model config: rotary positions need an even head dimension; it is {}", self.head_dim());
         }
-        Ok(())
+        match &self.borders {
+            Some(borders) => borders.validate(self.vocab_size),
+            None => Ok(()),
+        }
     }
 }
 

@@ -38,7 +38,23 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
 
 /// [`evaluate`] over about the first `limit` tokens.
 pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
-    let context = model.config().context;
+    evaluate_windows(model, tokens, threads, model.config().context, limit)
+}
+
+/// [`evaluate`] over about the first `limit` tokens, in windows of `context`.
+///
+/// # Errors
+/// Those of [`evaluate`]; a context of 0, or one beyond the positions that the model learned.
+pub fn evaluate_windows(
+    model: &Decoder,
+    tokens: &TokenFile,
+    threads: usize,
+    context: usize,
+    limit: usize,
+) -> Result<Evaluation> {
+    ensure!(context > 0, "the context is 0; it must be at least 1");
+    // No window is longer than the text.
+    let context = context.min(tokens.len().saturating_sub(1).max(1));
     // About 4096 tokens a pass, enough rows for the matrix products.
     let rows = (4096 / context).max(1);
     let passes = limit.div_ceil(rows * context);

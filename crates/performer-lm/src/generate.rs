@@ -128,8 +128,8 @@ pub fn generate(
     // A story begins after the end of the one before.
     let mut ids = vec![tokenizer.eot()];
     ids.extend(tokenizer.encode(prompt)?);
+    let mut stream = tokenizer.stream_after(&ids);
     let mut state: DecoderState = model.new_state();
-    let mut stream = tokenizer.stream();
     let mut tokens = 0;
     let mut stop = Stop::MaxTokens;
     while tokens < max_tokens {
@@ -140,7 +140,7 @@ pub fn generate(
         let input = Tensor::from_slice(&ids, (1, ids.len()), model.device())?;
         let logits = model.extend(&input, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         let next = sampler.sample(&logits)?;
-        if next == tokenizer.eot() {
+        if tokenizer.borders().is_end(next) {
             stop = Stop::EndOfText;
             break;
         }

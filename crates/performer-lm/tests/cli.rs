@@ -89,6 +89,36 @@ fn train_eval_generate() {
 }
 
 #[test]
+fn exported_models_are_used_like_checkpoints() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    for attention in ["softmax", "favor:m=16"] {
+        let checkpoint = format!("run-{attention}").replace(':', "-");
+        let args = train(&["--attention", attention, "--out", &checkpoint]);
+        assert!(run(&args).status.success());
+        let folder = format!("{checkpoint}-hf");
+        let export = ["export", &checkpoint, "--out", &folder];
+        assert!(run(&export).status.success());
+        fails(&run(&export), &["holds a model already"]);
+        for use_of in
+            [&["eval", "--data", "sample", "--json"][..], &["generate", "--temperature", "0", "--max-tokens", "9"]]
+        {
+            let on = |model: &str| run(&[&use_of[..1], &[model], &use_of[1..]].concat());
+            let (first, second) = (on(&checkpoint), on(&folder));
+            assert!(first.status.success() && !first.stdout.is_empty());
+            assert_eq!(first.stdout, second.stdout);
+        }
+        let config = std::fs::read_to_string(dir.path().join(&folder).join("config.json")).unwrap();
+        assert_eq!(config.contains("\"performer\""), attention != "softmax", "{config}");
+    }
+    let short = ["eval", "run-softmax", "--data", "sample", "--context", "4", "--max-tokens", "100", "--json"];
+    let tokens = json(&run(&short))["tokens"].as_u64().unwrap();
+    assert!((100..5000).contains(&tokens), "{tokens}");
+    fails(&run(&["eval", "run-softmax", "--data", "sample", "--context", "0"]), &["context is 0"]);
+    fails(&run(&["generate", "someone/model"]), &["someone/model", "HF_HUB_OFFLINE"]);
+}
+
+#[test]
 fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     let dir = tempfile::tempdir().unwrap();
     let mut args =

@@ -25,6 +25,7 @@ fn base(attention: &str) -> ModelConfig {
         layers: 2,
         heads: 4,
         kv_heads: 4,
+        head_dim: None,
         feed_forward_size: 48,
         context: 40,
         feed_forward: FeedForwardKind::Gelu,
@@ -34,19 +35,21 @@ fn base(attention: &str) -> ModelConfig {
         positions: Positions::Learned,
         tied_head: false,
         bias: true,
+        qkv_bias: false,
         dropout: 0.0,
         attention: attention.parse().unwrap(),
+        borders: None,
     }
 }
 
 /// Every choice that the config spells, each with each.
 fn variants(attention: &str) -> Vec<ModelConfig> {
     let mut all = Vec::new();
-    for feed_forward in [FeedForwardKind::Gelu, FeedForwardKind::Swiglu] {
+    for feed_forward in [FeedForwardKind::Gelu, FeedForwardKind::GeluExact, FeedForwardKind::Swiglu] {
         for norm in [NormKind::LayerNorm, NormKind::RmsNorm] {
             for norm_position in [NormPosition::Pre, NormPosition::Post] {
                 for positions in [Positions::Learned, Positions::Rotary { base: 10_000.0 }] {
-                    for (tied_head, bias, kv_heads) in [(false, true, 4), (true, false, 2)] {
+                    for (tied_head, bias, kv_heads, head_dim) in [(false, true, 4, None), (true, false, 2, Some(6))] {
                         let base = base(attention);
                         let config = ModelConfig {
                             feed_forward,
@@ -55,7 +58,9 @@ fn variants(attention: &str) -> Vec<ModelConfig> {
                             positions,
                             tied_head,
                             bias,
+                            qkv_bias: tied_head,
                             kv_heads,
+                            head_dim,
                             ..base
                         };
                         all.push(config);

@@ -7,10 +7,10 @@ use serde::Serialize;
 
 use super::{args::Machine, output};
 use crate::{
-    data::{DataSpec, prepare, prepare_text},
-    eval::{Evaluation, evaluate},
+    data::{DataSpec, prepare_for, prepare_text},
+    eval::{Evaluation, evaluate_windows},
+    model::pretrained,
     plot::{Axis, Chart, Scale, Series},
-    train::load_model,
 };
 
 #[derive(clap::Args)]
@@ -18,13 +18,20 @@ use crate::{
 Examples:
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
   performer-lm eval runs/seed-favor-m128-seed42 --data tinystories
-  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --by-position --plot position")]
+  performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --by-position --plot position
+  performer-lm eval SmolLM2-135M.gguf --data book.txt --context 1024 --max-tokens 100000")]
 pub(super) struct Args {
-    /// Checkpoint folder.
-    checkpoint: PathBuf,
+    /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
+    model: String,
     /// A text file, all of which is predicted; or the held-out part of sample, tinystories or a folder.
     #[arg(long)]
     data: String,
+    /// Tokens that a prediction sees at most [default: the model's context].
+    #[arg(long)]
+    context: Option<usize>,
+    /// Predict about so many tokens from the beginning of the text.
+    #[arg(long)]
+    max_tokens: Option<usize>,
     /// Report the loss at each position of the context, too.
     #[arg(long)]
     by_position: bool,
@@ -47,18 +54,20 @@ struct Scored {
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
-    let (model, tokenizer) = load_model(&args.checkpoint, &machine.device)?;
+    let (model, tokenizer) = pretrained::load(&args.model, &machine.device)?;
     let path = PathBuf::from(&args.data);
     let (corpus, tokens) = if path.is_file() {
         let name = path.file_name().map_or_else(|| args.data.clone(), |n| n.to_string_lossy().into_owned());
         (format!("file:{name}"), prepare_text(&path, &tokenizer)?.into())
     } else {
         let spec: DataSpec = args.data.parse().map_err(|e| anyhow::anyhow!("--data {}: {e}", args.data))?;
-        let given = args.checkpoint.join("tokenizer.json");
-        let data = prepare(&spec, tokenizer.vocab_size(), Some(&given)).context("cannot prepare the text")?;
+        let data = prepare_for(&spec, &tokenizer).context("cannot prepare the text")?;
         (data.corpus_name, data.valid)
     };
-    let mut evaluation = evaluate(&model, &tokens, machine.threads)?;
+    let mut evaluation = {
+        let context = args.context.unwrap_or(model.config().context);
+        evaluate_windows(&model, &tokens, machine.threads, context, args.max_tokens.unwrap_or(usize::MAX))?
+    };
     if let Some(stem) = &args.plot {
         let points: Vec<(f64, f64)> =
             evaluation.loss_by_position.iter().enumerate().map(|(i, &l)| (i as f64 + 1.0, l)).collect();

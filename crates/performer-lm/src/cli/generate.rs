@@ -1,6 +1,6 @@
 //! `performer-lm generate`.
 
-use std::{path::PathBuf, time::Instant};
+use std::time::Instant;
 
 use anyhow::Result;
 use serde::Serialize;
@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{args::Machine, output};
 use crate::{
     generate::{Sampling, Stop, generate},
-    train::load_model,
+    model::pretrained,
 };
 
 #[derive(clap::Args)]
@@ -18,8 +18,8 @@ Examples:
   performer-lm generate runs/seed-favor-m128-seed42 --prompt 'The cat' --temperature 0.5 --seed 3
   performer-lm generate runs/seed-favor-m128-seed42 --temperature 0 --max-tokens 50 --json")]
 pub(super) struct Args {
-    /// Checkpoint folder.
-    checkpoint: PathBuf,
+    /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
+    model: String,
     /// Text to continue.
     #[arg(long, default_value = "Once upon a time")]
     prompt: String,
@@ -53,7 +53,7 @@ struct Written {
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
-    let (model, tokenizer) = load_model(&args.checkpoint, &machine.device)?;
+    let (model, tokenizer) = pretrained::load(&args.model, &machine.device)?;
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
     let mut text = String::new();

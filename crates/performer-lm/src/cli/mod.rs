@@ -5,6 +5,7 @@ mod bench;
 mod compare;
 mod data;
 mod eval;
+mod export;
 mod generate;
 mod output;
 mod train;
@@ -47,10 +48,12 @@ enum Command {
     Train(train::Args),
     /// Train with several attentions and seeds under identical conditions, and compare.
     Compare(compare::Args),
-    /// Measure how well a checkpoint predicts a text.
+    /// Measure how well a model predicts a text.
     Eval(eval::Args),
     /// Continue a text.
     Generate(generate::Args),
+    /// Write a model as a Hugging Face folder.
+    Export(export::Args),
     /// Measure the speed of attention, decoding and training on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
@@ -86,6 +89,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Compare(args) => compare::run(args, &global, stop_on_ctrl_c()?),
         Command::Eval(args) => eval::run(args, &global),
         Command::Generate(args) => generate::run(args, &global),
+        Command::Export(args) => export::run(args),
         Command::Bench(command) => bench::run(command, &global, stop_on_ctrl_c()?),
         Command::Data(args) => data::run(args, &global),
         Command::Completions { shell } => {

@@ -19,19 +19,20 @@ const MAX_WORD: usize = 32;
 /// Bounds the memory for text that hardly repeats itself.
 const MAX_WORDS: usize = 1 << 20;
 
-/// The tokens of documents in batches, each document followed by the end of text; beside each batch, the bytes of text it
+/// The tokens of documents in batches, each document between its borders; beside each batch, the bytes of text it
 /// covers.
 pub(crate) fn encode_documents(
     tokenizer: &Tokenizer,
     documents: &Documents,
 ) -> impl Iterator<Item = Result<(Vec<u32>, usize)>> {
     let mut words = tokenizer.splits_at_spaces().then(Words::default);
-    // A piece, and whether a document ends with it.
-    let mut parts = documents.iter().flat_map(|document| {
+    let piece = if tokenizer.changes_the_beginning() { usize::MAX / 2 } else { PIECE };
+    let mut parts = documents.iter().flat_map(move |document| {
         let mut left = document.len();
-        pieces(document, PIECE).map(move |piece| {
-            left -= piece.len();
-            (piece, left == 0)
+        pieces(document, piece).map(move |text| {
+            let begins = left == document.len();
+            left -= text.len();
+            Piece { text, begins, ends: left == 0 }
         })
     });
     std::iter::from_fn(move || {
@@ -39,7 +40,7 @@ pub(crate) fn encode_documents(
         while bytes < BATCH
             && let Some(part) = parts.next()
         {
-            bytes += part.0.len();
+            bytes += part.text.len();
             batch.push(part);
         }
         if batch.is_empty() {
@@ -53,13 +54,33 @@ pub(crate) fn encode_documents(
     })
 }
 
+/// A piece of a document.
+#[derive(Clone, Copy)]
+struct Piece<'a> {
+    text: &'a str,
+    /// Whether the document begins with it.
+    begins: bool,
+    /// Whether the document ends with it.
+    ends: bool,
+}
+
+impl Piece<'_> {
+    /// The tokens that the borders put before and after it.
+    fn borders(&self, tokenizer: &Tokenizer) -> (Option<u32>, Option<u32>) {
+        let borders = tokenizer.borders();
+        (borders.begin.filter(|_| self.begins), borders.end.filter(|_| self.ends))
+    }
+}
+
 /// In parallel, by any tokenizer.
-fn encode(tokenizer: &Tokenizer, batch: &[(&str, bool)]) -> Result<Vec<u32>> {
-    let texts = batch.iter().map(|(text, _)| *text).collect();
+fn encode(tokenizer: &Tokenizer, batch: &[Piece]) -> Result<Vec<u32>> {
+    let texts = batch.iter().map(|piece| piece.text).collect();
     let mut tokens = Vec::new();
-    for (part, (_, end)) in tokenizer.encode_batch(texts)?.into_iter().zip(batch) {
+    for (part, piece) in tokenizer.encode_batch(texts)?.into_iter().zip(batch) {
+        let (begin, end) = piece.borders(tokenizer);
+        tokens.extend(begin);
         tokens.extend(part);
-        tokens.extend(end.then(|| tokenizer.eot()));
+        tokens.extend(end);
     }
     Ok(tokens)
 }
@@ -72,10 +93,12 @@ struct Words {
 
 impl Words {
     /// The same as [`encode`], for a tokenizer that splits text at spaces.
-    fn encode(&mut self, tokenizer: &Tokenizer, batch: &[(&str, bool)]) -> Result<Vec<u32>> {
+    fn encode(&mut self, tokenizer: &Tokenizer, batch: &[Piece]) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
-        for (text, end) in batch {
-            for word in words(text) {
+        for piece in batch {
+            let (begin, end) = piece.borders(tokenizer);
+            tokens.extend(begin);
+            for word in words(piece.text) {
                 if let Some(known) = self.known.get(word) {
                     tokens.extend_from_slice(known);
                     continue;
@@ -86,7 +109,7 @@ impl Words {
                     self.known.insert(word.into(), encoded.into());
                 }
             }
-            tokens.extend(end.then(|| tokenizer.eot()));
+            tokens.extend(end);
         }
         Ok(tokens)
     }
@@ -105,6 +128,7 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::borders::Borders;
     use super::super::tokenizer::tests::documents;
     use super::*;
 
@@ -118,6 +142,24 @@ mod tests {
             assert_eq!(tokenizer.encode(run).unwrap().len(), 1, "{run:?}");
         }
         tokenizer
+    }
+
+    fn document(text: &str) -> Piece<'_> {
+        Piece { text, begins: true, ends: true }
+    }
+
+    #[test]
+    fn borders_stand_around_documents_and_not_around_pieces() {
+        let json = tokenizer().as_bytes().to_vec();
+        let borders = Borders { begin: Some(1), end: Some(2), stop: Vec::new() };
+        let tokenizer = Tokenizer::with_borders(json, Some(borders)).unwrap();
+        let (long, short) = ("One cat. ".repeat(20_000), "Two cats.");
+        let text = format!("{long}<|endoftext|>{short}");
+        let stream: Vec<u32> =
+            encode_documents(&tokenizer, &documents(&text)).flat_map(|batch| batch.unwrap().0).collect();
+        let expected =
+            [&[1], &tokenizer.encode(long.trim()).unwrap()[..], &[2, 1], &tokenizer.encode(short).unwrap(), &[2]];
+        assert!(stream == expected.concat());
     }
 
     #[test]
@@ -147,14 +189,14 @@ mod tests {
         let tokenizer = tokenizer();
         assert!(tokenizer.splits_at_spaces());
         let texts = tricky();
-        let batch: Vec<_> = texts.iter().map(|text| (text.as_str(), true)).collect();
+        let batch: Vec<_> = texts.iter().map(|text| document(text)).collect();
         let mut known = Words::default();
         let (fast, slow) = (known.encode(&tokenizer, &batch).unwrap(), encode(&tokenizer, &batch).unwrap());
         if fast != slow {
             // Say which.
             for &one in &batch {
                 let fast = known.encode(&tokenizer, &[one]).unwrap();
-                assert_eq!(fast, encode(&tokenizer, &[one]).unwrap(), "{one:?}");
+                assert_eq!(fast, encode(&tokenizer, &[one]).unwrap(), "{:?}", one.text);
             }
         }
         for text in &texts {
@@ -168,7 +210,7 @@ mod tests {
         let text = "The cats went. \n\nThey  were \n happy, 3 times.\n\n\n And   日本 more. ".repeat(5000);
         let docs = documents(&text);
         let batches: Vec<_> = encode_documents(&tokenizer, &docs).map(|batch| batch.unwrap().0).collect();
-        let whole = encode(&tokenizer, &[(text.trim(), true)]).unwrap();
+        let whole = encode(&tokenizer, &[document(text.trim())]).unwrap();
         assert!(batches.concat() == whole);
     }
 }

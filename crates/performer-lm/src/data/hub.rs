@@ -1,14 +1,16 @@
-//! TinyStories from the Hugging Face hub, through the cache that all Hugging Face tools share.
+//! TinyStories and models from the Hugging Face hub, through the cache that all Hugging Face tools share.
 
 use std::any::Any;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail};
-use hf_hub::Cache;
+use anyhow::{Context, Result, anyhow, bail};
 use hf_hub::api::Progress;
 use hf_hub::api::sync::ApiBuilder;
+use hf_hub::{Cache, Repo};
 
 use super::{notice, progress_bar};
 
@@ -23,7 +25,7 @@ pub(crate) struct TinyStories {
     pub(crate) valid: PathBuf,
 }
 
-/// Where to look for a dataset, and how long to wait for it.
+/// Where to look for a dataset or model, and how long to wait for it.
 #[derive(Debug, Clone)]
 pub(crate) struct Hub {
     endpoint: String,
@@ -54,9 +56,12 @@ impl Hub {
 
     /// TinyStories if it has been downloaded before; never touches the network.
     pub(crate) fn cached(&self) -> Option<TinyStories> {
-        let repo = Cache::new(self.cache.clone()).dataset(DATASET.into());
-        let [valid, train] = FILES.map(|file| repo.get(file));
+        let [valid, train] = FILES.map(|file| self.in_cache(&dataset(), file));
         Some(TinyStories { train: train?, valid: valid? })
+    }
+
+    fn in_cache(&self, repo: &Repo, file: &str) -> Option<PathBuf> {
+        Cache::new(self.cache.clone()).repo(repo.clone()).get(file)
     }
 
     /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
@@ -65,42 +70,65 @@ impl Hub {
             return Ok(files);
         }
         if self.offline {
-            bail!(
-                "TinyStories is not in the Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it",
-                self.cache.display()
-            );
+            bail!("TinyStories is not in the {}", self.forbidden());
         }
         let [valid, train] = FILES;
-        Ok(TinyStories { valid: self.fetch(valid)?, train: self.fetch(train)? })
+        Ok(TinyStories { valid: self.fetch(&dataset(), valid)?, train: self.fetch(&dataset(), train)? })
     }
 
-    fn fetch(&self, file: &'static str) -> Result<PathBuf> {
-        if let Some(path) = Cache::new(self.cache.clone()).dataset(DATASET.into()).get(file) {
+    fn forbidden(&self) -> String {
+        format!("Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it", self.cache.display())
+    }
+
+    /// The folder of a model in the cache, after whatever it lacks of the files that loading needs has been downloaded.
+    pub(crate) fn model(&self, id: &str) -> Result<PathBuf> {
+        let repo = Repo::model(id.into());
+        let config = self.fetch(&repo, "config.json")?;
+        self.fetch(&repo, "tokenizer.json")?;
+        if let Err(error) = self.fetch(&repo, "model.safetensors") {
+            // Large models come in several files, and a list of them.
+            let index = self.fetch(&repo, "model.safetensors.index.json").map_err(|_| error)?;
+            for shard in shards(&index)? {
+                self.fetch(&repo, &shard)?;
+            }
+        }
+        // Not every model has one.
+        let _ = self.fetch(&repo, "generation_config.json");
+        let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
+        Ok(folder.into())
+    }
+
+    fn fetch(&self, repo: &Repo, file: &str) -> Result<PathBuf> {
+        if let Some(path) = self.in_cache(repo, file) {
             return Ok(path);
+        }
+        let name = repo.url();
+        if self.offline {
+            bail!("{file} of {name} is not in the {}", self.forbidden());
         }
         // The client has no time limit of its own: it works in a thread that is left behind when it falls silent.
         let (sender, events) = channel();
-        let hub = self.clone();
+        let (hub, repo, wanted) = (self.clone(), repo.clone(), file.to_owned());
         let worker = std::thread::spawn(move || {
             let api = ApiBuilder::from_cache(Cache::new(hub.cache)).with_endpoint(hub.endpoint).build()?;
-            api.dataset(DATASET.into()).download_with_progress(file, Reporter(sender))
+            api.repo(repo).download_with_progress(&wanted, Reporter(sender))
         });
-        self.watch(file, &events)?;
+        self.watch(file, &name, &events)?;
         match worker.join() {
-            Ok(result) => result.map_err(|error| anyhow!("cannot download {file} of {DATASET}: {error}")),
-            Err(panic) => bail!("cannot download {file} of {DATASET}: {}", panic_message(panic.as_ref())),
+            Ok(result) => result.map_err(|error| anyhow!("cannot download {file} of {name}: {error}")),
+            Err(panic) => bail!("cannot download {file} of {name}: {}", panic_message(panic.as_ref())),
         }
     }
 
     /// Shows the progress until the worker hangs up; an error if it falls silent.
-    fn watch(&self, file: &str, events: &Receiver<Event>) -> Result<()> {
+    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>) -> Result<()> {
         let mut bar = None;
         loop {
             let limit = if bar.is_some() { self.stall } else { self.answer };
             match events.recv_timeout(limit) {
                 Ok(Event::Size(size)) => {
                     let bar = bar.get_or_insert_with(|| {
-                        notice(format_args!("downloading {file} of {DATASET}: {:.1} MB", size as f64 / 1e6));
+                        notice(format_args!("downloading {file} of {name}: {:.1} MB", size as f64 / 1e6));
                         progress_bar(size, "downloading")
                     });
                     bar.set_position(0);
@@ -120,6 +148,32 @@ impl Hub {
                 }
             }
         }
+    }
+}
+
+fn dataset() -> Repo {
+    Repo::dataset(DATASET.into())
+}
+
+/// The files that an index of weights names, each once.
+///
+/// # Errors
+/// A file that cannot be read or is no such index.
+pub(crate) fn shards(index: &Path) -> Result<BTreeSet<String>> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let json = std::fs::read(index).with_context(|| format!("cannot read {}", index.display()))?;
+    let Index { weight_map } = serde_json::from_slice(&json)
+        .with_context(|| format!("{} is no index of weights: copy it again", index.display()))?;
+    let files: BTreeSet<String> = weight_map.into_values().collect();
+    match files.iter().find(|file| Path::new(file).file_name() != Some(OsStr::new(file))) {
+        None => Ok(files),
+        Some(file) => bail!(
+            "{} names {file}, which is no file beside this index of weights: copy the model again",
+            index.display()
+        ),
     }
 }
 
@@ -243,14 +297,14 @@ pub(crate) mod tests {
         hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
         // Requests: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
         std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
-        hub.fetch(FILES[0]).unwrap_err();
+        hub.fetch(&dataset(), FILES[0]).unwrap_err();
         let part = dir.path().join("datasets--roneneldan--TinyStories/blobs/tag.part");
         assert_eq!(std::fs::read(part).unwrap(), BODY[..BODY.len() / 2]);
         assert!(hub.cached().is_none());
-        let path = hub.fetch(FILES[0]).unwrap();
+        let path = hub.fetch(&dataset(), FILES[0]).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), BODY);
         // Once in the cache it is not asked for again, with a hub or without.
-        assert_eq!(nowhere(dir.path()).fetch(FILES[0]).unwrap(), path);
+        assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0]).unwrap(), path);
     }
 
     #[test]
@@ -273,6 +327,8 @@ pub(crate) mod tests {
         hub.offline = true;
         let error = hub.tinystories().unwrap_err().to_string();
         assert!(error.contains("HF_HUB_OFFLINE"), "{error}");
+        let error = hub.model("someone/model").unwrap_err().to_string();
+        assert!(error.contains("config.json of someone/model") && error.contains("HF_HUB_OFFLINE"), "{error}");
         fill(dir.path(), "train", "valid");
         assert!(hub.tinystories().unwrap().train.exists());
     }

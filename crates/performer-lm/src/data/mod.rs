@@ -4,10 +4,11 @@
 //! Tokenizers and token files are kept in a cache under the hash of what they were made from; see [`cache_dir`].
 
 mod batches;
+mod borders;
 mod cache;
 mod corpus;
 mod encode;
-mod hub;
+pub(crate) mod hub;
 mod split;
 mod text;
 mod tokenizer;
@@ -22,6 +23,7 @@ use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub use batches::{Batch, Batches, EvalWindows, eval_windows};
+pub use borders::Borders;
 pub use cache::cache_dir;
 pub use corpus::{Corpus, DataSpec, load_text};
 pub use text::{Documents, SEPARATOR};
@@ -55,11 +57,23 @@ pub fn prepare(spec: &DataSpec, vocab_size: usize, tokenizer: Option<&Path>) -> 
     prepare_in(&Cache::from_env()?, Corpus::load(spec)?, vocab_size, tokenizer)
 }
 
+/// [`prepare`] with a tokenizer at hand.
+///
+/// # Errors
+/// Those of [`Corpus::load`], and a disk that is full.
+pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer) -> Result<Prepared> {
+    encoded(&Cache::from_env()?, Corpus::load(spec)?, tokenizer.clone())
+}
+
 fn prepare_in(cache: &Cache, corpus: Corpus, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
     let tokenizer = match tokenizer {
         Some(path) => Tokenizer::load(path)?,
         None => cache.tokenizer(&corpus.train, vocab_size)?,
     };
+    encoded(cache, corpus, tokenizer)
+}
+
+fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer) -> Result<Prepared> {
     Ok(Prepared {
         train: Arc::new(cache.tokens(&corpus.train, &tokenizer)?),
         valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer)?),

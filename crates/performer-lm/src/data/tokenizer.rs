@@ -10,6 +10,7 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, EncodeInput};
 
+use super::borders::Borders;
 use super::notice;
 use super::text::{Documents, SEPARATOR, pieces};
 
@@ -30,7 +31,7 @@ const PIECE: usize = 1 << 16;
 const END_OF_TEXT: [&str; 8] =
     [SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>", "<|im_end|>"];
 
-/// A tokenizer that knows its end-of-text token.
+/// A tokenizer that knows the tokens at the borders of a document.
 ///
 /// Text is only ever text to it: a special token spelled out in a story is encoded letter by letter.
 #[derive(Debug, Clone)]
@@ -38,7 +39,9 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The content of tokenizer.json, kept so that a copy is the same byte for byte.
     json: Vec<u8>,
-    eot: u32,
+    borders: Borders,
+    /// Whether the borders come from elsewhere than the tokenizer.json.
+    borders_given: bool,
     vocab_size: usize,
 }
 
@@ -99,6 +102,50 @@ impl Tokenizer {
     /// # Errors
     /// Content that is no tokenizer, or one that knows no end-of-text token.
     pub fn from_bytes(json: Vec<u8>) -> Result<Self> {
+        Self::with_borders(json, None)
+    }
+
+    /// The same with the borders that a model was trained with, where they are given.
+    ///
+    /// # Errors
+    /// Content that is no tokenizer; without borders given, one that knows no end-of-text token.
+    pub fn with_borders(json: Vec<u8>, borders: Option<Borders>) -> Result<Self> {
+        Self::assemble(json, |inner| match &borders {
+            Some(borders) => Ok((borders.clone(), true)),
+            None => match named_end(inner) {
+                Some(end) => Ok((Borders::between(end), false)),
+                None => bail!("the tokenizer has no end-of-text token (looked for {})", END_OF_TEXT.join(" ")),
+            },
+        })
+    }
+
+    /// A tokenizer published with a model that ends its text by one of `stop`.
+    ///
+    /// A document has the borders that the tokenizer itself puts around a text; where it puts none, the end-of-text token stands
+    /// between documents, which need not be the one that ends an answer of a model for conversations.
+    ///
+    /// # Errors
+    /// Content that is no tokenizer, or one that knows no border at all.
+    pub fn of_model(json: Vec<u8>, stop: &[u32]) -> Result<Self> {
+        Self::assemble(json, |inner| {
+            let named = named_end(inner);
+            let mut borders = template(inner)?;
+            if borders.begin.or(borders.end).is_none() {
+                borders.end = named.or(stop.first().copied());
+            }
+            if borders.begin.or(borders.end).is_none() {
+                bail!("the tokenizer has no end-of-text token (looked for {})", END_OF_TEXT.join(" "));
+            }
+            borders.stop = stop.iter().copied().filter(|&token| !borders.is_end(token)).collect();
+            let given = Some(&borders) != named.map(Borders::between).as_ref();
+            Ok((borders, given))
+        })
+    }
+
+    fn assemble(
+        json: Vec<u8>,
+        borders: impl FnOnce(&tokenizers::Tokenizer) -> Result<(Borders, bool)>,
+    ) -> Result<Self> {
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
         // Many published files carry the limits of some model; a corpus must neither be cut nor padded.
@@ -106,13 +153,12 @@ impl Tokenizer {
         limits.map_err(|error| anyhow!("cannot lift the tokenizer's truncation: {error}"))?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(true);
-        let Some(eot) = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name)) else {
-            bail!("the tokenizer has no end-of-text token (looked for {})", END_OF_TEXT.join(" "));
-        };
+        let (borders, borders_given) = borders(&inner)?;
         // Ids may have gaps, so that counting the entries would be too few.
         let ids = inner.get_vocab(true).into_values();
         let vocab_size = ids.max().map_or(0, |id| id as usize + 1);
-        Ok(Self { inner, json, eot, vocab_size })
+        borders.validate(vocab_size)?;
+        Ok(Self { inner, json, borders, borders_given, vocab_size })
     }
 
     /// Writes the `tokenizer.json`.
@@ -128,9 +174,20 @@ impl Tokenizer {
         &self.json
     }
 
-    /// The token that ends every document.
+    /// The tokens at the borders of a document.
+    pub fn borders(&self) -> &Borders {
+        &self.borders
+    }
+
+    /// The borders, if a model's config must tell them because the tokenizer.json does not.
+    pub fn borders_for_config(&self) -> Option<Borders> {
+        self.borders_given.then(|| self.borders.clone())
+    }
+
+    /// The token between documents, after which a text begins.
     pub fn eot(&self) -> u32 {
-        self.eot
+        // There is one: borders are validated.
+        self.borders.begin.or(self.borders.end).unwrap_or_default()
     }
 
     /// Number of tokens: one more than the largest token id.
@@ -138,9 +195,19 @@ impl Tokenizer {
         self.vocab_size
     }
 
-    /// Identity of the tokenizer: the hash of its file.
+    /// The spelling of a token.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// Identity of the tokenizer: the hash of its file, and of borders given besides.
     pub fn hash(&self) -> blake3::Hash {
-        blake3::hash(&self.json)
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.json);
+        if self.borders_given {
+            hasher.update(format!("{:?}", self.borders).as_bytes());
+        }
+        hasher.finalize()
     }
 
     /// The tokens of a text, without an end-of-text token.
@@ -172,6 +239,12 @@ impl Tokenizer {
         gpt2 && self.inner.get_normalizer().is_none() && added.all(|token| token.special)
     }
 
+    /// Whether a text is changed at its beginning, as by Llama's space before the first word: then a long text must not be encoded
+    /// in pieces.
+    pub(crate) fn changes_the_beginning(&self) -> bool {
+        ["\"Prepend\"", "\"Metaspace\""].iter().any(|name| memchr::memmem::find(&self.json, name.as_bytes()).is_some())
+    }
+
     /// The text of tokens; special tokens are left out.
     ///
     /// # Errors
@@ -182,8 +255,32 @@ impl Tokenizer {
 
     /// A decoder for tokens that come one by one.
     pub fn stream(&self) -> StreamDecoder<'_> {
-        StreamDecoder { tokenizer: self, tokens: Vec::new(), shown: 0 }
+        self.stream_after(&[])
     }
+
+    /// The same for tokens that go on after `tokens`.
+    pub fn stream_after(&self, tokens: &[u32]) -> StreamDecoder<'_> {
+        StreamDecoder { tokenizer: self, tokens: tokens.to_vec(), shown: tokens.len() }
+    }
+}
+
+/// The end-of-text token, by what vocabularies call it.
+fn named_end(inner: &tokenizers::Tokenizer) -> Option<u32> {
+    END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name))
+}
+
+/// What the tokenizer's own post-processor puts around a text.
+fn template(inner: &tokenizers::Tokenizer) -> Result<Borders> {
+    let encode = |special| -> Result<Vec<u32>> {
+        let encoding = inner.encode_fast("a", special).map_err(|error| anyhow!("cannot encode text: {error}"))?;
+        Ok(encoding.get_ids().to_vec())
+    };
+    let (plain, whole) = (encode(false)?, encode(true)?);
+    let Some(at) = whole.windows(plain.len().max(1)).position(|part| part == plain) else {
+        return Ok(Borders::default());
+    };
+    let begin = at.checked_sub(1).map(|i| whole[i]);
+    Ok(Borders { begin, end: whole.get(at + plain.len()).copied(), stop: Vec::new() })
 }
 
 /// Decodes tokens as they come, holding text back until its last character is whole.

@@ -31,7 +31,8 @@ impl Block {
     ) -> Result<Self> {
         let heads = MultiHeadConfig {
             kv_heads: config.kv_heads,
-            qkv_bias: config.bias,
+            head_dim: config.head_dim(),
+            qkv_bias: config.bias || config.qkv_bias,
             output_bias: config.bias,
             ..MultiHeadConfig::new(config.hidden_size, config.heads)
         };
@@ -87,6 +88,7 @@ impl Block {
 
 /// `W₂ gelu(W₁ x)` or `W₂ (silu(W_g x) ∘ W₁ x)`.
 struct FeedForward {
+    kind: FeedForwardKind,
     gate: Option<Linear>,
     up: Linear,
     down: Linear,
@@ -96,10 +98,11 @@ impl FeedForward {
     fn new(config: &ModelConfig, vb: VarBuilder) -> Result<Self> {
         let (outer, inner) = (config.hidden_size, config.feed_forward_size);
         let gate = match config.feed_forward {
-            FeedForwardKind::Gelu => None,
+            FeedForwardKind::Gelu | FeedForwardKind::GeluExact => None,
             FeedForwardKind::Swiglu => Some(linear_b(outer, inner, config.bias, vb.pp("gate_proj"))?),
         };
         Ok(Self {
+            kind: config.feed_forward,
             gate,
             up: linear_b(outer, inner, config.bias, vb.pp("up_proj"))?,
             down: linear_b(inner, outer, config.bias, vb.pp("down_proj"))?,
@@ -109,9 +112,10 @@ impl FeedForward {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let apply = |linear: &Linear, x: &Tensor| ops::linear(x, linear.weight(), linear.bias());
         let up = apply(&self.up, x)?;
-        let inner = match &self.gate {
-            None => gelu(&up)?,
-            Some(gate) => (apply(gate, x)?.silu()? * up)?,
+        let inner = match (&self.gate, self.kind) {
+            (Some(gate), _) => (apply(gate, x)?.silu()? * up)?,
+            (None, FeedForwardKind::GeluExact) => up.gelu_erf()?,
+            (None, _) => gelu(&up)?,
         };
         apply(&self.down, &inner)
     }

@@ -5,7 +5,9 @@
 
 mod block;
 mod gelu;
+mod given;
 mod init;
+pub mod pretrained;
 
 use std::collections::HashMap;
 
@@ -17,6 +19,7 @@ use performer_core::{Attention, Favor, Rotary, Softmax, State, ops, projection::
 use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
 use block::{Block, Norm};
+use given::Given;
 
 /// Positions that rotary tables cover at least: a model may generate well beyond its training context.
 const ROTARY_POSITIONS: usize = 32_768;
@@ -62,9 +65,17 @@ impl Decoder {
     /// # Errors
     /// If the config is invalid.
     pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<Self> {
-        config.validate()?;
         let parameters = VarMap::new();
         let vb = VarBuilder::from_varmap(&parameters, DType::F32, device);
+        let model = Self::assemble(config, parameters, vb, seed)?;
+        init::initialise(&model.named_parameters()?, config, derive_seed(seed, INIT_STREAM))?;
+        Ok(model)
+    }
+
+    /// The model of the weights that `vb` hands out and registers in `parameters`.
+    fn assemble(config: &ModelConfig, parameters: VarMap, vb: VarBuilder, seed: u64) -> Result<Self> {
+        config.validate()?;
+        let device = vb.device();
         let model_vb = vb.pp("model");
         let embed_tokens = embedding(config.vocab_size, config.hidden_size, model_vb.pp("embed_tokens"))?;
         let embed_positions = match config.positions {
@@ -91,7 +102,7 @@ impl Decoder {
         } else {
             linear_no_bias(config.hidden_size, config.vocab_size, vb.pp("lm_head"))?
         };
-        let model = Self {
+        Ok(Self {
             config: config.clone(),
             parameters,
             embed_tokens,
@@ -100,9 +111,7 @@ impl Decoder {
             norm,
             head,
             device: device.clone(),
-        };
-        init::initialise(&model.named_parameters()?, config, derive_seed(seed, INIT_STREAM))?;
-        Ok(model)
+        })
     }
 
     /// A model with given weights and buffers, such as [`Self::tensors`] returned.
@@ -110,19 +119,10 @@ impl Decoder {
     /// # Errors
     /// Names the first tensor that is missing or has another shape.
     pub fn from_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
-        let mut model = Self::new(config, 0, device)?;
-        for (name, var) in model.named_parameters()? {
-            let Some(t) = tensors.get(&name) else {
-                bail!("weights lack {name} {:?}: they belong to another config", var.dims())
-            };
-            ensure!(
-                t.dims() == var.dims(),
-                "weight {name} has shape {:?}; the config needs {:?}",
-                t.dims(),
-                var.dims()
-            );
-            var.set(&t.to_dtype(var.dtype())?.to_device(device)?)?;
-        }
+        let parameters = VarMap::new();
+        let given = Given { tensors, parameters: parameters.clone() };
+        let vb = VarBuilder::from_backend(Box::new(given), DType::F32, device.clone());
+        let mut model = Self::assemble(config, parameters, vb, 0)?;
         for (i, block) in model.blocks.iter_mut().enumerate() {
             let prefix = buffer_prefix(i);
             block

@@ -19,3 +19,4 @@ pub use run::{
     Report, RunOptions, Trainer, check_same_run, default_out, load_model, run_name, saved_data, training_batches,
 };
 pub use schedule::Schedule;
+pub(crate) use weights_file::{write_durably, write_safetensors};

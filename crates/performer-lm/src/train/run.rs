@@ -24,7 +24,7 @@ use crate::{
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
     generate::{Sampling, generate},
-    model::{Decoder, Dropout},
+    model::{Decoder, Dropout, pretrained},
 };
 
 /// Tokens that a validation in the middle of a run takes; the last one takes all.
@@ -406,19 +406,7 @@ fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize)
 /// # Errors
 /// What is missing or damaged, by name.
 pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
-    let checkpoint = Checkpoint::load(dir, device)?;
-    let config: ModelConfig = checkpoint.config_as()?;
-    let model = Decoder::from_tensors(&config, &checkpoint.tensors, device)
-        .with_context(|| format!("cannot build the model in {}", dir.display()))?;
-    let tokenizer = Tokenizer::from_bytes(checkpoint.tokenizer)?;
-    ensure!(
-        tokenizer.vocab_size() <= config.vocab_size,
-        "{}: the tokenizer has {} tokens and the model {}; they do not belong together",
-        dir.display(),
-        tokenizer.vocab_size(),
-        config.vocab_size
-    );
-    Ok((model, tokenizer))
+    pretrained::load(&dir.to_string_lossy(), device)
 }
 
 /// Refuses a folder that holds a run with other settings or data.

@@ -13,7 +13,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 /// Writes and syncs a file; returns the BLAKE3 digest of its content in hexadecimal.
-pub(super) fn write_durably(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<String> {
+pub(crate) fn write_durably(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<String> {
     let write = || {
         let mut out =
             Digesting { file: BufWriter::with_capacity(1 << 20, File::create(path)?), digest: blake3::Hasher::new() };
@@ -43,7 +43,7 @@ impl Write for Digesting {
 }
 
 /// Writes tensors and text metadata as safetensors, one tensor in memory at a time.
-pub(super) fn write_safetensors(
+pub(crate) fn write_safetensors(
     out: &mut dyn Write,
     tensors: &HashMap<String, Tensor>,
     metadata: &BTreeMap<String, String>,

@@ -1,0 +1,49 @@
+//! `performer-lm export`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use super::output;
+use crate::{
+    config::AttentionConfig,
+    model::pretrained::{Pretrained, export},
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm export runs/mine --out mine-hf
+  performer-lm export stories15M.bin --out stories15m-hf")]
+pub(super) struct Args {
+    /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
+    model: String,
+    /// What to write.
+    #[arg(long, value_enum, default_value_t = Format::Hf)]
+    format: Format,
+    /// Folder to write.
+    #[arg(long)]
+    out: PathBuf,
+}
+
+/// A format to write.
+#[derive(Clone, Copy, ValueEnum)]
+enum Format {
+    /// A Hugging Face folder. Models with softmax attention open in any tool; a Performer's keeps its attention and projections for this
+    /// program.
+    Hf,
+}
+
+pub(super) fn run(args: Args) -> Result<()> {
+    let model = Pretrained::open(&args.model)?;
+    match args.format {
+        Format::Hf => export(&model, &args.out)?,
+    }
+    let who = match model.config.attention {
+        AttentionConfig::Softmax => "opens in any tool that reads Hugging Face folders",
+        _ => "this program reads it; no other knows its attention",
+    };
+    output::note(&format!("saved in {}: {who}", args.out.display()));
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! Writing folders that Hugging Face's tools open.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::Path,
+};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{D, Tensor};
+use serde_json::{Value, json};
+
+use super::{
+    Pretrained,
+    families::Family,
+    hugging_face::{CONFIG, GENERATION, PERFORMER, Performer, TOKENIZER, WEIGHTS},
+};
+use crate::{
+    config::AttentionConfig,
+    data::Tokenizer,
+    files,
+    train::{git_revision, write_durably, write_safetensors},
+};
+
+/// Writes a model as a Hugging Face folder, weights last.
+///
+/// A model with softmax attention becomes one of the architectures that those tools know. A Performer keeps its family's weights and
+/// config and adds its attention, under a `model_type` of its own: no program may take it for a softmax model. Its projections lie among
+/// the weights. [`Pretrained::open`] reads either back.
+///
+/// # Errors
+/// A model that no such architecture spells; a folder that holds a model already, or cannot be written to.
+pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
+    ensure!(
+        !dir.join(WEIGHTS).exists(),
+        "{} holds a model already: choose another folder, or remove it first",
+        dir.display()
+    );
+    let family = Family::of_config(&model.config)?;
+    let softmax = model.config.attention == AttentionConfig::Softmax;
+    let weights = weights(family, model, softmax)?;
+    files::write_json(&dir.join(CONFIG), &config(family, model, softmax)?)?;
+    files::write_json(&dir.join(GENERATION), &tokens(&model.tokenizer))?;
+    files::write(&dir.join(TOKENIZER), model.tokenizer.as_bytes())?;
+    files::write_json(&dir.join("tokenizer_config.json"), &tokenizer_config(model))?;
+    let metadata =
+        BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("revision".to_owned(), git_revision().to_owned())]);
+    write_durably(&dir.join(WEIGHTS), |out| write_safetensors(out, &weights, &metadata))?;
+    Ok(())
+}
+
+fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {
+    let mut config = family.write(&model.config);
+    let own = if softmax {
+        json!({"model_type": family.model_type(), "architectures": [family.architecture()]})
+    } else {
+        let performer = Performer {
+            base: family.model_type().to_owned(),
+            attention: model.config.attention.clone(),
+            borders: model.config.borders.clone(),
+        };
+        json!({"model_type": PERFORMER, "architectures": ["PerformerForCausalLM"], "performer": performer})
+    };
+    for more in [own, tokens(&model.tokenizer), json!({"dtype": "float32", "torch_dtype": "float32"})] {
+        if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
+            config.extend(more);
+        }
+    }
+    Ok(config)
+}
+
+/// The tokens at the borders of a text, as `config.json` and `generation_config.json` name them.
+fn tokens(tokenizer: &Tokenizer) -> Value {
+    let borders = tokenizer.borders();
+    let mut end: Vec<u32> = borders.end.into_iter().chain(borders.stop.iter().copied()).collect();
+    if end.is_empty() {
+        end.extend(borders.begin);
+    }
+    let end = if let [one] = end[..] { json!(one) } else { json!(end) };
+    json!({"bos_token_id": tokenizer.eot(), "eos_token_id": end})
+}
+
+fn tokenizer_config(model: &Pretrained) -> Value {
+    let tokenizer = &model.tokenizer;
+    let end = tokenizer.borders().end.unwrap_or(tokenizer.eot());
+    json!({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokenizer.token(tokenizer.eot()), "eos_token": tokenizer.token(end),
+        "model_max_length": model.config.context, "clean_up_tokenization_spaces": false,
+    })
+}
+
+/// The weights under the family's names; what our parameters lack there are buffers of our attention.
+fn weights(family: Family, model: &Pretrained, softmax: bool) -> Result<HashMap<String, Tensor>> {
+    let mut parts: BTreeMap<String, Vec<(usize, Tensor)>> = BTreeMap::new();
+    let mut weights = HashMap::new();
+    let parameters: std::collections::HashSet<String> = super::parameter_names(&model.config).into_iter().collect();
+    for name in &parameters {
+        let tensor = model.tensors.get(name).with_context(|| format!("the model lacks {name}"))?;
+        let part = family.part(name);
+        let tensor = if part.transposed { tensor.t()? } else { tensor.clone() };
+        parts.entry(part.name).or_default().push((part.third.unwrap_or(0), tensor));
+    }
+    for (name, mut thirds) in parts {
+        thirds.sort_by_key(|third| third.0);
+        let tensors: Vec<Tensor> = thirds.into_iter().map(|third| third.1).collect();
+        weights.insert(name, Tensor::cat(&tensors, D::Minus1)?.contiguous()?);
+    }
+    if !softmax {
+        let buffers = model.tensors.iter().filter(|(name, _)| !parameters.contains(*name));
+        weights.extend(buffers.map(|(name, tensor)| (name.clone(), tensor.clone())));
+    }
+    Ok(weights)
+}

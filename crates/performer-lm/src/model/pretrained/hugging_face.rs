@@ -1,0 +1,146 @@
+//! Folders as Hugging Face writes them: `config.json`, `tokenizer.json`, and `model.safetensors` or an index of several such files.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+use candle_core::{Device, Tensor, safetensors::MmapedSafetensors};
+use serde::{Deserialize, Serialize};
+
+use super::{Pretrained, Source, families::Family, fields::Fields, read_parameters, refuse_rest};
+use crate::{
+    config::AttentionConfig,
+    data::{Borders, Tokenizer, hub::shards},
+};
+
+pub(super) const CONFIG: &str = "config.json";
+pub(super) const GENERATION: &str = "generation_config.json";
+pub(super) const TOKENIZER: &str = "tokenizer.json";
+pub(super) const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The `model_type` of a model whose attention is not softmax, which no other program takes for one.
+pub(super) const PERFORMER: &str = "performer";
+
+/// What the field `performer` of such a model's config adds to that of its family.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Performer {
+    /// The family's `model_type`.
+    pub(super) base: String,
+    pub(super) attention: AttentionConfig,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) borders: Option<Borders>,
+}
+
+/// Whether a folder is one of Hugging Face's and not a checkpoint of ours.
+pub(super) fn is_folder(dir: &Path) -> bool {
+    Fields::read(&dir.join(CONFIG)).is_ok_and(|fields| matches!(fields.get::<String>("model_type"), Ok(Some(_))))
+}
+
+/// Reads such a folder.
+pub(super) fn open(dir: &Path) -> Result<Pretrained> {
+    let path = dir.join(CONFIG);
+    let fields = Fields::read(&path)?;
+    let model_type: String = fields.need("model_type")?;
+    let performer: Option<Performer> = if model_type == PERFORMER { Some(fields.need("performer")?) } else { None };
+    let base = performer.as_ref().map_or(&model_type, |performer| &performer.base);
+    let family = Family::of(base).with_context(|| path.display().to_string())?;
+    let mut config = family.read(&fields)?;
+
+    let shards = Shards::open(dir)?;
+    let weights = || format!("cannot read the weights in {}", dir.display());
+    let (mut tensors, left) = read_parameters(&config, &shards, |name| Ok(family.part(name))).with_context(weights)?;
+    match &performer {
+        None => refuse_rest(&left, |name| family.is_constant(name, &config)).with_context(weights)?,
+        // What is left are the random features.
+        Some(_) => {
+            for name in left {
+                tensors.insert(name.clone(), shards.load(&name).with_context(weights)?);
+            }
+        }
+    }
+    let tokenizer = tokenizer(dir, &fields, performer.as_ref())?;
+    config.borders = tokenizer.borders_for_config();
+    if let Some(performer) = performer {
+        config.attention = performer.attention;
+    }
+    Ok(Pretrained { config, tensors, tokenizer })
+}
+
+fn tokenizer(dir: &Path, config: &Fields, performer: Option<&Performer>) -> Result<Tokenizer> {
+    let path = dir.join(TOKENIZER);
+    let json = std::fs::read(&path).with_context(|| {
+        format!(
+            "cannot read {}: save the tokenizer in this format (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) \
+             writes it)",
+            path.display()
+        )
+    })?;
+    let read = || match performer.and_then(|performer| performer.borders.clone()) {
+        Some(borders) => Tokenizer::with_borders(json, Some(borders)),
+        None => {
+            let mut stop = config.tokens("eos_token_id")?;
+            let generation = dir.join(GENERATION);
+            if generation.exists() {
+                for token in Fields::read(&generation)?.tokens("eos_token_id")? {
+                    if !stop.contains(&token) {
+                        stop.push(token);
+                    }
+                }
+            }
+            Tokenizer::of_model(json, &stop)
+        }
+    };
+    read().with_context(|| path.display().to_string())
+}
+
+/// The weights of a folder, memory-mapped.
+struct Shards {
+    files: Vec<(PathBuf, MmapedSafetensors)>,
+    /// The file that holds a tensor.
+    places: HashMap<String, usize>,
+}
+
+impl Shards {
+    fn open(dir: &Path) -> Result<Self> {
+        let index = dir.join(INDEX);
+        let names: Vec<String> = if dir.join(WEIGHTS).exists() {
+            vec![WEIGHTS.into()]
+        } else if index.exists() {
+            shards(&index)?.into_iter().collect()
+        } else {
+            bail!(
+                "{} has no weights: give a folder with {WEIGHTS} or {INDEX} (older formats can be converted by transformers' \
+                 save_pretrained)",
+                dir.display()
+            )
+        };
+        let mut places = HashMap::new();
+        let mut files = Vec::new();
+        for (i, name) in names.into_iter().enumerate() {
+            let path = dir.join(name);
+            // SAFETY: a map is sound as long as nobody changes the file beneath it while it is read, which takes seconds.
+            let file = unsafe { MmapedSafetensors::new(&path) }
+                .with_context(|| format!("{} is missing, damaged or incomplete: copy it again", path.display()))?;
+            places.extend(file.tensors().into_iter().map(|(name, _)| (name, i)));
+            files.push((path, file));
+        }
+        Ok(Self { files, places })
+    }
+}
+
+impl Source for Shards {
+    fn names(&self) -> Vec<String> {
+        self.places.keys().cloned().collect()
+    }
+
+    fn load(&self, name: &str) -> Result<Tensor> {
+        let Some((path, file)) = self.places.get(name).map(|&i| &self.files[i]) else {
+            bail!("there is no tensor {name}")
+        };
+        file.load(name, &Device::Cpu).with_context(|| path.display().to_string())
+    }
+}

@@ -1,0 +1,346 @@
+//! Models that others trained, as models of ours: one [`Decoder`], its config spelling the families.
+//!
+//! | format | file | what is read |
+//! |---|---|---|
+//! | checkpoints of this program | [`Checkpoint`] | any decoder |
+//! | Hugging Face folders and hub ids | `hugging_face`, `families` | Llama, Mistral, SmolLM2, Qwen2, StarCoder2, GPT-2 |
+//! | llama2.c `.bin` beside its tokenizer | `llama2c` | Llama |
+//! | GGUF | `gguf` | Llama |
+//!
+//! Whatever would change a model's numbers and is not supported (scaled rotary positions, sliding windows, quantised safetensors) is
+//! refused by name. [`export`] writes the folders back.
+
+mod export;
+mod families;
+mod fields;
+mod gguf;
+mod hugging_face;
+mod llama2c;
+mod vocabulary;
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs::File,
+    io::Read,
+    path::Path,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{D, DType, Device, Tensor};
+
+use super::Decoder;
+use crate::{
+    config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
+    data::{Tokenizer, hub::Hub},
+    train::Checkpoint,
+};
+pub use export::export;
+
+/// A model read from somewhere, as ours.
+#[derive(Clone, Debug)]
+pub struct Pretrained {
+    /// What it is; with softmax attention, unless it is a Performer already.
+    pub config: ModelConfig,
+    /// Parameters and buffers under this crate's names, on the CPU.
+    pub tensors: HashMap<String, Tensor>,
+    /// Its tokenizer, which knows the borders of documents.
+    pub tokenizer: Tokenizer,
+}
+
+impl Pretrained {
+    /// Opens a checkpoint folder, a Hugging Face folder, a llama2.c `.bin`, a `.gguf`, or the model of a hub id `owner/name`.
+    ///
+    /// # Errors
+    /// What is missing, damaged or not supported: the file, the field, and what to do.
+    pub fn open(source: &str) -> Result<Self> {
+        let path = Path::new(source);
+        let opened = if path.is_dir() {
+            folder(path)?
+        } else if path.is_file() {
+            file(path)?
+        } else if is_hub_id(source) {
+            let folder = Hub::from_env().and_then(|hub| hub.model(source)).with_context(|| {
+                format!(
+                    "there is no file or folder {source}, and the Hugging Face hub does not give a model of that name"
+                )
+            })?;
+            hugging_face::open(&folder)?
+        } else {
+            bail!("there is no file or folder {source}: give {FORMATS}")
+        };
+        let (tokens, embeddings) = (opened.tokenizer.vocab_size(), opened.config.vocab_size);
+        ensure!(
+            tokens <= embeddings,
+            "{source}: the tokenizer has {tokens} tokens and the model {embeddings}; they do not belong together"
+        );
+        Ok(opened)
+    }
+
+    /// The model on a device.
+    ///
+    /// # Errors
+    /// Names the first tensor that is missing or has another shape.
+    pub fn decoder(&self, device: &Device) -> Result<Decoder> {
+        Decoder::from_tensors(&self.config, &self.tensors, device)
+    }
+}
+
+/// [`Pretrained::open`] and the model on a device.
+///
+/// # Errors
+/// Those of [`Pretrained::open`] and [`Pretrained::decoder`].
+pub fn load(source: &str, device: &Device) -> Result<(Decoder, Tokenizer)> {
+    let opened = Pretrained::open(source)?;
+    let model = opened.decoder(device).with_context(|| format!("cannot build the model in {source}"))?;
+    Ok((model, opened.tokenizer))
+}
+
+/// What [`Pretrained::open`] takes.
+const FORMATS: &str = "a checkpoint folder, a Hugging Face folder or the id of a model on the hub (owner/name), a llama2.c .bin, or a \
+                       .gguf file";
+
+fn folder(dir: &Path) -> Result<Pretrained> {
+    if hugging_face::is_folder(dir) {
+        return hugging_face::open(dir);
+    }
+    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
+    let config: ModelConfig =
+        checkpoint.config_as().with_context(|| format!("cannot read the model in {}", dir.display()))?;
+    let tokenizer = Tokenizer::with_borders(checkpoint.tokenizer, config.borders.clone())
+        .with_context(|| dir.join("tokenizer.json").display().to_string())?;
+    Ok(Pretrained { config, tensors: checkpoint.tensors, tokenizer })
+}
+
+fn file(path: &Path) -> Result<Pretrained> {
+    let mut magic = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
+    read.with_context(|| format!("cannot read {}", path.display()))?;
+    match path.extension().and_then(|extension| extension.to_str()) {
+        _ if magic == *b"GGUF" => gguf::open(path),
+        Some("gguf") => bail!("{} is no GGUF file: it does not begin so; copy it again", path.display()),
+        Some("bin") => llama2c::open(path),
+        Some("safetensors") => bail!("{} is part of a model: give the folder it lies in", path.display()),
+        _ => bail!("{} is no model that this program knows: give {FORMATS}", path.display()),
+    }
+}
+
+/// `owner/name`, of the characters that the hub allows.
+fn is_hub_id(text: &str) -> bool {
+    let is_name = |part: &str| {
+        !part.is_empty()
+            && !part.starts_with('.')
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    text.split_once('/').is_some_and(|(owner, name)| is_name(owner) && is_name(name))
+}
+
+/// Sizes of a Llama-style model, which the formats spell differently.
+struct LlamaSizes {
+    vocab_size: usize,
+    hidden_size: usize,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: Option<usize>,
+    feed_forward_size: usize,
+    context: usize,
+    norm_eps: f64,
+    rotary_base: f64,
+    tied_head: bool,
+}
+
+impl LlamaSizes {
+    /// The config of a model with softmax attention and no biases.
+    fn config(self) -> ModelConfig {
+        ModelConfig {
+            vocab_size: self.vocab_size,
+            hidden_size: self.hidden_size,
+            layers: self.layers,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim.filter(|d| d.checked_mul(self.heads) != Some(self.hidden_size)),
+            feed_forward_size: self.feed_forward_size,
+            context: self.context,
+            feed_forward: FeedForwardKind::Swiglu,
+            norm: NormKind::RmsNorm,
+            norm_position: NormPosition::Pre,
+            norm_eps: self.norm_eps,
+            positions: Positions::Rotary { base: self.rotary_base },
+            tied_head: self.tied_head,
+            bias: false,
+            qkv_bias: false,
+            dropout: 0.0,
+            attention: AttentionConfig::Softmax,
+            borders: None,
+        }
+    }
+}
+
+/// Tensors by the names that a file gives them.
+trait Source {
+    /// Every name.
+    fn names(&self) -> Vec<String>;
+
+    /// The tensor of a name.
+    fn load(&self, name: &str) -> Result<Tensor>;
+}
+
+/// Where a parameter of ours lies in a file, and how.
+#[derive(Clone, Debug, PartialEq)]
+struct Part {
+    /// Name of the tensor there.
+    name: String,
+    /// Whether it is stored as `(in, out)`.
+    transposed: bool,
+    /// Which third of its outputs it is, where queries, keys and values are one tensor.
+    third: Option<usize>,
+    /// Heads, where rotary positions turn the neighbours `2i` and `2i + 1` instead of `i` and `i + D/2`.
+    interleaved: Option<usize>,
+}
+
+impl Part {
+    fn whole(name: impl Into<String>) -> Self {
+        Self { name: name.into(), transposed: false, third: None, interleaved: None }
+    }
+
+    /// The parameter, f32 and contiguous.
+    fn read(&self, stored: &Tensor) -> Result<Tensor> {
+        let mut tensor = stored.clone();
+        if let Some(third) = self.third {
+            let width = tensor.dim(D::Minus1)? / 3;
+            tensor = tensor.narrow(D::Minus1, third * width, width)?;
+        }
+        if self.transposed && tensor.rank() == 2 {
+            tensor = tensor.t()?;
+        }
+        if let Some(heads) = self.interleaved {
+            tensor = half_split(&tensor, heads)?;
+        }
+        Ok(tensor.to_dtype(DType::F32)?.contiguous()?)
+    }
+}
+
+/// Rows of a query or key projection `(H·D, E)`, or entries of its bias, from the order in which rotary positions turn neighbours to
+/// the order in which they turn halves.
+fn half_split(rows: &Tensor, heads: usize) -> Result<Tensor> {
+    let (n, rest) = (rows.dim(0)?, rows.elem_count() / rows.dim(0)?.max(1));
+    ensure!(
+        heads > 0 && n.is_multiple_of(2 * heads),
+        "{n} rows do not make {heads} heads of an even dimension, which rotary positions need"
+    );
+    let order = rows.contiguous()?.reshape((heads, n / heads / 2, 2, rest))?.transpose(1, 2)?;
+    Ok(order.contiguous()?.reshape(rows.shape())?)
+}
+
+/// The parameters of a decoder by name, as [`Decoder`] asks for them.
+fn parameter_names(config: &ModelConfig) -> Vec<String> {
+    let mut names = vec!["model.embed_tokens.weight".to_owned()];
+    let norm = |prefix: &str| {
+        let bias = (config.norm == NormKind::LayerNorm).then(|| format!("{prefix}.bias"));
+        std::iter::once(format!("{prefix}.weight")).chain(bias)
+    };
+    let linear = |prefix: &str, bias: bool| {
+        std::iter::once(format!("{prefix}.weight")).chain(bias.then(|| format!("{prefix}.bias")))
+    };
+    if config.positions == Positions::Learned {
+        names.push("model.embed_positions.weight".to_owned());
+    }
+    for i in 0..config.layers {
+        let layer = format!("model.layers.{i}");
+        for part in ["input_layernorm", "post_attention_layernorm"] {
+            names.extend(norm(&format!("{layer}.{part}")));
+        }
+        for part in ["q_proj", "k_proj", "v_proj"] {
+            names.extend(linear(&format!("{layer}.self_attn.{part}"), config.bias || config.qkv_bias));
+        }
+        names.extend(linear(&format!("{layer}.self_attn.o_proj"), config.bias));
+        let gate = (config.feed_forward == FeedForwardKind::Swiglu).then_some("gate_proj");
+        for part in gate.into_iter().chain(["up_proj", "down_proj"]) {
+            names.extend(linear(&format!("{layer}.mlp.{part}"), config.bias));
+        }
+    }
+    if config.norm_position == NormPosition::Pre {
+        names.extend(norm("model.norm"));
+    }
+    if !config.tied_head {
+        names.push("lm_head.weight".to_owned());
+    }
+    names
+}
+
+/// Reads every parameter of `config` from `source`, each from where `part` says. Returns them with the names that were left over.
+fn read_parameters(
+    config: &ModelConfig,
+    source: &dyn Source,
+    part: impl Fn(&str) -> Result<Part>,
+) -> Result<(HashMap<String, Tensor>, Vec<String>)> {
+    config.validate()?;
+    let mut left: HashSet<String> = source.names().into_iter().collect();
+    let all = left.clone();
+    let mut parameters = HashMap::new();
+    for name in parameter_names(config) {
+        let part = part(&name)?;
+        // Bare models are saved without the prefix of the model around them.
+        let bare = part.name.split_once('.').map_or("", |(_, bare)| bare);
+        let Some(found) = [&*part.name, bare].into_iter().find(|&name| all.contains(name)) else {
+            bail!("the weights lack {}: the file is incomplete, or the config is of another model", part.name)
+        };
+        let tensor = source.load(found).and_then(|stored| part.read(&stored));
+        parameters.insert(name, tensor.with_context(|| format!("cannot read {found}"))?);
+        left.remove(found);
+    }
+    let mut left: Vec<String> = left.into_iter().collect();
+    left.sort();
+    Ok((parameters, left))
+}
+
+/// Refuses tensors that a model of ours has no place for.
+fn refuse_rest(left: &[String], is_known: impl Fn(&str) -> bool) -> Result<()> {
+    match left.iter().find(|name| !is_known(name)) {
+        None => Ok(()),
+        Some(name) => bail!(
+            "the weights hold {name}, for which the architecture that the config names has no place: it is another model, which this \
+             program does not support"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hub_ids_are_told_from_paths() {
+        assert!(is_hub_id("HuggingFaceTB/SmolLM2-135M") && is_hub_id("openai-community/gpt2"));
+        for path in ["gpt2", "./model", "../model", "/a/b", "a/b/c", "a/", "/b", "C:\\x/y", "a b/c"] {
+            assert!(!is_hub_id(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn parameter_names_are_those_of_the_decoder() -> Result<()> {
+        let presets = [crate::config::Preset::Seed, crate::config::Preset::Small, crate::config::Preset::Stories15m];
+        for preset in presets {
+            for qkv_bias in [false, true] {
+                for norm_position in [NormPosition::Pre, NormPosition::Post] {
+                    let config = ModelConfig { qkv_bias, norm_position, vocab_size: 9, layers: 2, ..preset.load()?.0 };
+                    let mut names = parameter_names(&config);
+                    names.sort();
+                    let model = Decoder::new(&config, 0, &Device::Cpu)?;
+                    let expected: Vec<String> = model.named_parameters()?.into_iter().map(|(name, _)| name).collect();
+                    assert_eq!(names, expected);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn halves_are_split() -> Result<()> {
+        // Two heads of dimension 4.
+        let rows = Tensor::arange(0u32, 8, &Device::Cpu)?.reshape((8, 1))?;
+        assert_eq!(half_split(&rows, 2)?.flatten_all()?.to_vec1::<u32>()?, [0, 2, 1, 3, 4, 6, 5, 7]);
+        assert!(half_split(&rows, 8).is_err());
+        Ok(())
+    }
+}
