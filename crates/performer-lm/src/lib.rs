@@ -8,6 +8,7 @@ pub mod bench;
 pub mod cli;
 pub mod compare;
 pub mod config;
+pub mod convert;
 pub mod data;
 pub mod eval;
 mod files;

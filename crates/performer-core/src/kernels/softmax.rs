@@ -30,22 +30,27 @@ const KEYS: usize = 128;
 /// Queries or keys that a thread takes at a time where there are more threads than heads.
 const PIECE: usize = 2 * KEYS;
 
-/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset.
+/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset, and of those only
+/// the last `window` where there is one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) offset: Option<usize>,
+    pub(crate) window: Option<usize>,
     /// `(B, Tk)`.
     pub(crate) visible: Option<Vec<bool>>,
 }
 
 /// `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of
-/// each is contiguous and nothing is empty. A row that sees no key is zero.
-pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
-    q.apply_op3(k, v, Softmax { seen, logs: Mutex::new(Vec::new()) })
+/// each is contiguous and nothing is empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
+/// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`.
+pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen, logs: bool) -> Result<Tensor> {
+    q.apply_op3(k, v, Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) })
 }
 
 struct Softmax {
     seen: Seen,
+    /// Whether a row of outputs ends with the logarithm of its denominator.
+    with_logs: bool,
     /// Logarithms of the denominators, `(B, H, Tq)`, for the backward pass.
     logs: Mutex<Vec<f32>>,
 }
@@ -56,10 +61,19 @@ struct Head<'a> {
     k: Rows<'a>,
     v: Rows<'a>,
     offset: Option<usize>,
+    window: Option<usize>,
     visible: Option<&'a [bool]>,
 }
 
 impl Head<'_> {
+    /// The first key that queries from `start` on may see, rounded down to a whole block.
+    fn first(&self, start: usize) -> usize {
+        match (self.offset, self.window) {
+            (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window) / KEYS * KEYS,
+            _ => 0,
+        }
+    }
+
     fn scale(&self) -> f32 {
         (self.q.width as f32).sqrt().recip()
     }
@@ -88,6 +102,10 @@ impl Head<'_> {
             } else if let Some(offset) = self.offset {
                 let hidden = (j + row).saturating_sub(offset + i).min(QUERIES);
                 to[..hidden].fill(f32::NEG_INFINITY);
+                if let Some(window) = self.window {
+                    let far = (j + row + window).saturating_sub(offset + i).min(QUERIES);
+                    to[far..].fill(f32::NEG_INFINITY);
+                }
             }
         }
     }
@@ -109,6 +127,7 @@ impl WithSimd for Forward<'_> {
     fn with_simd<S: Simd>(self, simd: S) -> bool {
         let Self { head, start, out, logs } = self;
         let (d, dv, width) = (head.q.width, head.v.width, padded(head.v.width));
+        let out_width = out.len() / logs.len();
         let end = start + logs.len();
         let mut finite = head.q.are_finite(start, logs.len());
         // Once a head.
@@ -128,7 +147,7 @@ impl WithSimd for Forward<'_> {
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let reach = head.reach(i + queries);
-            for j in (0..reach).step_by(KEYS) {
+            for j in (head.first(i)..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
                 head.scores(simd, [i, queries], [j, keys], &k, &columns, &mut scores);
                 let before = largest;
@@ -152,8 +171,12 @@ impl WithSimd for Forward<'_> {
                 let scale = if den[t] == 0.0 { 0.0 } else { den[t].recip() };
                 // A row that sees nothing has weight 0 for every key in the backward pass too.
                 logs[i - start + t] = if den[t] == 0.0 { f32::INFINITY } else { largest[t] + den[t].ln() };
-                let out = &mut out[(i - start + t) * dv..(i - start + t + 1) * dv];
-                out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
+                let out = &mut out[(i - start + t) * out_width..(i - start + t + 1) * out_width];
+                out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
+                if let Some(log) = out.get_mut(dv) {
+                    // Finite: −∞ minus another would be NaN.
+                    *log = if den[t] == 0.0 { -1e37 } else { logs[i - start + t] };
+                }
             }
         }
         finite
@@ -249,20 +272,22 @@ impl WithSimd for Backward<'_> {
                 row[queries / LANES * LANES..columns].fill(0.0);
             }
             head.q.copy_transposed(i, queries, &mut query_columns, QUERIES, &mut scratch);
-            grad.copy_transposed(i, queries, &mut grad_columns, QUERIES, &mut scratch);
+            grad.first(vd).copy_transposed(i, queries, &mut grad_columns, QUERIES, &mut scratch);
             vector::scale(simd, &mut query_columns, head.scale());
             head.q.copy(i, queries, &mut query_rows, width);
             vector::scale(simd, &mut query_rows, head.scale());
-            grad.copy(i, queries, &mut grad_rows, value_width);
-            out.copy(i, queries, &mut out_rows, value_width);
+            grad.first(vd).copy(i, queries, &mut grad_rows, value_width);
+            out.first(vd).copy(i, queries, &mut out_rows, value_width);
             let (mut log, mut delta) = ([f32::INFINITY; QUERIES], [0f32; QUERIES]);
             log[..queries].copy_from_slice(&logs[i..i + queries]);
             let pairs = grad_rows.chunks_exact(value_width).zip(out_rows.chunks_exact(value_width));
-            for (delta, (grad, out)) in delta.iter_mut().zip(pairs).take(queries) {
-                *delta = dot(simd, grad, out);
+            for (t, (delta, (row, out))) in delta.iter_mut().zip(pairs).take(queries).enumerate() {
+                // Beyond the values a row may have the logarithm.
+                let log = if grad.width > vd { grad.number(i + t, vd) } else { 0.0 };
+                *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
-            for j in (seen.start..reach).step_by(KEYS) {
+            for j in (seen.start.max(head.first(i))..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
                 head.scores(simd, [i, queries], [j, keys], &k, &query_columns, &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
@@ -366,6 +391,7 @@ impl<'a> Inputs<'a> {
             k: self.k.head(key),
             v: self.v.head(key),
             offset: self.seen.offset,
+            window: self.seen.window,
             visible: self.seen.visible.as_deref().map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
         }
     }
@@ -387,7 +413,7 @@ impl CustomOp3 for Softmax {
     ) -> Result<(CpuStorage, Shape)> {
         let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
-        let dv = l3.dims()[3];
+        let dv = l3.dims()[3] + usize::from(self.with_logs);
         let (mut out, mut logs) = (vec![0f32; b * h * t * dv], vec![0f32; b * h * t]);
         let piece = if spare_threads(b * h) { PIECE } else { t };
         let mut work = Vec::new();

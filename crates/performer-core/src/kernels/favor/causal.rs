@@ -54,10 +54,10 @@ impl Saved {
 /// The forward pass: outputs `(G, T, Dv)`, sums and saved scales. Returns whether every input was finite; if not, the outputs mean
 /// nothing. `spare`: there are threads to spare, so queries read their chunks beside the scan over the keys. The bits are the same.
 pub(super) fn forward(head: &Head, sums: &mut Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
-    let (tokens, dv) = (head.k.tokens, head.v.width);
+    let (tokens, width) = (head.k.tokens, head.out_width());
     let Saved { starts, scales, dens } = saved;
     dens.resize(head.q.len() * tokens, 0.0);
-    let outputs = out.chunks_exact_mut(tokens * dv).zip(dens.chunks_exact_mut(tokens));
+    let outputs = out.chunks_exact_mut(tokens * width).zip(dens.chunks_exact_mut(tokens));
     let outputs = outputs.map(|(rows, dens)| Output { rows, dens }).collect();
     let (busy, finite) = (AtomicUsize::new(0), AtomicBool::new(true));
     let keys_finite = if spare && tokens > CHUNK {
@@ -79,8 +79,8 @@ struct Output<'a> {
 
 impl<'a> Output<'a> {
     /// Splits the first `n` tokens off.
-    fn take(&mut self, n: usize, dv: usize) -> Self {
-        let rows = self.rows.split_off_mut(..n * dv).expect("no more tokens than there are");
+    fn take(&mut self, n: usize, width: usize) -> Self {
+        let rows = self.rows.split_off_mut(..n * width).expect("no more tokens than there are");
         let dens = self.dens.split_off_mut(..n).expect("no more tokens than there are");
         Self { rows, dens }
     }
@@ -110,7 +110,7 @@ impl WithSimd for Scan<'_, '_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> bool {
         let Self { head, sums, mut outputs, starts, scales, helpers } = self;
-        let (tokens, dv) = (head.k.tokens, head.v.width);
+        let (tokens, width) = (head.k.tokens, head.out_width());
         let mut tile = Tile::new(head);
         let mut work = Work::new(&tile);
         let mut finite = true;
@@ -127,7 +127,7 @@ impl WithSimd for Scan<'_, '_> {
             scales.extend_from_slice(&sums.scale);
             tile.weigh_keys(simd, &sums.scale, n);
             tile.load_values(start, n);
-            let mut outputs: Vec<Output> = outputs.iter_mut().map(|output| output.take(n, dv)).collect();
+            let mut outputs: Vec<Output> = outputs.iter_mut().map(|output| output.take(n, width)).collect();
             match &helpers {
                 Some(helpers) if helpers.busy.load(Ordering::Relaxed) < most => {
                     let before = sums.clone();

@@ -31,14 +31,14 @@ pub(super) struct Saved {
 /// The forward pass: outputs `(G, Tq, Dv)`. Returns whether every input was finite; if not, the outputs mean nothing. `spare`: there
 /// are threads to spare, so pieces of the queries run side by side. The bits are the same.
 pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
-    let (dv, tokens) = (head.v.width, head.q[0].tokens);
+    let (width, tokens) = (head.out_width(), head.q[0].tokens);
     let mut finite = Arch::new().dispatch(Keys { head, sums: &mut sums });
     saved.dens.resize(head.q.len() * tokens, 0.0);
     let piece = if spare { PIECE } else { tokens };
     let mut work = Vec::new();
-    let outputs = out.chunks_exact_mut(tokens * dv).zip(saved.dens.chunks_exact_mut(tokens));
+    let outputs = out.chunks_exact_mut(tokens * width).zip(saved.dens.chunks_exact_mut(tokens));
     for (q, (out, dens)) in head.q.iter().zip(outputs) {
-        let pieces = out.chunks_mut(piece * dv).zip(dens.chunks_mut(piece)).enumerate();
+        let pieces = out.chunks_mut(piece * width).zip(dens.chunks_mut(piece)).enumerate();
         work.extend(pieces.map(|(i, (out, dens))| Queries { head, q, sums: &sums, start: i * piece, out, dens }));
     }
     finite &= !for_heads(work, |queries| Arch::new().dispatch(queries)).contains(&false);
@@ -89,7 +89,7 @@ impl WithSimd for Queries<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> bool {
         let Self { head, q, sums, start: first, out, dens } = self;
-        let dv = head.v.width;
+        let width = head.out_width();
         let mut tile = Tile::new(head);
         let mut weights = vec![0f32; CHUNK * tile.features];
         let mut rows = vec![0f32; CHUNK * tile.width];
@@ -102,7 +102,7 @@ impl WithSimd for Queries<'_> {
             for (den, weights) in dens.iter_mut().zip(weights.chunks_exact(tile.features)) {
                 *den = tile.past(simd, weights, sums);
             }
-            tile.write(n, &rows, dens, &mut out[(start - first) * dv..(start - first + n) * dv]);
+            tile.write(n, &rows, dens, &mut out[(start - first) * width..(start - first + n) * width]);
         }
         finite
     }
