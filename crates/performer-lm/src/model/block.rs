@@ -10,7 +10,6 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
-use super::gelu::gelu;
 use crate::config::{FeedForwardKind, ModelConfig, NormKind, NormPosition};
 
 /// One layer of the decoder.
@@ -110,8 +109,8 @@ impl FeedForward {
         let apply = |linear: &Linear, x: &Tensor| ops::linear(x, linear.weight(), linear.bias());
         let up = apply(&self.up, x)?;
         let inner = match &self.gate {
-            None => gelu(&up)?,
-            Some(gate) => (apply(gate, x)?.silu()? * up)?,
+            None => ops::gelu(&up)?,
+            Some(gate) => ops::swiglu(&apply(gate, x)?, &up)?,
         };
         apply(&self.down, &inner)
     }

@@ -4,7 +4,6 @@
 //! projections are saved beside them as buffers, `model.layers.0.self_attn.projection`, and never trained.
 
 mod block;
-mod gelu;
 mod init;
 
 use std::collections::HashMap;
