@@ -9,6 +9,7 @@ pub mod cli;
 pub mod compare;
 pub mod config;
 pub mod data;
+pub mod device;
 pub mod eval;
 mod files;
 pub mod generate;

@@ -57,7 +57,9 @@ pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Re
     options.extend(macros.iter().map(|m| format!("--define-macro={m}")));
     let program = Program::new(source)?;
     program.compile(&options).map_err(|(error, log)| {
-        Error::msg(format!("{} does not compile with {}: {error}\n{log}", source.name, options.join(" ")))
+        // In one line: that is what programs show of an error.
+        let log: Vec<&str> = log.lines().map(str::trim).filter(|line| !line.is_empty()).take(12).collect();
+        Error::msg(format!("{} does not compile with {}: {error}: {}", source.name, options.join(" "), log.join(" / ")))
     })?;
     program.image(target.native).map_err(|e| Error::msg(format!("{}: NVRTC keeps its result back: {e}", source.name)))
 }

@@ -60,7 +60,7 @@ pub(crate) fn storage(dtype: DType) -> Result<u8> {
 }
 
 /// Threads of a block in kernels that treat element by element or row by row.
-pub(crate) const THREADS: usize = 256;
+pub const THREADS: usize = 256;
 
 /// Whether the kernels of a transformer's smaller operations take this tensor.
 pub(crate) fn takes(t: &Tensor) -> bool {
@@ -68,10 +68,10 @@ pub(crate) fn takes(t: &Tensor) -> bool {
 }
 
 /// A tensor as an operation gets it.
-pub(crate) type View<'a> = (&'a CudaStorage, &'a Layout);
+pub type View<'a> = (&'a CudaStorage, &'a Layout);
 
 /// The storages and layouts of tensors on a device, for the time of `work`.
-pub(crate) fn with_storages<const N: usize, R>(
+pub fn with_storages<const N: usize, R>(
     tensors: [&Tensor; N],
     work: impl FnOnce([View; N]) -> Result<R>,
 ) -> Result<R> {
@@ -86,7 +86,7 @@ pub(crate) fn with_storages<const N: usize, R>(
 }
 
 /// A kernel's result as a tensor that no gradient passes.
-pub(crate) fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+pub fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }
 
