@@ -126,7 +126,7 @@ int main() {
     if (split) {
         // The first `split` tokens, then the others from the state that they leave: in rows of the whole tensors.
         std::vector<Stored> again = poison<Stored>(count * VALUES);
-        std::vector<float> carried = poison<float>(state.size());
+        std::vector<float> first_state = poison<float>(state.size()), carried = first_state;
         for (int part = 0; part < 2; part++) {
             Problem some = p;
             int first = part ? split : 0;
@@ -134,8 +134,8 @@ int main() {
             some.segment = some.queries, some.segments = 1;
             std::vector<Stored> piece = poison<Stored>((size_t)batch * heads * some.queries * VALUES);
             host::launch({blocks, 1, 1}, THREADS, favor_forward, some, q.data() + (size_t)first * width, k.data() + (size_t)first * key_width,
-                         v.data() + (size_t)first * VALUES, (unsigned char*)nullptr, columns.data(), part ? carried.data() : nullptr,
-                         piece.data(), (float*)nullptr, (float*)nullptr, carried.data());
+                         v.data() + (size_t)first * VALUES, (unsigned char*)nullptr, columns.data(), part ? first_state.data() : nullptr,
+                         piece.data(), (float*)nullptr, (float*)nullptr, part ? carried.data() : first_state.data());
             for (int head = 0; head < batch * heads; head++) {
                 std::copy_n(piece.begin() + (size_t)head * some.queries * VALUES, (size_t)some.queries * VALUES,
                             again.begin() + ((size_t)head * queries + first) * VALUES);
@@ -149,7 +149,7 @@ int main() {
 
     if (backward) {
         std::vector<float> delta = poison<float>(count);
-        host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, out.data(), grad.data(),
+        if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, out.data(), grad.data(),
                      SIGNED ? denominators.data() : nullptr, delta.data());
         Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before};
         std::vector<Result> dq = poison<Result>(count * width * (PARTIAL ? SPLITS : 1));

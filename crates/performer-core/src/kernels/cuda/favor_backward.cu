@@ -19,10 +19,15 @@ struct Shared {
     // Weights of the reader's features, then the gradients of their logarithms.
     alignas(16) Operand weights[C][F + PAD];
     alignas(16) Operand pairs[C][C + PAD];
-    // Sums over columns of the gradients of logarithms, a part from each turn.
+    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and the denominator, from the sums and the chunk.
     float total[TURNS][C];
+    float past[TURNS][C], present[TURNS][C], past_weight[TURNS][C], present_weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
+
+// e comes from the sums that it is to cancel against, not from `out`, whose rounding would show in every gradient. Only where no block
+// has all values does it come from `out`.
+constexpr bool OWN_DELTA = SPLITS == 1;
 
 // e = -g.out, times 1/denominator where there is one: a warp a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -42,7 +47,10 @@ struct Tensors {
     const unsigned char* visible;
     // Rows as columns of the projection in base 2, and its rows in base e.
     const uint4 *projection, *back;
-    const float *logs, *delta, *denominators;
+    const float* logs;
+    // e: read, or made by the gradient of queries for that of keys.
+    float* delta;
+    const float* denominators;
     float* before;
 };
 
@@ -85,7 +93,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             bool has = row < span.count;
             long long at = first_query + span.token(row);
             side.offset[row] = has ? -t.logs[at] : -infinity();
-            unit[row] = has ? t.delta[at] : 0.0f;
+            unit[row] = has && (KEYS || !OWN_DELTA) ? t.delta[at] : 0.0f;
         }
     };
     auto load_keys = [&](Side& side, Operand* y, float* unit, Span span) {
@@ -119,7 +127,6 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         take_features(w, s.reader, KEYS ? keys : queries, span, packed, true);
         Pairs pairs;
         if (KEYS) {
-            // Features with a sign: `rounded` weights for dv, the scale alone for the gradient.
             w.each([&](int row, int column, float& x) {
                 x = SIGNED ? x * power_of_two(s.reader.offset[row] + b.scale[column]) : power_of_two(x + b.scale[column]);
             });
@@ -141,17 +148,48 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
                 if (row < n && column + c < VALUES) narrow(x, to[span.token(row) * VALUES + c]);
             });
             __syncthreads();
-        } else if (!SIGNED) {
-            w.each([&](int, int column, float& x) { x = power_of_two(x + b.scale[column]); });
+        } else {
+            w.each([&](int row, int column, float& x) {
+                x = SIGNED ? x * power_of_two(s.reader.offset[row] + b.scale[column]) : power_of_two(x + b.scale[column]);
+            });
         }
 
         Features d;
         d.zero();
         d.add<false, true>(&s.y[0][0], V + PAD, &b.sums[0][0], V + PAD, V);
-        d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
         if (CAUSAL) {
             pairs.zero();
             pairs.add<false, true>(&s.y[0][0], V + PAD, &b.y[0][0], V + PAD, V);
+        }
+        if (!KEYS && OWN_DELTA) {
+            auto product = [](int, int, float x, float y) { return x * y; };
+            w.over_columns_with(d, s.past, Add(), product);
+            w.over_columns(s.past_weight, Add(), [&](int, int column, float x) { return x * b.norm[column]; });
+            if (CAUSAL) {
+                w.store(&s.weights[0][0], F + PAD);
+                __syncthreads();
+                Pairs seen;
+                seen.zero();
+                seen.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+                seen.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
+                seen.over_columns_with(pairs, s.present, Add(), product);
+                seen.over_columns(s.present_weight, Add(), [](int, int, float x) { return x; });
+            }
+            __syncthreads();
+            if (threadIdx.x < C) {
+                int row = threadIdx.x;
+                float sum = together(s.past, row, Add()), weight = together(s.past_weight, row, Add());
+                if (CAUSAL) {
+                    sum += together(s.present, row, Add());
+                    weight += together(s.present_weight, row, Add());
+                }
+                s.unit[row] = weight == 0.0f ? 0.0f : -sum / weight;
+                if (row < n) t.delta[first_query + span.token(row)] = s.unit[row];
+            }
+            __syncthreads();
+        }
+        d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
+        if (CAUSAL) {
             pairs.each([&](int row, int column, float& x) {
                 x = column <= row ? x + once * s.unit[row] * b.unit[column] : 0.0f;
             });
@@ -184,11 +222,15 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
                 narrow(together(s.total, threadIdx.x, Add()), to[span.token(threadIdx.x) * width + FEATURES]);
             }
         } else {
+            // In two parts, the second where the features were.
+            constexpr int halves = STORAGE == 0 ? 1 : 2;
             d.store(&s.weights[0][0], F + PAD);
+            __syncthreads();
+            if (halves == 2) d.each([&](int row, int column, float& x) { narrow(x - rounded(x), b.features[row][column]); });
             __syncthreads();
             Inputs x;
             x.zero();
-            x.add_packed<1>(&s.weights[0][0], F + PAD, 0, back, F);
+            x.add_packed<halves>(&s.weights[0][0], F + PAD, (int)(&b.features[0][0] - &s.weights[0][0]), back, F);
             x.each([&](int row, int column, float& y) {
                 if (row >= n || column >= DIM) return;
                 if (KEYS) {

@@ -28,8 +28,8 @@ constexpr int PAD = sizeof(Operand) == 2 ? 8 : 4;
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 
-constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr int divide(int n, int by) { return (n + by - 1) / by; }
+__device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+__device__ constexpr int divide(int n, int by) { return (n + by - 1) / by; }
 
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
@@ -269,6 +269,12 @@ struct Sums {
     // together after __syncthreads.
     template <class Op, class F>
     __device__ void over_columns(float (*to)[ROWS], Op op, F f) {
+        over_columns_with(*this, to, op, [&](int row, int column, float x, float) { return f(row, column, x); });
+    }
+
+    // The same of `f(row, column, number, number of another matrix)`.
+    template <class Op, class F>
+    __device__ void over_columns_with(const Sums& other, float (*to)[ROWS], Op op, F f) {
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             if (!has_row(m)) continue;
@@ -281,8 +287,8 @@ struct Sums {
                     if (!has_column(n)) continue;
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        int column = tile_column(n) + 8 * (i / 2) + 2 * (lane() % 4) + i % 2;
-                        y = op(y, f(row, column, x[m][n][i / 2][2 * half + i % 2]));
+                        int column = tile_column(n) + 8 * (i / 2) + 2 * (lane() % 4) + i % 2, at = 2 * half + i % 2;
+                        y = op(y, f(row, column, x[m][n][i / 2][at], other.x[m][n][i / 2][at]));
                     }
                 }
                 y = op(y, from_lane_xor(y, 1));
