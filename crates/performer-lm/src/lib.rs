@@ -13,6 +13,7 @@ pub mod device;
 pub mod eval;
 mod files;
 pub mod generate;
+pub mod gpu_check;
 pub mod machine;
 pub mod model;
 pub mod plot;

@@ -6,6 +6,7 @@ mod compare;
 mod data;
 mod eval;
 mod generate;
+mod gpu_check;
 mod output;
 mod train;
 
@@ -39,7 +40,8 @@ Examples:
   performer-lm compare --seeds 1,2,3                softmax against FAVOR+, three seeds, a table and a plot
   performer-lm generate runs/seed-favor-m128-seed42      write a story
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
-  performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths";
+  performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths
+  performer-lm gpu-check --device cuda              check and time every kernel on this machine's GPU";
 
 #[derive(Subcommand)]
 enum Command {
@@ -54,6 +56,8 @@ enum Command {
     /// Measure the speed of attention, decoding and training on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Check that this machine's GPU computes what it should, and measure how fast.
+    GpuCheck(gpu_check::Args),
     /// Prepare or inspect training data.
     Data(data::Args),
     /// Print shell completions.
@@ -79,7 +83,11 @@ pub fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    let side_by_side = !matches!(&cli.command, Command::Bench(bench) if bench.is_one_at_a_time());
+    let side_by_side = match &cli.command {
+        Command::Bench(bench) => !bench.is_one_at_a_time(),
+        Command::GpuCheck(_) => false,
+        _ => true,
+    };
     let global = cli.global.configure(side_by_side)?;
     match cli.command {
         Command::Train(args) => train::run(args, &global, stop_on_ctrl_c()?),
@@ -87,6 +95,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Eval(args) => eval::run(args, &global),
         Command::Generate(args) => generate::run(args, &global),
         Command::Bench(command) => bench::run(command, &global, stop_on_ctrl_c()?),
+        Command::GpuCheck(args) => gpu_check::run(args, &global, stop_on_ctrl_c()?),
         Command::Data(args) => data::run(args, &global),
         Command::Completions { shell } => {
             let mut buffer = Vec::new();
