@@ -107,7 +107,8 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     if cuda::takes(table) && ids.elem_count() > 0 && ids.dtype() == DType::U32 {
         return table.contiguous()?.apply_op1(cuda::embedding::Embedding { ids })?.reshape(shape);
     }
-    table.index_select(&ids, 0)?.reshape(shape)
+    // Its gradient adds up rows, for which half types are too coarse.
+    table.to_dtype(wide(table))?.index_select(&ids, 0)?.to_dtype(table.dtype())?.reshape(shape)
 }
 
 /// GELU of every number, tanh form: `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`.

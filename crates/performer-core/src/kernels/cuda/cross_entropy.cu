@@ -7,10 +7,12 @@
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Sums of exponentials s, s2 relative to m, m2 added up relative to the larger; -inf of both stays -inf.
+// Below every logit but -inf, and finite: -inf - FLOOR is -inf and not NaN.
+constexpr float FLOOR = -3e38f;
+
+// Sums of exponentials s, s2 relative to m, m2 added up relative to the larger.
 __device__ inline void merge(float& m, float& s, float m2, float s2) {
     float larger = fmaxf(m, m2);
-    if (larger == -infinity()) return;
     s = s * power_of_two((m - larger) * LOG2E) + s2 * power_of_two((m2 - larger) * LOG2E);
     m = larger;
 }
@@ -20,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
     __shared__ float maxima[WARPS], sums[WARPS];
     logits += (long long)blockIdx.x * vocabulary;
-    float m = -infinity(), s = 0.0f;
+    float m = FLOOR, s = 0.0f;
     for (int i = threadIdx.x; i < vocabulary; i += THREADS) {
         float x = widen(logits[i]);
         if (x > m) {
