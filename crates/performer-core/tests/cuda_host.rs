@@ -43,7 +43,7 @@ struct Build {
 struct Run {
     segments: usize,
     backward: bool,
-    /// If not 0, where the sequence is split in two, the second part going on from the state of the first.
+    /// If not 0, where the sequence is split, the second part going on from the state of the first, the last two tokens step by step.
     split: usize,
     /// Threads take turns in the other order.
     descending: bool,
@@ -52,7 +52,7 @@ struct Run {
 /// What comes out; empty where it was not asked for.
 struct Results {
     out: Vec<f64>,
-    /// The same in two parts, with the states after all tokens: in one go, and after the two parts.
+    /// The same in parts, with the states after all tokens: in one go, and after the parts.
     parts: Option<[Vec<f64>; 3]>,
     q: Vec<f64>,
     k: Vec<f64>,
@@ -65,7 +65,8 @@ fn compiler() -> Option<&'static str> {
     let found = COMPILER.get_or_init(|| {
         let named = std::env::var("CXX").ok();
         let candidates = named.into_iter().chain(["c++", "g++", "clang++"].map(String::from));
-        let works = |c: &String| Command::new(c).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
+        let works =
+            |c: &String| Command::new(c).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
         let found = candidates.into_iter().find(works);
         if found.is_none() {
             eprintln!("skipped: there is no C++ compiler, with which the CUDA kernels are run on the CPU");
@@ -172,12 +173,9 @@ impl Build {
         if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
     }
 
-    fn run(&self, p: &Problem, run: Run) -> Option<Results> {
-        let mut projection = p.projection.clone();
-        if self.map == Hyperbolic {
-            projection.extend(p.projection.iter().map(|x| -x));
-        }
-        let macros = [
+    /// `group`: query heads of a key head.
+    fn macros(&self, group: usize) -> [(&'static str, usize); 11] {
+        [
             ("STORAGE", storage(self.dtype)),
             ("MAP", 0),
             ("DIM", self.head_dim),
@@ -187,7 +185,13 @@ impl Build {
             ("CHUNK", self.chunk),
             ("CAUSAL", usize::from(self.causal)),
             ("PARTIAL", usize::from(self.partial)),
-        ];
+            ("HYPERBOLIC", usize::from(self.map == Hyperbolic)),
+            ("GROUP", group),
+        ]
+    }
+
+    fn run(&self, p: &Problem, run: Run) -> Option<Results> {
+        let macros = self.macros(p.shape.heads / p.shape.kv_heads);
         let program = compile("favor", &macros)?;
         let s = p.shape;
         let header = [
@@ -203,7 +207,7 @@ impl Build {
             usize::from(run.descending),
         ];
         let grad = if run.backward { &p.grad_output[..] } else { &[] };
-        let numbers = [&p.q[..], &p.k, &p.v, grad, &projection];
+        let numbers = [&p.q[..], &p.k, &p.v, grad, &p.projection];
         let mut all = execute(&program, &header, &numbers, p.key_mask.as_deref()).into_iter();
         let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
         let out = take(s.output_count());
@@ -235,8 +239,8 @@ impl Build {
         let expected = attention(kernel, p.inputs());
         assert_close(&what("outputs"), &p.output_dims(), &results.out, &expected, bound);
         if let Some([parts, whole, carried]) = &results.parts {
-            assert_close(&what("outputs in two parts"), &p.output_dims(), parts, &expected, bound);
-            assert_close(&what("state after two parts"), &[whole.len()], carried, whole, bound);
+            assert_close(&what("outputs in parts"), &p.output_dims(), parts, &expected, bound);
+            assert_close(&what("state after parts"), &[whole.len()], carried, whole, bound);
         }
         if run.backward {
             let expected = attention_backward(kernel, p.inputs(), &p.grad_output);
@@ -244,6 +248,134 @@ impl Build {
             assert_close(&what("dk"), &p.k_dims(), &results.k, &expected.k, bound);
             assert_close(&what("dv"), &p.v_dims(), &results.v, &expected.v, bound);
         }
+    }
+}
+
+/// Outputs and gradients of exact softmax through its kernels against the reference.
+fn check_softmax(dtype: DType, mut p: Problem) {
+    for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
+        round(dtype, x);
+    }
+    let s = p.shape;
+    let macros = [("STORAGE", storage(dtype)), ("DIM", s.head_dim), ("VALUES", s.value_dim)];
+    let Some(program) = compile("softmax", &macros) else { return };
+    let offset = if p.causal { s.k_len - s.q_len } else { usize::MAX };
+    let header = [s.batch, s.heads, s.kv_heads, s.q_len, s.k_len, offset, usize::from(p.key_mask.is_some()), 0];
+    let mut all = execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output], p.key_mask.as_deref()).into_iter();
+    let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
+    let expected = attention(Kernel::Softmax, p.inputs());
+    let gradients = attention_backward(Kernel::Softmax, p.inputs(), &p.grad_output);
+    for (what, dims, expected) in [
+        ("outputs", p.output_dims(), &expected),
+        ("dq", p.q_dims(), &gradients.q),
+        ("dk", p.k_dims(), &gradients.k),
+        ("dv", p.v_dims(), &gradients.v),
+    ] {
+        assert_close(
+            &format!("{what} of softmax, {dtype:?}, {s:?}"),
+            &dims,
+            &take(expected.len()),
+            expected,
+            tolerance(dtype),
+        );
+    }
+}
+
+#[test]
+fn exact_softmax() {
+    for (dtype, batch, [heads, kv_heads], q_len, k_len, head_dim, value_dim, causal) in [
+        (DType::BF16, 1, [3, 1], 200, 200, 64, 64, true),
+        (DType::F16, 1, [1, 1], 65, 300, 48, 64, true),
+        (DType::F32, 2, [2, 1], 63, 130, 24, 40, false),
+        (DType::F32, 1, [1, 1], 1, 70, 24, 40, true),
+    ] {
+        let shape = Shape { batch, heads, kv_heads, q_len, k_len, head_dim, value_dim };
+        let mut problem = Problem::random(13, shape, None, 0);
+        problem.causal = causal;
+        check_softmax(dtype, problem.clone());
+        if !causal {
+            problem.key_mask = Some(Random::new(14).mask(batch * k_len, 0.6));
+            check_softmax(dtype, problem);
+        }
+    }
+}
+
+/// Attention over given features, and its gradients, from the formulas: outputs, dq, dk, dv. Rows of `q` are logarithms of features; or,
+/// `signed`, features, and those of `k` have the logarithm of their scale as one number more.
+fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: bool, causal: bool) -> [Vec<f64>; 4] {
+    let key_width = features + usize::from(signed);
+    let phi = |x: &[f64]| -> Vec<f64> {
+        let scale = if x.len() > features { x[features].exp() } else { 1.0 };
+        x[..features].iter().map(|x| if signed { x * scale } else { x.exp() }).collect()
+    };
+    let dot = |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
+    let add = |to: &mut [f64], factor: f64, x: &[f64]| to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
+    let (mut out, mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for n in 0..s.batch * s.heads {
+        let rows = |x: &[f64], width: usize, tokens: usize| -> Vec<Vec<f64>> {
+            x[n * tokens * width..(n + 1) * tokens * width].chunks(width).map(<[f64]>::to_vec).collect()
+        };
+        let (q, k) = (rows(q, features, s.q_len), rows(k, key_width, s.k_len));
+        let (v, g) = (rows(v, s.value_dim, s.k_len), rows(g, s.value_dim, s.q_len));
+        let (phi_q, phi_k): (Vec<_>, Vec<_>) = (q.iter().map(|x| phi(x)).collect(), k.iter().map(|x| phi(x)).collect());
+        let (mut of_keys, mut of_values) = (vec![vec![0.0; features]; s.k_len], vec![vec![0.0; s.value_dim]; s.k_len]);
+        for i in 0..s.q_len {
+            let seen = if causal { i + 1 } else { s.k_len };
+            let kernel: Vec<f64> = phi_k[..seen].iter().map(|k| dot(&phi_q[i], k)).collect();
+            let den: f64 = kernel.iter().sum();
+            let mut o = vec![0.0; s.value_dim];
+            (0..seen).for_each(|j| add(&mut o, kernel[j] / den, &v[j]));
+            let mut of_query = vec![0.0; features];
+            for j in 0..seen {
+                add(&mut of_values[j], kernel[j] / den, &g[i]);
+                let gradient = (dot(&g[i], &v[j]) - dot(&g[i], &o)) / den;
+                add(&mut of_query, gradient, &phi_k[j]);
+                add(&mut of_keys[j], gradient, &phi_q[i]);
+            }
+            out.extend(o);
+            dq.extend(of_query.iter().zip(&phi_q[i]).map(|(d, phi)| if signed { *d } else { d * phi }));
+        }
+        for j in 0..s.k_len {
+            let scale = if signed { k[j][features].exp() } else { 1.0 };
+            dk.extend(of_keys[j].iter().zip(&phi_k[j]).map(|(d, phi)| if signed { d * scale } else { d * phi }));
+            if signed {
+                dk.push(dot(&of_keys[j], &phi_k[j]));
+            }
+            dv.extend(&of_values[j]);
+        }
+    }
+    [out, dq, dk, dv]
+}
+
+#[test]
+fn features_that_come_ready() {
+    for (signed, causal, tokens, segments) in [(false, true, 70, 1), (true, true, 70, 2), (true, false, 33, 1)] {
+        let features = 24;
+        let build = Build { causal, values: 16, slice: 16, ..Build::new(DType::F32, 16, features) };
+        let shape = build.shape([1, 2, 2], tokens, tokens);
+        let mut random = Random::new(15);
+        let rows = 2 * tokens;
+        // Signed features that are mostly positive, so that no denominator comes near zero.
+        let (deviation, mean) = if signed { (0.3, 1.0) } else { (1.5, 0.0) };
+        let mut numbers = |n: usize, deviation: f64, mean: f64| -> Vec<f64> {
+            random.normal(n, deviation).into_iter().map(|x| f64::from((x + mean) as f32)).collect()
+        };
+        let q = numbers(rows * features, deviation, mean);
+        let k = numbers(rows * (features + usize::from(signed)), deviation, mean);
+        let (v, g) = (numbers(rows * 16, 1.0, 0.0), numbers(rows * 16, 1.0, 0.0));
+        let mut macros = build.macros(1).to_vec();
+        macros[1].1 = if signed { 2 } else { 1 };
+        let Some(program) = compile("favor", &macros) else { return };
+        let header = [1, 2, 2, tokens, tokens, segments, 0, 1, 0, 0];
+        let actual = execute(&program, &header, &[&q, &k, &v, &g], None);
+        let mut actual = actual.into_iter();
+        let expected = given_features(shape, [&q, &k, &v, &g], features, signed, causal);
+        for (what, expected) in ["outputs", "dq", "dk", "dv"].iter().zip(&expected) {
+            let actual: Vec<f64> = actual.by_ref().take(expected.len()).collect();
+            let what = format!("{what}, signed {signed}, causal {causal}");
+            assert_close(&what, &[expected.len()], &actual, expected, 1e-4);
+        }
+        assert_eq!(actual.len(), 0);
     }
 }
 
@@ -260,8 +392,7 @@ fn causal_bf16() {
 
 #[test]
 fn causal_f32_in_slices_groups_and_segments_with_a_mask() {
-    let build =
-        Build { values: 40, slice: 16, partial: true, map: Hyperbolic, ..Build::new(DType::F32, 24, 12) };
+    let build = Build { values: 40, slice: 16, partial: true, map: Hyperbolic, ..Build::new(DType::F32, 24, 12) };
     let mut problem = build.problem(3, build.shape([2, 3, 1], 63, 63));
     build.check(&problem, Run { split: 33, ..BOTH });
     problem.key_mask = Some(Random::new(4).mask(2 * 63, 0.7));
@@ -339,9 +470,15 @@ fn the_order_of_threads_does_not_matter() {
 #[ignore = "takes minutes"]
 fn all_sizes() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        for (head_dim, rows, chunk, slice) in
-            [(16, 24, 64, 16), (48, 64, 32, 48), (64, 128, 16, 32), (64, 256, 32, 32), (128, 64, 32, 64), (80, 24, 64, 80), (64, 512, 16, 32)]
-        {
+        for (head_dim, rows, chunk, slice) in [
+            (16, 24, 64, 16),
+            (48, 64, 32, 48),
+            (64, 128, 16, 32),
+            (64, 256, 32, 32),
+            (128, 64, 32, 64),
+            (80, 24, 64, 80),
+            (64, 512, 16, 32),
+        ] {
             let partial = slice < head_dim;
             let build = Build { chunk, slice, partial, ..Build::new(dtype, head_dim, rows) };
             for (tokens, segments) in [(1, 1), (63, 1), (65, 2), (200, 3), (500, 4)] {

@@ -62,6 +62,9 @@ pub struct Favor {
     map: Box<dyn FeatureMap>,
     /// The map as the fused kernels compute it.
     exponential: Option<Arc<Exponential>>,
+    /// Its projection on the card, where the CUDA kernels compute it.
+    #[cfg(feature = "cuda")]
+    projection: Option<Arc<kernels::cuda::favor::Projection>>,
     chunk: usize,
     composed: bool,
     drawn: Option<Drawn>,
@@ -110,10 +113,18 @@ impl Favor {
         }
         // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token: about even at C = D.
         let chunk = head_dim.next_power_of_two().clamp(16, 64);
-        Ok(Self { exponential: exponential(&*map)?, map, chunk, composed: false, drawn: None })
+        Ok(Self {
+            exponential: exponential(&*map)?,
+            #[cfg(feature = "cuda")]
+            projection: projection_on_card(&*map)?,
+            map,
+            chunk,
+            composed: false,
+            drawn: None,
+        })
     }
 
-    /// Never uses the fused CPU kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
+    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self
@@ -147,7 +158,17 @@ impl Favor {
         self.map = drawn.config.map.build(self.map.input_dim(), Some(&parameters), parameters.projection.device())?;
         drawn.parameters = parameters;
         self.exponential = exponential(&*self.map)?;
+        #[cfg(feature = "cuda")]
+        {
+            self.projection = projection_on_card(&*self.map)?;
+        }
         Ok(())
+    }
+
+    /// Whether the CUDA kernels take it; others, larger ones too, go through composed operations.
+    #[cfg(feature = "cuda")]
+    fn is_for_cuda(&self, q: &Tensor, v: &Tensor) -> bool {
+        !self.composed && kernels::cuda::favor::takes(q, v, self.map.feature_dim())
     }
 
     fn is_fused(&self, q: &Tensor) -> bool {
@@ -163,6 +184,15 @@ fn exponential(map: &dyn FeatureMap) -> Result<Option<Arc<Exponential>>> {
     }
     let rows = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
     Ok(Some(Arc::new(Exponential::new(&rows, map.input_dim(), hyperbolic))))
+}
+
+#[cfg(feature = "cuda")]
+fn projection_on_card(map: &dyn FeatureMap) -> Result<Option<Arc<kernels::cuda::favor::Projection>>> {
+    let Some(ExponentialForm { projection, hyperbolic }) = map.exponential_form() else { return Ok(None) };
+    if !projection.device().is_cuda() {
+        return Ok(None);
+    }
+    Ok(Some(Arc::new(kernels::cuda::favor::Projection::new(&projection, hyperbolic)?)))
 }
 
 fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<RandomParameters> {
@@ -185,6 +215,10 @@ impl Attention for Favor {
         if self.is_fused(q) {
             return fused::forward(&*self.map, self.exponential.as_ref(), q, k, v, mask);
         }
+        #[cfg(feature = "cuda")]
+        if self.is_for_cuda(q, v) {
+            return super::cuda::forward(&*self.map, self.projection.as_ref(), q, k, v, mask);
+        }
         let inputs = self.inputs(q, k, v, mask)?;
         let (n, tq, g, _) = inputs.q.dims4()?;
         let rows = if n * tq == 0 || inputs.k.dim(1)? == 0 {
@@ -205,6 +239,12 @@ impl Attention for Favor {
         let (q, k, v) = (&q.detach(), &k.detach(), &v.detach());
         if self.is_fused(q) {
             let out = fused::extend(&*self.map, self.exponential.as_ref(), q, k, v, state)?;
+            state.advance(q)?;
+            return Ok(out);
+        }
+        #[cfg(feature = "cuda")]
+        if self.is_for_cuda(q, v) {
+            let out = super::cuda::extend(&*self.map, self.projection.as_ref(), q, k, v, state)?;
             state.advance(q)?;
             return Ok(out);
         }

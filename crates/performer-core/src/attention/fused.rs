@@ -98,15 +98,15 @@ pub(super) fn extend(
 }
 
 /// Features that are computed in Candle's ops and handed to the kernel: heads folded into the batch.
-struct Ready {
-    map: Map,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+pub(super) struct Ready {
+    pub(super) map: Map,
+    pub(super) q: Tensor,
+    pub(super) k: Tensor,
+    pub(super) v: Tensor,
 }
 
 impl Ready {
-    fn new(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Self> {
+    pub(super) fn new(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Self> {
         let features = map.feature_dim();
         let (map, q, k) = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
             (Features::Log(q), Features::Log(k)) => (Map::Log { features }, q, k),

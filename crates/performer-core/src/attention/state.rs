@@ -25,6 +25,9 @@ pub(super) enum Memory {
     Sums(PrefixSums),
     /// Sums of the fused CPU kernels, by key head.
     Kernel(Vec<kernels::favor::Sums>),
+    /// Sums of the fused CUDA kernels.
+    #[cfg(feature = "cuda")]
+    Cuda(kernels::cuda::favor::Sums),
 }
 
 impl State {
@@ -65,6 +68,8 @@ impl State {
             }
             Some(Memory::Sums(s)) => size(&s.log_scale) + size(&s.sums),
             Some(Memory::Kernel(heads)) => heads.iter().map(kernels::favor::Sums::bytes).sum(),
+            #[cfg(feature = "cuda")]
+            Some(Memory::Cuda(sums)) => sums.bytes(),
         }
     }
 }

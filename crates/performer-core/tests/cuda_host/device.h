@@ -179,7 +179,7 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&x, &bits, 4);
     return x;
 }
-inline unsigned bits_of(float x) {
+inline unsigned __float_as_uint(float x) {
     unsigned bits;
     std::memcpy(&bits, &x, 4);
     return bits;
@@ -202,7 +202,7 @@ inline float widen(Half x) {
 
 inline void narrow(float x, float& to) { to = x; }
 inline void narrow(float x, Bfloat& to) {
-    unsigned bits = bits_of(x);
+    unsigned bits = __float_as_uint(x);
     to.bits = std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline void narrow(float x, Half& to) {
@@ -221,7 +221,7 @@ inline void narrow(float x, Half& to) {
 }
 
 // Ties away from zero.
-inline unsigned tf32(float x) { return (bits_of(x) + 0x1000) & ~0x1fffu; }
+inline unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
 
 // Results below the normal numbers are zero, as in ex2.approx.ftz.
 inline float power_of_two(float x) {
@@ -248,8 +248,8 @@ inline unsigned lanes_where(bool condition) {
     return slot.got;
 }
 
-inline void load_matrices(unsigned (&to)[4], const Bfloat* row, bool transposed) {
-    struct { unsigned* to; const Bfloat* row; bool transposed; } slot = {to, row, transposed};
+inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
+    struct { unsigned* to; const unsigned short* row; bool transposed; } slot = {to, (const unsigned short*)row, transposed};
     if ((size_t)row % 16) host::fail("ldmatrix of a row that is not aligned to 16 bytes");
     const char* at = (const char*)row;
     if (at < (char*)shared_memory || at + 16 > (char*)shared_memory + SHARED_BYTES) host::fail("ldmatrix outside of shared memory");
@@ -259,11 +259,11 @@ inline void load_matrices(unsigned (&to)[4], const Bfloat* row, bool transposed)
                 int major = lane / 4, minor = lane % 4 * 2;
                 unsigned low, high;
                 if (all[0]->transposed) {
-                    low = all[8 * i + minor]->row[major].bits;
-                    high = all[8 * i + minor + 1]->row[major].bits;
+                    low = all[8 * i + minor]->row[major];
+                    high = all[8 * i + minor + 1]->row[major];
                 } else {
-                    low = all[8 * i + major]->row[minor].bits;
-                    high = all[8 * i + major]->row[minor + 1].bits;
+                    low = all[8 * i + major]->row[minor];
+                    high = all[8 * i + major]->row[minor + 1];
                 }
                 all[lane]->to[i] = low | high << 16;
             }
@@ -293,15 +293,16 @@ void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
 
 }  // namespace host
 
-inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+// m16n8k16 of numbers that `half(word, i)` unpacks.
+template <class Unpack>
+void multiply_16(const char* doing, float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack half) {
     host::Fragments mine = {c, a, b};
-    host::together("mma.bf16", mine, [](host::Fragments** all) {
+    host::together(doing, mine, [&](host::Fragments** all) {
         float left[16][16], right[16][8];
-        auto half = [](unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); };
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, in_group = lane % 4;
             for (int i = 0; i < 8; i++) {
-                // Of a[0..8]: row group for a0, a1, a4, a5, else group + 8; column in_group·2 + (i & 1), + 8 from a4 on.
+                // Of the eight: row `group` for 0, 1, 4, 5, else `group` + 8; column 2 `in_group` + (i & 1), + 8 from 4 on.
                 int row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
                 int column = in_group * 2 + (i & 1) + (i >= 4 ? 8 : 0);
                 left[row][column] = half(all[lane]->a[i / 2], i % 2);
@@ -313,6 +314,13 @@ inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned 
         }
         host::product(all, left, right);
     });
+}
+
+inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    multiply_16("mma.bf16", c, a, b, [](unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); });
+}
+inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    multiply_16("mma.f16", c, a, b, [](unsigned pair, int i) { return widen(Half{(unsigned short)(i ? pair >> 16 : pair)}); });
 }
 
 inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {

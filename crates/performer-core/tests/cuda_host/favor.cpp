@@ -9,6 +9,7 @@
 #define SHARED_SUMS sizeof(Builder)
 #define SHARED_BACKWARD sizeof(Shared)
 
+#include "favor_pack.cu"
 #define Shared ForwardShared
 #include "favor_forward.cu"
 #undef Shared
@@ -26,42 +27,12 @@
 #define Shared BackwardShared
 #include "favor_backward.cu"
 #undef Shared
+#define SHARED_STEP sizeof(Shared)
+#define Shared StepShared
+#include "favor_step.cu"
+#undef Shared
 
 #include "problem.h"
-
-// Right factor (rows, columns) as `Packed` wants it.
-static std::vector<uint4> pack(const std::vector<float>& x, int rows, int columns) {
-    int depth = up(rows, 16) / 16, tiles = up(columns, 16) / 16;
-    std::vector<uint4> packed((size_t)depth * tiles * 64);
-    auto at = [&](int r, int c) { return r < rows && c < columns ? x[(size_t)r * columns + c] : 0.0f; };
-    for (int tile = 0; tile < tiles; tile++) {
-        for (int k = 0; k < depth; k++) {
-            for (int lane = 0; lane < 32; lane++) {
-                unsigned words[2][4];
-                for (int half = 0; half < 2; half++) {
-                    for (int i = 0; i < 4; i++) {
-#if STORAGE == 0
-                        words[half][i] = bits_of(at(16 * k + 8 * (i / 2) + lane % 4 + 4 * (i % 2), 16 * tile + 8 * half + lane / 4));
-#else
-                        int row = 16 * k + 8 * (i % 2) + lane % 4 * 2, column = 16 * tile + 8 * (i / 2) + lane / 4;
-                        unsigned word = 0;
-                        for (int j = 0; j < 2; j++) {
-                            float number = at(row + j, column);
-                            Bfloat high, low;
-                            narrow(number, high);
-                            narrow(number - widen(high), low);
-                            word |= (unsigned)(half ? low : high).bits << 16 * j;
-                        }
-                        words[half][i] = word;
-#endif
-                    }
-                    packed[(((size_t)tile * depth + k) * 2 + half) * 32 + lane] = make_uint4(words[half][0], words[half][1], words[half][2], words[half][3]);
-                }
-            }
-        }
-    }
-    return packed;
-}
 
 int main() {
     Reader in;
@@ -72,23 +43,18 @@ int main() {
     std::vector<Stored> q = in.stored((size_t)batch * heads * queries * width), k = in.stored((size_t)batch * key_heads * keys * key_width);
     std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad;
     if (backward) grad = in.stored((size_t)batch * heads * queries * VALUES);
-    std::vector<float> projection = READY ? std::vector<float>() : in.numbers((size_t)FEATURES * DIM);
+    std::vector<float> projection = READY ? std::vector<float>() : in.numbers((size_t)FEATURES / (1 + HYPERBOLIC) * DIM);
     std::vector<unsigned char> mask;
     if (masked) mask = in.bytes((size_t)batch * keys);
     const unsigned char* visible = masked ? mask.data() : nullptr;
 
     float factor = std::pow((float)DIM, -0.25f);
-    std::vector<uint4> columns, rows;
-    if (!READY) {
-        std::vector<float> scaled(projection.size()), turned(projection.size());
-        for (int r = 0; r < FEATURES; r++) {
-            for (int d = 0; d < DIM; d++) {
-                scaled[r * DIM + d] = projection[r * DIM + d] * factor;
-                turned[d * FEATURES + r] = scaled[r * DIM + d] * LOG2E;
-            }
-        }
-        columns = pack(turned, DIM, FEATURES);
-        rows = pack(scaled, FEATURES, DIM);
+    size_t packed_count = READY ? 0 : (size_t)D / 16 * (F / 16) * 64;
+    std::vector<uint4> columns = poison<uint4>(packed_count), rows = columns;
+    for (int back = 0; back < 2 && !READY; back++) {
+        Dim grid = {(unsigned)divide((int)packed_count, THREADS), 1, 1};
+        host::launch(grid, THREADS, favor_pack, (const float*)projection.data(), FEATURES, DIM, HYPERBOLIC, back ? factor : factor * LOG2E, back,
+                     back ? rows.data() : columns.data());
     }
 
     auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
@@ -124,18 +90,26 @@ int main() {
 
 #if CAUSAL
     if (split) {
-        // The first `split` tokens, then the others from the state that they leave: in rows of the whole tensors.
+        // The first `split` tokens, the others but two from the state that they leave, then two steps: in rows of the whole tensors.
         std::vector<Stored> again = poison<Stored>(count * VALUES);
-        std::vector<float> first_state = poison<float>(state.size()), carried = first_state;
-        for (int part = 0; part < 2; part++) {
+        std::vector<float> carried;
+        int starts[] = {0, split, queries - 2, queries - 1, queries};
+        for (int part = 0; part < 4; part++) {
             Problem some = p;
-            int first = part ? split : 0;
-            some.queries = some.keys = part ? queries - split : split;
-            some.segment = some.queries, some.segments = 1;
+            int first = starts[part];
+            some.queries = some.keys = some.segment = starts[part + 1] - first;
+            some.segments = 1;
+            const Stored *at_q = q.data() + (size_t)first * width, *at_k = k.data() + (size_t)first * key_width, *at_v = v.data() + (size_t)first * VALUES;
             std::vector<Stored> piece = poison<Stored>((size_t)batch * heads * some.queries * VALUES);
-            host::launch({blocks, 1, 1}, THREADS, favor_forward, some, q.data() + (size_t)first * width, k.data() + (size_t)first * key_width,
-                         v.data() + (size_t)first * VALUES, (unsigned char*)nullptr, columns.data(), part ? first_state.data() : nullptr,
-                         piece.data(), (float*)nullptr, (float*)nullptr, part ? carried.data() : first_state.data());
+            std::vector<float> next = poison<float>(state.size());
+            if (part < 2) {
+                host::launch({blocks, 1, 1}, THREADS, favor_forward, some, at_q, at_k, at_v, (unsigned char*)nullptr, columns.data(),
+                             part ? carried.data() : nullptr, piece.data(), (float*)nullptr, (float*)nullptr, next.data());
+            } else {
+                host::launch({key_blocks, 1, 1}, THREADS, favor_step, some, at_q, at_k, at_v, projection.data(), HYPERBOLIC, factor,
+                             carried.data(), next.data(), piece.data());
+            }
+            carried = next;
             for (int head = 0; head < batch * heads; head++) {
                 std::copy_n(piece.begin() + (size_t)head * some.queries * VALUES, (size_t)some.queries * VALUES,
                             again.begin() + ((size_t)head * queries + first) * VALUES);

@@ -9,6 +9,7 @@ pub(crate) mod activation;
 mod compile;
 pub(super) mod cross_entropy;
 pub(crate) mod embedding;
+pub(crate) mod favor;
 mod memory;
 pub(super) mod norm;
 pub(crate) mod rotary;

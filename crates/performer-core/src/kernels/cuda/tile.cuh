@@ -1,8 +1,8 @@
 // Tiles: what the attention kernels load, multiply and store, 16 by 16 numbers a step, on tensor cores.
 //
 // STORAGE says what tensors hold: 0 f32, 1 f16, 2 bf16. Operands of products are f32 for f32 (each product is three of TF32, which
-// brings back f32's precision) and bf16 for both half types (f16 has no room for weights up to e^32); sums are f32 always. All
-// operands lie in shared memory, except constant ones, which come from global memory as the lanes need them (`Packed`).
+// brings back f32's precision) and bf16 for both half types, since f16 has no room for weights up to e^32; where weights are at most 1,
+// f16 for f16 (HALF_OPERANDS). Sums are f32 always. All operands lie in shared memory, except constant ones, which come from global memory as the lanes need them (`Packed`).
 
 #ifndef PERFORMER_TILE
 #define PERFORMER_TILE
@@ -14,18 +14,29 @@ typedef float Stored;
 typedef float Operand;
 #elif STORAGE == 1
 typedef Half Stored;
+#ifdef HALF_OPERANDS
+typedef Half Operand;
+#else
 typedef Bfloat Operand;
+#endif
 #else
 typedef Bfloat Stored;
 typedef Bfloat Operand;
 #endif
 
 // How many operands hold one number of a tensor exactly.
+#ifdef HALF_OPERANDS
+constexpr int PARTS = 1;
+#else
 constexpr int PARTS = STORAGE == 1 ? 2 : 1;
+#endif
 // Rows of shared memory are this much longer, so that a column's numbers lie in different banks.
 constexpr int PAD = sizeof(Operand) == 2 ? 8 : 4;
 
-constexpr int WARPS = 8;
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 8
+#endif
+constexpr int WARPS = BLOCK_WARPS;
 constexpr int THREADS = 32 * WARPS;
 
 __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
@@ -99,16 +110,16 @@ struct Left { unsigned x[4]; };
 struct Right { unsigned x[2][2]; };
 
 template <bool transposed>
-__device__ void load(Left& to, const Bfloat* from, int stride, int row, int column) {
+__device__ void load(Left& to, const Operand* from, int stride, int row, int column) {
     int i = lane() / 8, r = lane() % 8;
-    const Bfloat* at = transposed ? from + (column + i / 2 * 8 + r) * stride + row + i % 2 * 8
+    const Operand* at = transposed ? from + (column + i / 2 * 8 + r) * stride + row + i % 2 * 8
                                   : from + (row + i % 2 * 8 + r) * stride + column + i / 2 * 8;
     load_matrices(to.x, at, transposed);
 }
 template <bool transposed>
-__device__ void load(Right& to, const Bfloat* from, int stride, int row, int column) {
+__device__ void load(Right& to, const Operand* from, int stride, int row, int column) {
     int i = lane() / 8, r = lane() % 8;
-    const Bfloat* at = transposed ? from + (column + i / 2 * 8 + r) * stride + row + i % 2 * 8
+    const Operand* at = transposed ? from + (column + i / 2 * 8 + r) * stride + row + i % 2 * 8
                                   : from + (row + i % 2 * 8 + r) * stride + column + i / 2 * 8;
     unsigned x[4];
     load_matrices(x, at, !transposed);
@@ -116,8 +127,13 @@ __device__ void load(Right& to, const Bfloat* from, int stride, int row, int col
 }
 
 __device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& b) {
+#if STORAGE == 1 && defined(HALF_OPERANDS)
+    multiply_f16(sum[0], a.x, b.x[0]);
+    multiply_f16(sum[1], a.x, b.x[1]);
+#else
     multiply_bf16(sum[0], a.x, b.x[0]);
     multiply_bf16(sum[1], a.x, b.x[1]);
+#endif
 }
 
 #endif
@@ -222,9 +238,9 @@ struct Sums {
         }
     }
 
-    // Calls `f(row, column, number)` for every number that the thread holds.
+    // Calls `f(i, row, column, number)` for every number that the thread holds, in its i-th row of 2 TALL.
     template <class F>
-    __device__ void each(F f) {
+    __device__ void each_of_mine(F f) {
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             if (!has_row(m)) continue;
@@ -233,12 +249,18 @@ struct Sums {
                 if (!has_column(n)) continue;
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    int row = tile_row(m) + lane() / 4 + 8 * (i / 2 % 2);
+                    int half = i / 2 % 2, row = tile_row(m) + lane() / 4 + 8 * half;
                     int column = tile_column(n) + 8 * (i / 4) + 2 * (lane() % 4) + i % 2;
-                    f(row, column, x[m][n][i / 4][i % 4]);
+                    f(2 * m + half, row, column, x[m][n][i / 4][i % 4]);
                 }
             }
         }
+    }
+
+    // The same of `f(row, column, number)`.
+    template <class F>
+    __device__ void each(F f) {
+        each_of_mine([&](int, int row, int column, float& x) { f(row, column, x); });
     }
 
     // The same with the numbers of another matrix of this shape.
@@ -275,26 +297,34 @@ struct Sums {
     // The same of `f(row, column, number, number of another matrix)`.
     template <class Op, class F>
     __device__ void over_columns_with(const Sums& other, float (*to)[ROWS], Op op, F f) {
+        float y[2 * TALL];
+        over_my_columns(other, y, op, f);
 #pragma unroll
-        for (int m = 0; m < TALL; m++) {
+        for (int i = 0; i < 2 * TALL; i++) {
+            if (has_row(i / 2) && lane() % 4 == 0) to[turn()][tile_row(i / 2) + lane() / 4 + 8 * (i % 2)] = y[i];
+        }
+    }
+
+    // The same over the columns of the warp, to the four lanes that hold a row.
+    template <class Op, class F>
+    __device__ void over_my_columns(const Sums& other, float (&y)[2 * TALL], Op op, F f) {
+#pragma unroll
+        for (int i = 0; i < 2 * TALL; i++) {
+            int m = i / 2, half = i % 2;
             if (!has_row(m)) continue;
+            int row = tile_row(m) + lane() / 4 + 8 * half;
+            y[i] = op.start();
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int row = tile_row(m) + lane() / 4 + 8 * half;
-                float y = op.start();
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
 #pragma unroll
-                for (int n = 0; n < WIDE; n++) {
-                    if (!has_column(n)) continue;
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        int column = tile_column(n) + 8 * (i / 2) + 2 * (lane() % 4) + i % 2, at = 2 * half + i % 2;
-                        y = op(y, f(row, column, x[m][n][i / 2][at], other.x[m][n][i / 2][at]));
-                    }
+                for (int j = 0; j < 4; j++) {
+                    int column = tile_column(n) + 8 * (j / 2) + 2 * (lane() % 4) + j % 2, at = 2 * half + j % 2;
+                    y[i] = op(y[i], f(row, column, x[m][n][j / 2][at], other.x[m][n][j / 2][at]));
                 }
-                y = op(y, from_lane_xor(y, 1));
-                y = op(y, from_lane_xor(y, 2));
-                if (lane() % 4 == 0) to[turn()][row] = y;
             }
+            y[i] = op(y[i], from_lane_xor(y[i], 1));
+            y[i] = op(y[i], from_lane_xor(y[i], 2));
         }
     }
 

@@ -49,7 +49,7 @@ __device__ inline unsigned lanes_where(bool condition) { return __ballot_sync(~0
 
 // Four 8x8 matrices of 16-bit numbers; lane 8i + r points to row r of matrix i. Lane l gets entries 2(l%4) and 2(l%4) + 1 of row l/4 of
 // each, or of column l/4 where they are transposed.
-__device__ inline void load_matrices(unsigned (&to)[4], const Bfloat* row, bool transposed) {
+__device__ inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
     unsigned at = (unsigned)__cvta_generic_to_shared(row);
     if (transposed) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -63,6 +63,13 @@ __device__ inline void load_matrices(unsigned (&to)[4], const Bfloat* row, bool 
 // c += a b for a 16x16, b 16x8, of bf16.
 __device__ inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same of f16.
+__device__ inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
