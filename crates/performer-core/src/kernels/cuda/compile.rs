@@ -171,4 +171,29 @@ mod tests {
         assert_eq!(option((8, 7)).as_deref(), Some("--gpu-architecture=compute_86"));
         assert_eq!(option((6, 1)), None);
     }
+
+    const DOUBLES: Source = Source {
+        name: "doubles.cu",
+        text: "#include \"twice.cuh\"\nextern \"C\" __global__ void doubles(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]) + ADD; }",
+        headers: &[("twice.cuh", "__device__ inline float twice(float x) { return 2 * x; }")],
+    };
+
+    #[test]
+    fn sources_compile_for_devices_that_are_not_here() -> Result<()> {
+        for capability in [(8, 0), (9, 0), (99, 0)] {
+            compile(&DOUBLES, &["ADD=1".to_owned()], capability)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_does_not_compile_is_explained() {
+        let Err(error) = compile(&DOUBLES, &[], (9, 0)) else { panic!("ADD is not defined") };
+        let error = error.to_string();
+        for word in ["doubles.cu", "sm_90a", "identifier", "ADD"] {
+            assert!(error.contains(word), "{error}");
+        }
+        let Err(error) = compile(&DOUBLES, &[], (2, 0)) else { panic!("there is no such device any more") };
+        assert!(error.to_string().contains("too old"), "{error}");
+    }
 }
