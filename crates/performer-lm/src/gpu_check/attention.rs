@@ -272,3 +272,18 @@ impl<'a> Problem<'a> {
         Ok(relative_error(&numbers(&Tensor::cat(&parts, 2)?)?, &whole))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "minutes without optimisation; gpu-check --quick has the small cases"]
+    fn all_cases_pass_on_the_cpu() -> Result<()> {
+        let mut checks = Vec::new();
+        check(&Device::Cpu, Extent::Full, &mut checks, &mut |_: &str| ())?;
+        let failed: Vec<&Check> = checks.iter().filter(|c| !c.passed).collect();
+        assert!(failed.is_empty(), "{failed:#?}");
+        Ok(())
+    }
+}

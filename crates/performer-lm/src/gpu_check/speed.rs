@@ -61,7 +61,7 @@ const ROUND: usize = 256 << 20;
 pub(super) fn run(device: &Device, extent: Extent, progress: &mut impl FnMut(&str)) -> Result<Vec<Speed>> {
     let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
     let (heads, lengths, contexts) = match extent {
-        Extent::Quick => (2, &[128, 512][..], &[500][..]),
+        Extent::Quick => (2, &[128, 256][..], &[500][..]),
         Extent::Full => (64, &[512, 1024, 2048, 4096, 8192, 16384][..], &[1_000, 16_000, 64_000][..]),
     };
     let bench = Bench { device, dtype, heads, round: if device.is_cpu() { 0 } else { ROUND } };
