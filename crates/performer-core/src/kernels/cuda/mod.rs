@@ -6,13 +6,16 @@
 //! `kernels.txt` beside this file lists all sources with the macros that `scripts/cuda-check.sh` compiles them with.
 
 pub(crate) mod activation;
+mod buffer;
 mod compile;
 pub(super) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod favor;
+mod favor_call;
 mod memory;
 pub(super) mod norm;
 pub(crate) mod rotary;
+pub(crate) mod softmax;
 
 use std::{
     collections::HashMap,
