@@ -96,5 +96,8 @@ fn tables(report: &Report) -> String {
     }
     let header = ["attention", "work", "tokens", "heads", "type", "ms", "quartiles", "ps/token/head", "MiB"];
     text += &format!("\n{}\n", output::table(&header, &speed));
+    for skipped in &report.skipped {
+        text += &format!("\nskipped: {skipped}\n");
+    }
     text + &format!("\n{}", output::table(&["training", "parameters", "type", "tokens/s", "val loss"], &training))
 }

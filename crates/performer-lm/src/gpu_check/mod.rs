@@ -54,6 +54,8 @@ pub struct Report {
     pub speed: Vec<Speed>,
     /// Training.
     pub training: Vec<Training>,
+    /// What could not be timed, and why: too little memory, say.
+    pub skipped: Vec<String>,
     /// How long all of it took.
     pub seconds: f64,
 }
@@ -81,9 +83,9 @@ pub fn run(device: &Device, extent: Extent, stop: &AtomicBool, mut progress: imp
     parts::check(device, &mut checks);
     poison(false);
     progress("timing attention");
-    let speed = speed::run(device, extent, &mut progress)?;
-    progress("training");
-    let training = training::run(device, extent, stop, &mut progress)?;
+    let mut skipped = Vec::new();
+    let speed = speed::run(device, extent, &mut skipped, &mut progress)?;
+    let training = training::run(device, extent, stop, &mut skipped, &mut progress)?;
     Ok(Report {
         device: describe(device),
         machine: Machine::this(),
@@ -92,6 +94,7 @@ pub fn run(device: &Device, extent: Extent, stop: &AtomicBool, mut progress: imp
         checks,
         speed,
         training,
+        skipped,
         seconds: started.elapsed().as_secs_f64(),
     })
 }
@@ -104,11 +107,22 @@ fn poison(on: bool) {
     let _ = on;
 }
 
+/// The result, or a line in `skipped`.
+fn unless_skipped<T>(what: &str, result: Result<T>, skipped: &mut Vec<String>) -> Option<T> {
+    result.map_err(|error| skipped.push(format!("{what}: {}", first_line(&error)))).ok()
+}
+
+/// An error with its causes, without the backtrace that Candle adds.
+fn first_line(error: &anyhow::Error) -> String {
+    let causes: Vec<String> = error.chain().map(|e| e.to_string()).collect();
+    causes.iter().map(|cause| cause.lines().next().unwrap_or_default()).collect::<Vec<_>>().join(": ")
+}
+
 impl Check {
     fn of(what: String, error: Result<f64>, tolerance: f64) -> Self {
         let (error, because) = match error {
             Ok(error) => (Some(error).filter(|e| e.is_finite()), None),
-            Err(error) => (None, Some(format!("{error:#}").lines().next().unwrap_or_default().to_string())),
+            Err(error) => (None, Some(first_line(&error))),
         };
         Self { what, error, tolerance, passed: error.is_some_and(|e| e <= tolerance), because }
     }

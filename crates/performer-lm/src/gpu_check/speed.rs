@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax, State};
 use serde::{Deserialize, Serialize};
 
-use super::Extent;
+use super::{Extent, unless_skipped};
 
 /// What was timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,7 +58,12 @@ const LARGEST: usize = 1 << 28;
 /// Bytes of inputs to go through before any is used again: more than second-level caches hold.
 const ROUND: usize = 256 << 20;
 
-pub(super) fn run(device: &Device, extent: Extent, progress: &mut impl FnMut(&str)) -> Result<Vec<Speed>> {
+pub(super) fn run(
+    device: &Device,
+    extent: Extent,
+    skipped: &mut Vec<String>,
+    progress: &mut impl FnMut(&str),
+) -> Result<Vec<Speed>> {
     let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
     let (heads, lengths, contexts) = match extent {
         Extent::Quick => (2, &[128, 256][..], &[500][..]),
@@ -72,12 +77,12 @@ pub(super) fn run(device: &Device, extent: Extent, progress: &mut impl FnMut(&st
     if extent == Extent::Full && !device.is_cpu() {
         let long = Bench { heads: 8, round: 0, ..bench };
         let free = free_memory(device);
-        progress("favor, a million tokens");
-        let mut speed = long.pass("favor", Some(FEATURES), &favor()?, 1 << 20, Work::Both)?;
+        let what = "favor, a million tokens";
+        progress(what);
+        let speed = long.pass("favor", Some(FEATURES), &favor()?, 1 << 20, Work::Both);
         // Memory that was used stays with the program.
-        speed.memory_mib =
-            free.zip(free_memory(device)).map(|(before, after)| (before.saturating_sub(after) >> 20) as u64);
-        all.push(speed);
+        let used = free.zip(free_memory(device)).map(|(before, after)| (before.saturating_sub(after) >> 20) as u64);
+        all.extend(unless_skipped(what, speed, skipped).map(|speed| Speed { memory_mib: used, ..speed }));
     }
     for &tokens in lengths {
         let scores = heads * tokens * tokens;
@@ -92,8 +97,9 @@ pub(super) fn run(device: &Device, extent: Extent, progress: &mut impl FnMut(&st
         }
         for (name, features, attention) in attentions {
             for work in [Work::Forward, Work::Both] {
-                progress(&format!("{name}, {tokens} tokens, {work:?}"));
-                all.push(bench.pass(name, features, &*attention, tokens, work)?);
+                let what = format!("{name}, {tokens} tokens, {work:?}");
+                progress(&what);
+                all.extend(unless_skipped(&what, bench.pass(name, features, &*attention, tokens, work), skipped));
             }
         }
     }
@@ -102,8 +108,10 @@ pub(super) fn run(device: &Device, extent: Extent, progress: &mut impl FnMut(&st
             ("favor", Some(FEATURES), Box::new(favor()?) as Box<dyn Attention>),
             ("softmax", None, Box::new(Softmax::new())),
         ] {
-            progress(&format!("{name}, decoding after {context} tokens"));
-            all.push(Bench { heads: 8.min(heads), ..bench }.decode(name, features, &*attention, context)?);
+            let what = format!("{name}, decoding after {context} tokens");
+            progress(&what);
+            let speed = Bench { heads: 8.min(heads), ..bench }.decode(name, features, &*attention, context);
+            all.extend(unless_skipped(&what, speed, skipped));
         }
     }
     Ok(all)

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use super::Extent;
+use super::{Extent, unless_skipped};
 use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, prepare},
@@ -38,6 +38,7 @@ pub(super) fn run(
     device: &Device,
     extent: Extent,
     stop: &AtomicBool,
+    skipped: &mut Vec<String>,
     progress: &mut impl FnMut(&str),
 ) -> Result<Vec<Training>> {
     let (preset, vocabulary, batch, steps) = match extent {
@@ -73,10 +74,11 @@ pub(super) fn run(
             };
             Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
         };
-        progress(&format!("training with {}", config.attention));
+        let what = format!("training with {}", config.attention);
+        progress(&what);
         // The first steps compile kernels and fetch memory.
-        train(2)?;
-        let report = train(steps)?;
+        let result = train(2).and_then(|_| train(steps));
+        let Some(report) = unless_skipped(&what, result, skipped) else { continue };
         all.push(Training {
             preset: format!("{preset:?}").to_lowercase(),
             attention_spec: report.attention_spec,
