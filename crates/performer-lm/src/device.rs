@@ -1,6 +1,6 @@
 //! The device to compute on: opening it, and saying what is wrong where that fails.
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use candle_core::Device;
 
 /// A kind of device.
@@ -68,15 +68,17 @@ fn metal() -> Result<Device> {
 
 /// Adds what helps to an error that says that a GPU's memory ran out; `lower` says which settings decide how much is needed.
 pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: &str) -> anyhow::Error {
+    const EXPLAINED: &str = "the device's memory ran out";
     let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
-    if device.is_cpu() || !error.chain().any(|e| ran_out(e.to_string())) {
+    let explained = error.chain().any(|e| e.to_string().contains(EXPLAINED));
+    if device.is_cpu() || explained || !error.chain().any(|e| ran_out(e.to_string())) {
         return error;
     }
     let left = match free_memory(device) {
         Some((free, all)) => format!(" ({} of {} MiB are free)", free >> 20, all >> 20),
         None => String::new(),
     };
-    error.context(anyhow!("the device's memory ran out{left}: lower {lower}"))
+    error.context(format!("{EXPLAINED}{left}: lower {lower}"))
 }
 
 #[cfg(feature = "cuda")]
@@ -121,7 +123,7 @@ mod tests {
 
     #[test]
     fn other_errors_stay_as_they_are() {
-        let error = explain_memory(anyhow!("out of memory"), &Device::Cpu, "nothing");
+        let error = explain_memory(anyhow::anyhow!("out of memory"), &Device::Cpu, "nothing");
         assert_eq!(error.chain().count(), 1);
     }
 }

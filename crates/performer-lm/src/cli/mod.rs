@@ -18,7 +18,9 @@ use std::{
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 
-use args::Global;
+use args::{Global, Machine};
+
+use crate::device::explain_memory;
 
 /// Set by the first Ctrl-C; a second one ends the program at once.
 static STOP: AtomicBool = AtomicBool::new(false);
@@ -89,14 +91,19 @@ fn run(cli: Cli) -> Result<()> {
         _ => true,
     };
     let global = cli.global.configure(side_by_side)?;
-    match cli.command {
-        Command::Train(args) => train::run(args, &global, stop_on_ctrl_c()?),
-        Command::Compare(args) => compare::run(args, &global, stop_on_ctrl_c()?),
-        Command::Eval(args) => eval::run(args, &global),
-        Command::Generate(args) => generate::run(args, &global),
-        Command::Bench(command) => bench::run(command, &global, stop_on_ctrl_c()?),
-        Command::GpuCheck(args) => gpu_check::run(args, &global, stop_on_ctrl_c()?),
-        Command::Data(args) => data::run(args, &global),
+    perform(cli.command, &global)
+        .map_err(|error| explain_memory(error, &global.device, "the batch, the context or the length of the text"))
+}
+
+fn perform(command: Command, global: &Machine) -> Result<()> {
+    match command {
+        Command::Train(args) => train::run(args, global, stop_on_ctrl_c()?),
+        Command::Compare(args) => compare::run(args, global, stop_on_ctrl_c()?),
+        Command::Eval(args) => eval::run(args, global),
+        Command::Generate(args) => generate::run(args, global),
+        Command::Bench(command) => bench::run(command, global, stop_on_ctrl_c()?),
+        Command::GpuCheck(args) => gpu_check::run(args, global, stop_on_ctrl_c()?),
+        Command::Data(args) => data::run(args, global),
         Command::Completions { shell } => {
             let mut buffer = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "performer-lm", &mut buffer);
