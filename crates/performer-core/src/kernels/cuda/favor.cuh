@@ -25,6 +25,9 @@ constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V =
 constexpr int SPLITS = divide(VALUES, V);
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
+// Blocks that a multiprocessor of Hopper has room for, if each keeps to 128 registers a thread: one waits while the other computes.
+constexpr int AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
+
 typedef Sums<C, F, ROW_GROUPS> Features;
 typedef Sums<C, V, ROW_GROUPS> Values;
 typedef Sums<C, C, ROW_GROUPS> Pairs;

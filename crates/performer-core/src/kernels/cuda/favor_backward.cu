@@ -114,6 +114,16 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             load_queries(s.reader, &s.y[0][0], s.unit, span);
             if (CAUSAL) load_keys(b, &b.y[0][0], b.unit, span);
         }
+        // The next chunk begins here unless this one breaks.
+        Span next = {(int)span.token(n), max(0, min(C, ends - begins - done - n)), span.step};
+        if (KEYS || CAUSAL) {
+            ask_for_rows(keys, next, READY ? FEATURES : DIM);
+            ask_for_rows({values.first + column, values.stride}, next, min(V, VALUES - column));
+        }
+        if (!KEYS || CAUSAL) {
+            ask_for_rows(queries, next, READY ? FEATURES : DIM);
+            ask_for_rows({grads.first + column, grads.stride}, next, min(V, VALUES - column));
+        }
         __syncthreads();
         if (KEYS) {
             set_key_offsets(s.reader, keys, span, p.norm, keep);
@@ -246,12 +256,12 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) favor_query_gradients(Problem p, Tensors t, Result* dq) {
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_query_gradients(Problem p, Tensors t, Result* dq) {
     gradients<false>(p, t, dq, nullptr);
 }
 
 // dk and dv are of query heads: `favor_reduce` adds up those of a group.
-extern "C" __global__ void __launch_bounds__(THREADS) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     gradients<true>(p, t, dk, dv);
 }
 

@@ -18,7 +18,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_FORWARD, "the host asks for another size of shared memory");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
               float* before, Stored* out, float* logs, float* denominators, float* after) {
     extern __shared__ uint4 shared_memory[];
@@ -52,6 +52,13 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
             load_side(b, keys, span, keep);
             load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, values, span, column, VALUES - column,
                                [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
+        }
+        // The next chunk begins here unless this one breaks.
+        Span next = {start + n, max(0, min(C, end - start - n)), 1};
+        ask_for_rows(queries, next, READY ? FEATURES : DIM);
+        if (CAUSAL) {
+            ask_for_rows(keys, next, READY ? FEATURES : DIM);
+            ask_for_rows({values.first + column, values.stride}, next, min(V, VALUES - column));
         }
         __syncthreads();
         if (CAUSAL) {

@@ -7,7 +7,7 @@ static_assert(sizeof(Builder) == SHARED_SUMS, "the host asks for another size of
 
 // One block a head of the builder and segment. `x`, `y`: keys and values, or queries and gradients of outputs; `logs` and `unit` are of
 // queries, as the gradient kernels take them.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
            const float* unit, const float* denominators, float* records) {
     extern __shared__ uint4 shared_memory[];
@@ -31,6 +31,9 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
             long long token = span.token(row);
             return !keep(token) ? 0.0f : QUERIES && SIGNED ? denominators[first + token] : 1.0f;
         });
+        Span next = {start + C, max(0, min(C, end - start - C)), 1};
+        ask_for_rows(rows, next, READY ? FEATURES : DIM);
+        ask_for_rows({weighed.first + column, weighed.stride}, next, min(V, VALUES - column));
         if (QUERIES) {
             for (int row = threadIdx.x; row < C; row += THREADS) {
                 b.offset[row] = row < span.count ? -logs[first + start + row] : -infinity();

@@ -147,7 +147,7 @@ struct Packed {
 
     __device__ void load(Right (&to)[STORAGE == 0 ? 1 : 2], int row, int column) const {
         const uint4* at = tiles + ((column / 16 * depth + row / 16) * 2) * 32 + lane();
-        uint4 x = at[0], y = at[32];
+        uint4 x = load_constant(at), y = load_constant(at + 32);
 #if STORAGE == 0
         const float first[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
         const float second[4] = {__uint_as_float(y.x), __uint_as_float(y.y), __uint_as_float(y.z), __uint_as_float(y.w)};
@@ -401,7 +401,7 @@ __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> 
         if (scale == 0.0f) {
             piece.all = make_uint4(0, 0, 0, 0);
         } else if (whole && c + N <= width) {
-            piece.all = *(const uint4*)at;
+            piece.all = load_once((const uint4*)at);
         } else {
             piece.all = make_uint4(0, 0, 0, 0);
             for (int j = 0; j < N && c + j < width; j++) piece.x[j] = at[j];
@@ -412,6 +412,15 @@ __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> 
             narrow(x, out[j]);
             if (parts == 2) narrow(x - widen(out[j]), out[part + j]);
         }
+    }
+}
+
+// Has rows of `width` numbers brought near, for the next chunk.
+__device__ inline void ask_for_rows(Rows<const Stored> from, Span span, int width) {
+    constexpr int LINE = 128 / sizeof(Stored);
+    int lines = divide(width, LINE);
+    for (int i = threadIdx.x; i < span.count * lines; i += THREADS) {
+        ask_for(from.first + span.token(i / lines) * from.stride + i % lines * LINE);
     }
 }
 

@@ -47,6 +47,20 @@ __device__ inline float from_lane_xor(float x, int mask) { return __shfl_xor_syn
 // A bit for each lane of the warp.
 __device__ inline unsigned lanes_where(bool condition) { return __ballot_sync(~0u, condition); }
 
+// What is read again and again stays in the first-level cache; what is read once does not push it out, and may be asked for early.
+__device__ inline uint4 load_constant(const uint4* at) {
+    uint4 x;
+    asm("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    return x;
+}
+__device__ inline uint4 load_once(const uint4* at) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" : : "l"(at)); }
+
 // Four 8x8 matrices of 16-bit numbers; lane 8i + r points to row r of matrix i. Lane l gets entries 2(l%4) and 2(l%4) + 1 of row l/4 of
 // each, or of column l/4 where they are transposed.
 __device__ inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
