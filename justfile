@@ -57,6 +57,23 @@ bench-decode:
 bench-train:
     {{ program }} bench train --data "{{ data }}" --out benchmarks/train
 
+# The CUDA code and its kernels, checked without a GPU.
+cuda-check:
+    scripts/cuda-check.sh
+
+# The code for Metal, checked without a Mac.
+metal-check:
+    scripts/metal-check.sh
+
+# The program with CUDA, in a folder to copy to a machine with a card.
+cuda-build FOLDER='target/performer-cuda':
+    scripts/cuda-build.sh {{ FOLDER }}
+
+# This machine's GPU: right? how fast? Beside PyTorch's attention, if the Python given has it.
+gpu-check PYTHON='': cuda-build
+    target/performer-cuda/performer-lm gpu-check --device cuda
+    {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py --device cuda --dtype bf16 --heads 64' } }}
+
 # What a newcomer sees: both README commands in a clone of HEAD, with empty caches.
 fresh-clone:
     scripts/fresh-clone.sh

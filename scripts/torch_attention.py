@@ -4,12 +4,20 @@
     python3 scripts/torch_attention.py > torch.json
     performer-lm bench attention --against torch.json
 
+On a GPU, at the sizes of `performer-lm gpu-check`, beside which it runs:
+
+    python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > torch.json
+
+There scaled_dot_product_attention is held to FlashAttention (--sdpa), and inputs change from run to run, so that no cache holds them.
+
 Needs PyTorch (`pip install torch`). Prints JSON on stdout and progress on stderr. The FAVOR+ is what one writes in PyTorch
 without kernels of one's own: chunks of 64 tokens, one maximum over all keys as stabiliser (which lets the future into the past by
 rounding; it is here for its speed), prefix sums over chunks by cumsum.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import sys
 import time
@@ -44,15 +52,27 @@ def quantile(values, share):
     return values[round((len(values) - 1) * share)]
 
 
+def nothing():
+    pass
+
+
 def measure(work, seconds, synchronize):
-    work()
-    synchronize()
+    """Short work is repeated between two looks at the clock, so that waiting for the device does not count."""
+
+    def sample(repeats):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronize()
+        return (time.perf_counter() - start) * 1e3 / repeats
+
+    sample(1)
+    once = sample(1)
+    # As performer-lm times the CPU: one run at a time.
+    repeats = 1 if synchronize is nothing else min(max(int(5 / once), 1), 200)
     runs, begun = [], time.perf_counter()
     while len(runs) < 5 or time.perf_counter() - begun < seconds:
-        start = time.perf_counter()
-        work()
-        synchronize()
-        runs.append((time.perf_counter() - start) * 1e3)
+        runs.append(sample(repeats))
     return {
         "median_ms": quantile(runs, 0.5),
         "quartiles_ms": [quantile(runs, 0.25), quantile(runs, 0.75)],
@@ -72,36 +92,55 @@ def main():
     parser.add_argument("--milliseconds", type=int, default=400)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["f32", "bf16", "f16"], default="f32")
+    parser.add_argument("--sdpa", choices=["flash", "any"], help="implementation [default: flash on a GPU in bf16 or f16, else any]")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    synchronize = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise SystemExit("PyTorch finds no CUDA device: see nvidia-smi, and whether this PyTorch was built with CUDA")
+    synchronize = torch.cuda.synchronize if on_gpu else nothing
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[args.dtype]
+    only_flash = (args.sdpa or ("flash" if on_gpu and args.dtype != "f32" else "any")) == "flash"
+    backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION] if only_flash else None
     causal = not args.bidirectional
     points = []
     for t in args.tokens:
-        q, k, v, g = (torch.randn(args.batch, args.heads, t, args.head_dim, device=args.device) for _ in range(4))
+        # More bytes than second-level caches hold, before any are read again.
+        size = 4 * args.batch * args.heads * t * args.head_dim * dtype.itemsize
+        sets = [
+            [torch.randn(args.batch, args.heads, t, args.head_dim, device=args.device, dtype=dtype) for _ in range(4)]
+            for _ in range(min(max((256 << 20) // size, 1), 64) if on_gpu else 1)
+        ]
         work = [("torch-sdpa", None, lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))]
         for m in args.features:
-            omega = torch.randn(m, args.head_dim, device=args.device)
+            omega = torch.randn(m, args.head_dim, device=args.device, dtype=dtype)
             work.append(("torch-favor", m, lambda q, k, v, omega=omega: favor(q, k, v, omega, causal)))
         for name, m, attention in work:
             print(f"{name} {m or ''} {t} tokens", file=sys.stderr)
             for backward in (False, True):
-                x = [t.detach().requires_grad_(backward) for t in (q, k, v)]
+                for tensors in sets:
+                    for x in tensors[:3]:
+                        x.requires_grad_(backward)
+                following = itertools.cycle(sets)
 
                 def run():
+                    *x, gradient = next(following)
                     if not backward:
                         with torch.no_grad():
                             attention(*x)
                     else:
-                        attention(*x).backward(g)
-                        for t in x:
-                            t.grad = None
+                        attention(*x).backward(gradient)
+                        for tensor in x:
+                            tensor.grad = None
 
-                timing = measure(run, args.milliseconds / 1e3, synchronize)
+                with torch.nn.attention.sdpa_kernel(backends) if backends else contextlib.nullcontext():
+                    timing = measure(run, args.milliseconds / 1e3, synchronize)
                 points.append({"implementation": name, "tokens": t, "features": m, "backward": backward, **timing})
     sweep = {"head_dim": args.head_dim, "batch": args.batch, "heads": args.heads, "causal": causal}
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device}
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": torch.cuda.get_device_name() if on_gpu else args.device}
+    about |= {"dtype": args.dtype, "sdpa": "flash" if only_flash else "any"}
     json.dump({"sweep": sweep, "about": about, "points": points}, sys.stdout, indent=1)
     print()
 

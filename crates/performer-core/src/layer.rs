@@ -1,7 +1,7 @@
 //! Multi-head attention as a layer: projections, positions, heads, dropout, around any [`Attention`].
 
 use candle_core::{Device, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder, linear_b, ops::dropout, rotary_emb::rope_slow};
+use candle_nn::{Linear, VarBuilder, linear_b, ops::dropout};
 
 use crate::{
     attention::{Attention, Mask, State},
@@ -57,8 +57,7 @@ impl Rotary {
         if end > max {
             bail!("positions {start}..{end} lie beyond the {max} that the rotary table covers");
         }
-        let part = |table: &Tensor| table.narrow(0, start, t)?.to_dtype(x.dtype());
-        rope_slow(x, &part(&self.cos)?, &part(&self.sin)?)
+        ops::rotary(x, &self.cos.narrow(0, start, t)?, &self.sin.narrow(0, start, t)?)
     }
 }
 

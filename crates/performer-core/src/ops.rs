@@ -1,36 +1,78 @@
 //! What a transformer needs around its attention, with gradients: Candle's own fused norms have none, and its composed forms walk
-//! over memory many times. f32 on the CPU is fused; other types and devices take Candle's operations.
+//! over memory many times. f32 on the CPU is fused, and f32, f16 and bf16 on CUDA; other types and devices take Candle's operations.
+//!
+//! Weights may be f32 while what they meet is f16 or bf16: products are made in the type of `x`, norms in f32, and gradients of weights come
+//! back in f32. So a model trains in bf16 with the weights that the optimiser adds to in f32 (Micikevicius et al. 2017,
+//! <https://arxiv.org/abs/1710.03740>).
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use crate::kernels::{cross_entropy::CrossEntropy, linear::AddBias, norm::Norm};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda;
+use crate::kernels::{activation::Gelu, cross_entropy::CrossEntropy, linear::AddBias, norm::Norm, tiled_cross_entropy};
 
-fn is_fused(x: &Tensor) -> bool {
+fn is_fused_on_cpu(x: &Tensor) -> bool {
     x.device().is_cpu() && x.dtype() == DType::F32 && x.elem_count() > 0
+}
+
+/// Whether one operation of ours does it, on whichever device.
+fn is_fused(x: &Tensor) -> bool {
+    #[cfg(feature = "cuda")]
+    if cuda::takes(x) {
+        return true;
+    }
+    is_fused_on_cpu(x)
+}
+
+fn is_half(x: &Tensor) -> bool {
+    matches!(x.dtype(), DType::F16 | DType::BF16)
+}
+
+/// The type that sums over numbers of `x` are made in.
+fn wide(x: &Tensor) -> DType {
+    if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// `w ∘ (x − mean x)/√(var x + ε) + b` over the last dimension: `x` `(.., E)`, `weight` and `bias` `(E)` → `(.., E)`.
 ///
 /// Ba et al. 2016, <https://arxiv.org/abs/1607.06450>.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let (weight, bias) = (weight.to_dtype(wide(x))?, bias.to_dtype(wide(x))?);
     if is_fused(x) {
-        return x.contiguous()?.apply_op3(weight, bias, Norm { eps: eps as f32, center: true });
+        let norm = Norm { eps: eps as f32, center: true };
+        return x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, norm);
+    }
+    if is_half(x) {
+        return layer_norm(&x.to_dtype(DType::F32)?, &weight, &bias, eps)?.to_dtype(x.dtype());
     }
     let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    candle_nn::ops::rms_norm_slow(&x, weight, eps as f32)?.broadcast_add(bias)
+    candle_nn::ops::rms_norm_slow(&x, &weight, eps as f32)?.broadcast_add(&bias)
 }
 
 /// `w ∘ x/√(mean x² + ε)` over the last dimension: `x` `(.., E)`, `weight` `(E)` → `(.., E)`.
 ///
 /// Zhang & Sennrich 2019, <https://arxiv.org/abs/1910.07467>.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let weight = weight.to_dtype(wide(x))?;
     if is_fused(x) {
-        return x.contiguous()?.apply_op2(weight, Norm { eps: eps as f32, center: false });
+        return x.contiguous()?.apply_op2(&weight.contiguous()?, Norm { eps: eps as f32, center: false });
     }
-    candle_nn::ops::rms_norm_slow(x, weight, eps as f32)
+    if is_half(x) {
+        return rms_norm(&x.to_dtype(DType::F32)?, &weight, eps)?.to_dtype(x.dtype());
+    }
+    candle_nn::ops::rms_norm_slow(x, &weight, eps as f32)
 }
 
-/// `x Wᵀ + b`: `x` `(.., K)`, `weight` `(N, K)`, `bias` `(N)` → `(.., N)`.
+/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. Candle has none for bf16 on the CPU: there it is made in f32 and
+/// rounded.
+pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if a.device().is_cpu() && a.dtype() == DType::BF16 {
+        return a.to_dtype(DType::F32)?.matmul(&b.to_dtype(DType::F32)?)?.to_dtype(DType::BF16);
+    }
+    a.matmul(b)
+}
+
+/// `x Wᵀ + b`: `x` `(.., K)`, `weight` `(N, K)`, `bias` `(N)` → `(.., N)`, of the type of `x`.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     let Some(last) = shape.last_mut() else { bail!("linear: x has shape []; it must have rows") };
@@ -44,16 +86,67 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     *last = n;
     // Rows in two dimensions: Candle multiplies a batch of matrices one by one, and none at all if it is empty.
-    let rows = x.reshape((x.elem_count() / k.max(1), k))?.matmul(&weight.t()?)?.reshape(shape)?;
+    let rows = x.reshape((x.elem_count() / k.max(1), k))?;
+    let rows = matmul(&rows, &weight.to_dtype(x.dtype())?.t()?)?.reshape(shape)?;
     match bias {
         None => Ok(rows),
-        Some(bias) if is_fused(&rows) => rows.apply_op2(bias, AddBias),
-        Some(bias) => rows.broadcast_add(bias),
+        Some(bias) if is_fused_on_cpu(&rows) => rows.apply_op2(&bias.to_dtype(DType::F32)?, AddBias),
+        Some(bias) => rows.broadcast_add(&bias.to_dtype(rows.dtype())?),
     }
 }
 
+/// Rows of `table` `(V, E)` by number: u32 `ids` `(..)` → `(.., E)`, of the type of the table.
+///
+/// # Errors
+/// On the CPU, if an id lies beyond the table; a GPU does not tell.
+pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let mut shape = ids.dims().to_vec();
+    shape.push(table.dim(D::Minus1)?);
+    let ids = ids.flatten_all()?.contiguous()?;
+    #[cfg(feature = "cuda")]
+    if cuda::takes(table) && ids.elem_count() > 0 && ids.dtype() == DType::U32 {
+        return table.contiguous()?.apply_op1(cuda::embedding::Embedding { ids })?.reshape(shape);
+    }
+    // Its gradient adds up rows, for which half types are too coarse.
+    table.to_dtype(wide(table))?.index_select(&ids, 0)?.to_dtype(table.dtype())?.reshape(shape)
+}
+
+/// GELU of every number, tanh form: `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`.
+///
+/// Hendrycks & Gimpel 2016, <https://arxiv.org/abs/1606.08415>.
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    if is_fused(x) { x.contiguous()?.apply_op1(Gelu) } else { x.gelu() }
+}
+
+/// `g σ(g) ∘ x`: `gate` and `x` of one shape and type.
+///
+/// Shazeer 2020, <https://arxiv.org/abs/2002.05202>.
+pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if cuda::takes(gate) {
+        return gate.contiguous()?.apply_op2(&x.contiguous()?, cuda::activation::Swiglu);
+    }
+    gate.silu()? * x
+}
+
+/// Turns pairs `(i, i + D/2)` of `x` `(B, H, T, D)` by the angles whose `cos` and `sin` `(T, D/2)` are given, in f32 or f64.
+///
+/// Su et al. 2021, <https://arxiv.org/abs/2104.09864>.
+pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let table = |t: &Tensor| t.to_dtype(wide(x))?.contiguous();
+    #[cfg(feature = "cuda")]
+    if cuda::takes(x) {
+        let x = if x.stride()[3] == 1 { x.clone() } else { x.contiguous()? };
+        return x.apply_op1(cuda::rotary::Rotary { cos: table(cos)?, sin: table(sin)? });
+    }
+    if is_half(x) {
+        return rotary(&x.to_dtype(DType::F32)?, cos, sin)?.to_dtype(x.dtype());
+    }
+    candle_nn::rotary_emb::rope_slow(x, &table(cos)?, &table(sin)?)
+}
+
 /// Negative log-likelihood in nats of each target under `softmax(W x)`: hidden states `x` `(N, E)`, a language model's head `weight`
-/// `(V, E)`, `N` targets → `(N)`. On the CPU the logits `(N, V)` are never made as a whole.
+/// `(V, E)`, `N` targets → `(N)`, f32 or f64. The logits `(N, V)` are made in tiles of bounded size, never as a whole.
 ///
 /// # Errors
 /// If a target lies beyond the vocabulary, or the number of targets is not `N`.
@@ -68,10 +161,9 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Res
     if let Some(bad) = targets.iter().find(|&&t| t as usize >= vocabulary) {
         bail!("target {bad} lies beyond the vocabulary of {vocabulary}");
     }
-    if is_fused(x) {
+    if is_fused_on_cpu(x) && weight.dtype() == DType::F32 {
         return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(targets));
     }
-    let targets = Tensor::from_vec(targets.to_vec(), (n, 1), x.device())?;
-    let logits = x.matmul(&weight.t()?)?;
-    candle_nn::ops::log_softmax(&logits, D::Minus1)?.gather(&targets, D::Minus1)?.squeeze(1)?.neg()
+    let targets = Tensor::from_slice(targets, n, x.device())?;
+    tiled_cross_entropy::cross_entropy(x, weight, targets)
 }

@@ -112,3 +112,49 @@ fn cross_entropy_refuses_what_does_not_fit() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn half_types_meet_f32_weights() -> Result<()> {
+    let f32s = |shape: &[usize], salt| numbers(shape, salt)?.to_dtype(DType::F32);
+    let (x, w, b) = (f32s(&[3, 8], 0)?, f32s(&[5, 8], 5)?, f32s(&[5], 9)?);
+    let gain = f32s(&[8], 3)?;
+    type Op<'a> = (&'a str, Box<dyn Fn(&Tensor, &Var) -> Result<Tensor> + 'a>);
+    let ops: [Op; 5] = [
+        ("linear", Box::new(|x, w| ops::linear(x, w, Some(&b)))),
+        ("layer norm", Box::new(|x, w| ops::layer_norm(x, &w.get(0)?, &gain, 1e-5))),
+        ("rms norm", Box::new(|x, w| ops::rms_norm(x, &w.get(0)?, 1e-5))),
+        ("cross-entropy", Box::new(|x, w| ops::linear_cross_entropy(x, w, &[0, 4, 2]))),
+        ("swiglu", Box::new(|x, w| ops::swiglu(x, &w.narrow(0, 0, 3)?.to_dtype(x.dtype())?))),
+    ];
+    for (name, op) in ops {
+        let run = |dtype| -> Result<[Tensor; 3]> {
+            let (x, w) = (Var::from_tensor(&x.to_dtype(dtype)?)?, Var::from_tensor(&w)?);
+            let out = op(&x, &w)?;
+            let gradients = out.to_dtype(DType::F32)?.sqr()?.sum_all()?.backward()?;
+            let of = |v: &Var| gradients.get(v).cloned().expect("every input has a gradient");
+            assert_eq!([of(&x).dtype(), of(&w).dtype()], [dtype, DType::F32], "{name}");
+            Ok([out, of(&x), of(&w)])
+        };
+        for dtype in [DType::BF16, DType::F16] {
+            for (got, want) in run(dtype)?.iter().zip(&run(DType::F32)?) {
+                let largest = want.abs()?.max_all()?.to_scalar::<f32>()?.max(1.0);
+                let error = (got.to_dtype(DType::F32)? - want)?.abs()?.max_all()?.to_scalar::<f32>()?;
+                assert!(error < 0.03 * largest, "{name} of {dtype:?}: {error} of {largest}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn embeddings_are_rows_of_the_table() -> Result<()> {
+    let table = Var::from_tensor(&numbers(&[4, 3], 0)?.to_dtype(DType::F32)?)?;
+    let ids = Tensor::new(&[[2u32, 0], [2, 3]], &Device::Cpu)?;
+    let rows = ops::embedding(&table, &ids)?;
+    assert_eq!(rows.dims(), [2, 2, 3]);
+    assert_eq!(rows.get(1)?.get(0)?.to_vec1::<f32>()?, table.get(2)?.to_vec1::<f32>()?);
+    let gradients = rows.sum_all()?.backward()?;
+    let counts = gradients.get(&table).map(|g| g.sum(1)).transpose()?.map(|g| g.to_vec1::<f32>()).transpose()?;
+    assert_eq!(counts, Some(vec![3.0, 0.0, 6.0, 3.0]));
+    Ok(())
+}

@@ -293,6 +293,7 @@ mod tests {
             steps: 1,
             tokens: 1,
             threads: 1,
+            dtype: crate::config::Precision::F32,
             device: "cpu".into(),
             revision: String::new(),
         }

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, fmt, str::FromStr};
 
 use anyhow::{Result, bail, ensure};
+use candle_core::DType;
 use performer_core::{FavorConfig, FeatureMapKind};
 use serde::{Deserialize, Serialize};
 
@@ -295,6 +296,27 @@ impl ModelConfig {
     }
 }
 
+/// Type of activations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Precision {
+    /// 32 bits.
+    #[default]
+    F32,
+    /// 16 bits, with the range of f32 and 8 bits of precision: for GPUs. On the CPU it works, and saves nothing.
+    Bf16,
+}
+
+impl Precision {
+    /// As Candle calls it.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+}
+
 /// How a model is trained, saved as `training.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -312,6 +334,9 @@ pub struct TrainingConfig {
     /// Sequences a forward pass holds: a step adds up the gradients of `batch_size / micro_batch` of them, which run on the
     /// CPU's cores side by side. The result depends on it only in rounding, and on the number of threads not at all.
     pub micro_batch: usize,
+    /// Type of activations and matrix products. Weights, moments, norms and losses are f32 whatever it is.
+    #[serde(default)]
+    pub dtype: Precision,
     /// Peak learning rate.
     pub learning_rate: f64,
     /// Course of the learning rate.

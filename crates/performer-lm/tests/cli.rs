@@ -161,6 +161,9 @@ fn bad_input_gets_one_clear_error() {
     fails(&run(&["eval", "nowhere", "--data", "sample"]), &["nowhere"]);
     fails(&run(&["train", "--data", "sample", "--context", "0"]), &["context is 0"]);
     fails(&run(&["--threads", "0", "man"]), &["--threads"]);
+    if !candle_core::utils::cuda_is_available() {
+        fails(&run(&["train", "--device", "cuda"]), &["no CUDA", "scripts/cuda-build.sh", "--device cpu"]);
+    }
     assert_eq!(run(&["train", "--no-such"]).status.code(), Some(2));
     assert_eq!(run(&["eval", "nowhere", "--data", "sample"]).status.code(), Some(1));
 
@@ -177,6 +180,19 @@ fn bad_input_gets_one_clear_error() {
     std::fs::write(&model, &bytes).unwrap();
     std::fs::write(dir.path().join("run/config.json"), b"{}").unwrap();
     fails(&run(&["generate", "run"]), &["config.json"]);
+}
+
+#[test]
+fn gpu_check_passes_on_the_cpu_and_leaves_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let report =
+        json(&performer(dir.path(), &["gpu-check", "--device", "cpu", "--quick", "--out", "out.json", "--json"]));
+    let failed: Vec<&Value> = report["checks"].as_array().unwrap().iter().filter(|c| c["passed"] != true).collect();
+    assert!(failed.is_empty() && report["passed"] == true, "{failed:?}");
+    assert_eq!(report["training"].as_array().unwrap().len(), 2, "{}", report["skipped"]);
+    assert!(report["speed"].as_array().unwrap().iter().all(|s| s["milliseconds"].as_f64() > Some(0.0)));
+    let saved: Value = serde_json::from_slice(&std::fs::read(dir.path().join("out.json")).unwrap()).unwrap();
+    assert_eq!(saved, report);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::{path::Path, sync::atomic::AtomicBool};
 use anyhow::{Context, Result};
 use candle_core::Device;
 use performer_lm::{
-    config::{ModelConfig, Preset, TrainingConfig},
+    config::{ModelConfig, Precision, Preset, TrainingConfig},
     data::{Prepared, TokenFile, Tokenizer},
     eval::evaluate,
     train::{Checkpoint, Report, RunOptions, Trainer, load_model},
@@ -90,6 +90,23 @@ fn both_attentions_learn() -> Result<()> {
         let again = evaluate(&model, &data().valid, 1)?;
         assert_eq!(again.val_loss, report.val_loss, "the saved model is the trained one");
         assert_eq!(again.tokens, 399);
+    }
+    Ok(())
+}
+
+#[test]
+fn bf16_learns_with_f32_weights() -> Result<()> {
+    for attention in ["softmax", "favor:m=16"] {
+        let folder = tempfile::tempdir()?;
+        let out = folder.path();
+        let (_, training) = recipe(attention);
+        let whole = run(attention, &training, &out.join("f32"), 2)?;
+        let half = run(attention, &TrainingConfig { dtype: Precision::Bf16, ..training }, &out.join("bf16"), 2)?;
+        assert!((whole.val_loss - half.val_loss).abs() < 0.05, "{attention}: {} and {}", whole.val_loss, half.val_loss);
+        assert_ne!(whole.val_loss, half.val_loss);
+        // Weights that were ever rounded to bf16 would end in zeros.
+        let weights = weights(&out.join("bf16"))?;
+        assert!(weights.iter().any(|(_, values)| values.iter().any(|x| x.to_bits() & 0xffff != 0)));
     }
     Ok(())
 }

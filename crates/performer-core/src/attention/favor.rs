@@ -65,6 +65,9 @@ pub struct Favor {
     map: Box<dyn FeatureMap>,
     /// The map as the fused kernels compute it.
     maps: Option<Arc<[Map]>>,
+    /// Its projection on the card, where the CUDA kernels compute it.
+    #[cfg(feature = "cuda")]
+    projection: Option<Arc<kernels::cuda::favor::Projection>>,
     chunk: usize,
     composed: bool,
     parameters: Parameters,
@@ -125,10 +128,18 @@ impl Favor {
         }
         // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token: about even at C = D.
         let chunk = head_dim.next_power_of_two().clamp(16, 64);
-        Ok(Self { maps: kernel_maps(&*map)?, map, chunk, composed: false, parameters: Parameters::None })
+        Ok(Self {
+            maps: kernel_maps(&*map)?,
+            #[cfg(feature = "cuda")]
+            projection: projection_on_card(&*map)?,
+            map,
+            chunk,
+            composed: false,
+            parameters: Parameters::None,
+        })
     }
 
-    /// Never uses the fused CPU kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
+    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self
@@ -167,6 +178,10 @@ impl Favor {
         };
         self.parameters = parameters;
         self.maps = kernel_maps(&*self.map)?;
+        #[cfg(feature = "cuda")]
+        {
+            self.projection = projection_on_card(&*self.map)?;
+        }
         Ok(())
     }
 
@@ -226,6 +241,12 @@ impl Favor {
         Ok(rows)
     }
 
+    /// Whether the CUDA kernels take it; others, larger ones too, go through composed operations.
+    #[cfg(feature = "cuda")]
+    fn is_for_cuda(&self, q: &Tensor, v: &Tensor) -> bool {
+        !self.composed && kernels::cuda::favor::takes(q, v, self.map.feature_dim())
+    }
+
     fn is_fused(&self, q: &Tensor) -> bool {
         !self.composed && kernels::takes(q)
     }
@@ -254,6 +275,17 @@ pub(super) fn compute(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
+#[cfg(feature = "cuda")]
+fn projection_on_card(map: &dyn FeatureMap) -> Result<Option<Arc<kernels::cuda::favor::Projection>>> {
+    let Some(forms) = map.exponential_forms() else { return Ok(None) };
+    // Maps of several heads, and those whose keys differ, come to these kernels as ready features.
+    let [ExponentialForm { projection, hyperbolic, keys: None }] = &forms[..] else { return Ok(None) };
+    if !projection.device().is_cuda() {
+        return Ok(None);
+    }
+    Ok(Some(Arc::new(kernels::cuda::favor::Projection::new(projection, *hyperbolic)?)))
+}
+
 fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<RandomParameters> {
     let m = config.features;
     let projection = projection::draw_tensor(config.projection, config.radii, m, head_dim, seed, dtype, device)?;
@@ -273,6 +305,10 @@ impl Attention for Favor {
     fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
         if self.is_fused(q) {
             return fused::forward(&*self.map, self.maps.as_ref(), [q, k, v], mask, false);
+        }
+        #[cfg(feature = "cuda")]
+        if self.is_for_cuda(q, v) {
+            return super::cuda::forward(&*self.map, self.projection.as_ref(), q, k, v, mask);
         }
         let inputs = self.inputs(q, k, v, mask)?;
         let (n, tq, g, _) = inputs.q.dims4()?;
@@ -294,6 +330,12 @@ impl Attention for Favor {
         let (q, k, v) = (&q.detach(), &k.detach(), &v.detach());
         if self.is_fused(q) {
             let out = fused::extend(&*self.map, self.maps.as_ref(), [q, k, v], state, false)?;
+            state.advance(q)?;
+            return Ok(out);
+        }
+        #[cfg(feature = "cuda")]
+        if self.is_for_cuda(q, v) {
+            let out = super::cuda::extend(&*self.map, self.projection.as_ref(), q, k, v, state)?;
             state.advance(q)?;
             return Ok(out);
         }

@@ -110,15 +110,15 @@ fn check_heads(maps: &[Map], k: &Tensor) -> Result<()> {
 }
 
 /// Features that are computed in Candle's ops and handed to the kernel: heads folded into the batch.
-struct Ready {
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+pub(super) struct Ready {
+    pub(super) form: Form,
+    pub(super) q: Tensor,
+    pub(super) k: Tensor,
+    pub(super) v: Tensor,
 }
 
 impl Ready {
-    fn new(map: &dyn FeatureMap, inputs: &Inputs, logs: bool) -> Result<Self> {
+    pub(super) fn new(map: &dyn FeatureMap, inputs: &Inputs, logs: bool) -> Result<Self> {
         let features = map.feature_dim();
         let (map, q, k) = match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
             (Features::Log(q), Features::Log(k)) => (Map::Log { features }, q, k),

@@ -5,6 +5,8 @@
 //! lets the sums be reordered, at `O(T)`.
 
 mod causal;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod favor;
 mod full;
 mod fused;

@@ -1,4 +1,4 @@
-//! Exact softmax attention: the baseline, and the truth FAVOR approximates. Fused on the CPU, differentiable Candle ops elsewhere.
+//! Exact softmax attention: the baseline, and the truth FAVOR approximates. Fused on the CPU and on CUDA, differentiable Candle ops elsewhere.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
@@ -13,8 +13,8 @@ use crate::kernels::{self, softmax};
 /// First capacity of a key-value cache, in tokens; it grows by as much.
 const CACHE_TOKENS: usize = 256;
 
-/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16 on the CPU), `O(T²)`
-/// elsewhere.
+/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16, on the CPU and on CUDA up to 128
+/// dimensions), `O(T²)` elsewhere.
 #[derive(Clone, Debug, Default)]
 pub struct Softmax {
     composed: bool,
@@ -26,7 +26,7 @@ impl Softmax {
         Self::default()
     }
 
-    /// Never uses the fused CPU kernel: the same numbers from Candle's own operations, slower, as a second opinion on it.
+    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self
@@ -34,6 +34,17 @@ impl Softmax {
 
     /// With an offset, query `t` sees keys `0..=offset + t`.
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, offset: Option<usize>) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if !self.composed && kernels::cuda::softmax::takes(q, v) {
+            check_shapes(q, k, v, mask)?;
+            let ((b, h, tq, _), (_, _, tk, dv)) = (q.dims4()?, v.dims4()?);
+            if b * tq == 0 || tk == 0 {
+                return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
+            }
+            let visible = mask.keys().map(|keys| keys.ne(0.0)?.contiguous()).transpose()?;
+            let seen = kernels::cuda::softmax::Seen { offset, visible };
+            return kernels::cuda::softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen);
+        }
         if self.composed || !kernels::takes(q) {
             let inputs = Inputs::new(q, k, v, mask)?;
             return inputs.output(&attend(&inputs, offset, None)?.0);

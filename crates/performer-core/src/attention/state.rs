@@ -27,6 +27,9 @@ pub(super) enum Memory {
     Kernel(Vec<kernels::favor::Sums>),
     /// The last keys and values `(B, Hkv, W, ·)`, and what is before them.
     Window { keys: Tensor, values: Tensor, far: Box<State> },
+    /// Sums of the fused CUDA kernels.
+    #[cfg(feature = "cuda")]
+    Cuda(kernels::cuda::favor::Sums),
 }
 
 impl State {
@@ -68,6 +71,8 @@ impl State {
             Some(Memory::Sums(s)) => size(&s.log_scale) + size(&s.sums),
             Some(Memory::Window { keys, values, far }) => size(keys) + size(values) + far.bytes(),
             Some(Memory::Kernel(heads)) => heads.iter().map(kernels::favor::Sums::bytes).sum(),
+            #[cfg(feature = "cuda")]
+            Some(Memory::Cuda(sums)) => sums.bytes(),
         }
     }
 }

@@ -3,13 +3,17 @@
 //! `gemm` multiplies small tiles, [`vector`] has what is done to each number, `rows` reads tensors; `favor` and `softmax` are made of them.
 //! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs.
 
+pub(crate) mod activation;
 pub(crate) mod cross_entropy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub(crate) mod favor;
 mod gemm;
 pub(crate) mod linear;
 pub(crate) mod norm;
 mod rows;
 pub(crate) mod softmax;
+pub(crate) mod tiled_cross_entropy;
 mod transpose;
 pub mod vector;
 

@@ -1,5 +1,7 @@
 //! LayerNorm and RMSNorm of rows, one pass each way.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use pulp::{Arch, Simd, WithSimd};
 
@@ -29,6 +31,10 @@ impl Norm {
 
     /// Gradients of rows, weight and bias.
     fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return super::cuda::norm::backward(self, x, weight, grad);
+        }
         let grad = grad.contiguous()?;
         let (mut dx, mut dw, mut db) =
             (vec![0f32; x.elem_count()], vec![0f32; weight.elem_count()], vec![0f32; weight.elem_count()]);
@@ -139,6 +145,11 @@ impl CustomOp2 for Norm {
         self.forward((s1, l1), (s2, l2), None)
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, s1: &CudaStorage, l1: &Layout, s2: &CudaStorage, l2: &Layout) -> Result<(CudaStorage, Shape)> {
+        super::cuda::norm::forward(self, (s1, l1), (s2, l2), None)
+    }
+
     fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let [dx, dw, _] = self.backward(x, weight, grad)?;
         Ok((Some(dx), Some(dw)))
@@ -160,6 +171,19 @@ impl CustomOp3 for Norm {
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.forward((s1, l1), (s2, l2), Some((s3, l3)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+        s3: &CudaStorage,
+        l3: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        super::cuda::norm::forward(self, (s1, l1), (s2, l2), Some((s3, l3)))
     }
 
     fn bwd(

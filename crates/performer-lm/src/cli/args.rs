@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use super::output;
 use crate::{
-    config::{ModelConfig, Preset, TrainingConfig},
+    config::{ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, Prepared, prepare},
+    device::DeviceKind,
     train::Schedule,
 };
 
@@ -22,16 +23,6 @@ pub(super) struct Global {
     /// CPU threads [default: all cores]. Results do not depend on it.
     #[arg(long, global = true)]
     threads: Option<usize>,
-}
-
-/// A kind of device.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum DeviceKind {
-    /// CUDA or Metal where this build has it and finds one, else the CPU.
-    Auto,
-    Cpu,
-    Cuda,
-    Metal,
 }
 
 /// What [`Global`] came to.
@@ -59,33 +50,10 @@ impl Global {
         }
         // Tokenizers do use the pool.
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;
-        let device = self.device.open()?;
+        let device = self.device.open(output::note)?;
         // One queue feeds a GPU.
         let threads = if device.is_cpu() { threads } else { 1 };
         Ok(Machine { device, threads })
-    }
-}
-
-impl DeviceKind {
-    fn open(self) -> Result<Device> {
-        let cuda = || -> Result<Device> {
-            if !candle_core::utils::cuda_is_available() {
-                bail!("this build has no CUDA: build it with --features cuda, or use --device cpu");
-            }
-            Device::new_cuda(0).context("no CUDA device can be opened: is the driver running (nvidia-smi)?")
-        };
-        let metal = || -> Result<Device> {
-            if !candle_core::utils::metal_is_available() {
-                bail!("this build has no Metal: build it with --features metal on a Mac, or use --device cpu");
-            }
-            Device::new_metal(0).context("no Metal device can be opened")
-        };
-        match self {
-            Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda => cuda(),
-            Self::Metal => metal(),
-            Self::Auto => Ok(cuda().or_else(|_| metal()).unwrap_or(Device::Cpu)),
-        }
     }
 }
 
@@ -137,9 +105,12 @@ pub(super) struct RecipeArgs {
     /// Sequences a step.
     #[arg(long)]
     batch_size: Option<usize>,
-    /// Sequences a forward pass; a step runs its passes side by side on the threads.
+    /// Sequences a forward pass; a step runs its passes side by side on the threads [default: the preset's, all of a step's on a GPU].
     #[arg(long)]
     micro_batch: Option<usize>,
+    /// Type of activations and matrix products; weights stay f32.
+    #[arg(long, value_enum)]
+    dtype: Option<Precision>,
     /// Tokens a sequence.
     #[arg(long)]
     context: Option<usize>,
@@ -176,7 +147,8 @@ impl RecipeArgs {
         TrainingConfig { epochs: SAMPLE_EPOCHS, ..training }
     }
 
-    pub(super) fn load(&self) -> Result<(ModelConfig, TrainingConfig)> {
+    /// The model and its training on a machine.
+    pub(super) fn load(&self, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {
         let (mut model, mut training) = self.preset.load()?;
         if let Some(path) = &self.config {
             let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -192,11 +164,16 @@ impl RecipeArgs {
         change(&mut training.epochs, &self.epochs);
         change(&mut training.batch_size, &self.batch_size);
         change(&mut training.micro_batch, &self.micro_batch);
+        change(&mut training.dtype, &self.dtype);
         change(&mut training.learning_rate, &self.learning_rate);
         change(&mut training.schedule, &self.schedule);
         change(&mut training.redraw_every, &self.redraw_every);
         change(&mut training.eval_every, &self.eval_every);
         change(&mut training.save_every, &self.save_every);
+        if !machine.device.is_cpu() && self.micro_batch.is_none() {
+            // A GPU takes one pass after the other: the larger, the better.
+            training.micro_batch = training.batch_size;
+        }
         training.max_steps = self.max_steps.or(training.max_steps);
         model.validate()?;
         training.validate()?;

@@ -288,7 +288,7 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
 }
 
 fn train(args: TrainArgs, machine: &Machine, stop: &AtomicBool) -> Result<()> {
-    let (config, training) = args.recipe.load()?;
+    let (config, training) = args.recipe.load(machine)?;
     let data = args.data.prepare(config.vocab_size)?;
     let plan = train::Plan {
         config,

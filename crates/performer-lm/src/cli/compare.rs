@@ -41,7 +41,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
-    let (config, training) = args.recipe.load()?;
+    let (config, training) = args.recipe.load(machine)?;
     let data = args.data.prepare(config.vocab_size)?;
     output::note(&format!("training on {}", data.description));
     let training = args.recipe.for_data(&data, training);

@@ -8,6 +8,7 @@ mod data;
 mod eval;
 mod export;
 mod generate;
+mod gpu_check;
 mod output;
 mod train;
 
@@ -19,7 +20,9 @@ use std::{
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 
-use args::Global;
+use args::{Global, Machine};
+
+use crate::device::explain_memory;
 
 /// Set by the first Ctrl-C; a second one ends the program at once.
 static STOP: AtomicBool = AtomicBool::new(false);
@@ -42,7 +45,8 @@ Examples:
   performer-lm generate runs/seed-favor-m128-seed42      write a story
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
   performer-lm convert runs/small-softmax-seed1 --out runs/converted     a softmax model into a Performer
-  performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths";
+  performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths
+  performer-lm gpu-check --device cuda              check and time every kernel on this machine's GPU";
 
 #[derive(Subcommand)]
 enum Command {
@@ -61,6 +65,8 @@ enum Command {
     /// Measure the speed of attention, decoding and training on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Check that this machine's GPU computes what it should, and measure how fast.
+    GpuCheck(gpu_check::Args),
     /// Prepare or inspect training data.
     Data(data::Args),
     /// Print shell completions.
@@ -86,17 +92,27 @@ pub fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    let side_by_side = !matches!(&cli.command, Command::Bench(bench) if bench.is_one_at_a_time());
+    let side_by_side = match &cli.command {
+        Command::Bench(bench) => !bench.is_one_at_a_time(),
+        Command::GpuCheck(_) => false,
+        _ => true,
+    };
     let global = cli.global.configure(side_by_side)?;
-    match cli.command {
-        Command::Train(args) => train::run(args, &global, stop_on_ctrl_c()?),
-        Command::Compare(args) => compare::run(args, &global, stop_on_ctrl_c()?),
-        Command::Convert(args) => convert::run(args, &global, stop_on_ctrl_c()?),
-        Command::Eval(args) => eval::run(args, &global),
-        Command::Generate(args) => generate::run(args, &global),
+    perform(cli.command, &global)
+        .map_err(|error| explain_memory(error, &global.device, "the batch, the context or the length of the text"))
+}
+
+fn perform(command: Command, global: &Machine) -> Result<()> {
+    match command {
+        Command::Train(args) => train::run(args, global, stop_on_ctrl_c()?),
+        Command::Compare(args) => compare::run(args, global, stop_on_ctrl_c()?),
+        Command::Convert(args) => convert::run(args, global, stop_on_ctrl_c()?),
+        Command::Eval(args) => eval::run(args, global),
+        Command::Generate(args) => generate::run(args, global),
         Command::Export(args) => export::run(args),
-        Command::Bench(command) => bench::run(command, &global, stop_on_ctrl_c()?),
-        Command::Data(args) => data::run(args, &global),
+        Command::Bench(command) => bench::run(command, global, stop_on_ctrl_c()?),
+        Command::GpuCheck(args) => gpu_check::run(args, global, stop_on_ctrl_c()?),
+        Command::Data(args) => data::run(args, global),
         Command::Completions { shell } => {
             let mut buffer = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "performer-lm", &mut buffer);

@@ -41,7 +41,7 @@ pub(super) struct Args {
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size", "micro_batch",
-        "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
+        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
     resume: Option<PathBuf>,
     /// Replace a run that the folder holds.
     #[arg(long, conflicts_with = "resume")]
@@ -62,7 +62,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         let trainer = Trainer::resume(&data, options(dir, &spec, machine, stop))?;
         return finish(&args, trainer, &data, dir);
     }
-    let (mut model, mut training) = args.recipe.load()?;
+    let (mut model, mut training) = args.recipe.load(machine)?;
     if let Some(attention) = &args.attention {
         model.attention = attention.clone();
     }

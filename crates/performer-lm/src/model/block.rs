@@ -10,7 +10,6 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
-use super::gelu::gelu;
 use crate::config::{FeedForwardKind, ModelConfig, NormKind, NormPosition};
 
 /// One layer of the decoder.
@@ -125,9 +124,9 @@ impl FeedForward {
         let apply = |linear: &Linear, x: &Tensor| ops::linear(x, linear.weight(), linear.bias());
         let up = apply(&self.up, x)?;
         let inner = match (&self.gate, self.kind) {
-            (Some(gate), _) => (apply(gate, x)?.silu()? * up)?,
+            (Some(gate), _) => ops::swiglu(&apply(gate, x)?, &up)?,
             (None, FeedForwardKind::GeluExact) => up.gelu_erf()?,
-            (None, _) => gelu(&up)?,
+            (None, _) => ops::gelu(&up)?,
         };
         apply(&self.down, &inner)
     }

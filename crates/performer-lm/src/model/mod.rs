@@ -4,7 +4,6 @@
 //! projections are saved beside them as buffers, `model.layers.0.self_attn.projection`, and never trained.
 
 mod block;
-mod gelu;
 mod given;
 mod init;
 pub mod pretrained;
@@ -13,7 +12,7 @@ use std::collections::HashMap;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{Embedding, Linear, Module, VarBuilder, VarMap, embedding, linear_no_bias};
+use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear_no_bias};
 use performer_core::{Attention, Favor, FavorConfig, Rotary, Softmax, State, Windowed, ops, projection::derive_seed};
 
 use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
@@ -38,6 +37,7 @@ pub struct Decoder {
     norm: Option<Norm>,
     head: Linear,
     device: Device,
+    compute: DType,
 }
 
 /// What decoding carries from token to token, for all layers.
@@ -111,6 +111,7 @@ impl Decoder {
             norm,
             head,
             device: device.clone(),
+            compute: DType::F32,
         })
     }
 
@@ -141,6 +142,12 @@ impl Decoder {
     /// Where the weights live.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Computes activations in `dtype` from now on; the weights stay f32, and so do losses and logits.
+    pub fn compute_in(mut self, dtype: DType) -> Self {
+        self.compute = dtype;
+        self
     }
 
     /// Trained parameters in the order of their names.
@@ -273,7 +280,7 @@ impl Decoder {
     }
 
     fn embed(&self, ids: &Tensor, start: usize) -> Result<Tensor> {
-        let x = self.embed_tokens.forward(ids)?;
+        let x = ops::embedding(self.embed_tokens.embeddings(), ids)?.to_dtype(self.compute)?;
         let Some(positions) = &self.embed_positions else { return Ok(x) };
         let (t, max) = (ids.dim(1)?, self.config.context);
         ensure!(
@@ -282,11 +289,11 @@ impl Decoder {
              positions",
             start + t
         );
-        Ok(x.broadcast_add(&positions.embeddings().narrow(0, start, t)?)?)
+        Ok(x.broadcast_add(&positions.embeddings().narrow(0, start, t)?.to_dtype(self.compute)?)?)
     }
 
     fn logits(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(ops::linear(&self.last_norm(x)?, self.head.weight(), None)?)
+        Ok(ops::linear(&self.last_norm(x)?, self.head.weight(), None)?.to_dtype(DType::F32)?)
     }
 
     fn last_norm(&self, x: &Tensor) -> Result<Tensor> {

@@ -46,17 +46,31 @@ impl Gradients {
     }
 
     /// Squared L2 norm of every gradient, zero where there is none. Sums run in `f64` on the CPU; elsewhere in `f32` within
-    /// one tensor, and all of them come back in a single transfer.
+    /// one tensor, or one block of it, and all of them come back in a single transfer.
     pub(super) fn squared_norms(&self) -> Result<Vec<f64>> {
         let mut norms = vec![0.0; self.tensors.len()];
         let mut on_device = Vec::new();
+        #[cfg(feature = "cuda")]
+        let mut on_cuda = Vec::new();
         for (i, gradient) in self.tensors.iter().enumerate() {
             let Some(gradient) = gradient else { continue };
+            #[cfg(feature = "cuda")]
+            if super::cuda::takes(gradient) {
+                on_cuda.push((i, gradient));
+                continue;
+            }
             if gradient.device().is_cpu() {
                 norms[i] = squared_norm_on_cpu(gradient)?;
             } else {
                 let sum = gradient.to_dtype(DType::F32)?.sqr()?.sum_all()?;
                 on_device.push((i, sum));
+            }
+        }
+        #[cfg(feature = "cuda")]
+        if !on_cuda.is_empty() {
+            let (indices, tensors): (Vec<_>, Vec<_>) = on_cuda.into_iter().unzip();
+            for (i, sum) in indices.into_iter().zip(super::cuda::squared_norms(&tensors)?) {
+                norms[i] = sum;
             }
         }
         if !on_device.is_empty() {

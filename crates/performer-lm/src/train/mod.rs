@@ -1,6 +1,8 @@
 //! Training: one loop, and the parts it is made of.
 
 mod checkpoint;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod gradients;
 mod log;
 mod optimizer;

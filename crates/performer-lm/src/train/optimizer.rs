@@ -66,6 +66,9 @@ impl AdamWConfig {
 enum Moments {
     /// `f32` on the CPU: updated in place, together with the parameter, by [`FusedUpdate`].
     Host { m: Vec<f32>, v: Vec<f32> },
+    /// `f32` on CUDA: updated in place by one kernel, and shared with nobody.
+    #[cfg(feature = "cuda")]
+    Cuda { m: Tensor, v: Tensor },
     /// Any other device or type: updated by composed operations, in [`moment_dtype`].
     Tensors { m: Tensor, v: Tensor },
 }
@@ -114,6 +117,11 @@ impl AdamW {
                     let zeros = vec![0.0; var.elem_count()];
                     return Ok(Moments::Host { m: zeros.clone(), v: zeros });
                 }
+                #[cfg(feature = "cuda")]
+                if fuse && super::cuda::takes(var) {
+                    let zeros = || Tensor::zeros(var.shape(), DType::F32, var.device());
+                    return Ok(Moments::Cuda { m: zeros()?, v: zeros()? });
+                }
                 let zeros = Tensor::zeros(var.shape(), moment_dtype(var.dtype()), var.device())?;
                 Ok(Moments::Tensors { m: zeros.clone(), v: zeros })
             })
@@ -160,6 +168,8 @@ impl AdamW {
             let update = Update { decay, ..update };
             match moments {
                 Moments::Host { m, v } => update.fused(var, gradient, m, v),
+                #[cfg(feature = "cuda")]
+                Moments::Cuda { m, v } => update.on_cuda(var, gradient, m, v),
                 Moments::Tensors { m, v } => update.composed(var, gradient, m, v),
             }
             .with_context(|| format!("updating parameter `{name}`"))?;
@@ -221,6 +231,8 @@ impl AdamW {
                     Tensor::from_slice(m, var.shape(), &Device::Cpu)?,
                     Tensor::from_slice(v, var.shape(), &Device::Cpu)?,
                 ),
+                #[cfg(feature = "cuda")]
+                Moments::Cuda { m, v } => (m.copy()?, v.copy()?),
                 Moments::Tensors { m, v } => (m.clone(), v.clone()),
             };
             state.insert(format!("m.{name}"), m);
@@ -255,6 +267,11 @@ impl AdamW {
             let v = entry(&format!("v.{name}"), var.dims())?;
             restored.push(match moments {
                 Moments::Host { .. } => Moments::Host { m: host_values(m)?, v: host_values(v)? },
+                #[cfg(feature = "cuda")]
+                Moments::Cuda { .. } => {
+                    let own = |t: &Tensor| t.to_device(var.device())?.to_dtype(DType::F32)?.copy();
+                    Moments::Cuda { m: own(m)?, v: own(v)? }
+                }
                 Moments::Tensors { .. } => {
                     let dtype = moment_dtype(var.dtype());
                     Moments::Tensors {
@@ -297,18 +314,18 @@ fn decays(name: &str, parameter: &Tensor) -> bool {
 
 /// The scalars of one step for one parameter.
 #[derive(Clone, Copy, Debug)]
-struct Update {
+pub(super) struct Update {
     /// What clipping multiplies the gradient by.
-    gradient_scale: f64,
-    beta1: f64,
-    beta2: f64,
+    pub(super) gradient_scale: f64,
+    pub(super) beta1: f64,
+    pub(super) beta2: f64,
     /// `η / (1 − β₁ᵗ)`.
-    step_size: f64,
+    pub(super) step_size: f64,
     /// `1 / (1 − β₂ᵗ)`.
-    second_correction: f64,
-    eps: f64,
+    pub(super) second_correction: f64,
+    pub(super) eps: f64,
     /// `η λ`, or zero.
-    decay: f64,
+    pub(super) decay: f64,
 }
 
 impl Update {
@@ -317,6 +334,12 @@ impl Update {
         let moments = RefCell::new((m, v));
         let update = FusedUpdate { scalars: self, moments };
         Ok(var.inplace_op2(&gradient, &update)?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_cuda(&self, var: &Var, gradient: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
+        let gradient = gradient.to_dtype(DType::F32)?.contiguous()?;
+        Ok(var.inplace_op2(&gradient, &super::cuda::AdamWOnCuda { scalars: self, m, v })?)
     }
 
     fn composed(&self, var: &Var, gradient: &Tensor, m: &mut Tensor, v: &mut Tensor) -> Result<()> {

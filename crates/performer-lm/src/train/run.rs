@@ -20,8 +20,9 @@ use super::{
     progress::Progress,
 };
 use crate::{
-    config::{ModelConfig, Preset, TrainingConfig},
+    config::{ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
+    device::explain_memory,
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
     generate::{Sampling, generate},
     model::{Decoder, Dropout, pretrained},
@@ -83,6 +84,9 @@ pub struct Report {
     pub threads: usize,
     /// Kind of device: cpu, cuda or metal.
     pub device: String,
+    /// Type of activations.
+    #[serde(default)]
+    pub dtype: Precision,
     /// Revision of this program.
     pub revision: String,
 }
@@ -127,7 +131,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<Self> {
         training.validate()?;
         let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
-        let model = Decoder::new(&config, training.seed, &options.device)?;
+        let model = Decoder::new(&config, training.seed, &options.device)?.compute_in(training.dtype.dtype());
         let mut trainer = Self::assemble(model, training.clone(), data, options, 0)?;
         // A report of an earlier run in this folder would pass for one of this.
         let report = trainer.options.out.join(REPORT);
@@ -153,7 +157,8 @@ impl<'a> Trainer<'a> {
             state.corpus
         );
         let config: ModelConfig = checkpoint.config_as()?;
-        let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?;
+        let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
+            .compute_in(state.training.dtype.dtype());
         let mut trainer = Self::assemble(model, state.training, data, options, state.step)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
         trainer.epoch_seconds = state.epoch_seconds;
@@ -250,9 +255,12 @@ impl<'a> Trainer<'a> {
         let (epoch, index) = self.batches.position(self.step as u64);
         let batch = self.batches.batch(epoch, index)?;
         check_vocabulary(&batch, &self.model)?;
-        let (loss, gradients) = self.gradients(&batch).with_context(|| {
-            format!("step {} failed; if values are not finite, lower the learning rate", self.step + 1)
-        })?;
+        let (loss, gradients) = self
+            .gradients(&batch)
+            .map_err(|e| explain_memory(e, &self.options.device, &self.memory_settings()))
+            .with_context(|| {
+                format!("step {} failed; if values are not finite, lower the learning rate", self.step + 1)
+            })?;
         let lr = self.training.schedule.lr(self.training.learning_rate, self.step, total);
         let norm = self
             .optimizer
@@ -271,10 +279,17 @@ impl<'a> Trainer<'a> {
         })
     }
 
+    /// What decides how much memory a step needs.
+    fn memory_settings(&self) -> String {
+        let (t, model) = (&self.training, self.model.config());
+        let bf16 = if t.dtype == Precision::F32 { ", or use --dtype bf16" } else { "" };
+        format!("--micro-batch (it is {}) or --context (it is {}){bf16}", t.micro_batch, model.context)
+    }
+
     fn gradients(&self, batch: &Batch) -> Result<(f64, Gradients)> {
         let micro = self.training.micro_batch * batch.context;
         let count = batch.inputs.len().div_ceil(micro);
-        let mut total = (0.0, None::<Gradients>);
+        let mut total = (Vec::new(), None::<Gradients>);
         let dropout = self.model.config().dropout;
         in_order(
             count,
@@ -288,10 +303,10 @@ impl<'a> Trainer<'a> {
                 let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
                 let loss = (losses.sum_all()? / batch.inputs.len() as f64)?;
                 let gradients = Gradients::from_store(&loss.backward()?, self.optimizer.parameters())?;
-                Ok((f64::from(loss.to_scalar::<f32>()?), gradients))
+                Ok((loss.detach(), gradients))
             },
             |(loss, gradients)| {
-                total.0 += loss;
+                total.0.push(loss);
                 match &mut total.1 {
                     None => total.1 = Some(gradients),
                     Some(sum) => sum.add(gradients)?,
@@ -299,8 +314,10 @@ impl<'a> Trainer<'a> {
                 Ok(())
             },
         )?;
-        let (loss, Some(gradients)) = total else { anyhow::bail!("the batch is empty") };
-        Ok((loss, gradients))
+        let (losses, Some(gradients)) = total else { anyhow::bail!("the batch is empty") };
+        // Read now that everything is queued: each reading waits for the device.
+        let losses = losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?)));
+        Ok((losses.sum::<Result<f64>>()?, gradients))
     }
 
     fn tokens(&self) -> u64 {
@@ -367,6 +384,7 @@ impl<'a> Trainer<'a> {
             tokens: self.tokens(),
             threads: self.options.threads,
             device: format!("{:?}", self.options.device.location()).to_lowercase(),
+            dtype: self.training.dtype,
             revision: git_revision().to_string(),
         };
         crate::files::write_json(&self.options.out.join(REPORT), &report)?;

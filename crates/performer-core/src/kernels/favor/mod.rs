@@ -4,6 +4,8 @@
 //! f32 inside; f32, f16 or bf16 outside, any strides. Heads run side by side on Candle's threads; a head's numbers do not depend
 //! on how many.
 
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) mod blocks;
 mod causal;
 mod full;
 mod map;

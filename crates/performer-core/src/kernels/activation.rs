@@ -1,20 +1,21 @@
 //! GELU, tanh form (Hendrycks & Gimpel 2016): `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`.
 //!
-//! Candle's takes a scalar `tanh` and `powf` an element on the CPU, a fifth of a whole training step of a small model. There,
-//! one vectorised operation each way; elsewhere Candle's own.
+//! Candle's takes a scalar `tanh` and `powf` an element on the CPU, a fifth of a whole training step of a small model. Here it is one
+//! vectorised operation each way.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, bail};
-use performer_core::kernels::vector::exp;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::{contiguous, vector::exp, with_storages};
 
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 
-/// GELU of every element.
-pub(super) fn gelu(x: &Tensor) -> Result<Tensor> {
-    if x.device().is_cpu() && x.dtype() == DType::F32 { x.contiguous()?.apply_op1(Gelu) } else { x.gelu() }
-}
-
-struct Gelu;
+/// GELU of contiguous numbers.
+pub(crate) struct Gelu;
 
 /// `σ(2u)`: exponents stay at most 0, so nothing overflows.
 #[inline(always)]
@@ -37,7 +38,7 @@ impl CustomOp1 for Gelu {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let x = values(storage, layout)?;
+        let x = contiguous(storage, layout)?;
         let mut out = vec![0f32; x.len()];
         pulp::Arch::new().dispatch(
             #[inline(always)]
@@ -50,14 +51,20 @@ impl CustomOp1 for Gelu {
         Ok((CpuStorage::F32(out), layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::activation::gelu((storage, layout))
+    }
+
     fn bwd(&self, x: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let (x, grad) = (x.detach(), grad.detach().contiguous()?);
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return cuda::activation::gelu_backward(x, grad).map(Some);
+        }
+        let grad = grad.contiguous()?;
         let mut out = vec![0f32; x.elem_count()];
-        {
-            let (xs, x_layout) = x.storage_and_layout();
-            let (gs, g_layout) = grad.storage_and_layout();
-            let (Storage::Cpu(xs), Storage::Cpu(gs)) = (&*xs, &*gs) else { bail!("gelu: input has left the CPU") };
-            let (xs, gs) = (values(xs, x_layout)?, values(gs, g_layout)?);
+        with_storages([x, &grad], |[x, grad]| {
+            let (xs, gs) = (contiguous(x.0, x.1)?, contiguous(grad.0, grad.1)?);
             pulp::Arch::new().dispatch(
                 #[inline(always)]
                 || {
@@ -66,15 +73,9 @@ impl CustomOp1 for Gelu {
                     }
                 },
             );
-        }
+            Ok(())
+        })?;
         Ok(Some(Tensor::from_vec(out, x.shape(), x.device())?))
-    }
-}
-
-fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(values), Some((start, end))) => Ok(&values[start..end]),
-        _ => bail!("gelu: input must be contiguous f32"),
     }
 }
 
@@ -89,7 +90,7 @@ mod tests {
         let values: Vec<f32> = (-400..=400).map(|i| i as f32 / 40.0).chain([-50.0, 50.0, 0.0]).collect();
         let x = Var::from_tensor(&Tensor::new(values, &Device::Cpu)?)?;
         let difference = |a: &Tensor, b: &Tensor| (a - b)?.abs()?.max(0)?.to_scalar::<f32>();
-        let (ours, theirs) = (gelu(&x)?, x.gelu()?);
+        let (ours, theirs) = (x.apply_op1(Gelu)?, x.gelu()?);
         assert!(difference(&ours, &theirs)? < 2e-6);
         let gradient = |y: &Tensor| -> Result<Tensor> {
             let grads = y.sqr()?.sum_all()?.backward()?;

@@ -1,0 +1,69 @@
+//! GELU and SwiGLU on CUDA, element by element.
+
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
+
+const SOURCE: Source = Source {
+    name: "performer-core/src/kernels/cuda/activation.cu",
+    text: include_str!("activation.cu"),
+    headers: STORED,
+};
+
+/// Runs a kernel that makes `OUT` tensors of `N` tensors of one shape and type.
+fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Result<[CudaStorage; OUT]> {
+    contiguous(inputs)?;
+    let (first, layout) = inputs[0];
+    let (shape, dtype, device) = (layout.shape(), first.dtype(), first.device());
+    if inputs.iter().any(|(s, l)| l.shape() != shape || s.dtype() != dtype) {
+        bail!("{entry}: inputs must have one shape and type, not {:?}", inputs.map(|(s, l)| (s.dtype(), l.dims())));
+    }
+    let outputs = (0..OUT).map(|_| allocate(device, shape, dtype)).collect::<Result<Vec<_>>>()?;
+    let Ok(mut outputs) = <[CudaStorage; OUT]>::try_from(outputs) else { bail!("{entry}: too few outputs") };
+    let count = shape.elem_count();
+    let kernel = SOURCE.kernel(device, entry, &[("STORAGE", &storage(dtype)?)], 0)?;
+    let mut launch = kernel.launch().value(count as i64);
+    for (storage, layout) in inputs {
+        launch = launch.input(storage, layout)?;
+    }
+    for output in &mut outputs {
+        launch = launch.output(output)?;
+    }
+    // SAFETY: all tensors have as many numbers as the kernel is told.
+    unsafe { launch.run([count.div_ceil(THREADS), 1, 1], THREADS) }?;
+    Ok(outputs)
+}
+
+pub(in crate::kernels) fn gelu(x: View) -> Result<(CudaStorage, Shape)> {
+    let [out] = run("gelu_forward", [x])?;
+    Ok((out, x.1.shape().clone()))
+}
+
+pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let [dx] = with_storages([x, &grad.contiguous()?], |inputs| run("gelu_backward", inputs))?;
+    Ok(tensor(dx, x.shape()))
+}
+
+/// `g σ(g) x` of contiguous gates and numbers.
+pub(crate) struct Swiglu;
+
+impl CustomOp2 for Swiglu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("swiglu: the fused operation is for CUDA")
+    }
+
+    fn cuda_fwd(&self, s1: &CudaStorage, l1: &Layout, s2: &CudaStorage, l2: &Layout) -> Result<(CudaStorage, Shape)> {
+        let [out] = run("swiglu_forward", [(s1, l1), (s2, l2)])?;
+        Ok((out, l1.shape().clone()))
+    }
+
+    fn bwd(&self, gate: &Tensor, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [dgate, dx]: [CudaStorage; 2] =
+            with_storages([gate, x, &grad.contiguous()?], |inputs| run("swiglu_backward", inputs))?;
+        Ok((Some(tensor(dgate, gate.shape())), Some(tensor(dx, gate.shape()))))
+    }
+}

@@ -1,0 +1,62 @@
+// Cross-entropy over rows of logits, one block a row.
+//
+// Macro: STORAGE as in stored.cuh, of the logits; everything else is f32.
+
+#include "stored.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr float LOG2E = 1.4426950408889634f;
+
+// Below every logit but -inf, and finite: -inf - FLOOR is -inf and not NaN.
+constexpr float FLOOR = -3e38f;
+
+// Sums of exponentials s, s2 relative to m, m2 added up relative to the larger.
+__device__ inline void merge(float& m, float& s, float m2, float s2) {
+    float larger = fmaxf(m, m2);
+    s = s * power_of_two((m - larger) * LOG2E) + s2 * power_of_two((m2 - larger) * LOG2E);
+    m = larger;
+}
+
+// losses = logs - logit of the target, logs = the logarithm of the sum of e^logit.
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
+    __shared__ float maxima[WARPS], sums[WARPS];
+    logits += (long long)blockIdx.x * vocabulary;
+    float m = FLOOR, s = 0.0f;
+    for (int i = threadIdx.x; i < vocabulary; i += THREADS) {
+        float x = widen(logits[i]);
+        if (x > m) {
+            s = s * power_of_two((m - x) * LOG2E) + 1.0f;
+            m = x;
+        } else {
+            s += power_of_two((x - m) * LOG2E);
+        }
+    }
+    for (int mask = 16; mask > 0; mask /= 2) {
+        float m2 = from_lane_xor(m, mask), s2 = from_lane_xor(s, mask);
+        merge(m, s, m2, s2);
+    }
+    if (threadIdx.x % 32 == 0) {
+        maxima[threadIdx.x / 32] = m;
+        sums[threadIdx.x / 32] = s;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < WARPS; i++) merge(m, s, maxima[i], sums[i]);
+        float log = m + logf(s);
+        logs[blockIdx.x] = log;
+        losses[blockIdx.x] = log - widen(logits[targets[blockIdx.x]]);
+    }
+}
+
+// logits <- grad (softmax - onehot), in place.
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_backward(int vocabulary, Stored* logits, const unsigned* targets, const float* logs, const float* grads) {
+    logits += (long long)blockIdx.x * vocabulary;
+    float log = logs[blockIdx.x], grad = grads[blockIdx.x];
+    int target = (int)targets[blockIdx.x];
+    for (int i = threadIdx.x; i < vocabulary; i += THREADS) {
+        float p = power_of_two((widen(logits[i]) - log) * LOG2E);
+        narrow(grad * (i == target ? p - 1.0f : p), logits[i]);
+    }
+}

@@ -1,0 +1,44 @@
+//! Cross-entropy of rows of logits on CUDA.
+
+use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
+
+use super::{STORED, Source, THREADS, allocate, contiguous, storage, tensor, with_storages};
+
+const SOURCE: Source = Source {
+    name: "performer-core/src/kernels/cuda/cross_entropy.cu",
+    text: include_str!("cross_entropy.cu"),
+    headers: STORED,
+};
+
+/// Losses and logarithms of the denominators, f32 `(N)` each: logits `(N, V)`, u32 targets `(N)` below V.
+pub(in crate::kernels) fn losses(logits: &Tensor, targets: &Tensor) -> Result<[Tensor; 2]> {
+    let (n, vocabulary) = logits.dims2()?;
+    with_storages([logits, targets], |[logits, targets]| {
+        contiguous([logits, targets])?;
+        let (device, shape) = (logits.0.device(), Shape::from(n));
+        let mut losses = allocate(device, &shape, DType::F32)?;
+        let mut logs = allocate(device, &shape, DType::F32)?;
+        let kernel = SOURCE.kernel(device, "cross_entropy_forward", &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
+        let launch = kernel.launch().value(vocabulary as i32);
+        let launch = launch.input(logits.0, logits.1)?.input(targets.0, targets.1)?;
+        // SAFETY: a block for each row, and targets are checked to lie in it.
+        unsafe { launch.output(&mut losses)?.output(&mut logs)?.run([n, 1, 1], THREADS) }?;
+        Ok([tensor(losses, n), tensor(logs, n)])
+    })
+}
+
+/// Turns logits into their gradients, in place: `g_i (softmax − onehot(target))`. Nobody else may hold the logits.
+pub(in crate::kernels) fn gradients(logits: Tensor, targets: &Tensor, logs: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let (n, vocabulary) = logits.dims2()?;
+    with_storages([&logits, targets, logs, grad], |views| {
+        contiguous(views)?;
+        let [logits, targets, logs, grad] = views;
+        let device = logits.0.device();
+        let kernel = SOURCE.kernel(device, "cross_entropy_backward", &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
+        let launch = kernel.launch().value(vocabulary as i32).input(logits.0, logits.1)?;
+        let launch = launch.input(targets.0, targets.1)?.input(logs.0, logs.1)?.input(grad.0, grad.1)?;
+        // SAFETY: a block for each row, which alone reads and writes it; the tensor is ours.
+        unsafe { launch.run([n, 1, 1], THREADS) }
+    })?;
+    Ok(logits)
+}

@@ -1,0 +1,54 @@
+//! Gradient of an embedding on CUDA. Candle's adds one position after the other to every column: thousands of them wait in line.
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+
+use super::{CudaStorage, STORED, Source, THREADS, allocate, contiguous, storage, tensor, with_storages};
+
+const SOURCE: Source = Source {
+    name: "performer-core/src/kernels/cuda/embedding.cu",
+    text: include_str!("embedding.cu"),
+    headers: STORED,
+};
+
+/// Rows `ids`, u32 and contiguous `(N)`, of a table `(V, E)` → `(N, E)`.
+pub(crate) struct Embedding {
+    pub(crate) ids: Tensor,
+}
+
+impl CustomOp1 for Embedding {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("embedding: this operation is for CUDA")
+    }
+
+    fn cuda_fwd(&self, table: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (_, width) = layout.shape().dims2()?;
+        with_storages([&self.ids], |[(ids, ids_layout)]| {
+            Ok((table.index_select(ids, layout, ids_layout, 0)?, Shape::from((self.ids.elem_count(), width))))
+        })
+    }
+
+    fn bwd(&self, table: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = backward(&self.ids, grad, table.dim(0)?)?;
+        Ok(Some(gradient.to_dtype(table.dtype())?))
+    }
+}
+
+/// Sums of the rows of `grad` `(N, E)` by token, `(V, E)` in f32: u32 ids `(N)`.
+fn backward(ids: &Tensor, grad: &Tensor, vocabulary: usize) -> Result<Tensor> {
+    let (n, width) = grad.dims2()?;
+    with_storages([ids, &grad.contiguous()?], |[ids, grad]| {
+        contiguous([ids, grad])?;
+        let (device, shape) = (grad.0.device(), Shape::from((vocabulary, width)));
+        let mut out = allocate(device, &shape, DType::F32)?;
+        let kernel = SOURCE.kernel(device, "embedding_backward", &[("STORAGE", &storage(grad.0.dtype())?)], 0)?;
+        let launch = kernel.launch().value(n as i32).value(width as i32);
+        let launch = launch.input(ids.0, ids.1)?.input(grad.0, grad.1)?;
+        // SAFETY: a block for each token of the vocabulary writes its row.
+        unsafe { launch.output(&mut out)?.run([vocabulary, 1, 1], THREADS) }?;
+        Ok(tensor(out, shape))
+    })
+}

@@ -1,0 +1,267 @@
+// FAVOR over one head, chunk by chunk: what the forward and the backward passes share.
+//
+// A pass has two sides. The *builder* brings features and the sums `S = sum f [y, u]` over them; the *reader*, whose row i sees the
+// builder's rows up to i, brings weights for the same features. In the forward pass and for the gradient of queries, keys build and
+// queries read; for the gradients of keys and values, queries build, from the last token to the first, and keys read. Logarithms are
+// to base 2; the factor is in the projection.
+//
+// Scale. In a chunk, feature r of the builder is divided by 2^c[r], c[r] being the largest logarithm before the chunk and of its first
+// row, which every row of the chunk may see. A later row may exceed it by 2^LIMIT; the first that exceeds it by more begins a chunk of its
+// own. So where a chunk ends depends on its past alone, and no row's numbers depend on what comes after it.
+//
+// Macros: MAP 0 features made here, exp(w.x - |x|^2/2); 1 rows are logarithms of features; 2 rows are features with a sign, and keys have
+// the logarithm of their scale as one number more (1 and 2 in f32). DIM, FEATURES, VALUES: sizes of a query, of its features, of a
+// value. SLICE: values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. STORAGE: see tile.cuh.
+
+#ifndef PERFORMER_FAVOR
+#define PERFORMER_FAVOR
+
+#include "tile.cuh"
+
+constexpr bool READY = MAP != 0, SIGNED = MAP == 2;
+static_assert(!READY || STORAGE == 0, "ready features are f32");
+
+constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V = SLICE;
+constexpr int SPLITS = divide(VALUES, V);
+constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
+
+// Blocks that a multiprocessor of Hopper has room for, if each keeps to 128 registers a thread: one waits while the other computes.
+constexpr int AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
+
+typedef Sums<C, F, ROW_GROUPS> Features;
+typedef Sums<C, V, ROW_GROUPS> Values;
+typedef Sums<C, C, ROW_GROUPS> Pairs;
+typedef Sums<C, D, ROW_GROUPS> Inputs;
+typedef Sums<F, V, 4> Memory;
+
+// Gradients: f32 where several blocks' parts are still to be added up.
+#if defined(PARTIAL) && PARTIAL
+typedef float Result;
+#else
+typedef Stored Result;
+#endif
+
+constexpr float LOG2E = 1.4426950408889634f;
+// e^32 = 2^46.
+constexpr float LIMIT = 46.0f;
+// Stands for minus infinity in running maxima, but finite: -inf - FLOOR is -inf and not NaN.
+constexpr float FLOOR = -1e37f;
+
+struct Strides { long long batch, head, token; };
+
+struct Problem {
+    // Query heads, and how many of them read one key head.
+    int heads, group;
+    int queries, keys;
+    // Tokens of a segment, a multiple of nothing, and how many segments there are.
+    int segment, segments;
+    Strides q, k, v;
+    // |x|^2/2 in base 2 is this times |q|^2.
+    float norm;
+};
+
+// The sums of one head in global memory: scales, the sums of u, the sums of u y; each number f32.
+constexpr int RECORD = F * (2 + SPLITS * V);
+__device__ inline float* scales_of(float* record) { return record; }
+__device__ inline float* norms_of(float* record) { return record + F; }
+__device__ inline float* sums_of(float* record, int split) { return record + 2 * F + split * V; }
+
+// Which head, values and segment a block has.
+struct Place {
+    int head, split, segment, batch, key_head;
+    // Counted through the batch.
+    int query_index, key_index;
+
+    __device__ explicit Place(const Problem& p) {
+        int index = blockIdx.x / SPLITS;
+        split = blockIdx.x % SPLITS;
+        segment = blockIdx.y;
+        batch = index / p.heads;
+        head = index % p.heads;
+        key_head = head / p.group;
+        query_index = index;
+        key_index = batch * (p.heads / p.group) + key_head;
+    }
+};
+
+template <class T>
+__device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
+    return {first + batch * strides.batch + head * strides.head, strides.token};
+}
+
+// ---- Rows, and the logarithms of their features.
+
+struct Side {
+    // Queries or keys; not used where features come ready.
+    alignas(16) Operand x[PARTS][C][D + PAD];
+    // Added to the logarithms of a row.
+    float offset[C];
+};
+
+// Loads rows of queries or keys. `keep(token)`: whether the row counts; what others hold is not looked at.
+template <class F_>
+__device__ void load_side(Side& side, Rows<const Stored> from, Span span, F_ keep) {
+    if (READY) return;
+    load_rows<C, D, PARTS>(&side.x[0][0][0], D + PAD, C * (D + PAD), from, span, 0, DIM,
+                           [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
+}
+
+// The offsets of keys, once they are loaded: their -|x|^2/2, or the scale that comes with them.
+template <class F_>
+__device__ void set_key_offsets(Side& side, Rows<const Stored> from, Span span, float norm, F_ keep) {
+    constexpr int EACH = THREADS / C;
+    int row = threadIdx.x / EACH, part = threadIdx.x % EACH;
+    float square = 0;
+    if (!READY) {
+        for (int d = part; d < D; d += EACH) {
+            float x = widen(side.x[0][row][d]);
+            if (PARTS == 2) x += widen(side.x[PARTS - 1][row][d]);
+            square += x * x;
+        }
+        for (int mask = 1; mask < EACH; mask *= 2) square += from_lane_xor(square, mask);
+    }
+    if (part == 0) {
+        float offset = -norm * square;
+        bool counts = row < span.count && keep(span.token(row));
+        if (SIGNED && counts) offset = widen(from.first[span.token(row) * from.stride + FEATURES]) * LOG2E;
+        side.offset[row] = counts ? offset : -infinity();
+    }
+}
+
+// Logarithms of features with the rows' offsets, or features with a sign.
+__device__ void take_features(Features& to, const Side& side, Rows<const Stored> from, Span span, const Packed& projection, bool offsets) {
+    to.zero();
+    if (READY) {
+        to.each([&](int row, int column, float& x) {
+            if (row < span.count && column < FEATURES) {
+                x = widen(from.first[span.token(row) * from.stride + column]) * (SIGNED ? 1.0f : LOG2E);
+            }
+        });
+    } else {
+        to.add_packed<PARTS>(&side.x[0][0][0], D + PAD, C * (D + PAD), projection, D);
+    }
+    if (SIGNED) return;
+    to.each([&](int row, int column, float& x) {
+        if (offsets) x += side.offset[row];
+        if (F != FEATURES && column >= FEATURES) x = -infinity();
+    });
+}
+
+// ---- The builder.
+
+struct Builder : Side {
+    // What the features weigh: values, or the gradients of outputs; and what stands for the 1 beside a value.
+    alignas(16) Operand y[C][V + PAD];
+    float unit[C];
+    // Features of the chunk, 2^-scale times as large.
+    alignas(16) Operand features[C][F + PAD];
+    // Sums before the chunk in its scale: S, and that of units.
+    alignas(16) Operand sums[F][V + PAD];
+    float norm[F], scale[F];
+    // Largest logarithms so far, and those of the chunk's first row.
+    float running[F], first[F], factor[F];
+    // By groups of rows: largest logarithms of the chunk, and what it adds to `norm`.
+    float largest[ROW_GROUPS][F], added[ROW_GROUPS][F];
+    float excess[TURNS][C];
+};
+
+// Begins where `record` ends, or with nothing.
+__device__ inline void begin(Builder& b, Memory& memory, float* record, int split) {
+    for (int r = threadIdx.x; r < F; r += THREADS) {
+        b.scale[r] = b.running[r] = record ? scales_of(record)[r] : FLOOR;
+        b.norm[r] = record ? norms_of(record)[r] : 0.0f;
+        for (int g = 0; g < ROW_GROUPS; g++) b.added[g][r] = 0;
+    }
+    memory.zero();
+    if (record) memory.each([&](int row, int column, float& x) { x = sums_of(record, split)[row * SPLITS * V + column]; });
+}
+
+// Brings `norm` to another scale, with what the last chunk added.
+__device__ inline void set_scale(Builder& b, int r, float scale) {
+    b.factor[r] = power_of_two(b.scale[r] - scale);
+    b.norm[r] = (b.norm[r] + together(b.added, r, Add())) * b.factor[r];
+    b.scale[r] = scale;
+}
+
+// Leaves the sums in `record`.
+__device__ inline void leave(Builder& b, Memory& memory, float* record, int split) {
+    __syncthreads();
+    for (int r = threadIdx.x; r < F; r += THREADS) {
+        set_scale(b, r, b.running[r]);
+        if (split == 0) {
+            scales_of(record)[r] = b.scale[r];
+            norms_of(record)[r] = b.norm[r];
+        }
+    }
+    __syncthreads();
+    memory.each([&](int row, int column, float& x) { sums_of(record, split)[row * SPLITS * V + column] = x * b.factor[row]; });
+}
+
+// From logarithms to features in shared memory; those of rows from the n-th on are zero.
+__device__ inline void weigh(Builder& b, Features& f, int n) {
+    f.each([&](int row, int column, float& x) {
+        float weight = SIGNED ? x * power_of_two(b.offset[row] - b.scale[column]) : power_of_two(x - b.scale[column]);
+        x = row < n ? rounded(weight) : 0.0f;
+    });
+    f.store(&b.features[0][0], F + PAD);
+    f.over_rows(b.added, Add(), [&](int row, int, float x) { return x * b.unit[row]; });
+}
+
+// Takes a chunk whose rows are loaded; returns how many of them it has. Afterwards `features`, `sums` and `norm` are in the chunk's
+// scale and the chunk is in `memory`. A reader may begin at once.
+__device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
+    Features f;
+    take_features(f, b, from, span, projection, true);
+    f.each([&](int row, int column, float& x) {
+        if (row == 0) b.first[column] = SIGNED ? b.offset[0] : x;
+    });
+    __syncthreads();
+    for (int r = threadIdx.x; r < F; r += THREADS) set_scale(b, r, fmaxf(b.running[r], b.first[r]));
+    __syncthreads();
+    f.over_columns(b.excess, Largest(), [&](int row, int column, float x) { return (SIGNED ? b.offset[row] : x) - b.scale[column]; });
+    __syncthreads();
+    int n = span.count;
+    for (int start = 32 * (divide(C, 32) - 1); start >= 0; start -= 32) {
+        int row = start + lane();
+        unsigned over = lanes_where(row > 0 && row < C && together(b.excess, row < C ? row : 0, Largest()) > LIMIT);
+        if (over) n = min(n, start + __ffs(over) - 1);
+    }
+    f.over_rows(b.largest, Largest(), [&](int row, int, float x) { return row < n ? (SIGNED ? b.offset[row] : x) : -infinity(); });
+    weigh(b, f, n);
+    memory.each([&](int row, int, float& x) { x *= b.factor[row]; });
+    memory.store(&b.sums[0][0], V + PAD);
+    __syncthreads();
+    for (int r = threadIdx.x; r < F; r += THREADS) b.running[r] = fmaxf(b.scale[r], together(b.largest, r, Largest()));
+    memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
+    return n;
+}
+
+// Takes a chunk whose rows all count at once: its scale is the largest of all.
+__device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
+    Features f;
+    take_features(f, b, from, span, projection, true);
+    f.over_rows(b.largest, Largest(), [&](int row, int, float x) { return SIGNED ? b.offset[row] : x; });
+    __syncthreads();
+    for (int r = threadIdx.x; r < F; r += THREADS) {
+        b.running[r] = fmaxf(b.running[r], together(b.largest, r, Largest()));
+        set_scale(b, r, b.running[r]);
+    }
+    __syncthreads();
+    weigh(b, f, span.count);
+    memory.each([&](int row, int, float& x) { x *= b.factor[row]; });
+    __syncthreads();
+    memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
+}
+
+// The sums of all chunks, for a reader that sees all of them.
+__device__ inline void recall(Builder& b, float* record, int split) {
+    for (int r = threadIdx.x; r < F; r += THREADS) {
+        b.scale[r] = scales_of(record)[r];
+        b.norm[r] = norms_of(record)[r];
+    }
+    for (int i = threadIdx.x; i < F * V; i += THREADS) {
+        narrow(sums_of(record, split)[i / V * SPLITS * V + i % V], b.sums[i / V][i % V]);
+    }
+}
+
+#endif

@@ -1,0 +1,281 @@
+// FAVOR, backward. With L the logarithm of a query's denominator in the scale of its logarithms, `w = 2^(logarithm + c - L)` is its weight
+// already divided, so that out = sum_r w_r S_r, and with e = -g.out, n = sum_r over features,
+//
+//     d logarithm(q)_r = w_r (g.S_r + e n_r)
+//     d logarithm(k)_r = f_r (v.R_r + m_r),  dv = sum_r f_r R_r,  R = sum over later queries of w [g, e]
+//
+// The two have one form: the reader's rows [y', u'] meet the builder's sums of [y, u], and KEYS says which side reads. Nothing but L is
+// kept from the forward pass. For keys the scan runs from the last token to the first. Features with a sign keep 1/denominator beside,
+// and g comes multiplied by it.
+
+#include "favor.cuh"
+
+struct Shared {
+    Builder builder;
+    Side reader;
+    // The reader's [y, unit]: gradients of outputs and e, or values and 1.
+    alignas(16) Operand y[C][V + PAD];
+    float unit[C];
+    // Weights of the reader's features, then the gradients of their logarithms.
+    alignas(16) Operand weights[C][F + PAD];
+    alignas(16) Operand pairs[C][C + PAD];
+    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and the denominator, from the sums and the chunk.
+    float total[TURNS][C];
+    float past[TURNS][C], present[TURNS][C], past_weight[TURNS][C], present_weight[TURNS][C];
+};
+static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
+
+// e comes from the sums that it is to cancel against, not from `out`, whose rounding would show in every gradient. Only where no block
+// has all values does it come from `out`.
+constexpr bool OWN_DELTA = SPLITS == 1;
+
+// e = -g.out, times 1/denominator where there is one: a warp a row.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_delta(int rows, const Stored* out, const Stored* grad, const float* denominators, float* delta) {
+    int row = blockIdx.x * WARPS + warp();
+    if (row >= rows) return;
+    float sum = 0;
+    for (int i = lane(); i < VALUES; i += 32) {
+        sum += widen(out[(long long)row * VALUES + i]) * widen(grad[(long long)row * VALUES + i]);
+    }
+    for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
+    if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);
+}
+
+struct Tensors {
+    const Stored *q, *k, *v, *grad;
+    const unsigned char* visible;
+    // Rows as columns of the projection in base 2, and its rows in base e.
+    const uint4 *projection, *back;
+    const float* logs;
+    // e: read, or made by the gradient of queries for that of keys.
+    float* delta;
+    const float* denominators;
+    float* before;
+};
+
+template <bool KEYS>
+__device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result* dy) {
+    extern __shared__ uint4 shared_memory[];
+    Shared& s = *(Shared*)shared_memory;
+    Builder& b = s.builder;
+    Place place(p);
+    Strides dense = {(long long)p.heads * p.queries * VALUES, (long long)p.queries * VALUES, VALUES};
+    Rows<const Stored> queries = rows_of(t.q, p.q, place.batch, place.head);
+    Rows<const Stored> grads = rows_of(t.grad, dense, place.batch, place.head);
+    Rows<const Stored> keys = rows_of(t.k, p.k, place.batch, place.key_head);
+    Rows<const Stored> values = rows_of(t.v, p.v, place.batch, place.key_head);
+    Packed packed = {t.projection, D / 16}, back = {t.back, F / 16};
+    const unsigned char* seen = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    auto always = [](long long) { return true; };
+    long long first_query = (long long)place.query_index * p.queries;
+    int column = place.split * V;
+    int tokens = KEYS ? p.keys : p.queries;
+    // Units belong to the whole width of values and are counted once.
+    float once = place.split == 0;
+
+    int builders = gridDim.x / SPLITS / (KEYS ? 1 : p.group), builder = KEYS ? place.query_index : place.key_index;
+    float* record = t.before ? t.before + ((long long)(CAUSAL ? place.segment : 0) * builders + builder) * RECORD : nullptr;
+    Memory memory;
+    if (CAUSAL) {
+        begin(b, memory, record, place.split);
+    } else {
+        recall(b, record, place.split);
+    }
+
+    // One side's rows; those of queries with what the forward pass left of them.
+    auto load_queries = [&](Side& side, Operand* y, float* unit, Span span) {
+        load_side(side, queries, span, always);
+        load_rows<C, V, 1>(y, V + PAD, 0, grads, span, column, VALUES - column,
+                           [&](int row) { return SIGNED ? t.denominators[first_query + span.token(row)] : 1.0f; });
+        for (int row = threadIdx.x; row < C; row += THREADS) {
+            bool has = row < span.count;
+            long long at = first_query + span.token(row);
+            side.offset[row] = has ? -t.logs[at] : -infinity();
+            unit[row] = has && (KEYS || !OWN_DELTA) ? t.delta[at] : 0.0f;
+        }
+    };
+    auto load_keys = [&](Side& side, Operand* y, float* unit, Span span) {
+        load_side(side, keys, span, keep);
+        load_rows<C, V, 1>(y, V + PAD, 0, values, span, column, VALUES - column,
+                           [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
+        for (int row = threadIdx.x; row < C; row += THREADS) unit[row] = 1;
+    };
+
+    int begins = place.segment * p.segment, ends = min(tokens, begins + p.segment);
+    for (int done = 0, n; done < ends - begins; done += n) {
+        Span span = {KEYS ? ends - 1 - done : begins + done, min(C, ends - begins - done), KEYS ? -1 : 1};
+        n = span.count;
+        if (KEYS) {
+            load_keys(s.reader, &s.y[0][0], s.unit, span);
+            if (CAUSAL) load_queries(b, &b.y[0][0], b.unit, span);
+        } else {
+            load_queries(s.reader, &s.y[0][0], s.unit, span);
+            if (CAUSAL) load_keys(b, &b.y[0][0], b.unit, span);
+        }
+        // The next chunk begins here unless this one breaks.
+        Span next = {(int)span.token(n), max(0, min(C, ends - begins - done - n)), span.step};
+        if (KEYS || CAUSAL) {
+            ask_for_rows(keys, next, READY ? FEATURES : DIM);
+            ask_for_rows({values.first + column, values.stride}, next, min(V, VALUES - column));
+        }
+        if (!KEYS || CAUSAL) {
+            ask_for_rows(queries, next, READY ? FEATURES : DIM);
+            ask_for_rows({grads.first + column, grads.stride}, next, min(V, VALUES - column));
+        }
+        __syncthreads();
+        if (KEYS) {
+            set_key_offsets(s.reader, keys, span, p.norm, keep);
+        } else if (CAUSAL) {
+            set_key_offsets(b, keys, span, p.norm, keep);
+        }
+        __syncthreads();
+        if (CAUSAL) n = enter(b, memory, KEYS ? queries : keys, span, packed);
+
+        Features w;
+        take_features(w, s.reader, KEYS ? keys : queries, span, packed, true);
+        Pairs pairs;
+        if (KEYS) {
+            w.each([&](int row, int column, float& x) {
+                x = SIGNED ? x * power_of_two(s.reader.offset[row] + b.scale[column]) : power_of_two(x + b.scale[column]);
+            });
+            w.store(&s.weights[0][0], F + PAD);
+            __syncthreads();
+            Values rows;
+            rows.zero();
+            rows.add<false, false>(&s.weights[0][0], F + PAD, &b.sums[0][0], V + PAD, F);
+            if (CAUSAL) {
+                pairs.zero();
+                pairs.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+                pairs.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
+                pairs.store(&s.pairs[0][0], C + PAD);
+                __syncthreads();
+                rows.add<false, false>(&s.pairs[0][0], C + PAD, &b.y[0][0], V + PAD, C);
+            }
+            Result* to = dy + (long long)place.query_index * p.keys * VALUES + column;
+            rows.each([&](int row, int c, float& x) {
+                if (row < n && column + c < VALUES) narrow(x, to[span.token(row) * VALUES + c]);
+            });
+            __syncthreads();
+        } else {
+            w.each([&](int row, int column, float& x) {
+                x = SIGNED ? x * power_of_two(s.reader.offset[row] + b.scale[column]) : power_of_two(x + b.scale[column]);
+            });
+        }
+
+        Features d;
+        d.zero();
+        d.add<false, true>(&s.y[0][0], V + PAD, &b.sums[0][0], V + PAD, V);
+        if (CAUSAL) {
+            pairs.zero();
+            pairs.add<false, true>(&s.y[0][0], V + PAD, &b.y[0][0], V + PAD, V);
+        }
+        if (!KEYS && OWN_DELTA) {
+            auto product = [](int, int, float x, float y) { return x * y; };
+            w.over_columns_with(d, s.past, Add(), product);
+            w.over_columns(s.past_weight, Add(), [&](int, int column, float x) { return x * b.norm[column]; });
+            if (CAUSAL) {
+                w.store(&s.weights[0][0], F + PAD);
+                __syncthreads();
+                Pairs seen;
+                seen.zero();
+                seen.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+                seen.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
+                seen.over_columns_with(pairs, s.present, Add(), product);
+                seen.over_columns(s.present_weight, Add(), [](int, int, float x) { return x; });
+            }
+            __syncthreads();
+            if (threadIdx.x < C) {
+                int row = threadIdx.x;
+                float sum = together(s.past, row, Add()), weight = together(s.past_weight, row, Add());
+                if (CAUSAL) {
+                    sum += together(s.present, row, Add());
+                    weight += together(s.present_weight, row, Add());
+                }
+                s.unit[row] = weight == 0.0f ? 0.0f : -sum / weight;
+                if (row < n) t.delta[first_query + span.token(row)] = s.unit[row];
+            }
+            __syncthreads();
+        }
+        d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
+        if (CAUSAL) {
+            pairs.each([&](int row, int column, float& x) {
+                x = column <= row ? x + once * s.unit[row] * b.unit[column] : 0.0f;
+            });
+            pairs.store(&s.pairs[0][0], C + PAD);
+            __syncthreads();
+            d.add<false, false>(&s.pairs[0][0], C + PAD, &b.features[0][0], F + PAD, C);
+        }
+        if (SIGNED) {
+            // Of values, and of the keys' scale.
+            if (KEYS) {
+                d.each_with(w, [](int, int, float& x, float& weight) { weight *= x; });
+                w.over_columns(s.total, Add(), [](int, int, float x) { return x; });
+            }
+            d.each([&](int row, int column, float& x) { x *= power_of_two(s.reader.offset[row] + b.scale[column]); });
+        } else {
+            d.each_with(w, [](int, int, float& x, float& weight) { x *= weight; });
+            if (KEYS) d.over_columns(s.total, Add(), [](int, int, float x) { return x; });
+        }
+
+        constexpr int WIDTH = READY ? FEATURES : DIM;
+        int width = SIGNED && KEYS ? WIDTH + 1 : WIDTH;
+        int rows_before = KEYS ? p.keys : p.queries;
+        Result* to = dx + (place.split * (long long)(gridDim.x / SPLITS) + place.query_index) * rows_before * width;
+        if (READY) {
+            d.each([&](int row, int column, float& x) {
+                if (row < n && column < FEATURES) narrow(x, to[span.token(row) * width + column]);
+            });
+            __syncthreads();
+            if (SIGNED && KEYS && (int)threadIdx.x < n) {
+                narrow(together(s.total, threadIdx.x, Add()), to[span.token(threadIdx.x) * width + FEATURES]);
+            }
+        } else {
+            // In two parts, the second where the features were.
+            constexpr int halves = STORAGE == 0 ? 1 : 2;
+            d.store(&s.weights[0][0], F + PAD);
+            __syncthreads();
+            if (halves == 2) d.each([&](int row, int column, float& x) { narrow(x - rounded(x), b.features[row][column]); });
+            __syncthreads();
+            Inputs x;
+            x.zero();
+            x.add_packed<halves>(&s.weights[0][0], F + PAD, (int)(&b.features[0][0] - &s.weights[0][0]), back, F);
+            x.each([&](int row, int column, float& y) {
+                if (row >= n || column >= DIM) return;
+                if (KEYS) {
+                    float key = widen(s.reader.x[0][row][column]);
+                    if (PARTS == 2) key += widen(s.reader.x[PARTS - 1][row][column]);
+                    // Twice the norm, in base e.
+                    y -= 2 * 0.6931471805599453f * p.norm * key * together(s.total, row, Add());
+                }
+                narrow(y, to[span.token(row) * width + column]);
+            });
+        }
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_query_gradients(Problem p, Tensors t, Result* dq) {
+    gradients<false>(p, t, dq, nullptr);
+}
+
+// dk and dv are of query heads: `favor_reduce` adds up those of a group.
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
+    gradients<true>(p, t, dk, dv);
+}
+
+// to (batch, heads / group, count): the sum of `from` (parts, batch, heads, count) over parts and the heads of each group.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_reduce(int heads, int group, int parts, long long count, const float* from, Stored* to) {
+    // `heads` counts those of all of the batch.
+    long long all = (long long)heads / group * count;
+    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += (long long)gridDim.x * THREADS) {
+        long long head = i / count * group, at = i % count;
+        float sum = 0;
+        for (int part = 0; part < parts; part++) {
+            for (int g = 0; g < group; g++) sum += from[((long long)part * heads + head + g) * count + at];
+        }
+        narrow(sum, to[i]);
+    }
+}

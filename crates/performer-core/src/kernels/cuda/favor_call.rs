@@ -1,0 +1,392 @@
+//! The launches of FAVOR's kernels for one problem: the forward pass, the gradients, a step of decoding.
+
+use std::sync::Arc;
+
+use candle_core::{
+    DType, Device, Layout, Result,
+    backend::BackendStorage,
+    bail,
+    cuda_backend::cudarc::driver::{DeviceRepr, sys::CUdevice_attribute},
+};
+
+use super::{
+    CudaDevice, Kernel, Launch, Macro, Source, THREADS, View, attribute,
+    buffer::{Buffer, Strides, address, optional},
+    favor::Map,
+    storage, with_storages,
+};
+use crate::kernels::favor::blocks::Blocks;
+
+pub(super) const HEADERS: &[(&str, &str)] = &[
+    ("warp.cuh", include_str!("warp.cuh")),
+    ("tile.cuh", include_str!("tile.cuh")),
+    ("favor.cuh", include_str!("favor.cuh")),
+];
+
+macro_rules! source {
+    ($file:literal) => {
+        Source { name: concat!("performer-core/src/kernels/cuda/", $file), text: include_str!($file), headers: HEADERS }
+    };
+}
+
+const SUMS: Source = source!("favor_sums.cu");
+const FORWARD: Source = source!("favor_forward.cu");
+const BACKWARD: Source = source!("favor_backward.cu");
+const STEP: Source = source!("favor_step.cu");
+
+/// Warps of a block.
+const WARPS: usize = THREADS / 32;
+
+/// `Problem` of `favor.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Problem {
+    heads: i32,
+    group: i32,
+    queries: i32,
+    keys: i32,
+    segment: i32,
+    segments: i32,
+    q: Strides,
+    k: Strides,
+    v: Strides,
+    norm: f32,
+}
+
+// SAFETY: numbers alone, laid out as in C.
+unsafe impl DeviceRepr for Problem {}
+
+/// `Tensors` of `favor_backward.cu`: addresses on the device.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Tensors {
+    q: u64,
+    k: u64,
+    v: u64,
+    grad: u64,
+    visible: u64,
+    projection: u64,
+    back: u64,
+    logs: u64,
+    delta: u64,
+    denominators: u64,
+    before: u64,
+}
+
+// SAFETY: numbers alone, laid out as in C.
+unsafe impl DeviceRepr for Tensors {}
+
+/// One problem on one device.
+pub(super) struct Call<'a> {
+    pub(super) device: &'a CudaDevice,
+    dtype: DType,
+    pub(super) blocks: Blocks,
+    hyperbolic: bool,
+    causal: bool,
+    pub(super) batch: usize,
+    heads: usize,
+    pub(super) key_heads: usize,
+    pub(super) queries: usize,
+    keys: usize,
+    q: View<'a>,
+    k: View<'a>,
+    v: View<'a>,
+    visible: Option<View<'a>>,
+    packed: Option<Arc<[Buffer; 2]>>,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn new(map: &Map, [q, k, v]: [View<'a>; 3], visible: Option<View<'a>>, causal: bool) -> Result<Self> {
+        let device = q.0.device();
+        let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
+        let dtype = q.0.dtype();
+        if k.0.dtype() != dtype || v.0.dtype() != dtype || (map.kind() != 0 && dtype != DType::F32) {
+            bail!("favor on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
+        }
+        if queries.max(keys) > i32::MAX as usize / 2 || batch * heads > i32::MAX as usize / 64 {
+            bail!(
+                "favor on CUDA: {batch} sequences of {heads} heads with {queries} queries and {keys} keys are too many"
+            );
+        }
+        let packed = match map {
+            Map::Exponential(projection) if projection.omega.device().same_device(&Device::Cuda(device.clone())) => {
+                Some(projection.packed(storage(dtype)?)?)
+            }
+            Map::Exponential(_) => {
+                bail!("favor: q is on another device than the projection; build the attention on that of q")
+            }
+            _ => None,
+        };
+        // Two sizes, so that all cards of data centres cut problems alike.
+        let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let most = if most >= 163 << 10 { 163 << 10 } else { most };
+        let blocks = Blocks::choose(storage(dtype)?, map.kind(), [dim, map.features(), values], most);
+        let hyperbolic = map.hyperbolic();
+        Ok(Self {
+            device,
+            dtype,
+            blocks,
+            hyperbolic,
+            causal,
+            batch,
+            heads,
+            key_heads,
+            queries,
+            keys,
+            q,
+            k,
+            v,
+            visible,
+            packed,
+        })
+    }
+
+    fn problem(&self, tokens: usize) -> (Problem, usize) {
+        let (segments, segment) = self.blocks.segments(self.batch * self.heads, tokens);
+        let problem = Problem {
+            heads: self.heads as i32,
+            group: (self.heads / self.key_heads) as i32,
+            queries: self.queries as i32,
+            keys: self.keys as i32,
+            segment: segment as i32,
+            segments: segments as i32,
+            q: Strides::of(self.q.1),
+            k: Strides::of(self.k.1),
+            v: Strides::of(self.v.1),
+            norm: (0.5 / (self.blocks.dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
+        };
+        (problem, segments)
+    }
+
+    fn kernel(&self, source: Source, entry: &str, more: &[Macro], shared: usize) -> Result<Kernel> {
+        let b = &self.blocks;
+        let causal = u8::from(self.causal);
+        let mut macros: Vec<Macro> = vec![
+            ("STORAGE", &b.storage),
+            ("MAP", &b.map),
+            ("DIM", &b.dim),
+            ("FEATURES", &b.features),
+            ("VALUES", &b.values),
+            ("SLICE", &b.slice),
+            ("CHUNK", &b.chunk),
+            ("CAUSAL", &causal),
+        ];
+        macros.extend(more);
+        source.kernel(self.device, entry, &macros, shared)
+    }
+
+    /// Gives a launch the packed projection, if there is one.
+    fn projection<'l>(&'l self, launch: Launch<'l>) -> Result<Launch<'l>> {
+        optional(launch, self.packed.as_ref().map(|packed| packed[0].view()))
+    }
+
+    /// The sums over keys, or over queries: of each segment those before it (after it, for queries), or of all where all are seen.
+    /// Nothing where a block sees every earlier token itself.
+    fn sums(&self, of_queries: Option<&OfQueries>, initial: Option<View>) -> Result<Option<Buffer>> {
+        let (heads, tokens) = match of_queries {
+            Some(_) => (self.heads, self.queries),
+            None => (self.key_heads, self.keys),
+        };
+        let (mut problem, segments) = self.problem(tokens);
+        if self.causal && segments == 1 {
+            return Ok(None);
+        }
+        (problem.heads, problem.group, problem.queries) = (heads as i32, 1, tokens as i32);
+        if of_queries.is_none() {
+            problem.q = problem.k;
+        } else {
+            problem.v = Strides::dense(self.heads, self.queries, self.blocks.values);
+        }
+        let (b, all) = (&self.blocks, self.batch * heads);
+        let mut records = Buffer::new(self.device, segments * all * b.record())?;
+        let shared = b.shared_sums();
+        let more: [Macro; 2] = [("QUERIES", &u8::from(of_queries.is_some())), ("SHARED_SUMS", &shared)];
+        let kernel = self.kernel(SUMS, "favor_sums", &more, shared)?;
+        let launch = kernel.launch().value(problem);
+        let (x, y) = of_queries.map_or((self.k, self.v), |of| (self.q, of.grad));
+        let launch = launch.input(x.0, x.1)?.input(y.0, y.1)?;
+        let launch = optional(launch, self.visible.filter(|_| of_queries.is_none()))?;
+        let launch = self.projection(launch)?;
+        let launch = optional(launch, of_queries.map(|of| of.logs))?;
+        let launch = optional(launch, of_queries.map(|of| of.delta))?;
+        let launch = optional(launch, of_queries.and_then(|of| of.denominators))?;
+        // SAFETY: strides and sizes are those of the tensors, and there is a record for each segment and head.
+        unsafe { launch.output(&mut records.storage)?.run([all * b.splits(), segments, 1], THREADS) }?;
+
+        let kernel = self.kernel(SUMS, "favor_combine", &more, 0)?;
+        let launch = kernel.launch().value(all as i32).value(segments as i32).output(&mut records.storage)?;
+        let launch = optional(launch, initial)?;
+        let mut total = if self.causal { None } else { Some(Buffer::new(self.device, all * b.record())?) };
+        let launch = match &mut total {
+            Some(total) => launch.output(&mut total.storage)?,
+            None => launch.nothing(),
+        };
+        let launch = launch.value(i32::from(self.causal)).value(i32::from(of_queries.is_some()));
+        // SAFETY: as many records as the kernel is told.
+        unsafe { launch.run([(all * b.f()).div_ceil(WARPS), 1, 1], THREADS) }?;
+        Ok(Some(total.unwrap_or(records)))
+    }
+
+    /// Outputs, from `initial` sums on, if given; with `after`, the sums after the last token go there.
+    pub(super) fn forward(&self, initial: Option<View>, after: Option<&mut Buffer>) -> Result<(Buffer, Saved)> {
+        let b = &self.blocks;
+        let sums = self.sums(None, initial)?;
+        let before = sums.as_ref().map(Buffer::view).or(initial);
+        let (problem, segments) = self.problem(self.queries);
+        let rows = self.batch * self.heads * self.queries;
+        let mut out = Buffer::of(self.device, (self.batch, self.heads, self.queries, b.values), self.dtype)?;
+        let mut logs = Buffer::new(self.device, rows)?;
+        let mut denominators = if b.map == 2 { Some(Buffer::new(self.device, rows)?) } else { None };
+        let shared = b.shared_forward();
+        let kernel = self.kernel(FORWARD, "favor_forward", &[("SHARED_FORWARD", &shared)], shared)?;
+        let launch = kernel.launch().value(problem);
+        let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
+        let launch = self.projection(optional(launch, self.visible)?)?;
+        let launch = optional(launch, before)?.output(&mut out.storage)?.output(&mut logs.storage)?;
+        let launch = match &mut denominators {
+            Some(denominators) => launch.output(&mut denominators.storage)?,
+            None => launch.nothing(),
+        };
+        let launch = match after {
+            Some(after) => launch.output(&mut after.storage)?,
+            None => launch.nothing(),
+        };
+        // SAFETY: strides and sizes are those of the tensors; every row of outputs is written.
+        unsafe { launch.run([self.batch * self.heads * b.splits(), segments, 1], THREADS) }?;
+        Ok((out, Saved { logs, denominators, sums }))
+    }
+
+    /// Gradients of queries, keys and values.
+    pub(super) fn backward(&self, out: View, grad: View, saved: &Saved) -> Result<[Buffer; 3]> {
+        let b = &self.blocks;
+        let (splits, group) = (b.splits(), self.heads / self.key_heads);
+        let rows = self.batch * self.heads * self.queries;
+        let denominators = saved.denominators.as_ref().map(Buffer::view);
+        let mut delta = Buffer::new(self.device, rows)?;
+        let shared = b.shared_backward();
+        let partial = u8::from(splits > 1 || group > 1);
+        let more: [Macro; 2] = [("PARTIAL", &partial), ("SHARED_BACKWARD", &shared)];
+        if splits > 1 {
+            let kernel = self.kernel(BACKWARD, "favor_delta", &more, 0)?;
+            let launch = kernel.launch().value(rows as i32).input(out.0, out.1)?.input(grad.0, grad.1)?;
+            // SAFETY: as many rows as the kernel is told.
+            unsafe {
+                optional(launch, denominators)?.output(&mut delta.storage)?.run([rows.div_ceil(WARPS), 1, 1], THREADS)
+            }?;
+        }
+        let made = if partial == 1 { DType::F32 } else { self.dtype };
+        let width = if b.map == 0 { b.dim } else { b.features };
+        let key_width = width + usize::from(b.map == 2);
+
+        // Queries first: their kernel leaves `delta` to the others.
+        let (problem, segments) = self.problem(self.queries);
+        let grid = |segments: usize| [self.batch * self.heads * splits, segments, 1];
+        let parts = |tokens: usize, width: usize, parts: usize| {
+            Buffer::of(self.device, (parts, self.batch, self.heads, tokens * width), made)
+        };
+        let mut dq = parts(self.queries, width, splits)?;
+        let kernel = self.kernel(BACKWARD, "favor_query_gradients", &more, shared)?;
+        let mut launch = kernel.launch();
+        let mut tensors = self.tensors(&mut launch, grad, saved)?;
+        tensors.before = address(&mut launch, saved.sums.as_ref().map(Buffer::view))?;
+        tensors.delta = launch.address_mut(&mut delta.storage)?;
+        // SAFETY: strides and sizes are those of the tensors; every row of the gradient is written.
+        unsafe { launch.value(problem).value(tensors).output(&mut dq.storage)?.run(grid(segments), THREADS) }?;
+
+        let of = OfQueries { grad, logs: saved.logs.view(), delta: delta.view(), denominators };
+        let later = self.sums(Some(&of), None)?;
+        let (problem, segments) = self.problem(self.keys);
+        let (mut dk, mut dv) = (parts(self.keys, key_width, splits)?, parts(self.keys, b.values, 1)?);
+        let kernel = self.kernel(BACKWARD, "favor_key_gradients", &more, shared)?;
+        let mut launch = kernel.launch();
+        let mut tensors = self.tensors(&mut launch, grad, saved)?;
+        tensors.before = address(&mut launch, later.as_ref().map(Buffer::view))?;
+        tensors.delta = launch.address(&delta.storage, &delta.layout)?;
+        let launch = launch.value(problem).value(tensors);
+        // SAFETY: as above.
+        unsafe { launch.output(&mut dk.storage)?.output(&mut dv.storage)?.run(grid(segments), THREADS) }?;
+
+        let reduce =
+            |from: Buffer, heads: usize, group: usize, parts: usize, tokens: usize, width: usize| -> Result<Buffer> {
+                let shape = (self.batch, heads, tokens, width);
+                if partial == 0 {
+                    return Ok(Buffer { storage: from.storage, layout: Layout::contiguous(shape) });
+                }
+                let mut to = Buffer::of(self.device, shape, self.dtype)?;
+                let kernel = self.kernel(BACKWARD, "favor_reduce", &more, 0)?;
+                let launch = kernel.launch().value((self.batch * self.heads) as i32).value(group as i32);
+                let launch =
+                    launch.value(parts as i32).value((tokens * width) as i64).input(&from.storage, &from.layout)?;
+                let blocks = (self.batch * heads * tokens * width).div_ceil(THREADS).min(4096);
+                // SAFETY: `from` holds that many parts and heads.
+                unsafe { launch.output(&mut to.storage)?.run([blocks, 1, 1], THREADS) }?;
+                Ok(to)
+            };
+        Ok([
+            reduce(dq, self.heads, 1, splits, self.queries, width)?,
+            reduce(dk, self.key_heads, group, splits, self.keys, key_width)?,
+            reduce(dv, self.key_heads, group, 1, self.keys, b.values)?,
+        ])
+    }
+
+    /// All but `delta` and `before`.
+    fn tensors<'l>(&'l self, launch: &mut Launch<'l>, grad: View<'l>, saved: &'l Saved) -> Result<Tensors> {
+        let packed = |i: usize| self.packed.as_ref().map(|packed| packed[i].view());
+        Ok(Tensors {
+            q: launch.address(self.q.0, self.q.1)?,
+            k: launch.address(self.k.0, self.k.1)?,
+            v: launch.address(self.v.0, self.v.1)?,
+            grad: launch.address(grad.0, grad.1)?,
+            visible: address(launch, self.visible)?,
+            projection: address(launch, packed(0))?,
+            back: address(launch, packed(1))?,
+            logs: launch.address(&saved.logs.storage, &saved.logs.layout)?,
+            denominators: address(launch, saved.denominators.as_ref().map(Buffer::view))?,
+            ..Tensors::default()
+        })
+    }
+
+    /// Outputs of one more token after the sums `before`, and the sums after it.
+    pub(super) fn step(&self, map: &Map, before: View, after: &mut Buffer) -> Result<Buffer> {
+        let b = &self.blocks;
+        let group = self.heads / self.key_heads;
+        let mut out = Buffer::of(self.device, (self.batch, self.heads, 1, b.values), self.dtype)?;
+        let shared = 4 * (b.f() * (3 + group) + group + THREADS / b.slice * group * b.slice);
+        let kernel = self.kernel(STEP, "favor_step", &[("GROUP", &group), ("SHARED_STEP", &shared)], shared)?;
+        let launch = kernel.launch().value(self.problem(1).0);
+        let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
+        let grid = [self.batch * self.key_heads * b.splits(), 1, 1];
+        let run = |omega: Option<View>, scale: f32| {
+            let launch = optional(launch, omega)?.value(i32::from(self.hyperbolic)).value(scale);
+            let launch = launch.input(before.0, before.1)?.output(&mut after.storage)?.output(&mut out.storage)?;
+            // SAFETY: sizes are those of the tensors, and both sums have a record for each key head.
+            unsafe { launch.run(grid, THREADS) }
+        };
+        match map {
+            Map::Exponential(projection) => {
+                with_storages([&projection.omega], |[omega]| run(Some(omega), projection.scale()))?;
+            }
+            _ => run(None, 1.0)?,
+        }
+        Ok(out)
+    }
+}
+
+/// What sums over queries are made of besides the queries.
+struct OfQueries<'a> {
+    grad: View<'a>,
+    logs: View<'a>,
+    delta: View<'a>,
+    denominators: Option<View<'a>>,
+}
+
+/// What the forward pass leaves to the backward pass.
+#[derive(Debug)]
+pub(super) struct Saved {
+    /// Logarithms of the denominators, to base 2: one a query.
+    logs: Buffer,
+    /// Reciprocal denominators, where features have a sign.
+    denominators: Option<Buffer>,
+    /// Sums over keys, where the kernels read some.
+    sums: Option<Buffer>,
+}

@@ -1,0 +1,119 @@
+// FAVOR, forward: `out = sum_j f(q).f(k_j) v_j / sum_j f(q).f(k_j)`, causal or over all keys (CAUSAL).
+//
+// One block a query head and segment of the tokens, one chunk after the other. Where there are several segments, or all keys are seen,
+// `favor_sums` has made the sums of each segment and `favor_combine` has added them up. Features never leave the block. With 64 heads or
+// more one segment would do for the work; several keep all multiprocessors busy.
+
+#include "favor.cuh"
+
+struct Shared {
+    Builder builder;
+    Side reader;
+    // Of queries: 2^(logarithm + scale - largest), or features with a sign.
+    alignas(16) Operand weights[C][F + PAD];
+    alignas(16) Operand pairs[C][C + PAD];
+    // Sums over columns, a part from each turn: the largest logarithm, and the denominator from the sums and from the chunk.
+    float largest[TURNS][C], past[TURNS][C], present[TURNS][C];
+    float shift[C], denominator[C];
+};
+static_assert(sizeof(Shared) == SHARED_FORWARD, "the host asks for another size of shared memory");
+
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
+favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
+              float* before, Stored* out, float* logs, float* denominators, float* after) {
+    extern __shared__ uint4 shared_memory[];
+    Shared& s = *(Shared*)shared_memory;
+    Builder& b = s.builder;
+    Place place(p);
+    Rows<const Stored> queries = rows_of(q, p.q, place.batch, place.head);
+    Rows<const Stored> keys = rows_of(k, p.k, place.batch, place.key_head);
+    Rows<const Stored> values = rows_of(v, p.v, place.batch, place.key_head);
+    Packed packed = {projection, D / 16};
+    const unsigned char* seen = visible ? visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    int column = place.split * V;
+    int key_heads = gridDim.x / SPLITS / p.group;
+    float* record = before ? before + ((long long)(CAUSAL ? place.segment : 0) * key_heads + place.key_index) * RECORD : nullptr;
+
+    Memory memory;
+    if (CAUSAL) {
+        begin(b, memory, record, place.split);
+        for (int i = threadIdx.x; i < C; i += THREADS) b.unit[i] = 1;
+    } else {
+        recall(b, record, place.split);
+    }
+
+    int end = min(p.queries, (place.segment + 1) * p.segment);
+    for (int start = place.segment * p.segment, n; start < end; start += n) {
+        Span span = {start, min(C, end - start), 1};
+        n = span.count;
+        load_side(s.reader, queries, span, [](long long) { return true; });
+        if (CAUSAL) {
+            load_side(b, keys, span, keep);
+            load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, values, span, column, VALUES - column,
+                               [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
+        }
+        // The next chunk begins here unless this one breaks.
+        Span next = {start + n, max(0, min(C, end - start - n)), 1};
+        ask_for_rows(queries, next, READY ? FEATURES : DIM);
+        if (CAUSAL) {
+            ask_for_rows(keys, next, READY ? FEATURES : DIM);
+            ask_for_rows({values.first + column, values.stride}, next, min(V, VALUES - column));
+        }
+        __syncthreads();
+        if (CAUSAL) {
+            set_key_offsets(b, keys, span, p.norm, keep);
+            __syncthreads();
+            n = enter(b, memory, keys, span, packed);
+        }
+
+        Features w;
+        take_features(w, s.reader, queries, span, packed, false);
+        if (!SIGNED) {
+            w.each([&](int, int column, float& x) { x += b.scale[column]; });
+            w.over_columns(s.largest, Largest(), [](int, int, float x) { return x; });
+        }
+        __syncthreads();
+        if (threadIdx.x < C) s.shift[threadIdx.x] = SIGNED ? b.scale[0] : together(s.largest, threadIdx.x, Largest());
+        __syncthreads();
+        w.each([&](int row, int, float& x) { x = rounded(SIGNED ? x : power_of_two(x - s.shift[row])); });
+        w.store(&s.weights[0][0], F + PAD);
+        w.over_columns(s.past, Add(), [&](int, int column, float x) { return x * b.norm[column]; });
+        __syncthreads();
+
+        Values rows;
+        rows.zero();
+        rows.add<false, false>(&s.weights[0][0], F + PAD, &b.sums[0][0], V + PAD, F);
+        if (CAUSAL) {
+            Pairs pairs;
+            pairs.zero();
+            pairs.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+            pairs.each([](int row, int column, float& x) { x = column <= row ? rounded(x) : 0.0f; });
+            pairs.store(&s.pairs[0][0], C + PAD);
+            pairs.over_columns(s.present, Add(), [](int, int, float x) { return x; });
+            __syncthreads();
+            rows.add<false, false>(&s.pairs[0][0], C + PAD, &b.y[0][0], V + PAD, C);
+        }
+        if ((int)threadIdx.x < n) {
+            int row = threadIdx.x;
+            float sum = together(s.past, row, Add()) + (CAUSAL ? together(s.present, row, Add()) : 0.0f);
+            s.denominator[row] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            if (place.split == 0 && logs) {
+                long long at = (long long)place.query_index * p.queries + start + row;
+                bool none = SIGNED ? s.shift[row] <= FLOOR : sum == 0.0f;
+                logs[at] = none ? infinity() : SIGNED ? s.shift[row] : s.shift[row] + logarithm(sum);
+                if (SIGNED) denominators[at] = s.denominator[row];
+            }
+        }
+        __syncthreads();
+        Stored* to = out + ((long long)place.query_index * p.queries + start) * VALUES + column;
+        rows.each([&](int row, int c, float& x) {
+            // A sum of underflown terms may be -0; it must not tell how many terms it had.
+            if (row < n && column + c < VALUES) narrow(x * s.denominator[row] + 0.0f, to[(long long)row * VALUES + c]);
+        });
+        __syncthreads();
+    }
+    if (CAUSAL && after && place.segment == p.segments - 1 && place.head % p.group == 0) {
+        leave(b, memory, after + (long long)place.key_index * RECORD, place.split);
+    }
+}

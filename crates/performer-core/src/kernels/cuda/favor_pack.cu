@@ -1,0 +1,37 @@
+// The projection as the kernels want it: a right factor in fragments, once for features and once for gradients.
+
+#include "tile.cuh"
+
+// One thread for 16 bytes of a lane. The factor is (rows, columns) of D^-1/4 w: dimensions by features and times log2(e) for features,
+// features by dimensions for gradients (`back`). Hyperbolic maps have the rows w and then their negatives.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, uint4* to) {
+    int rows = back ? features : dim, columns = back ? dim : features;
+    int depth = divide(rows, 16), count = depth * divide(columns, 16) * 64;
+    int index = blockIdx.x * THREADS + threadIdx.x;
+    if (index >= count) return;
+    int lane = index % 32, half = index / 32 % 2, row = index / 64 % depth * 16, column = index / 64 / depth * 16;
+    int half_way = hyperbolic ? features / 2 : features;
+    auto at = [&](int r, int c) {
+        if (r >= rows || c >= columns) return 0.0f;
+        int feature = back ? r : c, d = back ? c : r;
+        float x = projection[(feature % half_way) * dim + d] * scale;
+        return feature < half_way ? x : -x;
+    };
+    unsigned words[4];
+    for (int i = 0; i < 4; i++) {
+#if STORAGE == 0
+        words[i] = __float_as_uint(at(row + 8 * (i / 2) + lane % 4 + 4 * (i % 2), column + 8 * half + lane / 4));
+#else
+        words[i] = 0;
+        for (int j = 0; j < 2; j++) {
+            float x = at(row + 8 * (i % 2) + lane % 4 * 2 + j, column + 8 * (i / 2) + lane / 4);
+            Bfloat high, low;
+            narrow(x, high);
+            narrow(x - widen(high), low);
+            words[i] |= (unsigned)(half ? low : high).bits << 16 * j;
+        }
+#endif
+    }
+    to[index] = make_uint4(words[0], words[1], words[2], words[3]);
+}

@@ -1,0 +1,103 @@
+// One more token: its key enters the sums and its queries read them, in one pass over the sums. GROUP: query heads of a key head.
+
+#include "favor.cuh"
+
+struct Shared {
+    // The key's features, and how much older sums shrink; the queries' weights.
+    float key[F], decay[F], norm[F], weights[GROUP][F];
+    float denominator[GROUP];
+    // Numerators, by rows of the sums that a thread treats.
+    float parts[THREADS / V][GROUP][V];
+};
+static_assert(sizeof(Shared) == SHARED_STEP, "the host asks for another size of shared memory");
+
+// One block a key head and slice of the values. `projection`: (rows, DIM) as it is, `scale` D^-1/4. The sums are read from `before` and
+// written to `after`, which must be another.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const float* projection, int hyperbolic, float scale,
+           float* before, float* after, Stored* out) {
+    extern __shared__ uint4 shared_memory[];
+    Shared& s = *(Shared*)shared_memory;
+    int index = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS, key_heads = p.heads / p.group;
+    int batch = index / key_heads, key_head = index % key_heads;
+    const Stored* key = rows_of(k, p.k, batch, key_head).first;
+    const Stored* value = rows_of(v, p.v, batch, key_head).first + split * V;
+    float* old = before + (long long)index * RECORD;
+    float* next = after + (long long)index * RECORD;
+
+    // Logarithms of features, a warp a feature; row 0 is the key, the others are queries.
+    for (int r = warp(); r < F; r += WARPS) {
+        int half = hyperbolic ? FEATURES / 2 : FEATURES;
+        for (int row = 0; row <= GROUP; row++) {
+            const Stored* x = row == 0 ? key : rows_of(q, p.q, batch, key_head * p.group + row - 1).first;
+            float sum = 0, square = 0;
+            if (READY) {
+                if (r < FEATURES) sum = widen(x[r]) * (SIGNED ? 1.0f : LOG2E);
+            } else {
+                for (int d = lane(); d < DIM; d += 32) {
+                    float number = widen(x[d]);
+                    if (r < FEATURES) sum += number * projection[(r % half) * DIM + d];
+                    square += number * number;
+                }
+                for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
+                for (int mask = 16; mask; mask /= 2) square += from_lane_xor(square, mask);
+                sum *= (r < half ? scale : -scale) * LOG2E;
+                if (row == 0) sum -= p.norm * square;
+            }
+            if (!SIGNED && r >= FEATURES) sum = -infinity();
+            if (lane() == 0) (row == 0 ? s.key[r] : s.weights[row - 1][r]) = sum;
+        }
+    }
+    __syncthreads();
+    for (int r = threadIdx.x; r < F; r += THREADS) {
+        float c = scales_of(old)[r], log = SIGNED ? widen(key[FEATURES]) * LOG2E : s.key[r];
+        float largest = fmaxf(c, log);
+        float weight = power_of_two(log - largest);
+        s.key[r] = SIGNED ? s.key[r] * weight : weight;
+        s.decay[r] = power_of_two(c - largest);
+        s.norm[r] = norms_of(old)[r] * s.decay[r] + s.key[r];
+        if (!SIGNED) {
+            for (int g = 0; g < GROUP; g++) s.weights[g][r] += largest;
+        }
+        if (split == 0) {
+            scales_of(next)[r] = largest;
+            norms_of(next)[r] = s.norm[r];
+        }
+    }
+    __syncthreads();
+    for (int g = warp(); g < GROUP; g += WARPS) {
+        float largest = -infinity(), sum = 0;
+        for (int r = lane(); r < F; r += 32) largest = fmaxf(largest, s.weights[g][r]);
+        // Every lane takes part, also where there are fewer features than lanes.
+        for (int mask = 16; mask; mask /= 2) largest = fmaxf(largest, from_lane_xor(largest, mask));
+        for (int r = lane(); r < F; r += 32) {
+            float weight = SIGNED ? s.weights[g][r] : power_of_two(s.weights[g][r] - largest);
+            s.weights[g][r] = weight;
+            sum += weight * s.norm[r];
+        }
+        for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
+        if (lane() == 0) s.denominator[g] = sum;
+    }
+    __syncthreads();
+    constexpr int ROWS_AT_ONCE = THREADS / V;
+    int column = threadIdx.x % V, first = threadIdx.x / V;
+    if (first < ROWS_AT_ONCE) {
+        float x = split * V + column < VALUES ? widen(value[column]) : 0.0f, sums[GROUP];
+        for (int g = 0; g < GROUP; g++) sums[g] = 0;
+        for (int r = first; r < F; r += ROWS_AT_ONCE) {
+            int at = r * SPLITS * V + column;
+            float sum = sums_of(old, split)[at] * s.decay[r] + s.key[r] * x;
+            sums_of(next, split)[at] = sum;
+            for (int g = 0; g < GROUP; g++) sums[g] += s.weights[g][r] * sum;
+        }
+        for (int g = 0; g < GROUP; g++) s.parts[first][g][column] = sums[g];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP * V; i += THREADS) {
+        int g = i / V, c = i % V;
+        if (split * V + c >= VALUES) continue;
+        float sum = 0, denominator = s.denominator[g];
+        for (int part = 0; part < ROWS_AT_ONCE; part++) sum += s.parts[part][g][c];
+        narrow(denominator == 0.0f ? 0.0f : sum / denominator, out[((long long)index * p.group + g) * VALUES + split * V + c]);
+    }
+}

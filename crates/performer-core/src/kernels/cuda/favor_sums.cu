@@ -1,0 +1,104 @@
+// The sums of segments: those over keys for the forward pass and the gradient of queries, those over queries (QUERIES) for the gradients
+// of keys and values.
+
+#include "favor.cuh"
+
+static_assert(sizeof(Builder) == SHARED_SUMS, "the host asks for another size of shared memory");
+
+// One block a head of the builder and segment. `x`, `y`: keys and values, or queries and gradients of outputs; `logs` and `unit` are of
+// queries, as the gradient kernels take them.
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
+favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
+           const float* unit, const float* denominators, float* records) {
+    extern __shared__ uint4 shared_memory[];
+    Builder& b = *(Builder*)shared_memory;
+    Place place(p);
+    Rows<const Stored> rows = rows_of(x, p.q, place.batch, place.head);
+    Rows<const Stored> weighed = rows_of(y, p.v, place.batch, place.head);
+    Packed packed = {projection, D / 16};
+    const unsigned char* seen = visible ? visible + (long long)place.batch * p.queries : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    long long first = (long long)place.query_index * p.queries;
+    int column = place.split * V;
+
+    Memory memory;
+    begin(b, memory, nullptr, place.split);
+    int end = min(p.queries, (place.segment + 1) * p.segment);
+    for (int start = place.segment * p.segment; start < end; start += C) {
+        Span span = {start, min(C, end - start), 1};
+        load_side(b, rows, span, keep);
+        load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, weighed, span, column, VALUES - column, [&](int row) {
+            long long token = span.token(row);
+            return !keep(token) ? 0.0f : QUERIES && SIGNED ? denominators[first + token] : 1.0f;
+        });
+        Span next = {start + C, max(0, min(C, end - start - C)), 1};
+        ask_for_rows(rows, next, READY ? FEATURES : DIM);
+        ask_for_rows({weighed.first + column, weighed.stride}, next, min(V, VALUES - column));
+        if (QUERIES) {
+            for (int row = threadIdx.x; row < C; row += THREADS) {
+                b.offset[row] = row < span.count ? -logs[first + start + row] : -infinity();
+                b.unit[row] = row < span.count ? unit[first + start + row] : 0.0f;
+            }
+            __syncthreads();
+        } else {
+            for (int row = threadIdx.x; row < C; row += THREADS) b.unit[row] = 1;
+            __syncthreads();
+            set_key_offsets(b, rows, span, p.norm, keep);
+            __syncthreads();
+        }
+        gather(b, memory, rows, span, packed);
+        __syncthreads();
+    }
+    leave(b, memory, records + ((long long)place.segment * (gridDim.x / SPLITS) + place.query_index) * RECORD, place.split);
+}
+
+// Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads), from `initial` (heads) on, if given. If
+// `exclusive`, each record becomes the sum of those before it (after it if `reverse`); `total`, if given, gets the sum of all. One warp a
+// head and feature, so that it has read a scale before it overwrites it.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_combine(int heads, int segments, float* records, const float* initial, float* total, int exclusive, int reverse) {
+    constexpr int WIDTH = SPLITS * V;
+    long long index = (long long)blockIdx.x * WARPS + warp();
+    if (index >= (long long)heads * F) return;
+    int head = index / F, r = index % F;
+    float* start = initial ? (float*)initial + (long long)head * RECORD : nullptr;
+    float scale = start ? scales_of(start)[r] : FLOOR;
+    float norm = start ? norms_of(start)[r] : 0.0f;
+    float sums[divide(WIDTH, 32)];
+    for (int i = 0; i < divide(WIDTH, 32); i++) {
+        int c = lane() + 32 * i;
+        sums[i] = start && c < WIDTH ? sums_of(start, 0)[r * WIDTH + c] : 0.0f;
+    }
+    for (int step = 0; step < segments; step++) {
+        float* record = records + ((long long)(reverse ? segments - 1 - step : step) * heads + head) * RECORD;
+        float next_scale = scales_of(record)[r], next_norm = norms_of(record)[r];
+        float largest = fmaxf(scale, next_scale);
+        float keep = power_of_two(scale - largest), add = power_of_two(next_scale - largest);
+        __syncwarp();
+        if (exclusive && lane() == 0) {
+            scales_of(record)[r] = scale;
+            norms_of(record)[r] = norm;
+        }
+        for (int i = 0; i < divide(WIDTH, 32); i++) {
+            int c = lane() + 32 * i;
+            if (c >= WIDTH) continue;
+            float* at = sums_of(record, 0) + r * WIDTH + c;
+            float next = *at;
+            if (exclusive) *at = sums[i];
+            sums[i] = sums[i] * keep + next * add;
+        }
+        norm = norm * keep + next_norm * add;
+        scale = largest;
+    }
+    if (total) {
+        float* record = total + (long long)head * RECORD;
+        if (lane() == 0) {
+            scales_of(record)[r] = scale;
+            norms_of(record)[r] = norm;
+        }
+        for (int i = 0; i < divide(WIDTH, 32); i++) {
+            int c = lane() + 32 * i;
+            if (c < WIDTH) sums_of(record, 0)[r * WIDTH + c] = sums[i];
+        }
+    }
+}

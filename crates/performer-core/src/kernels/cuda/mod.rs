@@ -1,0 +1,271 @@
+//! CUDA kernels, compiled when they are first used: NVRTC turns a source with macros for the shape into machine code of the device at
+//! hand. So nothing of CUDA is needed to build without the feature, and no shape that is not used is ever compiled.
+//!
+//! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none of the toolkit's headers
+//! (`cuda_bf16.h`, `mma.h`), which a machine with a driver alone lacks too. Files that sources share are given as [`Source::headers`].
+//! `kernels.txt` beside this file lists all sources with the macros that `scripts/cuda-check.sh` compiles them with.
+
+pub(crate) mod activation;
+mod buffer;
+mod compile;
+pub(super) mod cross_entropy;
+pub(crate) mod embedding;
+pub(crate) mod favor;
+mod favor_call;
+mod memory;
+pub(super) mod norm;
+pub(crate) mod rotary;
+pub(crate) mod softmax;
+
+use std::{
+    collections::HashMap,
+    fmt::Display,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+};
+
+pub use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{
+    DType, Error, Layout, Result, Shape, Storage, Tensor, bail,
+    cuda_backend::{CudaStorageSlice, DeviceId, WrapErr, cudarc},
+    op::BackpropOp,
+};
+use cudarc::driver::{
+    CudaFunction, CudaModule, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
+    sys::{CUdevice_attribute, CUfunction_attribute_enum},
+};
+
+pub use compile::compile;
+use memory::on_slice;
+pub use memory::{allocate, free_memory, keep_memory, poison_outputs, synchronize};
+
+/// A `.cu` file.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Path below `crates/`, for messages and to tell sources apart.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+    /// Name, as `#include "NAME"` has it, and text of the files it includes.
+    pub headers: &'static [(&'static str, &'static str)],
+}
+
+/// Headers of the kernels that take tensors of several types.
+pub(crate) const STORED: &[(&str, &str)] =
+    &[("stored.cuh", include_str!("stored.cuh")), ("warp.cuh", include_str!("warp.cuh"))];
+
+/// The macro `STORAGE` of `stored.cuh` and `tile.cuh`.
+pub(crate) fn storage(dtype: DType) -> Result<u8> {
+    Ok(match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        other => bail!("a CUDA kernel was given {other:?}; it takes f32, f16 and bf16"),
+    })
+}
+
+/// Threads of a block in kernels that treat element by element or row by row.
+pub const THREADS: usize = 256;
+
+/// Whether the kernels of a transformer's smaller operations take this tensor.
+pub(crate) fn takes(t: &Tensor) -> bool {
+    t.device().is_cuda() && storage(t.dtype()).is_ok() && t.elem_count() > 0
+}
+
+/// A tensor as an operation gets it.
+pub type View<'a> = (&'a CudaStorage, &'a Layout);
+
+/// The storages and layouts of tensors on a device, for the time of `work`.
+pub fn with_storages<const N: usize, R>(tensors: [&Tensor; N], work: impl FnOnce([View; N]) -> Result<R>) -> Result<R> {
+    let guards = tensors.map(|t| t.storage_and_layout());
+    if guards.iter().any(|(storage, _)| !matches!(**storage, Storage::Cuda(_))) {
+        bail!("a CUDA kernel was given a tensor that is elsewhere");
+    }
+    work(guards.each_ref().map(|(storage, layout)| match &**storage {
+        Storage::Cuda(storage) => (storage, *layout),
+        _ => unreachable!("checked above"),
+    }))
+}
+
+/// A kernel's result as a tensor that no gradient passes.
+pub fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+}
+
+/// Refuses tensors that are not contiguous.
+pub(crate) fn contiguous<const N: usize>(views: [View; N]) -> Result<()> {
+    match views.iter().find(|(_, layout)| !layout.is_contiguous()) {
+        Some((_, layout)) => bail!("a CUDA kernel was given a tensor that is not contiguous: {layout:?}"),
+        None => Ok(()),
+    }
+}
+
+/// A macro and what it stands for.
+pub type Macro<'a> = (&'a str, &'a dyn Display);
+
+impl Source {
+    /// The kernel `entry` (`extern "C" __global__`) compiled with `macros` for a device, from the cache if it was used before.
+    /// `shared` is the dynamic shared memory of a block in bytes.
+    ///
+    /// # Errors
+    /// What could not be compiled, for which architecture, with the compiler's own words; or that the device lacks shared memory.
+    pub fn kernel(&self, device: &CudaDevice, entry: &str, macros: &[Macro], shared: usize) -> Result<Kernel> {
+        type Loaded = (Arc<CudaModule>, HashMap<String, (CudaFunction, usize)>);
+        static CACHE: OnceLock<Mutex<HashMap<(DeviceId, String), Loaded>>> = OnceLock::new();
+        let macros: Vec<String> = macros.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let module = format!("{} {}", self.name, macros.join(" "));
+        let context = |what: &str, e: &dyn Display| {
+            Error::msg(format!("kernel {entry} of {module}: {what} on {}: {e}", device_name(device)))
+        };
+        let mut cache = CACHE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let (loaded, functions) = match cache.entry((device.id(), module.clone())) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(vacant) => {
+                let image = compile(self, &macros, capability(device)?)?;
+                let loaded =
+                    device.cuda_stream().context().load_module(image).map_err(|e| context("cannot be loaded", &e))?;
+                vacant.insert((loaded, HashMap::new()))
+            }
+        };
+        if !functions.contains_key(entry) {
+            let function = loaded.load_function(entry).map_err(|e| context("is not in the module", &e))?;
+            functions.insert(entry.to_owned(), (function, SHARED_BY_DEFAULT));
+        }
+        let Some((function, granted)) = functions.get_mut(entry) else {
+            bail!("kernel {entry} vanished from the cache")
+        };
+        if shared > *granted {
+            let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+            if shared > most {
+                bail!(
+                    "kernel {entry} of {module} needs {shared} bytes of shared memory; {} has {most}",
+                    device_name(device)
+                );
+            }
+            let kind = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(kind, shared as i32).map_err(|e| context("is refused its shared memory", &e))?;
+            *granted = shared;
+        }
+        Ok(Kernel { function: function.clone(), stream: device.cuda_stream(), shared })
+    }
+}
+
+/// Dynamic shared memory that a block has without asking, in bytes.
+const SHARED_BY_DEFAULT: usize = 48 << 10;
+
+/// A kernel ready to run on one device.
+#[derive(Debug)]
+pub struct Kernel {
+    function: CudaFunction,
+    stream: Arc<CudaStream>,
+    shared: usize,
+}
+
+impl Kernel {
+    /// Begins the list of arguments; [`Launch::run`] ends it.
+    pub fn launch(&self) -> Launch<'_> {
+        Launch { kernel: self, values: Vec::new(), uses: Vec::new() }
+    }
+}
+
+/// A kernel with its arguments so far.
+pub struct Launch<'a> {
+    kernel: &'a Kernel,
+    /// Bytes of each argument, aligned as the widest number.
+    values: Vec<Box<[u64]>>,
+    /// Ends of the uses of tensors, for other streams to wait for.
+    uses: Vec<SyncOnDrop<'a>>,
+}
+
+impl<'a> Launch<'a> {
+    /// A number, or a `repr(C)` struct of numbers.
+    pub fn value<T: DeviceRepr + Copy>(mut self, value: T) -> Self {
+        let mut bytes = vec![0u64; size_of::<T>().div_ceil(8)].into_boxed_slice();
+        // SAFETY: there is room for a T, aligned to 8 bytes, which no number of a kernel exceeds.
+        unsafe { bytes.as_mut_ptr().cast::<T>().write_unaligned(value) };
+        self.values.push(bytes);
+        self
+    }
+
+    /// A pointer to a tensor's first number.
+    pub fn input(mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<Self> {
+        let pointer = self.address(storage, layout)?;
+        Ok(self.value(pointer))
+    }
+
+    /// A pointer to room for results.
+    pub fn output(mut self, storage: &'a mut CudaStorage) -> Result<Self> {
+        let pointer = self.address_mut(storage)?;
+        Ok(self.value(pointer))
+    }
+
+    /// Where a tensor's first number lies, for a struct of pointers that is given to [`Self::value`] of this launch.
+    pub fn address(&mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<u64> {
+        on_slice!(&storage.slice, slice => {
+            let (pointer, sync) = slice.device_ptr(&self.kernel.stream);
+            self.uses.push(sync);
+            Ok(pointer + (layout.start_offset() * (slice.num_bytes() / slice.len().max(1))) as u64)
+        })
+    }
+
+    /// The same of room for results.
+    pub fn address_mut(&mut self, storage: &'a mut CudaStorage) -> Result<u64> {
+        on_slice!(&mut storage.slice, slice => {
+            let (pointer, sync) = slice.device_ptr_mut(&self.kernel.stream);
+            self.uses.push(sync);
+            Ok(pointer)
+        })
+    }
+
+    /// A pointer to nothing, where a kernel can do without a tensor.
+    pub fn nothing(self) -> Self {
+        self.value(0u64)
+    }
+
+    /// Queues the kernel on the device's stream, with `grid` blocks of `threads` threads, and does not wait for it.
+    ///
+    /// # Safety
+    /// The arguments must be what the kernel takes, in order, and what they point to must hold as much as it reads and writes.
+    pub unsafe fn run(self, grid: [usize; 3], threads: usize) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let dim =
+            |n: usize| u32::try_from(n).map_err(|_| Error::msg(format!("a grid of {grid:?} blocks is too large")));
+        let config = LaunchConfig {
+            grid_dim: (dim(grid[0])?, dim(grid[1])?, dim(grid[2])?),
+            block_dim: (dim(threads)?, 1, 1),
+            shared_mem_bytes: self.kernel.shared as u32,
+        };
+        let mut launch = self.kernel.stream.launch_builder(&self.kernel.function);
+        for value in &self.values {
+            launch.arg(&value[0]);
+        }
+        // SAFETY: the caller's.
+        unsafe { launch.launch(config) }.w()?;
+        Ok(())
+    }
+}
+
+/// Compute capability, such as (9, 0).
+pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
+    device.cuda_stream().context().compute_capability().w()
+}
+
+/// Streaming multiprocessors of the device: how many blocks fill it.
+pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
+    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+}
+
+/// Bytes of the second-level cache.
+pub fn cache_bytes(device: &CudaDevice) -> Result<usize> {
+    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
+}
+
+/// The card's name.
+pub fn device_name(device: &CudaDevice) -> String {
+    device.cuda_stream().context().name().unwrap_or_else(|_| "this CUDA device".to_owned())
+}
+
+fn attribute(device: &CudaDevice, attribute: CUdevice_attribute) -> Result<usize> {
+    Ok(device.cuda_stream().context().attribute(attribute).w()?.max(0) as usize)
+}

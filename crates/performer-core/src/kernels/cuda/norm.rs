@@ -1,0 +1,79 @@
+//! Norms on CUDA.
+
+use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
+
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
+use crate::kernels::norm::Norm;
+
+const SOURCE: Source =
+    Source { name: "performer-core/src/kernels/cuda/norm.cu", text: include_str!("norm.cu"), headers: STORED };
+
+/// Rows that a block treats at a time, a warp each.
+const ROWS: usize = THREADS / 32;
+
+/// Rows and their width.
+fn size(x: View, weight: View) -> Result<[usize; 2]> {
+    let width = weight.1.shape().elem_count();
+    if width == 0 || x.1.dims().last() != Some(&width) || weight.0.dtype() != DType::F32 {
+        bail!(
+            "norm: rows {:?} need an f32 weight of their last dimension, not {:?} {:?}",
+            x.1.dims(),
+            weight.0.dtype(),
+            weight.1.dims()
+        );
+    }
+    Ok([x.1.shape().elem_count() / width, width])
+}
+
+/// Normalised rows of `x`'s type; weight and bias are f32.
+pub(in crate::kernels) fn forward(
+    norm: &Norm,
+    x: View,
+    weight: View,
+    bias: Option<View>,
+) -> Result<(CudaStorage, Shape)> {
+    let [rows, width] = size(x, weight)?;
+    contiguous([x, weight, bias.unwrap_or(weight)])?;
+    let device = x.0.device();
+    let mut out = allocate(device, x.1.shape(), x.0.dtype())?;
+    let macros: [super::Macro; 2] = [("STORAGE", &storage(x.0.dtype())?), ("CENTER", &u8::from(norm.center))];
+    let kernel = SOURCE.kernel(device, "norm_forward", &macros, 0)?;
+    let launch = kernel.launch().value(rows as i64).value(width as i32).value(norm.eps);
+    let launch = launch.input(x.0, x.1)?.input(weight.0, weight.1)?;
+    let launch = match bias {
+        Some(bias) => launch.input(bias.0, bias.1)?,
+        None => launch.nothing(),
+    };
+    // SAFETY: rows, weight and bias have the sizes that the kernel is told.
+    unsafe { launch.output(&mut out)?.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
+    Ok((out, x.1.shape().clone()))
+}
+
+/// Gradients of rows, weight and bias.
+pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
+    let grad = grad.contiguous()?;
+    with_storages([x, weight, &grad], |[x, weight, grad]| {
+        let [rows, width] = size(x, weight)?;
+        contiguous([x, weight, grad])?;
+        let (device, dtype) = (x.0.device(), x.0.dtype());
+        // Enough blocks to fill a card; their sums are added up in a fixed order.
+        let splits = rows.div_ceil(ROWS).clamp(1, 64);
+        let mut dx = allocate(device, x.1.shape(), dtype)?;
+        let mut kept = allocate(device, &Shape::from((rows, 2)), DType::F32)?;
+        let mut sums = allocate(device, &Shape::from((splits, 2, width)), DType::F32)?;
+        let macros: [super::Macro; 2] = [("STORAGE", &storage(dtype)?), ("CENTER", &u8::from(norm.center))];
+        let kernel = SOURCE.kernel(device, "norm_backward", &macros, 0)?;
+        let launch = kernel.launch().value(rows as i64).value(width as i32).value(norm.eps);
+        let launch = launch.input(x.0, x.1)?.input(weight.0, weight.1)?.input(grad.0, grad.1)?;
+        // SAFETY: everything has the sizes that the kernel is told.
+        unsafe { launch.output(&mut dx)?.output(&mut kept)?.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
+        let kernel = SOURCE.kernel(device, "norm_weight_gradients", &macros, 0)?;
+        let launch = kernel.launch().value(rows as i64).value(width as i32);
+        let launch = launch.input(x.0, x.1)?.input(grad.0, grad.1)?.output(&mut kept)?;
+        // SAFETY: as above; every block writes its part of the sums.
+        unsafe { launch.output(&mut sums)?.run([width.div_ceil(32), splits, 1], THREADS) }?;
+        let sums = tensor(sums, (splits, 2, width)).sum(0)?;
+        let part = |i: usize| sums.get(i)?.reshape(weight.1.shape());
+        Ok([tensor(dx, x.1.shape()), part(0)?, part(1)?])
+    })
+}

@@ -1,0 +1,246 @@
+// Exact softmax attention in blocks of keys with a running maximum (Milakov and Gimelshein 2018, Dao et al. 2022); nothing of size T x T
+// reaches memory. Backward, scores are made again from the logarithms of the denominators: once with queries as rows, for their
+// gradient, and once with keys as rows, for theirs and the values'. Each number is added up by one block in a fixed order.
+//
+// Macros: STORAGE (tile.cuh); DIM and VALUES, sizes of a query and a value. Logarithms are to base 2.
+
+// Weights are at most 1. f32's tiles are twice as large, so its blocks are half.
+#define HALF_OPERANDS
+#if STORAGE == 0
+#define BLOCK_WARPS 4
+#endif
+#include "tile.cuh"
+
+constexpr int D = up(DIM, 16), V = up(VALUES, 16);
+// Rows of a block, a warp each 16, and how many columns of scores it makes at a time.
+constexpr int R = 16 * WARPS, K = R / 2;
+
+typedef Sums<R, K, WARPS> Scores;
+
+// Low, but finite: -inf - FLOOR is -inf and not NaN.
+constexpr float FLOOR = -1e37f;
+
+struct Strides { long long batch, head, token; };
+
+struct Problem {
+    // Query heads, and how many of them read one key head.
+    int heads, group;
+    int queries, keys;
+    // Query t sees keys up to t + offset; all if it is negative.
+    int offset;
+    // log2(e)/sqrt(D), and without the logarithm.
+    float scale, slope;
+    Strides q, k, v;
+};
+
+template <class T>
+__device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
+    return {first + batch * strides.batch + head * strides.head, strides.token};
+}
+
+struct Shared {
+    // Of rows: queries and gradients of outputs, or keys and values. Of columns: the other two.
+    alignas(16) Operand x[R][D + PAD];
+    alignas(16) Operand y[R][V + PAD];
+    alignas(16) Operand across_x[K][D + PAD];
+    alignas(16) Operand across_y[K][V + PAD];
+    // A row's weights, and what comes of them: each warp its own rows.
+    alignas(16) Operand weights[R][K + PAD];
+    // By key: 0, or -inf where it is hidden. By query: its logarithm, and g.out.
+    float hidden[R], log[R], delta[R];
+};
+static_assert(sizeof(Shared) == SHARED, "the host asks for another size of shared memory");
+
+// Keys or values of `span`; those of hidden keys are not looked at.
+template <int ROWS, int COLUMNS>
+__device__ void load_keys(Operand* to, Rows<const Stored> from, Span span, int width, const unsigned char* seen) {
+    load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width,
+                                [&](int row) { return !seen || seen[span.token(row)] ? 1.0f : 0.0f; });
+}
+template <int ROWS, int COLUMNS>
+__device__ void load_all(Operand* to, Rows<const Stored> from, Span span, int width) {
+    load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width, [](int) { return 1.0f; });
+}
+__device__ inline void hide(float* hidden, int count, Span span, const unsigned char* seen) {
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        hidden[i] = i < span.count && (!seen || seen[span.token(i)]) ? 0.0f : -infinity();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, Stored* out, float* logs) {
+    extern __shared__ uint4 shared_memory[];
+    Shared& s = *(Shared*)shared_memory;
+    int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+    // The longest rows first.
+    int start = (gridDim.y - 1 - blockIdx.y) * R;
+    Span rows = {start, min(R, p.queries - start), 1};
+    Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
+    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    load_all<R, D>(&s.x[0][0], rows_of(q, p.q, batch, head), rows, DIM);
+
+    Sums<R, V, WARPS> sums;
+    sums.zero();
+    float largest[2] = {FLOOR, FLOOR}, denominator[2] = {0, 0};
+    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
+    for (int first = 0; first < reach; first += K) {
+        Span columns = {first, min(K, reach - first), 1};
+        __syncthreads();
+        load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
+        load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
+        hide(s.hidden, K, columns, seen);
+        __syncthreads();
+        Scores scores;
+        scores.zero();
+        scores.template add<false, true>(&s.x[0][0], D + PAD, &s.across_x[0][0], D + PAD, D);
+        scores.each([&](int row, int column, float& x) {
+            bool later = p.offset >= 0 && first + column > p.offset + start + row;
+            x = later ? -infinity() : x * p.scale + s.hidden[column];
+        });
+        float now[2], decay[2], sum[2];
+        scores.over_my_columns(scores, now, Largest(), [](int, int, float x, float) { return x; });
+        for (int i = 0; i < 2; i++) {
+            now[i] = fmaxf(now[i], largest[i]);
+            decay[i] = power_of_two(largest[i] - now[i]);
+            largest[i] = now[i];
+        }
+        scores.each_of_mine([&](int i, int, int, float& x) { x = rounded(power_of_two(x - now[i])); });
+        scores.over_my_columns(scores, sum, Add(), [](int, int, float x, float) { return x; });
+        for (int i = 0; i < 2; i++) denominator[i] = denominator[i] * decay[i] + sum[i];
+        sums.each_of_mine([&](int i, int, int, float& x) { x *= decay[i]; });
+        scores.store(&s.weights[0][0], K + PAD);
+        __syncwarp();
+        sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
+    }
+    long long at = ((long long)blockIdx.x * p.queries + start);
+    sums.each_of_mine([&](int i, int row, int column, float& x) {
+        if (row >= rows.count) return;
+        // A row that sees nothing is zero, and has weight 0 for every key in the backward pass.
+        if (column == 0) logs[at + row] = denominator[i] == 0.0f ? infinity() : largest[i] + logarithm(denominator[i]);
+        if (column < VALUES) narrow(denominator[i] == 0.0f ? 0.0f : x / denominator[i], out[(at + row) * VALUES + column]);
+    });
+}
+
+// g.out: a warp a row.
+extern "C" __global__ void __launch_bounds__(THREADS) softmax_delta(int rows, const Stored* out, const Stored* grad, float* delta) {
+    int row = blockIdx.x * WARPS + warp();
+    if (row >= rows) return;
+    float sum = 0;
+    for (int i = lane(); i < VALUES; i += 32) {
+        sum += widen(out[(long long)row * VALUES + i]) * widen(grad[(long long)row * VALUES + i]);
+    }
+    for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
+    if (lane() == 0) delta[row] = sum;
+}
+
+// Logarithms and g.out of queries; what is beyond the last has weight 0.
+__device__ inline void load_logs(Shared& s, int count, const float* logs, const float* delta, long long first, Span span) {
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        bool has = i < span.count;
+        s.log[i] = has ? logs[first + span.token(i)] : infinity();
+        s.delta[i] = has ? delta[first + span.token(i)] : 0.0f;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
+                        const float* logs, const float* delta, Stored* dq) {
+    extern __shared__ uint4 shared_memory[];
+    Shared& s = *(Shared*)shared_memory;
+    int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+    int start = (gridDim.y - 1 - blockIdx.y) * R;
+    Span rows = {start, min(R, p.queries - start), 1};
+    long long first_query = (long long)blockIdx.x * p.queries;
+    Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
+    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    load_all<R, D>(&s.x[0][0], rows_of(q, p.q, batch, head), rows, DIM);
+    load_all<R, V>(&s.y[0][0], Rows<const Stored>{grad + first_query * VALUES, VALUES}, rows, VALUES);
+    load_logs(s, R, logs, delta, first_query, rows);
+
+    Sums<R, D, WARPS> sums;
+    sums.zero();
+    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
+    for (int first = 0; first < reach; first += K) {
+        Span columns = {first, min(K, reach - first), 1};
+        __syncthreads();
+        load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
+        load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
+        hide(s.hidden, K, columns, seen);
+        __syncthreads();
+        Scores scores, products;
+        scores.zero();
+        scores.template add<false, true>(&s.x[0][0], D + PAD, &s.across_x[0][0], D + PAD, D);
+        products.zero();
+        products.template add<false, true>(&s.y[0][0], V + PAD, &s.across_y[0][0], V + PAD, V);
+        scores.each_with(products, [&](int row, int column, float& x, float& product) {
+            bool later = p.offset >= 0 && first + column > p.offset + start + row;
+            float weight = later ? 0.0f : power_of_two(x * p.scale + s.hidden[column] - s.log[row]);
+            x = weight * (product - s.delta[row]);
+        });
+        scores.store(&s.weights[0][0], K + PAD);
+        __syncwarp();
+        sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
+    }
+    sums.each([&](int row, int column, float& x) {
+        if (row < rows.count && column < DIM) narrow(x * p.slope, dq[(first_query + start + row) * DIM + column]);
+    });
+}
+
+// One block a key head and rows of keys: the queries of all heads of the group, one head after the other.
+extern "C" __global__ void __launch_bounds__(THREADS)
+softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
+                      const float* logs, const float* delta, Stored* dk, Stored* dv) {
+    extern __shared__ uint4 shared_memory[];
+    Shared& s = *(Shared*)shared_memory;
+    int key_heads = p.heads / p.group, batch = blockIdx.x / key_heads, key_head = blockIdx.x % key_heads;
+    // Early keys are seen by most queries.
+    int start = blockIdx.y * R;
+    Span rows = {start, min(R, p.keys - start), 1};
+    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    load_keys<R, D>(&s.x[0][0], rows_of(k, p.k, batch, key_head), rows, DIM, seen);
+    load_keys<R, V>(&s.y[0][0], rows_of(v, p.v, batch, key_head), rows, VALUES, seen);
+    hide(s.hidden, R, rows, seen);
+
+    Sums<R, D, WARPS> key_sums;
+    Sums<R, V, WARPS> value_sums;
+    key_sums.zero();
+    value_sums.zero();
+    // Queries before this one see none of the keys.
+    int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
+    for (int head = key_head * p.group; head < (key_head + 1) * p.group; head++) {
+        Rows<const Stored> queries = rows_of(q, p.q, batch, head);
+        long long first_query = ((long long)batch * p.heads + head) * p.queries;
+        for (int first = begin; first < p.queries; first += K) {
+            Span columns = {first, min(K, p.queries - first), 1};
+            __syncthreads();
+            load_all<K, D>(&s.across_x[0][0], queries, columns, DIM);
+            load_all<K, V>(&s.across_y[0][0], Rows<const Stored>{grad + first_query * VALUES, VALUES}, columns, VALUES);
+            load_logs(s, K, logs, delta, first_query, columns);
+            __syncthreads();
+            Scores scores, products;
+            scores.zero();
+            scores.template add<false, true>(&s.x[0][0], D + PAD, &s.across_x[0][0], D + PAD, D);
+            products.zero();
+            products.template add<false, true>(&s.y[0][0], V + PAD, &s.across_y[0][0], V + PAD, V);
+            scores.each_with(products, [&](int row, int column, float& x, float& product) {
+                bool later = p.offset >= 0 && start + row > p.offset + first + column;
+                x = later ? 0.0f : power_of_two(x * p.scale + s.hidden[row] - s.log[column]);
+                product = x * (product - s.delta[column]);
+            });
+            scores.store(&s.weights[0][0], K + PAD);
+            __syncwarp();
+            value_sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
+            __syncwarp();
+            products.store(&s.weights[0][0], K + PAD);
+            __syncwarp();
+            key_sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
+        }
+    }
+    long long at = (long long)blockIdx.x * p.keys + start;
+    key_sums.each([&](int row, int column, float& x) {
+        if (row < rows.count && column < DIM) narrow(x * p.slope, dk[(at + row) * DIM + column]);
+    });
+    value_sums.each([&](int row, int column, float& x) {
+        if (row < rows.count && column < VALUES) narrow(x, dv[(at + row) * VALUES + column]);
+    });
+}

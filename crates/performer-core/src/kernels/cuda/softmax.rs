@@ -1,0 +1,237 @@
+//! Exact softmax attention on CUDA, fused, with gradients: what FAVOR is compared with.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{
+    CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
+    cuda_backend::cudarc::driver::DeviceRepr,
+};
+
+use super::{
+    CudaStorage, Kernel, Launch, Macro, Source, View,
+    buffer::{Buffer, Strides, optional},
+    storage, with_storages,
+};
+use crate::kernels::favor::blocks::MOST_WIDTH;
+
+const SOURCE: Source = Source {
+    name: "performer-core/src/kernels/cuda/softmax.cu",
+    text: include_str!("softmax.cu"),
+    headers: &[("warp.cuh", include_str!("warp.cuh")), ("tile.cuh", include_str!("tile.cuh"))],
+};
+
+/// Whether the kernels take queries `q` and values `v`.
+pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
+    let narrow = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
+    super::takes(q) && narrow(q) && narrow(v)
+}
+
+/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) offset: Option<usize>,
+    /// `(B, Tk)`, u8, contiguous.
+    pub(crate) visible: Option<Tensor>,
+}
+
+/// `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of
+/// each is contiguous and nothing is empty. A row that sees no key is zero.
+pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
+    q.apply_op3(k, v, Softmax { seen, logs: Mutex::new(None) })
+}
+
+struct Softmax {
+    seen: Seen,
+    /// Logarithms of the denominators to base 2, `(B, H, Tq)`, for the backward pass.
+    logs: Mutex<Option<Buffer>>,
+}
+
+/// `Problem` of `softmax.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Problem {
+    heads: i32,
+    group: i32,
+    queries: i32,
+    keys: i32,
+    offset: i32,
+    scale: f32,
+    slope: f32,
+    q: Strides,
+    k: Strides,
+    v: Strides,
+}
+
+// SAFETY: numbers alone, laid out as in C.
+unsafe impl DeviceRepr for Problem {}
+
+/// One problem on one device.
+struct Call<'a> {
+    views: [View<'a>; 3],
+    visible: Option<View<'a>>,
+    problem: Problem,
+    dtype: DType,
+    batch: usize,
+    heads: usize,
+    key_heads: usize,
+    queries: usize,
+    keys: usize,
+    dim: usize,
+    values: usize,
+}
+
+impl<'a> Call<'a> {
+    fn new(views: [View<'a>; 3], visible: Option<View<'a>>, offset: Option<usize>) -> Result<Self> {
+        let [q, k, v] = views;
+        let dtype = q.0.dtype();
+        if k.0.dtype() != dtype || v.0.dtype() != dtype {
+            bail!("softmax on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
+        }
+        let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
+        if queries.max(keys) > i32::MAX as usize / 2 || queries.max(keys) / 64 > 65535 {
+            bail!("softmax on CUDA: {queries} queries over {keys} keys are too many");
+        }
+        let slope = (dim as f64).sqrt().recip();
+        let problem = Problem {
+            heads: heads as i32,
+            group: (heads / key_heads) as i32,
+            queries: queries as i32,
+            keys: keys as i32,
+            offset: offset.map_or(-1, |offset| offset.min(keys) as i32),
+            scale: (slope * std::f64::consts::LOG2_E) as f32,
+            slope: slope as f32,
+            q: Strides::of(q.1),
+            k: Strides::of(k.1),
+            v: Strides::of(v.1),
+        };
+        Ok(Self { views, visible, problem, dtype, batch, heads, key_heads, queries, keys, dim, values })
+    }
+
+    /// Threads and rows of a block.
+    fn block(&self) -> (usize, usize) {
+        if self.dtype == DType::F32 { (128, 64) } else { (256, 128) }
+    }
+
+    /// The kernel; `tiles` says whether it works in shared memory.
+    fn kernel(&self, entry: &str, tiles: bool) -> Result<Kernel> {
+        let rows = self.block().1;
+        let (bytes, pad) = if self.dtype == DType::F32 { (4, 4) } else { (2, 8) };
+        let (d, v) = (self.dim.next_multiple_of(16) + pad, self.values.next_multiple_of(16) + pad);
+        let shared = (rows * (d + v + rows / 2 + pad) + rows / 2 * (d + v)) * bytes + 12 * rows;
+        let macros: [Macro; 4] =
+            [("STORAGE", &storage(self.dtype)?), ("DIM", &self.dim), ("VALUES", &self.values), ("SHARED", &shared)];
+        SOURCE.kernel(self.views[0].0.device(), entry, &macros, if tiles { shared } else { 0 })
+    }
+
+    /// A launch with what all kernels on tiles begin with.
+    fn begin<'l>(&'l self, kernel: &'l Kernel) -> Result<Launch<'l>> {
+        let mut launch = kernel.launch().value(self.problem);
+        for view in self.views {
+            launch = launch.input(view.0, view.1)?;
+        }
+        optional(launch, self.visible)
+    }
+
+    fn forward(&self) -> Result<(Buffer, Buffer)> {
+        let device = self.views[0].0.device();
+        let mut out = Buffer::of(device, (self.batch, self.heads, self.queries, self.values), self.dtype)?;
+        let mut logs = Buffer::new(device, self.batch * self.heads * self.queries)?;
+        let kernel = self.kernel("softmax_forward", true)?;
+        let launch = self.begin(&kernel)?.output(&mut out.storage)?.output(&mut logs.storage)?;
+        let (threads, rows) = self.block();
+        // SAFETY: strides and sizes are those of the tensors; every row is written.
+        unsafe { launch.run([self.batch * self.heads, self.queries.div_ceil(rows), 1], threads) }?;
+        Ok((out, logs))
+    }
+
+    fn backward(&self, out: View, grad: View, logs: &Buffer) -> Result<[Buffer; 3]> {
+        let device = self.views[0].0.device();
+        let (threads, rows) = self.block();
+        let count = self.batch * self.heads * self.queries;
+        let mut delta = Buffer::new(device, count)?;
+        let kernel = self.kernel("softmax_delta", false)?;
+        let launch = kernel.launch().value(count as i32).input(out.0, out.1)?.input(grad.0, grad.1)?;
+        // SAFETY: as many rows as the kernel is told.
+        unsafe { launch.output(&mut delta.storage)?.run([count.div_ceil(threads / 32), 1, 1], threads) }?;
+
+        let like = |heads: usize, tokens: usize, width: usize| {
+            Buffer::of(device, (self.batch, heads, tokens, width), self.dtype)
+        };
+        let mut dq = like(self.heads, self.queries, self.dim)?;
+        let kernel = self.kernel("softmax_query_gradients", true)?;
+        let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
+        let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dq.storage)?;
+        // SAFETY: strides and sizes are those of the tensors; every row is written.
+        unsafe { launch.run([self.batch * self.heads, self.queries.div_ceil(rows), 1], threads) }?;
+
+        let (mut dk, mut dv) =
+            (like(self.key_heads, self.keys, self.dim)?, like(self.key_heads, self.keys, self.values)?);
+        let kernel = self.kernel("softmax_key_gradients", true)?;
+        let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
+        let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dk.storage)?.output(&mut dv.storage)?;
+        // SAFETY: as above.
+        unsafe { launch.run([self.batch * self.key_heads, self.keys.div_ceil(rows), 1], threads) }?;
+        Ok([dq, dk, dv])
+    }
+}
+
+impl Softmax {
+    fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+        match &self.seen.visible {
+            None => work(&Call::new(views, None, self.seen.offset)?),
+            Some(visible) => {
+                with_storages([visible], |[visible]| work(&Call::new(views, Some(visible), self.seen.offset)?))
+            }
+        }
+    }
+}
+
+impl CustomOp3 for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        bail!("softmax attention: this operation is for CUDA")
+    }
+
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+        s3: &CudaStorage,
+        l3: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (out, logs) = self.with_call([(s1, l1), (s2, l2), (s3, l3)], |call| call.forward())?;
+        *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = Some(logs);
+        let shape = out.layout.shape().clone();
+        Ok((out.storage, shape))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(logs) = &*logs else { bail!("softmax attention: the backward pass needs a forward pass before it") };
+        let gradients = with_storages([q, k, v, out, &grad.contiguous()?], |[q, k, v, out, grad]| {
+            self.with_call([q, k, v], |call| call.backward(out, grad, logs))
+        })?;
+        let [dq, dk, dv] = gradients.map(Buffer::tensor);
+        Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}

@@ -1,0 +1,427 @@
+// Tiles: what the attention kernels load, multiply and store, 16 by 16 numbers a step, on tensor cores.
+//
+// STORAGE says what tensors hold: 0 f32, 1 f16, 2 bf16. Operands of products are f32 for f32 (each product is three of TF32, which
+// brings back f32's precision) and bf16 for both half types, since f16 has no room for weights up to e^32; where weights are at most 1,
+// f16 for f16 (HALF_OPERANDS). Sums are f32 always. All operands lie in shared memory, except constant ones, which come from global memory as the lanes need them (`Packed`).
+
+#ifndef PERFORMER_TILE
+#define PERFORMER_TILE
+
+#include "warp.cuh"
+
+#if STORAGE == 0
+typedef float Stored;
+typedef float Operand;
+#elif STORAGE == 1
+typedef Half Stored;
+#ifdef HALF_OPERANDS
+typedef Half Operand;
+#else
+typedef Bfloat Operand;
+#endif
+#else
+typedef Bfloat Stored;
+typedef Bfloat Operand;
+#endif
+
+// How many operands hold one number of a tensor exactly.
+#ifdef HALF_OPERANDS
+constexpr int PARTS = 1;
+#else
+constexpr int PARTS = STORAGE == 1 ? 2 : 1;
+#endif
+// Rows of shared memory are this much longer, so that a column's numbers lie in different banks.
+constexpr int PAD = sizeof(Operand) == 2 ? 8 : 4;
+
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 8
+#endif
+constexpr int WARPS = BLOCK_WARPS;
+constexpr int THREADS = 32 * WARPS;
+
+__device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+__device__ constexpr int divide(int n, int by) { return (n + by - 1) / by; }
+
+__device__ inline int lane() { return threadIdx.x % 32; }
+__device__ inline int warp() { return threadIdx.x / 32; }
+
+// A number as it comes out of an operand: what is added up beside a product must be what the product adds up.
+__device__ inline float rounded(float x) {
+    Operand y;
+    narrow(x, y);
+    return widen(y);
+}
+
+// ---- Fragments: 16x16 of the left, the right factor, and of the sum.
+
+#if STORAGE == 0
+
+// Of each number the TF32 next to it, and that of the rest.
+struct Left {
+    unsigned high[2][4], low[2][4];
+    __device__ void set(int step, int i, float x) {
+        high[step][i] = tf32(x);
+        low[step][i] = tf32(x - __uint_as_float(high[step][i]));
+    }
+};
+struct Right {
+    unsigned high[2][2][2], low[2][2][2];
+    __device__ void set(int half, int step, int i, float x) {
+        high[half][step][i] = tf32(x);
+        low[half][step][i] = tf32(x - __uint_as_float(high[half][step][i]));
+    }
+};
+
+// Rows from `row` and columns from `column` of a factor; stored by columns where `transposed`.
+template <bool transposed>
+__device__ void load(Left& to, const float* from, int stride, int row, int column) {
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < 4; i++) {
+            int r = row + lane() / 4 + 8 * (i % 2), c = column + 8 * step + lane() % 4 + 4 * (i / 2);
+            to.set(step, i, transposed ? from[c * stride + r] : from[r * stride + c]);
+        }
+    }
+}
+template <bool transposed>
+__device__ void load(Right& to, const float* from, int stride, int row, int column) {
+    for (int half = 0; half < 2; half++) {
+        for (int step = 0; step < 2; step++) {
+            for (int i = 0; i < 2; i++) {
+                int r = row + 8 * step + lane() % 4 + 4 * i, c = column + 8 * half + lane() / 4;
+                to.set(half, step, i, transposed ? from[c * stride + r] : from[r * stride + c]);
+            }
+        }
+    }
+}
+
+__device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& b) {
+    for (int half = 0; half < 2; half++) {
+        for (int step = 0; step < 2; step++) {
+            multiply_tf32(sum[half], a.low[step], b.high[half][step]);
+            multiply_tf32(sum[half], a.high[step], b.low[half][step]);
+            multiply_tf32(sum[half], a.high[step], b.high[half][step]);
+        }
+    }
+}
+
+#else
+
+struct Left { unsigned x[4]; };
+struct Right { unsigned x[2][2]; };
+
+template <bool transposed>
+__device__ void load(Left& to, const Operand* from, int stride, int row, int column) {
+    int i = lane() / 8, r = lane() % 8;
+    const Operand* at = transposed ? from + (column + i / 2 * 8 + r) * stride + row + i % 2 * 8
+                                  : from + (row + i % 2 * 8 + r) * stride + column + i / 2 * 8;
+    load_matrices(to.x, at, transposed);
+}
+template <bool transposed>
+__device__ void load(Right& to, const Operand* from, int stride, int row, int column) {
+    int i = lane() / 8, r = lane() % 8;
+    const Operand* at = transposed ? from + (column + i / 2 * 8 + r) * stride + row + i % 2 * 8
+                                  : from + (row + i % 2 * 8 + r) * stride + column + i / 2 * 8;
+    unsigned x[4];
+    load_matrices(x, at, !transposed);
+    to.x[0][0] = x[0], to.x[0][1] = x[1], to.x[1][0] = x[2], to.x[1][1] = x[3];
+}
+
+__device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& b) {
+#if STORAGE == 1 && defined(HALF_OPERANDS)
+    multiply_f16(sum[0], a.x, b.x[0]);
+    multiply_f16(sum[1], a.x, b.x[1]);
+#else
+    multiply_bf16(sum[0], a.x, b.x[0]);
+    multiply_bf16(sum[1], a.x, b.x[1]);
+#endif
+}
+
+#endif
+
+// A constant right factor (R, C) in global memory, 16x16 after 16x16, rows first, each as 32 bytes a lane: for f32 the numbers that
+// the lane holds in the order of `Right`; else as bf16 twice, the numbers rounded and what rounding left over.
+struct Packed {
+    const uint4* tiles;
+    // Tiles in a row, R/16.
+    int depth;
+
+    __device__ void load(Right (&to)[STORAGE == 0 ? 1 : 2], int row, int column) const {
+        const uint4* at = tiles + ((column / 16 * depth + row / 16) * 2) * 32 + lane();
+        uint4 x = load_constant(at), y = load_constant(at + 32);
+#if STORAGE == 0
+        const float first[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+        const float second[4] = {__uint_as_float(y.x), __uint_as_float(y.y), __uint_as_float(y.z), __uint_as_float(y.w)};
+        for (int i = 0; i < 4; i++) {
+            to[0].set(0, i / 2, i % 2, first[i]);
+            to[0].set(1, i / 2, i % 2, second[i]);
+        }
+#else
+        to[0].x[0][0] = x.x, to[0].x[0][1] = x.y, to[0].x[1][0] = x.z, to[0].x[1][1] = x.w;
+        to[1].x[0][0] = y.x, to[1].x[0][1] = y.y, to[1].x[1][0] = y.z, to[1].x[1][1] = y.w;
+#endif
+    }
+};
+
+// ---- A matrix of sums (ROWS, COLUMNS) in the registers of a block. Warps stand in ROW_GROUPS groups of rows; in a group, they take
+// turns at the columns, 16 a turn.
+
+template <int ROWS, int COLUMNS, int ROW_GROUPS>
+struct Sums {
+    static constexpr int GROUPS = WARPS / ROW_GROUPS;
+    static constexpr int TALL = divide(ROWS, 16 * ROW_GROUPS);
+    static constexpr int WIDE = divide(COLUMNS, 16 * GROUPS);
+
+    float x[TALL][WIDE][2][4];
+
+    __device__ static int group() { return warp() / GROUPS; }
+    __device__ static int turn() { return warp() % GROUPS; }
+    __device__ static int tile_row(int m) { return (group() * TALL + m) * 16; }
+    __device__ static int tile_column(int n) { return (n * GROUPS + turn()) * 16; }
+    __device__ static bool has_row(int m) { return ROWS % (16 * ROW_GROUPS) == 0 || tile_row(m) < ROWS; }
+    __device__ static bool has_column(int n) { return COLUMNS % (16 * GROUPS) == 0 || tile_column(n) < COLUMNS; }
+
+    __device__ void zero() {
+#pragma unroll
+        for (int i = 0; i < TALL * WIDE * 8; i++) (&x[0][0][0][0])[i] = 0;
+    }
+
+    // += A B over `depth` products, A (ROWS, depth) and B (depth, COLUMNS) in shared memory. Transposed: stored by columns.
+    template <bool left_transposed, bool right_transposed>
+    __device__ void add(const Operand* left, int left_stride, const Operand* right, int right_stride, int depth) {
+#pragma unroll 2
+        for (int k = 0; k < depth; k += 16) {
+            Left a[TALL];
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                if (has_row(m)) load<left_transposed>(a[m], left, left_stride, tile_row(m), k);
+            }
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+                Right b;
+                load<right_transposed>(b, right, right_stride, k, tile_column(n));
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (has_row(m)) multiply(x[m][n], a[m], b);
+                }
+            }
+        }
+    }
+
+    // += A B with B packed and A as the sum of `parts` matrices, one after the other in shared memory.
+    template <int parts>
+    __device__ void add_packed(const Operand* left, int left_stride, int part, const Packed& right, int depth) {
+#pragma unroll 2
+        for (int k = 0; k < depth; k += 16) {
+            Left a[parts][TALL];
+#pragma unroll
+            for (int p = 0; p < parts; p++) {
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (has_row(m)) load<false>(a[p][m], left + p * part, left_stride, tile_row(m), k);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+                Right b[STORAGE == 0 ? 1 : 2];
+                right.load(b, k, tile_column(n));
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (!has_row(m)) continue;
+                    multiply(x[m][n], a[0][m], b[0]);
+                    // The product of two remainders is too small to see.
+                    if (STORAGE != 0) multiply(x[m][n], a[0][m], b[STORAGE == 0 ? 0 : 1]);
+                    if (parts == 2) multiply(x[m][n], a[parts - 1][m], b[0]);
+                }
+            }
+        }
+    }
+
+    // Calls `f(i, row, column, number)` for every number that the thread holds, in its i-th row of 2 TALL.
+    template <class F>
+    __device__ void each_of_mine(F f) {
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            if (!has_row(m)) continue;
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    int half = i / 2 % 2, row = tile_row(m) + lane() / 4 + 8 * half;
+                    int column = tile_column(n) + 8 * (i / 4) + 2 * (lane() % 4) + i % 2;
+                    f(2 * m + half, row, column, x[m][n][i / 4][i % 4]);
+                }
+            }
+        }
+    }
+
+    // The same of `f(row, column, number)`.
+    template <class F>
+    __device__ void each(F f) {
+        each_of_mine([&](int, int row, int column, float& x) { f(row, column, x); });
+    }
+
+    // The same with the numbers of another matrix of this shape.
+    template <class F>
+    __device__ void each_with(Sums& other, F f) {
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            if (!has_row(m)) continue;
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    int row = tile_row(m) + lane() / 4 + 8 * (i / 2 % 2);
+                    int column = tile_column(n) + 8 * (i / 4) + 2 * (lane() % 4) + i % 2;
+                    f(row, column, x[m][n][i / 4][i % 4], other.x[m][n][i / 4][i % 4]);
+                }
+            }
+        }
+    }
+
+    // Rounds to operands in shared memory.
+    __device__ void store(Operand* to, int stride) {
+        each([&](int row, int column, float& x) { narrow(x, to[row * stride + column]); });
+    }
+
+    // Sum or maximum over columns of `f(row, column, number)`: `to[t][row]` gets the part of the warps whose turn is t, to be put
+    // together after __syncthreads.
+    template <class Op, class F>
+    __device__ void over_columns(float (*to)[ROWS], Op op, F f) {
+        over_columns_with(*this, to, op, [&](int row, int column, float x, float) { return f(row, column, x); });
+    }
+
+    // The same of `f(row, column, number, number of another matrix)`.
+    template <class Op, class F>
+    __device__ void over_columns_with(const Sums& other, float (*to)[ROWS], Op op, F f) {
+        float y[2 * TALL];
+        over_my_columns(other, y, op, f);
+#pragma unroll
+        for (int i = 0; i < 2 * TALL; i++) {
+            if (has_row(i / 2) && lane() % 4 == 0) to[turn()][tile_row(i / 2) + lane() / 4 + 8 * (i % 2)] = y[i];
+        }
+    }
+
+    // The same over the columns of the warp, to the four lanes that hold a row.
+    template <class Op, class F>
+    __device__ void over_my_columns(const Sums& other, float (&y)[2 * TALL], Op op, F f) {
+#pragma unroll
+        for (int i = 0; i < 2 * TALL; i++) {
+            int m = i / 2, half = i % 2;
+            if (!has_row(m)) continue;
+            int row = tile_row(m) + lane() / 4 + 8 * half;
+            y[i] = op.start();
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    int column = tile_column(n) + 8 * (j / 2) + 2 * (lane() % 4) + j % 2, at = 2 * half + j % 2;
+                    y[i] = op(y[i], f(row, column, x[m][n][j / 2][at], other.x[m][n][j / 2][at]));
+                }
+            }
+            y[i] = op(y[i], from_lane_xor(y[i], 1));
+            y[i] = op(y[i], from_lane_xor(y[i], 2));
+        }
+    }
+
+    // The same over rows: `to[g][column]` gets the part of group g.
+    template <class Op, class F>
+    __device__ void over_rows(float (*to)[COLUMNS], Op op, F f) {
+#pragma unroll
+        for (int n = 0; n < WIDE; n++) {
+            if (!has_column(n)) continue;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int column = tile_column(n) + 8 * (i / 2) + 2 * (lane() % 4) + i % 2;
+                float y = op.start();
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (!has_row(m)) continue;
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        int row = tile_row(m) + lane() / 4 + 8 * half;
+                        y = op(y, f(row, column, x[m][n][i / 2][2 * half + i % 2]));
+                    }
+                }
+                for (int mask = 4; mask < 32; mask *= 2) y = op(y, from_lane_xor(y, mask));
+                if (lane() < 4) to[group()][column] = y;
+            }
+        }
+    }
+};
+
+struct Add {
+    __device__ float start() const { return 0; }
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+struct Largest {
+    __device__ float start() const { return -infinity(); }
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+template <int PARTS_, int N, class Op>
+__device__ float together(const float (&parts)[PARTS_][N], int i, Op op) {
+    float y = parts[0][i];
+    for (int p = 1; p < PARTS_; p++) y = op(y, parts[p][i]);
+    return y;
+}
+
+// ---- Rows of tensors.
+
+// Where a head's rows lie: row t begins at `first + t * stride`.
+template <class T>
+struct Rows {
+    T* first;
+    long long stride;
+};
+
+// Which rows a tile takes: `count` from token `first` on, one after the other, or one before the other.
+struct Span {
+    int first, count, step;
+    __device__ long long token(int row) const { return first + (long long)step * row; }
+};
+
+// Loads rows of `width` numbers from column `column` on into a tile of ROWS by COLUMNS, with zeros around them, times `factor(row)`. In
+// `parts` tiles, one `part` after the other, where one operand cannot hold a number.
+template <int ROWS, int COLUMNS, int parts, class F>
+__device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> from, Span span, int column, int width, F factor) {
+    // 16 bytes at once where all rows begin at a multiple of them.
+    constexpr int N = 16 / sizeof(Stored);
+    const Stored* first = from.first + column;
+    bool whole = ((unsigned long long)first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
+    for (int i = threadIdx.x; i < ROWS * (COLUMNS / N); i += THREADS) {
+        int row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
+        float scale = row < span.count ? factor(row) : 0.0f;
+        const Stored* at = first + span.token(row) * from.stride + c;
+        union { uint4 all; Stored x[N]; } piece;
+        if (scale == 0.0f) {
+            piece.all = make_uint4(0, 0, 0, 0);
+        } else if (whole && c + N <= width) {
+            piece.all = load_once((const uint4*)at);
+        } else {
+            piece.all = make_uint4(0, 0, 0, 0);
+            for (int j = 0; j < N && c + j < width; j++) piece.x[j] = at[j];
+        }
+        Operand* out = to + row * stride + c;
+        for (int j = 0; j < N; j++) {
+            float x = widen(piece.x[j]) * scale;
+            narrow(x, out[j]);
+            if (parts == 2) narrow(x - widen(out[j]), out[part + j]);
+        }
+    }
+}
+
+// Has rows of `width` numbers brought near, for the next chunk.
+__device__ inline void ask_for_rows(Rows<const Stored> from, Span span, int width) {
+    constexpr int LINE = 128 / sizeof(Stored);
+    int lines = divide(width, LINE);
+    for (int i = threadIdx.x; i < span.count * lines; i += THREADS) {
+        ask_for(from.first + span.token(i / lines) * from.stride + i % lines * LINE);
+    }
+}
+
+#endif

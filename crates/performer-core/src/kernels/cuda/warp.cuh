@@ -1,0 +1,98 @@
+// What the hardware gives, one instruction a function: conversions, exponentials, fragments and their products. The rest of the
+// kernels is plain C++; tests/cuda_host/warp.h gives the same functions on a CPU, lane by lane.
+//
+// Compiled at run time, where no toolkit's headers are: nothing is included.
+
+#ifndef PERFORMER_WARP
+#define PERFORMER_WARP
+
+struct Half { unsigned short bits; };
+struct Bfloat { unsigned short bits; };
+
+__device__ inline float infinity() { return __uint_as_float(0x7f800000u); }
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(Bfloat x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ inline float widen(Half x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+__device__ inline void narrow(float x, float& to) { to = x; }
+__device__ inline void narrow(float x, Half& to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+__device__ inline void narrow(float x, Bfloat& to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+
+// The nearest number with the 10 bits of a TF32 mantissa.
+__device__ inline unsigned tf32(float x) {
+    unsigned y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float logarithm(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float from_lane_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+
+// A bit for each lane of the warp.
+__device__ inline unsigned lanes_where(bool condition) { return __ballot_sync(~0u, condition); }
+
+// What is read again and again stays in the first-level cache; what is read once does not push it out, and may be asked for early.
+__device__ inline uint4 load_constant(const uint4* at) {
+    uint4 x;
+    asm("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    return x;
+}
+__device__ inline uint4 load_once(const uint4* at) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" : : "l"(at)); }
+
+// Four 8x8 matrices of 16-bit numbers; lane 8i + r points to row r of matrix i. Lane l gets entries 2(l%4) and 2(l%4) + 1 of row l/4 of
+// each, or of column l/4 where they are transposed.
+__device__ inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    if (transposed) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+    }
+}
+
+// c += a b for a 16x16, b 16x8, of bf16.
+__device__ inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same of f16.
+__device__ inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// c += a b for a 16x8, b 8x8, of TF32.
+__device__ inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif

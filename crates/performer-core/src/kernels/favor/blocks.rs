@@ -1,0 +1,186 @@
+//! How the CUDA kernels cut FAVOR into blocks, chunks and segments: by sizes alone, so that results do not depend on the card.
+
+/// Most features that the kernels take.
+pub(crate) const MOST_FEATURES: usize = 512;
+/// Largest head and value dimension that the kernels take.
+pub(crate) const MOST_WIDTH: usize = 128;
+
+/// Blocks that keep a large card busy.
+const ENOUGH: usize = 256;
+/// Warps of a block.
+const WARPS: usize = 8;
+
+/// Sizes that the kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// 0 f32, 1 f16, 2 bf16.
+    pub(crate) storage: u8,
+    /// 0: features are made in the kernel; 1: rows are log-features; 2: rows are features with a sign.
+    pub(crate) map: u8,
+    /// Head dimension, where features are made in the kernel.
+    pub(crate) dim: usize,
+    /// `F`.
+    pub(crate) features: usize,
+    /// `Dv`.
+    pub(crate) values: usize,
+    /// Values that a block takes: a multiple of 16.
+    pub(crate) slice: usize,
+    /// Tokens of a chunk.
+    pub(crate) chunk: usize,
+}
+
+impl Blocks {
+    /// The largest pieces whose sums fit the registers, and whose tiles the shared memory of a block, `most` bytes.
+    pub(crate) fn choose(storage: u8, map: u8, [dim, features, values]: [usize; 3], most: usize) -> Self {
+        let f = features.next_multiple_of(16);
+        let chunk = match (storage, f) {
+            (0, 257..) => 16,
+            (0, _) | (_, 129..) => 32,
+            _ => 64,
+        };
+        // 64 sums a thread.
+        let registers = 32 * WARPS * 64 / f.next_multiple_of(64) / 32 * 32;
+        let slice = values.next_multiple_of(16).min(registers.max(16));
+        let mut blocks = Self { storage, map, dim, features, values, slice, chunk };
+        while blocks.shared_backward().max(blocks.shared_forward()) > most {
+            if blocks.slice > 32 {
+                blocks.slice = (blocks.slice / 2).next_multiple_of(16);
+            } else if blocks.chunk > 16 {
+                blocks.chunk /= 2;
+            } else {
+                break;
+            }
+        }
+        blocks
+    }
+
+    /// Slices of the values, a block each.
+    pub(crate) fn splits(&self) -> usize {
+        self.values.div_ceil(self.slice)
+    }
+
+    /// Numbers of a head's sums: a scale and a sum for each feature, and a row of values.
+    pub(crate) fn record(&self) -> usize {
+        self.f() * (2 + self.splits() * self.slice)
+    }
+
+    /// Padded features.
+    pub(crate) fn f(&self) -> usize {
+        self.features.next_multiple_of(16)
+    }
+
+    /// Segments of `tokens`, for `heads` heads, and the tokens of each: more than one where the heads alone are too few.
+    pub(crate) fn segments(&self, heads: usize, tokens: usize) -> (usize, usize) {
+        // A segment shorter than a few chunks costs more than it gains.
+        let wanted = ENOUGH.div_ceil(heads * self.splits()).min(tokens / (8 * self.chunk)).max(1);
+        let length = tokens.div_ceil(wanted).next_multiple_of(self.chunk);
+        (tokens.div_ceil(length), length)
+    }
+
+    /// Bytes of an operand in shared memory, and how many more each row has.
+    fn operand(&self) -> (usize, usize) {
+        if self.storage == 0 { (4, 4) } else { (2, 8) }
+    }
+
+    fn tile(&self, rows: usize, columns: usize) -> usize {
+        let (bytes, pad) = self.operand();
+        rows * (columns + pad) * bytes
+    }
+
+    fn row_groups(&self) -> usize {
+        if self.chunk == 64 { 2 } else { 1 }
+    }
+
+    fn turns(&self) -> usize {
+        WARPS / self.row_groups()
+    }
+
+    fn side(&self) -> usize {
+        let parts = if self.storage == 1 { 2 } else { 1 };
+        let dim = if self.map == 0 { self.dim.next_multiple_of(16) } else { 16 };
+        parts * self.tile(self.chunk, dim) + 4 * self.chunk
+    }
+
+    /// Shared memory of the kernels that make sums, in bytes: what a builder has.
+    pub(crate) fn shared_sums(&self) -> usize {
+        let (c, f, v) = (self.chunk, self.f(), self.slice);
+        let tiles = self.tile(c, v) + self.tile(c, f) + self.tile(f, v);
+        self.side() + tiles + 4 * (c + f * (5 + 2 * self.row_groups()) + self.turns() * c)
+    }
+
+    /// Shared memory of the forward kernel.
+    pub(crate) fn shared_forward(&self) -> usize {
+        let c = self.chunk;
+        self.shared_sums() + self.side() + self.tile(c, self.f()) + self.tile(c, c) + 4 * c * (3 * self.turns() + 2)
+    }
+
+    /// Shared memory of the kernels of gradients.
+    pub(crate) fn shared_backward(&self) -> usize {
+        let c = self.chunk;
+        self.shared_sums()
+            + self.side()
+            + self.tile(c, self.slice)
+            + self.tile(c, self.f())
+            + self.tile(c, c)
+            + 4 * c * (1 + 5 * self.turns())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shared memory of a block on A100 and on H100.
+    const CARDS: [usize; 2] = [163 << 10, 227 << 10];
+
+    #[test]
+    fn every_size_fits() {
+        for storage in 0..3 {
+            for dim in [16, 64, 128] {
+                for features in [16, 24, 128, 256, 512] {
+                    for most in CARDS {
+                        let b = Blocks::choose(storage, 0, [dim, features, dim], most);
+                        assert!(b.shared_forward() <= most && b.shared_backward() <= most, "{b:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn segments_cover_all_tokens() {
+        let blocks = Blocks::choose(2, 0, [64, 128, 64], CARDS[1]);
+        assert_eq!(blocks.segments(256, 4096), (1, 4096));
+        for (heads, tokens) in [(1, 1), (8, 1000), (8, 1 << 20), (64, 4096), (3, 777)] {
+            let (count, length) = blocks.segments(heads, tokens);
+            assert!(count * length >= tokens && (count - 1) * length < tokens, "{heads} {tokens}: {count} of {length}");
+        }
+    }
+
+    /// The sizes in `kernels.txt` are those that this file gives; NVRTC checks them against the kernels' own.
+    #[test]
+    fn listed_kernels_have_these_sizes() {
+        let mut seen = 0;
+        for line in include_str!("../cuda/kernels.txt").lines().filter(|line| line.contains("FEATURES=")) {
+            let value = |name: &str| -> Option<usize> {
+                line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
+            };
+            let size = |name: &str| value(name).unwrap_or_else(|| panic!("{line}: no {name}"));
+            let sizes = [size("DIM"), size("FEATURES"), size("VALUES")];
+            let blocks = Blocks::choose(size("STORAGE") as u8, size("MAP") as u8, sizes, CARDS[0]);
+            assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
+            let of = [
+                ("SHARED_FORWARD", blocks.shared_forward()),
+                ("SHARED_SUMS", blocks.shared_sums()),
+                ("SHARED_BACKWARD", blocks.shared_backward()),
+            ];
+            for (name, bytes) in of {
+                if let Some(listed) = value(name) {
+                    assert_eq!(listed, bytes, "{line}");
+                    seen += 1;
+                }
+            }
+        }
+        assert!(seen > 0);
+    }
+}

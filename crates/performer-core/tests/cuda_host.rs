@@ -1,0 +1,491 @@
+//! The CUDA kernels of FAVOR and softmax against the reference, without a card: their sources, compiled for the CPU with
+//! `cuda_host/device.h` in place of the hardware.
+//!
+//! Sizes here are few, to keep the time short; `cargo test --test cuda_host -- --ignored` runs many. Without a C++ compiler nothing can be
+//! tested, and the tests say so.
+
+mod common;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use candle_core::DType;
+use common::{Problem, Random, assert_close};
+use half::{bf16, f16};
+use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
+use performer_core::reference::{Kernel, Shape, attention, attention_backward};
+
+/// What one set of kernels is compiled for.
+#[derive(Clone, Copy, Debug)]
+struct Build {
+    dtype: DType,
+    map: FeatureMapKind,
+    head_dim: usize,
+    /// `M`.
+    rows: usize,
+    values: usize,
+    /// Tokens of a chunk, and values of a block.
+    chunk: usize,
+    slice: usize,
+    causal: bool,
+    /// Whether gradients are added up from those of query heads and slices.
+    partial: bool,
+}
+
+/// How the kernels are launched.
+#[derive(Clone, Copy, Debug, Default)]
+struct Run {
+    segments: usize,
+    backward: bool,
+    /// If not 0, where the sequence is split, the second part going on from the state of the first, the last two tokens step by step.
+    split: usize,
+    /// Threads take turns in the other order.
+    descending: bool,
+}
+
+/// What comes out; empty where it was not asked for.
+struct Results {
+    out: Vec<f64>,
+    /// The same in parts, with the states after all tokens: in one go, and after the parts.
+    parts: Option<[Vec<f64>; 3]>,
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+}
+
+/// The C++ compiler, if there is one.
+fn compiler() -> Option<&'static str> {
+    static COMPILER: OnceLock<Option<String>> = OnceLock::new();
+    let found = COMPILER.get_or_init(|| {
+        let named = std::env::var("CXX").ok();
+        let candidates = named.into_iter().chain(["c++", "g++", "clang++"].map(String::from));
+        let works =
+            |c: &String| Command::new(c).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
+        let found = candidates.into_iter().find(works);
+        if found.is_none() {
+            eprintln!("skipped: there is no C++ compiler, with which the CUDA kernels are run on the CPU");
+        }
+        found
+    });
+    found.as_deref()
+}
+
+/// Compiles `source` of `cuda_host/` with macros, once for each set of them.
+fn compile(source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
+    static PROGRAMS: Mutex<BTreeMap<String, Arc<OnceLock<PathBuf>>>> = Mutex::new(BTreeMap::new());
+    let compiler = compiler()?;
+    let options: Vec<String> = macros.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+    let name = format!("{source}{}", options.concat());
+    let program = Arc::clone(PROGRAMS.lock().unwrap().entry(name.clone()).or_default());
+    let build = || {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_host");
+        fs::create_dir_all(&folder).unwrap();
+        let program = folder.join(&name);
+        let output = Command::new(compiler)
+            .args(["-std=c++17", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-o"])
+            .arg(&program)
+            .arg("-I")
+            .arg(here.join("src/kernels/cuda"))
+            .args(&options)
+            .arg(here.join(format!("tests/cuda_host/{source}.cpp")))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{name}:\n{}", String::from_utf8_lossy(&output.stderr));
+        program
+    };
+    Some(program.get_or_init(build).clone())
+}
+
+/// Runs a program on numbers and returns those that it writes.
+fn execute(program: &Path, header: &[usize], numbers: &[&[f64]], mask: Option<&[bool]>) -> Vec<f64> {
+    let mut input: Vec<u8> = header.iter().flat_map(|&n| (n as i32).to_ne_bytes()).collect();
+    input.extend(numbers.iter().copied().flatten().flat_map(|&x| (x as f32).to_ne_bytes()));
+    input.extend(mask.unwrap_or_default().iter().map(|&seen| u8::from(seen)));
+    let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(&input).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{} ended with {}", program.display(), output.status);
+    output.stdout.chunks_exact(4).map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect()
+}
+
+fn storage(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        other => panic!("no kernels for {other:?}"),
+    }
+}
+
+fn round(dtype: DType, values: &mut [f64]) {
+    for x in values {
+        *x = match dtype {
+            DType::F16 => f16::from_f64(*x).to_f64(),
+            DType::BF16 => bf16::from_f64(*x).to_f64(),
+            _ => f64::from(*x as f32),
+        };
+    }
+}
+
+fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F32 { 1e-4 } else { 1e-2 }
+}
+
+impl Build {
+    fn new(dtype: DType, head_dim: usize, rows: usize) -> Self {
+        Self {
+            dtype,
+            map: Positive,
+            head_dim,
+            rows,
+            values: head_dim,
+            chunk: if dtype == DType::F32 { 32 } else { 64 },
+            slice: head_dim.next_multiple_of(16),
+            causal: true,
+            partial: false,
+        }
+    }
+
+    /// A problem of this build, in numbers of its type.
+    fn problem(&self, seed: u64, shape: Shape) -> Problem {
+        let mut p = Problem::random(seed, shape, Some(self.map), self.rows);
+        p.causal = self.causal;
+        for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
+            round(self.dtype, x);
+        }
+        round(DType::F32, &mut p.projection);
+        p
+    }
+
+    fn shape(&self, [batch, heads, kv_heads]: [usize; 3], q_len: usize, k_len: usize) -> Shape {
+        Shape { batch, heads, kv_heads, q_len, k_len, head_dim: self.head_dim, value_dim: self.values }
+    }
+
+    /// As many features as the kernels see: a hyperbolic map is a positive one with the rows and their negatives.
+    fn features(&self) -> usize {
+        if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
+    }
+
+    /// `group`: query heads of a key head.
+    fn macros(&self, group: usize) -> [(&'static str, usize); 11] {
+        [
+            ("STORAGE", storage(self.dtype)),
+            ("MAP", 0),
+            ("DIM", self.head_dim),
+            ("FEATURES", self.features()),
+            ("VALUES", self.values),
+            ("SLICE", self.slice),
+            ("CHUNK", self.chunk),
+            ("CAUSAL", usize::from(self.causal)),
+            ("PARTIAL", usize::from(self.partial)),
+            ("HYPERBOLIC", usize::from(self.map == Hyperbolic)),
+            ("GROUP", group),
+        ]
+    }
+
+    fn run(&self, p: &Problem, run: Run) -> Option<Results> {
+        let macros = self.macros(p.shape.heads / p.shape.kv_heads);
+        let program = compile("favor", &macros)?;
+        let s = p.shape;
+        let header = [
+            s.batch,
+            s.heads,
+            s.kv_heads,
+            s.q_len,
+            s.k_len,
+            run.segments,
+            usize::from(p.key_mask.is_some()),
+            usize::from(run.backward),
+            run.split,
+            usize::from(run.descending),
+        ];
+        let grad = if run.backward { &p.grad_output[..] } else { &[] };
+        let numbers = [&p.q[..], &p.k, &p.v, grad, &p.projection];
+        let mut all = execute(&program, &header, &numbers, p.key_mask.as_deref()).into_iter();
+        let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
+        let out = take(s.output_count());
+        let state = s.batch
+            * s.kv_heads
+            * self.features().next_multiple_of(16)
+            * (2 + self.values.next_multiple_of(16).next_multiple_of(self.slice));
+        let parts = (run.split > 0).then(|| [take(s.output_count()), take(state), take(state)]);
+        let backward = |n| if run.backward { n } else { 0 };
+        let heads = if self.partial { s.kv_heads } else { s.heads };
+        assert!(!run.backward || heads == s.kv_heads, "gradients of a group need `partial`");
+        let results = Results {
+            out,
+            parts,
+            q: take(backward(s.q_count())),
+            k: take(backward(s.k_count())),
+            v: take(backward(s.v_count())),
+        };
+        assert_eq!(all.len(), 0, "more numbers than expected");
+        Some(results)
+    }
+
+    /// Outputs and gradients against the reference.
+    fn check(&self, p: &Problem, run: Run) {
+        let Some(results) = self.run(p, run) else { return };
+        let kernel = Kernel::Features { map: self.map, projection: &p.projection, offsets: &[] };
+        let what = |which: &str| format!("{which} of {self:?}, {run:?}, {:?}", p.shape);
+        let bound = tolerance(self.dtype);
+        let expected = attention(kernel, p.inputs());
+        assert_close(&what("outputs"), &p.output_dims(), &results.out, &expected, bound);
+        if let Some([parts, whole, carried]) = &results.parts {
+            assert_close(&what("outputs in parts"), &p.output_dims(), parts, &expected, bound);
+            assert_close(&what("state after parts"), &[whole.len()], carried, whole, bound);
+        }
+        if run.backward {
+            let expected = attention_backward(kernel, p.inputs(), &p.grad_output);
+            assert_close(&what("dq"), &p.q_dims(), &results.q, &expected.q, bound);
+            assert_close(&what("dk"), &p.k_dims(), &results.k, &expected.k, bound);
+            assert_close(&what("dv"), &p.v_dims(), &results.v, &expected.v, bound);
+        }
+    }
+}
+
+/// Outputs and gradients of exact softmax through its kernels against the reference.
+fn check_softmax(dtype: DType, mut p: Problem) {
+    for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
+        round(dtype, x);
+    }
+    let s = p.shape;
+    let macros = [("STORAGE", storage(dtype)), ("DIM", s.head_dim), ("VALUES", s.value_dim)];
+    let Some(program) = compile("softmax", &macros) else { return };
+    let offset = if p.causal { s.k_len - s.q_len } else { usize::MAX };
+    let header = [s.batch, s.heads, s.kv_heads, s.q_len, s.k_len, offset, usize::from(p.key_mask.is_some()), 0];
+    let mut all = execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output], p.key_mask.as_deref()).into_iter();
+    let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
+    let expected = attention(Kernel::Softmax, p.inputs());
+    let gradients = attention_backward(Kernel::Softmax, p.inputs(), &p.grad_output);
+    for (what, dims, expected) in [
+        ("outputs", p.output_dims(), &expected),
+        ("dq", p.q_dims(), &gradients.q),
+        ("dk", p.k_dims(), &gradients.k),
+        ("dv", p.v_dims(), &gradients.v),
+    ] {
+        assert_close(
+            &format!("{what} of softmax, {dtype:?}, {s:?}"),
+            &dims,
+            &take(expected.len()),
+            expected,
+            tolerance(dtype),
+        );
+    }
+}
+
+#[test]
+fn exact_softmax() {
+    for (dtype, batch, [heads, kv_heads], q_len, k_len, head_dim, value_dim, causal) in [
+        (DType::BF16, 1, [3, 1], 200, 200, 64, 64, true),
+        (DType::F16, 1, [1, 1], 65, 300, 48, 64, true),
+        (DType::F32, 2, [2, 1], 63, 130, 24, 40, false),
+        (DType::F32, 1, [1, 1], 1, 70, 24, 40, true),
+    ] {
+        let shape = Shape { batch, heads, kv_heads, q_len, k_len, head_dim, value_dim };
+        let mut problem = Problem::random(13, shape, None, 0);
+        problem.causal = causal;
+        check_softmax(dtype, problem.clone());
+        if !causal {
+            problem.key_mask = Some(Random::new(14).mask(batch * k_len, 0.6));
+            check_softmax(dtype, problem);
+        }
+    }
+}
+
+/// Attention over given features, and its gradients, from the formulas: outputs, dq, dk, dv. Rows of `q` are logarithms of features; or,
+/// `signed`, features, and those of `k` have the logarithm of their scale as one number more.
+fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: bool, causal: bool) -> [Vec<f64>; 4] {
+    let key_width = features + usize::from(signed);
+    let phi = |x: &[f64]| -> Vec<f64> {
+        let scale = if x.len() > features { x[features].exp() } else { 1.0 };
+        x[..features].iter().map(|x| if signed { x * scale } else { x.exp() }).collect()
+    };
+    let dot = |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
+    let add = |to: &mut [f64], factor: f64, x: &[f64]| to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
+    let (mut out, mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for n in 0..s.batch * s.heads {
+        let rows = |x: &[f64], width: usize, tokens: usize| -> Vec<Vec<f64>> {
+            x[n * tokens * width..(n + 1) * tokens * width].chunks(width).map(<[f64]>::to_vec).collect()
+        };
+        let (q, k) = (rows(q, features, s.q_len), rows(k, key_width, s.k_len));
+        let (v, g) = (rows(v, s.value_dim, s.k_len), rows(g, s.value_dim, s.q_len));
+        let (phi_q, phi_k): (Vec<_>, Vec<_>) = (q.iter().map(|x| phi(x)).collect(), k.iter().map(|x| phi(x)).collect());
+        let (mut of_keys, mut of_values) = (vec![vec![0.0; features]; s.k_len], vec![vec![0.0; s.value_dim]; s.k_len]);
+        for i in 0..s.q_len {
+            let seen = if causal { i + 1 } else { s.k_len };
+            let kernel: Vec<f64> = phi_k[..seen].iter().map(|k| dot(&phi_q[i], k)).collect();
+            let den: f64 = kernel.iter().sum();
+            let mut o = vec![0.0; s.value_dim];
+            (0..seen).for_each(|j| add(&mut o, kernel[j] / den, &v[j]));
+            let mut of_query = vec![0.0; features];
+            for j in 0..seen {
+                add(&mut of_values[j], kernel[j] / den, &g[i]);
+                let gradient = (dot(&g[i], &v[j]) - dot(&g[i], &o)) / den;
+                add(&mut of_query, gradient, &phi_k[j]);
+                add(&mut of_keys[j], gradient, &phi_q[i]);
+            }
+            out.extend(o);
+            dq.extend(of_query.iter().zip(&phi_q[i]).map(|(d, phi)| if signed { *d } else { d * phi }));
+        }
+        for j in 0..s.k_len {
+            let scale = if signed { k[j][features].exp() } else { 1.0 };
+            dk.extend(of_keys[j].iter().zip(&phi_k[j]).map(|(d, phi)| if signed { d * scale } else { d * phi }));
+            if signed {
+                dk.push(dot(&of_keys[j], &phi_k[j]));
+            }
+            dv.extend(&of_values[j]);
+        }
+    }
+    [out, dq, dk, dv]
+}
+
+#[test]
+fn features_that_come_ready() {
+    for (signed, causal, tokens, segments) in [(false, true, 70, 1), (true, true, 70, 2), (true, false, 33, 1)] {
+        let features = 24;
+        let build = Build { causal, values: 16, slice: 16, ..Build::new(DType::F32, 16, features) };
+        let shape = build.shape([1, 2, 2], tokens, tokens);
+        let mut random = Random::new(15);
+        let rows = 2 * tokens;
+        // Signed features that are mostly positive, so that no denominator comes near zero.
+        let (deviation, mean) = if signed { (0.3, 1.0) } else { (1.5, 0.0) };
+        let mut numbers = |n: usize, deviation: f64, mean: f64| -> Vec<f64> {
+            random.normal(n, deviation).into_iter().map(|x| f64::from((x + mean) as f32)).collect()
+        };
+        let q = numbers(rows * features, deviation, mean);
+        let k = numbers(rows * (features + usize::from(signed)), deviation, mean);
+        let (v, g) = (numbers(rows * 16, 1.0, 0.0), numbers(rows * 16, 1.0, 0.0));
+        let mut macros = build.macros(1).to_vec();
+        macros[1].1 = if signed { 2 } else { 1 };
+        let Some(program) = compile("favor", &macros) else { return };
+        let header = [1, 2, 2, tokens, tokens, segments, 0, 1, 0, 0];
+        let actual = execute(&program, &header, &[&q, &k, &v, &g], None);
+        let mut actual = actual.into_iter();
+        let expected = given_features(shape, [&q, &k, &v, &g], features, signed, causal);
+        for (what, expected) in ["outputs", "dq", "dk", "dv"].iter().zip(&expected) {
+            let actual: Vec<f64> = actual.by_ref().take(expected.len()).collect();
+            let what = format!("{what}, signed {signed}, causal {causal}");
+            assert_close(&what, &[expected.len()], &actual, expected, 1e-4);
+        }
+        assert_eq!(actual.len(), 0);
+    }
+}
+
+const BOTH: Run = Run { segments: 1, backward: true, split: 0, descending: false };
+
+#[test]
+fn causal_bf16() {
+    let build = Build::new(DType::BF16, 64, 128);
+    for tokens in [1, 65, 200] {
+        build.check(&build.problem(1, build.shape([1, 2, 2], tokens, tokens)), BOTH);
+    }
+    build.check(&build.problem(2, build.shape([1, 1, 1], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
+}
+
+#[test]
+fn causal_f32_in_slices_groups_and_segments_with_a_mask() {
+    let build = Build { values: 40, slice: 16, partial: true, map: Hyperbolic, ..Build::new(DType::F32, 24, 12) };
+    let mut problem = build.problem(3, build.shape([2, 3, 1], 63, 63));
+    build.check(&problem, Run { split: 33, ..BOTH });
+    problem.key_mask = Some(Random::new(4).mask(2 * 63, 0.7));
+    build.check(&problem, Run { segments: 2, ..BOTH });
+}
+
+#[test]
+fn causal_f16() {
+    let build = Build::new(DType::F16, 48, 64);
+    build.check(&build.problem(5, build.shape([1, 1, 1], 130, 130)), BOTH);
+}
+
+#[test]
+fn over_all_keys() {
+    for (dtype, queries, keys, segments) in [(DType::BF16, 70, 130, 2), (DType::F32, 65, 33, 1)] {
+        let build = Build { causal: false, ..Build::new(dtype, 16, 48) };
+        let mut problem = build.problem(6, build.shape([2, 2, 2], queries, keys));
+        problem.key_mask = Some(Random::new(7).mask(2 * keys, 0.7));
+        build.check(&problem, Run { segments, ..BOTH });
+    }
+}
+
+/// Long rows of queries and keys: chunks break, and nothing overflows.
+#[test]
+fn large_queries_and_keys() {
+    for (dtype, dim, rows) in [(DType::BF16, 64, 128), (DType::F32, 16, 48)] {
+        let build = Build::new(dtype, dim, rows);
+        for factor in [3.0, 30.0] {
+            let mut problem = build.problem(8, build.shape([1, 1, 1], 100, 100)).scale_qk(factor);
+            round(dtype, &mut problem.q);
+            round(dtype, &mut problem.k);
+            let Some(results) = build.run(&problem, BOTH) else { return };
+            let all = [&results.out, &results.q, &results.k, &results.v];
+            assert!(all.iter().all(|x| x.iter().all(|x| x.is_finite())), "{dtype:?} times {factor}");
+        }
+    }
+}
+
+/// What comes after a token does not change a bit of its output, chunk borders included.
+#[test]
+fn the_past_has_the_same_bits() {
+    for (dtype, dim, rows) in [(DType::BF16, 64, 128), (DType::F32, 16, 32)] {
+        let build = Build::new(dtype, dim, rows);
+        let run = Run { segments: 2, ..Run::default() };
+        let problem = build.problem(9, build.shape([1, 1, 1], 150, 150)).scale_qk(2.0);
+        let Some(whole) = build.run(&problem, run) else { return };
+        for cut in [1, 2, 40, 63, 64, 65, 100, 149] {
+            let mut changed = problem.clone();
+            changed.k[cut * dim..(cut + 1) * dim].iter_mut().for_each(|x| *x *= 50.0);
+            for x in [&mut changed.q, &mut changed.k, &mut changed.v] {
+                x[(cut + 1) * dim..].iter_mut().for_each(|x| *x = -1.5 * *x);
+            }
+            let Some(other) = build.run(&changed, run) else { return };
+            let past = |r: &Results| r.out[..cut * dim].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(past(&whole) == past(&other), "{dtype:?}: outputs before token {cut} changed");
+        }
+    }
+}
+
+/// Whether threads run in one order or the other: no barrier is missing.
+#[test]
+fn the_order_of_threads_does_not_matter() {
+    for (dtype, causal) in [(DType::BF16, true), (DType::F32, true), (DType::BF16, false)] {
+        let build = Build { causal, ..Build::new(dtype, 16, 48) };
+        let problem = build.problem(10, build.shape([1, 1, 1], 130, 130));
+        let run = Run { segments: 2, ..BOTH };
+        let Some(one) = build.run(&problem, run) else { return };
+        let Some(other) = build.run(&problem, Run { descending: true, ..run }) else { return };
+        assert!(one.out == other.out && one.q == other.q && one.k == other.k && one.v == other.v, "{build:?}");
+    }
+}
+
+/// Every head dimension, number of features and length; minutes.
+#[test]
+#[ignore = "takes minutes"]
+fn all_sizes() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (head_dim, rows, chunk, slice) in [
+            (16, 24, 64, 16),
+            (48, 64, 32, 48),
+            (64, 128, 16, 32),
+            (64, 256, 32, 32),
+            (128, 64, 32, 64),
+            (80, 24, 64, 80),
+            (64, 512, 16, 32),
+        ] {
+            let partial = slice < head_dim;
+            let build = Build { chunk, slice, partial, ..Build::new(dtype, head_dim, rows) };
+            for (tokens, segments) in [(1, 1), (63, 1), (65, 2), (200, 3), (500, 4)] {
+                build.check(&build.problem(11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
+            }
+            let build = Build { causal: false, ..build };
+            build.check(&build.problem(12, build.shape([2, 1, 1], 65, 200)), Run { segments: 2, ..BOTH });
+        }
+    }
+}

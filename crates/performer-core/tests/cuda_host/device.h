@@ -1,0 +1,345 @@
+// A CUDA device on one CPU thread, for the kernels in src/kernels/cuda: blocks run one after the other, the threads of a block as fibers
+// that take turns at barriers. What a warp does together is emulated lane by lane as the PTX ISA documents it (fragments of
+// mma.m16n8k16 and m16n8k8, ldmatrix), so a wrong index is a wrong number here too. Barriers that some threads miss end the program;
+// fibers may run in either order (`descending`), so that a missing barrier shows as two results.
+//
+// Stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing about speed.
+
+#pragma once
+#define PERFORMER_WARP
+
+#include <algorithm>
+#include <cmath>
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __launch_bounds__(...)
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct Dim { unsigned x, y, z; };
+
+using std::max;
+using std::min;
+
+inline Dim threadIdx, blockIdx, gridDim;
+// As much as a block has on an H100.
+constexpr size_t SHARED_BYTES = 227 << 10;
+alignas(128) uint4 shared_memory[SHARED_BYTES / 16];
+
+namespace host {
+
+constexpr int MOST_THREADS = 256;
+constexpr size_t STACK = 256 << 10;
+
+enum State { READY_TO_RUN, WAITS_FOR_WARP, WAITS_FOR_BLOCK, FINISHED };
+
+struct Fiber {
+    jmp_buf at;
+    State state = FINISHED;
+    bool started = false;
+    std::vector<char> stack;
+};
+
+inline Fiber fibers[MOST_THREADS];
+inline jmp_buf scheduler;
+inline ucontext_t home;
+inline int threads = 0, running = 0;
+inline bool descending = false;
+inline const std::function<void()>* body = nullptr;
+
+struct Warp {
+    const char* doing = nullptr;
+    int arrived = 0;
+    void* slots[32];
+};
+inline Warp warps[MOST_THREADS / 32];
+inline int at_barrier = 0;
+
+[[noreturn]] inline void fail(const char* what) {
+    std::fprintf(stderr, "block (%u, %u), thread %d: %s\n", blockIdx.x, blockIdx.y, running, what);
+    std::_Exit(3);
+}
+
+inline void trampoline() {
+    (*body)();
+    fibers[running].state = FINISHED;
+    _longjmp(scheduler, 1);
+}
+
+inline void resume(int thread) {
+    running = thread;
+    threadIdx = {(unsigned)thread, 0, 0};
+    Fiber& fiber = fibers[thread];
+    if (fiber.started) _longjmp(fiber.at, 1);
+    fiber.started = true;
+    ucontext_t context;
+    getcontext(&context);
+    fiber.stack.resize(STACK);
+    context.uc_stack.ss_sp = fiber.stack.data();
+    context.uc_stack.ss_size = STACK;
+    context.uc_link = nullptr;
+    makecontext(&context, trampoline, 0);
+    setcontext(&context);
+    std::abort();
+}
+
+// The next thread that can run, after the running one in turn; -1 if none can.
+inline int next() {
+    for (int i = 1; i <= threads; i++) {
+        int thread = (running + (descending ? threads - i : i)) % threads;
+        if (fibers[thread].state == READY_TO_RUN) return thread;
+    }
+    return -1;
+}
+
+inline void wait(State why) {
+    fibers[running].state = why;
+    int thread = next();
+    if (thread < 0) fail("waits for threads that never come");
+    if (_setjmp(fibers[running].at) == 0) resume(thread);
+}
+
+// All lanes of a warp come here with something of their own; the last one does the work for all.
+template <class T, class Work>
+void together(const char* doing, T& mine, Work work) {
+    Warp& warp = warps[running / 32];
+    if (warp.arrived == 0) warp.doing = doing;
+    if (warp.doing != doing) fail("lanes of a warp do different things");
+    warp.slots[running % 32] = &mine;
+    if (++warp.arrived < 32) return wait(WAITS_FOR_WARP);
+    warp.arrived = 0;
+    T* all[32];
+    for (int lane = 0; lane < 32; lane++) {
+        all[lane] = (T*)warp.slots[lane];
+        fibers[running / 32 * 32 + lane].state = READY_TO_RUN;
+    }
+    work(all);
+}
+
+// Runs a kernel: `kernel(arguments...)` in every thread of every block.
+template <class... Parameters, class... Arguments>
+void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Arguments... arguments) {
+    const std::function<void()> call = [&] { kernel(arguments...); };
+    body = &call;
+    threads = block_threads;
+    gridDim = grid;
+    for (unsigned y = 0; y < grid.y; y++) {
+        for (unsigned x = 0; x < grid.x; x++) {
+            blockIdx = {x, y, 0};
+            // What a block leaves behind must not help the next.
+            std::memset(shared_memory, 0xff, sizeof(shared_memory));
+            for (int i = 0; i < threads; i++) {
+                fibers[i].state = READY_TO_RUN;
+                fibers[i].started = false;
+            }
+            at_barrier = 0;
+            running = descending ? 0 : threads - 1;
+            volatile int left = threads;
+            // Comes back here when a thread has finished.
+            if (_setjmp(scheduler) != 0) left = left - 1;
+            if (left > 0) {
+                int thread = next();
+                if (thread < 0) fail("threads wait for one that has finished");
+                resume(thread);
+            }
+        }
+    }
+    body = nullptr;
+}
+
+}  // namespace host
+
+inline void __syncthreads() {
+    if (++host::at_barrier < host::threads) return host::wait(host::WAITS_FOR_BLOCK);
+    host::at_barrier = 0;
+    for (int i = 0; i < host::threads; i++) {
+        if (host::fibers[i].state != host::WAITS_FOR_BLOCK && i != host::running) host::fail("a thread missed the barrier");
+        host::fibers[i].state = host::READY_TO_RUN;
+    }
+}
+
+inline void __syncwarp() {
+    int none = 0;
+    host::together("__syncwarp", none, [](int**) {});
+}
+
+inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float infinity() { return INFINITY; }
+
+struct Half { unsigned short bits; };
+struct Bfloat { unsigned short bits; };
+
+inline float widen(float x) { return x; }
+inline float widen(Bfloat x) { return __uint_as_float((unsigned)x.bits << 16); }
+inline float widen(Half x) {
+    unsigned sign = x.bits & 0x8000, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+    float y = exponent == 31 ? (mantissa ? NAN : INFINITY)
+              : exponent     ? std::ldexp((float)(mantissa + 1024), (int)exponent - 25)
+                             : std::ldexp((float)mantissa, -24);
+    return sign ? -y : y;
+}
+
+inline void narrow(float x, float& to) { to = x; }
+inline void narrow(float x, Bfloat& to) {
+    unsigned bits = __float_as_uint(x);
+    to.bits = std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void narrow(float x, Half& to) {
+    unsigned short sign = std::signbit(x) ? 0x8000 : 0;
+    float size = std::fabs(x);
+    if (std::isnan(x)) {
+        to.bits = 0x7fff;
+    } else if (size >= 65520.0f) {
+        to.bits = sign | 0x7c00;
+    } else {
+        // In units of the last place; nearbyint rounds to even.
+        int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
+        int units = (int)std::nearbyint(std::ldexp(size, 10 - exponent));
+        to.bits = sign | (units >= 1024 ? ((exponent + 15) << 10) + (units - 1024) : units);
+    }
+}
+
+// Ties away from zero.
+inline unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
+
+// Results below the normal numbers are zero, as in ex2.approx.ftz.
+inline float power_of_two(float x) {
+    float y = std::exp2(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+inline float logarithm(float x) { return std::log2(x); }
+
+inline uint4 load_constant(const uint4* at) { return *at; }
+inline uint4 load_once(const uint4* at) { return *at; }
+// Reads, so that a checker of memory sees addresses that are not there.
+inline void ask_for(const void* at) { *(const volatile char*)at; }
+
+inline float from_lane_xor(float x, int mask) {
+    struct { float x, got; int mask; } slot = {x, 0, mask};
+    host::together("shfl", slot, [](auto** all) {
+        for (int lane = 0; lane < 32; lane++) all[lane]->got = all[lane ^ all[lane]->mask]->x;
+    });
+    return slot.got;
+}
+
+inline unsigned lanes_where(bool condition) {
+    struct { bool condition; unsigned got; } slot = {condition, 0};
+    host::together("ballot", slot, [](auto** all) {
+        unsigned bits = 0;
+        for (int lane = 0; lane < 32; lane++) bits |= (unsigned)all[lane]->condition << lane;
+        for (int lane = 0; lane < 32; lane++) all[lane]->got = bits;
+    });
+    return slot.got;
+}
+
+inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
+    struct { unsigned* to; const unsigned short* row; bool transposed; } slot = {to, (const unsigned short*)row, transposed};
+    if ((size_t)row % 16) host::fail("ldmatrix of a row that is not aligned to 16 bytes");
+    const char* at = (const char*)row;
+    if (at < (char*)shared_memory || at + 16 > (char*)shared_memory + SHARED_BYTES) host::fail("ldmatrix outside of shared memory");
+    host::together(transposed ? "ldmatrix.trans" : "ldmatrix", slot, [](auto** all) {
+        for (int lane = 0; lane < 32; lane++) {
+            for (int i = 0; i < 4; i++) {
+                int major = lane / 4, minor = lane % 4 * 2;
+                unsigned low, high;
+                if (all[0]->transposed) {
+                    low = all[8 * i + minor]->row[major];
+                    high = all[8 * i + minor + 1]->row[major];
+                } else {
+                    low = all[8 * i + major]->row[minor];
+                    high = all[8 * i + major]->row[minor + 1];
+                }
+                all[lane]->to[i] = low | high << 16;
+            }
+        }
+    });
+}
+
+namespace host {
+
+struct Fragments {
+    float* c;
+    const unsigned *a, *b;
+};
+
+// c (16, 8) += a (16, K) b (K, 8), a row's products added to the sum one after the other.
+template <int K>
+void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
+    for (int lane = 0; lane < 32; lane++) {
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
+            float sum = all[lane]->c[i];
+            for (int k = 0; k < K; k++) sum += a[row][k] * b[k][column];
+            all[lane]->c[i] = sum;
+        }
+    }
+}
+
+}  // namespace host
+
+// m16n8k16 of numbers that `half(word, i)` unpacks.
+template <class Unpack>
+void multiply_16(const char* doing, float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack half) {
+    host::Fragments mine = {c, a, b};
+    host::together(doing, mine, [&](host::Fragments** all) {
+        float left[16][16], right[16][8];
+        for (int lane = 0; lane < 32; lane++) {
+            int group = lane / 4, in_group = lane % 4;
+            for (int i = 0; i < 8; i++) {
+                // Of the eight: row `group` for 0, 1, 4, 5, else `group` + 8; column 2 `in_group` + (i & 1), + 8 from 4 on.
+                int row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
+                int column = in_group * 2 + (i & 1) + (i >= 4 ? 8 : 0);
+                left[row][column] = half(all[lane]->a[i / 2], i % 2);
+            }
+            for (int i = 0; i < 4; i++) {
+                int row = in_group * 2 + (i & 1) + (i >= 2 ? 8 : 0);
+                right[row][group] = half(all[lane]->b[i / 2], i % 2);
+            }
+        }
+        host::product(all, left, right);
+    });
+}
+
+inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    multiply_16("mma.bf16", c, a, b, [](unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); });
+}
+inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    multiply_16("mma.f16", c, a, b, [](unsigned pair, int i) { return widen(Half{(unsigned short)(i ? pair >> 16 : pair)}); });
+}
+
+inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    host::Fragments mine = {c, a, b};
+    host::together("mma.tf32", mine, [](host::Fragments** all) {
+        float left[16][8], right[8][8];
+        for (int lane = 0; lane < 32; lane++) {
+            int group = lane / 4, in_group = lane % 4;
+            for (int i = 0; i < 4; i++) {
+                int row = i == 0 || i == 2 ? group : group + 8, column = i < 2 ? in_group : in_group + 4;
+                left[row][column] = __uint_as_float(all[lane]->a[i] & ~0x1fffu);
+            }
+            for (int i = 0; i < 2; i++) right[in_group + 4 * i][group] = __uint_as_float(all[lane]->b[i] & ~0x1fffu);
+        }
+        host::product(all, left, right);
+    });
+}

@@ -1,0 +1,157 @@
+// FAVOR forward, backward and step by step, through the kernels of src/kernels/cuda on a CPU.
+//
+// Reads one problem from stdin and writes its results to stdout, as `tests/cuda_host.rs` lays them out: numbers are f32, rounded to
+// STORAGE here. Compiled once for each set of macros.
+
+#include "device.h"
+
+#define SHARED_FORWARD sizeof(Shared)
+#define SHARED_SUMS sizeof(Builder)
+#define SHARED_BACKWARD sizeof(Shared)
+
+#include "favor_pack.cu"
+#define Shared ForwardShared
+#include "favor_forward.cu"
+#undef Shared
+#define QUERIES 0
+#define favor_sums favor_key_sums
+#include "favor_sums.cu"
+#undef QUERIES
+#undef favor_sums
+#define QUERIES 1
+#define favor_sums favor_query_sums
+#define favor_combine favor_combine_again
+#include "favor_sums.cu"
+#undef favor_sums
+#undef favor_combine
+#define Shared BackwardShared
+#include "favor_backward.cu"
+#undef Shared
+#define SHARED_STEP sizeof(Shared)
+#define Shared StepShared
+#include "favor_step.cu"
+#undef Shared
+
+#include "problem.h"
+
+int main() {
+    Reader in;
+    int batch = in.integer(), heads = in.integer(), key_heads = in.integer(), queries = in.integer(), keys = in.integer();
+    int segments = in.integer(), masked = in.integer(), backward = in.integer(), split = in.integer();
+    host::descending = in.integer();
+    int width = READY ? FEATURES : DIM, key_width = width + SIGNED;
+    std::vector<Stored> q = in.stored((size_t)batch * heads * queries * width), k = in.stored((size_t)batch * key_heads * keys * key_width);
+    std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad;
+    if (backward) grad = in.stored((size_t)batch * heads * queries * VALUES);
+    std::vector<float> projection = READY ? std::vector<float>() : in.numbers((size_t)FEATURES / (1 + HYPERBOLIC) * DIM);
+    std::vector<unsigned char> mask;
+    if (masked) mask = in.bytes((size_t)batch * keys);
+    const unsigned char* visible = masked ? mask.data() : nullptr;
+
+    float factor = std::pow((float)DIM, -0.25f);
+    size_t packed_count = READY ? 0 : (size_t)D / 16 * (F / 16) * 64;
+    std::vector<uint4> columns = poison<uint4>(packed_count), rows = columns;
+    for (int back = 0; back < 2 && !READY; back++) {
+        Dim grid = {(unsigned)divide((int)packed_count, THREADS), 1, 1};
+        host::launch(grid, THREADS, favor_pack, (const float*)projection.data(), FEATURES, DIM, HYPERBOLIC, back ? factor : factor * LOG2E, back,
+                     back ? rows.data() : columns.data());
+    }
+
+    auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
+    Problem p = {heads, heads / key_heads, queries, keys, divide(queries, segments), segments, dense(heads, queries, width),
+                 dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E};
+    // Builders as `favor_sums` takes them: each head its own.
+    Problem of_keys = p, of_queries = p, key_readers = p;
+    of_keys.heads = key_heads, of_keys.group = 1, of_keys.queries = keys, of_keys.q = p.k, of_keys.segment = divide(keys, segments);
+    of_queries.group = 1, of_queries.v = dense(heads, queries, VALUES);
+    key_readers.segment = divide(keys, segments);
+    unsigned blocks = batch * heads * SPLITS, key_blocks = batch * key_heads * SPLITS, parts = segments;
+
+    size_t count = (size_t)batch * heads * queries;
+    std::vector<Stored> out = poison<Stored>(count * VALUES);
+    std::vector<float> logs = poison<float>(count), denominators = poison<float>(count);
+    std::vector<float> sums = poison<float>((size_t)segments * batch * key_heads * RECORD), total = poison<float>((size_t)batch * key_heads * RECORD);
+    auto combine_grid = [](int heads) { return Dim{(unsigned)divide(heads * F, WARPS), 1, 1}; };
+    auto key_sums = [&](std::vector<float>& sums, float* initial) {
+        host::launch({key_blocks, parts, 1}, THREADS, favor_key_sums, of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
+                     (float*)nullptr, (float*)nullptr, sums.data());
+        host::launch(combine_grid(batch * key_heads), THREADS, favor_combine, batch * key_heads, segments, sums.data(), initial,
+                     CAUSAL ? nullptr : total.data(), CAUSAL, 0);
+    };
+    float* before = nullptr;
+    if (!CAUSAL || segments > 1) {
+        key_sums(sums, nullptr);
+        before = CAUSAL ? sums.data() : total.data();
+    }
+    std::vector<float> state = poison<float>((size_t)batch * key_heads * RECORD);
+    host::launch({blocks, parts, 1}, THREADS, favor_forward, p, q.data(), k.data(), v.data(), visible, columns.data(), before, out.data(),
+                 logs.data(), denominators.data(), state.data());
+    write(out);
+
+#if CAUSAL
+    if (split) {
+        // The first `split` tokens, the others but two from the state that they leave, then two steps: in rows of the whole tensors.
+        std::vector<Stored> again = poison<Stored>(count * VALUES);
+        std::vector<float> carried;
+        int starts[] = {0, split, queries - 2, queries - 1, queries};
+        for (int part = 0; part < 4; part++) {
+            Problem some = p;
+            int first = starts[part];
+            some.queries = some.keys = some.segment = starts[part + 1] - first;
+            some.segments = 1;
+            const Stored *at_q = q.data() + (size_t)first * width, *at_k = k.data() + (size_t)first * key_width, *at_v = v.data() + (size_t)first * VALUES;
+            std::vector<Stored> piece = poison<Stored>((size_t)batch * heads * some.queries * VALUES);
+            std::vector<float> next = poison<float>(state.size());
+            if (part < 2) {
+                host::launch({blocks, 1, 1}, THREADS, favor_forward, some, at_q, at_k, at_v, (unsigned char*)nullptr, columns.data(),
+                             part ? carried.data() : nullptr, piece.data(), (float*)nullptr, (float*)nullptr, next.data());
+            } else {
+                host::launch({key_blocks, 1, 1}, THREADS, favor_step, some, at_q, at_k, at_v, projection.data(), HYPERBOLIC, factor,
+                             carried.data(), next.data(), piece.data());
+            }
+            carried = next;
+            for (int head = 0; head < batch * heads; head++) {
+                std::copy_n(piece.begin() + (size_t)head * some.queries * VALUES, (size_t)some.queries * VALUES,
+                            again.begin() + ((size_t)head * queries + first) * VALUES);
+            }
+        }
+        write(again);
+        write(state);
+        write(carried);
+    }
+#endif
+
+    if (backward) {
+        std::vector<float> delta = poison<float>(count);
+        if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, out.data(), grad.data(),
+                     SIGNED ? denominators.data() : nullptr, delta.data());
+        Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before};
+        std::vector<Result> dq = poison<Result>(count * width * (PARTIAL ? SPLITS : 1));
+        host::launch({blocks, parts, 1}, THREADS, favor_query_gradients, p, t, dq.data());
+
+        std::vector<float> later = poison<float>((size_t)segments * batch * heads * RECORD), all = poison<float>((size_t)batch * heads * RECORD);
+        t.before = nullptr;
+        if (!CAUSAL || segments > 1) {
+            host::launch({blocks, parts, 1}, THREADS, favor_query_sums, of_queries, q.data(), grad.data(), (unsigned char*)nullptr, columns.data(),
+                         logs.data(), delta.data(), denominators.data(), later.data());
+            host::launch(combine_grid(batch * heads), THREADS, favor_combine, batch * heads, segments, later.data(), (float*)nullptr,
+                         CAUSAL ? nullptr : all.data(), CAUSAL, 1);
+            t.before = CAUSAL ? later.data() : all.data();
+        }
+        size_t key_count = (size_t)batch * heads * keys;
+        std::vector<Result> dk = poison<Result>(key_count * key_width * (PARTIAL ? SPLITS : 1)), dv = poison<Result>(key_count * VALUES);
+        host::launch({blocks, parts, 1}, THREADS, favor_key_gradients, key_readers, t, dk.data(), dv.data());
+#if PARTIAL
+        auto reduce = [&](const std::vector<float>& from, int group, int parts, int tokens, int width) {
+            std::vector<Stored> to = poison<Stored>((size_t)batch * heads / group * tokens * width);
+            host::launch({3, 1, 1}, THREADS, favor_reduce, batch * heads, group, parts, (long long)tokens * width, from.data(), to.data());
+            write(to);
+        };
+        reduce(dq, 1, SPLITS, queries, width);
+        reduce(dk, p.group, SPLITS, keys, key_width);
+        reduce(dv, p.group, 1, keys, VALUES);
+#else
+        write(dq), write(dk), write(dv);
+#endif
+    }
+}

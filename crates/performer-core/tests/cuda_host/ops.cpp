@@ -1,0 +1,274 @@
+// The kernels of norms, activations, rotary positions, embedding, cross-entropy and AdamW, on a CPU, against the formulas in f64. Ends with 1
+// and says what is wrong, if something is.
+
+#include "device.h"
+
+#include <random>
+
+// Fibers share static variables as threads share these.
+#undef __shared__
+#define __shared__ static
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+#include "stored.cuh"
+
+namespace norm {
+#include "norm.cu"
+}
+namespace activation {
+#include "activation.cu"
+}
+namespace rotary_positions {
+#include "rotary.cu"
+}
+namespace cross_entropy {
+#include "cross_entropy.cu"
+}
+namespace embedding {
+#include "embedding.cu"
+}
+namespace optimizer {
+#include "adamw.cu"
+}
+
+typedef std::vector<double> Numbers;
+
+static const double TOLERANCE = STORAGE == 0 ? 1e-5 : 1e-2;
+static int failures = 0;
+static std::mt19937 generator(1);
+
+// Numbers that `Stored` holds exactly.
+static Numbers random_numbers(size_t count, bool round = true) {
+    std::normal_distribution<float> normal;
+    Numbers x(count);
+    for (double& number : x) {
+        Stored stored;
+        float value = normal(generator);
+        narrow(value, stored);
+        number = round ? widen(stored) : value;
+    }
+    return x;
+}
+
+static std::vector<Stored> stored(const Numbers& x) {
+    std::vector<Stored> y(x.size());
+    for (size_t i = 0; i < x.size(); i++) narrow((float)x[i], y[i]);
+    return y;
+}
+
+static std::vector<float> floats(const Numbers& x) { return std::vector<float>(x.begin(), x.end()); }
+
+// Room full of NaN.
+template <class T>
+static std::vector<T> room(size_t count) {
+    std::vector<T> x(count);
+    std::memset((void*)x.data(), 0xff, count * sizeof(T));
+    return x;
+}
+
+template <class T>
+static void check(const char* what, const std::vector<T>& got, const Numbers& want) {
+    double largest = 1e-30, error = 0;
+    for (double x : want) largest = std::max(largest, std::fabs(x));
+    for (size_t i = 0; i < want.size(); i++) {
+        double difference = std::fabs(widen(got[i]) - want[i]) / largest;
+        if (!(difference <= error)) error = std::isnan(difference) ? INFINITY : difference;
+    }
+    std::printf("%-32s %.1e\n", what, error);
+    if (!(error <= TOLERANCE) || got.size() != want.size()) {
+        std::printf("%s is off by %g\n", what, error);
+        failures++;
+    }
+}
+
+static unsigned blocks(long long count, int size) { return (unsigned)((count + size - 1) / size); }
+
+static void check_norm(long long rows, int width) {
+    const float eps = 1e-5f;
+    Numbers x = random_numbers(rows * width), w = random_numbers(width, false), b = random_numbers(width, false);
+    Numbers g = random_numbers(rows * width), y = x, dx = x, dw(width), db(width);
+    for (long long r = 0; r < rows; r++) {
+        double mean = 0, variance = 0, level = 0, along = 0;
+        for (int i = 0; i < width; i++) mean += CENTER ? x[r * width + i] / width : 0;
+        for (int i = 0; i < width; i++) variance += std::pow(x[r * width + i] - mean, 2) / width;
+        double scale = 1 / std::sqrt(variance + eps);
+        for (int i = 0; i < width; i++) {
+            double u = (x[r * width + i] - mean) * scale, grad = g[r * width + i], h = grad * w[i];
+            y[r * width + i] = u * w[i] + (CENTER ? b[i] : 0);
+            level += CENTER ? h / width : 0;
+            along += h * u / width;
+            dw[i] += grad * u;
+            db[i] += grad;
+        }
+        for (int i = 0; i < width; i++) {
+            double u = (x[r * width + i] - mean) * scale;
+            dx[r * width + i] = (g[r * width + i] * w[i] - level - u * along) * scale;
+        }
+    }
+    auto xs = stored(x), gs = stored(g), out = room<Stored>(x.size()), dxs = room<Stored>(x.size());
+    auto ws = floats(w), bs = floats(b), kept = room<float>(2 * rows);
+    unsigned grid = blocks(rows, norm::WARPS), splits = std::min(grid, 3u);
+    auto sums = room<float>((size_t)splits * 2 * width);
+    host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), bs.data(), out.data());
+    host::launch({grid, 1, 1}, norm::THREADS, norm::norm_backward, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(),
+                 kept.data());
+    host::launch({blocks(width, 32), splits, 1}, norm::THREADS, norm::norm_weight_gradients, rows, width, xs.data(), gs.data(),
+                 kept.data(), sums.data());
+    std::vector<float> weight(width, 0), bias(width, 0);
+    for (unsigned s = 0; s < splits; s++) {
+        for (int i = 0; i < width; i++) {
+            weight[i] += sums[(size_t)s * 2 * width + i];
+            bias[i] += sums[((size_t)s * 2 + 1) * width + i];
+        }
+    }
+    check("norm", out, y);
+    check("norm, gradient of rows", dxs, dx);
+    check("norm, gradient of weight", weight, dw);
+    check("norm, gradient of bias", bias, db);
+}
+
+static void check_activations(long long count) {
+    Numbers x = random_numbers(count), up = random_numbers(count), g = random_numbers(count);
+    x[0] = 40, x[1] = -40, x[2] = 0;
+    Numbers gelu(count), dgelu(count), swiglu(count), dgate(count), dup(count);
+    for (long long i = 0; i < count; i++) {
+        double a = x[i], c = std::sqrt(2 / M_PI), u = c * (a + 0.044715 * a * a * a), t = std::tanh(u);
+        gelu[i] = 0.5 * a * (1 + t);
+        dgelu[i] = g[i] * (0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * 0.044715 * a * a));
+        double s = 1 / (1 + std::exp(-a));
+        swiglu[i] = a * s * up[i];
+        dgate[i] = g[i] * up[i] * (s + a * s * (1 - s));
+        dup[i] = g[i] * a * s;
+    }
+    auto xs = stored(x), us = stored(up), gs = stored(g);
+    auto a = room<Stored>(count), b = room<Stored>(count), c = room<Stored>(count), d = room<Stored>(count), e = room<Stored>(count);
+    Dim grid = {blocks(count, activation::THREADS), 1, 1};
+    host::launch(grid, activation::THREADS, activation::gelu_forward, count, xs.data(), a.data());
+    host::launch(grid, activation::THREADS, activation::gelu_backward, count, xs.data(), gs.data(), b.data());
+    host::launch(grid, activation::THREADS, activation::swiglu_forward, count, xs.data(), us.data(), c.data());
+    host::launch(grid, activation::THREADS, activation::swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
+    check("gelu", a, gelu);
+    check("gelu, gradient", b, dgelu);
+    check("swiglu", c, swiglu);
+    check("swiglu, gradient of gate", d, dgate);
+    check("swiglu, gradient of input", e, dup);
+}
+
+// x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map.
+static void check_rotary(int batch, int heads, int tokens, int half) {
+    int width = 2 * half;
+    Numbers x = random_numbers((size_t)batch * tokens * heads * width), angles = random_numbers((size_t)tokens * half, false);
+    Numbers c(angles.size()), s(angles.size()), want(x.size());
+    for (size_t i = 0; i < angles.size(); i++) c[i] = std::cos(angles[i]), s[i] = std::sin(angles[i]);
+    for (int b = 0; b < batch; b++) {
+        for (int h = 0; h < heads; h++) {
+            for (int t = 0; t < tokens; t++) {
+                const double* from = &x[(((size_t)b * tokens + t) * heads + h) * width];
+                double* to = &want[(((size_t)b * heads + h) * tokens + t) * width];
+                for (int i = 0; i < half; i++) {
+                    double cosine = c[t * half + i], sine = s[t * half + i];
+                    to[i] = from[i] * cosine - from[i + half] * sine;
+                    to[i + half] = from[i] * sine + from[i + half] * cosine;
+                }
+            }
+        }
+    }
+    auto xs = stored(x), out = room<Stored>(x.size()), back = room<Stored>(x.size());
+    auto cs = floats(c), ss = floats(s);
+    long long pairs = x.size() / 2, token = (long long)heads * width;
+    Dim grid = {blocks(pairs, 256), 1, 1};
+    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, tokens * token, (long long)width, token, 1.0f, xs.data(),
+                 cs.data(), ss.data(), out.data());
+    check("rotary", out, want);
+    // Turned back: the numbers it came from, in the order of heads.
+    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, (long long)heads * tokens * width,
+                 (long long)tokens * width, (long long)width, -1.0f, out.data(), cs.data(), ss.data(), back.data());
+    Numbers start(x.size());
+    for (size_t i = 0; i < x.size(); i++) {
+        size_t d = i % width, t = i / width % tokens, h = i / width / tokens % heads, b = i / width / tokens / heads;
+        start[i] = x[((b * tokens + t) * heads + h) * width + d];
+    }
+    check("rotary, back", back, start);
+}
+
+static void check_cross_entropy(int rows, int vocabulary) {
+    Numbers logits = random_numbers((size_t)rows * vocabulary), g = random_numbers(rows, false);
+    for (int i = 0; i < vocabulary; i++) logits[i] *= 64;
+    if (rows > 1) logits[vocabulary] = -INFINITY;
+    std::vector<unsigned> targets(rows);
+    Numbers losses(rows), gradients(logits.size());
+    for (int r = 0; r < rows; r++) {
+        const double* row = &logits[(size_t)r * vocabulary];
+        targets[r] = (r * 31 + vocabulary - 1) % vocabulary;
+        double largest = *std::max_element(row, row + vocabulary), sum = 0;
+        for (int i = 0; i < vocabulary; i++) sum += std::exp(row[i] - largest);
+        double log = largest + std::log(sum);
+        losses[r] = log - row[targets[r]];
+        for (int i = 0; i < vocabulary; i++) {
+            gradients[(size_t)r * vocabulary + i] = g[r] * (std::exp(row[i] - log) - ((unsigned)i == targets[r]));
+        }
+    }
+    auto ls = stored(logits);
+    auto gs = floats(g), got = room<float>(rows), logs = room<float>(rows);
+    Dim grid = {(unsigned)rows, 1, 1};
+    host::launch(grid, 256, cross_entropy::cross_entropy_forward, vocabulary, ls.data(), targets.data(), got.data(), logs.data());
+    host::launch(grid, 256, cross_entropy::cross_entropy_backward, vocabulary, ls.data(), targets.data(), logs.data(), gs.data());
+    check("cross-entropy", got, losses);
+    check("cross-entropy, gradient", ls, gradients);
+}
+
+static void check_embedding(int count, int width, int vocabulary) {
+    Numbers g = random_numbers((size_t)count * width), want((size_t)vocabulary * width);
+    std::vector<unsigned> ids(count);
+    for (int i = 0; i < count; i++) {
+        // Some tokens often, some never.
+        ids[i] = i % 3 ? i * 7 % (vocabulary - 1) : 0;
+        for (int c = 0; c < width; c++) want[(size_t)ids[i] * width + c] += g[(size_t)i * width + c];
+    }
+    auto gs = stored(g);
+    auto out = room<float>(want.size());
+    host::launch({(unsigned)vocabulary, 1, 1}, 256, embedding::embedding_backward, count, width, ids.data(), gs.data(), out.data());
+    check("embedding, gradient", out, want);
+}
+
+static void check_adamw(long long count) {
+    Numbers p = random_numbers(count, false), m = random_numbers(count, false), v = random_numbers(count, false), g = random_numbers(count, false);
+    for (double& x : v) x *= x;
+    auto ps = floats(p), ms = floats(m), vs = floats(v), gs = floats(g);
+    double squares = 0;
+    for (long long i = 0; i < count; i++) {
+        squares += g[i] * g[i];
+        double scaled = 0.5 * g[i];
+        m[i] = 0.9 * m[i] + 0.1 * scaled;
+        v[i] = 0.95 * v[i] + 0.05 * scaled * scaled;
+        p[i] -= 0.01 * p[i] + 0.02 * m[i] / (std::sqrt(1.5 * v[i]) + 1e-8);
+    }
+    host::launch({blocks(count, 256), 1, 1}, 256, optimizer::adamw, count, 0.5f, 0.9f, 0.1f, 0.95f, 0.05f, 0.02f, 1.5f, 1e-8f, 0.01f,
+                 ps.data(), ms.data(), vs.data(), gs.data());
+    check("adamw", ps, p);
+    check("adamw, first moment", ms, m);
+    check("adamw, second moment", vs, v);
+    auto sums = room<float>(10);
+    host::launch({7, 1, 1}, 256, optimizer::sum_of_squares, count, 3ll, gs.data(), sums.data());
+    double sum = 0;
+    for (int i = 3; i < 10; i++) sum += sums[i];
+    check("sum of squares", std::vector<float>{(float)sum}, {squares});
+}
+
+int main() {
+    for (bool descending : {false, true}) {
+        host::descending = descending;
+        check_norm(1, 5);
+        check_norm(37, 72);
+        check_norm(70, 33);
+        check_activations(777);
+        check_rotary(2, 3, 19, 7);
+        check_cross_entropy(1, 1);
+        check_cross_entropy(5, 700);
+        check_embedding(600, 40, 23);
+        check_embedding(1, 300, 2);
+        check_adamw(5000);
+    }
+    return failures ? 1 : 0;
+}

@@ -1,0 +1,103 @@
+//! `performer-lm gpu-check`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool};
+
+use anyhow::{Result, bail};
+
+use super::{args::Machine, output};
+use crate::{
+    files,
+    gpu_check::{self, Extent, Report},
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm gpu-check --device cuda
+  performer-lm gpu-check --device cuda --out h100.json
+  performer-lm gpu-check --device cpu --quick
+
+Every kernel against a reference in f64, timings of attention, a short training run: minutes on a GPU. It fails if a result is
+wrong.")]
+pub(super) struct Args {
+    /// Small sizes: half a minute on a CPU.
+    #[arg(long)]
+    quick: bool,
+    /// File for the results as JSON.
+    #[arg(long, default_value = "gpu-check.json")]
+    out: PathBuf,
+    /// Print the results as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let extent = if args.quick { Extent::Quick } else { Extent::Full };
+    if machine.device.is_cpu() && extent == Extent::Full {
+        output::note("there is no GPU here: the CPU takes long for these sizes (--quick for small ones)");
+    }
+    let report = gpu_check::run(&machine.device, extent, stop, output::note)?;
+    files::write_json(&args.out, &report)?;
+    output::note(&format!("saved {}", args.out.display()));
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::result(&tables(&report))?
+    }
+    let failed = report.checks.iter().filter(|c| !c.passed).count();
+    if failed > 0 {
+        bail!("{failed} of {} checks failed on {}", report.checks.len(), report.device);
+    }
+    Ok(())
+}
+
+fn tables(report: &Report) -> String {
+    let mut checks: Vec<Vec<String>> = Vec::new();
+    for check in report.checks.iter().filter(|c| !c.passed) {
+        let error = check.error.map_or("not finite".to_string(), |e| format!("{e:.1e}"));
+        let because = check.because.clone().unwrap_or_default();
+        checks.push(vec![check.what.clone(), error, format!("{:.0e}", check.tolerance), because]);
+    }
+    let speed: Vec<Vec<String>> = report
+        .speed
+        .iter()
+        .map(|s| {
+            vec![
+                s.attention.clone(),
+                format!("{:?}", s.work).to_lowercase(),
+                output::thousands(s.tokens as u64),
+                s.heads.to_string(),
+                s.dtype.clone(),
+                format!("{:.3}", s.milliseconds),
+                format!("{:.3}–{:.3}", s.quartiles.0, s.quartiles.1),
+                output::thousands(s.picoseconds as u64),
+                s.memory_mib.map(output::thousands).unwrap_or_default(),
+            ]
+        })
+        .collect();
+    let training: Vec<Vec<String>> = report
+        .training
+        .iter()
+        .map(|t| {
+            vec![
+                format!("{} {}", t.preset, t.attention_spec),
+                output::thousands(t.params as u64),
+                format!("{:?}", t.dtype).to_lowercase(),
+                output::thousands(t.tokens_per_second as u64),
+                format!("{:.3}", t.val_loss),
+            ]
+        })
+        .collect();
+    let passed = report.checks.iter().filter(|c| c.passed).count();
+    let mut text =
+        format!("{}: {passed} of {} checks passed, {:.0} s\n", report.device, report.checks.len(), report.seconds);
+    if !checks.is_empty() {
+        text += &format!("\n{}\n", output::table(&["failed", "error", "allowed", "because"], &checks));
+    }
+    let header = ["attention", "work", "tokens", "heads", "type", "ms", "quartiles", "ps/token/head", "MiB"];
+    text += &format!("\n{}\n", output::table(&header, &speed));
+    for skipped in &report.skipped {
+        text += &format!("\nskipped: {skipped}\n");
+    }
+    text + &format!("\n{}", output::table(&["training", "parameters", "type", "tokens/s", "val loss"], &training))
+}

@@ -1,0 +1,129 @@
+//! The device to compute on: opening it, and saying what is wrong where that fails.
+
+use anyhow::{Context, Result, bail};
+use candle_core::Device;
+
+/// A kind of device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum DeviceKind {
+    /// CUDA or Metal where this build has it and finds one, else the CPU.
+    Auto,
+    /// The processor.
+    Cpu,
+    /// The first NVIDIA card.
+    Cuda,
+    /// The graphics of a Mac.
+    Metal,
+}
+
+impl DeviceKind {
+    /// Opens the first device of this kind. `note` is told when auto passes over a device that this build is for.
+    ///
+    /// # Errors
+    /// If the build has no support for it, or the machine has none that works.
+    pub fn open(self, note: impl Fn(&str)) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda => cuda(),
+            Self::Metal => metal(),
+            Self::Auto => {
+                let found = if candle_core::utils::cuda_is_available() {
+                    cuda()
+                } else if candle_core::utils::metal_is_available() {
+                    metal()
+                } else {
+                    return Ok(Device::Cpu);
+                };
+                Ok(found.unwrap_or_else(|error| {
+                    note(&format!("computing on the CPU: {error}"));
+                    Device::Cpu
+                }))
+            }
+        }
+    }
+}
+
+fn cuda() -> Result<Device> {
+    if !candle_core::utils::cuda_is_available() {
+        bail!(
+            "this build has no CUDA: make one that has with scripts/cuda-build.sh (or cargo build --features cuda), \
+             or use --device cpu"
+        );
+    }
+    let device = Device::new_cuda(0).context(
+        "no CUDA device can be opened: nvidia-smi must list one, and a driver of at least the version that the CUDA libraries \
+         here need (580 for CUDA 13); --device cpu does without",
+    )?;
+    #[cfg(feature = "cuda")]
+    performer_core::kernels::cuda::keep_memory(device.as_cuda_device()?).context("the CUDA device cannot be set up")?;
+    Ok(device)
+}
+
+fn metal() -> Result<Device> {
+    if !candle_core::utils::metal_is_available() {
+        bail!("this build has no Metal: build it with --features metal on a Mac, or use --device cpu");
+    }
+    Device::new_metal(0).context("no Metal device can be opened; --device cpu does without")
+}
+
+/// Adds what helps to an error that says that a GPU's memory ran out; `lower` says which settings decide how much is needed.
+pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: &str) -> anyhow::Error {
+    const EXPLAINED: &str = "the device's memory ran out";
+    let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
+    let explained = error.chain().any(|e| e.to_string().contains(EXPLAINED));
+    if device.is_cpu() || explained || !error.chain().any(|e| ran_out(e.to_string())) {
+        return error;
+    }
+    let left = match free_memory(device) {
+        Some((free, all)) => format!(" ({} of {} MiB are free)", free >> 20, all >> 20),
+        None => String::new(),
+    };
+    error.context(format!("{EXPLAINED}{left}: lower {lower}"))
+}
+
+#[cfg(feature = "cuda")]
+fn free_memory(device: &Device) -> Option<(usize, usize)> {
+    performer_core::kernels::cuda::free_memory(device.as_cuda_device().ok()?).ok()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn free_memory(_: &Device) -> Option<(usize, usize)> {
+    None
+}
+
+/// A device as a report names it: the card, or cpu.
+pub fn describe(device: &Device) -> String {
+    #[cfg(feature = "cuda")]
+    if let Ok(device) = device.as_cuda_device() {
+        return performer_core::kernels::cuda::device_name(device);
+    }
+    match device {
+        Device::Cpu => "cpu".to_string(),
+        Device::Cuda(_) => "cuda".to_string(),
+        Device::Metal(_) => "metal".to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_build_lacks_is_said() {
+        for (kind, available) in [
+            (DeviceKind::Cuda, candle_core::utils::cuda_is_available()),
+            (DeviceKind::Metal, candle_core::utils::metal_is_available()),
+        ] {
+            if !available {
+                let error = kind.open(|_| ()).unwrap_err().to_string();
+                assert!(error.contains("this build has no") && error.contains("--device cpu"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn other_errors_stay_as_they_are() {
+        let error = explain_memory(anyhow::anyhow!("out of memory"), &Device::Cpu, "nothing");
+        assert_eq!(error.chain().count(), 1);
+    }
+}

@@ -1,0 +1,289 @@
+//! Attention against the reference: forward, gradients, decoding, causality to the bit, large inputs.
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use performer_core::{
+    Attention, Favor, FavorConfig, FeatureMapKind, Mask, Softmax, State,
+    reference::{self, Inputs, Kernel, Shape},
+};
+
+use super::{Check, Extent, Random, numbers, relative_error, tolerance};
+
+/// One problem: its sizes are no multiples of what kernels take at a time.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    /// Random features; `None` is softmax.
+    features: Option<usize>,
+    map: FeatureMapKind,
+    dtype: DType,
+    batch: usize,
+    heads: usize,
+    kv_heads: usize,
+    tokens: usize,
+    dim: usize,
+    causal: bool,
+    masked: bool,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let attention = match self.features {
+            None => "softmax".to_string(),
+            Some(m) => format!("favor {} M={m}", self.map),
+        };
+        let dtype = format!("{:?}", self.dtype).to_lowercase();
+        let Self { batch, heads, kv_heads, tokens, dim, .. } = self;
+        let flags = [if self.causal { " causal" } else { "" }, if self.masked { " masked" } else { "" }].concat();
+        format!("{attention} {dtype}{flags}, {batch}x{heads}/{kv_heads} heads of {dim}, {tokens} tokens")
+    }
+}
+
+fn cases(extent: Extent) -> Vec<Case> {
+    let base = Case {
+        features: Some(128),
+        map: FeatureMapKind::Positive,
+        dtype: DType::F32,
+        batch: 1,
+        heads: 2,
+        kv_heads: 2,
+        tokens: 200,
+        dim: 64,
+        causal: true,
+        masked: false,
+    };
+    let mut all = Vec::new();
+    let dtypes = match extent {
+        Extent::Quick => &[DType::F32, DType::BF16][..],
+        Extent::Full => &[DType::F32, DType::BF16, DType::F16],
+    };
+    for &dtype in dtypes {
+        for features in [None, Some(128)] {
+            let base = Case { features, dtype, ..base };
+            all.push(Case { tokens: 70, ..base });
+            all.push(Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base });
+            all.push(Case { tokens: 90, causal: false, masked: true, ..base });
+            if extent == Extent::Quick {
+                continue;
+            }
+            all.push(base);
+            all.push(Case { tokens: 1, ..base });
+            all.push(Case { tokens: 515, heads: 1, kv_heads: 1, ..base });
+            all.push(Case { causal: false, ..base });
+            for dim in [16, 40, 128] {
+                all.push(Case { dim, tokens: 100, ..base });
+            }
+        }
+        if extent == Extent::Full {
+            for features in [24, 256, 512] {
+                all.push(Case { features: Some(features), dtype, tokens: 100, ..base });
+            }
+            for map in [FeatureMapKind::Hyperbolic, FeatureMapKind::Relu] {
+                all.push(Case { map, features: Some(32), dtype, tokens: 100, ..base });
+            }
+        }
+    }
+    all
+}
+
+/// Runs all cases.
+pub(super) fn check(
+    device: &Device,
+    extent: Extent,
+    checks: &mut Vec<Check>,
+    progress: &mut impl FnMut(&str),
+) -> Result<()> {
+    for (i, case) in cases(extent).into_iter().enumerate() {
+        progress(&case.name());
+        let problem = Problem::new(case, i as u64, device)?;
+        let name = case.name();
+        let tolerance = tolerance(case.dtype);
+        match problem.against_reference() {
+            Ok(errors) => {
+                for (part, error) in errors {
+                    checks.push(Check::of(format!("{name}: {part}"), Ok(error), tolerance));
+                }
+            }
+            Err(error) => checks.push(Check::of(name.clone(), Err(error), tolerance)),
+        }
+        checks.push(Check::of(format!("{name}: q, k 30 times as long"), problem.large_inputs(), tolerance));
+        if case.causal && case.tokens > 1 {
+            checks.push(Check::of(format!("{name}: bits that the future changes"), problem.leak(), 0.0));
+            if !case.masked {
+                checks.push(Check::of(format!("{name}: decoding against one pass"), problem.decoding(), tolerance));
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Problem<'a> {
+    case: Case,
+    device: &'a Device,
+    attention: Box<dyn Attention>,
+    projection: Vec<f64>,
+    shape: Shape,
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+    gradient: Vec<f64>,
+    keys: Option<Vec<bool>>,
+}
+
+impl<'a> Problem<'a> {
+    fn new(case: Case, seed: u64, device: &'a Device) -> Result<Self> {
+        let Case { batch, heads, kv_heads, tokens, dim, dtype, .. } = case;
+        let shape = Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim: dim, value_dim: dim };
+        let (attention, projection): (Box<dyn Attention>, _) = match case.features {
+            None => (Box::new(Softmax::new()), Vec::new()),
+            Some(features) => {
+                let config = FavorConfig { features, map: case.map, ..FavorConfig::default() };
+                let favor = Favor::new(&config, dim, seed, DType::F32, device)?;
+                let rows = favor.buffers().into_iter().find(|(name, _)| name == "projection");
+                let (_, rows) = rows.context("the feature map has no projection")?;
+                (Box::new(favor), numbers(&rows)?)
+            }
+        };
+        let mut random = Random::new(seed);
+        Ok(Self {
+            q: random.normal(shape.q_count(), 1.0, dtype)?,
+            k: random.normal(shape.k_count(), 1.0, dtype)?,
+            v: random.normal(shape.v_count(), 1.0, dtype)?,
+            gradient: random.normal(shape.output_count(), 1.0, dtype)?,
+            // The first token is seen, so that causal rows see something.
+            keys: case.masked.then(|| (0..batch * tokens).map(|i| i % tokens == 0 || random.unit() < 0.7).collect()),
+            case,
+            device,
+            attention,
+            projection,
+            shape,
+        })
+    }
+
+    fn tensor(&self, values: &[f64], heads: usize) -> candle_core::Result<Tensor> {
+        let dims = (self.shape.batch, heads, self.shape.q_len, self.shape.head_dim);
+        Tensor::from_slice(values, dims, &Device::Cpu)?.to_dtype(self.case.dtype)?.to_device(self.device)
+    }
+
+    fn mask(&self) -> candle_core::Result<Mask> {
+        let mask = if self.case.causal { Mask::causal() } else { Mask::full() };
+        Ok(match &self.keys {
+            None => mask,
+            Some(keys) => {
+                let keys: Vec<u8> = keys.iter().map(|&k| k.into()).collect();
+                mask.with_keys(&Tensor::from_vec(keys, (self.shape.batch, self.shape.k_len), self.device)?)
+            }
+        })
+    }
+
+    fn forward(&self, q: &[f64], k: &[f64], v: &[f64]) -> candle_core::Result<Tensor> {
+        let (h, kv) = (self.case.heads, self.case.kv_heads);
+        self.attention.forward(&self.tensor(q, h)?, &self.tensor(k, kv)?, &self.tensor(v, kv)?, &self.mask()?)
+    }
+
+    /// Output and gradients of q, k and v, for queries and keys `scale` times as long.
+    fn outcome(&self, scale: f64) -> Result<[Vec<f64>; 4]> {
+        let (h, kv) = (self.case.heads, self.case.kv_heads);
+        let var = |values: &[f64], scale: f64, heads| {
+            Var::from_tensor(&self.tensor(&values.iter().map(|x| x * scale).collect::<Vec<_>>(), heads)?)
+        };
+        let (q, k, v) = (var(&self.q, scale, h)?, var(&self.k, scale, kv)?, var(&self.v, 1.0, kv)?);
+        let out = self.attention.forward(&q, &k, &v, &self.mask()?)?;
+        let gradient = self.tensor(&self.gradient, h)?.to_dtype(DType::F32)?;
+        let gradients = (out.to_dtype(DType::F32)? * gradient)?.sum_all()?.backward()?;
+        let of = |v: &Var| numbers(gradients.get(v).context("an input has no gradient")?).map_err(anyhow::Error::from);
+        Ok([numbers(&out)?, of(&q)?, of(&k)?, of(&v)?])
+    }
+
+    fn against_reference(&self) -> Result<Vec<(&'static str, f64)>> {
+        let got = self.outcome(1.0)?;
+        let kernel = match self.case.features {
+            None => Kernel::Softmax,
+            Some(_) => Kernel::Features { map: self.case.map, projection: &self.projection, offsets: &[] },
+        };
+        let inputs = Inputs {
+            shape: self.shape,
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            causal: self.case.causal,
+            key_mask: self.keys.as_deref(),
+        };
+        let output = reference::attention(kernel, inputs);
+        let gradients = reference::attention_backward(kernel, inputs, &self.gradient);
+        let want = [output, gradients.q, gradients.k, gradients.v];
+        let names = ["output", "gradient of q", "gradient of k", "gradient of v"];
+        let error = |i: usize| {
+            // The gradient of the only key of a softmax is zero, and all of it is rounding.
+            let largest = want[i].iter().fold(0.0f64, |m, x| m.max(x.abs()));
+            if largest < 1e-9 {
+                got[i].iter().fold(0.0f64, |m, x| m.max(x.abs()))
+            } else {
+                relative_error(&got[i], &want[i])
+            }
+        };
+        Ok(names.into_iter().enumerate().map(|(i, name)| (name, error(i))).collect())
+    }
+
+    /// How far outputs leave the range of the values; infinite if anything is not finite.
+    fn large_inputs(&self) -> Result<f64> {
+        let outcome = self.outcome(30.0)?;
+        ensure!(outcome.iter().flatten().all(|x| x.is_finite()), "a number is not finite");
+        let signed = matches!(self.case.map, FeatureMapKind::Relu) && self.case.features.is_some();
+        let largest = self.v.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+        let beyond = outcome[0].iter().fold(0.0f64, |m, x| m.max(x.abs() - largest)) / largest;
+        Ok(if signed { 0.0 } else { beyond.max(0.0) })
+    }
+
+    /// How many outputs before a token change their bits with what comes from that token on.
+    fn leak(&self) -> Result<f64> {
+        let (tokens, dim) = (self.case.tokens, self.case.dim);
+        let from = tokens / 2;
+        let changed = |values: &[f64]| -> Vec<f64> {
+            let rows = values.chunks_exact(dim).enumerate();
+            rows.flat_map(|(i, row)| row.iter().map(move |x| if i % tokens >= from { 3.0 - 7.0 * x } else { *x }))
+                .collect()
+        };
+        let before = numbers(&self.forward(&self.q, &self.k, &self.v)?)?;
+        let after = numbers(&self.forward(&changed(&self.q), &changed(&self.k), &changed(&self.v))?)?;
+        let rows = before.chunks_exact(dim).zip(after.chunks_exact(dim)).enumerate();
+        let past = rows.filter(|(i, _)| i % tokens < from).flat_map(|(_, (a, b))| a.iter().zip(b));
+        Ok(past.filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64)
+    }
+
+    /// A prefill and single tokens against one pass.
+    fn decoding(&self) -> Result<f64> {
+        let (h, kv, tokens) = (self.case.heads, self.case.kv_heads, self.case.tokens);
+        let (q, k, v) = (self.tensor(&self.q, h)?, self.tensor(&self.k, kv)?, self.tensor(&self.v, kv)?);
+        let whole = numbers(&self.attention.forward(&q, &k, &v, &Mask::causal())?)?;
+        let prefill = tokens - tokens.div_ceil(2).min(5);
+        let mut state = State::new();
+        let mut parts = Vec::new();
+        let mut take = |start: usize, count: usize| -> candle_core::Result<()> {
+            let part = |t: &Tensor| t.narrow(2, start, count);
+            parts.push(self.attention.extend(&part(&q)?, &part(&k)?, &part(&v)?, &mut state)?);
+            Ok(())
+        };
+        if prefill > 0 {
+            take(0, prefill)?;
+        }
+        for token in prefill..tokens {
+            take(token, 1)?;
+        }
+        Ok(relative_error(&numbers(&Tensor::cat(&parts, 2)?)?, &whole))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "minutes without optimisation; gpu-check --quick has the small cases"]
+    fn all_cases_pass_on_the_cpu() -> Result<()> {
+        let mut checks = Vec::new();
+        check(&Device::Cpu, Extent::Full, &mut checks, &mut |_: &str| ())?;
+        let failed: Vec<&Check> = checks.iter().filter(|c| !c.passed).collect();
+        assert!(failed.is_empty(), "{failed:#?}");
+        Ok(())
+    }
+}

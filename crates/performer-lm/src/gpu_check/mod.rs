@@ -1,0 +1,175 @@
+//! Whether this machine's GPU computes what it should, and how fast: every kernel against a reference in f64, then timings, then a short
+//! training run with either attention. It needs nothing but the program, and runs on the CPU too.
+
+mod attention;
+mod parts;
+mod speed;
+mod training;
+
+use std::{sync::atomic::AtomicBool, time::Instant};
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
+use serde::{Deserialize, Serialize};
+
+pub use speed::{Speed, Work};
+pub use training::Training;
+
+use crate::{device::describe, machine::Machine, train::git_revision};
+
+/// One comparison with a reference.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Check {
+    /// What was compared.
+    pub what: String,
+    /// The largest difference, relative to the largest number of the reference; absent where it is not finite.
+    pub error: Option<f64>,
+    /// The largest that passes.
+    pub tolerance: f64,
+    /// Whether it passes.
+    pub passed: bool,
+    /// Why it did not, where there is more to say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub because: Option<String>,
+}
+
+/// All that came out.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// The card, or cpu.
+    pub device: String,
+    /// The machine around it.
+    pub machine: Machine,
+    /// Revision of this program.
+    pub revision: String,
+    /// Whether every check passed.
+    pub passed: bool,
+    /// Comparisons with references.
+    pub checks: Vec<Check>,
+    /// Timings of attention.
+    pub speed: Vec<Speed>,
+    /// Training.
+    pub training: Vec<Training>,
+    /// What could not be timed, and why: too little memory, say.
+    pub skipped: Vec<String>,
+    /// How long all of it took.
+    pub seconds: f64,
+}
+
+/// How much is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// Small sizes: half a minute on a CPU.
+    Quick,
+    /// Minutes on a GPU.
+    Full,
+}
+
+/// Runs everything; `progress` is told what comes next.
+///
+/// # Errors
+/// What keeps a part from running at all. A wrong result is no error: it is in the report.
+pub fn run(device: &Device, extent: Extent, stop: &AtomicBool, mut progress: impl FnMut(&str)) -> Result<Report> {
+    let started = Instant::now();
+    let mut checks = Vec::new();
+    poison(true);
+    progress("attention against the reference");
+    attention::check(device, extent, &mut checks, &mut progress)?;
+    progress("the other operations against f64");
+    parts::check(device, &mut checks);
+    poison(false);
+    progress("timing attention");
+    let mut skipped = Vec::new();
+    let speed = speed::run(device, extent, &mut skipped, &mut progress)?;
+    let training = training::run(device, extent, stop, &mut skipped, &mut progress)?;
+    Ok(Report {
+        device: describe(device),
+        machine: Machine::this(),
+        revision: git_revision().to_string(),
+        passed: checks.iter().all(|c| c.passed),
+        checks,
+        speed,
+        training,
+        skipped,
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// Whether kernels on CUDA find NaN where they are to write.
+fn poison(on: bool) {
+    #[cfg(feature = "cuda")]
+    performer_core::kernels::cuda::poison_outputs(on);
+    #[cfg(not(feature = "cuda"))]
+    let _ = on;
+}
+
+/// The result, or a line in `skipped`.
+fn unless_skipped<T>(what: &str, result: Result<T>, skipped: &mut Vec<String>) -> Option<T> {
+    result.map_err(|error| skipped.push(format!("{what}: {}", first_line(&error)))).ok()
+}
+
+/// An error with its causes, without the backtrace that Candle adds.
+fn first_line(error: &anyhow::Error) -> String {
+    let causes: Vec<String> = error.chain().map(|e| e.to_string()).collect();
+    causes.iter().map(|cause| cause.lines().next().unwrap_or_default()).collect::<Vec<_>>().join(": ")
+}
+
+impl Check {
+    fn of(what: String, error: Result<f64>, tolerance: f64) -> Self {
+        let (error, because) = match error {
+            Ok(error) => (Some(error).filter(|e| e.is_finite()), None),
+            Err(error) => (None, Some(first_line(&error))),
+        };
+        Self { what, error, tolerance, passed: error.is_some_and(|e| e <= tolerance), because }
+    }
+}
+
+/// What results in a type may be off by, relative to the largest number.
+fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F32 { 1e-4 } else { 1e-2 }
+}
+
+/// The largest difference relative to the largest number wanted; infinite where one is not finite.
+fn relative_error(got: &[f64], want: &[f64]) -> f64 {
+    let largest = want.iter().fold(0.0f64, |m, x| m.max(x.abs())).max(1e-30);
+    if got.len() != want.len() {
+        return f64::INFINITY;
+    }
+    got.iter().zip(want).fold(0.0, |worst: f64, (g, w)| {
+        let error = (g - w).abs() / largest;
+        if error.is_nan() { f64::INFINITY } else { worst.max(error) }
+    })
+}
+
+/// Numbers of a tensor, row by row.
+fn numbers(t: &Tensor) -> candle_core::Result<Vec<f64>> {
+    t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
+}
+
+/// Normal random numbers, the same everywhere.
+struct Random(ChaCha8Rng);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self(ChaCha8Rng::seed_from_u64(seed))
+    }
+
+    fn unit(&mut self) -> f64 {
+        (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Numbers as `dtype` can hold them, by the method of Box and Muller.
+    fn normal(&mut self, count: usize, deviation: f64, dtype: DType) -> candle_core::Result<Vec<f64>> {
+        let values: Vec<f64> = (0..count)
+            .map(|_| {
+                let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
+                deviation * radius * (std::f64::consts::TAU * self.unit()).cos()
+            })
+            .collect();
+        numbers(&Tensor::from_vec(values, count, &Device::Cpu)?.to_dtype(dtype)?)
+    }
+}

@@ -1,0 +1,102 @@
+//! What a transformer has around its attention, on the device, against the same operations in f64 on the CPU.
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor, Var};
+use performer_core::{Rotary, ops};
+
+use super::{Check, Random, numbers, relative_error, tolerance};
+use crate::train::{AdamW, AdamWConfig, Gradients};
+
+/// Runs all operations in every type.
+pub(super) fn check(device: &Device, checks: &mut Vec<Check>) {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let mut compare = |what: &str, shapes: &[&[usize]], op: &dyn Fn(&[Tensor]) -> candle_core::Result<Tensor>| {
+            let name = format!("{what} {}", format!("{dtype:?}").to_lowercase());
+            checks.push(Check::of(name, compare(device, dtype, shapes, op), tolerance(dtype)));
+        };
+        compare("layer norm", &[&[3, 37, 72], &[72], &[72]], &|t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5));
+        compare("rms norm", &[&[1100, 288], &[288]], &|t| ops::rms_norm(&t[0], &t[1], 1e-5));
+        compare("linear with bias", &[&[5, 9, 24], &[40, 24], &[40]], &|t| ops::linear(&t[0], &t[1], Some(&t[2])));
+        compare("gelu", &[&[7, 333]], &|t| ops::gelu(&t[0]));
+        compare("swiglu", &[&[7, 333], &[7, 333]], &|t| ops::swiglu(&t[0], &t[1]));
+        compare("embedding", &[&[50, 24]], &|t| {
+            let ids: Vec<u32> = (0..700).map(|i| i * 31 % 47).collect();
+            ops::embedding(&t[0], &Tensor::from_vec(ids, (7, 100), t[0].device())?)
+        });
+        compare("rotary", &[&[2, 50, 3, 16]], &|t| {
+            Rotary::new(16, 80, 1e4, t[0].device())?.apply(&t[0].transpose(1, 2)?, 7)
+        });
+        compare("cross-entropy", &[&[65, 20], &[2100, 20]], &|t| {
+            let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2100).collect();
+            // Logits of order one, as language models have them: in bf16 they are off by 1/256 of their size.
+            ops::linear_cross_entropy(&t[0], &(&t[1] * 0.2)?, &targets)
+        });
+    }
+    checks.push(Check::of("AdamW, five steps".into(), adamw(device), tolerance(DType::F32)));
+}
+
+/// The larger error of an operation's output and its gradients.
+fn compare(
+    device: &Device,
+    dtype: DType,
+    shapes: &[&[usize]],
+    op: &dyn Fn(&[Tensor]) -> candle_core::Result<Tensor>,
+) -> Result<f64> {
+    let mut random = Random::new(7);
+    let inputs: Vec<Vec<f64>> = shapes
+        .iter()
+        .map(|shape| random.normal(shape.iter().product(), 1.0, dtype))
+        .collect::<candle_core::Result<_>>()?;
+    let mut weights = None;
+    let mut run = |device: &Device, dtype: DType| -> Result<Vec<Vec<f64>>> {
+        let vars = inputs
+            .iter()
+            .zip(shapes)
+            .map(|(x, &shape)| {
+                Var::from_tensor(&Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+            })
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+        let out = op(&tensors)?;
+        // Every output with a weight of its own, which the type of the outputs can hold.
+        let weights = match &weights {
+            Some(weights) => weights,
+            None => weights.insert(Random::new(8).normal(out.elem_count(), 1.0, DType::BF16)?),
+        };
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let weights = Tensor::from_slice(weights, out.dims(), &Device::Cpu)?.to_dtype(wide)?.to_device(device)?;
+        let gradients = (out.to_dtype(wide)? * weights)?.sum_all()?.backward()?;
+        let mut all = vec![numbers(&out)?];
+        for var in &vars {
+            all.push(numbers(gradients.get(var).context("an input has no gradient")?)?);
+        }
+        Ok(all)
+    };
+    let (want, got) = (run(&Device::Cpu, DType::F64)?, run(device, dtype)?);
+    Ok(got.iter().zip(&want).fold(0.0, |worst, (got, want)| relative_error(got, want).max(worst)))
+}
+
+/// Parameters after some steps, with clipping and decay, against f64 on the CPU; and the norms of the gradients.
+fn adamw(device: &Device) -> Result<f64> {
+    let run = |device: &Device, dtype: DType| -> Result<Vec<f64>> {
+        let mut random = Random::new(9);
+        let mut tensor = |shape: &[usize]| -> Result<Tensor> {
+            let values = random.normal(shape.iter().product(), 1.0, DType::F32)?;
+            Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+        };
+        let shapes: [&[usize]; 3] = [&[300, 70], &[71], &[1]];
+        let named = |(i, shape): (usize, &&[usize])| Ok((format!("p{i}.weight"), Var::from_tensor(&tensor(shape)?)?));
+        let params = shapes.iter().enumerate().map(named).collect::<Result<Vec<_>>>()?;
+        let mut optimizer = AdamW::new(params, AdamWConfig::default())?;
+        let mut all = Vec::new();
+        for _ in 0..5 {
+            let tensors = shapes.iter().map(|shape| tensor(shape).map(Some)).collect::<Result<_>>()?;
+            all.push(optimizer.step(&Gradients { tensors }, 0.01, Some(1.0))?);
+        }
+        for (_, var) in optimizer.parameters() {
+            all.extend(numbers(var)?);
+        }
+        Ok(all)
+    };
+    Ok(relative_error(&run(device, DType::F32)?, &run(&Device::Cpu, DType::F64)?))
+}

@@ -1,0 +1,231 @@
+//! How fast attention is: fused and composed, both ways and decoding, over the length of the sequence.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor, Var};
+use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax, State};
+use serde::{Deserialize, Serialize};
+
+use super::{Extent, unless_skipped};
+
+/// What was timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Work {
+    /// The forward pass.
+    Forward,
+    /// Forward and backward.
+    Both,
+    /// A token after a context.
+    Decode,
+}
+
+/// One timing, causal.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Speed {
+    /// `favor` or `softmax`, with `composed` where it is made of Candle's operations.
+    pub attention: String,
+    /// What was timed.
+    pub work: Work,
+    /// Tokens of the sequence, or of the context.
+    pub tokens: usize,
+    /// Sequences times heads.
+    pub heads: usize,
+    /// Head dimension.
+    pub head_dim: usize,
+    /// Random features, for FAVOR.
+    pub features: Option<usize>,
+    /// Type of the inputs.
+    pub dtype: String,
+    /// Median milliseconds.
+    pub milliseconds: f64,
+    /// Lower and upper quartile.
+    pub quartiles: (f64, f64),
+    /// Picoseconds a token and head; a decoding step has one token.
+    pub picoseconds: f64,
+    /// Most MiB of the device's memory in use, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u64>,
+}
+
+const HEAD_DIM: usize = 64;
+const FEATURES: usize = 128;
+
+/// Numbers that a composed operation may have to hold at a time.
+const LARGEST: usize = 1 << 28;
+
+/// Bytes of inputs to go through before any is used again: more than second-level caches hold.
+const ROUND: usize = 256 << 20;
+
+pub(super) fn run(
+    device: &Device,
+    extent: Extent,
+    skipped: &mut Vec<String>,
+    progress: &mut impl FnMut(&str),
+) -> Result<Vec<Speed>> {
+    let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
+    let (heads, lengths, contexts) = match extent {
+        Extent::Quick => (2, &[128, 256][..], &[500][..]),
+        Extent::Full => (64, &[512, 1024, 2048, 4096, 8192, 16384][..], &[1_000, 16_000, 64_000][..]),
+    };
+    let bench = Bench { device, dtype, heads, round: if device.is_cpu() { 0 } else { ROUND } };
+    let favor =
+        || Favor::new(&FavorConfig { features: FEATURES, ..FavorConfig::default() }, HEAD_DIM, 1, DType::F32, device);
+    let mut all = Vec::new();
+    // First, while the device's memory is as good as empty: one long sequence.
+    if extent == Extent::Full && !device.is_cpu() {
+        let long = Bench { heads: 8, round: 0, ..bench };
+        let free = free_memory(device);
+        let what = "favor, a million tokens";
+        progress(what);
+        let speed = long.pass("favor", Some(FEATURES), &favor()?, 1 << 20, Work::Both);
+        // Memory that was used stays with the program.
+        let used = free.zip(free_memory(device)).map(|(before, after)| (before.saturating_sub(after) >> 20) as u64);
+        all.extend(unless_skipped(what, speed, skipped).map(|speed| Speed { memory_mib: used, ..speed }));
+    }
+    for &tokens in lengths {
+        let scores = heads * tokens * tokens;
+        let features = heads * tokens * 2 * FEATURES;
+        let mut attentions: Vec<(&str, Option<usize>, Box<dyn Attention>)> =
+            vec![("favor", Some(FEATURES), Box::new(favor()?)), ("softmax", None, Box::new(Softmax::new()))];
+        if features <= LARGEST {
+            attentions.push(("favor composed", Some(FEATURES), Box::new(favor()?.composed())));
+        }
+        if scores <= LARGEST {
+            attentions.push(("softmax composed", None, Box::new(Softmax::new().composed())));
+        }
+        for (name, features, attention) in attentions {
+            for work in [Work::Forward, Work::Both] {
+                let what = format!("{name}, {tokens} tokens, {work:?}");
+                progress(&what);
+                all.extend(unless_skipped(&what, bench.pass(name, features, &*attention, tokens, work), skipped));
+            }
+        }
+    }
+    for &context in contexts {
+        for (name, features, attention) in [
+            ("favor", Some(FEATURES), Box::new(favor()?) as Box<dyn Attention>),
+            ("softmax", None, Box::new(Softmax::new())),
+        ] {
+            let what = format!("{name}, decoding after {context} tokens");
+            progress(&what);
+            let speed = Bench { heads: 8.min(heads), ..bench }.decode(name, features, &*attention, context);
+            all.extend(unless_skipped(&what, speed, skipped));
+        }
+    }
+    Ok(all)
+}
+
+#[derive(Clone, Copy)]
+struct Bench<'a> {
+    device: &'a Device,
+    dtype: DType,
+    heads: usize,
+    round: usize,
+}
+
+impl Bench<'_> {
+    fn random(&self, tokens: usize) -> candle_core::Result<Tensor> {
+        Tensor::randn(0f32, 1.0, (1, self.heads, tokens, HEAD_DIM), self.device)?.to_dtype(self.dtype)
+    }
+
+    fn pass(
+        &self,
+        name: &str,
+        features: Option<usize>,
+        attention: &dyn Attention,
+        tokens: usize,
+        work: Work,
+    ) -> Result<Speed> {
+        let bytes = 4 * self.heads * tokens * HEAD_DIM * self.dtype.size_in_bytes();
+        let sets = (0..(self.round / bytes).clamp(1, 64))
+            .map(|_| {
+                let var = || Var::from_tensor(&self.random(tokens)?);
+                Ok(([var()?, var()?, var()?], self.random(tokens)?))
+            })
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        let mut next = 0;
+        let times = time(self.device, || {
+            let ([q, k, v], gradient) = &sets[next % sets.len()];
+            next += 1;
+            if work == Work::Both {
+                let out = attention.forward(q, k, v, &Mask::causal())?;
+                // The loss reads outputs and gradients once more: a small part of the whole.
+                return (out * gradient)?.sum_all()?.backward().map(drop);
+            }
+            let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
+            attention.forward(&q, &k, &v, &Mask::causal()).map(drop)
+        })?;
+        Ok(self.speed(name, features, work, tokens, tokens, times))
+    }
+
+    fn decode(&self, name: &str, features: Option<usize>, attention: &dyn Attention, context: usize) -> Result<Speed> {
+        let mut state = State::new();
+        for start in (0..context).step_by(4096) {
+            let count = 4096.min(context - start);
+            attention.extend(&self.random(count)?, &self.random(count)?, &self.random(count)?, &mut state)?;
+        }
+        let (q, k, v) = (self.random(1)?, self.random(1)?, self.random(1)?);
+        let times = time(self.device, || attention.extend(&q, &k, &v, &mut state).map(drop))?;
+        Ok(self.speed(name, features, Work::Decode, context, 1, times))
+    }
+
+    fn speed(
+        &self,
+        name: &str,
+        features: Option<usize>,
+        work: Work,
+        tokens: usize,
+        per_pass: usize,
+        [low, median, high]: [f64; 3],
+    ) -> Speed {
+        Speed {
+            attention: name.to_string(),
+            work,
+            tokens,
+            heads: self.heads,
+            head_dim: HEAD_DIM,
+            features,
+            dtype: format!("{:?}", self.dtype).to_lowercase(),
+            milliseconds: median * 1e3,
+            quartiles: (low * 1e3, high * 1e3),
+            picoseconds: median * 1e12 / (per_pass * self.heads) as f64,
+            memory_mib: None,
+        }
+    }
+}
+
+/// Quartiles of the seconds that `work` takes once it is warm. Short work is repeated between two looks at the clock, so that waiting for
+/// the device does not count.
+fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> Result<[f64; 3]> {
+    let mut sample = |repeats: usize| -> Result<f64> {
+        let start = Instant::now();
+        for _ in 0..repeats {
+            work()?;
+        }
+        device.synchronize()?;
+        Ok(start.elapsed().as_secs_f64() / repeats as f64)
+    };
+    // The first compiles kernels.
+    sample(1)?;
+    let once = sample(1)?;
+    let repeats = ((0.005 / once) as usize).clamp(1, 200);
+    let begun = Instant::now();
+    let mut samples = Vec::new();
+    while samples.len() < 5 || (samples.len() < 30 && begun.elapsed() < Duration::from_millis(300)) {
+        samples.push(sample(repeats)?);
+    }
+    samples.sort_by(f64::total_cmp);
+    Ok([0.25, 0.5, 0.75].map(|share| samples[((samples.len() - 1) as f64 * share).round() as usize]))
+}
+
+#[cfg(feature = "cuda")]
+fn free_memory(device: &Device) -> Option<usize> {
+    performer_core::kernels::cuda::free_memory(device.as_cuda_device().ok()?).ok().map(|(free, _)| free)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn free_memory(_: &Device) -> Option<usize> {
+    None
+}

@@ -1,0 +1,94 @@
+//! A short training run with either attention, on the sample that comes with the program.
+
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
+
+use super::{Extent, unless_skipped};
+use crate::{
+    config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
+    data::{DataSpec, prepare},
+    train::{RunOptions, Trainer},
+};
+
+/// One run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Training {
+    /// The preset whose sizes the model has; its vocabulary is smaller, for the sample is.
+    pub preset: String,
+    /// The attention with its settings.
+    pub attention_spec: String,
+    /// Trained parameters.
+    pub params: usize,
+    /// Type of activations.
+    pub dtype: Precision,
+    /// Sequences and tokens of each, a step.
+    pub batch: (usize, usize),
+    /// Optimiser steps.
+    pub steps: usize,
+    /// Trained tokens a second.
+    pub tokens_per_second: f64,
+    /// Nats a token on held-out text at the end.
+    pub val_loss: f64,
+}
+
+pub(super) fn run(
+    device: &Device,
+    extent: Extent,
+    stop: &AtomicBool,
+    skipped: &mut Vec<String>,
+    progress: &mut impl FnMut(&str),
+) -> Result<Vec<Training>> {
+    let (preset, vocabulary, batch, steps) = match extent {
+        Extent::Quick => (Preset::Seed, 512, 8, 5),
+        Extent::Full => (Preset::Stories15m, 2048, 64, 40),
+    };
+    let (config, training) = preset.load()?;
+    let dtype = if device.is_cpu() { Precision::F32 } else { Precision::Bf16 };
+    let data = prepare(&DataSpec::Sample, vocabulary, None)?;
+    let mut all = Vec::new();
+    for attention in ["softmax", "favor:m=128"] {
+        let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
+        let config = ModelConfig { attention, ..config.clone() };
+        let train = |steps: usize| {
+            let training = TrainingConfig {
+                epochs: steps,
+                max_steps: Some(steps),
+                batch_size: batch,
+                micro_batch: if device.is_cpu() { training.micro_batch.min(batch) } else { batch },
+                dtype,
+                eval_every: 0,
+                save_every: 0,
+                ..training.clone()
+            };
+            let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
+            let options = RunOptions {
+                out: folder.path(),
+                data: "sample",
+                device: device.clone(),
+                threads: 1,
+                stop,
+                samples: false,
+            };
+            Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
+        };
+        let what = format!("training with {}", config.attention);
+        progress(&what);
+        // The first steps compile kernels and fetch memory.
+        let result = train(2).and_then(|_| train(steps));
+        let Some(report) = unless_skipped(&what, result, skipped) else { continue };
+        all.push(Training {
+            preset: format!("{preset:?}").to_lowercase(),
+            attention_spec: report.attention_spec,
+            params: report.params,
+            dtype,
+            batch: (batch, config.context),
+            steps: report.steps,
+            tokens_per_second: report.tokens_per_second,
+            val_loss: report.val_loss,
+        });
+    }
+    Ok(all)
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Checks the CUDA code on a machine with neither GPU nor toolkit: lints the Rust of it, with a stand-in for nvcc that compiles nothing, then
+# compiles every kernel for Ampere and Hopper with NVRTC (from its Python package, 100 MB, kept in $PERFORMER_NVRTC or
+# ~/.cache/performer/nvrtc) and reports registers, shared memory and spills.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
+
+nvrtc=${PERFORMER_NVRTC:-${XDG_CACHE_HOME:-$HOME/.cache}/performer/nvrtc}
+package=$(grep '^nvidia-cuda-nvrtc==' scripts/cuda-toolkit.txt)
+if [ "$(cat "$nvrtc/installed.txt" 2>/dev/null)" != "$package" ]; then
+    rm -rf "$nvrtc"
+    python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action ignore \
+        --target "$nvrtc" "$package"
+    echo "$package" >"$nvrtc/installed.txt"
+fi
+LD_LIBRARY_PATH=$nvrtc/nvidia/cu13/lib python3 scripts/nvrtc_check.py sm_80 sm_90a
+
+# Build scripts look for nvcc in a toolkit's bin, and run again when its path changes.
+toolkit=${CARGO_TARGET_DIR:-$PWD/target}/nvcc-stand-in
+mkdir -p "$toolkit/bin"
+cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
+CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
+    cargo clippy --locked -p performer-core -p performer-lm --all-targets --features performer-core/cuda,performer-lm/cuda -- \
+    -D warnings
