@@ -229,6 +229,7 @@ fn what_is_not_supported_is_named() -> Result<()> {
         ("num_hidden_layers", json!(1u64 << 40), "at most"),
         ("max_position_embeddings", json!(1u64 << 40), "at most"),
         ("num_attention_heads", json!(0), "heads is 0"),
+        ("head_dim", json!(1u64 << 20), "head_dim is"),
         ("vocab_size", json!(40), "do not belong together"),
         ("tie_word_embeddings", json!(false), "lack lm_head.weight"),
     ] {
