@@ -240,6 +240,11 @@ fn what_is_not_supported_is_named() -> Result<()> {
         assert!(error.contains(words), "{field}: '{words}' is not in: {error}");
         assert!(error.contains(dir.path().to_str().unwrap()), "{field}: no file in: {error}");
     }
+    // Left out, Mistral's window is 4096.
+    let mut bad = llama_config(SMALL, "mistral", true);
+    bad["max_position_embeddings"] = json!(8192);
+    write_folder(dir.path(), &bad, &weights)?;
+    assert!(refusal(dir.path()).contains("sliding_window"));
     // A shape that does not fit shows when the model is built.
     let mut bad = config.clone();
     bad["intermediate_size"] = json!(41);
