@@ -164,6 +164,17 @@ impl MultiHeadAttention {
         self.merge(&self.attention.extend(&q, &k, &v, state)?)
     }
 
+    /// Self-attention with `attend(q, k, v)` in place of the attention inside: `q` is `(B, H, T, D)`, `k` and `v` `(B, Hkv, T, D)`, after
+    /// rotary positions. For looking at what an attention is given, and for trying another in its place.
+    pub fn forward_through(
+        &self,
+        x: &Tensor,
+        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (q, k, v) = self.project(x, x, 0)?;
+        self.merge(&attend(&q, &k, &v)?)
+    }
+
     /// The attention inside, to save its buffers.
     pub fn attention(&self) -> &dyn Attention {
         &*self.attention
@@ -172,6 +183,11 @@ impl MultiHeadAttention {
     /// The attention inside, to redraw it or load its buffers.
     pub fn attention_mut(&mut self) -> &mut dyn Attention {
         &mut *self.attention
+    }
+
+    /// Puts another attention inside.
+    pub fn set_attention(&mut self, attention: Box<dyn Attention>) {
+        self.attention = attention;
     }
 
     fn project(&self, x: &Tensor, context: &Tensor, start: usize) -> Result<(Tensor, Tensor, Tensor)> {

@@ -49,7 +49,7 @@ pub mod ops;
 pub mod projection;
 pub mod reference;
 
-pub use attention::{Attention, Favor, FavorConfig, Mask, Softmax, State};
+pub use attention::{Attention, Favor, FavorConfig, Mask, Softmax, State, Windowed};
 pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};

@@ -1,6 +1,6 @@
 //! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
 
-use std::{fmt, str::FromStr};
+use std::{collections::BTreeMap, fmt, str::FromStr};
 
 use anyhow::{Result, bail, ensure};
 use performer_core::{FavorConfig, FeatureMapKind};
@@ -64,6 +64,9 @@ pub struct ModelConfig {
     pub dropout: f32,
     /// Exact or linear attention.
     pub attention: AttentionConfig,
+    /// Layers with an attention of their own, counted from 0.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub attention_by_layer: BTreeMap<usize, AttentionConfig>,
     /// The tokens at the borders of a document, where they are not those that the tokenizer's names tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub borders: Option<Borders>,
@@ -127,14 +130,38 @@ pub enum AttentionConfig {
     Softmax,
     /// Linear attention through feature maps.
     Favor(FavorConfig),
+    /// Exact attention to the last tokens, linear attention to those before.
+    Windowed {
+        /// Tokens of exact attention, the query's own among them.
+        window: usize,
+        /// Attention to the others.
+        far: FavorConfig,
+    },
 }
 
 impl AttentionConfig {
-    /// `softmax` or `favor`: the stable name in JSON output.
+    /// `softmax`, `favor` or `windowed`: the stable name in JSON output.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Softmax => "softmax",
             Self::Favor(_) => "favor",
+            Self::Windowed { .. } => "windowed",
+        }
+    }
+
+    /// Linear attention in it, if any.
+    pub fn favor(&self) -> Option<&FavorConfig> {
+        match self {
+            Self::Softmax => None,
+            Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
+        }
+    }
+
+    /// Tokens of exact attention, where they are limited.
+    pub fn window(&self) -> Option<usize> {
+        match self {
+            Self::Windowed { window, .. } => Some(*window),
+            _ => None,
         }
     }
 }
@@ -142,7 +169,7 @@ impl AttentionConfig {
 /// The shortest text that [`FromStr`] reads back: only what differs from the default.
 impl fmt::Display for AttentionConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::Favor(c) = self else { return f.write_str("softmax") };
+        let Some(c) = self.favor() else { return f.write_str("softmax") };
         let d = FavorConfig::default();
         let mut parts = Vec::new();
         if c.map.is_random() {
@@ -157,11 +184,14 @@ impl fmt::Display for AttentionConfig {
         if c.map.is_random() && c.radii != d.radii {
             parts.push(format!("radii={}", c.radii));
         }
+        if let Some(window) = self.window() {
+            parts.push(format!("window={window}"));
+        }
         write!(f, "favor:{}", parts.join(","))
     }
 }
 
-/// Reads `softmax`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt`.
+/// Reads `softmax`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`.
 impl FromStr for AttentionConfig {
     type Err = String;
 
@@ -173,11 +203,12 @@ impl FromStr for AttentionConfig {
             "favor" => {}
             _ => {
                 return Err(format!(
-                    "unknown attention '{kind}'; known are softmax and favor[:m=128,map=...,projection=...,radii=...]"
+                    "unknown attention '{kind}'; known are softmax and favor[:m=128,map=...,projection=...,radii=...,window=...]"
                 ));
             }
         }
         let mut config = FavorConfig::default();
+        let mut window = None;
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
             let (key, value) = setting
                 .split_once('=')
@@ -194,10 +225,21 @@ impl FromStr for AttentionConfig {
                 "map" => config.map = value.parse::<FeatureMapKind>()?,
                 "projection" => config.projection = value.parse().map_err(|e| format!("{e}"))?,
                 "radii" => config.radii = value.parse().map_err(|e| format!("{e}"))?,
-                _ => return Err(format!("unknown attention setting '{key}'; known are m, map, projection, radii")),
+                "window" => match value.parse() {
+                    Ok(w) if w > 0 => window = Some(w),
+                    _ => return Err(format!("window={value}: it must be a whole number of tokens, at least 1")),
+                },
+                _ => {
+                    return Err(format!(
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window"
+                    ));
+                }
             }
         }
-        Ok(Self::Favor(config))
+        Ok(match window {
+            None => Self::Favor(config),
+            Some(window) => Self::Windowed { window, far: config },
+        })
     }
 }
 
@@ -205,6 +247,11 @@ impl ModelConfig {
     /// Dimension `D` of a head, `E/H` unless the config says otherwise.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or(self.hidden_size / self.heads.max(1))
+    }
+
+    /// The attention of a layer, counted from 0.
+    pub fn attention_of(&self, layer: usize) -> &AttentionConfig {
+        self.attention_by_layer.get(&layer).unwrap_or(&self.attention)
     }
 
     /// Refuses sizes that make no model.
@@ -239,6 +286,12 @@ impl ModelConfig {
         ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
         if matches!(self.positions, Positions::Rotary { .. }) && !self.head_dim().is_multiple_of(2) {
             bail!("model config: rotary positions need an even head dimension; it is {}", self.head_dim());
+        }
+        for attention in std::iter::once(&self.attention).chain(self.attention_by_layer.values()) {
+            ensure!(attention.window() != Some(0), "model config: a window is 0; it must be at least 1 token");
+        }
+        if let Some(layer) = self.attention_by_layer.keys().find(|layer| **layer >= self.layers) {
+            bail!("model config: attention_by_layer names layer {layer}, but layers are counted 0..{}", self.layers);
         }
         match &self.borders {
             Some(borders) => borders.validate(self.vocab_size),
@@ -348,6 +401,7 @@ mod tests {
             "favor:m=32,map=relu,projection=gaussian",
             "favor:map=elu",
             "favor:m=128,radii=sqrt",
+            "favor:m=64,map=learned,window=32",
         ] {
             assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
         }
@@ -357,6 +411,7 @@ mod tests {
             ("favor:m=0", "at least 1"),
             ("favor:64", "KEY=VALUE"),
             ("favor:map=x", "unknown feature map"),
+            ("favor:window=0", "at least 1"),
             ("softmax:m=1", "no settings"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();

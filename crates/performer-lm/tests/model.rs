@@ -38,6 +38,7 @@ fn base(attention: &str) -> ModelConfig {
         qkv_bias: false,
         dropout: 0.0,
         attention: attention.parse().unwrap(),
+        attention_by_layer: Default::default(),
         borders: None,
     }
 }

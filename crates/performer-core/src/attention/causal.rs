@@ -21,22 +21,22 @@ use candle_core::{D, Result, Tensor};
 use super::{
     PrefixSums,
     full::{hide, query_weights},
-    input::{FLOOR, Inputs, normalise, values_and_one},
+    input::{FLOOR, Inputs, Rows, values_and_one},
 };
 use crate::features::{FeatureMap, Features};
 
-/// Causal attention in one pass: rows `(N, T·G, Dv)`.
-pub(super) fn forward(map: &dyn FeatureMap, inputs: &Inputs, chunk: usize) -> Result<Tensor> {
+/// Causal attention in one pass.
+pub(super) fn forward(map: &dyn FeatureMap, inputs: &Inputs, chunk: usize) -> Result<Rows> {
     Ok(attend(Mapped::new(map, inputs)?, inputs, chunk, None)?.0)
 }
 
-/// Causal attention from `state` on: rows `(N, T·G, Dv)` and the state after the last token.
+/// Causal attention from `state` on, and the state after the last token.
 pub(super) fn extend(
     map: &dyn FeatureMap,
     inputs: &Inputs,
     chunk: usize,
     state: Option<&PrefixSums>,
-) -> Result<(Tensor, PrefixSums)> {
+) -> Result<(Rows, PrefixSums)> {
     attend(Mapped::new(map, inputs)?, inputs, chunk, state)
 }
 
@@ -52,7 +52,7 @@ struct Mapped {
 
 impl Mapped {
     fn new(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Self> {
-        match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
+        match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
             (Features::Log(q), Features::Log(k)) => Ok(Self { q, k: hide(&k, inputs.keys.as_ref())?, scale: None }),
             (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
                 let scale = match log_scale {
@@ -71,7 +71,7 @@ fn attend(
     inputs: &Inputs,
     chunk: usize,
     state: Option<&PrefixSums>,
-) -> Result<(Tensor, PrefixSums)> {
+) -> Result<(Rows, PrefixSums)> {
     let (n, t, g, f) = q.dims4()?;
     let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
     if let Some(state) = state {
@@ -86,15 +86,18 @@ fn attend(
     // Padding sits after every real token, has no weight and raises no maximum.
     let q = chunks.split(&q.reshape((n, t, g * f))?, 0.0)?.reshape((n, chunks.count, chunk * g, f))?;
     let v1 = chunks.split(&v1, 0.0)?;
-    let (rows, state) = match scale {
-        None => positive(&chunks, &q, &chunks.split(&k, f64::NEG_INFINITY)?, &v1, state)?,
+    let real = |rows: &Tensor| rows.reshape((n, chunks.count * chunk * g, ()))?.narrow(1, 0, t * g);
+    match scale {
+        None => {
+            let (rows, m, state) = positive(&chunks, &q, &chunks.split(&k, f64::NEG_INFINITY)?, &v1, state)?;
+            Ok((Rows::new(&real(&rows)?, Some(&real(&m)?))?, state))
+        }
         Some(scale) => {
             let (k, scale) = (chunks.split(&k, 0.0)?, chunks.split(&scale, f64::NEG_INFINITY)?);
-            signed(&chunks, &q, &k, &scale, &v1, state)?
+            let (rows, state) = signed(&chunks, &q, &k, &scale, &v1, state)?;
+            Ok((Rows::new(&real(&rows)?, None)?, state))
         }
-    };
-    let rows = rows.reshape((n, chunks.count * chunk * g, ()))?.narrow(1, 0, t * g)?;
-    Ok((normalise(&rows)?, state))
+    }
 }
 
 /// How a sequence is cut: `count` chunks of `size` tokens, `group` query rows a token.
@@ -134,14 +137,14 @@ impl Chunks {
 }
 
 /// `k` are log-features `(N, chunks, C, F)`, `q` likewise `(N, chunks, C·G, F)`; `v1` is `(N, chunks, C, Dv+1)`.
-/// Returns `[num, den]` rows `(N, chunks, C·G, Dv+1)`.
+/// Returns `[num, den]` rows `(N, chunks, C·G, Dv+1)`, and the logarithms `(N, chunks, C·G, 1)` of what they are divided by.
 fn positive(
     chunks: &Chunks,
     q: &Tensor,
     k: &Tensor,
     v1: &Tensor,
     state: Option<&PrefixSums>,
-) -> Result<(Tensor, PrefixSums)> {
+) -> Result<(Tensor, Tensor, PrefixSums)> {
     let scan = Scan::new(&k.detach(), state)?;
     let k_state = k.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?;
     let (before, last) = scan.sums(&k_state, v1, state)?;
@@ -159,7 +162,7 @@ fn positive(
     }
     let own = (q + chunks.repeat_rows(k)?)?.exp()?.sum_keepdim(D::Minus1)?;
     rows = (rows + chunks.repeat_rows(v1)?.broadcast_mul(&own)?)?;
-    Ok((rows, last))
+    Ok((rows, m, last))
 }
 
 /// One level of the triangle: in each block of `2·half` tokens, rows of the second half over keys of the first.
@@ -268,13 +271,7 @@ fn running_max(log: &Tensor, start: &Tensor) -> Result<Tensor> {
 }
 
 /// One more token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
-fn step(
-    q: &Tensor,
-    k: &Tensor,
-    scale: Option<&Tensor>,
-    v1: &Tensor,
-    state: &PrefixSums,
-) -> Result<(Tensor, PrefixSums)> {
+fn step(q: &Tensor, k: &Tensor, scale: Option<&Tensor>, v1: &Tensor, state: &PrefixSums) -> Result<(Rows, PrefixSums)> {
     let q = q.squeeze(1)?;
     let log = scale.unwrap_or(k);
     let after = state.log_scale.maximum(&log.detach())?;
@@ -285,10 +282,13 @@ fn step(
     };
     let decay = (&state.log_scale - &after)?.exp()?.transpose(1, 2)?;
     let sums = (phi.transpose(1, 2)?.contiguous()?.matmul(v1)? + state.sums.broadcast_mul(&decay)?)?;
-    let weights = match scale {
-        None => query_weights(&q, &after)?,
-        Some(_) => q,
+    let (weights, m) = match scale {
+        None => {
+            let (weights, m) = query_weights(&q, &after)?;
+            (weights, Some(m))
+        }
+        Some(_) => (q, None),
     };
-    let rows = normalise(&weights.contiguous()?.matmul(&sums)?)?;
+    let rows = Rows::new(&weights.contiguous()?.matmul(&sums)?, m.as_ref())?;
     Ok((rows, PrefixSums { log_scale: after, sums }))
 }

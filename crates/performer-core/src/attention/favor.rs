@@ -7,12 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Attention, Mask, State, causal, full, fused,
-    input::{Inputs, check_head_dim},
+    input::{Inputs, Rows, check_head_dim},
     state::Memory,
 };
 use crate::{
-    features::{ExponentialForm, FeatureMap, FeatureMapKind, RandomParameters},
-    kernels::{self, favor::Exponential},
+    features::{ExponentialForm, FeatureMap, FeatureMapKind, Fitted, RandomParameters, fit},
+    kernels::{
+        self,
+        favor::{Exponential, Map},
+    },
     projection::{self, ProjectionKind, Radii},
 };
 
@@ -61,17 +64,19 @@ impl Default for FavorConfig {
 pub struct Favor {
     map: Box<dyn FeatureMap>,
     /// The map as the fused kernels compute it.
-    exponential: Option<Arc<Exponential>>,
+    maps: Option<Arc<[Map]>>,
     chunk: usize,
     composed: bool,
-    drawn: Option<Drawn>,
+    parameters: Parameters,
 }
 
-/// How the map's random parameters came about, so that they can be saved, loaded and drawn again.
+/// What the map is made from, so that it can be saved, loaded and drawn again.
 #[derive(Debug)]
-struct Drawn {
-    config: FavorConfig,
-    parameters: RandomParameters,
+enum Parameters {
+    /// Nothing, or nothing that is known here.
+    None,
+    Random(FavorConfig, RandomParameters),
+    Fitted(Fitted),
 }
 
 impl Favor {
@@ -93,9 +98,19 @@ impl Favor {
         }
         let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let parameters = draw(config, head_dim, seed, dtype, device)?;
+        if config.map.is_fitted() {
+            return Self::fitted(fit::unfitted(config.map, &parameters.projection)?);
+        }
         let map = config.map.build(head_dim, Some(&parameters), device)?;
         let mut favor = Self::with_map(map)?;
-        favor.drawn = Some(Drawn { config: config.clone(), parameters });
+        favor.parameters = Parameters::Random(config.clone(), parameters);
+        Ok(favor)
+    }
+
+    /// FAVOR over features that were fitted or trained; they are its buffers, and redrawing leaves them alone.
+    pub fn fitted(map: Fitted) -> Result<Self> {
+        let mut favor = Self::with_map(Box::new(map.clone()))?;
+        favor.parameters = Parameters::Fitted(map);
         Ok(favor)
     }
 
@@ -110,7 +125,7 @@ impl Favor {
         }
         // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token: about even at C = D.
         let chunk = head_dim.next_power_of_two().clamp(16, 64);
-        Ok(Self { exponential: exponential(&*map)?, map, chunk, composed: false, drawn: None })
+        Ok(Self { maps: kernel_maps(&*map)?, map, chunk, composed: false, parameters: Parameters::None })
     }
 
     /// Never uses the fused CPU kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
@@ -142,12 +157,73 @@ impl Favor {
         Ok(inputs)
     }
 
-    fn set_parameters(&mut self, parameters: RandomParameters) -> Result<()> {
-        let Some(drawn) = &mut self.drawn else { return Ok(()) };
-        self.map = drawn.config.map.build(self.map.input_dim(), Some(&parameters), parameters.projection.device())?;
-        drawn.parameters = parameters;
-        self.exponential = exponential(&*self.map)?;
+    fn set_parameters(&mut self, parameters: Parameters) -> Result<()> {
+        self.map = match &parameters {
+            Parameters::None => return Ok(()),
+            Parameters::Random(config, random) => {
+                config.map.build(self.map.input_dim(), Some(random), random.projection.device())?
+            }
+            Parameters::Fitted(fitted) => Box::new(fitted.clone()),
+        };
+        self.parameters = parameters;
+        self.maps = kernel_maps(&*self.map)?;
         Ok(())
+    }
+
+    /// Causal attention and the logarithms of its denominators, in the scale of the kernel that the map estimates: `(B, H, T, Dv)` and
+    /// `(B, H, T, 1)`. With `state`, from there on.
+    pub(super) fn with_logs(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        mask: &Mask,
+        state: Option<&mut State>,
+    ) -> Result<(Tensor, Tensor)> {
+        let (b, h, t, d) = q.dims4()?;
+        let (hkv, dv) = (k.dim(1)?, v.dim(3)?);
+        let scaled = (q.to_dtype(compute(q.dtype()))? * (d as f64).powf(-0.25))?;
+        // As many rows of queries as there are key heads, see FeatureMap::features.
+        let offset = || -> Result<Tensor> {
+            let rows = scaled.contiguous()?.reshape((b * hkv, (h / hkv) * t, d))?;
+            self.map.query_offset(&rows)?.reshape((b, h, t, 1))
+        };
+        if self.is_fused(q) {
+            let rows = match state {
+                None => fused::forward(&*self.map, self.maps.as_ref(), [q, k, v], mask, true)?,
+                Some(state) => {
+                    let rows = fused::extend(&*self.map, self.maps.as_ref(), [q, k, v], state, true)?;
+                    state.advance(q)?;
+                    rows
+                }
+            };
+            let (values, logs) = (rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?);
+            // Ready features hold all of it; the kernels' own leave out what a query's share.
+            let logs = if self.maps.is_some() { (logs - offset()?)? } else { logs };
+            return Ok((values, logs));
+        }
+        let inputs = self.inputs(q, k, v, mask)?;
+        let rows = match state {
+            None => causal::forward(&*self.map, &inputs, self.chunk)?,
+            Some(state) => {
+                let rows = self.extend_composed(&inputs, state)?;
+                state.advance(q)?;
+                rows
+            }
+        };
+        let Some(logs) = &rows.logs else {
+            bail!("feature map {:?} has signed features, which cannot be joined with exact attention", self.map)
+        };
+        Ok((inputs.output(&rows.values)?, inputs.output(logs)?))
+    }
+
+    fn extend_composed(&self, inputs: &Inputs, state: &mut State) -> Result<Rows> {
+        let past = match &state.memory {
+            None => None,
+            Some(Memory::Sums(sums)) => Some(sums),
+            Some(_) => bail!("state: it was made by the fused kernels and cannot go on with composed operations"),
+        };
+        let (rows, sums) = causal::extend(&*self.map, inputs, self.chunk, past)?;
+        state.memory = Some(Memory::Sums(sums.detach()));
+        Ok(rows)
     }
 
     fn is_fused(&self, q: &Tensor) -> bool {
@@ -156,13 +232,26 @@ impl Favor {
 }
 
 /// The form in which fused kernels compute a map's features, if it has one and lives on the CPU.
-fn exponential(map: &dyn FeatureMap) -> Result<Option<Arc<Exponential>>> {
-    let Some(ExponentialForm { projection, hyperbolic }) = map.exponential_form() else { return Ok(None) };
-    if !projection.device().is_cpu() {
+fn kernel_maps(map: &dyn FeatureMap) -> Result<Option<Arc<[Map]>>> {
+    let Some(forms) = map.exponential_forms() else { return Ok(None) };
+    if forms.iter().any(|form| !form.projection.device().is_cpu()) {
         return Ok(None);
     }
-    let rows = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-    Ok(Some(Arc::new(Exponential::new(&rows, map.input_dim(), hyperbolic))))
+    let numbers = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+    let kernel = |ExponentialForm { projection, hyperbolic, keys }: &ExponentialForm| -> Result<Map> {
+        let mut form = Exponential::new(&numbers(projection)?, map.input_dim(), *hyperbolic);
+        if let Some(keys) = keys {
+            let metric = keys.metric.as_ref().map(numbers).transpose()?;
+            form = form.with_keys(&numbers(&keys.projection)?, &numbers(&keys.log_weights)?, metric.as_deref());
+        }
+        Ok(Map::Exponential(Arc::new(form)))
+    };
+    Ok(Some(forms.iter().map(kernel).collect::<Result<Vec<_>>>()?.into()))
+}
+
+/// The type that is computed in.
+pub(super) fn compute(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<RandomParameters> {
@@ -183,14 +272,14 @@ fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: 
 impl Attention for Favor {
     fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
         if self.is_fused(q) {
-            return fused::forward(&*self.map, self.exponential.as_ref(), q, k, v, mask);
+            return fused::forward(&*self.map, self.maps.as_ref(), [q, k, v], mask, false);
         }
         let inputs = self.inputs(q, k, v, mask)?;
         let (n, tq, g, _) = inputs.q.dims4()?;
         let rows = if n * tq == 0 || inputs.k.dim(1)? == 0 {
             Tensor::zeros((n, tq * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?
         } else if mask.is_causal() {
-            causal::forward(&*self.map, &inputs, self.chunk)?
+            causal::forward(&*self.map, &inputs, self.chunk)?.values
         } else {
             full::attend(&*self.map, &inputs)?
         };
@@ -204,7 +293,7 @@ impl Attention for Favor {
         }
         let (q, k, v) = (&q.detach(), &k.detach(), &v.detach());
         if self.is_fused(q) {
-            let out = fused::extend(&*self.map, self.exponential.as_ref(), q, k, v, state)?;
+            let out = fused::extend(&*self.map, self.maps.as_ref(), [q, k, v], state, false)?;
             state.advance(q)?;
             return Ok(out);
         }
@@ -213,30 +302,27 @@ impl Attention for Favor {
         let rows = if n * t == 0 {
             Tensor::zeros((n, t * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device())?
         } else {
-            let past = match &state.memory {
-                None => None,
-                Some(Memory::Sums(sums)) => Some(sums),
-                Some(_) => bail!("state: it was made by the fused kernels and cannot go on with composed operations"),
-            };
-            let (rows, sums) = causal::extend(&*self.map, &inputs, self.chunk, past)?;
-            state.memory = Some(Memory::Sums(sums.detach()));
-            rows
+            self.extend_composed(&inputs, state)?.values
         };
         state.advance(q)?;
         inputs.output(&rows)
     }
 
     fn buffers(&self) -> Vec<(String, Tensor)> {
-        let Some(Drawn { parameters, .. }) = &self.drawn else { return Vec::new() };
-        let mut buffers = vec![("projection".to_string(), parameters.projection.clone())];
-        if let Some(offsets) = &parameters.offsets {
-            buffers.push(("offsets".to_string(), offsets.clone()));
+        match &self.parameters {
+            Parameters::None => Vec::new(),
+            Parameters::Random(_, random) => {
+                let offsets = random.offsets.iter().map(|offsets| ("offsets".to_string(), offsets.clone()));
+                std::iter::once(("projection".to_string(), random.projection.clone())).chain(offsets).collect()
+            }
+            Parameters::Fitted(fitted) => {
+                let named = fitted.tensors().into_iter();
+                named.map(|(name, tensor)| (format!("feature_map.{name}"), tensor.detach())).collect()
+            }
         }
-        buffers
     }
 
     fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
-        let Some(Drawn { parameters, .. }) = &self.drawn else { return Ok(()) };
         let take = |name: &str, old: &Tensor| -> Result<Tensor> {
             match get(name) {
                 Some(t) if t.dims() == old.dims() => t.to_dtype(old.dtype())?.to_device(old.device()),
@@ -244,15 +330,36 @@ impl Attention for Favor {
                 None => bail!("buffer {name} {:?} is missing", old.dims()),
             }
         };
-        let projection = take("projection", &parameters.projection)?;
-        let offsets = parameters.offsets.as_ref().map(|o| take("offsets", o)).transpose()?;
-        self.set_parameters(RandomParameters { projection, offsets })
+        let parameters = match &self.parameters {
+            Parameters::None => return Ok(()),
+            Parameters::Random(config, random) => {
+                let projection = take("projection", &random.projection)?;
+                let offsets = random.offsets.as_ref().map(|o| take("offsets", o)).transpose()?;
+                Parameters::Random(config.clone(), RandomParameters { projection, offsets })
+            }
+            Parameters::Fitted(old) => {
+                // How many heads it was fitted to, only what was saved can tell.
+                let fitted = Fitted::from_tensors(&|name| {
+                    let tensor = get(&format!("feature_map.{name}"))?;
+                    tensor.to_dtype(old.queries.dtype()).ok()?.to_device(old.queries.device()).ok()
+                })?;
+                let ([_, m, d], [_, old_m, old_d]) = (fitted.queries.dims(), old.queries.dims()) else {
+                    bail!("buffer feature_map.queries has shape {:?}", fitted.queries.dims())
+                };
+                if (m, d) != (old_m, old_d) {
+                    bail!("buffer feature_map.queries has {m} features of {d}; it must have {old_m} of {old_d}");
+                }
+                Parameters::Fitted(fitted)
+            }
+        };
+        self.set_parameters(parameters)
     }
 
     fn redraw(&mut self, seed: u64) -> Result<()> {
-        let Some(Drawn { config, parameters }) = &self.drawn else { return Ok(()) };
-        let old = &parameters.projection;
+        let Parameters::Random(config, RandomParameters { projection: old, .. }) = &self.parameters else {
+            return Ok(());
+        };
         let parameters = draw(config, self.map.input_dim(), seed, old.dtype(), old.device())?;
-        self.set_parameters(parameters)
+        self.set_parameters(Parameters::Random(config.clone(), parameters))
     }
 }

@@ -15,12 +15,12 @@ pub(super) fn attend(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Tensor> {
     let (n, tq, g, _) = inputs.q.dims4()?;
     let f = map.feature_dim();
     let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
-    let num_den = match (map.features(&inputs.q)?, map.features(&inputs.k)?) {
+    let num_den = match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
         (Features::Log(lq), Features::Log(lk)) => {
             let lk = hide(&lk, inputs.keys.as_ref())?;
             let c = lk.detach().max_keepdim(1)?.maximum(FLOOR)?;
             let sums = lk.broadcast_sub(&c)?.exp()?.transpose(1, 2)?.contiguous()?.matmul(&v1)?;
-            query_weights(&lq.reshape((n, tq * g, f))?, &c)?.matmul(&sums)?
+            query_weights(&lq.reshape((n, tq * g, f))?, &c)?.0.matmul(&sums)?
         }
         (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
             let k = match log_scale {
@@ -38,11 +38,11 @@ pub(super) fn attend(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Tensor> {
     normalise(&num_den)
 }
 
-/// `exp(lq + c − max_r(lq + c))`: rows of features relative to the keys' scale `c`. What a row is scaled by cancels.
-pub(super) fn query_weights(lq: &Tensor, c: &Tensor) -> Result<Tensor> {
+/// `exp(lq + c − max_r(lq + c))`: rows of features relative to the keys' scale `c`; and that maximum, which cancels.
+pub(super) fn query_weights(lq: &Tensor, c: &Tensor) -> Result<(Tensor, Tensor)> {
     let shifted = lq.broadcast_add(c)?;
     let max = shifted.detach().max_keepdim(D::Minus1)?;
-    shifted.broadcast_sub(&max)?.exp()
+    Ok((shifted.broadcast_sub(&max)?.exp()?, max))
 }
 
 /// Sets the rows of hidden keys to `−∞`: they must not raise a maximum.

@@ -77,6 +77,26 @@ pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
     num.broadcast_div(&(den + empty)?)
 }
 
+/// Quotients, and where all features are positive the logarithms of their denominators.
+pub(super) struct Rows {
+    /// `(N, T·G, Dv)`.
+    pub(super) values: Tensor,
+    /// `(N, T·G, 1)`; low but finite where no key is seen.
+    pub(super) logs: Option<Tensor>,
+}
+
+impl Rows {
+    /// `num_den` divided by `e^m`.
+    pub(super) fn new(num_den: &Tensor, m: Option<&Tensor>) -> Result<Self> {
+        let values = normalise(num_den)?;
+        let Some(m) = m else { return Ok(Self { values, logs: None }) };
+        let den = num_den.narrow(D::Minus1, num_den.dim(D::Minus1)? - 1, 1)?;
+        let empty = den.detach().eq(0.0)?.to_dtype(den.dtype())?;
+        let logs = (((den + &empty)?.log()? + m)? + (empty * FLOOR)?)?;
+        Ok(Self { values, logs: Some(logs) })
+    }
+}
+
 pub(super) fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<()> {
     for (name, t) in [("q", q), ("k", k), ("v", v)] {
         if t.rank() != 4 {

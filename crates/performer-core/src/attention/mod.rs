@@ -11,6 +11,7 @@ mod fused;
 mod input;
 mod softmax;
 mod state;
+mod windowed;
 
 use std::fmt;
 
@@ -19,6 +20,7 @@ use candle_core::{Result, Tensor};
 pub use favor::{Favor, FavorConfig};
 pub use softmax::Softmax;
 pub use state::{PrefixSums, State};
+pub use windowed::Windowed;
 
 /// Which keys a query may see.
 ///

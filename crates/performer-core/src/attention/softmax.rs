@@ -1,11 +1,11 @@
 //! Exact softmax attention: the baseline, and the truth FAVOR approximates. Fused on the CPU, differentiable Candle ops elsewhere.
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
     Attention, Mask, State,
-    input::{FLOOR, Inputs, check_shapes, normalise, rows, values_and_one, visible},
+    input::{FLOOR, Inputs, Rows, check_shapes, rows, values_and_one, visible},
     state::Memory,
 };
 use crate::kernels::{self, softmax};
@@ -36,7 +36,7 @@ impl Softmax {
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, offset: Option<usize>) -> Result<Tensor> {
         if self.composed || !kernels::takes(q) {
             let inputs = Inputs::new(q, k, v, mask)?;
-            return inputs.output(&attend(&inputs, offset)?);
+            return inputs.output(&attend(&inputs, offset, None)?.0);
         }
         check_shapes(q, k, v, mask)?;
         let ((b, h, tq, _), (_, _, tk, dv)) = (q.dims4()?, v.dims4()?);
@@ -44,7 +44,28 @@ impl Softmax {
             return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
         }
         let visible = mask.keys().map(visible).transpose()?;
-        softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, softmax::Seen { offset, visible })
+        softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, softmax::Seen { offset, window: None, visible }, false)
+    }
+
+    /// Attention of query `t` to the last `window` of the keys `0..=offset + t`, and the logarithms of its denominators:
+    /// `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Nothing is empty.
+    pub(super) fn with_logs(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        mask: &Mask,
+        offset: usize,
+        window: usize,
+    ) -> Result<(Tensor, Tensor)> {
+        if self.composed || !kernels::takes(q) {
+            let inputs = Inputs::new(q, k, v, mask)?;
+            let (values, logs) = attend(&inputs, Some(offset), Some(window))?;
+            return Ok((inputs.output(&values)?, inputs.output(&logs)?));
+        }
+        let dv = v.dim(3)?;
+        let visible = mask.keys().map(visible).transpose()?;
+        let seen = softmax::Seen { offset: Some(offset), window: Some(window), visible };
+        let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, true)?;
+        Ok((rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?))
     }
 }
 
@@ -92,17 +113,19 @@ fn check_cached(name: &str, new: &Tensor, cached: Option<Tensor>) -> Result<()> 
     Ok(())
 }
 
-/// `(N, Tq·G, Dv)`. With `offset`, query `t` sees keys `0..=offset + t`.
-fn attend(inputs: &Inputs, offset: Option<usize>) -> Result<Tensor> {
+/// `(N, Tq·G, Dv)` and the logarithms of the denominators, `(N, Tq·G, 1)`. With `offset`, query `t` sees keys `0..=offset + t`; with
+/// `window`, the last so many of them.
+fn attend(inputs: &Inputs, offset: Option<usize>, window: Option<usize>) -> Result<(Tensor, Tensor)> {
     let (n, tq, g, d) = inputs.q.dims4()?;
     let tk = inputs.k.dim(1)?;
     if n * tq == 0 || tk == 0 {
-        return Tensor::zeros((n, tq * g, inputs.v.dim(2)?), inputs.v.dtype(), inputs.v.device());
+        let zeros = |width| Tensor::zeros((n, tq * g, width), inputs.v.dtype(), inputs.v.device());
+        return Ok((zeros(inputs.v.dim(2)?)?, zeros(1)?));
     }
     let rows = inputs.q.reshape((n, tq * g, d))?;
     let mut scores = rows.matmul(&inputs.k.transpose(1, 2)?.contiguous()?)?;
     if let Some(offset) = offset {
-        scores = scores.broadcast_add(&causal_bias(tq, g, tk, offset, scores.dtype(), scores.device())?)?;
+        scores = scores.broadcast_add(&causal_bias([tq, g, tk], offset, window, &scores)?)?;
     }
     if let Some(keys) = &inputs.keys {
         let hidden = Tensor::full(f32::NEG_INFINITY, keys.shape(), keys.device())?.to_dtype(keys.dtype())?;
@@ -112,16 +135,23 @@ fn attend(inputs: &Inputs, offset: Option<usize>) -> Result<Tensor> {
     // The row maximum cancels: a constant to the gradient.
     let max = scores.detach().max_keepdim(D::Minus1)?.maximum(FLOOR)?;
     let weights = scores.broadcast_sub(&max)?.exp()?;
-    normalise(&weights.matmul(&values_and_one(&inputs.v, inputs.keys.as_ref())?)?)
+    let num_den = weights.matmul(&values_and_one(&inputs.v, inputs.keys.as_ref())?)?;
+    let rows = Rows::new(&num_den, Some(&max))?;
+    Ok((rows.values, rows.logs.unwrap_or(max)))
 }
 
-/// `(Tq·G, Tk)`: 0 where query `t` may see key `j <= offset + t`, else `−∞`.
-fn causal_bias(tq: usize, g: usize, tk: usize, offset: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+/// `(Tq·G, Tk)`: 0 where query `t` may see key `j <= offset + t` among the last `window`, else `−∞`.
+fn causal_bias([tq, g, tk]: [usize; 3], offset: usize, window: Option<usize>, like: &Tensor) -> Result<Tensor> {
+    let (dtype, device) = (like.dtype(), like.device());
     // Row t·G + g belongs to query t.
     let visible_to: Vec<u32> = (0..tq * g).map(|row| (row / g + offset) as u32).collect();
     let visible_to = Tensor::from_vec(visible_to, (tq * g, 1), device)?;
     let keys = Tensor::arange(0, tk as u32, device)?.reshape((1, tk))?;
-    let hidden = keys.broadcast_gt(&visible_to)?;
+    let mut hidden = keys.broadcast_gt(&visible_to)?;
+    if let Some(window) = window {
+        let far = (keys.to_dtype(DType::F64)? + window as f64)?.broadcast_le(&visible_to.to_dtype(DType::F64)?)?;
+        hidden = (hidden + far)?;
+    }
     let shape = hidden.shape();
     hidden.where_cond(
         &Tensor::full(f32::NEG_INFINITY, shape, device)?.to_dtype(dtype)?,

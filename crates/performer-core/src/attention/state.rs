@@ -25,6 +25,8 @@ pub(super) enum Memory {
     Sums(PrefixSums),
     /// Sums of the fused CPU kernels, by key head.
     Kernel(Vec<kernels::favor::Sums>),
+    /// The last keys and values `(B, Hkv, W, ·)`, and what is before them.
+    Window { keys: Tensor, values: Tensor, far: Box<State> },
 }
 
 impl State {
@@ -64,6 +66,7 @@ impl State {
                 current.iter().flatten().map(size).sum()
             }
             Some(Memory::Sums(s)) => size(&s.log_scale) + size(&s.sums),
+            Some(Memory::Window { keys, values, far }) => size(keys) + size(values) + far.bytes(),
             Some(Memory::Kernel(heads)) => heads.iter().map(kernels::favor::Sums::bytes).sum(),
         }
     }

@@ -12,6 +12,9 @@
 //! | [`Taylor2`](FeatureMapKind::Taylor2) | `[1, x, vec(xxᵀ)/√2]` | `1 + z + z²/2` | `1+D+D(D+1)/2` |
 //! | [`Limit`](FeatureMapKind::Limit) | `[1, x/√n]^{⊗n}` | `(1 + z/n)^n` | `C(D+n, n)` |
 //! | [`HermiteTail`](FeatureMapKind::HermiteTail) | Taylor-2 ⊕ `M^-½ (exp(ω·x−‖x‖²/2) − h₂(x))` | softmax, unbiased | Taylor-2's + `M` |
+//! | [`Optimal`](FeatureMapKind::Optimal) (FAVOR++) | `(1−4A)^{D/4} M^-½ exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
+//! | [`Dense`](FeatureMapKind::Dense) (FAVOR#) | the same along each eigendirection of the data | softmax, unbiased | `M` |
+//! | [`Learned`](FeatureMapKind::Learned) | `exp(a·x − ‖x‖²/2)`, `exp(b·y + w − ‖y‖²/2)`, trained | its own | `M` |
 //!
 //! Rows `ω` of the projection Ω `(M, D)` come from [`crate::projection`]; `z = x·y`. Rows `x` are already
 //! scaled by `D^-1/4`, so that `x·y = q·k/√D`.
@@ -21,6 +24,8 @@
 
 mod elu;
 mod exponential;
+pub mod fit;
+mod fitted;
 mod hermite;
 mod polynomial;
 mod relu;
@@ -33,6 +38,7 @@ use serde::{Deserialize, Serialize};
 
 pub use elu::Elu;
 pub use exponential::{Hyperbolic, Positive};
+pub use fitted::Fitted;
 pub use hermite::HermiteTail;
 pub use polynomial::{Limit, Taylor2};
 pub use relu::{RELU_EPSILON, Relu};
@@ -70,6 +76,19 @@ pub struct ExponentialForm {
     pub projection: Tensor,
     /// Whether each row gives a feature with `+` and one with `−` (all `+` first), or one with `+` only.
     pub hyperbolic: bool,
+    /// Where features of keys have another form.
+    pub keys: Option<KeyForm>,
+}
+
+/// Features `F^-½ exp(b_r·y + w_r − ‖Py‖²/2)`.
+#[derive(Clone, Debug)]
+pub struct KeyForm {
+    /// `b`, shape `(M, D)`.
+    pub projection: Tensor,
+    /// `w`, shape `(M)`.
+    pub log_weights: Tensor,
+    /// `P`, shape `(D, D)`; `None` is the identity.
+    pub metric: Option<Tensor>,
 }
 
 /// A feature map φ: `R^D → R^F` with `φ(x)·φ(y) ≈ K(x, y)`.
@@ -80,12 +99,25 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// Number `F` of features of one row.
     fn feature_dim(&self) -> usize;
 
-    /// Features of the rows of `x`, shape `(..., D)`, f32 or f64.
+    /// Features of the rows of `x`, shape `(..., D)`, f32 or f64. Where a map has parameters for each key head, the first dimension
+    /// counts them, batch by batch.
     fn features(&self, x: &Tensor) -> Result<Features>;
 
-    /// Ω, where the features are exponentials of it: kernels that compute features by themselves ask for it.
-    fn exponential_form(&self) -> Option<ExponentialForm> {
+    /// Features of keys, where they differ from those of queries.
+    fn key_features(&self, y: &Tensor) -> Result<Features> {
+        self.features(y)
+    }
+
+    /// Linear maps that the features are exponentials of, one for all key heads or one for each: kernels that compute features by
+    /// themselves ask for them.
+    fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {
         None
+    }
+
+    /// What all log-features of a query are less by, `(..., D) → (..., 1)`, for maps with [`Self::exponential_forms`]: it cancels in
+    /// attention, so kernels leave it out.
+    fn query_offset(&self, x: &Tensor) -> Result<Tensor> {
+        half_square_norm(x)?.affine(1.0, 0.5 * (self.feature_dim() as f64).ln())
     }
 
     /// The estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` → `(..., Tq, Tk)`.
@@ -93,7 +125,7 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// Materialises every feature: for looking at an approximation, not for attention.
     fn kernel(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let phi_x = self.features(x)?.materialize()?;
-        let phi_y = self.features(y)?.materialize()?;
+        let phi_y = self.key_features(y)?.materialize()?;
         phi_x.matmul(&phi_y.transpose(D::Minus2, D::Minus1)?.contiguous()?)
     }
 }
@@ -123,11 +155,18 @@ pub enum FeatureMapKind {
     Limit(u32),
     /// Taylor-2 exactly plus random features of the remainder.
     HermiteTail,
+    /// Optimal positive random features, FAVOR++ (Likhosherstov et al. 2022), see [`fit`]. Without a fit: for unit normal queries
+    /// and keys.
+    Optimal,
+    /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without a fit it is [`Self::Optimal`].
+    Dense,
+    /// A trained linear map in place of Ω, see [`Fitted`]. Untrained it is [`Self::Positive`].
+    Learned,
 }
 
 impl FeatureMapKind {
     /// Every map that takes no number, for help texts and sweeps.
-    pub const NAMED: [Self; 9] = [
+    pub const NAMED: [Self; 12] = [
         Self::Positive,
         Self::Hyperbolic,
         Self::Trigonometric,
@@ -137,11 +176,19 @@ impl FeatureMapKind {
         Self::Elu,
         Self::Taylor2,
         Self::HermiteTail,
+        Self::Optimal,
+        Self::Dense,
+        Self::Learned,
     ];
 
     /// Whether the map draws a projection Ω.
     pub fn is_random(self) -> bool {
         !matches!(self, Self::Elu | Self::Taylor2 | Self::Limit(_))
+    }
+
+    /// Whether the map is a [`Fitted`] one, whose parameters go beyond what is drawn.
+    pub fn is_fitted(self) -> bool {
+        matches!(self, Self::Optimal | Self::Dense | Self::Learned)
     }
 
     /// Whether the map draws phase offsets `b` besides Ω.
@@ -188,6 +235,7 @@ impl FeatureMapKind {
             }
             Self::Relu => Box::new(Relu::new(projection)?),
             Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
+            Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &projection)?),
             Self::Elu | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
         })
     }
@@ -215,6 +263,9 @@ impl fmt::Display for FeatureMapKind {
             Self::Taylor2 => "taylor2",
             Self::Limit(n) => return write!(f, "limit-{n}"),
             Self::HermiteTail => "hermite-tail",
+            Self::Optimal => "optimal",
+            Self::Dense => "dense",
+            Self::Learned => "learned",
         };
         f.write_str(name)
     }

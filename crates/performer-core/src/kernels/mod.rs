@@ -45,6 +45,11 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
     }
 }
 
+/// Whether there are more threads than heads, so that a head's own work should be split.
+fn spare_threads(heads: usize) -> bool {
+    heads < candle_core::utils::get_num_threads()
+}
+
 /// The storages and layouts of CPU tensors, for the time of `work`.
 fn with_storages<const N: usize, R>(
     tensors: [&Tensor; N],

@@ -81,6 +81,21 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
+    /// The first `width` numbers of each row.
+    pub(super) fn first(&self, width: usize) -> Self {
+        Self { width, ..*self }
+    }
+
+    /// The `i`-th number of a row.
+    pub(super) fn number(&self, token: usize, i: usize) -> f32 {
+        let at = token * self.stride + i;
+        match self.values {
+            Values::F32(x) => x[at],
+            Values::F16(x) => x[at].to_f32(),
+            Values::Bf16(x) => x[at].to_f32(),
+        }
+    }
+
     /// All rows and the distance between them, if they are f32 in whole vectors.
     pub(super) fn whole_vectors(&self) -> Option<(&'a [f32], usize)> {
         match self.values {

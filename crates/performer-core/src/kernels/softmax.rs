@@ -5,7 +5,10 @@
 //! keys are whole vectors. The backward pass computes scores again from the logarithms of the denominators, which are kept: one
 //! number a query. f32 inside; f32, f16 or bf16 outside, any strides.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 use pulp::{Arch, Simd, WithSimd};
@@ -15,6 +18,7 @@ use super::{
     gemm::{Into, Left, Right, gemm},
     narrow, padded,
     rows::{Heads, Matrix, Rows},
+    spare_threads,
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, subtract, sum},
     with_storages,
 };
@@ -23,23 +27,30 @@ use super::{
 const QUERIES: usize = 64;
 /// Keys of a block.
 const KEYS: usize = 128;
+/// Queries or keys that a thread takes at a time where there are more threads than heads.
+const PIECE: usize = 2 * KEYS;
 
-/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset.
+/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset, and of those only
+/// the last `window` where there is one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) offset: Option<usize>,
+    pub(crate) window: Option<usize>,
     /// `(B, Tk)`.
     pub(crate) visible: Option<Vec<bool>>,
 }
 
 /// `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of
-/// each is contiguous and nothing is empty. A row that sees no key is zero.
-pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
-    q.apply_op3(k, v, Softmax { seen, logs: Mutex::new(Vec::new()) })
+/// each is contiguous and nothing is empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
+/// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`.
+pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen, logs: bool) -> Result<Tensor> {
+    q.apply_op3(k, v, Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) })
 }
 
 struct Softmax {
     seen: Seen,
+    /// Whether a row of outputs ends with the logarithm of its denominator.
+    with_logs: bool,
     /// Logarithms of the denominators, `(B, H, Tq)`, for the backward pass.
     logs: Mutex<Vec<f32>>,
 }
@@ -50,10 +61,19 @@ struct Head<'a> {
     k: Rows<'a>,
     v: Rows<'a>,
     offset: Option<usize>,
+    window: Option<usize>,
     visible: Option<&'a [bool]>,
 }
 
 impl Head<'_> {
+    /// The first key that queries from `start` on may see, rounded down to a whole block.
+    fn first(&self, start: usize) -> usize {
+        match (self.offset, self.window) {
+            (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window) / KEYS * KEYS,
+            _ => 0,
+        }
+    }
+
     fn scale(&self) -> f32 {
         (self.q.width as f32).sqrt().recip()
     }
@@ -82,14 +102,19 @@ impl Head<'_> {
             } else if let Some(offset) = self.offset {
                 let hidden = (j + row).saturating_sub(offset + i).min(QUERIES);
                 to[..hidden].fill(f32::NEG_INFINITY);
+                if let Some(window) = self.window {
+                    let far = (j + row + window).saturating_sub(offset + i).min(QUERIES);
+                    to[far..].fill(f32::NEG_INFINITY);
+                }
             }
         }
     }
 }
 
-/// Outputs `(Tq, Dv)` of one query head, and the logarithms of its denominators.
+/// Outputs `(·, Dv)` of queries of one head from `start` on, and the logarithms of their denominators.
 struct Forward<'a> {
     head: &'a Head<'a>,
+    start: usize,
     out: &'a mut [f32],
     logs: &'a mut [f32],
 }
@@ -100,23 +125,29 @@ impl WithSimd for Forward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> bool {
-        let Self { head, out, logs } = self;
+        let Self { head, start, out, logs } = self;
         let (d, dv, width) = (head.q.width, head.v.width, padded(head.v.width));
-        let finite = [&head.q, &head.k, &head.v].iter().all(|rows| rows.are_finite(0, rows.tokens));
+        let out_width = out.len() / logs.len();
+        let end = start + logs.len();
+        let mut finite = head.q.are_finite(start, logs.len());
+        // Once a head.
+        if end == head.q.tokens {
+            finite &= head.k.are_finite(0, head.k.tokens) & head.v.are_finite(0, head.v.tokens);
+        }
         let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
         let mut columns = vec![0f32; d * QUERIES];
         let mut scores = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        for i in (0..head.q.tokens).step_by(QUERIES) {
-            let queries = QUERIES.min(head.q.tokens - i);
+        for i in (start..end).step_by(QUERIES) {
+            let queries = QUERIES.min(end - i);
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
             vector::scale(simd, &mut columns, head.scale());
             // Low, but finite: −∞ − m is −∞ and not NaN.
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let reach = head.reach(i + queries);
-            for j in (0..reach).step_by(KEYS) {
+            for j in (head.first(i)..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
                 head.scores(simd, [i, queries], [j, keys], &k, &columns, &mut scores);
                 let before = largest;
@@ -139,9 +170,13 @@ impl WithSimd for Forward<'_> {
             for (t, row) in rows.chunks_exact(width).enumerate().take(queries) {
                 let scale = if den[t] == 0.0 { 0.0 } else { den[t].recip() };
                 // A row that sees nothing has weight 0 for every key in the backward pass too.
-                logs[i + t] = if den[t] == 0.0 { f32::INFINITY } else { largest[t] + den[t].ln() };
-                let out = &mut out[(i + t) * dv..(i + t + 1) * dv];
-                out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
+                logs[i - start + t] = if den[t] == 0.0 { f32::INFINITY } else { largest[t] + den[t].ln() };
+                let out = &mut out[(i - start + t) * out_width..(i - start + t + 1) * out_width];
+                out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
+                if let Some(log) = out.get_mut(dv) {
+                    // Finite: −∞ minus another would be NaN.
+                    *log = if den[t] == 0.0 { -1e37 } else { logs[i - start + t] };
+                }
             }
         }
         finite
@@ -192,16 +227,19 @@ pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(out, (b, h, 1, dv), q.device())?.to_dtype(q.dtype())
 }
 
-/// Gradients of one query head `(Tq, D)`, added up over its group in those of the key head, `(Tk, D)` and `(Tk, Dv)` with padded
-/// rows.
+/// Gradients from pairs of some queries of one head and some keys.
 struct Backward<'a> {
     head: &'a Head<'a>,
     out: &'a Rows<'a>,
     grad: &'a Rows<'a>,
     logs: &'a [f32],
-    dq: &'a mut [f32],
-    dk: &'a mut [f32],
-    dv: &'a mut [f32],
+    queries: Range<usize>,
+    /// From a whole block on.
+    keys: Range<usize>,
+    /// To be filled: those of the queries, `(·, D)`.
+    dq: Option<&'a mut [f32]>,
+    /// To be added to: those of the keys and values, `(·, D)` and `(·, Dv)` with padded rows.
+    dkv: Option<(&'a mut [f32], &'a mut [f32])>,
 }
 
 impl WithSimd for Backward<'_> {
@@ -209,7 +247,7 @@ impl WithSimd for Backward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, out, grad, logs, dq, dk, dv } = self;
+        let Self { head, out, grad, logs, queries: span, keys: seen, mut dq, mut dkv } = self;
         let (d, vd) = (head.q.width, head.v.width);
         let (width, value_width) = (padded(d), padded(vd));
         let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
@@ -222,29 +260,34 @@ impl WithSimd for Backward<'_> {
         let mut products = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        for i in (0..head.q.tokens).step_by(QUERIES) {
-            let queries = QUERIES.min(head.q.tokens - i);
+        for i in span.clone().step_by(QUERIES) {
+            let queries = QUERIES.min(span.end - i);
+            let reach = head.reach(i + queries).min(seen.end);
+            if reach <= seen.start {
+                continue;
+            }
             let columns = padded(queries);
             // Columns beyond the queries are zero, and with them their part in every sum.
             for row in query_columns.chunks_exact_mut(QUERIES).chain(grad_columns.chunks_exact_mut(QUERIES)) {
                 row[queries / LANES * LANES..columns].fill(0.0);
             }
             head.q.copy_transposed(i, queries, &mut query_columns, QUERIES, &mut scratch);
-            grad.copy_transposed(i, queries, &mut grad_columns, QUERIES, &mut scratch);
+            grad.first(vd).copy_transposed(i, queries, &mut grad_columns, QUERIES, &mut scratch);
             vector::scale(simd, &mut query_columns, head.scale());
             head.q.copy(i, queries, &mut query_rows, width);
             vector::scale(simd, &mut query_rows, head.scale());
-            grad.copy(i, queries, &mut grad_rows, value_width);
-            out.copy(i, queries, &mut out_rows, value_width);
+            grad.first(vd).copy(i, queries, &mut grad_rows, value_width);
+            out.first(vd).copy(i, queries, &mut out_rows, value_width);
             let (mut log, mut delta) = ([f32::INFINITY; QUERIES], [0f32; QUERIES]);
             log[..queries].copy_from_slice(&logs[i..i + queries]);
             let pairs = grad_rows.chunks_exact(value_width).zip(out_rows.chunks_exact(value_width));
-            for (delta, (grad, out)) in delta.iter_mut().zip(pairs).take(queries) {
-                *delta = dot(simd, grad, out);
+            for (t, (delta, (row, out))) in delta.iter_mut().zip(pairs).take(queries).enumerate() {
+                // Beyond the values a row may have the logarithm.
+                let log = if grad.width > vd { grad.number(i + t, vd) } else { 0.0 };
+                *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
-            let reach = head.reach(i + queries);
-            for j in (0..reach).step_by(KEYS) {
+            for j in (seen.start.max(head.first(i))..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
                 head.scores(simd, [i, queries], [j, keys], &k, &query_columns, &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
@@ -255,29 +298,61 @@ impl WithSimd for Backward<'_> {
                     subtract(simd, &mut product[..columns], &delta[..columns]);
                     multiply(simd, &mut product[..columns], &weight[..columns]);
                 }
-                let right = Right { values: &grad_rows, stride: value_width };
-                let to = &mut dv[j * value_width..];
-                gemm(
-                    simd,
-                    Into::Sum,
-                    [keys, value_width, queries],
-                    Left::rows(&weights, QUERIES),
-                    right,
-                    to,
-                    value_width,
-                );
-                let right = Right { values: &query_rows, stride: width };
-                let left = Left::rows(&products, QUERIES);
-                gemm(simd, Into::Sum, [keys, width, queries], left, right, &mut dk[j * width..], width);
-                let left = Left::transposed(&products, QUERIES);
-                gemm(simd, Into::Sum, [queries, width, keys], left, k.right(j), &mut rows, width);
+                if let Some((dk, dv)) = &mut dkv {
+                    let right = Right { values: &grad_rows, stride: value_width };
+                    let left = Left::rows(&weights, QUERIES);
+                    let to = &mut dv[(j - seen.start) * value_width..];
+                    gemm(simd, Into::Sum, [keys, value_width, queries], left, right, to, value_width);
+                    let right = Right { values: &query_rows, stride: width };
+                    let left = Left::rows(&products, QUERIES);
+                    let to = &mut dk[(j - seen.start) * width..];
+                    gemm(simd, Into::Sum, [keys, width, queries], left, right, to, width);
+                }
+                if dq.is_some() {
+                    let left = Left::transposed(&products, QUERIES);
+                    gemm(simd, Into::Sum, [queries, width, keys], left, k.right(j), &mut rows, width);
+                }
             }
-            vector::scale(simd, &mut rows, head.scale());
-            for (dq, row) in dq[i * d..(i + queries) * d].chunks_exact_mut(d).zip(rows.chunks_exact(width)) {
-                dq.copy_from_slice(&row[..d]);
+            if let Some(dq) = &mut dq {
+                vector::scale(simd, &mut rows, head.scale());
+                let to = &mut dq[(i - span.start) * d..(i - span.start + queries) * d];
+                to.chunks_exact_mut(d)
+                    .zip(rows.chunks_exact(width))
+                    .for_each(|(dq, row)| dq.copy_from_slice(&row[..d]));
             }
         }
     }
+}
+
+/// What all pieces of the backward pass read.
+struct Pass<'a> {
+    inputs: &'a Inputs<'a>,
+    out: &'a Heads<'a>,
+    grad: &'a Heads<'a>,
+    logs: &'a [f32],
+}
+
+impl Pass<'_> {
+    /// Gradients from pairs of these queries and keys of the `n`-th head, see [`Backward`].
+    fn add(
+        &self,
+        n: usize,
+        queries: Range<usize>,
+        keys: Range<usize>,
+        dq: Option<&mut [f32]>,
+        dkv: Option<(&mut [f32], &mut [f32])>,
+    ) {
+        let head = &self.inputs.head(n);
+        let logs = &self.logs[n * head.q.tokens..(n + 1) * head.q.tokens];
+        let (out, grad) = (&self.out.head(n), &self.grad.head(n));
+        Arch::new().dispatch(Backward { head, out, grad, logs, queries, keys, dq, dkv });
+    }
+}
+
+/// A piece of the backward pass: gradients of queries, or of keys and values, of the `n`-th head from a token on.
+enum Work<'a> {
+    Queries(usize, usize, &'a mut [f32]),
+    Keys(usize, usize, &'a mut [f32], &'a mut [f32]),
 }
 
 /// The tensors, head by head.
@@ -316,6 +391,7 @@ impl<'a> Inputs<'a> {
             k: self.k.head(key),
             v: self.v.head(key),
             offset: self.seen.offset,
+            window: self.seen.window,
             visible: self.seen.visible.as_deref().map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
         }
     }
@@ -337,11 +413,17 @@ impl CustomOp3 for Softmax {
     ) -> Result<(CpuStorage, Shape)> {
         let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
-        let dv = l3.dims()[3];
+        let dv = l3.dims()[3] + usize::from(self.with_logs);
         let (mut out, mut logs) = (vec![0f32; b * h * t * dv], vec![0f32; b * h * t]);
-        let work = out.chunks_exact_mut(t * dv).zip(logs.chunks_exact_mut(t)).enumerate().collect();
-        let finite =
-            for_heads(work, |(n, (out, logs))| Arch::new().dispatch(Forward { head: &inputs.head(n), out, logs }));
+        let piece = if spare_threads(b * h) { PIECE } else { t };
+        let mut work = Vec::new();
+        for (n, (out, logs)) in out.chunks_exact_mut(t * dv).zip(logs.chunks_exact_mut(t)).enumerate() {
+            let pieces = out.chunks_mut(piece * dv).zip(logs.chunks_mut(piece)).enumerate();
+            work.extend(pieces.map(|(i, (out, logs))| (n, i * piece, out, logs)));
+        }
+        let finite = for_heads(work, |(n, start, out, logs)| {
+            Arch::new().dispatch(Forward { head: &inputs.head(n), start, out, logs })
+        });
         if finite.contains(&false) {
             for (name, storage, layout) in [("q", s1, l1), ("k", s2, l2), ("v", s3, l3)] {
                 check_finite(name, storage, layout)?;
@@ -373,18 +455,33 @@ impl CustomOp3 for Softmax {
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new(q, k, v, &self.seen)?;
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
-            let work = dq
-                .chunks_exact_mut(group * t * d)
-                .zip(dk.chunks_exact_mut(keys * width))
-                .zip(dv.chunks_exact_mut(keys * value_width))
-                .enumerate()
-                .collect();
-            for_heads(work, |(n, ((dq, dk), dv))| {
-                for (g, dq) in dq.chunks_exact_mut(t * d).enumerate() {
-                    let n = n * group + g;
-                    let (head, out, grad) = (inputs.head(n), out.head(n), grad.head(n));
-                    let logs = &logs[n * t..(n + 1) * t];
-                    Arch::new().dispatch(Backward { head: &head, out: &out, grad: &grad, logs, dq, dk, dv });
+            let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs: &logs };
+            let heads = dk.chunks_exact_mut(keys * width).zip(dv.chunks_exact_mut(keys * value_width)).enumerate();
+            if !spare_threads(b * hkv) {
+                let work = dq.chunks_exact_mut(group * t * d).zip(heads).collect();
+                for_heads(work, |(dq, (n, (dk, dv)))| {
+                    for (g, dq) in dq.chunks_exact_mut(t * d).enumerate() {
+                        pass.add(n * group + g, 0..t, 0..keys, Some(dq), Some((dk, dv)));
+                    }
+                });
+                return Ok(());
+            }
+            // Scores are computed twice, so that nobody waits and nothing depends on the number of threads.
+            let mut work = Vec::new();
+            for (n, dq) in dq.chunks_exact_mut(t * d).enumerate() {
+                work.extend(dq.chunks_mut(PIECE * d).enumerate().map(|(i, dq)| Work::Queries(n, i * PIECE, dq)));
+            }
+            for (n, (dk, dv)) in heads {
+                let pieces = dk.chunks_mut(PIECE * width).zip(dv.chunks_mut(PIECE * value_width)).enumerate();
+                work.extend(pieces.map(|(j, (dk, dv))| Work::Keys(n, j * PIECE, dk, dv)));
+            }
+            for_heads(work, |work| match work {
+                Work::Queries(n, start, dq) => pass.add(n, start..start + dq.len() / d, 0..keys, Some(dq), None),
+                Work::Keys(n, start, dk, dv) => {
+                    for n in n * group..(n + 1) * group {
+                        let keys = start..start + dv.len() / value_width;
+                        pass.add(n, 0..t, keys, None, Some((dk, dv)));
+                    }
                 }
             });
             Ok(())

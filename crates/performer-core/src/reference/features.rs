@@ -27,9 +27,11 @@ pub(super) fn generic_features<S: Scalar>(map: FeatureMapKind, projection: &[f64
     let growth = || (S::from(0.5) * squared_norm(x)).exp();
 
     match map {
-        FeatureMapKind::Positive | FeatureMapKind::Hyperbolic => {
-            log_features(map, projection, x).into_iter().map(S::exp).collect()
-        }
+        FeatureMapKind::Positive
+        | FeatureMapKind::Hyperbolic
+        | FeatureMapKind::Optimal
+        | FeatureMapKind::Dense
+        | FeatureMapKind::Learned => log_features(map, projection, x).into_iter().map(S::exp).collect(),
         FeatureMapKind::Trigonometric => {
             let scale = S::from(m.powf(-0.5)) * growth();
             let mut out = each(&|p| scale * p.sin());
@@ -79,13 +81,27 @@ pub(super) fn log_features<S: Scalar>(map: FeatureMapKind, projection: &[f64], x
     };
     // ln of (M)^-½, or of (2M)^-½ with both signs.
     let log_scale = S::from(-0.5 * (signs.len() as f64 * m).ln());
+    let a = match map {
+        FeatureMapKind::Optimal | FeatureMapKind::Dense => optimal(x.len() as f64),
+        _ => 0.0,
+    };
     let mut out = Vec::new();
     for &sign in signs {
         for omega in projection.chunks(x.len()) {
-            out.push(S::from(sign) * dot_constant(omega, x) - half_norm + log_scale);
+            let squares: f64 = omega.iter().map(|w| w * w).sum();
+            let constant = a * squares + 0.25 * x.len() as f64 * (1.0 - 4.0 * a).ln();
+            let linear = S::from(sign * (1.0 - 4.0 * a).sqrt()) * dot_constant(omega, x);
+            out.push(linear - half_norm + log_scale + S::from(constant));
         }
     }
     out
+}
+
+/// The `A` of FAVOR++ for unit normal queries and keys, as its paper has it (theorem 3.2): with `s = E‖x + y‖² = 2√D`.
+fn optimal(d: f64) -> f64 {
+    let s = 2.0 * d.sqrt();
+    let rho = (((2.0 * s + d).powi(2) + 8.0 * d * s).sqrt() - 2.0 * s - d) / (4.0 * s);
+    (1.0 - 1.0 / rho) / 8.0
 }
 
 /// `[1, x_i, x_i²/√2, x_i x_j (i < j)]`, whose dot products are 1 + x·y + (x·y)²/2.

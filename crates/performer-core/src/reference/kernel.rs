@@ -30,7 +30,11 @@ impl Kernel<'_> {
         match self {
             Kernel::Softmax => Form::ExpOfDot,
             Kernel::Features { map, .. } => match map {
-                FeatureMapKind::Positive | FeatureMapKind::Hyperbolic => Form::SumOfExps,
+                FeatureMapKind::Positive
+                | FeatureMapKind::Hyperbolic
+                | FeatureMapKind::Optimal
+                | FeatureMapKind::Dense
+                | FeatureMapKind::Learned => Form::SumOfExps,
                 _ => Form::Dot,
             },
         }

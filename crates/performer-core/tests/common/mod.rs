@@ -14,7 +14,7 @@ mod run;
 pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};
 
 /// Every feature map, the limit map with two exponents.
-pub(crate) const ALL_MAPS: [FeatureMapKind; 11] = [
+pub(crate) const ALL_MAPS: [FeatureMapKind; 13] = [
     FeatureMapKind::Positive,
     FeatureMapKind::Hyperbolic,
     FeatureMapKind::Trigonometric,
@@ -26,6 +26,8 @@ pub(crate) const ALL_MAPS: [FeatureMapKind; 11] = [
     FeatureMapKind::Limit(2),
     FeatureMapKind::Limit(4),
     FeatureMapKind::HermiteTail,
+    FeatureMapKind::Optimal,
+    FeatureMapKind::Learned,
 ];
 
 /// Random numbers that are the same on every machine and every run.

@@ -5,9 +5,10 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, V
 use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax};
 use serde::{Deserialize, Serialize};
 
-use super::{Effort, Timing, extra_memory, matmul_rate, time};
+use super::{Effort, Timing, matmul_rate, time};
 use crate::{
     machine::Machine,
+    memory,
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
 };
 
@@ -34,6 +35,16 @@ pub struct Sweep {
     pub causal: bool,
     /// Whether composed operations are measured besides the fused ones.
     pub composed: bool,
+    /// Whether exact softmax is measured.
+    #[serde(default = "yes")]
+    pub softmax: bool,
+    /// Whether the backward pass is measured besides the forward one.
+    #[serde(default = "yes")]
+    pub backward: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Who computes.
@@ -89,9 +100,13 @@ pub struct Point {
     /// Billions of FLOP a second, as [`flop`] counts them.
     #[serde(default)]
     pub gflops: f64,
-    /// Most bytes above those of `q`, `k`, `v`, where known.
+    /// Most bytes in use at once beyond the inputs `q`, `k`, `v` and the output's gradient, where known: output and gradients are
+    /// part of it.
     #[serde(default)]
     pub extra_bytes: Option<u64>,
+    /// Most bytes of the whole program in use at once, where known.
+    #[serde(default)]
+    pub peak_bytes: Option<u64>,
 }
 
 /// From which length on FAVOR+ is faster than softmax.
@@ -203,10 +218,10 @@ pub fn run(
     };
     for &tokens in &sweep.tokens {
         for (implementation, features, attention) in implementations(sweep, tokens, device)? {
-            for backward in [false, true] {
+            for backward in [false, true].into_iter().filter(|&backward| sweep.backward || !backward) {
                 let favor = features.map(|m| format!(" M={m}")).unwrap_or_default();
                 progress(format!("{}{favor}, {tokens} tokens", implementation.name()));
-                let (timing, extra_bytes) = measure(sweep, tokens, &*attention, backward, effort, device)?;
+                let (timing, memory) = measure(sweep, tokens, &*attention, backward, effort, device)?;
                 report.points.push(Point {
                     implementation,
                     tokens,
@@ -214,7 +229,8 @@ pub fn run(
                     backward,
                     timing,
                     gflops: flop(sweep, tokens, features, backward) / timing.median_ms / 1e6,
-                    extra_bytes,
+                    extra_bytes: memory.map(|m| m.extra),
+                    peak_bytes: memory.map(|m| m.peak),
                 });
             }
         }
@@ -237,9 +253,12 @@ pub fn run(
 type Candidate = (Implementation, Option<usize>, Box<dyn Attention>);
 
 fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<Candidate>> {
-    let mut all: Vec<Candidate> = vec![(Implementation::SoftmaxFused, None, Box::new(Softmax::new()))];
+    let mut all: Vec<Candidate> = Vec::new();
+    if sweep.softmax {
+        all.push((Implementation::SoftmaxFused, None, Box::new(Softmax::new())));
+    }
     let scores = 4 * sweep.batch * sweep.heads * tokens * tokens;
-    if sweep.composed && scores <= SCORES {
+    if sweep.softmax && sweep.composed && scores <= SCORES {
         all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax)));
     }
     for &features in &sweep.features {
@@ -253,6 +272,13 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
     Ok(all)
 }
 
+/// Bytes in use at once.
+#[derive(Clone, Copy)]
+struct Memory {
+    extra: u64,
+    peak: u64,
+}
+
 fn measure(
     sweep: &Sweep,
     tokens: usize,
@@ -260,27 +286,38 @@ fn measure(
     backward: bool,
     effort: Effort,
     device: &Device,
-) -> Result<(Timing, Option<u64>)> {
+) -> Result<(Timing, Option<Memory>)> {
     let shape = (sweep.batch, sweep.heads, tokens, sweep.head_dim);
-    let random = || Var::from_tensor(&Tensor::randn(0f32, 1.0, shape, device)?);
-    let (q, k, v) = (random()?, random()?, random()?);
-    let gradient = Tensor::randn(0f32, 1.0, shape, device)?;
+    let random = || Tensor::randn(0f32, 1.0, shape, device);
     let mask = if sweep.causal { Mask::causal() } else { Mask::full() };
-    let work = || -> candle_core::Result<()> {
-        if backward {
-            let out = attention.forward(&q, &k, &v, &mask)?;
-            if !device.is_cpu() {
-                return (out * &gradient)?.sum_all()?.backward().map(drop);
-            }
-            out.apply_op1(Handed(gradient.clone()))?.backward().map(drop)
-        } else {
-            let [q, k, v] = [&q, &k, &v].map(|x| x.as_detached_tensor());
-            attention.forward(&q, &k, &v, &mask).map(drop)
+    if !backward {
+        let (q, k, v) = (random()?, random()?, random()?);
+        return repeat(effort, device, || attention.forward(&q, &k, &v, &mask).map(drop));
+    }
+    let variable = || Var::from_tensor(&random()?);
+    let (q, k, v, gradient) = (variable()?, variable()?, variable()?, random()?);
+    repeat(effort, device, || {
+        let out = attention.forward(&q, &k, &v, &mask)?;
+        if !device.is_cpu() {
+            return (out * &gradient)?.sum_all()?.backward().map(drop);
         }
-    };
-    let (result, extra) = extra_memory(work);
+        out.apply_op1(Handed(gradient.clone()))?.backward().map(drop)
+    })
+}
+
+/// Times `work`, and counts its memory once.
+fn repeat(
+    effort: Effort,
+    device: &Device,
+    mut work: impl FnMut() -> candle_core::Result<()>,
+) -> Result<(Timing, Option<Memory>)> {
+    // Threads, and what else is made once.
+    work().context("attention failed")?;
+    let before = memory::live();
+    let (result, extra) = memory::extra(&mut work);
     result.context("attention failed")?;
-    Ok((time(effort, device, work)?, extra.filter(|_| device.is_cpu())))
+    let memory = extra.filter(|_| device.is_cpu()).map(|extra| Memory { extra, peak: before + extra });
+    Ok((time(effort, device, work)?, memory))
 }
 
 /// Hands a given gradient to its input, as a loss of any kind would, at no cost of its own.
@@ -438,7 +475,17 @@ mod tests {
     use super::*;
 
     fn sweep() -> Sweep {
-        Sweep { tokens: vec![16, 32], features: vec![8], head_dim: 4, batch: 1, heads: 2, causal: true, composed: true }
+        Sweep {
+            tokens: vec![16, 32],
+            features: vec![8],
+            head_dim: 4,
+            batch: 1,
+            heads: 2,
+            causal: true,
+            composed: true,
+            softmax: true,
+            backward: true,
+        }
     }
 
     #[test]
@@ -474,6 +521,10 @@ mod tests {
         assert_eq!(serde_json::from_str::<Report>(&text)?.points.len(), report.points.len());
         let other = torch.replace("\"heads\": 2", "\"heads\": 3");
         assert!(run(&sweep(), &Device::Cpu, 1, effort, Some(serde_json::from_str(&other)?), |_| {}).is_err());
+        let less = Sweep { softmax: false, backward: false, composed: false, ..sweep() };
+        let report = run(&less, &Device::Cpu, 1, effort, None, |_| {})?;
+        assert!(report.points.iter().all(|p| p.implementation == Implementation::FavorFused && !p.backward));
+        assert_eq!((report.points.len(), report.softmax(16, false)), (2, None));
         Ok(())
     }
 }

@@ -14,6 +14,9 @@ use crate::{
 /// Tokens a prefill takes at once.
 const PREFILL: usize = 4096;
 
+/// Tokens decoded before anything is measured.
+const WARM_UP: usize = 300;
+
 /// What is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sweep {
@@ -77,6 +80,12 @@ pub fn run(
         let mut contexts: Vec<usize> = sweep.contexts.iter().copied().filter(|&c| c <= limit).collect();
         contexts.sort_unstable();
         let mut state = State::new();
+        // Some hundred tokens into another state, or the first context measured would pay for a cold start.
+        let mut other = State::new();
+        for _ in 0..WARM_UP {
+            let [q, k, v] = random(sweep, 1, device)?;
+            attention.extend(&q, &k, &v, &mut other)?;
+        }
         for context in contexts {
             progress(format!("{name}, {context} tokens of context"));
             while state.tokens() < context {

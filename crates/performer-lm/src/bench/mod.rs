@@ -68,23 +68,6 @@ pub fn matmul_rate(effort: Effort, device: &Device) -> Result<f64> {
     Ok(2.0 * 1024f64.powi(3) / timing.median_ms / 1e6)
 }
 
-/// Most bytes in memory while `work` runs above those before it, where the system tells (Linux).
-pub fn extra_memory<R>(work: impl FnOnce() -> R) -> (R, Option<u64>) {
-    let before = status("VmRSS:");
-    let reset = std::fs::write("/proc/self/clear_refs", "5").is_ok();
-    let result = work();
-    let peak = status("VmHWM:");
-    let extra = before.zip(peak).filter(|_| reset).map(|(before, peak)| peak.saturating_sub(before));
-    (result, extra)
-}
-
-/// A line of the process's status, in bytes.
-fn status(name: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,18 +87,5 @@ mod tests {
             Ok(())
         });
         assert_eq!((timing.unwrap().runs, count), (7, 8));
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn extra_memory_sees_what_was_touched() {
-        // Tests beside this one may reset the peak in between, so once in ten is enough.
-        let seen = (0..10).any(|_| {
-            let ((), extra) = extra_memory(|| {
-                std::hint::black_box(vec![1u8; 64 << 20]);
-            });
-            extra.is_none_or(|extra| extra > 48 << 20)
-        });
-        assert!(seen);
     }
 }

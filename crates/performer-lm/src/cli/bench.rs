@@ -43,6 +43,7 @@ impl Command {
 Examples:
   performer-lm bench attention
   performer-lm bench attention --tokens 512,4096 --features 128 --no-composed --out runs/bench
+  performer-lm bench attention --tokens 1000000 --features 128 --no-composed --no-softmax --no-backward
   python3 scripts/torch_attention.py > torch.json && performer-lm bench attention --against torch.json")]
 pub(super) struct AttentionArgs {
     /// Sequence lengths.
@@ -66,6 +67,12 @@ pub(super) struct AttentionArgs {
     /// Leave out what is composed of Candle's operations.
     #[arg(long)]
     no_composed: bool,
+    /// Leave out exact softmax, whose time is quadratic.
+    #[arg(long)]
+    no_softmax: bool,
+    /// Leave out the backward pass.
+    #[arg(long)]
+    no_backward: bool,
     /// Measurements of PyTorch at the same sizes, from scripts/torch_attention.py, to put beside.
     #[arg(long, value_name = "JSON")]
     against: Option<PathBuf>,
@@ -175,6 +182,8 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
         heads: args.heads,
         causal: !args.bidirectional,
         composed: !args.no_composed,
+        softmax: !args.no_softmax,
+        backward: !args.no_backward,
     };
     let others = args.against.as_deref().map(read_others).transpose()?;
     let effort = args.common.effort();
@@ -208,10 +217,12 @@ fn attention_table(report: &attention::Report) -> String {
             format!("{}–{}", milliseconds(p.timing.quartiles_ms.0), milliseconds(p.timing.quartiles_ms.1)),
             format!("{:.0}", p.gflops),
             format!("{:.0}%", 100.0 * p.gflops / report.matmul_gflops),
-            p.extra_bytes.map_or_else(String::new, |b| format!("{:.1}", b as f64 / f64::from(1 << 20))),
+            p.extra_bytes.map_or_else(String::new, mib),
+            p.peak_bytes.map_or_else(String::new, mib),
         ]);
     }
-    let header = ["implementation", "pass", "tokens", "ms", "quartiles", "GFLOP/s", "of matmul", "extra MiB"];
+    let header =
+        ["implementation", "pass", "tokens", "ms", "quartiles", "GFLOP/s", "of matmul", "extra MiB", "MiB in all"];
     let crossovers: Vec<Vec<String>> = report
         .crossovers
         .iter()
@@ -315,6 +326,10 @@ fn train(args: TrainArgs, machine: &Machine, stop: &AtomicBool) -> Result<()> {
 
 fn describe(machine: &machine::Machine) -> String {
     format!("{} ({} cores, {} GiB)", machine.cpu, machine.cores, machine.memory_gib)
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
 /// Three digits, so that columns of a microsecond and of a second both say something.

@@ -3,6 +3,7 @@
 mod args;
 mod bench;
 mod compare;
+mod convert;
 mod data;
 mod eval;
 mod export;
@@ -40,6 +41,7 @@ Examples:
   performer-lm compare --seeds 1,2,3                softmax against FAVOR+, three seeds, a table and a plot
   performer-lm generate runs/seed-favor-m128-seed42      write a story
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
+  performer-lm convert runs/small-softmax-seed1 --out runs/converted     a softmax model into a Performer
   performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths";
 
 #[derive(Subcommand)]
@@ -48,6 +50,8 @@ enum Command {
     Train(train::Args),
     /// Train with several attentions and seeds under identical conditions, and compare.
     Compare(compare::Args),
+    /// Turn a pretrained softmax model into a Performer.
+    Convert(convert::Args),
     /// Measure how well a model predicts a text.
     Eval(eval::Args),
     /// Continue a text.
@@ -87,6 +91,7 @@ fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Train(args) => train::run(args, &global, stop_on_ctrl_c()?),
         Command::Compare(args) => compare::run(args, &global, stop_on_ctrl_c()?),
+        Command::Convert(args) => convert::run(args, &global, stop_on_ctrl_c()?),
         Command::Eval(args) => eval::run(args, &global),
         Command::Generate(args) => generate::run(args, &global),
         Command::Export(args) => export::run(args),

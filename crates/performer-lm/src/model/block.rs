@@ -49,6 +49,18 @@ impl Block {
         self.residuals(x, dropout, |x| self.attention.forward(x, &Mask::causal(), false))
     }
 
+    pub(super) fn forward_through(
+        &self,
+        x: &Tensor,
+        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        self.residuals(x, None, |x| self.attention.forward_through(x, attend))
+    }
+
+    pub(super) fn set_attention(&mut self, attention: Box<dyn Attention>) {
+        self.attention.set_attention(attention);
+    }
+
     pub(super) fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
         self.residuals(x, None, |x| self.attention.extend(x, state))
     }

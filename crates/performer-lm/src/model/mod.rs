@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, Module, VarBuilder, VarMap, embedding, linear_no_bias};
-use performer_core::{Attention, Favor, Rotary, Softmax, State, ops, projection::derive_seed};
+use performer_core::{Attention, Favor, FavorConfig, Rotary, Softmax, State, Windowed, ops, projection::derive_seed};
 
 use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
@@ -90,7 +90,7 @@ impl Decoder {
         };
         let mut blocks = Vec::with_capacity(config.layers);
         for i in 0..config.layers {
-            let attention = build_attention(config, layer_seed(seed, i, 0), device)?;
+            let attention = build_attention(config, i, layer_seed(seed, i, 0), device)?;
             blocks.push(Block::new(config, attention, rotary.clone(), model_vb.pp(format!("layers.{i}")))?);
         }
         let norm = match config.norm_position {
@@ -158,6 +158,26 @@ impl Decoder {
         Ok(self.named_parameters()?.iter().map(|(_, var)| var.elem_count()).sum())
     }
 
+    /// The attention of a layer, counted from 0.
+    pub fn attention(&self, layer: usize) -> &dyn Attention {
+        self.blocks[layer].attention()
+    }
+
+    /// Buffers of a fresh model of this config: random features, by name.
+    pub(crate) fn buffers(config: &ModelConfig, seed: u64, device: &Device) -> Result<Vec<(String, Tensor)>> {
+        let mut all = Vec::new();
+        for layer in 0..config.layers {
+            let attention = build_attention(config, layer, layer_seed(seed, layer, 0), device)?;
+            all.extend(
+                attention
+                    .buffers()
+                    .into_iter()
+                    .map(|(name, buffer)| (format!("{}{name}", buffer_prefix(layer)), buffer)),
+            );
+        }
+        Ok(all)
+    }
+
     /// Everything to save: parameters and buffers by name.
     pub fn tensors(&self) -> Result<HashMap<String, Tensor>> {
         let mut tensors: HashMap<String, Tensor> =
@@ -194,6 +214,27 @@ impl Decoder {
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
         let x = self.last_norm(&self.hidden(ids, dropout)?)?;
         Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), targets)?)
+    }
+
+    /// The forward pass without a head, with `attend(layer, q, k, v)` in place of each layer's attention: for looking at what they are
+    /// given, and for trying others in their place. Shapes as in [`MultiHeadAttention::forward_through`]; returns `(B, T, E)`.
+    ///
+    /// [`MultiHeadAttention::forward_through`]: performer_core::MultiHeadAttention::forward_through
+    pub fn hidden_through(
+        &self,
+        ids: &Tensor,
+        mut attend: impl FnMut(usize, &Tensor, &Tensor, &Tensor) -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        let mut x = self.embed(ids, 0)?;
+        for (i, block) in self.blocks.iter().enumerate() {
+            x = block.forward_through(&x, |q, k, v| attend(i, q, k, v))?;
+        }
+        Ok(x)
+    }
+
+    /// Puts another attention in a layer, counted from 0.
+    pub fn set_attention(&mut self, layer: usize, attention: Box<dyn Attention>) {
+        self.blocks[layer].set_attention(attention);
     }
 
     fn hidden(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
@@ -265,9 +306,12 @@ fn layer_seed(seed: u64, layer: usize, count: u64) -> u64 {
     derive_seed(derive_seed(derive_seed(seed, FEATURES_STREAM), layer as u64), count)
 }
 
-fn build_attention(config: &ModelConfig, seed: u64, device: &Device) -> Result<Box<dyn Attention>> {
-    Ok(match &config.attention {
+fn build_attention(config: &ModelConfig, layer: usize, seed: u64, device: &Device) -> Result<Box<dyn Attention>> {
+    let attention = config.attention_of(layer);
+    let favor = |favor: &FavorConfig| Favor::new(favor, config.head_dim(), seed, DType::F32, device);
+    Ok(match attention {
         AttentionConfig::Softmax => Box::new(Softmax::new()),
-        AttentionConfig::Favor(favor) => Box::new(Favor::new(favor, config.head_dim(), seed, DType::F32, device)?),
+        AttentionConfig::Favor(config) => Box::new(favor(config)?),
+        AttentionConfig::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
     })
 }

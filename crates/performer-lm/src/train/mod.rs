@@ -15,6 +15,7 @@ pub use gradients::Gradients;
 pub use log::{Record, read_log};
 pub use optimizer::{AdamW, AdamWConfig};
 pub use parallel::in_order;
+pub(crate) use progress::Bar;
 pub use run::{
     Report, RunOptions, Trainer, check_same_run, default_out, load_model, run_name, saved_data, training_batches,
 };

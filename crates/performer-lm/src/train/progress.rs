@@ -68,3 +68,23 @@ impl Progress {
         }
     }
 }
+
+/// A bar of steps with a loss, for loops without validation.
+pub(crate) struct Bar(ProgressBar);
+
+impl Bar {
+    pub(crate) fn new(name: &str, steps: usize) -> Self {
+        let bar = ProgressBar::new(steps as u64);
+        if let Ok(style) = ProgressStyle::with_template("{prefix} [{bar:30}] step {pos}/{len}  {msg}  left {eta}") {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        bar.set_prefix(name.to_string());
+        bar.enable_steady_tick(Duration::from_millis(500));
+        Self(bar)
+    }
+
+    pub(crate) fn step(&self, step: usize, loss: f64) {
+        self.0.set_position(step as u64);
+        self.0.set_message(format!("loss {loss:.4}"));
+    }
+}

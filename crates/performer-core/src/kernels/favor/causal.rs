@@ -13,7 +13,9 @@
 //! `dφ(q_t) = S_t [dn_t, e_t]`; one in reverse carries `R_j = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j [v_j, 1]` and
 //! `dv_j = R_jᵀ φ(k_j)`. Features are computed again, borders and scales of the chunks are kept: `F/64` numbers a token.
 
-use pulp::{Simd, WithSimd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use pulp::{Arch, Simd, WithSimd};
 
 use super::super::{
     gemm::{Into, Left, Right, gemm},
@@ -49,28 +51,71 @@ impl Saved {
     }
 }
 
-/// The forward pass: outputs `(G, T, Dv)`, sums and saved scales.
-pub(super) struct Forward<'a> {
-    pub(super) head: &'a Head<'a>,
-    pub(super) sums: &'a mut Sums,
-    pub(super) out: &'a mut [f32],
-    pub(super) saved: &'a mut Saved,
+/// The forward pass: outputs `(G, T, Dv)`, sums and saved scales. Returns whether every input was finite; if not, the outputs mean
+/// nothing. `spare`: there are threads to spare, so queries read their chunks beside the scan over the keys. The bits are the same.
+pub(super) fn forward(head: &Head, sums: &mut Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
+    let (tokens, width) = (head.k.tokens, head.out_width());
+    let Saved { starts, scales, dens } = saved;
+    dens.resize(head.q.len() * tokens, 0.0);
+    let outputs = out.chunks_exact_mut(tokens * width).zip(dens.chunks_exact_mut(tokens));
+    let outputs = outputs.map(|(rows, dens)| Output { rows, dens }).collect();
+    let (busy, finite) = (AtomicUsize::new(0), AtomicBool::new(true));
+    let keys_finite = if spare && tokens > CHUNK {
+        rayon::scope(|scope| {
+            let helpers = Some(Helpers { scope, busy: &busy, finite: &finite });
+            Arch::new().dispatch(Scan { head, sums, outputs, starts, scales, helpers })
+        })
+    } else {
+        Arch::new().dispatch(Scan { head, sums, outputs, starts, scales, helpers: None })
+    };
+    keys_finite && finite.into_inner()
 }
 
-impl WithSimd for Forward<'_> {
-    /// Whether every input was finite; if not, the outputs mean nothing.
+/// Rows of outputs and denominators of one query head.
+struct Output<'a> {
+    rows: &'a mut [f32],
+    dens: &'a mut [f32],
+}
+
+impl<'a> Output<'a> {
+    /// Splits the first `n` tokens off.
+    fn take(&mut self, n: usize, width: usize) -> Self {
+        let rows = self.rows.split_off_mut(..n * width).expect("no more tokens than there are");
+        let dens = self.dens.split_off_mut(..n).expect("no more tokens than there are");
+        Self { rows, dens }
+    }
+}
+
+/// Threads that queries may be left to.
+struct Helpers<'a, 'scope> {
+    scope: &'a rayon::Scope<'scope>,
+    /// Chunks that wait for a thread or have one.
+    busy: &'scope AtomicUsize,
+    finite: &'scope AtomicBool,
+}
+
+/// The scan over the keys.
+struct Scan<'a, 'scope> {
+    head: &'scope Head<'scope>,
+    sums: &'a mut Sums,
+    outputs: Vec<Output<'scope>>,
+    starts: &'a mut Vec<usize>,
+    scales: &'a mut Vec<f32>,
+    helpers: Option<Helpers<'a, 'scope>>,
+}
+
+impl WithSimd for Scan<'_, '_> {
     type Output = bool;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> bool {
-        let Self { head, sums, out, saved } = self;
-        let (tokens, dv) = (head.k.tokens, head.v.width);
+        let Self { head, sums, mut outputs, starts, scales, helpers } = self;
+        let (tokens, width) = (head.k.tokens, head.out_width());
         let mut tile = Tile::new(head);
-        let mut weights = vec![0f32; CHUNK * tile.features];
-        let mut triangle = vec![0f32; CHUNK * CHUNK];
-        let mut rows = vec![0f32; CHUNK * tile.width];
-        saved.dens.resize(head.q.len() * tokens, 0.0);
+        let mut work = Work::new(&tile);
         let mut finite = true;
+        // Each waiting chunk keeps a copy of the sums.
+        let most = 2 * candle_core::utils::get_num_threads();
         let (mut start, mut limit) = (0, CHUNK);
         while start < tokens {
             let count = limit.min(tokens - start);
@@ -78,29 +123,108 @@ impl WithSimd for Forward<'_> {
             tile.load_keys(simd, start, count);
             let n = tile.enter(simd, sums, count);
             limit = if n < count { LANES } else { (2 * limit).min(CHUNK) };
-            saved.starts.push(start);
-            saved.scales.extend_from_slice(&sums.scale);
+            starts.push(start);
+            scales.extend_from_slice(&sums.scale);
             tile.weigh_keys(simd, &sums.scale, n);
             tile.load_values(start, n);
-            for (g, q) in head.q.iter().enumerate() {
-                finite &= q.are_finite(start, n);
-                tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
-                tile.products(simd, n, &weights, &mut triangle);
-                tile.read_sums(simd, n, &weights, sums, &mut rows);
-                tile.read_chunk(simd, n, &triangle, &mut rows);
-                let first = g * tokens + start;
-                let dens = &mut saved.dens[first..first + n];
-                for (i, (den, weights)) in dens.iter_mut().zip(weights.chunks_exact(tile.features)).enumerate() {
-                    let seen = (i / LANES + 1) * LANES;
-                    *den = tile.past(simd, weights, sums) + sum(simd, &triangle[i * CHUNK..i * CHUNK + seen]);
+            let mut outputs: Vec<Output> = outputs.iter_mut().map(|output| output.take(n, width)).collect();
+            match &helpers {
+                Some(helpers) if helpers.busy.load(Ordering::Relaxed) < most => {
+                    let before = sums.clone();
+                    tile.add_keys(simd, n, sums);
+                    let next = tile.next();
+                    let chunk = Chunk { head, tile: std::mem::replace(&mut tile, next), sums: before, start, outputs };
+                    let (busy, finite) = (helpers.busy, helpers.finite);
+                    busy.fetch_add(1, Ordering::Relaxed);
+                    helpers.scope.spawn(move |_| {
+                        finite.fetch_and(Arch::new().dispatch(chunk), Ordering::Relaxed);
+                        busy.fetch_sub(1, Ordering::Relaxed);
+                    });
                 }
-                tile.write(n, &rows, dens, &mut out[first * dv..(first + n) * dv]);
+                _ => {
+                    finite &= read(simd, head, &mut tile, sums, start, &mut outputs, &mut work);
+                    tile.add_keys(simd, n, sums);
+                }
             }
-            tile.add_keys(simd, n, sums);
             start += n;
         }
         sums.rescale(simd, tile.largest());
         finite
+    }
+}
+
+/// A chunk with weighed keys, its values, the sums before it and where its outputs go.
+struct Chunk<'a> {
+    head: &'a Head<'a>,
+    tile: Tile<'a>,
+    sums: Sums,
+    start: usize,
+    outputs: Vec<Output<'a>>,
+}
+
+impl WithSimd for Chunk<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) -> bool {
+        let mut work = Work::new(&self.tile);
+        read(simd, self.head, &mut self.tile, &self.sums, self.start, &mut self.outputs, &mut work)
+    }
+}
+
+/// Memory that a chunk is read in.
+struct Work {
+    weights: Vec<f32>,
+    triangle: Vec<f32>,
+    rows: Vec<f32>,
+}
+
+impl Work {
+    fn new(tile: &Tile) -> Self {
+        Self {
+            weights: vec![0f32; CHUNK * tile.features],
+            triangle: vec![0f32; CHUNK * CHUNK],
+            rows: vec![0f32; CHUNK * tile.width],
+        }
+    }
+}
+
+/// What the queries of a chunk read from the sums before it and from its own keys. Returns whether they were finite.
+#[inline(always)]
+fn read<S: Simd>(
+    simd: S,
+    head: &Head,
+    tile: &mut Tile,
+    sums: &Sums,
+    start: usize,
+    outputs: &mut [Output],
+    work: &mut Work,
+) -> bool {
+    let Work { weights, triangle, rows } = work;
+    let mut finite = true;
+    for (q, Output { rows: out, dens }) in head.q.iter().zip(outputs) {
+        let n = dens.len();
+        finite &= q.are_finite(start, n);
+        tile.load_queries(simd, q, start, n, &sums.scale, weights);
+        tile.products(simd, n, weights, triangle);
+        tile.read_sums(simd, n, weights, sums, rows);
+        tile.read_chunk(simd, n, triangle, rows);
+        for (i, (den, weights)) in dens.iter_mut().zip(weights.chunks_exact(tile.features)).enumerate() {
+            let seen = (i / LANES + 1) * LANES;
+            *den = tile.past(simd, weights, sums) + sum(simd, &triangle[i * CHUNK..i * CHUNK + seen]);
+        }
+        tile.write(n, rows, dens, out);
+    }
+    finite
+}
+
+/// The backward pass. `spare`: there are threads to spare, so both scans run side by side.
+pub(super) fn backward(queries: QueryGradients, keys: KeyGradients, spare: bool) {
+    if spare {
+        rayon::join(|| Arch::new().dispatch(queries), || Arch::new().dispatch(keys));
+    } else {
+        Arch::new().dispatch(queries);
+        Arch::new().dispatch(keys);
     }
 }
 
@@ -191,7 +315,7 @@ impl WithSimd for KeyGradients<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { head, saved, out, grad, dk, dv } = self;
-        let (tokens, vd) = (head.k.tokens, head.v.width);
+        let (tokens, kd, vd) = (head.k.tokens, head.k.width, head.v.width);
         let mut tile = Tile::new(head);
         let (f, width, features) = (head.map.features(), tile.width, tile.features);
         let mut weights = vec![0f32; CHUNK * features];
@@ -236,6 +360,7 @@ impl WithSimd for KeyGradients<'_> {
                 }
                 tile.add_output_gradient(simd, n, &weights, &output, &mut future);
             }
+            let (dk, dv) = (&mut dk[start * kd..(start + n) * kd], &mut dv[start * vd..(start + n) * vd]);
             tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv);
         }
     }

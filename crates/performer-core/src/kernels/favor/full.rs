@@ -4,9 +4,10 @@
 //! Backward: one pass over the queries gives `dφ(q_i) = S [dn_i, e_i]` and `R = Σ φ(q_i) [dn_i, e_i]ᵀ`, one over the keys
 //! `dφ(k_j) = R [v_j, 1]` and `dv_j = Rᵀ φ(k_j)`, with `dn = g/den` and `e = −g·o/den`.
 
-use pulp::{Simd, WithSimd};
+use pulp::{Arch, Simd, WithSimd};
 
 use super::super::{
+    for_heads,
     gemm::{Into, Left, Right, gemm},
     rows::Rows,
     transpose::transpose,
@@ -16,6 +17,9 @@ use super::{
     tile::{OutputGradient, Tile},
 };
 
+/// Tokens that a thread takes at a time where there are more threads than heads.
+const PIECE: usize = 4 * CHUNK;
+
 /// What the forward pass leaves to the backward pass.
 #[derive(Debug, Default)]
 pub(super) struct Saved {
@@ -24,46 +28,82 @@ pub(super) struct Saved {
     dens: Vec<f32>,
 }
 
-/// The forward pass: outputs `(G, Tq, Dv)`.
-pub(super) struct Forward<'a> {
-    pub(super) head: &'a Head<'a>,
-    /// Over no key yet.
-    pub(super) sums: Sums,
-    pub(super) out: &'a mut [f32],
-    pub(super) saved: &'a mut Saved,
+/// The forward pass: outputs `(G, Tq, Dv)`. Returns whether every input was finite; if not, the outputs mean nothing. `spare`: there
+/// are threads to spare, so pieces of the queries run side by side. The bits are the same.
+pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
+    let (width, tokens) = (head.out_width(), head.q[0].tokens);
+    let mut finite = Arch::new().dispatch(Keys { head, sums: &mut sums });
+    saved.dens.resize(head.q.len() * tokens, 0.0);
+    let piece = if spare { PIECE } else { tokens };
+    let mut work = Vec::new();
+    let outputs = out.chunks_exact_mut(tokens * width).zip(saved.dens.chunks_exact_mut(tokens));
+    for (q, (out, dens)) in head.q.iter().zip(outputs) {
+        let pieces = out.chunks_mut(piece * width).zip(dens.chunks_mut(piece)).enumerate();
+        work.extend(pieces.map(|(i, (out, dens))| Queries { head, q, sums: &sums, start: i * piece, out, dens }));
+    }
+    finite &= !for_heads(work, |queries| Arch::new().dispatch(queries)).contains(&false);
+    saved.sums = Some(sums);
+    finite
 }
 
-impl WithSimd for Forward<'_> {
-    /// Whether every input was finite; if not, the outputs mean nothing.
+/// The pass over the keys.
+struct Keys<'a> {
+    head: &'a Head<'a>,
+    /// Over no key yet.
+    sums: &'a mut Sums,
+}
+
+impl WithSimd for Keys<'_> {
     type Output = bool;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> bool {
-        let Self { head, mut sums, out, saved } = self;
-        let dv = head.v.width;
+        let Self { head, sums } = self;
         let mut tile = Tile::new(head);
         let mut finite = true;
-        for (start, n) in chunks(head.k.tokens) {
+        for (start, n) in chunks(0, head.k.tokens) {
             finite &= head.k.are_finite(start, n) & head.v.are_finite(start, n);
             tile.load_keys(simd, start, n);
-            tile.raise(simd, &mut sums, n);
+            tile.raise(simd, sums, n);
             tile.weigh_keys(simd, &sums.scale, n);
             tile.load_values(start, n);
-            tile.add_keys(simd, n, &mut sums);
+            tile.add_keys(simd, n, sums);
         }
+        finite
+    }
+}
+
+/// The pass over queries of one head from `start` on.
+struct Queries<'a> {
+    head: &'a Head<'a>,
+    q: &'a Rows<'a>,
+    sums: &'a Sums,
+    start: usize,
+    out: &'a mut [f32],
+    dens: &'a mut [f32],
+}
+
+impl WithSimd for Queries<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> bool {
+        let Self { head, q, sums, start: first, out, dens } = self;
+        let width = head.out_width();
+        let mut tile = Tile::new(head);
         let mut weights = vec![0f32; CHUNK * tile.features];
         let mut rows = vec![0f32; CHUNK * tile.width];
-        for q in &head.q {
-            for (start, n) in chunks(q.tokens) {
-                finite &= q.are_finite(start, n);
-                tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
-                tile.read_sums(simd, n, &weights, &sums, &mut rows);
-                let first = saved.dens.len();
-                saved.dens.extend(weights.chunks_exact(tile.features).take(n).map(|w| tile.past(simd, w, &sums)));
-                tile.write(n, &rows, &saved.dens[first..], &mut out[first * dv..(first + n) * dv]);
+        let mut finite = true;
+        for (start, n) in chunks(first, first + dens.len()) {
+            finite &= q.are_finite(start, n);
+            tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
+            tile.read_sums(simd, n, &weights, sums, &mut rows);
+            let dens = &mut dens[start - first..start - first + n];
+            for (den, weights) in dens.iter_mut().zip(weights.chunks_exact(tile.features)) {
+                *den = tile.past(simd, weights, sums);
             }
+            tile.write(n, &rows, dens, &mut out[(start - first) * width..(start - first + n) * width]);
         }
-        saved.sums = Some(sums);
         finite
     }
 }
@@ -80,48 +120,93 @@ pub(super) struct Gradients<'a> {
     pub(super) dv: &'a mut [f32],
 }
 
-impl WithSimd for Gradients<'_> {
+/// Fills them. `spare` as in the forward pass.
+pub(super) fn backward(gradients: Gradients, spare: bool) {
+    let Gradients { head, saved, out, grad, dq, dk, dv } = gradients;
+    let Some(sums) = &saved.sums else { return };
+    let dens = &saved.dens[..];
+    let mut future = Sums::new(head.map.features(), head.map.scales(), head.v.width);
+    Arch::new().dispatch(QueryGradients { head, sums, dens, out, grad, dq, future: &mut future });
+    let piece = if spare { PIECE } else { head.k.tokens };
+    let pieces = dk.chunks_mut(piece * head.k.width).zip(dv.chunks_mut(piece * head.v.width)).enumerate();
+    let work = pieces.map(|(i, (dk, dv))| KeyGradients { head, sums, future: &future, start: i * piece, dk, dv });
+    for_heads(work.collect(), |keys| Arch::new().dispatch(keys));
+}
+
+/// Gradients of the queries, and `R`.
+struct QueryGradients<'a> {
+    head: &'a Head<'a>,
+    sums: &'a Sums,
+    dens: &'a [f32],
+    out: &'a [Rows<'a>],
+    grad: &'a [Rows<'a>],
+    dq: &'a mut [f32],
+    future: &'a mut Sums,
+}
+
+impl WithSimd for QueryGradients<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, saved, out, grad, dq, dk, dv } = self;
-        let Some(sums) = &saved.sums else { return };
+        let Self { head, sums, dens, out, grad, dq, future } = self;
         let mut tile = Tile::new(head);
         let (f, width, features, vd) = (head.map.features(), tile.width, tile.features, head.v.width);
-        let mut future = Sums::new(f, head.map.scales(), vd);
         let mut weights = vec![0f32; CHUNK * features];
         let mut dphi = vec![0f32; CHUNK * features];
         let mut output = OutputGradient::new(vd);
         let mut columns = vec![0f32; width * features];
         transpose(&sums.sums, width, [f, vd], &mut columns, features);
         for (g, q) in head.q.iter().enumerate() {
-            for (start, n) in chunks(q.tokens) {
+            for (start, n) in chunks(0, q.tokens) {
                 tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
-                output.load(simd, &out[g], &grad[g], &saved.dens[g * q.tokens..], [start, n]);
+                output.load(simd, &out[g], &grad[g], &dens[g * q.tokens..], [start, n]);
                 let right = Right { values: &columns, stride: features };
                 gemm(simd, Into::Zero, [n, features, vd], Left::rows(&output.dn, width), right, &mut dphi, features);
-                tile.add_output_gradient(simd, n, &weights, &output, &mut future);
+                tile.add_output_gradient(simd, n, &weights, &output, future);
                 tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];
                 head.map.query_gradients(simd, &mut dphi, n, to, &mut tile.scratch);
             }
         }
-        let mut dphi = vec![0f32; f * CHUNK];
-        let mut rows = vec![0f32; CHUNK * width];
-        let mut values = vec![0f32; width * CHUNK];
-        for (start, n) in chunks(head.k.tokens) {
+    }
+}
+
+/// Gradients of keys and values from `start` on.
+struct KeyGradients<'a> {
+    head: &'a Head<'a>,
+    sums: &'a Sums,
+    future: &'a Sums,
+    start: usize,
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
+}
+
+impl WithSimd for KeyGradients<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { head, sums, future, start: first, dk, dv } = self;
+        let mut tile = Tile::new(head);
+        let (kd, vd) = (head.k.width, head.v.width);
+        let mut dphi = vec![0f32; head.map.features() * CHUNK];
+        let mut rows = vec![0f32; CHUNK * tile.width];
+        let mut values = vec![0f32; tile.width * CHUNK];
+        for (start, n) in chunks(first, first + dv.len() / vd) {
             tile.load_keys(simd, start, n);
             tile.weigh_keys(simd, &sums.scale, n);
             tile.load_values(start, n);
             tile.transpose_values(n, &mut values);
-            tile.read_future(simd, n, &values, &future, &mut rows, &mut dphi);
+            tile.read_future(simd, n, &values, future, &mut rows, &mut dphi);
+            let at = start - first;
+            let (dk, dv) = (&mut dk[at * kd..(at + n) * kd], &mut dv[at * vd..(at + n) * vd]);
             tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv);
         }
     }
 }
 
 /// First token and length of each chunk.
-fn chunks(tokens: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..tokens).step_by(CHUNK).map(move |start| (start, CHUNK.min(tokens - start)))
+fn chunks(start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
+    (start..end).step_by(CHUNK).map(move |start| (start, CHUNK.min(end - start)))
 }

@@ -28,21 +28,60 @@ pub(crate) enum Map {
     },
 }
 
-/// `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features.
+/// `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their
+/// own: `ω_r·y + b_r − ‖Py‖²/2`.
 #[derive(Clone, Debug)]
 pub(crate) struct Exponential {
-    /// `D^-1/4 Ω`: `M` rows, padded to whole vectors.
-    rows: Vec<f32>,
-    /// Its transpose: `D` rows.
-    columns: Vec<f32>,
+    queries: Linear,
+    keys: Option<Keys>,
     m: usize,
     d: usize,
     hyperbolic: bool,
 }
 
-impl Exponential {
-    /// `projection`: Ω, row-major `(M, D)`.
-    pub(crate) fn new(projection: &[f32], d: usize, hyperbolic: bool) -> Self {
+/// What differs for keys.
+#[derive(Clone, Debug)]
+struct Keys {
+    linear: Linear,
+    /// `b`: `M`.
+    log_weights: Vec<f32>,
+    metric: Option<Metric>,
+}
+
+/// `P` and `PᵀP`, where `P` is not the identity: `D` rows, padded to whole vectors.
+#[derive(Clone, Debug)]
+struct Metric {
+    rows: Vec<f32>,
+    square: Vec<f32>,
+}
+
+impl Metric {
+    /// `p`: row-major `(D, D)`.
+    fn new(p: &[f32], d: usize) -> Self {
+        let width = padded(d);
+        let (mut rows, mut square) = (vec![0f32; d * width], vec![0f32; d * width]);
+        for i in 0..d {
+            rows[i * width..i * width + d].copy_from_slice(&p[i * d..(i + 1) * d]);
+            for j in 0..d {
+                let product: f64 = (0..d).map(|r| f64::from(p[r * d + i]) * f64::from(p[r * d + j])).sum();
+                square[i * width + j] = product as f32;
+            }
+        }
+        Self { rows, square }
+    }
+}
+
+/// `D^-1/4 Ω`.
+#[derive(Clone, Debug)]
+struct Linear {
+    /// `M` rows, padded to whole vectors.
+    rows: Vec<f32>,
+    /// Its transpose: `D` rows.
+    columns: Vec<f32>,
+}
+
+impl Linear {
+    fn new(projection: &[f32], d: usize) -> Self {
         let m = projection.len() / d;
         let scale = (d as f64).powf(-0.25);
         let (row, column) = (padded(d), padded(m));
@@ -54,7 +93,35 @@ impl Exponential {
                 columns[i * column + r] = entry;
             }
         }
-        Self { rows, columns, m, d, hyperbolic }
+        Self { rows, columns }
+    }
+}
+
+impl Exponential {
+    /// `projection`: Ω, row-major `(M, D)`.
+    pub(crate) fn new(projection: &[f32], d: usize, hyperbolic: bool) -> Self {
+        let m = projection.len() / d;
+        Self { queries: Linear::new(projection, d), keys: None, m, d, hyperbolic }
+    }
+
+    /// Positive features with a form of their own for the keys: rows `(M, D)`, weights `b` `(M)`, and `P` `(D, D)` if it is not the
+    /// identity.
+    pub(crate) fn with_keys(mut self, projection: &[f32], log_weights: &[f32], metric: Option<&[f32]>) -> Self {
+        let metric = metric.map(|p| Metric::new(p, self.d));
+        self.keys = Some(Keys { linear: Linear::new(projection, self.d), log_weights: log_weights.to_vec(), metric });
+        self
+    }
+
+    fn key_rows(&self) -> &Linear {
+        self.keys.as_ref().map_or(&self.queries, |keys| &keys.linear)
+    }
+
+    fn metric(&self) -> Option<&Metric> {
+        self.keys.as_ref().and_then(|keys| keys.metric.as_ref())
+    }
+
+    fn log_weights(&self) -> Option<&[f32]> {
+        self.keys.as_ref().map(|keys| &keys.log_weights[..])
     }
 
     fn features(&self) -> usize {
@@ -65,6 +132,33 @@ impl Exponential {
     fn norm(&self) -> f32 {
         (0.5 / (self.d as f64).sqrt()) as f32
     }
+
+    /// `±ω·x` of rows of `x`, a row of features each.
+    #[inline(always)]
+    fn project<S: Simd>(
+        &self,
+        simd: S,
+        linear: &Linear,
+        x: &Rows,
+        [start, count]: [usize; 2],
+        (to, stride): (&mut [f32], usize),
+        scratch: &mut Scratch,
+    ) {
+        let (rows, from) = x.read(start, count, &mut scratch.rows);
+        let width = padded(self.m);
+        let right = Right { values: &linear.columns, stride: width };
+        if !self.hyperbolic {
+            gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, to, stride);
+            return;
+        }
+        let tile = at_least(&mut scratch.tile, count * width);
+        gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, tile, width);
+        for (to, row) in to.chunks_exact_mut(stride).zip(tile.chunks_exact(width)) {
+            let (plus, minus) = to[..2 * self.m].split_at_mut(self.m);
+            plus.copy_from_slice(&row[..self.m]);
+            minus.iter_mut().zip(row).for_each(|(minus, plus)| *minus = -plus);
+        }
+    }
 }
 
 /// Memory that the maps work in.
@@ -72,6 +166,7 @@ impl Exponential {
 pub(super) struct Scratch {
     rows: Vec<f32>,
     tile: Vec<f32>,
+    turned: Vec<f32>,
 }
 
 /// At least `len` numbers to overwrite.
@@ -125,10 +220,27 @@ impl Map {
                     x.iter_mut().skip(j).step_by(CHUNK).for_each(|x| *x = 0.0);
                 }
                 let right = Right { values: x, stride: CHUNK };
-                gemm(simd, Into::Zero, [e.m, width, e.d], Left::rows(&e.rows, padded(e.d)), right, to, CHUNK);
+                gemm(
+                    simd,
+                    Into::Zero,
+                    [e.m, width, e.d],
+                    Left::rows(&e.key_rows().rows, padded(e.d)),
+                    right,
+                    to,
+                    CHUNK,
+                );
                 let offset = scale;
                 offset.fill(0.0);
-                for row in x.chunks_exact(CHUNK) {
+                let squared = match e.metric() {
+                    None => x,
+                    Some(metric) => {
+                        let turned = at_least(&mut scratch.turned, e.d * CHUNK);
+                        let left = Left::rows(&metric.rows, padded(e.d));
+                        gemm(simd, Into::Zero, [e.d, width, e.d], left, right, turned, CHUNK);
+                        turned
+                    }
+                };
+                for row in squared.chunks_exact(CHUNK) {
                     add_square(simd, &mut offset[..width], &row[..width]);
                 }
                 affine(simd, &mut offset[..width], e.norm(), 0.5 * (e.features() as f32).ln());
@@ -143,6 +255,11 @@ impl Map {
                 }
                 for row in to.chunks_exact_mut(CHUNK).take(e.m) {
                     subtract(simd, &mut row[..width], &offset[..width]);
+                }
+                if let Some(weights) = e.log_weights() {
+                    for (row, &weight) in to.chunks_exact_mut(CHUNK).zip(weights) {
+                        shift(simd, &mut row[..width], weight);
+                    }
                 }
             }
             Self::Log { features } => {
@@ -179,20 +296,7 @@ impl Map {
     ) {
         let stride = padded(self.features());
         let Self::Exponential(e) = self else { return q.copy(start, count, to, stride) };
-        let (rows, from) = q.read(start, count, &mut scratch.rows);
-        let width = padded(e.m);
-        let right = Right { values: &e.columns, stride: width };
-        if !e.hyperbolic {
-            gemm(simd, Into::Zero, [count, width, e.d], Left::rows(rows, from), right, to, stride);
-            return;
-        }
-        let tile = at_least(&mut scratch.tile, count * width);
-        gemm(simd, Into::Zero, [count, width, e.d], Left::rows(rows, from), right, tile, width);
-        for (to, row) in to.chunks_exact_mut(stride).zip(tile.chunks_exact(width)) {
-            let (plus, minus) = to[..2 * e.m].split_at_mut(e.m);
-            plus.copy_from_slice(&row[..e.m]);
-            minus.iter_mut().zip(row).for_each(|(minus, plus)| *minus = -plus);
-        }
+        e.project(simd, &e.queries, q, [start, count], (to, stride), scratch);
     }
 
     /// Features of the one key of `k`: log-features, or values; returns the log-scale of the latter.
@@ -200,9 +304,19 @@ impl Map {
     pub(super) fn key<S: Simd>(&self, simd: S, k: &Rows, to: &mut [f32], scratch: &mut Scratch) -> f32 {
         match self {
             Self::Exponential(e) => {
-                self.queries(simd, k, [0, 1], to, scratch);
-                let square: f32 = k.read(0, 1, &mut scratch.rows).0[..e.d].iter().map(|x| x * x).sum();
+                e.project(simd, e.key_rows(), k, [0, 1], (&mut *to, padded(e.features())), scratch);
+                let (row, _) = k.read(0, 1, &mut scratch.rows);
+                let square: f32 = match e.metric() {
+                    None => row[..e.d].iter().map(|x| x * x).sum(),
+                    Some(metric) => {
+                        let rows = metric.rows.chunks_exact(padded(e.d));
+                        rows.map(|p| p.iter().zip(&row[..e.d]).map(|(p, x)| p * x).sum::<f32>().powi(2)).sum()
+                    }
+                };
                 shift(simd, to, -(square * e.norm() + 0.5 * (e.features() as f32).ln()));
+                if let Some(weights) = e.log_weights() {
+                    to.iter_mut().zip(weights).for_each(|(to, weight)| *to += weight);
+                }
                 0.0
             }
             Self::Log { features } => {
@@ -244,7 +358,7 @@ impl Map {
         }
         let width = padded(e.d);
         let tile = at_least(&mut scratch.tile, count * width);
-        let right = Right { values: &e.rows, stride: width };
+        let right = Right { values: &e.queries.rows, stride: width };
         // ‖x‖²/2 scales a whole row of features and has no part in the gradient.
         gemm(simd, Into::Zero, [count, width, e.m], Left::rows(dl, stride), right, tile, width);
         for (to, row) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)) {
@@ -282,10 +396,16 @@ impl Map {
         }
         let width = padded(e.d);
         let tile = at_least(&mut scratch.tile, count * width);
-        let right = Right { values: &e.rows, stride: width };
+        let right = Right { values: &e.key_rows().rows, stride: width };
         gemm(simd, Into::Zero, [count, width, e.m], Left::transposed(dl, CHUNK), right, tile, width);
         let norm = 2.0 * e.norm();
-        let (rows, from) = k.read(start, count, &mut scratch.rows);
+        let (mut rows, mut from) = k.read(start, count, &mut scratch.rows);
+        if let Some(metric) = e.metric() {
+            let turned = at_least(&mut scratch.turned, count * width);
+            let right = Right { values: &metric.square, stride: width };
+            gemm(simd, Into::Zero, [count, width, e.d], Left::rows(rows, from), right, turned, width);
+            (rows, from) = (turned, width);
+        }
         for (j, (to, row)) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)).enumerate() {
             let factor = norm * total[j];
             for ((to, &row), &k) in to.iter_mut().zip(row).zip(&rows[j * from..]) {

@@ -10,7 +10,7 @@ mod map;
 mod step;
 mod tile;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 use pulp::{Arch, Simd};
@@ -20,6 +20,7 @@ pub(crate) use map::{Exponential, Map};
 use super::{
     check_finite, for_heads, narrow, padded,
     rows::{Heads, Rows},
+    spare_threads,
     vector::{self, exp},
     with_storages,
 };
@@ -45,6 +46,7 @@ pub(crate) struct Sums {
 #[derive(Clone, Debug, Default)]
 struct Scratch {
     rows: Vec<f32>,
+    largest: Vec<f32>,
     map: map::Scratch,
 }
 
@@ -113,6 +115,8 @@ impl Sums {
 /// One key head and the query heads of its group.
 struct Head<'a> {
     map: &'a Map,
+    /// Whether a row of outputs ends with the logarithm of its denominator.
+    logs: bool,
     q: Vec<Rows<'a>>,
     k: Rows<'a>,
     v: Rows<'a>,
@@ -120,6 +124,11 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
+    /// Numbers in a row of outputs.
+    fn out_width(&self) -> usize {
+        self.v.width + usize::from(self.logs)
+    }
+
     fn is_finite(&self) -> bool {
         self.q.iter().chain([&self.k, &self.v]).all(|rows| rows.are_finite(0, rows.tokens))
     }
@@ -127,7 +136,7 @@ impl Head<'_> {
 
 /// FAVOR attention as one differentiable operation on `(q, k, v)`, `q` and `k` being what the map takes.
 struct Favor {
-    map: Map,
+    form: Form,
     causal: bool,
     /// Visible keys, `(B, Tk)`.
     visible: Option<Vec<bool>>,
@@ -141,48 +150,88 @@ enum Saved {
     Full(full::Saved),
 }
 
-/// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each
-/// is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
+/// What is computed: by which features, and what of it is returned.
+#[derive(Clone, Debug)]
+pub(crate) struct Form {
+    /// One for all key heads, or one for each.
+    pub(crate) maps: Arc<[Map]>,
+    /// Whether each row of outputs ends with the logarithm of its denominator `Σ_j φ(q)·φ(k_j)`, but for what scales all features of a
+    /// query: `−1e37` where no key is seen. Features must be positive.
+    pub(crate) logs: bool,
+}
+
+impl Form {
+    /// One map for all heads.
+    pub(crate) fn of(map: Map) -> Self {
+        Self { maps: [map].into(), logs: false }
+    }
+
+    /// `F`.
+    fn features(&self) -> usize {
+        self.maps[0].features()
+    }
+
+    /// Scales of a state.
+    fn scales(&self) -> usize {
+        self.maps[0].scales()
+    }
+
+    /// The sums over no key.
+    pub(crate) fn fresh(&self, values: usize) -> Sums {
+        Sums::new(self.features(), self.scales(), values)
+    }
+}
+
+/// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The
+/// last dimension of each is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
 pub(crate) fn favor(
-    map: &Map,
+    form: &Form,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    let op = Favor { map: map.clone(), causal, visible, saved: Mutex::new(Vec::new()) };
+    let op = Favor { form: form.clone(), causal, visible, saved: Mutex::new(Vec::new()) };
     q.apply_op3(k, v, op)
 }
 
 /// Causal FAVOR from `sums` on, one entry a key head, which go on to the last token. `begun`: they hold earlier tokens. For
 /// inference: no gradient.
-pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut [Sums], begun: bool) -> Result<Tensor> {
+pub(crate) fn extend(
+    form: &Form,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sums: &mut [Sums],
+    begun: bool,
+) -> Result<Tensor> {
     let (b, h, t, _) = q.dims4()?;
-    let dv = v.dim(3)?;
-    let mut out = vec![0f32; b * h * t * dv];
+    let width = v.dim(3)? + usize::from(form.logs);
+    let mut out = vec![0f32; b * h * t * width];
     with_storages([q, k, v], |[q, k, v]| {
-        let inputs = Inputs::new(map, q, k, v, None)?;
+        let inputs = Inputs::new(form, q, k, v, None)?;
+        let spare = spare_threads(sums.len());
         // Before the sums are touched.
         inputs.check(|| (0..sums.len()).map(|n| inputs.head(n).is_finite()).collect())?;
-        let work = out.chunks_exact_mut(inputs.group * t * dv).zip(sums).enumerate().collect();
+        let work = out.chunks_exact_mut(inputs.group * t * width).zip(sums).enumerate().collect();
         for_heads(work, |(n, (out, sums))| {
             let head = &inputs.head(n);
             // A first token goes the way of all sequences, or its last bit would depend on whether others follow.
             if t == 1 && begun {
                 Arch::new().dispatch(step::Step { head, sums, out });
             } else {
-                Arch::new().dispatch(causal::Forward { head, sums, out, saved: &mut causal::Saved::default() });
+                causal::forward(head, sums, out, &mut causal::Saved::default(), spare);
             }
         });
         Ok(())
     })?;
-    Tensor::from_vec(out, (b, h, t, dv), q.device())?.to_dtype(q.dtype())
+    Tensor::from_vec(out, (b, h, t, width), q.device())?.to_dtype(q.dtype())
 }
 
 /// The three tensors, head by head.
 struct Inputs<'a> {
-    map: &'a Map,
+    form: &'a Form,
     named: [(&'static str, &'a CpuStorage, &'a Layout); 3],
     q: Heads<'a>,
     k: Heads<'a>,
@@ -197,10 +246,10 @@ struct Inputs<'a> {
 type Stored<'a> = (&'a CpuStorage, &'a Layout);
 
 impl<'a> Inputs<'a> {
-    fn new(map: &'a Map, q: Stored<'a>, k: Stored<'a>, v: Stored<'a>, visible: Option<&'a [bool]>) -> Result<Self> {
+    fn new(form: &'a Form, q: Stored<'a>, k: Stored<'a>, v: Stored<'a>, visible: Option<&'a [bool]>) -> Result<Self> {
         let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
         Ok(Self {
-            map,
+            form,
             named: [("q", q.0, q.1), ("k", k.0, k.1), ("v", v.0, v.1)],
             q: Heads::new(q.0, q.1)?,
             k: Heads::new(k.0, k.1)?,
@@ -216,7 +265,9 @@ impl<'a> Inputs<'a> {
     fn head(&'a self, n: usize) -> Head<'a> {
         let batch = n / self.key_heads;
         Head {
-            map: self.map,
+            // As many maps as key heads, or one.
+            map: &self.form.maps[n % self.form.maps.len()],
+            logs: self.form.logs,
             q: self.q.heads(n * self.group, self.group),
             k: self.k.head(n),
             v: self.v.head(n),
@@ -247,31 +298,31 @@ impl CustomOp3 for Favor {
         s3: &CpuStorage,
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let inputs = Inputs::new(&self.map, (s1, l1), (s2, l2), (s3, l3), self.visible.as_deref())?;
+        let inputs = Inputs::new(&self.form, (s1, l1), (s2, l2), (s3, l3), self.visible.as_deref())?;
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3];
-        let mut out = vec![0f32; b * h * t * dv];
+        let width = dv + usize::from(self.form.logs);
+        let mut out = vec![0f32; b * h * t * width];
         let mut saved: Vec<Saved> = (0..b * inputs.key_heads)
             .map(|_| match self.causal {
                 true => Saved::Causal(causal::Saved::default()),
                 false => Saved::Full(full::Saved::default()),
             })
             .collect();
+        let spare = spare_threads(saved.len());
         inputs.check(|| {
-            let work = out.chunks_exact_mut(inputs.group * t * dv).zip(&mut saved).enumerate().collect();
+            let work = out.chunks_exact_mut(inputs.group * t * width).zip(&mut saved).enumerate().collect();
             for_heads(work, |(n, (out, saved))| {
                 let head = inputs.head(n);
-                let sums = Sums::new(self.map.features(), self.map.scales(), dv);
+                let mut sums = self.form.fresh(dv);
                 match saved {
-                    Saved::Causal(saved) => {
-                        Arch::new().dispatch(causal::Forward { head: &head, sums: &mut { sums }, out, saved })
-                    }
-                    Saved::Full(saved) => Arch::new().dispatch(full::Forward { head: &head, sums, out, saved }),
+                    Saved::Causal(saved) => causal::forward(&head, &mut sums, out, saved, spare),
+                    Saved::Full(saved) => full::forward(&head, sums, out, saved, spare),
                 }
             })
         })?;
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
-        Ok((narrow(out, s1.dtype())?, Shape::from((b, h, t, dv))))
+        Ok((narrow(out, s1.dtype())?, Shape::from((b, h, t, width))))
     }
 
     fn bwd(
@@ -290,10 +341,11 @@ impl CustomOp3 for Favor {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
         }
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
-            let inputs = Inputs::new(&self.map, q, k, v, self.visible.as_deref())?;
+            let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let [dq, dk, dv_] = &mut gradients;
             let keys = inputs.keys;
+            let spare = spare_threads(saved.len());
             let work = dq
                 .chunks_exact_mut(group * t * inputs.q.width)
                 .zip(dk.chunks_exact_mut(keys * inputs.k.width))
@@ -306,11 +358,15 @@ impl CustomOp3 for Favor {
                 let (out, grad) = (&out.heads(n * group, group)[..], &grad.heads(n * group, group)[..]);
                 match saved {
                     Saved::Causal(saved) => {
-                        Arch::new().dispatch(causal::QueryGradients { head: &head, saved, out, grad, dq });
-                        Arch::new().dispatch(causal::KeyGradients { head: &head, saved, out, grad, dk, dv });
+                        let queries = causal::QueryGradients { head: &head, saved, out, grad, dq };
+                        causal::backward(
+                            queries,
+                            causal::KeyGradients { head: &head, saved, out, grad, dk, dv },
+                            spare,
+                        );
                     }
                     Saved::Full(saved) => {
-                        Arch::new().dispatch(full::Gradients { head: &head, saved, out, grad, dq, dk, dv });
+                        full::backward(full::Gradients { head: &head, saved, out, grad, dq, dk, dv }, spare);
                     }
                 }
             });

@@ -3,7 +3,7 @@
 use pulp::{Simd, WithSimd};
 
 use super::super::vector::{add, add_scaled, decay_add, dot, exp, exp_minus, max, multiply, scale};
-use super::{Head, Sums, padded};
+use super::{Head, Sums, padded, tile::log_of};
 
 /// A decoding step: outputs `(G, 1, Dv)` from finite inputs of one token.
 pub(super) struct Step<'a> {
@@ -20,6 +20,7 @@ impl WithSimd for Step<'_> {
         let Self { head, sums, out } = self;
         let (f, features, dv, width) =
             (head.map.features(), padded(head.map.features()), head.v.width, padded(head.v.width));
+        let out_width = head.out_width();
         let mut scratch = std::mem::take(&mut sums.scratch);
         scratch.rows.resize((2 + head.q.len()) * features + (1 + head.q.len()) * width, 0.0);
         let (key, rest) = scratch.rows.split_at_mut(features);
@@ -46,6 +47,8 @@ impl WithSimd for Step<'_> {
         }
         multiply(simd, &mut sums.norm, decay);
         add(simd, &mut sums.norm, key);
+        let mut largest = std::mem::take(&mut scratch.largest);
+        largest.clear();
         for (q, weights) in head.q.iter().zip(weights.chunks_exact_mut(features)) {
             head.map.queries(simd, q, [0, 1], weights, &mut scratch.map);
             if head.map.is_signed() {
@@ -55,6 +58,7 @@ impl WithSimd for Step<'_> {
             weights.iter_mut().zip(&sums.scale).for_each(|(l, c)| *l += c);
             let m = max(simd, weights);
             exp_minus(simd, weights, m);
+            largest.push(m);
         }
 
         head.v.copy(0, 1, value, width);
@@ -66,11 +70,15 @@ impl WithSimd for Step<'_> {
             }
         }
         let rows = rows.chunks_exact(width).zip(weights.chunks_exact(features));
-        for (out, (row, weights)) in out.chunks_exact_mut(dv).zip(rows) {
+        for (g, (out, (row, weights))) in out.chunks_exact_mut(out_width).zip(rows).enumerate() {
             let den = dot(simd, weights, &sums.norm);
             let factor = if den == 0.0 { 0.0 } else { den.recip() };
-            out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * factor);
+            out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * factor);
+            if let Some(log) = out.get_mut(dv) {
+                *log = log_of(den, largest[g]);
+            }
         }
+        scratch.largest = largest;
         sums.scratch = scratch;
     }
 }

@@ -27,6 +27,8 @@ pub(super) struct Tile<'a> {
     pub(super) values: Vec<f32>,
     /// Largest log-features of all keys so far.
     running: Vec<f32>,
+    /// What the weights of each query were divided by, in logarithms.
+    largest: [f32; CHUNK],
     pub(super) scratch: Scratch,
 }
 
@@ -41,8 +43,14 @@ impl<'a> Tile<'a> {
             scale: [0.0; CHUNK],
             values: vec![0f32; CHUNK * width],
             running: Vec::new(),
+            largest: [0.0; CHUNK],
             scratch: Scratch::default(),
         }
+    }
+
+    /// A tile for the chunks after those of this one.
+    pub(super) fn next(&mut self) -> Self {
+        Self { running: std::mem::take(&mut self.running), ..Self::new(self.head) }
     }
 
     #[inline(always)]
@@ -150,17 +158,17 @@ impl<'a> Tile<'a> {
         scale: &[f32],
         to: &mut [f32],
     ) {
-        let Self { head, scratch, .. } = self;
+        let Self { head, largest, scratch, .. } = self;
         head.map.queries(simd, q, [start, n], to, scratch);
         if head.map.is_signed() {
             return;
         }
         let f = head.map.features();
-        for row in to.chunks_exact_mut(self.features).take(n) {
+        for (row, m) in to.chunks_exact_mut(self.features).zip(largest).take(n) {
             row[f..].fill(f32::NEG_INFINITY);
             row.iter_mut().zip(scale).for_each(|(l, c)| *l += c);
-            let m = max(simd, row);
-            exp_minus(simd, row, m);
+            *m = max(simd, row);
+            exp_minus(simd, row, *m);
         }
     }
 
@@ -205,14 +213,18 @@ impl<'a> Tile<'a> {
         dot(simd, weights, &sums.norm)
     }
 
-    /// Quotients of the rows. A denominator of exactly zero means that no key was visible: the row is zero.
+    /// Quotients of the rows, and logarithms of the denominators where they are asked for. A denominator of exactly zero means that no key was visible: the row is zero.
     pub(super) fn write(&self, n: usize, rows: &[f32], dens: &[f32], out: &mut [f32]) {
-        let dv = self.head.v.width;
-        for ((out, row), &den) in out.chunks_exact_mut(dv).zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
+        let (dv, width) = (self.head.v.width, self.head.out_width());
+        let outs = out.chunks_exact_mut(width).zip(&self.largest);
+        for (((out, largest), row), &den) in outs.zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
-            for (out, &x) in out.iter_mut().zip(row) {
+            for (out, &x) in out[..dv].iter_mut().zip(row) {
                 // A sum of underflown terms may be −0; it must not tell how many terms it had.
                 *out = x * scale + 0.0;
+            }
+            if let Some(log) = out.get_mut(dv) {
+                *log = log_of(den, *largest);
             }
         }
     }
@@ -287,7 +299,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// From gradients of features (`dphi`, a row a feature) and values (`rows`) to those of keys and values.
+    /// From gradients of features (`dphi`, a row a feature) and values (`rows`) to those of the chunk's keys and values.
     #[inline(always)]
     pub(super) fn write_key_gradients<S: Simd>(
         &mut self,
@@ -298,9 +310,8 @@ impl<'a> Tile<'a> {
         dk: &mut [f32],
         dv: &mut [f32],
     ) {
-        let (columns, vd, kd) = (padded(n), self.head.v.width, self.head.k.width);
-        let to = dv[start * vd..(start + n) * vd].chunks_exact_mut(vd);
-        to.zip(rows.chunks_exact(self.width)).for_each(|(dv, row)| dv.copy_from_slice(&row[..vd]));
+        let (columns, vd) = (padded(n), self.head.v.width);
+        dv.chunks_exact_mut(vd).zip(rows.chunks_exact(self.width)).for_each(|(dv, row)| dv.copy_from_slice(&row[..vd]));
         let mut scales = [0f32; CHUNK];
         let features = dphi.chunks_exact_mut(CHUNK).zip(self.keys.chunks_exact(CHUNK));
         if self.head.map.is_signed() {
@@ -315,12 +326,16 @@ impl<'a> Tile<'a> {
                 multiply(simd, &mut dphi[..columns], &keys[..columns]);
             }
         }
-        let to = &mut dk[start * kd..(start + n) * kd];
-        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], to, &mut self.scratch);
+        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], dk, &mut self.scratch);
     }
 }
 
-/// `dn = g/den` and `e = −g·o/den` of the rows of a chunk.
+/// The logarithm of a denominator that was divided by `e^largest`. Finite: −∞ minus another would be NaN.
+pub(super) fn log_of(den: f32, largest: f32) -> f32 {
+    if den == 0.0 { -1e37 } else { largest + den.ln() }
+}
+
+/// `dn = g/den` and `e = (h − g·o)/den` of the rows of a chunk, `h` being the gradient of the denominator's logarithm.
 pub(super) struct OutputGradient {
     pub(super) dn: Vec<f32>,
     pub(super) e: [f32; CHUNK],
@@ -338,14 +353,16 @@ impl OutputGradient {
 
     #[inline(always)]
     pub(super) fn load<S: Simd>(&mut self, simd: S, out: &Rows, grad: &Rows, dens: &[f32], [start, n]: [usize; 2]) {
-        grad.copy(start, n, &mut self.dn, self.width);
-        out.copy(start, n, &mut self.scratch, self.width);
+        // Beyond the values a row may have the logarithm.
+        grad.first(self.values).copy(start, n, &mut self.dn, self.width);
+        out.first(self.values).copy(start, n, &mut self.scratch, self.width);
         for (i, (dn, out)) in
             self.dn.chunks_exact_mut(self.width).zip(self.scratch.chunks_exact(self.width)).enumerate().take(n)
         {
             let den = dens[start + i];
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
-            self.e[i] = -dot(simd, dn, out) * scale;
+            let log = if grad.width > self.values { grad.number(start + i, self.values) } else { 0.0 };
+            self.e[i] = (log - dot(simd, dn, out)) * scale;
             vector::scale(simd, dn, scale);
         }
     }

@@ -56,6 +56,7 @@ fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {
         let performer = Performer {
             base: family.model_type().to_owned(),
             attention: model.config.attention.clone(),
+            attention_by_layer: model.config.attention_by_layer.clone(),
             borders: model.config.borders.clone(),
         };
         json!({"model_type": PERFORMER, "architectures": ["PerformerForCausalLM"], "performer": performer})

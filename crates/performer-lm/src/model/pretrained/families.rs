@@ -1,5 +1,7 @@
 //! The families of Hugging Face models that the decoder spells: their configs and the names of their weights, both ways.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
@@ -209,6 +211,7 @@ fn gpt2(fields: &Fields) -> Result<ModelConfig> {
         qkv_bias: false,
         dropout: 0.0,
         attention: AttentionConfig::Softmax,
+        attention_by_layer: BTreeMap::new(),
         borders: None,
     })
 }

@@ -1,7 +1,7 @@
 //! Folders as Hugging Face writes them: `config.json`, `tokenizer.json`, and `model.safetensors` or an index of several such files.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     path::{Path, PathBuf},
 };
 
@@ -31,6 +31,8 @@ pub(super) struct Performer {
     /// The family's `model_type`.
     pub(super) base: String,
     pub(super) attention: AttentionConfig,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) attention_by_layer: BTreeMap<usize, AttentionConfig>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) borders: Option<Borders>,
 }
@@ -66,6 +68,7 @@ pub(super) fn open(dir: &Path) -> Result<Pretrained> {
     config.borders = tokenizer.borders_for_config();
     if let Some(performer) = performer {
         config.attention = performer.attention;
+        config.attention_by_layer = performer.attention_by_layer;
     }
     Ok(Pretrained { config, tensors, tokenizer })
 }

@@ -19,7 +19,7 @@ mod llama2c;
 mod vocabulary;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     fs::File,
     io::Read,
     path::Path,
@@ -171,6 +171,7 @@ impl LlamaSizes {
             qkv_bias: false,
             dropout: 0.0,
             attention: AttentionConfig::Softmax,
+            attention_by_layer: BTreeMap::new(),
             borders: None,
         }
     }

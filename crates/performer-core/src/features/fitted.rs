@@ -1,0 +1,190 @@
+//! Exponential features of any linear form, a set for each key head: what is fitted to a model's own queries and keys.
+//!
+//! `log φ(x)_r = a_r·x − ‖Gx‖²/2 − ln(M)/2` for queries and `log φ(y)_r = b_r·y + w_r − ‖Py‖²/2 − ln(M)/2` for keys. Random features that are
+//! scaled, centred or balanced are of this form ([`super::fit`]), and so is what training makes of them.
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+
+use super::{ExponentialForm, FeatureMap, Features, KeyForm};
+
+/// Exponential features with parameters of their own for each of `H` key heads, or one set for all (`H` = 1).
+///
+/// Where a parameter is a variable, features are computed by differentiable operations and it gets a gradient; otherwise
+/// the fused kernels compute them.
+#[derive(Clone, Debug)]
+pub struct Fitted {
+    /// `a`, shape `(H, M, D)`.
+    pub queries: Tensor,
+    /// `b`, shape `(H, M, D)`.
+    pub keys: Tensor,
+    /// `w`, shape `(H, M)`.
+    pub log_weights: Tensor,
+    /// `G`, shape `(H, D, D)`; `None` is the identity.
+    pub query_metric: Option<Tensor>,
+    /// `P`, shape `(H, D, D)`; `None` is the identity.
+    pub key_metric: Option<Tensor>,
+}
+
+impl Fitted {
+    /// Positive random features of Ω `(M, D)`, to be fitted.
+    pub fn positive(projection: &Tensor) -> Result<Self> {
+        let rows = projection.detach().unsqueeze(0)?.contiguous()?;
+        let log_weights = Tensor::zeros((1, projection.dim(0)?), projection.dtype(), projection.device())?;
+        Ok(Self { queries: rows.clone(), keys: rows, log_weights, query_metric: None, key_metric: None })
+    }
+
+    /// The same in another dtype and place.
+    pub fn to(&self, dtype: DType, device: &Device) -> Result<Self> {
+        self.each(|tensor| tensor.to_dtype(dtype)?.to_device(device))
+    }
+
+    /// The same with parameters for each of `heads` key heads, to be trained apart.
+    ///
+    /// # Errors
+    /// If it has parameters for another number of heads already.
+    pub fn for_heads(&self, heads: usize) -> Result<Self> {
+        if self.heads() != 1 && self.heads() != heads {
+            bail!("a feature map fitted to {} key heads cannot serve {heads}", self.heads());
+        }
+        let copies = heads / self.heads();
+        self.each(|tensor| Tensor::cat(&vec![tensor; copies], 0))
+    }
+
+    fn each(&self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            queries: change(&self.queries)?,
+            keys: change(&self.keys)?,
+            log_weights: change(&self.log_weights)?,
+            query_metric: self.query_metric.as_ref().map(&change).transpose()?,
+            key_metric: self.key_metric.as_ref().map(&change).transpose()?,
+        })
+    }
+
+    /// Its tensors by name.
+    pub fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
+        let mut all = vec![("queries", &self.queries), ("keys", &self.keys), ("log_weights", &self.log_weights)];
+        all.extend(self.query_metric.as_ref().map(|t| ("query_metric", t)));
+        all.extend(self.key_metric.as_ref().map(|t| ("key_metric", t)));
+        all
+    }
+
+    /// From tensors by name, as [`Self::tensors`] gives them.
+    ///
+    /// # Errors
+    /// If one is missing, or they do not fit each other.
+    pub fn from_tensors(get: &dyn Fn(&str) -> Option<Tensor>) -> Result<Self> {
+        let need = |name: &str| match get(name) {
+            Some(t) => Ok(t),
+            None => bail!("{name} is missing among the parameters of a fitted feature map"),
+        };
+        let fitted = Self {
+            queries: need("queries")?,
+            keys: need("keys")?,
+            log_weights: need("log_weights")?,
+            query_metric: get("query_metric"),
+            key_metric: get("key_metric"),
+        };
+        fitted.check()?;
+        Ok(fitted)
+    }
+
+    fn check(&self) -> Result<()> {
+        let Ok((h, m, d)) = self.queries.dims3() else {
+            bail!("queries of a fitted feature map have shape {:?}; it must be (heads, M, D)", self.queries.dims())
+        };
+        if h * m * d == 0 {
+            bail!("queries of a fitted feature map have shape {:?}; no dimension may be 0", self.queries.dims());
+        }
+        for (name, tensor) in self.tensors() {
+            let expected: &[usize] = match name {
+                "queries" | "keys" => &[h, m, d],
+                "log_weights" => &[h, m],
+                _ => &[h, d, d],
+            };
+            if tensor.dims() != expected {
+                bail!("{name} of a fitted feature map has shape {:?}; it must be {expected:?}", tensor.dims());
+            }
+        }
+        Ok(())
+    }
+
+    /// Key heads it has parameters for; 1 serves any number.
+    pub fn heads(&self) -> usize {
+        self.queries.dims()[0]
+    }
+
+    /// `rows · wᵀ` by head: `x` `(B·H, .., D)`, `w` `(H, O, D)` → `(B·H, .., O)`.
+    fn by_head(&self, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+        let (h, o, d) = w.dims3()?;
+        let dims = x.dims();
+        if !dims[0].is_multiple_of(h) {
+            bail!("a feature map fitted to {h} key heads was given {} of them", dims[0]);
+        }
+        let rows = x.elem_count() / (dims[0] * d);
+        let x = x.contiguous()?.reshape((dims[0] / h, h, rows, d))?;
+        let w = w.to_dtype(x.dtype())?.transpose(1, 2)?.unsqueeze(0)?;
+        let mut shape = dims.to_vec();
+        shape[dims.len() - 1] = o;
+        x.broadcast_matmul(&w.contiguous()?)?.reshape(shape)
+    }
+
+    /// `‖mx‖²/2 + ln(M)/2`: what all features of a row share, `(.., D) → (.., 1)`.
+    fn shared(&self, x: &Tensor, metric: Option<&Tensor>) -> Result<Tensor> {
+        let turned = metric.map(|m| self.by_head(x, m)).transpose()?;
+        let square = turned.as_ref().unwrap_or(x).sqr()?.sum_keepdim(D::Minus1)?;
+        square.affine(0.5, 0.5 * (self.feature_dim() as f64).ln())
+    }
+}
+
+impl FeatureMap for Fitted {
+    fn input_dim(&self) -> usize {
+        self.queries.dims()[2]
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.queries.dims()[1]
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let shared = self.shared(x, self.query_metric.as_ref())?;
+        Ok(Features::Log(self.by_head(x, &self.queries)?.broadcast_sub(&shared)?))
+    }
+
+    fn key_features(&self, y: &Tensor) -> Result<Features> {
+        let linear = self.by_head(y, &self.keys)?;
+        let (h, m) = self.log_weights.dims2()?;
+        // Rows of heads one after the other, as many batches of them as there are.
+        let rows = linear.reshape((linear.dim(0)? / h, h, (), m))?;
+        let weights = self.log_weights.to_dtype(y.dtype())?.reshape((1, h, 1, m))?;
+        let linear = rows.broadcast_add(&weights)?.reshape(linear.shape())?;
+        Ok(Features::Log(linear.broadcast_sub(&self.shared(y, self.key_metric.as_ref())?)?))
+    }
+
+    fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {
+        if self.tensors().iter().any(|(_, tensor)| tensor.track_op()) {
+            return None;
+        }
+        let head = |t: &Tensor, h: usize| t.get(h).ok();
+        (0..self.heads())
+            .map(|h| {
+                let metric = |m: &Option<Tensor>| match m {
+                    None => Some(None),
+                    Some(m) => head(m, h).map(Some),
+                };
+                Some(ExponentialForm {
+                    projection: head(&self.queries, h)?,
+                    hyperbolic: false,
+                    keys: Some(KeyForm {
+                        projection: head(&self.keys, h)?,
+                        log_weights: head(&self.log_weights, h)?,
+                        metric: metric(&self.key_metric)?,
+                    }),
+                })
+            })
+            .collect()
+    }
+
+    fn query_offset(&self, x: &Tensor) -> Result<Tensor> {
+        self.shared(x, self.query_metric.as_ref())
+    }
+}

@@ -1,0 +1,235 @@
+//! Features fitted to data: unbiased whatever is fitted, less spread where it promises it, one set a head, trainable.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use common::{Random, assert_close, assert_tensor_close, tensor, values};
+use performer_core::features::{
+    FeatureMap, FeatureMapKind, Fitted,
+    fit::{Moments, Options, fit},
+};
+use performer_core::projection::{self, ProjectionKind, Radii};
+use performer_core::{Attention, Favor, Mask, State};
+
+const D: usize = 6;
+const HEADS: usize = 2;
+
+/// Anisotropic queries and keys, away from the origin and differently in each head: q `(B, 4, T, D)`, k `(B, 2, T, D)`.
+fn data(seed: u64, batch: usize, t: usize) -> Result<(Tensor, Tensor)> {
+    let mut random = Random::new(seed);
+    let mut side = |heads: usize, offset: f64| -> Result<Tensor> {
+        let noise = random.normal(batch * heads * t * D, 0.8);
+        let shaped: Vec<f64> = noise
+            .iter()
+            .enumerate()
+            .map(|(i, x)| {
+                let (d, head) = (i % D, i / (t * D) % heads);
+                x * (0.3 + 0.25 * d as f64) + offset * (0.7 - 0.2 * d as f64) * (1 + head * HEADS / heads) as f64
+            })
+            .collect();
+        tensor(&shaped, &[batch, heads, t, D], DType::F64, &Device::Cpu)
+    };
+    Ok((side(2 * HEADS, 0.6)?, side(HEADS, 0.7)?))
+}
+
+fn moments() -> Result<Moments> {
+    let mut moments = Moments::new(HEADS, D);
+    for seed in 0..4 {
+        let (q, k) = data(seed, 3, 50)?;
+        moments.add(&q, &k)?;
+    }
+    Ok(moments)
+}
+
+fn omega(m: usize, seed: u64) -> Result<Tensor> {
+    projection::draw_tensor(ProjectionKind::Gaussian, Radii::Chi, m, D, seed, DType::F64, &Device::Cpu)
+}
+
+fn all() -> Vec<Options> {
+    use FeatureMapKind::{Dense, Optimal, Positive};
+    let mut all = Vec::new();
+    for map in [Positive, Optimal, Dense] {
+        for (centre, balance) in [(false, false), (true, false), (false, true), (true, true)] {
+            all.push(Options { map, centre, balance });
+        }
+    }
+    all
+}
+
+/// Ratios of estimated to true kernel values of one head's pairs, each divided by its query's own factor: rows of one query.
+fn ratios(map: &Fitted, q: &Tensor, k: &Tensor) -> Result<Vec<Vec<f64>>> {
+    let scale = (D as f64).powf(-0.25);
+    let rows = |x: &Tensor, per: usize| -> Result<Tensor> {
+        let (b, h, t, d) = x.dims4()?;
+        (x * scale)?.reshape((b * h / per, per * t, d))
+    };
+    let (x, y) = (rows(q, 2)?, rows(k, 1)?);
+    let estimate = map.kernel(&x, &y)?;
+    let exact = x.matmul(&y.transpose(1, 2)?.contiguous()?)?.exp()?;
+    (estimate / exact)?.get(0)?.to_vec2()
+}
+
+#[test]
+fn estimates_are_unbiased_whatever_is_fitted() -> Result<()> {
+    let moments = moments()?;
+    let (q, k) = data(99, 1, 3)?;
+    for options in all() {
+        let draws = 400;
+        let mut sums = vec![(0.0, 0.0); 6 * 3];
+        for seed in 0..draws {
+            let map = fit(&omega(64, seed)?, &moments, options)?;
+            for (sum, ratio) in sums.iter_mut().zip(ratios(&map, &q, &k)?.into_iter().flatten()) {
+                *sum = (sum.0 + ratio, sum.1 + ratio * ratio);
+            }
+        }
+        for (i, (sum, squares)) in sums.into_iter().enumerate() {
+            let n = draws as f64;
+            let (mean, variance) = (sum / n, squares / n - (sum / n) * (sum / n));
+            let error = (variance / n).sqrt();
+            // Eighteen pairs times twelve fits: four standard errors.
+            assert!((mean - 1.0).abs() < 4.0 * error + 1e-9, "{options:?}, pair {i}: {mean} ± {error}");
+        }
+    }
+    Ok(())
+}
+
+/// Mean squared error of kernel values relative to the exact ones.
+fn spread(options: Options, moments: &Moments) -> Result<f64> {
+    let (q, k) = data(7, 1, 40)?;
+    let (mut sum, mut count) = (0.0, 0.0);
+    for seed in 0..60 {
+        let map = fit(&omega(32, seed)?, moments, options)?;
+        for ratio in ratios(&map, &q, &k)?.into_iter().flatten() {
+            // Errors are heavy-tailed: a bounded loss of the logarithm tells more than a mean of squares.
+            sum += ratio.ln().abs().min(3.0);
+            count += 1.0;
+        }
+    }
+    Ok(sum / count)
+}
+
+#[test]
+fn what_is_fitted_lowers_the_error() -> Result<()> {
+    let moments = moments()?;
+    use FeatureMapKind::{Dense, Positive};
+    let error = |map, centre, balance| spread(Options { map, centre, balance }, &moments);
+    let plain = error(Positive, false, false)?;
+    let centred = error(Positive, true, false)?;
+    let dense = error(Dense, true, true)?;
+    assert!(centred < 0.9 * plain, "centred {centred}, plain {plain}");
+    assert!(dense < 0.95 * centred, "dense {dense}, centred {centred}");
+    Ok(())
+}
+
+/// All of a fit at once, in the dtype asked for.
+fn full_fit(dtype: DType) -> Result<Fitted> {
+    let options = Options { map: FeatureMapKind::Dense, centre: true, balance: true };
+    let fitted = fit(&omega(20, 5)?, &moments()?, options)?;
+    Fitted::from_tensors(&|name| {
+        let tensors = fitted.tensors();
+        let (_, tensor) = tensors.into_iter().find(|(n, _)| *n == name)?;
+        tensor.to_dtype(dtype).ok()
+    })
+}
+
+fn qkv(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
+    let (q, k) = data(31, 2, t)?;
+    let v = tensor(&Random::new(8).normal(2 * HEADS * t * 5, 1.0), &[2, HEADS, t, 5], DType::F64, &Device::Cpu)?;
+    Ok([q.to_dtype(dtype)?, k.to_dtype(dtype)?, v.to_dtype(dtype)?])
+}
+
+/// Outputs and gradients of q, k, v.
+fn run(attention: &dyn Attention, mask: &Mask, t: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {
+    let vars = qkv(t, dtype)?.map(|x| Var::from_tensor(&x));
+    let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
+    let out = attention.forward(q, k, v, mask)?;
+    let weights = tensor(&Random::new(2).normal(out.elem_count(), 1.0), out.dims(), dtype, &Device::Cpu)?;
+    let gradients = (&out * weights)?.sum_all()?.backward()?;
+    let mut all = vec![values(&out)?];
+    for x in [q, k, v] {
+        all.push(values(gradients.get(x).expect("a gradient"))?);
+    }
+    Ok(all)
+}
+
+#[test]
+fn fused_kernels_agree_with_composed_operations_in_f64() -> Result<()> {
+    for t in [2, 9, 130] {
+        for mask in [Mask::causal(), Mask::full()] {
+            let truth = run(&Favor::fitted(full_fit(DType::F64)?)?, &mask, t, DType::F64)?;
+            let fused = run(&Favor::fitted(full_fit(DType::F32)?)?, &mask, t, DType::F32)?;
+            for (name, (actual, expected)) in ["output", "q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
+                assert_close(
+                    &format!("T={t} causal {} {name}", mask.is_causal()),
+                    &[actual.len()],
+                    actual,
+                    expected,
+                    1e-4,
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn steps_are_one_pass() -> Result<()> {
+    let t = 40;
+    let attention = Favor::fitted(full_fit(DType::F32)?)?;
+    let [q, k, v] = qkv(t, DType::F32)?;
+    let whole = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
+    let mut state = State::new();
+    let outs: Vec<Tensor> = (0..t)
+        .map(|i| attention.extend(&q.narrow(2, i, 1)?, &k.narrow(2, i, 1)?, &v.narrow(2, i, 1)?, &mut state))
+        .collect::<Result<_>>()?;
+    assert_tensor_close("steps", &Tensor::cat(&outs, 2)?, &whole, 1e-5);
+    Ok(())
+}
+
+#[test]
+fn parameters_that_are_variables_get_gradients_and_give_the_same_outputs() -> Result<()> {
+    let constant = full_fit(DType::F32)?;
+    let vars: Vec<(&str, Var)> = constant
+        .tensors()
+        .into_iter()
+        .map(|(name, tensor)| Ok((name, Var::from_tensor(tensor)?)))
+        .collect::<Result<_>>()?;
+    let trainable = Fitted::from_tensors(&|name| {
+        let var = vars.iter().find(|(n, _)| *n == name)?;
+        Some(var.1.as_tensor().clone())
+    })?;
+    let [q, k, v] = qkv(70, DType::F32)?;
+    let out = Favor::with_map(Box::new(trainable))?.forward(&q, &k, &v, &Mask::causal())?;
+    let expected = values(&Favor::fitted(constant.clone())?.forward(&q, &k, &v, &Mask::causal())?)?;
+    assert_tensor_close("variables", &out, &expected, 1e-5);
+    let gradients = out.sqr()?.sum_all()?.backward()?;
+    // What multiplies all features of a query has no part in attention.
+    for (name, var) in vars.iter().filter(|(name, _)| *name != "query_metric") {
+        let gradient = values(gradients.get(var).unwrap_or_else(|| panic!("{name} has no gradient")))?;
+        assert!(gradient.iter().any(|g| g.abs() > 1e-6), "{name}: the gradient is zero");
+    }
+    Ok(())
+}
+
+#[test]
+fn buffers_restore_a_fit_of_any_number_of_heads() -> Result<()> {
+    let config = performer_core::FavorConfig {
+        map: FeatureMapKind::Dense,
+        features: 20,
+        ..performer_core::FavorConfig::default()
+    };
+    let fitted = Favor::fitted(full_fit(DType::F32)?)?;
+    let saved = fitted.buffers();
+    let mut fresh = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
+    fresh.load_buffers(&|name| saved.iter().find(|(n, _)| n == name).map(|(_, t)| t.clone()))?;
+    let [q, k, v] = qkv(12, DType::F32)?;
+    let outs = [&fitted, &fresh].map(|favor| favor.forward(&q, &k, &v, &Mask::causal()).and_then(|out| values(&out)));
+    let [a, b] = outs;
+    assert_eq!(a?, b?);
+    let error = fresh.load_buffers(&|_| None).expect_err("nothing was saved").to_string();
+    assert!(error.contains("queries is missing"), "{error}");
+    let three = Tensor::zeros((1, 3, 7, D), DType::F32, &Device::Cpu)?;
+    let error = fitted.forward(&three, &three, &three, &Mask::causal()).expect_err("three heads").to_string();
+    assert!(error.contains("fitted to 2 key heads"), "{error}");
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! Exact near, FAVOR far: against the plain definition, without leaks, and step by step.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use common::{Random, assert_tensor_close, mask_tensor, tensor, values};
+use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Mask, Softmax, State, Windowed};
+
+const D: usize = 8;
+
+fn windowed(window: usize, dtype: DType, map: FeatureMapKind) -> Result<Windowed> {
+    let config = FavorConfig { map, features: 12, ..FavorConfig::default() };
+    Windowed::new(window, Favor::new(&config, D, 3, dtype, &Device::Cpu)?)
+}
+
+/// q `(2, 4, T, D)`, k `(2, 2, T, D)`, v `(2, 2, T, 5)`.
+fn inputs(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
+    let mut random = Random::new(t as u64);
+    let mut one = |heads: usize, width: usize| -> Result<Tensor> {
+        tensor(&random.normal(2 * heads * t * width, 1.0), &[2, heads, t, width], dtype, &Device::Cpu)
+    };
+    Ok([one(4, D)?, one(2, D)?, one(2, 5)?])
+}
+
+/// Row by row, in f64: `(2, 4, T, 5)`.
+fn plain(attention: &Windowed, [q, k, v]: &[Tensor; 3], visible: Option<&[bool]>) -> Result<Vec<f64>> {
+    let t = q.dim(2)?;
+    let mut out = Vec::new();
+    for b in 0..2 {
+        for h in 0..4 {
+            let row = |x: &Tensor, head: usize| x.get(b)?.get(head)?.to_dtype(DType::F64);
+            let scale = (D as f64).powf(-0.25);
+            let (q, k, v) = ((row(q, h)? * scale)?, (row(k, h / 2)? * scale)?, row(v, h / 2)?);
+            let exact = q.matmul(&k.t()?)?.exp()?.to_vec2::<f64>()?;
+            let estimated = attention.far().map().kernel(&q, &k)?.to_vec2::<f64>()?;
+            let v = v.to_vec2::<f64>()?;
+            for i in 0..t {
+                let (mut num, mut den) = (vec![0.0; 5], 0.0);
+                for j in (0..=i).filter(|j| visible.is_none_or(|seen| seen[b * t + j])) {
+                    let weight = if j + attention.window() > i { exact[i][j] } else { estimated[i][j] };
+                    den += weight;
+                    num.iter_mut().zip(&v[j]).for_each(|(n, v)| *n += weight * v);
+                }
+                out.extend(num.iter().map(|n| if den == 0.0 { 0.0 } else { n / den }));
+            }
+        }
+    }
+    Ok(out)
+}
+
+#[test]
+fn it_is_what_it_says() -> Result<()> {
+    for map in [FeatureMapKind::Positive, FeatureMapKind::Hyperbolic, FeatureMapKind::Elu, FeatureMapKind::Learned] {
+        for (t, window) in [(1, 1), (2, 1), (63, 5), (130, 64), (300, 7), (40, 200)] {
+            let truth = windowed(window, DType::F64, map)?;
+            let expected = plain(&truth, &inputs(t, DType::F64)?, None)?;
+            for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)]
+            {
+                let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+                for attention in [windowed(window, wide, map)?, windowed(window, wide, map)?.composed()] {
+                    let [q, k, v] = inputs(t, dtype)?;
+                    let out = attention.forward(&q, &k, &v, &Mask::causal())?;
+                    assert_eq!(out.dtype(), dtype);
+                    assert_tensor_close(&format!("{map} {dtype:?} T={t} W={window}"), &out, &expected, tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn hidden_keys_count_on_neither_side() -> Result<()> {
+    let (t, window) = (90, 9);
+    let mut visible = Random::new(5).mask(2 * t, 0.7);
+    // A row that sees nothing.
+    visible[0] = false;
+    let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?);
+    for dtype in [DType::F64, DType::F32] {
+        let attention = windowed(window, dtype, FeatureMapKind::Positive)?;
+        let [q, k, v] = inputs(t, dtype)?;
+        let expected =
+            plain(&windowed(window, DType::F64, FeatureMapKind::Positive)?, &inputs(t, DType::F64)?, Some(&visible))?;
+        let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+        assert_tensor_close("masked", &attention.forward(&q, &k, &v, &mask)?, &expected, tolerance);
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
+    for (t, window) in [(50, 6), (150, 70)] {
+        let run = |attention: &Windowed, dtype: DType| -> Result<Vec<Vec<f64>>> {
+            let vars = inputs(t, dtype)?.map(|x| Var::from_tensor(&x));
+            let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
+            let out = attention.forward(q, k, v, &Mask::causal())?;
+            let weights = tensor(&Random::new(9).normal(out.elem_count(), 1.0), out.dims(), dtype, &Device::Cpu)?;
+            let gradients = (out * weights)?.sum_all()?.backward()?;
+            [q, k, v].iter().map(|x| values(gradients.get(x).expect("a gradient"))).collect()
+        };
+        let map = FeatureMapKind::Positive;
+        let truth = run(&windowed(window, DType::F64, map)?, DType::F64)?;
+        let fused = run(&windowed(window, DType::F32, map)?, DType::F32)?;
+        for (name, (actual, expected)) in ["q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
+            common::assert_close(&format!("T={t} W={window} {name}"), &[actual.len()], actual, expected, 1e-4);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_future_leaves_the_past_alone() -> Result<()> {
+    let t = 200;
+    let attention = windowed(17, DType::F32, FeatureMapKind::Positive)?;
+    let [q, k, v] = inputs(t, DType::F32)?;
+    let whole = attention.forward(&q, &k, &v, &Mask::causal())?;
+    for cut in [1, 16, 17, 18, 64, 81, 199] {
+        let changed = |x: &Tensor, by: f64| -> Result<Tensor> {
+            Tensor::cat(&[&x.narrow(2, 0, cut)?, &(x.narrow(2, cut, t - cut)? * by)?], 2)
+        };
+        let out = attention.forward(&changed(&q, -3.0)?, &changed(&k, 50.0)?, &changed(&v, 7.0)?, &Mask::causal())?;
+        let past = |x: &Tensor| x.narrow(2, 0, cut)?.contiguous()?.flatten_all()?.to_vec1::<f32>();
+        let same = past(&out)?.iter().zip(past(&whole)?).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "tokens before {cut} changed");
+    }
+    Ok(())
+}
+
+#[test]
+fn any_split_is_one_pass_and_the_state_stops_growing() -> Result<()> {
+    let t = 60;
+    for attention in [
+        windowed(10, DType::F32, FeatureMapKind::Positive)?,
+        windowed(10, DType::F32, FeatureMapKind::Positive)?.composed(),
+    ] {
+        let [q, k, v] = inputs(t, DType::F32)?;
+        let whole = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
+        for split in [vec![1; 60], vec![25, 1, 1, 33], vec![3, 4, 53], vec![60]] {
+            let (mut state, mut start, mut outs, mut bytes) = (State::new(), 0, Vec::new(), Vec::new());
+            for len in split {
+                let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(2, start, len));
+                outs.push(attention.extend(&q?, &k?, &v?, &mut state)?);
+                start += len;
+                if start > 11 {
+                    bytes.push(state.bytes());
+                }
+            }
+            assert_eq!(state.tokens(), t);
+            assert!(bytes.windows(2).all(|pair| pair[0] == pair[1]), "{bytes:?}");
+            assert_tensor_close("pieces", &Tensor::cat(&outs, 2)?, &whole, 1e-5);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_window_over_everything_is_softmax() -> Result<()> {
+    let [q, k, v] = inputs(70, DType::F32)?;
+    let exact = values(&Softmax::new().forward(&q, &k, &v, &Mask::causal())?)?;
+    let out = windowed(70, DType::F32, FeatureMapKind::Positive)?.forward(&q, &k, &v, &Mask::causal())?;
+    assert_tensor_close("softmax", &out, &exact, 1e-6);
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_is_refused() -> Result<()> {
+    let error = |result: Result<Tensor>| result.expect_err("an error").to_string();
+    assert!(windowed(0, DType::F32, FeatureMapKind::Positive).is_err());
+    let signed = windowed(4, DType::F32, FeatureMapKind::Trigonometric);
+    assert!(signed.is_err_and(|e| e.to_string().contains("signed")));
+    let attention = windowed(4, DType::F32, FeatureMapKind::Positive)?;
+    let [q, k, v] = inputs(6, DType::F32)?;
+    assert!(error(attention.forward(&q, &k, &v, &Mask::full())).contains("causal"));
+    let mut state = State::new();
+    Softmax::new().extend(&q, &k, &v, &mut state)?;
+    assert!(error(attention.extend(&q, &k, &v, &mut state)).contains("another attention"));
+    Ok(())
+}

@@ -1,0 +1,183 @@
+//! `performer-lm convert`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool};
+
+use anyhow::{Context, Result, bail};
+
+use super::{args::Machine, output};
+use crate::{
+    config::{AttentionConfig, ModelConfig},
+    convert::{HeadReport, Plan, Report, Tuning, inspect, run as convert},
+    data::{DataSpec, prepare_for},
+    model::pretrained::Pretrained,
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm convert runs/small-softmax-seed1 --data stories/ --out runs/converted
+  performer-lm convert stories260K.bin --attention favor:m=64,map=learned,window=32 --data stories/ --out runs/converted
+  performer-lm convert SmolLM2-135M.gguf --layer 0=softmax --layer 29=softmax --context 256 --data book.txt --out runs/smol
+  performer-lm convert stories260K.bin --inspect --data stories/")]
+pub(super) struct Args {
+    /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
+    model: String,
+    /// What its attention becomes.
+    #[arg(long, default_value = "favor:m=64,map=learned,window=32")]
+    attention: AttentionConfig,
+    /// A layer with an attention of its own, counted from 0; give it several times.
+    #[arg(long, value_name = "LAYER=ATTENTION", value_parser = layer)]
+    layer: Vec<(usize, AttentionConfig)>,
+    /// Text to convert on: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.
+    #[arg(long)]
+    data: Option<DataSpec>,
+    /// Folder of the converted model. Run the same command again to go on after a stop.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Tokens that a sequence holds, and the position of the model's config from then on [default: the model's context, at most 512].
+    #[arg(long)]
+    context: Option<usize>,
+    /// Tokens that features are fitted to; 0 leaves them random.
+    #[arg(long, default_value_t = 32_768)]
+    calibrate_tokens: usize,
+    /// Steps that train the feature maps to return what softmax returns; 0 for none.
+    #[arg(long)]
+    transfer_steps: Option<usize>,
+    /// Peak learning rate of that.
+    #[arg(long, default_value_t = 1e-2)]
+    transfer_rate: f64,
+    /// Steps of fine-tuning all weights after it.
+    #[arg(long, default_value_t = 0)]
+    tune_steps: usize,
+    /// Peak learning rate of that.
+    #[arg(long, default_value_t = 3e-4)]
+    tune_rate: f64,
+    /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest.
+    #[arg(long, default_value_t = 0.5)]
+    distillation: f64,
+    /// Sequences of a step.
+    #[arg(long, default_value_t = 8)]
+    batch_size: usize,
+    /// Held-out tokens that every stage is measured on.
+    #[arg(long, default_value_t = 65_536)]
+    measure_tokens: usize,
+    /// Seed of features and data order.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// Convert nothing: report how sharp each head is, and how well features would do in it.
+    #[arg(long)]
+    inspect: bool,
+    /// Print as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+fn layer(text: &str) -> Result<(usize, AttentionConfig), String> {
+    let (layer, attention) = text.split_once('=').ok_or("give LAYER=ATTENTION, such as 0=softmax")?;
+    let layer = layer.parse().map_err(|_| format!("'{layer}' is no layer: they are counted 0, 1, 2, ..."))?;
+    Ok((layer, attention.parse()?))
+}
+
+pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let teacher = Pretrained::open(&args.model)?;
+    let context = args.context.unwrap_or(teacher.config.context.min(512));
+    let mut teacher = teacher;
+    if context != teacher.config.context && teacher.tensors.contains_key("model.embed_positions.weight") {
+        bail!("--context {context}: a model with learned positions keeps its context of {}", teacher.config.context);
+    }
+    teacher.config.context = context;
+    if !(0.0..=1.0).contains(&args.distillation) {
+        bail!("--distillation is {}; it is a share, from 0 to 1", args.distillation);
+    }
+    let data =
+        prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer).context("cannot prepare the text")?;
+    output::note(&format!("converting on {}", data.description));
+    if args.inspect {
+        let Some(favor) = args.attention.favor() else { bail!("--inspect needs --attention favor:...") };
+        let model = teacher.decoder(&machine.device)?;
+        let heads = inspect(&model, &data, favor, args.calibrate_tokens.max(1), args.seed)?;
+        return if args.json { output::json(&heads) } else { output::result(&inspection(&heads, &args.attention)) };
+    }
+    let Some(out) = &args.out else { bail!("give the converted model's folder by --out (or --inspect)") };
+    let learned = args.attention.favor().is_some_and(|f| f.map == performer_core::FeatureMapKind::Learned);
+    let plan = Plan {
+        config: ModelConfig {
+            attention: args.attention.clone(),
+            attention_by_layer: args.layer.iter().cloned().collect(),
+            ..teacher.config.clone()
+        },
+        teacher: &teacher,
+        out,
+        device: machine.device.clone(),
+        threads: machine.threads,
+        stop,
+        calibrate_tokens: args.calibrate_tokens,
+        transfer_steps: args.transfer_steps.unwrap_or(if learned { 300 } else { 0 }),
+        transfer_rate: args.transfer_rate,
+        batch_size: args.batch_size.max(1),
+        tuning: (args.tune_steps > 0).then_some(Tuning {
+            steps: args.tune_steps,
+            rate: args.tune_rate,
+            distillation: args.distillation,
+        }),
+        measure_tokens: args.measure_tokens.max(1),
+        seed: args.seed,
+    };
+    let report = convert(&plan, &data, &mut |what| output::note(what))?;
+    let Some(report) = report else {
+        output::note("stopped; the same command goes on after the last finished stage");
+        return Ok(());
+    };
+    report.chart().save(&out.join("convert"))?;
+    output::note(&format!("saved in {}", out.display()));
+    if args.json { output::json(&report) } else { output::result(&table(&report)) }
+}
+
+fn table(report: &Report) -> String {
+    let teacher = report.stages.first().map_or(f64::NAN, |stage| stage.measured.val_loss);
+    let windows = report.stages.iter().any(|stage| stage.without_window.is_some());
+    let rows: Vec<Vec<String>> = report
+        .stages
+        .iter()
+        .map(|stage| {
+            let m = &stage.measured;
+            let mut row = vec![
+                stage.name.clone(),
+                output::thousands(stage.tokens),
+                format!("{:.4}", m.val_loss),
+                format!("{:+.4}", m.val_loss - teacher),
+                format!("{:.2}", m.perplexity),
+                format!("{:.1}%", 100.0 * m.top1_agreement),
+                format!("{:.0}", stage.seconds),
+            ];
+            if windows {
+                row.push(stage.without_window.map_or_else(String::new, |m| format!("{:.4}", m.val_loss)));
+            }
+            row
+        })
+        .collect();
+    let mut header = vec!["stage", "tokens", "loss", "to teacher", "perplexity", "same top-1", "seconds"];
+    if windows {
+        header.push("window off");
+    }
+    format!("{}\n\n{}: {}", output::table(&header, &rows), report.attention_spec, report.corpus)
+}
+
+fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
+    let rows: Vec<Vec<String>> = heads
+        .iter()
+        .map(|h| {
+            vec![
+                h.layer.to_string(),
+                h.head.to_string(),
+                format!("{:.2}", h.logit_deviation),
+                format!("{:.3}", h.row_total_variation),
+                format!("{:.3}", h.uniform_total_variation),
+                format!("{:.3}", h.output_error),
+                h.suggested_features.map_or_else(|| "softmax".into(), |m| format!("m={m}")),
+            ]
+        })
+        .collect();
+    let header = ["layer", "head", "logit sd", "row TV", "uniform TV", "output error", "row TV < 0.15 by"];
+    format!("{}\n\nfeatures of {attention}, without a window, fitted where they can be", output::table(&header, &rows))
+}

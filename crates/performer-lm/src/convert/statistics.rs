@@ -1,0 +1,221 @@
+//! What a softmax model's heads look like: the moments that features are fitted to, and how well features would do.
+
+use anyhow::{Context, Result};
+use candle_core::{D, DType, Device, Tensor};
+use performer_core::{Attention, FavorConfig, Mask, projection::derive_seed};
+use performer_core::{
+    Favor, Softmax,
+    features::{
+        FeatureMap, FeatureMapKind,
+        fit::{Moments, Options, fit},
+    },
+    projection,
+};
+use serde::{Deserialize, Serialize};
+
+use super::{Plan, attention};
+use crate::{
+    data::{Batches, Prepared, TokenFile, eval_windows},
+    model::Decoder,
+};
+
+/// Sequences of a calibration pass.
+const ROWS: usize = 4;
+
+/// Queries of each sequence that attention rows are compared at.
+const SAMPLED_QUERIES: usize = 32;
+
+/// Moments of every layer over about `tokens` training tokens.
+fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
+    let config = teacher.config();
+    let mut all: Vec<Moments> = (0..config.layers).map(|_| Moments::new(config.kv_heads, config.head_dim())).collect();
+    let batches = Batches::new(data.train.clone(), config.context, ROWS, seed)?;
+    let passes = tokens.div_ceil(batches.tokens_per_batch());
+    for pass in 0..passes {
+        let (epoch, index) = batches.position(pass as u64);
+        let batch = batches.batch(epoch, index)?;
+        let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
+        teacher.hidden_through(&ids, |layer, q, k, v| {
+            all[layer].add(q, k)?;
+            Softmax::new().forward(q, k, v, &Mask::causal())
+        })?;
+    }
+    Ok(all)
+}
+
+/// Fits every layer's features to the teacher's queries and keys. Returns the student and the tokens read.
+pub(super) fn calibrate(
+    plan: &Plan,
+    teacher: &Decoder,
+    mut student: Decoder,
+    data: &Prepared,
+) -> Result<(Decoder, u64)> {
+    let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
+    for (layer, moments) in moments.iter().enumerate() {
+        let config = plan.config.attention_of(layer).clone();
+        let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
+        let fitted = fitted_to(favor, moments, derive_seed(plan.seed, layer as u64), &plan.device)
+            .with_context(|| format!("layer {layer}"))?;
+        student.set_attention(layer, attention(&config, Favor::fitted(fitted)?)?);
+    }
+    Ok((student, plan.calibrate_tokens as u64))
+}
+
+/// Features of a config fitted to moments: dense and centred where they are to be learned. Centring is exact and free; balancing costs a
+/// product a key, and pays where queries and keys differ in shape.
+fn fitted_to(
+    favor: &FavorConfig,
+    moments: &Moments,
+    seed: u64,
+    device: &Device,
+) -> candle_core::Result<performer_core::features::Fitted> {
+    let d = moments.head_dim();
+    let omega =
+        projection::draw_tensor(favor.projection, favor.radii, favor.features, d, seed, DType::F64, &Device::Cpu)?;
+    let map = if favor.map == FeatureMapKind::Learned { FeatureMapKind::Dense } else { favor.map };
+    fit(&omega, moments, Options { map, centre: true, balance: false })?.to(DType::F32, device)
+}
+
+/// One head of a softmax model, and what features would make of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct HeadReport {
+    /// Layer, from 0.
+    pub layer: usize,
+    /// Query head, from 0.
+    pub head: usize,
+    /// Standard deviation of `q·k/√D`: above 2 or so, random features need very many rows.
+    pub logit_deviation: f64,
+    /// Total variation between attention rows of softmax and of features: 0 the same, 1 disjoint.
+    pub row_total_variation: f64,
+    /// The same for attention that weighs all keys alike: an estimator above it knows nothing.
+    pub uniform_total_variation: f64,
+    /// `‖o − ô‖/‖o‖` of the outputs.
+    pub output_error: f64,
+    /// Smallest of a series of M that brings the total variation below 0.15, if any does.
+    pub suggested_features: Option<usize>,
+}
+
+/// Reports each head of `teacher` on `tokens`, with features as `favor` says, fitted to moments over `calibrate_tokens` where they can be.
+pub fn inspect(
+    teacher: &Decoder,
+    data: &Prepared,
+    favor: &FavorConfig,
+    calibrate_tokens: usize,
+    seed: u64,
+) -> Result<Vec<HeadReport>> {
+    let moments = moments(teacher, data, calibrate_tokens, seed)?;
+    let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect();
+    let group = teacher.config().heads / teacher.config().kv_heads;
+    let map_of = |layer: usize, m: usize| -> candle_core::Result<Box<dyn FeatureMap>> {
+        let seed = derive_seed(seed, layer as u64);
+        let favor = FavorConfig { features: m, ..favor.clone() };
+        if favor.map.is_fitted() {
+            return Ok(Box::new(fitted_to(&favor, &moments[layer], seed, &Device::Cpu)?));
+        }
+        let d = moments[layer].head_dim();
+        let projection = projection::draw_tensor(favor.projection, favor.radii, m, d, seed, DType::F32, &Device::Cpu)?;
+        let offsets = match favor.map.has_offsets() {
+            true => Some(Tensor::from_vec(projection::draw_offsets(m, seed)?, m, &Device::Cpu)?.to_dtype(DType::F32)?),
+            false => None,
+        };
+        favor.map.build(d, Some(&performer_core::features::RandomParameters { projection, offsets }), &Device::Cpu)
+    };
+    let windows = held_out(&data.valid, teacher.config().context)?;
+    let mut reports = Vec::new();
+    let ids = windows.to_device(teacher.device())?;
+    let mut error = None;
+    teacher.hidden_through(&ids, |layer, q, k, v| {
+        let [q, k, v] = [q, k, v].map(|x| x.detach().to_device(&Device::Cpu));
+        let (q, k, v) = (q?, k?, v?);
+        let mut heads = rows(&*map_of(layer, favor.features)?, &q, &k, &v)?;
+        for (head, report) in heads.iter_mut().enumerate() {
+            (report.layer, report.head) = (layer, head);
+            report.logit_deviation = deviations[layer][head / group];
+        }
+        for m in [32, 64, 128, 256, 512, 1024] {
+            if heads.iter().all(|h| h.suggested_features.is_some()) {
+                break;
+            }
+            for (report, at) in heads.iter_mut().zip(rows(&*map_of(layer, m)?, &q, &k, &v)?) {
+                if at.row_total_variation < 0.15 {
+                    report.suggested_features.get_or_insert(m);
+                }
+            }
+        }
+        reports.extend(heads);
+        let out = Softmax::new().forward(&q, &k, &v, &Mask::causal());
+        if let Err(e) = &out {
+            error.get_or_insert(e.to_string());
+        }
+        out?.to_device(teacher.device())
+    })?;
+    Ok(reports)
+}
+
+/// One window of held-out text, `(1, T)`.
+fn held_out(tokens: &TokenFile, context: usize) -> Result<Tensor> {
+    let batch = eval_windows(tokens, context.min(tokens.len().saturating_sub(1).max(1)), 1)?.next();
+    let batch = batch.context("there is no held-out text")?;
+    Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?)
+}
+
+/// Attention rows of softmax and of a feature map, compared at some queries of every head.
+fn rows(map: &dyn FeatureMap, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Vec<HeadReport>> {
+    let (_, h, t, d) = q.dims4()?;
+    let hkv = k.dim(1)?;
+    let scale = (d as f64).powf(-0.25);
+    let x = (q.to_dtype(DType::F64)? * scale)?;
+    let y = (k.to_dtype(DType::F64)? * scale)?;
+    let group = h / hkv;
+    // By key head, as feature maps take them.
+    let lq = log(&map.features(&x.contiguous()?.reshape((hkv, group * t, d))?)?)?;
+    let ly = log(&map.key_features(&y.contiguous()?.reshape((hkv, t, d))?)?)?;
+    let step = t.div_ceil(SAMPLED_QUERIES);
+    let mut reports = Vec::new();
+    for head in 0..h {
+        let kv = head / group;
+        let (x, y) = (x.get(0)?.get(head)?, y.get(0)?.get(kv)?);
+        let v = v.get(0)?.get(kv)?.to_dtype(DType::F64)?;
+        let (mut variation, mut uniform, mut errors, mut count) = (0.0, 0.0, 0.0, 0.0);
+        for i in (0..t).step_by(step).skip(1) {
+            let softmax = |logs: &Tensor| candle_nn::ops::softmax(logs, D::Minus1);
+            let exact = softmax(&x.narrow(0, i, 1)?.matmul(&y.narrow(0, 0, i + 1)?.t()?.contiguous()?)?)?;
+            let query = lq.get(kv)?.narrow(0, (head % group) * t + i, 1)?;
+            let pairs = ly.get(kv)?.narrow(0, 0, i + 1)?.broadcast_add(&query)?;
+            let estimated = softmax(&log_sum_exp(&pairs)?.t()?)?;
+            let sum = |t: Tensor| t.abs()?.sum_all()?.to_scalar::<f64>();
+            variation += 0.5 * sum((&exact - &estimated)?)?;
+            uniform += 0.5 * sum(exact.affine(1.0, -1.0 / (i + 1) as f64)?)?;
+            let v = v.narrow(0, 0, i + 1)?;
+            let (o, e) = (exact.matmul(&v)?, (&exact - &estimated)?.matmul(&v)?);
+            let norm = |t: Tensor| -> candle_core::Result<f64> { Ok(t.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt()) };
+            errors += norm(e)? / norm(o)?.max(1e-30);
+            count += 1.0;
+        }
+        let count = f64::max(count, 1.0);
+        reports.push(HeadReport {
+            layer: 0,
+            head,
+            logit_deviation: 0.0,
+            row_total_variation: variation / count,
+            uniform_total_variation: uniform / count,
+            output_error: errors / count,
+            suggested_features: None,
+        });
+    }
+    Ok(reports)
+}
+
+/// Logarithms of positive features.
+fn log(features: &performer_core::Features) -> candle_core::Result<Tensor> {
+    match features {
+        performer_core::Features::Log(log) => Ok(log.clone()),
+        other => other.materialize()?.maximum(1e-300)?.log(),
+    }
+}
+
+/// `ln Σ_r e^{x_r}` of each row, `(T, F) → (T, 1)`.
+fn log_sum_exp(x: &Tensor) -> candle_core::Result<Tensor> {
+    let max = x.max_keepdim(D::Minus1)?;
+    x.broadcast_sub(&max)?.exp()?.sum_keepdim(D::Minus1)?.log()? + max
+}

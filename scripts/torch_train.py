@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Times whole training steps of performer-lm's presets in PyTorch: embedding to AdamW update, on random tokens.
+
+    python3 scripts/torch_train.py --preset seed --against benchmarks/train/train.json > torch.json
+
+Needs PyTorch (`pip install torch`). Prints JSON on stdout, with the ratio to the file of `performer-lm bench train` where one is
+given, and progress on stderr. The model is written as one writes it in PyTorch: scaled_dot_product_attention, or the chunked
+FAVOR+ of torch_attention.py; one batch at a time; AdamW in its fused form; gradients clipped to norm 1.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_attention import favor
+
+MODELS = pathlib.Path(__file__).resolve().parent.parent / "models"
+
+
+class Attention(nn.Module):
+    def __init__(self, c, features):
+        super().__init__()
+        e, self.heads = c["hidden_size"], c["heads"]
+        self.d = e // self.heads
+        bias = c.get("bias", False)
+        self.qkv = nn.Linear(e, 3 * e, bias=bias)
+        self.o = nn.Linear(e, e, bias=bias)
+        self.rotary = "rotary" in c["positions"]
+        if self.rotary:
+            base = c["positions"]["rotary"]["base"]
+            angles = torch.outer(torch.arange(c["context"]), base ** (-torch.arange(0, self.d, 2) / self.d))
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+        self.omega = None if features is None else nn.Buffer(torch.randn(features, self.d))
+
+    def turn(self, x):
+        t = x.shape[-2]
+        a, b = x.chunk(2, -1)
+        cos, sin = self.cos[:t], self.sin[:t]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def forward(self, x):
+        b, t, e = x.shape
+        q, k, v = (y.view(b, t, self.heads, self.d).transpose(1, 2) for y in self.qkv(x).split(e, 2))
+        if self.rotary:
+            q, k = self.turn(q), self.turn(k)
+        if self.omega is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            # One chunk where the text is short, as PyTorch prefers it.
+            out = favor(q, k, v, self.omega, True, chunk=t if t <= 128 else 64)
+        return self.o(out.transpose(1, 2).reshape(b, t, e))
+
+
+class Block(nn.Module):
+    def __init__(self, c, features):
+        super().__init__()
+        e, inner, bias = c["hidden_size"], c["feed_forward_size"], c.get("bias", False)
+        norm = nn.LayerNorm if c["norm"] == "layer-norm" else nn.RMSNorm
+        self.first, self.second = norm(e), norm(e)
+        self.attention = Attention(c, features)
+        self.gate = nn.Linear(e, inner, bias=bias) if c["feed_forward"] == "swiglu" else None
+        self.up, self.down = nn.Linear(e, inner, bias=bias), nn.Linear(inner, e, bias=bias)
+
+    def forward(self, x):
+        x = x + self.attention(self.first(x))
+        y = self.second(x)
+        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        return x + self.down(inner)
+
+
+class Decoder(nn.Module):
+    def __init__(self, c, features):
+        super().__init__()
+        e, v = c["hidden_size"], c["vocab_size"]
+        self.embed = nn.Embedding(v, e)
+        self.positions = nn.Embedding(c["context"], e) if c["positions"] == "learned" else None
+        self.blocks = nn.ModuleList(Block(c, features) for _ in range(c["layers"]))
+        self.norm = nn.LayerNorm(e) if c["norm"] == "layer-norm" else nn.RMSNorm(e)
+        self.head = nn.Linear(e, v, bias=False)
+        if c["tied_head"]:
+            self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, ids, targets):
+        x = self.embed(ids)
+        if self.positions is not None:
+            x = x + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def measure(c, batch, micro, features, steps, device):
+    torch.manual_seed(1)
+    model = Decoder(c, features).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    times = []
+    for step in range(steps + 2):
+        tokens = torch.randint(c["vocab_size"], (batch, c["context"] + 1), device=device)
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        for part in tokens.split(micro):
+            (model(part[:, :-1], part[:, 1:]) * (len(part) / batch)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        # The first two warm up.
+        if step >= 2:
+            times.append(time.perf_counter() - start)
+    rate = batch * c["context"] / statistics.median(times)
+    return rate, sum(p.numel() for p in model.parameters())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="seed", choices=sorted(p.name for p in MODELS.iterdir() if p.is_dir()))
+    parser.add_argument("--features", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128])
+    parser.add_argument("--batch-size", type=int, help="sequences of a step (the preset's)")
+    parser.add_argument("--micro-batch", type=int, help="sequences of one pass (all of a step)")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--against", type=argparse.FileType(), help="JSON of `performer-lm bench train` for the same preset")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    c = json.loads((MODELS / args.preset / "config.json").read_text())
+    batch = args.batch_size or json.loads((MODELS / args.preset / "training.json").read_text())["batch_size"]
+    micro = args.micro_batch or batch
+    ours = {}
+    if args.against:
+        ours = {p["attention_spec"].split(",")[0]: p["tokens_per_second"] for p in json.load(args.against)["points"]}
+    points = []
+    for features in [None, *args.features]:
+        name = "softmax" if features is None else f"favor:m={features}"
+        rate, params = measure(c, batch, micro, features, args.steps, args.device)
+        point = {"attention": name, "params": params, "tokens_per_second": rate}
+        if name in ours:
+            point["performer_lm_over_torch"] = ours[name] / rate
+        print(f"{name}: {rate:.0f} tokens/s", file=sys.stderr)
+        points.append(point)
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device}
+    sizes = {"preset": args.preset, "batch_size": batch, "micro_batch": micro, "steps": args.steps}
+    json.dump({"about": about, "sizes": sizes, "points": points}, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
