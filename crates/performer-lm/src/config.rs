@@ -15,6 +15,7 @@ use crate::{
 /// Bounds that a damaged config exceeds and no model does.
 const MAX_SIZE: usize = 1 << 24;
 const MAX_LAYERS: usize = 1 << 12;
+const MAX_HEAD_DIM: usize = 1 << 12;
 
 /// A decoder-only language model, saved as `config.json` beside its weights.
 ///
@@ -272,7 +273,11 @@ impl ModelConfig {
             ensure!(value > 0, "model config: {name} is 0; it must be at least 1");
             ensure!(value <= MAX_SIZE, "model config: {name} is {value}; it must be at most {MAX_SIZE}");
         }
-        ensure!(self.layers <= MAX_LAYERS, "model config: layers is {}; it must be at most {MAX_LAYERS}", self.layers);
+        for (name, value, most) in
+            [("layers", self.layers, MAX_LAYERS), ("head_dim", self.head_dim.unwrap_or(1), MAX_HEAD_DIM)]
+        {
+            ensure!(value <= most, "model config: {name} is {value}; it must be at most {most}");
+        }
         let (e, h, kv) = (self.hidden_size, self.heads, self.kv_heads);
         ensure!(
             self.head_dim.is_some() || e.is_multiple_of(h),

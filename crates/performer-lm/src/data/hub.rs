@@ -319,6 +319,36 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn models_in_the_cache_need_no_hub() {
+        let dir = tempfile::tempdir().unwrap();
+        let repo = dir.path().join("models--someone--model");
+        let snapshot = repo.join("snapshots/abc");
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::create_dir_all(repo.join("refs")).unwrap();
+        std::fs::write(repo.join("refs/main"), "abc").unwrap();
+        let mut hub = nowhere(dir.path());
+        hub.offline = true;
+        let lacks = |file: &str| {
+            let error = hub.model("someone/model").unwrap_err().to_string();
+            assert!(error.starts_with(file) && error.contains("HF_HUB_OFFLINE"), "{error}");
+        };
+        let index = r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}}"#;
+        for (file, content) in
+            [("config.json", ""), ("tokenizer.json", ""), ("model.safetensors", ""), ("two.safetensors", "")]
+        {
+            lacks(if file == "two.safetensors" { "one.safetensors" } else { file });
+            let (file, content) = match file {
+                "model.safetensors" => ("model.safetensors.index.json", index),
+                _ => (file, content),
+            };
+            std::fs::write(snapshot.join(file), content).unwrap();
+        }
+        lacks("one.safetensors");
+        std::fs::write(snapshot.join("one.safetensors"), "").unwrap();
+        assert_eq!(hub.model("someone/model").unwrap(), snapshot);
+    }
+
+    #[test]
     fn an_unreachable_hub_and_a_forbidden_one_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let mut hub = nowhere(dir.path());

@@ -229,6 +229,7 @@ fn what_is_not_supported_is_named() -> Result<()> {
         ("num_hidden_layers", json!(1u64 << 40), "at most"),
         ("max_position_embeddings", json!(1u64 << 40), "at most"),
         ("num_attention_heads", json!(0), "heads is 0"),
+        ("head_dim", json!(1u64 << 20), "head_dim is"),
         ("vocab_size", json!(40), "do not belong together"),
         ("tie_word_embeddings", json!(false), "lack lm_head.weight"),
     ] {
@@ -239,6 +240,11 @@ fn what_is_not_supported_is_named() -> Result<()> {
         assert!(error.contains(words), "{field}: '{words}' is not in: {error}");
         assert!(error.contains(dir.path().to_str().unwrap()), "{field}: no file in: {error}");
     }
+    // Left out, Mistral's window is 4096.
+    let mut bad = llama_config(SMALL, "mistral", true);
+    bad["max_position_embeddings"] = json!(8192);
+    write_folder(dir.path(), &bad, &weights)?;
+    assert!(refusal(dir.path()).contains("sliding_window"));
     // A shape that does not fit shows when the model is built.
     let mut bad = config.clone();
     bad["intermediate_size"] = json!(41);

@@ -43,13 +43,15 @@ pub(crate) fn run_c_encode(vocabulary: &Vocabulary, text: &str) -> Vec<u32> {
     tokens.into_iter().map(|id| id as u32).collect()
 }
 
-/// Specials, bytes, and texts; longer texts score lower, as in a trained vocabulary.
+/// Specials, bytes, and texts; longer texts score lower, as in a trained vocabulary, but ids are in no order.
 fn vocabulary() -> Vocabulary {
     let mut all: Vocabulary = ["<unk>", "\n<s>\n", "\n</s>\n"].map(|token| (0.0, token.into())).into();
     all.extend((0..=255u8).map(|byte| (0.0, format!("<0x{byte:02X}>").into_bytes())));
     let texts = ["he", " t", " a", "in", " the", "an", "the", " an", "é", "ing", "aé", "éa", "aéa", " thing"];
     let characters = [" ", "t", "h", "e", "a", "n", "i", "g", ".", "<", "0", "x", "4", "1", ">"];
-    all.extend(texts.iter().chain(&characters).enumerate().map(|(i, text)| (-(i as f32), text.as_bytes().to_vec())));
+    let scored = texts.iter().chain(&characters).enumerate().map(|(i, text)| (-(i as f32), text.as_bytes().to_vec()));
+    let (even, odd): (Vocabulary, Vocabulary) = scored.partition(|(score, _)| score % 2.0 == 0.0);
+    all.extend(odd.into_iter().rev().chain(even));
     all
 }
 

@@ -24,6 +24,9 @@ pub(super) enum Family {
 /// ε of the norms that are left out of a config.
 const DEFAULT_EPS: f64 = 1e-5;
 
+/// The window of Mistral's models whose config names none.
+const MISTRAL_WINDOW: usize = 4096;
+
 impl Family {
     pub(super) const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Starcoder2, Self::Gpt2];
 
@@ -273,7 +276,11 @@ fn rotary_base(fields: &Fields) -> Result<f64> {
 /// Refuses attention windows that are narrower than the context.
 fn refuse_windows(fields: &Fields, context: usize, by_default: bool) -> Result<()> {
     let in_use = fields.get("use_sliding_window")?.unwrap_or(by_default);
-    if in_use && fields.get::<usize>("sliding_window")?.is_some_and(|window| window < context) {
+    let mut window = fields.get::<usize>("sliding_window")?;
+    if !fields.has("sliding_window") && fields.get::<String>("model_type")?.as_deref() == Some("mistral") {
+        window = Some(MISTRAL_WINDOW);
+    }
+    if in_use && window.is_some_and(|window| window < context) {
         return fields.refuse("sliding_window");
     }
     let kinds: Vec<String> = fields.get("layer_types")?.unwrap_or_default();

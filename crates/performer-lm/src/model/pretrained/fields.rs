@@ -21,6 +21,11 @@ impl Fields {
         Ok(Self { path: path.into(), map })
     }
 
+    /// Whether a field is there, if only as null.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.map.contains_key(name)
+    }
+
     /// A field that may be absent or null.
     pub(super) fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
         match self.map.get(name) {
