@@ -5,6 +5,7 @@
 //! on how many.
 
 #[cfg(any(test, feature = "cuda"))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod blocks;
 mod causal;
 mod full;
