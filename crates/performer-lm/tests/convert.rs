@@ -1,0 +1,181 @@
+//! From a softmax model to a Performer: each stage brings the student nearer, a stop costs at most a stage, and what cannot be is refused.
+
+use std::{path::Path, sync::atomic::AtomicBool};
+
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use performer_lm::{
+    config::{AttentionConfig, ModelConfig, Preset},
+    convert::{Plan, Report, Tuning, inspect, run},
+    data::{Prepared, TokenFile, Tokenizer},
+    model::{Decoder, pretrained::Pretrained},
+};
+
+const WORDS: usize = 20;
+
+/// Each word is the one three places before it: attention has something to look for.
+fn data() -> Result<Prepared> {
+    let mut vocabulary: Vec<String> = (0..WORDS).map(|i| format!("\"<w{i}>\": {}", i + 1)).collect();
+    vocabulary.push("\"<|endoftext|>\": 0".into());
+    let json = format!(
+        r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{{"id":0,"content":"<|endoftext|>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}}],"normalizer":null,"pre_tokenizer":null,"post_processor":null,"decoder":null,"model":{{"type":"WordLevel","vocab":{{{}}},"unk_token":"<w0>"}}}}"#,
+        vocabulary.join(",")
+    );
+    let tokens = |n: usize, seed: u64| -> Vec<u32> {
+        let mut state = seed;
+        let mut all: Vec<u32> = Vec::new();
+        for i in 0..n {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let fresh = (state >> 33) as u32 % WORDS as u32 + 1;
+            all.push(if i % 6 < 3 { fresh } else { all[i - 3] });
+        }
+        all
+    };
+    Ok(Prepared {
+        corpus_name: "copies".into(),
+        description: "copies".into(),
+        tokenizer: Tokenizer::from_bytes(json.into_bytes())?,
+        train: TokenFile::from_tokens(&tokens(6000, 1), 20_000)?.into(),
+        valid: TokenFile::from_tokens(&tokens(600, 2), 2000)?.into(),
+    })
+}
+
+/// A softmax model with sharp heads.
+fn teacher(data: &Prepared) -> Result<Pretrained> {
+    let (preset, _) = Preset::Small.load()?;
+    let config = ModelConfig {
+        vocab_size: data.tokenizer.vocab_size(),
+        attention: AttentionConfig::Softmax,
+        layers: 2,
+        hidden_size: 32,
+        heads: 4,
+        kv_heads: 2,
+        feed_forward_size: 32,
+        context: 48,
+        ..preset
+    };
+    let mut tensors = Decoder::new(&config, 5, &Device::Cpu)?.tensors()?;
+    for (name, tensor) in &mut tensors {
+        if name.contains("q_proj") || name.contains("k_proj") {
+            *tensor = (&*tensor * 12.0)?;
+        }
+    }
+    Ok(Pretrained { config, tensors, tokenizer: data.tokenizer.clone() })
+}
+
+fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a AtomicBool) -> Plan<'a> {
+    Plan {
+        teacher,
+        config: ModelConfig { attention: attention.parse().expect("an attention"), ..teacher.config.clone() },
+        out,
+        device: Device::Cpu,
+        threads: 2,
+        stop,
+        calibrate_tokens: 1000,
+        transfer_steps: 40,
+        transfer_rate: 1e-2,
+        batch_size: 4,
+        tuning: Some(Tuning { steps: 20, rate: 1e-3, distillation: 1.0 }),
+        measure_tokens: 600,
+        seed: 3,
+    }
+}
+
+fn convert(plan: &Plan, data: &Prepared) -> Result<Report> {
+    run(plan, data, &mut |_| ())?.context("nobody stopped it")
+}
+
+#[test]
+fn stages_bring_the_student_nearer() -> Result<()> {
+    let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let plan = plan(&teacher, "favor:m=16,map=learned,window=4", folder.path(), &stop);
+    let report = convert(&plan, &data)?;
+    let names: Vec<&str> = report.stages.iter().map(|stage| stage.name.as_str()).collect();
+    assert_eq!(names, ["teacher", "swap", "calibrate", "transfer", "tune"]);
+    let agreement = |i: usize| report.stages[i].measured.top1_agreement;
+    assert_eq!((agreement(0), report.stages[0].tokens), (1.0, 0));
+    assert!(agreement(3) > agreement(1), "transfer: {} after {}", agreement(3), agreement(1));
+    assert!(agreement(4) > agreement(3) - 0.02, "tune: {} after {}", agreement(4), agreement(3));
+    assert_eq!(report.stages[3].tokens, 1000 + 40 * 4 * 48);
+    assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
+    assert!(report.chart().to_svg()?.contains("teacher"));
+
+    // What was saved is what was measured, and goes on well beyond its context.
+    let saved = Pretrained::open(&folder.path().to_string_lossy())?;
+    assert_eq!(saved.config.attention.to_string(), "favor:m=16,map=learned,window=4");
+    let model = saved.decoder(&Device::Cpu)?;
+    let mut state = model.new_state();
+    let ids = Tensor::zeros((1, 64), candle_core::DType::U32, &Device::Cpu)?;
+    let mut bytes = Vec::new();
+    for _ in 0..4 {
+        let logits = model.extend(&ids, &mut state)?.flatten_all()?.to_vec1::<f32>()?;
+        assert!(logits.iter().all(|x| x.is_finite()));
+        bytes.push(state.bytes());
+    }
+    assert!(bytes.windows(2).all(|pair| pair[0] == pair[1]), "{bytes:?}");
+
+    // All is done: the same command again changes nothing.
+    let again = convert(&plan, &data)?;
+    assert_eq!(serde_json::to_string(&again)?, serde_json::to_string(&report)?);
+    Ok(())
+}
+
+#[test]
+fn it_goes_on_after_the_last_finished_stage() -> Result<()> {
+    let (data, stop) = (data()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let attention = "favor:m=8,map=learned";
+    let expected = convert(&plan(&teacher, attention, whole.path(), &stop), &data)?;
+    let first = Plan { transfer_steps: 0, tuning: None, ..plan(&teacher, attention, parts.path(), &stop) };
+    assert_eq!(convert(&first, &data)?.stages.len(), 3);
+    let stopped = AtomicBool::new(true);
+    assert!(run(&plan(&teacher, attention, parts.path(), &stopped), &data, &mut |_| ())?.is_none());
+    let report = convert(&plan(&teacher, attention, parts.path(), &stop), &data)?;
+    let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
+    assert_eq!(losses(&report), losses(&expected));
+    Ok(())
+}
+
+#[test]
+fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
+    let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let mut mixed = Plan { tuning: None, ..plan(&teacher, "favor:m=8,map=learned", folder.path(), &stop) };
+    mixed.config.attention_by_layer.insert(0, AttentionConfig::Softmax);
+    let report = convert(&mixed, &data)?;
+    assert_eq!(report.stages.len(), 4);
+    let saved = Pretrained::open(&folder.path().to_string_lossy())?;
+    assert_eq!(*saved.config.attention_of(0), AttentionConfig::Softmax);
+
+    let refused = |plan: &Plan, word: &str| {
+        let error = format!("{:#}", run(plan, &data, &mut |_| ()).expect_err(word));
+        assert!(error.contains(word), "{error}");
+    };
+    let other = tempfile::tempdir()?;
+    refused(&plan(&saved, "favor:m=8,map=learned", other.path(), &stop), "only softmax models");
+    refused(&plan(&teacher, "favor:m=8", other.path(), &stop), "cannot be fitted");
+    refused(&plan(&teacher, "favor:m=8,map=dense", other.path(), &stop), "only map=learned can be trained");
+    refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have linear attention");
+    refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "choose another --out");
+    Ok(())
+}
+
+#[test]
+fn inspection_reports_every_head() -> Result<()> {
+    let data = data()?;
+    let teacher = teacher(&data)?;
+    let model = teacher.decoder(&Device::Cpu)?;
+    for attention in ["favor:m=64", "favor:m=64,map=dense"] {
+        let attention: AttentionConfig = attention.parse().expect("an attention");
+        let heads = inspect(&model, &data, attention.favor().expect("linear"), 500, 1)?;
+        assert_eq!(heads.iter().map(|h| (h.layer, h.head)).collect::<Vec<_>>().len(), 2 * 4);
+        for h in heads {
+            assert!((0.0..=1.0).contains(&h.row_total_variation), "{h:?}");
+            assert!((0.0..=1.0).contains(&h.uniform_total_variation) && h.logit_deviation > 0.0, "{h:?}");
+            assert!(h.output_error.is_finite(), "{h:?}");
+        }
+    }
+    Ok(())
+}
