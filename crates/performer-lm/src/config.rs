@@ -255,6 +255,11 @@ impl ModelConfig {
         self.attention_by_layer.get(&layer).unwrap_or(&self.attention)
     }
 
+    /// Whether the attention of every layer is exact.
+    pub fn is_softmax(&self) -> bool {
+        (0..self.layers).all(|layer| *self.attention_of(layer) == AttentionConfig::Softmax)
+    }
+
     /// Refuses sizes that make no model.
     ///
     /// # Errors

@@ -6,10 +6,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 
 use super::output;
-use crate::{
-    config::AttentionConfig,
-    model::pretrained::{Pretrained, export},
-};
+use crate::model::pretrained::{Pretrained, export};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -40,9 +37,10 @@ pub(super) fn run(args: Args) -> Result<()> {
     match args.format {
         Format::Hf => export(&model, &args.out)?,
     }
-    let who = match model.config.attention {
-        AttentionConfig::Softmax => "opens in any tool that reads Hugging Face folders",
-        _ => "this program reads it; no other knows its attention",
+    let who = if model.config.is_softmax() {
+        "opens in any tool that reads Hugging Face folders"
+    } else {
+        "this program reads it; no other knows its attention"
     };
     output::note(&format!("saved in {}: {who}", args.out.display()));
     Ok(())

@@ -1,6 +1,6 @@
 //! Hugging Face folders against candle-transformers' models, and back.
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -169,6 +169,15 @@ fn what_is_exported_is_what_is_read() -> Result<()> {
             assert!(error.contains("holds a model already"), "{error}");
         }
     }
+    // One linear layer makes a Performer.
+    let by_layer = BTreeMap::from([(1, "favor:m=20".parse().unwrap())]);
+    let softmax = ModelConfig { attention: "softmax".parse().unwrap(), ..Preset::Stories15m.load()?.0 };
+    let model = own(ModelConfig { attention_by_layer: by_layer, ..softmax })?;
+    let dir = tempfile::tempdir()?;
+    let (copy, json) = round_trip(&model, dir.path())?;
+    assert_eq!((&json["model_type"], &copy.config), (&json!("performer"), &model.config));
+    assert_eq!(logits(&copy, &ids(30))?, logits(&model, &ids(30))?);
+
     let qwen2 = ModelConfig { qkv_bias: true, head_dim: Some(8), ..Preset::Stories15m.load()?.0 };
     let model = own(ModelConfig { attention: "softmax".parse().unwrap(), ..qwen2 })?;
     let dir = tempfile::tempdir()?;

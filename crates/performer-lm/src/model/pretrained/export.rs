@@ -15,7 +15,6 @@ use super::{
     hugging_face::{CONFIG, GENERATION, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
-    config::AttentionConfig,
     data::Tokenizer,
     files,
     train::{git_revision, write_durably, write_safetensors},
@@ -36,7 +35,7 @@ pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
         dir.display()
     );
     let family = Family::of_config(&model.config)?;
-    let softmax = model.config.attention == AttentionConfig::Softmax;
+    let softmax = model.config.is_softmax();
     let weights = weights(family, model, softmax)?;
     files::write_json(&dir.join(CONFIG), &config(family, model, softmax)?)?;
     files::write_json(&dir.join(GENERATION), &tokens(&model.tokenizer))?;
