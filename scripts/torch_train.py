@@ -122,7 +122,7 @@ def measure(c, batch, micro, features, steps, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="seed", choices=sorted(p.name for p in MODELS.iterdir() if p.is_dir()))
+    parser.add_argument("--preset", default="seed", choices=sorted(p.parent.name for p in MODELS.glob("*/training.json")))
     parser.add_argument("--features", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128])
     parser.add_argument("--batch-size", type=int, help="sequences of a step (the preset's)")
     parser.add_argument("--micro-batch", type=int, help="sequences of one pass (all of a step)")
