@@ -443,7 +443,7 @@ fn the_past_has_the_same_bits() {
             let mut changed = problem.clone();
             changed.k[cut * dim..(cut + 1) * dim].iter_mut().for_each(|x| *x *= 50.0);
             for x in [&mut changed.q, &mut changed.k, &mut changed.v] {
-                x[(cut + 1) * dim..].iter_mut().for_each(|x| *x = -1.5 * *x);
+                x[(cut + 1) * dim..].iter_mut().for_each(|x| *x *= -1.5);
             }
             let Some(other) = build.run(&changed, run) else { return };
             let past = |r: &Results| r.out[..cut * dim].iter().map(|x| x.to_bits()).collect::<Vec<_>>();

@@ -16,9 +16,15 @@ struct Shared {
     // The reader's [y, unit]: gradients of outputs and e, or values and 1.
     alignas(16) Operand y[C][V + PAD];
     float unit[C];
-    // Weights of the reader's features, then the gradients of their logarithms.
-    alignas(16) Operand weights[C][F + PAD];
-    alignas(16) Operand pairs[C][C + PAD];
+    // First what the sums lost by rounding, where sums are rounded: g.S + e n is small beside its terms. Then weights of the reader's
+    // features and products of pairs of rows; then what those products lost; then the gradients of the features' logarithms.
+    union {
+        alignas(16) Operand rest[F][V + PAD];
+        struct {
+            Operand weights[C * ((F > C ? F : C) + PAD)];
+            Operand pairs[C][C + PAD];
+        };
+    };
     // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and the denominator, from the sums and the chunk.
     float total[TURNS][C];
     float past[TURNS][C], present[TURNS][C], past_weight[TURNS][C], present_weight[TURNS][C];
@@ -140,14 +146,14 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             w.each([&](int row, int column, float& x) {
                 x = SIGNED ? x * power_of_two(s.reader.offset[row] + b.scale[column]) : power_of_two(x + b.scale[column]);
             });
-            w.store(&s.weights[0][0], F + PAD);
+            w.store(s.weights, F + PAD);
             __syncthreads();
             Values rows;
             rows.zero();
-            rows.add<false, false>(&s.weights[0][0], F + PAD, &b.sums[0][0], V + PAD, F);
+            rows.add<false, false>(s.weights, F + PAD, &b.sums[0][0], V + PAD, F);
             if (CAUSAL) {
                 pairs.zero();
-                pairs.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+                pairs.add<false, true>(s.weights, F + PAD, &b.features[0][0], F + PAD, F);
                 pairs.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
                 pairs.store(&s.pairs[0][0], C + PAD);
                 __syncthreads();
@@ -167,6 +173,17 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         Features d;
         d.zero();
         d.add<false, true>(&s.y[0][0], V + PAD, &b.sums[0][0], V + PAD, V);
+        if (STORAGE != 0) {
+            auto keep_rest = [&](int row, int column, float& x) { narrow(x - rounded(x), s.rest[row][column]); };
+            if (CAUSAL) {
+                memory.each(keep_rest);
+            } else {
+                for (int i = threadIdx.x; i < F * V; i += THREADS) keep_rest(i / V, i % V, sums_of(record, place.split)[i / V * SPLITS * V + i % V]);
+            }
+            __syncthreads();
+            d.add<false, true>(&s.y[0][0], V + PAD, &s.rest[0][0], V + PAD, V);
+            __syncthreads();
+        }
         if (CAUSAL) {
             pairs.zero();
             pairs.add<false, true>(&s.y[0][0], V + PAD, &b.y[0][0], V + PAD, V);
@@ -176,11 +193,11 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             w.over_columns_with(d, s.past, Add(), product);
             w.over_columns(s.past_weight, Add(), [&](int, int column, float x) { return x * b.norm[column]; });
             if (CAUSAL) {
-                w.store(&s.weights[0][0], F + PAD);
+                w.store(s.weights, F + PAD);
                 __syncthreads();
                 Pairs seen;
                 seen.zero();
-                seen.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+                seen.add<false, true>(s.weights, F + PAD, &b.features[0][0], F + PAD, F);
                 seen.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
                 seen.over_columns_with(pairs, s.present, Add(), product);
                 seen.over_columns(s.present_weight, Add(), [](int, int, float x) { return x; });
@@ -204,8 +221,15 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
                 x = column <= row ? x + once * s.unit[row] * b.unit[column] : 0.0f;
             });
             pairs.store(&s.pairs[0][0], C + PAD);
+            Operand* lost = s.weights;
+            if (STORAGE != 0) pairs.each([&](int row, int column, float& x) { narrow(x - rounded(x), lost[row * (C + PAD) + column]); });
             __syncthreads();
             d.add<false, false>(&s.pairs[0][0], C + PAD, &b.features[0][0], F + PAD, C);
+            if (STORAGE != 0) {
+                d.add<false, false>(lost, C + PAD, &b.features[0][0], F + PAD, C);
+                __syncthreads();
+            }
+            absorb(b, memory);
         }
         if (SIGNED) {
             // Of values, and of the keys' scale.
@@ -234,13 +258,13 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         } else {
             // In two parts, the second where the features were.
             constexpr int halves = STORAGE == 0 ? 1 : 2;
-            d.store(&s.weights[0][0], F + PAD);
+            d.store(s.weights, F + PAD);
             __syncthreads();
             if (halves == 2) d.each([&](int row, int column, float& x) { narrow(x - rounded(x), b.features[row][column]); });
             __syncthreads();
             Inputs x;
             x.zero();
-            x.add_packed<halves>(&s.weights[0][0], F + PAD, (int)(&b.features[0][0] - &s.weights[0][0]), back, F);
+            x.add_packed<halves>(s.weights, F + PAD, (int)(&b.features[0][0] - s.weights), back, F);
             x.each([&](int row, int column, float& y) {
                 if (row >= n || column >= DIM) return;
                 if (KEYS) {

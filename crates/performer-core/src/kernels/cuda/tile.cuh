@@ -389,28 +389,39 @@ struct Span {
 // `parts` tiles, one `part` after the other, where one operand cannot hold a number.
 template <int ROWS, int COLUMNS, int parts, class F>
 __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> from, Span span, int column, int width, F factor) {
-    // 16 bytes at once where all rows begin at a multiple of them.
-    constexpr int N = 16 / sizeof(Stored);
+    // 16 bytes at once where all rows begin at a multiple of them, and a few of those before the first is needed.
+    constexpr int N = 16 / sizeof(Stored), PIECES = ROWS * (COLUMNS / N), EACH = divide(PIECES, THREADS), BATCH = EACH < 4 ? EACH : 4;
     const Stored* first = from.first + column;
     bool whole = ((unsigned long long)first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
-    for (int i = threadIdx.x; i < ROWS * (COLUMNS / N); i += THREADS) {
-        int row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
-        float scale = row < span.count ? factor(row) : 0.0f;
-        const Stored* at = first + span.token(row) * from.stride + c;
-        union { uint4 all; Stored x[N]; } piece;
-        if (scale == 0.0f) {
-            piece.all = make_uint4(0, 0, 0, 0);
-        } else if (whole && c + N <= width) {
-            piece.all = load_once((const uint4*)at);
-        } else {
-            piece.all = make_uint4(0, 0, 0, 0);
-            for (int j = 0; j < N && c + j < width; j++) piece.x[j] = at[j];
+    for (int start = threadIdx.x; start < PIECES; start += THREADS * BATCH) {
+        union { uint4 all; Stored x[N]; } pieces[BATCH];
+        float scales[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = start + b * THREADS, row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
+            scales[b] = i < PIECES && row < span.count ? factor(row) : 0.0f;
+            const Stored* at = first + span.token(row) * from.stride + c;
+            pieces[b].all = make_uint4(0, 0, 0, 0);
+            if (scales[b] == 0.0f) continue;
+            if (whole && c + N <= width) {
+                pieces[b].all = load_once((const uint4*)at);
+            } else {
+                for (int j = 0; j < N; j++) {
+                    if (c + j < width) pieces[b].x[j] = at[j];
+                }
+            }
         }
-        Operand* out = to + row * stride + c;
-        for (int j = 0; j < N; j++) {
-            float x = widen(piece.x[j]) * scale;
-            narrow(x, out[j]);
-            if (parts == 2) narrow(x - widen(out[j]), out[part + j]);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = start + b * THREADS, row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
+            if (i >= PIECES) continue;
+            Operand* out = to + row * stride + c;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float x = widen(pieces[b].x[j]) * scales[b];
+                narrow(x, out[j]);
+                if (parts == 2) narrow(x - widen(out[j]), out[part + j]);
+            }
         }
     }
 }
