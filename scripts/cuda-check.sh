@@ -8,6 +8,10 @@ command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
 nvrtc=${PERFORMER_NVRTC:-${XDG_CACHE_HOME:-$HOME/.cache}/performer/nvrtc}
 package=$(grep '^nvidia-cuda-nvrtc==' scripts/cuda-toolkit.txt)
+if ! python3 -m pip --version >/dev/null 2>&1; then
+    echo 'there is no pip, by which NVRTC comes: install python3 and its pip' >&2
+    exit 1
+fi
 if [ "$(cat "$nvrtc/installed.txt" 2>/dev/null)" != "$package" ]; then
     rm -rf "$nvrtc"
     python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action ignore \
