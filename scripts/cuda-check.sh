@@ -21,8 +21,9 @@ fi
 LD_LIBRARY_PATH=$nvrtc/nvidia/cu13/lib python3 scripts/nvrtc_check.py sm_80 sm_90a
 
 # Build scripts look for nvcc in a toolkit's bin, and run again when its path changes.
-toolkit=${CARGO_TARGET_DIR:-$PWD/target}/nvcc-stand-in
+toolkit=${CARGO_TARGET_DIR:-target}/nvcc-stand-in
 mkdir -p "$toolkit/bin"
+toolkit=$(cd "$toolkit" && pwd)
 cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
     cargo clippy --locked -p performer-core -p performer-lm --all-targets --features performer-core/cuda,performer-lm/cuda -- \

@@ -12,8 +12,9 @@ if ! command -v rustup >/dev/null; then
 fi
 rustup target list --installed | grep -qx "$target" || rustup target add "$target"
 
-folder=${CARGO_TARGET_DIR:-$PWD/target}/metal-stand-in
+folder=${CARGO_TARGET_DIR:-target}/metal-stand-in
 mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
 cat >"$folder/cc" <<'EOF'
 #!/usr/bin/env bash
 # Empty objects and libraries, whatever is asked for.
