@@ -25,9 +25,8 @@ struct Shared {
             Operand pairs[C][C + PAD];
         };
     };
-    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and the denominator, from the sums and the chunk.
-    float total[TURNS][C];
-    float past[TURNS][C], present[TURNS][C], past_weight[TURNS][C], present_weight[TURNS][C];
+    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and its denominator.
+    float total[TURNS][C], sum[TURNS][C], weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
@@ -184,52 +183,44 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             d.add<false, true>(&s.y[0][0], V + PAD, &s.rest[0][0], V + PAD, V);
             __syncthreads();
         }
+        constexpr bool own_delta = !KEYS && OWN_DELTA;
+        if (!own_delta) d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
         if (CAUSAL) {
             pairs.zero();
             pairs.add<false, true>(&s.y[0][0], V + PAD, &b.y[0][0], V + PAD, V);
-        }
-        if (!KEYS && OWN_DELTA) {
-            auto product = [](int, int, float x, float y) { return x * y; };
-            w.over_columns_with(d, s.past, Add(), product);
-            w.over_columns(s.past_weight, Add(), [&](int, int column, float x) { return x * b.norm[column]; });
-            if (CAUSAL) {
-                w.store(s.weights, F + PAD);
-                __syncthreads();
-                Pairs seen;
-                seen.zero();
-                seen.add<false, true>(s.weights, F + PAD, &b.features[0][0], F + PAD, F);
-                seen.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
-                seen.over_columns_with(pairs, s.present, Add(), product);
-                seen.over_columns(s.present_weight, Add(), [](int, int, float x) { return x; });
-            }
-            __syncthreads();
-            if (threadIdx.x < C) {
-                int row = threadIdx.x;
-                float sum = together(s.past, row, Add()), weight = together(s.past_weight, row, Add());
-                if (CAUSAL) {
-                    sum += together(s.present, row, Add());
-                    weight += together(s.present_weight, row, Add());
-                }
-                s.unit[row] = weight == 0.0f ? 0.0f : -sum / weight;
-                if (row < n) t.delta[first_query + span.token(row)] = s.unit[row];
-            }
-            __syncthreads();
-        }
-        d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
-        if (CAUSAL) {
             pairs.each([&](int row, int column, float& x) {
-                x = column <= row ? x + once * s.unit[row] * b.unit[column] : 0.0f;
+                if (!own_delta) x += once * s.unit[row] * b.unit[column];
+                if (column > row) x = 0;
             });
             pairs.store(&s.pairs[0][0], C + PAD);
             Operand* lost = s.weights;
             if (STORAGE != 0) pairs.each([&](int row, int column, float& x) { narrow(x - rounded(x), lost[row * (C + PAD) + column]); });
             __syncthreads();
             d.add<false, false>(&s.pairs[0][0], C + PAD, &b.features[0][0], F + PAD, C);
-            if (STORAGE != 0) {
-                d.add<false, false>(lost, C + PAD, &b.features[0][0], F + PAD, C);
-                __syncthreads();
+            if (STORAGE != 0) d.add<false, false>(lost, C + PAD, &b.features[0][0], F + PAD, C);
+        }
+        if (own_delta) {
+            // The e for which the gradients of a row's logarithms sum to zero.
+            Features norms;
+            norms.zero();
+            if (CAUSAL) norms.add_prefixes(&b.features[0][0], F + PAD);
+            norms.each([&](int, int column, float& x) { x += b.norm[column]; });
+            auto product = [](int, int, float x, float y) { return x * y; };
+            w.over_columns_with(d, s.sum, Add(), product);
+            w.over_columns_with(norms, s.weight, Add(), product);
+            __syncthreads();
+            if (threadIdx.x < C) {
+                int row = threadIdx.x;
+                float weight = together(s.weight, row, Add());
+                s.unit[row] = weight == 0.0f ? 0.0f : -together(s.sum, row, Add()) / weight;
+                if (row < n) t.delta[first_query + span.token(row)] = s.unit[row];
             }
+            __syncthreads();
+            d.each_with(norms, [&](int row, int, float& x, float& norm) { x += s.unit[row] * norm; });
+        }
+        if (CAUSAL) {
             absorb(b, memory);
+            __syncthreads();
         }
         if (SIGNED) {
             // Of values, and of the keys' scale.

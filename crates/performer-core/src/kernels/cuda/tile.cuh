@@ -138,6 +138,24 @@ __device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& 
 
 #endif
 
+// A part of the matrix that has ones up to the diagonal.
+__device__ inline void lower_ones(Left& to, int row, int column) {
+#if STORAGE == 0
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < 4; i++) {
+            to.set(step, i, column + 8 * step + lane() % 4 + 4 * (i / 2) <= row + lane() / 4 + 8 * (i % 2) ? 1.0f : 0.0f);
+        }
+    }
+#else
+    for (int i = 0; i < 4; i++) {
+        int r = row + lane() / 4 + 8 * (i % 2), c = column + 2 * (lane() % 4) + 8 * (i / 2);
+        Operand one;
+        narrow(1.0f, one);
+        to.x[i] = (c <= r ? (unsigned)one.bits : 0u) | (c < r ? (unsigned)one.bits << 16 : 0u);
+    }
+#endif
+}
+
 // A constant right factor (R, C) in global memory, 16x16 after 16x16, rows first, each as 32 bytes a lane: for f32 the numbers that
 // the lane holds in the order of `Right`; else as bf16 twice, the numbers rounded and what rounding left over.
 struct Packed {
@@ -200,6 +218,26 @@ struct Sums {
                 if (!has_column(n)) continue;
                 Right b;
                 load<right_transposed>(b, right, right_stride, k, tile_column(n));
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (has_row(m)) multiply(x[m][n], a[m], b);
+                }
+            }
+        }
+    }
+
+    // += the sums of a row of B and all rows before it.
+    __device__ void add_prefixes(const Operand* right, int right_stride) {
+#pragma unroll 2
+        for (int k = 0; k < ROWS; k += 16) {
+            Left a[TALL];
+#pragma unroll
+            for (int m = 0; m < TALL; m++) lower_ones(a[m], tile_row(m), k);
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+                Right b;
+                load<false>(b, right, right_stride, k, tile_column(n));
 #pragma unroll
                 for (int m = 0; m < TALL; m++) {
                     if (has_row(m)) multiply(x[m][n], a[m], b);

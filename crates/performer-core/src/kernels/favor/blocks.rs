@@ -124,7 +124,7 @@ impl Blocks {
             + self.side()
             + self.tile(c, self.slice)
             + weights.max(self.tile(self.f(), self.slice))
-            + 4 * c * (1 + 5 * self.turns())
+            + 4 * c * (1 + 3 * self.turns())
     }
 }
 
