@@ -41,7 +41,8 @@ favor_delta(int rows, const Stored* out, const Stored* grad, const float* denomi
     if (row >= rows) return;
     float sum = 0;
     for (int i = lane(); i < VALUES; i += 32) {
-        sum += widen(out[(long long)row * VALUES + i]) * widen(grad[(long long)row * VALUES + i]);
+        // The gradient as the products see it.
+        sum += widen(out[(long long)row * VALUES + i]) * rounded(widen(grad[(long long)row * VALUES + i]));
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
     if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);
