@@ -8,6 +8,10 @@ command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
 nvrtc=${PERFORMER_NVRTC:-${XDG_CACHE_HOME:-$HOME/.cache}/performer/nvrtc}
 package=$(grep '^nvidia-cuda-nvrtc==' scripts/cuda-toolkit.txt)
+if ! python3 -m pip --version >/dev/null 2>&1; then
+    echo 'there is no pip, by which NVRTC comes: install python3 and its pip' >&2
+    exit 1
+fi
 if [ "$(cat "$nvrtc/installed.txt" 2>/dev/null)" != "$package" ]; then
     rm -rf "$nvrtc"
     python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action ignore \
@@ -17,8 +21,9 @@ fi
 LD_LIBRARY_PATH=$nvrtc/nvidia/cu13/lib python3 scripts/nvrtc_check.py sm_80 sm_90a
 
 # Build scripts look for nvcc in a toolkit's bin, and run again when its path changes.
-toolkit=${CARGO_TARGET_DIR:-$PWD/target}/nvcc-stand-in
+toolkit=${CARGO_TARGET_DIR:-target}/nvcc-stand-in
 mkdir -p "$toolkit/bin"
+toolkit=$(cd "$toolkit" && pwd)
 cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
     cargo clippy --locked -p performer-core -p performer-lm --all-targets --features performer-core/cuda,performer-lm/cuda -- \

@@ -17,6 +17,10 @@ mkdir -p "$1"
 root=$(cd "$1" && pwd)
 toolkit=$root/nvidia/cu13
 
+if ! python3 -m pip --version >/dev/null 2>&1; then
+    echo 'there is no pip, by which the toolkit comes: install python3 and its pip' >&2
+    exit 1
+fi
 if ! cmp --silent "$packages" "$root/installed.txt"; then
     rm -rf "$root/nvidia" "$root/installed.txt"
     python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action ignore \

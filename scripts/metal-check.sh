@@ -6,10 +6,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
 target=aarch64-apple-darwin
+if ! command -v rustup >/dev/null; then
+    echo "there is no rustup, by which the standard library for $target comes: https://rustup.rs" >&2
+    exit 1
+fi
 rustup target list --installed | grep -qx "$target" || rustup target add "$target"
 
-folder=${CARGO_TARGET_DIR:-$PWD/target}/metal-stand-in
+folder=${CARGO_TARGET_DIR:-target}/metal-stand-in
 mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
 cat >"$folder/cc" <<'EOF'
 #!/usr/bin/env bash
 # Empty objects and libraries, whatever is asked for.

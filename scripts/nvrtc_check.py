@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compiles every CUDA kernel with NVRTC, which needs no GPU: `nvrtc_check.py sm_80 sm_90a`.
 
-What is compiled is in crates/performer-core/src/kernels/cuda/kernels.txt. Prints registers, static shared memory, stack and spills of each
-kernel, and fails if one does not compile, or if a .cu file is not in the list. Needs libnvrtc.so.13 and its builtins where the system
+What is compiled is in crates/performer-core/src/kernels/cuda/kernels.txt. Prints the most registers, static shared memory, stack and spills
+that each kernel needs in any variant, and the variants with spills; fails if one does not compile, or if a .cu file is not in the list. Needs libnvrtc.so.13 and its builtins where the system
 looks for libraries.
 """
 
@@ -99,20 +99,26 @@ def main(archs):
         failed += 1
     nvrtc = Nvrtc()
     jobs = [(name, macros, arch) for name, macros in listed for arch in archs]
+    rows, spilling, kernels = {}, [], 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(lambda job: nvrtc.compile(CRATES / job[0], job[1], job[2]), jobs)
-        print(f"{'regs':>4} {'smem':>6} {'stack':>6} {'spills':>11}  kernel")
-        spilling = kernels = 0
         for (name, macros, arch), (compiled, log) in zip(jobs, results):
-            what = " ".join([name.split("/src/")[-1], *macros, arch])
             if not compiled:
-                print(f"{what} does not compile:\n{log}", file=sys.stderr)
+                print(f"{' '.join([name, *macros, arch])} does not compile:\n{log}", file=sys.stderr)
                 failed += 1
-            for kernel, registers, shared, stack, stored, loaded in usage(log):
-                print(f"{registers:4} {shared:6} {stack:6} {stored:5}/{loaded:<5}  {kernel}  {what}")
+            for kernel, *numbers in usage(log):
+                rows.setdefault((name.split("/src/")[-1], kernel, arch), []).append(numbers)
                 kernels += 1
-                spilling += stored + loaded > 0
-    print(f"{kernels} kernels from {len(paths)} files, {spilling} with spills, {failed} failures")
+                if numbers[3] + numbers[4] > 0:
+                    spilling.append((kernel, numbers, macros, arch))
+    print("most of all variants:")
+    print(f"{'variants':>8} {'registers':>9} {'shared':>6} {'stack':>5} {'stored':>6} {'loaded':>6}  (stored and loaded: bytes spilled)")
+    for (file, kernel, arch), seen in sorted(rows.items()):
+        registers, shared, stack, stored, loaded = map(max, zip(*seen))
+        print(f"{len(seen):8} {registers:9} {shared:6} {stack:5} {stored:6} {loaded:6}  {arch:6} {kernel} ({file})")
+    for kernel, (registers, _, _, stored, loaded), macros, arch in spilling:
+        print(f"spills {stored}/{loaded} bytes at {registers} registers: {kernel} {' '.join(macros)} {arch}")
+    print(f"{kernels} kernels from {len(paths)} files, {len(spilling)} with spills, {failed} failures")
     return 1 if failed else 0
 
 

@@ -207,8 +207,8 @@ __device__ inline void weigh(Builder& b, Features& f, int n) {
     f.over_rows(b.added, Add(), [&](int row, int, float x) { return x * b.unit[row]; });
 }
 
-// Takes a chunk whose rows are loaded; returns how many of them it has. Afterwards `features`, `sums` and `norm` are in the chunk's
-// scale and the chunk is in `memory`. A reader may begin at once.
+// Takes a chunk whose rows are loaded; returns how many of them it has. Afterwards `features`, `memory`, its copy `sums` and `norm` are
+// in the chunk's scale and a reader may begin at once; the chunk itself is not in the sums before `absorb`.
 __device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
     Features f;
     take_features(f, b, from, span, projection, true);
@@ -232,8 +232,12 @@ __device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from,
     memory.store(&b.sums[0][0], V + PAD);
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) b.running[r] = fmaxf(b.scale[r], together(b.largest, r, Largest()));
-    memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
     return n;
+}
+
+// Adds the chunk that has entered to the sums.
+__device__ inline void absorb(Builder& b, Memory& memory) {
+    memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
 }
 
 // Takes a chunk whose rows all count at once: its scale is the largest of all.
@@ -250,7 +254,7 @@ __device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> fro
     weigh(b, f, span.count);
     memory.each([&](int row, int, float& x) { x *= b.factor[row]; });
     __syncthreads();
-    memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
+    absorb(b, memory);
 }
 
 // The sums of all chunks, for a reader that sees all of them.

@@ -16,12 +16,17 @@ struct Shared {
     // The reader's [y, unit]: gradients of outputs and e, or values and 1.
     alignas(16) Operand y[C][V + PAD];
     float unit[C];
-    // Weights of the reader's features, then the gradients of their logarithms.
-    alignas(16) Operand weights[C][F + PAD];
-    alignas(16) Operand pairs[C][C + PAD];
-    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and the denominator, from the sums and the chunk.
-    float total[TURNS][C];
-    float past[TURNS][C], present[TURNS][C], past_weight[TURNS][C], present_weight[TURNS][C];
+    // First what the sums lost by rounding, where sums are rounded: g.S + e n is small beside its terms. Then weights of the reader's
+    // features and products of pairs of rows; then what those products lost; then the gradients of the features' logarithms.
+    union {
+        alignas(16) Operand rest[F][V + PAD];
+        struct {
+            Operand weights[C * ((F > C ? F : C) + PAD)];
+            Operand pairs[C][C + PAD];
+        };
+    };
+    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and its denominator.
+    float total[TURNS][C], sum[TURNS][C], weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
@@ -36,7 +41,8 @@ favor_delta(int rows, const Stored* out, const Stored* grad, const float* denomi
     if (row >= rows) return;
     float sum = 0;
     for (int i = lane(); i < VALUES; i += 32) {
-        sum += widen(out[(long long)row * VALUES + i]) * widen(grad[(long long)row * VALUES + i]);
+        // The gradient as the products see it.
+        sum += widen(out[(long long)row * VALUES + i]) * rounded(widen(grad[(long long)row * VALUES + i]));
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
     if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);
@@ -140,14 +146,14 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             w.each([&](int row, int column, float& x) {
                 x = SIGNED ? x * power_of_two(s.reader.offset[row] + b.scale[column]) : power_of_two(x + b.scale[column]);
             });
-            w.store(&s.weights[0][0], F + PAD);
+            w.store(s.weights, F + PAD);
             __syncthreads();
             Values rows;
             rows.zero();
-            rows.add<false, false>(&s.weights[0][0], F + PAD, &b.sums[0][0], V + PAD, F);
+            rows.add<false, false>(s.weights, F + PAD, &b.sums[0][0], V + PAD, F);
             if (CAUSAL) {
                 pairs.zero();
-                pairs.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
+                pairs.add<false, true>(s.weights, F + PAD, &b.features[0][0], F + PAD, F);
                 pairs.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
                 pairs.store(&s.pairs[0][0], C + PAD);
                 __syncthreads();
@@ -167,45 +173,55 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         Features d;
         d.zero();
         d.add<false, true>(&s.y[0][0], V + PAD, &b.sums[0][0], V + PAD, V);
+        if (STORAGE != 0) {
+            auto keep_rest = [&](int row, int column, float& x) { narrow(x - rounded(x), s.rest[row][column]); };
+            if (CAUSAL) {
+                memory.each(keep_rest);
+            } else {
+                for (int i = threadIdx.x; i < F * V; i += THREADS) keep_rest(i / V, i % V, sums_of(record, place.split)[i / V * SPLITS * V + i % V]);
+            }
+            __syncthreads();
+            d.add<false, true>(&s.y[0][0], V + PAD, &s.rest[0][0], V + PAD, V);
+            __syncthreads();
+        }
+        constexpr bool own_delta = !KEYS && OWN_DELTA;
+        if (!own_delta) d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
         if (CAUSAL) {
             pairs.zero();
             pairs.add<false, true>(&s.y[0][0], V + PAD, &b.y[0][0], V + PAD, V);
+            pairs.each([&](int row, int column, float& x) {
+                if (!own_delta) x += once * s.unit[row] * b.unit[column];
+                if (column > row) x = 0;
+            });
+            pairs.store(&s.pairs[0][0], C + PAD);
+            Operand* lost = s.weights;
+            if (STORAGE != 0) pairs.each([&](int row, int column, float& x) { narrow(x - rounded(x), lost[row * (C + PAD) + column]); });
+            __syncthreads();
+            d.add<false, false>(&s.pairs[0][0], C + PAD, &b.features[0][0], F + PAD, C);
+            if (STORAGE != 0) d.add<false, false>(lost, C + PAD, &b.features[0][0], F + PAD, C);
         }
-        if (!KEYS && OWN_DELTA) {
+        if (own_delta) {
+            // The e for which the gradients of a row's logarithms sum to zero.
+            Features norms;
+            norms.zero();
+            if (CAUSAL) norms.add_prefixes(&b.features[0][0], F + PAD);
+            norms.each([&](int, int column, float& x) { x += b.norm[column]; });
             auto product = [](int, int, float x, float y) { return x * y; };
-            w.over_columns_with(d, s.past, Add(), product);
-            w.over_columns(s.past_weight, Add(), [&](int, int column, float x) { return x * b.norm[column]; });
-            if (CAUSAL) {
-                w.store(&s.weights[0][0], F + PAD);
-                __syncthreads();
-                Pairs seen;
-                seen.zero();
-                seen.add<false, true>(&s.weights[0][0], F + PAD, &b.features[0][0], F + PAD, F);
-                seen.each([](int row, int column, float& x) { x = column <= row ? x : 0.0f; });
-                seen.over_columns_with(pairs, s.present, Add(), product);
-                seen.over_columns(s.present_weight, Add(), [](int, int, float x) { return x; });
-            }
+            w.over_columns_with(d, s.sum, Add(), product);
+            w.over_columns_with(norms, s.weight, Add(), product);
             __syncthreads();
             if (threadIdx.x < C) {
                 int row = threadIdx.x;
-                float sum = together(s.past, row, Add()), weight = together(s.past_weight, row, Add());
-                if (CAUSAL) {
-                    sum += together(s.present, row, Add());
-                    weight += together(s.present_weight, row, Add());
-                }
-                s.unit[row] = weight == 0.0f ? 0.0f : -sum / weight;
+                float weight = together(s.weight, row, Add());
+                s.unit[row] = weight == 0.0f ? 0.0f : -together(s.sum, row, Add()) / weight;
                 if (row < n) t.delta[first_query + span.token(row)] = s.unit[row];
             }
             __syncthreads();
+            d.each_with(norms, [&](int row, int, float& x, float& norm) { x += s.unit[row] * norm; });
         }
-        d.each([&](int row, int column, float& x) { x += once * s.unit[row] * b.norm[column]; });
         if (CAUSAL) {
-            pairs.each([&](int row, int column, float& x) {
-                x = column <= row ? x + once * s.unit[row] * b.unit[column] : 0.0f;
-            });
-            pairs.store(&s.pairs[0][0], C + PAD);
+            absorb(b, memory);
             __syncthreads();
-            d.add<false, false>(&s.pairs[0][0], C + PAD, &b.features[0][0], F + PAD, C);
         }
         if (SIGNED) {
             // Of values, and of the keys' scale.
@@ -234,13 +250,13 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         } else {
             // In two parts, the second where the features were.
             constexpr int halves = STORAGE == 0 ? 1 : 2;
-            d.store(&s.weights[0][0], F + PAD);
+            d.store(s.weights, F + PAD);
             __syncthreads();
             if (halves == 2) d.each([&](int row, int column, float& x) { narrow(x - rounded(x), b.features[row][column]); });
             __syncthreads();
             Inputs x;
             x.zero();
-            x.add_packed<halves>(&s.weights[0][0], F + PAD, (int)(&b.features[0][0] - &s.weights[0][0]), back, F);
+            x.add_packed<halves>(s.weights, F + PAD, (int)(&b.features[0][0] - s.weights), back, F);
             x.each([&](int row, int column, float& y) {
                 if (row >= n || column >= DIM) return;
                 if (KEYS) {

@@ -65,6 +65,7 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
             set_key_offsets(b, keys, span, p.norm, keep);
             __syncthreads();
             n = enter(b, memory, keys, span, packed);
+            absorb(b, memory);
         }
 
         Features w;

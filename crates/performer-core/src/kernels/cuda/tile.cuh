@@ -138,6 +138,24 @@ __device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& 
 
 #endif
 
+// A part of the matrix that has ones up to the diagonal.
+__device__ inline void lower_ones(Left& to, int row, int column) {
+#if STORAGE == 0
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < 4; i++) {
+            to.set(step, i, column + 8 * step + lane() % 4 + 4 * (i / 2) <= row + lane() / 4 + 8 * (i % 2) ? 1.0f : 0.0f);
+        }
+    }
+#else
+    for (int i = 0; i < 4; i++) {
+        int r = row + lane() / 4 + 8 * (i % 2), c = column + 2 * (lane() % 4) + 8 * (i / 2);
+        Operand one;
+        narrow(1.0f, one);
+        to.x[i] = (c <= r ? (unsigned)one.bits : 0u) | (c < r ? (unsigned)one.bits << 16 : 0u);
+    }
+#endif
+}
+
 // A constant right factor (R, C) in global memory, 16x16 after 16x16, rows first, each as 32 bytes a lane: for f32 the numbers that
 // the lane holds in the order of `Right`; else as bf16 twice, the numbers rounded and what rounding left over.
 struct Packed {
@@ -200,6 +218,26 @@ struct Sums {
                 if (!has_column(n)) continue;
                 Right b;
                 load<right_transposed>(b, right, right_stride, k, tile_column(n));
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (has_row(m)) multiply(x[m][n], a[m], b);
+                }
+            }
+        }
+    }
+
+    // += the sums of a row of B and all rows before it.
+    __device__ void add_prefixes(const Operand* right, int right_stride) {
+#pragma unroll 2
+        for (int k = 0; k < ROWS; k += 16) {
+            Left a[TALL];
+#pragma unroll
+            for (int m = 0; m < TALL; m++) lower_ones(a[m], tile_row(m), k);
+#pragma unroll
+            for (int n = 0; n < WIDE; n++) {
+                if (!has_column(n)) continue;
+                Right b;
+                load<false>(b, right, right_stride, k, tile_column(n));
 #pragma unroll
                 for (int m = 0; m < TALL; m++) {
                     if (has_row(m)) multiply(x[m][n], a[m], b);
@@ -389,28 +427,39 @@ struct Span {
 // `parts` tiles, one `part` after the other, where one operand cannot hold a number.
 template <int ROWS, int COLUMNS, int parts, class F>
 __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> from, Span span, int column, int width, F factor) {
-    // 16 bytes at once where all rows begin at a multiple of them.
-    constexpr int N = 16 / sizeof(Stored);
+    // 16 bytes at once where all rows begin at a multiple of them, and a few of those before the first is needed.
+    constexpr int N = 16 / sizeof(Stored), PIECES = ROWS * (COLUMNS / N), EACH = divide(PIECES, THREADS), BATCH = EACH < 4 ? EACH : 4;
     const Stored* first = from.first + column;
     bool whole = ((unsigned long long)first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
-    for (int i = threadIdx.x; i < ROWS * (COLUMNS / N); i += THREADS) {
-        int row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
-        float scale = row < span.count ? factor(row) : 0.0f;
-        const Stored* at = first + span.token(row) * from.stride + c;
-        union { uint4 all; Stored x[N]; } piece;
-        if (scale == 0.0f) {
-            piece.all = make_uint4(0, 0, 0, 0);
-        } else if (whole && c + N <= width) {
-            piece.all = load_once((const uint4*)at);
-        } else {
-            piece.all = make_uint4(0, 0, 0, 0);
-            for (int j = 0; j < N && c + j < width; j++) piece.x[j] = at[j];
+    for (int start = threadIdx.x; start < PIECES; start += THREADS * BATCH) {
+        union { uint4 all; Stored x[N]; } pieces[BATCH];
+        float scales[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = start + b * THREADS, row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
+            scales[b] = i < PIECES && row < span.count ? factor(row) : 0.0f;
+            const Stored* at = first + span.token(row) * from.stride + c;
+            pieces[b].all = make_uint4(0, 0, 0, 0);
+            if (scales[b] == 0.0f) continue;
+            if (whole && c + N <= width) {
+                pieces[b].all = load_once((const uint4*)at);
+            } else {
+                for (int j = 0; j < N; j++) {
+                    if (c + j < width) pieces[b].x[j] = at[j];
+                }
+            }
         }
-        Operand* out = to + row * stride + c;
-        for (int j = 0; j < N; j++) {
-            float x = widen(piece.x[j]) * scale;
-            narrow(x, out[j]);
-            if (parts == 2) narrow(x - widen(out[j]), out[part + j]);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = start + b * THREADS, row = i / (COLUMNS / N), c = i % (COLUMNS / N) * N;
+            if (i >= PIECES) continue;
+            Operand* out = to + row * stride + c;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float x = widen(pieces[b].x[j]) * scales[b];
+                narrow(x, out[j]);
+                if (parts == 2) narrow(x - widen(out[j]), out[part + j]);
+            }
         }
     }
 }

@@ -47,6 +47,8 @@ impl Blocks {
                 blocks.slice = (blocks.slice / 2).next_multiple_of(16);
             } else if blocks.chunk > 16 {
                 blocks.chunk /= 2;
+            } else if blocks.slice > 16 {
+                blocks.slice = 16;
             } else {
                 break;
             }
@@ -114,15 +116,15 @@ impl Blocks {
         self.shared_sums() + self.side() + self.tile(c, self.f()) + self.tile(c, c) + 4 * c * (3 * self.turns() + 2)
     }
 
-    /// Shared memory of the kernels of gradients.
+    /// Shared memory of the kernels of gradients, in bytes.
     pub(crate) fn shared_backward(&self) -> usize {
         let c = self.chunk;
+        let weights = self.tile(c, self.f().max(c)) + self.tile(c, c);
         self.shared_sums()
             + self.side()
             + self.tile(c, self.slice)
-            + self.tile(c, self.f())
-            + self.tile(c, c)
-            + 4 * c * (1 + 5 * self.turns())
+            + weights.max(self.tile(self.f(), self.slice))
+            + 4 * c * (1 + 3 * self.turns())
     }
 }
 
@@ -136,10 +138,11 @@ mod tests {
     #[test]
     fn every_size_fits() {
         for storage in 0..3 {
-            for dim in [16, 64, 128] {
-                for features in [16, 24, 128, 256, 512] {
+            for dim in [16, 64, MOST_WIDTH] {
+                for features in [16, 24, 128, 256, MOST_FEATURES] {
                     for most in CARDS {
                         let b = Blocks::choose(storage, 0, [dim, features, dim], most);
+                        assert_eq!(b.record() % b.f(), 0);
                         assert!(b.shared_forward() <= most && b.shared_backward() <= most, "{b:?}");
                     }
                 }
