@@ -40,7 +40,7 @@ fn data() -> Result<Prepared> {
     })
 }
 
-/// A softmax model with sharp heads.
+/// A softmax model with sharp heads, and opinions.
 fn teacher(data: &Prepared) -> Result<Pretrained> {
     let (preset, _) = Preset::Small.load()?;
     let config = ModelConfig {
@@ -59,6 +59,9 @@ fn teacher(data: &Prepared) -> Result<Pretrained> {
         if name.contains("q_proj") || name.contains("k_proj") {
             *tensor = (&*tensor * 12.0)?;
         }
+        if name == "model.norm.weight" {
+            *tensor = (&*tensor * 20.0)?;
+        }
     }
     Ok(Pretrained { config, tensors, tokenizer: data.tokenizer.clone() })
 }
@@ -75,7 +78,7 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         transfer_steps: 40,
         transfer_rate: 1e-2,
         batch_size: 4,
-        tuning: Some(Tuning { steps: 20, rate: 1e-3, distillation: 1.0 }),
+        tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0 }),
         measure_tokens: 600,
         seed: 3,
     }
@@ -96,7 +99,7 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     let agreement = |i: usize| report.stages[i].measured.top1_agreement;
     assert_eq!((agreement(0), report.stages[0].tokens), (1.0, 0));
     assert!(agreement(3) > agreement(1), "transfer: {} after {}", agreement(3), agreement(1));
-    assert!(agreement(4) > agreement(3) - 0.02, "tune: {} after {}", agreement(4), agreement(3));
+    assert!(agreement(4) > agreement(3), "tune: {} after {}", agreement(4), agreement(3));
     assert_eq!(report.stages[3].tokens, 1000 + 40 * 4 * 48);
     assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
     assert!(report.chart().to_svg()?.contains("teacher"));
