@@ -75,10 +75,7 @@ pub(crate) fn takes(t: &Tensor) -> bool {
 pub type View<'a> = (&'a CudaStorage, &'a Layout);
 
 /// The storages and layouts of tensors on a device, for the time of `work`.
-pub fn with_storages<const N: usize, R>(
-    tensors: [&Tensor; N],
-    work: impl FnOnce([View; N]) -> Result<R>,
-) -> Result<R> {
+pub fn with_storages<const N: usize, R>(tensors: [&Tensor; N], work: impl FnOnce([View; N]) -> Result<R>) -> Result<R> {
     let guards = tensors.map(|t| t.storage_and_layout());
     if guards.iter().any(|(storage, _)| !matches!(**storage, Storage::Cuda(_))) {
         bail!("a CUDA kernel was given a tensor that is elsewhere");
