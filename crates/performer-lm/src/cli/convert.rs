@@ -15,7 +15,7 @@ use crate::{
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  performer-lm convert runs/small-softmax-seed1 --data stories/ --out runs/converted
+  performer-lm convert runs/small-softmax-seed42 --data stories/ --out runs/converted
   performer-lm convert stories260K.bin --attention favor:m=64,map=learned,window=32 --data stories/ --out runs/converted
   performer-lm convert SmolLM2-135M.gguf --layer 0=softmax --layer 29=softmax --context 256 --data book.txt --out runs/smol
   performer-lm convert stories260K.bin --inspect --data stories/")]

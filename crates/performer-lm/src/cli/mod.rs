@@ -44,7 +44,7 @@ Examples:
   performer-lm compare --seeds 1,2,3                softmax against FAVOR+, three seeds, a table and a plot
   performer-lm generate runs/seed-favor-m128-seed42      write a story
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
-  performer-lm convert runs/small-softmax-seed1 --out runs/converted     a softmax model into a Performer
+  performer-lm convert runs/small-softmax-seed42 --out runs/converted     a softmax model into a Performer
   performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths
   performer-lm gpu-check --device cuda              check and time every kernel on this machine's GPU";
 

@@ -1,10 +1,10 @@
 //! From a pretrained softmax model to a Performer: calibrate, transfer the attention, fine-tune.
 //!
-//! 1. **Calibrate** ([`statistics`]): the teacher reads text; means and covariances of each head's queries and keys are what features are
+//! 1. **Calibrate** (`statistics`): the teacher reads text; means and covariances of each head's queries and keys are what features are
 //!    fitted to ([`performer_core::features::fit`]). No weight changes.
-//! 2. **Transfer** ([`transfer`]): feature maps alone are trained, in all layers at once, so that each layer's attention returns what the
+//! 2. **Transfer** (`transfer`): feature maps alone are trained, in all layers at once, so that each layer's attention returns what the
 //!    teacher's returns on the teacher's own hidden states.
-//! 3. **Fine-tune** ([`tune`]): all weights are trained on the next token and on the teacher's distribution of it.
+//! 3. **Fine-tune** (`tune`): all weights are trained on the next token and on the teacher's distribution of it.
 //!
 //! After each stage the student is saved, and measured beside the teacher on the same held-out tokens.
 
