@@ -125,17 +125,19 @@ fn stages_bring_the_student_nearer() -> Result<()> {
 }
 
 #[test]
-fn it_goes_on_after_the_last_finished_stage() -> Result<()> {
+fn it_goes_on_after_the_last_finished_stage_on_any_number_of_threads() -> Result<()> {
     let (data, stop) = (data()?, AtomicBool::new(false));
     let teacher = teacher(&data)?;
     let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
     let attention = "favor:m=8,map=learned";
-    let expected = convert(&plan(&teacher, attention, whole.path(), &stop), &data)?;
-    let first = Plan { transfer_steps: 0, tuning: None, ..plan(&teacher, attention, parts.path(), &stop) };
+    // More than one pass a step, and another number of threads.
+    let large = |out, threads| Plan { batch_size: 10, threads, ..plan(&teacher, attention, out, &stop) };
+    let expected = convert(&large(whole.path(), 3), &data)?;
+    let first = Plan { transfer_steps: 0, tuning: None, ..large(parts.path(), 1) };
     assert_eq!(convert(&first, &data)?.stages.len(), 3);
     let stopped = AtomicBool::new(true);
     assert!(run(&plan(&teacher, attention, parts.path(), &stopped), &data, &mut |_| ())?.is_none());
-    let report = convert(&plan(&teacher, attention, parts.path(), &stop), &data)?;
+    let report = convert(&large(parts.path(), 1), &data)?;
     let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
     assert_eq!(losses(&report), losses(&expected));
     Ok(())

@@ -8,6 +8,7 @@
 //!
 //! After each stage the student is saved, and measured beside the teacher on the same held-out tokens.
 
+mod descend;
 mod measure;
 mod statistics;
 mod transfer;

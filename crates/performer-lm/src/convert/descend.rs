@@ -1,0 +1,75 @@
+//! The loop that the training stages share.
+
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result};
+use candle_core::{Tensor, Var};
+
+use super::Plan;
+use crate::{
+    data::{Batches, Prepared},
+    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule, in_order},
+};
+
+/// Sequences of a pass. Fixed, so that results do not depend on the number of threads; few, for teacher and student have logits at once.
+const ROWS: usize = 4;
+
+/// What differs between the stages.
+pub(super) struct Descent {
+    pub(super) name: &'static str,
+    pub(super) steps: usize,
+    /// Peak learning rate, and the option that sets it.
+    pub(super) rate: (f64, &'static str),
+    pub(super) weight_decay: f64,
+    /// Seed of the order of the text.
+    pub(super) seed: u64,
+}
+
+/// Trains `parameters` on `loss(ids, targets)`, the mean over ids `(B, T)`. Returns the tokens seen; `None` if it was stopped.
+pub(super) fn descend(
+    plan: &Plan,
+    descent: &Descent,
+    parameters: Vec<(String, Var)>,
+    data: &Prepared,
+    loss: impl Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
+) -> Result<Option<u64>> {
+    let Descent { name, steps, rate: (rate, option), weight_decay, seed } = *descent;
+    let mut optimizer = AdamW::new(parameters, AdamWConfig { weight_decay, ..AdamWConfig::default() })?;
+    let batches = Batches::new(data.train.clone(), plan.config.context, plan.batch_size, seed)?;
+    let schedule = Schedule::WarmupCosine { warmup_steps: steps.min(20), min_fraction: 0.05 };
+    let bar = Bar::new(name, steps);
+    for step in 0..steps {
+        if plan.stop.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let (epoch, index) = batches.position(step as u64);
+        let batch = batches.batch(epoch, index)?;
+        let (mut mean, mut sum) = (0.0, None::<Gradients>);
+        in_order(
+            plan.batch_size.div_ceil(ROWS),
+            plan.threads,
+            |i| {
+                let part = i * ROWS * batch.context..((i + 1) * ROWS * batch.context).min(batch.inputs.len());
+                let rows = part.len() / batch.context;
+                let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), &plan.device)?;
+                let loss = (loss(&ids, &batch.targets[part])? * (rows as f64 / plan.batch_size as f64))?;
+                let gradients = Gradients::from_store(&loss.backward()?, optimizer.parameters())?;
+                Ok((f64::from(loss.to_scalar::<f32>()?), gradients))
+            },
+            |(part, gradients)| {
+                mean += part;
+                match &mut sum {
+                    None => sum = Some(gradients),
+                    Some(sum) => sum.add(gradients)?,
+                }
+                Ok(())
+            },
+        )?;
+        let gradients = sum.context("the batch is empty")?;
+        optimizer
+            .step(&gradients, schedule.lr(rate, step, steps), Some(1.0))
+            .with_context(|| format!("{name} step {}, loss {mean}; lower {option}", step + 1))?;
+        bar.step(step + 1, mean);
+    }
+    Ok(Some((steps * batches.tokens_per_batch()) as u64))
+}
