@@ -9,7 +9,13 @@ use candle_core::{D, DType, Result, Tensor, bail};
 
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
-use crate::kernels::{activation::Gelu, cross_entropy::CrossEntropy, linear::AddBias, norm::Norm, tiled_cross_entropy};
+use crate::kernels::{
+    activation::Gelu,
+    cross_entropy::{CrossEntropy, Teacher},
+    linear::AddBias,
+    norm::Norm,
+    tiled_cross_entropy,
+};
 
 fn is_fused_on_cpu(x: &Tensor) -> bool {
     x.device().is_cpu() && x.dtype() == DType::F32 && x.elem_count() > 0
@@ -151,6 +157,50 @@ pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If a target lies beyond the vocabulary, or the number of targets is not `N`.
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Tensor> {
+    check_head(x, weight, targets)?;
+    if is_fused_on_cpu(x) && weight.dtype() == DType::F32 {
+        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(targets, None));
+    }
+    let targets = Tensor::from_slice(targets, targets.len(), x.device())?;
+    tiled_cross_entropy::cross_entropy(x, weight, targets)
+}
+
+/// Distillation (Hinton et al. 2015, <https://arxiv.org/abs/1503.02531>): the mean of `−log softmax(W x)` over a mixture of each target and
+/// the distribution `softmax(W' x')` of a teacher, which has `share` of it and gets no gradient. Hidden states `x` `(N, E)` and a head
+/// `weight` `(V, E)`, the teacher's `(N, E')` and `(V, E')`, `N` targets → `(N)`, nats. On the CPU in f32 all logits are made in tiles.
+///
+/// # Errors
+/// As [`linear_cross_entropy`], or if the teacher has other rows or another vocabulary.
+pub fn linear_distillation(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &[u32],
+    teacher: (&Tensor, &Tensor),
+    share: f64,
+) -> Result<Tensor> {
+    check_head(x, weight, targets)?;
+    let (states, head) = (teacher.0.detach(), teacher.1.detach());
+    check_head(&states, &head, targets)?;
+    if head.dim(0)? != weight.dim(0)? {
+        bail!("distillation: the teacher has a vocabulary of {}, the student one of {}", head.dim(0)?, weight.dim(0)?);
+    }
+    if [x, weight, &states, &head].iter().all(|t| is_fused_on_cpu(t)) {
+        let teacher = Teacher { states: states.contiguous()?, head: head.contiguous()?, share: share as f32 };
+        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(targets, Some(teacher)));
+    }
+    let logits = |x: &Tensor, w: &Tensor| -> Result<Tensor> {
+        let logits = matmul(x, &w.to_dtype(x.dtype())?.t()?)?;
+        if logits.dtype() == DType::F64 { Ok(logits) } else { logits.to_dtype(DType::F32) }
+    };
+    let logs = candle_nn::ops::log_softmax(&logits(x, weight)?, D::Minus1)?;
+    let soft = candle_nn::ops::softmax(&logits(&states, &head)?, D::Minus1)?.to_dtype(logs.dtype())?;
+    let targets = Tensor::from_slice(targets, (targets.len(), 1), x.device())?;
+    let hard = logs.gather(&targets, D::Minus1)?.squeeze(1)?;
+    (hard * (share - 1.0))? - ((soft * logs)?.sum(D::Minus1)? * share)?
+}
+
+/// Refuses targets `(N)` that hidden states `(N, E)` and a head `(V, E)` do not fit.
+fn check_head(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<()> {
     let ((n, e), (vocabulary, width)) = (x.dims2()?, weight.dims2()?);
     if targets.len() != n {
         bail!("cross-entropy of {n} hidden states with {} targets; it needs one each", targets.len());
@@ -161,9 +211,5 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Res
     if let Some(bad) = targets.iter().find(|&&t| t as usize >= vocabulary) {
         bail!("target {bad} lies beyond the vocabulary of {vocabulary}");
     }
-    if is_fused_on_cpu(x) && weight.dtype() == DType::F32 {
-        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(targets));
-    }
-    let targets = Tensor::from_slice(targets, n, x.device())?;
-    tiled_cross_entropy::cross_entropy(x, weight, targets)
+    Ok(())
 }

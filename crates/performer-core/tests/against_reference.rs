@@ -194,7 +194,7 @@ fn any_chunk_size() -> Result<()> {
 /// Through [`Favor::new`]: what it draws is what its buffers say, for every kind of projection.
 #[test]
 fn every_projection() -> Result<()> {
-    for map in FeatureMapKind::NAMED.into_iter().filter(|map| map.is_random() && !map.is_fitted()) {
+    for map in FeatureMapKind::NAMED.into_iter().filter(|map| map.is_random() && !map.has_parameters()) {
         for projection in ProjectionKind::ALL {
             for radii in Radii::ALL {
                 for causal in [false, true] {

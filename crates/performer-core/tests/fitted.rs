@@ -156,8 +156,8 @@ fn run(attention: &dyn Attention, mask: &Mask, t: usize, dtype: DType) -> Result
 fn fused_kernels_agree_with_composed_operations_in_f64() -> Result<()> {
     for t in [2, 9, 130] {
         for mask in [Mask::causal(), Mask::full()] {
-            let truth = run(&Favor::fitted(full_fit(DType::F64)?)?, &mask, t, DType::F64)?;
-            let fused = run(&Favor::fitted(full_fit(DType::F32)?)?, &mask, t, DType::F32)?;
+            let truth = run(&Favor::with_map(Box::new(full_fit(DType::F64)?))?, &mask, t, DType::F64)?;
+            let fused = run(&Favor::with_map(Box::new(full_fit(DType::F32)?))?, &mask, t, DType::F32)?;
             for (name, (actual, expected)) in ["output", "q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
                 assert_close(
                     &format!("T={t} causal {} {name}", mask.is_causal()),
@@ -175,7 +175,7 @@ fn fused_kernels_agree_with_composed_operations_in_f64() -> Result<()> {
 #[test]
 fn steps_are_one_pass() -> Result<()> {
     let t = 40;
-    let attention = Favor::fitted(full_fit(DType::F32)?)?;
+    let attention = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
     let [q, k, v] = qkv(t, DType::F32)?;
     let whole = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
     let mut state = State::new();
@@ -200,7 +200,7 @@ fn parameters_that_are_variables_get_gradients_and_give_the_same_outputs() -> Re
     })?;
     let [q, k, v] = qkv(70, DType::F32)?;
     let out = Favor::with_map(Box::new(trainable))?.forward(&q, &k, &v, &Mask::causal())?;
-    let expected = values(&Favor::fitted(constant.clone())?.forward(&q, &k, &v, &Mask::causal())?)?;
+    let expected = values(&Favor::with_map(Box::new(constant.clone()))?.forward(&q, &k, &v, &Mask::causal())?)?;
     assert_tensor_close("variables", &out, &expected, 1e-5);
     let gradients = out.sqr()?.sum_all()?.backward()?;
     // What multiplies all features of a query has no part in attention.
@@ -212,13 +212,41 @@ fn parameters_that_are_variables_get_gradients_and_give_the_same_outputs() -> Re
 }
 
 #[test]
+fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
+    for map in [FeatureMapKind::Learned, FeatureMapKind::Hedgehog] {
+        let config = performer_core::FavorConfig { map, features: 9, ..performer_core::FavorConfig::default() };
+        let mut favor = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
+        let [q, k, v] = qkv(70, DType::F32)?;
+        let before = values(&favor.forward(&q, &k, &v, &Mask::causal())?)?;
+        // A set for each of two heads.
+        let vars: Vec<(String, Var)> = favor
+            .buffers()
+            .into_iter()
+            .map(|(name, tensor)| Ok((name, Var::from_tensor(&Tensor::cat(&[&tensor, &tensor], 0)?)?)))
+            .collect::<Result<_>>()?;
+        favor.load_buffers(&|name| vars.iter().find(|(n, _)| n == name).map(|(_, var)| var.as_tensor().clone()))?;
+        let out = favor.forward(&q, &k, &v, &Mask::causal())?;
+        assert_tensor_close(&map.to_string(), &out, &before, 1e-5);
+        let gradients = out.sqr()?.sum_all()?.backward()?;
+        for (name, var) in &vars {
+            let gradient = gradients.get(var).unwrap_or_else(|| panic!("{map} {name} has no gradient"));
+            for head in 0..2 {
+                let part = values(&gradient.get(head)?)?;
+                assert!(part.iter().any(|g| g.abs() > 1e-6), "{map} {name}: the gradient of head {head} is zero");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn buffers_restore_a_fit_of_any_number_of_heads() -> Result<()> {
     let config = performer_core::FavorConfig {
         map: FeatureMapKind::Dense,
         features: 20,
         ..performer_core::FavorConfig::default()
     };
-    let fitted = Favor::fitted(full_fit(DType::F32)?)?;
+    let fitted = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
     let saved = fitted.buffers();
     let mut fresh = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
     fresh.load_buffers(&|name| saved.iter().find(|(n, _)| n == name).map(|(_, t)| t.clone()))?;

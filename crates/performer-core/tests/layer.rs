@@ -163,8 +163,8 @@ fn a_saved_layer_is_the_same_layer() -> Result<()> {
         let expected = values(&original.forward(&x, &Mask::causal(), false)?)?;
 
         let mut tensors: HashMap<String, Tensor> = original.attention().buffers().into_iter().collect();
-        assert_eq!(tensors.contains_key("projection"), map.is_random() && !map.is_fitted(), "{map}");
-        assert_eq!(tensors.contains_key("feature_map.queries"), map.is_fitted(), "{map}");
+        assert_eq!(tensors.contains_key("projection"), map.is_random() && !map.has_parameters(), "{map}");
+        assert_eq!(tensors.contains_key("feature_map.queries"), map.has_parameters(), "{map}");
         assert_eq!(tensors.contains_key("offsets"), map.has_offsets(), "{map}");
         for (name, var) in vars.data().lock().unwrap().iter() {
             tensors.insert(name.clone(), var.as_tensor().clone());
@@ -196,7 +196,7 @@ fn redrawing_changes_random_features_and_the_seed_restores_them() -> Result<()> 
         layer.attention_mut().redraw(2)?;
         let second = values(&layer.forward(&x, &Mask::causal(), false)?)?;
         // What was fitted or trained depends on the rows it began with.
-        assert_eq!(first != second, map.is_random() && !map.is_fitted(), "{map}");
+        assert_eq!(first != second, map.is_random() && !map.has_parameters(), "{map}");
         layer.attention_mut().redraw(1)?;
         assert_eq!(values(&layer.forward(&x, &Mask::causal(), false)?)?, first, "{map}");
     }

@@ -101,6 +101,34 @@ fn logits_of_any_size_do_not_overflow() -> Result<()> {
 }
 
 #[test]
+fn distillation_matches_its_formula() -> Result<()> {
+    for (n, e, theirs, vocabulary) in [(1, 3, 5, 2), (70, 20, 9, 1500), (130, 16, 16, 40)] {
+        let inputs = [numbers(&[n, e], 0)?, numbers(&[vocabulary, e], 5)?];
+        let teacher = [numbers(&[n, theirs], 3)?, numbers(&[vocabulary, theirs], 8)?];
+        let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
+        for share in [0.0, 0.3, 1.0] {
+            assert_same(&format!("{n} of {e} over {vocabulary}, share {share}"), &inputs, 2e-5, |t| {
+                let [states, head] = [0, 1].map(|i| teacher[i].to_dtype(t[0].dtype()));
+                ops::linear_distillation(&t[0], &t[1], &targets, (&states?, &head?), share)
+            });
+        }
+        // A teacher that is the student says what the student says: all that is left of its share is entropy.
+        let [x, w] = inputs.each_ref().map(|t| Var::from_tensor(&t.to_dtype(DType::F32)?));
+        let (x, w) = (x?, w?);
+        let same = ops::linear_distillation(&x, &w, &targets, (&x, &w), 1.0)?;
+        let gradients = same.sum_all()?.backward()?;
+        for var in [&x, &w] {
+            let largest = gradients.get(var).expect("a gradient").abs()?.max_all()?.to_scalar::<f32>()?;
+            assert!(largest < 1e-4, "{largest}");
+        }
+        let fewer = w.narrow(0, 0, vocabulary - 1)?;
+        let error = ops::linear_distillation(&x, &w, &vec![0; n], (&x, &fewer), 0.5).expect_err("another vocabulary");
+        assert!(error.to_string().contains("the teacher has a vocabulary"), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn cross_entropy_refuses_what_does_not_fit() -> Result<()> {
     let x = Tensor::zeros((2, 4), DType::F32, &Device::Cpu)?;
     let w = Tensor::zeros((5, 4), DType::F32, &Device::Cpu)?;

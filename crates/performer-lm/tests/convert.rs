@@ -75,10 +75,12 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         threads: 2,
         stop,
         calibrate_tokens: 1000,
+        balance: false,
         transfer_steps: 40,
         transfer_rate: 1e-2,
         batch_size: 4,
-        tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0 }),
+        tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0, adapters: None, points: 3 }),
+        control: false,
         measure_tokens: 600,
         seed: 3,
     }
@@ -143,6 +145,53 @@ fn it_goes_on_after_the_last_finished_stage_on_any_number_of_threads() -> Result
     Ok(())
 }
 
+fn with_control(plan: Plan, calibrate_tokens: usize, tuning: Tuning) -> Plan {
+    Plan { transfer_steps: 6, tuning: Some(tuning), control: true, calibrate_tokens, ..plan }
+}
+
+#[test]
+fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
+    let (data, stop) = (data()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    for (attention, adapters, calibrate_tokens) in
+        [("favor:m=8,map=learned,window=4", None, 500), ("favor:m=8,map=hedgehog", Some(4), 0)]
+    {
+        let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
+        let tuning = Tuning { steps: 12, rate: 1e-3, distillation: 0.5, adapters, points: 2 };
+        let unbroken = with_control(plan(&teacher, attention, whole.path(), &stop), calibrate_tokens, tuning);
+        let expected = convert(&unbroken, &data)?;
+        let tuned = expected.stages.last().context("stages")?;
+        assert_eq!((&tuned.name[..], tuned.points.len()), ("tune", 2));
+
+        // Stopped from outside again and again, wherever it is then.
+        let mut stops = 0;
+        let report = loop {
+            let now = AtomicBool::new(false);
+            let done = std::thread::scope(|scope| {
+                let run = scope.spawn(|| {
+                    let plan = with_control(plan(&teacher, attention, parts.path(), &now), calibrate_tokens, tuning);
+                    run(&plan, &data, &mut |_| ())
+                });
+                std::thread::sleep(std::time::Duration::from_millis(40 + 150 * stops));
+                now.store(true, std::sync::atomic::Ordering::Relaxed);
+                run.join().expect("no panic")
+            })?;
+            match done {
+                Some(report) => break report,
+                None => stops += 1,
+            }
+        };
+        let losses = |r: &Report| -> Vec<_> { r.stages.iter().map(|s| (s.measured, s.points.clone())).collect() };
+        assert_eq!(losses(&report), losses(&expected), "{attention} after {stops} stops");
+        let control = |r: &Report| r.control.as_ref().map(|stage| stage.measured);
+        assert!(control(&report).is_some() && control(&report) == control(&expected), "{attention}");
+        let left = std::fs::read_dir(parts.path())?.map(|entry| Ok(entry?.file_name().to_string_lossy().to_string()));
+        let left: Vec<String> = left.collect::<Result<_>>()?;
+        assert!(!left.iter().any(|name| name.contains("interrupted")), "{left:?}");
+    }
+    Ok(())
+}
+
 #[test]
 fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
@@ -161,7 +210,8 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     let other = tempfile::tempdir()?;
     refused(&plan(&saved, "favor:m=8,map=learned", other.path(), &stop), "only softmax models");
     refused(&plan(&teacher, "favor:m=8", other.path(), &stop), "cannot be fitted");
-    refused(&plan(&teacher, "favor:m=8,map=dense", other.path(), &stop), "only map=learned can be trained");
+    refused(&plan(&teacher, "favor:m=8,map=dense", other.path(), &stop), "cannot be trained");
+    refused(&plan(&teacher, "favor:m=8,map=hedgehog", other.path(), &stop), "cannot be fitted");
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have linear attention");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "choose another --out");
     Ok(())
@@ -174,7 +224,7 @@ fn inspection_reports_every_head() -> Result<()> {
     let model = teacher.decoder(&Device::Cpu)?;
     for attention in ["favor:m=64", "favor:m=64,map=dense"] {
         let attention: AttentionConfig = attention.parse().expect("an attention");
-        let heads = inspect(&model, &data, attention.favor().expect("linear"), 500, 1)?;
+        let heads = inspect(&model, &data, attention.favor().expect("linear"), true, 500, 1)?;
         assert_eq!(heads.iter().map(|h| (h.layer, h.head)).collect::<Vec<_>>().len(), 2 * 4);
         for h in heads {
             assert!((0.0..=1.0).contains(&h.row_total_variation), "{h:?}");

@@ -7,7 +7,7 @@ use performer_lm::{
     model::{Decoder, Dropout},
 };
 
-const ATTENTIONS: [&str; 8] = [
+const ATTENTIONS: [&str; 10] = [
     "softmax",
     "favor:m=24",
     "favor:m=8,map=hyperbolic,projection=gaussian",
@@ -16,6 +16,8 @@ const ATTENTIONS: [&str; 8] = [
     "favor:map=taylor2",
     "favor:map=limit-2",
     "favor:m=64,map=hermite-tail,radii=sqrt",
+    "favor:m=8,map=hedgehog",
+    "favor:m=8,map=learned,window=4",
 ];
 
 fn base(attention: &str) -> ModelConfig {
@@ -95,6 +97,43 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
                 let unseen = attention == "softmax" && name.ends_with("k_proj.bias");
                 assert!(size.is_finite() && (size > 1e-9 || unseen), "{name} has gradient {size} in {config:?}");
             }
+        }
+    }
+    Ok(())
+}
+
+/// Maps that are trained are parameters like all others, and constants once they are saved.
+#[test]
+fn trained_maps_get_gradients_and_come_back_as_they_were() -> Result<()> {
+    for attention in ["favor:m=8,map=learned", "favor:m=8,map=hedgehog", "favor:m=8,map=learned,window=4"] {
+        let config = ModelConfig { kv_heads: 2, ..base(attention) };
+        let mut model = Decoder::new(&config, 1, &Device::Cpu)?;
+        let ids_ = tensor(&ids(2, 40, 0), 2)?;
+        let logits =
+            |model: &Decoder| -> Result<Vec<f32>> { Ok(model.forward(&ids_, None)?.flatten_all()?.to_vec1()?) };
+        let (count, before) = (model.named_parameters()?.len(), logits(&model)?);
+        model.train_maps()?;
+        let parameters = model.named_parameters()?;
+        let maps = parameters.iter().filter(|(name, _)| name.contains(".feature_map."));
+        assert_eq!(parameters.len() - count, maps.count(), "{attention}");
+        assert!(parameters.len() > count, "{attention}");
+        let gradients = model.losses(&ids_, &ids(2, 40, 1), None)?.mean_all()?.backward()?;
+        for (name, var) in &parameters {
+            let Some(gradient) = gradients.get(var) else { panic!("{name} has no gradient with {attention}") };
+            let size = gradient.abs()?.sum_all()?.to_scalar::<f32>()?;
+            assert!(size > 1e-9, "{name} has gradient {size} with {attention}");
+            // Another value for each, so that it shows whether it comes back.
+            var.set(&(var.as_detached_tensor() * 1.1)?)?;
+        }
+        let saved = Decoder::from_tensors(&config, &model.tensors()?, &Device::Cpu)?;
+        assert_eq!(saved.named_parameters()?.len(), count, "{attention}: constants again");
+        let over = Decoder::over_tensors(&config, &model.tensors()?, &Device::Cpu)?;
+        assert!(over.named_parameters()?.is_empty());
+        let now = logits(&model)?;
+        assert_ne!(before, now);
+        for (what, other) in [("saved", logits(&saved)?), ("over tensors", logits(&over)?)] {
+            let error = now.iter().zip(&other).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(error < 1e-4, "{attention}, {what}: {error}");
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ use super::{
     state::Memory,
 };
 use crate::{
-    features::{ExponentialForm, FeatureMap, FeatureMapKind, Fitted, RandomParameters, fit},
+    features::{ExponentialForm, FeatureMap, FeatureMapKind, RandomParameters},
     kernels::{
         self,
         favor::{Exponential, Map},
@@ -76,10 +76,10 @@ pub struct Favor {
 /// What the map is made from, so that it can be saved, loaded and drawn again.
 #[derive(Debug)]
 enum Parameters {
-    /// Nothing, or nothing that is known here.
-    None,
+    /// Drawn from a seed.
     Random(FavorConfig, RandomParameters),
-    Fitted(Fitted),
+    /// The map's own, if it has any.
+    OfMap,
 }
 
 impl Favor {
@@ -101,23 +101,14 @@ impl Favor {
         }
         let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let parameters = draw(config, head_dim, seed, dtype, device)?;
-        if config.map.is_fitted() {
-            return Self::fitted(fit::unfitted(config.map, &parameters.projection)?);
+        let mut favor = Self::with_map(config.map.build(head_dim, Some(&parameters), device)?)?;
+        if !config.map.has_parameters() {
+            favor.parameters = Parameters::Random(config.clone(), parameters);
         }
-        let map = config.map.build(head_dim, Some(&parameters), device)?;
-        let mut favor = Self::with_map(map)?;
-        favor.parameters = Parameters::Random(config.clone(), parameters);
         Ok(favor)
     }
 
-    /// FAVOR over features that were fitted or trained; they are its buffers, and redrawing leaves them alone.
-    pub fn fitted(map: Fitted) -> Result<Self> {
-        let mut favor = Self::with_map(Box::new(map.clone()))?;
-        favor.parameters = Parameters::Fitted(map);
-        Ok(favor)
-    }
-
-    /// FAVOR over any feature map, one of yours included. It has no buffers, and redrawing leaves it alone.
+    /// FAVOR over any feature map, one of yours included. [`FeatureMap::parameters`] are its buffers, and redrawing leaves it alone.
     pub fn with_map(map: Box<dyn FeatureMap>) -> Result<Self> {
         let head_dim = map.input_dim();
         if head_dim == 0 || map.feature_dim() == 0 {
@@ -135,7 +126,7 @@ impl Favor {
             map,
             chunk,
             composed: false,
-            parameters: Parameters::None,
+            parameters: Parameters::OfMap,
         })
     }
 
@@ -168,20 +159,19 @@ impl Favor {
         Ok(inputs)
     }
 
-    fn set_parameters(&mut self, parameters: Parameters) -> Result<()> {
-        self.map = match &parameters {
-            Parameters::None => return Ok(()),
-            Parameters::Random(config, random) => {
-                config.map.build(self.map.input_dim(), Some(random), random.projection.device())?
-            }
-            Parameters::Fitted(fitted) => Box::new(fitted.clone()),
-        };
-        self.parameters = parameters;
-        self.maps = kernel_maps(&*self.map)?;
+    fn set_map(&mut self, map: Box<dyn FeatureMap>) -> Result<()> {
+        self.maps = kernel_maps(&*map)?;
         #[cfg(feature = "cuda")]
         {
-            self.projection = projection_on_card(&*self.map)?;
+            self.projection = projection_on_card(&*map)?;
         }
+        self.map = map;
+        Ok(())
+    }
+
+    fn set_random(&mut self, config: FavorConfig, random: RandomParameters) -> Result<()> {
+        self.set_map(config.map.build(self.map.input_dim(), Some(&random), random.projection.device())?)?;
+        self.parameters = Parameters::Random(config, random);
         Ok(())
     }
 
@@ -352,13 +342,12 @@ impl Attention for Favor {
 
     fn buffers(&self) -> Vec<(String, Tensor)> {
         match &self.parameters {
-            Parameters::None => Vec::new(),
             Parameters::Random(_, random) => {
                 let offsets = random.offsets.iter().map(|offsets| ("offsets".to_string(), offsets.clone()));
                 std::iter::once(("projection".to_string(), random.projection.clone())).chain(offsets).collect()
             }
-            Parameters::Fitted(fitted) => {
-                let named = fitted.tensors().into_iter();
+            Parameters::OfMap => {
+                let named = self.map.parameters().into_iter();
                 named.map(|(name, tensor)| (format!("feature_map.{name}"), tensor.detach())).collect()
             }
         }
@@ -372,36 +361,32 @@ impl Attention for Favor {
                 None => bail!("buffer {name} {:?} is missing", old.dims()),
             }
         };
-        let parameters = match &self.parameters {
-            Parameters::None => return Ok(()),
+        match &self.parameters {
             Parameters::Random(config, random) => {
                 let projection = take("projection", &random.projection)?;
                 let offsets = random.offsets.as_ref().map(|o| take("offsets", o)).transpose()?;
-                Parameters::Random(config.clone(), RandomParameters { projection, offsets })
+                self.set_random(config.clone(), RandomParameters { projection, offsets })
             }
-            Parameters::Fitted(old) => {
-                // How many heads it was fitted to, only what was saved can tell.
-                let fitted = Fitted::from_tensors(&|name| {
+            Parameters::OfMap => {
+                let parameters = self.map.parameters();
+                let Some((_, like)) = parameters.first() else { return Ok(()) };
+                let (dtype, device) = (like.dtype(), like.device());
+                // Of how many heads they are, only what was saved can tell: the map looks at the shapes.
+                let map = self.map.with_parameters(&|name| {
                     let tensor = get(&format!("feature_map.{name}"))?;
-                    tensor.to_dtype(old.queries.dtype()).ok()?.to_device(old.queries.device()).ok()
+                    tensor.to_dtype(dtype).ok()?.to_device(device).ok()
                 })?;
-                let ([_, m, d], [_, old_m, old_d]) = (fitted.queries.dims(), old.queries.dims()) else {
-                    bail!("buffer feature_map.queries has shape {:?}", fitted.queries.dims())
-                };
-                if (m, d) != (old_m, old_d) {
-                    bail!("buffer feature_map.queries has {m} features of {d}; it must have {old_m} of {old_d}");
-                }
-                Parameters::Fitted(fitted)
+                self.set_map(map)
             }
-        };
-        self.set_parameters(parameters)
+        }
     }
 
     fn redraw(&mut self, seed: u64) -> Result<()> {
         let Parameters::Random(config, RandomParameters { projection: old, .. }) = &self.parameters else {
             return Ok(());
         };
-        let parameters = draw(config, self.map.input_dim(), seed, old.dtype(), old.device())?;
-        self.set_parameters(Parameters::Random(config.clone(), parameters))
+        let (config, parameters) =
+            (config.clone(), draw(config, self.map.input_dim(), seed, old.dtype(), old.device())?);
+        self.set_random(config, parameters)
     }
 }

@@ -86,12 +86,13 @@ pub trait Attention: fmt::Debug + Send + Sync {
     /// inference: the state carries no gradient. A fresh [`State`] starts a sequence.
     fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor>;
 
-    /// Constants to save with the model beside its trained parameters (random projections), by name.
+    /// What to save with the model beside the parameters of its layers: random projections, feature maps that were fitted or trained.
     fn buffers(&self) -> Vec<(String, Tensor)> {
         Vec::new()
     }
 
-    /// Takes over saved constants; `get` returns the tensor of a name in [`Self::buffers`], if it was saved.
+    /// Takes over what was saved; `get` returns the tensor of a name in [`Self::buffers`], if it was saved. A feature map of given variables
+    /// passes gradients to them.
     ///
     /// # Errors
     /// If a buffer is missing or has another shape.

@@ -5,7 +5,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
-use super::{ExponentialForm, FeatureMap, Features, KeyForm};
+use super::{ExponentialForm, FeatureMap, Features, KeyForm, project_by_head};
 
 /// Exponential features with parameters of their own for each of `H` key heads, or one set for all (`H` = 1).
 ///
@@ -36,18 +36,6 @@ impl Fitted {
     /// The same in another dtype and place.
     pub fn to(&self, dtype: DType, device: &Device) -> Result<Self> {
         self.each(|tensor| tensor.to_dtype(dtype)?.to_device(device))
-    }
-
-    /// The same with parameters for each of `heads` key heads, to be trained apart.
-    ///
-    /// # Errors
-    /// If it has parameters for another number of heads already.
-    pub fn for_heads(&self, heads: usize) -> Result<Self> {
-        if self.heads() != 1 && self.heads() != heads {
-            bail!("a feature map fitted to {} key heads cannot serve {heads}", self.heads());
-        }
-        let copies = heads / self.heads();
-        self.each(|tensor| Tensor::cat(&vec![tensor; copies], 0))
     }
 
     fn each(&self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
@@ -113,24 +101,9 @@ impl Fitted {
         self.queries.dims()[0]
     }
 
-    /// `rows · wᵀ` by head: `x` `(B·H, .., D)`, `w` `(H, O, D)` → `(B·H, .., O)`.
-    fn by_head(&self, x: &Tensor, w: &Tensor) -> Result<Tensor> {
-        let (h, o, d) = w.dims3()?;
-        let dims = x.dims();
-        if !dims[0].is_multiple_of(h) {
-            bail!("a feature map fitted to {h} key heads was given {} of them", dims[0]);
-        }
-        let rows = x.elem_count() / (dims[0] * d);
-        let x = x.contiguous()?.reshape((dims[0] / h, h, rows, d))?;
-        let w = w.to_dtype(x.dtype())?.transpose(1, 2)?.unsqueeze(0)?;
-        let mut shape = dims.to_vec();
-        shape[dims.len() - 1] = o;
-        x.broadcast_matmul(&w.contiguous()?)?.reshape(shape)
-    }
-
     /// `‖mx‖²/2 + ln(M)/2`: what all features of a row share, `(.., D) → (.., 1)`.
     fn shared(&self, x: &Tensor, metric: Option<&Tensor>) -> Result<Tensor> {
-        let turned = metric.map(|m| self.by_head(x, m)).transpose()?;
+        let turned = metric.map(|m| project_by_head(x, m)).transpose()?;
         let square = turned.as_ref().unwrap_or(x).sqr()?.sum_keepdim(D::Minus1)?;
         square.affine(0.5, 0.5 * (self.feature_dim() as f64).ln())
     }
@@ -147,17 +120,30 @@ impl FeatureMap for Fitted {
 
     fn features(&self, x: &Tensor) -> Result<Features> {
         let shared = self.shared(x, self.query_metric.as_ref())?;
-        Ok(Features::Log(self.by_head(x, &self.queries)?.broadcast_sub(&shared)?))
+        Ok(Features::Log(project_by_head(x, &self.queries)?.broadcast_sub(&shared)?))
     }
 
     fn key_features(&self, y: &Tensor) -> Result<Features> {
-        let linear = self.by_head(y, &self.keys)?;
+        let linear = project_by_head(y, &self.keys)?;
         let (h, m) = self.log_weights.dims2()?;
         // Rows of heads one after the other, as many batches of them as there are.
         let rows = linear.reshape((linear.dim(0)? / h, h, (), m))?;
         let weights = self.log_weights.to_dtype(y.dtype())?.reshape((1, h, 1, m))?;
         let linear = rows.broadcast_add(&weights)?.reshape(linear.shape())?;
         Ok(Features::Log(linear.broadcast_sub(&self.shared(y, self.key_metric.as_ref())?)?))
+    }
+
+    fn parameters(&self) -> Vec<(&'static str, &Tensor)> {
+        self.tensors()
+    }
+
+    fn with_parameters(&self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<Box<dyn FeatureMap>> {
+        let other = Self::from_tensors(get)?;
+        let (m, d) = (self.feature_dim(), self.input_dim());
+        if (other.feature_dim(), other.input_dim()) != (m, d) {
+            bail!("queries have {} features of {}; they must have {m} of {d}", other.feature_dim(), other.input_dim());
+        }
+        Ok(Box::new(other))
     }
 
     fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {

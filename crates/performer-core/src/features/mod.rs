@@ -15,6 +15,7 @@
 //! | [`Optimal`](FeatureMapKind::Optimal) (FAVOR++) | `(1−4A)^{D/4} M^-½ exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
 //! | [`Dense`](FeatureMapKind::Dense) (FAVOR#) | the same along each eigendirection of the data | softmax, unbiased | `M` |
 //! | [`Learned`](FeatureMapKind::Learned) | `exp(a·x − ‖x‖²/2)`, `exp(b·y + w − ‖y‖²/2)`, trained | its own | `M` |
+//! | [`Hedgehog`](FeatureMapKind::Hedgehog) | `[softmax(a x), softmax(−a x)]`, trained | its own | `2M` |
 //!
 //! Rows `ω` of the projection Ω `(M, D)` come from [`crate::projection`]; `z = x·y`. Rows `x` are already
 //! scaled by `D^-1/4`, so that `x·y = q·k/√D`.
@@ -26,6 +27,7 @@ mod elu;
 mod exponential;
 pub mod fit;
 mod fitted;
+mod hedgehog;
 mod hermite;
 mod polynomial;
 mod relu;
@@ -39,6 +41,7 @@ use serde::{Deserialize, Serialize};
 pub use elu::Elu;
 pub use exponential::{Hyperbolic, Positive};
 pub use fitted::Fitted;
+pub use hedgehog::Hedgehog;
 pub use hermite::HermiteTail;
 pub use polynomial::{Limit, Taylor2};
 pub use relu::{RELU_EPSILON, Relu};
@@ -120,6 +123,22 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         half_square_norm(x)?.affine(1.0, 0.5 * (self.feature_dim() as f64).ln())
     }
 
+    /// Tensors of a map that is fitted or trained, by name: saved with the model. The first dimension of each counts key heads; 1 serves
+    /// all. What is drawn from a seed is none of them.
+    fn parameters(&self) -> Vec<(&'static str, &Tensor)> {
+        Vec::new()
+    }
+
+    /// The same map of other parameters, `get` returning those that there are by name: for any number of heads, and trainable where they
+    /// are variables.
+    ///
+    /// # Errors
+    /// If one is missing or has no fitting shape.
+    fn with_parameters(&self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<Box<dyn FeatureMap>> {
+        let _ = get;
+        bail!("feature map {self:?} has no parameters")
+    }
+
     /// The estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` → `(..., Tq, Tk)`.
     ///
     /// Materialises every feature: for looking at an approximation, not for attention.
@@ -162,11 +181,13 @@ pub enum FeatureMapKind {
     Dense,
     /// A trained linear map in place of Ω, see [`Fitted`]. Untrained it is [`Self::Positive`].
     Learned,
+    /// Trained softmax features, see [`Hedgehog`] (Zhang et al. 2024).
+    Hedgehog,
 }
 
 impl FeatureMapKind {
     /// Every map that takes no number, for help texts and sweeps.
-    pub const NAMED: [Self; 12] = [
+    pub const NAMED: [Self; 13] = [
         Self::Positive,
         Self::Hyperbolic,
         Self::Trigonometric,
@@ -179,6 +200,7 @@ impl FeatureMapKind {
         Self::Optimal,
         Self::Dense,
         Self::Learned,
+        Self::Hedgehog,
     ];
 
     /// Whether the map draws a projection Ω.
@@ -186,9 +208,19 @@ impl FeatureMapKind {
         !matches!(self, Self::Elu | Self::Taylor2 | Self::Limit(_))
     }
 
-    /// Whether the map is a [`Fitted`] one, whose parameters go beyond what is drawn.
+    /// Whether the map is a [`Fitted`] one, which can be fitted to queries and keys.
     pub fn is_fitted(self) -> bool {
         matches!(self, Self::Optimal | Self::Dense | Self::Learned)
+    }
+
+    /// Whether the map has parameters that are meant to be trained.
+    pub fn is_trained(self) -> bool {
+        matches!(self, Self::Learned | Self::Hedgehog)
+    }
+
+    /// Whether the map has parameters that began as what was drawn: redrawing leaves them alone.
+    pub fn has_parameters(self) -> bool {
+        self.is_fitted() || self.is_trained()
     }
 
     /// Whether the map draws phase offsets `b` besides Ω.
@@ -236,6 +268,7 @@ impl FeatureMapKind {
             Self::Relu => Box::new(Relu::new(projection)?),
             Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
             Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &projection)?),
+            Self::Hedgehog => Box::new(Hedgehog::new(&projection)?),
             Self::Elu | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
         })
     }
@@ -266,6 +299,7 @@ impl fmt::Display for FeatureMapKind {
             Self::Optimal => "optimal",
             Self::Dense => "dense",
             Self::Learned => "learned",
+            Self::Hedgehog => "hedgehog",
         };
         f.write_str(name)
     }
@@ -320,6 +354,21 @@ fn project(x: &Tensor, projection_t: &Tensor) -> Result<Tensor> {
         *last = projection_t.dim(1)?;
     }
     x.contiguous()?.reshape(((), d))?.matmul(&projection_t.to_dtype(x.dtype())?)?.reshape(shape)
+}
+
+/// `rows · wᵀ` by head: `x` `(B·H, .., D)`, `w` `(H, O, D)` → `(B·H, .., O)`.
+fn project_by_head(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let (h, o, d) = w.dims3()?;
+    let dims = x.dims();
+    if !dims[0].is_multiple_of(h) {
+        bail!("a feature map fitted to {h} key heads was given {} of them", dims[0]);
+    }
+    let rows = x.elem_count() / (dims[0] * d).max(1);
+    let x = x.contiguous()?.reshape((dims[0] / h, h, rows, d))?;
+    let w = w.to_dtype(x.dtype())?.transpose(1, 2)?.unsqueeze(0)?;
+    let mut shape = dims.to_vec();
+    shape[dims.len() - 1] = o;
+    x.broadcast_matmul(&w.contiguous()?)?.reshape(shape)
 }
 
 /// `‖x‖²/2` of every row, `(..., D) → (..., 1)`.

@@ -49,6 +49,17 @@ pub(super) fn generic_features<S: Scalar>(map: FeatureMapKind, projection: &[f64
             let relu = if p.value() > 0.0 { p } else { S::from(0.0) };
             S::from(m.powf(-0.5)) * relu + S::from(RELU_EPSILON)
         }),
+        FeatureMapKind::Hedgehog => {
+            let mut out = Vec::new();
+            for sign in [1.0, -1.0] {
+                let signed: Vec<S> = projected.iter().map(|&p| S::from(sign) * p).collect();
+                let max = signed.iter().map(|p| p.value()).fold(f64::NEG_INFINITY, f64::max);
+                let powers: Vec<S> = signed.iter().map(|&p| (p - S::from(max)).exp()).collect();
+                let sum = powers.iter().fold(S::from(0.0), |sum, &p| sum + p);
+                out.extend(powers.iter().map(|&p| p * sum.recip()));
+            }
+            out
+        }
         FeatureMapKind::Elu => x
             .iter()
             // elu(x) + 1 = x + 1 above zero and e^x − 1 + 1 below.

@@ -12,6 +12,7 @@ pub(super) trait Scalar:
     fn exp(self) -> Self;
     fn sin(self) -> Self;
     fn cos(self) -> Self;
+    fn recip(self) -> Self;
 }
 
 impl Scalar for f64 {
@@ -29,6 +30,10 @@ impl Scalar for f64 {
 
     fn cos(self) -> Self {
         f64::cos(self)
+    }
+
+    fn recip(self) -> Self {
+        f64::recip(self)
     }
 }
 
@@ -87,5 +92,10 @@ impl Scalar for Dual {
 
     fn cos(self) -> Self {
         Dual { value: self.value.cos(), derivative: -self.value.sin() * self.derivative }
+    }
+
+    fn recip(self) -> Self {
+        let value = self.value.recip();
+        Dual { value, derivative: -self.derivative * value * value }
     }
 }

@@ -14,7 +14,7 @@ mod run;
 pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};
 
 /// Every feature map, the limit map with two exponents.
-pub(crate) const ALL_MAPS: [FeatureMapKind; 13] = [
+pub(crate) const ALL_MAPS: [FeatureMapKind; 14] = [
     FeatureMapKind::Positive,
     FeatureMapKind::Hyperbolic,
     FeatureMapKind::Trigonometric,
@@ -28,6 +28,7 @@ pub(crate) const ALL_MAPS: [FeatureMapKind; 13] = [
     FeatureMapKind::HermiteTail,
     FeatureMapKind::Optimal,
     FeatureMapKind::Learned,
+    FeatureMapKind::Hedgehog,
 ];
 
 /// Random numbers that are the same on every machine and every run.

@@ -69,7 +69,11 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     let mut report = Report {
         machine: Machine::this(),
         threads: plan.threads,
-        config: ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..plan.config.clone() },
+        // Little text makes few tokens, but the head is to be as large as it is in earnest.
+        config: ModelConfig {
+            vocab_size: plan.config.vocab_size.max(data.tokenizer.vocab_size()),
+            ..plan.config.clone()
+        },
         steps: plan.steps,
         matmul_gflops: matmul_rate(Effort::default(), &plan.device)?,
         points: Vec::new(),
@@ -85,8 +89,8 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             stop: plan.stop,
             samples: false,
         };
-        let config = ModelConfig { attention: attention.clone(), ..plan.config.clone() };
-        let Some(run) = Trainer::new(&config, &training, data, options)?.run()? else { bail!("stopped") };
+        let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
+        let Some(run) = Trainer::exactly(&config, &training, data, options)?.run()? else { bail!("stopped") };
         // An embedding is looked up, not multiplied; a tied head multiplies by it all the same.
         let embeddings = if config.tied_head { 0 } else { report.config.vocab_size * config.hidden_size };
         let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;

@@ -3,6 +3,7 @@
 use std::{path::PathBuf, sync::atomic::AtomicBool};
 
 use anyhow::{Context, Result, bail};
+use performer_core::FeatureMapKind;
 
 use super::{args::Machine, output};
 use crate::{
@@ -37,21 +38,33 @@ pub(super) struct Args {
     /// Tokens that a sequence holds, and the position of the model's config from then on [default: the model's context, at most 512].
     #[arg(long)]
     context: Option<usize>,
-    /// Tokens that features are fitted to; 0 leaves them random.
-    #[arg(long, default_value_t = 32_768)]
-    calibrate_tokens: usize,
-    /// Steps that train the feature maps to return what softmax returns; 0 for none.
+    /// Tokens that features are fitted to; 0 leaves them random [default: 32768 where they can be fitted].
+    #[arg(long)]
+    calibrate_tokens: Option<usize>,
+    /// Fit them with queries and keys brought to the same covariance, at a product more for every key.
+    #[arg(long)]
+    balance: bool,
+    /// Steps that train the feature maps to return what softmax returns; 0 for none [default: 300 where they can be trained].
     #[arg(long)]
     transfer_steps: Option<usize>,
     /// Peak learning rate of that.
     #[arg(long, default_value_t = 1e-2)]
     transfer_rate: f64,
-    /// Steps of fine-tuning all weights after it.
+    /// Steps of fine-tuning after it: all weights, and feature maps that can be trained.
     #[arg(long, default_value_t = 0)]
     tune_steps: usize,
     /// Peak learning rate of that.
     #[arg(long, default_value_t = 3e-4)]
     tune_rate: f64,
+    /// Train factors of this rank beside the matrices in place of all weights; they are merged at the end.
+    #[arg(long, value_name = "RANK")]
+    adapters: Option<usize>,
+    /// Times that the student is measured while it is fine-tuned, for the curve.
+    #[arg(long, default_value_t = 8)]
+    tune_points: usize,
+    /// Fine-tune the teacher likewise too: what of the student's gain is the tuning alone?
+    #[arg(long)]
+    control: bool,
     /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest.
     #[arg(long, default_value_t = 0.5)]
     distillation: f64,
@@ -71,6 +84,9 @@ pub(super) struct Args {
     #[arg(long)]
     json: bool,
 }
+
+/// Tokens that features are fitted to unless told otherwise.
+const CALIBRATE: usize = 32_768;
 
 fn layer(text: &str) -> Result<(usize, AttentionConfig), String> {
     let (layer, attention) = text.split_once('=').ok_or("give LAYER=ATTENTION, such as 0=softmax")?;
@@ -95,11 +111,20 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     if args.inspect {
         let Some(favor) = args.attention.favor() else { bail!("--inspect needs --attention favor:...") };
         let model = teacher.decoder(&machine.device)?;
-        let heads = inspect(&model, &data, favor, args.calibrate_tokens.max(1), args.seed)?;
+        let calibrate = args.calibrate_tokens.unwrap_or(CALIBRATE).max(1);
+        let heads = inspect(&model, &data, favor, args.balance, calibrate, args.seed)?;
         return if args.json { output::json(&heads) } else { output::result(&inspection(&heads, &args.attention)) };
     }
     let Some(out) = &args.out else { bail!("give the converted model's folder by --out (or --inspect)") };
-    let learned = args.attention.favor().is_some_and(|f| f.map == performer_core::FeatureMapKind::Learned);
+    let some = |is: fn(FeatureMapKind) -> bool| {
+        let others = args.layer.iter().map(|(_, attention)| attention);
+        std::iter::once(&args.attention).chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
+    };
+    let calibrate = if some(FeatureMapKind::is_fitted) { CALIBRATE } else { 0 };
+    let transfer = if some(FeatureMapKind::is_trained) { 300 } else { 0 };
+    if args.adapters == Some(0) {
+        bail!("--adapters is 0; it is a rank of at least 1, and 8 is usual");
+    }
     let plan = Plan {
         config: ModelConfig {
             attention: args.attention.clone(),
@@ -111,21 +136,25 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         device: machine.device.clone(),
         threads: machine.threads,
         stop,
-        calibrate_tokens: args.calibrate_tokens,
-        transfer_steps: args.transfer_steps.unwrap_or(if learned { 300 } else { 0 }),
+        calibrate_tokens: args.calibrate_tokens.unwrap_or(calibrate),
+        balance: args.balance,
+        transfer_steps: args.transfer_steps.unwrap_or(transfer),
         transfer_rate: args.transfer_rate,
         batch_size: args.batch_size.max(1),
         tuning: (args.tune_steps > 0).then_some(Tuning {
             steps: args.tune_steps,
             rate: args.tune_rate,
             distillation: args.distillation,
+            adapters: args.adapters,
+            points: args.tune_points,
         }),
+        control: args.control,
         measure_tokens: args.measure_tokens.max(1),
         seed: args.seed,
     };
     let report = convert(&plan, &data, &mut |what| output::note(what))?;
     let Some(report) = report else {
-        output::note("stopped; the same command goes on after the last finished stage");
+        output::note("stopped; the same command goes on from here");
         return Ok(());
     };
     report.chart().save(&out.join("convert"))?;
@@ -139,10 +168,11 @@ fn table(report: &Report) -> String {
     let rows: Vec<Vec<String>> = report
         .stages
         .iter()
+        .chain(&report.control)
         .map(|stage| {
             let m = &stage.measured;
             let mut row = vec![
-                stage.name.clone(),
+                if stage.name == "control" { "teacher, tuned".into() } else { stage.name.clone() },
                 output::thousands(stage.tokens),
                 format!("{:.4}", m.val_loss),
                 format!("{:+.4}", m.val_loss - teacher),

@@ -4,10 +4,13 @@
 //!    fitted to ([`performer_core::features::fit`]). No weight changes.
 //! 2. **Transfer** (`transfer`): feature maps alone are trained, in all layers at once, so that each layer's attention returns what the
 //!    teacher's returns on the teacher's own hidden states.
-//! 3. **Fine-tune** (`tune`): all weights are trained on the next token and on the teacher's distribution of it.
+//! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and the feature maps, are trained on the next token and on the teacher's
+//!    distribution of it.
 //!
-//! After each stage the student is saved, and measured beside the teacher on the same held-out tokens.
+//! After each stage the student is saved, and measured beside the teacher on the same held-out tokens. Within a stage, what it takes to go
+//! on is saved now and then, and when it is stopped.
 
+mod adapters;
 mod descend;
 mod measure;
 mod statistics;
@@ -18,7 +21,7 @@ use std::{path::Path, sync::atomic::AtomicBool, time::Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::{Attention, Favor, FeatureMapKind, Windowed, features::Fitted};
+use performer_core::{Attention, Favor, Windowed};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -52,6 +55,8 @@ pub struct Plan<'a> {
     pub stop: &'a AtomicBool,
     /// Tokens that statistics are taken from; 0 fits nothing.
     pub calibrate_tokens: usize,
+    /// Whether fitted features give queries and keys the same covariance: exact, at a product more for every key.
+    pub balance: bool,
     /// Steps of the transfer; 0 leaves it out.
     pub transfer_steps: usize,
     /// Its peak learning rate.
@@ -60,10 +65,28 @@ pub struct Plan<'a> {
     pub batch_size: usize,
     /// The fine-tuning, if any.
     pub tuning: Option<Tuning>,
+    /// Whether the teacher is fine-tuned likewise, to see what of the result is the tuning alone.
+    pub control: bool,
     /// Held-out tokens that each stage is measured on.
     pub measure_tokens: usize,
     /// Seed of features and data order.
     pub seed: u64,
+}
+
+/// What a training stage returns.
+struct Trained {
+    student: Decoder,
+    tokens: u64,
+    points: Vec<Point>,
+}
+
+/// The student on the way through a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Tokens seen in the stage.
+    pub tokens: u64,
+    /// Held-out loss, nats a token.
+    pub val_loss: f64,
 }
 
 /// A stage and what it came to.
@@ -81,6 +104,9 @@ pub struct Stage {
     /// The same with every exact window switched off, where there are windows: what the features do by themselves.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub without_window: Option<Measured>,
+    /// The student on the way, where it was measured.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub points: Vec<Point>,
 }
 
 /// What a conversion came to: saved as `convert.json`.
@@ -94,6 +120,9 @@ pub struct Report {
     pub measured_tokens: usize,
     /// The stages in order, the teacher first.
     pub stages: Vec<Stage>,
+    /// The teacher itself after the same fine-tuning, if that was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub control: Option<Stage>,
     /// Revision of this program.
     pub revision: String,
 }
@@ -114,6 +143,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
             corpus,
             measured_tokens: plan.measure_tokens,
             stages: Vec::new(),
+            control: None,
             revision: git_revision().to_string(),
         },
     };
@@ -122,11 +152,11 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
     if report.stages.is_empty() {
         progress("the teacher, and features drawn at random in it");
         let started = Instant::now();
-        let seconds = || started.elapsed().as_secs_f64();
         let mut add = |name: &str, student: &Decoder| -> Result<()> {
             let (measured, without_window) =
                 (measure(student)?, without_windows(student)?.map(|s| measure(&s)).transpose()?);
-            report.stages.push(Stage { name: name.into(), tokens: 0, seconds: seconds(), measured, without_window });
+            let (seconds, points) = (started.elapsed().as_secs_f64(), Vec::new());
+            report.stages.push(Stage { name: name.into(), tokens: 0, seconds, measured, without_window, points });
             Ok(())
         };
         add("teacher", &teacher)?;
@@ -150,12 +180,14 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         let started = Instant::now();
         let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
         let before = student(plan, checkpoint.tensors)?;
-        let result = match name {
-            "calibrate" => Some(statistics::calibrate(plan, &teacher, before, data)?),
-            "transfer" => transfer::transfer(plan, &teacher, before, data)?,
-            _ => tune::tune(plan, &teacher, before, data)?,
+        let result = match (name, plan.tuning) {
+            ("calibrate", _) => Some(statistics::calibrate(plan, &teacher, before, data)?),
+            ("tune", Some(tuning)) => {
+                tune::tune(plan, "tune", tuning, &teacher, before, data, &|student| Ok(measure(student)?.val_loss))?
+            }
+            _ => transfer::transfer(plan, &teacher, before, data)?,
         };
-        let Some((student, tokens)) = result else { return Ok(None) };
+        let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
         let without_window = without_windows(&student)?.map(|s| measure(&s)).transpose()?;
         report.stages.push(Stage {
@@ -164,8 +196,27 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
             seconds: started.elapsed().as_secs_f64(),
             measured: measure(&student)?,
             without_window,
+            points,
         });
         save(plan, &student, &report)?;
+        descend::forget(plan, name)?;
+    }
+    if let Some(tuning) = plan.tuning.filter(|_| plan.control && report.control.is_none()) {
+        progress("control: the teacher, tuned likewise");
+        let started = Instant::now();
+        let copy = plan.teacher.decoder(&plan.device)?;
+        let tuned = tune::tune(plan, "control", tuning, &teacher, copy, data, &|model| Ok(measure(model)?.val_loss))?;
+        let Some(Trained { student, tokens, points }) = tuned else { return Ok(None) };
+        report.control = Some(Stage {
+            name: "control".into(),
+            tokens,
+            seconds: started.elapsed().as_secs_f64(),
+            measured: measure(&student)?,
+            without_window: None,
+            points,
+        });
+        files::write_json(&plan.out.join(REPORT), &report)?;
+        descend::forget(plan, "control")?;
     }
     Ok(Some(report))
 }
@@ -182,17 +233,17 @@ fn check(plan: &Plan) -> Result<()> {
     }
     let favor: Vec<_> = layers.filter_map(|i| plan.config.attention_of(i).favor()).collect();
     ensure!(!favor.is_empty(), "no layer is to have linear attention: give --attention favor:...");
-    if plan.calibrate_tokens + plan.transfer_steps > 0
-        && let Some(other) = favor.iter().find(|favor| !favor.map.is_fitted())
-    {
-        bail!(
-            "feature map {} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0 --transfer-steps 0",
-            other.map
+    if plan.calibrate_tokens > 0 {
+        ensure!(
+            favor.iter().any(|favor| favor.map.is_fitted()),
+            "feature map {} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
+            favor[0].map
         );
     }
     ensure!(
-        plan.transfer_steps == 0 || favor.iter().any(|favor| favor.map == FeatureMapKind::Learned),
-        "only map=learned can be trained: use it, or --transfer-steps 0"
+        plan.transfer_steps == 0 || favor.iter().any(|favor| favor.map.is_trained()),
+        "feature map {} cannot be trained: use map=learned or map=hedgehog, or --transfer-steps 0",
+        favor[0].map
     );
     Ok(())
 }
@@ -268,49 +319,46 @@ fn attention(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>>
     })
 }
 
-/// The fitted map of a layer of a student, if it has one.
-fn fitted(student: &Decoder, layer: usize) -> Result<Option<Fitted>> {
-    let buffers = student.attention(layer).buffers();
-    let get = |name: &str| {
-        let found = buffers.iter().find(|(n, _)| n.strip_prefix("feature_map.") == Some(name));
-        found.map(|(_, tensor)| tensor.clone())
-    };
-    if get("queries").is_none() {
-        return Ok(None);
-    }
-    Ok(Some(Fitted::from_tensors(&get)?))
-}
-
 impl Report {
     /// Loss over tokens used, with the teacher's as a line.
     pub fn chart(&self) -> Chart {
+        let millions = |tokens: u64| tokens as f64 / 1e6;
         let students: Vec<&Stage> = self.stages.iter().filter(|stage| stage.name != "teacher").collect();
-        // The stages before training are all at zero tokens: stages in order are the axis.
-        let points = |part: &dyn Fn(&Stage) -> Option<f64>| -> Vec<(f64, f64)> {
-            let known = students.iter().enumerate().filter_map(|(i, stage)| Some((i as f64, part(stage)?)));
-            known.collect()
-        };
-        let mut series = vec![Series::new("student", points(&|s| Some(s.measured.val_loss)))];
-        let bare = points(&|s| s.without_window.as_ref().map(|m| m.val_loss));
+        let (mut curve, mut begun) = (Vec::new(), 0);
+        for stage in &students {
+            curve.extend(stage.points.iter().map(|p| (millions(begun + p.tokens), p.val_loss)));
+            curve.push((millions(stage.tokens), stage.measured.val_loss));
+            begun = stage.tokens;
+        }
+        let mut series = vec![Series::new("student", curve)];
+        if let Some(control) = &self.control {
+            let ends = (millions(control.tokens), control.measured.val_loss);
+            let points = control.points.iter().map(|p| (millions(p.tokens), p.val_loss)).chain([ends]);
+            series.push(Series::new("teacher, tuned likewise", points));
+        }
+        let bare: Vec<(f64, f64)> =
+            students.iter().filter_map(|s| Some((millions(s.tokens), s.without_window.as_ref()?.val_loss))).collect();
         if !bare.is_empty() {
             series.push(Series::new("student, window off", bare));
         }
-        let names: Vec<String> = students.iter().enumerate().map(|(i, s)| format!("{i} {}", s.name)).collect();
+        let ends = students.iter().filter(|stage| matches!(&stage.name[..], "transfer" | "tune"));
         let teacher = self.stages.iter().find(|stage| stage.name == "teacher");
+        let teacher = teacher.map(|t| Marker { at: At::Y(t.measured.val_loss), label: "teacher".into() });
+        let stages: Vec<&str> = students.iter().map(|stage| &stage.name[..]).collect();
         Chart {
             title: format!("Converting to {}", self.attention_spec),
             subtitle: Some(format!(
                 "stages: {}; {} held-out tokens of {}",
-                names.join(", "),
+                stages.join(", "),
                 self.measured_tokens,
                 self.corpus
             )),
-            x: Axis::new("stage", Scale::Linear),
+            x: Axis::new("tokens seen (millions)", Scale::Linear),
             y: Axis::new("loss (nats per token)", Scale::Linear),
             series,
-            lines: teacher
-                .map(|t| Marker { at: At::Y(t.measured.val_loss), label: "teacher".into() })
-                .into_iter()
+            lines: ends
+                .map(|stage| Marker { at: At::X(millions(stage.tokens)), label: format!("{} ends", stage.name) })
+                .chain(teacher)
                 .collect(),
         }
     }

@@ -13,7 +13,7 @@ use performer_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Plan, attention};
+use super::{Plan, Trained, attention};
 use crate::{
     data::{Batches, Prepared, TokenFile, eval_windows},
     model::Decoder,
@@ -43,22 +43,17 @@ fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Resu
     Ok(all)
 }
 
-/// Fits every layer's features to the teacher's queries and keys. Returns the student and the tokens read.
-pub(super) fn calibrate(
-    plan: &Plan,
-    teacher: &Decoder,
-    mut student: Decoder,
-    data: &Prepared,
-) -> Result<(Decoder, u64)> {
+/// Fits every layer's features to the teacher's queries and keys.
+pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
     let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
     for (layer, moments) in moments.iter().enumerate() {
         let config = plan.config.attention_of(layer).clone();
         let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
-        let fitted = fitted_to(favor, moments, derive_seed(plan.seed, layer as u64), &plan.device)
+        let fitted = fitted_to(favor, moments, plan.balance, derive_seed(plan.seed, layer as u64), &plan.device)
             .with_context(|| format!("layer {layer}"))?;
-        student.set_attention(layer, attention(&config, Favor::fitted(fitted)?)?);
+        student.set_attention(layer, attention(&config, Favor::with_map(Box::new(fitted))?)?);
     }
-    Ok((student, plan.calibrate_tokens as u64))
+    Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
 }
 
 /// Features of a config fitted to moments: dense and centred where they are to be learned. Centring is exact and free; balancing costs a
@@ -66,6 +61,7 @@ pub(super) fn calibrate(
 fn fitted_to(
     favor: &FavorConfig,
     moments: &Moments,
+    balance: bool,
     seed: u64,
     device: &Device,
 ) -> candle_core::Result<performer_core::features::Fitted> {
@@ -73,7 +69,7 @@ fn fitted_to(
     let omega =
         projection::draw_tensor(favor.projection, favor.radii, favor.features, d, seed, DType::F64, &Device::Cpu)?;
     let map = if favor.map == FeatureMapKind::Learned { FeatureMapKind::Dense } else { favor.map };
-    fit(&omega, moments, Options { map, centre: true, balance: false })?.to(DType::F32, device)
+    fit(&omega, moments, Options { map, centre: true, balance })?.to(DType::F32, device)
 }
 
 /// One head of a softmax model, and what features would make of it.
@@ -100,6 +96,7 @@ pub fn inspect(
     teacher: &Decoder,
     data: &Prepared,
     favor: &FavorConfig,
+    balance: bool,
     calibrate_tokens: usize,
     seed: u64,
 ) -> Result<Vec<HeadReport>> {
@@ -110,7 +107,7 @@ pub fn inspect(
         let seed = derive_seed(seed, layer as u64);
         let favor = FavorConfig { features: m, ..favor.clone() };
         if favor.map.is_fitted() {
-            return Ok(Box::new(fitted_to(&favor, &moments[layer], seed, &Device::Cpu)?));
+            return Ok(Box::new(fitted_to(&favor, &moments[layer], balance, seed, &Device::Cpu)?));
         }
         let d = moments[layer].head_dim();
         let projection = projection::draw_tensor(favor.projection, favor.radii, m, d, seed, DType::F32, &Device::Cpu)?;

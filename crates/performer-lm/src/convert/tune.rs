@@ -1,10 +1,11 @@
-//! Fine-tuning: all weights, on the next token and on the teacher's distribution of it.
+//! Fine-tuning: all weights or low-rank adapters, and the feature maps, on the next token and on the teacher's distribution of it.
 
 use anyhow::Result;
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 
 use super::{
-    Plan,
+    Plan, Trained,
+    adapters::Adapters,
     descend::{Descent, descend},
 };
 use crate::{data::Prepared, model::Decoder};
@@ -18,41 +19,62 @@ pub struct Tuning {
     pub rate: f64,
     /// Share of the teacher's distribution in the loss; the next token has the rest.
     pub distillation: f64,
+    /// Rank of the adapters that are trained in place of the weights.
+    pub adapters: Option<usize>,
+    /// Times that the student is measured on the way.
+    pub points: usize,
 }
 
-/// Fine-tunes. `None` if it was stopped.
+/// Fine-tunes as the stage of this name; `measure` returns a model's loss on held-out text. `None` if it was stopped.
 pub(super) fn tune(
     plan: &Plan,
+    name: &'static str,
+    tuning: Tuning,
     teacher: &Decoder,
-    student: Decoder,
+    mut student: Decoder,
     data: &Prepared,
-) -> Result<Option<(Decoder, u64)>> {
-    let Some(tuning) = plan.tuning else { return Ok(Some((student, 0))) };
+    measure: &dyn Fn(&Decoder) -> Result<f64>,
+) -> Result<Option<Trained>> {
+    student.train_maps()?;
+    let config = student.config().clone();
+    let adapters = tuning.adapters.map(|rank| Adapters::new(&student, rank, plan.seed)).transpose()?;
+    let mut parameters = student.named_parameters()?;
+    if let Some(adapters) = &adapters {
+        parameters.retain(|(name, _)| name.contains(".feature_map."));
+        parameters.extend(adapters.parameters());
+    }
+    let adapted = || -> Result<Option<Decoder>> {
+        let Some(adapters) = &adapters else { return Ok(None) };
+        Ok(Some(Decoder::over_tensors(&config, &adapters.merged()?, &plan.device)?))
+    };
     let descent = Descent {
-        name: "tune",
+        name,
         steps: tuning.steps,
         rate: (tuning.rate, "--tune-rate"),
         weight_decay: 0.01,
         // Other text than the transfer began with.
         seed: plan.seed.wrapping_add(1),
+        measure_every: tuning.steps / (tuning.points + 1),
     };
     let loss = |ids: &Tensor, targets: &[u32]| -> Result<Tensor> {
-        Ok((loss_of(tuning, teacher, &student, ids, targets)? / targets.len() as f64)?)
+        let adapted = adapted()?;
+        let student = adapted.as_ref().unwrap_or(&student);
+        let losses = match tuning.distillation {
+            0.0 => student.losses(ids, targets, None)?,
+            share => student.distillation_losses(ids, targets, teacher, share)?,
+        };
+        Ok(losses.mean_all()?)
     };
-    let tokens = descend(plan, &descent, student.named_parameters()?, data, loss)?;
-    Ok(tokens.map(|tokens| (student, tokens)))
-}
-
-/// Summed over the tokens: cross-entropy with the next token and with the teacher's distribution.
-fn loss_of(tuning: Tuning, teacher: &Decoder, student: &Decoder, ids: &Tensor, targets: &[u32]) -> Result<Tensor> {
-    if tuning.distillation == 0.0 {
-        return Ok(student.losses(ids, targets, None)?.sum_all()?);
-    }
-    let logs = candle_nn::ops::log_softmax(&student.forward(ids, None)?.flatten_to(1)?, D::Minus1)?;
-    let theirs = teacher.forward(ids, None)?.detach().flatten_to(1)?;
-    let theirs = candle_nn::ops::softmax(&theirs, D::Minus1)?;
-    let targets = Tensor::from_slice(targets, (targets.len(), 1), ids.device())?;
-    let next = logs.gather(&targets, 1)?.sum_all()?;
-    let distribution = (theirs * &logs)?.sum_all()?;
-    Ok(((next * (tuning.distillation - 1.0))? - (distribution * tuning.distillation)?)?)
+    let frozen = || -> Result<Decoder> {
+        let tensors = match &adapters {
+            None => student.tensors()?,
+            Some(adapters) => adapters.merged()?,
+        };
+        // Copies, so that a later step does not reach them, and constants.
+        let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, tensor.detach().copy()?)));
+        Decoder::from_tensors(&config, &tensors.collect::<Result<_>>()?, &plan.device)
+    };
+    let done = descend(plan, &descent, parameters, data, loss, || measure(&frozen()?))?;
+    let Some((tokens, points)) = done else { return Ok(None) };
+    Ok(Some(Trained { student: frozen()?, tokens, points }))
 }

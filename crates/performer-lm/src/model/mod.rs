@@ -67,13 +67,13 @@ impl Decoder {
     pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<Self> {
         let parameters = VarMap::new();
         let vb = VarBuilder::from_varmap(&parameters, DType::F32, device);
-        let model = Self::assemble(config, parameters, vb, seed)?;
+        let model = Self::assemble(config, parameters, vb, seed, config.context.max(ROTARY_POSITIONS))?;
         init::initialise(&model.named_parameters()?, config, derive_seed(seed, INIT_STREAM))?;
         Ok(model)
     }
 
     /// The model of the weights that `vb` hands out and registers in `parameters`.
-    fn assemble(config: &ModelConfig, parameters: VarMap, vb: VarBuilder, seed: u64) -> Result<Self> {
+    fn assemble(config: &ModelConfig, parameters: VarMap, vb: VarBuilder, seed: u64, positions: usize) -> Result<Self> {
         config.validate()?;
         let device = vb.device();
         let model_vb = vb.pp("model");
@@ -84,9 +84,7 @@ impl Decoder {
         };
         let rotary = match config.positions {
             Positions::Learned => None,
-            Positions::Rotary { base } => {
-                Some(Rotary::new(config.head_dim(), config.context.max(ROTARY_POSITIONS), base, device)?)
-            }
+            Positions::Rotary { base } => Some(Rotary::new(config.head_dim(), positions, base, device)?),
         };
         let mut blocks = Vec::with_capacity(config.layers);
         for i in 0..config.layers {
@@ -123,15 +121,56 @@ impl Decoder {
         let parameters = VarMap::new();
         let given = Given { tensors, parameters: parameters.clone() };
         let vb = VarBuilder::from_backend(Box::new(given), DType::F32, device.clone());
-        let mut model = Self::assemble(config, parameters, vb, 0)?;
-        for (i, block) in model.blocks.iter_mut().enumerate() {
+        Self::assemble(config, parameters, vb, 0, config.context.max(ROTARY_POSITIONS))?.with_buffers(tensors)
+    }
+
+    /// A model whose weights are these very tensors, through which gradients pass to whatever they were computed from. It has no
+    /// parameters of its own and no more positions than the config's context: quickly made, for one pass of training.
+    ///
+    /// # Errors
+    /// As [`Self::from_tensors`].
+    pub fn over_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
+        let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, device);
+        Self::assemble(config, VarMap::new(), vb, 0, config.context)?.with_buffers(tensors)
+    }
+
+    fn with_buffers(mut self, tensors: &HashMap<String, Tensor>) -> Result<Self> {
+        for (i, block) in self.blocks.iter_mut().enumerate() {
             let prefix = buffer_prefix(i);
             block
                 .attention_mut()
                 .load_buffers(&|name| tensors.get(&format!("{prefix}{name}")).cloned())
                 .with_context(|| format!("random features of layer {i}"))?;
         }
-        Ok(model)
+        Ok(self)
+    }
+
+    /// Makes parameters of the feature maps that are meant to be trained, a set for each key head: from now on they are among
+    /// [`Self::named_parameters`], get gradients and are computed by operations that pass them. What was trained and saved comes back
+    /// from [`Self::from_tensors`] as constants, which fused kernels take.
+    pub fn train_maps(&mut self) -> Result<()> {
+        let Ok(mut parameters) = self.parameters.data().lock() else {
+            bail!("a thread died while it held the model's parameters")
+        };
+        for (i, block) in self.blocks.iter_mut().enumerate() {
+            if self.config.attention_of(i).favor().is_none_or(|favor| !favor.map.is_trained()) {
+                continue;
+            }
+            let mut given = HashMap::new();
+            for (name, tensor) in block.attention().buffers() {
+                let copies = vec![&tensor; self.config.kv_heads / tensor.dim(0)?];
+                let var = Var::from_tensor(&Tensor::cat(&copies, 0)?)?;
+                // What multiplies all features of a query cancels, and has no gradient but noise.
+                if name == "feature_map.query_metric" {
+                    given.insert(name, var.as_detached_tensor());
+                    continue;
+                }
+                given.insert(name.clone(), var.as_tensor().clone());
+                parameters.insert(format!("{}{name}", buffer_prefix(i)), var);
+            }
+            block.attention_mut().load_buffers(&|name| given.get(name).cloned())?;
+        }
+        Ok(())
     }
 
     /// The model's config.
@@ -221,6 +260,17 @@ impl Decoder {
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
         let x = self.last_norm(&self.hidden(ids, dropout)?)?;
         Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), targets)?)
+    }
+
+    /// The same over a mixture of each target and what `teacher` predicts there, which has `share` of it: `(B·T)`, nats.
+    ///
+    /// # Errors
+    /// As [`Self::losses`], and if the teacher has another vocabulary.
+    pub fn distillation_losses(&self, ids: &Tensor, targets: &[u32], teacher: &Decoder, share: f64) -> Result<Tensor> {
+        let states =
+            |model: &Decoder| -> Result<Tensor> { Ok(model.last_norm(&model.hidden(ids, None)?)?.flatten_to(1)?) };
+        let theirs = (&states(teacher)?.detach(), teacher.head.weight());
+        Ok(ops::linear_distillation(&states(self)?, self.head.weight(), targets, theirs, share)?)
     }
 
     /// The forward pass without a head, with `attend(layer, q, k, v)` in place of each layer's attention: for looking at what they are

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! **Which parameters decay.** `λ` applies to parameters of rank two or more whose name has no segment (the parts between
-//! dots) that is `bias`, ends in `_bias` or contains `norm`; it is zero for all others. Decay shrinks the weights of linear
-//! maps and embeddings; gains and offsets have no reason to be near zero.
+//! dots) that is `bias`, ends in `_bias`, contains `norm` or is `feature_map`; it is zero for all others. Decay shrinks the weights of
+//! linear maps and embeddings; gains, offsets and the rows of feature maps have no reason to be near zero.
 //!
 //! **Why not the optimiser of `candle-nn`.** That one makes some fifteen passes and three copies per parameter, skips a
 //! parameter without a gradient in silence (an operation without a backward pass then trains nothing and says nothing), and
@@ -308,8 +308,9 @@ fn host_values(tensor: &Tensor) -> Result<Vec<f32>> {
 
 /// Whether weight decay applies to a parameter: see the [module documentation](self).
 fn decays(name: &str, parameter: &Tensor) -> bool {
-    parameter.rank() >= 2
-        && !name.split('.').any(|segment| segment == "bias" || segment.ends_with("_bias") || segment.contains("norm"))
+    let spared =
+        |part: &str| matches!(part, "bias" | "feature_map") || part.ends_with("_bias") || part.contains("norm");
+    parameter.rank() >= 2 && !name.split('.').any(spared)
 }
 
 /// The scalars of one step for one parameter.

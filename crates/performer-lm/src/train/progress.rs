@@ -1,6 +1,10 @@
 //! What a person sees of a run while it goes: on stderr, a bar with loss, tokens a second and time left.
 
-use std::{cell::Cell, io::Write, time::Duration};
+use std::{
+    cell::Cell,
+    io::Write,
+    time::{Duration, Instant},
+};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -70,7 +74,11 @@ impl Progress {
 }
 
 /// A bar of steps with a loss, for loops without validation.
-pub(crate) struct Bar(ProgressBar);
+pub(crate) struct Bar {
+    bar: ProgressBar,
+    begun: Instant,
+    first: Cell<Option<usize>>,
+}
 
 impl Bar {
     pub(crate) fn new(name: &str, steps: usize) -> Self {
@@ -80,11 +88,15 @@ impl Bar {
         }
         bar.set_prefix(name.to_string());
         bar.enable_steady_tick(Duration::from_millis(500));
-        Self(bar)
+        Self { bar, begun: Instant::now(), first: Cell::new(None) }
     }
 
-    pub(crate) fn step(&self, step: usize, loss: f64) {
-        self.0.set_position(step as u64);
-        self.0.set_message(format!("loss {loss:.4}"));
+    /// After a step, the first of this bar or a later one, of so many tokens.
+    pub(crate) fn step(&self, step: usize, loss: f64, tokens: usize) {
+        let first = self.first.get().unwrap_or(step - 1);
+        self.first.set(Some(first));
+        let speed = ((step - first) * tokens) as f64 / self.begun.elapsed().as_secs_f64().max(1e-9);
+        self.bar.set_position(step as u64);
+        self.bar.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", speed / 1000.0));
     }
 }

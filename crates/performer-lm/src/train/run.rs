@@ -119,7 +119,8 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// A run from the start. The folder is written to at once, so that one that cannot be written to shows now.
+    /// A run from the start, with the vocabulary of the data's tokenizer. The folder is written to at once, so that one that cannot be written
+    /// to shows now.
     ///
     /// # Errors
     /// Invalid configs, too little data for one batch, a folder that cannot be written.
@@ -129,9 +130,22 @@ impl<'a> Trainer<'a> {
         data: &'a Prepared,
         options: RunOptions<'a>,
     ) -> Result<Self> {
-        training.validate()?;
         let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
-        let model = Decoder::new(&config, training.seed, &options.device)?.compute_in(training.dtype.dtype());
+        Self::exactly(&config, training, data, options)
+    }
+
+    /// The same with exactly this config, whose vocabulary may be larger than the tokenizer's.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn exactly(
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+    ) -> Result<Self> {
+        training.validate()?;
+        let model = Decoder::new(config, training.seed, &options.device)?.compute_in(training.dtype.dtype());
         let mut trainer = Self::assemble(model, training.clone(), data, options, 0)?;
         // A report of an earlier run in this folder would pass for one of this.
         let report = trainer.options.out.join(REPORT);
@@ -166,12 +180,13 @@ impl<'a> Trainer<'a> {
     }
 
     fn assemble(
-        model: Decoder,
+        mut model: Decoder,
         training: TrainingConfig,
         data: &'a Prepared,
         options: RunOptions<'a>,
         step: usize,
     ) -> Result<Self> {
+        model.train_maps()?;
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;

@@ -1,0 +1,75 @@
+//! Low-rank adapters (Hu et al. 2021, <https://arxiv.org/abs/2106.09685>): every matrix `W` of the blocks becomes `W + B A`, and only A and B are trained.
+
+use std::collections::HashMap;
+
+use anyhow::{Result, ensure};
+use candle_core::{DType, Tensor, Var};
+use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
+
+use crate::model::Decoder;
+
+/// A model's tensors, with pairs of factors beside its matrices.
+pub(super) struct Adapters {
+    tensors: HashMap<String, Tensor>,
+    pairs: Vec<Pair>,
+}
+
+/// Of one matrix `(rows, columns)`.
+struct Pair {
+    weight: String,
+    /// `A`, shape `(R, columns)`.
+    down: Var,
+    /// `B`, shape `(rows, R)`: zero at first.
+    up: Var,
+}
+
+impl Adapters {
+    /// Factors of `rank` for the matrices of all blocks. Feature maps that are parameters of the model stay parameters.
+    pub(super) fn new(model: &Decoder, rank: usize, seed: u64) -> Result<Self> {
+        let mut tensors = model.tensors()?;
+        let mut pairs = Vec::new();
+        for (name, var) in model.named_parameters()? {
+            if name.contains(".feature_map.") {
+                tensors.insert(name, var.into_inner());
+                continue;
+            }
+            if !name.ends_with("_proj.weight") {
+                continue;
+            }
+            let (rows, columns) = var.dims2()?;
+            ensure!(
+                rank < rows.min(columns),
+                "--adapters {rank}: {name} is a matrix of {rows}×{columns}; factors must be smaller than that"
+            );
+            let seed = derive_seed(seed, pairs.len() as u64);
+            let normal = draw(ProjectionKind::Gaussian, Radii::Chi, rank, columns, seed)?;
+            let scale = (columns as f64).powf(-0.5);
+            let down =
+                Tensor::from_vec(normal, (rank, columns), var.device())?.affine(scale, 0.0)?.to_dtype(DType::F32)?;
+            pairs.push(Pair {
+                weight: name,
+                down: Var::from_tensor(&down)?,
+                up: Var::zeros((rows, rank), DType::F32, var.device())?,
+            });
+        }
+        Ok(Self { tensors, pairs })
+    }
+
+    /// What is trained, by name.
+    pub(super) fn parameters(&self) -> Vec<(String, Var)> {
+        let both = |pair: &Pair| {
+            [("down", &pair.down), ("up", &pair.up)].map(|(part, var)| (format!("{}.{part}", pair.weight), var.clone()))
+        };
+        self.pairs.iter().flat_map(both).collect()
+    }
+
+    /// All tensors of the adapted model, through which gradients pass to the factors.
+    pub(super) fn merged(&self) -> Result<HashMap<String, Tensor>> {
+        let mut tensors = self.tensors.clone();
+        for Pair { weight, down, up } in &self.pairs {
+            let sum = (&tensors[weight] + up.matmul(down)?)?;
+            tensors.insert(weight.clone(), sum);
+        }
+        Ok(tensors)
+    }
+}
