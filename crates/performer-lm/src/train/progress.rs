@@ -58,14 +58,18 @@ impl Progress {
         self.bar.finish_and_clear();
     }
 
-    /// Above the bar, or plainly where there is no terminal to draw one.
     fn line(&self, text: &str) {
-        if self.bar.is_hidden() {
-            // If stderr is closed, there is nobody to tell.
-            let _ = writeln!(std::io::stderr(), "{text}");
-        } else {
-            self.bar.println(text);
-        }
+        line(&self.bar, text);
+    }
+}
+
+/// Above the bar, or plainly where there is no terminal to draw one.
+fn line(bar: &ProgressBar, text: &str) {
+    if bar.is_hidden() {
+        // If stderr is closed, there is nobody to tell.
+        let _ = writeln!(std::io::stderr(), "{text}");
+    } else {
+        bar.println(text);
     }
 }
 
@@ -86,5 +90,11 @@ impl Bar {
     pub(crate) fn step(&self, step: usize, loss: f64) {
         self.0.set_position(step as u64);
         self.0.set_message(format!("loss {loss:.4}"));
+    }
+
+    /// Takes the bar away and leaves a line.
+    pub(crate) fn finish(self, text: &str) {
+        line(&self.0, text);
+        self.0.finish_and_clear();
     }
 }
