@@ -1,6 +1,8 @@
 //! `performer-lm lab`: experiments on FAVOR+, each with a short table, charts and a page.
 
-use std::{path::PathBuf, time::Instant};
+mod tasks;
+
+use std::{path::PathBuf, sync::atomic::AtomicBool, time::Instant};
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -10,7 +12,16 @@ use super::{args::Machine, output};
 use crate::lab::{self, Findings, Provenance};
 
 #[derive(Subcommand)]
-pub(super) enum Command {}
+pub(super) enum Command {
+    /// Quality: small tasks, each learned with several attentions under equal conditions.
+    Tasks(tasks::Args),
+}
+
+pub(super) fn run(command: Command, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    match command {
+        Command::Tasks(args) => tasks::run(args, machine, stop),
+    }
+}
 
 /// Where findings go.
 #[derive(clap::Args)]

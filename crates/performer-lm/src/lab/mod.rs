@@ -4,6 +4,7 @@
 //! and PNG, and `report.html`.
 
 mod page;
+pub mod tasks;
 
 use std::path::Path;
 
