@@ -15,6 +15,7 @@ pub mod eval;
 mod files;
 pub mod generate;
 pub mod gpu_check;
+pub mod lab;
 pub mod machine;
 pub mod memory;
 pub mod model;

@@ -9,6 +9,7 @@ mod eval;
 mod export;
 mod generate;
 mod gpu_check;
+mod lab;
 mod output;
 mod train;
 
@@ -67,6 +68,9 @@ enum Command {
     Bench(bench::Command),
     /// Check that this machine's GPU computes what it should, and measure how fast.
     GpuCheck(gpu_check::Args),
+    /// Experiments on FAVOR+, each with a table, charts and a page.
+    #[command(subcommand)]
+    Lab(lab::Command),
     /// Prepare or inspect training data.
     Data(data::Args),
     /// Print shell completions.
@@ -112,6 +116,7 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
         Command::Export(args) => export::run(args),
         Command::Bench(command) => bench::run(command, global, stop_on_ctrl_c()?),
         Command::GpuCheck(args) => gpu_check::run(args, global, stop_on_ctrl_c()?),
+        Command::Lab(command) => lab::run(command, global, stop_on_ctrl_c()?),
         Command::Data(args) => data::run(args, global),
         Command::Completions { shell } => {
             let mut buffer = Vec::new();

@@ -15,7 +15,7 @@ use super::{Plan, Point};
 use crate::{
     data::{Batches, Prepared},
     files,
-    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule, in_order, write_safetensors},
+    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule, write_safetensors},
 };
 
 /// Sequences of a pass. Fixed, so that results do not depend on the number of threads; few, for teacher and student have logits at once.
@@ -67,28 +67,13 @@ pub(super) fn descend(
         }
         let (epoch, index) = batches.position(step as u64);
         let batch = batches.batch(epoch, index)?;
-        let (mut mean, mut sum) = (0.0, None::<Gradients>);
-        in_order(
-            plan.batch_size.div_ceil(ROWS),
-            plan.threads,
-            |i| {
-                let part = i * ROWS * batch.context..((i + 1) * ROWS * batch.context).min(batch.inputs.len());
-                let rows = part.len() / batch.context;
-                let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), &plan.device)?;
-                let loss = (loss(&ids, &batch.targets[part])? * (rows as f64 / plan.batch_size as f64))?;
-                let gradients = Gradients::from_store(&loss.backward()?, optimizer.parameters())?;
-                Ok((f64::from(loss.to_scalar::<f32>()?), gradients))
-            },
-            |(part, gradients)| {
-                mean += part;
-                match &mut sum {
-                    None => sum = Some(gradients),
-                    Some(sum) => sum.add(gradients)?,
-                }
-                Ok(())
-            },
-        )?;
-        let gradients = sum.context("the batch is empty")?;
+        let parts = plan.batch_size.div_ceil(ROWS);
+        let (mean, gradients) = Gradients::of_parts(parts, plan.threads, optimizer.parameters(), |i| {
+            let part = i * ROWS * batch.context..((i + 1) * ROWS * batch.context).min(batch.inputs.len());
+            let rows = part.len() / batch.context;
+            let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), &plan.device)?;
+            Ok((loss(&ids, &batch.targets[part])? * (rows as f64 / plan.batch_size as f64))?)
+        })?;
         optimizer
             .step(&gradients, schedule.lr(rate, step, steps), Some(1.0))
             .with_context(|| format!("{name} step {}, loss {mean}; lower {option}", step + 1))?;

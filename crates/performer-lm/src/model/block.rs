@@ -44,8 +44,8 @@ impl Block {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
-        self.residuals(x, dropout, |x| self.attention.forward(x, &Mask::causal(), false))
+    pub(super) fn forward(&self, x: &Tensor, mask: &Mask, dropout: Option<&Dropout>) -> Result<Tensor> {
+        self.residuals(x, dropout, |x| self.attention.forward(x, mask, false))
     }
 
     pub(super) fn forward_through(

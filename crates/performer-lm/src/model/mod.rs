@@ -13,7 +13,9 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear_no_bias};
-use performer_core::{Attention, Favor, FavorConfig, Rotary, Softmax, State, Windowed, ops, projection::derive_seed};
+use performer_core::{
+    Attention, Favor, FavorConfig, Mask, Rotary, Softmax, State, Windowed, ops, projection::derive_seed,
+};
 
 use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
@@ -249,7 +251,7 @@ impl Decoder {
     /// # Errors
     /// If `T` exceeds the positions of a model with learned ones, or an id the vocabulary.
     pub fn forward(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
-        self.logits(&self.hidden(ids, dropout)?)
+        self.logits(&self.hidden(ids, &Mask::causal(), dropout)?)
     }
 
     /// Negative log-likelihood in nats of each target: ids `(B, T)` and `B·T` targets → `(B·T)`. Without the logits of
@@ -258,7 +260,7 @@ impl Decoder {
     /// # Errors
     /// As [`Self::forward`], and if a target lies beyond the vocabulary.
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
-        let x = self.last_norm(&self.hidden(ids, dropout)?)?;
+        let x = self.last_norm(&self.hidden(ids, &Mask::causal(), dropout)?)?;
         Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), targets)?)
     }
 
@@ -268,9 +270,32 @@ impl Decoder {
     /// As [`Self::losses`], and if the teacher has another vocabulary.
     pub fn distillation_losses(&self, ids: &Tensor, targets: &[u32], teacher: &Decoder, share: f64) -> Result<Tensor> {
         let states =
-            |model: &Decoder| -> Result<Tensor> { Ok(model.last_norm(&model.hidden(ids, None)?)?.flatten_to(1)?) };
+            |model: &Decoder| -> Result<Tensor> { Ok(model.last_norm(&model.hidden(ids, &Mask::causal(), None)?)?.flatten_to(1)?) };
         let theirs = (&states(teacher)?.detach(), teacher.head.weight());
         Ok(ops::linear_distillation(&states(self)?, self.head.weight(), targets, theirs, share)?)
+    }
+
+    /// Negative log-likelihood in nats of what belongs at chosen places, under any mask: ids `(B, T)`, `N` indices into the `B·T` tokens and
+    /// as many targets → `(N)`. With [`Mask::full`] the model is an encoder, which reads masked tokens or a whole sequence; a mask of keys
+    /// hides padding.
+    ///
+    /// # Errors
+    /// As [`Self::losses`], if a place lies beyond the tokens, and if the attention cannot have such a mask: a window is causal.
+    pub fn losses_at(&self, ids: &Tensor, mask: &Mask, places: &[u32], targets: &[u32]) -> Result<Tensor> {
+        Ok(ops::linear_cross_entropy(&self.normed_at(ids, mask, places)?, self.head.weight(), targets)?)
+    }
+
+    /// Logits at the places of [`Self::losses_at`], `(N, V)`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn logits_at(&self, ids: &Tensor, mask: &Mask, places: &[u32]) -> Result<Tensor> {
+        Ok(ops::linear(&self.normed_at(ids, mask, places)?, self.head.weight(), None)?.to_dtype(DType::F32)?)
+    }
+
+    fn normed_at(&self, ids: &Tensor, mask: &Mask, places: &[u32]) -> Result<Tensor> {
+        let places = Tensor::from_slice(places, places.len(), &self.device)?;
+        self.last_norm(&self.hidden(ids, mask, None)?.flatten_to(1)?.index_select(&places, 0)?)
     }
 
     /// The forward pass without a head, with `attend(layer, q, k, v)` in place of each layer's attention: for looking at what they are
@@ -294,10 +319,10 @@ impl Decoder {
         self.blocks[layer].set_attention(attention);
     }
 
-    fn hidden(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
+    fn hidden(&self, ids: &Tensor, mask: &Mask, dropout: Option<&Dropout>) -> Result<Tensor> {
         let mut x = self.embed(ids, 0)?;
         for block in &self.blocks {
-            x = block.forward(&x, dropout)?;
+            x = block.forward(&x, mask, dropout)?;
         }
         Ok(x)
     }

@@ -34,6 +34,7 @@ use anyhow::{Context, Result};
 use resvg::tiny_skia::{Pixmap, Transform};
 
 pub use scale::Scale;
+pub(crate) use text::escape;
 
 /// A chart of lines or points over two axes, 1000 × 600 pixels (taller only when the legend needs it).
 #[derive(Debug, Clone, Default)]

@@ -46,7 +46,7 @@ pub(super) fn fit(text: &str, size: f64, room: f64) -> String {
 }
 
 /// `text` as XML character data that is safe in attributes too; characters that XML 1.0 forbids become U+FFFD.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

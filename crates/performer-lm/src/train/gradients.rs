@@ -1,7 +1,9 @@
 //! Gradients of many parameters as one value: taken from a backward pass, summed over micro-batches, measured.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, DType, Storage, Tensor, Var, backprop::GradStore};
+
+use super::in_order;
 
 /// Gradients of a list of parameters, in the order of that list.
 ///
@@ -21,6 +23,37 @@ impl Gradients {
             .map(|(_, var)| store.get(var).map(|g| g.detach().contiguous()).transpose())
             .collect::<candle_core::Result<_>>()?;
         Ok(Self { tensors })
+    }
+
+    /// The sums of `loss(0..parts)` and of their gradients for `params`, computed on up to `threads` threads. `loss` returns a scalar.
+    pub(crate) fn of_parts(
+        parts: usize,
+        threads: usize,
+        params: &[(String, Var)],
+        loss: impl Fn(usize) -> Result<Tensor> + Sync,
+    ) -> Result<(f64, Self)> {
+        let (mut losses, mut sum) = (Vec::with_capacity(parts), None::<Self>);
+        in_order(
+            parts,
+            threads,
+            |i| {
+                let loss = loss(i)?;
+                let gradients = Self::from_store(&loss.backward()?, params)?;
+                Ok((loss.detach(), gradients))
+            },
+            |(loss, gradients)| {
+                losses.push(loss);
+                match &mut sum {
+                    None => sum = Some(gradients),
+                    Some(sum) => sum.add(gradients)?,
+                }
+                Ok(())
+            },
+        )?;
+        let gradients = sum.context("the batch is empty")?;
+        // Read now that everything is queued: each reading waits for the device.
+        let losses = losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?)));
+        Ok((losses.sum::<Result<f64>>()?, gradients))
     }
 
     /// Adds `other`, which must belong to the same parameters.

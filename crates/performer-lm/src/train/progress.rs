@@ -62,14 +62,18 @@ impl Progress {
         self.bar.finish_and_clear();
     }
 
-    /// Above the bar, or plainly where there is no terminal to draw one.
     fn line(&self, text: &str) {
-        if self.bar.is_hidden() {
-            // If stderr is closed, there is nobody to tell.
-            let _ = writeln!(std::io::stderr(), "{text}");
-        } else {
-            self.bar.println(text);
-        }
+        line(&self.bar, text);
+    }
+}
+
+/// Above the bar, or plainly where there is no terminal to draw one.
+fn line(bar: &ProgressBar, text: &str) {
+    if bar.is_hidden() {
+        // If stderr is closed, there is nobody to tell.
+        let _ = writeln!(std::io::stderr(), "{text}");
+    } else {
+        bar.println(text);
     }
 }
 
@@ -98,5 +102,11 @@ impl Bar {
         let speed = ((step - first) * tokens) as f64 / self.begun.elapsed().as_secs_f64().max(1e-9);
         self.bar.set_position(step as u64);
         self.bar.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", speed / 1000.0));
+    }
+
+    /// Takes the bar away and leaves a line.
+    pub(crate) fn finish(self, text: &str) {
+        line(&self.bar, text);
+        self.bar.finish_and_clear();
     }
 }

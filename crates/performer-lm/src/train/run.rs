@@ -15,7 +15,7 @@ use performer_core::projection::derive_seed;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AdamW, Checkpoint, Gradients, TrainingState, git_revision, in_order,
+    AdamW, Checkpoint, Gradients, TrainingState, git_revision,
     log::{Log, Record},
     progress::Progress,
 };
@@ -304,35 +304,16 @@ impl<'a> Trainer<'a> {
     fn gradients(&self, batch: &Batch) -> Result<(f64, Gradients)> {
         let micro = self.training.micro_batch * batch.context;
         let count = batch.inputs.len().div_ceil(micro);
-        let mut total = (Vec::new(), None::<Gradients>);
         let dropout = self.model.config().dropout;
-        in_order(
-            count,
-            self.options.threads,
-            |i| {
-                let part = i * micro..((i + 1) * micro).min(batch.inputs.len());
-                let rows = part.len() / batch.context;
-                let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
-                let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (self.step * count + i) as u64);
-                let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
-                let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
-                let loss = (losses.sum_all()? / batch.inputs.len() as f64)?;
-                let gradients = Gradients::from_store(&loss.backward()?, self.optimizer.parameters())?;
-                Ok((loss.detach(), gradients))
-            },
-            |(loss, gradients)| {
-                total.0.push(loss);
-                match &mut total.1 {
-                    None => total.1 = Some(gradients),
-                    Some(sum) => sum.add(gradients)?,
-                }
-                Ok(())
-            },
-        )?;
-        let (losses, Some(gradients)) = total else { anyhow::bail!("the batch is empty") };
-        // Read now that everything is queued: each reading waits for the device.
-        let losses = losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?)));
-        Ok((losses.sum::<Result<f64>>()?, gradients))
+        Gradients::of_parts(count, self.options.threads, self.optimizer.parameters(), |i| {
+            let part = i * micro..((i + 1) * micro).min(batch.inputs.len());
+            let rows = part.len() / batch.context;
+            let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
+            let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (self.step * count + i) as u64);
+            let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
+            let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
+            Ok((losses.sum_all()? / batch.inputs.len() as f64)?)
+        })
     }
 
     fn tokens(&self) -> u64 {

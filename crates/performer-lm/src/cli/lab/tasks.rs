@@ -1,0 +1,85 @@
+//! `performer-lm lab tasks`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool, time::Instant};
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use super::Common;
+use crate::{
+    cli::{args::Machine, output},
+    config::AttentionConfig,
+    lab::tasks::{self, ATTENTIONS, Plan, Task},
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm lab tasks --out report/tasks                     copying, recall and ListOps, which need no files
+  performer-lm lab tasks --text war_and_peace.txt --proteins proteome.fasta --out report/tasks
+  performer-lm lab tasks --task listops --length 2000           ListOps at the lengths of Long Range Arena
+  performer-lm lab tasks --task recall --attention softmax --attention favor:m=256
+
+With --out, finished runs are kept there, and the same command again goes on where a stopped one left off.")]
+pub(in crate::cli) struct Args {
+    /// A task; give it several times [default: all whose files are given].
+    #[arg(long, value_enum)]
+    task: Vec<Task>,
+    /// An attention to compare; give it several times. The first is what the others are held against.
+    #[arg(long, default_values = ATTENTIONS)]
+    attention: Vec<AttentionConfig>,
+    /// Seeds to repeat each with.
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    seeds: Vec<u64>,
+    /// A long text for the task text; give it several times.
+    #[arg(long)]
+    text: Vec<PathBuf>,
+    /// Protein sequences for the task protein, in FASTA.
+    #[arg(long)]
+    proteins: Option<PathBuf>,
+    /// Size of an example, with one --task: symbols to copy, pairs to recall, the longest expression, bytes of context, residues of a window.
+    #[arg(long)]
+    length: Option<usize>,
+    /// Optimiser steps [default: the task's].
+    #[arg(long)]
+    steps: Option<usize>,
+    /// Peak learning rate, the same for all attentions [default: the task's].
+    #[arg(long)]
+    learning_rate: Option<f64>,
+    #[command(flatten)]
+    common: Common,
+}
+
+pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let begun = Instant::now();
+    let tasks = if args.task.is_empty() {
+        let given = |task: Task| match task {
+            Task::Text => !args.text.is_empty(),
+            Task::Protein => args.proteins.is_some(),
+            _ => true,
+        };
+        let (tasks, left): (Vec<Task>, Vec<Task>) =
+            Task::value_variants().iter().copied().partition(|&task| given(task));
+        for task in left {
+            output::note(&format!("without {task}, for it needs a file: see --help"));
+        }
+        tasks
+    } else {
+        args.task
+    };
+    let findings = tasks::run(&Plan {
+        tasks,
+        attentions: args.attention,
+        seeds: args.seeds,
+        texts: args.text,
+        proteins: args.proteins,
+        length: args.length,
+        steps: args.steps,
+        learning_rate: args.learning_rate,
+        device: machine.device.clone(),
+        threads: machine.threads,
+        stop,
+        out: args.common.out.as_deref(),
+    })?;
+    args.common.finish(machine, begun, &[findings])
+}

@@ -1,0 +1,86 @@
+//! Findings as one HTML page that needs nothing else: charts are inline SVG, colours follow the reader's theme.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+
+use super::{Findings, Provenance, Section, Table};
+use crate::plot::escape;
+
+const STYLE: &str = include_str!("page.css");
+
+/// The page.
+pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<String> {
+    let title = match findings {
+        [one] => one.title.as_str(),
+        _ => "FAVOR+ measured",
+    };
+    let mut page = format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n",
+        title = escape(title)
+    );
+    if findings.len() > 1 {
+        writeln!(page, "<h1>{}</h1>\n<nav><ul>", escape(title))?;
+        for found in findings {
+            writeln!(page, "<li><a href=\"#{}\">{}</a></li>", found.name, escape(&found.title))?;
+        }
+        page.push_str("</ul></nav>\n");
+    }
+    for found in findings {
+        writeln!(page, "<article id=\"{}\">\n<h1>{}</h1>", found.name, escape(&found.title))?;
+        for paragraph in &found.summary {
+            writeln!(page, "<p class=\"summary\">{}</p>", escape(paragraph))?;
+        }
+        for part in &found.sections {
+            section(&mut page, part)?;
+        }
+        page.push_str("</article>\n");
+    }
+    let machine = &provenance.machine;
+    writeln!(
+        page,
+        "<footer>\n<p>{} ({} cores, {} GiB), {} thread(s), {:.0} s, revision {}</p>\n<pre>{}</pre>\n</footer>\n</main>\n</body>\n</html>",
+        escape(&machine.cpu),
+        machine.cores,
+        machine.memory_gib,
+        provenance.threads,
+        provenance.seconds,
+        escape(provenance.revision),
+        escape(&provenance.command)
+    )?;
+    Ok(page)
+}
+
+fn section(page: &mut String, section: &Section) -> Result<()> {
+    writeln!(page, "<section>\n<h2>{}</h2>", escape(&section.title))?;
+    for paragraph in &section.text {
+        writeln!(page, "<p>{}</p>", escape(paragraph))?;
+    }
+    if let Some((_, chart)) = &section.chart {
+        writeln!(page, "<figure>\n{}\n</figure>", chart.to_svg()?)?;
+    }
+    if let Some(rows) = &section.table {
+        table(page, rows)?;
+    }
+    page.push_str("</section>\n");
+    Ok(())
+}
+
+fn table(page: &mut String, table: &Table) -> Result<()> {
+    page.push_str("<div class=\"table\"><table>\n<thead><tr>");
+    for cell in &table.header {
+        write!(page, "<th>{}</th>", escape(cell))?;
+    }
+    page.push_str("</tr></thead>\n<tbody>\n");
+    for row in &table.rows {
+        page.push_str("<tr>");
+        for cell in row {
+            write!(page, "<td>{}</td>", escape(cell))?;
+        }
+        page.push_str("</tr>\n");
+    }
+    page.push_str("</tbody>\n</table></div>\n");
+    Ok(())
+}

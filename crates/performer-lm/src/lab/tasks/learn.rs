@@ -1,0 +1,229 @@
+//! One run: a model learns a task, and is measured on what it has not seen.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Instant,
+};
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use performer_core::projection::derive_seed;
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Task,
+    example::{Batch, Example, Source, Split},
+    recipe::Recipe,
+};
+use crate::{
+    config::AttentionConfig,
+    model::Decoder,
+    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule, in_order},
+};
+
+/// Stream of a run's seed that its examples are drawn from.
+const EXAMPLES_STREAM: u64 = 4;
+
+/// Seed of the held-out examples: those of all runs are the same.
+const HELD_OUT_SEED: u64 = 0x7e57;
+
+/// Points of a learning curve.
+const POINTS: usize = 20;
+
+/// Tokens of a pass, about. Fixed, so that results do not depend on the number of threads.
+const PASS_TOKENS: usize = 2048;
+
+/// Gradients are clipped to this norm.
+const CLIP: f64 = 1.0;
+
+/// How well held-out answers are predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Score {
+    /// Mean negative log-likelihood, nats an answer.
+    pub loss: f64,
+    /// Part of the answers that are the most probable token.
+    pub accuracy: f64,
+}
+
+/// A point of a learning curve.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Steps taken.
+    pub step: usize,
+    /// All held-out answers.
+    #[serde(flatten)]
+    pub score: Score,
+}
+
+/// What is learned, how, from which seed; and what came of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// The task.
+    pub task: Task,
+    /// The attention, as the command line takes it.
+    pub attention: String,
+    /// Seed of weights, features and examples.
+    pub seed: u64,
+    /// Sizes and budget.
+    pub recipe: Recipe,
+    /// What an example is.
+    pub data: String,
+    /// Trained parameters.
+    pub parameters: usize,
+    /// Seconds of training, without measuring.
+    pub seconds: f64,
+    /// Tokens learned from in a second.
+    pub tokens_per_second: f64,
+    /// At the end.
+    #[serde(flatten)]
+    pub score: Score,
+    /// On the way there.
+    pub curve: Vec<Point>,
+}
+
+/// A task made ready: where its examples come from, and those that are held out.
+pub(super) struct Setting<'a> {
+    pub(super) task: Task,
+    pub(super) recipe: Recipe,
+    pub(super) source: Box<dyn Source>,
+    pub(super) held_out: Vec<Example>,
+    pub(super) device: &'a Device,
+    pub(super) threads: usize,
+    pub(super) stop: &'a AtomicBool,
+}
+
+impl<'a> Setting<'a> {
+    pub(super) fn new(
+        task: Task,
+        recipe: Recipe,
+        source: Box<dyn Source>,
+        device: &'a Device,
+        threads: usize,
+        stop: &'a AtomicBool,
+    ) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(HELD_OUT_SEED);
+        let held_out = (0..recipe.held_out).map(|_| source.draw(Split::HeldOut, &mut rng)).collect();
+        Self { task, recipe, source, held_out, device, threads, stop }
+    }
+
+    /// The model of a run, before it has learned anything.
+    pub(super) fn model(&self, attention: &AttentionConfig, seed: u64) -> Result<Decoder> {
+        let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
+        let config = self.recipe.model(&*self.source, attention, context);
+        Decoder::new(&config, seed, self.device).with_context(|| format!("attention {attention}"))
+    }
+
+    /// Trains with one attention from one seed. `None` if it was stopped.
+    pub(super) fn run(&self, attention: &AttentionConfig, seed: u64) -> Result<Option<Run>> {
+        let Recipe { steps, batch_size, learning_rate, .. } = self.recipe;
+        let name = format!("{} {attention} seed {seed}", self.task);
+        let model = self.model(attention, seed)?;
+        let mut optimizer =
+            AdamW::new(model.named_parameters()?, AdamWConfig { weight_decay: 0.01, ..Default::default() })?;
+        let schedule = Schedule::WarmupCosine { warmup_steps: (steps / 10).max(1), min_fraction: 0.05 };
+        let bar = Bar::new(&name, steps);
+        let (mut seconds, mut tokens, mut curve) = (0.0, 0, Vec::new());
+        for step in 0..steps {
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let started = Instant::now();
+            // The same for every attention.
+            let stream = derive_seed(derive_seed(seed, EXAMPLES_STREAM), step as u64);
+            let mut rng = ChaCha8Rng::seed_from_u64(stream);
+            let examples: Vec<Example> = (0..batch_size).map(|_| self.source.draw(Split::Train, &mut rng)).collect();
+            let answers: usize = examples.iter().map(|example| example.answers.len()).sum();
+            let parts: Vec<&[Example]> = examples.chunks(self.rows(&examples)).collect();
+            let (loss, gradients) = Gradients::of_parts(parts.len(), self.threads, optimizer.parameters(), |i| {
+                let batch = Batch::new(parts[i], self.task.is_causal(), self.device)?;
+                let losses = model.losses_at(&batch.ids, &batch.mask, &batch.places, &batch.targets)?;
+                Ok((losses.sum_all()? / answers as f64)?)
+            })?;
+            optimizer
+                .step(&gradients, schedule.lr(learning_rate, step, steps), Some(CLIP))
+                .with_context(|| format!("{name}, step {}, loss {loss}: lower --learning-rate", step + 1))?;
+            tokens += examples.iter().map(|example| example.ids.len()).sum::<usize>();
+            seconds += started.elapsed().as_secs_f64();
+            bar.step(step + 1, loss);
+            if (step + 1) * POINTS / steps > step * POINTS / steps || step + 1 == steps {
+                curve.push(Point { step: step + 1, score: self.score(&model)? });
+            }
+        }
+        let score = curve.last().context("--steps is 0; it must be at least 1")?.score;
+        bar.finish(&format!("{name}: {}, {seconds:.0} s", self.task.metric().show(&[score])));
+        Ok(Some(Run {
+            task: self.task,
+            attention: attention.to_string(),
+            seed,
+            recipe: self.recipe.clone(),
+            data: self.source.describe(),
+            parameters: model.parameter_count()?,
+            seconds,
+            tokens_per_second: tokens as f64 / seconds.max(1e-9),
+            score,
+            curve,
+        }))
+    }
+
+    /// Examples of a pass: at least two passes, where there are two examples, for two threads.
+    fn rows(&self, examples: &[Example]) -> usize {
+        let longest = examples.iter().map(|example| example.ids.len()).max().unwrap_or(1);
+        (PASS_TOKENS / longest.max(1)).clamp(1, examples.len().div_ceil(2))
+    }
+
+    /// How well a model predicts the held-out answers.
+    pub(super) fn score(&self, model: &Decoder) -> Result<Score> {
+        let parts: Vec<&[Example]> = self.held_out.chunks(self.rows(&self.held_out)).collect();
+        let (mut loss, mut right, mut answers) = (0.0, 0, 0);
+        in_order(
+            parts.len(),
+            self.threads,
+            |i| {
+                let batch = Batch::new(parts[i], self.task.is_causal(), self.device)?;
+                let logits = model.logits_at(&batch.ids, &batch.mask, &batch.places)?.to_vec2::<f32>()?;
+                Ok(logits
+                    .iter()
+                    .zip(&batch.targets)
+                    .map(|(logits, &target)| judge(logits, target as usize))
+                    .collect::<Vec<_>>())
+            },
+            |judged| {
+                for (nats, is_right) in judged {
+                    loss += nats;
+                    right += usize::from(is_right);
+                    answers += 1;
+                }
+                Ok(())
+            },
+        )?;
+        Ok(Score { loss: loss / answers as f64, accuracy: right as f64 / answers as f64 })
+    }
+
+    /// What is reached without looking at the input: always the distribution of answers of a thousand training examples, and the commonest of them.
+    pub(super) fn chance(&self) -> Score {
+        let mut rng = ChaCha8Rng::seed_from_u64(derive_seed(HELD_OUT_SEED, 1));
+        let mut counts = vec![1u32; self.source.vocabulary()];
+        for _ in 0..1000 {
+            for (_, target) in self.source.draw(Split::Train, &mut rng).answers {
+                counts[target as usize] += 1;
+            }
+        }
+        let total: u32 = counts.iter().sum();
+        let commonest = (0..counts.len()).max_by_key(|&token| counts[token]).unwrap_or(0);
+        let targets: Vec<usize> =
+            self.held_out.iter().flat_map(|example| &example.answers).map(|answer| answer.1 as usize).collect();
+        let nats = |&target: &usize| (f64::from(total) / f64::from(counts[target])).ln();
+        Score {
+            loss: targets.iter().map(nats).sum::<f64>() / targets.len() as f64,
+            accuracy: targets.iter().filter(|&&target| target == commonest).count() as f64 / targets.len() as f64,
+        }
+    }
+}
+
+/// Nats spent on the target, and whether it is the most probable token.
+fn judge(logits: &[f32], target: usize) -> (f64, bool) {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
+    (sum.ln() - f64::from(logits[target] - max), logits[target] == max)
+}

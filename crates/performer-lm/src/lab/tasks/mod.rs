@@ -1,0 +1,233 @@
+//! What an attention costs in quality: small tasks, each learned with every attention from equal weights, on equal examples, for equally many steps.
+
+mod copying;
+mod example;
+mod learn;
+mod listops;
+mod protein;
+mod recall;
+mod recipe;
+mod report;
+mod text;
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::atomic::AtomicBool,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::Device;
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use super::Findings;
+use crate::{config::AttentionConfig, files};
+use example::Source;
+use learn::Setting;
+pub use learn::{Point, Run, Score};
+pub use recipe::Recipe;
+use report::Metric;
+
+/// File of finished runs.
+const RUNS: &str = "tasks-runs.json";
+
+/// The attentions compared where none are named.
+pub const ATTENTIONS: [&str; 6] =
+    ["softmax", "favor:m=64", "favor:m=64,map=relu", "favor:map=elu", "favor:map=taylor2", "favor:m=64,window=32"];
+
+/// What is learned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Task {
+    /// Write a random string from memory.
+    Copying,
+    /// Answer keys with the values they stood with.
+    Recall,
+    /// The value of a nested expression (Long Range Arena).
+    Listops,
+    /// The next byte of a long text.
+    Text,
+    /// Masked residues of proteins.
+    Protein,
+}
+
+impl Task {
+    fn title(self) -> &'static str {
+        match self {
+            Self::Copying => "Long-range copying",
+            Self::Recall => "Associative recall",
+            Self::Listops => "ListOps",
+            Self::Text => "Long text, byte by byte",
+            Self::Protein => "Proteins, masked residues",
+        }
+    }
+
+    /// Whether a place sees only what is before it.
+    fn is_causal(self) -> bool {
+        match self {
+            Self::Copying | Self::Recall | Self::Text => true,
+            Self::Listops | Self::Protein => false,
+        }
+    }
+
+    fn metric(self) -> Metric {
+        match self {
+            Self::Copying | Self::Recall | Self::Listops => Metric::Accuracy,
+            Self::Text => Metric::BitsPerByte,
+            Self::Protein => Metric::Perplexity,
+        }
+    }
+}
+
+/// As on the command line.
+impl fmt::Display for Task {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Copying => "copying",
+            Self::Recall => "recall",
+            Self::Listops => "listops",
+            Self::Text => "text",
+            Self::Protein => "protein",
+        })
+    }
+}
+
+/// What is compared, and on what.
+pub struct Plan<'a> {
+    /// The tasks.
+    pub tasks: Vec<Task>,
+    /// The attentions; the first is what the others are held against.
+    pub attentions: Vec<AttentionConfig>,
+    /// Seeds to repeat each run with.
+    pub seeds: Vec<u64>,
+    /// Texts for [`Task::Text`].
+    pub texts: Vec<PathBuf>,
+    /// A FASTA file for [`Task::Protein`].
+    pub proteins: Option<PathBuf>,
+    /// Size of an example, where it is not the task's own.
+    pub length: Option<usize>,
+    /// Optimiser steps, where they are not the task's own.
+    pub steps: Option<usize>,
+    /// Peak learning rate, where it is not the task's own.
+    pub learning_rate: Option<f64>,
+    /// Device of the models.
+    pub device: Device,
+    /// Worker threads on the CPU.
+    pub threads: usize,
+    /// Set from outside to stop.
+    pub stop: &'a AtomicBool,
+    /// Folder that keeps finished runs, which are not made again.
+    pub out: Option<&'a Path>,
+}
+
+/// Learns every task with every attention and seed, but for those runs that are in the folder already.
+///
+/// # Errors
+/// Settings that make no sense, files that a task needs and cannot have, a run that diverges, and being stopped.
+pub fn run(plan: &Plan) -> Result<Findings> {
+    ensure!(!plan.tasks.is_empty() && !plan.attentions.is_empty() && !plan.seeds.is_empty(), "nothing to compare");
+    ensure!(
+        plan.length.is_none() || plan.tasks.len() == 1,
+        "--length means something else in every task: give it with one --task"
+    );
+    for (name, zero) in [("--steps", plan.steps == Some(0)), ("--length", plan.length == Some(0))] {
+        ensure!(!zero, "{name} is 0; it must be at least 1");
+    }
+    let settings: Vec<Setting> = plan.tasks.iter().map(|&task| plan.setting(task)).collect::<Result<_>>()?;
+    // What would stop a run minutes later is found now.
+    for setting in &settings {
+        for attention in &plan.attentions {
+            setting.model(attention, 0)?;
+        }
+    }
+    let mut kept = Kept::open(plan.out)?;
+    let mut found = Vec::new();
+    for setting in &settings {
+        let mut runs = Vec::new();
+        for &seed in &plan.seeds {
+            for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
+                let run = match kept.find(setting, attention, seed) {
+                    Some(run) => run.clone(),
+                    None => {
+                        let Some(run) = setting.run(attention, seed)? else {
+                            bail!("stopped; with the same --out, the same command goes on from here")
+                        };
+                        kept.keep(run.clone())?;
+                        run
+                    }
+                };
+                runs.push(run);
+            }
+        }
+        found.push((setting, runs));
+    }
+    Ok(report::findings(plan, &found))
+}
+
+/// A window looks back, so it has no place in a task that is read from both sides.
+fn can_learn(attention: &AttentionConfig, task: Task) -> bool {
+    task.is_causal() || attention.window().is_none()
+}
+
+impl Plan<'_> {
+    fn setting(&self, task: Task) -> Result<Setting<'_>> {
+        let mut recipe = Recipe::of(task);
+        recipe.length = self.length.unwrap_or(recipe.length);
+        recipe.steps = self.steps.unwrap_or(recipe.steps);
+        recipe.learning_rate = self.learning_rate.unwrap_or(recipe.learning_rate);
+        let length = recipe.length;
+        let source: Box<dyn Source> = match task {
+            Task::Copying => Box::new(copying::Copying { length }),
+            Task::Recall => Box::new(recall::Recall { pairs: length }),
+            Task::Listops => Box::new(listops::Listops::new(length)?),
+            Task::Text => Box::new(text::Text::new(&self.texts, length)?),
+            Task::Protein => Box::new(protein::Protein::new(self.proteins.as_deref(), length)?),
+        };
+        Ok(Setting::new(task, recipe, source, &self.device, self.threads, self.stop))
+    }
+}
+
+/// Finished runs, in a file if there is a folder.
+struct Kept {
+    path: Option<PathBuf>,
+    runs: Vec<Run>,
+}
+
+impl Kept {
+    fn open(folder: Option<&Path>) -> Result<Self> {
+        let Some(folder) = folder else { return Ok(Self { path: None, runs: Vec::new() }) };
+        let path = folder.join(RUNS);
+        if !path.exists() {
+            return Ok(Self { path: Some(path), runs: Vec::new() });
+        }
+        let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let runs = serde_json::from_slice(&text)
+            .with_context(|| format!("{} is damaged: remove it to make all runs again", path.display()))?;
+        Ok(Self { path: Some(path), runs })
+    }
+
+    fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Option<&Run> {
+        let (attention, data) = (attention.to_string(), setting.source.describe());
+        self.runs.iter().find(|run| {
+            (run.task, run.seed) == (setting.task, seed)
+                && run.attention == attention
+                && run.recipe == setting.recipe
+                && run.data == data
+        })
+    }
+
+    /// Takes the place of a run with other settings.
+    fn keep(&mut self, run: Run) -> Result<()> {
+        let same = |old: &Run| (old.task, &old.attention, old.seed) == (run.task, &run.attention, run.seed);
+        self.runs.retain(|old| !same(old));
+        self.runs.push(run);
+        match &self.path {
+            Some(path) => files::write_json(path, &self.runs),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

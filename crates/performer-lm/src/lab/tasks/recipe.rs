@@ -1,0 +1,76 @@
+//! Sizes and budgets, the same for every attention.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Task, example::Source};
+use crate::config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions};
+
+/// How long sequences are, and how long and how fast is learned.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Recipe {
+    /// Size of an example: symbols to copy, pairs to recall, the longest expression, bytes of context, residues of a window.
+    pub length: usize,
+    /// Optimiser steps.
+    pub steps: usize,
+    /// Examples a step.
+    pub batch_size: usize,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Examples that the result is measured on.
+    pub held_out: usize,
+    /// Blocks of the model.
+    pub layers: usize,
+    /// Its dimension; heads have a quarter of it.
+    pub hidden_size: usize,
+}
+
+/// Heads of every model.
+const HEADS: usize = 4;
+
+impl Recipe {
+    /// Chosen so that softmax solves what can be solved, in about a minute on two cores.
+    pub(super) fn of(task: Task) -> Self {
+        let small = Self {
+            length: 0,
+            steps: 1000,
+            batch_size: 32,
+            learning_rate: 3e-3,
+            held_out: 128,
+            layers: 2,
+            hidden_size: 64,
+        };
+        match task {
+            Task::Copying => Self { length: 64, ..small },
+            Task::Recall => Self { length: 32, ..small },
+            Task::Listops => Self { length: 200, held_out: 1000, ..small },
+            Task::Text => Self { length: 1024, batch_size: 4, held_out: 48, ..small },
+            Task::Protein => Self { length: 256, batch_size: 16, held_out: 256, ..small },
+        }
+    }
+
+    /// The model. Positions are rotary: relative, and without parameters.
+    pub(super) fn model(&self, source: &dyn Source, attention: &AttentionConfig, context: usize) -> ModelConfig {
+        ModelConfig {
+            vocab_size: source.vocabulary(),
+            hidden_size: self.hidden_size,
+            layers: self.layers,
+            heads: HEADS,
+            kv_heads: HEADS,
+            head_dim: None,
+            feed_forward_size: 4 * self.hidden_size,
+            context,
+            feed_forward: FeedForwardKind::Gelu,
+            norm: NormKind::LayerNorm,
+            norm_position: NormPosition::Pre,
+            norm_eps: 1e-5,
+            positions: Positions::Rotary { base: 10_000.0 },
+            tied_head: false,
+            bias: true,
+            qkv_bias: false,
+            dropout: 0.0,
+            attention: attention.clone(),
+            attention_by_layer: Default::default(),
+            borders: None,
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! Runs as findings: one table of everything, and for each task its learning curves and numbers.
+
+use serde_json::json;
+
+use super::{
+    Plan, can_learn,
+    learn::{Run, Score, Setting},
+};
+use crate::{
+    lab::{Findings, Section, Table},
+    plot::{At, Axis, Chart, Marker, Scale, Series},
+};
+
+/// The number a task is judged by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Metric {
+    /// Answers that are right.
+    Accuracy,
+    /// Loss in bits.
+    BitsPerByte,
+    /// `e^loss`.
+    Perplexity,
+}
+
+impl Metric {
+    fn value(self, score: &Score) -> f64 {
+        match self {
+            Self::Accuracy => 100.0 * score.accuracy,
+            Self::BitsPerByte => score.loss / std::f64::consts::LN_2,
+            Self::Perplexity => score.loss.exp(),
+        }
+    }
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Accuracy => "accuracy (%)",
+            Self::BitsPerByte => "bits/byte",
+            Self::Perplexity => "perplexity",
+        }
+    }
+
+    fn best_first(self, a: f64, b: f64) -> std::cmp::Ordering {
+        if self == Self::Accuracy { b.total_cmp(&a) } else { a.total_cmp(&b) }
+    }
+
+    /// Mean and spread over seeds.
+    pub(super) fn show(self, scores: &[Score]) -> String {
+        let values: Vec<f64> = scores.iter().map(|score| self.value(score)).collect();
+        let (digits, unit) = match self {
+            Self::Accuracy => (1, "%"),
+            Self::BitsPerByte => (3, ""),
+            Self::Perplexity => (2, ""),
+        };
+        format!("{}{unit}", show(&values, digits))
+    }
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// Standard deviation of a sample; 0 of one.
+fn deviation(values: &[f64]) -> f64 {
+    let mean = mean(values);
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    if values.len() > 1 { (squares / (values.len() - 1) as f64).sqrt() } else { 0.0 }
+}
+
+fn show(values: &[f64], digits: usize) -> String {
+    match values {
+        [] => "–".to_string(),
+        [one] => format!("{one:.digits$}"),
+        _ => format!("{:.digits$} ± {:.digits$}", mean(values), deviation(values)),
+    }
+}
+
+pub(super) fn findings(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Findings {
+    let mut sections = Vec::new();
+    if found.len() > 1 {
+        sections.push(overview(plan, found));
+    }
+    sections.extend(found.iter().map(|(setting, runs)| section(plan, setting, runs)));
+    let tasks = found.iter().map(|(setting, runs)| {
+        json!({
+            "task": setting.task,
+            "data": setting.source.describe(),
+            "recipe": setting.recipe,
+            "metric": setting.task.metric().label(),
+            "chance": setting.chance(),
+            "summary": summaries(plan, setting, runs),
+            "runs": runs,
+        })
+    });
+    Findings {
+        name: "tasks",
+        title: "What does linear attention cost in quality?".into(),
+        summary: summary(plan, found),
+        sections,
+        data: json!({ "tasks": tasks.collect::<Vec<_>>() }),
+    }
+}
+
+/// Runs of one attention.
+fn of<'r>(runs: &'r [Run], attention: &str) -> Vec<&'r Run> {
+    runs.iter().filter(|run| run.attention == attention).collect()
+}
+
+fn scores(runs: &[&Run]) -> Vec<Score> {
+    runs.iter().map(|run| run.score).collect()
+}
+
+fn specs(plan: &Plan, setting: &Setting) -> Vec<String> {
+    plan.attentions.iter().filter(|a| can_learn(a, setting.task)).map(ToString::to_string).collect()
+}
+
+fn summary(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Vec<String> {
+    let mut paragraphs: Vec<String> = found.iter().map(|(setting, runs)| verdict(plan, setting, runs)).collect();
+    let runs = found.iter().map(|(_, runs)| runs.len()).sum::<usize>();
+    let seconds: f64 = found.iter().flat_map(|(_, runs)| runs).map(|run| run.seconds).sum();
+    paragraphs.push(format!(
+        "In each task all attentions have the same model, the same first weights, the same examples in the same order, the same number of steps and the \
+         same learning rate; nothing was tuned for one of them. {} seed(s), ± is the standard deviation over them; {runs} runs, {:.0} minutes of training \
+         in all. Chance is what is reached without looking at the input: always the commonest answer, or the frequencies of the answers.",
+        plan.seeds.len(),
+        seconds / 60.0
+    ));
+    paragraphs
+}
+
+/// A task's outcome in a sentence: the first attention, the best and the worst of the others.
+fn verdict(plan: &Plan, setting: &Setting, runs: &[Run]) -> String {
+    let metric = setting.task.metric();
+    let unit = match metric {
+        Metric::Accuracy => "of the answers right",
+        other => other.label(),
+    };
+    let specs = specs(plan, setting);
+    let tell = |spec: &str| format!("{spec} {}", metric.show(&scores(&of(runs, spec))));
+    let mut others: Vec<(&String, f64)> = specs
+        .iter()
+        .skip(1)
+        .map(|spec| (spec, mean(&scores(&of(runs, spec)).iter().map(|s| metric.value(s)).collect::<Vec<_>>())))
+        .collect();
+    others.sort_by(|a, b| metric.best_first(a.1, b.1));
+    let mut text = format!("{}: {} {unit}", setting.task.title(), specs.first().map_or_else(String::new, |s| tell(s)));
+    match others.as_slice() {
+        [] => {}
+        [one] => text += &format!("; {}", tell(one.0)),
+        [best, .., worst] => text += &format!("; of the others, best {}, last {}", tell(best.0), tell(worst.0)),
+    }
+    text + &format!("; chance {}.", metric.show(&[setting.chance()]))
+}
+
+fn overview(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Section {
+    let column = |setting: &Setting| format!("{}, {}", setting.task, setting.task.metric().label());
+    let mut table = Table::new(std::iter::once("attention".to_string()).chain(found.iter().map(|(s, _)| column(s))));
+    let chance = found.iter().map(|(setting, _)| setting.task.metric().show(&[setting.chance()]));
+    table.push(std::iter::once("chance".to_string()).chain(chance));
+    for attention in &plan.attentions {
+        let spec = attention.to_string();
+        let cells = found.iter().map(|(setting, runs)| match of(runs, &spec).as_slice() {
+            [] => "–".to_string(),
+            some => setting.task.metric().show(&scores(some)),
+        });
+        table.push(std::iter::once(spec.clone()).chain(cells));
+    }
+    Section {
+        title: "All tasks".into(),
+        text: vec![
+            "More is better in accuracy, less in bits and perplexity. The exact window of a hybrid is causal, so it stays out of the two tasks that are \
+             read from both sides."
+                .into(),
+        ],
+        chart: None,
+        table: Some(table),
+    }
+}
+
+fn section(plan: &Plan, setting: &Setting, runs: &[Run]) -> Section {
+    let metric = setting.task.metric();
+    let recipe = &setting.recipe;
+    let direction = if setting.task.is_causal() { "causal" } else { "bidirectional" };
+    let mut text = vec![
+        format!("An example: {}.", setting.source.describe()),
+        format!(
+            "Model: {direction}, {} layers, dimension {}, 4 heads, rotary positions. {} steps of {} examples, AdamW with a peak of {}; measured on {} \
+             held-out examples, the same for all runs.",
+            recipe.layers, recipe.hidden_size, recipe.steps, recipe.batch_size, recipe.learning_rate, recipe.held_out
+        ),
+    ];
+    let left_out: Vec<String> =
+        plan.attentions.iter().filter(|a| !can_learn(a, setting.task)).map(ToString::to_string).collect();
+    if !left_out.is_empty() {
+        text.push(format!("Left out, since a window is causal: {}.", left_out.join("; ")));
+    }
+    Section {
+        title: setting.task.title().into(),
+        text,
+        chart: Some((chart_name(setting), chart(plan, setting, runs))),
+        table: Some(numbers(plan, setting, runs, metric)),
+    }
+}
+
+fn numbers(plan: &Plan, setting: &Setting, runs: &[Run], metric: Metric) -> Table {
+    let mut header = vec!["attention", metric.label()];
+    let with_accuracy = metric != Metric::Accuracy;
+    if with_accuracy {
+        header.push(Metric::Accuracy.label());
+    }
+    header.extend(["loss (nats)", "training tokens/s"]);
+    let mut table = Table::new(header);
+    let row = |name: &str, scores: &[Score], speed: String| {
+        let mut cells = vec![name.to_string(), metric.show(scores)];
+        if with_accuracy {
+            cells.push(Metric::Accuracy.show(scores));
+        }
+        cells.push(show(&scores.iter().map(|score| score.loss).collect::<Vec<_>>(), 4));
+        cells.push(speed);
+        cells
+    };
+    table.push(row("chance", &[setting.chance()], "–".into()));
+    for spec in specs(plan, setting) {
+        let runs = of(runs, &spec);
+        let speeds: Vec<f64> = runs.iter().map(|run| run.tokens_per_second).collect();
+        table.push(row(&spec, &scores(&runs), show(&speeds, 0)));
+    }
+    table
+}
+
+fn summaries(plan: &Plan, setting: &Setting, runs: &[Run]) -> Vec<serde_json::Value> {
+    let metric = setting.task.metric();
+    let line = |spec: String| {
+        let runs = of(runs, &spec);
+        let values: Vec<f64> = runs.iter().map(|run| metric.value(&run.score)).collect();
+        let speeds: Vec<f64> = runs.iter().map(|run| run.tokens_per_second).collect();
+        json!({
+            "attention": spec,
+            "mean": mean(&values),
+            "standard_deviation": deviation(&values),
+            "seeds": runs.iter().map(|run| run.seed).collect::<Vec<_>>(),
+            "tokens_per_second": mean(&speeds),
+        })
+    };
+    specs(plan, setting).into_iter().map(line).collect()
+}
+
+fn chart_name(setting: &Setting) -> &'static str {
+    use super::Task;
+    match setting.task {
+        Task::Copying => "copying",
+        Task::Recall => "recall",
+        Task::Listops => "listops",
+        Task::Text => "text",
+        Task::Protein => "protein",
+    }
+}
+
+/// Learning curves: the mean over seeds, and the range as a band.
+fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
+    let metric = setting.task.metric();
+    // The fall of the beginning would press flat what a loss is looked at for.
+    let from = if metric == Metric::Accuracy { 0 } else { setting.recipe.steps / 4 };
+    let series = specs(plan, setting).into_iter().map(|spec| {
+        let runs = of(runs, &spec);
+        let (mut points, mut band) = (Vec::new(), Vec::new());
+        for (i, point) in runs.first().map_or(&[][..], |run| &run.curve).iter().enumerate() {
+            if point.step < from {
+                continue;
+            }
+            let values: Vec<f64> = runs.iter().map(|run| metric.value(&run.curve[i].score)).collect();
+            points.push((point.step as f64, mean(&values)));
+            band.push((
+                values.iter().copied().fold(f64::INFINITY, f64::min),
+                values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+            ));
+        }
+        Series { band: (runs.len() > 1).then_some(band), ..Series::new(spec, points) }
+    });
+    let recipe = &setting.recipe;
+    let start = if from > 0 { "; without the first quarter" } else { "" };
+    let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
+    let chance = Marker { at: At::Y(metric.value(&setting.chance())), label: "chance".into() };
+    if metric == Metric::Accuracy {
+        y.range = Some((0.0, 100.0));
+    }
+    Chart {
+        title: setting.task.title().into(),
+        subtitle: Some(format!(
+            "{} layers, dim {}, {} steps of {} examples; mean of {} seed(s), band: smallest to largest{start}",
+            recipe.layers,
+            recipe.hidden_size,
+            recipe.steps,
+            recipe.batch_size,
+            plan.seeds.len()
+        )),
+        x: Axis::new("optimiser steps", Scale::Linear),
+        y,
+        series: series.collect(),
+        lines: vec![chance],
+    }
+}

@@ -1,0 +1,238 @@
+use candle_core::{Tensor, Var};
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
+
+use super::{
+    example::{Batch, Example, Split},
+    *,
+};
+use crate::train::Gradients;
+
+static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// All tasks at sizes of a moment, with files of their own.
+fn plan<'a>(folder: &'a Path, attentions: &[&str]) -> Plan<'a> {
+    let text = folder.join("text");
+    std::fs::write(&text, "to be or not to be, that is the question; ".repeat(1000)).unwrap();
+    let proteins = folder.join("proteins");
+    let mut rng = ChaCha8Rng::seed_from_u64(6);
+    let records: String = (0..80)
+        .map(|_| {
+            let length = 10 + example::below(&mut rng, 60);
+            let letters = (0..length).map(|_| char::from(b"ACDEFGHIKLMNPQRSTVWYU"[example::below(&mut rng, 21)]));
+            format!(">name\n{}\n", letters.collect::<String>())
+        })
+        .collect();
+    std::fs::write(&proteins, records).unwrap();
+    Plan {
+        tasks: Task::value_variants().to_vec(),
+        attentions: attentions.iter().map(|a| a.parse().unwrap()).collect(),
+        seeds: vec![1],
+        texts: vec![text],
+        proteins: Some(proteins),
+        length: None,
+        steps: Some(2),
+        learning_rate: None,
+        device: Device::Cpu,
+        threads: 2,
+        stop: &NEVER,
+        out: Some(folder),
+    }
+}
+
+fn copy<'a>(plan: &Plan<'a>) -> Plan<'a> {
+    Plan {
+        tasks: plan.tasks.clone(),
+        attentions: plan.attentions.clone(),
+        seeds: plan.seeds.clone(),
+        texts: plan.texts.clone(),
+        proteins: plan.proteins.clone(),
+        device: Device::Cpu,
+        ..*plan
+    }
+}
+
+fn tiny(plan: &Plan, task: Task) -> Findings {
+    let length = match task {
+        Task::Copying | Task::Recall => 6,
+        _ => 40,
+    };
+    let one = Plan { tasks: vec![task], seeds: vec![1, 2], length: Some(length), ..copy(plan) };
+    run(&one).unwrap()
+}
+
+#[test]
+fn every_task_runs_and_reports() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax", "favor:m=8,window=4"]);
+    for &task in Task::value_variants() {
+        let found = tiny(&plan, task);
+        let data = &found.data["tasks"][0];
+        let runs = data["runs"].as_array().unwrap();
+        // The window has no place in what is read from both sides.
+        assert_eq!(runs.len(), if task.is_causal() { 4 } else { 2 }, "{task}");
+        for run in runs {
+            assert_eq!(run["curve"].as_array().unwrap().len(), 2);
+            // Two steps teach little, but they are no worse than the uniform distribution by far.
+            let uniform = (plan.setting(task).unwrap().source.vocabulary() as f64).ln();
+            let loss = run["loss"].as_f64().unwrap();
+            assert!(loss > 0.0 && loss < 1.5 * uniform, "{task}: {loss}");
+        }
+        let section = &found.sections[0];
+        assert!(section.chart.as_ref().unwrap().1.to_svg().unwrap().contains("chance"));
+        let table = section.table.as_ref().unwrap();
+        assert!(table.rows.iter().all(|row| row.len() == table.header.len()));
+    }
+}
+
+#[test]
+fn finished_runs_are_not_made_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let first = tiny(&plan, Task::Recall);
+    let file = folder.path().join(RUNS);
+    let before = std::fs::read(&file).unwrap();
+    let again = tiny(&plan, Task::Recall);
+    // Seconds and all: nothing was measured anew.
+    assert_eq!(first.data, again.data);
+    let longer = tiny(&Plan { steps: Some(3), ..copy(&plan) }, Task::Recall);
+    assert_ne!(first.data["tasks"][0]["runs"], longer.data["tasks"][0]["runs"]);
+    assert_ne!(before, std::fs::read(&file).unwrap());
+}
+
+#[test]
+fn attentions_start_from_equal_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let setting = plan.setting(Task::Listops).unwrap();
+    let weights = |attention: &str| -> Vec<Vec<f32>> {
+        let model = setting.model(&attention.parse().unwrap(), 7).unwrap();
+        let parameters = model.named_parameters().unwrap();
+        parameters.iter().map(|(_, var)| var.flatten_all().unwrap().to_vec1().unwrap()).collect()
+    };
+    let softmax = weights("softmax");
+    for attention in &ATTENTIONS[1..] {
+        assert_eq!(softmax, weights(attention), "{attention}");
+    }
+}
+
+/// The attentions that can read from both sides.
+fn bidirectional() -> impl Iterator<Item = AttentionConfig> {
+    ATTENTIONS.iter().map(|a| a.parse::<AttentionConfig>().unwrap()).filter(|a| a.window().is_none())
+}
+
+#[test]
+fn gradients_reach_every_parameter_of_a_bidirectional_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let setting = plan.setting(Task::Protein).unwrap();
+    let batch = Batch::new(&setting.held_out[..6], false, &Device::Cpu).unwrap();
+    assert!(batch.mask.keys().is_some(), "lengths differ, so there is padding");
+    for attention in bidirectional() {
+        let model = setting.model(&attention, 3).unwrap();
+        let parameters: Vec<(String, Var)> = model.named_parameters().unwrap();
+        let (loss, gradients) = Gradients::of_parts(1, 1, &parameters, |_| {
+            Ok(model.losses_at(&batch.ids, &batch.mask, &batch.places, &batch.targets)?.mean_all()?)
+        })
+        .unwrap();
+        assert!(loss.is_finite());
+        for ((name, _), gradient) in parameters.iter().zip(&gradients.tensors) {
+            let gradient = gradient.as_ref().unwrap_or_else(|| panic!("{attention}: none for {name}"));
+            let largest = gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+            // The bias of keys adds the same to all of a query's logits, which exact attention does not see.
+            let blind = name.ends_with("k_proj.bias") && attention == AttentionConfig::Softmax;
+            assert!(largest.is_finite() && (largest > 0.0 || blind), "{attention}: {name} {largest}");
+        }
+    }
+}
+
+#[test]
+fn padding_changes_nothing_and_both_sides_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let setting = plan.setting(Task::Protein).unwrap();
+    let mut examples: Vec<Example> = setting.held_out.iter().take(8).cloned().collect();
+    examples.sort_by_key(|example| example.ids.len());
+    let (short, long) = (examples[0].clone(), examples[7].clone());
+    assert!(short.ids.len() + 8 < long.ids.len());
+    for attention in bidirectional() {
+        let model = setting.model(&attention, 3).unwrap();
+        let logits = |examples: &[Example], first: usize| -> Vec<Vec<f32>> {
+            let batch = Batch::new(examples, false, &Device::Cpu).unwrap();
+            let places = &batch.places[..first];
+            model.logits_at(&batch.ids, &batch.mask, places).unwrap().to_vec2().unwrap()
+        };
+        let asked = short.answers.len();
+        let alone = logits(std::slice::from_ref(&short), asked);
+        let padded = logits(&[short.clone(), long.clone()], asked);
+        let difference = |a: &[Vec<f32>], b: &[Vec<f32>]| {
+            a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max)
+        };
+        assert!(difference(&alone, &padded) < 1e-5, "{attention}: {}", difference(&alone, &padded));
+        let mut other = short.clone();
+        let last = other.ids.len() - 1;
+        other.ids[last] = (other.ids[last] + 1) % 20;
+        let first = [other.answers[0]];
+        assert!(first[0].0 < last);
+        other.answers = first.to_vec();
+        let changed = logits(&[other], 1);
+        assert!(difference(&alone[..1], &changed) > 1e-6, "{attention}: what is to the right is not read");
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_threads() {
+    let folder = tempfile::tempdir().unwrap();
+    let one = plan(folder.path(), &["favor:m=8"]);
+    let score = |threads: usize| {
+        let plan = Plan { threads, out: None, ..copy(&one) };
+        tiny(&plan, Task::Protein).data["tasks"][0]["summary"][0]["mean"].clone()
+    };
+    assert_eq!(score(1), score(3));
+}
+
+#[test]
+fn chance_is_what_frequencies_give() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let setting = plan.setting(Task::Copying).unwrap();
+    let chance = setting.chance();
+    assert!((chance.loss - 32f64.ln()).abs() < 0.01, "{chance:?}");
+    assert!((chance.accuracy - 1.0 / 32.0).abs() < 0.01, "{chance:?}");
+}
+
+#[test]
+fn bad_settings_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = plan(folder.path(), &["softmax"]);
+    let error = |plan: Plan| format!("{:#}", run(&plan).unwrap_err());
+    assert!(error(Plan { length: Some(5), ..copy(&good) }).contains("one --task"));
+    assert!(error(Plan { steps: Some(0), ..copy(&good) }).contains("--steps is 0"));
+    assert!(error(Plan { texts: vec![], ..copy(&good) }).contains("--text FILE"));
+    let both = Plan { tasks: vec![Task::Text], texts: vec![folder.path().join("none")], ..copy(&good) };
+    assert!(error(both).contains("none"));
+    std::fs::write(folder.path().join(RUNS), "[").unwrap();
+    assert!(error(copy(&good)).contains("damaged"));
+}
+
+#[test]
+fn causal_tasks_do_not_see_the_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    for task in [Task::Copying, Task::Recall, Task::Text] {
+        let setting = plan.setting(task).unwrap();
+        let mut rng = ChaCha8Rng::seed_from_u64(8);
+        let example = setting.source.draw(Split::Train, &mut rng);
+        let &(place, target) = example.answers.last().unwrap();
+        let model = setting.model(&"favor:m=16,window=8".parse().unwrap(), 1).unwrap();
+        let mut cut = example.clone();
+        cut.ids.truncate(place + 1);
+        let logits = |example: &Example| -> Tensor {
+            let batch = Batch::new(std::slice::from_ref(example), true, &Device::Cpu).unwrap();
+            let last = batch.places.last().copied().unwrap();
+            model.logits_at(&batch.ids, &batch.mask, &[last]).unwrap()
+        };
+        let difference = (logits(&example) - logits(&cut)).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(difference.to_scalar::<f32>().unwrap() < 1e-5, "{task}");
+        assert!((target as usize) < setting.source.vocabulary());
+    }
+}
