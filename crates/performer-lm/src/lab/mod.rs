@@ -3,6 +3,8 @@
 //! An experiment returns [`Findings`], which are plain data; [`save`] writes any number of them as a folder with `data.json`, the charts as SVG
 //! and PNG, and `report.html`.
 
+pub mod ablate;
+pub mod crossover;
 mod page;
 pub mod tasks;
 

@@ -269,8 +269,9 @@ impl Decoder {
     /// # Errors
     /// As [`Self::losses`], and if the teacher has another vocabulary.
     pub fn distillation_losses(&self, ids: &Tensor, targets: &[u32], teacher: &Decoder, share: f64) -> Result<Tensor> {
-        let states =
-            |model: &Decoder| -> Result<Tensor> { Ok(model.last_norm(&model.hidden(ids, &Mask::causal(), None)?)?.flatten_to(1)?) };
+        let states = |model: &Decoder| -> Result<Tensor> {
+            Ok(model.last_norm(&model.hidden(ids, &Mask::causal(), None)?)?.flatten_to(1)?)
+        };
         let theirs = (&states(teacher)?.detach(), teacher.head.weight());
         Ok(ops::linear_distillation(&states(self)?, self.head.weight(), targets, theirs, share)?)
     }

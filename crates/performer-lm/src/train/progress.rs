@@ -81,7 +81,7 @@ fn line(bar: &ProgressBar, text: &str) {
 pub(crate) struct Bar {
     bar: ProgressBar,
     begun: Instant,
-    first: Cell<Option<usize>>,
+    tokens: Cell<usize>,
 }
 
 impl Bar {
@@ -92,14 +92,13 @@ impl Bar {
         }
         bar.set_prefix(name.to_string());
         bar.enable_steady_tick(Duration::from_millis(500));
-        Self { bar, begun: Instant::now(), first: Cell::new(None) }
+        Self { bar, begun: Instant::now(), tokens: Cell::new(0) }
     }
 
-    /// After a step, the first of this bar or a later one, of so many tokens.
+    /// After a step of so many tokens.
     pub(crate) fn step(&self, step: usize, loss: f64, tokens: usize) {
-        let first = self.first.get().unwrap_or(step - 1);
-        self.first.set(Some(first));
-        let speed = ((step - first) * tokens) as f64 / self.begun.elapsed().as_secs_f64().max(1e-9);
+        self.tokens.set(self.tokens.get() + tokens);
+        let speed = self.tokens.get() as f64 / self.begun.elapsed().as_secs_f64().max(1e-9);
         self.bar.set_position(step as u64);
         self.bar.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", speed / 1000.0));
     }

@@ -111,7 +111,9 @@ impl<'a> Setting<'a> {
     pub(super) fn model(&self, attention: &AttentionConfig, seed: u64) -> Result<Decoder> {
         let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
         let config = self.recipe.model(&*self.source, attention, context);
-        Decoder::new(&config, seed, self.device).with_context(|| format!("attention {attention}"))
+        let mut model = Decoder::new(&config, seed, self.device).with_context(|| format!("attention {attention}"))?;
+        model.train_maps()?;
+        Ok(model)
     }
 
     /// Trains with one attention from one seed. `None` if it was stopped.
@@ -143,9 +145,10 @@ impl<'a> Setting<'a> {
             optimizer
                 .step(&gradients, schedule.lr(learning_rate, step, steps), Some(CLIP))
                 .with_context(|| format!("{name}, step {}, loss {loss}: lower --learning-rate", step + 1))?;
-            tokens += examples.iter().map(|example| example.ids.len()).sum::<usize>();
+            let read = examples.iter().map(|example| example.ids.len()).sum::<usize>();
+            tokens += read;
             seconds += started.elapsed().as_secs_f64();
-            bar.step(step + 1, loss);
+            bar.step(step + 1, loss, read);
             if (step + 1) * POINTS / steps > step * POINTS / steps || step + 1 == steps {
                 curve.push(Point { step: step + 1, score: self.score(&model)? });
             }

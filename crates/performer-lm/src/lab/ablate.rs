@@ -1,0 +1,318 @@
+//! What closes the gap to softmax: the same small model trained with one thing changed at a time.
+
+use std::{path::Path, sync::atomic::AtomicBool};
+
+use anyhow::{Context, Result, bail};
+use candle_core::Device;
+use performer_core::{FavorConfig, FeatureMapKind, ProjectionKind, Radii};
+use serde::{Deserialize, Serialize};
+
+use super::{Findings, Section, Table};
+use crate::{
+    config::{AttentionConfig, ModelConfig, TrainingConfig},
+    data::Prepared,
+    plot::{At, Axis, Chart, Marker, Scale, Series},
+    train::{Report, RunOptions, Trainer},
+};
+
+/// What is trained, and where.
+pub struct Plan<'a> {
+    /// The model; its attention is replaced.
+    pub config: ModelConfig,
+    /// The training; its seed and redraws are replaced.
+    pub training: TrainingConfig,
+    /// Seeds to repeat each variant with.
+    pub seeds: Vec<u64>,
+    /// Numbers of features on the curves; the middle one is that of the single changes.
+    pub features: Vec<usize>,
+    /// Folder for the runs; what is finished there is not run again.
+    pub runs: &'a Path,
+    /// The data as the command line spells it.
+    pub data: String,
+    /// Device of the models.
+    pub device: Device,
+    /// Worker threads on the CPU.
+    pub threads: usize,
+    /// Set from outside to stop.
+    pub stop: &'a AtomicBool,
+}
+
+/// One thing changed.
+#[derive(Clone, Debug)]
+struct Variant {
+    /// The curve it is a point of, if any.
+    curve: Option<(&'static str, usize)>,
+    name: String,
+    attention: AttentionConfig,
+    by_layer: Vec<AttentionConfig>,
+    redraw_every: usize,
+}
+
+/// A variant over its seeds.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Outcome {
+    name: String,
+    curve: Option<(String, usize)>,
+    attention_spec: String,
+    redraw_every: usize,
+    val_losses: Vec<f64>,
+    tokens_per_second: Vec<f64>,
+}
+
+impl Outcome {
+    fn mean(&self) -> f64 {
+        self.val_losses.iter().sum::<f64>() / self.val_losses.len() as f64
+    }
+
+    /// Half the distance of the smallest to the largest.
+    fn spread(&self) -> f64 {
+        let fold = |f: fn(f64, f64) -> f64, start| self.val_losses.iter().copied().fold(start, f);
+        0.5 * (fold(f64::max, f64::NEG_INFINITY) - fold(f64::min, f64::INFINITY))
+    }
+}
+
+fn favor(features: usize) -> FavorConfig {
+    FavorConfig { features, ..FavorConfig::default() }
+}
+
+/// All variants, softmax first.
+fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
+    let variant = |name: String, attention: AttentionConfig| Variant {
+        curve: None,
+        name,
+        attention,
+        by_layer: Vec::new(),
+        redraw_every: 0,
+    };
+    let mut all = vec![variant("softmax".into(), AttentionConfig::Softmax)];
+    for &m in features {
+        let curves: [(&'static str, AttentionConfig); 5] = [
+            ("orthogonal, chi radii", AttentionConfig::Favor(favor(m))),
+            (
+                "independent rows",
+                AttentionConfig::Favor(FavorConfig { projection: ProjectionKind::Gaussian, ..favor(m) }),
+            ),
+            ("orthogonal, √D radii", AttentionConfig::Favor(FavorConfig { radii: Radii::Sqrt, ..favor(m) })),
+            ("learned map", AttentionConfig::Favor(FavorConfig { map: FeatureMapKind::Learned, ..favor(m) })),
+            ("window of 32", AttentionConfig::Windowed { window: 32, far: favor(m) }),
+        ];
+        for (curve, attention) in curves {
+            all.push(Variant { curve: Some((curve, m)), ..variant(format!("{curve}, M={m}"), attention) });
+        }
+    }
+    let m = features[features.len() / 2];
+    let half = (m / 2).max(1);
+    let map = |map: FeatureMapKind, features: usize| AttentionConfig::Favor(FavorConfig { map, ..favor(features) });
+    for (name, attention) in [
+        (format!("hyperbolic, M={half} (as many features)"), map(FeatureMapKind::Hyperbolic, half)),
+        (format!("FAVOR++ for unit normal inputs, M={m}"), map(FeatureMapKind::Optimal, m)),
+        (format!("hedgehog, M={half} (as many features)"), map(FeatureMapKind::Hedgehog, half)),
+        (format!("ReLU kernel, M={m}"), map(FeatureMapKind::Relu, m)),
+        ("elu + 1".into(), map(FeatureMapKind::Elu, m)),
+        (
+            format!("learned map and window of 32, M={m}"),
+            AttentionConfig::Windowed { window: 32, far: FavorConfig { map: FeatureMapKind::Learned, ..favor(m) } },
+        ),
+        (format!("quantile radii, M={m}"), AttentionConfig::Favor(FavorConfig { radii: Radii::Quantile, ..favor(m) })),
+    ] {
+        all.push(variant(name, attention));
+    }
+    for every in [10, 100] {
+        let name = format!("redrawn every {every} steps, M={m}");
+        all.push(Variant { redraw_every: every, ..variant(name, AttentionConfig::Favor(favor(m))) });
+    }
+    for (name, first, last) in [("more features in earlier layers", 3, 1), ("more features in later layers", 1, 3)] {
+        // From 3/2 to 1/2 of M, or the other way round: M on the mean.
+        let by_layer = (0..layers)
+            .map(|i| {
+                let share = i as f64 / (layers - 1).max(1) as f64;
+                let halves = f64::from(first) + share * f64::from(last - first);
+                AttentionConfig::Favor(favor(((m as f64 * halves / 2.0).round() as usize).max(1)))
+            })
+            .collect();
+        let name = format!("{name}, M={m} on the mean");
+        all.push(Variant { by_layer, ..variant(name, AttentionConfig::Favor(favor(m))) });
+    }
+    all
+}
+
+/// Trains every variant with every seed; `progress` is told of each when it is done.
+///
+/// # Errors
+/// Whatever keeps a run from its end, and being stopped: what is finished is kept.
+pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Findings> {
+    if plan.seeds.is_empty() || plan.features.is_empty() || plan.features.contains(&0) {
+        bail!("give at least one seed, and numbers of features of at least 1");
+    }
+    let variants = variants(&plan.features, plan.config.layers);
+    let mut outcomes = Vec::new();
+    for (i, variant) in variants.iter().enumerate() {
+        let mut outcome = Outcome {
+            name: variant.name.clone(),
+            curve: variant.curve.map(|(name, m)| (name.to_string(), m)),
+            attention_spec: variant.attention.to_string(),
+            redraw_every: variant.redraw_every,
+            val_losses: Vec::new(),
+            tokens_per_second: Vec::new(),
+        };
+        for &seed in &plan.seeds {
+            let report = train(plan, variant, i, seed, data).with_context(|| variant.name.clone())?;
+            progress(format!(
+                "{}/{} {}, seed {seed}: {:.4} nats a token, {:.0} tokens/s",
+                i + 1,
+                variants.len(),
+                variant.name,
+                report.val_loss,
+                report.tokens_per_second
+            ));
+            outcome.val_losses.push(report.val_loss);
+            outcome.tokens_per_second.push(report.tokens_per_second);
+        }
+        outcomes.push(outcome);
+    }
+    Ok(findings(plan, data, &outcomes))
+}
+
+fn train(plan: &Plan, variant: &Variant, index: usize, seed: u64, data: &Prepared) -> Result<Report> {
+    let config = ModelConfig {
+        attention: variant.attention.clone(),
+        attention_by_layer: variant.by_layer.iter().cloned().enumerate().collect(),
+        ..plan.config.clone()
+    };
+    let training = TrainingConfig { seed, redraw_every: variant.redraw_every, ..plan.training.clone() };
+    let out = plan.runs.join(format!("{index}-{seed}"));
+    let finished = out.join("metrics.json");
+    if let Ok(text) = std::fs::read_to_string(&finished) {
+        let report: Report = serde_json::from_str(&text)
+            .with_context(|| format!("{} is damaged: remove its folder to run it again", finished.display()))?;
+        return Ok(report);
+    }
+    let options = RunOptions {
+        out: &out,
+        data: &plan.data,
+        device: plan.device.clone(),
+        threads: plan.threads,
+        stop: plan.stop,
+        samples: false,
+    };
+    let report = Trainer::new(&config, &training, data, options)?.run()?;
+    report.context("stopped; the same command goes on after the last finished run")
+}
+
+fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
+    let softmax = outcomes[0].mean();
+    let mut table = Table::new(["variant", "loss, nats/token", "± over seeds", "to softmax", "perplexity", "tokens/s"]);
+    let mut ranked: Vec<&Outcome> = outcomes.iter().collect();
+    ranked.sort_by(|a, b| a.mean().total_cmp(&b.mean()));
+    for o in &ranked {
+        let speed = o.tokens_per_second.iter().sum::<f64>() / o.tokens_per_second.len() as f64;
+        table.push([
+            o.name.clone(),
+            format!("{:.4}", o.mean()),
+            format!("{:.4}", o.spread()),
+            format!("{:+.4}", o.mean() - softmax),
+            format!("{:.2}", o.mean().exp()),
+            format!("{speed:.0}"),
+        ]);
+    }
+    let m = plan.features[plan.features.len() / 2];
+    let plain = outcomes.iter().find(|o| o.curve == Some(("orthogonal, chi radii".into(), m)));
+    let noise = outcomes.iter().map(Outcome::spread).fold(0.0, f64::max);
+    let mut changes = Vec::new();
+    if let Some(plain) = plain {
+        let gap = plain.mean() - softmax;
+        changes.push(format!("FAVOR+ with M = {m} and nothing changed is {gap:+.4} nats from softmax."));
+        for o in outcomes.iter().filter(|o| o.curve.as_ref().is_none_or(|(_, features)| *features == m)).skip(1) {
+            if o.name == plain.name {
+                continue;
+            }
+            let closed = plain.mean() - o.mean();
+            if gap > 0.0 && closed.abs() > 0.1 * gap {
+                let verb = if closed > 0.0 { "closes" } else { "widens it by" };
+                changes.push(format!("{}: {verb} {:.0}% of that.", o.name, 100.0 * closed.abs() / gap));
+            }
+        }
+    }
+    Findings {
+        name: "ablate",
+        title: "What closes the gap to softmax?".into(),
+        summary: vec![
+            format!(
+                "A decoder of {} layers, dim {}, {} heads, context {}, {} sequences a step, on {}; {} seed(s). The same weights at the start where \
+                 shapes agree, the same text in the same order, the same schedule.",
+                plan.config.layers,
+                plan.config.hidden_size,
+                plan.config.heads,
+                plan.config.context,
+                plan.training.batch_size,
+                data.corpus_name,
+                plan.seeds.len()
+            ),
+            match plan.seeds.len() {
+                1 => "One seed: differences of a few thousandths of a nat are noise.".into(),
+                _ => format!(
+                    "Half the distance between seeds is at most {noise:.4} nats; what is closer than that is no difference."
+                ),
+            },
+        ],
+        sections: vec![
+            Section {
+                title: "Loss over features".into(),
+                text: Vec::new(),
+                chart: Some(("features", chart(outcomes, softmax))),
+                table: None,
+            },
+            Section { title: "One change at a time".into(), text: changes, chart: None, table: Some(table) },
+        ],
+        data: serde_json::json!({
+            "config": plan.config, "training": plan.training, "corpus": data.corpus_name, "outcomes": outcomes,
+        }),
+    }
+}
+
+fn chart(outcomes: &[Outcome], softmax: f64) -> Chart {
+    let mut series: Vec<Series> = Vec::new();
+    for o in outcomes {
+        let Some((curve, m)) = &o.curve else { continue };
+        let (point, half) = ((*m as f64, o.mean()), o.spread());
+        let band = (o.mean() - half, o.mean() + half);
+        let several = o.val_losses.len() > 1;
+        match series.iter_mut().find(|s| s.name == *curve) {
+            Some(s) => {
+                s.points.push(point);
+                s.band.iter_mut().for_each(|bands| bands.push(band));
+            }
+            None => {
+                series.push(Series { band: several.then(|| vec![band]), ..Series::new(curve.clone(), [point]) });
+            }
+        }
+    }
+    Chart {
+        title: "Validation loss over features".into(),
+        x: Axis::new("random features M", Scale::Log2),
+        y: Axis::new("validation loss (nats per token)", Scale::Linear),
+        series,
+        lines: vec![Marker { at: At::Y(softmax), label: "softmax".into() }],
+        ..Chart::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variants_differ_and_keep_their_mean_of_features() {
+        let all = variants(&[16, 64, 256], 3);
+        for (i, a) in all.iter().enumerate() {
+            assert!(all[..i].iter().all(|b| b.name != a.name), "{}", a.name);
+        }
+        let layered: Vec<&Variant> = all.iter().filter(|v| !v.by_layer.is_empty()).collect();
+        assert_eq!(layered.len(), 2);
+        for v in layered {
+            let features: Vec<usize> = v.by_layer.iter().filter_map(|a| a.favor()).map(|f| f.features).collect();
+            assert_eq!(features.iter().sum::<usize>(), 3 * 64, "{features:?}");
+            assert_ne!(features[0], features[2]);
+        }
+    }
+}
