@@ -18,8 +18,11 @@ use super::{
 
 /// Rows of hidden states of a tile.
 const ROWS: usize = 64;
-/// Tokens of the vocabulary of a tile.
+/// Most tokens of the vocabulary of a tile.
 const TOKENS: usize = 1024;
+/// Most numbers of a tile of the head: with as many of its gradient they stay in the second cache while all rows pass by, so that a large
+/// head is read from memory once and not once for every few rows.
+const HEAD: usize = 1 << 17;
 
 /// `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a head `W` `(V, E)`; with a teacher, the mean of `−log softmax(W x_i)`
 /// over a mixture of the target and the teacher's distribution.
@@ -67,7 +70,10 @@ struct Tiles<'a> {
     w: Matrix<'a>,
     e: usize,
     vocabulary: usize,
+    /// Tokens of a tile.
+    tokens: usize,
     targets: &'a [u32],
+    /// Hidden states a column, `ROWS` of them after the other.
     columns: Vec<f32>,
     logits: Vec<f32>,
 }
@@ -75,35 +81,42 @@ struct Tiles<'a> {
 impl<'a> Tiles<'a> {
     fn new(x: &'a [f32], w: &'a [f32], e: usize, targets: &'a [u32]) -> Self {
         let vocabulary = w.len() / e;
-        Self {
-            x,
-            w: Matrix::new(&Heads::matrix(w, e)),
-            e,
-            vocabulary,
-            targets,
-            columns: vec![0f32; e * ROWS],
-            logits: vec![0f32; TOKENS.min(vocabulary) * ROWS],
+        let tokens = (HEAD / padded(e) / ROWS * ROWS).clamp(ROWS, TOKENS).min(vocabulary);
+        let mut columns = vec![0f32; targets.len().div_ceil(ROWS) * e * ROWS];
+        for (x, columns) in x.chunks(ROWS * e).zip(columns.chunks_exact_mut(ROWS * e)) {
+            transpose(x, e, [x.len() / e, e], columns, ROWS);
         }
+        let logits = vec![0f32; tokens * ROWS];
+        Self { x, w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens, targets, columns, logits }
     }
 
-    /// Loads hidden states from row `i` on and returns how many.
-    fn load(&mut self, i: usize) -> usize {
-        let n = ROWS.min(self.targets.len() - i);
-        for row in self.columns.chunks_exact_mut(ROWS) {
-            row[n..].fill(0.0);
-        }
-        transpose(&self.x[i * self.e..], self.e, [n, self.e], &mut self.columns, ROWS);
-        n
+    /// First tokens of the tiles.
+    fn starts(&self) -> impl Iterator<Item = usize> + use<> {
+        (0..self.vocabulary).step_by(self.tokens)
     }
 
-    /// Logits of the tokens from `v` on; returns how many.
+    /// First rows of the tiles, and how many rows they have.
+    fn blocks(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
+        let all = self.targets.len();
+        (0..all).step_by(ROWS).map(move |i| [i, ROWS.min(all - i)])
+    }
+
+    /// Logits of the rows from `i` on for the tokens from `v` on; returns how many tokens.
     #[inline(always)]
-    fn compute<S: Simd>(&mut self, simd: S, v: usize) -> usize {
-        let tokens = TOKENS.min(self.vocabulary - v);
-        let right = Right { values: &self.columns, stride: ROWS };
+    fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> usize {
+        let tokens = self.tokens.min(self.vocabulary - v);
+        let right = Right { values: &self.columns[i * self.e..(i + ROWS) * self.e], stride: ROWS };
         gemm(simd, Into::Zero, [tokens, ROWS, self.e], self.w.left(v), right, &mut self.logits, ROWS);
         tokens
     }
+}
+
+/// `ROWS` numbers from `i` on, and something else where there are no more.
+fn block(values: &[f32], i: usize, otherwise: f32) -> [f32; ROWS] {
+    let mut block = [otherwise; ROWS];
+    let n = ROWS.min(values.len() - i);
+    block[..n].copy_from_slice(&values[i..i + n]);
+    block
 }
 
 /// Tiles of a teacher's distribution.
@@ -111,27 +124,16 @@ struct Soft<'a> {
     tiles: Tiles<'a>,
     logs: &'a [f32],
     share: f32,
-    /// Logarithms of the denominators of the rows loaded.
-    log: [f32; ROWS],
 }
 
-impl<'a> Soft<'a> {
-    fn new(tiles: Tiles<'a>, logs: &'a [f32], share: f32) -> Self {
-        Self { tiles, logs, share, log: [f32::INFINITY; ROWS] }
-    }
-
-    fn load(&mut self, i: usize) {
-        let n = self.tiles.load(i);
-        self.log = [f32::INFINITY; ROWS];
-        self.log[..n].copy_from_slice(&self.logs[i..i + n]);
-    }
-
+impl Soft<'_> {
     /// Probabilities of the tokens from `v` on, in place of their logits.
     #[inline(always)]
-    fn compute<S: Simd>(&mut self, simd: S, v: usize) {
-        let tokens = self.tiles.compute(simd, v);
+    fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) {
+        let tokens = self.tiles.compute(simd, i, v);
+        let log = block(self.logs, i, f32::INFINITY);
         for row in self.tiles.logits.chunks_exact_mut(ROWS).take(tokens) {
-            exp_minus_each(simd, row, &self.log);
+            exp_minus_each(simd, row, &log);
         }
     }
 }
@@ -143,6 +145,16 @@ struct Forward<'a> {
     logs: &'a mut [f32],
 }
 
+/// What the tokens seen so far come to for a tile of rows.
+#[derive(Clone)]
+struct Running {
+    largest: [f32; ROWS],
+    sums: [f32; ROWS],
+    /// Over the teacher's distribution: the mean of the logits, and what its rounded probabilities add up to.
+    means: [f32; ROWS],
+    masses: [f32; ROWS],
+}
+
 impl WithSimd for Forward<'_> {
     type Output = ();
 
@@ -150,16 +162,12 @@ impl WithSimd for Forward<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { mut tiles, mut soft, losses, logs } = self;
         let share = soft.as_ref().map_or(0.0, |soft| soft.share);
-        for i in (0..losses.len()).step_by(ROWS) {
-            let n = tiles.load(i);
-            let (mut largest, mut sums) = ([f32::NEG_INFINITY; ROWS], [0f32; ROWS]);
-            // Over the teacher's distribution: the mean of the logits, and what its rounded probabilities add up to.
-            let (mut means, mut masses) = ([0f32; ROWS], [0f32; ROWS]);
-            if let Some(soft) = &mut soft {
-                soft.load(i);
-            }
-            for v in (0..tiles.vocabulary).step_by(TOKENS) {
-                let tokens = tiles.compute(simd, v);
+        let zero = [0f32; ROWS];
+        let start = Running { largest: [f32::NEG_INFINITY; ROWS], sums: zero, means: zero, masses: zero };
+        let mut running = vec![start; tiles.blocks().count()];
+        for v in tiles.starts() {
+            for ([i, n], now) in tiles.blocks().zip(&mut running) {
+                let tokens = tiles.compute(simd, i, v);
                 for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
                     let target = target as usize;
                     if (v..v + tokens).contains(&target) {
@@ -167,28 +175,31 @@ impl WithSimd for Forward<'_> {
                     }
                 }
                 if let Some(soft) = &mut soft {
-                    soft.compute(simd, v);
+                    soft.compute(simd, i, v);
                     let rows = soft.tiles.logits.chunks_exact_mut(ROWS).zip(tiles.logits.chunks_exact(ROWS));
                     for (shares, logits) in rows.take(tokens) {
-                        add(simd, &mut masses, shares);
+                        add(simd, &mut now.masses, shares);
                         multiply(simd, shares, logits);
-                        add(simd, &mut means, shares);
+                        add(simd, &mut now.means, shares);
                     }
                 }
-                let mut decay = largest;
+                let mut decay = now.largest;
                 for row in tiles.logits.chunks_exact(ROWS).take(tokens) {
-                    max_each(simd, &mut largest, row);
+                    max_each(simd, &mut now.largest, row);
                 }
-                exp_minus_each(simd, &mut decay, &largest);
-                multiply(simd, &mut sums, &decay);
+                exp_minus_each(simd, &mut decay, &now.largest);
+                multiply(simd, &mut now.sums, &decay);
                 for row in tiles.logits.chunks_exact_mut(ROWS).take(tokens) {
-                    exp_minus_each(simd, row, &largest);
-                    add(simd, &mut sums, row);
+                    exp_minus_each(simd, row, &now.largest);
+                    add(simd, &mut now.sums, row);
                 }
             }
+        }
+        for ([i, n], now) in tiles.blocks().zip(&running) {
             for row in 0..n {
-                logs[i + row] = largest[row] + sums[row].ln();
-                losses[i + row] += (1.0 - share) * logs[i + row] + share * (masses[row] * logs[i + row] - means[row]);
+                let log = now.largest[row] + now.sums[row].ln();
+                logs[i + row] = log;
+                losses[i + row] += (1.0 - share) * log + share * (now.masses[row] * log - now.means[row]);
             }
         }
     }
@@ -213,23 +224,15 @@ impl WithSimd for Backward<'_> {
         let Self { mut tiles, mut soft, grad, logs, dx, dw } = self;
         let share = soft.as_ref().map_or(0.0, |soft| soft.share);
         let (e, width) = (tiles.e, padded(tiles.e));
-        let mut rows = vec![0f32; ROWS * width];
-        let mut states = vec![0f32; ROWS * width];
-        for i in (0..grad.len()).step_by(ROWS) {
-            let n = tiles.load(i);
-            for (state, x) in states.chunks_exact_mut(width).zip(tiles.x[i * e..].chunks_exact(e)) {
-                state[..e].copy_from_slice(x);
-            }
-            let (mut log, mut factor) = ([f32::INFINITY; ROWS], [0f32; ROWS]);
-            log[..n].copy_from_slice(&logs[i..i + n]);
-            factor[..n].copy_from_slice(&grad[i..i + n]);
-            rows.fill(0.0);
-            let soft_factor = factor.map(|g| share * g);
-            if let Some(soft) = &mut soft {
-                soft.load(i);
-            }
-            for v in (0..tiles.vocabulary).step_by(TOKENS) {
-                let tokens = tiles.compute(simd, v);
+        let mut rows = vec![0f32; grad.len() * width];
+        let mut states = vec![0f32; grad.len() * width];
+        for (state, x) in states.chunks_exact_mut(width).zip(tiles.x.chunks_exact(e)) {
+            state[..e].copy_from_slice(x);
+        }
+        for v in tiles.starts() {
+            for [i, n] in tiles.blocks() {
+                let (log, factor) = (block(logs, i, f32::INFINITY), block(grad, i, 0.0));
+                let tokens = tiles.compute(simd, i, v);
                 for row in tiles.logits.chunks_exact_mut(ROWS).take(tokens) {
                     exp_minus_each(simd, row, &log);
                     multiply(simd, row, &factor);
@@ -241,22 +244,23 @@ impl WithSimd for Backward<'_> {
                     }
                 }
                 if let Some(soft) = &mut soft {
-                    soft.compute(simd, v);
+                    let factor = factor.map(|g| share * g);
+                    soft.compute(simd, i, v);
                     let rows = tiles.logits.chunks_exact_mut(ROWS).zip(soft.tiles.logits.chunks_exact_mut(ROWS));
                     for (row, shares) in rows.take(tokens) {
-                        multiply(simd, shares, &soft_factor);
+                        multiply(simd, shares, &factor);
                         subtract(simd, row, shares);
                     }
                 }
                 let left = Left::transposed(&tiles.logits, ROWS);
-                gemm(simd, Into::Sum, [n, width, tokens], left, tiles.w.right(v), &mut rows, width);
-                let right = Right { values: &states, stride: width };
+                gemm(simd, Into::Sum, [n, width, tokens], left, tiles.w.right(v), &mut rows[i * width..], width);
+                let right = Right { values: &states[i * width..], stride: width };
                 let left = Left::rows(&tiles.logits, ROWS);
                 gemm(simd, Into::Sum, [tokens, width, n], left, right, &mut dw[v * width..], width);
             }
-            for (dx, row) in dx[i * e..(i + n) * e].chunks_exact_mut(e).zip(rows.chunks_exact(width)) {
-                dx.copy_from_slice(&row[..e]);
-            }
+        }
+        for (dx, row) in dx.chunks_exact_mut(e).zip(rows.chunks_exact(width)) {
+            dx.copy_from_slice(&row[..e]);
         }
     }
 }
@@ -277,7 +281,7 @@ impl CustomOp2 for CrossEntropy {
             Ok(())
         })?;
         self.with_teacher(|teacher| {
-            let soft = teacher.map(|(tiles, share)| Soft::new(tiles, &logs.teacher, share));
+            let soft = teacher.map(|(tiles, share)| Soft { tiles, logs: &logs.teacher, share });
             let tiles = Tiles::new(x, w, l1.dims()[1], &self.targets);
             Arch::new().dispatch(Forward { tiles, soft, losses: &mut losses, logs: &mut logs.own });
             Ok(())
@@ -298,7 +302,7 @@ impl CustomOp2 for CrossEntropy {
         with_storages([x, w], |[x, w]| {
             let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, &self.targets);
             self.with_teacher(|teacher| {
-                let soft = teacher.map(|(tiles, share)| Soft::new(tiles, &logs.teacher, share));
+                let soft = teacher.map(|(tiles, share)| Soft { tiles, logs: &logs.teacher, share });
                 let (logs, dx, dw) = (&logs.own[..], &mut dx[..], &mut dw[..]);
                 Arch::new().dispatch(Backward { tiles, soft, grad: &grad, logs, dx, dw });
                 Ok(())

@@ -38,6 +38,14 @@ pub fn run(
     Ok(findings(&report))
 }
 
+/// The findings of a run whose [`Findings::data`] these are.
+///
+/// # Errors
+/// If they are not.
+pub fn from_data(data: serde_json::Value) -> Result<Findings> {
+    Ok(findings(&serde_json::from_value(data)?))
+}
+
 fn findings(report: &Report) -> Findings {
     let sweep = &report.sweep;
     let passes: &[bool] = if sweep.backward { &[false, true] } else { &[false] };
