@@ -243,7 +243,7 @@ fn padding_changes_no_embedding() -> Result<()> {
     let (texts, moments) = (texts()?, moments()?);
     let mut models = vec![("softmax", bert_with(&|_| Ok(Arc::new(Softmax::new())))?)];
     for kind in KINDS {
-        models.push((kind.name, bert_with(&|layer| kind.attention(40, &moments[layer], layer as u64))?));
+        models.push((kind.name, bert_with(&|layer| kind.attention(layer, 40, &moments[layer], 1))?));
     }
     for (name, model) in models {
         let batch = embeddings(&model, &texts, 0)?;
@@ -267,7 +267,7 @@ fn bert_with_many_features_is_near_the_original() -> Result<()> {
     };
     let uniform = cosine(&|_| Ok(Arc::new(Uniform)))?;
     for kind in KINDS {
-        let at = |features: usize| cosine(&|layer| kind.attention(features, &moments[layer], layer as u64));
+        let at = |features: usize| cosine(&|layer| kind.attention(layer, features, &moments[layer], 1));
         let (few, many) = (at(8)?, at(4096)?);
         assert!(many > 0.99 && many > few && many > uniform, "{}: {few}, {many}, uniform {uniform}", kind.name);
     }

