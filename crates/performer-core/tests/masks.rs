@@ -164,7 +164,7 @@ fn masks_of_every_dtype_are_the_same() -> Result<()> {
         let Some(mask) = &problem.key_mask else { unreachable!() };
         let mask = mask_tensor(mask, &[SHAPE.batch, SHAPE.k_len], &Device::Cpu)?;
         let [q, k, v] = problem.tensors(DType::F32)?;
-        for dtype in [DType::U8, DType::U32, DType::F16, DType::BF16, DType::F32, DType::F64] {
+        for dtype in [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64] {
             let mask = Mask::causal().with_keys(&mask.to_dtype(dtype)?);
             let output = problem.attention(DType::F32)?.forward(&q, &k, &v, &mask)?;
             assert_tensor_close(&format!("{map:?}, mask of {dtype:?}"), &output, &expected, 0.0);

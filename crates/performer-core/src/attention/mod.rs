@@ -44,7 +44,8 @@ impl Mask {
         Self { causal: true, keys: None }
     }
 
-    /// Hides padding besides: `keys` has shape `(B, Tk)`, u8 or a float type, zero where a key must not be seen.
+    /// Hides padding besides: `keys` has shape `(B, Tk)`, of any number type, zero where a key must not be seen: the attention
+    /// mask of a tokenizer as it is.
     ///
     /// Hidden keys and values may hold any finite numbers. A row that sees no key at all yields zeros.
     pub fn with_keys(mut self, keys: &Tensor) -> Self {

@@ -1,0 +1,91 @@
+//! What is put in the place of the model's softmax.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use performer_core::{
+    Attention, Favor, FavorConfig, FeatureMapKind, Mask, ProjectionKind, Radii, Softmax, State,
+    features::fit::{Moments, Options, fit},
+    projection::{derive_seed, draw_tensor},
+};
+
+/// A kind of random features.
+#[derive(Clone, Copy)]
+pub(crate) struct Kind {
+    pub(crate) name: &'static str,
+    map: FeatureMapKind,
+    radii: Radii,
+    /// Whether the features are fitted to the model's queries and keys, and if so whether these are centred first.
+    fitted: Option<bool>,
+}
+
+use FeatureMapKind::{Dense, Optimal, Positive};
+
+/// All that are compared.
+pub(crate) const KINDS: [Kind; 5] = [
+    Kind { name: "FAVOR+", map: Positive, radii: Radii::Chi, fitted: None },
+    Kind { name: "FAVOR+, radii √D", map: Positive, radii: Radii::Sqrt, fitted: None },
+    Kind { name: "FAVOR++, fitted", map: Optimal, radii: Radii::Chi, fitted: Some(false) },
+    Kind { name: "FAVOR#, fitted", map: Dense, radii: Radii::Chi, fitted: Some(false) },
+    Kind { name: "FAVOR#, fitted and centred", map: Dense, radii: Radii::Chi, fitted: Some(true) },
+];
+
+impl Kind {
+    /// FAVOR with `features` of this kind for a layer whose queries and keys have these `moments`; `draw` is a seed for all layers.
+    pub(crate) fn attention(
+        &self,
+        layer: usize,
+        features: usize,
+        moments: &Moments,
+        draw: u64,
+    ) -> Result<Arc<dyn Attention>> {
+        let seed = derive_seed(draw, layer as u64);
+        let (kind, head_dim) = (ProjectionKind::Orthogonal, moments.head_dim());
+        let Some(centre) = self.fitted else {
+            let config = FavorConfig { map: self.map, features, projection: kind, radii: self.radii };
+            return Ok(Arc::new(Favor::new(&config, head_dim, seed, DType::F32, &Device::Cpu)?));
+        };
+        let omega = draw_tensor(kind, self.radii, features, head_dim, seed, DType::F64, &Device::Cpu)?;
+        let fitted = fit(&omega, moments, Options { map: self.map, centre, balance: false })?;
+        Ok(Arc::new(Favor::fitted(fitted.to(DType::F32, &Device::Cpu)?)?))
+    }
+}
+
+/// Softmax attention that remembers what queries and keys are like, of tokens without padding.
+#[derive(Debug)]
+pub(crate) struct Observed(Mutex<Moments>);
+
+impl Observed {
+    pub(crate) fn new(heads: usize, head_dim: usize) -> Self {
+        Self(Mutex::new(Moments::new(heads, head_dim)))
+    }
+
+    pub(crate) fn moments(&self) -> Moments {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+}
+
+impl Attention for Observed {
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).add(q, k)?;
+        Softmax::new().forward(q, k, v, mask)
+    }
+
+    fn extend(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &mut State) -> Result<Tensor> {
+        bail!("an encoder does not decode")
+    }
+}
+
+/// Attention that weighs all keys alike: what an approximation must beat.
+#[derive(Debug)]
+pub(crate) struct Uniform;
+
+impl Attention for Uniform {
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
+        Softmax::new().forward(&q.zeros_like()?, k, v, mask)
+    }
+
+    fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
+        Softmax::new().extend(&q.zeros_like()?, k, v, state)
+    }
+}
