@@ -47,7 +47,7 @@ impl Kind {
         };
         let omega = draw_tensor(kind, self.radii, features, head_dim, seed, DType::F64, &Device::Cpu)?;
         let fitted = fit(&omega, moments, Options { map: self.map, centre, balance: false })?;
-        Ok(Arc::new(Favor::fitted(fitted.to(DType::F32, &Device::Cpu)?)?))
+        Ok(Arc::new(Favor::with_map(Box::new(fitted.to(DType::F32, &Device::Cpu)?))?))
     }
 }
 
