@@ -9,6 +9,7 @@ mod eval;
 mod export;
 mod generate;
 mod gpu_check;
+mod lab;
 mod output;
 mod train;
 
@@ -46,6 +47,7 @@ Examples:
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
   performer-lm convert runs/small-softmax-seed42 --out runs/converted     a softmax model into a Performer
   performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths
+  performer-lm lab error --out runs/error           how near random features come to softmax, as a page with charts
   performer-lm gpu-check --device cuda              check and time every kernel on this machine's GPU";
 
 #[derive(Subcommand)]
@@ -65,6 +67,9 @@ enum Command {
     /// Measure the speed of attention, decoding and training on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Answer questions about FAVOR+ by experiments, as a report with charts.
+    #[command(subcommand)]
+    Lab(lab::Command),
     /// Check that this machine's GPU computes what it should, and measure how fast.
     GpuCheck(gpu_check::Args),
     /// Prepare or inspect training data.
@@ -111,6 +116,7 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
         Command::Generate(args) => generate::run(args, global),
         Command::Export(args) => export::run(args),
         Command::Bench(command) => bench::run(command, global, stop_on_ctrl_c()?),
+        Command::Lab(command) => lab::run(command, global),
         Command::GpuCheck(args) => gpu_check::run(args, global, stop_on_ctrl_c()?),
         Command::Data(args) => data::run(args, global),
         Command::Completions { shell } => {

@@ -3,13 +3,18 @@
 //! An experiment returns [`Findings`], which are plain data; [`save`] writes any number of them as a folder with `data.json`, the charts as SVG
 //! and PNG, and `report.html`.
 
+pub mod error;
+mod heads;
 mod page;
+pub mod suggest;
 
 use std::path::Path;
 
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
+
+pub use heads::{Heads, Source, shipped};
 
 use crate::{files, machine::Machine, plot::Chart, train::git_revision};
 

@@ -76,7 +76,7 @@ impl Axis {
 /// Points that have no place on the axes (not finite, or not above zero on a log axis) are skipped and break the line.
 #[derive(Debug, Clone, Default)]
 pub struct Series {
-    /// Name in the legend; empty keeps the series out of it.
+    /// Name in the legend; empty keeps the series out of it, and symbols off its line: a companion of another.
     pub name: String,
     /// `(x, y)` in drawing order.
     pub points: Vec<(f64, f64)>,
