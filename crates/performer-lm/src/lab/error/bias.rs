@@ -52,8 +52,8 @@ pub(super) fn unsigned(plan: &Plan) -> Result<(Section, Value)> {
     let mut table = Table::new(["rows, direction of x + y".to_string()]);
     table.header.extend(DIMS.map(|d| format!("D={d}")));
     let mut data = Vec::new();
-    let mut largest = (0.0f64, 0);
-    for (name, estimator, color) in &estimators {
+    let mut largest = [(0.0f64, 0.0f64, 0); 2];
+    for (at, (name, estimator, color)) in estimators.iter().enumerate() {
         for (direction, sign) in [("(1, …, 1)", 1.0), ("−(1, …, 1)", -1.0)] {
             let name = format!("{name}, {direction}");
             let spreads = DIMS.map(|d| bias(plan, estimator, d, sign));
@@ -62,8 +62,9 @@ pub(super) fn unsigned(plan: &Plan) -> Result<(Section, Value)> {
             for (d, spread) in DIMS.into_iter().zip(spreads) {
                 let spread = spread?;
                 let (mean, error) = (spread.mean, spread.error());
+                let largest = &mut largest[at];
                 if mean.abs() > largest.0.abs() {
-                    largest = (mean, d);
+                    *largest = (mean, error, d);
                 }
                 cells.push(format!("{:+.1}% ± {:.1}%", 100.0 * mean, 100.0 * error));
                 points.push((d as f64, 100.0 * mean));
@@ -75,13 +76,15 @@ pub(super) fn unsigned(plan: &Plan) -> Result<(Section, Value)> {
             series.push(Series { band: Some(band), style, color: Some(*color), ..Series::new(name, points) });
         }
     }
+    let [(biased, _, dim), (rest, error, rest_dim)] = largest;
     let text = vec![format!(
         "The usual implementations take orthogonal rows from a library's QR decomposition as they come. Its signs depend on the matrix: Q's \
-         diagonal leans to one side, and estimates of e^(x·y) with it. The largest bias here is {:+.1}% at D={}, for x + y along (1, …, 1) or \
-         against it, ‖x + y‖² = √D/2 and M = D rows. Multiplying Q's columns by the signs of R's diagonal costs nothing and takes it away. In \
-         trained networks, where no direction is special, it mostly averages out.",
-        100.0 * largest.0,
-        largest.1
+         diagonal leans to one side, and estimates of e^(x·y) with it, for x + y along (1, …, 1) or against it, ‖x + y‖² = √D/2 and M = D rows \
+         here. The largest bias is {:+.1}%, at D={dim}. With Q's columns multiplied by the signs of R's diagonal, which costs nothing, the largest \
+         deviation is {:+.1}% (D={rest_dim}), {:.1} standard errors.",
+        100.0 * biased,
+        100.0 * rest,
+        rest.abs() / error
     )];
     let chart = Chart {
         title: "QR without its sign correction: bias of the kernel estimate".into(),

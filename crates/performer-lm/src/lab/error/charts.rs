@@ -36,7 +36,8 @@ pub(crate) fn number(value: f64) -> String {
 
 /// A change as a signed percentage.
 pub(crate) fn change(value: f64) -> String {
-    format!("{:+.0}%", 100.0 * value)
+    let percent = (100.0 * value).round();
+    if percent == 0.0 { "0%".into() } else { format!("{percent:+.0}%") }
 }
 
 /// `a`, `a and b`, `a, b and c`.

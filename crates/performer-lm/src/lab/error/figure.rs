@@ -186,8 +186,7 @@ fn describe(input: Input, lines: &[Line], uniform: f64) -> String {
              learned little yet."
         }
         Input::UnitRows => {
-            "Queries and keys are divided by their lengths, so that logits lie within ±1/√D. Attention is all but uniform there: the figure looks \
-             good at this scale, and says least."
+            "Queries and keys are divided by their lengths, so that logits lie within ±1/√D: nearly the same for all keys."
         }
     };
     let informative: Vec<String> = lines
@@ -207,7 +206,10 @@ fn describe(input: Input, lines: &[Line], uniform: f64) -> String {
             charts::list(&informative)
         ),
     };
-    format!("{scale} {verdict} The table has medians, and means in brackets.")
+    format!(
+        "{scale} Uniform attention itself has a mean squared error of {} (values have 1). {verdict} The table has medians, and means in brackets.",
+        number(uniform)
+    )
 }
 
 /// The figure at every length and scale.
@@ -226,36 +228,49 @@ pub(super) fn published(plan: &Plan, progress: &dyn Fn(&str)) -> Result<(Vec<Sec
 }
 
 /// The write-up that multiplies `ω·x` by 2π inside sine and cosine, as published and corrected.
-pub(super) fn two_pi(plan: &Plan) -> Result<(Section, Value)> {
+pub(super) fn two_pi(plan: &Plan) -> Result<(Vec<Section>, Value)> {
+    let (unit, unit_data) = two_pi_at(plan, Input::Gaussian, "two-pi")?;
+    let (rows, rows_data) = two_pi_at(plan, Input::UnitRows, "two-pi-unit-rows")?;
+    Ok((vec![unit, rows], json!([unit_data, rows_data])))
+}
+
+fn two_pi_at(plan: &Plan, input: Input, file: &'static str) -> Result<(Section, Value)> {
     let (d, tokens) = (plan.head_dim, plan.tokens[0]);
-    let attention = Attention::new(Input::Gaussian, tokens, d, plan.seed)?;
+    let attention = Attention::new(input, tokens, d, plan.seed)?;
     let draw = |m, seed, factor: f64| -> Result<Box<dyn FeatureMap>> {
-        let omega =
-            projection::draw_tensor(ProjectionKind::Gaussian, Radii::Chi, m, d, seed, DType::F64, &Device::Cpu)?;
+        let (kind, radii) = (ProjectionKind::Gaussian, Radii::Chi);
+        let omega = projection::draw_tensor(kind, radii, m, d, seed, DType::F64, &Device::Cpu)?;
         Ok(Box::new(Trigonometric::new((omega * factor)?)?))
     };
     let published = measure(plan, &attention, "as published: sin 2πω·x, cos 2πω·x", &|m, seed| {
         draw(m, seed, std::f64::consts::TAU)
     })?;
     let corrected = measure(plan, &attention, "corrected: sin ω·x, cos ω·x", &|m, seed| draw(m, seed, 1.0))?;
-    let uniform = attention.uniform()?;
-    let limit = two_pi_limit(&attention)?;
+    let (uniform, limit) = (attention.uniform()?, two_pi_limit(&attention)?);
     let last = |line: &Line| line.points.last().map_or(f64::NAN, |(_, s)| s.median);
-    let text = vec![format!(
-        "One write-up takes the sine and cosine of 2πω·x for ω ~ N(0, I). Those are the features of e^(−(2π)²‖x−y‖²/2), a kernel so narrow that \
-         each query sees little but its nearest key; times e^(‖x‖²/2 + ‖y‖²/2) that is not the softmax kernel, for any number of features. At \
-         M={} its median error is {}, where the corrected features have {} and uniform attention {}; with exact values of its kernel it would be {}.",
+    let mut text = Vec::new();
+    if input == Input::Gaussian {
+        text.push(
+            "One write-up takes the sine and cosine of 2πω·x for ω ~ N(0, I). Those are the features of e^(−(2π)²‖x−y‖²/2), a kernel so narrow that \
+             each query sees little but its nearest key; times e^(‖x‖²/2 + ‖y‖²/2) that is not the softmax kernel, for any number of features."
+                .into(),
+        );
+    }
+    text.push(format!(
+        "At M={} the median error as published is {}, corrected {}, of uniform attention {}; with exact values of the published kernel it would \
+         be {}.",
         plan.features.last().unwrap_or(&0),
         number(last(&published)),
         number(last(&corrected)),
         number(uniform),
         number(limit)
-    )];
+    ));
     let lines = [published, corrected];
-    let levels = [("uniform attention", uniform), ("as published, M → ∞", limit)];
-    let title = format!("A factor of 2π too many: unit Gaussian entries, L={tokens}, D={d}");
-    let section = section(plan, "two-pi", title, text, &lines, &levels);
-    Ok((section, json!({ "tokens": tokens, "uniform": uniform, "limit": limit, "curves": curves(&lines) })))
+    let levels = [("uniform attention", uniform), ("as published, M = ∞", limit)];
+    let title = format!("A factor of 2π too many: {}, L={tokens}, D={d}", input.name());
+    let section = section(plan, file, title, text, &lines, &levels);
+    let data = json!({ "input": input.name(), "tokens": tokens, "uniform": uniform, "limit": limit, "curves": curves(&lines) });
+    Ok((section, data))
 }
 
 /// The error that the narrow kernel itself makes: `e^{‖y‖²/2 − (2π)²‖x−y‖²/2}` over the keys.

@@ -45,12 +45,12 @@ fn projections() -> Vec<Estimator> {
     let positive = |name| Estimator::orthogonal(name, FeatureMapKind::Positive);
     vec![
         positive("iid").drawn(ProjectionKind::Gaussian, Radii::Chi),
-        positive("orthogonal, χ lengths"),
+        positive("orthogonal, chi lengths"),
         positive("orthogonal, √D lengths").drawn(ProjectionKind::Orthogonal, Radii::Sqrt),
         positive("orthogonal, quantile lengths").drawn(ProjectionKind::Orthogonal, Radii::Quantile),
-        positive("Hadamard, χ lengths").drawn(ProjectionKind::Hadamard, Radii::Chi),
+        positive("Hadamard, chi lengths").drawn(ProjectionKind::Hadamard, Radii::Chi),
         positive("Hadamard, √D lengths").drawn(ProjectionKind::Hadamard, Radii::Sqrt),
-        positive("QR unsigned, χ lengths").unsigned(),
+        positive("QR unsigned, chi lengths").unsigned(),
     ]
 }
 
@@ -83,10 +83,29 @@ impl Measure {
         }
     }
 
+    /// Where a chart ends: an estimate beyond it has lost all trace of attention.
+    fn most(self) -> f64 {
+        match self {
+            Self::Rows => 1.2,
+            Self::Output => 2.0,
+        }
+    }
+
+    /// An axis for `values` up to [`Self::most`], and what to say about those beyond.
+    fn limited(self, values: impl Iterator<Item = f64>) -> (Axis, String) {
+        let (low, high) = values.fold((f64::INFINITY, 0.0f64), |(low, high), v| (low.min(v), high.max(v)));
+        let mut axis = self.axis();
+        if high <= self.most() {
+            return (axis, String::new());
+        }
+        axis.range = Some((0.8 * low.min(self.most()), self.most()));
+        (axis, format!("; beyond {} not shown", self.most()))
+    }
+
     fn axis(self) -> Axis {
         match self {
             Self::Rows => Axis::new("total variation of attention rows (0 same, 1 disjoint)", Scale::Log10),
-            Self::Output => Axis::new("relative error of the output, ‖O − Ô‖/‖O‖", Scale::Log10),
+            Self::Output => Axis::new("relative error of the output (0 none, 1 as large as the output)", Scale::Log10),
         }
     }
 }
@@ -108,11 +127,17 @@ fn sweep(plan: &Plan, set: &Set, estimators: Vec<Estimator>) -> Result<Vec<(Esti
 }
 
 fn chart(plan: &Plan, title: String, lines: &[(Estimator, Vec<Point>)], measure: Measure, uniform: Errors) -> Chart {
+    let level = match measure {
+        Measure::Rows => uniform.rows,
+        Measure::Output => uniform.output,
+    };
+    let spreads = lines.iter().flat_map(|(_, points)| points).map(|point| measure.of(point));
+    let (y, beyond) = measure.limited(spreads.flat_map(|s| [s.median, s.mean]).chain([level]));
     let mut chart = Chart {
         title,
-        subtitle: Some(charts::legend(plan.draws)),
+        subtitle: Some(charts::legend(plan.draws) + &beyond),
         x: Axis::new("features F", Scale::Log2),
-        y: measure.axis(),
+        y,
         ..Chart::default()
     };
     for (i, (estimator, points)) in lines.iter().enumerate() {
@@ -126,10 +151,6 @@ fn chart(plan: &Plan, title: String, lines: &[(Estimator, Vec<Point>)], measure:
         let points: Vec<(f64, Spread)> = points.iter().map(|p| (p.features as f64, measure.of(p))).collect();
         chart.series.extend(charts::curve(estimator.name, color, &points));
     }
-    let level = match measure {
-        Measure::Rows => uniform.rows,
-        Measure::Output => uniform.output,
-    };
     chart.lines.push(Marker { at: At::Y(level), label: "uniform attention".into() });
     chart
 }
@@ -224,19 +245,13 @@ fn over_scales(plan: &Plan) -> Result<(Section, Value)> {
         .map(|s| Set::gaussian("Gaussian", plan.tokens[0], plan.head_dim, s.sqrt(), plan.seed))
         .collect::<Result<_>>()?;
     let title = format!("Maps over the logits' scale: F={TABLE_FEATURES}, L={}, D={}", plan.tokens[0], plan.head_dim);
-    let mut chart = Chart {
-        title: title.clone(),
-        subtitle: Some(charts::legend(plan.draws)),
-        x: Axis::new("standard deviation of the logits q·k/√D", Scale::Log2),
-        y: Measure::Rows.axis(),
-        ..Chart::default()
-    };
     let uniform: Vec<Errors> = sets.iter().map(Set::uniform).collect::<Result<_>>()?;
     let mut table = Table::new(["estimator".to_string()]);
     table.header.extend(SCALES.map(|s| format!("σ={s}")));
     let mut data = Vec::new();
     let mut reach = Vec::new();
-    for (i, estimator) in maps().iter().enumerate() {
+    let mut lines: Vec<(Estimator, Vec<Spread>)> = Vec::new();
+    for estimator in maps() {
         let m = estimator.rows_for(TABLE_FEATURES, plan.head_dim);
         if m.is_none() && estimator.fixed(plan.head_dim).is_none() {
             continue;
@@ -244,7 +259,7 @@ fn over_scales(plan: &Plan) -> Result<(Section, Value)> {
         let points: Vec<Spread> = sets
             .iter()
             .map(|set| {
-                let errors = set.errors(estimator, m.unwrap_or(0), plan.draws, plan.seed)?;
+                let errors = set.errors(&estimator, m.unwrap_or(0), plan.draws, plan.seed)?;
                 Ok(Spread::of(errors.iter().map(|e| e.rows)))
             })
             .collect::<Result<_>>()?;
@@ -254,9 +269,26 @@ fn over_scales(plan: &Plan) -> Result<(Section, Value)> {
         }
         table.push(std::iter::once(estimator.name.to_string()).chain(points.iter().map(|p| number(p.median))));
         data.push(json!({ "estimator": estimator.name, "rows": points }));
-        let points: Vec<(f64, Spread)> = SCALES.into_iter().zip(points).collect();
+        lines.push((estimator, points));
+    }
+    let spreads = lines.iter().flat_map(|(_, points)| points).flat_map(|s| [s.median, s.mean]);
+    let (y, beyond) = Measure::Rows.limited(spreads.chain(uniform.iter().map(|u| u.rows)));
+    let mut chart = Chart {
+        title: title.clone(),
+        subtitle: Some(charts::legend(plan.draws) + &beyond),
+        x: Axis::new("standard deviation of the logits q·k/√D", Scale::Log2),
+        y,
+        ..Chart::default()
+    };
+    for (i, (estimator, points)) in lines.iter().enumerate() {
+        let color = COLORS[i % COLORS.len()];
         if estimator.fixed(1).is_none() {
-            chart.series.extend(charts::curve(estimator.name, COLORS[i % COLORS.len()], &points));
+            let points: Vec<(f64, Spread)> = SCALES.into_iter().zip(points.iter().copied()).collect();
+            chart.series.extend(charts::curve(estimator.name, color, &points));
+        } else {
+            let points = SCALES.into_iter().zip(points.iter().map(|s| s.mean));
+            let style = Style::Points;
+            chart.series.push(Series { color: Some(color), style, ..Series::new(estimator.name, points) });
         }
     }
     let level: Vec<(f64, f64)> = SCALES.into_iter().zip(uniform.iter().map(|u| u.rows)).collect();
@@ -266,10 +298,16 @@ fn over_scales(plan: &Plan) -> Result<(Section, Value)> {
         ..Series::new("uniform attention", level.clone())
     });
     table.push(std::iter::once("uniform attention".to_string()).chain(level.iter().map(|p| number(p.1))));
+    let last = SCALES[SCALES.len() - 1];
+    let at_last = |(estimator, points): &(Estimator, Vec<Spread>)| (estimator.name, points[SCALES.len() - 1].median);
+    let sharpest = lines.iter().map(at_last).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(("none", f64::NAN));
     let text = vec![format!(
-        "Queries and keys of √σ times unit normal entries. Nearer than uniform attention without a gap from the smallest σ on: {}. Sharp heads are \
-         what random features of a few hundred cannot follow.",
-        charts::list(&reach)
+        "Queries and keys of √σ times unit normal entries. Nearer than uniform attention without a gap from the smallest σ on: {}. At σ={last} the \
+         nearest is {} with {} (uniform attention {}).",
+        charts::list(&reach),
+        sharpest.0,
+        number(sharpest.1),
+        number(level[SCALES.len() - 1].1)
     )];
     let data =
         json!({ "features": TABLE_FEATURES, "logit_deviations": SCALES, "uniform": uniform, "estimators": data });

@@ -104,8 +104,8 @@ pub fn run(plan: &Plan, heads: Option<&Heads>, progress: &dyn Fn(&str)) -> Resul
 
     let (mut sections, figure) = figure::published(plan, progress)?;
     progress("a factor of 2π too many");
-    let (section, two_pi) = figure::two_pi(plan)?;
-    sections.push(section);
+    let (more, two_pi) = figure::two_pi(plan)?;
+    sections.extend(more);
     progress("kernel entries over the logits' scale");
     let (section, kernel) = kernel::entries(plan)?;
     sections.push(section);
@@ -119,8 +119,7 @@ pub fn run(plan: &Plan, heads: Option<&Heads>, progress: &dyn Fn(&str)) -> Resul
     progress("what is worth it");
     let layers = heads.map(Heads::layers);
     let judged = on_heads.as_ref().zip(layers.as_deref());
-    let (section, worth) = worth::table(plan, &gaussian, judged)?;
-    let verdicts = section.text[1..].to_vec();
+    let (section, verdicts, worth) = worth::table(plan, &gaussian, judged)?;
     sections.push(section);
 
     let mut summary = vec![format!(
@@ -128,7 +127,7 @@ pub fn run(plan: &Plan, heads: Option<&Heads>, progress: &dyn Fn(&str)) -> Resul
         plan.draws, plan.head_dim, plan.tokens[0]
     )];
     summary.extend(heads.map(Heads::describe));
-    summary.extend(verdicts.into_iter().take(1 + usize::from(heads.is_some())));
+    summary.extend(verdicts);
     let data = json!({
         "draws": plan.draws, "head_dim": plan.head_dim, "seed": plan.seed, "model": heads.map(Heads::json),
         "figure": figure, "two_pi": two_pi, "kernel": kernel, "orthogonality": orthogonality, "unsigned": unsigned,

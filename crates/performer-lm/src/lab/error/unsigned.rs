@@ -60,7 +60,7 @@ mod tests {
                     assert!(dot(&rows[i * d..][..d], &rows[j * d..][..d]).abs() < 1e-10, "{seed}: {i} {j}");
                 }
             }
-            negative += usize::from(rows[0] < 0.0 || rows[0] == 0.0);
+            negative += usize::from(rows[0] <= 0.0);
         }
         // −‖column‖ stands on R's diagonal where the entry is positive: Q's first entry is never positive.
         assert_eq!(negative, 50);

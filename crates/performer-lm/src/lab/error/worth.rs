@@ -23,7 +23,7 @@ const REDRAWS: usize = 4;
 /// A difference that counts: this share of the error, and three standard errors.
 const NOTABLE: f64 = 0.05;
 
-const BASELINE: Estimator = Estimator::orthogonal("positive, orthogonal, χ lengths", FeatureMapKind::Positive);
+const BASELINE: Estimator = Estimator::orthogonal("positive, orthogonal, chi lengths", FeatureMapKind::Positive);
 
 fn variants() -> Vec<Estimator> {
     use FeatureMapKind::{Dense, HermiteTail, Hyperbolic, Optimal, Positive};
@@ -229,8 +229,12 @@ fn layer_wise(plan: &Plan, set: &Set, layers: &[usize]) -> Result<Option<(Compar
     Ok(Some((Compared::of(FEATURES, &own, &equal), chosen)))
 }
 
-/// The table, and what it says. `layers` tells the layer of each problem of `heads`.
-pub(super) fn table(plan: &Plan, gaussian: &Set, heads: Option<(&Set, &[usize])>) -> Result<(Section, Value)> {
+/// The table with what it says, and the same in short for each set. `heads` come with the layer of each problem.
+pub(super) fn table(
+    plan: &Plan,
+    gaussian: &Set,
+    heads: Option<(&Set, &[usize])>,
+) -> Result<(Section, Vec<String>, Value)> {
     let mut sets = vec![gaussian];
     sets.extend(heads.map(|(set, _)| set));
     let mut rows = measure(plan, &sets)?;
@@ -274,32 +278,41 @@ pub(super) fn table(plan: &Plan, gaussian: &Set, heads: Option<(&Set, &[usize])>
         table.push(cells);
     }
     let mut text = vec![format!(
-        "Each row is one change to positive features of orthogonal rows, χ-distributed lengths and F={FEATURES} (more where the variant needs \
+        "Each row is one change to positive features of orthogonal rows, chi-distributed lengths and F={FEATURES} (more where the variant needs \
          more; the comparison has as many), {} draws that share their seeds. A verdict needs a difference of {:.0}% and of three standard errors.",
         plan.draws,
         100.0 * NOTABLE
     )];
+    let mut short = Vec::new();
     for (i, set) in sets.iter().enumerate() {
-        let named = |verdict: Verdict| -> String {
-            let mut found: Vec<(f64, String)> = rows
+        let named = |verdict: Verdict| -> Vec<String> {
+            let mut found: Vec<(&str, &Compared)> = rows
                 .iter()
-                .filter_map(|row| Some((row, row.compared[i].as_ref()?)))
+                .filter_map(|row| Some((row.name.as_str(), row.compared[i].as_ref()?)))
                 .filter(|(_, compared)| compared.verdict() == verdict)
-                .map(|(row, compared)| {
-                    let by = compared.rows.relative;
-                    (by, format!("{} ({} rows, {} output)", row.name, change(by), change(compared.output.relative)))
-                })
                 .collect();
-            found.sort_by(|a, b| a.0.total_cmp(&b.0));
-            charts::list(&found.into_iter().map(|(_, name)| name).collect::<Vec<_>>())
+            found.sort_by(|a, b| a.1.rows.relative.total_cmp(&b.1.rows.relative));
+            let told = |(name, c): (&str, &Compared)| {
+                format!("{name} ({} rows, {} output)", change(c.rows.relative), change(c.output.relative))
+            };
+            found.into_iter().map(told).collect()
         };
+        let [better, same, worse, mixed] = [Verdict::Better, Verdict::Same, Verdict::Worse, Verdict::Mixed].map(named);
         text.push(format!(
             "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and worse by the other: {}.",
             set.name,
-            named(Verdict::Better),
-            named(Verdict::Same),
-            named(Verdict::Worse),
-            named(Verdict::Mixed)
+            charts::list(&better),
+            charts::list(&same),
+            charts::list(&worse),
+            charts::list(&mixed)
+        ));
+        short.push(format!(
+            "On {}, most worth it at equal cost: {}. Worse than plain FAVOR+: {}. No difference that counts: {} of {} refinements.",
+            set.name,
+            charts::list(&better[..better.len().min(3)]),
+            charts::list(&worse),
+            same.len(),
+            better.len() + same.len() + worse.len() + mixed.len()
         ));
         let (share, deviation) = redraw_variance(plan, set)?;
         notes.push(format!(
@@ -328,7 +341,7 @@ pub(super) fn table(plan: &Plan, gaussian: &Set, heads: Option<(&Set, &[usize])>
     };
     let data = rows.iter().map(json_row).collect();
     let title = "What is worth it".to_string();
-    Ok((Section { title, text, chart: None, table: Some(table) }, data))
+    Ok((Section { title, text, chart: None, table: Some(table) }, short, data))
 }
 
 #[cfg(test)]
