@@ -45,7 +45,7 @@ pub(super) struct ErrorArgs {
     /// Draws of random features for errors of attention [default: 15].
     #[arg(long)]
     draws: Option<usize>,
-    /// Draws for errors of kernel entries [default: 8000].
+    /// Draws for errors of kernel entries [default: 20000].
     #[arg(long)]
     kernel_draws: Option<usize>,
     /// A softmax model whose heads are measured beside Gaussian inputs, or none [default: the one that comes with the project].
@@ -189,6 +189,7 @@ impl SuggestArgs {
         let plan = suggest::Plan {
             model: self.checkpoint.clone(),
             data: self.text.data.clone(),
+            context: self.text.context,
             error: self.error,
             criterion: self.criterion,
             maps: self.map,
@@ -228,12 +229,16 @@ impl Common {
             return output::json(&data);
         }
         for found in findings {
-            output::result(&format!("{}\n", found.title))?;
+            // One blank line between all parts.
+            let mut parts = vec![format!("# {}", found.title), found.summary.join("\n\n")];
             for section in &found.sections {
                 let Some(table) = &section.table else { continue };
                 let header: Vec<&str> = table.header.iter().map(String::as_str).collect();
-                output::result(&format!("{}\n\n{}\n", section.title, output::table(&header, &table.rows)))?;
+                parts.push(format!("## {}", section.title));
+                parts.extend(section.text.iter().cloned());
+                parts.push(output::table(&header, &table.rows));
             }
+            output::result(&parts.join("\n\n"))?;
         }
         Ok(())
     }

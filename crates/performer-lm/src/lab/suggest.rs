@@ -50,6 +50,8 @@ pub struct Plan {
     pub model: String,
     /// The text, likewise.
     pub data: String,
+    /// Tokens of a window, if it is not what `convert` takes by itself.
+    pub context: Option<usize>,
     /// The error to meet.
     pub error: f64,
     /// Which one.
@@ -174,6 +176,7 @@ impl Plan {
             .filter(|a| a.favor().is_some())
             .max_by_key(|a| attentions.iter().filter(|b| b == a).count())?;
         let mut words = vec!["performer-lm convert".into(), self.model.clone(), format!("--data {}", self.data)];
+        words.extend(self.context.map(|context| format!("--context {context}")));
         words.push(format!("--attention {common}"));
         let others = attentions.iter().enumerate().filter(|(_, a)| *a != common);
         words.extend(others.map(|(layer, attention)| format!("--layer {layer}={attention}")));

@@ -37,7 +37,7 @@ fn bias(plan: &Plan, estimator: &Estimator, d: usize, sign: f64) -> Result<Sprea
         let kernel = map.kernel(&row, &row)?.flatten_all()?.to_vec1::<f64>()?[0];
         Ok(kernel / (0.25 * square).exp() - 1.0)
     };
-    let draws = (plan.kernel_draws / 2).max(2);
+    let draws = (plan.kernel_draws / 4).max(2);
     let all: Vec<f64> = (0..draws).into_par_iter().map(one).collect::<Result<_>>()?;
     Ok(Spread::of(all))
 }

@@ -53,7 +53,7 @@ impl Default for Plan {
             features: vec![16, 32, 64, 128, 256, 512],
             most_features: 1024,
             draws: 15,
-            kernel_draws: 8000,
+            kernel_draws: 20_000,
             seed: 42,
         }
     }

@@ -99,10 +99,13 @@ impl Compared {
     }
 
     fn verdict(&self) -> Verdict {
-        match (self.rows.sign(), self.output.sign()) {
-            (0, 0) => Verdict::Same,
-            (rows, output) if rows <= 0 && output <= 0 => Verdict::Better,
-            (rows, output) if rows >= 0 && output >= 0 => Verdict::Worse,
+        let (rows, output) = (self.rows.sign(), self.output.sign());
+        // One measure decides only if the other does not point the other way, however uncertainly.
+        let not_against = |sign: f64| [self.rows, self.output].iter().all(|c| sign * c.relative < NOTABLE);
+        match rows + output {
+            0 if rows == 0 => Verdict::Same,
+            sum if sum < 0 && not_against(1.0) => Verdict::Better,
+            sum if sum > 0 && not_against(-1.0) => Verdict::Worse,
             _ => Verdict::Mixed,
         }
     }
@@ -279,7 +282,7 @@ pub(super) fn table(
     }
     let mut text = vec![format!(
         "Each row is one change to positive features of orthogonal rows, chi-distributed lengths and F={FEATURES} (more where the variant needs \
-         more; the comparison has as many), {} draws that share their seeds. A verdict needs a difference of {:.0}% and of three standard errors.",
+         more; the comparison has as many), {} draws that share their seeds. A verdict needs a difference of {:.0}% and of three standard errors in one measure, and none against it in the other.",
         plan.draws,
         100.0 * NOTABLE
     )];
@@ -299,7 +302,7 @@ pub(super) fn table(
         };
         let [better, same, worse, mixed] = [Verdict::Better, Verdict::Same, Verdict::Worse, Verdict::Mixed].map(named);
         text.push(format!(
-            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and worse by the other: {}.",
+            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and not by the other: {}.",
             set.name,
             charts::list(&better),
             charts::list(&same),
@@ -360,5 +363,8 @@ mod tests {
         assert!(verdict(&[1.2, 1.3, 1.1, 1.2]) == Verdict::Worse);
         assert!(verdict(&[0.99, 1.09, 0.89, 0.99]) == Verdict::Same);
         assert!(verdict(&[0.1, 1.9, 0.2, 1.4]) == Verdict::Same, "too uncertain");
+        let two = |rows: f64, output: f64| [1.0, 1.1, 0.9].map(|x| Errors { rows: x * rows, output: x * output });
+        let of = |rows, output| Compared::of(1, &two(rows, output), &two(1.0, 1.0)).verdict();
+        assert!(of(0.8, 1.0) == Verdict::Better && of(1.2, 1.02) == Verdict::Worse && of(0.8, 1.2) == Verdict::Mixed);
     }
 }
