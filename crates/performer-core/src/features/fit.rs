@@ -61,6 +61,14 @@ impl Moments {
         Self { queries: vec![Side::new(head_dim); heads], keys: vec![Side::new(head_dim); heads] }
     }
 
+    /// Those of one key head, counted from 0.
+    ///
+    /// # Panics
+    /// If there is no such head.
+    pub fn head(&self, head: usize) -> Self {
+        Self { queries: vec![self.queries[head].clone()], keys: vec![self.keys[head].clone()] }
+    }
+
     /// Dimension of the heads.
     pub fn head_dim(&self) -> usize {
         self.keys[0].sum.len()

@@ -47,6 +47,7 @@ Examples:
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
   performer-lm convert runs/small-softmax-seed42 --out runs/converted     a softmax model into a Performer
   performer-lm bench attention                      time FAVOR+ and softmax over sequence lengths
+  performer-lm lab error --out runs/error           how near random features come to softmax, as a page with charts
   performer-lm gpu-check --device cuda              check and time every kernel on this machine's GPU";
 
 #[derive(Subcommand)]
@@ -66,11 +67,11 @@ enum Command {
     /// Measure the speed of attention, decoding and training on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Check that this machine's GPU computes what it should, and measure how fast.
-    GpuCheck(gpu_check::Args),
-    /// Experiments on FAVOR+, each with a table, charts and a page.
+    /// Answer questions about FAVOR+ by experiments, as a report with charts.
     #[command(subcommand)]
     Lab(lab::Command),
+    /// Check that this machine's GPU computes what it should, and measure how fast.
+    GpuCheck(gpu_check::Args),
     /// Prepare or inspect training data.
     Data(data::Args),
     /// Print shell completions.
@@ -98,6 +99,7 @@ pub fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<()> {
     let side_by_side = match &cli.command {
         Command::Bench(bench) => !bench.is_one_at_a_time(),
+        Command::Lab(lab) => !lab.is_one_at_a_time(),
         Command::GpuCheck(_) => false,
         _ => true,
     };

@@ -33,6 +33,7 @@ use crate::{
     train::{Checkpoint, git_revision},
 };
 pub use measure::Measured;
+pub(crate) use statistics::moments;
 pub use statistics::{HeadReport, inspect};
 pub use tune::Tuning;
 

@@ -26,7 +26,7 @@ const ROWS: usize = 4;
 const SAMPLED_QUERIES: usize = 32;
 
 /// Moments of every layer over about `tokens` training tokens.
-fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
+pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
     let config = teacher.config();
     let mut all: Vec<Moments> = (0..config.layers).map(|_| Moments::new(config.kv_heads, config.head_dim())).collect();
     let batches = Batches::new(data.train.clone(), config.context, ROWS, seed)?;

@@ -5,7 +5,10 @@
 
 pub mod ablate;
 pub mod crossover;
+pub mod error;
+mod heads;
 mod page;
+pub mod suggest;
 pub mod tasks;
 
 use std::path::Path;
@@ -13,6 +16,8 @@ use std::path::Path;
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
+
+pub use heads::{Heads, Source, shipped};
 
 use crate::{files, machine::Machine, plot::Chart, train::git_revision};
 
@@ -83,7 +88,8 @@ pub struct Provenance {
 impl Provenance {
     /// Of this process, begun `seconds` ago.
     pub fn this(threads: usize, seconds: f64) -> Self {
-        let command = std::env::args().collect::<Vec<_>>().join(" ");
+        let command =
+            std::iter::once("performer-lm".into()).chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ");
         Self { machine: Machine::this(), threads, command, revision: git_revision(), seconds }
     }
 }
@@ -98,7 +104,8 @@ pub fn save(folder: &Path, provenance: &Provenance, findings: &[Findings]) -> Re
     for found in findings {
         data.insert(found.name.into(), found.data.clone());
         for (name, chart) in found.sections.iter().filter_map(|section| section.chart.as_ref()) {
-            chart.save(&folder.join(format!("{}-{name}", found.name)))?;
+            // Single size: reports are committed, and the page has its charts as SVG.
+            chart.save_at(&folder.join(format!("{}-{name}", found.name)), 1.0)?;
         }
     }
     files::write_json(&folder.join("data.json"), &data)?;

@@ -33,8 +33,9 @@ pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<Str
         for paragraph in &found.summary {
             writeln!(page, "<p class=\"summary\">{}</p>", escape(paragraph))?;
         }
-        for part in &found.sections {
-            section(&mut page, part)?;
+        contents(&mut page, found)?;
+        for (index, part) in found.sections.iter().enumerate() {
+            section(&mut page, &anchor(found, index), part)?;
         }
         page.push_str("</article>\n");
     }
@@ -53,13 +54,30 @@ pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<Str
     Ok(page)
 }
 
-fn section(page: &mut String, section: &Section) -> Result<()> {
-    writeln!(page, "<section>\n<h2>{}</h2>", escape(&section.title))?;
+/// Links to the sections, where there are enough to get lost in.
+fn contents(page: &mut String, found: &Findings) -> Result<()> {
+    if found.sections.len() < 4 {
+        return Ok(());
+    }
+    page.push_str("<nav><ol>\n");
+    for (index, part) in found.sections.iter().enumerate() {
+        writeln!(page, "<li><a href=\"#{}\">{}</a></li>", anchor(found, index), escape(&part.title))?;
+    }
+    page.push_str("</ol></nav>\n");
+    Ok(())
+}
+
+fn anchor(found: &Findings, index: usize) -> String {
+    format!("{}-{}", found.name, index + 1)
+}
+
+fn section(page: &mut String, anchor: &str, section: &Section) -> Result<()> {
+    writeln!(page, "<section id=\"{anchor}\">\n<h2>{}</h2>", escape(&section.title))?;
     for paragraph in &section.text {
         writeln!(page, "<p>{}</p>", escape(paragraph))?;
     }
     if let Some((_, chart)) = &section.chart {
-        writeln!(page, "<figure>\n{}\n</figure>", chart.to_svg()?)?;
+        writeln!(page, "<figure tabindex=\"0\">\n{}\n</figure>", chart.to_svg()?)?;
     }
     if let Some(rows) = &section.table {
         table(page, rows)?;
@@ -69,7 +87,7 @@ fn section(page: &mut String, section: &Section) -> Result<()> {
 }
 
 fn table(page: &mut String, table: &Table) -> Result<()> {
-    page.push_str("<div class=\"table\"><table>\n<thead><tr>");
+    page.push_str("<div class=\"table\" tabindex=\"0\"><table>\n<thead><tr>");
     for cell in &table.header {
         write!(page, "<th>{}</th>", escape(cell))?;
     }

@@ -61,7 +61,7 @@ impl Look {
                 Style::Points => None,
             },
             symbol: SYMBOLS[index % SYMBOLS.len()],
-            symbols: series.style == Style::Points || drawn <= FEW,
+            symbols: series.style == Style::Points || drawn <= FEW && !series.name.is_empty(),
         }
     }
 

@@ -76,7 +76,7 @@ impl Axis {
 /// Points that have no place on the axes (not finite, or not above zero on a log axis) are skipped and break the line.
 #[derive(Debug, Clone, Default)]
 pub struct Series {
-    /// Name in the legend; empty keeps the series out of it.
+    /// Name in the legend; empty keeps the series out of it, and symbols off its line: a companion of another.
     pub name: String,
     /// `(x, y)` in drawing order.
     pub points: Vec<(f64, f64)>,
@@ -167,7 +167,7 @@ impl Chart {
     /// # Errors
     /// As [`to_svg`](Self::to_svg).
     pub fn to_png(&self) -> Result<Vec<u8>> {
-        rasterise(&self.to_svg()?)
+        rasterise(&self.to_svg()?, PNG_SCALE)
     }
 
     /// Writes `stem.svg` and `stem.png`, creating the folder if need be, and returns their paths. A file appears under
@@ -176,9 +176,17 @@ impl Chart {
     /// # Errors
     /// As [`to_svg`](Self::to_svg), if `stem` ends in no name, or if a file cannot be written.
     pub fn save(&self, stem: &Path) -> Result<[PathBuf; 2]> {
+        self.save_at(stem, PNG_SCALE)
+    }
+
+    /// [`save`](Self::save) with a PNG of this many pixels per SVG pixel: 1 where many charts are kept together.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn save_at(&self, stem: &Path, scale: f32) -> Result<[PathBuf; 2]> {
         let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
         let svg = self.to_svg()?;
-        let png = rasterise(&svg)?;
+        let png = rasterise(&svg, scale)?;
         // Appended, not replaced: "favor-0.5" keeps its ".5".
         let paths = [".svg", ".png"].map(|extension| {
             let mut name = name.to_owned();
@@ -193,12 +201,12 @@ impl Chart {
     }
 }
 
-fn rasterise(svg: &str) -> Result<Vec<u8>> {
+fn rasterise(svg: &str, scale: f32) -> Result<Vec<u8>> {
     let tree = text::parse(svg).context("the chart is not a readable SVG document")?;
-    let size = tree.size().to_int_size().scale_by(PNG_SCALE).context("the chart has no size")?;
+    let size = tree.size().to_int_size().scale_by(scale).context("the chart has no size")?;
     let mut pixmap = Pixmap::new(size.width(), size.height())
         .with_context(|| format!("no image of {} × {} pixels", size.width(), size.height()))?;
-    resvg::render(&tree, Transform::from_scale(PNG_SCALE, PNG_SCALE), &mut pixmap.as_mut());
+    resvg::render(&tree, Transform::from_scale(scale, scale), &mut pixmap.as_mut());
     pixmap.encode_png().context("cannot encode the chart as PNG")
 }
 

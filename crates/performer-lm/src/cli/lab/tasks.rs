@@ -1,6 +1,6 @@
 //! `performer-lm lab tasks`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool, time::Instant};
+use std::{path::PathBuf, sync::atomic::AtomicBool};
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -9,7 +9,10 @@ use super::Common;
 use crate::{
     cli::{args::Machine, output},
     config::AttentionConfig,
-    lab::tasks::{self, ATTENTIONS, Plan, Task},
+    lab::{
+        Findings,
+        tasks::{self, ATTENTIONS, Plan, Task},
+    },
 };
 
 #[derive(clap::Args)]
@@ -30,56 +33,56 @@ pub(in crate::cli) struct Args {
     attention: Vec<AttentionConfig>,
     /// Seeds to repeat each with.
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
-    seeds: Vec<u64>,
+    pub(super) seeds: Vec<u64>,
     /// A long text for the task text; give it several times.
     #[arg(long)]
-    text: Vec<PathBuf>,
+    pub(super) text: Vec<PathBuf>,
     /// Protein sequences for the task protein, in FASTA.
     #[arg(long)]
-    proteins: Option<PathBuf>,
+    pub(super) proteins: Option<PathBuf>,
     /// Size of an example, with one --task: symbols to copy, pairs to recall, the longest expression, bytes of context, residues of a window.
     #[arg(long)]
     length: Option<usize>,
     /// Optimiser steps [default: the task's].
     #[arg(long)]
-    steps: Option<usize>,
+    pub(super) steps: Option<usize>,
     /// Peak learning rate, the same for all attentions [default: the task's].
     #[arg(long)]
     learning_rate: Option<f64>,
     #[command(flatten)]
-    common: Common,
+    pub(super) common: Common,
 }
 
-pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
-    let begun = Instant::now();
-    let tasks = if args.task.is_empty() {
-        let given = |task: Task| match task {
-            Task::Text => !args.text.is_empty(),
-            Task::Protein => args.proteins.is_some(),
-            _ => true,
+impl Args {
+    pub(super) fn run(self, machine: &Machine, stop: &AtomicBool) -> Result<Findings> {
+        let tasks = if self.task.is_empty() {
+            let given = |task: Task| match task {
+                Task::Text => !self.text.is_empty(),
+                Task::Protein => self.proteins.is_some(),
+                _ => true,
+            };
+            let (tasks, left): (Vec<Task>, Vec<Task>) =
+                Task::value_variants().iter().copied().partition(|&task| given(task));
+            for task in left {
+                output::note(&format!("without {task}, for it needs a file: see --help"));
+            }
+            tasks
+        } else {
+            self.task
         };
-        let (tasks, left): (Vec<Task>, Vec<Task>) =
-            Task::value_variants().iter().copied().partition(|&task| given(task));
-        for task in left {
-            output::note(&format!("without {task}, for it needs a file: see --help"));
-        }
-        tasks
-    } else {
-        args.task
-    };
-    let findings = tasks::run(&Plan {
-        tasks,
-        attentions: args.attention,
-        seeds: args.seeds,
-        texts: args.text,
-        proteins: args.proteins,
-        length: args.length,
-        steps: args.steps,
-        learning_rate: args.learning_rate,
-        device: machine.device.clone(),
-        threads: machine.threads,
-        stop,
-        out: args.common.out.as_deref(),
-    })?;
-    args.common.finish(machine, begun, &[findings])
+        tasks::run(&Plan {
+            tasks,
+            attentions: self.attention,
+            seeds: self.seeds,
+            texts: self.text,
+            proteins: self.proteins,
+            length: self.length,
+            steps: self.steps,
+            learning_rate: self.learning_rate,
+            device: machine.device.clone(),
+            threads: machine.threads,
+            stop,
+            out: self.common.out.as_deref(),
+        })
+    }
 }

@@ -1,0 +1,93 @@
+//! `performer-lm lab ablate`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool};
+
+use anyhow::{Context, Result};
+
+use super::Common;
+use crate::{
+    cli::{
+        args::{DataArgs, Machine},
+        output,
+    },
+    config::{ModelConfig, Preset, TrainingConfig},
+    lab::{
+        Findings,
+        ablate::{self, Plan},
+    },
+};
+
+/// Sequences of a pass.
+const MICRO_BATCH: usize = 4;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm lab ablate --data stories/ --out report/ablate       half an hour on two cores
+  performer-lm lab ablate --data stories/ --preset small --steps 1000 --seeds 1,2,3 --out report/ablate
+
+With --out, finished runs are kept there, and the same command again goes on where a stopped one left off.")]
+pub(in crate::cli) struct Args {
+    #[command(flatten)]
+    pub(super) data: DataArgs,
+    /// Model and training settings to start from.
+    #[arg(long, value_enum, default_value_t = Preset::Seed)]
+    preset: Preset,
+    /// Tokens a sequence.
+    #[arg(long, default_value_t = 256)]
+    context: usize,
+    /// Sequences a step.
+    #[arg(long, default_value_t = 32)]
+    batch_size: usize,
+    /// Optimiser steps of every run.
+    #[arg(long, default_value_t = 300)]
+    pub(super) steps: usize,
+    /// Seeds to repeat each with.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    seeds: Vec<u64>,
+    /// Numbers of features on the curves; single changes are made at the middle one.
+    #[arg(long, value_delimiter = ',', default_value = "16,64,256")]
+    pub(super) features: Vec<usize>,
+    #[command(flatten)]
+    pub(super) common: Common,
+}
+
+impl Args {
+    pub(super) fn run(self, machine: &Machine, stop: &AtomicBool) -> Result<Findings> {
+        let (config, training) = self.preset.load()?;
+        let training = TrainingConfig {
+            batch_size: self.batch_size,
+            micro_batch: MICRO_BATCH.min(self.batch_size),
+            // As many as the steps can need.
+            epochs: self.steps,
+            max_steps: Some(self.steps),
+            eval_every: 0,
+            save_every: 0,
+            ..training
+        };
+        let config = ModelConfig { context: self.context, ..config };
+        config.validate()?;
+        training.validate()?;
+        let data = self.data.prepare(config.vocab_size)?;
+        let scratch;
+        let runs: PathBuf = match &self.common.out {
+            Some(out) => out.join("runs"),
+            None => {
+                scratch = tempfile::tempdir().context("cannot make a folder for the runs")?;
+                scratch.path().to_path_buf()
+            }
+        };
+        let plan = Plan {
+            config,
+            training,
+            seeds: self.seeds,
+            features: self.features,
+            runs: &runs,
+            data: self.data.spec().to_string(),
+            device: machine.device.clone(),
+            threads: machine.threads,
+            stop,
+        };
+        ablate::run(&plan, &data, |what| output::note(&what))
+    }
+}

@@ -1,0 +1,70 @@
+//! `performer-lm lab all`.
+
+use std::{path::PathBuf, sync::atomic::AtomicBool};
+
+use anyhow::Result;
+
+use super::{Common, ablate, crossover, error, tasks};
+use crate::{
+    cli::{args::Machine, output},
+    data::DataSpec,
+    lab::Findings,
+};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  performer-lm lab all --out report                             about an hour on two cores
+  performer-lm lab all --data stories/ --text war_and_peace.txt --proteins proteome.fasta --out report
+  performer-lm lab all --quick --out report                     minutes: to see that it works
+
+With --out, finished trainings are kept there, and the same command again goes on where a stopped one left off.")]
+pub(in crate::cli) struct Args {
+    /// Minutes instead of an hour: to see that it works, not to conclude from.
+    #[arg(long)]
+    quick: bool,
+    /// Text to train on, and to look at heads with: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.
+    #[arg(long, default_value = "auto")]
+    data: DataSpec,
+    /// A long text for the task text; give it several times.
+    #[arg(long)]
+    text: Vec<PathBuf>,
+    /// Protein sequences for the task protein, in FASTA.
+    #[arg(long)]
+    proteins: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) common: Common,
+}
+
+impl Args {
+    /// Every experiment with its defaults, one after the other.
+    pub(super) fn run(self, machine: &Machine, stop: &AtomicBool) -> Result<Vec<Findings>> {
+        let part = |name: &str| {
+            output::note(&format!("== {name}"));
+            Common { out: self.common.out.as_ref().map(|out| out.join(name)), json: false }
+        };
+        part("error");
+        let mut error: error::Args = defaults()?;
+        error.quick = self.quick;
+        let error = error.run(machine)?;
+        part("crossover");
+        let crossover = crossover::apart(machine, self.quick)?;
+        let common = part("tasks");
+        let mut tasks: tasks::Args = defaults()?;
+        (tasks.text, tasks.proteins, tasks.common) = (self.text.clone(), self.proteins.clone(), common);
+        let common = part("ablate");
+        let mut ablate: ablate::Args = defaults()?;
+        (ablate.data.data, ablate.common) = (Some(self.data.clone()), common);
+        if self.quick {
+            (tasks.steps, tasks.seeds) = (Some(3), vec![1]);
+            (ablate.steps, ablate.features) = (3, vec![4, 8]);
+        }
+        Ok(vec![error, crossover, tasks.run(machine, stop)?, ablate.run(machine, stop)?])
+    }
+}
+
+/// Arguments as they are when nothing is said.
+fn defaults<A: clap::Args + clap::FromArgMatches>() -> Result<A> {
+    let command = A::augment_args(clap::Command::new("lab"));
+    Ok(A::from_arg_matches(&command.try_get_matches_from(["lab"])?)?)
+}

@@ -1,0 +1,130 @@
+//! `performer-lm lab`: experiments on FAVOR+, each with a short table, charts and a page.
+
+mod ablate;
+mod all;
+mod crossover;
+mod error;
+mod suggest;
+mod tasks;
+
+use std::{path::PathBuf, sync::atomic::AtomicBool, time::Instant};
+
+use anyhow::{Context, Result};
+use clap::Subcommand;
+use serde_json::{Map, Value};
+
+use super::{args::Machine, output};
+use crate::{
+    data::DataSpec,
+    lab::{self, Findings, Heads, Provenance, Source},
+};
+
+#[derive(Subcommand)]
+pub(super) enum Command {
+    /// Measure how well random features approximate softmax attention.
+    Error(error::Args),
+    /// Find the smallest features that keep a model's attention within an error, layer by layer.
+    Suggest(suggest::Args),
+    /// Find the length from which FAVOR+ is faster than softmax on this machine.
+    Crossover(crossover::Args),
+    /// Learn small tasks with several attentions under equal conditions.
+    Tasks(tasks::Args),
+    /// Train one small model with one thing changed at a time: what closes the gap to softmax?
+    Ablate(ablate::Args),
+    /// Run every experiment and make one report.
+    All(all::Args),
+}
+
+impl Command {
+    /// Whether it runs one operation at a time, on all threads.
+    pub(super) fn is_one_at_a_time(&self) -> bool {
+        matches!(self, Self::Crossover(_))
+    }
+}
+
+pub(super) fn run(command: Command, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let begun = Instant::now();
+    let (common, findings) = match command {
+        Command::Error(args) => (args.common.clone(), vec![args.run(machine)?]),
+        Command::Suggest(args) => (args.common.clone(), vec![args.run(machine)?]),
+        Command::Crossover(args) => (args.common.clone(), vec![args.run(machine)?]),
+        Command::Tasks(args) => (args.common.clone(), vec![args.run(machine, stop)?]),
+        Command::Ablate(args) => (args.common.clone(), vec![args.run(machine, stop)?]),
+        Command::All(args) => (args.common.clone(), args.run(machine, stop)?),
+    };
+    common.finish(machine, begun, &findings)
+}
+
+/// The text that a model's heads are looked at on.
+#[derive(clap::Args)]
+struct Text {
+    /// Text for the model: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.
+    #[arg(long, default_value = "sample")]
+    data: String,
+    /// Tokens of a window [default: the model's context, at most 512].
+    #[arg(long)]
+    context: Option<usize>,
+    /// Windows of held-out text that errors are measured on.
+    #[arg(long, default_value_t = 2)]
+    windows: usize,
+    /// Training tokens that features are fitted to.
+    #[arg(long, default_value_t = 16_384)]
+    calibrate_tokens: usize,
+    /// Seed of inputs and draws.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+}
+
+impl Text {
+    fn heads(&self, model: &str, machine: &Machine) -> Result<Heads> {
+        let data: DataSpec = self.data.parse()?;
+        output::note(&format!("the heads of {model} on {}", self.data));
+        let source = Source {
+            model: model.into(),
+            data,
+            context: self.context,
+            windows: self.windows,
+            calibrate_tokens: self.calibrate_tokens,
+            seed: self.seed,
+        };
+        Heads::read(&source, &machine.device).with_context(|| format!("cannot look into {model}"))
+    }
+}
+
+/// Where findings go.
+#[derive(Clone, clap::Args)]
+pub(super) struct Common {
+    /// Folder for data.json, charts and report.html.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Print all numbers as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Common {
+    fn finish(&self, machine: &Machine, begun: Instant, findings: &[Findings]) -> Result<()> {
+        let provenance = Provenance::this(machine.threads, begun.elapsed().as_secs_f64());
+        if let Some(out) = &self.out {
+            lab::save(out, &provenance, findings)?;
+            output::note(&format!("report in {}", out.join("report.html").display()));
+        }
+        if self.json {
+            let data: Map<String, Value> = findings.iter().map(|f| (f.name.to_string(), f.data.clone())).collect();
+            return output::json(&data);
+        }
+        for found in findings {
+            // One blank line between all parts.
+            let mut parts = vec![format!("# {}", found.title), found.summary.join("\n\n")];
+            for section in &found.sections {
+                let Some(table) = &section.table else { continue };
+                let header: Vec<&str> = table.header.iter().map(String::as_str).collect();
+                parts.push(format!("## {}", section.title));
+                parts.extend(section.text.iter().cloned());
+                parts.push(output::table(&header, &table.rows));
+            }
+            output::result(&parts.join("\n\n"))?;
+        }
+        Ok(())
+    }
+}

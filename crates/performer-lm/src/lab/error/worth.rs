@@ -1,0 +1,370 @@
+//! What is worth it: every refinement beside plain FAVOR+ at the same cost, with a verdict from the numbers.
+
+use anyhow::Result;
+use performer_core::{FeatureMapKind, ProjectionKind, Radii};
+use serde_json::{Value, json};
+
+use super::{
+    Plan,
+    charts::{self, change, number},
+    estimator::Estimator,
+    problem::Errors,
+    set::Set,
+    spread::Spread,
+};
+use crate::lab::{Section, Table};
+
+/// Features of a variant, unless it needs more.
+const FEATURES: usize = 128;
+
+/// Draws that the averaging of redraws takes.
+const REDRAWS: usize = 4;
+
+/// A difference that counts: this share of the error, and three standard errors.
+const NOTABLE: f64 = 0.05;
+
+const BASELINE: Estimator = Estimator::orthogonal("positive, orthogonal, chi lengths", FeatureMapKind::Positive);
+
+fn variants() -> Vec<Estimator> {
+    use FeatureMapKind::{Dense, HermiteTail, Hyperbolic, Optimal, Positive};
+    let positive = |name| Estimator::orthogonal(name, Positive);
+    vec![
+        positive("independent rows").drawn(ProjectionKind::Gaussian, Radii::Chi),
+        positive("Hadamard rows").drawn(ProjectionKind::Hadamard, Radii::Chi),
+        positive("QR without signs").unsigned(),
+        positive("lengths √D").drawn(ProjectionKind::Orthogonal, Radii::Sqrt),
+        positive("lengths by quantiles").drawn(ProjectionKind::Orthogonal, Radii::Quantile),
+        Estimator::orthogonal("hyperbolic", Hyperbolic),
+        positive("centring").fitted(true, false),
+        Estimator::orthogonal("FAVOR++", Optimal).fitted(false, false),
+        Estimator::orthogonal("FAVOR++ and centring", Optimal).fitted(true, false),
+        Estimator::orthogonal("FAVOR#", Dense).fitted(false, false),
+        Estimator::orthogonal("FAVOR# and centring", Dense).fitted(true, false),
+        Estimator::orthogonal("FAVOR#, centring, balance", Dense).fitted(true, true),
+        Estimator::orthogonal("FAVOR#, centring, lengths √D", Dense)
+            .fitted(true, false)
+            .drawn(ProjectionKind::Orthogonal, Radii::Sqrt),
+        Estimator::orthogonal("Taylor-2 + random tail", HermiteTail),
+    ]
+}
+
+/// A variant beside plain features at the same cost.
+struct Compared {
+    features: usize,
+    rows: Change,
+    output: Change,
+}
+
+/// How an error changed, by draws that share their seeds.
+#[derive(Clone, Copy)]
+struct Change {
+    value: f64,
+    /// Of the baseline.
+    relative: f64,
+    /// Standard error of that.
+    error: f64,
+}
+
+impl Change {
+    fn of(variant: &[Errors], baseline: &[Errors], part: fn(&Errors) -> f64) -> Self {
+        let mean = |errors: &[Errors]| errors.iter().map(part).sum::<f64>() / errors.len() as f64;
+        let base = mean(baseline);
+        let differences = variant.iter().zip(baseline).map(|(v, b)| (part(v) - part(b)) / base);
+        let difference = Spread::of(differences);
+        Self { value: mean(variant), relative: difference.mean, error: difference.error() }
+    }
+
+    /// −1 better, 1 worse, 0 no difference that counts.
+    fn sign(self) -> i32 {
+        let counts = self.relative.abs() >= NOTABLE && self.relative.abs() > 3.0 * self.error;
+        if counts { self.relative.signum() as i32 } else { 0 }
+    }
+
+    fn cells(self) -> [String; 2] {
+        [number(self.value), format!("{} ± {:.0}%", change(self.relative), 100.0 * self.error)]
+    }
+
+    fn json(self) -> Value {
+        json!({ "mean": self.value, "change": self.relative, "standard_error": self.error })
+    }
+}
+
+impl Compared {
+    fn of(features: usize, variant: &[Errors], baseline: &[Errors]) -> Self {
+        Self {
+            features,
+            rows: Change::of(variant, baseline, |e| e.rows),
+            output: Change::of(variant, baseline, |e| e.output),
+        }
+    }
+
+    fn verdict(&self) -> Verdict {
+        let (rows, output) = (self.rows.sign(), self.output.sign());
+        // One measure decides only if the other does not point the other way, however uncertainly.
+        let not_against = |sign: f64| [self.rows, self.output].iter().all(|c| sign * c.relative < NOTABLE);
+        match rows + output {
+            0 if rows == 0 => Verdict::Same,
+            sum if sum < 0 && not_against(1.0) => Verdict::Better,
+            sum if sum > 0 && not_against(-1.0) => Verdict::Worse,
+            _ => Verdict::Mixed,
+        }
+    }
+
+    fn cells(&self) -> [String; 4] {
+        let ([rows, rows_change], [output, output_change]) = (self.rows.cells(), self.output.cells());
+        [rows, rows_change, output, output_change]
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Verdict {
+    Better,
+    Same,
+    Worse,
+    Mixed,
+}
+
+impl Verdict {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Better => "worth it",
+            Self::Same => "no difference",
+            Self::Worse => "worse",
+            Self::Mixed => "mixed",
+        }
+    }
+}
+
+/// A row of the table: on each set.
+struct Row {
+    name: String,
+    compared: Vec<Option<Compared>>,
+}
+
+fn measure(plan: &Plan, sets: &[&Set]) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let baseline = |set: &Set, m| set.errors(&BASELINE, m, plan.draws, plan.seed);
+    for estimator in variants() {
+        let compared = sets.iter().map(|set| {
+            let d = set.head_dim();
+            // As many features as all have, or the next power of two that leaves the random part as many.
+            let own = estimator.rows_for(FEATURES, d).map_or_else(
+                || (FEATURES..).find(|f| f.is_power_of_two() && estimator.rows_for(*f, d) >= Some(FEATURES / 2)),
+                |_| Some(FEATURES),
+            );
+            let Some((features, m)) = own.and_then(|f| Some((f, estimator.rows_for(f, d)?))) else { return Ok(None) };
+            let variant = set.errors(&estimator, m, plan.draws, plan.seed)?;
+            Ok(Some(Compared::of(features, &variant, &baseline(set, features)?)))
+        });
+        rows.push(Row { name: estimator.name.into(), compared: compared.collect::<Result<_>>()? });
+    }
+    let redraws = sets.iter().map(|set| {
+        // The same cost: as many features at once.
+        let averaged = set.averaged(&BASELINE, FEATURES, REDRAWS, plan.draws, plan.seed)?;
+        let averaged: Vec<Errors> = averaged.iter().map(|draw| Errors::mean(draw)).collect();
+        Ok(Some(Compared::of(REDRAWS * FEATURES, &averaged, &baseline(set, REDRAWS * FEATURES)?)))
+    });
+    rows.push(Row {
+        name: format!("mean of {REDRAWS} redraws of {FEATURES}"),
+        compared: redraws.collect::<Result<_>>()?,
+    });
+    Ok(rows)
+}
+
+/// How much of the error another draw of Ω would change: `(share of the squared error, deviation over draws)`.
+fn redraw_variance(plan: &Plan, set: &Set) -> Result<(f64, f64)> {
+    let single = set.all(&BASELINE, FEATURES, plan.draws, plan.seed)?;
+    let pair = set.averaged(&BASELINE, FEATURES, 2, plan.draws, plan.seed)?;
+    let square = |draws: &[Vec<Errors>]| draws.iter().flatten().map(|e| e.output * e.output).sum::<f64>();
+    // E single² = bias² + variance, E pair² = bias² + variance/2.
+    let (single_square, pair_square) = (square(&single), square(&pair));
+    let rows = Spread::of(single.iter().map(|draw| Errors::mean(draw).rows));
+    Ok((2.0 * (1.0 - pair_square / single_square), rows.deviation / rows.mean))
+}
+
+/// The same total of features for all layers, given where they help most. `layers[problem]` is the layer of each problem.
+fn layer_wise(plan: &Plan, set: &Set, layers: &[usize]) -> Result<Option<(Compared, Vec<usize>)>> {
+    const STEPS: [usize; 7] = [16, 32, 64, 128, 256, 512, 1024];
+    let count = layers.iter().max().map_or(0, |last| last + 1);
+    if count < 2 {
+        return Ok(None);
+    }
+    // Chosen by some draws and judged by others.
+    let judge = |m: usize| set.all(&BASELINE, m, plan.draws, plan.seed);
+    let choose: Vec<Vec<Vec<Errors>>> =
+        STEPS.iter().map(|&m| set.all(&BASELINE, m, plan.draws, plan.seed ^ 1)).collect::<Result<_>>()?;
+    let of_layer = |all: &[Vec<Errors>], layer: usize| -> Vec<Errors> {
+        let own = |draw: &Vec<Errors>| -> Vec<Errors> {
+            draw.iter().zip(layers).filter(|(_, l)| **l == layer).map(|(e, _)| *e).collect()
+        };
+        all.iter().map(|draw| Errors::mean(&own(draw))).collect()
+    };
+    let error = |step: usize, layer: usize| {
+        let draws = of_layer(&choose[step], layer);
+        draws.iter().map(|e| e.rows).sum::<f64>() / draws.len() as f64
+    };
+    let mut steps = vec![0; count];
+    loop {
+        // The doubling that gains most a feature, among those that the budget allows.
+        let spent: usize = steps.iter().map(|&s| STEPS[s]).sum();
+        let gain = |layer: usize| {
+            let step: usize = steps[layer];
+            let cost = STEPS.get(step + 1)? - STEPS[step];
+            let fits = spent + cost <= FEATURES * count;
+            fits.then(|| (layer, (error(step, layer) - error(step + 1, layer)) / cost as f64))
+        };
+        let best = (0..count).filter_map(gain).max_by(|a, b| a.1.total_cmp(&b.1));
+        match best {
+            Some((layer, gain)) if gain > 0.0 => steps[layer] += 1,
+            _ => break,
+        }
+    }
+    let chosen: Vec<usize> = steps.iter().map(|&s| STEPS[s]).collect();
+    let mut own = vec![Errors::default(); plan.draws];
+    for (layer, &m) in chosen.iter().enumerate() {
+        let share = layers.iter().filter(|l| **l == layer).count() as f64 / layers.len() as f64;
+        for (sum, errors) in own.iter_mut().zip(of_layer(&judge(m)?, layer)) {
+            sum.rows += share * errors.rows;
+            sum.output += share * errors.output;
+        }
+    }
+    let equal: Vec<Errors> = judge(FEATURES)?.iter().map(|draw| Errors::mean(draw)).collect();
+    Ok(Some((Compared::of(FEATURES, &own, &equal), chosen)))
+}
+
+/// The table with what it says, and the same in short for each set. `heads` come with the layer of each problem.
+pub(super) fn table(
+    plan: &Plan,
+    gaussian: &Set,
+    heads: Option<(&Set, &[usize])>,
+) -> Result<(Section, Vec<String>, Value)> {
+    let mut sets = vec![gaussian];
+    sets.extend(heads.map(|(set, _)| set));
+    let mut rows = measure(plan, &sets)?;
+    let mut notes = Vec::new();
+    if let Some((set, layers)) = heads
+        && let Some((compared, chosen)) = layer_wise(plan, set, layers)?
+    {
+        let chosen: Vec<String> = chosen.iter().map(ToString::to_string).collect();
+        notes.push(format!(
+            "Layer by layer, {FEATURES} features a layer on average went as {} to layers 0, 1, …: {} in row total variation, {} in output error.",
+            chosen.join(", "),
+            change(compared.rows.relative),
+            change(compared.output.relative)
+        ));
+        rows.push(Row { name: "layer-wise M, same total".into(), compared: vec![None, Some(compared)] });
+    }
+    let mut header = vec!["instead of plain FAVOR+ at the same F".to_string()];
+    for set in &sets {
+        header.extend([
+            format!("{}: F", set.name),
+            "row TV".into(),
+            "change".into(),
+            "output error".into(),
+            "change".into(),
+            "verdict".into(),
+        ]);
+    }
+    let mut table = Table { header, rows: Vec::new() };
+    for row in &rows {
+        let mut cells = vec![row.name.clone()];
+        for compared in &row.compared {
+            match compared {
+                Some(c) => {
+                    cells.push(c.features.to_string());
+                    cells.extend(c.cells());
+                    cells.push(c.verdict().word().into());
+                }
+                None => cells.extend(std::iter::repeat_n("–".to_string(), 6)),
+            }
+        }
+        table.push(cells);
+    }
+    let mut text = vec![format!(
+        "Each row is one change to positive features of orthogonal rows, chi-distributed lengths and F={FEATURES} (more where the variant needs \
+         more; the comparison has as many), {} draws that share their seeds. A verdict needs a difference of {:.0}% and of three standard errors in one measure, and none against it in the other.",
+        plan.draws,
+        100.0 * NOTABLE
+    )];
+    let mut short = Vec::new();
+    for (i, set) in sets.iter().enumerate() {
+        let named = |verdict: Verdict| -> Vec<String> {
+            let mut found: Vec<(&str, &Compared)> = rows
+                .iter()
+                .filter_map(|row| Some((row.name.as_str(), row.compared[i].as_ref()?)))
+                .filter(|(_, compared)| compared.verdict() == verdict)
+                .collect();
+            found.sort_by(|a, b| a.1.rows.relative.total_cmp(&b.1.rows.relative));
+            let told = |(name, c): (&str, &Compared)| {
+                format!("{name} ({} rows, {} output)", change(c.rows.relative), change(c.output.relative))
+            };
+            found.into_iter().map(told).collect()
+        };
+        let [better, same, worse, mixed] = [Verdict::Better, Verdict::Same, Verdict::Worse, Verdict::Mixed].map(named);
+        text.push(format!(
+            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and not by the other: {}.",
+            set.name,
+            charts::list(&better),
+            charts::list(&same),
+            charts::list(&worse),
+            charts::list(&mixed)
+        ));
+        short.push(format!(
+            "On {}, most worth it at equal cost: {}. Worse than plain FAVOR+: {}. No difference that counts: {} of {} refinements.",
+            set.name,
+            charts::list(&better[..better.len().min(3)]),
+            charts::list(&worse),
+            same.len(),
+            better.len() + same.len() + worse.len() + mixed.len()
+        ));
+        let (share, deviation) = redraw_variance(plan, set)?;
+        notes.push(format!(
+            "Redrawing on {}: {:.0}% of the squared output error is variance that another draw changes, the rest is common to all draws; one \
+             draw's row total variation differs from another's by {:.1}% (standard deviation).",
+            set.name,
+            100.0 * share,
+            100.0 * deviation
+        ));
+    }
+    text.extend(notes);
+    let json_row = |row: &Row| {
+        let on: Vec<Value> = row
+            .compared
+            .iter()
+            .zip(&sets)
+            .filter_map(|(compared, set)| {
+                let c = compared.as_ref()?;
+                Some(json!({
+                    "input": set.name, "features": c.features, "rows": c.rows.json(), "output": c.output.json(),
+                    "verdict": c.verdict().word(),
+                }))
+            })
+            .collect();
+        json!({ "variant": row.name, "on": on })
+    };
+    let data = rows.iter().map(json_row).collect();
+    let title = "What is worth it".to_string();
+    Ok((Section { title, text, chart: None, table: Some(table) }, short, data))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errors(rows: &[f64]) -> Vec<Errors> {
+        rows.iter().map(|&rows| Errors { rows, output: rows }).collect()
+    }
+
+    #[test]
+    fn verdicts_need_size_and_certainty() {
+        let baseline = errors(&[1.0, 1.1, 0.9, 1.0]);
+        let verdict = |variant: &[f64]| Compared::of(1, &errors(variant), &baseline).verdict();
+        assert!(verdict(&[0.8, 0.9, 0.7, 0.8]) == Verdict::Better);
+        assert!(verdict(&[1.2, 1.3, 1.1, 1.2]) == Verdict::Worse);
+        assert!(verdict(&[0.99, 1.09, 0.89, 0.99]) == Verdict::Same);
+        assert!(verdict(&[0.1, 1.9, 0.2, 1.4]) == Verdict::Same, "too uncertain");
+        let two = |rows: f64, output: f64| [1.0, 1.1, 0.9].map(|x| Errors { rows: x * rows, output: x * output });
+        let of = |rows, output| Compared::of(1, &two(rows, output), &two(1.0, 1.0)).verdict();
+        assert!(of(0.8, 1.0) == Verdict::Better && of(1.2, 1.02) == Verdict::Worse && of(0.8, 1.2) == Verdict::Mixed);
+    }
+}

@@ -1,0 +1,204 @@
+//! The heads of a pretrained softmax model, as they are on a text.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{Device, Tensor};
+use performer_core::{Attention, Mask, Softmax, features::fit::Moments, projection::derive_seed};
+use serde_json::{Value, json};
+
+use super::error::{Problem, QUERIES, Set};
+use crate::{
+    config::AttentionConfig,
+    convert::moments,
+    data::{DataSpec, Prepared, eval_windows, prepare_for},
+    model::pretrained::Pretrained,
+};
+
+/// Where heads come from.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The softmax model, as [`Pretrained::open`] takes it.
+    pub model: String,
+    /// Text for it.
+    pub data: DataSpec,
+    /// Tokens of a window; `None`: the model's context, at most 512.
+    pub context: Option<usize>,
+    /// Windows of held-out text that errors are measured on.
+    pub windows: usize,
+    /// Training tokens that features are fitted to.
+    pub calibrate_tokens: usize,
+    /// Seed of the order of those.
+    pub seed: u64,
+}
+
+/// Queries, keys and values of every head of a model, with the moments that features are fitted to.
+pub struct Heads {
+    model: String,
+    corpus: String,
+    context: usize,
+    /// Heads of each layer.
+    layers: Vec<Vec<Head>>,
+}
+
+struct Head {
+    /// `q`, `k`, `v` of each window, `(T, D)`.
+    windows: Vec<[Tensor; 3]>,
+    moments: Moments,
+    logit_deviation: f64,
+}
+
+/// The softmax model that comes with the project, if it is where this program was built.
+pub fn shipped() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/stories/softmax").canonicalize().ok()?;
+    path.join("model.safetensors").is_file().then_some(path)
+}
+
+impl Heads {
+    /// Reads a model and runs it on text.
+    ///
+    /// # Errors
+    /// What keeps the model or the text from being read; a model that is not all softmax; a context of nothing.
+    pub fn read(source: &Source, device: &Device) -> Result<Self> {
+        let mut model = Pretrained::open(&source.model)?;
+        let context = source.context.unwrap_or(model.config.context.min(512));
+        ensure!(context >= 16, "a context of {context} tokens says nothing about attention; give at least 16");
+        if context != model.config.context && model.tensors.contains_key("model.embed_positions.weight") {
+            bail!("--context {context}: a model with learned positions keeps its context of {}", model.config.context);
+        }
+        model.config.context = context;
+        if let Some(layer) =
+            (0..model.config.layers).find(|&i| *model.config.attention_of(i) != AttentionConfig::Softmax)
+        {
+            bail!(
+                "layer {layer} of {} has attention {}; errors are measured against softmax models",
+                source.model,
+                model.config.attention_of(layer)
+            );
+        }
+        let data = prepare_for(&source.data, &model.tokenizer).context("cannot prepare the text")?;
+        let decoder = model.decoder(device)?;
+        let config = decoder.config().clone();
+        let by_layer = moments(&decoder, &data, source.calibrate_tokens.max(1), source.seed)?;
+        let group = config.heads / config.kv_heads;
+        let mut layers: Vec<Vec<Head>> = Vec::new();
+        for moments in &by_layer {
+            let deviations = moments.logit_deviation();
+            let head = |head: usize| Head {
+                windows: Vec::new(),
+                moments: moments.head(head / group),
+                logit_deviation: deviations[head / group],
+            };
+            layers.push((0..config.heads).map(head).collect());
+        }
+        for ids in windows(&data, context, source.windows.max(1))? {
+            decoder.hidden_through(&ids.to_device(device)?, |layer, q, k, v| {
+                for (head, kept) in layers[layer].iter_mut().enumerate() {
+                    let of = |x: &Tensor, head: usize| x.detach().get(0)?.get(head)?.to_device(&Device::Cpu);
+                    kept.windows.push([of(q, head)?, of(k, head / group)?, of(v, head / group)?]);
+                }
+                Softmax::new().forward(q, k, v, &Mask::causal())
+            })?;
+        }
+        Ok(Self { model: name(&source.model), corpus: data.corpus_name, context, layers })
+    }
+
+    /// Layer of each problem of [`Self::set`].
+    pub(super) fn layers(&self) -> Vec<usize> {
+        let layer = |(layer, heads): (usize, &Vec<Head>)| {
+            let count = heads.iter().map(|head| head.windows.len()).sum();
+            std::iter::repeat_n(layer, count)
+        };
+        self.layers.iter().enumerate().flat_map(layer).collect()
+    }
+
+    /// Number of layers.
+    pub(super) fn layer_count(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Heads of a layer.
+    pub(super) fn heads_of(&self, layer: usize) -> usize {
+        self.layers[layer].len()
+    }
+
+    /// Largest deviation of the logits among the heads of a layer.
+    pub(super) fn deviation_of(&self, layer: usize) -> f64 {
+        self.layers[layer].iter().map(|head| head.logit_deviation).fold(0.0, f64::max)
+    }
+
+    /// All heads, causal.
+    pub(super) fn set(&self) -> Result<Set> {
+        self.problems(&self.layers, format!("heads of {}", self.model))
+    }
+
+    /// The heads of one layer, head after head, as many problems each as there are windows.
+    pub(super) fn set_of(&self, layer: usize) -> Result<Set> {
+        self.problems(&self.layers[layer..=layer], format!("layer {layer}"))
+    }
+
+    fn problems(&self, layers: &[Vec<Head>], name: String) -> Result<Set> {
+        let mut problems = Vec::new();
+        for head in layers.iter().flatten() {
+            for [q, k, v] in &head.windows {
+                let queries = QUERIES / head.windows.len().min(4);
+                problems.push(Problem::new([q, k, v], true, queries, head.moments.clone())?);
+            }
+        }
+        Ok(Set { name, problems })
+    }
+
+    /// A sentence.
+    pub(super) fn describe(&self) -> String {
+        let mut deviations: Vec<f64> = self.layers.iter().flatten().map(|head| head.logit_deviation).collect();
+        deviations.sort_by(f64::total_cmp);
+        let windows = self.layers[0][0].windows.len();
+        format!(
+            "{}: {} heads of {} layers, causal, {windows} window(s) of {} tokens of held-out text ({}); their logits have standard deviations of {:.2} to \
+             {:.2}, the median {:.2}.",
+            self.model,
+            deviations.len(),
+            self.layers.len(),
+            self.context,
+            self.corpus,
+            deviations[0],
+            deviations[deviations.len() - 1],
+            deviations[deviations.len() / 2]
+        )
+    }
+
+    /// What they are.
+    pub(super) fn json(&self) -> Value {
+        let deviations: Vec<Vec<f64>> =
+            self.layers.iter().map(|heads| heads.iter().map(|head| head.logit_deviation).collect()).collect();
+        json!({ "model": self.model, "corpus": self.corpus, "context": self.context, "logit_deviations": deviations })
+    }
+}
+
+/// The last two parts of a path, which say what a model is on any machine.
+fn name(model: &str) -> String {
+    let parts: Vec<&str> = model.split(['/', '\\']).filter(|part| !part.is_empty()).collect();
+    parts[parts.len().saturating_sub(2)..].join("/")
+}
+
+/// Windows of held-out text, `(1, T)` each, as far apart as there is text.
+fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>> {
+    let all: Vec<_> = eval_windows(&data.valid, context, 1)?.filter(|batch| batch.context == context).collect();
+    ensure!(
+        !all.is_empty(),
+        "the held-out text has {} tokens; a window takes {}: give more text or a smaller --context",
+        data.valid.len(),
+        context + 1
+    );
+    let step = (all.len() / count).max(1);
+    all.iter()
+        .step_by(step)
+        .take(count)
+        .map(|batch| Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?))
+        .collect()
+}
+
+/// Seeds of the draws for a layer.
+pub(super) fn layer_seed(seed: u64, layer: usize) -> u64 {
+    derive_seed(seed, layer as u64)
+}

@@ -1,0 +1,285 @@
+//! The smallest features that keep a model's attention within an error, layer by layer (`lab suggest`).
+
+use anyhow::{Result, bail, ensure};
+use performer_core::{FavorConfig, FeatureMapKind};
+use serde_json::json;
+
+use super::{
+    Findings, Heads, Section, Table,
+    error::{COLORS, Errors, Estimator, number},
+    heads::layer_seed,
+};
+use crate::{
+    config::AttentionConfig,
+    plot::{At, Axis, Chart, Marker, Scale, Series},
+};
+
+/// Numbers of features that are tried.
+const FEATURES: [usize; 13] = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
+
+/// Which error is to be met.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Criterion {
+    /// Total variation between rows of attention, the mean over heads and queries.
+    #[default]
+    Rows,
+    /// Relative error of the outputs, the mean over heads.
+    Output,
+}
+
+impl Criterion {
+    fn of(self, errors: &Errors) -> f64 {
+        match self {
+            Self::Rows => errors.rows,
+            Self::Output => errors.output,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Rows => "row total variation",
+            Self::Output => "relative output error",
+        }
+    }
+}
+
+/// What is wanted.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The model, as the command to convert it names it.
+    pub model: String,
+    /// The text, likewise.
+    pub data: String,
+    /// Tokens of a window, if it is not what `convert` takes by itself.
+    pub context: Option<usize>,
+    /// The error to meet.
+    pub error: f64,
+    /// Which one.
+    pub criterion: Criterion,
+    /// Maps to choose from.
+    pub maps: Vec<FeatureMapKind>,
+    /// Tokens of exact attention before the features.
+    pub window: Option<usize>,
+    /// Most features to suggest.
+    pub most_features: usize,
+    /// Draws of Ω that errors are averaged over.
+    pub draws: usize,
+    /// Seed of those.
+    pub seed: u64,
+}
+
+/// What a layer needs.
+struct Suggestion {
+    /// The map, its `M` and errors; `None` if nothing tried is enough.
+    found: Option<(FeatureMapKind, usize, Errors)>,
+    /// Mean error of the worst head with it.
+    worst: f64,
+    uniform: Errors,
+    /// Errors by map over `M`.
+    curves: Vec<(FeatureMapKind, Vec<(usize, f64)>)>,
+}
+
+impl Plan {
+    /// Refuses what measures nothing.
+    ///
+    /// # Errors
+    /// Names the option, what it is and what it must be.
+    pub fn check(&self) -> Result<()> {
+        ensure!(
+            self.error > 0.0 && self.error < 1.0,
+            "--error is {}; it must lie between 0 and 1: 0.1 allows a tenth of the attention to go elsewhere",
+            self.error
+        );
+        ensure!(!self.maps.is_empty(), "no map to choose from: give --map, such as dense");
+        ensure!(self.draws > 0, "--draws is 0; it must be at least 1");
+        ensure!(
+            self.most_features >= FEATURES[0],
+            "--most-features is {}; the smallest number tried is {}",
+            self.most_features,
+            FEATURES[0]
+        );
+        if let Some(map) = self.maps.iter().find(|map| !map.is_random() || **map == FeatureMapKind::Learned) {
+            bail!(
+                "map {map} has no number of features to look for; choose among maps such as dense, optimal, positive"
+            );
+        }
+        let fitted = self.maps.iter().filter(|map| map.is_fitted()).count();
+        ensure!(
+            fitted == 0 || fitted == self.maps.len(),
+            "maps that are fitted (dense, optimal) and maps that are not cannot stand in one conversion: choose one kind by --map"
+        );
+        Ok(())
+    }
+
+    /// As a conversion makes the map: fitted ones centred.
+    fn estimator(map: FeatureMapKind) -> Estimator {
+        let plain = Estimator::orthogonal("", map);
+        if map.is_fitted() { plain.fitted(true, false) } else { plain }
+    }
+
+    fn layer(&self, heads: &Heads, layer: usize) -> Result<Suggestion> {
+        let set = heads.set_of(layer)?;
+        let seed = layer_seed(self.seed, layer);
+        let mut found: Option<(FeatureMapKind, usize, Errors)> = None;
+        let mut worst = f64::NAN;
+        let mut curves = Vec::new();
+        for &map in &self.maps {
+            let estimator = Self::estimator(map);
+            let mut curve = Vec::new();
+            for m in FEATURES.into_iter().filter(|&m| m <= self.most_features) {
+                if found.is_some_and(|(_, smallest, _)| m > smallest) {
+                    break;
+                }
+                let all = set.windowed(&estimator, m, self.window.unwrap_or(0), self.draws, seed)?;
+                let mean = Errors::mean(&all.concat());
+                let error = self.criterion.of(&mean);
+                curve.push((m, error));
+                let better = found.is_none_or(|(_, smallest, other)| m < smallest || error < self.criterion.of(&other));
+                if error <= self.error {
+                    if better {
+                        worst = self.worst_head(&all, heads.heads_of(layer));
+                        found = Some((map, m, mean));
+                    }
+                    break;
+                }
+            }
+            curves.push((map, curve));
+        }
+        Ok(Suggestion { found, worst, uniform: set.uniform()?, curves })
+    }
+
+    /// Largest mean error of a head, from `[draw][problem]`, the problems head by head.
+    fn worst_head(&self, all: &[Vec<Errors>], heads: usize) -> f64 {
+        let windows = all[0].len() / heads;
+        let of = |head: usize| {
+            let own: Vec<Errors> =
+                all.iter().flat_map(|draw| draw[head * windows..(head + 1) * windows].to_vec()).collect();
+            self.criterion.of(&Errors::mean(&own))
+        };
+        (0..heads).map(of).fold(0.0, f64::max)
+    }
+
+    fn attention(&self, found: Option<(FeatureMapKind, usize, Errors)>) -> AttentionConfig {
+        let Some((map, features, _)) = found else { return AttentionConfig::Softmax };
+        let far = FavorConfig { map, features, ..FavorConfig::default() };
+        match self.window {
+            Some(window) => AttentionConfig::Windowed { window, far },
+            None => AttentionConfig::Favor(far),
+        }
+    }
+
+    /// The command that converts the model so; `None` where every layer stays softmax.
+    fn command(&self, attentions: &[AttentionConfig]) -> Option<String> {
+        // The most frequent linear attention is the default, the others are named.
+        let common = attentions
+            .iter()
+            .filter(|a| a.favor().is_some())
+            .max_by_key(|a| attentions.iter().filter(|b| b == a).count())?;
+        let mut words = vec!["performer-lm convert".into(), self.model.clone(), format!("--data {}", self.data)];
+        words.extend(self.context.map(|context| format!("--context {context}")));
+        words.push(format!("--attention {common}"));
+        let others = attentions.iter().enumerate().filter(|(_, a)| *a != common);
+        words.extend(others.map(|(layer, attention)| format!("--layer {layer}={attention}")));
+        if !self.maps[0].is_fitted() {
+            words.push("--calibrate-tokens 0".into());
+        }
+        words.push("--out runs/converted".into());
+        Some(words.join(" "))
+    }
+}
+
+/// Finds the features of every layer.
+///
+/// # Errors
+/// An error that cannot be met or missed, and maps that cannot be chosen among.
+pub fn run(plan: &Plan, heads: &Heads, progress: &dyn Fn(&str)) -> Result<Findings> {
+    plan.check()?;
+    let mut suggestions = Vec::new();
+    for layer in 0..heads.layer_count() {
+        progress(&format!("layer {layer} of {}", heads.layer_count()));
+        suggestions.push(plan.layer(heads, layer)?);
+    }
+    let attentions: Vec<AttentionConfig> = suggestions.iter().map(|s| plan.attention(s.found)).collect();
+    let mut table =
+        Table::new(["layer", "attention", "row TV", "output error", "worst head", "uniform", "largest logit sd"]);
+    let mut data = Vec::new();
+    for (layer, (suggestion, attention)) in suggestions.iter().zip(&attentions).enumerate() {
+        let cell = |part: fn(&Errors) -> f64| suggestion.found.map_or_else(|| "–".into(), |(_, _, e)| number(part(&e)));
+        table.push([
+            layer.to_string(),
+            attention.to_string(),
+            cell(|e| e.rows),
+            cell(|e| e.output),
+            if suggestion.found.is_some() { number(suggestion.worst) } else { "–".into() },
+            number(plan.criterion.of(&suggestion.uniform)),
+            number(heads.deviation_of(layer)),
+        ]);
+        data.push(json!({
+            "layer": layer, "attention": attention.to_string(), "features": suggestion.found.map(|f| f.1),
+            "map": suggestion.found.map(|f| f.0), "errors": suggestion.found.map(|f| f.2),
+            "worst_head": suggestion.found.map(|_| suggestion.worst), "uniform": suggestion.uniform,
+            "tried": suggestion.curves.iter().map(|(map, curve)| json!({ "map": map, "errors": curve })).collect::<Vec<_>>(),
+        }));
+    }
+    let command = plan.command(&attentions);
+    let kept = attentions.iter().filter(|a| a.favor().is_none()).count();
+    let window = plan.window.map_or_else(String::new, |w| format!(" behind an exact window of {w} tokens"));
+    let mut text = vec![format!(
+        "The smallest of {} to {} features{window} whose {} is at most {}, the mean over heads, queries and {} draws, without any training; {kept} \
+         of {} layers stay softmax because none of them is enough.",
+        FEATURES[0],
+        plan.most_features,
+        plan.criterion.name(),
+        plan.error,
+        plan.draws,
+        attentions.len()
+    )];
+    text.push(match &command {
+        Some(command) => format!("To convert so: {command}"),
+        None => "No layer can be converted within this error: allow more (--error), add an exact window (--window 32), or train the features \
+                 (`convert` with map=learned)."
+            .into(),
+    });
+    let title = format!("{} over features, layer by layer", capitalised(plan.criterion.name()));
+    let section = Section {
+        title: "What each layer needs".into(),
+        text,
+        chart: Some(("layers", chart(plan, title, &suggestions))),
+        table: Some(table),
+    };
+    let data = json!({
+        "error": plan.error, "criterion": plan.criterion.name(), "window": plan.window, "draws": plan.draws, "model": heads.json(),
+        "layers": data, "command": command,
+    });
+    Ok(Findings {
+        name: "suggest",
+        title: format!("Features for {} of {}", plan.criterion.name(), plan.error),
+        summary: vec![heads.describe()],
+        sections: vec![section],
+        data,
+    })
+}
+
+/// Errors of each layer with the map it came to, or the first.
+fn chart(plan: &Plan, title: String, suggestions: &[Suggestion]) -> Chart {
+    let line = |(layer, suggestion): (usize, &Suggestion)| {
+        let map = suggestion.found.map_or(plan.maps[0], |found| found.0);
+        let curve = suggestion.curves.iter().find(|(m, _)| *m == map).map(|(_, curve)| curve.clone());
+        let points = curve.unwrap_or_default().into_iter().map(|(m, error)| (m as f64, error));
+        let color = (suggestions.len() <= COLORS.len()).then(|| COLORS[layer]);
+        Series { color, ..Series::new(format!("layer {layer}, {map}"), points) }
+    };
+    Chart {
+        title,
+        subtitle: Some(format!("means over heads, queries and {} draws; lines end where the error is met", plan.draws)),
+        x: Axis::new("features M", Scale::Log2),
+        y: Axis::new(plan.criterion.name(), Scale::Log10),
+        series: suggestions.iter().enumerate().map(line).collect(),
+        lines: vec![Marker { at: At::Y(plan.error), label: "wanted".into() }],
+    }
+}
+
+fn capitalised(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
+}
