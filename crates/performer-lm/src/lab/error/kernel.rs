@@ -374,17 +374,18 @@ pub(super) fn orthogonality(plan: &Plan) -> Result<(Section, Value)> {
 mod tests {
     use super::*;
 
-    /// For a fresh seed, code that is right would fail one of these in a million times: each is allowed five standard errors.
+    /// Each may be off by five standard errors: for a fresh seed, code that is right would fail one of the 21 once in a hundred thousand times
+    /// if the means were normal, and they nearly are.
     #[test]
     fn measured_errors_are_those_of_the_closed_forms() {
-        let plan = Plan { head_dim: 6, kernel_draws: 1000, ..Plan::default() };
+        let plan = Plan { head_dim: 6, kernel_draws: 1500, ..Plan::default() };
         let (_, data) = entries(&plan).unwrap();
         let mut compared = 0;
         for estimator in data["estimators"].as_array().unwrap() {
             for point in estimator["points"].as_array().unwrap() {
                 let number = |name: &str| point[name].as_f64();
                 let (Some(closed), Some(scale)) = (number("closed"), number("logit_deviation")) else { continue };
-                if scale <= 0.25 {
+                if scale <= 0.125 {
                     let ratio = point["relative_mse"]["mean"].as_f64().unwrap() / closed;
                     let allowed = 5.0 * number("relative_standard_error").unwrap();
                     assert!(allowed < 0.5, "too few draws: {allowed}");
@@ -393,6 +394,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(compared, 7 * 4);
+        assert_eq!(compared, 7 * 3);
     }
 }
