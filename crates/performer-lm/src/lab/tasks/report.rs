@@ -184,7 +184,7 @@ fn section(plan: &Plan, setting: &Setting, runs: &[Run]) -> Section {
         format!("An example: {}.", setting.source.describe()),
         format!(
             "Model: {direction}, {} layers, dimension {}, {} heads, rotary positions. {} steps of {} examples, AdamW with a peak of {}; measured on {} \
-             held-out examples, the same for all runs (on the way, the curve, on a quarter of them).",
+             held-out examples, the same for all runs.",
             recipe.layers,
             recipe.hidden_size,
             recipe.heads,
@@ -287,7 +287,8 @@ fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
     let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
     let chance = Marker { at: At::Y(metric.value(&setting.chance())), label: "chance".into() };
     if metric == Metric::Accuracy {
-        y.range = Some((0.0, 100.0));
+        let best = runs.iter().flat_map(|run| &run.curve).map(|point| point.score.accuracy).fold(0.0, f64::max);
+        y.range = Some((0.0, if best > 0.5 { 100.0 } else { 50.0 }));
     }
     Chart {
         title: setting.task.title().into(),
