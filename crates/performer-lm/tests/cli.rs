@@ -234,3 +234,19 @@ fn bench_measures_draws_and_refuses() {
     let report = json(&performer(dir.path(), &[&train[..], &SMALL[..2], &SMALL[4..]].concat()));
     assert!(report["points"][0]["tokens_per_second"].as_f64().unwrap() > 0.0);
 }
+
+#[test]
+fn lab_tasks_writes_a_report() {
+    let dir = tempfile::tempdir().unwrap();
+    let tiny =
+        ["lab", "tasks", "--task", "recall", "--length", "4", "--steps", "2", "--seeds", "1", "--attention", "softmax"];
+    let with = |extra: &[&'static str]| [&tiny[..], extra].concat();
+    let data = json(&performer(dir.path(), &with(&["--attention", "favor:m=8", "--out", "out", "--json"])));
+    assert_eq!(data["tasks"]["tasks"][0]["runs"].as_array().unwrap().len(), 2);
+    for file in ["data.json", "report.html", "tasks-recall.svg", "tasks-recall.png"] {
+        assert!(dir.path().join("out").join(file).exists(), "{file}");
+    }
+    fails(&performer(dir.path(), &["lab", "tasks", "--task", "text"]), &["--text FILE"]);
+    fails(&performer(dir.path(), &["lab", "tasks", "--length", "4"]), &["one --task"]);
+    fails(&performer(dir.path(), &["lab", "tasks", "--task", "protein", "--proteins", "none"]), &["none"]);
+}

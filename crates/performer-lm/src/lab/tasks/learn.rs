@@ -29,7 +29,7 @@ const EXAMPLES_STREAM: u64 = 4;
 const HELD_OUT_SEED: u64 = 0x7e57;
 
 /// Points of a learning curve.
-const POINTS: usize = 20;
+const POINTS: usize = 10;
 
 /// Tokens of a pass, about. Fixed, so that results do not depend on the number of threads.
 const PASS_TOKENS: usize = 2048;
@@ -51,7 +51,7 @@ pub struct Score {
 pub struct Point {
     /// Steps taken.
     pub step: usize,
-    /// All held-out answers.
+    /// On all held-out examples.
     #[serde(flatten)]
     pub score: Score,
 }
@@ -176,7 +176,7 @@ impl<'a> Setting<'a> {
     }
 
     /// How well a model predicts the held-out answers.
-    pub(super) fn score(&self, model: &Decoder) -> Result<Score> {
+    fn score(&self, model: &Decoder) -> Result<Score> {
         let parts: Vec<&[Example]> = self.held_out.chunks(self.rows(&self.held_out)).collect();
         let (mut loss, mut right, mut answers) = (0.0, 0, 0);
         in_order(

@@ -183,9 +183,15 @@ fn section(plan: &Plan, setting: &Setting, runs: &[Run]) -> Section {
     let mut text = vec![
         format!("An example: {}.", setting.source.describe()),
         format!(
-            "Model: {direction}, {} layers, dimension {}, 4 heads, rotary positions. {} steps of {} examples, AdamW with a peak of {}; measured on {} \
+            "Model: {direction}, {} layers, dimension {}, {} heads, rotary positions. {} steps of {} examples, AdamW with a peak of {}; measured on {} \
              held-out examples, the same for all runs.",
-            recipe.layers, recipe.hidden_size, recipe.steps, recipe.batch_size, recipe.learning_rate, recipe.held_out
+            recipe.layers,
+            recipe.hidden_size,
+            recipe.heads,
+            recipe.steps,
+            recipe.batch_size,
+            recipe.learning_rate,
+            recipe.held_out
         ),
     ];
     let left_out: Vec<String> =
@@ -281,7 +287,8 @@ fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
     let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
     let chance = Marker { at: At::Y(metric.value(&setting.chance())), label: "chance".into() };
     if metric == Metric::Accuracy {
-        y.range = Some((0.0, 100.0));
+        let best = runs.iter().flat_map(|run| &run.curve).map(|point| point.score.accuracy).fold(0.0, f64::max);
+        y.range = Some((0.0, if best > 0.5 { 100.0 } else { 50.0 }));
     }
     Chart {
         title: setting.task.title().into(),
