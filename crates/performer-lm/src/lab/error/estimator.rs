@@ -57,7 +57,9 @@ impl Estimator {
     /// see [`Self::fixed`].
     pub(crate) fn rows_for(&self, features: usize, d: usize) -> Option<usize> {
         match self.map {
-            FeatureMapKind::Hyperbolic | FeatureMapKind::Trigonometric => Some(features / 2).filter(|&m| m > 0),
+            FeatureMapKind::Hyperbolic | FeatureMapKind::Trigonometric | FeatureMapKind::Hedgehog => {
+                Some(features / 2).filter(|&m| m > 0)
+            }
             FeatureMapKind::HermiteTail => features.checked_sub(taylor(d)).filter(|&m| m > 0),
             FeatureMapKind::Elu | FeatureMapKind::Taylor2 | FeatureMapKind::Limit(_) => None,
             _ => Some(features),
