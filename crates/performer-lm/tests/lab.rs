@@ -166,5 +166,5 @@ fn bad_options_get_one_clear_error() {
     model(dir.path());
     fails(&run(&["error", "--quick", "--checkpoint", "model", "--context", "5"]), &["5 tokens", "at least 16"]);
     std::fs::write(dir.path().join("short.txt"), "A cat.").unwrap();
-    fails(&run(&["suggest", "--checkpoint", "model", "--data", "short.txt"]), &["token"]);
+    fails(&run(&["suggest", "--checkpoint", "model", "--data", "short.txt"]), &["too little"]);
 }
