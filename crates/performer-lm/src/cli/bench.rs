@@ -52,18 +52,8 @@ pub(super) struct AttentionArgs {
     /// Random features M.
     #[arg(long, value_delimiter = ',', default_value = "64,128,256")]
     features: Vec<usize>,
-    /// Head dimension.
-    #[arg(long, default_value_t = 64)]
-    head_dim: usize,
-    /// Sequences.
-    #[arg(long, default_value_t = 1)]
-    batch: usize,
-    /// Heads of each.
-    #[arg(long, default_value_t = 4)]
-    heads: usize,
-    /// Let every query see every key.
-    #[arg(long)]
-    bidirectional: bool,
+    #[command(flatten)]
+    shape: ShapeArgs,
     /// Leave out what is composed of Candle's operations.
     #[arg(long)]
     no_composed: bool,
@@ -78,6 +68,23 @@ pub(super) struct AttentionArgs {
     against: Option<PathBuf>,
     #[command(flatten)]
     common: Common,
+}
+
+/// The attention that is timed.
+#[derive(clap::Args)]
+pub(super) struct ShapeArgs {
+    /// Head dimension.
+    #[arg(long, default_value_t = 64)]
+    pub(super) head_dim: usize,
+    /// Sequences.
+    #[arg(long, default_value_t = 1)]
+    pub(super) batch: usize,
+    /// Heads of each.
+    #[arg(long, default_value_t = 4)]
+    pub(super) heads: usize,
+    /// Let every query see every key.
+    #[arg(long)]
+    pub(super) bidirectional: bool,
 }
 
 #[derive(clap::Args)]
@@ -177,10 +184,10 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
     let sweep = attention::Sweep {
         tokens: args.tokens.clone(),
         features: args.features.clone(),
-        head_dim: args.head_dim,
-        batch: args.batch,
-        heads: args.heads,
-        causal: !args.bidirectional,
+        head_dim: args.shape.head_dim,
+        batch: args.shape.batch,
+        heads: args.shape.heads,
+        causal: !args.shape.bidirectional,
         composed: !args.no_composed,
         softmax: !args.no_softmax,
         backward: !args.no_backward,

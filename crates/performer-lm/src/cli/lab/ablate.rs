@@ -23,7 +23,7 @@ const MICRO_BATCH: usize = 4;
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  performer-lm lab ablate --data stories/ --out report/ablate       half an hour on two cores
+  performer-lm lab ablate --data stories/ --out report/ablate
   performer-lm lab ablate --data stories/ --preset small --steps 1000 --seeds 1,2,3 --out report/ablate
 
 With --out, finished runs are kept there, and the same command again goes on where a stopped one left off.")]

@@ -14,13 +14,13 @@ use crate::{
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  performer-lm lab all --out report                             about an hour on two cores
+  performer-lm lab all --out report                             the longest command there is
   performer-lm lab all --data stories/ --text war_and_peace.txt --proteins proteome.fasta --out report
   performer-lm lab all --quick --out report                     minutes: to see that it works
 
 With --out, finished trainings are kept there, and the same command again goes on where a stopped one left off.")]
 pub(in crate::cli) struct Args {
-    /// Minutes instead of an hour: to see that it works, not to conclude from.
+    /// A few minutes: to see that it works, not to conclude from.
     #[arg(long)]
     quick: bool,
     /// Text to train on, and to look at heads with: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use super::Common;
 use crate::{
     bench::{Effort, attention::Sweep},
-    cli::{args::Machine, output},
+    cli::{args::Machine, bench::ShapeArgs, output},
     lab::{Findings, crossover},
 };
 
@@ -23,18 +23,8 @@ pub(in crate::cli) struct Args {
     /// Random features M.
     #[arg(long, value_delimiter = ',', default_value = "16,32,64,128,256")]
     features: Vec<usize>,
-    /// Head dimension.
-    #[arg(long, default_value_t = 64)]
-    head_dim: usize,
-    /// Sequences.
-    #[arg(long, default_value_t = 1)]
-    batch: usize,
-    /// Heads of each.
-    #[arg(long, default_value_t = 4)]
-    heads: usize,
-    /// Let every query see every key.
-    #[arg(long)]
-    bidirectional: bool,
+    #[command(flatten)]
+    shape: ShapeArgs,
     /// Measure each point for at least so many milliseconds.
     #[arg(long, default_value_t = 200)]
     milliseconds: u64,
@@ -47,10 +37,10 @@ impl Args {
         let sweep = Sweep {
             tokens: self.tokens,
             features: self.features,
-            head_dim: self.head_dim,
-            batch: self.batch,
-            heads: self.heads,
-            causal: !self.bidirectional,
+            head_dim: self.shape.head_dim,
+            batch: self.shape.batch,
+            heads: self.shape.heads,
+            causal: !self.shape.bidirectional,
             composed: false,
             softmax: true,
             backward: true,
