@@ -49,7 +49,12 @@ pub fn from_data(data: serde_json::Value) -> Result<Findings> {
 fn findings(report: &Report) -> Findings {
     let sweep = &report.sweep;
     let passes: &[bool] = if sweep.backward { &[false, true] } else { &[false] };
-    let mut sections = Vec::new();
+    let mut sections = vec![Section {
+        title: "Crossover over features".into(),
+        text: passes.iter().map(|&backward| fit_in_words(report, backward)).collect(),
+        chart: Some(("features", chart(report, passes))),
+        table: Some(crossovers(report)),
+    }];
     for &backward in passes {
         sections.push(Section {
             title: format!("Time over length, {}", attention::pass(backward)),
@@ -58,12 +63,6 @@ fn findings(report: &Report) -> Findings {
             table: Some(times(report, backward)),
         });
     }
-    sections.push(Section {
-        title: "Crossover over features".into(),
-        text: passes.iter().map(|&backward| fit_in_words(report, backward)).collect(),
-        chart: Some(("features", chart(report, passes))),
-        table: Some(crossovers(report)),
-    });
     Findings {
         name: "crossover",
         title: "From which length is FAVOR+ faster than softmax?".into(),

@@ -30,7 +30,7 @@ pub struct Findings {
     pub title: String,
     /// The answer in a few sentences, and how it was measured.
     pub summary: Vec<String>,
-    /// What led to it, in reading order.
+    /// What led to it, in reading order; the first with a table is the answer in numbers, which is printed.
     pub sections: Vec<Section>,
     /// Every number behind it.
     pub data: Value,

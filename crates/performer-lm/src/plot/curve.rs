@@ -33,9 +33,21 @@ enum Symbol {
     Triangle,
     Diamond,
     Nabla,
+    Left,
+    Right,
+    Cross,
 }
 
-const SYMBOLS: [Symbol; 5] = [Symbol::Circle, Symbol::Square, Symbol::Triangle, Symbol::Diamond, Symbol::Nabla];
+const SYMBOLS: [Symbol; 8] = [
+    Symbol::Circle,
+    Symbol::Square,
+    Symbol::Triangle,
+    Symbol::Diamond,
+    Symbol::Nabla,
+    Symbol::Cross,
+    Symbol::Left,
+    Symbol::Right,
+];
 
 /// The looks of a series, in the chart and in its legend.
 #[derive(Debug, Clone, Copy)]
@@ -115,6 +127,22 @@ impl Look {
                 Symbol::Triangle => &[(0.0, -5.5), (5.0, 3.5), (-5.0, 3.5)],
                 Symbol::Diamond => &[(0.0, -5.8), (5.0, 0.0), (0.0, 5.8), (-5.0, 0.0)],
                 Symbol::Nabla => &[(0.0, 5.5), (5.0, -3.5), (-5.0, -3.5)],
+                Symbol::Left => &[(-5.5, 0.0), (3.5, 5.0), (3.5, -5.0)],
+                Symbol::Right => &[(5.5, 0.0), (-3.5, 5.0), (-3.5, -5.0)],
+                Symbol::Cross => &[
+                    (-1.7, -5.2),
+                    (1.7, -5.2),
+                    (1.7, -1.7),
+                    (5.2, -1.7),
+                    (5.2, 1.7),
+                    (1.7, 1.7),
+                    (1.7, 5.2),
+                    (-1.7, 5.2),
+                    (-1.7, 1.7),
+                    (-5.2, 1.7),
+                    (-5.2, -1.7),
+                    (-1.7, -1.7),
+                ],
             };
             let corners: Vec<Point> = corners.iter().map(|(dx, dy)| (x + dx, y + dy)).collect();
             let points = coordinates(&corners);

@@ -116,14 +116,16 @@ impl Common {
         for found in findings {
             // One blank line between all parts.
             let mut parts = vec![format!("# {}", found.title), found.summary.join("\n\n")];
-            for section in &found.sections {
-                let Some(table) = &section.table else { continue };
+            if let Some((section, table)) = found.sections.iter().find_map(|s| Some((s, s.table.as_ref()?))) {
                 let header: Vec<&str> = table.header.iter().map(String::as_str).collect();
                 parts.push(format!("## {}", section.title));
                 parts.extend(section.text.iter().cloned());
                 parts.push(output::table(&header, &table.rows));
             }
             output::result(&parts.join("\n\n"))?;
+        }
+        if self.out.is_none() && findings.iter().any(|found| found.sections.len() > 1) {
+            output::note("--out FOLDER writes the other tables and the charts, as a page");
         }
         Ok(())
     }

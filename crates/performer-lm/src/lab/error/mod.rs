@@ -120,7 +120,7 @@ pub fn run(plan: &Plan, heads: Option<&Heads>, progress: &dyn Fn(&str)) -> Resul
     let layers = heads.map(Heads::layers);
     let judged = on_heads.as_ref().zip(layers.as_deref());
     let (section, verdicts, worth) = worth::table(plan, &gaussian, judged)?;
-    sections.push(section);
+    sections.insert(0, section);
 
     let mut summary = vec![format!(
         "Errors of random features against exact softmax attention, {} draws each; Gaussian inputs have D={} and L={}.",

@@ -176,10 +176,10 @@ fn redraw_variance(plan: &Plan, set: &Set) -> Result<(f64, f64)> {
     let single = set.all(&BASELINE, FEATURES, plan.draws, plan.seed)?;
     let pair = set.averaged(&BASELINE, FEATURES, 2, plan.draws, plan.seed)?;
     let square = |draws: &[Vec<Errors>]| draws.iter().flatten().map(|e| e.output * e.output).sum::<f64>();
-    // E single² = bias² + variance, E pair² = bias² + variance/2.
+    // E single² = bias² + variance, E pair² = bias² + variance/2; few draws can estimate a little more than all.
     let (single_square, pair_square) = (square(&single), square(&pair));
     let rows = Spread::of(single.iter().map(|draw| Errors::mean(draw).rows));
-    Ok((2.0 * (1.0 - pair_square / single_square), rows.deviation / rows.mean))
+    Ok(((2.0 * (1.0 - pair_square / single_square)).clamp(0.0, 1.0), rows.deviation / rows.mean))
 }
 
 /// The same total of features for all layers, given where they help most. `layers[problem]` is the layer of each problem.
