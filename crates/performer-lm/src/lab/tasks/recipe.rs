@@ -43,7 +43,7 @@ impl Recipe {
             Task::Copying => Self { length: 128, batch_size: 8, held_out: 64, ..small },
             Task::Recall => Self { length: 32, steps: 300, ..small },
             Task::Listops => Self { length: 200, held_out: 500, ..small },
-            Task::Text => Self { length: 1024, steps: 150, batch_size: 4, held_out: 32, ..small },
+            Task::Text => Self { length: 1024, steps: 500, batch_size: 4, held_out: 32, ..small },
             Task::Protein => Self { length: 256, steps: 500, batch_size: 16, held_out: 256, ..small },
         }
     }
