@@ -1,21 +1,22 @@
 //! FAVOR: attention through feature maps, `O(T)`.
 
+#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Attention, Mask, State, causal, full, fused,
+    Attention, Mask, State, causal, full,
+    fused::{self, Source},
     input::{Inputs, Rows, check_head_dim},
     state::Memory,
 };
+#[cfg(feature = "cuda")]
+use crate::features::ExponentialForm;
 use crate::{
-    features::{ExponentialForm, FeatureMap, FeatureMapKind, RandomParameters},
-    kernels::{
-        self,
-        favor::{Exponential, Map},
-    },
+    features::{FeatureMap, FeatureMapKind, RandomParameters},
+    kernels,
     projection::{self, ProjectionKind, Radii},
 };
 
@@ -63,8 +64,8 @@ impl Default for FavorConfig {
 #[derive(Debug)]
 pub struct Favor {
     map: Box<dyn FeatureMap>,
-    /// The map as the fused kernels compute it.
-    maps: Option<Arc<[Map]>>,
+    /// Where the fused kernels have the map's features from.
+    source: Source,
     /// Its projection on the card, where the CUDA kernels compute it.
     #[cfg(feature = "cuda")]
     projection: Option<Arc<kernels::cuda::favor::Projection>>,
@@ -120,7 +121,7 @@ impl Favor {
         // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token: about even at C = D.
         let chunk = head_dim.next_power_of_two().clamp(16, 64);
         Ok(Self {
-            maps: kernel_maps(&*map)?,
+            source: Source::of(&*map)?,
             #[cfg(feature = "cuda")]
             projection: projection_on_card(&*map)?,
             map,
@@ -160,7 +161,7 @@ impl Favor {
     }
 
     fn set_map(&mut self, map: Box<dyn FeatureMap>) -> Result<()> {
-        self.maps = kernel_maps(&*map)?;
+        self.source = Source::of(&*map)?;
         #[cfg(feature = "cuda")]
         {
             self.projection = projection_on_card(&*map)?;
@@ -193,16 +194,16 @@ impl Favor {
         };
         if self.is_fused(q) {
             let rows = match state {
-                None => fused::forward(&*self.map, self.maps.as_ref(), [q, k, v], mask, true)?,
+                None => fused::forward(&*self.map, &self.source, [q, k, v], mask, true)?,
                 Some(state) => {
-                    let rows = fused::extend(&*self.map, self.maps.as_ref(), [q, k, v], state, true)?;
+                    let rows = fused::extend(&*self.map, &self.source, [q, k, v], state, true)?;
                     state.advance(q)?;
                     rows
                 }
             };
             let (values, logs) = (rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?);
             // Ready features hold all of it; the kernels' own leave out what a query's share.
-            let logs = if self.maps.is_some() { (logs - offset()?)? } else { logs };
+            let logs = if matches!(self.source, Source::Ready) { logs } else { (logs - offset()?)? };
             return Ok((values, logs));
         }
         let inputs = self.inputs(q, k, v, mask)?;
@@ -242,24 +243,6 @@ impl Favor {
     }
 }
 
-/// The form in which fused kernels compute a map's features, if it has one and lives on the CPU.
-fn kernel_maps(map: &dyn FeatureMap) -> Result<Option<Arc<[Map]>>> {
-    let Some(forms) = map.exponential_forms() else { return Ok(None) };
-    if forms.iter().any(|form| !form.projection.device().is_cpu()) {
-        return Ok(None);
-    }
-    let numbers = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-    let kernel = |ExponentialForm { projection, hyperbolic, keys }: &ExponentialForm| -> Result<Map> {
-        let mut form = Exponential::new(&numbers(projection)?, map.input_dim(), *hyperbolic);
-        if let Some(keys) = keys {
-            let metric = keys.metric.as_ref().map(numbers).transpose()?;
-            form = form.with_keys(&numbers(&keys.projection)?, &numbers(&keys.log_weights)?, metric.as_deref());
-        }
-        Ok(Map::Exponential(Arc::new(form)))
-    };
-    Ok(Some(forms.iter().map(kernel).collect::<Result<Vec<_>>>()?.into()))
-}
-
 /// The type that is computed in.
 pub(super) fn compute(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
@@ -267,13 +250,12 @@ pub(super) fn compute(dtype: DType) -> DType {
 
 #[cfg(feature = "cuda")]
 fn projection_on_card(map: &dyn FeatureMap) -> Result<Option<Arc<kernels::cuda::favor::Projection>>> {
-    let Some(forms) = map.exponential_forms() else { return Ok(None) };
+    let Some(ExponentialForm { projection, hyperbolic, keys }) = map.exponential_form() else { return Ok(None) };
     // Maps of several heads, and those whose keys differ, come to these kernels as ready features.
-    let [ExponentialForm { projection, hyperbolic, keys: None }] = &forms[..] else { return Ok(None) };
-    if !projection.device().is_cuda() {
+    if keys.is_some() || projection.dim(0)? != 1 || !projection.device().is_cuda() {
         return Ok(None);
     }
-    Ok(Some(Arc::new(kernels::cuda::favor::Projection::new(projection, *hyperbolic)?)))
+    Ok(Some(Arc::new(kernels::cuda::favor::Projection::new(&projection.squeeze(0)?, hyperbolic)?)))
 }
 
 fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<RandomParameters> {
@@ -294,7 +276,7 @@ fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: 
 impl Attention for Favor {
     fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
         if self.is_fused(q) {
-            return fused::forward(&*self.map, self.maps.as_ref(), [q, k, v], mask, false);
+            return fused::forward(&*self.map, &self.source, [q, k, v], mask, false);
         }
         #[cfg(feature = "cuda")]
         if self.is_for_cuda(q, v) {
@@ -319,7 +301,7 @@ impl Attention for Favor {
         }
         let (q, k, v) = (&q.detach(), &k.detach(), &v.detach());
         if self.is_fused(q) {
-            let out = fused::extend(&*self.map, self.maps.as_ref(), [q, k, v], state, false)?;
+            let out = fused::extend(&*self.map, &self.source, [q, k, v], state, false)?;
             state.advance(q)?;
             return Ok(out);
         }

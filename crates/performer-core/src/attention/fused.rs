@@ -10,15 +10,74 @@ use super::{
     state::Memory,
 };
 use crate::{
-    features::{FeatureMap, Features},
-    kernels::favor::{self, Form, Map, Sums},
+    features::{ExponentialForm, FeatureMap, Features, KeyForm},
+    kernels::favor::{self, Exponential, Form, Map, Sums, Trained},
 };
 
-/// Attention in one pass. `maps`: the feature map in the kernels' own form, if it has one. With `logs`, rows end with the logarithms
-/// of their denominators; features must be positive.
+/// Where the kernels have features from.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// They compute them, by numbers that do not change.
+    Constant(Arc<[Map]>),
+    /// They compute them, by variables: read at every call, and given gradients.
+    Trained,
+    /// Candle's operations make them.
+    Ready,
+}
+
+impl Source {
+    /// For the features of `map`.
+    pub(super) fn of(map: &dyn FeatureMap) -> Result<Self> {
+        let Some(form) = map.exponential_form() else { return Ok(Self::Ready) };
+        let ExponentialForm { projection, hyperbolic, keys } = &form;
+        if !projection.device().is_cpu() {
+            return Ok(Self::Ready);
+        }
+        let of_keys =
+            keys.iter().flat_map(|keys| [Some(&keys.projection), Some(&keys.log_weights), keys.metric.as_ref()]);
+        if of_keys.flatten().chain([projection]).any(Tensor::track_op) {
+            return Ok(if trained(&form).is_some() { Self::Trained } else { Self::Ready });
+        }
+        let numbers = |t: &Tensor, head| t.get(head)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let kernel = |head| -> Result<Map> {
+            let mut form = Exponential::new(&numbers(projection, head)?, map.input_dim(), *hyperbolic);
+            if let Some(keys) = keys {
+                let metric = keys.metric.as_ref().map(|p| numbers(p, head)).transpose()?;
+                let (rows, weights) = (numbers(&keys.projection, head)?, numbers(&keys.log_weights, head)?);
+                form = form.with_keys(&rows, &weights, metric.as_deref());
+            }
+            Ok(Map::Exponential(Arc::new(form)))
+        };
+        let maps: Vec<Map> = (0..projection.dim(0)?).map(kernel).collect::<Result<_>>()?;
+        Ok(Self::Constant(maps.into()))
+    }
+}
+
+/// The parameters of a form whose gradients the kernels know: queries' rows, keys' rows, keys' weights.
+fn trained(form: &ExponentialForm) -> Option<[&Tensor; 3]> {
+    match form {
+        ExponentialForm {
+            projection,
+            hyperbolic: false,
+            keys: Some(KeyForm { projection: keys, log_weights, metric: None }),
+        } => Some([projection, keys, log_weights]),
+        _ => None,
+    }
+}
+
+/// The parameters of a [`Source::Trained`] map as they are now.
+fn parameters(map: &dyn FeatureMap) -> Result<Trained> {
+    let form = map.exponential_form();
+    let Some([queries, keys, log_weights]) = form.as_ref().and_then(trained) else {
+        bail!("feature map {map:?} is no longer of the form that it was made in")
+    };
+    Trained::new(queries, keys, log_weights)
+}
+
+/// Attention in one pass. With `logs`, rows end with the logarithms of their denominators; features must be positive.
 pub(super) fn forward(
     map: &dyn FeatureMap,
-    maps: Option<&Arc<[Map]>>,
+    source: &Source,
     [q, k, v]: [&Tensor; 3],
     mask: &Mask,
     logs: bool,
@@ -29,14 +88,20 @@ pub(super) fn forward(
     if b * tq == 0 || tk == 0 {
         return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
     }
-    match maps {
-        Some(maps) => {
+    match source {
+        Source::Constant(maps) => {
             check_heads(maps, k)?;
             let visible = mask.keys().map(visible).transpose()?;
             let form = Form { maps: Arc::clone(maps), logs };
             favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible, mask.is_causal())
         }
-        None => {
+        Source::Trained => {
+            let trained = parameters(map)?;
+            check_heads(trained.maps(), k)?;
+            let visible = mask.keys().map(visible).transpose()?;
+            trained.favor(&rows(q)?, k, v, visible, mask.is_causal(), logs)
+        }
+        Source::Ready => {
             let inputs = Inputs::new(q, k, v, mask)?;
             let ready = Ready::new(map, &inputs, logs)?;
             let visible = inputs.keys.as_ref().map(visible).transpose()?;
@@ -50,7 +115,7 @@ pub(super) fn forward(
 /// Causal attention from `state` on.
 pub(super) fn extend(
     map: &dyn FeatureMap,
-    maps: Option<&Arc<[Map]>>,
+    source: &Source,
     [q, k, v]: [&Tensor; 3],
     state: &mut State,
     logs: bool,
@@ -62,11 +127,16 @@ pub(super) fn extend(
         return Tensor::zeros((b, h, t, dv), q.dtype(), q.device());
     }
     let dtype = q.dtype();
+    let constant = match source {
+        Source::Constant(maps) => Some(Arc::clone(maps)),
+        Source::Trained => Some(Arc::clone(parameters(map)?.maps())),
+        Source::Ready => None,
+    };
     let ready;
-    let (form, q, k, v) = match maps {
+    let (form, q, k, v) = match constant {
         Some(maps) => {
-            check_heads(maps, k)?;
-            (&Form { maps: Arc::clone(maps), logs }, &rows(q)?, &rows(k)?, &rows(v)?)
+            check_heads(&maps, k)?;
+            (&Form { maps, logs }, &rows(q)?, &rows(k)?, &rows(v)?)
         }
         None => {
             ready = Ready::new(map, &Inputs::new(q, k, v, &Mask::causal())?, logs)?;

@@ -30,7 +30,7 @@ impl Windowed {
         }
         let map = far.map();
         let row = Tensor::zeros((1, 1, map.input_dim()), candle_core::DType::F32, &candle_core::Device::Cpu)?;
-        if map.exponential_forms().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
+        if map.exponential_form().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
             bail!("feature map {map:?} has signed features; a window needs positive ones, such as map=positive");
         }
         Ok(Self { window, near: Softmax::new(), far })

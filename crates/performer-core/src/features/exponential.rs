@@ -30,8 +30,9 @@ impl FeatureMap for Positive {
         self.projection_t.dims()[1]
     }
 
-    fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {
-        Some(vec![ExponentialForm { projection: self.projection_t.t().ok()?, hyperbolic: false, keys: None }])
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        let projection = self.projection_t.t().ok()?.unsqueeze(0).ok()?;
+        Some(ExponentialForm { projection, hyperbolic: false, keys: None })
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {
@@ -65,8 +66,9 @@ impl FeatureMap for Hyperbolic {
         2 * self.projection_t.dims()[1]
     }
 
-    fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {
-        Some(vec![ExponentialForm { projection: self.projection_t.t().ok()?, hyperbolic: true, keys: None }])
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        let projection = self.projection_t.t().ok()?.unsqueeze(0).ok()?;
+        Some(ExponentialForm { projection, hyperbolic: true, keys: None })
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {

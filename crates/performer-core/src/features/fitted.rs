@@ -9,8 +9,7 @@ use super::{ExponentialForm, FeatureMap, Features, KeyForm, project_by_head};
 
 /// Exponential features with parameters of their own for each of `H` key heads, or one set for all (`H` = 1).
 ///
-/// Where a parameter is a variable, features are computed by differentiable operations and it gets a gradient; otherwise
-/// the fused kernels compute them.
+/// Where a parameter is a variable it gets a gradient.
 #[derive(Clone, Debug)]
 pub struct Fitted {
     /// `a`, shape `(H, M, D)`.
@@ -146,28 +145,13 @@ impl FeatureMap for Fitted {
         Ok(Box::new(other))
     }
 
-    fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {
-        if self.tensors().iter().any(|(_, tensor)| tensor.track_op()) {
-            return None;
-        }
-        let head = |t: &Tensor, h: usize| t.get(h).ok();
-        (0..self.heads())
-            .map(|h| {
-                let metric = |m: &Option<Tensor>| match m {
-                    None => Some(None),
-                    Some(m) => head(m, h).map(Some),
-                };
-                Some(ExponentialForm {
-                    projection: head(&self.queries, h)?,
-                    hyperbolic: false,
-                    keys: Some(KeyForm {
-                        projection: head(&self.keys, h)?,
-                        log_weights: head(&self.log_weights, h)?,
-                        metric: metric(&self.key_metric)?,
-                    }),
-                })
-            })
-            .collect()
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        let keys = KeyForm {
+            projection: self.keys.clone(),
+            log_weights: self.log_weights.clone(),
+            metric: self.key_metric.clone(),
+        };
+        Some(ExponentialForm { projection: self.queries.clone(), hyperbolic: false, keys: Some(keys) })
     }
 
     fn query_offset(&self, x: &Tensor) -> Result<Tensor> {

@@ -72,10 +72,10 @@ impl Features {
     }
 }
 
-/// Features `F^-½ exp(±ω_r·x − ‖x‖²/2)`.
+/// Features `F^-½ exp(±ω_r·x − ‖x‖²/2)`, with parameters for each of `H` key heads, or one set for all (`H` = 1).
 #[derive(Clone, Debug)]
 pub struct ExponentialForm {
-    /// Ω, shape `(M, D)`.
+    /// Ω, shape `(H, M, D)`.
     pub projection: Tensor,
     /// Whether each row gives a feature with `+` and one with `−` (all `+` first), or one with `+` only.
     pub hyperbolic: bool,
@@ -86,11 +86,11 @@ pub struct ExponentialForm {
 /// Features `F^-½ exp(b_r·y + w_r − ‖Py‖²/2)`.
 #[derive(Clone, Debug)]
 pub struct KeyForm {
-    /// `b`, shape `(M, D)`.
+    /// `b`, shape `(H, M, D)`.
     pub projection: Tensor,
-    /// `w`, shape `(M)`.
+    /// `w`, shape `(H, M)`.
     pub log_weights: Tensor,
-    /// `P`, shape `(D, D)`; `None` is the identity.
+    /// `P`, shape `(H, D, D)`; `None` is the identity.
     pub metric: Option<Tensor>,
 }
 
@@ -111,13 +111,13 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         self.features(y)
     }
 
-    /// Linear maps that the features are exponentials of, one for all key heads or one for each: kernels that compute features by
-    /// themselves ask for them.
-    fn exponential_forms(&self) -> Option<Vec<ExponentialForm>> {
+    /// The linear map that the features are exponentials of: kernels that compute features by themselves ask for it. Where its tensors are
+    /// variables, kernels give them gradients.
+    fn exponential_form(&self) -> Option<ExponentialForm> {
         None
     }
 
-    /// What all log-features of a query are less by, `(..., D) → (..., 1)`, for maps with [`Self::exponential_forms`]: it cancels in
+    /// What all log-features of a query are less by, `(..., D) → (..., 1)`, for maps with [`Self::exponential_form`]: it cancels in
     /// attention, so kernels leave it out.
     fn query_offset(&self, x: &Tensor) -> Result<Tensor> {
         half_square_norm(x)?.affine(1.0, 0.5 * (self.feature_dim() as f64).ln())

@@ -24,7 +24,9 @@ use super::super::{
     vector::{LANES, add, exp, multiply, sum},
 };
 use super::{
-    CHUNK, Head, Sums, padded,
+    CHUNK, Head, Sums,
+    map::LinearGradient,
+    padded,
     tile::{OutputGradient, Tile},
 };
 
@@ -237,6 +239,7 @@ pub(super) struct QueryGradients<'a> {
     pub(super) grad: &'a [Rows<'a>],
     /// `(G, T, ·)`, to be filled.
     pub(super) dq: &'a mut [f32],
+    pub(super) linear: Option<&'a mut LinearGradient>,
 }
 
 impl WithSimd for QueryGradients<'_> {
@@ -244,7 +247,7 @@ impl WithSimd for QueryGradients<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, saved, out, grad, dq } = self;
+        let Self { head, saved, out, grad, dq, mut linear } = self;
         let tokens = head.k.tokens;
         let mut tile = Tile::new(head);
         let (f, width, features) = (head.map.features(), tile.width, tile.features);
@@ -285,7 +288,8 @@ impl WithSimd for QueryGradients<'_> {
                 tile.query_logs(simd, n, &weights, &output, &norm, &mut dphi);
                 let row = g * tokens + start;
                 let to = &mut dq[row * q.width..(row + n) * q.width];
-                head.map.query_gradients(simd, &mut dphi, n, to, &mut tile.scratch);
+                let (linear, at) = (linear.as_deref_mut(), [start, n]);
+                head.map.query_gradients(simd, &mut dphi, q, at, to, linear, &mut tile.scratch);
             }
             let left = Left::transposed(&tile.values, width);
             let right = Right { values: &keys, stride: features };
@@ -307,6 +311,7 @@ pub(super) struct KeyGradients<'a> {
     pub(super) dk: &'a mut [f32],
     /// `(T, Dv)`, to be filled.
     pub(super) dv: &'a mut [f32],
+    pub(super) linear: Option<&'a mut LinearGradient>,
 }
 
 impl WithSimd for KeyGradients<'_> {
@@ -314,7 +319,7 @@ impl WithSimd for KeyGradients<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, saved, out, grad, dk, dv } = self;
+        let Self { head, saved, out, grad, dk, dv, mut linear } = self;
         let (tokens, kd, vd) = (head.k.tokens, head.k.width, head.v.width);
         let mut tile = Tile::new(head);
         let (f, width, features) = (head.map.features(), tile.width, tile.features);
@@ -361,7 +366,7 @@ impl WithSimd for KeyGradients<'_> {
                 tile.add_output_gradient(simd, n, &weights, &output, &mut future);
             }
             let (dk, dv) = (&mut dk[start * kd..(start + n) * kd], &mut dv[start * vd..(start + n) * vd]);
-            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv);
+            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv, linear.as_deref_mut());
         }
     }
 }

@@ -14,6 +14,7 @@ use super::super::{
 };
 use super::{
     CHUNK, Head, Sums,
+    map::LinearGradient,
     tile::{OutputGradient, Tile},
 };
 
@@ -118,18 +119,28 @@ pub(super) struct Gradients<'a> {
     pub(super) dq: &'a mut [f32],
     pub(super) dk: &'a mut [f32],
     pub(super) dv: &'a mut [f32],
+    /// Of the map's queries and keys, if it is trained.
+    pub(super) linear: Option<&'a mut [LinearGradient; 2]>,
 }
 
 /// Fills them. `spare` as in the forward pass.
 pub(super) fn backward(gradients: Gradients, spare: bool) {
-    let Gradients { head, saved, out, grad, dq, dk, dv } = gradients;
+    let Gradients { head, saved, out, grad, dq, dk, dv, linear } = gradients;
+    let (of_queries, mut of_keys) = match linear {
+        Some([queries, keys]) => (Some(queries), Some(keys)),
+        None => (None, None),
+    };
     let Some(sums) = &saved.sums else { return };
     let dens = &saved.dens[..];
     let mut future = Sums::new(head.map.features(), head.map.scales(), head.v.width);
-    Arch::new().dispatch(QueryGradients { head, sums, dens, out, grad, dq, future: &mut future });
-    let piece = if spare { PIECE } else { head.k.tokens };
+    Arch::new().dispatch(QueryGradients { head, sums, dens, out, grad, dq, future: &mut future, linear: of_queries });
+    // The order of a sum over tokens must not depend on the number of threads.
+    let piece = if spare && of_keys.is_none() { PIECE } else { head.k.tokens };
     let pieces = dk.chunks_mut(piece * head.k.width).zip(dv.chunks_mut(piece * head.v.width)).enumerate();
-    let work = pieces.map(|(i, (dk, dv))| KeyGradients { head, sums, future: &future, start: i * piece, dk, dv });
+    let work = pieces.map(|(i, (dk, dv))| {
+        let linear = of_keys.take();
+        KeyGradients { head, sums, future: &future, start: i * piece, dk, dv, linear }
+    });
     for_heads(work.collect(), |keys| Arch::new().dispatch(keys));
 }
 
@@ -142,6 +153,7 @@ struct QueryGradients<'a> {
     grad: &'a [Rows<'a>],
     dq: &'a mut [f32],
     future: &'a mut Sums,
+    linear: Option<&'a mut LinearGradient>,
 }
 
 impl WithSimd for QueryGradients<'_> {
@@ -149,7 +161,7 @@ impl WithSimd for QueryGradients<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, sums, dens, out, grad, dq, future } = self;
+        let Self { head, sums, dens, out, grad, dq, future, mut linear } = self;
         let mut tile = Tile::new(head);
         let (f, width, features, vd) = (head.map.features(), tile.width, tile.features, head.v.width);
         let mut weights = vec![0f32; CHUNK * features];
@@ -166,7 +178,8 @@ impl WithSimd for QueryGradients<'_> {
                 tile.add_output_gradient(simd, n, &weights, &output, future);
                 tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];
-                head.map.query_gradients(simd, &mut dphi, n, to, &mut tile.scratch);
+                let (linear, at) = (linear.as_deref_mut(), [start, n]);
+                head.map.query_gradients(simd, &mut dphi, q, at, to, linear, &mut tile.scratch);
             }
         }
     }
@@ -180,6 +193,7 @@ struct KeyGradients<'a> {
     start: usize,
     dk: &'a mut [f32],
     dv: &'a mut [f32],
+    linear: Option<&'a mut LinearGradient>,
 }
 
 impl WithSimd for KeyGradients<'_> {
@@ -187,7 +201,7 @@ impl WithSimd for KeyGradients<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, sums, future, start: first, dk, dv } = self;
+        let Self { head, sums, future, start: first, dk, dv, mut linear } = self;
         let mut tile = Tile::new(head);
         let (kd, vd) = (head.k.width, head.v.width);
         let mut dphi = vec![0f32; head.map.features() * CHUNK];
@@ -201,7 +215,7 @@ impl WithSimd for KeyGradients<'_> {
             tile.read_future(simd, n, &values, future, &mut rows, &mut dphi);
             let at = start - first;
             let (dk, dv) = (&mut dk[at * kd..(at + n) * kd], &mut dv[at * vd..(at + n) * vd]);
-            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv);
+            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv, linear.as_deref_mut());
         }
     }
 }

@@ -7,7 +7,7 @@ use pulp::Simd;
 use super::super::{
     gemm::{Into, Left, Right, gemm},
     rows::Rows,
-    vector::{LANES, add, add_square, affine, shift, subtract},
+    vector::{LANES, add, add_square, affine, shift, subtract, sum},
 };
 use super::{CHUNK, padded};
 
@@ -167,6 +167,35 @@ pub(super) struct Scratch {
     rows: Vec<f32>,
     tile: Vec<f32>,
     turned: Vec<f32>,
+    /// Rows padded to whole vectors: beyond their numbers they stay 0.
+    padded: Vec<f32>,
+}
+
+/// Gradient of one side's linear map, summed over tokens.
+#[derive(Clone, Debug)]
+pub(super) struct LinearGradient {
+    /// Of `D^-1/4 Ω`: `M` rows, padded to whole vectors.
+    pub(super) rows: Vec<f32>,
+    /// Of what is added to log-features of keys: `M`.
+    pub(super) log_weights: Vec<f32>,
+}
+
+impl LinearGradient {
+    pub(super) fn new(m: usize, d: usize) -> Self {
+        Self { rows: vec![0.0; m * padded(d)], log_weights: vec![0.0; m] }
+    }
+
+    /// Adds `lᵀ x` for log-features' gradients `l` and rows `x`.
+    #[inline(always)]
+    fn add<S: Simd>(&mut self, simd: S, l: Left, x: &Rows, [start, count]: [usize; 2], scratch: &mut Vec<f32>) {
+        let width = padded(x.width);
+        if scratch.is_empty() {
+            scratch.resize(CHUNK * width, 0.0);
+        }
+        x.copy(start, count, scratch, width);
+        let right = Right { values: scratch, stride: width };
+        gemm(simd, Into::Sum, [self.log_weights.len(), width, count], l, right, &mut self.rows, width);
+    }
 }
 
 /// At least `len` numbers to overwrite.
@@ -332,14 +361,17 @@ impl Map {
         }
     }
 
-    /// Gradient of the queries' rows from that of their features (`dl`, laid out as [`Self::queries`] does).
+    /// Gradient of the queries' rows from that of their features (`dl`, laid out as [`Self::queries`] does). `linear`: that of a positive
+    /// map's own rows, to be added to.
     #[inline(always)]
     pub(super) fn query_gradients<S: Simd>(
         &self,
         simd: S,
         dl: &mut [f32],
-        count: usize,
+        q: &Rows,
+        [start, count]: [usize; 2],
         to: &mut [f32],
+        linear: Option<&mut LinearGradient>,
         scratch: &mut Scratch,
     ) {
         let stride = padded(self.features());
@@ -356,6 +388,9 @@ impl Map {
                 plus.iter_mut().zip(minus).for_each(|(plus, minus)| *plus -= *minus);
             }
         }
+        if let Some(linear) = linear {
+            linear.add(simd, Left::transposed(dl, stride), q, [start, count], &mut scratch.padded);
+        }
         let width = padded(e.d);
         let tile = at_least(&mut scratch.tile, count * width);
         let right = Right { values: &e.queries.rows, stride: width };
@@ -366,7 +401,7 @@ impl Map {
         }
     }
 
-    /// Gradient of the keys' rows from that of their features, a feature a row; `scale` is that of the log-scales.
+    /// Gradient of the keys' rows from that of their features, a feature a row; `scale` is that of the log-scales. `linear` as for queries.
     #[inline(always)]
     pub(super) fn key_gradients<S: Simd>(
         &self,
@@ -375,6 +410,7 @@ impl Map {
         k: &Rows,
         [start, count]: [usize; 2],
         to: &mut [f32],
+        linear: Option<&mut LinearGradient>,
         scratch: &mut Scratch,
     ) {
         let Self::Exponential(e) = self else {
@@ -393,6 +429,12 @@ impl Map {
         if e.hyperbolic {
             let (plus, minus) = dl.split_at_mut(e.m * CHUNK);
             subtract(simd, plus, &minus[..e.m * CHUNK]);
+        }
+        if let Some(linear) = linear {
+            linear.add(simd, Left::rows(dl, CHUNK), k, [start, count], &mut scratch.padded);
+            for (weight, dl) in linear.log_weights.iter_mut().zip(dl.chunks_exact(CHUNK)) {
+                *weight += sum(simd, &dl[..columns]);
+            }
         }
         let width = padded(e.d);
         let tile = at_least(&mut scratch.tile, count * width);

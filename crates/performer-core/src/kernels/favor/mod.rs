@@ -10,18 +10,22 @@ pub(crate) mod blocks;
 mod causal;
 mod full;
 mod map;
+mod op;
 mod step;
 mod tile;
+mod trained;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::{Arch, Simd};
 
 pub(crate) use map::{Exponential, Map};
+pub(crate) use op::favor;
+pub(crate) use trained::Trained;
 
 use super::{
-    check_finite, for_heads, narrow, padded,
+    check_finite, for_heads, padded,
     rows::{Heads, Rows},
     spare_threads,
     vector::{self, exp},
@@ -137,22 +141,6 @@ impl Head<'_> {
     }
 }
 
-/// FAVOR attention as one differentiable operation on `(q, k, v)`, `q` and `k` being what the map takes.
-struct Favor {
-    form: Form,
-    causal: bool,
-    /// Visible keys, `(B, Tk)`.
-    visible: Option<Vec<bool>>,
-    /// What the forward pass leaves to the backward pass, by key head.
-    saved: Mutex<Vec<Saved>>,
-}
-
-#[derive(Debug)]
-enum Saved {
-    Causal(causal::Saved),
-    Full(full::Saved),
-}
-
 /// What is computed: by which features, and what of it is returned.
 #[derive(Clone, Debug)]
 pub(crate) struct Form {
@@ -183,20 +171,6 @@ impl Form {
     pub(crate) fn fresh(&self, values: usize) -> Sums {
         Sums::new(self.features(), self.scales(), values)
     }
-}
-
-/// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The
-/// last dimension of each is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
-pub(crate) fn favor(
-    form: &Form,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    visible: Option<Vec<bool>>,
-    causal: bool,
-) -> Result<Tensor> {
-    let op = Favor { form: form.clone(), causal, visible, saved: Mutex::new(Vec::new()) };
-    q.apply_op3(k, v, op)
 }
 
 /// Causal FAVOR from `sums` on, one entry a key head, which go on to the last token. `begun`: they hold earlier tokens. For
@@ -284,100 +258,5 @@ impl<'a> Inputs<'a> {
             self.named.iter().try_for_each(|(name, storage, layout)| check_finite(name, storage, layout))?;
         }
         Ok(())
-    }
-}
-
-impl CustomOp3 for Favor {
-    fn name(&self) -> &'static str {
-        "favor"
-    }
-
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-        s3: &CpuStorage,
-        l3: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let inputs = Inputs::new(&self.form, (s1, l1), (s2, l2), (s3, l3), self.visible.as_deref())?;
-        let (b, h, t, _) = l1.shape().dims4()?;
-        let dv = l3.dims()[3];
-        let width = dv + usize::from(self.form.logs);
-        let mut out = vec![0f32; b * h * t * width];
-        let mut saved: Vec<Saved> = (0..b * inputs.key_heads)
-            .map(|_| match self.causal {
-                true => Saved::Causal(causal::Saved::default()),
-                false => Saved::Full(full::Saved::default()),
-            })
-            .collect();
-        let spare = spare_threads(saved.len());
-        inputs.check(|| {
-            let work = out.chunks_exact_mut(inputs.group * t * width).zip(&mut saved).enumerate().collect();
-            for_heads(work, |(n, (out, saved))| {
-                let head = inputs.head(n);
-                let mut sums = self.form.fresh(dv);
-                match saved {
-                    Saved::Causal(saved) => causal::forward(&head, &mut sums, out, saved, spare),
-                    Saved::Full(saved) => full::forward(&head, sums, out, saved, spare),
-                }
-            })
-        })?;
-        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
-        Ok((narrow(out, s1.dtype())?, Shape::from((b, h, t, width))))
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
-        let mut gradients = [q, k, v].map(|x| vec![0f32; x.elem_count()]);
-        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
-        if saved.is_empty() {
-            bail!("favor: the backward pass needs a forward pass on the CPU before it");
-        }
-        with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
-            let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
-            let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
-            let [dq, dk, dv_] = &mut gradients;
-            let keys = inputs.keys;
-            let spare = spare_threads(saved.len());
-            let work = dq
-                .chunks_exact_mut(group * t * inputs.q.width)
-                .zip(dk.chunks_exact_mut(keys * inputs.k.width))
-                .zip(dv_.chunks_exact_mut(keys * dv))
-                .zip(saved.iter())
-                .enumerate()
-                .collect();
-            for_heads(work, |(n, (((dq, dk), dv), saved))| {
-                let head = inputs.head(n);
-                let (out, grad) = (&out.heads(n * group, group)[..], &grad.heads(n * group, group)[..]);
-                match saved {
-                    Saved::Causal(saved) => {
-                        let queries = causal::QueryGradients { head: &head, saved, out, grad, dq };
-                        causal::backward(
-                            queries,
-                            causal::KeyGradients { head: &head, saved, out, grad, dk, dv },
-                            spare,
-                        );
-                    }
-                    Saved::Full(saved) => {
-                        full::backward(full::Gradients { head: &head, saved, out, grad, dq, dk, dv }, spare);
-                    }
-                }
-            });
-            Ok(())
-        })?;
-        let [dq, dk, dv] = gradients;
-        let tensor =
-            |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype());
-        Ok((Some(tensor(dq, q)?), Some(tensor(dk, k)?), Some(tensor(dv, v)?)))
     }
 }

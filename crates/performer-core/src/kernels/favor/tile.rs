@@ -8,7 +8,11 @@ use super::super::{
     transpose::transpose,
     vector::{self, LANES, add_scaled, dot, exp, exp_minus, max, max_minus, multiply, shift, sum},
 };
-use super::{CHUNK, Head, Sums, map::Scratch, padded};
+use super::{
+    CHUNK, Head, Sums,
+    map::{LinearGradient, Scratch},
+    padded,
+};
 
 /// How far a key's log-feature may exceed its chunk's scale.
 const LIMIT: f32 = 32.0;
@@ -309,6 +313,7 @@ impl<'a> Tile<'a> {
         dphi: &mut [f32],
         dk: &mut [f32],
         dv: &mut [f32],
+        linear: Option<&mut LinearGradient>,
     ) {
         let (columns, vd) = (padded(n), self.head.v.width);
         dv.chunks_exact_mut(vd).zip(rows.chunks_exact(self.width)).for_each(|(dv, row)| dv.copy_from_slice(&row[..vd]));
@@ -326,7 +331,7 @@ impl<'a> Tile<'a> {
                 multiply(simd, &mut dphi[..columns], &keys[..columns]);
             }
         }
-        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], dk, &mut self.scratch);
+        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], dk, linear, &mut self.scratch);
     }
 }
 

@@ -1,0 +1,117 @@
+//! FAVOR with a positive map that is trained: the same passes, which on their way back sum the gradients of the map's own parameters. Features
+//! that Candle's operations make would be written and read a dozen times.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+
+use super::{
+    Form,
+    map::{Exponential, LinearGradient, Map},
+    op::Passes,
+    padded,
+};
+
+/// The parameters of positive features, as they are at one call.
+pub(crate) struct Trained {
+    /// Rows of the queries, rows of the keys and weights of the keys, one head after the other: `(H, 2·M·D + M)`.
+    parameters: Tensor,
+    maps: Arc<[Map]>,
+    /// `M` and `D`.
+    sizes: [usize; 2],
+}
+
+impl Trained {
+    /// Rows `(H, M, D)` and weights `(H, M)`, see [`Exponential`]; `H` may be 1 for any number of heads.
+    pub(crate) fn new(queries: &Tensor, keys: &Tensor, log_weights: &Tensor) -> Result<Self> {
+        let (_, m, d) = queries.dims3()?;
+        let blocks = [&queries.flatten_from(1)?, &keys.flatten_from(1)?, log_weights];
+        let parameters = Tensor::cat(&blocks, 1)?.to_dtype(DType::F32)?;
+        let map = |block: &Vec<f32>| {
+            let (queries, of_keys) = block.split_at(m * d);
+            let (keys, log_weights) = of_keys.split_at(m * d);
+            Map::Exponential(Arc::new(Exponential::new(queries, d, false).with_keys(keys, log_weights, None)))
+        };
+        let maps: Vec<Map> = parameters.to_vec2::<f32>()?.iter().map(map).collect();
+        Ok(Self { parameters, maps: maps.into(), sizes: [m, d] })
+    }
+
+    /// One for each head, or one for all.
+    pub(crate) fn maps(&self) -> &Arc<[Map]> {
+        &self.maps
+    }
+
+    /// [`super::favor`] with these features.
+    pub(crate) fn favor(
+        self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        visible: Option<Vec<bool>>,
+        causal: bool,
+        logs: bool,
+    ) -> Result<Tensor> {
+        let passes = Passes::new(Form { maps: self.maps, logs }, causal, visible);
+        // An operation takes three tensors. Of strided ones Candle would make one whose rows are not contiguous.
+        let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
+        q.apply_op3(&keys_values, &self.parameters, TrainedFavor { passes, sizes: self.sizes })
+    }
+}
+
+/// FAVOR attention on `(q, [k, v], parameters)`.
+struct TrainedFavor {
+    passes: Passes,
+    sizes: [usize; 2],
+}
+
+impl CustomOp3 for TrainedFavor {
+    fn name(&self) -> &'static str {
+        "favor-trained"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let [_, d] = self.sizes;
+        let (k, v) = (l2.narrow(3, 0, d)?, l2.narrow(3, d, l2.dims()[3] - d)?);
+        self.passes.forward([(s1, l1), (s2, &k), (s2, &v)])
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        keys_values: &Tensor,
+        parameters: &Tensor,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [m, d] = self.sizes;
+        let (batch, key_heads, _, width) = keys_values.dims4()?;
+        let (k, v) = (keys_values.narrow(3, 0, d)?, keys_values.narrow(3, d, width - d)?);
+        let mut linear = vec![[LinearGradient::new(m, d), LinearGradient::new(m, d)]; batch * key_heads];
+        let [dq, dk, dv] = self.passes.backward([q, &k, &v], out, grad, &mut linear)?;
+
+        let (heads, numbers) = parameters.dims2()?;
+        let mut sums = vec![0f32; heads * numbers];
+        // Rows of the kernels are Ω times this.
+        let scale = (d as f64).powf(-0.25) as f32;
+        for (n, [of_queries, of_keys]) in linear.iter().enumerate() {
+            let (queries, rest) = sums[n % heads * numbers..][..numbers].split_at_mut(m * d);
+            let (keys, log_weights) = rest.split_at_mut(m * d);
+            for (sum, side) in [(queries, of_queries), (keys, of_keys)] {
+                for (sum, row) in sum.chunks_exact_mut(d).zip(side.rows.chunks_exact(padded(d))) {
+                    sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += scale * x);
+                }
+            }
+            log_weights.iter_mut().zip(&of_keys.log_weights).for_each(|(sum, x)| *sum += x);
+        }
+        let sums = Tensor::from_vec(sums, (heads, numbers), parameters.device())?;
+        Ok((Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), Some(sums)))
+    }
+}

@@ -1,0 +1,139 @@
+//! Feature maps that are trained inside the fused kernels: the gradients of their parameters against those of composed operations in f64, and
+//! against differences.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use common::{Random, assert_close, tensor, values};
+use performer_core::features::Fitted;
+use performer_core::{Attention, Favor, Mask, Windowed};
+
+const BATCH: usize = 2;
+const KEY_HEADS: usize = 2;
+const NAMES: [&str; 6] = ["q", "k", "v", "queries", "keys", "log_weights"];
+
+/// Sizes of a case.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    tokens: usize,
+    head_dim: usize,
+    features: usize,
+    /// Heads that parameters are for; 1 serves all.
+    sets: usize,
+    window: Option<usize>,
+}
+
+/// Inputs and parameters, in the order of [`NAMES`].
+fn inputs(sizes: Sizes) -> Result<Vec<Tensor>> {
+    let Sizes { tokens: t, head_dim: d, features: m, sets, .. } = sizes;
+    let shapes: [&[usize]; 6] = [
+        &[BATCH, 2 * KEY_HEADS, t, d],
+        &[BATCH, KEY_HEADS, t, d],
+        &[BATCH, KEY_HEADS, t, 5],
+        &[sets, m, d],
+        &[sets, m, d],
+        &[sets, m],
+    ];
+    let mut random = Random::new((t * 31 + m) as u64);
+    let draw = |shape: &&[usize]| tensor(&random.normal(shape.iter().product(), 0.9), shape, DType::F64, &Device::Cpu);
+    shapes.iter().map(draw).collect()
+}
+
+/// Outputs weighed at random and summed, and the outputs.
+fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)> {
+    let map = Fitted {
+        queries: inputs[3].clone(),
+        keys: inputs[4].clone(),
+        log_weights: inputs[5].clone(),
+        query_metric: None,
+        key_metric: None,
+    };
+    let favor = Favor::with_map(Box::new(map))?;
+    let attention: Box<dyn Attention> = match sizes.window {
+        Some(window) => Box::new(Windowed::new(window, favor)?),
+        None => Box::new(favor),
+    };
+    let out = attention.forward(&inputs[0], &inputs[1], &inputs[2], mask)?;
+    let weights = Random::new(2).normal(out.elem_count(), 1.0);
+    let weights = tensor(&weights, out.dims(), out.dtype(), &Device::Cpu)?;
+    Ok(((&out * weights)?.sum_all()?, out))
+}
+
+/// Outputs and all gradients.
+fn run(sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
+    let vars: Vec<Var> =
+        inputs(sizes)?.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<_>>()?;
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let (loss, out) = loss(&tensors, sizes, mask)?;
+    let gradients = loss.backward()?;
+    let mut all = vec![values(&out)?];
+    for (var, name) in vars.iter().zip(NAMES) {
+        all.push(values(gradients.get(var).unwrap_or_else(|| panic!("{name} has no gradient")))?);
+    }
+    Ok(all)
+}
+
+fn compare(sizes: Sizes, mask: &Mask, what: &str) -> Result<()> {
+    let mut truth = run(sizes, mask, DType::F64)?;
+    let mut fused = run(sizes, mask, DType::F32)?;
+    if sizes.tokens == 1 {
+        // One key has all the weight whatever its features: their gradients are 0, and rounding errors are measured against 1.
+        truth.iter_mut().chain(&mut fused).for_each(|numbers| numbers.push(1.0));
+    }
+    for (name, (actual, expected)) in ["output"].iter().chain(&NAMES).zip(fused.iter().zip(&truth)) {
+        assert_close(&format!("{sizes:?} {what} {name}"), &[actual.len()], actual, expected, 1e-4);
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
+    for (tokens, head_dim, features, sets) in
+        [(1, 6, 3, 1), (2, 8, 16, 2), (63, 6, 20, 2), (130, 16, 32, 1), (500, 8, 5, 2), (1000, 4, 33, 1)]
+    {
+        let sizes = Sizes { tokens, head_dim, features, sets, window: None };
+        compare(sizes, &Mask::causal(), "causal")?;
+        compare(sizes, &Mask::full(), "full")?;
+    }
+    Ok(())
+}
+
+#[test]
+fn hidden_keys_give_parameters_nothing() -> Result<()> {
+    let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
+    let visible: Vec<f64> = (0..BATCH * 70).map(|i| f64::from(i % 5 != 0 && i % 70 < 60)).collect();
+    let mask = |causal: Mask| Ok::<_, candle_core::Error>(causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?));
+    compare(sizes, &mask(Mask::causal())?, "causal, hidden keys")?;
+    compare(sizes, &mask(Mask::full())?, "full, hidden keys")
+}
+
+#[test]
+fn a_window_before_trained_features_trains_them_too() -> Result<()> {
+    for (tokens, window) in [(20, 4), (90, 32)] {
+        let sizes = Sizes { tokens, head_dim: 6, features: 12, sets: 2, window: Some(window) };
+        compare(sizes, &Mask::causal(), "window")?;
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
+    let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
+    let all = inputs(sizes)?;
+    for mask in [Mask::causal(), Mask::full()] {
+        let gradients = run(sizes, &mask, DType::F32)?;
+        for i in 3..6 {
+            let direction = Random::new(i as u64).normal(all[i].elem_count(), 1.0);
+            let along: f64 = direction.iter().zip(&gradients[i + 1]).map(|(x, g)| x * g).sum();
+            let step = 1e-5;
+            let at = |by: f64| -> Result<f64> {
+                let mut moved = all.clone();
+                moved[i] = (&all[i] + (tensor(&direction, all[i].dims(), DType::F64, &Device::Cpu)? * by)?)?;
+                loss(&moved, sizes, &mask)?.0.to_scalar::<f64>()
+            };
+            let slope = (at(step)? - at(-step)?) / (2.0 * step);
+            assert!((along / slope - 1.0).abs() < 1e-3, "{}: {along}, by differences {slope}", NAMES[i]);
+        }
+    }
+    Ok(())
+}
