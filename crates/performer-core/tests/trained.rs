@@ -61,8 +61,7 @@ fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)
 
 /// Outputs and all gradients.
 fn run(sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
-    let vars: Vec<Var> =
-        inputs(sizes)?.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<_>>()?;
+    let vars: Vec<Var> = inputs(sizes)?.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<_>>()?;
     let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let (loss, out) = loss(&tensors, sizes, mask)?;
     let gradients = loss.backward()?;
@@ -102,7 +101,9 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
 fn hidden_keys_give_parameters_nothing() -> Result<()> {
     let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
     let visible: Vec<f64> = (0..BATCH * 70).map(|i| f64::from(i % 5 != 0 && i % 70 < 60)).collect();
-    let mask = |causal: Mask| Ok::<_, candle_core::Error>(causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?));
+    let mask = |causal: Mask| {
+        Ok::<_, candle_core::Error>(causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?))
+    };
     compare(sizes, &mask(Mask::causal())?, "causal, hidden keys")?;
     compare(sizes, &mask(Mask::full())?, "full, hidden keys")
 }

@@ -93,6 +93,6 @@ fn form(ready: &Ready) -> Result<Map> {
     match &ready.form.maps[0] {
         CpuMap::Log { features } => Ok(Map::Log { features: *features }),
         CpuMap::Signed { features } => Ok(Map::Signed { features: *features }),
-        CpuMap::Exponential(_) => bail!("ready features have no projection"),
+        CpuMap::Exponential(_) | CpuMap::Rectified(_) => bail!("ready features have no projection"),
     }
 }

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     features::{ExponentialForm, FeatureMap, Features, KeyForm},
-    kernels::favor::{self, Exponential, Form, Map, Sums, Trained},
+    kernels::favor::{self, Exponential, Form, Map, Rectified, Sums, Trained},
 };
 
 /// Where the kernels have features from.
@@ -28,6 +28,14 @@ pub(super) enum Source {
 impl Source {
     /// For the features of `map`.
     pub(super) fn of(map: &dyn FeatureMap) -> Result<Self> {
+        if let Some((projection, epsilon)) = map.rectified_form() {
+            if !projection.device().is_cpu() || projection.track_op() {
+                return Ok(Self::Ready);
+            }
+            let projection = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+            let rectified = Rectified::new(&projection, map.input_dim(), epsilon as f32);
+            return Ok(Self::Constant([Map::Rectified(Arc::new(rectified))].into()));
+        }
         let Some(form) = map.exponential_form() else { return Ok(Self::Ready) };
         let ExponentialForm { projection, hyperbolic, keys } = &form;
         if !projection.device().is_cpu() {

@@ -117,6 +117,11 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Ω `(M, D)` and ε of features `M^-½ relu(ω_r·x) + ε`: the other kind that kernels compute by themselves.
+    fn rectified_form(&self) -> Option<(Tensor, f64)> {
+        None
+    }
+
     /// What all log-features of a query are less by, `(..., D) → (..., 1)`, for maps with [`Self::exponential_form`]: it cancels in
     /// attention, so kernels leave it out.
     fn query_offset(&self, x: &Tensor) -> Result<Tensor> {

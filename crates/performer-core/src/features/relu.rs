@@ -31,6 +31,10 @@ impl FeatureMap for Relu {
         self.projection_t.dims()[1]
     }
 
+    fn rectified_form(&self) -> Option<(Tensor, f64)> {
+        Some((self.projection_t.t().ok()?, RELU_EPSILON))
+    }
+
     fn features(&self, x: &Tensor) -> Result<Features> {
         let norm = (self.feature_dim() as f64).powf(-0.5);
         let values = project(x, &self.projection_t)?.relu()?.affine(norm, RELU_EPSILON)?;

@@ -81,6 +81,10 @@ elementwise!(/// `a x`
     scale(simd, x, a) => simd.mul_f32s(x, a));
 elementwise!(/// `x + a`
     shift(simd, x, a) => simd.add_f32s(x, a));
+elementwise!(/// `max(x, 0)`
+    rectify(simd, x) => simd.max_f32s(x, simd.splat_f32s(0.0)));
+elementwise!(/// `x` where `y > a`, else 0
+    where_above(simd, x, [y], a) => simd.select_f32s(simd.less_than_f32s(a, y), x, simd.splat_f32s(0.0)));
 elementwise!(/// `a x + b`
     affine(simd, x, a, b) => simd.mul_add_e_f32s(x, a, b));
 elementwise!(/// `e^{x − a}` for `x − a ≤ 88`

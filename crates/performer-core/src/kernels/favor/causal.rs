@@ -25,7 +25,7 @@ use super::super::{
 };
 use super::{
     CHUNK, Head, Sums,
-    map::LinearGradient,
+    exponential::LinearGradient,
     padded,
     tile::{OutputGradient, Tile},
 };
@@ -289,7 +289,7 @@ impl WithSimd for QueryGradients<'_> {
                 let row = g * tokens + start;
                 let to = &mut dq[row * q.width..(row + n) * q.width];
                 let (linear, at) = (linear.as_deref_mut(), [start, n]);
-                head.map.query_gradients(simd, &mut dphi, q, at, to, linear, &mut tile.scratch);
+                head.map.query_gradients(simd, (&mut dphi, &weights), q, at, to, linear, &mut tile.scratch);
             }
             let left = Left::transposed(&tile.values, width);
             let right = Right { values: &keys, stride: features };

@@ -14,7 +14,7 @@ use super::super::{
 };
 use super::{
     CHUNK, Head, Sums,
-    map::LinearGradient,
+    exponential::LinearGradient,
     tile::{OutputGradient, Tile},
 };
 
@@ -179,7 +179,7 @@ impl WithSimd for QueryGradients<'_> {
                 tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];
                 let (linear, at) = (linear.as_deref_mut(), [start, n]);
-                head.map.query_gradients(simd, &mut dphi, q, at, to, linear, &mut tile.scratch);
+                head.map.query_gradients(simd, (&mut dphi, &weights), q, at, to, linear, &mut tile.scratch);
             }
         }
     }

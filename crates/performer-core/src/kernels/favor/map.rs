@@ -9,13 +9,20 @@ use super::super::{
     rows::Rows,
     vector::{LANES, add, add_square, affine, shift, subtract, sum},
 };
-use super::{CHUNK, padded};
+use super::{
+    CHUNK,
+    exponential::{Exponential, LinearGradient},
+    padded,
+    rectified::Rectified,
+};
 
 /// Where features come from.
 #[derive(Clone, Debug)]
 pub(crate) enum Map {
     /// Computed from rows of queries and keys.
     Exponential(Arc<Exponential>),
+    /// The same.
+    Rectified(Arc<Rectified>),
     /// Rows are log-features: `(.., F)`.
     Log {
         /// `F`.
@@ -28,178 +35,45 @@ pub(crate) enum Map {
     },
 }
 
-/// `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their
-/// own: `ω_r·y + b_r − ‖Py‖²/2`.
-#[derive(Clone, Debug)]
-pub(crate) struct Exponential {
-    queries: Linear,
-    keys: Option<Keys>,
-    m: usize,
-    d: usize,
-    hyperbolic: bool,
-}
-
-/// What differs for keys.
-#[derive(Clone, Debug)]
-struct Keys {
-    linear: Linear,
-    /// `b`: `M`.
-    log_weights: Vec<f32>,
-    metric: Option<Metric>,
-}
-
-/// `P` and `PᵀP`, where `P` is not the identity: `D` rows, padded to whole vectors.
-#[derive(Clone, Debug)]
-struct Metric {
-    rows: Vec<f32>,
-    square: Vec<f32>,
-}
-
-impl Metric {
-    /// `p`: row-major `(D, D)`.
-    fn new(p: &[f32], d: usize) -> Self {
-        let width = padded(d);
-        let (mut rows, mut square) = (vec![0f32; d * width], vec![0f32; d * width]);
-        for i in 0..d {
-            rows[i * width..i * width + d].copy_from_slice(&p[i * d..(i + 1) * d]);
-            for j in 0..d {
-                let product: f64 = (0..d).map(|r| f64::from(p[r * d + i]) * f64::from(p[r * d + j])).sum();
-                square[i * width + j] = product as f32;
-            }
-        }
-        Self { rows, square }
-    }
-}
-
-/// `D^-1/4 Ω`.
-#[derive(Clone, Debug)]
-struct Linear {
-    /// `M` rows, padded to whole vectors.
-    rows: Vec<f32>,
-    /// Its transpose: `D` rows.
-    columns: Vec<f32>,
-}
-
-impl Linear {
-    fn new(projection: &[f32], d: usize) -> Self {
-        let m = projection.len() / d;
-        let scale = (d as f64).powf(-0.25);
-        let (row, column) = (padded(d), padded(m));
-        let (mut rows, mut columns) = (vec![0f32; m * row], vec![0f32; d * column]);
-        for r in 0..m {
-            for i in 0..d {
-                let entry = (f64::from(projection[r * d + i]) * scale) as f32;
-                rows[r * row + i] = entry;
-                columns[i * column + r] = entry;
-            }
-        }
-        Self { rows, columns }
-    }
-}
-
-impl Exponential {
-    /// `projection`: Ω, row-major `(M, D)`.
-    pub(crate) fn new(projection: &[f32], d: usize, hyperbolic: bool) -> Self {
-        let m = projection.len() / d;
-        Self { queries: Linear::new(projection, d), keys: None, m, d, hyperbolic }
-    }
-
-    /// Positive features with a form of their own for the keys: rows `(M, D)`, weights `b` `(M)`, and `P` `(D, D)` if it is not the
-    /// identity.
-    pub(crate) fn with_keys(mut self, projection: &[f32], log_weights: &[f32], metric: Option<&[f32]>) -> Self {
-        let metric = metric.map(|p| Metric::new(p, self.d));
-        self.keys = Some(Keys { linear: Linear::new(projection, self.d), log_weights: log_weights.to_vec(), metric });
-        self
-    }
-
-    fn key_rows(&self) -> &Linear {
-        self.keys.as_ref().map_or(&self.queries, |keys| &keys.linear)
-    }
-
-    fn metric(&self) -> Option<&Metric> {
-        self.keys.as_ref().and_then(|keys| keys.metric.as_ref())
-    }
-
-    fn log_weights(&self) -> Option<&[f32]> {
-        self.keys.as_ref().map(|keys| &keys.log_weights[..])
-    }
-
-    fn features(&self) -> usize {
-        if self.hyperbolic { 2 * self.m } else { self.m }
-    }
-
-    /// `‖x‖²/2 = norm·‖q‖²`.
-    fn norm(&self) -> f32 {
-        (0.5 / (self.d as f64).sqrt()) as f32
-    }
-
-    /// `±ω·x` of rows of `x`, a row of features each.
-    #[inline(always)]
-    fn project<S: Simd>(
-        &self,
-        simd: S,
-        linear: &Linear,
-        x: &Rows,
-        [start, count]: [usize; 2],
-        (to, stride): (&mut [f32], usize),
-        scratch: &mut Scratch,
-    ) {
-        let (rows, from) = x.read(start, count, &mut scratch.rows);
-        let width = padded(self.m);
-        let right = Right { values: &linear.columns, stride: width };
-        if !self.hyperbolic {
-            gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, to, stride);
-            return;
-        }
-        let tile = at_least(&mut scratch.tile, count * width);
-        gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, tile, width);
-        for (to, row) in to.chunks_exact_mut(stride).zip(tile.chunks_exact(width)) {
-            let (plus, minus) = to[..2 * self.m].split_at_mut(self.m);
-            plus.copy_from_slice(&row[..self.m]);
-            minus.iter_mut().zip(row).for_each(|(minus, plus)| *minus = -plus);
-        }
-    }
-}
-
 /// Memory that the maps work in.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scratch {
-    rows: Vec<f32>,
-    tile: Vec<f32>,
+    pub(super) rows: Vec<f32>,
+    pub(super) tile: Vec<f32>,
     turned: Vec<f32>,
     /// Rows padded to whole vectors: beyond their numbers they stay 0.
     padded: Vec<f32>,
 }
 
-/// Gradient of one side's linear map, summed over tokens.
-#[derive(Clone, Debug)]
-pub(super) struct LinearGradient {
-    /// Of `D^-1/4 Ω`: `M` rows, padded to whole vectors.
-    pub(super) rows: Vec<f32>,
-    /// Of what is added to log-features of keys: `M`.
-    pub(super) log_weights: Vec<f32>,
+/// `d` rows of a chunk of keys, a key a column, 0 where there is none to be seen: what a hidden key holds must not come back as ∞ − ∞.
+#[inline(always)]
+fn visible_columns<'s>(
+    k: &Rows,
+    [start, count]: [usize; 2],
+    hidden: &[f32; CHUNK],
+    d: usize,
+    (tile, rows): (&'s mut Vec<f32>, &mut Vec<f32>),
+) -> &'s mut [f32] {
+    let x = at_least(tile, d * CHUNK);
+    for row in x.chunks_exact_mut(CHUNK) {
+        row[count / LANES * LANES..padded(count)].fill(0.0);
+    }
+    k.copy_transposed(start, count, x, CHUNK, rows);
+    for (j, _) in hidden.iter().enumerate().take(count).filter(|(_, hidden)| **hidden > 0.0) {
+        x.iter_mut().skip(j).step_by(CHUNK).for_each(|x| *x = 0.0);
+    }
+    x
 }
 
-impl LinearGradient {
-    pub(super) fn new(m: usize, d: usize) -> Self {
-        Self { rows: vec![0.0; m * padded(d)], log_weights: vec![0.0; m] }
-    }
-
-    /// Adds `lᵀ x` for log-features' gradients `l` and rows `x`.
-    #[inline(always)]
-    fn add<S: Simd>(&mut self, simd: S, l: Left, x: &Rows, [start, count]: [usize; 2], scratch: &mut Vec<f32>) {
-        let width = padded(x.width);
-        if scratch.is_empty() {
-            scratch.resize(CHUNK * width, 0.0);
-        }
-        x.copy(start, count, scratch, width);
-        let right = Right { values: scratch, stride: width };
-        gemm(simd, Into::Sum, [self.log_weights.len(), width, count], l, right, &mut self.rows, width);
+/// The first `d` numbers of rows `width` apart.
+fn narrow(rows: &[f32], width: usize, to: &mut [f32], d: usize) {
+    for (to, row) in to.chunks_exact_mut(d).zip(rows.chunks_exact(width)) {
+        to.copy_from_slice(&row[..d]);
     }
 }
 
 /// At least `len` numbers to overwrite.
-fn at_least(v: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub(super) fn at_least(v: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if v.len() < len {
         v.resize(len, 0.0);
     }
@@ -211,12 +85,13 @@ impl Map {
     pub(crate) fn features(&self) -> usize {
         match self {
             Self::Exponential(e) => e.features(),
+            Self::Rectified(r) => r.m,
             Self::Log { features } | Self::Signed { features } => *features,
         }
     }
 
     pub(super) fn is_signed(&self) -> bool {
-        matches!(self, Self::Signed { .. })
+        matches!(self, Self::Rectified(_) | Self::Signed { .. })
     }
 
     /// Scales a tile keeps: one a feature, or one for all where features are signed.
@@ -239,15 +114,7 @@ impl Map {
         let width = padded(count);
         match self {
             Self::Exponential(e) => {
-                let x = at_least(&mut scratch.tile, e.d * CHUNK);
-                for row in x.chunks_exact_mut(CHUNK) {
-                    row[count / LANES * LANES..width].fill(0.0);
-                }
-                k.copy_transposed(start, count, x, CHUNK, &mut scratch.rows);
-                // What a hidden key holds must not come back as ∞ − ∞.
-                for (j, _) in hidden.iter().enumerate().take(count).filter(|(_, hidden)| **hidden > 0.0) {
-                    x.iter_mut().skip(j).step_by(CHUNK).for_each(|x| *x = 0.0);
-                }
+                let x = visible_columns(k, [start, count], hidden, e.d, (&mut scratch.tile, &mut scratch.rows));
                 let right = Right { values: x, stride: CHUNK };
                 gemm(
                     simd,
@@ -291,6 +158,17 @@ impl Map {
                     }
                 }
             }
+            Self::Rectified(r) => {
+                let x = visible_columns(k, [start, count], hidden, r.d, (&mut scratch.tile, &mut scratch.rows));
+                let (left, right) = (Left::rows(&r.linear.rows, padded(r.d)), Right { values: x, stride: CHUNK });
+                gemm(simd, Into::Zero, [r.m, width, r.d], left, right, to, CHUNK);
+                for row in to.chunks_exact_mut(CHUNK).take(r.m) {
+                    r.activate(simd, &mut row[..width]);
+                }
+                for (scale, hidden) in scale.iter_mut().zip(hidden).take(width) {
+                    *scale = -hidden;
+                }
+            }
             Self::Log { features } => {
                 k.copy_transposed(start, count, to, CHUNK, &mut scratch.rows);
                 for row in to.chunks_exact_mut(CHUNK).take(*features) {
@@ -324,8 +202,11 @@ impl Map {
         scratch: &mut Scratch,
     ) {
         let stride = padded(self.features());
-        let Self::Exponential(e) = self else { return q.copy(start, count, to, stride) };
-        e.project(simd, &e.queries, q, [start, count], (to, stride), scratch);
+        match self {
+            Self::Exponential(e) => e.project(simd, &e.queries, q, [start, count], (to, stride), scratch),
+            Self::Rectified(r) => r.rows(simd, q, [start, count], to, &mut scratch.rows),
+            Self::Log { .. } | Self::Signed { .. } => q.copy(start, count, to, stride),
+        }
     }
 
     /// Features of the one key of `k`: log-features, or values; returns the log-scale of the latter.
@@ -348,6 +229,10 @@ impl Map {
                 }
                 0.0
             }
+            Self::Rectified(r) => {
+                r.rows(simd, k, [0, 1], to, &mut scratch.rows);
+                0.0
+            }
             Self::Log { features } => {
                 k.copy(0, 1, &mut to[..*features], *features);
                 0.0
@@ -361,13 +246,13 @@ impl Map {
         }
     }
 
-    /// Gradient of the queries' rows from that of their features (`dl`, laid out as [`Self::queries`] does). `linear`: that of a positive
+    /// Gradient of the queries' rows from that of their features (`dl`, laid out as [`Self::queries`] does; so are the weights `phi` made of them). `linear`: that of a positive
     /// map's own rows, to be added to.
     #[inline(always)]
     pub(super) fn query_gradients<S: Simd>(
         &self,
         simd: S,
-        dl: &mut [f32],
+        (dl, phi): (&mut [f32], &[f32]),
         q: &Rows,
         [start, count]: [usize; 2],
         to: &mut [f32],
@@ -375,12 +260,19 @@ impl Map {
         scratch: &mut Scratch,
     ) {
         let stride = padded(self.features());
-        let Self::Exponential(e) = self else {
-            let f = self.features();
-            for (to, dl) in to.chunks_exact_mut(f).zip(dl.chunks_exact(stride)).take(count) {
-                to.copy_from_slice(&dl[..f]);
+        let e = match self {
+            Self::Exponential(e) => e,
+            Self::Rectified(r) => {
+                r.gradients(simd, &mut dl[..count * stride], &phi[..count * stride]);
+                let (width, left) = (padded(r.d), Left::rows(dl, stride));
+                let tile = at_least(&mut scratch.tile, count * width);
+                let right = Right { values: &r.linear.rows, stride: width };
+                gemm(simd, Into::Zero, [count, width, r.m], left, right, tile, width);
+                return narrow(tile, width, to, r.d);
             }
-            return;
+            Self::Log { features } | Self::Signed { features } => {
+                return narrow(&dl[..count * stride], stride, to, *features);
+            }
         };
         if e.hyperbolic {
             for dl in dl.chunks_exact_mut(stride).take(count) {
@@ -396,9 +288,7 @@ impl Map {
         let right = Right { values: &e.queries.rows, stride: width };
         // ‖x‖²/2 scales a whole row of features and has no part in the gradient.
         gemm(simd, Into::Zero, [count, width, e.m], Left::rows(dl, stride), right, tile, width);
-        for (to, row) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)) {
-            to.copy_from_slice(&row[..e.d]);
-        }
+        narrow(tile, width, to, e.d);
     }
 
     /// Gradient of the keys' rows from that of their features, a feature a row; `scale` is that of the log-scales. `linear` as for queries.
@@ -406,22 +296,34 @@ impl Map {
     pub(super) fn key_gradients<S: Simd>(
         &self,
         simd: S,
-        (dl, scale): (&mut [f32], &[f32; CHUNK]),
+        (dl, phi, scale): (&mut [f32], &[f32], &[f32; CHUNK]),
         k: &Rows,
         [start, count]: [usize; 2],
         to: &mut [f32],
         linear: Option<&mut LinearGradient>,
         scratch: &mut Scratch,
     ) {
-        let Self::Exponential(e) = self else {
-            let (f, width) = (self.features(), k.width);
-            for (j, to) in to.chunks_exact_mut(width).enumerate().take(count) {
-                to[..f].iter_mut().zip(dl.iter().skip(j).step_by(CHUNK)).for_each(|(to, dl)| *to = *dl);
-                to[f..].fill(scale[j]);
-            }
-            return;
-        };
         let columns = padded(count);
+        let e = match self {
+            Self::Exponential(e) => e,
+            Self::Rectified(r) => {
+                for (dl, phi) in dl.chunks_exact_mut(CHUNK).zip(phi.chunks_exact(CHUNK)) {
+                    r.gradients(simd, &mut dl[..columns], &phi[..columns]);
+                }
+                let (width, left) = (padded(r.d), Left::transposed(dl, CHUNK));
+                let tile = at_least(&mut scratch.tile, count * width);
+                let right = Right { values: &r.linear.rows, stride: width };
+                gemm(simd, Into::Zero, [count, width, r.m], left, right, tile, width);
+                return narrow(tile, width, to, r.d);
+            }
+            Self::Log { features } | Self::Signed { features } => {
+                for (j, to) in to.chunks_exact_mut(k.width).enumerate().take(count) {
+                    to[..*features].iter_mut().zip(dl.iter().skip(j).step_by(CHUNK)).for_each(|(to, dl)| *to = *dl);
+                    to[*features..].fill(scale[j]);
+                }
+                return;
+            }
+        };
         let mut total = [0f32; CHUNK];
         for dl in dl.chunks_exact(CHUNK) {
             add(simd, &mut total[..columns], &dl[..columns]);

@@ -8,9 +8,11 @@
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod blocks;
 mod causal;
+mod exponential;
 mod full;
 mod map;
 mod op;
+mod rectified;
 mod step;
 mod tile;
 mod trained;
@@ -20,8 +22,10 @@ use std::sync::Arc;
 use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::{Arch, Simd};
 
-pub(crate) use map::{Exponential, Map};
+pub(crate) use exponential::Exponential;
+pub(crate) use map::Map;
 pub(crate) use op::favor;
+pub(crate) use rectified::Rectified;
 pub(crate) use trained::Trained;
 
 use super::{

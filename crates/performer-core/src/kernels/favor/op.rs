@@ -6,8 +6,9 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend:
 
 use super::{
     super::{for_heads, narrow, rows::Heads, spare_threads, with_storages},
-    Form, Inputs, Stored, causal, full,
-    map::LinearGradient,
+    Form, Inputs, Stored, causal,
+    exponential::LinearGradient,
+    full,
 };
 
 /// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The

@@ -8,11 +8,7 @@ use super::super::{
     transpose::transpose,
     vector::{self, LANES, add_scaled, dot, exp, exp_minus, max, max_minus, multiply, shift, sum},
 };
-use super::{
-    CHUNK, Head, Sums,
-    map::{LinearGradient, Scratch},
-    padded,
-};
+use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded};
 
 /// How far a key's log-feature may exceed its chunk's scale.
 const LIMIT: f32 = 32.0;
@@ -331,7 +327,15 @@ impl<'a> Tile<'a> {
                 multiply(simd, &mut dphi[..columns], &keys[..columns]);
             }
         }
-        self.head.map.key_gradients(simd, (dphi, &scales), &self.head.k, [start, n], dk, linear, &mut self.scratch);
+        self.head.map.key_gradients(
+            simd,
+            (dphi, &self.keys, &scales),
+            &self.head.k,
+            [start, n],
+            dk,
+            linear,
+            &mut self.scratch,
+        );
     }
 }
 

@@ -7,7 +7,8 @@ use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
 use super::{
     Form,
-    map::{Exponential, LinearGradient, Map},
+    exponential::{Exponential, LinearGradient},
+    map::Map,
     op::Passes,
     padded,
 };

@@ -1,0 +1,180 @@
+//! Exponentials of linear maps: positive and hyperbolic features, and those that are fitted or trained.
+
+use pulp::Simd;
+
+use super::super::{
+    gemm::{Into, Left, Right, gemm},
+    rows::Rows,
+};
+use super::{
+    CHUNK,
+    map::{Scratch, at_least},
+    padded,
+};
+
+/// `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their
+/// own: `ω_r·y + b_r − ‖Py‖²/2`.
+#[derive(Clone, Debug)]
+pub(crate) struct Exponential {
+    pub(super) queries: Linear,
+    keys: Option<Keys>,
+    pub(super) m: usize,
+    pub(super) d: usize,
+    pub(super) hyperbolic: bool,
+}
+
+/// What differs for keys.
+#[derive(Clone, Debug)]
+struct Keys {
+    linear: Linear,
+    /// `b`: `M`.
+    log_weights: Vec<f32>,
+    metric: Option<Metric>,
+}
+
+/// `P` and `PᵀP`, where `P` is not the identity: `D` rows, padded to whole vectors.
+#[derive(Clone, Debug)]
+pub(super) struct Metric {
+    pub(super) rows: Vec<f32>,
+    pub(super) square: Vec<f32>,
+}
+
+impl Metric {
+    /// `p`: row-major `(D, D)`.
+    fn new(p: &[f32], d: usize) -> Self {
+        let width = padded(d);
+        let (mut rows, mut square) = (vec![0f32; d * width], vec![0f32; d * width]);
+        for i in 0..d {
+            rows[i * width..i * width + d].copy_from_slice(&p[i * d..(i + 1) * d]);
+            for j in 0..d {
+                let product: f64 = (0..d).map(|r| f64::from(p[r * d + i]) * f64::from(p[r * d + j])).sum();
+                square[i * width + j] = product as f32;
+            }
+        }
+        Self { rows, square }
+    }
+}
+
+/// `D^-1/4 Ω`.
+#[derive(Clone, Debug)]
+pub(super) struct Linear {
+    /// `M` rows, padded to whole vectors.
+    pub(super) rows: Vec<f32>,
+    /// Its transpose: `D` rows.
+    pub(super) columns: Vec<f32>,
+}
+
+impl Linear {
+    pub(super) fn new(projection: &[f32], d: usize) -> Self {
+        let m = projection.len() / d;
+        let scale = (d as f64).powf(-0.25);
+        let (row, column) = (padded(d), padded(m));
+        let (mut rows, mut columns) = (vec![0f32; m * row], vec![0f32; d * column]);
+        for r in 0..m {
+            for i in 0..d {
+                let entry = (f64::from(projection[r * d + i]) * scale) as f32;
+                rows[r * row + i] = entry;
+                columns[i * column + r] = entry;
+            }
+        }
+        Self { rows, columns }
+    }
+}
+
+impl Exponential {
+    /// `projection`: Ω, row-major `(M, D)`.
+    pub(crate) fn new(projection: &[f32], d: usize, hyperbolic: bool) -> Self {
+        let m = projection.len() / d;
+        Self { queries: Linear::new(projection, d), keys: None, m, d, hyperbolic }
+    }
+
+    /// Positive features with a form of their own for the keys: rows `(M, D)`, weights `b` `(M)`, and `P` `(D, D)` if it is not the
+    /// identity.
+    pub(crate) fn with_keys(mut self, projection: &[f32], log_weights: &[f32], metric: Option<&[f32]>) -> Self {
+        let metric = metric.map(|p| Metric::new(p, self.d));
+        self.keys = Some(Keys { linear: Linear::new(projection, self.d), log_weights: log_weights.to_vec(), metric });
+        self
+    }
+
+    pub(super) fn key_rows(&self) -> &Linear {
+        self.keys.as_ref().map_or(&self.queries, |keys| &keys.linear)
+    }
+
+    pub(super) fn metric(&self) -> Option<&Metric> {
+        self.keys.as_ref().and_then(|keys| keys.metric.as_ref())
+    }
+
+    pub(super) fn log_weights(&self) -> Option<&[f32]> {
+        self.keys.as_ref().map(|keys| &keys.log_weights[..])
+    }
+
+    pub(super) fn features(&self) -> usize {
+        if self.hyperbolic { 2 * self.m } else { self.m }
+    }
+
+    /// `‖x‖²/2 = norm·‖q‖²`.
+    pub(super) fn norm(&self) -> f32 {
+        (0.5 / (self.d as f64).sqrt()) as f32
+    }
+
+    /// `±ω·x` of rows of `x`, a row of features each.
+    #[inline(always)]
+    pub(super) fn project<S: Simd>(
+        &self,
+        simd: S,
+        linear: &Linear,
+        x: &Rows,
+        [start, count]: [usize; 2],
+        (to, stride): (&mut [f32], usize),
+        scratch: &mut Scratch,
+    ) {
+        let (rows, from) = x.read(start, count, &mut scratch.rows);
+        let width = padded(self.m);
+        let right = Right { values: &linear.columns, stride: width };
+        if !self.hyperbolic {
+            gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, to, stride);
+            return;
+        }
+        let tile = at_least(&mut scratch.tile, count * width);
+        gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, tile, width);
+        for (to, row) in to.chunks_exact_mut(stride).zip(tile.chunks_exact(width)) {
+            let (plus, minus) = to[..2 * self.m].split_at_mut(self.m);
+            plus.copy_from_slice(&row[..self.m]);
+            minus.iter_mut().zip(row).for_each(|(minus, plus)| *minus = -plus);
+        }
+    }
+}
+
+/// Gradient of one side's linear map, summed over tokens.
+#[derive(Clone, Debug)]
+pub(super) struct LinearGradient {
+    /// Of `D^-1/4 Ω`: `M` rows, padded to whole vectors.
+    pub(super) rows: Vec<f32>,
+    /// Of what is added to log-features of keys: `M`.
+    pub(super) log_weights: Vec<f32>,
+}
+
+impl LinearGradient {
+    pub(super) fn new(m: usize, d: usize) -> Self {
+        Self { rows: vec![0.0; m * padded(d)], log_weights: vec![0.0; m] }
+    }
+
+    /// Adds `lᵀ x` for log-features' gradients `l` and rows `x`.
+    #[inline(always)]
+    pub(super) fn add<S: Simd>(
+        &mut self,
+        simd: S,
+        l: Left,
+        x: &Rows,
+        [start, count]: [usize; 2],
+        scratch: &mut Vec<f32>,
+    ) {
+        let width = padded(x.width);
+        if scratch.is_empty() {
+            scratch.resize(CHUNK * width, 0.0);
+        }
+        x.copy(start, count, scratch, width);
+        let right = Right { values: scratch, stride: width };
+        gemm(simd, Into::Sum, [self.log_weights.len(), width, count], l, right, &mut self.rows, width);
+    }
+}

@@ -1,0 +1,65 @@
+//! The ReLU kernel's features.
+
+use pulp::Simd;
+
+use super::super::{
+    gemm::{Into, Left, Right, gemm},
+    rows::Rows,
+    vector::{affine, rectify, scale, where_above},
+};
+use super::{exponential::Linear, padded};
+
+/// `φ(x)_r = M^-½ max(ω_r·x, 0) + ε` with `x = D^-1/4 q`.
+#[derive(Clone, Debug)]
+pub(crate) struct Rectified {
+    pub(super) linear: Linear,
+    pub(super) m: usize,
+    pub(super) d: usize,
+    epsilon: f32,
+}
+
+impl Rectified {
+    /// `projection`: Ω, row-major `(M, D)`.
+    pub(crate) fn new(projection: &[f32], d: usize, epsilon: f32) -> Self {
+        Self { linear: Linear::new(projection, d), m: projection.len() / d, d, epsilon }
+    }
+
+    /// `M^-½`.
+    fn norm(&self) -> f32 {
+        (self.m as f32).sqrt().recip()
+    }
+
+    /// Features in place of projections.
+    #[inline(always)]
+    pub(super) fn activate<S: Simd>(&self, simd: S, x: &mut [f32]) {
+        rectify(simd, x);
+        affine(simd, x, self.norm(), self.epsilon);
+    }
+
+    /// Gradients of projections in place of those of features `phi`.
+    #[inline(always)]
+    pub(super) fn gradients<S: Simd>(&self, simd: S, d: &mut [f32], phi: &[f32]) {
+        where_above(simd, d, phi, self.epsilon);
+        scale(simd, d, self.norm());
+    }
+
+    /// Features of rows of `x`, a row of features each, 0 beyond them.
+    #[inline(always)]
+    pub(super) fn rows<S: Simd>(
+        &self,
+        simd: S,
+        x: &Rows,
+        [start, count]: [usize; 2],
+        to: &mut [f32],
+        scratch: &mut Vec<f32>,
+    ) {
+        let (rows, from) = x.read(start, count, scratch);
+        let width = padded(self.m);
+        let right = Right { values: &self.linear.columns, stride: width };
+        gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, to, width);
+        for row in to.chunks_exact_mut(width).take(count) {
+            self.activate(simd, row);
+            row[self.m..].fill(0.0);
+        }
+    }
+}
