@@ -117,6 +117,38 @@ fn a_window_before_trained_features_trains_them_too() -> Result<()> {
     Ok(())
 }
 
+/// Gradients of the parameters of one head that is alone, or among many that count for nothing.
+fn gradients_of_one(batch: usize, mask: &Mask) -> Result<Vec<Vec<f64>>> {
+    let device = Device::Cpu;
+    let (t, d, m) = (530, 4, 6);
+    let mut random = Random::new(11);
+    let mut draw = |shape: &[usize]| tensor(&random.normal(shape.iter().product(), 0.9), shape, DType::F32, &device);
+    let parameters = [draw(&[1, m, d])?, draw(&[1, m, d])?, draw(&[1, m])?];
+    let vars: Vec<Var> = parameters.iter().map(Var::from_tensor).collect::<Result<_>>()?;
+    let [q, k, v] = [draw(&[1, 2, t, d])?, draw(&[1, 1, t, d])?, draw(&[1, 1, t, 3])?];
+    let weights = draw(&[1, 2, t, 3])?;
+    let repeated = |x: &Tensor| x.repeat((batch, 1, 1, 1));
+    let map = Fitted {
+        queries: vars[0].as_tensor().clone(),
+        keys: vars[1].as_tensor().clone(),
+        log_weights: vars[2].as_tensor().clone(),
+        query_metric: None,
+        key_metric: None,
+    };
+    let out = Favor::with_map(Box::new(map))?.forward(&repeated(&q)?, &repeated(&k)?, &repeated(&v)?, mask)?;
+    let gradients = (out.narrow(0, 0, 1)? * weights)?.sum_all()?.backward()?;
+    vars.iter().map(|var| values(gradients.get(var).expect("a gradient"))).collect()
+}
+
+#[test]
+fn sums_over_tokens_do_not_tell_how_the_work_was_split() -> Result<()> {
+    for mask in [Mask::causal(), Mask::full()] {
+        // 64 heads are more than most machines have threads, so that nothing is cut.
+        assert_eq!(gradients_of_one(1, &mask)?, gradients_of_one(64, &mask)?, "causal {}", mask.is_causal());
+    }
+    Ok(())
+}
+
 #[test]
 fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
     let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };

@@ -1,7 +1,7 @@
 //! Gradients of many parameters as one value: taken from a backward pass, summed over micro-batches, measured.
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{CpuStorage, DType, Storage, Tensor, Var, backprop::GradStore};
+use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
 
 use super::in_order;
 
@@ -66,7 +66,7 @@ impl Gradients {
         );
         for (mine, theirs) in self.tensors.iter_mut().zip(other.tensors) {
             *mine = match (mine.take(), theirs) {
-                (Some(a), Some(b)) => Some((a + b)?),
+                (Some(a), Some(b)) => Some(sum(a, &b)?),
                 (a, b) => a.or(b),
             };
         }
@@ -113,6 +113,35 @@ impl Gradients {
             }
         }
         Ok(norms)
+    }
+}
+
+/// `a + b`: in the memory of `a` where that can be, for a new tensor of the size of all weights costs more than its additions.
+fn sum(a: Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
+    let plain = |t: &Tensor| t.device().is_cpu() && t.dtype() == DType::F32 && t.is_contiguous();
+    if plain(&a) && plain(b) && a.shape() == b.shape() {
+        a.inplace_op2(b, &AddTo)?;
+        return Ok(a);
+    }
+    a + b
+}
+
+/// `a += b` of contiguous f32.
+struct AddTo;
+
+impl InplaceOp2 for AddTo {
+    fn name(&self) -> &'static str {
+        "add-to"
+    }
+
+    fn cpu_fwd(&self, s1: &mut CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> candle_core::Result<()> {
+        let (CpuStorage::F32(a), CpuStorage::F32(b)) = (s1, s2) else { bail!("add-to takes f32") };
+        let (Some((a_start, a_end)), Some((b_start, b_end))) = (l1.contiguous_offsets(), l2.contiguous_offsets())
+        else {
+            bail!("add-to takes contiguous tensors")
+        };
+        a[a_start..a_end].iter_mut().zip(&b[b_start..b_end]).for_each(|(a, b)| *a += b);
+        Ok(())
     }
 }
 

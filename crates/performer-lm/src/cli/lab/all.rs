@@ -52,14 +52,17 @@ impl Args {
         let common = part("tasks");
         let mut tasks: tasks::Args = defaults()?;
         (tasks.text, tasks.proteins, tasks.common) = (self.text.clone(), self.proteins.clone(), common);
+        if self.quick {
+            (tasks.steps, tasks.seeds) = (Some(3), vec![1]);
+        }
+        let tasks = tasks.run(machine, stop)?;
         let common = part("ablate");
         let mut ablate: ablate::Args = defaults()?;
         (ablate.data.data, ablate.common) = (Some(self.data.clone()), common);
         if self.quick {
-            (tasks.steps, tasks.seeds) = (Some(3), vec![1]);
             (ablate.steps, ablate.features) = (3, vec![4, 8]);
         }
-        Ok(vec![error, crossover, tasks.run(machine, stop)?, ablate.run(machine, stop)?])
+        Ok(vec![error, crossover, tasks, ablate.run(machine, stop)?])
     }
 }
 
