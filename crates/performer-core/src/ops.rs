@@ -152,7 +152,8 @@ pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 }
 
 /// Negative log-likelihood in nats of each target under `softmax(W x)`: hidden states `x` `(N, E)`, a language model's head `weight`
-/// `(V, E)`, `N` targets → `(N)`, f32 or f64. The logits `(N, V)` are made in tiles of bounded size, never as a whole.
+/// `(V, E)`, `N` targets → `(N)`, f32 or f64. The logits `(N, V)` are made in tiles; on the CPU up to 128 MiB of
+/// their exponentials are kept for the backward pass, beyond that none.
 ///
 /// # Errors
 /// If a target lies beyond the vocabulary, or the number of targets is not `N`.

@@ -1,5 +1,5 @@
 //! Cross-entropy of a linear head, from hidden states: the logits, the largest tensor of a language model's step, are made in tiles
-//! that stay in the cache, forward and again backward, and never as a whole.
+//! that stay in the cache. Where there are few enough, their exponentials are kept for the backward pass; where not, it makes them again.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
@@ -23,14 +23,15 @@ const TOKENS: usize = 1024;
 /// Most numbers of a tile of the head: with as many of its gradient they stay in the second cache while all rows pass by, so that a large
 /// head is read from memory once and not once for every few rows.
 const HEAD: usize = 1 << 17;
+/// Most exponentials that are kept, 128 MiB: a product of the head's size less, a quarter of them all.
+const KEPT: usize = 1 << 25;
 
 /// `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a head `W` `(V, E)`; with a teacher, the mean of `−log softmax(W x_i)`
 /// over a mixture of the target and the teacher's distribution.
 pub(crate) struct CrossEntropy {
     targets: Vec<u32>,
     teacher: Option<Teacher>,
-    /// Logarithms of the denominators, `(N)`, for the backward pass.
-    logs: Mutex<Logs>,
+    saved: Mutex<Saved>,
 }
 
 /// What gives the distribution `softmax(W' x'_i)`.
@@ -42,15 +43,43 @@ pub(crate) struct Teacher {
     pub(crate) share: f32,
 }
 
+/// What the forward pass leaves to the backward pass.
 #[derive(Default)]
-struct Logs {
-    own: Vec<f32>,
-    teacher: Vec<f32>,
+struct Saved {
+    /// Logarithms of the denominators, `(N)`.
+    logs: Vec<f32>,
+    teacher_logs: Vec<f32>,
+    /// Gone once they are used.
+    weights: Option<Weights>,
+}
+
+/// `e^{logit − c}` of tiles that lie one after the other: all of them, or each in the place of the one before.
+struct Weights {
+    values: Vec<f32>,
+    /// `c` of the rows of each tile; empty where tiles are not kept.
+    scales: Vec<[f32; ROWS]>,
+    /// Numbers of a tile.
+    tile: usize,
+}
+
+impl Weights {
+    /// For all tiles if they are few enough and `keep`.
+    fn new(tiles: &Tiles, keep: bool) -> Self {
+        let (tile, count) = (tiles.tokens * ROWS, tiles.count());
+        let kept = if keep && tile * count <= KEPT { count } else { 0 };
+        Self { values: vec![0f32; tile * kept.max(1)], scales: vec![[0.0; ROWS]; kept], tile }
+    }
+
+    /// The memory of a tile, and of its scales if it is kept.
+    fn tile(&mut self, i: usize) -> (&mut [f32], Option<&mut [f32; ROWS]>) {
+        let at = if self.scales.is_empty() { 0 } else { i * self.tile };
+        (&mut self.values[at..at + self.tile], self.scales.get_mut(i))
+    }
 }
 
 impl CrossEntropy {
     pub(crate) fn new(targets: &[u32], teacher: Option<Teacher>) -> Self {
-        Self { targets: targets.to_vec(), teacher, logs: Mutex::default() }
+        Self { targets: targets.to_vec(), teacher, saved: Mutex::default() }
     }
 
     /// Calls `work` with the teacher's tiles, if there is one.
@@ -75,7 +104,6 @@ struct Tiles<'a> {
     targets: &'a [u32],
     /// Hidden states a column, `ROWS` of them after the other.
     columns: Vec<f32>,
-    logits: Vec<f32>,
 }
 
 impl<'a> Tiles<'a> {
@@ -86,8 +114,7 @@ impl<'a> Tiles<'a> {
         for (x, columns) in x.chunks(ROWS * e).zip(columns.chunks_exact_mut(ROWS * e)) {
             transpose(x, e, [x.len() / e, e], columns, ROWS);
         }
-        let logits = vec![0f32; tokens * ROWS];
-        Self { x, w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens, targets, columns, logits }
+        Self { x, w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens, targets, columns }
     }
 
     /// First tokens of the tiles.
@@ -101,13 +128,20 @@ impl<'a> Tiles<'a> {
         (0..all).step_by(ROWS).map(move |i| [i, ROWS.min(all - i)])
     }
 
-    /// Logits of the rows from `i` on for the tokens from `v` on; returns how many tokens.
+    fn count(&self) -> usize {
+        self.starts().count() * self.blocks().count()
+    }
+
+    /// How many tokens the tile from `v` on has.
+    fn len(&self, v: usize) -> usize {
+        self.tokens.min(self.vocabulary - v)
+    }
+
+    /// Logits of the rows from `i` on for the tokens from `v` on.
     #[inline(always)]
-    fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> usize {
-        let tokens = self.tokens.min(self.vocabulary - v);
+    fn compute<S: Simd>(&self, simd: S, i: usize, v: usize, logits: &mut [f32]) {
         let right = Right { values: &self.columns[i * self.e..(i + ROWS) * self.e], stride: ROWS };
-        gemm(simd, Into::Zero, [tokens, ROWS, self.e], self.w.left(v), right, &mut self.logits, ROWS);
-        tokens
+        gemm(simd, Into::Zero, [self.len(v), ROWS, self.e], self.w.left(v), right, logits, ROWS);
     }
 }
 
@@ -124,23 +158,31 @@ struct Soft<'a> {
     tiles: Tiles<'a>,
     logs: &'a [f32],
     share: f32,
+    shares: Vec<f32>,
 }
 
-impl Soft<'_> {
-    /// Probabilities of the tokens from `v` on, in place of their logits.
+impl<'a> Soft<'a> {
+    fn new((tiles, share): (Tiles<'a>, f32), logs: &'a [f32]) -> Self {
+        Self { shares: vec![0f32; tiles.tokens * ROWS], tiles, logs, share }
+    }
+
+    /// Probabilities of the tokens from `v` on.
     #[inline(always)]
-    fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) {
-        let tokens = self.tiles.compute(simd, i, v);
+    fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> &mut [f32] {
+        self.tiles.compute(simd, i, v, &mut self.shares);
         let log = block(self.logs, i, f32::INFINITY);
-        for row in self.tiles.logits.chunks_exact_mut(ROWS).take(tokens) {
+        let shares = &mut self.shares[..self.tiles.len(v) * ROWS];
+        for row in shares.chunks_exact_mut(ROWS) {
             exp_minus_each(simd, row, &log);
         }
+        shares
     }
 }
 
 struct Forward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
+    weights: &'a mut Weights,
     losses: &'a mut [f32],
     logs: &'a mut [f32],
 }
@@ -160,38 +202,43 @@ impl WithSimd for Forward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { mut tiles, mut soft, losses, logs } = self;
+        let Self { tiles, mut soft, weights, losses, logs } = self;
         let share = soft.as_ref().map_or(0.0, |soft| soft.share);
         let zero = [0f32; ROWS];
         let start = Running { largest: [f32::NEG_INFINITY; ROWS], sums: zero, means: zero, masses: zero };
         let mut running = vec![start; tiles.blocks().count()];
+        let mut at = 0..tiles.count();
         for v in tiles.starts() {
-            for ([i, n], now) in tiles.blocks().zip(&mut running) {
-                let tokens = tiles.compute(simd, i, v);
+            for (([i, n], now), at) in tiles.blocks().zip(&mut running).zip(&mut at) {
+                let (logits, scale) = weights.tile(at);
+                let logits = &mut logits[..tiles.len(v) * ROWS];
+                tiles.compute(simd, i, v, logits);
                 for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
                     let target = target as usize;
-                    if (v..v + tokens).contains(&target) {
-                        losses[i + row] = (share - 1.0) * tiles.logits[(target - v) * ROWS + row];
+                    if (v..v + tiles.len(v)).contains(&target) {
+                        losses[i + row] = (share - 1.0) * logits[(target - v) * ROWS + row];
                     }
                 }
                 if let Some(soft) = &mut soft {
-                    soft.compute(simd, i, v);
-                    let rows = soft.tiles.logits.chunks_exact_mut(ROWS).zip(tiles.logits.chunks_exact(ROWS));
-                    for (shares, logits) in rows.take(tokens) {
+                    let shares = soft.compute(simd, i, v);
+                    for (shares, logits) in shares.chunks_exact_mut(ROWS).zip(logits.chunks_exact(ROWS)) {
                         add(simd, &mut now.masses, shares);
                         multiply(simd, shares, logits);
                         add(simd, &mut now.means, shares);
                     }
                 }
                 let mut decay = now.largest;
-                for row in tiles.logits.chunks_exact(ROWS).take(tokens) {
+                for row in logits.chunks_exact(ROWS) {
                     max_each(simd, &mut now.largest, row);
                 }
                 exp_minus_each(simd, &mut decay, &now.largest);
                 multiply(simd, &mut now.sums, &decay);
-                for row in tiles.logits.chunks_exact_mut(ROWS).take(tokens) {
+                for row in logits.chunks_exact_mut(ROWS) {
                     exp_minus_each(simd, row, &now.largest);
                     add(simd, &mut now.sums, row);
+                }
+                if let Some(scale) = scale {
+                    *scale = now.largest;
                 }
             }
         }
@@ -208,6 +255,7 @@ impl WithSimd for Forward<'_> {
 struct Backward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
+    weights: Weights,
     grad: &'a [f32],
     logs: &'a [f32],
     dx: &'a mut [f32],
@@ -221,7 +269,7 @@ impl WithSimd for Backward<'_> {
     /// `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')`.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { mut tiles, mut soft, grad, logs, dx, dw } = self;
+        let Self { tiles, mut soft, mut weights, grad, logs, dx, dw } = self;
         let share = soft.as_ref().map_or(0.0, |soft| soft.share);
         let (e, width) = (tiles.e, padded(tiles.e));
         let mut rows = vec![0f32; grad.len() * width];
@@ -229,33 +277,45 @@ impl WithSimd for Backward<'_> {
         for (state, x) in states.chunks_exact_mut(width).zip(tiles.x.chunks_exact(e)) {
             state[..e].copy_from_slice(x);
         }
+        let mut at = 0..tiles.count();
         for v in tiles.starts() {
-            for [i, n] in tiles.blocks() {
+            let tokens = tiles.len(v);
+            for ([i, n], at) in tiles.blocks().zip(&mut at) {
                 let (log, factor) = (block(logs, i, f32::INFINITY), block(grad, i, 0.0));
-                let tokens = tiles.compute(simd, i, v);
-                for row in tiles.logits.chunks_exact_mut(ROWS).take(tokens) {
-                    exp_minus_each(simd, row, &log);
-                    multiply(simd, row, &factor);
+                let (logits, scale) = weights.tile(at);
+                let logits = &mut logits[..tokens * ROWS];
+                match scale {
+                    Some(scale) => {
+                        exp_minus_each(simd, scale, &log);
+                        multiply(simd, scale, &factor);
+                        logits.chunks_exact_mut(ROWS).for_each(|row| multiply(simd, row, &*scale));
+                    }
+                    None => {
+                        tiles.compute(simd, i, v, logits);
+                        for row in logits.chunks_exact_mut(ROWS) {
+                            exp_minus_each(simd, row, &log);
+                            multiply(simd, row, &factor);
+                        }
+                    }
                 }
                 for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
                     let target = target as usize;
                     if (v..v + tokens).contains(&target) {
-                        tiles.logits[(target - v) * ROWS + row] -= (1.0 - share) * factor[row];
+                        logits[(target - v) * ROWS + row] -= (1.0 - share) * factor[row];
                     }
                 }
                 if let Some(soft) = &mut soft {
                     let factor = factor.map(|g| share * g);
-                    soft.compute(simd, i, v);
-                    let rows = tiles.logits.chunks_exact_mut(ROWS).zip(soft.tiles.logits.chunks_exact_mut(ROWS));
-                    for (row, shares) in rows.take(tokens) {
+                    let shares = soft.compute(simd, i, v);
+                    for (row, shares) in logits.chunks_exact_mut(ROWS).zip(shares.chunks_exact_mut(ROWS)) {
                         multiply(simd, shares, &factor);
                         subtract(simd, row, shares);
                     }
                 }
-                let left = Left::transposed(&tiles.logits, ROWS);
+                let left = Left::transposed(logits, ROWS);
                 gemm(simd, Into::Sum, [n, width, tokens], left, tiles.w.right(v), &mut rows[i * width..], width);
                 let right = Right { values: &states[i * width..], stride: width };
-                let left = Left::rows(&tiles.logits, ROWS);
+                let left = Left::rows(logits, ROWS);
                 gemm(simd, Into::Sum, [tokens, width, n], left, right, &mut dw[v * width..], width);
             }
         }
@@ -273,20 +333,22 @@ impl CustomOp2 for CrossEntropy {
     fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
         let (x, w) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let n = self.targets.len();
-        let (mut losses, mut logs) = (vec![0f32; n], Logs { own: vec![0f32; n], teacher: Vec::new() });
+        let (mut losses, mut saved) = (vec![0f32; n], Saved { logs: vec![0f32; n], ..Saved::default() });
         self.with_teacher(|teacher| {
             let Some((tiles, _)) = teacher else { return Ok(()) };
-            logs.teacher.resize(n, 0.0);
-            Arch::new().dispatch(Forward { tiles, soft: None, losses: &mut losses, logs: &mut logs.teacher });
+            saved.teacher_logs.resize(n, 0.0);
+            let (weights, logs) = (&mut Weights::new(&tiles, false), &mut saved.teacher_logs[..]);
+            Arch::new().dispatch(Forward { tiles, soft: None, weights, losses: &mut losses, logs });
             Ok(())
         })?;
         self.with_teacher(|teacher| {
-            let soft = teacher.map(|(tiles, share)| Soft { tiles, logs: &logs.teacher, share });
+            let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
             let tiles = Tiles::new(x, w, l1.dims()[1], &self.targets);
-            Arch::new().dispatch(Forward { tiles, soft, losses: &mut losses, logs: &mut logs.own });
+            let weights = saved.weights.insert(Weights::new(&tiles, true));
+            Arch::new().dispatch(Forward { tiles, soft, weights, losses: &mut losses, logs: &mut saved.logs });
             Ok(())
         })?;
-        *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = logs;
+        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
         Ok((CpuStorage::F32(losses), Shape::from(n)))
     }
 
@@ -295,16 +357,18 @@ impl CustomOp2 for CrossEntropy {
         let width = padded(e);
         let grad = grad.to_vec1::<f32>()?;
         let (mut dx, mut dw) = (vec![0f32; x.elem_count()], vec![0f32; vocabulary * width]);
-        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
-        if logs.own.len() != self.targets.len() {
+        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        if saved.logs.len() != self.targets.len() {
             bail!("cross-entropy: the backward pass needs a forward pass on the CPU before it");
         }
+        let weights = saved.weights.take();
         with_storages([x, w], |[x, w]| {
             let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, &self.targets);
             self.with_teacher(|teacher| {
-                let soft = teacher.map(|(tiles, share)| Soft { tiles, logs: &logs.teacher, share });
-                let (logs, dx, dw) = (&logs.own[..], &mut dx[..], &mut dw[..]);
-                Arch::new().dispatch(Backward { tiles, soft, grad: &grad, logs, dx, dw });
+                let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
+                let weights = weights.unwrap_or_else(|| Weights::new(&tiles, false));
+                let (logs, dx, dw) = (&saved.logs[..], &mut dx[..], &mut dw[..]);
+                Arch::new().dispatch(Backward { tiles, soft, weights, grad: &grad, logs, dx, dw });
                 Ok(())
             })
         })?;
