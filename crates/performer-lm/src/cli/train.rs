@@ -23,10 +23,11 @@ Examples:
   performer-lm train --attention favor
   performer-lm train --attention softmax --preset small --data tinystories
   performer-lm train --attention favor:m=64,radii=sqrt --seed 7 --out runs/mine
+  performer-lm train --preset small --attention favor-window      nearest to softmax, in linear time
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
-    /// softmax, or favor with settings: favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's,
-    /// favor].
+    /// softmax; favor (FAVOR+), favor-learned (its features trained too) or favor-window (and exact to the last 32 tokens), with settings:
+    /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor].
     #[arg(long)]
     attention: Option<AttentionConfig>,
     #[command(flatten)]

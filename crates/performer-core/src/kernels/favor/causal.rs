@@ -289,7 +289,7 @@ impl WithSimd for QueryGradients<'_> {
                 let row = g * tokens + start;
                 let to = &mut dq[row * q.width..(row + n) * q.width];
                 let (linear, at) = (linear.as_deref_mut(), [start, n]);
-                head.map.query_gradients(simd, (&mut dphi, &weights), q, at, to, linear, &mut tile.scratch);
+                head.map.query_gradients(simd, (&mut dphi, &weights), (q, at), to, linear, &mut tile.scratch);
             }
             let left = Left::transposed(&tile.values, width);
             let right = Right { values: &keys, stride: features };
@@ -366,7 +366,7 @@ impl WithSimd for KeyGradients<'_> {
                 tile.add_output_gradient(simd, n, &weights, &output, &mut future);
             }
             let (dk, dv) = (&mut dk[start * kd..(start + n) * kd], &mut dv[start * vd..(start + n) * vd]);
-            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv, linear.as_deref_mut());
+            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, [dk, dv], linear.as_deref_mut());
         }
     }
 }

@@ -179,7 +179,7 @@ impl WithSimd for QueryGradients<'_> {
                 tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];
                 let (linear, at) = (linear.as_deref_mut(), [start, n]);
-                head.map.query_gradients(simd, (&mut dphi, &weights), q, at, to, linear, &mut tile.scratch);
+                head.map.query_gradients(simd, (&mut dphi, &weights), (q, at), to, linear, &mut tile.scratch);
             }
         }
     }
@@ -215,7 +215,7 @@ impl WithSimd for KeyGradients<'_> {
             tile.read_future(simd, n, &values, future, &mut rows, &mut dphi);
             let at = start - first;
             let (dk, dv) = (&mut dk[at * kd..(at + n) * kd], &mut dv[at * vd..(at + n) * vd]);
-            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, dk, dv, linear.as_deref_mut());
+            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, [dk, dv], linear.as_deref_mut());
         }
     }
 }

@@ -307,8 +307,7 @@ impl<'a> Tile<'a> {
         [start, n]: [usize; 2],
         rows: &[f32],
         dphi: &mut [f32],
-        dk: &mut [f32],
-        dv: &mut [f32],
+        [dk, dv]: [&mut [f32]; 2],
         linear: Option<&mut LinearGradient>,
     ) {
         let (columns, vd) = (padded(n), self.head.v.width);
@@ -330,8 +329,7 @@ impl<'a> Tile<'a> {
         self.head.map.key_gradients(
             simd,
             (dphi, &self.keys, &scales),
-            &self.head.k,
-            [start, n],
+            (&self.head.k, [start, n]),
             dk,
             linear,
             &mut self.scratch,
