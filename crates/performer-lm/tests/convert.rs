@@ -79,9 +79,10 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         transfer_steps: 40,
         transfer_rate: 1e-2,
         batch_size: 4,
-        tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0, adapters: None, points: 3 }),
+        tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0, adapters: None }),
         control: false,
         measure_tokens: 600,
+        points: 2,
         seed: 3,
     }
 }
@@ -157,11 +158,12 @@ fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
         [("favor:m=8,map=learned,window=4", None, 500), ("favor:m=8,map=hedgehog", Some(4), 0)]
     {
         let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
-        let tuning = Tuning { steps: 12, rate: 1e-3, distillation: 0.5, adapters, points: 2 };
+        let tuning = Tuning { steps: 12, rate: 1e-3, distillation: 0.5, adapters };
         let unbroken = with_control(plan(&teacher, attention, whole.path(), &stop), calibrate_tokens, tuning);
         let expected = convert(&unbroken, &data)?;
-        let tuned = expected.stages.last().context("stages")?;
-        assert_eq!((&tuned.name[..], tuned.points.len()), ("tune", 2));
+        for (stage, name) in expected.stages.iter().rev().zip(["tune", "transfer"]) {
+            assert_eq!((&stage.name[..], stage.points.len()), (name, 2));
+        }
 
         // Stopped from outside again and again, wherever it is then.
         let mut stops = 0;

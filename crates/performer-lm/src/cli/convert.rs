@@ -59,9 +59,9 @@ pub(super) struct Args {
     /// Train factors of this rank beside the matrices in place of all weights; they are merged at the end.
     #[arg(long, value_name = "RANK")]
     adapters: Option<usize>,
-    /// Times that the student is measured while it is fine-tuned, for the curve.
+    /// Times that the student is measured on the way of each stage of training, for the curve.
     #[arg(long, default_value_t = 8)]
-    tune_points: usize,
+    points: usize,
     /// Fine-tune the teacher likewise too: what of the student's gain is the tuning alone?
     #[arg(long)]
     control: bool,
@@ -146,10 +146,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             rate: args.tune_rate,
             distillation: args.distillation,
             adapters: args.adapters,
-            points: args.tune_points,
         }),
         control: args.control,
         measure_tokens: args.measure_tokens.max(1),
+        points: args.points,
         seed: args.seed,
     };
     let report = convert(&plan, &data, &mut |what| output::note(what))?;

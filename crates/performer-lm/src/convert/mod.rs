@@ -70,6 +70,8 @@ pub struct Plan<'a> {
     pub control: bool,
     /// Held-out tokens that each stage is measured on.
     pub measure_tokens: usize,
+    /// Times that a stage of training is measured on the way.
+    pub points: usize,
     /// Seed of features and data order.
     pub seed: u64,
 }
@@ -186,7 +188,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
             ("tune", Some(tuning)) => {
                 tune::tune(plan, "tune", tuning, &teacher, before, data, &|student| Ok(measure(student)?.val_loss))?
             }
-            _ => transfer::transfer(plan, &teacher, before, data)?,
+            _ => transfer::transfer(plan, &teacher, before, data, &|student| Ok(measure(student)?.val_loss))?,
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);

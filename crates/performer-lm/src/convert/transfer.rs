@@ -11,12 +11,13 @@ use super::{
 use crate::{data::Prepared, model::Decoder};
 
 /// Trains the maps on `‖o − ô‖² / ‖o‖²` summed over the layers, `o` being what the teacher's attention returns for the same queries, keys
-/// and values. `None` if it was stopped.
+/// and values; `measure` returns a model's loss on held-out text. `None` if it was stopped.
 pub(super) fn transfer(
     plan: &Plan,
     teacher: &Decoder,
     mut student: Decoder,
     data: &Prepared,
+    measure: &dyn Fn(&Decoder) -> Result<f64>,
 ) -> Result<Option<Trained>> {
     student.train_maps()?;
     let maps = student.named_parameters()?.into_iter().filter(|(name, _)| name.contains(".feature_map.")).collect();
@@ -26,12 +27,13 @@ pub(super) fn transfer(
         rate: (plan.transfer_rate, "--transfer-rate"),
         weight_decay: 0.0,
         seed: plan.seed,
-        measure_every: 0,
+        measure_every: plan.transfer_steps / (plan.points + 1),
     };
     let loss = |ids: &Tensor, _: &[u32]| differences(plan, teacher, &student, ids);
-    let Some((tokens, points)) = descend(plan, &descent, maps, data, loss, || Ok(f64::NAN))? else { return Ok(None) };
-    let student = Decoder::from_tensors(&plan.config, &student.tensors()?, &plan.device)?;
-    Ok(Some(Trained { student, tokens, points }))
+    let frozen = || Decoder::from_tensors(&plan.config, &student.tensors()?, &plan.device);
+    let done = descend(plan, &descent, maps, data, loss, || measure(&frozen()?))?;
+    let Some((tokens, points)) = done else { return Ok(None) };
+    Ok(Some(Trained { student: frozen()?, tokens, points }))
 }
 
 /// Relative squared differences of the layers' outputs, summed.

@@ -21,8 +21,6 @@ pub struct Tuning {
     pub distillation: f64,
     /// Rank of the adapters that are trained in place of the weights.
     pub adapters: Option<usize>,
-    /// Times that the student is measured on the way.
-    pub points: usize,
 }
 
 /// Fine-tunes as the stage of this name; `measure` returns a model's loss on held-out text. `None` if it was stopped.
@@ -54,7 +52,7 @@ pub(super) fn tune(
         weight_decay: 0.01,
         // Other text than the transfer began with.
         seed: plan.seed.wrapping_add(1),
-        measure_every: tuning.steps / (tuning.points + 1),
+        measure_every: tuning.steps / (plan.points + 1),
     };
     let loss = |ids: &Tensor, targets: &[u32]| -> Result<Tensor> {
         let adapted = adapted()?;
