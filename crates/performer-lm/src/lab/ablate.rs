@@ -15,6 +15,9 @@ use crate::{
     train::{Report, RunOptions, Trainer},
 };
 
+/// What differences to softmax differed by between two seeds of the default budget, nats: the noise where there is only one.
+const ONE_SEED: f64 = 0.05;
+
 /// What is trained, and where.
 pub struct Plan<'a> {
     /// The model; its attention is replaced.
@@ -217,20 +220,27 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
     }
     let m = plan.features[plan.features.len() / 2];
     let plain = outcomes.iter().find(|o| o.curve == Some(("orthogonal, chi radii".into(), m)));
-    let noise = outcomes.iter().map(Outcome::spread).fold(0.0, f64::max);
+    let noise = match plan.seeds.len() {
+        1 => ONE_SEED,
+        _ => outcomes.iter().map(Outcome::spread).fold(0.0, f64::max),
+    };
     let mut changes = Vec::new();
     if let Some(plain) = plain {
         let gap = plain.mean() - softmax;
-        changes.push(format!("FAVOR+ with M = {m} and nothing changed is {gap:+.4} nats from softmax."));
-        for o in outcomes.iter().filter(|o| o.curve.as_ref().is_none_or(|(_, features)| *features == m)).skip(1) {
-            if o.name == plain.name {
-                continue;
-            }
-            let closed = plain.mean() - o.mean();
-            if gap > 0.0 && closed.abs() > 0.1 * gap {
-                let verb = if closed > 0.0 { "closes" } else { "widens it by" };
-                changes.push(format!("{}: {verb} {:.0}% of that.", o.name, 100.0 * closed.abs() / gap));
-            }
+        changes.push(format!(
+            "FAVOR+ with M = {m} and nothing changed is {gap:+.3} nats from softmax. Of single changes to it, these make a difference of more \
+             than {noise:.3}:"
+        ));
+        let single = outcomes.iter().filter(|o| o.curve.as_ref().is_none_or(|(_, features)| *features == m)).skip(1);
+        for o in single.filter(|o| (o.mean() - plain.mean()).abs() > noise) {
+            let change = o.mean() - plain.mean();
+            let verdict = if change < 0.0 { "better" } else { "worse" };
+            changes.push(format!(
+                "{}: {:.3} nats {verdict}, {:+.3} from softmax.",
+                o.name,
+                change.abs(),
+                o.mean() - softmax
+            ));
         }
     }
     Findings {
@@ -249,7 +259,7 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
                 plan.seeds.len()
             ),
             match plan.seeds.len() {
-                1 => "One seed: differences of a few thousandths of a nat are noise.".into(),
+                1 => format!("One seed: differences below {noise} nats are noise."),
                 _ => format!(
                     "Half the distance between seeds is at most {noise:.4} nats; what is closer than that is no difference."
                 ),

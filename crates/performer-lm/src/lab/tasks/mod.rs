@@ -33,8 +33,15 @@ use report::Metric;
 const RUNS: &str = "tasks-runs.json";
 
 /// The attentions compared where none are named.
-pub const ATTENTIONS: [&str; 6] =
-    ["softmax", "favor:m=64", "favor:m=64,map=relu", "favor:map=elu", "favor:map=taylor2", "favor:m=64,window=32"];
+pub const ATTENTIONS: [&str; 7] = [
+    "softmax",
+    "favor:m=64",
+    "favor:m=64,map=learned",
+    "favor:m=64,map=relu",
+    "favor:map=elu",
+    "favor:map=taylor2",
+    "favor:m=64,window=32",
+];
 
 /// What is learned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
