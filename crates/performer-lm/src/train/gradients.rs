@@ -2,8 +2,12 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
+use rayon::prelude::*;
 
 use super::in_order;
+
+/// Numbers of a large tensor that a thread takes at a time.
+pub(super) const PIECE: usize = 1 << 16;
 
 /// Gradients of a list of parameters, in the order of that list.
 ///
@@ -140,27 +144,42 @@ impl InplaceOp2 for AddTo {
         else {
             bail!("add-to takes contiguous tensors")
         };
-        a[a_start..a_end].iter_mut().zip(&b[b_start..b_end]).for_each(|(a, b)| *a += b);
+        let (a, b) = (&mut a[a_start..a_end], &b[b_start..b_end]);
+        let add = |a: &mut [f32], b: &[f32]| a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+        if a.len() <= PIECE {
+            add(a, b);
+        } else {
+            a.par_chunks_mut(PIECE).zip(b.par_chunks(PIECE)).for_each(|(a, b)| add(a, b));
+        }
         Ok(())
     }
+}
+
+fn squared_norm_of(data: &[f32]) -> f64 {
+    // Independent sums, so that the additions do not wait for one another.
+    let mut lanes = [0f64; 8];
+    let chunks = data.chunks_exact(lanes.len());
+    for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f64::from(x) * f64::from(x);
+    }
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(x) * f64::from(x);
+        }
+    }
+    lanes.iter().sum()
 }
 
 fn squared_norm_on_cpu(gradient: &Tensor) -> Result<f64> {
     {
         let (storage, layout) = gradient.storage_and_layout();
         if let (Storage::Cpu(CpuStorage::F32(data)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) {
-            // Independent sums, so that the additions do not wait for one another.
-            let mut lanes = [0f64; 8];
-            let chunks = data[start..end].chunks_exact(lanes.len());
-            for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
-                *lane += f64::from(x) * f64::from(x);
+            if end - start <= PIECE {
+                return Ok(squared_norm_of(&data[start..end]));
             }
-            for chunk in chunks {
-                for (lane, &x) in lanes.iter_mut().zip(chunk) {
-                    *lane += f64::from(x) * f64::from(x);
-                }
-            }
-            return Ok(lanes.iter().sum());
+            // Pieces of one size, added in their order: the same bits on any number of threads.
+            let pieces: Vec<f64> = data[start..end].par_chunks(PIECE).map(squared_norm_of).collect();
+            return Ok(pieces.iter().sum());
         }
     }
     let sum = gradient.to_dtype(DType::F64)?.sqr()?.sum_all()?;

@@ -16,9 +16,10 @@
 //! cannot save its state. Here the update of an `f32` parameter on the CPU is one pass over memory, and a missing or
 //! non-finite gradient is an error that leaves everything as it was.
 
-use super::gradients::Gradients;
+use super::gradients::{Gradients, PIECE};
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Tensor, Var};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -388,14 +389,23 @@ impl InplaceOp2 for FusedUpdate<'_> {
         let (eps, decay) = (s.eps as f32, s.decay as f32);
         let mut moments = self.moments.borrow_mut();
         let (ms, vs) = &mut *moments;
-        for (((p, &g), m), v) in
-            parameter[p_start..p_end].iter_mut().zip(&gradient[g_start..g_end]).zip(ms.iter_mut()).zip(vs.iter_mut())
-        {
-            let g = g * scale;
-            *m = beta1 * *m + one_minus_beta1 * g;
-            *v = beta2 * *v + one_minus_beta2 * (g * g);
-            *p -= decay * *p + step_size * *m / ((correction * *v).sqrt() + eps);
+        let update = |p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]| {
+            for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                let g = g * scale;
+                *m = beta1 * *m + one_minus_beta1 * g;
+                *v = beta2 * *v + one_minus_beta2 * (g * g);
+                *p -= decay * *p + step_size * *m / ((correction * *v).sqrt() + eps);
+            }
+        };
+        let (parameter, gradient) = (&mut parameter[p_start..p_end], &gradient[g_start..g_end]);
+        // Handing a small parameter to other threads would take longer.
+        if parameter.len() <= PIECE {
+            update(parameter, gradient, ms, vs);
+            return Ok(());
         }
+        let pieces = parameter.par_chunks_mut(PIECE).zip(gradient.par_chunks(PIECE));
+        let moments = ms.par_chunks_mut(PIECE).zip(vs.par_chunks_mut(PIECE));
+        pieces.zip(moments).for_each(|((p, g), (m, v))| update(p, g, m, v));
         Ok(())
     }
 }
