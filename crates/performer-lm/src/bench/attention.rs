@@ -1,22 +1,19 @@
 //! Attention alone: time over sequence length and features, implementation beside implementation, and where they cross.
 
-use anyhow::{Context, Result, bail};
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
-use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax};
+mod measure;
+
+use anyhow::{Result, bail};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use super::{Effort, Timing, matmul_rate, time};
+use super::{Effort, Timing, matmul_rate};
 use crate::{
     machine::Machine,
-    memory,
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
 };
 
 /// Tokens of a chunk, as operations are counted.
 const CHUNK: f64 = 64.0;
-
-/// Largest score matrices that an implementation which makes them is asked for, in bytes.
-const SCORES: usize = 1 << 30;
 
 /// What is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -216,25 +213,7 @@ pub fn run(
         points: Vec::new(),
         crossovers: Vec::new(),
     };
-    for &tokens in &sweep.tokens {
-        for (implementation, features, attention) in implementations(sweep, tokens, device)? {
-            for backward in [false, true].into_iter().filter(|&backward| sweep.backward || !backward) {
-                let favor = features.map(|m| format!(" M={m}")).unwrap_or_default();
-                progress(format!("{}{favor}, {tokens} tokens", implementation.name()));
-                let (timing, memory) = measure(sweep, tokens, &*attention, backward, effort, device)?;
-                report.points.push(Point {
-                    implementation,
-                    tokens,
-                    features,
-                    backward,
-                    timing,
-                    gflops: flop(sweep, tokens, features, backward) / timing.median_ms / 1e6,
-                    extra_bytes: memory.map(|m| m.extra),
-                    peak_bytes: memory.map(|m| m.peak),
-                });
-            }
-        }
-    }
+    report.points = measure::points(sweep, effort, device, &mut progress)?;
     if let Some(others) = others {
         let ours =
             OtherSweep { head_dim: sweep.head_dim, batch: sweep.batch, heads: sweep.heads, causal: sweep.causal };
@@ -248,113 +227,6 @@ pub fn run(
     }
     report.crossovers = report.find_crossovers();
     Ok(report)
-}
-
-type Candidate = (Implementation, Option<usize>, Box<dyn Attention>);
-
-fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<Candidate>> {
-    let mut all: Vec<Candidate> = Vec::new();
-    if sweep.softmax {
-        all.push((Implementation::SoftmaxFused, None, Box::new(Softmax::new())));
-    }
-    let scores = 4 * sweep.batch * sweep.heads * tokens * tokens;
-    if sweep.softmax && sweep.composed && scores <= SCORES {
-        all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax)));
-    }
-    for &features in &sweep.features {
-        let config = FavorConfig { features, ..FavorConfig::default() };
-        let favor = || Favor::new(&config, sweep.head_dim, 1, DType::F32, device);
-        all.push((Implementation::FavorFused, Some(features), Box::new(favor()?)));
-        if sweep.composed {
-            all.push((Implementation::FavorComposed, Some(features), Box::new(favor()?.composed())));
-        }
-    }
-    Ok(all)
-}
-
-/// Bytes in use at once.
-#[derive(Clone, Copy)]
-struct Memory {
-    extra: u64,
-    peak: u64,
-}
-
-fn measure(
-    sweep: &Sweep,
-    tokens: usize,
-    attention: &dyn Attention,
-    backward: bool,
-    effort: Effort,
-    device: &Device,
-) -> Result<(Timing, Option<Memory>)> {
-    let shape = (sweep.batch, sweep.heads, tokens, sweep.head_dim);
-    let random = || Tensor::randn(0f32, 1.0, shape, device);
-    let mask = if sweep.causal { Mask::causal() } else { Mask::full() };
-    if !backward {
-        let (q, k, v) = (random()?, random()?, random()?);
-        return repeat(effort, device, || attention.forward(&q, &k, &v, &mask).map(drop));
-    }
-    let variable = || Var::from_tensor(&random()?);
-    let (q, k, v, gradient) = (variable()?, variable()?, variable()?, random()?);
-    repeat(effort, device, || {
-        let out = attention.forward(&q, &k, &v, &mask)?;
-        if !device.is_cpu() {
-            return (out * &gradient)?.sum_all()?.backward().map(drop);
-        }
-        out.apply_op1(Handed(gradient.clone()))?.backward().map(drop)
-    })
-}
-
-/// Times `work`, and counts its memory once.
-fn repeat(
-    effort: Effort,
-    device: &Device,
-    mut work: impl FnMut() -> candle_core::Result<()>,
-) -> Result<(Timing, Option<Memory>)> {
-    // Threads, and what else is made once.
-    work().context("attention failed")?;
-    let before = memory::live();
-    let (result, extra) = memory::extra(&mut work);
-    result.context("attention failed")?;
-    let memory = extra.filter(|_| device.is_cpu()).map(|extra| Memory { extra, peak: before + extra });
-    Ok((time(effort, device, work)?, memory))
-}
-
-/// Hands a given gradient to its input, as a loss of any kind would, at no cost of its own.
-struct Handed(Tensor);
-
-impl CustomOp1 for Handed {
-    fn name(&self) -> &'static str {
-        "handed-gradient"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(self.0.clone()))
-    }
-}
-
-/// Softmax attention as one writes it with Candle.
-#[derive(Debug)]
-struct CandleSoftmax;
-
-impl Attention for CandleSoftmax {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> candle_core::Result<Tensor> {
-        let (t, d) = (q.dim(2)?, q.dim(3)?);
-        let mut scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * (d as f64).sqrt().recip())?;
-        if mask.is_causal() {
-            let hidden: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 }).collect();
-            scores = scores.broadcast_add(&Tensor::from_vec(hidden, (t, t), q.device())?)?;
-        }
-        candle_nn::ops::softmax(&scores, candle_core::D::Minus1)?.matmul(&v.contiguous()?)
-    }
-
-    fn extend(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &mut performer_core::State) -> candle_core::Result<Tensor> {
-        candle_core::bail!("softmax in Candle's operations is measured in one pass only")
-    }
 }
 
 impl Report {

@@ -1,0 +1,196 @@
+//! Every implementation at every size, timed.
+
+use anyhow::{Context, Result};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
+use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax};
+
+use super::{
+    super::{Effort, Timing, time},
+    Implementation, Point, Sweep, flop,
+};
+use crate::memory;
+
+/// Largest score matrices that an implementation which makes them is asked for, in bytes.
+const SCORES: usize = 1 << 30;
+
+/// Times that every point is measured.
+const ROUNDS: usize = 3;
+
+/// Every point of a sweep. What the machine does besides comes in bursts of seconds: rounds lie apart, and the middle one counts.
+pub(super) fn points(
+    sweep: &Sweep,
+    effort: Effort,
+    device: &Device,
+    progress: &mut impl FnMut(String),
+) -> Result<Vec<Point>> {
+    let effort = Effort { time: effort.time / ROUNDS as u32, runs: effort.runs.div_ceil(ROUNDS) };
+    let mut rounds = Vec::new();
+    for i in 1..=ROUNDS {
+        rounds.push(round(sweep, effort, device, &mut |what| progress(format!("{what} ({i} of {ROUNDS})")))?);
+    }
+    Ok(middle(&rounds))
+}
+
+/// Every point once.
+fn round(sweep: &Sweep, effort: Effort, device: &Device, progress: &mut impl FnMut(String)) -> Result<Vec<Point>> {
+    let mut points = Vec::new();
+    for &tokens in &sweep.tokens {
+        for (implementation, features, attention) in implementations(sweep, tokens, device)? {
+            for backward in [false, true].into_iter().filter(|&backward| sweep.backward || !backward) {
+                let favor = features.map(|m| format!(" M={m}")).unwrap_or_default();
+                progress(format!("{}{favor}, {tokens} tokens", implementation.name()));
+                let (timing, memory) = measure(sweep, tokens, &*attention, backward, effort, device)?;
+                points.push(Point {
+                    implementation,
+                    tokens,
+                    features,
+                    backward,
+                    timing,
+                    gflops: flop(sweep, tokens, features, backward) / timing.median_ms / 1e6,
+                    extra_bytes: memory.map(|m| m.extra),
+                    peak_bytes: memory.map(|m| m.peak),
+                });
+            }
+        }
+    }
+    Ok(points)
+}
+
+/// Of each point, the round whose median is the middle one.
+fn middle(rounds: &[Vec<Point>]) -> Vec<Point> {
+    let of_one = |i: usize| {
+        let mut points: Vec<&Point> = rounds.iter().map(|round| &round[i]).collect();
+        points.sort_by(|a, b| a.timing.median_ms.total_cmp(&b.timing.median_ms));
+        points[points.len() / 2].clone()
+    };
+    (0..rounds.first().map_or(0, Vec::len)).map(of_one).collect()
+}
+
+type Candidate = (Implementation, Option<usize>, Box<dyn Attention>);
+
+fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<Candidate>> {
+    let mut all: Vec<Candidate> = Vec::new();
+    if sweep.softmax {
+        all.push((Implementation::SoftmaxFused, None, Box::new(Softmax::new())));
+    }
+    let scores = 4 * sweep.batch * sweep.heads * tokens * tokens;
+    if sweep.softmax && sweep.composed && scores <= SCORES {
+        all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax)));
+    }
+    for &features in &sweep.features {
+        let config = FavorConfig { features, ..FavorConfig::default() };
+        let favor = || Favor::new(&config, sweep.head_dim, 1, DType::F32, device);
+        all.push((Implementation::FavorFused, Some(features), Box::new(favor()?)));
+        if sweep.composed {
+            all.push((Implementation::FavorComposed, Some(features), Box::new(favor()?.composed())));
+        }
+    }
+    Ok(all)
+}
+
+/// Bytes in use at once.
+#[derive(Clone, Copy)]
+struct Memory {
+    extra: u64,
+    peak: u64,
+}
+
+fn measure(
+    sweep: &Sweep,
+    tokens: usize,
+    attention: &dyn Attention,
+    backward: bool,
+    effort: Effort,
+    device: &Device,
+) -> Result<(Timing, Option<Memory>)> {
+    let shape = (sweep.batch, sweep.heads, tokens, sweep.head_dim);
+    let random = || Tensor::randn(0f32, 1.0, shape, device);
+    let mask = if sweep.causal { Mask::causal() } else { Mask::full() };
+    if !backward {
+        let (q, k, v) = (random()?, random()?, random()?);
+        return repeat(effort, device, || attention.forward(&q, &k, &v, &mask).map(drop));
+    }
+    let variable = || Var::from_tensor(&random()?);
+    let (q, k, v, gradient) = (variable()?, variable()?, variable()?, random()?);
+    repeat(effort, device, || {
+        let out = attention.forward(&q, &k, &v, &mask)?;
+        if !device.is_cpu() {
+            return (out * &gradient)?.sum_all()?.backward().map(drop);
+        }
+        out.apply_op1(Handed(gradient.clone()))?.backward().map(drop)
+    })
+}
+
+/// Times `work`, and counts its memory once.
+fn repeat(
+    effort: Effort,
+    device: &Device,
+    mut work: impl FnMut() -> candle_core::Result<()>,
+) -> Result<(Timing, Option<Memory>)> {
+    // Threads, and what else is made once.
+    work().context("attention failed")?;
+    let before = memory::live();
+    let (result, extra) = memory::extra(&mut work);
+    result.context("attention failed")?;
+    let memory = extra.filter(|_| device.is_cpu()).map(|extra| Memory { extra, peak: before + extra });
+    Ok((time(effort, device, work)?, memory))
+}
+
+/// Hands a given gradient to its input, as a loss of any kind would, at no cost of its own.
+struct Handed(Tensor);
+
+impl CustomOp1 for Handed {
+    fn name(&self) -> &'static str {
+        "handed-gradient"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+/// Softmax attention as one writes it with Candle.
+#[derive(Debug)]
+struct CandleSoftmax;
+
+impl Attention for CandleSoftmax {
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> candle_core::Result<Tensor> {
+        let (t, d) = (q.dim(2)?, q.dim(3)?);
+        let mut scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * (d as f64).sqrt().recip())?;
+        if mask.is_causal() {
+            let hidden: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 }).collect();
+            scores = scores.broadcast_add(&Tensor::from_vec(hidden, (t, t), q.device())?)?;
+        }
+        candle_nn::ops::softmax(&scores, candle_core::D::Minus1)?.matmul(&v.contiguous()?)
+    }
+
+    fn extend(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &mut performer_core::State) -> candle_core::Result<Tensor> {
+        candle_core::bail!("softmax in Candle's operations is measured in one pass only")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_middle_round_of_each_point_counts() {
+        let point = |tokens: usize, median_ms: f64| Point {
+            implementation: Implementation::FavorFused,
+            tokens,
+            features: None,
+            backward: false,
+            timing: Timing { median_ms, quartiles_ms: (median_ms, median_ms), runs: 1 },
+            gflops: 0.0,
+            extra_bytes: None,
+            peak_bytes: None,
+        };
+        let rounds = [[1.0, 9.0], [50.0, 2.0], [2.0, 3.0]].map(|[a, b]| vec![point(1, a), point(2, b)]);
+        let found: Vec<_> = middle(&rounds).iter().map(|p| (p.tokens, p.timing.median_ms)).collect();
+        assert_eq!(found, [(1, 2.0), (2, 3.0)]);
+    }
+}
