@@ -20,14 +20,19 @@ mkdir -p "$folder"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+# Far down a long page Chromium's screenshots are blank: an article is shown alone.
+sed 's|</head>|<style>article:not(:target, :has(:target)) { display: none }</style></head>|' "$report" >"$scratch/alone.html"
+
 for anchor in "${@:-}"; do
+    page=$report
+    [ -z "$anchor" ] || page=$scratch/alone.html
     for size in 1280,2400 390,2400; do
         # 0 is dark and 1 light, as Blink counts.
         for theme in 0 1; do
             name=${anchor:-top}-${size%,*}-$([ $theme = 0 ] && echo dark || echo light).png
             "$browser" --headless=new --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$scratch" --window-size="$size" \
                 --blink-settings=preferredColorScheme=$theme --screenshot="$(realpath "$folder")/$name" \
-                "file://$report${anchor:+#$anchor}" 2>/dev/null
+                "file://$page${anchor:+#$anchor}" 2>/dev/null
             echo "$folder/$name"
         done
     done

@@ -212,7 +212,7 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
         table.push([
             o.name.clone(),
             format!("{:.4}", o.mean()),
-            format!("{:.4}", o.spread()),
+            if o.val_losses.len() > 1 { format!("{:.4}", o.spread()) } else { "–".into() },
             format!("{:+.4}", o.mean() - softmax),
             format!("{:.2}", o.mean().exp()),
             format!("{speed:.0}"),
@@ -248,14 +248,16 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
         title: "What closes the gap to softmax?".into(),
         summary: vec![
             format!(
-                "A decoder of {} layers, dim {}, {} heads, context {}, {} sequences a step, on {}; {} seed(s). The same weights at the start where \
-                 shapes agree, the same text in the same order, the same schedule.",
+                "A decoder of {} layers, dim {}, {} heads, context {}, {} steps of {} sequences, on {} in {} different tokens; {} seed(s). The same \
+                 weights at the start where shapes agree, the same text in the same order, the same schedule.",
                 plan.config.layers,
                 plan.config.hidden_size,
                 plan.config.heads,
                 plan.config.context,
+                plan.training.max_steps.unwrap_or_default(),
                 plan.training.batch_size,
                 data.corpus_name,
+                data.tokenizer.vocab_size(),
                 plan.seeds.len()
             ),
             match plan.seeds.len() {
