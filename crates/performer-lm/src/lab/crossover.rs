@@ -227,7 +227,7 @@ mod tests {
         let effort = Effort { time: std::time::Duration::ZERO, runs: 1 };
         let found = run(&sweep, &Device::Cpu, 1, effort, |_| ())?;
         assert_eq!(found.sections.len(), 3);
-        assert!(found.sections[0].text[0].starts_with("At the 80 tokens"), "{:?}", found.sections[0].text);
+        assert!(found.sections[1].text[0].starts_with("At the 80 tokens"), "{:?}", found.sections[1].text);
         let rows = &found.sections[1].table.as_ref().map(|table| table.rows.clone()).unwrap_or_default();
         assert_eq!(rows.iter().map(|row| &row[0][..]).collect::<Vec<_>>(), ["16", "80", "160"]);
         for section in &found.sections {
