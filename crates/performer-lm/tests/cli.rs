@@ -157,7 +157,7 @@ fn bad_input_gets_one_clear_error() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
     fails(&run(&["train", "--data", "nowhere.txt"]), &["nowhere.txt"]);
-    fails(&run(&["train", "--attention", "linear"]), &["softmax and favor"]);
+    fails(&run(&["train", "--attention", "linear"]), &["known are softmax, favor, favor-learned"]);
     fails(&run(&["eval", "nowhere", "--data", "sample"]), &["nowhere"]);
     fails(&run(&["train", "--data", "sample", "--context", "0"]), &["context is 0"]);
     fails(&run(&["--threads", "0", "man"]), &["--threads"]);
