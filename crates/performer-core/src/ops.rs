@@ -10,10 +10,11 @@ use candle_core::{D, DType, Result, Tensor, bail};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 use crate::kernels::{
-    activation::Gelu,
+    activation::{Gelu, Swiglu},
     cross_entropy::{CrossEntropy, Teacher},
     linear::AddBias,
     norm::Norm,
+    rotary::Rotary,
     tiled_cross_entropy,
 };
 
@@ -128,11 +129,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 ///
 /// Shazeer 2020, <https://arxiv.org/abs/2002.05202>.
 pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if cuda::takes(gate) {
-        return gate.contiguous()?.apply_op2(&x.contiguous()?, cuda::activation::Swiglu);
-    }
-    gate.silu()? * x
+    if is_fused(gate) { gate.contiguous()?.apply_op2(&x.contiguous()?, Swiglu) } else { gate.silu()? * x }
 }
 
 /// Turns pairs `(i, i + D/2)` of `x` `(B, H, T, D)` by the angles whose `cos` and `sin` `(T, D/2)` are given, in f32 or f64.
@@ -140,10 +137,9 @@ pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
 /// Su et al. 2021, <https://arxiv.org/abs/2104.09864>.
 pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let table = |t: &Tensor| t.to_dtype(wide(x))?.contiguous();
-    #[cfg(feature = "cuda")]
-    if cuda::takes(x) {
+    if is_fused(x) {
         let x = if x.stride()[3] == 1 { x.clone() } else { x.contiguous()? };
-        return x.apply_op1(cuda::rotary::Rotary { cos: table(cos)?, sin: table(sin)? });
+        return x.apply_op1(Rotary { cos: table(cos)?, sin: table(sin)? });
     }
     if is_half(x) {
         return rotary(&x.to_dtype(DType::F32)?, cos, sin)?.to_dtype(x.dtype());
@@ -160,7 +156,7 @@ pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Tensor> {
     check_head(x, weight, targets)?;
     if is_fused_on_cpu(x) && weight.dtype() == DType::F32 {
-        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(targets, None));
+        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(x, weight, targets, None));
     }
     let targets = Tensor::from_slice(targets, targets.len(), x.device())?;
     tiled_cross_entropy::cross_entropy(x, weight, targets)
@@ -187,7 +183,7 @@ pub fn linear_distillation(
     }
     if [x, weight, &states, &head].iter().all(|t| is_fused_on_cpu(t)) {
         let teacher = Teacher { states: states.contiguous()?, head: head.contiguous()?, share: share as f32 };
-        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(targets, Some(teacher)));
+        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(x, weight, targets, Some(teacher)));
     }
     let logits = |x: &Tensor, w: &Tensor| -> Result<Tensor> {
         let logits = matmul(x, &w.to_dtype(x.dtype())?.t()?)?;

@@ -1,7 +1,7 @@
 //! The fused operations around attention against the same formulas in Candle's own operations on f64.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use performer_core::ops;
+use performer_core::{Rotary, ops};
 
 /// A fixed tensor without structure, values in ±2.
 fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
@@ -66,6 +66,32 @@ fn linear_maps_match_their_formula() -> Result<()> {
     assert_eq!(ops::linear(&empty, &weight, Some(&bias))?.dims(), [2, 0, 4]);
     let message = ops::linear(&weight, &weight.t()?, None).unwrap_err().to_string();
     assert!(message.contains("last dimension must be 4"), "{message}");
+    Ok(())
+}
+
+#[test]
+fn swiglu_matches_its_formula() -> Result<()> {
+    for shape in [[1, 1], [3, 17], [5, 64]] {
+        let inputs = [(numbers(&shape, 0)? * 10.0)?, numbers(&shape, 5)?];
+        assert_same(&format!("{shape:?}"), &inputs, 1e-5, |t| ops::swiglu(&t[0], &t[1]));
+    }
+    let inputs = [numbers(&[6, 3], 0)?, numbers(&[3, 6], 5)?];
+    assert_same("a strided gate", &inputs, 1e-5, |t| ops::swiglu(&t[0].t()?, &t[1]));
+    assert_same("gates beyond e^88", &[(numbers(&[4, 4], 0)? * 100.0)?, numbers(&[4, 4], 5)?], 1e-5, |t| {
+        ops::swiglu(&t[0], &t[1])
+    });
+    Ok(())
+}
+
+#[test]
+fn rotary_positions_match_their_formula() -> Result<()> {
+    for [b, h, t, d] in [[1, 1, 1, 2], [2, 3, 5, 6], [1, 2, 63, 64]] {
+        let rotary = Rotary::new(d, 100, 1e4, &Device::Cpu)?;
+        assert_same("rows", &[numbers(&[b, h, t, d], 0)?], 1e-6, |x| rotary.apply(&x[0], 30));
+        // As a layer has them: heads inside tokens.
+        assert_same("heads", &[numbers(&[b, t, h, d], 0)?], 1e-6, |x| rotary.apply(&x[0].transpose(1, 2)?, 30));
+        assert_same("strided rows", &[numbers(&[b, h, d, t], 0)?], 1e-6, |x| rotary.apply(&x[0].t()?, 30));
+    }
     Ok(())
 }
 

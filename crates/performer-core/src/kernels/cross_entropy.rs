@@ -2,7 +2,10 @@
 //! that stay in the cache. Where there are few enough, their exponentials are kept for the backward pass; where not, it makes them again.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
-use std::sync::{Mutex, PoisonError};
+use std::{
+    mem::take,
+    sync::{Mutex, PoisonError},
+};
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -31,6 +34,8 @@ const KEPT: usize = 1 << 25;
 pub(crate) struct CrossEntropy {
     targets: Vec<u32>,
     teacher: Option<Teacher>,
+    /// Whether a backward pass may come.
+    keep: bool,
     saved: Mutex<Saved>,
 }
 
@@ -49,37 +54,18 @@ struct Saved {
     /// Logarithms of the denominators, `(N)`.
     logs: Vec<f32>,
     teacher_logs: Vec<f32>,
-    /// Gone once they are used.
-    weights: Option<Weights>,
+    /// Of all tiles or of none, until they are used.
+    weights: Vec<Weights>,
 }
 
-/// `e^{logit − c}` of tiles that lie one after the other: all of them, or each in the place of the one before.
-struct Weights {
-    values: Vec<f32>,
-    /// `c` of the rows of each tile; empty where tiles are not kept.
-    scales: Vec<[f32; ROWS]>,
-    /// Numbers of a tile.
-    tile: usize,
-}
-
-impl Weights {
-    /// For all tiles if they are few enough and `keep`.
-    fn new(tiles: &Tiles, keep: bool) -> Self {
-        let (tile, count) = (tiles.tokens * ROWS, tiles.count());
-        let kept = if keep && tile * count <= KEPT { count } else { 0 };
-        Self { values: vec![0f32; tile * kept.max(1)], scales: vec![[0.0; ROWS]; kept], tile }
-    }
-
-    /// The memory of a tile, and of its scales if it is kept.
-    fn tile(&mut self, i: usize) -> (&mut [f32], Option<&mut [f32; ROWS]>) {
-        let at = if self.scales.is_empty() { 0 } else { i * self.tile };
-        (&mut self.values[at..at + self.tile], self.scales.get_mut(i))
-    }
-}
+/// `e^{logit − c}` of a tile, and `c` of its rows.
+type Weights = (Vec<f32>, [f32; ROWS]);
 
 impl CrossEntropy {
-    pub(crate) fn new(targets: &[u32], teacher: Option<Teacher>) -> Self {
-        Self { targets: targets.to_vec(), teacher, saved: Mutex::default() }
+    /// For hidden states `x` and a head `weight`.
+    pub(crate) fn new(x: &Tensor, weight: &Tensor, targets: &[u32], teacher: Option<Teacher>) -> Self {
+        let keep = x.track_op() || weight.track_op();
+        Self { targets: targets.to_vec(), teacher, keep, saved: Mutex::default() }
     }
 
     /// Calls `work` with the teacher's tiles, if there is one.
@@ -128,8 +114,9 @@ impl<'a> Tiles<'a> {
         (0..all).step_by(ROWS).map(move |i| [i, ROWS.min(all - i)])
     }
 
-    fn count(&self) -> usize {
-        self.starts().count() * self.blocks().count()
+    /// Numbers of all tiles.
+    fn numbers(&self) -> usize {
+        self.vocabulary * self.blocks().count() * ROWS
     }
 
     /// How many tokens the tile from `v` on has.
@@ -182,7 +169,8 @@ impl<'a> Soft<'a> {
 struct Forward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
-    weights: &'a mut Weights,
+    /// Where tiles are kept, if they are.
+    weights: Option<&'a mut Vec<Weights>>,
     losses: &'a mut [f32],
     logs: &'a mut [f32],
 }
@@ -202,16 +190,15 @@ impl WithSimd for Forward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { tiles, mut soft, weights, losses, logs } = self;
+        let Self { tiles, mut soft, mut weights, losses, logs } = self;
         let share = soft.as_ref().map_or(0.0, |soft| soft.share);
         let zero = [0f32; ROWS];
         let start = Running { largest: [f32::NEG_INFINITY; ROWS], sums: zero, means: zero, masses: zero };
         let mut running = vec![start; tiles.blocks().count()];
-        let mut at = 0..tiles.count();
+        let mut logits = vec![0f32; tiles.tokens * ROWS];
         for v in tiles.starts() {
-            for (([i, n], now), at) in tiles.blocks().zip(&mut running).zip(&mut at) {
-                let (logits, scale) = weights.tile(at);
-                let logits = &mut logits[..tiles.len(v) * ROWS];
+            let logits = &mut logits[..tiles.len(v) * ROWS];
+            for ([i, n], now) in tiles.blocks().zip(&mut running) {
                 tiles.compute(simd, i, v, logits);
                 for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
                     let target = target as usize;
@@ -237,8 +224,8 @@ impl WithSimd for Forward<'_> {
                     exp_minus_each(simd, row, &now.largest);
                     add(simd, &mut now.sums, row);
                 }
-                if let Some(scale) = scale {
-                    *scale = now.largest;
+                if let Some(weights) = &mut weights {
+                    weights.push((logits.to_vec(), now.largest));
                 }
             }
         }
@@ -255,7 +242,7 @@ impl WithSimd for Forward<'_> {
 struct Backward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
-    weights: Weights,
+    weights: Vec<Weights>,
     grad: &'a [f32],
     logs: &'a [f32],
     dx: &'a mut [f32],
@@ -269,7 +256,7 @@ impl WithSimd for Backward<'_> {
     /// `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')`.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { tiles, mut soft, mut weights, grad, logs, dx, dw } = self;
+        let Self { tiles, mut soft, weights, grad, logs, dx, dw } = self;
         let share = soft.as_ref().map_or(0.0, |soft| soft.share);
         let (e, width) = (tiles.e, padded(tiles.e));
         let mut rows = vec![0f32; grad.len() * width];
@@ -277,18 +264,21 @@ impl WithSimd for Backward<'_> {
         for (state, x) in states.chunks_exact_mut(width).zip(tiles.x.chunks_exact(e)) {
             state[..e].copy_from_slice(x);
         }
-        let mut at = 0..tiles.count();
+        let mut weights = weights.into_iter();
+        let mut logits = vec![0f32; tiles.tokens * ROWS];
         for v in tiles.starts() {
             let tokens = tiles.len(v);
-            for ([i, n], at) in tiles.blocks().zip(&mut at) {
+            let logits = &mut logits[..tokens * ROWS];
+            for [i, n] in tiles.blocks() {
                 let (log, factor) = (block(logs, i, f32::INFINITY), block(grad, i, 0.0));
-                let (logits, scale) = weights.tile(at);
-                let logits = &mut logits[..tokens * ROWS];
-                match scale {
-                    Some(scale) => {
-                        exp_minus_each(simd, scale, &log);
-                        multiply(simd, scale, &factor);
-                        logits.chunks_exact_mut(ROWS).for_each(|row| multiply(simd, row, &*scale));
+                match weights.next() {
+                    Some((weights, mut scale)) => {
+                        exp_minus_each(simd, &mut scale, &log);
+                        multiply(simd, &mut scale, &factor);
+                        for (row, weights) in logits.chunks_exact_mut(ROWS).zip(weights.chunks_exact(ROWS)) {
+                            row.copy_from_slice(weights);
+                            multiply(simd, row, &scale);
+                        }
                     }
                     None => {
                         tiles.compute(simd, i, v, logits);
@@ -337,14 +327,15 @@ impl CustomOp2 for CrossEntropy {
         self.with_teacher(|teacher| {
             let Some((tiles, _)) = teacher else { return Ok(()) };
             saved.teacher_logs.resize(n, 0.0);
-            let (weights, logs) = (&mut Weights::new(&tiles, false), &mut saved.teacher_logs[..]);
-            Arch::new().dispatch(Forward { tiles, soft: None, weights, losses: &mut losses, logs });
+            let logs = &mut saved.teacher_logs;
+            Arch::new().dispatch(Forward { tiles, soft: None, weights: None, losses: &mut losses, logs });
             Ok(())
         })?;
         self.with_teacher(|teacher| {
             let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
             let tiles = Tiles::new(x, w, l1.dims()[1], &self.targets);
-            let weights = saved.weights.insert(Weights::new(&tiles, true));
+            let keep = self.keep && tiles.numbers() <= KEPT;
+            let weights = keep.then_some(&mut saved.weights);
             Arch::new().dispatch(Forward { tiles, soft, weights, losses: &mut losses, logs: &mut saved.logs });
             Ok(())
         })?;
@@ -361,12 +352,11 @@ impl CustomOp2 for CrossEntropy {
         if saved.logs.len() != self.targets.len() {
             bail!("cross-entropy: the backward pass needs a forward pass on the CPU before it");
         }
-        let weights = saved.weights.take();
+        let weights = take(&mut saved.weights);
         with_storages([x, w], |[x, w]| {
             let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, &self.targets);
             self.with_teacher(|teacher| {
                 let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
-                let weights = weights.unwrap_or_else(|| Weights::new(&tiles, false));
                 let (logs, dx, dw) = (&saved.logs[..], &mut dx[..], &mut dw[..]);
                 Arch::new().dispatch(Backward { tiles, soft, weights, grad: &grad, logs, dx, dw });
                 Ok(())

@@ -12,6 +12,8 @@ use super::vector::LANES;
 const ROWS: usize = 8;
 /// The same where there are 16 registers.
 const ROWS_OF_16: usize = 4;
+/// Terms that are added before the next rows: the part of `B` that all rows meet, `VECTORS` wide, then stays in the first cache.
+const TERMS: usize = 144;
 /// Vectors of a row of `C` in registers at once.
 const VECTORS: usize = 2;
 
@@ -32,6 +34,11 @@ impl<'a> Left<'a> {
     /// The transpose of a tile with rows `stride` apart.
     pub(super) fn transposed(values: &'a [f32], stride: usize) -> Self {
         Self { values, row: 1, column: stride }
+    }
+
+    /// The columns from `p` on.
+    fn from(self, p: usize) -> Self {
+        Self { values: &self.values[p * self.column..], ..self }
     }
 }
 
@@ -66,7 +73,13 @@ pub(super) fn gemm<S: Simd>(
     assert!(n.is_multiple_of(LANES) && (m - 1) * stride + n <= c.len());
     assert!(k == 0 || (m - 1) * a.row + (k - 1) * a.column < a.values.len());
     assert!(k == 0 || (k - 1) * b.stride + n <= b.values.len());
-    simd.vectorize(Gemm { into, m, n, k, a, b, c, stride });
+    let (mut into, mut start) = (into, 0);
+    // No terms at all are a block too: of zeros.
+    while start < k.max(1) {
+        let (a, b) = (a.from(start), Right { values: &b.values[start * b.stride..], ..b });
+        simd.vectorize(Gemm { into, m, n, k: TERMS.min(k - start), a, b, c: &mut *c, stride });
+        (into, start) = (Into::Sum, start + TERMS);
+    }
 }
 
 struct Gemm<'a> {

@@ -11,6 +11,7 @@ pub(crate) mod favor;
 mod gemm;
 pub(crate) mod linear;
 pub(crate) mod norm;
+pub(crate) mod rotary;
 mod rows;
 pub(crate) mod softmax;
 pub(crate) mod tiled_cross_entropy;

@@ -46,7 +46,8 @@ impl Global {
         // SAFETY: no other thread has been started yet.
         unsafe {
             std::env::set_var("RAYON_NUM_THREADS", &inside);
-            std::env::set_var("CANDLE_NUM_THREADS", &inside);
+            // Candle's pool for elementwise operations spins while it waits, on cores that the kernels' own threads need.
+            std::env::set_var("CANDLE_NUM_THREADS", "1");
         }
         // Tokenizers do use the pool.
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;

@@ -1,6 +1,6 @@
 //! GELU and SwiGLU on CUDA, element by element.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
 
@@ -44,26 +44,14 @@ pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Ten
     Ok(tensor(dx, x.shape()))
 }
 
-/// `g σ(g) x` of contiguous gates and numbers.
-pub(crate) struct Swiglu;
+pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
+    let [out] = run("swiglu_forward", [gate, x])?;
+    Ok((out, x.1.shape().clone()))
+}
 
-impl CustomOp2 for Swiglu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("swiglu: the fused operation is for CUDA")
-    }
-
-    fn cuda_fwd(&self, s1: &CudaStorage, l1: &Layout, s2: &CudaStorage, l2: &Layout) -> Result<(CudaStorage, Shape)> {
-        let [out] = run("swiglu_forward", [(s1, l1), (s2, l2)])?;
-        Ok((out, l1.shape().clone()))
-    }
-
-    fn bwd(&self, gate: &Tensor, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dgate, dx]: [CudaStorage; 2] =
-            with_storages([gate, x, &grad.contiguous()?], |inputs| run("swiglu_backward", inputs))?;
-        Ok((Some(tensor(dgate, gate.shape())), Some(tensor(dx, gate.shape()))))
-    }
+/// Gradients of the gates and of the numbers.
+pub(in crate::kernels) fn swiglu_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+    let gradients: [CudaStorage; 2] =
+        with_storages([gate, x, &grad.contiguous()?], |inputs| run("swiglu_backward", inputs))?;
+    Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
 }

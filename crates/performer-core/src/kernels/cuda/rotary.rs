@@ -1,45 +1,18 @@
 //! Rotary positions on CUDA.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
 
 const SOURCE: Source =
     Source { name: "performer-core/src/kernels/cuda/rotary.cu", text: include_str!("rotary.cu"), headers: STORED };
 
-/// Turns rows `(B, H, T, D)` by the angles whose cosine and sine, f32 and contiguous `(T, D/2)`, are given.
-pub(crate) struct Rotary {
-    pub(crate) cos: Tensor,
-    pub(crate) sin: Tensor,
+/// Turns rows `(B, H, T, D)` by the angles whose cosine and sine, f32 and contiguous `(T, D/2)`, are given; back if `direction` is −1.
+pub(in crate::kernels) fn turn(x: View, cos: &Tensor, sin: &Tensor, direction: f32) -> Result<(CudaStorage, Shape)> {
+    with_storages([cos, sin], |[cos, sin]| launch(x, cos, sin, direction))
 }
 
-impl Rotary {
-    fn turn(&self, x: View, direction: f32) -> Result<(CudaStorage, Shape)> {
-        with_storages([&self.cos, &self.sin], |[cos, sin]| turn(x, cos, sin, direction))
-    }
-}
-
-impl CustomOp1 for Rotary {
-    fn name(&self) -> &'static str {
-        "rotary"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("rotary: the fused operation is for CUDA")
-    }
-
-    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.turn((storage, layout), 1.0)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let (back, shape) = with_storages([&grad.contiguous()?], |[grad]| self.turn(grad, -1.0))?;
-        Ok(Some(tensor(back, shape)))
-    }
-}
-
-/// Back if `direction` is −1.
-fn turn(x: View, cos: View, sin: View, direction: f32) -> Result<(CudaStorage, Shape)> {
+fn launch(x: View, cos: View, sin: View, direction: f32) -> Result<(CudaStorage, Shape)> {
     contiguous([cos, sin])?;
     let (_, heads, tokens, width) = x.1.shape().dims4()?;
     let (half, strides) = (width / 2, x.1.stride());
