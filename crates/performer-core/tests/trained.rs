@@ -61,7 +61,11 @@ fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)
 
 /// Outputs and all gradients.
 fn run(sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
-    let vars: Vec<Var> = inputs(sizes)?.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<_>>()?;
+    run_on(&inputs(sizes)?, sizes, mask, dtype)
+}
+
+fn run_on(inputs: &[Tensor], sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
+    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<_>>()?;
     let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let (loss, out) = loss(&tensors, sizes, mask)?;
     let gradients = loss.backward()?;
@@ -93,6 +97,23 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
         let sizes = Sizes { tokens, head_dim, features, sets, window: None };
         compare(sizes, &Mask::causal(), "causal")?;
         compare(sizes, &Mask::full(), "full")?;
+    }
+    Ok(())
+}
+
+/// Inputs and parameters in a half type: as for constant maps, what is lost is the type's rounding of outputs and gradients.
+#[test]
+fn half_types_lose_their_rounding_only() -> Result<()> {
+    let sizes = Sizes { tokens: 130, head_dim: 16, features: 20, sets: 2, window: None };
+    for dtype in [DType::F16, DType::BF16] {
+        let rounded: Vec<Tensor> = inputs(sizes)?.iter().map(|x| x.to_dtype(dtype)).collect::<Result<_>>()?;
+        for mask in [Mask::causal(), Mask::full()] {
+            let (half, truth) = (run_on(&rounded, sizes, &mask, dtype)?, run_on(&rounded, sizes, &mask, DType::F64)?);
+            for (name, (half, truth)) in ["output"].iter().chain(&NAMES).zip(half.iter().zip(&truth)) {
+                let what = format!("{dtype:?} causal {} {name}", mask.is_causal());
+                assert_close(&what, &[half.len()], half, truth, 1e-2);
+            }
+        }
     }
     Ok(())
 }
