@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
-    output,
+    output, stop_on_ctrl_c,
 };
 use crate::{
     bench::{Effort, attention, decode, train},
@@ -172,11 +172,11 @@ impl Common {
     }
 }
 
-pub(super) fn run(command: Command, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     match command {
         Command::Attention(args) => attention(&args, machine),
         Command::Decode(args) => decode(&args, machine),
-        Command::Train(args) => train(*args, machine, stop),
+        Command::Train(args) => train(*args, machine, stop_on_ctrl_c()?),
     }
 }
 

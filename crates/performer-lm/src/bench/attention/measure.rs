@@ -11,7 +11,7 @@ use super::{
 use crate::memory;
 
 /// Largest score matrices that an implementation which makes them is asked for, in bytes.
-const SCORES: usize = 1 << 30;
+const SCORES: usize = 1 << 28;
 
 /// Times that every point is measured.
 const ROUNDS: usize = 3;

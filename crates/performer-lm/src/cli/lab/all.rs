@@ -1,12 +1,12 @@
 //! `performer-lm lab all`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::path::PathBuf;
 
 use anyhow::Result;
 
 use super::{Common, ablate, crossover, error, tasks};
 use crate::{
-    cli::{args::Machine, output},
+    cli::{args::Machine, output, stop_on_ctrl_c},
     data::DataSpec,
     lab::Findings,
 };
@@ -38,7 +38,7 @@ pub(in crate::cli) struct Args {
 
 impl Args {
     /// Every experiment with its defaults, one after the other.
-    pub(super) fn run(self, machine: &Machine, stop: &AtomicBool) -> Result<Vec<Findings>> {
+    pub(super) fn run(self, machine: &Machine) -> Result<Vec<Findings>> {
         let part = |name: &str| {
             output::note(&format!("== {name}"));
             Common { out: self.common.out.as_ref().map(|out| out.join(name)), json: false }
@@ -49,6 +49,7 @@ impl Args {
         let error = error.run(machine)?;
         part("crossover");
         let crossover = crossover::apart(machine, self.quick)?;
+        let stop = stop_on_ctrl_c()?;
         let common = part("tasks");
         let mut tasks: tasks::Args = defaults()?;
         (tasks.text, tasks.proteins, tasks.common) = (self.text.clone(), self.proteins.clone(), common);

@@ -7,13 +7,13 @@ mod error;
 mod suggest;
 mod tasks;
 
-use std::{path::PathBuf, sync::atomic::AtomicBool, time::Instant};
+use std::{path::PathBuf, time::Instant};
 
 use anyhow::{Context, Result};
 use clap::Subcommand;
 use serde_json::{Map, Value};
 
-use super::{args::Machine, output};
+use super::{args::Machine, output, stop_on_ctrl_c};
 use crate::{
     data::DataSpec,
     lab::{self, Findings, Heads, Provenance, Source},
@@ -42,15 +42,15 @@ impl Command {
     }
 }
 
-pub(super) fn run(command: Command, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     let begun = Instant::now();
     let (common, findings) = match command {
         Command::Error(args) => (args.common.clone(), vec![args.run(machine)?]),
         Command::Suggest(args) => (args.common.clone(), vec![args.run(machine)?]),
         Command::Crossover(args) => (args.common.clone(), vec![args.run(machine)?]),
-        Command::Tasks(args) => (args.common.clone(), vec![args.run(machine, stop)?]),
-        Command::Ablate(args) => (args.common.clone(), vec![args.run(machine, stop)?]),
-        Command::All(args) => (args.common.clone(), args.run(machine, stop)?),
+        Command::Tasks(args) => (args.common.clone(), vec![args.run(machine, stop_on_ctrl_c()?)?]),
+        Command::Ablate(args) => (args.common.clone(), vec![args.run(machine, stop_on_ctrl_c()?)?]),
+        Command::All(args) => (args.common.clone(), args.run(machine)?),
     };
     common.finish(machine, begun, &findings)
 }
