@@ -18,6 +18,8 @@ pub(crate) mod tiled_cross_entropy;
 mod transpose;
 pub mod vector;
 
+use std::mem::MaybeUninit;
+
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -48,6 +50,22 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
     } else {
         items.into_par_iter().map(work).collect()
     }
+}
+
+/// `len` zeros for a kernel's outputs, cleared on all threads where there are many: one alone took 4 of the 48 ms of a forward and a backward
+/// pass over 4 heads of 8,192 tokens.
+fn zeros(len: usize) -> Vec<f32> {
+    const LEAST: usize = 1 << 20;
+    let threads = candle_core::utils::get_num_threads();
+    if len < LEAST || threads == 1 {
+        return vec![0f32; len];
+    }
+    let mut values = Vec::with_capacity(len);
+    let parts = values.spare_capacity_mut()[..len].par_chunks_mut(len.div_ceil(threads));
+    parts.for_each(|part| part.fill(MaybeUninit::new(0f32)));
+    // SAFETY: the first `len` numbers have just been written.
+    unsafe { values.set_len(len) };
+    values
 }
 
 /// Whether there are more threads than heads, so that a head's own work should be split.

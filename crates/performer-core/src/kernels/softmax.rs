@@ -20,7 +20,7 @@ use super::{
     rows::{Heads, Matrix, Rows},
     spare_threads,
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, subtract, sum},
-    with_storages,
+    with_storages, zeros,
 };
 
 /// Queries of a block.
@@ -414,7 +414,7 @@ impl CustomOp3 for Softmax {
         let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
-        let (mut out, mut logs) = (vec![0f32; b * h * t * dv], vec![0f32; b * h * t]);
+        let (mut out, mut logs) = (zeros(b * h * t * dv), vec![0f32; b * h * t]);
         let piece = if spare_threads(b * h) { PIECE } else { t };
         let mut work = Vec::new();
         for (n, (out, logs)) in out.chunks_exact_mut(t * dv).zip(logs.chunks_exact_mut(t)).enumerate() {
@@ -445,9 +445,9 @@ impl CustomOp3 for Softmax {
         let (_, h, t, d) = q.dims4()?;
         let (b, hkv, keys, vd) = v.dims4()?;
         let (group, width, value_width) = (h / hkv, padded(d), padded(vd));
-        let mut dq = vec![0f32; q.elem_count()];
-        let mut dk = vec![0f32; b * hkv * keys * width];
-        let mut dv = vec![0f32; b * hkv * keys * value_width];
+        let mut dq = zeros(q.elem_count());
+        let mut dk = zeros(b * hkv * keys * width);
+        let mut dv = zeros(b * hkv * keys * value_width);
         let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
         if logs.is_empty() {
             bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");

@@ -33,7 +33,7 @@ use super::{
     rows::{Heads, Rows},
     spare_threads,
     vector::{self, exp},
-    with_storages,
+    with_storages, zeros,
 };
 
 /// Most tokens a chunk has.
@@ -189,7 +189,7 @@ pub(crate) fn extend(
 ) -> Result<Tensor> {
     let (b, h, t, _) = q.dims4()?;
     let width = v.dim(3)? + usize::from(form.logs);
-    let mut out = vec![0f32; b * h * t * width];
+    let mut out = zeros(b * h * t * width);
     with_storages([q, k, v], |[q, k, v]| {
         let inputs = Inputs::new(form, q, k, v, None)?;
         let spare = spare_threads(sums.len());

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{
-    super::{for_heads, narrow, rows::Heads, spare_threads, with_storages},
+    super::{for_heads, narrow, rows::Heads, spare_threads, with_storages, zeros},
     Form, Inputs, Stored, causal,
     exponential::LinearGradient,
     full,
@@ -53,7 +53,7 @@ impl Passes {
         let (b, h, t, _) = q.1.shape().dims4()?;
         let dv = v.1.dims()[3];
         let width = dv + usize::from(self.form.logs);
-        let mut out = vec![0f32; b * h * t * width];
+        let mut out = zeros(b * h * t * width);
         let mut saved: Vec<Saved> = (0..b * inputs.key_heads)
             .map(|_| match self.causal {
                 true => Saved::Causal(causal::Saved::default()),
@@ -87,7 +87,7 @@ impl Passes {
     ) -> Result<[Tensor; 3]> {
         let grad = grad.contiguous()?;
         let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
-        let mut gradients = [q, k, v].map(|x| vec![0f32; x.elem_count()]);
+        let mut gradients = [q, k, v].map(|x| zeros(x.elem_count()));
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
         if saved.is_empty() {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
