@@ -75,6 +75,11 @@ fn swiglu_matches_its_formula() -> Result<()> {
         let inputs = [(numbers(&shape, 0)? * 10.0)?, numbers(&shape, 5)?];
         assert_same(&format!("{shape:?}"), &inputs, 1e-5, |t| ops::swiglu(&t[0], &t[1]));
     }
+    for (shape, dtype) in [([2, 3], DType::F32), ([3, 2], DType::F16)] {
+        let error = ops::swiglu(&numbers(&[3, 2], 0)?.to_dtype(DType::F32)?, &numbers(&shape, 5)?.to_dtype(dtype)?);
+        let error = error.expect_err("they do not fit").to_string();
+        assert!(error.contains("one type and shape") && error.contains("[3, 2]"), "{error}");
+    }
     let inputs = [numbers(&[6, 3], 0)?, numbers(&[3, 6], 5)?];
     assert_same("a strided gate", &inputs, 1e-5, |t| ops::swiglu(&t[0].t()?, &t[1]));
     assert_same("gates beyond e^88", &[(numbers(&[4, 4], 0)? * 100.0)?, numbers(&[4, 4], 5)?], 1e-5, |t| {

@@ -5,7 +5,7 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
@@ -93,8 +93,9 @@ impl CustomOp2 for Swiglu {
     }
 
     fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
-        if l1.shape() != l2.shape() {
-            bail!("swiglu: gates {:?} and numbers {:?} must have one shape", l1.dims(), l2.dims());
+        let of = [(s1.dtype(), l1.dims()), (s2.dtype(), l2.dims())];
+        if of[0] != of[1] {
+            bail!("swiglu: gates and numbers must have one type and shape, not {of:?}");
         }
         let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let mut out = vec![0f32; xs.len()];

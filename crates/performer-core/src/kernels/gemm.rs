@@ -2,7 +2,8 @@
 //!
 //! `C += A·B` with `C` in registers, a few rows by two vectors at a time: entries of `A` are broadcast, so `A` may have any strides (a
 //! transposed tile costs nothing), rows of `B` and `C` are read as whole vectors. An entry's terms are added in the order of
-//! `k`, whatever the shape around it: a row of a product has the same bits in a tall tile and in a low one.
+//! `k`, in pieces of [`TERMS`] whose sums are added to `C`, whatever the shape around it: a row of a product has the same bits in a tall
+//! tile and in a low one.
 
 use pulp::{Simd, WithSimd};
 
@@ -36,8 +37,8 @@ impl<'a> Left<'a> {
         Self { values, row: 1, column: stride }
     }
 
-    /// The columns from `p` on.
-    fn from(self, p: usize) -> Self {
+    /// Without the first `p` columns.
+    fn after(self, p: usize) -> Self {
         Self { values: &self.values[p * self.column..], ..self }
     }
 }
@@ -47,6 +48,13 @@ impl<'a> Left<'a> {
 pub(super) struct Right<'a> {
     pub(super) values: &'a [f32],
     pub(super) stride: usize,
+}
+
+impl Right<'_> {
+    /// Without the first `p` rows.
+    fn after(self, p: usize) -> Self {
+        Self { values: &self.values[p * self.stride..], ..self }
+    }
 }
 
 /// Whether a product replaces what `C` holds or is added to it.
@@ -76,7 +84,7 @@ pub(super) fn gemm<S: Simd>(
     let (mut into, mut start) = (into, 0);
     // No terms at all are a block too: of zeros.
     while start < k.max(1) {
-        let (a, b) = (a.from(start), Right { values: &b.values[start * b.stride..], ..b });
+        let (a, b) = (a.after(start), b.after(start));
         simd.vectorize(Gemm { into, m, n, k: TERMS.min(k - start), a, b, c: &mut *c, stride });
         (into, start) = (Into::Sum, start + TERMS);
     }
@@ -221,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_row_has_the_same_bits_in_any_tile() {
-        let (n, k) = (16, 50);
+        let (n, k) = (16, TERMS + 50);
         let a: Vec<f32> = (0..40 * k).map(|i| (i as f32 * 0.37).sin()).collect();
         let b: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.73).cos()).collect();
         let right = Right { values: &b, stride: n };

@@ -57,9 +57,11 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
 fn zeros(len: usize) -> Vec<f32> {
     const LEAST: usize = 1 << 20;
     let threads = candle_core::utils::get_num_threads();
-    if len < LEAST || threads == 1 {
-        return vec![0f32; len];
-    }
+    if len < LEAST || threads == 1 { vec![0f32; len] } else { zeros_by(threads, len) }
+}
+
+/// `len` zeros, cleared on `threads` threads.
+fn zeros_by(threads: usize, len: usize) -> Vec<f32> {
     let mut values = Vec::with_capacity(len);
     let parts = values.spare_capacity_mut()[..len].par_chunks_mut(len.div_ceil(threads));
     parts.for_each(|part| part.fill(MaybeUninit::new(0f32)));
@@ -130,6 +132,20 @@ pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) ->
         None => Ok(()),
         Some((index, value)) => {
             bail!("{name} holds {value} at {index:?} of shape {:?}; every value must be finite", layout.dims())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_is_cleared_once() {
+        for (threads, len) in [(1, 1), (2, 7), (3, 1000), (8, 5)] {
+            // Memory that has been used before.
+            drop(vec![f32::NAN; len]);
+            assert_eq!(zeros_by(threads, len), vec![0.0; len], "{len} by {threads}");
         }
     }
 }

@@ -31,11 +31,11 @@ impl CustomOp1 for Rotary {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
+        let grad = if grad.stride()[3] == 1 { grad.clone() } else { grad.contiguous()? };
         #[cfg(feature = "cuda")]
         if grad.device().is_cuda() {
-            let turn = |[grad]: [_; 1]| cuda::rotary::turn(grad, &self.cos, &self.sin, -1.0);
-            let (back, shape) = cuda::with_storages([&grad], turn)?;
+            let turned = cuda::with_storages([&grad], |[grad]| cuda::rotary::turn(grad, &self.cos, &self.sin, -1.0));
+            let (back, shape) = turned?;
             return Ok(Some(cuda::tensor(back, shape)));
         }
         let back = with_storages([&grad], |[(storage, layout)]| self.turn(storage, layout, -1.0))?;

@@ -1,8 +1,6 @@
 //! Training: tokens a second of whole steps, attention beside attention.
 
-use std::sync::atomic::AtomicBool;
-
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +9,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
     machine::Machine,
-    train::{RunOptions, Trainer},
+    train::{NEVER, RunOptions, Trainer},
 };
 
 /// One measurement.
@@ -45,7 +43,7 @@ pub struct Report {
 }
 
 /// What is measured, and on what.
-pub struct Plan<'a> {
+pub struct Plan {
     /// The model; its attention is replaced by each of `attentions`.
     pub config: ModelConfig,
     /// The training.
@@ -58,8 +56,6 @@ pub struct Plan<'a> {
     pub device: Device,
     /// Worker threads on the CPU.
     pub threads: usize,
-    /// Set from outside to stop.
-    pub stop: &'a AtomicBool,
 }
 
 /// Trains each attention for some steps and throws the models away; `progress` is told what comes next.
@@ -86,11 +82,11 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             data: "bench",
             device: plan.device.clone(),
             threads: plan.threads,
-            stop: plan.stop,
+            stop: &NEVER,
             samples: false,
         };
         let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
-        let Some(run) = Trainer::exactly(&config, &training, data, options)?.run()? else { bail!("stopped") };
+        let run = Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")?;
         // An embedding is looked up, not multiplied; a tied head multiplies by it all the same.
         let embeddings = if config.tied_head { 0 } else { report.config.vocab_size * config.hidden_size };
         let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;

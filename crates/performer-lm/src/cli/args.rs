@@ -47,7 +47,9 @@ impl Global {
         unsafe {
             std::env::set_var("RAYON_NUM_THREADS", &inside);
             // Candle's pool for elementwise operations spins while it waits, on cores that the kernels' own threads need.
-            std::env::set_var("CANDLE_NUM_THREADS", "1");
+            if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
+                std::env::set_var("CANDLE_NUM_THREADS", "1");
+            }
         }
         // Tokenizers do use the pool.
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;

@@ -2,7 +2,6 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::AtomicBool,
     time::Duration,
 };
 
@@ -12,7 +11,7 @@ use serde::Serialize;
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
-    output, stop_on_ctrl_c,
+    output,
 };
 use crate::{
     bench::{Effort, attention, decode, train},
@@ -176,7 +175,7 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     match command {
         Command::Attention(args) => attention(&args, machine),
         Command::Decode(args) => decode(&args, machine),
-        Command::Train(args) => train(*args, machine, stop_on_ctrl_c()?),
+        Command::Train(args) => train(*args, machine),
     }
 }
 
@@ -294,7 +293,7 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
     args.common.finish("decode", &report, &table)
 }
 
-fn train(args: TrainArgs, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
     let (config, training) = args.recipe.load(machine)?;
     let data = args.data.prepare(config.vocab_size)?;
     let plan = train::Plan {
@@ -304,7 +303,6 @@ fn train(args: TrainArgs, machine: &Machine, stop: &AtomicBool) -> Result<()> {
         steps: args.steps,
         device: machine.device.clone(),
         threads: machine.threads,
-        stop,
     };
     let report = train::run(&plan, &data, |what| output::note(&what))?;
     let rows: Vec<Vec<String>> = report

@@ -1,6 +1,6 @@
 //! `performer-lm gpu-check`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 
@@ -31,12 +31,12 @@ pub(super) struct Args {
     json: bool,
 }
 
-pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let extent = if args.quick { Extent::Quick } else { Extent::Full };
     if machine.device.is_cpu() && extent == Extent::Full {
         output::note("there is no GPU here: the CPU takes long for these sizes (--quick for small ones)");
     }
-    let report = gpu_check::run(&machine.device, extent, stop, output::note)?;
+    let report = gpu_check::run(&machine.device, extent, output::note)?;
     files::write_json(&args.out, &report)?;
     output::note(&format!("saved {}", args.out.display()));
     if args.json {

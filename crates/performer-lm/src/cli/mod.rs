@@ -117,7 +117,7 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
         Command::Generate(args) => generate::run(args, global),
         Command::Export(args) => export::run(args),
         Command::Bench(command) => bench::run(command, global),
-        Command::GpuCheck(args) => gpu_check::run(args, global, stop_on_ctrl_c()?),
+        Command::GpuCheck(args) => gpu_check::run(args, global),
         Command::Lab(command) => lab::run(command, global),
         Command::Data(args) => data::run(args, global),
         Command::Completions { shell } => {
@@ -133,7 +133,7 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
     }
 }
 
-/// For work that looks whether it is to stop, and can go on from there: all else ends at the first Ctrl-C.
+/// For work that goes on where it was stopped: all else ends at the first Ctrl-C.
 fn stop_on_ctrl_c() -> Result<&'static AtomicBool> {
     ctrlc::set_handler(|| {
         if STOP.swap(true, Ordering::Relaxed) {

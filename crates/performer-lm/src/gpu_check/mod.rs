@@ -6,7 +6,7 @@ mod parts;
 mod speed;
 mod training;
 
-use std::{sync::atomic::AtomicBool, time::Instant};
+use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -73,7 +73,7 @@ pub enum Extent {
 ///
 /// # Errors
 /// What keeps a part from running at all. A wrong result is no error: it is in the report.
-pub fn run(device: &Device, extent: Extent, stop: &AtomicBool, mut progress: impl FnMut(&str)) -> Result<Report> {
+pub fn run(device: &Device, extent: Extent, mut progress: impl FnMut(&str)) -> Result<Report> {
     let started = Instant::now();
     let mut checks = Vec::new();
     poison(true);
@@ -85,7 +85,7 @@ pub fn run(device: &Device, extent: Extent, stop: &AtomicBool, mut progress: imp
     progress("timing attention");
     let mut skipped = Vec::new();
     let speed = speed::run(device, extent, &mut skipped, &mut progress)?;
-    let training = training::run(device, extent, stop, &mut skipped, &mut progress)?;
+    let training = training::run(device, extent, &mut skipped, &mut progress)?;
     Ok(Report {
         device: describe(device),
         machine: Machine::this(),

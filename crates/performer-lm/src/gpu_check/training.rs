@@ -1,7 +1,5 @@
 //! A short training run with either attention, on the sample that comes with the program.
 
-use std::sync::atomic::AtomicBool;
-
 use anyhow::{Context, Result};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
@@ -10,7 +8,7 @@ use super::{Extent, unless_skipped};
 use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, prepare},
-    train::{RunOptions, Trainer},
+    train::{NEVER, RunOptions, Trainer},
 };
 
 /// One run.
@@ -37,7 +35,6 @@ pub struct Training {
 pub(super) fn run(
     device: &Device,
     extent: Extent,
-    stop: &AtomicBool,
     skipped: &mut Vec<String>,
     progress: &mut impl FnMut(&str),
 ) -> Result<Vec<Training>> {
@@ -69,7 +66,7 @@ pub(super) fn run(
                 data: "sample",
                 device: device.clone(),
                 threads: 1,
-                stop,
+                stop: &NEVER,
                 samples: false,
             };
             Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")

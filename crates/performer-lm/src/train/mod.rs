@@ -18,6 +18,7 @@ pub use log::{Record, read_log};
 pub use optimizer::{AdamW, AdamWConfig};
 pub use parallel::in_order;
 pub(crate) use progress::Bar;
+pub(crate) use run::NEVER;
 pub use run::{
     Report, RunOptions, Trainer, check_same_run, default_out, load_model, run_name, saved_data, training_batches,
 };

@@ -37,6 +37,9 @@ const REPORT: &str = "metrics.json";
 /// Stream of the seed that dropout draws from.
 const DROPOUT_STREAM: u64 = 3;
 
+/// For runs that are over soon, and keep nothing that could go on.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
+
 /// Where and how a run happens; nothing here changes its result.
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.

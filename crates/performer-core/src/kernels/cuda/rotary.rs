@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
-use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, with_storages};
 
 const SOURCE: Source =
     Source { name: "performer-core/src/kernels/cuda/rotary.cu", text: include_str!("rotary.cu"), headers: STORED };

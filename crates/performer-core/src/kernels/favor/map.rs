@@ -246,8 +246,8 @@ impl Map {
         }
     }
 
-    /// Gradient of the queries' rows from that of their features (`dl`, laid out as [`Self::queries`] does; so are the weights `phi` made of them). `linear`: that of a positive
-    /// map's own rows, to be added to.
+    /// Gradient of the queries' rows from that of their features: `dl`, laid out as [`Self::queries`] does, as are the weights `phi` made of
+    /// them. `linear`: that of a positive map's own rows, to be added to.
     #[inline(always)]
     pub(super) fn query_gradients<S: Simd>(
         &self,

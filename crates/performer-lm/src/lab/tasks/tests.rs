@@ -5,9 +5,7 @@ use super::{
     example::{Batch, Example, Split},
     *,
 };
-use crate::train::Gradients;
-
-static NEVER: AtomicBool = AtomicBool::new(false);
+use crate::train::{Gradients, NEVER};
 
 /// All tasks at sizes of a moment, with files of their own.
 fn plan<'a>(folder: &'a Path, attentions: &[&str]) -> Plan<'a> {
