@@ -1,6 +1,6 @@
 //! Rotary positions (Su et al. 2021): pairs `(i, i + D/2)` of each row turn by the angle of their token.
 //!
-//! Candle's form with a gradient makes eight tensors of the size of its input. Here it is one each way, from rows with any strides.
+//! Candle's form with a gradient makes four tensors and a half of the size of its input, each with a gradient. Here it is one each way, from rows with any strides.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -31,7 +31,7 @@ impl CustomOp1 for Rotary {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = if grad.stride()[3] == 1 { grad.clone() } else { grad.contiguous()? };
+        let grad = grad.contiguous()?;
         #[cfg(feature = "cuda")]
         if grad.device().is_cuda() {
             let turned = cuda::with_storages([&grad], |[grad]| cuda::rotary::turn(grad, &self.cos, &self.sin, -1.0));

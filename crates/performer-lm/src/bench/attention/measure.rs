@@ -75,7 +75,7 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
     }
     let scores = 4 * sweep.batch * sweep.heads * tokens * tokens;
     if sweep.softmax && sweep.composed && scores <= SCORES {
-        all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax)));
+        all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax::new(tokens, sweep.causal, device)?)));
     }
     for &features in &sweep.features {
         let config = FavorConfig { features, ..FavorConfig::default() };
@@ -155,15 +155,25 @@ impl CustomOp1 for Handed {
 
 /// Softmax attention as one writes it with Candle.
 #[derive(Debug)]
-struct CandleSoftmax;
+struct CandleSoftmax {
+    /// What is added to scores, made once: −∞ where a key is not seen.
+    hidden: Option<Tensor>,
+}
+
+impl CandleSoftmax {
+    fn new(tokens: usize, causal: bool, device: &Device) -> Result<Self> {
+        let hidden = |i| if i % tokens > i / tokens { f32::NEG_INFINITY } else { 0.0 };
+        let hidden = || Tensor::from_iter((0..tokens * tokens).map(hidden), device)?.reshape((tokens, tokens));
+        Ok(Self { hidden: causal.then(hidden).transpose()? })
+    }
+}
 
 impl Attention for CandleSoftmax {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> candle_core::Result<Tensor> {
-        let (t, d) = (q.dim(2)?, q.dim(3)?);
-        let mut scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * (d as f64).sqrt().recip())?;
-        if mask.is_causal() {
-            let hidden: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 }).collect();
-            scores = scores.broadcast_add(&Tensor::from_vec(hidden, (t, t), q.device())?)?;
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, _: &Mask) -> candle_core::Result<Tensor> {
+        let scale = (q.dim(3)? as f64).sqrt().recip();
+        let mut scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * scale)?;
+        if let Some(hidden) = &self.hidden {
+            scores = scores.broadcast_add(hidden)?;
         }
         candle_nn::ops::softmax(&scores, candle_core::D::Minus1)?.matmul(&v.contiguous()?)
     }
@@ -176,6 +186,18 @@ impl Attention for CandleSoftmax {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn softmax_in_candle_s_operations_is_softmax() -> candle_core::Result<()> {
+        let random = || Tensor::randn(0f32, 1.0, (2, 3, 9, 4), &Device::Cpu);
+        let (q, k, v) = (random()?, random()?, random()?);
+        for mask in [Mask::causal(), Mask::full()] {
+            let candle = CandleSoftmax::new(9, mask.is_causal(), &Device::Cpu).expect("it can be made");
+            let difference = (candle.forward(&q, &k, &v, &mask)? - Softmax::new().forward(&q, &k, &v, &mask)?)?;
+            assert!(difference.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5, "causal {}", mask.is_causal());
+        }
+        Ok(())
+    }
 
     #[test]
     fn the_middle_round_of_each_point_counts() {
