@@ -11,6 +11,8 @@ use super::vector::LANES;
 
 /// Rows of `C` in registers at once: with two vectors a row, enough independent sums to hide the latency of a fused multiply-add.
 const ROWS: usize = 8;
+/// The same where a row is one vector.
+const ROWS_OF_ONE: usize = 16;
 /// The same where there are 16 registers.
 const ROWS_OF_16: usize = 4;
 /// Terms that are added before the next rows: the part of `B` that all rows meet, `VECTORS` wide, then stays in the first cache.
@@ -126,6 +128,10 @@ impl Gemm<'_> {
     fn columns<S: Simd, const NV: usize>(&mut self, simd: S, j: usize) {
         let mut i = 0;
         if S::REGISTER_COUNT >= 32 {
+            while NV == 1 && i + ROWS_OF_ONE <= self.m {
+                self.tile::<S, ROWS_OF_ONE, NV>(simd, i, j);
+                i += ROWS_OF_ONE;
+            }
             while i + ROWS <= self.m {
                 self.tile::<S, ROWS, NV>(simd, i, j);
                 i += ROWS;
@@ -148,7 +154,9 @@ impl Gemm<'_> {
         // SAFETY: `gemm` has checked that rows below m, columns below n (a multiple of the vector) and terms below k lie inside
         // the three slices; MR rows from i and NV vectors from j are such.
         unsafe {
-            let mut a = self.a.values.as_ptr().wrapping_add(i * a_row);
+            // A pointer a row: one that walks from row to row would be a chain of additions as long as the products take.
+            let a: [*const f32; MR] = std::array::from_fn(|r| self.a.values.as_ptr().wrapping_add((i + r) * a_row));
+            let mut at = 0;
             let mut b = self.b.values.as_ptr().wrapping_add(j);
             for _ in 0..self.k {
                 let mut vectors = [simd.splat_f32s(0.0); NV];
@@ -156,12 +164,12 @@ impl Gemm<'_> {
                     *vector = b.add(v * S::F32_LANES).cast::<S::f32s>().read_unaligned();
                 }
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    let entry = simd.splat_f32s(*a.add(r * a_row));
+                    let entry = simd.splat_f32s(*a[r].wrapping_add(at));
                     for (sum, vector) in sums.iter_mut().zip(vectors) {
                         *sum = simd.mul_add_e_f32s(entry, vector, *sum);
                     }
                 }
-                a = a.wrapping_add(a_column);
+                at += a_column;
                 b = b.wrapping_add(b_stride);
             }
             for (r, sums) in sums.into_iter().enumerate() {

@@ -8,6 +8,7 @@ pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub(crate) mod favor;
+mod fresh;
 mod gemm;
 pub(crate) mod linear;
 pub(crate) mod norm;
@@ -17,8 +18,6 @@ pub(crate) mod softmax;
 pub(crate) mod tiled_cross_entropy;
 mod transpose;
 pub mod vector;
-
-use std::mem::MaybeUninit;
 
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
@@ -50,24 +49,6 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
     } else {
         items.into_par_iter().map(work).collect()
     }
-}
-
-/// `len` zeros for a kernel's outputs, cleared on all threads where there are many: one alone took 4 of the 48 ms of a forward and a backward
-/// pass over 4 heads of 8,192 tokens.
-fn zeros(len: usize) -> Vec<f32> {
-    const LEAST: usize = 1 << 20;
-    let threads = candle_core::utils::get_num_threads();
-    if len < LEAST || threads == 1 { vec![0f32; len] } else { zeros_by(threads, len) }
-}
-
-/// `len` zeros, cleared on `threads` threads.
-fn zeros_by(threads: usize, len: usize) -> Vec<f32> {
-    let mut values = Vec::with_capacity(len);
-    let parts = values.spare_capacity_mut()[..len].par_chunks_mut(len.div_ceil(threads));
-    parts.for_each(|part| part.fill(MaybeUninit::new(0f32)));
-    // SAFETY: the first `len` numbers have just been written.
-    unsafe { values.set_len(len) };
-    values
 }
 
 /// Whether there are more threads than heads, so that a head's own work should be split.
@@ -132,20 +113,6 @@ pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) ->
         None => Ok(()),
         Some((index, value)) => {
             bail!("{name} holds {value} at {index:?} of shape {:?}; every value must be finite", layout.dims())
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_number_is_cleared_once() {
-        for (threads, len) in [(1, 1), (2, 7), (3, 1000), (8, 5)] {
-            // Memory that has been used before.
-            drop(vec![f32::NAN; len]);
-            assert_eq!(zeros_by(threads, len), vec![0.0; len], "{len} by {threads}");
         }
     }
 }

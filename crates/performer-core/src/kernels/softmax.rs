@@ -15,12 +15,13 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::{
     check_finite, for_heads,
+    fresh::{Fresh, Part},
     gemm::{Into, Left, Right, gemm},
     narrow, padded,
     rows::{Heads, Matrix, Rows},
     spare_threads,
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, subtract, sum},
-    with_storages, zeros,
+    with_storages,
 };
 
 /// Queries of a block.
@@ -351,8 +352,8 @@ impl Pass<'_> {
 
 /// A piece of the backward pass: gradients of queries, or of keys and values, of the `n`-th head from a token on.
 enum Work<'a> {
-    Queries(usize, usize, &'a mut [f32]),
-    Keys(usize, usize, &'a mut [f32], &'a mut [f32]),
+    Queries(usize, usize, Part<'a>),
+    Keys(usize, usize, Part<'a>, Part<'a>),
 }
 
 /// The tensors, head by head.
@@ -414,15 +415,15 @@ impl CustomOp3 for Softmax {
         let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
-        let (mut out, mut logs) = (zeros(b * h * t * dv), vec![0f32; b * h * t]);
+        let (mut out, mut logs) = (Fresh::new(b * h * t * dv), vec![0f32; b * h * t]);
         let piece = if spare_threads(b * h) { PIECE } else { t };
         let mut work = Vec::new();
-        for (n, (out, logs)) in out.chunks_exact_mut(t * dv).zip(logs.chunks_exact_mut(t)).enumerate() {
-            let pieces = out.chunks_mut(piece * dv).zip(logs.chunks_mut(piece)).enumerate();
+        for (n, (out, logs)) in out.parts(t * dv).into_iter().zip(logs.chunks_exact_mut(t)).enumerate() {
+            let pieces = out.parts(piece * dv).into_iter().zip(logs.chunks_mut(piece)).enumerate();
             work.extend(pieces.map(|(i, (out, logs))| (n, i * piece, out, logs)));
         }
         let finite = for_heads(work, |(n, start, out, logs)| {
-            Arch::new().dispatch(Forward { head: &inputs.head(n), start, out, logs })
+            Arch::new().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), logs })
         });
         if finite.contains(&false) {
             for (name, storage, layout) in [("q", s1, l1), ("k", s2, l2), ("v", s3, l3)] {
@@ -430,7 +431,7 @@ impl CustomOp3 for Softmax {
             }
         }
         *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = logs;
-        Ok((narrow(out, s1.dtype())?, Shape::from((b, h, t, dv))))
+        Ok((narrow(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
     }
 
     fn bwd(
@@ -445,9 +446,9 @@ impl CustomOp3 for Softmax {
         let (_, h, t, d) = q.dims4()?;
         let (b, hkv, keys, vd) = v.dims4()?;
         let (group, width, value_width) = (h / hkv, padded(d), padded(vd));
-        let mut dq = zeros(q.elem_count());
-        let mut dk = zeros(b * hkv * keys * width);
-        let mut dv = zeros(b * hkv * keys * value_width);
+        let mut dq = Fresh::new(q.elem_count());
+        let mut dk = Fresh::new(b * hkv * keys * width);
+        let mut dv = Fresh::new(b * hkv * keys * value_width);
         let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
         if logs.is_empty() {
             bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
@@ -456,28 +457,31 @@ impl CustomOp3 for Softmax {
             let inputs = Inputs::new(q, k, v, &self.seen)?;
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs: &logs };
-            let heads = dk.chunks_exact_mut(keys * width).zip(dv.chunks_exact_mut(keys * value_width)).enumerate();
+            let heads = dk.parts(keys * width).into_iter().zip(dv.parts(keys * value_width)).enumerate();
             if !spare_threads(b * hkv) {
-                let work = dq.chunks_exact_mut(group * t * d).zip(heads).collect();
+                let work = dq.parts(group * t * d).into_iter().zip(heads).collect();
                 for_heads(work, |(dq, (n, (dk, dv)))| {
-                    for (g, dq) in dq.chunks_exact_mut(t * d).enumerate() {
-                        pass.add(n * group + g, 0..t, 0..keys, Some(dq), Some((dk, dv)));
+                    let (dk, dv) = (dk.take(), dv.take());
+                    for (g, dq) in dq.parts(t * d).into_iter().enumerate() {
+                        pass.add(n * group + g, 0..t, 0..keys, Some(dq.take()), Some((dk, dv)));
                     }
                 });
                 return Ok(());
             }
             // Scores are computed twice, so that nobody waits and nothing depends on the number of threads.
             let mut work = Vec::new();
-            for (n, dq) in dq.chunks_exact_mut(t * d).enumerate() {
-                work.extend(dq.chunks_mut(PIECE * d).enumerate().map(|(i, dq)| Work::Queries(n, i * PIECE, dq)));
+            for (n, dq) in dq.parts(t * d).into_iter().enumerate() {
+                let pieces = dq.parts(PIECE * d).into_iter().enumerate();
+                work.extend(pieces.map(|(i, dq)| Work::Queries(n, i * PIECE, dq)));
             }
             for (n, (dk, dv)) in heads {
-                let pieces = dk.chunks_mut(PIECE * width).zip(dv.chunks_mut(PIECE * value_width)).enumerate();
+                let pieces = dk.parts(PIECE * width).into_iter().zip(dv.parts(PIECE * value_width)).enumerate();
                 work.extend(pieces.map(|(j, (dk, dv))| Work::Keys(n, j * PIECE, dk, dv)));
             }
             for_heads(work, |work| match work {
-                Work::Queries(n, start, dq) => pass.add(n, start..start + dq.len() / d, 0..keys, Some(dq), None),
+                Work::Queries(n, start, dq) => pass.add(n, start..start + dq.len() / d, 0..keys, Some(dq.take()), None),
                 Work::Keys(n, start, dk, dv) => {
+                    let (dk, dv) = (dk.take(), dv.take());
                     for n in n * group..(n + 1) * group {
                         let keys = start..start + dv.len() / value_width;
                         pass.add(n, 0..t, keys, None, Some((dk, dv)));
@@ -495,6 +499,10 @@ impl CustomOp3 for Softmax {
             };
             Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
         };
-        Ok((Some(tensor(dq, d, q)?), Some(tensor(dk, width, k)?), Some(tensor(dv, value_width, v)?)))
+        Ok((
+            Some(tensor(dq.finish(), d, q)?),
+            Some(tensor(dk.finish(), width, k)?),
+            Some(tensor(dv.finish(), value_width, v)?),
+        ))
     }
 }

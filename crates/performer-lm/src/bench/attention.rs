@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// Tokens of a chunk, as operations are counted.
-const CHUNK: f64 = 64.0;
+const CHUNK: f64 = 32.0;
 
 /// What is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -158,8 +158,8 @@ pub struct OtherSweep {
     causal: bool,
 }
 
-/// FLOP of attention over all heads, exponentials not counted: FAVOR+ `8MD + C(M + D)` a token and head forward and `30MD + 4C(M + D)`
-/// with the backward pass (features computed again; `C` = 64; no triangle if not causal), softmax `4D` and `14D` for each pair of a
+/// FLOP of attention over all heads, exponentials not counted: FAVOR+ `8MD + C(M + D)` a token and head forward and
+/// `26MD + C(4M + 3D)` with the backward pass (features computed again; `C` = 32; no triangle if not causal), softmax `4D` and `14D` for each pair of a
 /// query and a key that it sees.
 pub fn flop(sweep: &Sweep, tokens: usize, features: Option<usize>, backward: bool) -> f64 {
     let (t, d) = (tokens as f64, sweep.head_dim as f64);
@@ -168,8 +168,8 @@ pub fn flop(sweep: &Sweep, tokens: usize, features: Option<usize>, backward: boo
     match features {
         Some(m) => {
             let m = m as f64;
-            let (sums, inside) = if backward { (30.0, 4.0) } else { (8.0, 1.0) };
-            rows * (sums * m * d + inside * triangle * (m + d))
+            let [sums, of_features, of_values] = if backward { [26.0, 4.0, 3.0] } else { [8.0, 1.0, 1.0] };
+            rows * (sums * m * d + triangle * (of_features * m + of_values * d))
         }
         None => {
             let seen = if sweep.causal { (t + 1.0) / 2.0 } else { t };

@@ -172,7 +172,8 @@ impl WithSimd for QueryGradients<'_> {
         for (g, q) in head.q.iter().enumerate() {
             for (start, n) in chunks(0, q.tokens) {
                 tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
-                output.load(simd, &out[g], &grad[g], &dens[g * q.tokens..], [start, n]);
+                let dens = &dens[g * q.tokens..];
+                output.load(simd, (&out[g], &grad[g]), dens, [start, n], &mut tile.scratch.rows);
                 let right = Right { values: &columns, stride: features };
                 gemm(simd, Into::Zero, [n, features, vd], Left::rows(&output.dn, width), right, &mut dphi, features);
                 tile.add_output_gradient(simd, n, &weights, &output, future);

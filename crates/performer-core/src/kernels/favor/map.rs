@@ -7,7 +7,7 @@ use pulp::Simd;
 use super::super::{
     gemm::{Into, Left, Right, gemm},
     rows::Rows,
-    vector::{LANES, add, add_square, affine, shift, subtract, sum},
+    vector::{LANES, add, affine, column_squares, column_sums, shift, subtract, sum},
 };
 use super::{
     CHUNK,
@@ -99,8 +99,8 @@ impl Map {
         if self.is_signed() { 1 } else { self.features() }
     }
 
-    /// Features of keys, a feature a row: log-features, or values with their log-scales in `scale`. `hidden[j]` is 0 where
-    /// key `j` of the tile counts and `∞` where it does not.
+    /// Features of keys, a feature a row: numbers `x` whose log-features are `x − offset_j`, or values with log-scales in place of `offset`.
+    /// `hidden[j]` is 0 where key `j` of the tile counts and `∞` where it does not.
     #[inline(always)]
     pub(super) fn keys<S: Simd>(
         &self,
@@ -108,7 +108,7 @@ impl Map {
         k: &Rows,
         [start, count]: [usize; 2],
         hidden: &[f32; CHUNK],
-        (to, scale): (&mut [f32], &mut [f32; CHUNK]),
+        (to, offset): (&mut [f32], &mut [f32; CHUNK]),
         scratch: &mut Scratch,
     ) {
         let width = padded(count);
@@ -125,8 +125,6 @@ impl Map {
                     to,
                     CHUNK,
                 );
-                let offset = scale;
-                offset.fill(0.0);
                 let squared = match e.metric() {
                     None => x,
                     Some(metric) => {
@@ -136,21 +134,14 @@ impl Map {
                         turned
                     }
                 };
-                for row in squared.chunks_exact(CHUNK) {
-                    add_square(simd, &mut offset[..width], &row[..width]);
-                }
+                column_squares(simd, squared, CHUNK, &mut offset[..width]);
                 affine(simd, &mut offset[..width], e.norm(), 0.5 * (e.features() as f32).ln());
                 add(simd, &mut offset[..width], &hidden[..width]);
                 if e.hyperbolic {
                     let (plus, minus) = to.split_at_mut(e.m * CHUNK);
                     for (plus, minus) in plus.chunks_exact(CHUNK).zip(minus.chunks_exact_mut(CHUNK)) {
-                        for ((minus, &plus), &offset) in minus[..width].iter_mut().zip(plus).zip(&offset[..width]) {
-                            *minus = -plus - offset;
-                        }
+                        minus[..width].iter_mut().zip(plus).for_each(|(minus, plus)| *minus = -plus);
                     }
-                }
-                for row in to.chunks_exact_mut(CHUNK).take(e.m) {
-                    subtract(simd, &mut row[..width], &offset[..width]);
                 }
                 if let Some(weights) = e.log_weights() {
                     for (row, &weight) in to.chunks_exact_mut(CHUNK).zip(weights) {
@@ -165,7 +156,7 @@ impl Map {
                 for row in to.chunks_exact_mut(CHUNK).take(r.m) {
                     r.activate(simd, &mut row[..width]);
                 }
-                for (scale, hidden) in scale.iter_mut().zip(hidden).take(width) {
+                for (scale, hidden) in offset.iter_mut().zip(hidden).take(width) {
                     *scale = -hidden;
                 }
             }
@@ -173,8 +164,8 @@ impl Map {
                 k.copy_transposed(start, count, to, CHUNK, &mut scratch.rows);
                 for row in to.chunks_exact_mut(CHUNK).take(*features) {
                     row[count..width].fill(0.0);
-                    subtract(simd, &mut row[..width], &hidden[..width]);
                 }
+                offset.copy_from_slice(hidden);
             }
             Self::Signed { features } => {
                 // Values of a hidden key are finite, its scale −∞.
@@ -184,7 +175,7 @@ impl Map {
                     row[count..width].fill(0.0);
                 }
                 to[..features * CHUNK].copy_from_slice(&all[..features * CHUNK]);
-                for ((scale, &s), &hidden) in scale.iter_mut().zip(&all[features * CHUNK..]).zip(hidden).take(width) {
+                for ((scale, &s), &hidden) in offset.iter_mut().zip(&all[features * CHUNK..]).zip(hidden).take(width) {
                     *scale = s - hidden;
                 }
             }
@@ -283,10 +274,13 @@ impl Map {
             linear.add(simd, Left::transposed(dl, stride), q, [start, count], &mut scratch.padded);
         }
         let width = padded(e.d);
-        let tile = at_least(&mut scratch.tile, count * width);
-        let right = Right { values: &e.queries.rows, stride: width };
+        let (left, right) = (Left::rows(dl, stride), Right { values: &e.queries.rows, stride: width });
         // ‖x‖²/2 scales a whole row of features and has no part in the gradient.
-        gemm(simd, Into::Zero, [count, width, e.m], Left::rows(dl, stride), right, tile, width);
+        if width == e.d {
+            return gemm(simd, Into::Zero, [count, width, e.m], left, right, to, width);
+        }
+        let tile = at_least(&mut scratch.tile, count * width);
+        gemm(simd, Into::Zero, [count, width, e.m], left, right, tile, width);
         narrow(tile, width, to, e.d);
     }
 
@@ -323,9 +317,7 @@ impl Map {
             }
         };
         let mut total = [0f32; CHUNK];
-        for dl in dl.chunks_exact(CHUNK) {
-            add(simd, &mut total[..columns], &dl[..columns]);
-        }
+        column_sums(simd, dl, CHUNK, &mut total[..columns]);
         if e.hyperbolic {
             let (plus, minus) = dl.split_at_mut(e.m * CHUNK);
             subtract(simd, plus, &minus[..e.m * CHUNK]);

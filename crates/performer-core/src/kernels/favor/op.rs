@@ -5,8 +5,14 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{
-    super::{for_heads, narrow, rows::Heads, spare_threads, with_storages, zeros},
-    Form, Inputs, Stored, causal,
+    super::{
+        for_heads,
+        fresh::{Fresh, Part},
+        narrow,
+        rows::Heads,
+        spare_threads, with_storages,
+    },
+    Form, Inputs, Stored, causal, causal_backward,
     exponential::LinearGradient,
     full,
 };
@@ -21,7 +27,7 @@ pub(crate) fn favor(
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    q.apply_op3(k, v, Favor(Passes::new(form.clone(), causal, visible)))
+    q.apply_op3(k, v, Favor(Passes::new(form.clone(), causal, visible, [q, k, v])))
 }
 
 /// FAVOR attention as one differentiable operation on `(q, k, v)`, `q` and `k` being what the map takes.
@@ -33,6 +39,8 @@ pub(super) struct Passes {
     causal: bool,
     /// Visible keys, `(B, Tk)`.
     visible: Option<Vec<bool>>,
+    /// Whether there may be a backward pass.
+    tracked: bool,
     /// What the forward pass leaves to the backward pass, by key head.
     saved: Mutex<Vec<Saved>>,
 }
@@ -44,8 +52,10 @@ enum Saved {
 }
 
 impl Passes {
-    pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>) -> Self {
-        Self { form, causal, visible, saved: Mutex::new(Vec::new()) }
+    /// `of`: what the operation takes, of which one may ask for a gradient.
+    pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>, of: [&Tensor; 3]) -> Self {
+        let tracked = of.iter().any(|tensor| tensor.track_op());
+        Self { form, causal, visible, tracked, saved: Mutex::new(Vec::new()) }
     }
 
     pub(super) fn forward(&self, [q, k, v]: [Stored; 3]) -> Result<(CpuStorage, Shape)> {
@@ -53,27 +63,28 @@ impl Passes {
         let (b, h, t, _) = q.1.shape().dims4()?;
         let dv = v.1.dims()[3];
         let width = dv + usize::from(self.form.logs);
-        let mut out = zeros(b * h * t * width);
+        let mut out = Fresh::new(b * h * t * width);
         let mut saved: Vec<Saved> = (0..b * inputs.key_heads)
             .map(|_| match self.causal {
+                true if self.tracked => Saved::Causal(causal::Saved::for_backward()),
                 true => Saved::Causal(causal::Saved::default()),
                 false => Saved::Full(full::Saved::default()),
             })
             .collect();
         let spare = spare_threads(saved.len());
         inputs.check(|| {
-            let work = out.chunks_exact_mut(inputs.group * t * width).zip(&mut saved).enumerate().collect();
+            let work = out.parts(inputs.group * t * width).into_iter().zip(&mut saved).enumerate().collect();
             for_heads(work, |(n, (out, saved))| {
                 let head = inputs.head(n);
                 let mut sums = self.form.fresh(dv);
                 match saved {
                     Saved::Causal(saved) => causal::forward(&head, &mut sums, out, saved, spare),
-                    Saved::Full(saved) => full::forward(&head, sums, out, saved, spare),
+                    Saved::Full(saved) => full::forward(&head, sums, out.take(), saved, spare),
                 }
             })
         })?;
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
-        Ok((narrow(out, q.0.dtype())?, Shape::from((b, h, t, width))))
+        Ok((narrow(out.finish(), q.0.dtype())?, Shape::from((b, h, t, width))))
     }
 
     /// Gradients of `q`, `k` and `v`. `linear`: those of the map for queries and for keys, one pair a key head, to be added to; empty where it
@@ -87,7 +98,7 @@ impl Passes {
     ) -> Result<[Tensor; 3]> {
         let grad = grad.contiguous()?;
         let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
-        let mut gradients = [q, k, v].map(|x| zeros(x.elem_count()));
+        let mut gradients = [q, k, v].map(|x| Fresh::new(x.elem_count()));
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
         if saved.is_empty() {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
@@ -100,9 +111,10 @@ impl Passes {
             let spare = spare_threads(saved.len());
             let mut linear = linear.iter_mut();
             let work = dq
-                .chunks_exact_mut(group * t * inputs.q.width)
-                .zip(dk.chunks_exact_mut(keys * inputs.k.width))
-                .zip(dv_.chunks_exact_mut(keys * dv))
+                .parts(group * t * inputs.q.width)
+                .into_iter()
+                .zip(dk.parts(keys * inputs.k.width))
+                .zip(dv_.parts(keys * dv))
                 .zip(saved.iter())
                 .map(|of_head| (of_head, linear.next()))
                 .enumerate()
@@ -112,22 +124,18 @@ impl Passes {
                 let (out, grad) = (&out.heads(n * group, group)[..], &grad.heads(n * group, group)[..]);
                 match saved {
                     Saved::Causal(saved) => {
-                        let [of_queries, of_keys] = match linear {
-                            Some([queries, keys]) => [Some(queries), Some(keys)],
-                            None => [None, None],
-                        };
-                        let queries = causal::QueryGradients { head, saved, out, grad, dq, linear: of_queries };
-                        let keys = causal::KeyGradients { head, saved, out, grad, dk, dv, linear: of_keys };
-                        causal::backward(queries, keys, spare);
+                        let given = causal_backward::Given { head, saved, out, grad };
+                        causal_backward::backward(given, causal_backward::Gradients { dq, dk, dv, linear }, spare);
                     }
                     Saved::Full(saved) => {
+                        let [dq, dk, dv] = [dq, dk, dv].map(Part::take);
                         full::backward(full::Gradients { head, saved, out, grad, dq, dk, dv, linear }, spare);
                     }
                 }
             });
             Ok(())
         })?;
-        let [dq, dk, dv] = gradients;
+        let [dq, dk, dv] = gradients.map(Fresh::finish);
         let tensor =
             |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype());
         Ok([tensor(dq, q)?, tensor(dk, k)?, tensor(dv, v)?])

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::super::vector::{add, add_scaled, decay_add, dot, exp, exp_minus, max, multiply, scale};
+use super::super::vector::{add, add_max, add_scaled, decay_add, dot, exp, exp_minus, multiply, scale};
 use super::{Head, Sums, padded, tile::log_of};
 
 /// A decoding step: outputs `(G, 1, Dv)` from finite inputs of one token.
@@ -55,8 +55,7 @@ impl WithSimd for Step<'_> {
                 continue;
             }
             weights[f..].fill(f32::NEG_INFINITY);
-            weights.iter_mut().zip(&sums.scale).for_each(|(l, c)| *l += c);
-            let m = max(simd, weights);
+            let m = add_max(simd, &mut weights[..f], &sums.scale);
             exp_minus(simd, weights, m);
             largest.push(m);
         }

@@ -6,7 +6,10 @@ use super::super::{
     gemm::{Into, Left, Right, gemm},
     rows::Rows,
     transpose::transpose,
-    vector::{self, LANES, add_scaled, dot, exp, exp_minus, max, max_minus, multiply, shift, sum},
+    vector::{
+        self, LANES, add_max, add_scaled, column_excess, dot, exp, exp_minus, exp_minus_both, max_difference, multiply,
+        shift, sum,
+    },
 };
 use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded};
 
@@ -20,13 +23,19 @@ pub(super) struct Tile<'a> {
     pub(super) features: usize,
     /// `padded(Dv)`: the length of a row of values.
     pub(super) width: usize,
-    /// Log-features, then weights `e^{l − c}`, or signed values times that: a feature a row.
+    /// Numbers whose log-features `l` are their differences from `scale`, then weights `e^{l − c}`, or signed values times that: a feature a
+    /// row.
     pub(super) keys: Vec<f32>,
-    /// Log-scales, then weights, of signed features.
+    /// What log-features are below the numbers in `keys`, or log-scales, then weights, of signed features.
     pub(super) scale: [f32; CHUNK],
-    pub(super) values: Vec<f32>,
+    /// Rows of values, if those of the tensor do not serve.
+    copied: Vec<f32>,
+    /// Rows of values, one after the other, if they do.
+    lent: Option<&'a [f32]>,
     /// Largest log-features of all keys so far.
     running: Vec<f32>,
+    /// Largest log-features of the loaded keys.
+    highest: Vec<f32>,
     /// What the weights of each query were divided by, in logarithms.
     largest: [f32; CHUNK],
     pub(super) scratch: Scratch,
@@ -41,8 +50,10 @@ impl<'a> Tile<'a> {
             width,
             keys: vec![0f32; f * CHUNK],
             scale: [0.0; CHUNK],
-            values: vec![0f32; CHUNK * width],
+            copied: vec![0f32; CHUNK * width],
+            lent: None,
             running: Vec::new(),
+            highest: Vec::new(),
             largest: [0.0; CHUNK],
             scratch: Scratch::default(),
         }
@@ -69,16 +80,28 @@ impl<'a> Tile<'a> {
     }
 
     pub(super) fn load_values(&mut self, start: usize, n: usize) {
-        self.head.v.copy(start, n, &mut self.values, self.width);
+        self.lent = match (self.head.v.whole_vectors(), self.head.visible) {
+            (Some((values, stride)), None) if stride == self.width => Some(&values[start * stride..]),
+            _ => None,
+        };
+        if self.lent.is_some() {
+            return;
+        }
+        self.head.v.copy(start, n, &mut self.copied, self.width);
         if let Some(visible) = self.head.visible {
-            let rows = self.values.chunks_exact_mut(self.width).zip(&visible[start..start + n]);
+            let rows = self.copied.chunks_exact_mut(self.width).zip(&visible[start..start + n]);
             rows.filter(|(_, visible)| !**visible).for_each(|(row, _)| row.fill(0.0));
         }
     }
 
+    /// The loaded values, rows of `width`.
+    pub(super) fn values(&self) -> &[f32] {
+        self.lent.unwrap_or(&self.copied)
+    }
+
     /// The values a dimension a row, zero beyond the `n`-th key.
     pub(super) fn transpose_values(&self, n: usize, to: &mut [f32]) {
-        transpose(&self.values, self.width, [n, self.head.v.width], to, CHUNK);
+        transpose(self.values(), self.width, [n, self.head.v.width], to, CHUNK);
         for row in to.chunks_exact_mut(CHUNK) {
             row[n..padded(n)].fill(0.0);
         }
@@ -88,25 +111,28 @@ impl<'a> Tile<'a> {
     #[inline(always)]
     pub(super) fn enter<S: Simd>(&mut self, simd: S, sums: &mut Sums, count: usize) -> usize {
         let columns = padded(count);
-        let Self { head, keys, scale, running, .. } = self;
-        let logs = if head.map.is_signed() { &scale[..] } else { keys };
-        let log = |r: usize| &logs[r * CHUNK..(r + 1) * CHUNK];
+        let Self { head, keys, scale, running, highest, .. } = self;
+        let (logs, offset) = logs(head, keys, scale);
         if running.is_empty() {
             running.clone_from(&sums.scale);
         }
-        let mut excess = [f32::NEG_INFINITY; CHUNK];
-        for (r, running) in running.iter_mut().enumerate() {
-            let first = log(r)[0];
+        highest.clear();
+        for (row, running) in logs.chunks_exact(CHUNK).zip(running.iter_mut()) {
+            let first = row[0] - offset[0];
             *running = if first > *running { first } else { *running };
-            max_minus(simd, &mut excess[..columns], &log(r)[..columns], *running);
+            highest.push(max_difference(simd, &row[..columns], offset));
         }
+        let mut excess = [0f32; CHUNK];
+        column_excess(simd, logs, CHUNK, running, &mut excess[..columns]);
         sums.rescale(simd, running);
-        let n = (1..count).find(|&j| excess[j] > LIMIT).unwrap_or(count);
-        for (r, running) in running.iter_mut().enumerate() {
-            let chunk = &log(r)[..columns];
-            let largest =
-                if n == count { max(simd, chunk) } else { chunk[..n].iter().fold(*running, |m, &l| m.max(l)) };
-            *running = running.max(largest);
+        let n = (1..count).find(|&j| excess[j] - offset[j] > LIMIT).unwrap_or(count);
+        if n < count {
+            for (row, highest) in logs.chunks_exact(CHUNK).zip(&mut *highest) {
+                *highest = row[..n].iter().zip(offset).fold(f32::NEG_INFINITY, |m, (x, offset)| m.max(x - offset));
+            }
+        }
+        for (running, &highest) in running.iter_mut().zip(&*highest) {
+            *running = if highest > *running { highest } else { *running };
         }
         n
     }
@@ -115,10 +141,10 @@ impl<'a> Tile<'a> {
     #[inline(always)]
     pub(super) fn raise<S: Simd>(&mut self, simd: S, sums: &mut Sums, n: usize) {
         let Self { head, keys, scale, running, .. } = self;
-        let logs = if head.map.is_signed() { &scale[..] } else { keys };
+        let (logs, offset) = logs(head, keys, scale);
         running.clone_from(&sums.scale);
         for (running, row) in running.iter_mut().zip(logs.chunks_exact(CHUNK)) {
-            *running = running.max(max(simd, &row[..padded(n)]));
+            *running = running.max(max_difference(simd, &row[..padded(n)], offset));
         }
         sums.rescale(simd, running);
     }
@@ -141,9 +167,9 @@ impl<'a> Tile<'a> {
             }
             return;
         }
+        self.scale[n..columns].fill(f32::INFINITY);
         for (row, &c) in self.keys.chunks_exact_mut(CHUNK).zip(scale) {
-            row[n..columns].fill(f32::NEG_INFINITY);
-            exp_minus(simd, &mut row[..columns], c);
+            exp_minus_both(simd, &mut row[..columns], &self.scale[..columns], c);
         }
     }
 
@@ -166,8 +192,7 @@ impl<'a> Tile<'a> {
         let f = head.map.features();
         for (row, m) in to.chunks_exact_mut(self.features).zip(largest).take(n) {
             row[f..].fill(f32::NEG_INFINITY);
-            row.iter_mut().zip(scale).for_each(|(l, c)| *l += c);
-            *m = max(simd, row);
+            *m = add_max(simd, &mut row[..f], scale);
             exp_minus(simd, row, *m);
         }
     }
@@ -199,7 +224,7 @@ impl<'a> Tile<'a> {
     #[inline(always)]
     pub(super) fn read_chunk<S: Simd>(&self, simd: S, n: usize, triangle: &[f32], to: &mut [f32]) {
         let width = self.width;
-        let right = Right { values: &self.values, stride: width };
+        let right = Right { values: self.values(), stride: width };
         for i in (0..n).step_by(LANES) {
             let (rows, seen) = (LANES.min(n - i), (i + LANES).min(n));
             let left = Left::rows(&triangle[i * CHUNK..], CHUNK);
@@ -233,7 +258,7 @@ impl<'a> Tile<'a> {
     #[inline(always)]
     pub(super) fn add_keys<S: Simd>(&self, simd: S, n: usize, sums: &mut Sums) {
         let (f, width) = (self.head.map.features(), self.width);
-        let right = Right { values: &self.values, stride: width };
+        let right = Right { values: self.values(), stride: width };
         gemm(simd, Into::Sum, [f, width, n], Left::rows(&self.keys, CHUNK), right, &mut sums.sums, width);
         for (norm, row) in sums.norm.iter_mut().zip(self.keys.chunks_exact(CHUNK)) {
             *norm += sum(simd, &row[..padded(n)]);
@@ -337,6 +362,11 @@ impl<'a> Tile<'a> {
     }
 }
 
+/// A tile's logarithms and what is to be subtracted from them, a column each: of the features, or of the scales where features are signed.
+fn logs<'t>(head: &Head, keys: &'t [f32], scale: &'t [f32; CHUNK]) -> (&'t [f32], &'t [f32; CHUNK]) {
+    if head.map.is_signed() { (scale, &[0.0; CHUNK]) } else { (keys, scale) }
+}
+
 /// The logarithm of a denominator that was divided by `e^largest`. Finite: −∞ minus another would be NaN.
 pub(super) fn log_of(den: f32, largest: f32) -> f32 {
     if den == 0.0 { -1e37 } else { largest + den.ln() }
@@ -349,27 +379,32 @@ pub(super) struct OutputGradient {
     /// `Dv`, and the length of a row.
     values: usize,
     width: usize,
-    scratch: Vec<f32>,
 }
 
 impl OutputGradient {
     pub(super) fn new(values: usize) -> Self {
         let width = padded(values);
-        Self { values, dn: vec![0f32; CHUNK * width], e: [0.0; CHUNK], width, scratch: vec![0f32; CHUNK * width] }
+        Self { values, dn: vec![0f32; CHUNK * width], e: [0.0; CHUNK], width }
     }
 
     #[inline(always)]
-    pub(super) fn load<S: Simd>(&mut self, simd: S, out: &Rows, grad: &Rows, dens: &[f32], [start, n]: [usize; 2]) {
+    pub(super) fn load<S: Simd>(
+        &mut self,
+        simd: S,
+        (out, grad): (&Rows, &Rows),
+        dens: &[f32],
+        [start, n]: [usize; 2],
+        scratch: &mut Vec<f32>,
+    ) {
         // Beyond the values a row may have the logarithm.
         grad.first(self.values).copy(start, n, &mut self.dn, self.width);
-        out.first(self.values).copy(start, n, &mut self.scratch, self.width);
-        for (i, (dn, out)) in
-            self.dn.chunks_exact_mut(self.width).zip(self.scratch.chunks_exact(self.width)).enumerate().take(n)
-        {
+        let (outs, stride) = out.first(self.values).read(start, n, scratch);
+        for (i, dn) in self.dn.chunks_exact_mut(self.width).enumerate().take(n) {
+            let out = &outs[i * stride..][..self.values];
             let den = dens[start + i];
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
             let log = if grad.width > self.values { grad.number(start + i, self.values) } else { 0.0 };
-            self.e[i] = (log - dot(simd, dn, out)) * scale;
+            self.e[i] = (log - dot(simd, &dn[..self.values], out)) * scale;
             vector::scale(simd, dn, scale);
         }
     }

@@ -52,9 +52,10 @@ impl Trained {
         causal: bool,
         logs: bool,
     ) -> Result<Tensor> {
-        let passes = Passes::new(Form { maps: self.maps, logs }, causal, visible);
         // An operation takes three tensors. Of strided ones Candle would make one whose rows are not contiguous.
         let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
+        let of = [q, &keys_values, &self.parameters];
+        let passes = Passes::new(Form { maps: self.maps, logs }, causal, visible, of);
         q.apply_op3(&keys_values, &self.parameters, TrainedFavor { passes, sizes: self.sizes })
     }
 }

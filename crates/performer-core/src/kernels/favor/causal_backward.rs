@@ -1,0 +1,361 @@
+//! Gradients of causal FAVOR over one key head and the query heads of its group.
+//!
+//! With `dn_t = g_t/den_t` and `e_t = −g_t·o_t/den_t`: a scan in the order of the tokens carries `S`, as the forward pass did, and gives
+//! `dφ(q_t) = S_t [dn_t, e_t]`; one in reverse carries `R_j = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j [v_j, 1]` and
+//! `dv_j = R_jᵀ φ(k_j)`.
+//!
+//! Both need the features of every chunk. So the tokens are taken in segments, the last one first: the scan over a segment's queries
+//! begins with the sums that the forward pass kept there, and leaves the features in the cache to the scan over its keys. The forward
+//! pass keeps `F·Dv/512` numbers a token, beside `F/32` for the scales.
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::super::{
+    fresh::Part,
+    gemm::{Into, Left, Right, gemm},
+    rows::Rows,
+    transpose::transpose,
+    vector::{LANES, add, exp, multiply},
+};
+use super::{
+    CHUNK, Head, Sums,
+    causal::{Chunks, Saved},
+    exponential::LinearGradient,
+    padded,
+    tile::{OutputGradient, Tile},
+};
+
+/// Chunks of a segment whose features are kept; of a longer one, whose chunks are small, the others' are computed twice.
+const KEPT: usize = 16;
+
+/// A head, what its forward pass left, its outputs and their gradients.
+#[derive(Clone, Copy)]
+pub(super) struct Given<'a> {
+    pub(super) head: &'a Head<'a>,
+    pub(super) saved: &'a Saved,
+    /// One query head after the other, as are `grad`.
+    pub(super) out: &'a [Rows<'a>],
+    pub(super) grad: &'a [Rows<'a>],
+}
+
+/// Gradients to be filled.
+pub(super) struct Gradients<'a> {
+    /// `(G, T, ·)`.
+    pub(super) dq: Part<'a>,
+    /// `(T, ·)`.
+    pub(super) dk: Part<'a>,
+    /// `(T, Dv)`.
+    pub(super) dv: Part<'a>,
+    /// Of the map's queries and keys, if it is trained.
+    pub(super) linear: Option<&'a mut [LinearGradient; 2]>,
+}
+
+/// The backward pass. `spare`: there are threads to spare, so both scans run side by side. The bits are the same.
+pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
+    let Some(chunks) = &given.saved.chunks else { return };
+    let Gradients { dq, dk, dv, linear } = gradients;
+    let (of_queries, of_keys) = match linear {
+        Some([queries, keys]) => (Some(queries), Some(keys)),
+        None => (None, None),
+    };
+    let dq = dq.parts(given.head.k.tokens * given.head.q[0].width);
+    let queries = Some(OfQueries { dq, linear: of_queries });
+    let keys = Some(OfKeys { dk, dv, linear: of_keys });
+    let scans = |queries, keys, kept| Arch::new().dispatch(Scans { given, chunks, queries, keys, kept });
+    if spare {
+        rayon::join(|| scans(queries, None, 0), || scans(None, keys, 0));
+    } else {
+        scans(queries, keys, KEPT);
+    }
+}
+
+/// Gradients that the scan over queries fills.
+struct OfQueries<'a> {
+    /// By query head.
+    dq: Vec<Part<'a>>,
+    linear: Option<&'a mut LinearGradient>,
+}
+
+/// Gradients that the scan over keys fills.
+struct OfKeys<'a> {
+    dk: Part<'a>,
+    dv: Part<'a>,
+    linear: Option<&'a mut LinearGradient>,
+}
+
+/// One scan or both.
+struct Scans<'a> {
+    given: Given<'a>,
+    chunks: &'a Chunks,
+    queries: Option<OfQueries<'a>>,
+    keys: Option<OfKeys<'a>>,
+    /// Chunks of a segment whose features one leaves to the other.
+    kept: usize,
+}
+
+impl WithSimd for Scans<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { given, chunks, queries, keys, kept } = self;
+        let mut queries = queries.map(|to| QueryScan::new(given, chunks, to));
+        let mut keys = keys.map(|to| KeyScan::new(given, chunks, to));
+        // The last one is for those that are not kept.
+        let mut features: Vec<Features> = (0..=kept.min(chunks.count())).map(|_| Features::new(given.head)).collect();
+        for segment in (0..chunks.segments.len()).rev() {
+            if let Some(queries) = &mut queries {
+                queries.enter(segment);
+                for (i, chunk) in chunks.range(segment).enumerate() {
+                    queries.chunk(simd, chunk, &mut features[i.min(kept)]);
+                }
+            }
+            if let Some(keys) = &mut keys {
+                for (i, chunk) in chunks.range(segment).enumerate().rev() {
+                    keys.chunk(simd, chunk, &mut features[i.min(kept)], i < kept);
+                }
+            }
+        }
+    }
+}
+
+/// What both scans make of a chunk.
+struct Features {
+    /// Weights of the keys, see [`Tile::keys`] and [`Tile::scale`].
+    keys: Vec<f32>,
+    scale: [f32; CHUNK],
+    /// By query head.
+    queries: Vec<QueryFeatures>,
+}
+
+struct QueryFeatures {
+    weights: Vec<f32>,
+    output: OutputGradient,
+    /// Gradients of the products of queries and keys.
+    triangle: Vec<f32>,
+}
+
+impl Features {
+    fn new(head: &Head) -> Self {
+        let f = head.map.features();
+        let of_query = || QueryFeatures {
+            weights: vec![0f32; CHUNK * padded(f)],
+            output: OutputGradient::new(head.v.width),
+            triangle: vec![0f32; CHUNK * CHUNK],
+        };
+        let queries = head.q.iter().map(|_| of_query()).collect();
+        Self { keys: vec![0f32; f * CHUNK], scale: [0.0; CHUNK], queries }
+    }
+
+    /// Computes those of `n` tokens from `start` on, the keys' in `tile`, which also gets the values; `values` are those a dimension a row.
+    #[inline(always)]
+    fn fill<S: Simd>(
+        &mut self,
+        simd: S,
+        given: Given,
+        [start, n]: [usize; 2],
+        scale: &[f32],
+        tile: &mut Tile,
+        values: &mut [f32],
+    ) {
+        let Given { head, saved, out, grad } = given;
+        tile.load_keys(simd, start, n);
+        tile.weigh_keys(simd, scale, n);
+        tile.load_values(start, n);
+        tile.transpose_values(n, values);
+        for (g, (q, to)) in head.q.iter().zip(&mut self.queries).enumerate() {
+            tile.load_queries(simd, q, start, n, scale, &mut to.weights);
+            let dens = &saved.dens[g * head.k.tokens..];
+            to.output.load(simd, (&out[g], &grad[g]), dens, [start, n], &mut tile.scratch.rows);
+            to.output.triangle(simd, n, values, &mut to.triangle);
+        }
+    }
+}
+
+/// Gradients of the queries: in the order of the tokens.
+struct QueryScan<'a> {
+    given: Given<'a>,
+    chunks: &'a Chunks,
+    to: OfQueries<'a>,
+    /// Gradients of the segment's queries, by query head.
+    dq: Vec<&'a mut [f32]>,
+    tile: Tile<'a>,
+    /// A row of features for each key, and for each value of `S`.
+    keys: Vec<f32>,
+    sums: Vec<f32>,
+    norm: Vec<f32>,
+    scale: Vec<f32>,
+    values: Vec<f32>,
+    dphi: Vec<f32>,
+}
+
+impl<'a> QueryScan<'a> {
+    fn new(given: Given<'a>, chunks: &'a Chunks, to: OfQueries<'a>) -> Self {
+        let tile = Tile::new(given.head);
+        let (features, width) = (tile.features, tile.width);
+        Self {
+            given,
+            chunks,
+            to,
+            dq: Vec::new(),
+            tile,
+            keys: vec![0f32; CHUNK * features],
+            sums: vec![0f32; given.head.v.width * features],
+            norm: vec![0f32; features],
+            scale: Vec::new(),
+            values: vec![0f32; width * CHUNK],
+            dphi: vec![0f32; CHUNK * features],
+        }
+    }
+
+    /// Begins a segment.
+    fn enter(&mut self, segment: usize) {
+        let from = &self.chunks.segments[segment];
+        let head = self.given.head;
+        let before = self.chunks.start(from.first) * head.q[0].width;
+        self.dq = self.to.dq.iter_mut().map(|dq| dq.take_last(dq.len() - before)).collect();
+        if from.sums.is_empty() {
+            self.sums.fill(0.0);
+            self.norm.fill(0.0);
+        } else {
+            let size = [head.map.features(), head.v.width];
+            transpose(&from.sums, self.tile.width, size, &mut self.sums, self.tile.features);
+            self.norm.copy_from_slice(&from.norm);
+        }
+        self.scale.clear();
+        self.scale.extend_from_slice(self.chunks.scale(from.first));
+    }
+
+    /// The next chunk. Its features are left behind.
+    #[inline(always)]
+    fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features) {
+        let Self { given, chunks, to, dq, tile, keys, sums, norm, scale, values, dphi } = self;
+        let head = given.head;
+        let (f, vd) = (head.map.features(), head.v.width);
+        let (features, width) = (tile.features, tile.width);
+        let [start, n] = chunks.chunk(chunk, head.k.tokens);
+        let new = chunks.scale(chunk);
+        of_chunk.fill(simd, *given, [start, n], new, tile, values);
+        decay_columns(simd, scale, new, sums, norm);
+        scale.copy_from_slice(new);
+        transpose(&tile.keys, CHUNK, [f, n], keys, features);
+        let of_queries = head.q.iter().zip(&of_chunk.queries).zip(dq);
+        for ((q, QueryFeatures { weights, output, triangle }), dq) in of_queries {
+            let (left, right) = (Left::rows(&output.dn, width), Right { values: sums, stride: features });
+            gemm(simd, Into::Zero, [n, features, vd], left, right, dphi, features);
+            let right = Right { values: keys, stride: features };
+            for i in (0..n).step_by(LANES) {
+                let (rows, seen) = (LANES.min(n - i), (i + LANES).min(n));
+                let left = Left::rows(&triangle[i * CHUNK..], CHUNK);
+                gemm(simd, Into::Sum, [rows, features, seen], left, right, &mut dphi[i * features..], features);
+            }
+            tile.query_logs(simd, n, weights, output, norm, dphi);
+            let dq = dq.split_off_mut(..n * q.width).expect("as many rows as tokens");
+            let (linear, at) = (to.linear.as_deref_mut(), [start, n]);
+            head.map.query_gradients(simd, (dphi, weights), (q, at), dq, linear, &mut tile.scratch);
+        }
+        let (left, right) = (Left::transposed(tile.values(), width), Right { values: keys, stride: features });
+        gemm(simd, Into::Sum, [vd, features, n], left, right, sums, features);
+        for row in keys.chunks_exact(features).take(n) {
+            add(simd, norm, row);
+        }
+        std::mem::swap(&mut tile.keys, &mut of_chunk.keys);
+        of_chunk.scale = tile.scale;
+    }
+}
+
+/// Gradients of keys and values: in reverse.
+struct KeyScan<'a> {
+    given: Given<'a>,
+    chunks: &'a Chunks,
+    to: OfKeys<'a>,
+    tile: Tile<'a>,
+    /// `R`, and its part of the normaliser.
+    future: Sums,
+    values: Vec<f32>,
+    rows: Vec<f32>,
+    dphi: Vec<f32>,
+    products: Vec<f32>,
+}
+
+impl<'a> KeyScan<'a> {
+    fn new(given: Given<'a>, chunks: &'a Chunks, to: OfKeys<'a>) -> Self {
+        let head = given.head;
+        let (tile, f) = (Tile::new(head), head.map.features());
+        let mut future = Sums::new(f, head.map.scales(), head.v.width);
+        future.scale.copy_from_slice(chunks.scale(chunks.count() - 1));
+        Self {
+            given,
+            chunks,
+            to,
+            future,
+            values: vec![0f32; tile.width * CHUNK],
+            rows: vec![0f32; CHUNK * tile.width],
+            tile,
+            dphi: vec![0f32; f * CHUNK],
+            products: vec![0f32; CHUNK * CHUNK],
+        }
+    }
+
+    /// The chunk before. `filled`: its features are there.
+    #[inline(always)]
+    fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features, filled: bool) {
+        let Self { given, chunks, to, tile, future, values, rows, dphi, products } = self;
+        let head = given.head;
+        let (kd, vd, f) = (head.k.width, head.v.width, head.map.features());
+        let (features, width) = (tile.features, tile.width);
+        let [start, n] = chunks.chunk(chunk, head.k.tokens);
+        let (columns, scale) = (padded(n), chunks.scale(chunk));
+        if filled {
+            std::mem::swap(&mut tile.keys, &mut of_chunk.keys);
+            tile.scale = of_chunk.scale;
+            tile.load_values(start, n);
+            tile.transpose_values(n, values);
+        } else {
+            of_chunk.fill(simd, *given, [start, n], scale, tile, values);
+        }
+        future.rescale_queries(simd, scale);
+
+        // What later chunks make of this one's keys and values, then what its own queries do.
+        tile.read_future(simd, n, values, future, rows, dphi);
+        for QueryFeatures { weights, output, triangle } in &of_chunk.queries {
+            tile.products(simd, n, weights, products);
+            for j in (0..n).step_by(LANES) {
+                let (keys, after) = (LANES.min(n - j), n - j);
+                let left = Left::transposed(&products[j * CHUNK + j..], CHUNK);
+                let right = Right { values: &output.dn[j * width..], stride: width };
+                gemm(simd, Into::Sum, [keys, width, after], left, right, &mut rows[j * width..], width);
+            }
+            for j in (0..columns).step_by(2 * LANES) {
+                let left = Left::transposed(&weights[j * features..], features);
+                let right = Right { values: &triangle[j * CHUNK + j..], stride: CHUNK };
+                let size = [f, (columns - j).min(2 * LANES), n - j];
+                gemm(simd, Into::Sum, size, left, right, &mut dphi[j..], CHUNK);
+            }
+            tile.add_output_gradient(simd, n, weights, output, future);
+        }
+        let (dk, dv) = (to.dk.take_last(n * kd), to.dv.take_last(n * vd));
+        tile.write_key_gradients(simd, [start, n], rows, dphi, [dk, dv], to.linear.as_deref_mut());
+    }
+}
+
+/// Sums scaled by `e^old`, a row of features for each value: to scale `e^new`.
+#[inline(always)]
+fn decay_columns<S: Simd>(simd: S, old: &[f32], new: &[f32], sums: &mut [f32], norm: &mut [f32]) {
+    if old == new {
+        return;
+    }
+    let mut factors = vec![0f32; norm.len()];
+    match new {
+        &[new] => factors.fill(exp(old[0] - new)),
+        _ => {
+            for ((factor, &old), &new) in factors.iter_mut().zip(old).zip(new) {
+                *factor = exp(old - new);
+            }
+        }
+    }
+    for row in sums.chunks_exact_mut(norm.len()) {
+        multiply(simd, row, &factors);
+    }
+    multiply(simd, norm, &factors);
+}
