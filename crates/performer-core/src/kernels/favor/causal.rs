@@ -23,7 +23,7 @@ use super::super::{
 use super::{CHUNK, Head, Sums, tile::Tile};
 
 /// Tokens of a segment, at least: what the backward pass keeps of its features fits the second cache.
-const SEGMENT: usize = 16 * CHUNK;
+pub(super) const SEGMENT: usize = 16 * CHUNK;
 
 /// What the forward pass leaves to the backward pass, for one key head.
 #[derive(Debug, Default)]

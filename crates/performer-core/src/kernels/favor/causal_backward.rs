@@ -19,14 +19,14 @@ use super::super::{
 };
 use super::{
     CHUNK, Head, Sums,
-    causal::{Chunks, Saved},
+    causal::{Chunks, SEGMENT, Saved},
     exponential::LinearGradient,
     padded,
     tile::{OutputGradient, Tile},
 };
 
 /// Chunks of a segment whose features are kept; of a longer one, whose chunks are small, the others' are computed twice.
-const KEPT: usize = 16;
+const KEPT: usize = SEGMENT / CHUNK;
 
 /// A head, what its forward pass left, its outputs and their gradients.
 #[derive(Clone, Copy)]
@@ -52,7 +52,7 @@ pub(super) struct Gradients<'a> {
 
 /// The backward pass. `spare`: there are threads to spare, so both scans run side by side. The bits are the same.
 pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
-    let Some(chunks) = &given.saved.chunks else { return };
+    let chunks = given.saved.chunks.as_ref().expect("a tracked forward pass keeps its chunks");
     let Gradients { dq, dk, dv, linear } = gradients;
     let (of_queries, of_keys) = match linear {
         Some([queries, keys]) => (Some(queries), Some(keys)),

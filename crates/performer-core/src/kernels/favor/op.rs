@@ -83,7 +83,9 @@ impl Passes {
                 }
             })
         })?;
-        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
+        if self.tracked {
+            *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
+        }
         Ok((narrow(out.finish(), q.0.dtype())?, Shape::from((b, h, t, width))))
     }
 
