@@ -71,8 +71,8 @@ cuda-build FOLDER='target/performer-cuda':
 
 # This machine's GPU: right? how fast? Beside PyTorch's attention, if the Python given has it.
 gpu-check PYTHON='': cuda-build
-    target/performer-cuda/performer-lm gpu-check --device cuda
-    {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py --device cuda --dtype bf16 --heads 64' } }}
+    {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > target/torch.json' } }}
+    target/performer-cuda/performer-lm gpu-check --device cuda {{ if PYTHON == '' { '' } else { '--against target/torch.json' } }}
 
 # What a newcomer sees: both README commands in a clone of HEAD, with empty caches.
 fresh-clone:

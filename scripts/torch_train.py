@@ -3,9 +3,13 @@
 
     python3 scripts/torch_train.py --preset seed --against benchmarks/train/train.json > torch.json
 
+On a GPU, beside `performer-lm bench train --preset stories15m --device cuda --dtype bf16 --json > train.json`:
+
+    python3 scripts/torch_train.py --preset stories15m --device cuda --dtype bf16 --against train.json > torch.json
+
 Needs PyTorch (`pip install torch`). Prints JSON on stdout, with the ratio to the file of `performer-lm bench train` where one is
 given, and progress on stderr. The model is written as one writes it in PyTorch: scaled_dot_product_attention, or the chunked
-FAVOR+ of torch_attention.py; one batch at a time; AdamW in its fused form; gradients clipped to norm 1.
+FAVOR+ of torch_attention.py; one batch at a time; AdamW in its fused form; gradients clipped to norm 1. With --dtype bf16, weights stay f32 and autocast does the rest.
 """
 
 import argparse
@@ -98,7 +102,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def measure(c, batch, micro, features, steps, device):
+def measure(c, batch, micro, features, steps, device, dtype):
     torch.manual_seed(1)
     model = Decoder(c, features).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -108,7 +112,9 @@ def measure(c, batch, micro, features, steps, device):
         start = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         for part in tokens.split(micro):
-            (model(part[:, :-1], part[:, 1:]) * (len(part) / batch)).backward()
+            with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bf16"):
+                loss = model(part[:, :-1], part[:, 1:])
+            (loss * (len(part) / batch)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if device.startswith("cuda"):
@@ -129,6 +135,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
     parser.add_argument("--against", type=argparse.FileType(), help="JSON of `performer-lm bench train` for the same preset")
     args = parser.parse_args()
     if args.threads:
@@ -142,13 +149,13 @@ def main():
     points = []
     for features in [None, *args.features]:
         name = "softmax" if features is None else f"favor:m={features}"
-        rate, params = measure(c, batch, micro, features, args.steps, args.device)
+        rate, params = measure(c, batch, micro, features, args.steps, args.device, args.dtype)
         point = {"attention": name, "params": params, "tokens_per_second": rate}
         if name in ours:
             point["performer_lm_over_torch"] = ours[name] / rate
         print(f"{name}: {rate:.0f} tokens/s", file=sys.stderr)
         points.append(point)
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device}
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device, "dtype": args.dtype}
     sizes = {"preset": args.preset, "batch_size": batch, "micro_batch": micro, "steps": args.steps}
     json.dump({"about": about, "sizes": sizes, "points": points}, sys.stdout, indent=1)
     print()

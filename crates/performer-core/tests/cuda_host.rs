@@ -36,6 +36,8 @@ struct Build {
     causal: bool,
     /// Whether gradients are added up from those of query heads and slices.
     partial: bool,
+    /// Whether by the kernels for bf16, of teams of warps.
+    teams: bool,
 }
 
 /// How the kernels are launched.
@@ -150,6 +152,7 @@ impl Build {
             slice: head_dim.next_multiple_of(16),
             causal: true,
             partial: false,
+            teams: false,
         }
     }
 
@@ -174,7 +177,7 @@ impl Build {
     }
 
     /// `group`: query heads of a key head.
-    fn macros(&self, group: usize) -> [(&'static str, usize); 11] {
+    fn macros(&self, group: usize) -> [(&'static str, usize); 12] {
         [
             ("STORAGE", storage(self.dtype)),
             ("MAP", 0),
@@ -187,6 +190,7 @@ impl Build {
             ("PARTIAL", usize::from(self.partial)),
             ("HYPERBOLIC", usize::from(self.map == Hyperbolic)),
             ("GROUP", group),
+            ("TEAMS", usize::from(self.teams)),
         ]
     }
 
@@ -391,6 +395,31 @@ fn causal_bf16() {
 }
 
 #[test]
+fn causal_bf16_by_teams() {
+    for tokens in [1, 65, 200] {
+        let build = Build { teams: true, ..Build::new(DType::BF16, 64, 128) };
+        build.check(&build.problem(1, build.shape([1, 2, 2], tokens, tokens)), BOTH);
+    }
+    let build = Build { teams: true, ..Build::new(DType::BF16, 64, 128) };
+    build.check(&build.problem(2, build.shape([1, 1, 1], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
+    // Features and values that are not whole tiles, few of them, a group and hidden keys.
+    for (dim, rows, values) in [(24, 20, 40), (16, 48, 16), (60, 33, 30)] {
+        let build = Build {
+            teams: true,
+            partial: true,
+            map: Hyperbolic,
+            values,
+            slice: values.next_multiple_of(16),
+            ..Build::new(DType::BF16, dim, rows)
+        };
+        let mut problem = build.problem(3, build.shape([2, 2, 1], 130, 130));
+        build.check(&problem, Run { split: 33, ..BOTH });
+        problem.key_mask = Some(Random::new(4).mask(2 * 130, 0.7));
+        build.check(&problem, Run { segments: 2, ..BOTH });
+    }
+}
+
+#[test]
 fn causal_f32_in_slices_groups_and_segments_with_a_mask() {
     let build = Build { values: 40, slice: 16, partial: true, map: Hyperbolic, ..Build::new(DType::F32, 24, 12) };
     let mut problem = build.problem(3, build.shape([2, 3, 1], 63, 63));
@@ -418,8 +447,10 @@ fn over_all_keys() {
 /// Long rows of queries and keys: chunks break, and nothing overflows.
 #[test]
 fn large_queries_and_keys() {
-    for (dtype, dim, rows) in [(DType::BF16, 64, 128), (DType::F32, 16, 48)] {
-        let build = Build::new(dtype, dim, rows);
+    for (dtype, dim, rows, teams) in
+        [(DType::BF16, 64, 128, false), (DType::F32, 16, 48, false), (DType::BF16, 64, 128, true)]
+    {
+        let build = Build { teams, ..Build::new(dtype, dim, rows) };
         for factor in [3.0, 30.0] {
             let mut problem = build.problem(8, build.shape([1, 1, 1], 100, 100)).scale_qk(factor);
             round(dtype, &mut problem.q);
@@ -434,8 +465,10 @@ fn large_queries_and_keys() {
 /// What comes after a token does not change a bit of its output, chunk borders included.
 #[test]
 fn the_past_has_the_same_bits() {
-    for (dtype, dim, rows) in [(DType::BF16, 64, 128), (DType::F32, 16, 32)] {
-        let build = Build::new(dtype, dim, rows);
+    for (dtype, dim, rows, teams) in
+        [(DType::BF16, 64, 128, false), (DType::F32, 16, 32, false), (DType::BF16, 64, 128, true)]
+    {
+        let build = Build { teams, ..Build::new(dtype, dim, rows) };
         let run = Run { segments: 2, ..Run::default() };
         let problem = build.problem(9, build.shape([1, 1, 1], 150, 150)).scale_qk(2.0);
         let Some(whole) = build.run(&problem, run) else { return };
@@ -455,8 +488,10 @@ fn the_past_has_the_same_bits() {
 /// Whether threads run in one order or the other: no barrier is missing.
 #[test]
 fn the_order_of_threads_does_not_matter() {
-    for (dtype, causal) in [(DType::BF16, true), (DType::F32, true), (DType::BF16, false)] {
-        let build = Build { causal, ..Build::new(dtype, 16, 48) };
+    for (dtype, causal, teams) in
+        [(DType::BF16, true, false), (DType::F32, true, false), (DType::BF16, false, false), (DType::BF16, true, true)]
+    {
+        let build = Build { causal, teams, ..Build::new(dtype, 16, 48) };
         let problem = build.problem(10, build.shape([1, 1, 1], 130, 130));
         let run = Run { segments: 2, ..BOTH };
         let Some(one) = build.run(&problem, run) else { return };
@@ -467,6 +502,13 @@ fn the_order_of_threads_does_not_matter() {
 
 /// Every head dimension, number of features and length, of queries and keys of deviation `length`.
 fn check_all_sizes(dtype: DType, length: f64) {
+    let problem = |build: &Build, seed, shape| {
+        let mut problem = build.problem(seed, shape).scale_qk(length);
+        round(dtype, &mut problem.q);
+        round(dtype, &mut problem.k);
+        problem
+    };
+    let runs = [(1, 1), (63, 1), (65, 2), (200, 3), (500, 4)];
     for (head_dim, rows, chunk, slice) in [
         (16, 24, 64, 16),
         (48, 64, 32, 48),
@@ -478,17 +520,20 @@ fn check_all_sizes(dtype: DType, length: f64) {
     ] {
         let partial = slice < head_dim;
         let build = Build { chunk, slice, partial, ..Build::new(dtype, head_dim, rows) };
-        let problem = |build: &Build, seed, shape| {
-            let mut problem = build.problem(seed, shape).scale_qk(length);
-            round(dtype, &mut problem.q);
-            round(dtype, &mut problem.k);
-            problem
-        };
-        for (tokens, segments) in [(1, 1), (63, 1), (65, 2), (200, 3), (500, 4)] {
+        for (tokens, segments) in runs {
             build.check(&problem(&build, 11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
         }
         let build = Build { causal: false, ..build };
         build.check(&problem(&build, 12, build.shape([2, 1, 1], 65, 200)), Run { segments: 2, ..BOTH });
+    }
+    if dtype != DType::BF16 {
+        return;
+    }
+    for (head_dim, rows) in [(16, 24), (32, 64), (48, 64), (64, 16), (64, 64), (64, 96), (64, 128), (40, 100)] {
+        let build = Build { teams: true, ..Build::new(dtype, head_dim, rows) };
+        for (tokens, segments) in runs {
+            build.check(&problem(&build, 11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
+        }
     }
 }
 

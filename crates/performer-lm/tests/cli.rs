@@ -185,12 +185,20 @@ fn bad_input_gets_one_clear_error() {
 #[test]
 fn gpu_check_passes_on_the_cpu_and_leaves_json() {
     let dir = tempfile::tempdir().unwrap();
-    let report =
-        json(&performer(dir.path(), &["gpu-check", "--device", "cpu", "--quick", "--out", "out.json", "--json"]));
+    let torch = r#"{"sweep": {"head_dim": 64, "batch": 2, "heads": 1, "causal": true}, "points": [
+        {"implementation": "torch-sdpa", "tokens": 128, "features": null, "backward": true, "median_ms": 7.5,
+         "quartiles_ms": [7, 8], "runs": 9}]}"#;
+    std::fs::write(dir.path().join("torch.json"), torch).unwrap();
+    let words = ["gpu-check", "--device", "cpu", "--quick", "--out", "out.json", "--against", "torch.json", "--json"];
+    let report = json(&performer(dir.path(), &words));
     let failed: Vec<&Value> = report["checks"].as_array().unwrap().iter().filter(|c| c["passed"] != true).collect();
     assert!(failed.is_empty() && report["passed"] == true, "{failed:?}");
     assert_eq!(report["training"].as_array().unwrap().len(), 2, "{}", report["skipped"]);
-    assert!(report["speed"].as_array().unwrap().iter().all(|s| s["milliseconds"].as_f64() > Some(0.0)));
+    for speed in report["speed"].as_array().unwrap() {
+        assert!(speed["milliseconds"].as_f64() > Some(0.0), "{speed}");
+        let given = (speed["tokens"] == 128 && speed["work"] == "both").then_some(7.5);
+        assert_eq!(speed["pytorch_milliseconds"].as_f64(), given, "{speed}");
+    }
     let saved: Value = serde_json::from_slice(&std::fs::read(dir.path().join("out.json")).unwrap()).unwrap();
     assert_eq!(saved, report);
 }

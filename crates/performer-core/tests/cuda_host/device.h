@@ -63,6 +63,13 @@ struct Warp {
 };
 inline Warp warps[MOST_THREADS / 32];
 inline int at_barrier = 0;
+// What the threads at a barrier say, and what those at the last one said.
+inline int said = 0, heard = 0;
+
+// Copies that a thread has asked for, in groups; the last one is open.
+struct Copy { void* to; const void* from; bool has; };
+inline std::vector<std::vector<Copy>> copies[MOST_THREADS];
+inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::memset(c.to, 0, 16); }
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "block (%u, %u), thread %d: %s\n", blockIdx.x, blockIdx.y, running, what);
@@ -140,6 +147,7 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
             for (int i = 0; i < threads; i++) {
                 fibers[i].state = READY_TO_RUN;
                 fibers[i].started = false;
+                copies[i].assign(1, {});
             }
             at_barrier = 0;
             running = descending ? 0 : threads - 1;
@@ -161,10 +169,18 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
 inline void __syncthreads() {
     if (++host::at_barrier < host::threads) return host::wait(host::WAITS_FOR_BLOCK);
     host::at_barrier = 0;
+    host::heard = host::said;
+    host::said = 0;
     for (int i = 0; i < host::threads; i++) {
         if (host::fibers[i].state != host::WAITS_FOR_BLOCK && i != host::running) host::fail("a thread missed the barrier");
         host::fibers[i].state = host::READY_TO_RUN;
     }
+}
+
+inline int __syncthreads_or(int condition) {
+    host::said |= condition;
+    __syncthreads();
+    return host::heard;
 }
 
 inline void __syncwarp() {
@@ -220,6 +236,13 @@ inline void narrow(float x, Half& to) {
     }
 }
 
+inline unsigned pack_bf16(float x, float y) {
+    Bfloat low, high;
+    narrow(x, low);
+    narrow(y, high);
+    return low.bits | (unsigned)high.bits << 16;
+}
+
 // Ties away from zero.
 inline unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
 
@@ -232,6 +255,24 @@ inline float logarithm(float x) { return std::log2(x); }
 
 inline uint4 load_constant(const uint4* at) { return *at; }
 inline uint4 load_once(const uint4* at) { return *at; }
+
+// Copies happen as late as they may; where threads run in the other order, as early.
+inline void copy_on(void* to, const void* from, bool has) {
+    if ((size_t)to % 16 || (has && (size_t)from % 16)) host::fail("a copy of 16 bytes that are not aligned");
+    if ((char*)to < (char*)shared_memory || (char*)to + 16 > (char*)shared_memory + SHARED_BYTES) host::fail("a copy to elsewhere than shared memory");
+    host::Copy copy = {to, from, has};
+    if (host::descending) return host::copy(copy);
+    host::copies[host::running].back().push_back(copy);
+}
+inline void end_copies() { host::copies[host::running].push_back({}); }
+template <int PENDING>
+void wait_for_copies() {
+    auto& groups = host::copies[host::running];
+    while ((int)groups.size() > PENDING + 1) {
+        for (const host::Copy& copy : groups.front()) host::copy(copy);
+        groups.erase(groups.begin());
+    }
+}
 // Reads, so that a checker of memory sees addresses that are not there.
 inline void ask_for(const void* at) { *(const volatile char*)at; }
 
@@ -239,6 +280,14 @@ inline float from_lane_xor(float x, int mask) {
     struct { float x, got; int mask; } slot = {x, 0, mask};
     host::together("shfl", slot, [](auto** all) {
         for (int lane = 0; lane < 32; lane++) all[lane]->got = all[lane ^ all[lane]->mask]->x;
+    });
+    return slot.got;
+}
+
+inline float from_lane(float x, int lane) {
+    struct { float x, got; int lane; } slot = {x, 0, lane};
+    host::together("shfl.idx", slot, [](auto** all) {
+        for (int lane = 0; lane < 32; lane++) all[lane]->got = all[all[lane]->lane]->x;
     });
     return slot.got;
 }

@@ -20,10 +20,9 @@
 #undef favor_sums
 #define QUERIES 1
 #define favor_sums favor_query_sums
-#define favor_combine favor_combine_again
 #include "favor_sums.cu"
 #undef favor_sums
-#undef favor_combine
+#include "favor_parts.cu"
 #define Shared BackwardShared
 #include "favor_backward.cu"
 #undef Shared
@@ -31,6 +30,30 @@
 #define Shared StepShared
 #include "favor_step.cu"
 #undef Shared
+
+#if TEAMS
+#undef SHARED_FORWARD
+#define SHARED_FORWARD sizeof(TeamForward)
+#undef SHARED_BACKWARD
+#define SHARED_BACKWARD sizeof(TeamBackward)
+#include "favor_bf16_backward.cu"
+#include "favor_bf16_forward.cu"
+#undef SHARED_SUMS
+#define SHARED_SUMS sizeof(TeamBuilder)
+#define QUERIES 0
+#define favor_bf16_sums favor_bf16_key_sums
+#include "favor_bf16_sums.cu"
+#undef QUERIES
+#undef favor_bf16_sums
+#define QUERIES 1
+#define favor_bf16_sums favor_bf16_query_sums
+#include "favor_bf16_sums.cu"
+#define BLOCK_THREADS TEAM_THREADS
+#define KERNEL(name) favor_bf16_##name
+#else
+#define BLOCK_THREADS THREADS
+#define KERNEL(name) favor_##name
+#endif
 
 #include "problem.h"
 
@@ -50,9 +73,9 @@ int main() {
 
     float factor = std::pow((float)DIM, -0.25f);
     size_t packed_count = READY ? 0 : (size_t)D / 16 * (F / 16) * 64;
-    std::vector<uint4> columns = poison<uint4>(packed_count), rows = columns;
+    std::vector<uint4> columns = poison<uint4>(STORAGE != 0 ? 2 * packed_count : packed_count), rows = poison<uint4>(packed_count);
     for (int back = 0; back < 2 && !READY; back++) {
-        Dim grid = {(unsigned)divide((int)packed_count, THREADS), 1, 1};
+        Dim grid = {(unsigned)divide((int)(back ? rows : columns).size(), THREADS), 1, 1};
         host::launch(grid, THREADS, favor_pack, (const float*)projection.data(), FEATURES, DIM, HYPERBOLIC, back ? factor : factor * LOG2E, back,
                      back ? rows.data() : columns.data());
     }
@@ -73,7 +96,7 @@ int main() {
     std::vector<float> sums = poison<float>((size_t)segments * batch * key_heads * RECORD), total = poison<float>((size_t)batch * key_heads * RECORD);
     auto combine_grid = [](int heads) { return Dim{(unsigned)divide(heads * F, WARPS), 1, 1}; };
     auto key_sums = [&](std::vector<float>& sums, float* initial) {
-        host::launch({key_blocks, parts, 1}, THREADS, favor_key_sums, of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
+        host::launch({key_blocks, parts, 1}, BLOCK_THREADS, KERNEL(key_sums), of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
                      (float*)nullptr, (float*)nullptr, sums.data());
         host::launch(combine_grid(batch * key_heads), THREADS, favor_combine, batch * key_heads, segments, sums.data(), initial,
                      CAUSAL ? nullptr : total.data(), CAUSAL, 0);
@@ -84,7 +107,7 @@ int main() {
         before = CAUSAL ? sums.data() : total.data();
     }
     std::vector<float> state = poison<float>((size_t)batch * key_heads * RECORD);
-    host::launch({blocks, parts, 1}, THREADS, favor_forward, p, q.data(), k.data(), v.data(), visible, columns.data(), before, out.data(),
+    host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(forward), p, q.data(), k.data(), v.data(), visible, columns.data(), before, out.data(),
                  logs.data(), denominators.data(), state.data());
     write(out);
 
@@ -103,7 +126,7 @@ int main() {
             std::vector<Stored> piece = poison<Stored>((size_t)batch * heads * some.queries * VALUES);
             std::vector<float> next = poison<float>(state.size());
             if (part < 2) {
-                host::launch({blocks, 1, 1}, THREADS, favor_forward, some, at_q, at_k, at_v, (unsigned char*)nullptr, columns.data(),
+                host::launch({blocks, 1, 1}, BLOCK_THREADS, KERNEL(forward), some, at_q, at_k, at_v, (unsigned char*)nullptr, columns.data(),
                              part ? carried.data() : nullptr, piece.data(), (float*)nullptr, (float*)nullptr, next.data());
             } else {
                 host::launch({key_blocks, 1, 1}, THREADS, favor_step, some, at_q, at_k, at_v, projection.data(), HYPERBOLIC, factor,
@@ -127,12 +150,12 @@ int main() {
                      SIGNED ? denominators.data() : nullptr, delta.data());
         Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before};
         std::vector<Result> dq = poison<Result>(count * width * (PARTIAL ? SPLITS : 1));
-        host::launch({blocks, parts, 1}, THREADS, favor_query_gradients, p, t, dq.data());
+        host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(query_gradients), p, t, dq.data());
 
         std::vector<float> later = poison<float>((size_t)segments * batch * heads * RECORD), all = poison<float>((size_t)batch * heads * RECORD);
         t.before = nullptr;
         if (!CAUSAL || segments > 1) {
-            host::launch({blocks, parts, 1}, THREADS, favor_query_sums, of_queries, q.data(), grad.data(), (unsigned char*)nullptr, columns.data(),
+            host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(query_sums), of_queries, q.data(), grad.data(), (unsigned char*)nullptr, columns.data(),
                          logs.data(), delta.data(), denominators.data(), later.data());
             host::launch(combine_grid(batch * heads), THREADS, favor_combine, batch * heads, segments, later.data(), (float*)nullptr,
                          CAUSAL ? nullptr : all.data(), CAUSAL, 1);
@@ -140,7 +163,7 @@ int main() {
         }
         size_t key_count = (size_t)batch * heads * keys;
         std::vector<Result> dk = poison<Result>(key_count * key_width * (PARTIAL ? SPLITS : 1)), dv = poison<Result>(key_count * VALUES);
-        host::launch({blocks, parts, 1}, THREADS, favor_key_gradients, key_readers, t, dk.data(), dv.data());
+        host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(key_gradients), key_readers, t, dk.data(), dv.data());
 #if PARTIAL
         auto reduce = [&](const std::vector<float>& from, int group, int parts, int tokens, int width) {
             std::vector<Stored> to = poison<Stored>((size_t)batch * heads / group * tokens * width);

@@ -158,6 +158,18 @@ pub struct OtherSweep {
     causal: bool,
 }
 
+impl Others {
+    /// Milliseconds of PyTorch's exact causal attention of so many sequences times heads, if they are among the measurements.
+    pub fn sdpa(&self, heads: usize, head_dim: usize, tokens: usize, backward: bool) -> Option<f64> {
+        let s = &self.sweep;
+        if (s.batch * s.heads, s.head_dim, s.causal) != (heads, head_dim, true) {
+            return None;
+        }
+        let wanted = (Implementation::TorchSdpa, tokens, backward);
+        self.points.iter().find(|p| (p.implementation, p.tokens, p.backward) == wanted).map(|p| p.timing.median_ms)
+    }
+}
+
 /// FLOP of attention over all heads, exponentials not counted: FAVOR+ `8MD + C(M + D)` a token and head forward and
 /// `26MD + C(4M + 3D)` with the backward pass (features computed again; `C` = 32; no triangle if not causal), softmax `4D` and `14D` for each pair of a
 /// query and a key that it sees.

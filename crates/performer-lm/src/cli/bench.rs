@@ -201,7 +201,7 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
     args.common.finish("attention", &report, &attention_table(&report))
 }
 
-fn read_others(path: &Path) -> Result<attention::Others> {
+pub(super) fn read_others(path: &Path) -> Result<attention::Others> {
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_str(&text)
         .with_context(|| format!("{} holds no measurements as scripts/torch_attention.py writes them", path.display()))

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 
-use super::{args::Machine, output};
+use super::{args::Machine, bench::read_others, output};
 use crate::{
     files,
     gpu_check::{self, Extent, Report},
@@ -16,6 +16,11 @@ Examples:
   performer-lm gpu-check --device cuda
   performer-lm gpu-check --device cuda --out h100.json
   performer-lm gpu-check --device cpu --quick
+  performer-lm gpu-check --device cuda --against torch.json
+
+The last puts PyTorch's FlashAttention beside, as scripts/torch_attention.py timed it on this card:
+
+  python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > torch.json
 
 Every kernel against a reference in f64, timings of attention, a short training run: minutes on a GPU. It fails if a result is
 wrong.")]
@@ -23,6 +28,9 @@ pub(super) struct Args {
     /// Small sizes: half a minute on a CPU.
     #[arg(long)]
     quick: bool,
+    /// Measurements of scripts/torch_attention.py to put beside ours.
+    #[arg(long, value_name = "FILE")]
+    against: Option<PathBuf>,
     /// File for the results as JSON.
     #[arg(long, default_value = "gpu-check.json")]
     out: PathBuf,
@@ -36,7 +44,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     if machine.device.is_cpu() && extent == Extent::Full {
         output::note("there is no GPU here: the CPU takes long for these sizes (--quick for small ones)");
     }
-    let report = gpu_check::run(&machine.device, extent, output::note)?;
+    let pytorch = args.against.as_deref().map(read_others).transpose()?;
+    let report = gpu_check::run(&machine.device, extent, pytorch.as_ref(), output::note)?;
     files::write_json(&args.out, &report)?;
     output::note(&format!("saved {}", args.out.display()));
     if args.json {
@@ -71,6 +80,8 @@ fn tables(report: &Report) -> String {
                 format!("{:.3}", s.milliseconds),
                 format!("{:.3}–{:.3}", s.quartiles.0, s.quartiles.1),
                 output::thousands(s.picoseconds as u64),
+                s.pytorch_milliseconds.map(|ms| format!("{ms:.3}")).unwrap_or_default(),
+                s.pytorch_milliseconds.map(|ms| format!("{:.2}", ms / s.milliseconds)).unwrap_or_default(),
                 s.memory_mib.map(output::thousands).unwrap_or_default(),
             ]
         })
@@ -94,7 +105,19 @@ fn tables(report: &Report) -> String {
     if !checks.is_empty() {
         text += &format!("\n{}\n", output::table(&["failed", "error", "allowed", "because"], &checks));
     }
-    let header = ["attention", "work", "tokens", "heads", "type", "ms", "quartiles", "ps/token/head", "MiB"];
+    let header = [
+        "attention",
+        "work",
+        "tokens",
+        "heads",
+        "type",
+        "ms",
+        "quartiles",
+        "ps/token/head",
+        "SDPA ms",
+        "times as fast",
+        "MiB",
+    ];
     text += &format!("\n{}\n", output::table(&header, &speed));
     for skipped in &report.skipped {
         text += &format!("\nskipped: {skipped}\n");

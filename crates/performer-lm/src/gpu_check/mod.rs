@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use speed::{Speed, Work};
 pub use training::Training;
 
-use crate::{device::describe, machine::Machine, train::git_revision};
+use crate::{bench::attention::Others, device::describe, machine::Machine, train::git_revision};
 
 /// One comparison with a reference.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -69,11 +69,16 @@ pub enum Extent {
     Full,
 }
 
-/// Runs everything; `progress` is told what comes next.
+/// Runs everything; `progress` is told what comes next. PyTorch's times, if given, are put beside ours.
 ///
 /// # Errors
 /// What keeps a part from running at all. A wrong result is no error: it is in the report.
-pub fn run(device: &Device, extent: Extent, mut progress: impl FnMut(&str)) -> Result<Report> {
+pub fn run(
+    device: &Device,
+    extent: Extent,
+    pytorch: Option<&Others>,
+    mut progress: impl FnMut(&str),
+) -> Result<Report> {
     let started = Instant::now();
     let mut checks = Vec::new();
     poison(true);
@@ -84,7 +89,10 @@ pub fn run(device: &Device, extent: Extent, mut progress: impl FnMut(&str)) -> R
     poison(false);
     progress("timing attention");
     let mut skipped = Vec::new();
-    let speed = speed::run(device, extent, &mut skipped, &mut progress)?;
+    let mut speed = speed::run(device, extent, &mut skipped, &mut progress)?;
+    if let Some(pytorch) = pytorch {
+        speed.iter_mut().for_each(|speed| speed.set_beside(pytorch));
+    }
     let training = training::run(device, extent, &mut skipped, &mut progress)?;
     Ok(Report {
         device: describe(device),

@@ -8,6 +8,7 @@ use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax, State};
 use serde::{Deserialize, Serialize};
 
 use super::{Extent, unless_skipped};
+use crate::bench::attention::Others;
 
 /// What was timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +45,9 @@ pub struct Speed {
     pub quartiles: (f64, f64),
     /// Picoseconds a token and head; a decoding step has one token.
     pub picoseconds: f64,
+    /// Milliseconds of PyTorch's exact attention at these sizes, where they were given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pytorch_milliseconds: Option<f64>,
     /// Most MiB of the device's memory in use, where it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
@@ -138,21 +142,20 @@ impl Bench<'_> {
         tokens: usize,
         work: Work,
     ) -> Result<Speed> {
-        let bytes = 4 * self.heads * tokens * HEAD_DIM * self.dtype.size_in_bytes();
+        let bytes = 3 * self.heads * tokens * HEAD_DIM * self.dtype.size_in_bytes();
         let sets = (0..(self.round / bytes).clamp(1, 64))
             .map(|_| {
                 let var = || Var::from_tensor(&self.random(tokens)?);
-                Ok(([var()?, var()?, var()?], self.random(tokens)?))
+                Ok([var()?, var()?, var()?])
             })
             .collect::<candle_core::Result<Vec<_>>>()?;
         let mut next = 0;
         let times = time(self.device, || {
-            let ([q, k, v], gradient) = &sets[next % sets.len()];
+            let [q, k, v] = &sets[next % sets.len()];
             next += 1;
             if work == Work::Both {
-                let out = attention.forward(q, k, v, &Mask::causal())?;
-                // The loss reads outputs and gradients once more: a small part of the whole.
-                return (out * gradient)?.sum_all()?.backward().map(drop);
+                // From a gradient of ones: a loss of its own would read and write outputs several times more.
+                return attention.forward(q, k, v, &Mask::causal())?.backward().map(drop);
             }
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
             attention.forward(&q, &k, &v, &Mask::causal()).map(drop)
@@ -191,21 +194,35 @@ impl Bench<'_> {
             milliseconds: median * 1e3,
             quartiles: (low * 1e3, high * 1e3),
             picoseconds: median * 1e12 / (per_pass * self.heads) as f64,
+            pytorch_milliseconds: None,
             memory_mib: None,
         }
     }
 }
 
-/// Quartiles of the seconds that `work` takes once it is warm. Short work is repeated between two looks at the clock, so that waiting for
-/// the device does not count.
+impl Speed {
+    /// Puts PyTorch's time of the same beside.
+    pub(super) fn set_beside(&mut self, others: &Others) {
+        let backward = match self.work {
+            Work::Forward => false,
+            Work::Both => true,
+            Work::Decode => return,
+        };
+        self.pytorch_milliseconds = others.sdpa(self.heads, self.head_dim, self.tokens, backward);
+    }
+}
+
+/// Quartiles of the seconds that `work` takes once it is warm, by the device's own clock where it has one. Short work is repeated between
+/// two looks at the clock.
 fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> Result<[f64; 3]> {
     let mut sample = |repeats: usize| -> Result<f64> {
-        let start = Instant::now();
-        for _ in 0..repeats {
-            work()?;
-        }
-        device.synchronize()?;
-        Ok(start.elapsed().as_secs_f64() / repeats as f64)
+        let seconds = clock(device, || {
+            for _ in 0..repeats {
+                work()?;
+            }
+            Ok(())
+        })?;
+        Ok(seconds / repeats as f64)
     };
     // The first compiles kernels.
     sample(1)?;
@@ -218,6 +235,20 @@ fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> R
     }
     samples.sort_by(f64::total_cmp);
     Ok([0.25, 0.5, 0.75].map(|share| samples[((samples.len() - 1) as f64 * share).round() as usize]))
+}
+
+/// Seconds that `work` takes on the device.
+fn clock(device: &Device, work: impl FnOnce() -> candle_core::Result<()>) -> Result<f64> {
+    #[cfg(feature = "cuda")]
+    if let Ok(device) = device.as_cuda_device() {
+        let watch = performer_core::kernels::cuda::Stopwatch::start(device)?;
+        work()?;
+        return Ok(watch.stop(device)?);
+    }
+    let start = Instant::now();
+    work()?;
+    device.synchronize()?;
+    Ok(start.elapsed().as_secs_f64())
 }
 
 #[cfg(feature = "cuda")]

@@ -60,6 +60,19 @@ struct Problem {
     float norm;
 };
 
+// What the kernels of gradients take.
+struct Tensors {
+    const Stored *q, *k, *v, *grad;
+    const unsigned char* visible;
+    // Rows as columns of the projection in base 2, and its rows in base e.
+    const uint4 *projection, *back;
+    const float* logs;
+    // e: read, or made by the gradient of queries for that of keys.
+    float* delta;
+    const float* denominators;
+    float* before;
+};
+
 // The sums of one head in global memory: scales, the sums of u, the sums of u y; each number f32.
 constexpr int RECORD = F * (2 + SPLITS * V);
 __device__ inline float* scales_of(float* record) { return record; }

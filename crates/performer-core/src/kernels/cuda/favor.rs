@@ -105,13 +105,14 @@ impl Projection {
             let tiles = self.dim.div_ceil(16) * self.features.div_ceil(16);
             let kernel = PACK.kernel(device, "favor_pack", &[("STORAGE", &storage)], 0)?;
             let pack = |scale: f32, back: i32| -> Result<Buffer> {
-                // 16 bytes for each of 64 threads.
-                let mut packed = Buffer::new(device, tiles * 64 * 4)?;
+                // The one for features twice for half types; 16 bytes for each of 64 threads.
+                let pieces = tiles * 64 * if storage != 0 && back == 0 { 2 } else { 1 };
+                let mut packed = Buffer::new(device, pieces * 4)?;
                 let launch =
                     kernel.launch().input(omega.0, omega.1)?.value(self.features as i32).value(self.dim as i32);
                 let launch = launch.value(i32::from(self.hyperbolic)).value(scale).value(back);
                 // SAFETY: the projection is (M, D), and there is room for every tile.
-                unsafe { launch.output(&mut packed.storage)?.run([(tiles * 64).div_ceil(THREADS), 1, 1], THREADS) }?;
+                unsafe { launch.output(&mut packed.storage)?.run([pieces.div_ceil(THREADS), 1, 1], THREADS) }?;
                 Ok(packed)
             };
             Ok(Arc::new([pack(self.scale() * std::f32::consts::LOG2_E, 0)?, pack(self.scale(), 1)?]))

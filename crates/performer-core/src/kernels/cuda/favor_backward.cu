@@ -48,18 +48,6 @@ favor_delta(int rows, const Stored* out, const Stored* grad, const float* denomi
     if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);
 }
 
-struct Tensors {
-    const Stored *q, *k, *v, *grad;
-    const unsigned char* visible;
-    // Rows as columns of the projection in base 2, and its rows in base e.
-    const uint4 *projection, *back;
-    const float* logs;
-    // e: read, or made by the gradient of queries for that of keys.
-    float* delta;
-    const float* denominators;
-    float* before;
-};
-
 template <bool KEYS>
 __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result* dy) {
     extern __shared__ uint4 shared_memory[];
@@ -279,19 +267,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_query_gradi
 // dk and dv are of query heads: `favor_reduce` adds up those of a group.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     gradients<true>(p, t, dk, dv);
-}
-
-// to (batch, heads / group, count): the sum of `from` (parts, batch, heads, count) over parts and the heads of each group.
-extern "C" __global__ void __launch_bounds__(THREADS)
-favor_reduce(int heads, int group, int parts, long long count, const float* from, Stored* to) {
-    // `heads` counts those of all of the batch.
-    long long all = (long long)heads / group * count;
-    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += (long long)gridDim.x * THREADS) {
-        long long head = i / count * group, at = i % count;
-        float sum = 0;
-        for (int part = 0; part < parts; part++) {
-            for (int g = 0; g < group; g++) sum += from[((long long)part * heads + head + g) * count + at];
-        }
-        narrow(sum, to[i]);
-    }
 }

@@ -15,12 +15,13 @@ use super::{
     favor::Map,
     storage, with_storages,
 };
-use crate::kernels::favor::blocks::Blocks;
+use crate::kernels::favor::blocks::{Blocks, TEAM, Team};
 
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("warp.cuh", include_str!("warp.cuh")),
     ("tile.cuh", include_str!("tile.cuh")),
     ("favor.cuh", include_str!("favor.cuh")),
+    ("favor_bf16.cuh", include_str!("favor_bf16.cuh")),
 ];
 
 macro_rules! source {
@@ -32,7 +33,11 @@ macro_rules! source {
 const SUMS: Source = source!("favor_sums.cu");
 const FORWARD: Source = source!("favor_forward.cu");
 const BACKWARD: Source = source!("favor_backward.cu");
+const PARTS: Source = source!("favor_parts.cu");
 const STEP: Source = source!("favor_step.cu");
+const TEAM_SUMS: Source = source!("favor_bf16_sums.cu");
+const TEAM_FORWARD: Source = source!("favor_bf16_forward.cu");
+const TEAM_BACKWARD: Source = source!("favor_bf16_backward.cu");
 
 /// Warps of a block.
 const WARPS: usize = THREADS / 32;
@@ -81,6 +86,8 @@ pub(super) struct Call<'a> {
     pub(super) device: &'a CudaDevice,
     dtype: DType,
     pub(super) blocks: Blocks,
+    /// Whether by the kernels of teams.
+    teams: bool,
     hyperbolic: bool,
     causal: bool,
     pub(super) batch: usize,
@@ -125,6 +132,7 @@ impl<'a> Call<'a> {
         Ok(Self {
             device,
             dtype,
+            teams: blocks.teams && causal,
             blocks,
             hyperbolic,
             causal,
@@ -175,6 +183,29 @@ impl<'a> Call<'a> {
         source.kernel(self.device, entry, &macros, shared)
     }
 
+    /// The kernel `favor_NAME` of `general`, or `favor_bf16_NAME` of `team`, and the threads of its blocks.
+    fn either(
+        &self,
+        [general, team]: [Source; 2],
+        name: &str,
+        more: &[Macro],
+        shared: usize,
+    ) -> Result<(Kernel, usize)> {
+        Ok(match self.teams {
+            true => (self.kernel(team, &format!("favor_bf16_{name}"), more, shared)?, TEAM),
+            false => (self.kernel(general, &format!("favor_{name}"), more, shared)?, THREADS),
+        })
+    }
+
+    /// Shared memory of the kernels of each pass.
+    fn shared(&self) -> Team {
+        let b = &self.blocks;
+        match self.teams {
+            true => b.team(),
+            false => Team { sums: b.shared_sums(), forward: b.shared_forward(), backward: b.shared_backward() },
+        }
+    }
+
     /// Gives a launch the packed projection, if there is one.
     fn projection<'l>(&'l self, launch: Launch<'l>) -> Result<Launch<'l>> {
         optional(launch, self.packed.as_ref().map(|packed| packed[0].view()))
@@ -199,9 +230,9 @@ impl<'a> Call<'a> {
         }
         let (b, all) = (&self.blocks, self.batch * heads);
         let mut records = Buffer::new(self.device, segments * all * b.record())?;
-        let shared = b.shared_sums();
+        let shared = self.shared().sums;
         let more: [Macro; 2] = [("QUERIES", &u8::from(of_queries.is_some())), ("SHARED_SUMS", &shared)];
-        let kernel = self.kernel(SUMS, "favor_sums", &more, shared)?;
+        let (kernel, threads) = self.either([SUMS, TEAM_SUMS], "sums", &more, shared)?;
         let launch = kernel.launch().value(problem);
         let (x, y) = of_queries.map_or((self.k, self.v), |of| (self.q, of.grad));
         let launch = launch.input(x.0, x.1)?.input(y.0, y.1)?;
@@ -211,9 +242,9 @@ impl<'a> Call<'a> {
         let launch = optional(launch, of_queries.map(|of| of.delta))?;
         let launch = optional(launch, of_queries.and_then(|of| of.denominators))?;
         // SAFETY: strides and sizes are those of the tensors, and there is a record for each segment and head.
-        unsafe { launch.output(&mut records.storage)?.run([all * b.splits(), segments, 1], THREADS) }?;
+        unsafe { launch.output(&mut records.storage)?.run([all * b.splits(), segments, 1], threads) }?;
 
-        let kernel = self.kernel(SUMS, "favor_combine", &more, 0)?;
+        let kernel = self.kernel(PARTS, "favor_combine", &[], 0)?;
         let launch = kernel.launch().value(all as i32).value(segments as i32).output(&mut records.storage)?;
         let launch = optional(launch, initial)?;
         let mut total = if self.causal { None } else { Some(Buffer::new(self.device, all * b.record())?) };
@@ -237,8 +268,9 @@ impl<'a> Call<'a> {
         let mut out = Buffer::of(self.device, (self.batch, self.heads, self.queries, b.values), self.dtype)?;
         let mut logs = Buffer::new(self.device, rows)?;
         let mut denominators = if b.map == 2 { Some(Buffer::new(self.device, rows)?) } else { None };
-        let shared = b.shared_forward();
-        let kernel = self.kernel(FORWARD, "favor_forward", &[("SHARED_FORWARD", &shared)], shared)?;
+        let shared = self.shared().forward;
+        let more: [Macro; 1] = [("SHARED_FORWARD", &shared)];
+        let (kernel, threads) = self.either([FORWARD, TEAM_FORWARD], "forward", &more, shared)?;
         let launch = kernel.launch().value(problem);
         let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
         let launch = self.projection(optional(launch, self.visible)?)?;
@@ -252,7 +284,7 @@ impl<'a> Call<'a> {
             None => launch.nothing(),
         };
         // SAFETY: strides and sizes are those of the tensors; every row of outputs is written.
-        unsafe { launch.run([self.batch * self.heads * b.splits(), segments, 1], THREADS) }?;
+        unsafe { launch.run([self.batch * self.heads * b.splits(), segments, 1], threads) }?;
         Ok((out, Saved { logs, denominators, sums }))
     }
 
@@ -263,7 +295,7 @@ impl<'a> Call<'a> {
         let rows = self.batch * self.heads * self.queries;
         let denominators = saved.denominators.as_ref().map(Buffer::view);
         let mut delta = Buffer::new(self.device, rows)?;
-        let shared = b.shared_backward();
+        let shared = self.shared().backward;
         let partial = u8::from(splits > 1 || group > 1);
         let more: [Macro; 2] = [("PARTIAL", &partial), ("SHARED_BACKWARD", &shared)];
         if splits > 1 {
@@ -285,26 +317,26 @@ impl<'a> Call<'a> {
             Buffer::of(self.device, (parts, self.batch, self.heads, tokens * width), made)
         };
         let mut dq = parts(self.queries, width, splits)?;
-        let kernel = self.kernel(BACKWARD, "favor_query_gradients", &more, shared)?;
+        let (kernel, threads) = self.either([BACKWARD, TEAM_BACKWARD], "query_gradients", &more, shared)?;
         let mut launch = kernel.launch();
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, saved.sums.as_ref().map(Buffer::view))?;
         tensors.delta = launch.address_mut(&mut delta.storage)?;
         // SAFETY: strides and sizes are those of the tensors; every row of the gradient is written.
-        unsafe { launch.value(problem).value(tensors).output(&mut dq.storage)?.run(grid(segments), THREADS) }?;
+        unsafe { launch.value(problem).value(tensors).output(&mut dq.storage)?.run(grid(segments), threads) }?;
 
         let of = OfQueries { grad, logs: saved.logs.view(), delta: delta.view(), denominators };
         let later = self.sums(Some(&of), None)?;
         let (problem, segments) = self.problem(self.keys);
         let (mut dk, mut dv) = (parts(self.keys, key_width, splits)?, parts(self.keys, b.values, 1)?);
-        let kernel = self.kernel(BACKWARD, "favor_key_gradients", &more, shared)?;
+        let (kernel, threads) = self.either([BACKWARD, TEAM_BACKWARD], "key_gradients", &more, shared)?;
         let mut launch = kernel.launch();
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, later.as_ref().map(Buffer::view))?;
         tensors.delta = launch.address(&delta.storage, &delta.layout)?;
         let launch = launch.value(problem).value(tensors);
         // SAFETY: as above.
-        unsafe { launch.output(&mut dk.storage)?.output(&mut dv.storage)?.run(grid(segments), THREADS) }?;
+        unsafe { launch.output(&mut dk.storage)?.output(&mut dv.storage)?.run(grid(segments), threads) }?;
 
         let reduce =
             |from: Buffer, heads: usize, group: usize, parts: usize, tokens: usize, width: usize| -> Result<Buffer> {
@@ -313,7 +345,7 @@ impl<'a> Call<'a> {
                     return Ok(Buffer { storage: from.storage, layout: Layout::contiguous(shape) });
                 }
                 let mut to = Buffer::of(self.device, shape, self.dtype)?;
-                let kernel = self.kernel(BACKWARD, "favor_reduce", &more, 0)?;
+                let kernel = self.kernel(PARTS, "favor_reduce", &[], 0)?;
                 let launch = kernel.launch().value((self.batch * self.heads) as i32).value(group as i32);
                 let launch =
                     launch.value(parts as i32).value((tokens * width) as i64).input(&from.storage, &from.layout)?;

@@ -2,15 +2,16 @@
 
 #include "tile.cuh"
 
-// One thread for 16 bytes of a lane. The factor is (rows, columns) of D^-1/4 w: dimensions by features and times log2(e) for features,
+// One thread for 16 bytes of a lane. For half types, the factor for features is there a second time, transposed, as a left factor. The factor is (rows, columns) of D^-1/4 w: dimensions by features and times log2(e) for features,
 // features by dimensions for gradients (`back`). Hyperbolic maps have the rows w and then their negatives.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, uint4* to) {
     int rows = back ? features : dim, columns = back ? dim : features;
     int depth = divide(rows, 16), count = depth * divide(columns, 16) * 64;
     int index = blockIdx.x * THREADS + threadIdx.x;
-    if (index >= count) return;
-    int lane = index % 32, half = index / 32 % 2, row = index / 64 % depth * 16, column = index / 64 / depth * 16;
+    if (index >= count * (STORAGE != 0 && !back ? 2 : 1)) return;
+    bool left = index >= count;
+    int lane = index % 32, half = index / 32 % 2, row = index / 64 % depth * 16, column = index % count / 64 / depth * 16;
     int half_way = hyperbolic ? features / 2 : features;
     auto at = [&](int r, int c) {
         if (r >= rows || c >= columns) return 0.0f;
@@ -25,7 +26,7 @@ favor_pack(const float* projection, int features, int dim, int hyperbolic, float
 #else
         words[i] = 0;
         for (int j = 0; j < 2; j++) {
-            float x = at(row + 8 * (i % 2) + lane % 4 * 2 + j, column + 8 * (i / 2) + lane / 4);
+            float x = at(row + 8 * (left ? i / 2 : i % 2) + lane % 4 * 2 + j, column + 8 * (left ? i % 2 : i / 2) + lane / 4);
             Bfloat high, low;
             narrow(x, high);
             narrow(x - widen(high), low);

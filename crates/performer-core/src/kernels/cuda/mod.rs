@@ -16,6 +16,7 @@ mod memory;
 pub(super) mod norm;
 pub(crate) mod rotary;
 pub(crate) mod softmax;
+mod stopwatch;
 
 use std::{
     collections::HashMap,
@@ -37,6 +38,7 @@ use cudarc::driver::{
 pub use compile::compile;
 use memory::on_slice;
 pub use memory::{allocate, free_memory, keep_memory, poison_outputs, synchronize};
+pub use stopwatch::Stopwatch;
 
 /// A `.cu` file.
 #[derive(Clone, Copy, Debug)]

@@ -178,6 +178,15 @@ struct Packed {
         to[1].x[0][0] = y.x, to[1].x[0][1] = y.y, to[1].x[1][0] = y.z, to[1].x[1][1] = y.w;
 #endif
     }
+
+#if STORAGE != 0
+    // Of the transposed factor, which follows, the rows from `column` on and columns from `row` on, as left factors.
+    __device__ void load_transposed(Left& high, Left& low, int row, int column, int columns) const {
+        const uint4* at = tiles + ((columns / 16 + column / 16) * depth + row / 16) * 64 + lane();
+        uint4 x = load_constant(at), y = load_constant(at + 32);
+        high = {{x.x, x.y, x.z, x.w}}, low = {{y.x, y.y, y.z, y.w}};
+    }
+#endif
 };
 
 // ---- A matrix of sums (ROWS, COLUMNS) in the registers of a block. Warps stand in ROW_GROUPS groups of rows; in a group, they take

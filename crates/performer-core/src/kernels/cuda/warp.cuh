@@ -1,5 +1,5 @@
 // What the hardware gives, one instruction a function: conversions, exponentials, fragments and their products. The rest of the
-// kernels is plain C++; tests/cuda_host/warp.h gives the same functions on a CPU, lane by lane.
+// kernels is plain C++; tests/cuda_host/device.h gives the same functions on a CPU, lane by lane.
 //
 // Compiled at run time, where no toolkit's headers are: nothing is included.
 
@@ -42,7 +42,15 @@ __device__ inline float logarithm(float x) {
     return y;
 }
 
+// Two numbers rounded, the first in the lower half.
+__device__ inline unsigned pack_bf16(float x, float y) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
 __device__ inline float from_lane_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+__device__ inline float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 
 // A bit for each lane of the warp.
 __device__ inline unsigned lanes_where(bool condition) { return __ballot_sync(~0u, condition); }
@@ -59,6 +67,17 @@ __device__ inline uint4 load_once(const uint4* at) {
     asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
     return x;
 }
+// 16 bytes to shared memory, or zeros, on their own; there once `wait_for_copies` of the group has returned and a barrier has passed.
+__device__ inline void copy_on(void* to, const void* from, bool has) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 : : "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(has ? 16 : 0) : "memory");
+}
+// Ends a group of a thread's copies.
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+// Waits for all groups of the thread but the last `PENDING`.
+template <int PENDING>
+__device__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory"); }
+
 __device__ inline void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" : : "l"(at)); }
 
 // Four 8x8 matrices of 16-bit numbers; lane 8i + r points to row r of matrix i. Lane l gets entries 2(l%4) and 2(l%4) + 1 of row l/4 of

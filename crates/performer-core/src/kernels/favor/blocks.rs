@@ -9,6 +9,8 @@ pub(crate) const MOST_WIDTH: usize = 128;
 const ENOUGH: usize = 256;
 /// Warps of a block.
 const WARPS: usize = 8;
+/// Threads of a block of the kernels for bf16.
+pub(crate) const TEAM: usize = 128;
 
 /// Sizes that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +29,8 @@ pub(crate) struct Blocks {
     pub(crate) slice: usize,
     /// Tokens of a chunk.
     pub(crate) chunk: usize,
+    /// Whether the kernels for bf16 (`favor_bf16.cuh`), of teams of warps, take causal attention.
+    pub(crate) teams: bool,
 }
 
 impl Blocks {
@@ -41,7 +45,7 @@ impl Blocks {
         // 64 sums a thread.
         let registers = 32 * WARPS * 64 / f.next_multiple_of(64) / 32 * 32;
         let slice = values.next_multiple_of(16).min(registers.max(16));
-        let mut blocks = Self { storage, map, dim, features, values, slice, chunk };
+        let mut blocks = Self { storage, map, dim, features, values, slice, chunk, teams: false };
         while blocks.shared_backward().max(blocks.shared_forward()) > most {
             if blocks.slice > 32 {
                 blocks.slice = (blocks.slice / 2).next_multiple_of(16);
@@ -53,6 +57,8 @@ impl Blocks {
                 break;
             }
         }
+        let sizes = dim <= 64 && features <= 128 && values <= 64;
+        blocks.teams = storage == 2 && map == 0 && sizes && blocks.team().backward <= most;
         blocks
     }
 
@@ -128,6 +134,25 @@ impl Blocks {
     }
 }
 
+/// Shared memory of the kernels of teams, in bytes.
+#[derive(Debug)]
+pub(crate) struct Team {
+    pub(crate) sums: usize,
+    pub(crate) forward: usize,
+    pub(crate) backward: usize,
+}
+
+impl Blocks {
+    /// For blocks of [`TEAM`] threads.
+    pub(crate) fn team(&self) -> Team {
+        let (c, features) = (self.chunk, self.features.next_multiple_of(64));
+        let (rows, values) = (self.tile(c, self.dim.next_multiple_of(16)), self.tile(c, self.slice));
+        let rest = self.tile(features, self.slice);
+        let sums = rows + values + self.tile(features, c) + rest + 4 * (2 * c + 2 * features + 4);
+        Team { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -172,11 +197,18 @@ mod tests {
             let sizes = [size("DIM"), size("FEATURES"), size("VALUES")];
             let blocks = Blocks::choose(size("STORAGE") as u8, size("MAP") as u8, sizes, CARDS[0]);
             assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
-            let of = [
-                ("SHARED_FORWARD", blocks.shared_forward()),
-                ("SHARED_SUMS", blocks.shared_sums()),
-                ("SHARED_BACKWARD", blocks.shared_backward()),
-            ];
+            let team = line.contains("/favor_bf16_");
+            assert!(!team || blocks.teams, "{line}");
+            let Team { sums, forward, backward } = if team {
+                blocks.team()
+            } else {
+                Team {
+                    sums: blocks.shared_sums(),
+                    forward: blocks.shared_forward(),
+                    backward: blocks.shared_backward(),
+                }
+            };
+            let of = [("SHARED_FORWARD", forward), ("SHARED_SUMS", sums), ("SHARED_BACKWARD", backward)];
             for (name, bytes) in of {
                 if let Some(listed) = value(name) {
                     assert_eq!(listed, bytes, "{line}");

@@ -1,0 +1,481 @@
+// Causal FAVOR in bf16, for heads of up to 64 numbers and up to 128 features: what the forward and the backward kernels share. Builder,
+// reader, scales and chunks are those of favor.cuh. There every matrix goes through shared memory; here only what other warps read does,
+// which takes less than half of the instructions.
+//
+// A block is a team of four warps. Of the builder, each has a quarter of the features, and their sums and scales in registers: it makes the
+// features transposed, so that a scale belongs to a row, and the features are at once the left factor of what they add to the sums. Of the
+// reader, each has 16 of the chunk's rows, with all features, whose weights are at once left factors too.
+//
+// Rows of the next chunk are copied on while the current one is computed: those of the builder once it has entered, the reader's own once
+// their weights are known.
+
+#ifndef PERFORMER_FAVOR_BF16
+#define PERFORMER_FAVOR_BF16
+
+#include "favor.cuh"
+
+static_assert(STORAGE == 2 && MAP == 0 && CAUSAL && C == 64 && D <= 64 && V <= 64 && SPLITS == 1 && FEATURES <= 128, "for other kernels");
+
+// Warps of a block, and its threads.
+constexpr int TEAM = 4, TEAM_THREADS = 32 * TEAM;
+static_assert(C == 16 * TEAM, "a warp reads 16 rows");
+// Features, padded; those of a warp, in tiles of 16.
+constexpr int P = up(FEATURES, 16 * TEAM), MINE = P / (16 * TEAM);
+// A row of values with the two halves of its unit, the upper bits and the rest, and room to 8.
+constexpr int W = V + 8;
+
+// ---- Tiles of 16 by 16 sums, as `multiply` leaves them.
+
+typedef float Tile[2][4];
+
+// The number `i` of a tile is in row `row_in_tile(i)` and column `column_in_tile(half) + i % 2`.
+__device__ inline int row_in_tile(int i) { return lane() / 4 + 8 * (i / 2); }
+__device__ inline int column_in_tile(int half) { return 8 * half + 2 * (lane() % 4); }
+// The first of the four lanes that hold a row.
+__device__ inline int first_of_row() { return lane() & 28; }
+
+__device__ inline float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ inline Left as_left(const Tile& x) {
+    return {{pack_bf16(x[0][0], x[0][1]), pack_bf16(x[0][2], x[0][3]), pack_bf16(x[1][0], x[1][1]), pack_bf16(x[1][2], x[1][3])}};
+}
+// What `as_left` lost.
+__device__ inline Left lost(const Tile& x, const Left& y) {
+    Left z;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        z.x[i] = pack_bf16(x[i / 2][i % 2 * 2] - low_half(y.x[i]), x[i / 2][i % 2 * 2 + 1] - high_half(y.x[i]));
+    }
+    return z;
+}
+
+__device__ inline void store(Operand* to, int stride, int row, int column, const Left& x) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        *(unsigned*)(to + (row + lane() / 4 + 8 * (i % 2)) * stride + column + 8 * (i / 2) + 2 * (lane() % 4)) = x.x[i];
+    }
+}
+
+// A number's upper bits and the rest, in two columns.
+__device__ inline unsigned halves(float x) {
+    unsigned high = pack_bf16(x, 0.0f);
+    return high | pack_bf16(0.0f, x - low_half(high));
+}
+
+template <int N>
+__device__ void zero(Tile (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < 8 * N; i++) (&x[0][0][0])[i] = 0;
+}
+
+// Calls `f(row, column, number)` with 0 or 1 for which of the lane's two rows it is, and the column of the matrix.
+template <int N, class F_>
+__device__ void each(Tile (&x)[N], F_ f) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) f(i / 2 % 2, 16 * n + column_in_tile(i / 4) + i % 2, x[n][i / 4][i % 4]);
+    }
+}
+
+template <class Op>
+__device__ float over_row(float x, Op op) {
+    x = op(x, from_lane_xor(x, 1));
+    return op(x, from_lane_xor(x, 2));
+}
+
+// sums += left, of 32 columns, times the units of 32 rows of `from`.
+__device__ inline void multiply_units(float (&sums)[4], const Left& a, const Left& b, const Operand* from, int row) {
+    unsigned x[4];
+    load_matrices(x, from + (row + lane()) * W + V, true);
+    multiply_bf16(sums, a.x, {x[0], x[1]});
+    multiply_bf16(sums, b.x, {x[2], x[3]});
+}
+
+// ---- Rows.
+
+// Has ROWS rows of a tile of COLUMNS columns copied by N threads; rows that do not count and numbers beyond WIDTH are zero.
+template <int ROWS, int COLUMNS, int WIDTH, int N, class F_>
+__device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span span, int first_row, F_ keep) {
+    constexpr int LENGTH = 16 / sizeof(Stored), PIECES = COLUMNS / LENGTH, ALL = ROWS * PIECES;
+    bool whole = ((unsigned long long)from.first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
+    if (whole && WIDTH % LENGTH == 0) {
+#pragma unroll
+        for (unsigned i = threadIdx.x % N, e = 0; e < divide(ALL, N); e++, i += N) {
+            if (ALL % N && i >= ALL) continue;
+            int row = first_row + i / PIECES, c = i % PIECES * LENGTH;
+            bool has = row < span.count && (WIDTH == COLUMNS || c < WIDTH) && keep(span.token(row));
+            copy_on(to + row * stride + c, from.first + span.token(row) * from.stride + c, has);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x % N; i < ROWS * COLUMNS; i += N) {
+        int row = first_row + i / COLUMNS, c = i % COLUMNS;
+        bool has = row < span.count && c < WIDTH && keep(span.token(row));
+        to[row * stride + c] = has ? from.first[span.token(row) * from.stride + c] : Stored{0};
+    }
+}
+
+// Two numbers next to each other, from column `column` on, of a row of WIDTH numbers.
+template <int WIDTH, class T>
+__device__ void put(T* row, int column, float x, float y) {
+    T* at = row + column;
+    if (sizeof(T) == 2 && WIDTH % 2 == 0) {
+        if (column < WIDTH) *(unsigned*)at = pack_bf16(x, y);
+        return;
+    }
+    if (column < WIDTH) narrow(x, at[0]);
+    if (column + 1 < WIDTH) narrow(y, at[1]);
+}
+
+// The first `count` rows of a tile of the block's, from the warp that has them to rows of WIDTH numbers.
+template <int WIDTH, int N, class T>
+__device__ void put_rows(T* to, const Tile (&x)[N], Span span, int count) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int row = 16 * warp() + lane() / 4 + 8 * h;
+        if (row >= count) continue;
+        T* at = to + span.token(row) * WIDTH;
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++) put<WIDTH>(at, 16 * (i / 2) + column_in_tile(i % 2), x[i / 2][i % 2][2 * h], x[i / 2][i % 2][2 * h + 1]);
+    }
+}
+
+// ---- The builder.
+
+struct TeamBuilder {
+    alignas(16) Operand x[C][D + PAD];
+    // Values and their units.
+    alignas(16) Operand y[C][W];
+    // Features of the chunk, 2^-scale times as large; sums before it, with those of units.
+    alignas(16) Operand features[P][C + PAD];
+    alignas(16) Operand sums[P][W];
+    float offset[C], unit[C], scale[P], norm[P];
+    int breaks[TEAM];
+};
+
+// Of a warp's features: sums [y, unit] before the chunk, its scales and the largest logarithms so far, and the chunk's features. If EXACT,
+// for gradients, sums are of features that are not rounded: in `rest` is what rounding lost.
+template <bool EXACT>
+struct Own {
+    Tile sums[MINE][V / 16];
+    float units[MINE][4];
+    float scale[MINE][2], running[MINE][2];
+    Left features[MINE][C / 16], rest[EXACT ? MINE : 1][EXACT ? C / 16 : 1];
+
+    __device__ static int tile(int m) { return warp() * MINE + m; }
+    __device__ static int row(int m, int half) { return 16 * tile(m) + lane() / 4 + 8 * half; }
+};
+
+template <bool EXACT>
+__device__ void begin(Own<EXACT>& own, float* record) {
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int r = own.row(m, h);
+            bool has = record && r < F;
+            own.scale[m][h] = own.running[m][h] = has ? scales_of(record)[r] : FLOOR;
+            own.units[m][2 * h] = has ? norms_of(record)[r] : 0.0f;
+            own.units[m][2 * h + 1] = 0;
+        }
+        each(own.sums[m], [&](int h, int column, float& x) {
+            int r = own.row(m, h);
+            x = record && r < F ? sums_of(record, 0)[r * V + column] : 0.0f;
+        });
+    }
+}
+
+// Leaves the sums in `record`.
+template <bool EXACT>
+__device__ void leave(Own<EXACT>& own, float* record) {
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+        float factor[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int r = own.row(m, h);
+            factor[h] = power_of_two(own.scale[m][h] - own.running[m][h]);
+            if (r < F && lane() % 4 == 0) {
+                scales_of(record)[r] = own.running[m][h];
+                norms_of(record)[r] = (own.units[m][2 * h] + own.units[m][2 * h + 1]) * factor[h];
+            }
+        }
+        each(own.sums[m], [&](int h, int column, float& x) {
+            int r = own.row(m, h);
+            if (r < F) sums_of(record, 0)[r * V + column] = x * factor[h];
+        });
+    }
+}
+
+__device__ inline void set_unit(TeamBuilder& b, int row, float unit) {
+    b.unit[row] = unit;
+    *(unsigned*)&b.y[row][V] = halves(unit);
+}
+
+// The offsets of keys, -|x|^2/2 in base 2: two threads a row.
+template <class F_>
+__device__ void set_key_offsets(TeamBuilder& b, Span span, float norm, F_ keep) {
+    int row = threadIdx.x / 2;
+    float square = 0;
+#pragma unroll
+    for (int piece = 0; piece < D / 16; piece++) {
+        uint4 x = *(const uint4*)&b.x[row][16 * piece + 8 * (threadIdx.x % 2)];
+        const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) square += low_half(pairs[i]) * low_half(pairs[i]) + high_half(pairs[i]) * high_half(pairs[i]);
+    }
+    square += from_lane_xor(square, 1);
+    if (threadIdx.x % 2 == 0) b.offset[row] = row < span.count && keep(span.token(row)) ? -norm * square : -infinity();
+}
+
+// Calls `f(m, half, token, pair)` for the chunk's features that the thread holds, those of a token and the next.
+template <class F_>
+__device__ void each_feature(Left (&features)[MINE][C / 16], F_ f) {
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) f(m, i % 2, 16 * j + column_in_tile(i / 2), features[m][j].x[i]);
+        }
+    }
+}
+
+template <bool EXACT>
+__device__ void store_features(TeamBuilder& b, const Own<EXACT>& own) {
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) store(&b.features[0][0], C + PAD, 16 * own.tile(m), 16 * j, own.features[m][j]);
+    }
+}
+
+// Ends the chunk before the first row with a feature above 2^LIMIT, if there is one; returns how many rows it has then.
+template <bool EXACT>
+__device__ int break_chunk(TeamBuilder& b, Own<EXACT>& own, int count) {
+    int first = C;
+    each_feature(own.features, [&](int, int, int token, unsigned pair) {
+        float limit = power_of_two(LIMIT);
+        if (low_half(pair) > limit && token > 0) first = min(first, token);
+        if (high_half(pair) > limit) first = min(first, token + 1);
+    });
+    for (int mask = 1; mask < 32; mask *= 2) first = min(first, (int)from_lane_xor((float)first, mask));
+    if (lane() == 0) b.breaks[warp()] = first;
+    __syncthreads();
+    int n = count;
+    for (int i = 0; i < TEAM; i++) n = min(n, b.breaks[i]);
+    float largest[MINE][2] = {};
+    auto counting = [&](int token) { return (token < n ? 0x0000ffffu : 0u) | (token + 1 < n ? 0xffff0000u : 0u); };
+    if constexpr (EXACT) each_feature(own.rest, [&](int, int, int token, unsigned& pair) { pair &= counting(token); });
+    each_feature(own.features, [&](int m, int h, int token, unsigned& pair) {
+        pair &= counting(token);
+        largest[m][h] = fmaxf(largest[m][h], fmaxf(low_half(pair), high_half(pair)));
+    });
+    for (int m = 0; m < MINE; m++) {
+        for (int h = 0; h < 2; h++) {
+            float most = over_row(largest[m][h], Largest());
+            own.running[m][h] = most > 1.0f ? own.scale[m][h] + logarithm(most) : own.scale[m][h];
+        }
+    }
+    store_features(b, own);
+    __syncthreads();
+    return n;
+}
+
+// Takes a chunk whose rows are loaded and offsets known; returns how many of them it has. Afterwards a reader may begin (if READ). The chunk
+// itself is not in the sums before `absorb`. `rest` gets what rounding the sums lost, `before` the sums of features before each 16 rows.
+template <bool READ = true, bool EXACT>
+__device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& projection, Operand* rest = nullptr,
+                     float (*before)[P] = nullptr) {
+    Tile x[MINE][C / 16];
+#pragma unroll
+    for (int j = 0; j < C / 16; j++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float offset = b.offset[16 * j + column_in_tile(i / 4) + i % 2];
+#pragma unroll
+            for (int m = 0; m < MINE; m++) x[m][j][i / 4][i % 4] = offset;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        Left high[MINE], low[MINE];
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            if (P == F || own.tile(m) < F / 16) projection.load_transposed(high[m], low[m], k, 16 * own.tile(m), F);
+        }
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) {
+            Right right;
+            load<true>(right, &b.x[0][0], D + PAD, k, 16 * j);
+#pragma unroll
+            for (int m = 0; m < MINE; m++) {
+                if (P != F && own.tile(m) >= F / 16) continue;
+                multiply(x[m][j], high[m], right);
+                multiply(x[m][j], low[m], right);
+            }
+        }
+    }
+    bool over = false, changed = false;
+    float factor[MINE][2];
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+        if (FEATURES != P) {
+            each(x[m], [&](int h, int, float& y) { y = own.row(m, h) < FEATURES ? y : -infinity(); });
+        }
+        float largest[2] = {-infinity(), -infinity()};
+        each(x[m], [&](int h, int, float& y) { largest[h] = fmaxf(largest[h], y); });
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            largest[h] = over_row(largest[h], Largest());
+            float scale = fmaxf(own.running[m][h], from_lane(x[m][0][0][2 * h], first_of_row()));
+            factor[m][h] = power_of_two(own.scale[m][h] - scale);
+            changed |= factor[m][h] != 1.0f;
+            over |= largest[h] - scale > LIMIT - 1;
+            own.scale[m][h] = scale;
+            own.running[m][h] = fmaxf(scale, largest[h]);
+            if (lane() % 4 == 0) b.scale[own.row(m, h)] = scale;
+        }
+        each(x[m], [&](int h, int, float& y) { y = power_of_two(y - own.scale[m][h]); });
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) {
+            own.features[m][j] = as_left(x[m][j]);
+            if constexpr (EXACT) own.rest[m][j] = lost(x[m][j], own.features[m][j]);
+        }
+    }
+    if (READ) store_features(b, own);
+    if (lanes_where(changed)) {
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            each(own.sums[m], [&](int h, int, float& y) { y *= factor[m][h]; });
+#pragma unroll
+            for (int i = 0; i < 4; i++) own.units[m][i] *= factor[m][i / 2];
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MINE && READ; m++) {
+#pragma unroll
+        for (int n = 0; n < V / 16; n++) {
+            Left rounded = as_left(own.sums[m][n]);
+            store(&b.sums[0][0], W, 16 * own.tile(m), 16 * n, rounded);
+            if (rest) store(rest, W, 16 * own.tile(m), 16 * n, lost(own.sums[m][n], rounded));
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (lane() % 4) continue;
+            float norm = own.units[m][2 * h] + own.units[m][2 * h + 1];
+            *(unsigned*)&b.sums[own.row(m, h)][V] = halves(norm);
+            b.norm[own.row(m, h)] = norm;
+        }
+    }
+    if (before) {
+        constexpr unsigned ONES = 0x3f803f80;
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            float first = own.units[m][0] + own.units[m][1], second = own.units[m][2] + own.units[m][3];
+            float sums[4] = {first, first, second, second};
+#pragma unroll
+            for (int j = 0; j < C / 16; j++) {
+                if (lane() % 4 == 0) before[j][own.row(m, 0)] = sums[0], before[j][own.row(m, 1)] = sums[2];
+                multiply_bf16(sums, own.features[m][j].x, {ONES, ONES});
+            }
+        }
+    }
+    wait_for_copies<0>();
+    return __syncthreads_or(over) ? break_chunk(b, own, count) : count;
+}
+
+// Adds the chunk that has entered to the sums.
+template <bool EXACT>
+__device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
+#pragma unroll
+    for (int k = 0; k < C / 16; k++) {
+#pragma unroll
+        for (int n = 0; n < V / 16; n++) {
+            Right y;
+            load<false>(y, &b.y[0][0], W, 16 * k, 16 * n);
+#pragma unroll
+            for (int m = 0; m < MINE; m++) {
+                multiply(own.sums[m][n], own.features[m][k], y);
+                if constexpr (EXACT) multiply(own.sums[m][n], own.rest[m][k], y);
+            }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < C / 16; k += 2) {
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            multiply_units(own.units[m], own.features[m][k], own.features[m][k + 1], &b.y[0][0], 16 * k);
+            if constexpr (EXACT) multiply_units(own.units[m], own.rest[m][k], own.rest[m][k + 1], &b.y[0][0], 16 * k);
+        }
+    }
+}
+
+// ---- The reader: a warp's 16 rows.
+
+// Logarithms of the rows' features, to what `x` holds.
+__device__ inline void add_logarithms(Tile (&x)[P / 16], const Operand* rows, const Packed& projection) {
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        Left left;
+        load<false>(left, rows, D + PAD, 16 * warp(), k);
+#pragma unroll
+        for (int n = 0; n < F / 16; n++) {
+            Right right[2];
+            projection.load(right, k, 16 * n);
+            multiply(x[n], left, right[0]);
+            multiply(x[n], left, right[1]);
+        }
+    }
+}
+
+// Weights begin with the scales, and what belongs to the two rows.
+__device__ inline void start_weights(Tile (&x)[P / 16], const TeamBuilder& b, const float (&rows)[2]) {
+    each(x, [&](int h, int column, float& y) { y = FEATURES == P || column < FEATURES ? b.scale[column] + rows[h] : -infinity(); });
+}
+
+// x += `left` times the builder's rows that are not after the warp's own: stored by columns where `transposed`, DEPTH numbers each.
+template <int DEPTH, bool transposed>
+__device__ void multiply_pairs(Tile (&x)[C / 16], const Left (&left)[DEPTH / 16], const Operand* right, int stride) {
+#pragma unroll
+    for (int k = 0; k < DEPTH / 16; k++) {
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) {
+            if (j > warp()) continue;
+            Right y;
+            load<transposed>(y, right, stride, 16 * k, 16 * j);
+            multiply(x[j], left[k], y);
+        }
+    }
+}
+
+// x and units += the first `depth` tiles of `left` times rows of W numbers with their units.
+template <int DEPTH>
+__device__ void multiply_rows(Tile (&x)[V / 16], float (&units)[4], const Left (&left)[DEPTH], const Operand* right, int depth) {
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {
+        if (k >= depth) continue;
+#pragma unroll
+        for (int n = 0; n < V / 16; n++) {
+            Right y;
+            load<false>(y, right, W, 16 * k, 16 * n);
+            multiply(x[n], left[k], y);
+        }
+        // Tiles of `left` after `depth` are zero.
+        if (k % 2 == 0) multiply_units(units, left[k], left[k + 1], right, 16 * k);
+    }
+}
+
+// Of products with the builder's rows 16 j.., those with rows that the reader's row does not see are zero.
+__device__ inline void hide_later(Tile& x, int j) {
+    if (j != warp()) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (column_in_tile(i / 4) + i % 2 > row_in_tile(i % 4)) x[i / 4][i % 4] = 0;
+    }
+}
+
+#endif

@@ -1,0 +1,290 @@
+// Causal FAVOR, backward, in bf16: the gradients of favor_backward.cu for the sizes of favor_bf16.cuh, with the same arguments.
+
+#include "favor_bf16.cuh"
+
+struct TeamBackward {
+    TeamBuilder builder;
+    alignas(16) Operand rest[P][W];
+    // The reader's rows, and its gradients of outputs or values.
+    alignas(16) Operand x[C][D + PAD];
+    alignas(16) Operand y[C][W];
+    float before[C / 16][P];
+};
+static_assert(sizeof(TeamBackward) == SHARED_BACKWARD, "the host asks for another size of shared memory");
+
+// x += y times the transposed sums: what a feature's logarithm changes in y . S.
+__device__ inline void multiply_sums(Tile (&x)[P / 16], const Operand* y, const Operand* sums) {
+#pragma unroll
+    for (int k = 0; k < V; k += 16) {
+        Left left;
+        load<false>(left, y, W, 16 * warp(), k);
+#pragma unroll
+        for (int n = 0; n < P / 16; n++) {
+            Right right;
+            load<true>(right, sums, W, k, 16 * n);
+            multiply(x[n], left, right);
+        }
+    }
+}
+
+// x += y times the values of the builder's rows up to the warp's own, with their units where `units`, times the features of those.
+__device__ inline void multiply_values(Tile (&x)[P / 16], const Operand* y, const TeamBuilder& b, bool units) {
+    Left rows[V / 16];
+#pragma unroll
+    for (int k = 0; k < V / 16; k++) load<false>(rows[k], y, W, 16 * warp(), 16 * k);
+#pragma unroll
+    for (int j = 0; j < C / 16; j++) {
+        if (j > warp()) continue;
+        Tile pairs[1];
+        each(pairs, [&](int, int column, float& pair) { pair = units ? b.unit[16 * j + column] : 0.0f; });
+#pragma unroll
+        for (int k = 0; k < V / 16; k++) {
+            Right right;
+            load<true>(right, &b.y[0][0], W, 16 * k, 16 * j);
+            multiply(pairs[0], rows[k], right);
+        }
+        hide_later(pairs[0], j);
+        Left high = as_left(pairs[0]), low = lost(pairs[0], high);
+#pragma unroll
+        for (int n = 0; n < P / 16; n++) {
+            Right right;
+            load<true>(right, &b.features[0][0], C + PAD, 16 * j, 16 * n);
+            multiply(x[n], high, right);
+            multiply(x[n], low, right);
+        }
+    }
+}
+
+// x = the sums of the features 16 n.. of all rows that each of the warp's rows sees; `diagonal`: ones up to it.
+__device__ inline void sum_features(Tile& x, const TeamBackward& s, int n, const Left& diagonal) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = s.before[warp()][16 * n + column_in_tile(i / 4) + i % 2];
+    Right right;
+    load<true>(right, &s.builder.features[0][0], C + PAD, 16 * warp(), 16 * n);
+    multiply(x, diagonal, right);
+}
+
+// The reader's weights, with what belongs to its two rows.
+__device__ inline void make_weights(Tile (&w)[P / 16], const TeamBuilder& b, const float (&rows)[2], const Operand* x, const Packed& projection) {
+    start_weights(w, b, rows);
+    add_logarithms(w, x, projection);
+    each(w, [](int, int, float& x) { x = power_of_two(x); });
+}
+
+// The gradient of rows from that of their features' logarithms.
+__device__ inline void multiply_back(Tile (&x)[D / 16], const Tile (&logarithms)[P / 16], const Packed& back) {
+    zero(x);
+#pragma unroll
+    for (int k = 0; k < F / 16; k++) {
+        Left high = as_left(logarithms[k]), low = lost(logarithms[k], high);
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            Right right[2];
+            back.load(right, 16 * k, 16 * n);
+            multiply(x[n], high, right[0]);
+            multiply(x[n], high, right[1]);
+            multiply(x[n], low, right[0]);
+        }
+    }
+}
+
+template <bool KEYS>
+__device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, Result* dy) {
+    extern __shared__ uint4 shared_memory[];
+    TeamBackward& s = *(TeamBackward*)shared_memory;
+    TeamBuilder& b = s.builder;
+    Place place(p);
+    Strides dense = {(long long)p.heads * p.queries * VALUES, (long long)p.queries * VALUES, VALUES};
+    Rows<const Stored> queries = rows_of(t.q, p.q, place.batch, place.head);
+    Rows<const Stored> grads = rows_of(t.grad, dense, place.batch, place.head);
+    Rows<const Stored> keys = rows_of(t.k, p.k, place.batch, place.key_head);
+    Rows<const Stored> values = rows_of(t.v, p.v, place.batch, place.key_head);
+    Packed packed = {t.projection, D / 16}, back = {t.back, F / 16};
+    const unsigned char* seen = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    auto always = [](long long) { return true; };
+    long long first_query = (long long)place.query_index * p.queries;
+    int begins = place.segment * p.segment, ends = min(KEYS ? p.keys : p.queries, begins + p.segment);
+
+    // The chunk after `done` tokens; keys read from the last one on.
+    auto span_after = [&](int done) {
+        return Span{KEYS ? ends - 1 - done : begins + done, max(0, min(C, ends - begins - done)), KEYS ? -1 : 1};
+    };
+    auto copy_built = [&](Span span) {
+        if (KEYS) {
+            copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, queries, span, 0, always);
+        } else {
+            copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, keys, span, 0, keep);
+        }
+    };
+    auto copy_weighed = [&](Span span) {
+        if (KEYS) {
+            copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, grads, span, 0, always);
+        } else {
+            copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, values, span, 0, keep);
+        }
+    };
+    auto copy_read = [&](Span span) {
+        if (KEYS) {
+            copy_rows<16, D, DIM, 32>(&s.x[0][0], D + PAD, keys, span, 16 * warp(), keep);
+            copy_rows<16, V, VALUES, 32>(&s.y[0][0], W, values, span, 16 * warp(), keep);
+        } else {
+            copy_rows<16, D, DIM, 32>(&s.x[0][0], D + PAD, queries, span, 16 * warp(), always);
+            copy_rows<16, V, VALUES, 32>(&s.y[0][0], W, grads, span, 16 * warp(), always);
+        }
+    };
+    // What the forward pass and the gradient of queries left of the query that is row threadIdx.x of the next chunk's builder.
+    float offset = 0, unit = 1;
+    auto read_left = [&](Span span) {
+        int row = threadIdx.x;
+        bool has = row < span.count;
+        offset = has ? -t.logs[first_query + span.token(row)] : -infinity();
+        unit = has ? t.delta[first_query + span.token(row)] : 0.0f;
+    };
+
+    int done = 0;
+    Span span = span_after(0);
+    copy_built(span);
+    copy_read(span);
+    end_copies();
+    copy_weighed(span);
+    end_copies();
+    if (KEYS && threadIdx.x < C) read_left(span);
+    Own<true> own;
+    int builders = gridDim.x / (KEYS ? 1 : p.group), builder = KEYS ? place.query_index : place.key_index;
+    begin(own, t.before ? t.before + ((long long)place.segment * builders + builder) * RECORD : nullptr);
+    if (!KEYS && threadIdx.x < C) set_unit(b, threadIdx.x, 1);
+
+    while (span.count > 0) {
+        wait_for_copies<1>();
+        __syncthreads();
+        if (!KEYS) {
+            set_key_offsets(b, span, p.norm, keep);
+        } else if (threadIdx.x < C) {
+            b.offset[threadIdx.x] = offset;
+            set_unit(b, threadIdx.x, unit);
+        }
+        // What is added to the logarithms of the reader's two rows.
+        float rows[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int row = 16 * warp() + lane() / 4 + 8 * h;
+            bool has = row < span.count && (!KEYS || keep(span.token(row)));
+            rows[h] = !has ? -infinity() : KEYS ? 0.0f : -t.logs[first_query + span.token(row)];
+        }
+        __syncthreads();
+        int n = enter(b, own, span.count, packed, &s.rest[0][0], KEYS ? nullptr : s.before);
+        Span next = span_after(done + n);
+        copy_built(next);
+        if (KEYS && threadIdx.x < C) read_left(next);
+        absorb(b, own);
+
+        if (KEYS) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float square = 0;
+#pragma unroll
+                for (int i = 0; i < D / 8; i++) {
+                    unsigned pair = *(const unsigned*)&s.x[16 * warp() + lane() / 4 + 8 * h][8 * i + 2 * (lane() % 4)];
+                    square += low_half(pair) * low_half(pair) + high_half(pair) * high_half(pair);
+                }
+                rows[h] -= p.norm * over_row(square, Add());
+            }
+        }
+        Tile w[P / 16], d[P / 16];
+        if (KEYS) {
+            make_weights(w, b, rows, &s.x[0][0], packed);
+            Left weights[P / 16];
+#pragma unroll
+            for (int i = 0; i < P / 16; i++) weights[i] = as_left(w[i]);
+            Tile pairs[C / 16];
+            zero(pairs);
+            multiply_pairs<P, false>(pairs, weights, &b.features[0][0], C + PAD);
+            Left counted[C / 16];
+#pragma unroll
+            for (int j = 0; j < C / 16; j++) {
+                hide_later(pairs[j], j);
+                counted[j] = as_left(pairs[j]);
+            }
+            Tile sums[V / 16];
+            float units[4] = {};
+            zero(sums);
+            multiply_rows<P / 16>(sums, units, weights, &b.sums[0][0], P / 16);
+            multiply_rows<C / 16>(sums, units, counted, &b.y[0][0], warp() + 1);
+            put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, n);
+        }
+
+        // What features change in y . S, and in their products with pairs of rows.
+        each(d, [&](int, int column, float& x) { x = KEYS ? b.norm[column] : 0.0f; });
+        multiply_values(d, &s.y[0][0], b, KEYS);
+        multiply_sums(d, &s.y[0][0], &b.sums[0][0]);
+        multiply_sums(d, &s.y[0][0], &s.rest[0][0]);
+        if (!KEYS) {
+            make_weights(w, b, rows, &s.x[0][0], packed);
+            // The e for which the gradients of a row's logarithms sum to zero.
+            float sum[2] = {}, weight[2] = {}, e[2];
+            Left diagonal;
+            lower_ones(diagonal, 0, 0);
+#pragma unroll
+            for (int i = 0; i < P / 16; i++) {
+                Tile norms;
+                sum_features(norms, s, i, diagonal);
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    sum[j / 2 % 2] += w[i][j / 4][j % 4] * d[i][j / 4][j % 4];
+                    weight[j / 2 % 2] += w[i][j / 4][j % 4] * norms[j / 4][j % 4];
+                }
+            }
+            for (int h = 0; h < 2; h++) {
+                sum[h] = over_row(sum[h], Add()), weight[h] = over_row(weight[h], Add());
+                e[h] = weight[h] == 0.0f ? 0.0f : -sum[h] / weight[h];
+                int row = 16 * warp() + lane() / 4 + 8 * h;
+                if (lane() % 4 == 0 && row < n) t.delta[first_query + span.token(row)] = e[h];
+            }
+#pragma unroll
+            for (int i = 0; i < P / 16; i++) {
+                Tile norms;
+                sum_features(norms, s, i, diagonal);
+#pragma unroll
+                for (int j = 0; j < 8; j++) d[i][j / 4][j % 4] += e[j / 2 % 2] * norms[j / 4][j % 4];
+            }
+        }
+        float total[2] = {};
+#pragma unroll
+        for (int i = 0; i < P / 16; i++) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                d[i][j / 4][j % 4] *= w[i][j / 4][j % 4];
+                total[j / 2 % 2] += d[i][j / 4][j % 4];
+            }
+        }
+        Tile x[D / 16];
+        multiply_back(x, d, back);
+        if (KEYS) {
+            for (int h = 0; h < 2; h++) total[h] = over_row(total[h], Add());
+            each(x, [&](int h, int column, float& y) {
+                // Twice the norm, in base e.
+                float key = widen(s.x[16 * warp() + lane() / 4 + 8 * h][column]);
+                y -= 2 * 0.6931471805599453f * p.norm * key * total[h];
+            });
+        }
+        put_rows<DIM>(dx + (long long)place.query_index * (KEYS ? p.keys : p.queries) * DIM, x, span, n);
+        __syncthreads();
+        copy_read(next);
+        end_copies();
+        copy_weighed(next);
+        end_copies();
+        done += n;
+        span = next;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2) favor_bf16_query_gradients(Problem p, Tensors t, Result* dq) {
+    team_gradients<false>(p, t, dq, nullptr);
+}
+
+// dk and dv are of query heads: `favor_reduce` adds up those of a group.
+extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
+favor_bf16_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
+    team_gradients<true>(p, t, dk, dv);
+}

@@ -1,0 +1,107 @@
+// Causal FAVOR, forward, in bf16: favor_forward.cu for the sizes of favor_bf16.cuh, with the same arguments.
+
+#include "favor_bf16.cuh"
+
+struct TeamForward {
+    TeamBuilder builder;
+    alignas(16) Operand x[C][D + PAD];
+};
+static_assert(sizeof(TeamForward) == SHARED_FORWARD, "the host asks for another size of shared memory");
+
+extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
+favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
+                   float* before, Stored* out, float* logs, float* denominators, float* after) {
+    extern __shared__ uint4 shared_memory[];
+    TeamForward& s = *(TeamForward*)shared_memory;
+    TeamBuilder& b = s.builder;
+    Place place(p);
+    Rows<const Stored> queries = rows_of(q, p.q, place.batch, place.head);
+    Rows<const Stored> keys = rows_of(k, p.k, place.batch, place.key_head);
+    Rows<const Stored> values = rows_of(v, p.v, place.batch, place.key_head);
+    Packed packed = {projection, D / 16};
+    const unsigned char* seen = visible ? visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    int end = min(p.queries, (place.segment + 1) * p.segment);
+    auto span_from = [&](int start) { return Span{start, max(0, min(C, end - start)), 1}; };
+    auto copy_keys = [&](Span span) {
+        copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, keys, span, 0, keep);
+    };
+    auto copy_values = [&](Span span) {
+        copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, values, span, 0, keep);
+    };
+    auto copy_queries = [&](Span span) {
+        copy_rows<16, D, DIM, 32>(&s.x[0][0], D + PAD, queries, span, 16 * warp(), [](long long) { return true; });
+    };
+
+    Span span = span_from(place.segment * p.segment);
+    copy_keys(span);
+    copy_queries(span);
+    end_copies();
+    copy_values(span);
+    end_copies();
+    int key_heads = gridDim.x / p.group;
+    Own<false> own;
+    begin(own, before ? before + ((long long)place.segment * key_heads + place.key_index) * RECORD : nullptr);
+    if (threadIdx.x < C) set_unit(b, threadIdx.x, 1);
+
+    while (span.count > 0) {
+        wait_for_copies<1>();
+        __syncthreads();
+        set_key_offsets(b, span, p.norm, keep);
+        __syncthreads();
+        int n = enter(b, own, span.count, packed);
+        Span next = span_from(span.first + n);
+        copy_keys(next);
+        absorb(b, own);
+
+        Tile w[P / 16];
+        start_weights(w, b, {0, 0});
+        add_logarithms(w, &s.x[0][0], packed);
+        __syncwarp();
+        copy_queries(next);
+        end_copies();
+        float shift[2] = {-infinity(), -infinity()};
+        each(w, [&](int h, int, float& x) { shift[h] = fmaxf(shift[h], x); });
+        for (int h = 0; h < 2; h++) shift[h] = over_row(shift[h], Largest());
+        each(w, [&](int h, int, float& x) { x = power_of_two(x - shift[h]); });
+        Left weights[P / 16];
+#pragma unroll
+        for (int i = 0; i < P / 16; i++) weights[i] = as_left(w[i]);
+
+        Tile pairs[C / 16];
+        zero(pairs);
+        multiply_pairs<P, false>(pairs, weights, &b.features[0][0], C + PAD);
+        Left counted[C / 16];
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) {
+            hide_later(pairs[j], j);
+            counted[j] = as_left(pairs[j]);
+        }
+
+        // Numerators, and denominators as those of the unit.
+        Tile rows[V / 16];
+        float units[4] = {};
+        zero(rows);
+        multiply_rows<P / 16>(rows, units, weights, &b.sums[0][0], P / 16);
+        multiply_rows<C / 16>(rows, units, counted, &b.y[0][0], warp() + 1);
+
+        float inverse[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sum = from_lane(units[2 * h] + units[2 * h + 1], first_of_row());
+            inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            int row = 16 * warp() + lane() / 4 + 8 * h;
+            if (logs && row < n && lane() % 4 == 0) {
+                logs[(long long)place.query_index * p.queries + span.first + row] = sum == 0.0f ? infinity() : shift[h] + logarithm(sum);
+            }
+        }
+        // A sum of underflown terms may be -0; it must not tell how many terms it had.
+        each(rows, [&](int h, int, float& x) { x = x * inverse[h] + 0.0f; });
+        put_rows<VALUES>(out + (long long)place.query_index * p.queries * VALUES, rows, span, n);
+        __syncthreads();
+        copy_values(next);
+        end_copies();
+        span = next;
+    }
+    if (after && place.segment == p.segments - 1 && place.head % p.group == 0) leave(own, after + (long long)place.key_index * RECORD);
+}

@@ -1,0 +1,69 @@
+// What blocks make in parts, added up: the sums of segments, and gradients that several heads or slices of values have a part in.
+
+#include "favor.cuh"
+
+// Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads), from `initial` (heads) on, if given. If
+// `exclusive`, each record becomes the sum of those before it (after it if `reverse`); `total`, if given, gets the sum of all. One warp a
+// head and feature, so that it has read a scale before it overwrites it.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_combine(int heads, int segments, float* records, const float* initial, float* total, int exclusive, int reverse) {
+    constexpr int WIDTH = SPLITS * V;
+    long long index = (long long)blockIdx.x * WARPS + warp();
+    if (index >= (long long)heads * F) return;
+    int head = index / F, r = index % F;
+    float* start = initial ? (float*)initial + (long long)head * RECORD : nullptr;
+    float scale = start ? scales_of(start)[r] : FLOOR;
+    float norm = start ? norms_of(start)[r] : 0.0f;
+    float sums[divide(WIDTH, 32)];
+    for (int i = 0; i < divide(WIDTH, 32); i++) {
+        int c = lane() + 32 * i;
+        sums[i] = start && c < WIDTH ? sums_of(start, 0)[r * WIDTH + c] : 0.0f;
+    }
+    for (int step = 0; step < segments; step++) {
+        float* record = records + ((long long)(reverse ? segments - 1 - step : step) * heads + head) * RECORD;
+        float next_scale = scales_of(record)[r], next_norm = norms_of(record)[r];
+        float largest = fmaxf(scale, next_scale);
+        float keep = power_of_two(scale - largest), add = power_of_two(next_scale - largest);
+        __syncwarp();
+        if (exclusive && lane() == 0) {
+            scales_of(record)[r] = scale;
+            norms_of(record)[r] = norm;
+        }
+        for (int i = 0; i < divide(WIDTH, 32); i++) {
+            int c = lane() + 32 * i;
+            if (c >= WIDTH) continue;
+            float* at = sums_of(record, 0) + r * WIDTH + c;
+            float next = *at;
+            if (exclusive) *at = sums[i];
+            sums[i] = sums[i] * keep + next * add;
+        }
+        norm = norm * keep + next_norm * add;
+        scale = largest;
+    }
+    if (total) {
+        float* record = total + (long long)head * RECORD;
+        if (lane() == 0) {
+            scales_of(record)[r] = scale;
+            norms_of(record)[r] = norm;
+        }
+        for (int i = 0; i < divide(WIDTH, 32); i++) {
+            int c = lane() + 32 * i;
+            if (c < WIDTH) sums_of(record, 0)[r * WIDTH + c] = sums[i];
+        }
+    }
+}
+
+// to (batch, heads / group, count): the sum of `from` (parts, batch, heads, count) over parts and the heads of each group.
+extern "C" __global__ void __launch_bounds__(THREADS)
+favor_reduce(int heads, int group, int parts, long long count, const float* from, Stored* to) {
+    // `heads` counts those of all of the batch.
+    long long all = (long long)heads / group * count;
+    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += (long long)gridDim.x * THREADS) {
+        long long head = i / count * group, at = i % count;
+        float sum = 0;
+        for (int part = 0; part < parts; part++) {
+            for (int g = 0; g < group; g++) sum += from[((long long)part * heads + head + g) * count + at];
+        }
+        narrow(sum, to[i]);
+    }
+}
