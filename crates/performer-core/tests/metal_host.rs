@@ -39,6 +39,8 @@ struct Build {
 struct Run {
     /// Queries, keys and values lie as `(B, T, H, ·)`, with gaps.
     transposed: bool,
+    /// If not 0, also in two parts, the second from this token on.
+    split: usize,
     /// Threads take turns in the other order.
     descending: bool,
 }
@@ -107,7 +109,7 @@ impl Build {
         let options = [
             format!("-DSTORAGE={storage}"),
             format!("-DDIM={}", self.head_dim),
-            format!("-DFEATURES={}", if hyperbolic { 2 * self.rows } else { self.rows }),
+            format!("-DFEATURES={}", self.features()),
             format!("-DVALUES={}", self.values),
             format!("-DSLICE={}", self.slice),
             format!("-DHYPERBOLIC={}", usize::from(hyperbolic)),
@@ -134,13 +136,19 @@ impl Build {
         Some(program.get_or_init(build).clone())
     }
 
-    /// The kernel's outputs.
+    fn features(&self) -> usize {
+        if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
+    }
+
+    /// The kernel's outputs. If the sequence is split, they are followed by those of its parts, and by scales and sums after it as a
+    /// whole and after the parts.
     fn run(&self, p: &Problem, run: Run) -> Option<Vec<f64>> {
         let program = self.program()?;
         let s = p.shape;
-        let flags = [p.key_mask.is_some(), run.transposed, run.descending].map(usize::from);
-        let header = [s.batch, s.heads, s.kv_heads, s.q_len].into_iter().chain(flags);
-        let mut input: Vec<u8> = header.flat_map(|n| (n as i32).to_ne_bytes()).collect();
+        let [masked, transposed, descending] =
+            [p.key_mask.is_some(), run.transposed, run.descending].map(usize::from);
+        let header = [s.batch, s.heads, s.kv_heads, s.q_len, masked, transposed, run.split, descending];
+        let mut input: Vec<u8> = header.into_iter().flat_map(|n| (n as i32).to_ne_bytes()).collect();
         let numbers = [&p.q, &p.k, &p.v, &p.projection].into_iter().flatten();
         input.extend(numbers.flat_map(|&x| (x as f32).to_ne_bytes()));
         input.extend(p.key_mask.iter().flatten().map(|&seen| u8::from(seen)));
@@ -161,7 +169,7 @@ impl Build {
     }
 }
 
-const DENSE: Run = Run { transposed: false, descending: false };
+const DENSE: Run = Run { transposed: false, split: 0, descending: false };
 const TRANSPOSED: Run = Run { transposed: true, ..DENSE };
 
 #[test]
@@ -205,6 +213,62 @@ fn groups_and_masks() {
         problem.key_mask = Some(vec![false; 100]);
         assert!(build.run(&problem, DENSE).is_none_or(|out| out.iter().all(|&x| x == 0.0)));
     }
+}
+
+/// Sums after all tokens at once, and after two parts, the second going on from the first; against those of the formulas.
+#[test]
+fn parts() {
+    for (map, rows, split) in [(Positive, 20, 1), (Hyperbolic, 10, 16), (Positive, 20, 37)] {
+        let build = Build { map, values: 12, slice: 8, ..Build::new(DType::F32, 16, rows) };
+        let problem = build.problem(12, build.shape([2, 4, 2], 50), 1.0);
+        let Some(all) = build.run(&problem, Run { split, transposed: split == 16, ..DENSE }) else { return };
+        let expected = attention(problem.kernel(), problem.inputs());
+        let (whole, rest) = all.split_at(expected.len());
+        let (parts, sums) = rest.split_at(expected.len());
+        assert_close("outputs", &problem.output_dims(), whole, &expected, 1e-4);
+        // Parts come one after the other, each with all of its heads.
+        let (first, second) = parts.split_at(2 * 4 * split * 12);
+        let joined: Vec<f64> = first
+            .chunks(split * 12)
+            .zip(second.chunks((50 - split) * 12))
+            .flat_map(|(first, second)| [first, second].concat())
+            .collect();
+        assert_close("outputs in parts", &problem.output_dims(), &joined, &expected, 1e-4);
+        let expected = prefix_sums(&build, &problem);
+        let (whole, parts) = sums.split_at(expected.len());
+        assert_close("sums", &[expected.len()], whole, &expected, 1e-4);
+        assert_close("sums after parts", &[expected.len()], parts, &expected, 1e-4);
+    }
+}
+
+/// `log_scale` and `sums` as `PrefixSums` has them, of all key heads after the last token.
+fn prefix_sums(build: &Build, p: &Problem) -> Vec<f64> {
+    let (s, d, dv, f) = (p.shape, p.shape.head_dim, p.shape.value_dim, build.features());
+    let (mut scales, mut sums) = (Vec::new(), Vec::new());
+    for (keys, values) in p.k.chunks(s.k_len * d).zip(p.v.chunks(s.k_len * dv)) {
+        for r in 0..f {
+            let sign = if r < build.rows { 1.0 } else { -1.0 };
+            let omega = &p.projection[r % build.rows * d..][..d];
+            let logs: Vec<f64> = keys
+                .chunks(d)
+                .map(|k| {
+                    let x: Vec<f64> = k.iter().map(|k| k * (d as f64).powf(-0.25)).collect();
+                    let product: f64 = x.iter().zip(omega).map(|(x, w)| sign * x * w).sum();
+                    product - 0.5 * x.iter().map(|x| x * x).sum::<f64>() - 0.5 * (f as f64).ln()
+                })
+                .collect();
+            let scale = logs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let mut row = vec![0.0; dv + 1];
+            for (log, v) in logs.iter().zip(values.chunks(dv)) {
+                let feature = (log - scale).exp();
+                row.iter_mut().zip(v.iter().chain([&1.0])).for_each(|(sum, v)| *sum += feature * v);
+            }
+            scales.push(scale);
+            sums.extend(row);
+        }
+    }
+    scales.extend(sums);
+    scales
 }
 
 /// Long rows of queries and keys: chunks break, and nothing overflows.

@@ -18,9 +18,17 @@ inline void narrow(float x, ushort& to) {
 
 #include "../cuda_host/problem.h"
 
-static void run(Problem* p, const Stored* q, const Stored* k, const Stored* v, const uchar* visible, const float* projection, Stored* out) {
+// Sums of earlier or later tokens.
+struct Sums {
+    std::vector<float> scales, sums;
+    explicit Sums(int heads) : scales(poison<float>((size_t)heads * FEATURES)), sums(poison<float>((size_t)heads * FEATURES * (VALUES + 1))) {}
+};
+
+static void run(Problem* p, const Stored* q, const Stored* k, const Stored* v, const uchar* visible, const float* projection, Stored* out,
+                Sums* before, Sums* after) {
     uint index = threadIdx.x;
-    favor_forward(*p, q, k, v, visible, projection, out, blockIdx.x, index, index / 32, index % 32);
+    favor_forward(*p, q, k, v, visible, projection, out, before ? before->scales.data() : nullptr, before ? before->sums.data() : nullptr,
+                  after ? after->scales.data() : nullptr, after ? after->sums.data() : nullptr, blockIdx.x, index, index / 32, index % 32);
 }
 
 // Rows of (batch, heads, tokens, width) as (batch, tokens, heads, width) with a gap after each, and where they lie.
@@ -41,7 +49,7 @@ static std::vector<Stored> spread(const std::vector<Stored>& x, int batch, int h
 int main() {
     Reader in;
     int batch = in.integer(), heads = in.integer(), key_heads = in.integer(), tokens = in.integer(), masked = in.integer();
-    int transposed = in.integer();
+    int transposed = in.integer(), split = in.integer();
     host::descending = in.integer();
     std::vector<Stored> q = in.stored((size_t)batch * heads * tokens * DIM), k = in.stored((size_t)batch * key_heads * tokens * DIM);
     std::vector<Stored> v = in.stored((size_t)batch * key_heads * tokens * VALUES);
@@ -61,7 +69,7 @@ int main() {
 
     auto dense = [&](int heads, int width) { return Strides{(long)heads * tokens * width, (long)tokens * width, width}; };
     Problem p = {dense(heads, DIM), dense(key_heads, DIM), dense(key_heads, VALUES), heads, heads / key_heads, tokens, masked,
-                 (float)(0.5 * factor * factor * log2e)};
+                 0, 0, (float)(0.5 * factor * factor * log2e), 0.5f * std::log2((float)FEATURES)};
     if (masked) {
         // What hidden keys hold must not be looked at.
         for (size_t row = 0; row < (size_t)batch * key_heads * tokens; row++) {
@@ -75,11 +83,25 @@ int main() {
         k = spread(k, batch, key_heads, tokens, DIM, p.k);
         v = spread(v, batch, key_heads, tokens, VALUES, p.v);
     }
-    std::vector<Stored> out = poison<Stored>((size_t)batch * heads * tokens * VALUES);
-    host::launch({(unsigned)(batch * heads * SPLITS), 1, 1}, THREADS, run, &p, q.data(), k.data(), v.data(),
-                 masked ? mask.data() : nullptr, projection.data(), out.data());
-    for (size_t i = host::THREADGROUP_BYTES; i < SHARED_BYTES; i++) {
-        if (((unsigned char*)shared_memory)[i] != 0xff) host::fail("wrote outside of threadgroup memory");
+    // Some tokens from the sums of those before them, if `before`.
+    auto forward = [&](int first, int count, Sums* before, Sums* after) {
+        Problem some = p;
+        some.tokens = count, some.resumes = before != nullptr, some.leaves = after != nullptr;
+        std::vector<Stored> out = poison<Stored>((size_t)batch * heads * count * VALUES);
+        host::launch({(unsigned)(batch * heads * SPLITS), 1, 1}, THREADS, run, &some, q.data() + first * p.q.token, k.data() + first * p.k.token,
+                     v.data() + first * p.v.token, masked ? mask.data() : nullptr, projection.data(), out.data(), before, after);
+        for (size_t i = host::THREADGROUP_BYTES; i < SHARED_BYTES; i++) {
+            if (((unsigned char*)shared_memory)[i] != 0xff) host::fail("wrote outside of threadgroup memory");
+        }
+        return out;
+    };
+    if (split == 0) {
+        write(forward(0, tokens, nullptr, nullptr));
+        return 0;
     }
-    write(out);
+    Sums whole(batch * key_heads), half_way = whole, parts = whole;
+    write(forward(0, tokens, nullptr, &whole));
+    write(forward(0, split, nullptr, &half_way));
+    write(forward(split, tokens - split, &half_way, &parts));
+    for (Sums* sums : {&whole, &parts}) write(sums->scales), write(sums->sums);
 }

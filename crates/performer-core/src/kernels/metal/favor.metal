@@ -48,6 +48,7 @@ constant constexpr int SIMDGROUPS = V / 8, THREADS = 32 * SIMDGROUPS;
 // Between rows in threadgroup memory, so that they begin in different banks.
 constant constexpr int PAD = 4;
 
+constant constexpr float LOG2E = 1.4426950408889634f;
 // e^32 = 2^46.
 constant constexpr float LIMIT = 46.0f;
 // Stands for minus infinity.
@@ -97,10 +98,12 @@ struct Strides { long batch, head, token; };
 
 struct Problem {
     Strides q, k, v;
-    // Query heads, and how many of them read one key head; tokens; whether there is a mask.
-    int heads, group, tokens, masked;
-    // |x|^2/2 in base 2 is this times |k|^2.
-    float norm;
+    // Query heads, and how many of them read one key head; tokens.
+    int heads, group, tokens;
+    // Whether there is a mask, and sums of earlier tokens; and whether sums are to be left for later ones.
+    int masked, resumes, leaves;
+    // |x|^2/2 in base 2 is this times |k|^2. Earlier and later sums are of features divided by sqrt(F): what their logarithms lack.
+    float norm, shift;
 };
 
 // Rows of `width` numbers as a tile of C by `columns`, with zeros around them. What hidden rows hold is not looked at.
@@ -220,11 +223,37 @@ inline void set_pairs(threadgroup Memory& s, int thread_index) {
     }
 }
 
-// `visible` is not read where there is no mask.
+// Eight features' sums of the simdgroup's values, from memory where a feature has a row of all VALUES and one number more.
+inline void resume(thread Matrix& sums, device const float* from, int features, int values, threadgroup float* tile, int lane) {
+    for (int i = lane; i < 64; i += 32) {
+        int row = i / 8, column = i % 8;
+        tile[i] = row < features && column < values ? from[row * (VALUES + 1) + column] : 0.0f;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    load(sums, tile, 8);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// The way back, with features `factor` apart in scale.
+inline void leave(thread Matrix& sums, device float* to, int features, int values, threadgroup const float* factor, threadgroup float* tile,
+                  int lane) {
+    simdgroup_store(sums, tile, 8);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = lane; i < 64; i += 32) {
+        int row = i / 8, column = i % 8;
+        if (row < features && column < values) to[row * (VALUES + 1) + column] = tile[i] * factor[row];
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Of key heads one after the other, `scales` are logarithms of what sums are divided by: (FEATURES), to base e; and `sums` those of
+// features with values, and of features: (FEATURES, VALUES + 1). What `p` tells that there is none of is not touched.
 [[max_total_threads_per_threadgroup(THREADS)]]
 kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored* q [[buffer(1)]], device const Stored* k [[buffer(2)]],
                           device const Stored* v [[buffer(3)]], device const uchar* visible [[buffer(4)]],
                           device const float* projection [[buffer(5)]], device Stored* out [[buffer(6)]],
+                          device const float* scales_before [[buffer(7)]], device const float* sums_before [[buffer(8)]],
+                          device float* scales_after [[buffer(9)]], device float* sums_after [[buffer(10)]],
                           uint group_index [[threadgroup_position_in_grid]], uint index_of_thread [[thread_index_in_threadgroup]],
                           uint index_of_simdgroup [[simdgroup_index_in_threadgroup]], uint index_in_simdgroup [[thread_index_in_simdgroup]]) {
     THREADGROUP_MEMORY(Memory, s);
@@ -236,12 +265,24 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
     v += batch * p.v.batch + key_head * p.v.head + column;
     out += (long)index * p.tokens * VALUES + column;
     const int width = min(V, VALUES - column);
+    const long key_index = batch * (p.heads / p.group) + key_head, row_of_sums = VALUES + 1;
+    scales_before += key_index * FEATURES;
+    scales_after += key_index * FEATURES;
+    sums_before += key_index * FEATURES * row_of_sums;
+    sums_after += key_index * FEATURES * row_of_sums;
 
     Matrix sums[F / 8];
-    UNROLL for (int f = 0; f < F / 8; f++) sums[f] = zero();
+    UNROLL for (int f = 0; f < F / 8; f++) {
+        sums[f] = zero();
+        if (p.resumes) {
+            resume(sums[f], sums_before + 8 * f * row_of_sums + column + 8 * simd_index, FEATURES - 8 * f, width - 8 * simd_index,
+                   s.tiles[simd_index], lane);
+        }
+    }
     for (int r = thread_index; r < F; r += THREADS) {
-        s.scale[r] = s.running[r] = FLOOR;
-        s.norm[r] = 0;
+        bool known = p.resumes && r < FEATURES;
+        s.scale[r] = s.running[r] = known ? max(FLOOR, scales_before[r] * LOG2E + p.shift) : FLOOR;
+        s.norm[r] = known ? sums_before[r * row_of_sums + VALUES] : 0.0f;
         s.factor[r] = 1;
     }
 
@@ -311,5 +352,19 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
             if (c < width) out[(long)(start + row) * VALUES + c] = narrowed(s.y[row][c] * s.inverse[row] + 0.0f);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (!p.leaves || head % p.group != 0) return;
+    for (int r = thread_index; r < FEATURES; r += THREADS) {
+        float factor = precise::exp2(s.scale[r] - s.running[r]);
+        s.factor[r] = factor;
+        if (column == 0) {
+            scales_after[r] = (s.running[r] - p.shift) / LOG2E;
+            sums_after[r * row_of_sums + VALUES] = s.norm[r] * factor;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (int f = 0; f < F / 8; f++) {
+        leave(sums[f], sums_after + 8 * f * row_of_sums + column + 8 * simd_index, FEATURES - 8 * f, width - 8 * simd_index, &s.factor[8 * f],
+              s.tiles[simd_index], lane);
     }
 }
