@@ -11,6 +11,9 @@ pub(crate) mod favor;
 mod fresh;
 mod gemm;
 pub(crate) mod linear;
+#[cfg(any(test, feature = "metal"))]
+#[cfg_attr(not(feature = "metal"), allow(dead_code))]
+pub(crate) mod metal;
 pub(crate) mod norm;
 pub(crate) mod rotary;
 mod rows;

@@ -105,6 +105,7 @@ struct Problem {
     // |x|^2/2 in base 2 is this times |k|^2. Earlier and later sums are of features divided by sqrt(F): what their logarithms lack.
     float norm, shift;
 };
+static_assert(sizeof(Problem) == 104, "the host has another size");
 
 // Rows of `width` numbers as a tile of C by `columns`, with zeros around them. What hidden rows hold is not looked at.
 inline void load_rows(threadgroup float* to, int columns, device const Stored* from, long stride, int count, int width,
