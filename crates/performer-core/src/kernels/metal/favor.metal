@@ -235,14 +235,14 @@ inline void resume(thread Matrix& sums, device const float* from, int features, 
     simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The way back, with features `factor` apart in scale.
-inline void leave(thread Matrix& sums, device float* to, int features, int values, threadgroup const float* factor, threadgroup float* tile,
-                  int lane) {
+// The way back, in the scale of the largest logarithms.
+inline void leave(thread Matrix& sums, device float* to, int features, int values, threadgroup const float* scale,
+                  threadgroup const float* running, threadgroup float* tile, int lane) {
     simdgroup_store(sums, tile, 8);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = lane; i < 64; i += 32) {
         int row = i / 8, column = i % 8;
-        if (row < features && column < values) to[row * (VALUES + 1) + column] = tile[i] * factor[row];
+        if (row < features && column < values) to[row * (VALUES + 1) + column] = tile[i] * precise::exp2(scale[row] - running[row]);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -355,17 +355,14 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (!p.leaves || head % p.group != 0) return;
-    for (int r = thread_index; r < FEATURES; r += THREADS) {
-        float factor = precise::exp2(s.scale[r] - s.running[r]);
-        s.factor[r] = factor;
-        if (column == 0) {
+    if (column == 0) {
+        for (int r = thread_index; r < FEATURES; r += THREADS) {
             scales_after[r] = (s.running[r] - p.shift) / LOG2E;
-            sums_after[r * row_of_sums + VALUES] = s.norm[r] * factor;
+            sums_after[r * row_of_sums + VALUES] = s.norm[r] * precise::exp2(s.scale[r] - s.running[r]);
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int f = 0; f < F / 8; f++) {
-        leave(sums[f], sums_after + 8 * f * row_of_sums + column + 8 * simd_index, FEATURES - 8 * f, width - 8 * simd_index, &s.factor[8 * f],
-              s.tiles[simd_index], lane);
+        leave(sums[f], sums_after + 8 * f * row_of_sums + column + 8 * simd_index, FEATURES - 8 * f, width - 8 * simd_index, &s.scale[8 * f],
+              &s.running[8 * f], s.tiles[simd_index], lane);
     }
 }
