@@ -78,15 +78,7 @@ impl Build {
     }
 
     fn shape(&self, [batch, heads, kv_heads]: [usize; 3], tokens: usize) -> Shape {
-        Shape {
-            batch,
-            heads,
-            kv_heads,
-            q_len: tokens,
-            k_len: tokens,
-            head_dim: self.head_dim,
-            value_dim: self.values,
-        }
+        Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim: self.head_dim, value_dim: self.values }
     }
 
     /// A causal problem of this build, in numbers of its type, with queries and keys of deviation `length`.
@@ -145,8 +137,7 @@ impl Build {
     fn run(&self, p: &Problem, run: Run) -> Option<Vec<f64>> {
         let program = self.program()?;
         let s = p.shape;
-        let [masked, transposed, descending] =
-            [p.key_mask.is_some(), run.transposed, run.descending].map(usize::from);
+        let [masked, transposed, descending] = [p.key_mask.is_some(), run.transposed, run.descending].map(usize::from);
         let header = [s.batch, s.heads, s.kv_heads, s.q_len, masked, transposed, run.split, descending];
         let mut input: Vec<u8> = header.into_iter().flat_map(|n| (n as i32).to_ne_bytes()).collect();
         let numbers = [&p.q, &p.k, &p.v, &p.projection].into_iter().flatten();
@@ -228,7 +219,9 @@ fn parts() {
     {
         let build = Build { map, values, slice, ..Build::new(DType::F32, 16, rows) };
         let problem = build.problem(12, build.shape([2, 4, 2], 47), 1.0);
-        let Some(all) = build.run(&problem, Run { split, transposed: split == 16, descending: slice == 24 }) else { return };
+        let Some(all) = build.run(&problem, Run { split, transposed: split == 16, descending: slice == 24 }) else {
+            return;
+        };
         let expected = attention(problem.kernel(), problem.inputs());
         let (whole, rest) = all.split_at(expected.len());
         let (parts, sums) = rest.split_at(expected.len());

@@ -1,6 +1,6 @@
-// A Metal device on one CPU thread, for the kernel in src/kernels/metal: what Metal's language and library have beyond C++, on the threads,
-// barriers and poisoned memory of cuda_host/device.h. A simdgroup matrix is two numbers in each lane, in an order of its own; lanes load and
-// store theirs as they come, and wait for each other only where matrices are multiplied and at barriers.
+// A Metal device on one CPU thread, for the kernel in src/kernels/metal: what Metal's language and library have beyond C++, on the
+// threads, barriers and poisoned memory of cuda_host/device.h. A simdgroup matrix is two numbers in each lane, in an order of its own;
+// lanes load and store theirs as they come, and wait for each other only where matrices are multiplied and at barriers.
 //
 // It shows that the logic is right, not that Apple's compiler takes it, and nothing about speed.
 
@@ -107,7 +107,8 @@ inline void simdgroup_store(const simdgroup_float8x8& from, float* to, ulong str
     });
 }
 
-inline void simdgroup_multiply_accumulate(simdgroup_float8x8& to, const simdgroup_float8x8& a, const simdgroup_float8x8& b, const simdgroup_float8x8& c) {
+inline void simdgroup_multiply_accumulate(simdgroup_float8x8& to, const simdgroup_float8x8& a, const simdgroup_float8x8& b,
+                                          const simdgroup_float8x8& c) {
     struct { simdgroup_float8x8 *to, a, b, c; } slot = {&to, a, b, c};
     host::together("simdgroup_multiply_accumulate", slot, [](auto** all) {
         float left[64], right[64];

@@ -1,7 +1,7 @@
 // Causal FAVOR through the kernel of src/kernels/metal on a CPU.
 //
-// Reads one problem from stdin and writes its outputs to stdout, as `tests/metal_host.rs` lays them out: numbers are f32, rounded to STORAGE
-// here. Compiled once for each set of macros.
+// Reads one problem from stdin and writes its outputs to stdout, as `tests/metal_host.rs` lays them out: numbers are f32, rounded to
+// STORAGE here. Compiled once for each set of macros.
 
 #include "device.h"
 
@@ -21,7 +21,7 @@ inline void narrow(float x, ushort& to) {
 // Sums of earlier or later tokens.
 struct Sums {
     std::vector<float> scales, sums;
-    explicit Sums(int heads) : scales(poison<float>((size_t)heads * FEATURES)), sums(poison<float>((size_t)heads * FEATURES * (VALUES + 1))) {}
+    explicit Sums(size_t heads) : scales(poison<float>(heads * FEATURES)), sums(poison<float>(heads * FEATURES * (VALUES + 1))) {}
 };
 
 static void run(Problem* p, const Stored* q, const Stored* k, const Stored* v, const uchar* visible, const float* projection, Stored* out,
@@ -88,8 +88,9 @@ int main() {
         Problem some = p;
         some.tokens = count, some.resumes = before != nullptr, some.leaves = after != nullptr;
         std::vector<Stored> out = poison<Stored>((size_t)batch * heads * count * VALUES);
-        host::launch({(unsigned)(batch * heads * SPLITS), 1, 1}, THREADS, run, &some, q.data() + first * p.q.token, k.data() + first * p.k.token,
-                     v.data() + first * p.v.token, masked ? mask.data() : nullptr, projection.data(), out.data(), before, after);
+        host::launch({(unsigned)(batch * heads * SPLITS), 1, 1}, THREADS, run, &some, q.data() + first * p.q.token,
+                     k.data() + first * p.k.token, v.data() + first * p.v.token, masked ? mask.data() : nullptr, projection.data(),
+                     out.data(), before, after);
         for (size_t i = host::THREADGROUP_BYTES; i < SHARED_BYTES; i++) {
             if (((unsigned char*)shared_memory)[i] != 0xff) host::fail("wrote outside of threadgroup memory");
         }

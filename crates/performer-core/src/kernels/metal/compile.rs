@@ -28,7 +28,9 @@ pub(super) fn pipeline(
     if let Some(pipeline) = cache.get(&key) {
         return Ok(pipeline.clone());
     }
-    let failed = |what: &str, e: &dyn Display| Error::msg(format!("Metal kernel {entry} with {macros:?} {what}: {e}"));
+    let failed = |what: &str, e: &dyn Display| {
+        Error::msg(format!("Metal kernel {entry} with {macros:?} {what} (`composed()` does without it): {e}"))
+    };
     // Exact arithmetic, not the fast mode of Candle's own kernels: in that, a compiler may drop `x + 0`, which makes -0 to 0, and sum up in
     // another order. The newer `setMathMode` is not there before macOS 15.
     let options = MTLCompileOptions::new();

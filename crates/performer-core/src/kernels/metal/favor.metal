@@ -256,7 +256,8 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
                           device const float* scales_before [[buffer(7)]], device const float* sums_before [[buffer(8)]],
                           device float* scales_after [[buffer(9)]], device float* sums_after [[buffer(10)]],
                           uint group_index [[threadgroup_position_in_grid]], uint index_of_thread [[thread_index_in_threadgroup]],
-                          uint index_of_simdgroup [[simdgroup_index_in_threadgroup]], uint index_in_simdgroup [[thread_index_in_simdgroup]]) {
+                          uint index_of_simdgroup [[simdgroup_index_in_threadgroup]],
+                          uint index_in_simdgroup [[thread_index_in_simdgroup]]) {
     THREADGROUP_MEMORY(Memory, s);
     const int thread_index = index_of_thread, simd_index = index_of_simdgroup, lane = index_in_simdgroup;
     const int index = group_index / SPLITS, column = group_index % SPLITS * V;
@@ -362,7 +363,7 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
         }
     }
     UNROLL for (int f = 0; f < F / 8; f++) {
-        leave(sums[f], sums_after + 8 * f * row_of_sums + column + 8 * simd_index, FEATURES - 8 * f, width - 8 * simd_index, &s.scale[8 * f],
-              &s.running[8 * f], s.tiles[simd_index], lane);
+        leave(sums[f], sums_after + 8 * f * row_of_sums + column + 8 * simd_index, FEATURES - 8 * f, width - 8 * simd_index,
+              &s.scale[8 * f], &s.running[8 * f], s.tiles[simd_index], lane);
     }
 }

@@ -68,7 +68,7 @@ fn with_buffer(t: &Tensor, set: impl FnOnce(Option<&Buffer>, usize)) -> Result<(
     Ok(())
 }
 
-/// Sums over keys, of all key heads: their log-scales `(N, 1, F)`, and the sums `(N, F, Dv + 1)`, as prefix sums have them. Contiguous f32.
+/// Sums over keys, of all key heads: their log-scales `(N, 1, F)` and the sums `(N, F, Dv + 1)`, as prefix sums have them; contiguous f32.
 pub(crate) type Sums = [Tensor; 2];
 
 /// Causal FAVOR attention: `q` `(B, H, T, D)`, `k` `(B, Hkv, T, D)`, `v` `(B, Hkv, T, Dv)` → `(B, H, T, Dv)`. The last dimension of each is
@@ -129,9 +129,9 @@ pub(crate) fn favor(
             t.dims()
         );
     }
+    // A simdgroup of 32 for each eight values.
     let threads = 4 * slice;
-    let macros =
-        [("STORAGE", storage), ("DIM", dim), ("FEATURES", features), ("VALUES", values), ("SLICE", slice)];
+    let macros = [("STORAGE", storage), ("DIM", dim), ("FEATURES", features), ("VALUES", values), ("SLICE", slice)];
     let device = q.device().as_metal_device()?;
     let pipeline = pipeline(device, include_str!("favor.metal"), "favor_forward", &macros, threads)?;
 

@@ -8,4 +8,5 @@ mod compile;
 pub(crate) mod favor;
 mod projection;
 
+#[cfg(feature = "metal")]
 pub(crate) use projection::Projection;
