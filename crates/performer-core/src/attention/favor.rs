@@ -69,6 +69,9 @@ pub struct Favor {
     /// Its projection on the card, where the CUDA kernels compute it.
     #[cfg(feature = "cuda")]
     projection: Option<Arc<kernels::cuda::favor::Projection>>,
+    /// The same for the Metal kernel.
+    #[cfg(feature = "metal")]
+    metal: Option<kernels::metal::Projection>,
     chunk: usize,
     composed: bool,
     parameters: Parameters,
@@ -124,6 +127,8 @@ impl Favor {
             source: Source::of(&*map)?,
             #[cfg(feature = "cuda")]
             projection: projection_on_card(&*map)?,
+            #[cfg(feature = "metal")]
+            metal: super::metal::projection(&*map)?,
             map,
             chunk,
             composed: false,
@@ -165,6 +170,10 @@ impl Favor {
         #[cfg(feature = "cuda")]
         {
             self.projection = projection_on_card(&*map)?;
+        }
+        #[cfg(feature = "metal")]
+        {
+            self.metal = super::metal::projection(&*map)?;
         }
         self.map = map;
         Ok(())
@@ -238,6 +247,12 @@ impl Favor {
         !self.composed && kernels::cuda::favor::takes(q, v, self.map.feature_dim())
     }
 
+    /// The projection, if the Metal kernel takes causal attention over these tensors.
+    #[cfg(feature = "metal")]
+    fn for_metal(&self, qkv: [&Tensor; 3]) -> Option<&kernels::metal::Projection> {
+        self.metal.as_ref().filter(|_| !self.composed && super::metal::takes(&*self.map, qkv))
+    }
+
     fn is_fused(&self, q: &Tensor) -> bool {
         !self.composed && kernels::takes(q)
     }
@@ -282,6 +297,12 @@ impl Attention for Favor {
         if self.is_for_cuda(q, v) {
             return super::cuda::forward(&*self.map, self.projection.as_ref(), q, k, v, mask);
         }
+        #[cfg(feature = "metal")]
+        if mask.is_causal()
+            && let Some(projection) = self.for_metal([q, k, v])
+        {
+            return super::metal::forward(&*self.map, projection, [q, k, v], mask);
+        }
         let inputs = self.inputs(q, k, v, mask)?;
         let (n, tq, g, _) = inputs.q.dims4()?;
         let rows = if n * tq == 0 || inputs.k.dim(1)? == 0 {
@@ -308,6 +329,15 @@ impl Attention for Favor {
         #[cfg(feature = "cuda")]
         if self.is_for_cuda(q, v) {
             let out = super::cuda::extend(&*self.map, self.projection.as_ref(), q, k, v, state)?;
+            state.advance(q)?;
+            return Ok(out);
+        }
+        // A token alone, after others, is a few small operations.
+        #[cfg(feature = "metal")]
+        if let Some(projection) = self.for_metal([q, k, v])
+            && (q.dim(2)? > 1 || state.memory.is_none())
+        {
+            let out = super::metal::extend(&*self.map, projection, [q, k, v], state)?;
             state.advance(q)?;
             return Ok(out);
         }

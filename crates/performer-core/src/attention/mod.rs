@@ -11,6 +11,8 @@ mod favor;
 mod full;
 mod fused;
 mod input;
+#[cfg(feature = "metal")]
+mod metal;
 mod softmax;
 mod state;
 mod windowed;

@@ -1,7 +1,8 @@
 //! Fused CPU kernels behind the attention of [`crate::attention`]: the same numbers as the composed ops, in one pass.
 //!
 //! `gemm` multiplies small tiles, [`vector`] has what is done to each number, `rows` reads tensors; `favor` and `softmax` are made of them.
-//! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs.
+//! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs. `cuda` and `metal` have kernels for
+//! GPUs, compiled by the device's own compiler when they are first used; Metal's has not been run on hardware.
 
 pub(crate) mod activation;
 pub(crate) mod cross_entropy;
@@ -11,6 +12,11 @@ pub(crate) mod favor;
 mod fresh;
 mod gemm;
 pub(crate) mod linear;
+#[cfg(feature = "metal")]
+pub mod metal;
+#[cfg(all(test, not(feature = "metal")))]
+#[allow(dead_code)]
+mod metal;
 pub(crate) mod norm;
 pub(crate) mod rotary;
 mod rows;

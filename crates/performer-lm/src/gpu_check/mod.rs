@@ -86,6 +86,10 @@ pub fn run(
     attention::check(device, extent, &mut checks, &mut progress)?;
     progress("the other operations against f64");
     parts::check(device, &mut checks);
+    #[cfg(feature = "metal")]
+    if let Some(because) = performer_core::kernels::metal::failure() {
+        checks.push(Check::of("Metal's own kernel".to_string(), Err(anyhow::Error::msg(because)), 0.0));
+    }
     poison(false);
     progress("timing attention");
     let mut skipped = Vec::new();

@@ -1,0 +1,14 @@
+//! The Metal kernel of FAVOR, compiled by the device when it is first used, from one source with macros for the shape in front of it.
+//!
+//! It has not been run on an Apple device: `tests/metal_host.rs` runs the source on the CPU, and the code around it is only linted.
+
+#[cfg(feature = "metal")]
+mod compile;
+#[cfg(feature = "metal")]
+pub(crate) mod favor;
+mod projection;
+
+#[cfg(feature = "metal")]
+pub use compile::failure;
+#[cfg(feature = "metal")]
+pub(crate) use projection::Projection;

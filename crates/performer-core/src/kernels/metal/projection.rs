@@ -1,0 +1,69 @@
+//! Ω as the Metal kernel takes it.
+
+use candle_core::{D, DType, Result, Tensor};
+
+/// Ω with the scale of queries and keys, `D^-1/4`, and the factor of logarithms to base 2.
+#[derive(Debug)]
+pub(crate) struct Projection {
+    /// `(D, F)`, both padded with zeros to multiples of 8: a column for each feature. f32, contiguous.
+    pub(super) columns: Tensor,
+    /// `D`.
+    pub(super) dim: usize,
+    /// `F`.
+    pub(super) features: usize,
+}
+
+impl Projection {
+    /// `omega`: `(M, D)`. Hyperbolic features are positive ones of its rows and their negatives.
+    pub(crate) fn new(omega: &Tensor, hyperbolic: bool) -> Result<Self> {
+        let dim = omega.dim(1)?;
+        let rows = (omega.detach().to_dtype(DType::F32)? * (Self::scale(dim) * std::f64::consts::LOG2_E))?;
+        let rows = if hyperbolic { Tensor::cat(&[&rows, &rows.neg()?], 0)? } else { rows };
+        let features = rows.dim(0)?;
+        let padding = |n: usize| n.next_multiple_of(8) - n;
+        let padded = rows.pad_with_zeros(0, 0, padding(features))?.pad_with_zeros(D::Minus1, 0, padding(dim))?;
+        Ok(Self { columns: padded.t()?.contiguous()?, dim, features })
+    }
+
+    fn scale(dim: usize) -> f64 {
+        (dim as f64).powf(-0.25)
+    }
+
+    /// `‖x‖²/2` in base 2 is this times `‖k‖²`.
+    pub(super) fn norm(&self) -> f32 {
+        (0.5 * Self::scale(self.dim).powi(2) * std::f64::consts::LOG2_E) as f32
+    }
+
+    /// What logarithms to base 2 of features divided by `√F` lack.
+    pub(super) fn shift(&self) -> f32 {
+        (0.5 * (self.features as f64).log2()) as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_column_for_each_feature() -> Result<()> {
+        let omega = Tensor::arange(1f32, 28.0, &Device::Cpu)?.reshape((3, 9))?;
+        let projection = Projection::new(&omega, true)?;
+        assert_eq!((projection.dim, projection.features), (9, 6));
+        let columns = projection.columns.to_vec2::<f32>()?;
+        let unit = 9f32.powf(-0.25) * std::f32::consts::LOG2_E;
+        for (d, row) in columns.iter().enumerate() {
+            for (r, x) in row.iter().enumerate() {
+                let sign = if r < 3 { 1.0 } else { -1.0 };
+                let expected = if d < 9 && r < 6 { sign * unit * (r % 3 * 9 + d + 1) as f32 } else { 0.0 };
+                assert!((x - expected).abs() < 1e-4, "{x} at ({d}, {r}), not {expected}");
+            }
+        }
+        assert_eq!((columns.len(), columns[0].len()), (16, 8));
+        // As the formulas have it: half of |x|² with x = k / 9^(1/4), and ½ log2 of six features.
+        assert!((projection.norm() - std::f32::consts::LOG2_E / 6.0).abs() < 1e-6);
+        assert!((projection.shift() - 0.5 * 6f32.log2()).abs() < 1e-6);
+        Ok(())
+    }
+}
