@@ -1,7 +1,7 @@
 // A CUDA device on one CPU thread, for the kernels in src/kernels/cuda: blocks run one after the other, the threads of a block as fibers
 // that take turns at barriers. What a warp does together is emulated lane by lane as the PTX ISA documents it (fragments of
 // mma.m16n8k16 and m16n8k8, ldmatrix), so a wrong index is a wrong number here too. Barriers that some threads miss end the program;
-// fibers may run in either order (`descending`), so that a missing barrier shows as two results.
+// fibers may run in either of two orders (`descending`), so that a missing barrier shows as two results.
 //
 // Stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing about speed.
 
@@ -99,8 +99,13 @@ inline void resume(int thread) {
     std::abort();
 }
 
-// The next thread that can run, after the running one in turn; -1 if none can.
+// The next thread that can run, -1 if none can: in turn after the running one; or, `descending`, of its warp as long as one can, so that a
+// warp is as far ahead of the others as barriers let it.
 inline int next() {
+    for (int i = 1; i <= 32 && descending; i++) {
+        int thread = running / 32 * 32 + (running % 32 + 32 - i % 32) % 32;
+        if (thread < threads && fibers[thread].state == READY_TO_RUN) return thread;
+    }
     for (int i = 1; i <= threads; i++) {
         int thread = (running + (descending ? threads - i : i)) % threads;
         if (fibers[thread].state == READY_TO_RUN) return thread;
