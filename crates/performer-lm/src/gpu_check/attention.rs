@@ -70,6 +70,8 @@ fn cases(extent: Extent) -> Vec<Case> {
             all.push(base);
             all.push(Case { tokens: 1, ..base });
             all.push(Case { tokens: 515, heads: 1, kv_heads: 1, ..base });
+            // Long enough for a head's sequence to be cut into segments.
+            all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
             all.push(Case { causal: false, ..base });
             for dim in [16, 40, 128] {
                 all.push(Case { dim, tokens: 100, ..base });

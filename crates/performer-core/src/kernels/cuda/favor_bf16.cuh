@@ -136,10 +136,22 @@ __device__ void put_rows(T* to, const Tile (&x)[N], Span span, int count) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int row = 16 * warp() + lane() / 4 + 8 * h;
-        if (row >= count) continue;
         T* at = to + span.token(row) * WIDTH;
+        if (sizeof(T) == 4 || WIDTH % 16) {
+            if (row >= count) continue;
 #pragma unroll
-        for (int i = 0; i < 2 * N; i++) put<WIDTH>(at, 16 * (i / 2) + column_in_tile(i % 2), x[i / 2][i % 2][2 * h], x[i / 2][i % 2][2 * h + 1]);
+            for (int i = 0; i < 2 * N; i++) put<WIDTH>(at, 16 * (i / 2) + column_in_tile(i % 2), x[i / 2][i % 2][2 * h], x[i / 2][i % 2][2 * h + 1]);
+            continue;
+        }
+        // Pairs of lanes exchange what makes four numbers next to each other of each, so that a row gets 32 bytes at once.
+        bool odd = lane() % 2;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            unsigned first = pack_bf16(x[i][0][2 * h], x[i][0][2 * h + 1]), second = pack_bf16(x[i][1][2 * h], x[i][1][2 * h + 1]);
+            unsigned other = __float_as_uint(from_lane_xor(__uint_as_float(odd ? first : second), 1));
+            uint2 both = make_uint2(odd ? other : first, odd ? second : other);
+            if (row < count) *(uint2*)(at + 16 * i + 8 * odd + lane() % 4 / 2 * 4) = both;
+        }
     }
 }
 
