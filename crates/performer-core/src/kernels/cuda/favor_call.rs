@@ -86,8 +86,6 @@ pub(super) struct Call<'a> {
     pub(super) device: &'a CudaDevice,
     dtype: DType,
     pub(super) blocks: Blocks,
-    /// Whether by the kernels of teams.
-    teams: bool,
     hyperbolic: bool,
     causal: bool,
     pub(super) batch: usize,
@@ -127,12 +125,11 @@ impl<'a> Call<'a> {
         // Two sizes, so that all cards of data centres cut problems alike.
         let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let most = if most >= 163 << 10 { 163 << 10 } else { most };
-        let blocks = Blocks::choose(storage(dtype)?, map.kind(), [dim, map.features(), values], most);
+        let blocks = Blocks::choose(causal, storage(dtype)?, map.kind(), [dim, map.features(), values], most);
         let hyperbolic = map.hyperbolic();
         Ok(Self {
             device,
             dtype,
-            teams: blocks.teams && causal,
             blocks,
             hyperbolic,
             causal,
@@ -191,7 +188,7 @@ impl<'a> Call<'a> {
         more: &[Macro],
         shared: usize,
     ) -> Result<(Kernel, usize)> {
-        Ok(match self.teams {
+        Ok(match self.blocks.teams {
             true => (self.kernel(team, &format!("favor_bf16_{name}"), more, shared)?, TEAM),
             false => (self.kernel(general, &format!("favor_{name}"), more, shared)?, THREADS),
         })
@@ -200,7 +197,7 @@ impl<'a> Call<'a> {
     /// Shared memory of the kernels of each pass.
     fn shared(&self) -> Team {
         let b = &self.blocks;
-        match self.teams {
+        match self.blocks.teams {
             true => b.team(),
             false => Team { sums: b.shared_sums(), forward: b.shared_forward(), backward: b.shared_backward() },
         }

@@ -29,13 +29,13 @@ pub(crate) struct Blocks {
     pub(crate) slice: usize,
     /// Tokens of a chunk.
     pub(crate) chunk: usize,
-    /// Whether the kernels for bf16 (`favor_bf16.cuh`), of teams of warps, take causal attention.
+    /// Whether these are for the kernels for bf16 (`favor_bf16.cuh`), of teams of warps.
     pub(crate) teams: bool,
 }
 
 impl Blocks {
     /// The largest pieces whose sums fit the registers, and whose tiles the shared memory of a block, `most` bytes.
-    pub(crate) fn choose(storage: u8, map: u8, [dim, features, values]: [usize; 3], most: usize) -> Self {
+    pub(crate) fn choose(causal: bool, storage: u8, map: u8, [dim, features, values]: [usize; 3], most: usize) -> Self {
         let f = features.next_multiple_of(16);
         let chunk = match (storage, f) {
             (0, 257..) => 16,
@@ -46,7 +46,9 @@ impl Blocks {
         let registers = 32 * WARPS * 64 / f.next_multiple_of(64) / 32 * 32;
         let slice = values.next_multiple_of(16).min(registers.max(16));
         let mut blocks = Self { storage, map, dim, features, values, slice, chunk, teams: false };
-        while blocks.shared_backward().max(blocks.shared_forward()) > most {
+        let sizes = dim <= 64 && features <= 128 && values <= 64;
+        blocks.teams = causal && storage == 2 && map == 0 && sizes && blocks.team().backward <= most;
+        while !blocks.teams && blocks.shared_backward().max(blocks.shared_forward()) > most {
             if blocks.slice > 32 {
                 blocks.slice = (blocks.slice / 2).next_multiple_of(16);
             } else if blocks.chunk > 16 {
@@ -57,8 +59,6 @@ impl Blocks {
                 break;
             }
         }
-        let sizes = dim <= 64 && features <= 128 && values <= 64;
-        blocks.teams = storage == 2 && map == 0 && sizes && blocks.team().backward <= most;
         blocks
     }
 
@@ -166,7 +166,7 @@ mod tests {
             for dim in [16, 64, MOST_WIDTH] {
                 for features in [16, 24, 128, 256, MOST_FEATURES] {
                     for most in CARDS {
-                        let b = Blocks::choose(storage, 0, [dim, features, dim], most);
+                        let b = Blocks::choose(false, storage, 0, [dim, features, dim], most);
                         assert_eq!(b.record() % b.f(), 0);
                         assert!(b.shared_forward() <= most && b.shared_backward() <= most, "{b:?}");
                     }
@@ -175,9 +175,30 @@ mod tests {
         }
     }
 
+    /// Also on cards of 99 KiB, whose blocks of other kernels are smaller.
+    #[test]
+    fn teams_take_whole_chunks_and_values() {
+        for most in [99 << 10, CARDS[0], CARDS[1]] {
+            for (dim, features) in [(16, 16), (24, 100), (64, 64), (64, 128)] {
+                let b = Blocks::choose(true, 2, 0, [dim, features, dim], most);
+                assert!(b.teams && b.chunk == 64 && b.splits() == 1, "{b:?}");
+            }
+        }
+        for (causal, storage, map, dim, features) in [
+            (false, 2, 0, 64, 128),
+            (true, 1, 0, 64, 128),
+            (true, 0, 1, 64, 128),
+            (true, 2, 0, 80, 128),
+            (true, 2, 0, 64, 129),
+        ] {
+            assert!(!Blocks::choose(causal, storage, map, [dim, features, 64], CARDS[1]).teams);
+        }
+        assert!(!Blocks::choose(true, 2, 0, [64, 128, 64], 64 << 10).teams);
+    }
+
     #[test]
     fn segments_cover_all_tokens() {
-        let blocks = Blocks::choose(2, 0, [64, 128, 64], CARDS[1]);
+        let blocks = Blocks::choose(true, 2, 0, [64, 128, 64], CARDS[1]);
         assert_eq!(blocks.segments(256, 4096), (1, 4096));
         for (heads, tokens) in [(1, 1), (8, 1000), (8, 1 << 20), (64, 4096), (3, 777)] {
             let (count, length) = blocks.segments(heads, tokens);
@@ -195,10 +216,10 @@ mod tests {
             };
             let size = |name: &str| value(name).unwrap_or_else(|| panic!("{line}: no {name}"));
             let sizes = [size("DIM"), size("FEATURES"), size("VALUES")];
-            let blocks = Blocks::choose(size("STORAGE") as u8, size("MAP") as u8, sizes, CARDS[0]);
-            assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
             let team = line.contains("/favor_bf16_");
-            assert!(!team || blocks.teams, "{line}");
+            let blocks = Blocks::choose(team, size("STORAGE") as u8, size("MAP") as u8, sizes, CARDS[0]);
+            assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
+            assert_eq!(team, blocks.teams, "{line}");
             let Team { sums, forward, backward } = if team {
                 blocks.team()
             } else {
