@@ -256,16 +256,23 @@ impl Build {
 }
 
 /// Outputs and gradients of exact softmax through its kernels against the reference.
-fn check_softmax(dtype: DType, mut p: Problem) {
+fn check_softmax(dtype: DType, teams: bool, mut p: Problem) {
     for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
         round(dtype, x);
     }
     let s = p.shape;
-    let macros = [("STORAGE", storage(dtype)), ("DIM", s.head_dim), ("VALUES", s.value_dim)];
+    let macros =
+        [("STORAGE", storage(dtype)), ("DIM", s.head_dim), ("VALUES", s.value_dim), ("TEAMS", usize::from(teams))];
     let Some(program) = compile("softmax", &macros) else { return };
     let offset = if p.causal { s.k_len - s.q_len } else { usize::MAX };
-    let header = [s.batch, s.heads, s.kv_heads, s.q_len, s.k_len, offset, usize::from(p.key_mask.is_some()), 0];
-    let mut all = execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output], p.key_mask.as_deref()).into_iter();
+    let run = |descending: bool| {
+        let masked = usize::from(p.key_mask.is_some());
+        let header = [s.batch, s.heads, s.kv_heads, s.q_len, s.k_len, offset, masked, usize::from(descending)];
+        execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output], p.key_mask.as_deref())
+    };
+    let all = run(false);
+    assert!(all == run(true), "softmax, {dtype:?}, {s:?}: the order of threads matters");
+    let mut all = all.into_iter();
     let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
     let expected = attention(Kernel::Softmax, p.inputs());
     let gradients = attention_backward(Kernel::Softmax, p.inputs(), &p.grad_output);
@@ -287,19 +294,23 @@ fn check_softmax(dtype: DType, mut p: Problem) {
 
 #[test]
 fn exact_softmax() {
-    for (dtype, batch, [heads, kv_heads], q_len, k_len, head_dim, value_dim, causal) in [
-        (DType::BF16, 1, [3, 1], 200, 200, 64, 64, true),
-        (DType::F16, 1, [1, 1], 65, 300, 48, 64, true),
-        (DType::F32, 2, [2, 1], 63, 130, 24, 40, false),
-        (DType::F32, 1, [1, 1], 1, 70, 24, 40, true),
+    for (dtype, teams, batch, [heads, kv_heads], q_len, k_len, head_dim, value_dim, causal) in [
+        (DType::BF16, false, 1, [3, 1], 200, 200, 72, 64, true),
+        (DType::F16, false, 1, [1, 1], 65, 300, 48, 72, true),
+        (DType::F32, false, 2, [2, 1], 63, 130, 24, 40, false),
+        (DType::F32, false, 1, [1, 1], 1, 70, 24, 40, true),
+        (DType::BF16, true, 1, [3, 1], 200, 200, 64, 64, true),
+        (DType::F16, true, 1, [1, 1], 65, 300, 48, 64, true),
+        (DType::BF16, true, 2, [2, 1], 63, 130, 24, 30, false),
+        (DType::BF16, true, 1, [1, 1], 1, 70, 24, 40, true),
     ] {
         let shape = Shape { batch, heads, kv_heads, q_len, k_len, head_dim, value_dim };
         let mut problem = Problem::random(13, shape, None, 0);
         problem.causal = causal;
-        check_softmax(dtype, problem.clone());
-        if !causal {
+        check_softmax(dtype, teams, problem.clone());
+        if !causal || teams {
             problem.key_mask = Some(Random::new(14).mask(batch * k_len, 0.6));
-            check_softmax(dtype, problem);
+            check_softmax(dtype, teams, problem);
         }
     }
 }

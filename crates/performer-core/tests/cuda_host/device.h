@@ -250,6 +250,13 @@ inline unsigned pack_bf16(float x, float y) {
     return low.bits | (unsigned)high.bits << 16;
 }
 
+inline unsigned pack_f16(float x, float y) {
+    Half low, high;
+    narrow(x, low);
+    narrow(y, high);
+    return low.bits | (unsigned)high.bits << 16;
+}
+
 // Ties away from zero.
 inline unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
 

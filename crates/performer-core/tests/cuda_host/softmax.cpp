@@ -2,8 +2,19 @@
 
 #include "device.h"
 
+#if TEAMS
+#define SHARED_FORWARD sizeof(Ahead)
+#define SHARED_BACKWARD sizeof(Back)
+#include "softmax_half.cu"
+#define BLOCK_THREADS TEAM_THREADS
+#define KERNEL(name) softmax_half_##name
+#else
 #define SHARED sizeof(Shared)
 #include "softmax.cu"
+#define BLOCK_THREADS THREADS
+#define KERNEL(name) softmax_##name
+#endif
+#include "softmax_delta.cu"
 
 #include "problem.h"
 
@@ -26,11 +37,11 @@ int main() {
     std::vector<Stored> out = poison<Stored>(count * VALUES), dq = poison<Stored>(q.size()), dk = poison<Stored>(k.size()), dv = poison<Stored>(v.size());
     std::vector<float> logs = poison<float>(count), delta = poison<float>(count);
     auto grid = [&](int heads, int tokens) { return Dim{(unsigned)(batch * heads), (unsigned)divide(tokens, R), 1}; };
-    host::launch(grid(heads, queries), THREADS, softmax_forward, p, q.data(), k.data(), v.data(), visible, out.data(), logs.data());
+    host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(forward), p, q.data(), k.data(), v.data(), visible, out.data(), logs.data());
     host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, softmax_delta, (int)count, out.data(), grad.data(), delta.data());
-    host::launch(grid(heads, queries), THREADS, softmax_query_gradients, p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
+    host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(query_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
                  delta.data(), dq.data());
-    host::launch(grid(key_heads, keys), THREADS, softmax_key_gradients, p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
+    host::launch(grid(key_heads, keys), BLOCK_THREADS, KERNEL(key_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
                  delta.data(), dk.data(), dv.data());
     write(out), write(dq), write(dk), write(dv);
 }

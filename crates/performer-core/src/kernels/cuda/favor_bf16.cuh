@@ -13,33 +13,21 @@
 #define PERFORMER_FAVOR_BF16
 
 #include "favor.cuh"
+#include "team.cuh"
 
 static_assert(STORAGE == 2 && MAP == 0 && CAUSAL && C == 64 && D <= 64 && V <= 64 && SPLITS == 1 && FEATURES <= 128, "for other kernels");
 
-// Warps of a block, and its threads.
-constexpr int TEAM = 4, TEAM_THREADS = 32 * TEAM;
 static_assert(C == 16 * TEAM, "a warp reads 16 rows");
 // Features, padded; those of a warp, in tiles of 16.
 constexpr int P = up(FEATURES, 16 * TEAM), MINE = P / (16 * TEAM);
 // A row of values with the two halves of its unit, the upper bits and the rest, and room to 8.
 constexpr int W = V + 8;
 
-// ---- Tiles of 16 by 16 sums, as `multiply` leaves them.
-
-typedef float Tile[2][4];
-
-// The number `i` of a tile is in row `row_in_tile(i)` and column `column_in_tile(half) + i % 2`.
-__device__ inline int row_in_tile(int i) { return lane() / 4 + 8 * (i / 2); }
-__device__ inline int column_in_tile(int half) { return 8 * half + 2 * (lane() % 4); }
-// The first of the four lanes that hold a row.
-__device__ inline int first_of_row() { return lane() & 28; }
+// ---- Numbers in two parts.
 
 __device__ inline float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-__device__ inline Left as_left(const Tile& x) {
-    return {{pack_bf16(x[0][0], x[0][1]), pack_bf16(x[0][2], x[0][3]), pack_bf16(x[1][0], x[1][1]), pack_bf16(x[1][2], x[1][3])}};
-}
 // What `as_left` lost.
 __device__ inline Left lost(const Tile& x, const Left& y) {
     Left z;
@@ -50,39 +38,10 @@ __device__ inline Left lost(const Tile& x, const Left& y) {
     return z;
 }
 
-__device__ inline void store(Operand* to, int stride, int row, int column, const Left& x) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        *(unsigned*)(to + (row + lane() / 4 + 8 * (i % 2)) * stride + column + 8 * (i / 2) + 2 * (lane() % 4)) = x.x[i];
-    }
-}
-
 // A number's upper bits and the rest, in two columns.
 __device__ inline unsigned halves(float x) {
     unsigned high = pack_bf16(x, 0.0f);
     return high | pack_bf16(0.0f, x - low_half(high));
-}
-
-template <int N>
-__device__ void zero(Tile (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < 8 * N; i++) (&x[0][0][0])[i] = 0;
-}
-
-// Calls `f(row, column, number)` with 0 or 1 for which of the lane's two rows it is, and the column of the matrix.
-template <int N, class F_>
-__device__ void each(Tile (&x)[N], F_ f) {
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) f(i / 2 % 2, 16 * n + column_in_tile(i / 4) + i % 2, x[n][i / 4][i % 4]);
-    }
-}
-
-template <class Op>
-__device__ float over_row(float x, Op op) {
-    x = op(x, from_lane_xor(x, 1));
-    return op(x, from_lane_xor(x, 2));
 }
 
 // sums += left, of 32 columns, times the units of 32 rows of `from`.
@@ -91,68 +50,6 @@ __device__ inline void multiply_units(float (&sums)[4], const Left& a, const Lef
     load_matrices(x, from + (row + lane()) * W + V, true);
     multiply_bf16(sums, a.x, {x[0], x[1]});
     multiply_bf16(sums, b.x, {x[2], x[3]});
-}
-
-// ---- Rows.
-
-// Has ROWS rows of a tile of COLUMNS columns copied by N threads; rows that do not count and numbers beyond WIDTH are zero.
-template <int ROWS, int COLUMNS, int WIDTH, int N, class F_>
-__device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span span, int first_row, F_ keep) {
-    constexpr int LENGTH = 16 / sizeof(Stored), PIECES = COLUMNS / LENGTH, ALL = ROWS * PIECES;
-    bool whole = ((unsigned long long)from.first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
-    if (whole && WIDTH % LENGTH == 0) {
-#pragma unroll
-        for (unsigned i = threadIdx.x % N, e = 0; e < divide(ALL, N); e++, i += N) {
-            if (ALL % N && i >= ALL) continue;
-            int row = first_row + i / PIECES, c = i % PIECES * LENGTH;
-            bool has = row < span.count && (WIDTH == COLUMNS || c < WIDTH) && keep(span.token(row));
-            copy_on(to + row * stride + c, from.first + span.token(row) * from.stride + c, has);
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int i = threadIdx.x % N; i < ROWS * COLUMNS; i += N) {
-        int row = first_row + i / COLUMNS, c = i % COLUMNS;
-        bool has = row < span.count && c < WIDTH && keep(span.token(row));
-        to[row * stride + c] = has ? from.first[span.token(row) * from.stride + c] : Stored{0};
-    }
-}
-
-// Two numbers next to each other, from column `column` on, of a row of WIDTH numbers.
-template <int WIDTH, class T>
-__device__ void put(T* row, int column, float x, float y) {
-    T* at = row + column;
-    if (sizeof(T) == 2 && WIDTH % 2 == 0) {
-        if (column < WIDTH) *(unsigned*)at = pack_bf16(x, y);
-        return;
-    }
-    if (column < WIDTH) narrow(x, at[0]);
-    if (column + 1 < WIDTH) narrow(y, at[1]);
-}
-
-// The first `count` rows of a tile of the block's, from the warp that has them to rows of WIDTH numbers.
-template <int WIDTH, int N, class T>
-__device__ void put_rows(T* to, const Tile (&x)[N], Span span, int count) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        int row = 16 * warp() + lane() / 4 + 8 * h;
-        T* at = to + span.token(row) * WIDTH;
-        if (sizeof(T) == 4 || WIDTH % 16) {
-            if (row >= count) continue;
-#pragma unroll
-            for (int i = 0; i < 2 * N; i++) put<WIDTH>(at, 16 * (i / 2) + column_in_tile(i % 2), x[i / 2][i % 2][2 * h], x[i / 2][i % 2][2 * h + 1]);
-            continue;
-        }
-        // Pairs of lanes exchange what makes four numbers next to each other of each, so that a row gets 32 bytes at once.
-        bool odd = lane() % 2;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            unsigned first = pack_bf16(x[i][0][2 * h], x[i][0][2 * h + 1]), second = pack_bf16(x[i][1][2 * h], x[i][1][2 * h + 1]);
-            unsigned other = __float_as_uint(from_lane_xor(__uint_as_float(odd ? first : second), 1));
-            uint2 both = make_uint2(odd ? other : first, odd ? second : other);
-            if (row < count) *(uint2*)(at + 16 * i + 8 * odd + lane() % 4 / 2 * 4) = both;
-        }
-    }
 }
 
 // ---- The builder.

@@ -211,7 +211,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             zero(sums);
             multiply_rows<P / 16>(sums, units, weights, &b.sums[0][0], P / 16);
             multiply_rows<C / 16>(sums, units, counted, &b.y[0][0], warp() + 1);
-            put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, n);
+            put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, 16 * warp(), n);
         }
 
         // What features change in y . S, and in their products with pairs of rows.
@@ -268,7 +268,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
                 y -= 2 * 0.6931471805599453f * p.norm * key * total[h];
             });
         }
-        put_rows<DIM>(dx + (long long)place.query_index * (KEYS ? p.keys : p.queries) * DIM, x, span, n);
+        put_rows<DIM>(dx + (long long)place.query_index * (KEYS ? p.keys : p.queries) * DIM, x, span, 16 * warp(), n);
         __syncthreads();
         copy_read(next);
         end_copies();

@@ -97,7 +97,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
         }
         // A sum of underflown terms may be -0; it must not tell how many terms it had.
         each(rows, [&](int h, int, float& x) { x = x * inverse[h] + 0.0f; });
-        put_rows<VALUES>(out + (long long)place.query_index * p.queries * VALUES, rows, span, n);
+        put_rows<VALUES>(out + (long long)place.query_index * p.queries * VALUES, rows, span, 16 * warp(), n);
         __syncthreads();
         copy_values(next);
         end_copies();

@@ -21,6 +21,7 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("warp.cuh", include_str!("warp.cuh")),
     ("tile.cuh", include_str!("tile.cuh")),
     ("favor.cuh", include_str!("favor.cuh")),
+    ("team.cuh", include_str!("team.cuh")),
     ("favor_bf16.cuh", include_str!("favor_bf16.cuh")),
 ];
 

@@ -2,41 +2,18 @@
 // reaches memory. Backward, scores are made again from the logarithms of the denominators: once with queries as rows, for their
 // gradient, and once with keys as rows, for theirs and the values'. Each number is added up by one block in a fixed order.
 //
-// Macros: STORAGE (tile.cuh); DIM and VALUES, sizes of a query and a value. Logarithms are to base 2.
+// For f32, and for half types where heads are larger than those of softmax_half.cu.
 
-// Weights are at most 1. f32's tiles are twice as large, so its blocks are half.
-#define HALF_OPERANDS
+// f32's tiles are twice as large, so its blocks are half.
 #if STORAGE == 0
 #define BLOCK_WARPS 4
 #endif
-#include "tile.cuh"
+#include "softmax.cuh"
 
-constexpr int D = up(DIM, 16), V = up(VALUES, 16);
 // Rows of a block, a warp each 16, and how many columns of scores it makes at a time.
 constexpr int R = 16 * WARPS, K = R / 2;
 
 typedef Sums<R, K, WARPS> Scores;
-
-// Low, but finite: -inf - FLOOR is -inf and not NaN.
-constexpr float FLOOR = -1e37f;
-
-struct Strides { long long batch, head, token; };
-
-struct Problem {
-    // Query heads, and how many of them read one key head.
-    int heads, group;
-    int queries, keys;
-    // Query t sees keys up to t + offset; all if it is negative.
-    int offset;
-    // log2(e)/sqrt(D), and without the logarithm.
-    float scale, slope;
-    Strides q, k, v;
-};
-
-template <class T>
-__device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
-    return {first + batch * strides.batch + head * strides.head, strides.token};
-}
 
 struct Shared {
     // Of rows: queries and gradients of outputs, or keys and values. Of columns: the other two.
@@ -119,18 +96,6 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
         if (column == 0) logs[at + row] = denominator[i] == 0.0f ? infinity() : largest[i] + logarithm(denominator[i]);
         if (column < VALUES) narrow(denominator[i] == 0.0f ? 0.0f : x / denominator[i], out[(at + row) * VALUES + column]);
     });
-}
-
-// g.out: a warp a row.
-extern "C" __global__ void __launch_bounds__(THREADS) softmax_delta(int rows, const Stored* out, const Stored* grad, float* delta) {
-    int row = blockIdx.x * WARPS + warp();
-    if (row >= rows) return;
-    float sum = 0;
-    for (int i = lane(); i < VALUES; i += 32) {
-        sum += widen(out[(long long)row * VALUES + i]) * widen(grad[(long long)row * VALUES + i]);
-    }
-    for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
-    if (lane() == 0) delta[row] = sum;
 }
 
 // Logarithms and g.out of queries; what is beyond the last has weight 0.

@@ -8,17 +8,28 @@ use candle_core::{
 };
 
 use super::{
-    CudaStorage, Kernel, Launch, Macro, Source, View,
+    CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
     buffer::{Buffer, Strides, optional},
     storage, with_storages,
 };
-use crate::kernels::favor::blocks::MOST_WIDTH;
+use crate::kernels::favor::blocks::{MOST_WIDTH, TEAM};
 
-const SOURCE: Source = Source {
-    name: "performer-core/src/kernels/cuda/softmax.cu",
-    text: include_str!("softmax.cu"),
-    headers: &[("warp.cuh", include_str!("warp.cuh")), ("tile.cuh", include_str!("tile.cuh"))],
-};
+const HEADERS: &[(&str, &str)] = &[
+    ("warp.cuh", include_str!("warp.cuh")),
+    ("tile.cuh", include_str!("tile.cuh")),
+    ("team.cuh", include_str!("team.cuh")),
+    ("softmax.cuh", include_str!("softmax.cuh")),
+];
+
+macro_rules! source {
+    ($file:literal) => {
+        Source { name: concat!("performer-core/src/kernels/cuda/", $file), text: include_str!($file), headers: HEADERS }
+    };
+}
+
+const GENERAL: Source = source!("softmax.cu");
+const HALF: Source = source!("softmax_half.cu");
+const DELTA: Source = source!("softmax_delta.cu");
 
 /// Whether the kernels take queries `q` and values `v`.
 pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
@@ -107,20 +118,39 @@ impl<'a> Call<'a> {
         Ok(Self { views, visible, problem, dtype, batch, heads, key_heads, queries, keys, dim, values })
     }
 
-    /// Threads and rows of a block.
-    fn block(&self) -> (usize, usize) {
-        if self.dtype == DType::F32 { (128, 64) } else { (256, 128) }
+    /// Whether the kernels for half types take it, which are for heads of up to 64 numbers.
+    fn is_half(&self) -> bool {
+        self.dtype != DType::F32 && self.dim.max(self.values) <= 64
     }
 
-    /// The kernel; `tiles` says whether it works in shared memory.
-    fn kernel(&self, entry: &str, tiles: bool) -> Result<Kernel> {
+    /// Threads and rows of a block.
+    fn block(&self) -> (usize, usize) {
+        match self.dtype {
+            _ if self.is_half() => (TEAM, 128),
+            DType::F32 => (128, 64),
+            _ => (256, 128),
+        }
+    }
+
+    /// The kernel `softmax_NAME`, or `softmax_half_NAME`.
+    fn kernel(&self, name: &str) -> Result<Kernel> {
+        let device = self.views[0].0.device();
         let rows = self.block().1;
         let (bytes, pad) = if self.dtype == DType::F32 { (4, 4) } else { (2, 8) };
         let (d, v) = (self.dim.next_multiple_of(16) + pad, self.values.next_multiple_of(16) + pad);
+        let storage = storage(self.dtype)?;
+        let shape: [Macro; 3] = [("STORAGE", &storage), ("DIM", &self.dim), ("VALUES", &self.values)];
+        if self.is_half() {
+            // Rows of the block, twice the columns of a step, and numbers of those.
+            let forward = (rows * d + 2 * 64 * (d + v)) * bytes + 4 * 2 * 64;
+            let backward = (rows * (d + v) + 2 * 32 * (d + v)) * bytes + 4 * 6 * 32;
+            let sizes: [Macro; 2] = [("SHARED_FORWARD", &forward), ("SHARED_BACKWARD", &backward)];
+            let shared = if name == "forward" { forward } else { backward };
+            return HALF.kernel(device, &format!("softmax_half_{name}"), &[&shape[..], &sizes].concat(), shared);
+        }
         let shared = (rows * (d + v + rows / 2 + pad) + rows / 2 * (d + v)) * bytes + 12 * rows;
-        let macros: [Macro; 4] =
-            [("STORAGE", &storage(self.dtype)?), ("DIM", &self.dim), ("VALUES", &self.values), ("SHARED", &shared)];
-        SOURCE.kernel(self.views[0].0.device(), entry, &macros, if tiles { shared } else { 0 })
+        let sizes: [Macro; 1] = [("SHARED", &shared)];
+        GENERAL.kernel(device, &format!("softmax_{name}"), &[&shape[..], &sizes].concat(), shared)
     }
 
     /// A launch with what all kernels on tiles begin with.
@@ -136,7 +166,7 @@ impl<'a> Call<'a> {
         let device = self.views[0].0.device();
         let mut out = Buffer::of(device, (self.batch, self.heads, self.queries, self.values), self.dtype)?;
         let mut logs = Buffer::new(device, self.batch * self.heads * self.queries)?;
-        let kernel = self.kernel("softmax_forward", true)?;
+        let kernel = self.kernel("forward")?;
         let launch = self.begin(&kernel)?.output(&mut out.storage)?.output(&mut logs.storage)?;
         let (threads, rows) = self.block();
         // SAFETY: strides and sizes are those of the tensors; every row is written.
@@ -149,16 +179,17 @@ impl<'a> Call<'a> {
         let (threads, rows) = self.block();
         let count = self.batch * self.heads * self.queries;
         let mut delta = Buffer::new(device, count)?;
-        let kernel = self.kernel("softmax_delta", false)?;
+        let shape: [Macro; 3] = [("STORAGE", &storage(self.dtype)?), ("DIM", &self.dim), ("VALUES", &self.values)];
+        let kernel = DELTA.kernel(device, "softmax_delta", &shape, 0)?;
         let launch = kernel.launch().value(count as i32).input(out.0, out.1)?.input(grad.0, grad.1)?;
         // SAFETY: as many rows as the kernel is told.
-        unsafe { launch.output(&mut delta.storage)?.run([count.div_ceil(threads / 32), 1, 1], threads) }?;
+        unsafe { launch.output(&mut delta.storage)?.run([count.div_ceil(THREADS / 32), 1, 1], THREADS) }?;
 
         let like = |heads: usize, tokens: usize, width: usize| {
             Buffer::of(device, (self.batch, heads, tokens, width), self.dtype)
         };
         let mut dq = like(self.heads, self.queries, self.dim)?;
-        let kernel = self.kernel("softmax_query_gradients", true)?;
+        let kernel = self.kernel("query_gradients")?;
         let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
         let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dq.storage)?;
         // SAFETY: strides and sizes are those of the tensors; every row is written.
@@ -166,7 +197,7 @@ impl<'a> Call<'a> {
 
         let (mut dk, mut dv) =
             (like(self.key_heads, self.keys, self.dim)?, like(self.key_heads, self.keys, self.values)?);
-        let kernel = self.kernel("softmax_key_gradients", true)?;
+        let kernel = self.kernel("key_gradients")?;
         let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
         let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dk.storage)?.output(&mut dv.storage)?;
         // SAFETY: as above.

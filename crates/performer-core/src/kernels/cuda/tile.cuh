@@ -126,14 +126,17 @@ __device__ void load(Right& to, const Operand* from, int stride, int row, int co
     to.x[0][0] = x[0], to.x[0][1] = x[1], to.x[1][0] = x[2], to.x[1][1] = x[3];
 }
 
-__device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& b) {
+// By the eight columns of a half.
+__device__ inline void multiply_half(float (&sum)[4], const Left& a, const Right& b, int half = 0) {
 #if STORAGE == 1 && defined(HALF_OPERANDS)
-    multiply_f16(sum[0], a.x, b.x[0]);
-    multiply_f16(sum[1], a.x, b.x[1]);
+    multiply_f16(sum, a.x, b.x[half]);
 #else
-    multiply_bf16(sum[0], a.x, b.x[0]);
-    multiply_bf16(sum[1], a.x, b.x[1]);
+    multiply_bf16(sum, a.x, b.x[half]);
 #endif
+}
+__device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& b) {
+    multiply_half(sum[0], a, b, 0);
+    multiply_half(sum[1], a, b, 1);
 }
 
 #endif

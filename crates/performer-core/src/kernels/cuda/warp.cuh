@@ -49,6 +49,12 @@ __device__ inline unsigned pack_bf16(float x, float y) {
     return pair;
 }
 
+__device__ inline unsigned pack_f16(float x, float y) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
 __device__ inline float from_lane_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 __device__ inline float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 

@@ -1,0 +1,343 @@
+// Exact softmax attention in half types, for heads of up to 64 numbers: the algorithm of softmax.cu, with the same arguments, by teams of
+// warps that hold scores and weights in registers. What all rows go through is copied on a step ahead.
+
+#include "softmax.cuh"
+#include "team.cuh"
+
+static_assert(D <= 64 && V <= 64, "for other kernels");
+
+// Rows of a block: each warp has two tiles of 16. Columns of a step, in the forward and in the backward pass.
+constexpr int TALL = 2, R = 16 * TALL * TEAM, FORWARD = 64, BACKWARD = 32;
+
+// Columns that a block goes through, one step being read, the next one copied.
+template <int K>
+struct Across {
+    alignas(16) Operand x[2][K][D + PAD];
+    alignas(16) Operand y[2][K][V + PAD];
+};
+struct Ahead {
+    alignas(16) Operand x[R][D + PAD];
+    Across<FORWARD> across;
+    // 0, or -inf where a key is hidden.
+    float hidden[2][FORWARD];
+};
+struct Back {
+    alignas(16) Operand x[R][D + PAD];
+    alignas(16) Operand y[R][V + PAD];
+    Across<BACKWARD> across;
+    float hidden[2][BACKWARD], log[2][BACKWARD], delta[2][BACKWARD];
+};
+static_assert(sizeof(Ahead) == SHARED_FORWARD && sizeof(Back) == SHARED_BACKWARD, "the host asks for another size of shared memory");
+
+template <int N>
+using Matrix = Tile[TALL][N];
+
+template <int N>
+__device__ void zero(Matrix<N>& x) {
+#pragma unroll
+    for (int m = 0; m < TALL; m++) zero(x[m]);
+}
+
+// The first row of the warp's m-th tile, in the block.
+__device__ inline int first_row(int m) { return 16 * (TALL * warp() + m); }
+// The block's row of the `h`-th of the two that the lane has in the m-th tile.
+__device__ inline int row_of(int m, int h) { return first_row(m) + lane() / 4 + 8 * h; }
+
+// x = rows times columns, both of `DEPTH` numbers.
+template <int DEPTH, int N>
+__device__ void multiply_rows(Matrix<N>& x, const Operand* rows, const Operand* columns) {
+    zero(x);
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+        Left left[TALL];
+#pragma unroll
+        for (int m = 0; m < TALL; m++) load<false>(left[m], rows, DEPTH + PAD, first_row(m), k);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            Right right;
+            load<true>(right, columns, DEPTH + PAD, k, 16 * n);
+#pragma unroll
+            for (int m = 0; m < TALL; m++) multiply(x[m][n], left[m], right);
+        }
+    }
+}
+
+// sums += weights times columns of WIDTH numbers.
+template <int WIDTH, int N>
+__device__ void add_columns(Matrix<WIDTH / 16>& sums, const Left (&weights)[TALL][N], const Operand* columns) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+#pragma unroll
+        for (int n = 0; n < WIDTH / 16; n++) {
+            Right right;
+            load<false>(right, columns, WIDTH + PAD, 16 * k, 16 * n);
+#pragma unroll
+            for (int m = 0; m < TALL; m++) multiply(sums[m][n], weights[m][k], right);
+        }
+    }
+}
+
+template <int N>
+__device__ void round_to(Left (&to)[TALL][N], const Matrix<N>& x) {
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) to[m][n] = as_left(x[m][n]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
+softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, Stored* out, float* logs) {
+    extern __shared__ uint4 shared_memory[];
+    Ahead& s = *(Ahead*)shared_memory;
+    constexpr int K = FORWARD;
+    int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+    // The longest rows first.
+    int start = (gridDim.y - 1 - blockIdx.y) * R;
+    Span rows = {start, min(R, p.queries - start), 1};
+    Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
+    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
+    auto copy = [&](int stage, int first) {
+        Span columns = {first, max(0, min(K, reach - first)), 1};
+        copy_rows<K, D, DIM, TEAM_THREADS>(&s.across.x[stage][0][0], D + PAD, keys, columns, 0, keep);
+        copy_rows<K, V, VALUES, TEAM_THREADS>(&s.across.y[stage][0][0], V + PAD, values, columns, 0, keep);
+        if (seen && threadIdx.x < K) {
+            s.hidden[stage][threadIdx.x] = (int)threadIdx.x < columns.count && seen[columns.token(threadIdx.x)] ? 0.0f : -infinity();
+        }
+        end_copies();
+    };
+    copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, [](long long) { return true; });
+    copy(0, 0);
+
+    Matrix<V / 16> sums;
+    zero(sums);
+    // Of the denominators, every column has the same.
+    float largest[TALL][2], denominator[TALL][4] = {};
+#pragma unroll
+    for (int m = 0; m < TALL; m++) largest[m][0] = largest[m][1] = FLOOR;
+    for (int first = 0, stage = 0; first < reach; first += K, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        copy(stage ^ 1, first + K);
+        Matrix<K / 16> scores;
+        multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
+        // Only where some of the columns are hidden or not there.
+        int last = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + first_row(0));
+        if (seen || first + K - 1 > last) {
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                each(scores[m], [&](int h, int column, float& x) {
+                    int most = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + row_of(m, h));
+                    if (first + column > most) x = -infinity();
+                    if (seen) x += s.hidden[stage][column];
+                });
+            }
+        }
+        float decay[TALL][2];
+        bool changed = false;
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            float now[2] = {largest[m][0], largest[m][1]}, shift[2];
+            each(scores[m], [&](int h, int, float& x) { now[h] = fmaxf(now[h], x); });
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                now[h] = over_row(now[h], Largest());
+                decay[m][h] = power_of_two((largest[m][h] - now[h]) * p.scale);
+                changed |= decay[m][h] != 1.0f;
+                largest[m][h] = now[h];
+                shift[h] = now[h] * p.scale;
+            }
+            each(scores[m], [&](int h, int, float& x) { x = power_of_two(x * p.scale - shift[h]); });
+        }
+        if (lanes_where(changed)) {
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                each(sums[m], [&](int h, int, float& x) { x *= decay[m][h]; });
+#pragma unroll
+                for (int i = 0; i < 4; i++) denominator[m][i] *= decay[m][i / 2];
+            }
+        }
+        Left weights[TALL][K / 16];
+        round_to(weights, scores);
+        unsigned one = pack(1.0f, 1.0f);
+        Right ones = {{{one, one}, {one, one}}};
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+#pragma unroll
+            for (int n = 0; n < K / 16; n++) multiply_half(denominator[m], weights[m][n], ones);
+        }
+        add_columns<V>(sums, weights, &s.across.y[stage][0][0]);
+    }
+    long long at = (long long)blockIdx.x * p.queries + start;
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+        float inverse[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            // A row that sees nothing is zero, and has weight 0 for every key in the backward pass.
+            float sum = denominator[m][2 * h];
+            inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            if (lane() % 4 == 0 && row_of(m, h) < rows.count) {
+                logs[at + row_of(m, h)] = sum == 0.0f ? infinity() : largest[m][h] * p.scale + logarithm(sum);
+            }
+        }
+        each(sums[m], [&](int h, int, float& x) { x *= inverse[h]; });
+        put_rows<VALUES>(out + at * VALUES, sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
+softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
+                             const float* logs, const float* delta, Stored* dq) {
+    extern __shared__ uint4 shared_memory[];
+    Back& s = *(Back*)shared_memory;
+    constexpr int K = BACKWARD;
+    int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+    int start = (gridDim.y - 1 - blockIdx.y) * R;
+    Span rows = {start, min(R, p.queries - start), 1};
+    long long at = (long long)blockIdx.x * p.queries + start;
+    Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
+    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    auto always = [](long long) { return true; };
+    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
+    auto copy = [&](int stage, int first) {
+        Span columns = {first, max(0, min(K, reach - first)), 1};
+        copy_rows<K, D, DIM, TEAM_THREADS>(&s.across.x[stage][0][0], D + PAD, keys, columns, 0, keep);
+        copy_rows<K, V, VALUES, TEAM_THREADS>(&s.across.y[stage][0][0], V + PAD, values, columns, 0, keep);
+        if (seen && threadIdx.x < K) {
+            s.hidden[stage][threadIdx.x] = (int)threadIdx.x < columns.count && seen[columns.token(threadIdx.x)] ? 0.0f : -infinity();
+        }
+        end_copies();
+    };
+    copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, always);
+    copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, Rows<const Stored>{grad + (at - start) * VALUES, VALUES}, rows, 0, always);
+    copy(0, 0);
+    // Of the lane's rows; those that are not there have weight 0.
+    float log[TALL][2], product_of[TALL][2];
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            bool has = row_of(m, h) < rows.count;
+            log[m][h] = has ? logs[at + row_of(m, h)] : infinity();
+            product_of[m][h] = has ? delta[at + row_of(m, h)] : 0.0f;
+        }
+    }
+
+    Matrix<D / 16> sums;
+    zero(sums);
+    for (int first = 0, stage = 0; first < reach; first += K, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        copy(stage ^ 1, first + K);
+        Matrix<K / 16> scores, products;
+        multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
+        multiply_rows<V>(products, &s.y[0][0], &s.across.y[stage][0][0]);
+        int last = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + first_row(0));
+        bool partial = seen || first + K - 1 > last;
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            if (partial) {
+                each(scores[m], [&](int h, int column, float& x) {
+                    int most = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + row_of(m, h));
+                    if (first + column > most) x = -infinity();
+                    if (seen) x += s.hidden[stage][column];
+                });
+            }
+            each(scores[m], [&](int h, int, float& x) { x = power_of_two(x * p.scale - log[m][h]); });
+            each(products[m], [&](int h, int, float& x) { x -= product_of[m][h]; });
+            multiply_each(products[m], scores[m]);
+        }
+        Left weights[TALL][K / 16];
+        round_to(weights, products);
+        add_columns<D>(sums, weights, &s.across.x[stage][0][0]);
+    }
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+        each(sums[m], [&](int, int, float& x) { x *= p.slope; });
+        put_rows<DIM>(dq + at * DIM, sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
+    }
+}
+
+// One block a key head and rows of keys: the queries of all heads of the group, one head after the other.
+extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
+softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
+                           const float* logs, const float* delta, Stored* dk, Stored* dv) {
+    extern __shared__ uint4 shared_memory[];
+    Back& s = *(Back*)shared_memory;
+    constexpr int K = BACKWARD;
+    int key_heads = p.heads / p.group, batch = blockIdx.x / key_heads, key_head = blockIdx.x % key_heads;
+    // Early keys are seen by most queries.
+    int start = blockIdx.y * R;
+    Span rows = {start, min(R, p.keys - start), 1};
+    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    auto always = [](long long) { return true; };
+    // Queries before this one see none of the keys.
+    int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
+    int steps = begin < p.queries ? divide(p.queries - begin, K) : 0, all = steps * p.group;
+    auto copy = [&](int stage, int step) {
+        // After the last step there is nothing, wherever it would be.
+        int head = key_head * p.group + (step < all ? step / steps : 0), first = begin + (step < all ? step % steps * K : 0);
+        Span columns = {first, step < all ? min(K, p.queries - first) : 0, 1};
+        long long first_query = ((long long)batch * p.heads + head) * p.queries;
+        copy_rows<K, D, DIM, TEAM_THREADS>(&s.across.x[stage][0][0], D + PAD, rows_of(q, p.q, batch, head), columns, 0, always);
+        copy_rows<K, V, VALUES, TEAM_THREADS>(&s.across.y[stage][0][0], V + PAD, Rows<const Stored>{grad + first_query * VALUES, VALUES}, columns,
+                                              0, always);
+        if (threadIdx.x < K) {
+            bool has = (int)threadIdx.x < columns.count;
+            s.log[stage][threadIdx.x] = has ? logs[first_query + columns.token(threadIdx.x)] : infinity();
+            s.delta[stage][threadIdx.x] = has ? delta[first_query + columns.token(threadIdx.x)] : 0.0f;
+        }
+        end_copies();
+    };
+    copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(k, p.k, batch, key_head), rows, 0, keep);
+    copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, rows_of(v, p.v, batch, key_head), rows, 0, keep);
+    copy(0, 0);
+    // Keys that are hidden or not there have no weight.
+    bool counts[TALL][2];
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) counts[m][h] = row_of(m, h) < rows.count && keep(start + row_of(m, h));
+    }
+
+    Matrix<D / 16> key_sums;
+    Matrix<V / 16> value_sums;
+    zero(key_sums);
+    zero(value_sums);
+    for (int step = 0, stage = 0; step < all; step++, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        copy(stage ^ 1, step + 1);
+        int first = begin + step % steps * K;
+        Matrix<K / 16> scores, products;
+        multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
+        multiply_rows<V>(products, &s.y[0][0], &s.across.y[stage][0][0]);
+        bool later = p.offset >= 0 && start + first_row(TALL) > p.offset + first;
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            each(scores[m], [&](int h, int column, float& x) {
+                x = counts[m][h] ? power_of_two(x * p.scale - s.log[stage][column]) : 0.0f;
+                if (later && start + row_of(m, h) > p.offset + first + column) x = 0;
+            });
+            each(products[m], [&](int, int column, float& x) { x -= s.delta[stage][column]; });
+            multiply_each(products[m], scores[m]);
+        }
+        Left weights[TALL][K / 16];
+        round_to(weights, scores);
+        add_columns<V>(value_sums, weights, &s.across.y[stage][0][0]);
+        round_to(weights, products);
+        add_columns<D>(key_sums, weights, &s.across.x[stage][0][0]);
+    }
+    long long at = (long long)blockIdx.x * p.keys + start;
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+        each(key_sums[m], [&](int, int, float& x) { x *= p.slope; });
+        put_rows<DIM>(dk + at * DIM, key_sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
+        put_rows<VALUES>(dv + at * VALUES, value_sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
+    }
+}
