@@ -80,6 +80,9 @@ inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::m
 
 inline void trampoline() {
     (*body)();
+    for (const auto& group : copies[running]) {
+        if (!group.empty()) fail("ends while copies are under way");
+    }
     fibers[running].state = FINISHED;
     _longjmp(scheduler, 1);
 }

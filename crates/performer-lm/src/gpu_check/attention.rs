@@ -163,9 +163,12 @@ impl<'a> Problem<'a> {
         })
     }
 
+    /// Heads side by side in each token, as a layer has them.
     fn tensor(&self, values: &[f64], heads: usize) -> candle_core::Result<Tensor> {
         let dims = (self.shape.batch, heads, self.shape.q_len, self.shape.head_dim);
-        Tensor::from_slice(values, dims, &Device::Cpu)?.to_dtype(self.case.dtype)?.to_device(self.device)
+        let dense =
+            Tensor::from_slice(values, dims, &Device::Cpu)?.to_dtype(self.case.dtype)?.to_device(self.device)?;
+        dense.transpose(1, 2)?.contiguous()?.transpose(1, 2)
     }
 
     fn mask(&self) -> candle_core::Result<Mask> {

@@ -297,29 +297,36 @@ __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& p
     return __syncthreads_or(over) ? break_chunk(b, own, count) : count;
 }
 
-// Adds the chunk that has entered to the sums.
+// Adds the chunk that has entered to the sums: by additions in f32, for tensor cores cut off what they add up, and a sequence is long.
 template <bool EXACT>
 __device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
 #pragma unroll
-    for (int k = 0; k < C / 16; k++) {
+    for (int n = 0; n < V / 16; n++) {
+        Tile chunk[MINE];
+        zero(chunk);
 #pragma unroll
-        for (int n = 0; n < V / 16; n++) {
+        for (int k = 0; k < C / 16; k++) {
             Right y;
             load<false>(y, &b.y[0][0], W, 16 * k, 16 * n);
 #pragma unroll
             for (int m = 0; m < MINE; m++) {
-                multiply(own.sums[m][n], own.features[m][k], y);
-                if constexpr (EXACT) multiply(own.sums[m][n], own.rest[m][k], y);
+                multiply(chunk[m], own.features[m][k], y);
+                if constexpr (EXACT) multiply(chunk[m], own.rest[m][k], y);
             }
         }
+#pragma unroll
+        for (int m = 0; m < MINE; m++) add_each(own.sums[m][n], chunk[m]);
     }
 #pragma unroll
-    for (int k = 0; k < C / 16; k += 2) {
+    for (int m = 0; m < MINE; m++) {
+        float chunk[4] = {};
 #pragma unroll
-        for (int m = 0; m < MINE; m++) {
-            multiply_units(own.units[m], own.features[m][k], own.features[m][k + 1], &b.y[0][0], 16 * k);
-            if constexpr (EXACT) multiply_units(own.units[m], own.rest[m][k], own.rest[m][k + 1], &b.y[0][0], 16 * k);
+        for (int k = 0; k < C / 16; k += 2) {
+            multiply_units(chunk, own.features[m][k], own.features[m][k + 1], &b.y[0][0], 16 * k);
+            if constexpr (EXACT) multiply_units(chunk, own.rest[m][k], own.rest[m][k + 1], &b.y[0][0], 16 * k);
         }
+#pragma unroll
+        for (int i = 0; i < 4; i++) own.units[m][i] += chunk[i];
     }
 }
 

@@ -277,6 +277,8 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
         done += n;
         span = next;
     }
+    // Nothing of this block may be under way when another one gets its memory.
+    wait_for_copies<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2) favor_bf16_query_gradients(Problem p, Tensors t, Result* dq) {

@@ -103,5 +103,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
         end_copies();
         span = next;
     }
+    // Nothing of this block may be under way when another one gets its memory.
+    wait_for_copies<0>();
     if (after && place.segment == p.segments - 1 && place.head % p.group == 0) leave(own, after + (long long)place.key_index * RECORD);
 }

@@ -58,5 +58,7 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
         copy_weighed(next);
         span = next;
     }
+    // Nothing of this block may be under way when another one gets its memory.
+    wait_for_copies<0>();
     leave(own, records + ((long long)place.segment * gridDim.x + place.query_index) * RECORD);
 }

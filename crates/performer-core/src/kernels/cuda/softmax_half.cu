@@ -170,6 +170,8 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
         }
         add_columns<V>(sums, weights, &s.across.y[stage][0][0]);
     }
+    // Nothing of this block may be under way when another one gets its memory.
+    wait_for_copies<0>();
     long long at = (long long)blockIdx.x * p.queries + start;
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -255,6 +257,8 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         round_to(weights, products);
         add_columns<D>(sums, weights, &s.across.x[stage][0][0]);
     }
+    // Nothing of this block may be under way when another one gets its memory.
+    wait_for_copies<0>();
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
         each(sums[m], [&](int, int, float& x) { x *= p.slope; });
@@ -333,6 +337,8 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         round_to(weights, products);
         add_columns<D>(key_sums, weights, &s.across.x[stage][0][0]);
     }
+    // Nothing of this block may be under way when another one gets its memory.
+    wait_for_copies<0>();
     long long at = (long long)blockIdx.x * p.keys + start;
 #pragma unroll
     for (int m = 0; m < TALL; m++) {

@@ -58,6 +58,11 @@ __device__ void each(Tile (&x)[N], F_ f) {
     }
 }
 
+__device__ inline void add_each(Tile& x, const Tile& y) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] += y[i / 4][i % 4];
+}
+
 // x *= y, number by number.
 template <int N>
 __device__ void multiply_each(Tile (&x)[N], const Tile (&y)[N]) {
