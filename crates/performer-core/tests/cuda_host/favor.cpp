@@ -92,7 +92,7 @@ int main() {
 
     size_t count = (size_t)batch * heads * queries;
     std::vector<Stored> out = poison<Stored>(count * VALUES);
-    std::vector<float> logs = poison<float>(count), denominators = poison<float>(count);
+    std::vector<float> exact = poison<float>(count * VALUES), logs = poison<float>(count), denominators = poison<float>(count);
     std::vector<float> sums = poison<float>((size_t)segments * batch * key_heads * RECORD), total = poison<float>((size_t)batch * key_heads * RECORD);
     auto combine_grid = [](int heads) { return Dim{(unsigned)divide(heads * F, WARPS), 1, 1}; };
     auto key_sums = [&](std::vector<float>& sums, float* initial) {
@@ -108,7 +108,7 @@ int main() {
     }
     std::vector<float> state = poison<float>((size_t)batch * key_heads * RECORD);
     host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(forward), p, q.data(), k.data(), v.data(), visible, columns.data(), before, out.data(),
-                 logs.data(), denominators.data(), state.data());
+                 exact.data(), logs.data(), denominators.data(), state.data());
     write(out);
 
 #if CAUSAL
@@ -127,7 +127,8 @@ int main() {
             std::vector<float> next = poison<float>(state.size());
             if (part < 2) {
                 host::launch({blocks, 1, 1}, BLOCK_THREADS, KERNEL(forward), some, at_q, at_k, at_v, (unsigned char*)nullptr, columns.data(),
-                             part ? carried.data() : nullptr, piece.data(), (float*)nullptr, (float*)nullptr, next.data());
+                             part ? carried.data() : nullptr, piece.data(), (float*)nullptr, (float*)nullptr, (float*)nullptr,
+                             next.data());
             } else {
                 host::launch({key_blocks, 1, 1}, THREADS, favor_step, some, at_q, at_k, at_v, projection.data(), HYPERBOLIC, factor,
                              carried.data(), next.data(), piece.data());
@@ -146,7 +147,7 @@ int main() {
 
     if (backward) {
         std::vector<float> delta = poison<float>(count);
-        if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, out.data(), grad.data(),
+        if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, exact.data(), grad.data(),
                      SIGNED ? denominators.data() : nullptr, delta.data());
         Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before};
         std::vector<Result> dq = poison<Result>(count * width * (PARTIAL ? SPLITS : 1));

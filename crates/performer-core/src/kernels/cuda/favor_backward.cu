@@ -30,19 +30,19 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
-// e comes from the sums that it is to cancel against, not from `out`, whose rounding would show in every gradient. Only where no block
-// has all values does it come from `out`.
+// e comes from the sums that it is to cancel against. Only where no block has all values does it come from `out`, which must not be
+// rounded: that would show in every gradient.
 constexpr bool OWN_DELTA = SPLITS == 1;
 
 // e = -g.out, times 1/denominator where there is one: a warp a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-favor_delta(int rows, const Stored* out, const Stored* grad, const float* denominators, float* delta) {
+favor_delta(int rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
     int row = blockIdx.x * WARPS + warp();
     if (row >= rows) return;
     float sum = 0;
     for (int i = lane(); i < VALUES; i += 32) {
         // The gradient as the products see it.
-        sum += widen(out[(long long)row * VALUES + i]) * rounded(widen(grad[(long long)row * VALUES + i]));
+        sum += out[(long long)row * VALUES + i] * rounded(widen(grad[(long long)row * VALUES + i]));
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
     if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);

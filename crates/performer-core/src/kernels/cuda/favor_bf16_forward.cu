@@ -1,4 +1,5 @@
-// Causal FAVOR, forward, in bf16: favor_forward.cu for the sizes of favor_bf16.cuh, with the same arguments.
+// Causal FAVOR, forward, in bf16: favor_forward.cu for the sizes of favor_bf16.cuh, with the same arguments, of which it
+// leaves `exact` and `denominators` alone.
 
 #include "favor_bf16.cuh"
 
@@ -10,7 +11,7 @@ static_assert(sizeof(TeamForward) == SHARED_FORWARD, "the host asks for another 
 
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
-                   float* before, Stored* out, float* logs, float* denominators, float* after) {
+                   float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {
     extern __shared__ uint4 shared_memory[];
     TeamForward& s = *(TeamForward*)shared_memory;
     TeamBuilder& b = s.builder;

@@ -265,6 +265,9 @@ impl<'a> Call<'a> {
         let rows = self.batch * self.heads * self.queries;
         let mut out = Buffer::of(self.device, (self.batch, self.heads, self.queries, b.values), self.dtype)?;
         let mut logs = Buffer::new(self.device, rows)?;
+        // Only of these do gradients need outputs, and rounded ones would show.
+        let split = b.splits() > 1 && self.dtype != DType::F32;
+        let mut exact = if split { Some(Buffer::new(self.device, rows * b.values)?) } else { None };
         let mut denominators = if b.map == 2 { Some(Buffer::new(self.device, rows)?) } else { None };
         let shared = self.shared().forward;
         let more: [Macro; 1] = [("SHARED_FORWARD", &shared)];
@@ -272,7 +275,12 @@ impl<'a> Call<'a> {
         let launch = kernel.launch().value(problem);
         let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
         let launch = self.projection(optional(launch, self.visible)?)?;
-        let launch = optional(launch, before)?.output(&mut out.storage)?.output(&mut logs.storage)?;
+        let launch = optional(launch, before)?.output(&mut out.storage)?;
+        let launch = match &mut exact {
+            Some(exact) => launch.output(&mut exact.storage)?,
+            None => launch.nothing(),
+        };
+        let launch = launch.output(&mut logs.storage)?;
         let launch = match &mut denominators {
             Some(denominators) => launch.output(&mut denominators.storage)?,
             None => launch.nothing(),
@@ -283,7 +291,7 @@ impl<'a> Call<'a> {
         };
         // SAFETY: strides and sizes are those of the tensors; every row of outputs is written.
         unsafe { launch.run([self.batch * self.heads * b.splits(), segments, 1], threads) }?;
-        Ok((out, Saved { logs, denominators, sums }))
+        Ok((out, Saved { logs, exact, denominators, sums }))
     }
 
     /// Gradients of queries, keys and values.
@@ -298,6 +306,7 @@ impl<'a> Call<'a> {
         let more: [Macro; 2] = [("PARTIAL", &partial), ("SHARED_BACKWARD", &shared)];
         if splits > 1 {
             let kernel = self.kernel(BACKWARD, "favor_delta", &more, 0)?;
+            let out = saved.exact.as_ref().map_or(out, Buffer::view);
             let launch = kernel.launch().value(rows as i32).input(out.0, out.1)?.input(grad.0, grad.1)?;
             // SAFETY: as many rows as the kernel is told.
             unsafe {
@@ -415,6 +424,8 @@ struct OfQueries<'a> {
 pub(super) struct Saved {
     /// Logarithms of the denominators, to base 2: one a query.
     logs: Buffer,
+    /// Outputs of half types before they were rounded, where several blocks have parts of them.
+    exact: Option<Buffer>,
     /// Reciprocal denominators, where features have a sign.
     denominators: Option<Buffer>,
     /// Sums over keys, where the kernels read some.

@@ -2,7 +2,7 @@
 //
 // One block a query head and segment of the tokens, one chunk after the other. Where there are several segments, or all keys are seen,
 // `favor_sums` has made the sums of each segment and `favor_combine` has added them up. Features never leave the block. With 64 heads or
-// more one segment would do for the work; several keep all multiprocessors busy.
+// more one segment would do for the work; several keep all multiprocessors busy. `exact`, if given, gets outputs that are not rounded.
 
 #include "favor.cuh"
 
@@ -20,7 +20,7 @@ static_assert(sizeof(Shared) == SHARED_FORWARD, "the host asks for another size 
 
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
-              float* before, Stored* out, float* logs, float* denominators, float* after) {
+              float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {
     extern __shared__ uint4 shared_memory[];
     Shared& s = *(Shared*)shared_memory;
     Builder& b = s.builder;
@@ -107,10 +107,13 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
             }
         }
         __syncthreads();
-        Stored* to = out + ((long long)place.query_index * p.queries + start) * VALUES + column;
+        long long first = ((long long)place.query_index * p.queries + start) * VALUES + column;
         rows.each([&](int row, int c, float& x) {
+            if (row >= n || column + c >= VALUES) return;
             // A sum of underflown terms may be -0; it must not tell how many terms it had.
-            if (row < n && column + c < VALUES) narrow(x * s.denominator[row] + 0.0f, to[(long long)row * VALUES + c]);
+            float y = x * s.denominator[row] + 0.0f;
+            narrow(y, out[first + (long long)row * VALUES + c]);
+            if (exact) exact[first + (long long)row * VALUES + c] = y;
         });
         __syncthreads();
     }

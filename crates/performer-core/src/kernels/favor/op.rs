@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{
     super::{
@@ -43,6 +43,8 @@ pub(super) struct Passes {
     tracked: bool,
     /// What the forward pass leaves to the backward pass, by key head.
     saved: Mutex<Vec<Saved>>,
+    /// Outputs of half types before they were rounded: gradients cancel what belongs to them, and rounded ones put those 2% off.
+    out: Mutex<Option<(CpuStorage, Layout)>>,
 }
 
 #[derive(Debug)]
@@ -55,7 +57,7 @@ impl Passes {
     /// `of`: what the operation takes, of which one may ask for a gradient.
     pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>, of: [&Tensor; 3]) -> Self {
         let tracked = of.iter().any(|tensor| tensor.track_op());
-        Self { form, causal, visible, tracked, saved: Mutex::new(Vec::new()) }
+        Self { form, causal, visible, tracked, saved: Mutex::new(Vec::new()), out: Mutex::new(None) }
     }
 
     pub(super) fn forward(&self, [q, k, v]: [Stored; 3]) -> Result<(CpuStorage, Shape)> {
@@ -83,10 +85,13 @@ impl Passes {
                 }
             })
         })?;
+        let (out, dtype, shape) = (out.finish(), q.0.dtype(), Shape::from((b, h, t, width)));
         if self.tracked {
             *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
+            let exact = (dtype != DType::F32).then(|| (CpuStorage::F32(out.clone()), Layout::contiguous(&shape)));
+            *self.out.lock().unwrap_or_else(PoisonError::into_inner) = exact;
         }
-        Ok((narrow(out.finish(), q.0.dtype())?, Shape::from((b, h, t, width))))
+        Ok((narrow(out, dtype)?, shape))
     }
 
     /// Gradients of `q`, `k` and `v`. `linear`: those of the map for queries and for keys, one pair a key head, to be added to; empty where it
@@ -107,6 +112,8 @@ impl Passes {
         }
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
+            let exact = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+            let out = exact.as_ref().map_or(out, |(out, layout)| (out, layout));
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let [dq, dk, dv_] = &mut gradients;
             let keys = inputs.keys;
