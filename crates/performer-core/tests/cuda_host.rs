@@ -6,18 +6,11 @@
 
 mod common;
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    io::Write,
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    sync::{Arc, Mutex, OnceLock},
-};
-
 use candle_core::DType;
-use common::{Problem, Random, assert_close};
-use half::{bf16, f16};
+use common::{
+    Problem, Random, assert_close,
+    emulated::{compile, execute, round, storage},
+};
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
 use performer_core::reference::{Kernel, Shape, attention, attention_backward};
 
@@ -59,81 +52,6 @@ struct Results {
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
-}
-
-/// The C++ compiler, if there is one.
-fn compiler() -> Option<&'static str> {
-    static COMPILER: OnceLock<Option<String>> = OnceLock::new();
-    let found = COMPILER.get_or_init(|| {
-        let named = std::env::var("CXX").ok();
-        let candidates = named.into_iter().chain(["c++", "g++", "clang++"].map(String::from));
-        let works =
-            |c: &String| Command::new(c).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
-        let found = candidates.into_iter().find(works);
-        if found.is_none() {
-            eprintln!("skipped: there is no C++ compiler, with which the CUDA kernels are run on the CPU");
-        }
-        found
-    });
-    found.as_deref()
-}
-
-/// Compiles `source` of `cuda_host/` with macros, once for each set of them.
-fn compile(source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
-    static PROGRAMS: Mutex<BTreeMap<String, Arc<OnceLock<PathBuf>>>> = Mutex::new(BTreeMap::new());
-    let compiler = compiler()?;
-    let options: Vec<String> = macros.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-    let name = format!("{source}{}", options.concat());
-    let program = Arc::clone(PROGRAMS.lock().unwrap().entry(name.clone()).or_default());
-    let build = || {
-        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_host");
-        fs::create_dir_all(&folder).unwrap();
-        let program = folder.join(&name);
-        let output = Command::new(compiler)
-            .args(["-std=c++17", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-o"])
-            .arg(&program)
-            .arg("-I")
-            .arg(here.join("src/kernels/cuda"))
-            .args(&options)
-            .arg(here.join(format!("tests/cuda_host/{source}.cpp")))
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{name}:\n{}", String::from_utf8_lossy(&output.stderr));
-        program
-    };
-    Some(program.get_or_init(build).clone())
-}
-
-/// Runs a program on numbers and returns those that it writes.
-fn execute(program: &Path, header: &[usize], numbers: &[&[f64]], mask: Option<&[bool]>) -> Vec<f64> {
-    let mut input: Vec<u8> = header.iter().flat_map(|&n| (n as i32).to_ne_bytes()).collect();
-    input.extend(numbers.iter().copied().flatten().flat_map(|&x| (x as f32).to_ne_bytes()));
-    input.extend(mask.unwrap_or_default().iter().map(|&seen| u8::from(seen)));
-    let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    child.stdin.take().unwrap().write_all(&input).unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{} ended with {}", program.display(), output.status);
-    output.stdout.chunks_exact(4).map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect()
-}
-
-fn storage(dtype: DType) -> usize {
-    match dtype {
-        DType::F32 => 0,
-        DType::F16 => 1,
-        DType::BF16 => 2,
-        other => panic!("no kernels for {other:?}"),
-    }
-}
-
-fn round(dtype: DType, values: &mut [f64]) {
-    for x in values {
-        *x = match dtype {
-            DType::F16 => f16::from_f64(*x).to_f64(),
-            DType::BF16 => bf16::from_f64(*x).to_f64(),
-            _ => f64::from(*x as f32),
-        };
-    }
 }
 
 fn tolerance(dtype: DType) -> f64 {
@@ -196,7 +114,7 @@ impl Build {
 
     fn run(&self, p: &Problem, run: Run) -> Option<Results> {
         let macros = self.macros(p.shape.heads / p.shape.kv_heads);
-        let program = compile("favor", &macros)?;
+        let program = compile("cuda", "favor", &macros)?;
         let s = p.shape;
         let header = [
             s.batch,
@@ -263,7 +181,7 @@ fn check_softmax(dtype: DType, teams: bool, mut p: Problem) {
     let s = p.shape;
     let macros =
         [("STORAGE", storage(dtype)), ("DIM", s.head_dim), ("VALUES", s.value_dim), ("TEAMS", usize::from(teams))];
-    let Some(program) = compile("softmax", &macros) else { return };
+    let Some(program) = compile("cuda", "softmax", &macros) else { return };
     let offset = if p.causal { s.k_len - s.q_len } else { usize::MAX };
     let run = |descending: bool| {
         let masked = usize::from(p.key_mask.is_some());
@@ -380,7 +298,7 @@ fn features_that_come_ready() {
         let (v, g) = (numbers(rows * 16, 1.0, 0.0), numbers(rows * 16, 1.0, 0.0));
         let mut macros = build.macros(1).to_vec();
         macros[1].1 = if signed { 2 } else { 1 };
-        let Some(program) = compile("favor", &macros) else { return };
+        let Some(program) = compile("cuda", "favor", &macros) else { return };
         let header = [1, 2, 2, tokens, tokens, segments, 0, 1, 0, 0];
         let actual = execute(&program, &header, &[&q, &k, &v, &g], None);
         let mut actual = actual.into_iter();

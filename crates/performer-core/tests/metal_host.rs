@@ -6,18 +6,11 @@
 
 mod common;
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    io::Write,
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    sync::{Arc, Mutex, OnceLock},
-};
-
 use candle_core::DType;
-use common::{Problem, Random, assert_close};
-use half::{bf16, f16};
+use common::{
+    Problem, Random, assert_close,
+    emulated::{compile, execute, round, storage},
+};
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
 use performer_core::reference::{Shape, attention};
 
@@ -45,33 +38,6 @@ struct Run {
     descending: bool,
 }
 
-/// The C++ compiler, if there is one.
-fn compiler() -> Option<&'static str> {
-    static COMPILER: OnceLock<Option<String>> = OnceLock::new();
-    let found = COMPILER.get_or_init(|| {
-        let named = std::env::var("CXX").ok();
-        let candidates = named.into_iter().chain(["c++", "g++", "clang++"].map(String::from));
-        let works =
-            |c: &String| Command::new(c).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
-        let found = candidates.into_iter().find(works);
-        if found.is_none() {
-            eprintln!("skipped: there is no C++ compiler, with which the Metal kernel is run on the CPU");
-        }
-        found
-    });
-    found.as_deref()
-}
-
-fn round(dtype: DType, values: &mut [f64]) {
-    for x in values {
-        *x = match dtype {
-            DType::F16 => f16::from_f64(*x).to_f64(),
-            DType::BF16 => bf16::from_f64(*x).to_f64(),
-            _ => f64::from(*x as f32),
-        };
-    }
-}
-
 impl Build {
     fn new(dtype: DType, head_dim: usize, rows: usize) -> Self {
         Self { dtype, map: Positive, head_dim, rows, values: head_dim, slice: head_dim.next_multiple_of(8).min(64) }
@@ -92,42 +58,6 @@ impl Build {
         p
     }
 
-    /// The program, compiled once.
-    fn program(&self) -> Option<PathBuf> {
-        static PROGRAMS: Mutex<BTreeMap<String, Arc<OnceLock<PathBuf>>>> = Mutex::new(BTreeMap::new());
-        let compiler = compiler()?;
-        let storage = [DType::F32, DType::F16, DType::BF16].iter().position(|&dtype| dtype == self.dtype).unwrap();
-        let hyperbolic = self.map == Hyperbolic;
-        let options = [
-            format!("-DSTORAGE={storage}"),
-            format!("-DDIM={}", self.head_dim),
-            format!("-DFEATURES={}", self.features()),
-            format!("-DVALUES={}", self.values),
-            format!("-DSLICE={}", self.slice),
-            format!("-DHYPERBOLIC={}", usize::from(hyperbolic)),
-        ];
-        let name = options.concat();
-        let program = Arc::clone(PROGRAMS.lock().unwrap().entry(name.clone()).or_default());
-        let build = || {
-            let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-            let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("metal_host");
-            fs::create_dir_all(&folder).unwrap();
-            let program = folder.join(&name);
-            let output = Command::new(compiler)
-                .args(["-std=c++17", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes", "-o"])
-                .arg(&program)
-                .arg("-I")
-                .arg(here.join("src/kernels/metal"))
-                .args(&options)
-                .arg(here.join("tests/metal_host/favor.cpp"))
-                .output()
-                .unwrap();
-            assert!(output.status.success(), "{name}:\n{}", String::from_utf8_lossy(&output.stderr));
-            program
-        };
-        Some(program.get_or_init(build).clone())
-    }
-
     fn features(&self) -> usize {
         if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
     }
@@ -135,20 +65,19 @@ impl Build {
     /// The kernel's outputs. If the sequence is split, they are followed by those of its parts, and by scales and sums after it as a
     /// whole and after the parts.
     fn run(&self, p: &Problem, run: Run) -> Option<Vec<f64>> {
-        let program = self.program()?;
+        let macros = [
+            ("STORAGE", storage(self.dtype)),
+            ("DIM", self.head_dim),
+            ("FEATURES", self.features()),
+            ("VALUES", self.values),
+            ("SLICE", self.slice),
+            ("HYPERBOLIC", usize::from(self.map == Hyperbolic)),
+        ];
+        let program = compile("metal", "favor", &macros)?;
         let s = p.shape;
         let [masked, transposed, descending] = [p.key_mask.is_some(), run.transposed, run.descending].map(usize::from);
         let header = [s.batch, s.heads, s.kv_heads, s.q_len, masked, transposed, run.split, descending];
-        let mut input: Vec<u8> = header.into_iter().flat_map(|n| (n as i32).to_ne_bytes()).collect();
-        let numbers = [&p.q, &p.k, &p.v, &p.projection].into_iter().flatten();
-        input.extend(numbers.flat_map(|&x| (x as f32).to_ne_bytes()));
-        input.extend(p.key_mask.iter().flatten().map(|&seen| u8::from(seen)));
-        let mut child = Command::new(&program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        child.stdin.take().unwrap().write_all(&input).unwrap();
-        let output = child.wait_with_output().unwrap();
-        assert!(output.status.success(), "{self:?}, {run:?}, {s:?}: ended with {}", output.status);
-        let numbers = output.stdout.chunks_exact(4);
-        Some(numbers.map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect())
+        Some(execute(&program, &header, &[&p.q, &p.k, &p.v, &p.projection], p.key_mask.as_deref()))
     }
 
     /// Outputs against the reference.

@@ -9,6 +9,7 @@ use performer_core::reference::{Inputs, Kernel, Shape};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
 
+pub(crate) mod emulated;
 mod run;
 
 pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};

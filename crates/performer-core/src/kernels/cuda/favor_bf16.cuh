@@ -394,4 +394,22 @@ __device__ inline void hide_later(Tile& x, int j) {
     }
 }
 
+// What the warp's rows see, by their weights: of the sums before the chunk and of its rows up to their own. With the same of units.
+__device__ inline void read_sums(Tile (&x)[V / 16], float (&units)[4], const Left (&weights)[P / 16], const TeamBuilder& b) {
+    Tile pairs[C / 16];
+    zero(pairs);
+    multiply_pairs<P, false>(pairs, weights, &b.features[0][0], C + PAD);
+    Left counted[C / 16];
+#pragma unroll
+    for (int j = 0; j < C / 16; j++) {
+        hide_later(pairs[j], j);
+        counted[j] = as_left(pairs[j]);
+    }
+    zero(x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) units[i] = 0;
+    multiply_rows<P / 16>(x, units, weights, &b.sums[0][0], P / 16);
+    multiply_rows<C / 16>(x, units, counted, &b.y[0][0], warp() + 1);
+}
+
 #endif

@@ -197,20 +197,9 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             Left weights[P / 16];
 #pragma unroll
             for (int i = 0; i < P / 16; i++) weights[i] = as_left(w[i]);
-            Tile pairs[C / 16];
-            zero(pairs);
-            multiply_pairs<P, false>(pairs, weights, &b.features[0][0], C + PAD);
-            Left counted[C / 16];
-#pragma unroll
-            for (int j = 0; j < C / 16; j++) {
-                hide_later(pairs[j], j);
-                counted[j] = as_left(pairs[j]);
-            }
             Tile sums[V / 16];
-            float units[4] = {};
-            zero(sums);
-            multiply_rows<P / 16>(sums, units, weights, &b.sums[0][0], P / 16);
-            multiply_rows<C / 16>(sums, units, counted, &b.y[0][0], warp() + 1);
+            float units[4];
+            read_sums(sums, units, weights, b);
             put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, 16 * warp(), n);
         }
 

@@ -69,22 +69,10 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
 #pragma unroll
         for (int i = 0; i < P / 16; i++) weights[i] = as_left(w[i]);
 
-        Tile pairs[C / 16];
-        zero(pairs);
-        multiply_pairs<P, false>(pairs, weights, &b.features[0][0], C + PAD);
-        Left counted[C / 16];
-#pragma unroll
-        for (int j = 0; j < C / 16; j++) {
-            hide_later(pairs[j], j);
-            counted[j] = as_left(pairs[j]);
-        }
-
         // Numerators, and denominators as those of the unit.
         Tile rows[V / 16];
-        float units[4] = {};
-        zero(rows);
-        multiply_rows<P / 16>(rows, units, weights, &b.sums[0][0], P / 16);
-        multiply_rows<C / 16>(rows, units, counted, &b.y[0][0], warp() + 1);
+        float units[4];
+        read_sums(rows, units, weights, b);
 
         float inverse[2];
 #pragma unroll

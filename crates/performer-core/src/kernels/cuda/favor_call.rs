@@ -13,7 +13,7 @@ use super::{
     CudaDevice, Kernel, Launch, Macro, Source, THREADS, View, attribute,
     buffer::{Buffer, Strides, address, optional},
     favor::Map,
-    storage, with_storages,
+    source, storage, with_storages,
 };
 use crate::kernels::favor::blocks::{Blocks, TEAM, Team};
 
@@ -25,20 +25,14 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("favor_bf16.cuh", include_str!("favor_bf16.cuh")),
 ];
 
-macro_rules! source {
-    ($file:literal) => {
-        Source { name: concat!("performer-core/src/kernels/cuda/", $file), text: include_str!($file), headers: HEADERS }
-    };
-}
-
-const SUMS: Source = source!("favor_sums.cu");
-const FORWARD: Source = source!("favor_forward.cu");
-const BACKWARD: Source = source!("favor_backward.cu");
-const PARTS: Source = source!("favor_parts.cu");
-const STEP: Source = source!("favor_step.cu");
-const TEAM_SUMS: Source = source!("favor_bf16_sums.cu");
-const TEAM_FORWARD: Source = source!("favor_bf16_forward.cu");
-const TEAM_BACKWARD: Source = source!("favor_bf16_backward.cu");
+const SUMS: Source = source!("favor_sums.cu", HEADERS);
+const FORWARD: Source = source!("favor_forward.cu", HEADERS);
+const BACKWARD: Source = source!("favor_backward.cu", HEADERS);
+const PARTS: Source = source!("favor_parts.cu", HEADERS);
+const STEP: Source = source!("favor_step.cu", HEADERS);
+const TEAM_SUMS: Source = source!("favor_bf16_sums.cu", HEADERS);
+const TEAM_FORWARD: Source = source!("favor_bf16_forward.cu", HEADERS);
+const TEAM_BACKWARD: Source = source!("favor_bf16_backward.cu", HEADERS);
 
 /// Warps of a block.
 const WARPS: usize = THREADS / 32;

@@ -51,6 +51,18 @@ pub struct Source {
     pub headers: &'static [(&'static str, &'static str)],
 }
 
+/// The source `$file` beside this one, which includes `$headers`.
+macro_rules! source {
+    ($file:literal, $headers:expr) => {
+        $crate::kernels::cuda::Source {
+            name: concat!("performer-core/src/kernels/cuda/", $file),
+            text: include_str!($file),
+            headers: $headers,
+        }
+    };
+}
+use source;
+
 /// Headers of the kernels that take tensors of several types.
 pub(crate) const STORED: &[(&str, &str)] =
     &[("stored.cuh", include_str!("stored.cuh")), ("warp.cuh", include_str!("warp.cuh"))];

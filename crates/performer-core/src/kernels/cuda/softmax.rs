@@ -10,7 +10,7 @@ use candle_core::{
 use super::{
     CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
     buffer::{Buffer, Strides, optional},
-    storage, with_storages,
+    source, storage, with_storages,
 };
 use crate::kernels::favor::blocks::{MOST_WIDTH, TEAM};
 
@@ -21,15 +21,9 @@ const HEADERS: &[(&str, &str)] = &[
     ("softmax.cuh", include_str!("softmax.cuh")),
 ];
 
-macro_rules! source {
-    ($file:literal) => {
-        Source { name: concat!("performer-core/src/kernels/cuda/", $file), text: include_str!($file), headers: HEADERS }
-    };
-}
-
-const GENERAL: Source = source!("softmax.cu");
-const HALF: Source = source!("softmax_half.cu");
-const DELTA: Source = source!("softmax_delta.cu");
+const GENERAL: Source = source!("softmax.cu", HEADERS);
+const HALF: Source = source!("softmax_half.cu", HEADERS);
+const DELTA: Source = source!("softmax_delta.cu", HEADERS);
 
 /// Whether the kernels take queries `q` and values `v`.
 pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {

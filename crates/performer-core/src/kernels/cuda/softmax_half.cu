@@ -29,6 +29,17 @@ struct Back {
 };
 static_assert(sizeof(Ahead) == SHARED_FORWARD && sizeof(Back) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
+// Has keys and values copied on, and says which of them are hidden.
+template <int K>
+__device__ void copy_keys(Across<K>& to, float (&hidden)[K], int stage, Rows<const Stored> keys, Rows<const Stored> values, Span span,
+                          const unsigned char* seen) {
+    auto keep = [&](long long token) { return !seen || seen[token]; };
+    copy_rows<K, D, DIM, TEAM_THREADS>(&to.x[stage][0][0], D + PAD, keys, span, 0, keep);
+    copy_rows<K, V, VALUES, TEAM_THREADS>(&to.y[stage][0][0], V + PAD, values, span, 0, keep);
+    if (seen && threadIdx.x < K) hidden[threadIdx.x] = (int)threadIdx.x < span.count && seen[span.token(threadIdx.x)] ? 0.0f : -infinity();
+    end_copies();
+}
+
 template <int N>
 using Matrix = Tile[TALL][N];
 
@@ -97,16 +108,9 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
     Span rows = {start, min(R, p.queries - start), 1};
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
     int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
     auto copy = [&](int stage, int first) {
-        Span columns = {first, max(0, min(K, reach - first)), 1};
-        copy_rows<K, D, DIM, TEAM_THREADS>(&s.across.x[stage][0][0], D + PAD, keys, columns, 0, keep);
-        copy_rows<K, V, VALUES, TEAM_THREADS>(&s.across.y[stage][0][0], V + PAD, values, columns, 0, keep);
-        if (seen && threadIdx.x < K) {
-            s.hidden[stage][threadIdx.x] = (int)threadIdx.x < columns.count && seen[columns.token(threadIdx.x)] ? 0.0f : -infinity();
-        }
-        end_copies();
+        copy_keys(s.across, s.hidden[stage], stage, keys, values, Span{first, max(0, min(K, reach - first)), 1}, seen);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, [](long long) { return true; });
     copy(0, 0);
@@ -202,17 +206,10 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
     long long at = (long long)blockIdx.x * p.queries + start;
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
     auto always = [](long long) { return true; };
     int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
     auto copy = [&](int stage, int first) {
-        Span columns = {first, max(0, min(K, reach - first)), 1};
-        copy_rows<K, D, DIM, TEAM_THREADS>(&s.across.x[stage][0][0], D + PAD, keys, columns, 0, keep);
-        copy_rows<K, V, VALUES, TEAM_THREADS>(&s.across.y[stage][0][0], V + PAD, values, columns, 0, keep);
-        if (seen && threadIdx.x < K) {
-            s.hidden[stage][threadIdx.x] = (int)threadIdx.x < columns.count && seen[columns.token(threadIdx.x)] ? 0.0f : -infinity();
-        }
-        end_copies();
+        copy_keys(s.across, s.hidden[stage], stage, keys, values, Span{first, max(0, min(K, reach - first)), 1}, seen);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, always);
     copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, Rows<const Stored>{grad + (at - start) * VALUES, VALUES}, rows, 0, always);

@@ -1,0 +1,90 @@
+//! Kernels for GPUs on the CPU: compiled by the C++ compiler with a stand-in for the hardware, and run on numbers.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use candle_core::DType;
+use half::{bf16, f16};
+
+/// The C++ compiler, if there is one.
+fn compiler() -> Option<&'static str> {
+    static COMPILER: OnceLock<Option<String>> = OnceLock::new();
+    let found = COMPILER.get_or_init(|| {
+        let named = std::env::var("CXX").ok();
+        let candidates = named.into_iter().chain(["c++", "g++", "clang++"].map(String::from));
+        let works =
+            |c: &String| Command::new(c).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
+        let found = candidates.into_iter().find(works);
+        if found.is_none() {
+            eprintln!("skipped: there is no C++ compiler, with which kernels for GPUs are run on the CPU");
+        }
+        found
+    });
+    found.as_deref()
+}
+
+/// Compiles `source` of `KIND_host/` with the kernels of `KIND` and macros, once for each set of them.
+pub(crate) fn compile(kind: &str, source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
+    static PROGRAMS: Mutex<BTreeMap<String, Arc<OnceLock<PathBuf>>>> = Mutex::new(BTreeMap::new());
+    let compiler = compiler()?;
+    let options: Vec<String> = macros.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+    let name = format!("{kind}-{source}{}", options.concat());
+    let program = Arc::clone(PROGRAMS.lock().unwrap().entry(name.clone()).or_default());
+    let build = || {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+        fs::create_dir_all(&folder).unwrap();
+        let program = folder.join(&name);
+        let output = Command::new(compiler)
+            .args(["-std=c++17", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes", "-o"])
+            .arg(&program)
+            .arg("-I")
+            .arg(here.join("src/kernels").join(kind))
+            .args(&options)
+            .arg(here.join(format!("tests/{kind}_host/{source}.cpp")))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{name}:\n{}", String::from_utf8_lossy(&output.stderr));
+        program
+    };
+    Some(program.get_or_init(build).clone())
+}
+
+/// Runs a program on numbers and returns those that it writes.
+pub(crate) fn execute(program: &Path, header: &[usize], numbers: &[&[f64]], mask: Option<&[bool]>) -> Vec<f64> {
+    let mut input: Vec<u8> = header.iter().flat_map(|&n| (n as i32).to_ne_bytes()).collect();
+    input.extend(numbers.iter().copied().flatten().flat_map(|&x| (x as f32).to_ne_bytes()));
+    input.extend(mask.unwrap_or_default().iter().map(|&seen| u8::from(seen)));
+    let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(&input).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{} ended with {}", program.display(), output.status);
+    output.stdout.chunks_exact(4).map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect()
+}
+
+/// The macro `STORAGE` of the kernels.
+pub(crate) fn storage(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        other => panic!("no kernels for {other:?}"),
+    }
+}
+
+/// Numbers as a type holds them.
+pub(crate) fn round(dtype: DType, values: &mut [f64]) {
+    for x in values {
+        *x = match dtype {
+            DType::F16 => f16::from_f64(*x).to_f64(),
+            DType::BF16 => bf16::from_f64(*x).to_f64(),
+            _ => f64::from(*x as f32),
+        };
+    }
+}
