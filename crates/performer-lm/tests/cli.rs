@@ -201,6 +201,10 @@ fn gpu_check_passes_on_the_cpu_and_leaves_json() {
     }
     let saved: Value = serde_json::from_slice(&std::fs::read(dir.path().join("out.json")).unwrap()).unwrap();
     assert_eq!(saved, report);
+    // Other sizes than ours stand beside nothing, and that is said.
+    std::fs::write(dir.path().join("torch.json"), torch.replace("128", "77")).unwrap();
+    let output = performer(dir.path(), &words);
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stderr).contains("none of the sizes"));
 }
 
 #[test]

@@ -46,6 +46,11 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     }
     let pytorch = args.against.as_deref().map(read_others).transpose()?;
     let report = gpu_check::run(&machine.device, extent, pytorch.as_ref(), output::note)?;
+    if let Some(path) = &args.against
+        && report.speed.iter().all(|s| s.pytorch_milliseconds.is_none())
+    {
+        output::note(&format!("{} has none of the sizes that were timed: see --help", path.display()));
+    }
     files::write_json(&args.out, &report)?;
     output::note(&format!("saved {}", args.out.display()));
     if args.json {
