@@ -148,7 +148,7 @@ impl Comparison<'_> {
     fn save(&self, data: &Prepared, runs: &[Report], epoch_tokens: usize) -> Result<Outcome> {
         let outcome = Outcome {
             command: self.command.clone(),
-            machine: Machine::this(),
+            machine: Machine::with(&self.device),
             corpus: data.corpus_name.clone(),
             config: ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..self.config.clone() },
             training: self.training.clone(),

@@ -1,6 +1,9 @@
 //! The machine a figure was measured on.
 
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
+
+use crate::device::describe;
 
 /// What a reader needs to judge a timing.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -13,11 +16,14 @@ pub struct Machine {
     pub memory_gib: f64,
     /// Operating system.
     pub os: String,
+    /// The GPU, if it was that which computed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
 }
 
 impl Machine {
-    /// The one this runs on.
-    pub fn this() -> Self {
+    /// The one this runs on, where `device` computes.
+    pub fn with(device: &Device) -> Self {
         let mut cpu = String::new();
         let mut memory = 0;
         if let Ok(mut system) = sysinfo::System::new() {
@@ -31,6 +37,33 @@ impl Machine {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_gib: (memory as f64 / (1u64 << 30) as f64 * 10.0).round() / 10.0,
             os: std::env::consts::OS.to_string(),
+            gpu: (!device.is_cpu()).then(|| describe(device)),
         }
+    }
+
+    /// What computed, for captions: the GPU, or so many threads of the processor.
+    pub fn at_work(&self, threads: usize) -> String {
+        self.gpu.clone().unwrap_or_else(|| format!("{threads} thread(s) of {}", self.cpu))
+    }
+
+    /// The same, with all there is around it.
+    pub fn in_full(&self, threads: usize) -> String {
+        let gpu = self.gpu.as_ref().map(|gpu| format!("{gpu}, driven by ")).unwrap_or_default();
+        format!("{gpu}{threads} thread(s) of {} ({} cores, {} GiB)", self.cpu, self.cores, self.memory_gib)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_computed_is_named() {
+        let mut machine = Machine { cpu: "Z80".into(), cores: 1, memory_gib: 0.1, ..Machine::with(&Device::Cpu) };
+        assert_eq!(machine.at_work(1), "1 thread(s) of Z80");
+        assert_eq!(machine.in_full(1), "1 thread(s) of Z80 (1 cores, 0.1 GiB)");
+        machine.gpu = Some("H100".into());
+        assert_eq!(machine.at_work(1), "H100");
+        assert_eq!(machine.in_full(1), "H100, driven by 1 thread(s) of Z80 (1 cores, 0.1 GiB)");
     }
 }

@@ -35,9 +35,12 @@ using std::min;
 inline Dim threadIdx, blockIdx, gridDim;
 // As much as a block has on an H100.
 constexpr size_t SHARED_BYTES = 227 << 10;
-alignas(128) uint4 shared_memory[SHARED_BYTES / 16];
+alignas(128) inline uint4 shared_memory[SHARED_BYTES / 16];
 
 namespace host {
+
+// As much of it as a launch asks for.
+inline size_t shared_bytes = SHARED_BYTES;
 
 constexpr int MOST_THREADS = 256;
 constexpr size_t STACK = 256 << 10;
@@ -169,6 +172,9 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
                 if (thread < 0) fail("threads wait for one that has finished");
                 resume(thread);
             }
+            for (size_t i = shared_bytes; i < SHARED_BYTES; i++) {
+                if (((unsigned char*)shared_memory)[i] != 0xff) fail("wrote beyond its shared memory");
+            }
         }
     }
     body = nullptr;
@@ -199,6 +205,7 @@ inline void __syncwarp() {
 }
 
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline float __uint_as_float(unsigned bits) {
     float x;

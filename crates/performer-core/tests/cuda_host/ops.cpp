@@ -9,8 +9,6 @@
 #undef __shared__
 #define __shared__ static
 
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-
 #include "stored.cuh"
 
 namespace norm {

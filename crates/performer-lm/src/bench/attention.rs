@@ -217,9 +217,9 @@ pub fn run(
     }
     progress("the rate of matrix products".into());
     let mut report = Report {
-        machine: Machine::this(),
+        machine: Machine::with(device),
         threads,
-        device: format!("{:?}", device.location()).to_lowercase(),
+        device: crate::device::describe(device),
         sweep: sweep.clone(),
         matmul_gflops: matmul_rate(effort, device)?,
         points: Vec::new(),
@@ -325,8 +325,11 @@ impl Report {
         Chart {
             title: format!("{} attention, {}", if s.causal { "Causal" } else { "Bidirectional" }, pass(backward)),
             subtitle: Some(format!(
-                "batch {}, {} heads of {}, f32, {} thread(s) of {}; vertical lines: as many FLOP",
-                s.batch, s.heads, s.head_dim, self.threads, self.machine.cpu
+                "batch {}, {} heads of {}, f32, {}; vertical lines: as many FLOP",
+                s.batch,
+                s.heads,
+                s.head_dim,
+                self.machine.at_work(self.threads)
             )),
             x: Axis::new("sequence length T (tokens)", Scale::Log2),
             y: Axis::new("time (ms)", Scale::Log10),

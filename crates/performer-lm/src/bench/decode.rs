@@ -100,7 +100,7 @@ pub fn run(
             points.push(Point { attention: name.into(), context, timing, state_bytes });
         }
     }
-    Ok(Report { machine: Machine::this(), threads, sweep: sweep.clone(), points })
+    Ok(Report { machine: Machine::with(device), threads, sweep: sweep.clone(), points })
 }
 
 fn random(sweep: &Sweep, tokens: usize, device: &Device) -> candle_core::Result<[Tensor; 3]> {
@@ -120,8 +120,10 @@ impl Report {
         Chart {
             title: "Decoding: time a token".into(),
             subtitle: Some(format!(
-                "one layer of {} heads of {}, f32, {} thread(s) of {}",
-                s.heads, s.head_dim, self.threads, self.machine.cpu
+                "one layer of {} heads of {}, f32, {}",
+                s.heads,
+                s.head_dim,
+                self.machine.at_work(self.threads)
             )),
             x: Axis::new("context (tokens)", Scale::Log10),
             y: Axis::new("time (µs)", Scale::Log10),

@@ -63,7 +63,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     let training =
         TrainingConfig { max_steps: Some(plan.steps), eval_every: 0, save_every: 0, ..plan.training.clone() };
     let mut report = Report {
-        machine: Machine::this(),
+        machine: Machine::with(&plan.device),
         threads: plan.threads,
         // Little text makes few tokens, but the head is to be as large as it is in earnest.
         config: ModelConfig {

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     bench::{Effort, attention, decode, train},
     config::AttentionConfig,
-    files, machine,
+    files,
     train::git_revision,
 };
 
@@ -246,11 +246,10 @@ fn attention_table(report: &attention::Report) -> String {
         })
         .collect();
     format!(
-        "{}\n\n{}\n\n{} thread(s) on {}; matrix products {:.0} GFLOP/s",
+        "{}\n\n{}\n\n{}; matrix products {:.0} GFLOP/s",
         output::table(&header, &rows),
         output::table(&["favor faster from", "pass", "tokens", "as many FLOP at"], &crossovers),
-        report.threads,
-        describe(&report.machine),
+        report.machine.in_full(report.threads),
         report.matmul_gflops
     )
 }
@@ -282,13 +281,12 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
         })
         .collect();
     let table = format!(
-        "{}\n\n{} heads of {}, M={}, {} thread(s) on {}",
+        "{}\n\n{} heads of {}, M={}, {}",
         output::table(&["attention", "context", "µs/token", "quartiles", "state bytes"], &rows),
         sweep.heads,
         sweep.head_dim,
         sweep.features,
-        report.threads,
-        describe(&report.machine)
+        report.machine.in_full(report.threads)
     );
     args.common.finish("decode", &report, &table)
 }
@@ -319,18 +317,13 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         })
         .collect();
     let table = format!(
-        "{}\n\n{} steps, {} thread(s) on {}; matrix products {:.0} GFLOP/s a thread; GFLOP/s of the weights alone",
+        "{}\n\n{} steps, {}; matrix products {:.0} GFLOP/s a thread; GFLOP/s of the weights alone",
         output::table(&["attention", "parameters", "tokens/s", "GFLOP/s", "of matmul"], &rows),
         report.steps,
-        report.threads,
-        describe(&report.machine),
+        report.machine.in_full(report.threads),
         report.matmul_gflops
     );
     args.common.finish("train", &report, &table)
-}
-
-fn describe(machine: &machine::Machine) -> String {
-    format!("{} ({} cores, {} GiB)", machine.cpu, machine.cores, machine.memory_gib)
 }
 
 fn mib(bytes: u64) -> String {

@@ -86,15 +86,12 @@ fn table(outcome: &Outcome) -> String {
         })
         .collect();
     let header = ["attention", "val loss (nats/token)", "perplexity", "vs first", "bits/byte", "s/epoch", "tokens/s"];
-    let m = &outcome.machine;
+    let threads = outcome.runs.first().map_or(1, |r| r.threads);
     format!(
-        "{}\n\n{}, {} seed(s), {} on {}, {} cores of {}",
+        "{}\n\n{}, {} seed(s), {}",
         output::table(&header, &rows),
         outcome.corpus,
         outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0),
-        outcome.runs.first().map_or_else(String::new, |r| format!("{} threads", r.threads)),
-        outcome.runs.first().map_or("", |r| r.device.as_str()),
-        m.cores,
-        m.cpu
+        outcome.machine.in_full(threads)
     )
 }

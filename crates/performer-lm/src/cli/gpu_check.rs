@@ -28,6 +28,9 @@ pub(super) struct Args {
     /// Small sizes: half a minute on a CPU.
     #[arg(long)]
     quick: bool,
+    /// Leave out timings and training.
+    #[arg(long, conflicts_with = "against")]
+    only_checks: bool,
     /// Measurements of scripts/torch_attention.py to put beside ours.
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
@@ -45,7 +48,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         output::note("there is no GPU here: the CPU takes long for these sizes (--quick for small ones)");
     }
     let pytorch = args.against.as_deref().map(read_others).transpose()?;
-    let report = gpu_check::run(&machine.device, extent, pytorch.as_ref(), output::note)?;
+    let report = gpu_check::run(&machine.device, extent, args.only_checks, pytorch.as_ref(), output::note)?;
     if let Some(path) = &args.against
         && report.speed.iter().all(|s| s.pytorch_milliseconds.is_none())
     {
@@ -123,6 +126,9 @@ fn tables(report: &Report) -> String {
         "times as fast",
         "MiB",
     ];
+    if report.speed.is_empty() && report.training.is_empty() && report.skipped.is_empty() {
+        return text;
+    }
     text += &format!("\n{}\n", output::table(&header, &speed));
     for skipped in &report.skipped {
         text += &format!("\nskipped: {skipped}\n");

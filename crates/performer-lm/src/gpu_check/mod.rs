@@ -69,13 +69,15 @@ pub enum Extent {
     Full,
 }
 
-/// Runs everything; `progress` is told what comes next. PyTorch's times, if given, are put beside ours.
+/// Runs everything, or nothing beyond the comparisons with references if `only_checks`; `progress` is told what comes next. PyTorch's
+/// times, if given, are put beside ours.
 ///
 /// # Errors
 /// What keeps a part from running at all. A wrong result is no error: it is in the report.
 pub fn run(
     device: &Device,
     extent: Extent,
+    only_checks: bool,
     pytorch: Option<&Others>,
     mut progress: impl FnMut(&str),
 ) -> Result<Report> {
@@ -91,16 +93,18 @@ pub fn run(
         checks.push(Check::of("Metal's own kernel".to_string(), Err(anyhow::Error::msg(because)), 0.0));
     }
     poison(false);
-    progress("timing attention");
-    let mut skipped = Vec::new();
-    let mut speed = speed::run(device, extent, &mut skipped, &mut progress)?;
-    if let Some(pytorch) = pytorch {
-        speed.iter_mut().for_each(|speed| speed.set_beside(pytorch));
+    let (mut speed, mut training, mut skipped) = (Vec::new(), Vec::new(), Vec::new());
+    if !only_checks {
+        progress("timing attention");
+        speed = speed::run(device, extent, &mut skipped, &mut progress)?;
+        if let Some(pytorch) = pytorch {
+            speed.iter_mut().for_each(|speed| speed.set_beside(pytorch));
+        }
+        training = training::run(device, extent, &mut skipped, &mut progress)?;
     }
-    let training = training::run(device, extent, &mut skipped, &mut progress)?;
     Ok(Report {
         device: describe(device),
-        machine: Machine::this(),
+        machine: Machine::with(device),
         revision: git_revision().to_string(),
         passed: checks.iter().all(|c| c.passed),
         checks,

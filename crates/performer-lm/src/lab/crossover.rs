@@ -68,12 +68,12 @@ fn findings(report: &Report) -> Findings {
         title: "From which length is FAVOR+ faster than softmax?".into(),
         summary: vec![
             format!(
-                "{} attention of {} × {} heads of {} in f32, fused kernels on both sides, {} thread(s). Matrix products ran at {:.0} GFLOP/s.",
+                "{} attention of {} × {} heads of {} in f32, fused kernels on both sides, {}. Matrix products ran at {:.0} GFLOP/s.",
                 if sweep.causal { "Causal" } else { "Bidirectional" },
                 sweep.batch,
                 sweep.heads,
                 sweep.head_dim,
-                report.threads,
+                report.machine.at_work(report.threads),
                 report.matmul_gflops
             ),
             "Softmax takes every query to every key it sees, T/2 of them when causal; FAVOR+ takes it to M features, four products of M × D in \
@@ -192,7 +192,7 @@ fn chart(report: &Report, passes: &[bool]) -> Chart {
     }
     Chart {
         title: "Where FAVOR+ overtakes softmax".into(),
-        subtitle: Some(format!("{} thread(s) of {}", report.threads, report.machine.cpu)),
+        subtitle: Some(report.machine.at_work(report.threads)),
         x: Axis::new("random features M", Scale::Log2),
         y: Axis::new("sequence length T (tokens)", Scale::Log2),
         series,

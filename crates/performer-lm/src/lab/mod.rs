@@ -14,6 +14,7 @@ pub mod tasks;
 use std::path::Path;
 
 use anyhow::Result;
+use candle_core::Device;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -86,11 +87,11 @@ pub struct Provenance {
 }
 
 impl Provenance {
-    /// Of this process, begun `seconds` ago.
-    pub fn this(threads: usize, seconds: f64) -> Self {
+    /// Of this process, begun `seconds` ago, which computed on `device`.
+    pub fn this(device: &Device, threads: usize, seconds: f64) -> Self {
         let command =
             std::iter::once("performer-lm".into()).chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ");
-        Self { machine: Machine::this(), threads, command, revision: git_revision(), seconds }
+        Self { machine: Machine::with(device), threads, command, revision: git_revision(), seconds }
     }
 }
 

@@ -39,14 +39,10 @@ pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<Str
         }
         page.push_str("</article>\n");
     }
-    let machine = &provenance.machine;
     writeln!(
         page,
-        "<footer>\n<p>{} ({} cores, {} GiB), {} thread(s), {:.0} s, revision {}</p>\n<pre>{}</pre>\n</footer>\n</main>\n</body>\n</html>",
-        escape(&machine.cpu),
-        machine.cores,
-        machine.memory_gib,
-        provenance.threads,
+        "<footer>\n<p>{}, {:.0} s, revision {}</p>\n<pre>{}</pre>\n</footer>\n</main>\n</body>\n</html>",
+        escape(&provenance.machine.in_full(provenance.threads)),
         provenance.seconds,
         escape(provenance.revision),
         escape(&provenance.command)

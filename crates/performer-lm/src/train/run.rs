@@ -22,7 +22,7 @@ use super::{
 use crate::{
     config::{ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
-    device::explain_memory,
+    device::{describe, explain_memory},
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
     generate::{Sampling, generate},
     model::{Decoder, Dropout, pretrained},
@@ -276,8 +276,10 @@ impl<'a> Trainer<'a> {
         let (loss, gradients) = self
             .gradients(&batch)
             .map_err(|e| explain_memory(e, &self.options.device, &self.memory_settings()))
-            .with_context(|| {
-                format!("step {} failed; if values are not finite, lower the learning rate", self.step + 1)
+            .map_err(|e| {
+                let diverged = e.chain().any(|cause| cause.to_string().contains("not finite"));
+                let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
+                e.context(format!("step {} failed{why}", self.step + 1))
             })?;
         let lr = self.training.schedule.lr(self.training.learning_rate, self.step, total);
         let norm = self
@@ -382,7 +384,7 @@ impl<'a> Trainer<'a> {
             steps: self.step,
             tokens: self.tokens(),
             threads: self.options.threads,
-            device: format!("{:?}", self.options.device.location()).to_lowercase(),
+            device: describe(&self.options.device),
             dtype: self.training.dtype,
             revision: git_revision().to_string(),
         };

@@ -104,7 +104,7 @@ pub(super) struct Common {
 
 impl Common {
     fn finish(&self, machine: &Machine, begun: Instant, findings: &[Findings]) -> Result<()> {
-        let provenance = Provenance::this(machine.threads, begun.elapsed().as_secs_f64());
+        let provenance = Provenance::this(&machine.device, machine.threads, begun.elapsed().as_secs_f64());
         if let Some(out) = &self.out {
             lab::save(out, &provenance, findings)?;
             output::note(&format!("report in {}", out.join("report.html").display()));

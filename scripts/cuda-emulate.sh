@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs the program with CUDA on a machine with neither card nor toolkit:
+#
+#     scripts/cuda-emulate.sh gpu-check --device cuda --quick --only-checks
+#     scripts/cuda-emulate.sh train --device cuda --data sample --preset seed --max-steps 2 --out run
+#
+# Libraries of our own take the place of CUDA's (crates/performer-core/tests/cuda_driver) and run kernels on the CPU, as the tests of kernels
+# do. So everything around the kernels runs as well: which are chosen, their arguments, their grids and shared memory, the buffers. It
+# shows that results are right; nothing about speed. The first run builds the program.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
+
+# The same toolkit as that of cuda-check.sh: what one builds, the other need not.
+target=${CARGO_TARGET_DIR:-target}
+toolkit=$target/nvcc-stand-in
+mkdir -p "$toolkit/bin" "$toolkit/lib64"
+toolkit=$(cd "$toolkit" && pwd)
+cmp -s scripts/nvcc-stand-in "$toolkit/bin/nvcc" || cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
+
+tests=$PWD/crates/performer-core/tests
+library=$toolkit/lib64/libcuda.so
+if [ ! -e "$library" ] || [ -n "$(find "$tests/cuda_driver" "$tests/cuda_host" -newer "$library")" ]; then
+    "${CXX:-c++}" -std=c++17 -O2 -fno-strict-aliasing -shared -fPIC -fvisibility=hidden \
+        -DHERE="\"$tests/cuda_driver\"" -DHOST="\"$tests/cuda_host\"" -I "$tests/cuda_host" \
+        "$tests"/cuda_driver/*.cpp -o "$library" -ldl
+    for name in cublas cublasLt curand nvrtc cudart; do
+        ln -sf libcuda.so "$toolkit/lib64/lib$name.so"
+    done
+fi
+
+CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
+    cargo rustc --locked -p performer-lm --bin performer-lm --features cuda -- -L "native=$toolkit/lib64"
+# Not left where the ordinary program belongs: it starts with these libraries only.
+rm -f "$toolkit/performer-lm"
+mv "$target/debug/performer-lm" "$toolkit/performer-lm"
+EMULATED_CACHE=${EMULATED_CACHE:-$toolkit/kernels} LD_LIBRARY_PATH=$toolkit/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
+    exec "$toolkit/performer-lm" "$@"
