@@ -197,8 +197,7 @@ impl MultiHeadAttention {
             }
         }
         let split = |linear: &Linear, x: &Tensor, heads: usize| -> Result<Tensor> {
-            let (b, t, _) = x.dims3()?;
-            apply(linear, x)?.reshape((b, t, heads, c.head_dim))?.transpose(1, 2)
+            ops::linear_to_heads(x, linear.weight(), linear.bias(), heads)
         };
         let q = split(&self.q_proj, x, c.heads)?;
         let k = split(&self.k_proj, context, c.kv_heads)?;
@@ -210,11 +209,6 @@ impl MultiHeadAttention {
     }
 
     fn merge(&self, heads: &Tensor) -> Result<Tensor> {
-        let (b, h, t, d) = heads.dims4()?;
-        apply(&self.o_proj, &heads.transpose(1, 2)?.contiguous()?.reshape((b, t, h * d))?)
+        ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias())
     }
-}
-
-fn apply(linear: &Linear, x: &Tensor) -> Result<Tensor> {
-    ops::linear(x, linear.weight(), linear.bias())
 }

@@ -5,14 +5,14 @@
 //! back in f32. So a model trains in bf16 with the weights that the optimiser adds to in f32 (Micikevicius et al. 2017,
 //! <https://arxiv.org/abs/1710.03740>).
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Shape, Tensor, bail};
 
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 use crate::kernels::{
     activation::{Gelu, Swiglu},
     cross_entropy::{CrossEntropy, Teacher},
-    linear::AddBias,
+    linear::Linear,
     norm::Norm,
     rotary::Rotary,
     tiled_cross_entropy,
@@ -92,13 +92,51 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         );
     }
     *last = n;
-    // Rows in two dimensions: Candle multiplies a batch of matrices one by one, and none at all if it is empty.
-    let rows = x.reshape((x.elem_count() / k.max(1), k))?;
-    let rows = matmul(&rows, &weight.to_dtype(x.dtype())?.t()?)?.reshape(shape)?;
+    map_rows(&x.contiguous()?, weight, bias, shape.into(), false)
+}
+
+/// [`linear`] of `x` `(B, T, K)` by a weight `(H·D, K)`, as heads: → `(B, H, T, D)`, a view of `(B, T, H, D)`.
+pub(crate) fn linear_to_heads(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, heads: usize) -> Result<Tensor> {
+    let ((b, t, _), n) = (x.dims3()?, weight.dim(0)?);
+    map_rows(&x.contiguous()?, weight, bias, (b, t, heads, n / heads).into(), false)?.transpose(1, 2)
+}
+
+/// [`linear`] of heads `x` `(B, H, T, D)`, side by side in each token, by a weight `(N, H·D)` → `(B, T, N)`.
+pub(crate) fn linear_of_heads(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let ((b, h, t, d), (n, k)) = (x.dims4()?, weight.dims2()?);
+    if h * d != k {
+        bail!(
+            "linear: heads have shape {:?}; {h} times {d} must be {k}, as the weight is {:?}",
+            x.dims(),
+            weight.dims()
+        );
+    }
+    map_rows(x, weight, bias, (b, t, n).into(), true)
+}
+
+/// What [`Linear`] does, and the same of nothing.
+fn map_rows(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, shape: Shape, heads: bool) -> Result<Tensor> {
+    if let Some(bias) = bias
+        && bias.dims() != [weight.dim(0)?]
+    {
+        bail!(
+            "linear: bias has shape {:?}; it must be [{}], as the weight is {:?}",
+            bias.dims(),
+            weight.dim(0)?,
+            weight.dims()
+        );
+    }
+    if x.elem_count() == 0 || weight.elem_count() == 0 {
+        let zeros = Tensor::zeros(shape, x.dtype(), x.device())?;
+        return match bias {
+            Some(bias) if zeros.elem_count() > 0 => zeros.broadcast_add(&bias.to_dtype(x.dtype())?),
+            _ => Ok(zeros),
+        };
+    }
+    let map = Linear { shape, heads };
     match bias {
-        None => Ok(rows),
-        Some(bias) if is_fused_on_cpu(&rows) => rows.apply_op2(&bias.to_dtype(DType::F32)?, AddBias),
-        Some(bias) => rows.broadcast_add(&bias.to_dtype(rows.dtype())?),
+        None => x.apply_op2(weight, map),
+        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, map),
     }
 }
 

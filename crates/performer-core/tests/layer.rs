@@ -4,7 +4,7 @@ mod common;
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Device, Result, Tensor, safetensors};
+use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
 use candle_nn::{VarBuilder, VarMap};
 use common::{ALL_MAPS, Random, assert_tensor_close, tensor, values};
 use performer_core::features::FeatureMapKind;
@@ -86,6 +86,34 @@ fn every_parameter_has_a_gradient() -> Result<()> {
 }
 
 /// The same attention again: softmax has nothing to copy, FAVOR its buffers.
+/// The layer's own operations against Candle's, one by one.
+#[test]
+fn a_layer_is_its_formula_with_the_same_gradients() -> Result<()> {
+    let (layer, vars) = layer(Box::new(Softmax::new()), true)?;
+    let x = Var::from_tensor(&random(3, &[2, 9, HIDDEN])?)?;
+    let weight = random(4, &[2, 9, HIDDEN])?;
+    let data = vars.data().lock().unwrap();
+    let apply = |name: &str, x: &Tensor| -> Result<Tensor> {
+        let var = |part: &str| data[&format!("{name}.{part}")].as_tensor();
+        x.broadcast_matmul(&var("weight").t()?)?.broadcast_add(var("bias"))
+    };
+    let heads = |name: &str, count: usize| -> Result<Tensor> {
+        apply(name, &x)?.reshape((2, 9, count, HEAD_DIM))?.transpose(1, 2)
+    };
+    let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?;
+    let (q, k) = (rotary.apply(&heads("q_proj", 4)?, 0)?, rotary.apply(&heads("k_proj", 2)?, 0)?);
+    let out = Softmax::new().composed().forward(&q, &k, &heads("v_proj", 2)?, &Mask::causal())?;
+    let want = apply("o_proj", &out.transpose(1, 2)?.contiguous()?.reshape((2, 9, HIDDEN))?)?;
+    let got = layer.forward(&x, &Mask::causal(), false)?;
+    assert_tensor_close("output", &got, &values(&want)?, 1e-5);
+    let [got, want] = [got, want].map(|out| (out * &weight)?.sum_all()?.backward());
+    let (got, want) = (got?, want?);
+    for (name, var) in data.iter().map(|(name, var)| (name.as_str(), var)).chain([("x", &x)]) {
+        assert_tensor_close(name, got.get(var).unwrap(), &values(want.get(var).unwrap())?, 1e-5);
+    }
+    Ok(())
+}
+
 fn clone(attention: &dyn Attention, name: &str) -> Result<Box<dyn Attention>> {
     let Ok(map) = name.parse() else { return Ok(Box::new(Softmax::new())) };
     let mut copy = favor(map, 99)?;

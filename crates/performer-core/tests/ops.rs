@@ -66,6 +66,10 @@ fn linear_maps_match_their_formula() -> Result<()> {
     assert_eq!(ops::linear(&empty, &weight, Some(&bias))?.dims(), [2, 0, 4]);
     let message = ops::linear(&weight, &weight.t()?, None).unwrap_err().to_string();
     assert!(message.contains("last dimension must be 4"), "{message}");
+    let message = ops::linear(&numbers(&[1, 3], 0)?.to_dtype(DType::F32)?, &weight, Some(&bias.narrow(0, 0, 2)?))
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("it must be [4]"), "{message}");
     Ok(())
 }
 
@@ -224,6 +228,21 @@ fn half_types_meet_f32_weights() -> Result<()> {
                 assert!(error < 0.03 * largest, "{name} of {dtype:?}: {error} of {largest}");
             }
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn linear_maps_take_strided_rows_and_spare_what_is_fixed() -> Result<()> {
+    let inputs = [numbers(&[3, 7, 2], 0)?, numbers(&[5, 3], 5)?];
+    assert_same("strided", &inputs, 1e-5, |t| ops::linear(&t[0].transpose(0, 2)?, &t[1], None));
+    let (x, w) = (Var::from_tensor(&inputs[0].t()?.contiguous()?)?, Var::from_tensor(&numbers(&[5, 7], 5)?)?);
+    let gradients = |x: &Tensor, w: &Tensor| ops::linear(x, w, None)?.sqr()?.sum_all()?.backward();
+    let all = gradients(&x, &w)?;
+    for (of, fixed, some) in [(&x, &w, gradients(&x, &w.detach())?), (&w, &x, gradients(&x.detach(), &w)?)] {
+        let (got, want) = (some.get(of).unwrap(), all.get(of).unwrap());
+        assert_eq!(got.flatten_all()?.to_vec1::<f64>()?, want.flatten_all()?.to_vec1::<f64>()?);
+        assert!(some.get(fixed).is_none());
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 // reach kernels as bytes, buffers have exactly their size (what is beyond the end faults), new memory holds NaN, freed memory is gone.
 // All work is done when it is asked for, so nothing about order between streams is shown.
 //
-// EMULATED_MULTIPROCESSORS (132), EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1: prints
+// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1: prints
 // launches), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host).
 
 #include "driver.h"
@@ -231,8 +231,6 @@ API cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal ==
 API cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "emulated on the CPU"), SUCCESS; }
 API cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
-        case 16: *value = (int)setting("EMULATED_MULTIPROCESSORS", 132); break;
-        case 38: *value = 50 << 20; break;   // second-level cache
         case 75: *value = 9; break;          // compute capability
         case 76: *value = 0; break;
         case 97: *value = 227 << 10; break;  // shared memory a block may ask for

@@ -64,14 +64,16 @@ fn cases(extent: Extent) -> Vec<Case> {
             all.push(Case { tokens: 70, ..base });
             all.push(Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base });
             all.push(Case { tokens: 90, causal: false, masked: true, ..base });
+            if features.is_some() {
+                // Long enough for a head's sequence to be cut into segments.
+                all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
+            }
             if few {
                 continue;
             }
             all.push(base);
             all.push(Case { tokens: 1, ..base });
             all.push(Case { tokens: 515, heads: 1, kv_heads: 1, ..base });
-            // Long enough for a head's sequence to be cut into segments.
-            all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
             all.push(Case { causal: false, ..base });
             for dim in [16, 40, 128] {
                 all.push(Case { dim, tokens: 100, ..base });

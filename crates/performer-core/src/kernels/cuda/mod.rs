@@ -265,16 +265,6 @@ pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
     device.cuda_stream().context().compute_capability().w()
 }
 
-/// Streaming multiprocessors of the device: how many blocks fill it.
-pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
-    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-}
-
-/// Bytes of the second-level cache.
-pub fn cache_bytes(device: &CudaDevice) -> Result<usize> {
-    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
-}
-
 /// The card's name.
 pub fn device_name(device: &CudaDevice) -> String {
     device.cuda_stream().context().name().unwrap_or_else(|_| "this CUDA device".to_owned())
