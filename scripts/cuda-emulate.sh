@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the program with CUDA on a machine with neither card nor toolkit:
+# Runs the program with CUDA on a Linux machine with neither card nor toolkit, but with a C++ compiler:
 #
 #     scripts/cuda-emulate.sh gpu-check --device cuda --quick --only-checks
 #     scripts/cuda-emulate.sh train --device cuda --data sample --preset seed --max-steps 2 --out run
@@ -18,15 +18,21 @@ mkdir -p "$toolkit/bin" "$toolkit/lib64"
 toolkit=$(cd "$toolkit" && pwd)
 cmp -s scripts/nvcc-stand-in "$toolkit/bin/nvcc" || cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
 
+if ! command -v "${CXX:-c++}" >/dev/null; then
+    echo 'there is no C++ compiler, by which kernels are made to run on the CPU: install g++ or clang++, or name one in CXX' >&2
+    exit 1
+fi
 tests=$PWD/crates/performer-core/tests
 library=$toolkit/lib64/libcuda.so
-if [ ! -e "$library" ] || [ -n "$(find "$tests/cuda_driver" "$tests/cuda_host" -newer "$library")" ]; then
+stamp=$(echo "$tests" && cat "$tests"/cuda_driver/* "$tests"/cuda_host/device.h | cksum)
+if [ "$(cat "$library.stamp" 2>/dev/null)" != "$stamp" ]; then
     "${CXX:-c++}" -std=c++17 -O2 -fno-strict-aliasing -shared -fPIC -fvisibility=hidden \
         -DHERE="\"$tests/cuda_driver\"" -DHOST="\"$tests/cuda_host\"" -I "$tests/cuda_host" \
         "$tests"/cuda_driver/*.cpp -o "$library" -ldl
     for name in cublas cublasLt curand nvrtc cudart; do
         ln -sf libcuda.so "$toolkit/lib64/lib$name.so"
     done
+    echo "$stamp" >"$library.stamp"
 fi
 
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \

@@ -2,8 +2,8 @@
 // reach kernels as bytes, buffers have exactly their size (what is beyond the end faults), new memory holds NaN, freed memory is gone.
 // All work is done when it is asked for, so nothing about order between streams is shown.
 //
-// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1: prints
-// launches), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host).
+// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1: prints launches and compilations),
+// EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host).
 
 #include "driver.h"
 

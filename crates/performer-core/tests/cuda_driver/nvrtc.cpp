@@ -51,6 +51,7 @@ API nvrtcCompileProgram(Program* program, int count, const char* const* options)
         std::string option = options[i];
         if (option.rfind("--define-macro=", 0) == 0) defines += " '-D" + option.substr(15) + "'";
     }
+    if (setting("EMULATED_TRACE", 0)) std::fprintf(stderr, "compiles %s%s\n", program->name.c_str(), defines.c_str());
     std::string source = emulated(*program), everything = source + defines + read(HOST "/device.h") + read(HERE "/module.h");
     for (auto& [name, text] : program->headers) everything += name + text;
     const char* named = std::getenv("EMULATED_CACHE");
