@@ -189,6 +189,6 @@ fn a_learning_rate_that_explodes_is_reported() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let training = TrainingConfig { learning_rate: 1e30, clip: None, ..training };
     let error = format!("{:#}", run("softmax", &training, dir.path(), 1).unwrap_err());
-    assert!(error.contains("finite"), "{error}");
+    assert!(error.contains("failed: values are not finite; lower the learning rate"), "{error}");
     Ok(())
 }

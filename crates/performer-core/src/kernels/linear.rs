@@ -82,28 +82,33 @@ where
     Ok(to)
 }
 
+macro_rules! forward {
+    (product: $($name:ident $storage:ident),+) => {$(
+        fn $name(&self, s1: &$storage, l1: &Layout, s2: &$storage, l2: &Layout) -> Result<($storage, Shape)> {
+            Ok((self.product((s1, l1), (s2, l2))?, self.shape.clone()))
+        }
+    )+};
+    (with_bias: $($name:ident $storage:ident),+) => {$(
+        fn $name(
+            &self,
+            s1: &$storage,
+            l1: &Layout,
+            s2: &$storage,
+            l2: &Layout,
+            s3: &$storage,
+            l3: &Layout,
+        ) -> Result<($storage, Shape)> {
+            Ok((self.with_bias((s1, l1), (s2, l2), (s3, l3))?, self.shape.clone()))
+        }
+    )+};
+}
+
 impl CustomOp2 for Linear {
     fn name(&self) -> &'static str {
         "linear"
     }
 
-    fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((self.product((s1, l1), (s2, l2))?, self.shape.clone()))
-    }
-
-    fn cuda_fwd(&self, s1: &CudaStorage, l1: &Layout, s2: &CudaStorage, l2: &Layout) -> Result<(CudaStorage, Shape)> {
-        Ok((self.product((s1, l1), (s2, l2))?, self.shape.clone()))
-    }
-
-    fn metal_fwd(
-        &self,
-        s1: &MetalStorage,
-        l1: &Layout,
-        s2: &MetalStorage,
-        l2: &Layout,
-    ) -> Result<(MetalStorage, Shape)> {
-        Ok((self.product((s1, l1), (s2, l2))?, self.shape.clone()))
-    }
+    forward!(product: cpu_fwd CpuStorage, cuda_fwd CudaStorage, metal_fwd MetalStorage);
 
     fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let [dx, dw] = self.gradients(x, weight, grad)?;
@@ -115,6 +120,8 @@ impl CustomOp3 for Linear {
     fn name(&self) -> &'static str {
         "linear-with-bias"
     }
+
+    forward!(with_bias: cuda_fwd CudaStorage, metal_fwd MetalStorage);
 
     fn cpu_fwd(
         &self,
@@ -140,30 +147,6 @@ impl CustomOp3 for Linear {
             );
             return Ok((CpuStorage::F32(out), self.shape.clone()));
         }
-        Ok((self.with_bias((s1, l1), (s2, l2), (s3, l3))?, self.shape.clone()))
-    }
-
-    fn cuda_fwd(
-        &self,
-        s1: &CudaStorage,
-        l1: &Layout,
-        s2: &CudaStorage,
-        l2: &Layout,
-        s3: &CudaStorage,
-        l3: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        Ok((self.with_bias((s1, l1), (s2, l2), (s3, l3))?, self.shape.clone()))
-    }
-
-    fn metal_fwd(
-        &self,
-        s1: &MetalStorage,
-        l1: &Layout,
-        s2: &MetalStorage,
-        l2: &Layout,
-        s3: &MetalStorage,
-        l3: &Layout,
-    ) -> Result<(MetalStorage, Shape)> {
         Ok((self.with_bias((s1, l1), (s2, l2), (s3, l3))?, self.shape.clone()))
     }
 

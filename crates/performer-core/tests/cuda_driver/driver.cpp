@@ -20,7 +20,7 @@
 
 #define API extern "C" __attribute__((visibility("default"))) int
 
-enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, LAUNCH_OUT_OF_RESOURCES = 701 };
+enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
 
 static std::recursive_mutex everything;
 typedef std::lock_guard<std::recursive_mutex> Lock;
@@ -37,7 +37,8 @@ static const size_t PAGE = 4096;
 
 static size_t memory() { return (size_t)setting("EMULATED_MEMORY", 16 << 10) << 20; }
 
-void* device_allocate(size_t bytes) {
+// Ends where its last page does: what goes beyond does not exist.
+static void* device_allocate(size_t bytes) {
     Lock lock(everything);
     if (in_use + bytes > memory()) return nullptr;
     if (kernels_are_skipped()) {
@@ -57,7 +58,7 @@ void* device_allocate(size_t bytes) {
     return at;
 }
 
-void device_free(void* at) {
+static void device_free(void* at) {
     Lock lock(everything);
     auto found = blocks.find((char*)at);
     if (found == blocks.end()) give_up("memory is freed that was not allocated, or twice");
@@ -243,9 +244,7 @@ API cuDevicePrimaryCtxRetain(void** context, int) { return *context = &one, SUCC
 API cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 API cuCtxGetCurrent(void** context) { return *context = &one, SUCCESS; }
 API cuCtxSetCurrent(void*) { return SUCCESS; }
-API cuCtxSynchronize() { return SUCCESS; }
 API cuCtxDestroy_v2(void*) { return SUCCESS; }
-API cuStreamCreate(void** stream, unsigned) { return *stream = &one, SUCCESS; }
 API cuStreamDestroy_v2(void*) { return SUCCESS; }
 API cuStreamSynchronize(void*) { return SUCCESS; }
 API cuStreamWaitEvent(void*, void*, unsigned) { return SUCCESS; }
@@ -259,13 +258,8 @@ API cuEventSynchronize(void*) { return SUCCESS; }
 API cuEventElapsedTime_v2(float* milliseconds, Clock::time_point* start, Clock::time_point* end) {
     return *milliseconds = std::chrono::duration<float, std::milli>(*end - *start).count(), SUCCESS;
 }
-API cuEventElapsedTime(float* milliseconds, Clock::time_point* start, Clock::time_point* end) { return cuEventElapsedTime_v2(milliseconds, start, end); }
 
 API cuGetErrorString(int error, const char** text) {
     *text = error == OUT_OF_MEMORY ? "out of memory" : error == INVALID_VALUE ? "invalid argument" : error == NOT_FOUND ? "named symbol not found" : "unknown error";
-    return SUCCESS;
-}
-API cuGetErrorName(int error, const char** text) {
-    *text = error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_UNKNOWN";
     return SUCCESS;
 }

@@ -7,11 +7,7 @@
 #include <cstdlib>
 #include <string>
 
-// Memory of the device ends where its last page does: what goes beyond does not exist.
-void* device_allocate(size_t bytes);
-void device_free(void* at);
-
-// A kernel of Candle's, done at once; false if the name is unknown.
+// Kernels of Candle's: whether there is one of this name, and running it at once.
 bool candle_knows(const std::string& name);
 void candle_run(const std::string& name, void** arguments);
 

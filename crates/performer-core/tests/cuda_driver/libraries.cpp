@@ -14,7 +14,6 @@ static int handle;
 API cublasCreate_v2(void** blas) { return *blas = &handle, 0; }
 API cublasDestroy_v2(void*) { return 0; }
 API cublasSetStream_v2(void*, void*) { return 0; }
-API cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
 
 enum { R_32F = 0, R_64F = 1, R_16F = 2, R_16BF = 14 };
 

@@ -55,7 +55,8 @@ API nvrtcCompileProgram(Program* program, int count, const char* const* options)
     std::string source = emulated(*program), everything = source + defines + read(HOST "/device.h") + read(HERE "/module.h");
     for (auto& [name, text] : program->headers) everything += name + text;
     const char* named = std::getenv("EMULATED_CACHE");
-    std::string cache = named ? named : "/tmp", folder = cache + "/" + std::to_string(std::hash<std::string>()(everything));
+    if (!named) give_up("EMULATED_CACHE names no folder for compiled kernels");
+    std::string cache = named, folder = cache + "/" + std::to_string(std::hash<std::string>()(everything));
     std::string library = folder + "/kernels.so";
     if (access(library.c_str(), R_OK) != 0) {
         mkdir(cache.c_str(), 0777);

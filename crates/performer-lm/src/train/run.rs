@@ -277,7 +277,7 @@ impl<'a> Trainer<'a> {
             .gradients(&batch)
             .map_err(|e| explain_memory(e, &self.options.device, &self.memory_settings()))
             .map_err(|e| {
-                let diverged = e.chain().any(|cause| cause.to_string().contains("not finite"));
+                let diverged = e.chain().any(|cause| cause.to_string().contains("must be finite"));
                 let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
                 e.context(format!("step {} failed{why}", self.step + 1))
             })?;
