@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use performer_core::projection::draw_tensor;
-use performer_core::{Attention, Favor, FavorConfig, Mask, ProjectionKind, Radii, Softmax};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, ProjectionKind, Radii, Softmax};
 
 const HEADS: usize = 2;
 const TOKENS: usize = 512;
@@ -27,14 +27,14 @@ fn main() -> Result<()> {
     println!("Relative error of causal outputs: {TOKENS} tokens, head dim {HEAD_DIM}, normal queries, keys and values");
     for deviation in [0.5, 1.0] {
         let (q, k, v) = ((normal(101)? * deviation)?, (normal(102)? * deviation)?, normal(103)?);
-        let exact = Softmax::new().forward(&q, &k, &v, &mask)?;
+        let exact = Softmax::new().forward(Inputs::new(&q, &k, &v), &mask)?;
         let error = |output: &Tensor| -> Result<f32> { Ok(norm(&(output - &exact)?)? / norm(&exact)?) };
         let favor = |features: usize, projection: ProjectionKind| -> Result<f32> {
             let config = FavorConfig { features, projection, ..FavorConfig::default() };
             let mut sum = 0.0;
             for seed in 0..SEEDS {
                 let favor = Favor::new(&config, HEAD_DIM, seed, DType::F32, &device)?;
-                sum += error(&favor.forward(&q, &k, &v, &mask)?)?;
+                sum += error(&favor.forward(Inputs::new(&q, &k, &v), &mask)?)?;
             }
             Ok(sum / SEEDS as f32)
         };
@@ -46,7 +46,7 @@ fn main() -> Result<()> {
             println!("{features:8}  {independent:11.3}  {orthogonal:10.3}");
         }
         // Zero queries: equal logits.
-        let uniform = error(&Softmax::new().forward(&q.zeros_like()?, &k, &v, &mask)?)?;
+        let uniform = error(&Softmax::new().forward(Inputs::new(&q.zeros_like()?, &k, &v), &mask)?)?;
         println!(" uniform  {uniform:11.3}  {uniform:10.3}");
     }
     Ok(())

@@ -21,7 +21,7 @@ fn main() -> Result<()> {
     let embed = embedding(SYMBOLS, config.hidden, vb.pp("embed"))?;
     let attention = MultiHeadAttention::new(&config, Box::new(favor), Some(rotary), vb.pp("attention"))?;
     let head = linear(config.hidden, SYMBOLS, vb.pp("head"))?;
-    let model = |tokens: &Tensor| head.forward(&attention.forward(&embed.forward(tokens)?, &Mask::causal(), true)?);
+    let model = |tokens: &Tensor| head.forward(&attention.forward(&embed.forward(tokens)?, &Mask::causal())?);
 
     let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 1e-2, ..Default::default() })?;
     for step in 0..=200 {

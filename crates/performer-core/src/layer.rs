@@ -1,10 +1,11 @@
-//! Multi-head attention as a layer: projections, positions, heads, dropout, around any [`Attention`].
+//! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads, and rotary
+//! positions, around any [`Attention`].
 
 use candle_core::{Device, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder, linear_b, ops::dropout};
+use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
-    attention::{Attention, Mask, State},
+    attention::{Attention, Inputs, Mask, State},
     ops,
 };
 
@@ -61,7 +62,7 @@ impl Rotary {
     }
 }
 
-/// Shape of a [`MultiHeadAttention`].
+/// The sizes of a [`MultiHeadAttention`].
 #[derive(Clone, Debug)]
 pub struct MultiHeadConfig {
     /// Model dimension `E`.
@@ -76,12 +77,10 @@ pub struct MultiHeadConfig {
     pub qkv_bias: bool,
     /// Whether the output projection has one.
     pub output_bias: bool,
-    /// Probability of dropping an entry of the output, in training.
-    pub dropout: f32,
 }
 
 impl MultiHeadConfig {
-    /// `heads` equal heads of dimension `hidden / heads`, no biases, no dropout.
+    /// `heads` equal heads of dimension `hidden / heads`, no biases.
     ///
     /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses it.
     pub fn new(hidden: usize, heads: usize) -> Self {
@@ -92,15 +91,49 @@ impl MultiHeadConfig {
             head_dim: if hidden.is_multiple_of(heads) { hidden / heads.max(1) } else { 0 },
             qkv_bias: false,
             output_bias: false,
-            dropout: 0.0,
         }
     }
 }
 
-/// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and either attention.
+/// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and any
+/// attention.
 ///
-/// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging Face checkpoints. Random
-/// projections are buffers of the attention, not variables: see [`Attention::buffers`].
+/// # Weights and buffers
+/// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging Face
+/// checkpoints. What the attention draws or fits, its [buffers](Attention::buffers), lives beside them:
+/// `projection` for FAVOR+. So a `VarMap` saves a layer completely, and a `VarBuilder` over the file loads
+/// it completely; a file without the buffers is refused, since other random features would give other
+/// outputs without a word. An optimiser over `VarMap::all_vars` trains the maps that are meant to be trained
+/// and leaves random projections alone, for they get no gradient.
+///
+/// # Example
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use performer_core::{Favor, FavorConfig, Mask, MultiHeadAttention, MultiHeadConfig};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let device = Device::Cpu;
+/// let config = MultiHeadConfig::new(32, 2);
+/// let layer = |vb, seed| {
+///     let favor = Favor::new(&FavorConfig::default(), config.head_dim, seed, DType::F32, &device)?;
+///     MultiHeadAttention::new(&config, Box::new(favor), None, vb)
+/// };
+/// let vars = VarMap::new();
+/// let saved = layer(VarBuilder::from_varmap(&vars, DType::F32, &device), 1)?;
+/// let path = std::env::temp_dir().join("layer.safetensors");
+/// vars.save(&path)?;
+///
+/// let file = candle_core::safetensors::load(&path, &device)?;
+/// // Another seed, but the features come from the file.
+/// let loaded = layer(VarBuilder::from_tensors(file, DType::F32, &device), 2)?;
+/// let x = Tensor::randn(0f32, 1.0, (1, 9, 32), &device)?;
+/// let numbers = |layer: &MultiHeadAttention| layer.forward(&x, &Mask::causal())?.flatten_all()?.to_vec1::<f32>();
+/// assert_eq!(numbers(&saved)?, numbers(&loaded)?);
+/// # std::fs::remove_file(&path)?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct MultiHeadAttention {
     q_proj: Linear,
@@ -109,15 +142,48 @@ pub struct MultiHeadAttention {
     o_proj: Linear,
     rotary: Option<Rotary>,
     attention: Box<dyn Attention>,
+    /// The attention's buffers that a `VarMap` holds.
+    registered: Vec<Registered>,
     config: MultiHeadConfig,
 }
 
+/// A buffer of the attention that a `VarMap` holds, to be saved with the weights.
+#[derive(Debug)]
+struct Registered {
+    name: String,
+    /// The map's variable itself, cut off from gradients: it changes when the map is loaded.
+    stored: Tensor,
+    /// What the attention works with.
+    used: Tensor,
+}
+
 impl MultiHeadAttention {
-    /// Makes the layer's weights, or reads them, from `vb`.
+    /// Makes the layer's weights and buffers, or reads them, from `vb`.
+    ///
+    /// Over a fresh `VarMap` both are made: weights are drawn by Candle, buffers are those of `attention`.
+    /// Where `vb` has the layer's weights already, such as a file, it must have the buffers too.
     ///
     /// # Errors
-    /// If the head counts do not fit, `dropout` is no probability below 1, or `vb` lacks a weight.
+    /// If the head counts do not fit, or `vb` lacks a weight or a buffer.
     pub fn new(
+        config: &MultiHeadConfig,
+        attention: Box<dyn Attention>,
+        rotary: Option<Rotary>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let loading = vb.contains_tensor("q_proj.weight");
+        let mut layer = Self::without_buffers(config, attention, rotary, vb.clone())?;
+        layer.take_buffers(&vb, loading)?;
+        Ok(layer)
+    }
+
+    /// Makes or reads the layer's weights alone; the attention stays as it was made, and its buffers are
+    /// neither read nor registered. For putting a fresh attention around pretrained weights, and for
+    /// programs that save and load [`Attention::buffers`] by themselves.
+    ///
+    /// # Errors
+    /// If the head counts do not fit, or `vb` lacks a weight.
+    pub fn without_buffers(
         config: &MultiHeadConfig,
         attention: Box<dyn Attention>,
         rotary: Option<Rotary>,
@@ -130,9 +196,6 @@ impl MultiHeadAttention {
                  at least 1, heads a multiple of kv_heads, and head_dim is set by hand where hidden is no multiple of heads"
             );
         }
-        if !(0.0..1.0).contains(&config.dropout) {
-            bail!("multi-head attention: dropout is {}; it must be at least 0 and below 1", config.dropout);
-        }
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {
             q_proj: linear_b(hidden, q, config.qkv_bias, vb.pp("q_proj"))?,
@@ -141,52 +204,179 @@ impl MultiHeadAttention {
             o_proj: linear_b(q, hidden, config.output_bias, vb.pp("o_proj"))?,
             rotary,
             attention,
+            registered: Vec::new(),
             config: config.clone(),
         })
     }
 
-    /// Self-attention over `x` `(B, T, E)` → `(B, T, E)`; `train` turns dropout on.
-    pub fn forward(&self, x: &Tensor, mask: &Mask, train: bool) -> Result<Tensor> {
-        self.cross(x, x, mask, train)
+    /// Reads the attention's buffers from `vb`, or registers them there where they are new.
+    fn take_buffers(&mut self, vb: &VarBuilder, loading: bool) -> Result<()> {
+        let trained = self.attention.trained_buffers();
+        let mut given = Vec::new();
+        let mut stored = Vec::new();
+        for (name, buffer) in self.attention.buffers() {
+            // A map that is trained has parameters of its own for each key head.
+            let is_trained = trained.contains(&name);
+            let buffer = match buffer.dims().first() {
+                Some(1) if is_trained => Tensor::cat(&vec![&buffer; self.config.kv_heads], 0)?,
+                _ => buffer,
+            };
+            let known = vb.contains_tensor(&name);
+            if loading && !known {
+                bail!(
+                    "buffer {} {:?} is missing beside the layer's weights: they were saved without the random or \
+                     trained features that they belong to; to draw new ones on purpose, use \
+                     MultiHeadAttention::without_buffers",
+                    if vb.prefix().is_empty() { name } else { format!("{}.{name}", vb.prefix()) },
+                    buffer.dims()
+                );
+            }
+            // A VarMap hands tensors out by shape only; of a file's tensor, the attention looks at the shape.
+            let unchecked = if known { vb.get_unchecked_dtype(&name, buffer.dtype()).ok() } else { None };
+            let tensor = match unchecked {
+                Some(tensor) => tensor,
+                None => vb.get_with_hints_dtype(buffer.dims(), &name, Init::Const(0.0), buffer.dtype())?,
+            };
+            if !known {
+                tensor.slice_set(&buffer.to_device(tensor.device())?.contiguous()?.copy()?, 0, 0)?;
+            }
+            if is_trained && tensor.is_variable() {
+                given.push((name, tensor));
+                continue;
+            }
+            if tensor.is_variable() {
+                stored.push((name.clone(), tensor.detach()));
+            }
+            given.push((name, tensor.detach().copy()?));
+        }
+        let get = |name: &str| given.iter().find(|(given, _)| given == name).map(|(_, tensor)| tensor.clone());
+        self.attention.load_buffers(&get)?;
+        self.registered = stored
+            .into_iter()
+            .map(|(name, stored)| Ok(Registered { used: stored.copy()?, name, stored }))
+            .collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Self-attention over `x` `(B, T, E)` → `(B, T, E)`.
+    ///
+    /// # Errors
+    /// If `x` has another shape, as [`Attention::forward`], or if the `VarMap` of this layer was loaded
+    /// since (see [`Self::reload_buffers`]).
+    pub fn forward(&self, x: &Tensor, mask: &Mask) -> Result<Tensor> {
+        self.cross(x, x, mask)
     }
 
     /// Attention of `x` `(B, Tq, E)` over `context` `(B, Tk, E)` → `(B, Tq, E)`.
-    pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask, train: bool) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask) -> Result<Tensor> {
+        self.check_registered()?;
         let (q, k, v) = self.project(x, context, 0)?;
-        let out = self.merge(&self.attention.forward(&q, &k, &v, mask)?)?;
-        if train && self.config.dropout > 0.0 { dropout(&out, self.config.dropout) } else { Ok(out) }
+        self.merge(&self.attention.forward(Inputs::new(&q, &k, &v), mask)?)
     }
 
     /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
+    ///
+    /// # Errors
+    /// As [`Self::forward`] and [`Attention::extend`].
     pub fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
+        self.check_registered()?;
         let (q, k, v) = self.project(x, x, state.tokens())?;
-        self.merge(&self.attention.extend(&q, &k, &v, state)?)
+        self.merge(&self.attention.extend(Inputs::new(&q, &k, &v), state)?)
     }
 
-    /// Self-attention with `attend(q, k, v)` in place of the attention inside: `q` is `(B, H, T, D)`, `k` and `v` `(B, Hkv, T, D)`, after
-    /// rotary positions. For looking at what an attention is given, and for trying another in its place.
-    pub fn forward_through(
-        &self,
-        x: &Tensor,
-        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    /// Self-attention with `attend` in place of the attention inside, which is given queries `(B, H, T, D)`,
+    /// keys and values `(B, Hkv, T, D)` after rotary positions. For looking at what an attention is given,
+    /// and for trying another in its place.
+    ///
+    /// # Errors
+    /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.
+    pub fn forward_through(&self, x: &Tensor, attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>) -> Result<Tensor> {
         let (q, k, v) = self.project(x, x, 0)?;
-        self.merge(&attend(&q, &k, &v)?)
+        self.merge(&attend(Inputs::new(&q, &k, &v))?)
     }
 
-    /// The attention inside, to save its buffers.
+    /// The attention inside.
     pub fn attention(&self) -> &dyn Attention {
         &*self.attention
     }
 
-    /// The attention inside, to redraw it or load its buffers.
-    pub fn attention_mut(&mut self) -> &mut dyn Attention {
-        &mut *self.attention
-    }
-
-    /// Puts another attention inside.
+    /// Puts another attention inside. Its buffers are not registered in a `VarMap`: whoever exchanges the
+    /// attention of a layer saves and loads them.
     pub fn set_attention(&mut self, attention: Box<dyn Attention>) {
         self.attention = attention;
+        self.registered.clear();
+    }
+
+    /// Draws new random features from `seed`, in the layer's `VarMap` too; nothing where there are none.
+    ///
+    /// # Errors
+    /// As [`Attention::redraw`].
+    pub fn redraw(&mut self, seed: u64) -> Result<()> {
+        self.attention.redraw(seed)?;
+        self.update_registered()
+    }
+
+    /// Takes over saved buffers, into the layer's `VarMap` too; `get` returns the tensor of a name in
+    /// [`Attention::buffers`], if it was saved.
+    ///
+    /// # Errors
+    /// As [`Attention::load_buffers`].
+    pub fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
+        self.attention.load_buffers(get)?;
+        self.update_registered()
+    }
+
+    /// Takes over the buffers that the layer's `VarMap` holds by now. Call it after `VarMap::load` of a map
+    /// over which this layer has been made; until then the layer refuses to compute (on the CPU, where
+    /// looking is cheap).
+    ///
+    /// # Errors
+    /// As [`Attention::load_buffers`].
+    pub fn reload_buffers(&mut self) -> Result<()> {
+        let own = self.attention.buffers();
+        let find = |name: &str| -> Option<Tensor> {
+            let stored = self.registered.iter().find(|r| r.name == name).and_then(|r| r.stored.copy().ok());
+            stored.or_else(|| own.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone()))
+        };
+        self.attention.load_buffers(&find)?;
+        for registered in &mut self.registered {
+            registered.used = registered.stored.copy()?;
+        }
+        Ok(())
+    }
+
+    /// Writes the attention's buffers into the `VarMap`.
+    fn update_registered(&mut self) -> Result<()> {
+        for (name, buffer) in self.attention.buffers() {
+            let Some(registered) = self.registered.iter_mut().find(|r| r.name == name) else { continue };
+            if registered.stored.dims() != buffer.dims() {
+                bail!(
+                    "buffer {name} has shape {:?} now, but the VarMap holds {:?} of it; make the layer anew",
+                    buffer.dims(),
+                    registered.stored.dims()
+                );
+            }
+            registered.used =
+                buffer.to_dtype(registered.stored.dtype())?.to_device(registered.stored.device())?.copy()?;
+            registered.stored.slice_set(&registered.used.contiguous()?, 0, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses to compute with buffers that are not those of the `VarMap` any more.
+    fn check_registered(&self) -> Result<()> {
+        for Registered { name, stored, used } in &self.registered {
+            if stored.device().is_cpu() && !same_numbers(stored, used)? {
+                bail!(
+                    "buffer {name}: the VarMap of this layer was loaded after the layer was made; call \
+                     MultiHeadAttention::reload_buffers, or make layers over a VarBuilder of the file"
+                );
+            }
+        }
+        Ok(())
     }
 
     fn project(&self, x: &Tensor, context: &Tensor, start: usize) -> Result<(Tensor, Tensor, Tensor)> {
@@ -211,4 +401,17 @@ impl MultiHeadAttention {
     fn merge(&self, heads: &Tensor) -> Result<Tensor> {
         ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias())
     }
+}
+
+/// Whether two contiguous tensors on the CPU, f32 or f64, have the same numbers.
+fn same_numbers(a: &Tensor, b: &Tensor) -> Result<bool> {
+    use candle_core::{CpuStorage, Storage};
+    let ((a, a_layout), (b, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
+    let ranges = (a_layout.contiguous_offsets(), b_layout.contiguous_offsets());
+    let (Some((a0, a1)), Some((b0, b1))) = ranges else { bail!("a buffer of the attention is not contiguous") };
+    Ok(match (&*a, &*b) {
+        (Storage::Cpu(CpuStorage::F32(a)), Storage::Cpu(CpuStorage::F32(b))) => a[a0..a1] == b[b0..b1],
+        (Storage::Cpu(CpuStorage::F64(a)), Storage::Cpu(CpuStorage::F64(b))) => a[a0..a1] == b[b0..b1],
+        _ => false,
+    })
 }

@@ -9,7 +9,7 @@ use common::{
 };
 use performer_core::features::FeatureMapKind;
 use performer_core::reference::Shape;
-use performer_core::{Attention, Favor, FavorConfig, Mask, ProjectionKind, Radii, Softmax};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, ProjectionKind, Radii, Softmax};
 
 /// Relative to the largest element. Rounding alone: f64 leaves 1e-15 × (length of the sums) × (conditioning).
 const TOLERANCES: [(DType, f64); 2] = [(DType::F64, 1e-9), (DType::F32, 1e-4)];
@@ -243,7 +243,7 @@ fn softmax_is_that_of_candles_own_ops() -> Result<()> {
         let causal = logits.broadcast_add(&tensor(&future, &[70, 70], dtype, &device)?)?;
         for (mask, logits) in [(Mask::full(), logits), (Mask::causal(), causal)] {
             let expected = softmax_last_dim(&logits)?.matmul(&v)?;
-            let actual = Softmax::new().forward(&q, &k, &v, &mask)?;
+            let actual = Softmax::new().forward(Inputs::new(&q, &k, &v), &mask)?;
             assert_tensor_close(&format!("{mask:?}"), &actual, &values(&expected)?, tolerance);
         }
     }
@@ -256,12 +256,12 @@ fn favor_approaches_softmax() -> Result<()> {
     let device = Device::Cpu;
     let problem = Problem::random(10, shape(1, 2, 2, 64, 8, 8), None, 0).scale_qk(0.5);
     let [q, k, v] = problem.tensors(DType::F32)?;
-    let exact = Softmax::new().forward(&q, &k, &v, &Mask::causal())?;
+    let exact = Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
     let norm = |t: &Tensor| t.sqr()?.sum_all()?.sqrt()?.to_dtype(DType::F64)?.to_scalar::<f64>();
     let error = |features: usize| -> Result<f64> {
         let config = FavorConfig { features, ..FavorConfig::default() };
         let favor = Favor::new(&config, 8, 11, DType::F32, &device)?;
-        Ok(norm(&(favor.forward(&q, &k, &v, &Mask::causal())? - &exact)?)? / norm(&exact)?)
+        Ok(norm(&(favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())? - &exact)?)? / norm(&exact)?)
     };
     let (few, many) = (error(16)?, error(4096)?);
     // The error falls like M^-½: by 16 here.

@@ -24,7 +24,7 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use candle_transformers::models::{bert, llama};
 use performer_core::{
-    Attention, Favor, FavorConfig, Mask, Softmax, State, Windowed,
+    Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State, Windowed,
     features::fit::Moments,
     projection::{ProjectionKind, Radii, derive_seed, draw},
 };
@@ -278,8 +278,8 @@ fn bert_with_many_features_is_near_the_original() -> Result<()> {
 fn observing_changes_nothing() -> Result<()> {
     let observed = Observed::new(1, 2);
     let q = Tensor::new(&[[[[1f32, 2.0], [3.0, -1.0]]]], &DEVICE)?;
-    let out = observed.forward(&q, &q, &q, &Mask::full())?;
-    assert_eq!(difference(&out, &Softmax::new().forward(&q, &q, &q, &Mask::full())?)?, 0.0);
+    let out = observed.forward(Inputs::new(&q, &q, &q), &Mask::full())?;
+    assert_eq!(difference(&out, &Softmax::new().forward(Inputs::new(&q, &q, &q), &Mask::full())?)?, 0.0);
     assert!(observed.moments().logit_deviation()[0] > 0.0);
     Ok(())
 }

@@ -8,7 +8,7 @@ use common::{
     values,
 };
 use performer_core::reference::Shape;
-use performer_core::{FeatureMapKind, Mask};
+use performer_core::{FeatureMapKind, Inputs, Mask};
 
 /// Chunks are of 16 tokens at this head dimension: seven of them, the last a part. Grouped heads.
 const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 100, k_len: 100, head_dim: 6, value_dim: 3 };
@@ -42,7 +42,7 @@ fn assert_blind_to(change: impl Fn(usize, &Tensor, usize) -> Result<Tensor>) -> 
             (DType::F64, problem.attention(DType::F64)?),
         ] {
             let inputs = problem.tensors(dtype)?;
-            let forward = |[q, k, v]: &[Tensor; 3]| attention.forward(q, k, v, &Mask::causal());
+            let forward = |[q, k, v]: &[Tensor; 3]| attention.forward(Inputs::new(q, k, v), &Mask::causal());
             let whole = forward(&inputs)?;
             for cut in CUTS {
                 let mut changed = inputs.clone();
@@ -94,10 +94,10 @@ fn no_future_leaves_the_past_alone() -> Result<()> {
         for (dtype, rounding) in [(DType::F32, 1e-6), (DType::F64, 1e-15)] {
             let attention = problem.attention(dtype)?;
             let [q, k, v] = problem.tensors(dtype)?;
-            let whole = attention.forward(&q, &k, &v, &Mask::causal())?;
+            let whole = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
             for cut in CUTS {
                 let [q, k, v] = [&q, &k, &v].map(|t| t.narrow(2, 0, cut));
-                let short = attention.forward(&q?, &k?, &v?, &Mask::causal())?;
+                let short = attention.forward(Inputs::new(&q?, &k?, &v?), &Mask::causal())?;
                 let what = format!("{map:?} {dtype:?}");
                 if map.is_some() {
                     assert_same_past(&what, &short, &whole, cut)?;
@@ -116,7 +116,7 @@ fn the_first_output_is_the_first_value() -> Result<()> {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F64, 1e-14)] {
             let problem = problem(map);
             let [q, k, v] = problem.tensors(dtype)?;
-            let output = problem.attention(dtype)?.forward(&q, &k, &v, &Mask::causal())?;
+            let output = problem.attention(dtype)?.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
             let (b, kv, group) = (SHAPE.batch, SHAPE.kv_heads, SHAPE.heads / SHAPE.kv_heads);
             let first = v.narrow(2, 0, 1)?.unsqueeze(2)?.expand((b, kv, group, 1, SHAPE.value_dim))?;
             let first = first.contiguous()?.reshape((b, kv * group, 1, SHAPE.value_dim))?;
@@ -173,7 +173,7 @@ fn positive_maps_average_values() -> Result<()> {
         let ones = vec![1.0; SHAPE.v_count()];
         let [q, k, _] = problem.tensors(DType::F32)?;
         let ones = tensor(&ones, &problem.v_dims(), DType::F32, q.device())?;
-        let output = values(&problem.attention(DType::F32)?.forward(&q, &k, &ones, &Mask::causal())?)?;
+        let output = values(&problem.attention(DType::F32)?.forward(Inputs::new(&q, &k, &ones), &Mask::causal())?)?;
         assert!(output.iter().all(|o| (o - 1.0).abs() < 1e-5), "{map:?}: the average of ones is not 1");
     }
     Ok(())

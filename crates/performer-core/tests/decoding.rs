@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use common::{Problem, all_kernels, assert_tensor_close, conditioned_scale, values};
 use performer_core::features::FeatureMapKind;
 use performer_core::reference::Shape;
-use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax, State};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State};
 
 const T: usize = 70;
 const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: T, k_len: T, head_dim: 5, value_dim: 3 };
@@ -18,7 +18,7 @@ fn in_pieces(attention: &dyn Attention, inputs: &[Tensor; 3], lengths: &[usize],
     for &length in lengths {
         let [q, k, v] = inputs;
         let piece = |t: &Tensor| t.narrow(2, start, length);
-        outputs.push(attention.extend(&piece(q)?, &piece(k)?, &piece(v)?, state)?);
+        outputs.push(attention.extend(Inputs::new(&piece(q)?, &piece(k)?, &piece(v)?), state)?);
         start += length;
         assert_eq!(state.tokens(), start);
     }
@@ -43,7 +43,7 @@ fn any_split_is_one_pass() -> Result<()> {
             let attention = problem.attention(dtype)?;
             let inputs = problem.tensors(dtype)?;
             let [q, k, v] = &inputs;
-            let whole = values(&attention.forward(q, k, v, &Mask::causal())?)?;
+            let whole = values(&attention.forward(Inputs::new(q, k, v), &Mask::causal())?)?;
             for split in splits {
                 let pieces = in_pieces(&*attention, &inputs, split, &mut State::new())?;
                 assert_tensor_close(&format!("{map:?} {dtype:?} in {split:?}"), &pieces, &whole, tolerance);
@@ -62,7 +62,7 @@ fn half_precision_steps_are_one_pass() -> Result<()> {
             let attention = problem.attention(dtype)?;
             let inputs = problem.tensors(dtype)?;
             let [q, k, v] = &inputs;
-            let whole = values(&attention.forward(q, k, v, &Mask::causal())?)?;
+            let whole = values(&attention.forward(Inputs::new(q, k, v), &Mask::causal())?)?;
             let steps = in_pieces(&*attention, &inputs, &[1; T], &mut State::new())?;
             assert_eq!(steps.dtype(), dtype);
             assert_tensor_close(&format!("{map:?} {dtype:?}"), &steps, &whole, tolerance);
@@ -86,7 +86,7 @@ fn growing_keys_are_one_pass() -> Result<()> {
         let attention = problem.attention(DType::F64)?;
         let inputs = problem.tensors(DType::F64)?;
         let [q, k, v] = &inputs;
-        let whole = values(&attention.forward(q, k, v, &Mask::causal())?)?;
+        let whole = values(&attention.forward(Inputs::new(q, k, v), &Mask::causal())?)?;
         for split in [&[1; T][..], &[16, 54], &[50, 20]] {
             let pieces = in_pieces(&*attention, &inputs, split, &mut State::new())?;
             assert_tensor_close(&format!("{map:?} in {split:?}"), &pieces, &whole, 1e-12);
@@ -104,14 +104,17 @@ fn a_cloned_state_is_independent() -> Result<()> {
         let [q, k, v] = problem.tensors(DType::F64)?;
         let piece = |t: &Tensor, start, length| t.narrow(2, start, length);
         let extend = |start, length, state: &mut State| {
-            attention.extend(&piece(&q, start, length)?, &piece(&k, start, length)?, &piece(&v, start, length)?, state)
+            attention.extend(
+                Inputs::new(&piece(&q, start, length)?, &piece(&k, start, length)?, &piece(&v, start, length)?),
+                state,
+            )
         };
         let mut state = State::new();
         extend(0, 30, &mut state)?;
         let mut branch = state.clone();
         extend(50, 20, &mut branch)?;
         let next = extend(30, 10, &mut state)?;
-        let whole = attention.forward(&q, &k, &v, &Mask::causal())?.narrow(2, 30, 10)?;
+        let whole = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?.narrow(2, 30, 10)?;
         assert_tensor_close(&format!("{map:?}"), &next, &values(&whole)?, 1e-12);
         assert_eq!((state.tokens(), branch.tokens()), (40, 50));
     }
@@ -123,7 +126,7 @@ fn favor_states_have_constant_size_and_softmax_states_grow() -> Result<()> {
     let bytes = |attention: &dyn Attention, tokens: usize| -> Result<usize> {
         let part = |heads| Tensor::ones((1, heads, tokens, 5), DType::F32, &Device::Cpu);
         let mut state = State::new();
-        attention.extend(&part(4)?, &part(2)?, &part(2)?, &mut state)?;
+        attention.extend(Inputs::new(&part(4)?, &part(2)?, &part(2)?), &mut state)?;
         assert_eq!(state.tokens(), tokens);
         Ok(state.bytes())
     };
@@ -151,8 +154,8 @@ fn states_are_detached() -> Result<()> {
         let [q, k, v] = problem.tensors(DType::F32)?;
         let k = candle_core::Var::from_tensor(&k)?;
         let mut state = State::new();
-        attention.extend(&q, &k, &v, &mut state)?;
-        let next = attention.extend(&q, &k.detach(), &v, &mut state)?;
+        attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
+        let next = attention.extend(Inputs::new(&q, &k.detach(), &v), &mut state)?;
         assert!(next.sum_all()?.backward()?.get(&k).is_none(), "{map:?}");
     }
     Ok(())
@@ -164,7 +167,7 @@ fn assert_refused(what: &str, attention: &dyn Attention, problem: &Problem, dtyp
     let mut state = state.clone();
     let (tokens, bytes) = (state.tokens(), state.bytes());
     let [q, k, v] = problem.tensors(dtype).unwrap();
-    match attention.extend(&q, &k, &v, &mut state) {
+    match attention.extend(Inputs::new(&q, &k, &v), &mut state) {
         Ok(_) => panic!("{what}: the state was accepted"),
         Err(error) => assert!(error.to_string().contains("state"), "{what}: {error}"),
     }
@@ -188,7 +191,7 @@ fn a_state_from_elsewhere_is_refused() -> Result<()> {
         let attention = here.attention(dtype)?;
         let [q, k, v] = here.tensors(dtype)?;
         let mut state = State::new();
-        attention.extend(&q, &k, &v, &mut state)?;
+        attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
         for (what, shape) in others {
             assert_refused(&format!("{map:?}, {what}"), &*attention, &of(map, shape, 8), dtype, &state);
         }

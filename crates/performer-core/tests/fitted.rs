@@ -9,7 +9,7 @@ use performer_core::features::{
     fit::{Moments, Options, fit},
 };
 use performer_core::projection::{self, ProjectionKind, Radii};
-use performer_core::{Attention, Favor, Mask, State};
+use performer_core::{Attention, Favor, Inputs, Mask, State};
 
 const D: usize = 6;
 const HEADS: usize = 2;
@@ -142,7 +142,7 @@ fn qkv(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
 fn run(attention: &dyn Attention, mask: &Mask, t: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {
     let vars = qkv(t, dtype)?.map(|x| Var::from_tensor(&x));
     let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
-    let out = attention.forward(q, k, v, mask)?;
+    let out = attention.forward(Inputs::new(q, k, v), mask)?;
     let weights = tensor(&Random::new(2).normal(out.elem_count(), 1.0), out.dims(), dtype, &Device::Cpu)?;
     let gradients = (&out * weights)?.sum_all()?.backward()?;
     let mut all = vec![values(&out)?];
@@ -177,10 +177,12 @@ fn steps_are_one_pass() -> Result<()> {
     let t = 40;
     let attention = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
     let [q, k, v] = qkv(t, DType::F32)?;
-    let whole = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
+    let whole = values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
     let mut state = State::new();
     let outs: Vec<Tensor> = (0..t)
-        .map(|i| attention.extend(&q.narrow(2, i, 1)?, &k.narrow(2, i, 1)?, &v.narrow(2, i, 1)?, &mut state))
+        .map(|i| {
+            attention.extend(Inputs::new(&q.narrow(2, i, 1)?, &k.narrow(2, i, 1)?, &v.narrow(2, i, 1)?), &mut state)
+        })
         .collect::<Result<_>>()?;
     assert_tensor_close("steps", &Tensor::cat(&outs, 2)?, &whole, 1e-5);
     Ok(())
@@ -199,8 +201,9 @@ fn parameters_that_are_variables_get_gradients_and_give_the_same_outputs() -> Re
         Some(var.1.as_tensor().clone())
     })?;
     let [q, k, v] = qkv(70, DType::F32)?;
-    let out = Favor::with_map(Box::new(trainable))?.forward(&q, &k, &v, &Mask::causal())?;
-    let expected = values(&Favor::with_map(Box::new(constant.clone()))?.forward(&q, &k, &v, &Mask::causal())?)?;
+    let out = Favor::with_map(Box::new(trainable))?.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
+    let expected =
+        values(&Favor::with_map(Box::new(constant.clone()))?.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
     assert_tensor_close("variables", &out, &expected, 1e-5);
     let gradients = out.sqr()?.sum_all()?.backward()?;
     // What multiplies all features of a query has no part in attention.
@@ -217,7 +220,7 @@ fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
         let config = performer_core::FavorConfig { map, features: 9, ..performer_core::FavorConfig::default() };
         let mut favor = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
         let [q, k, v] = qkv(70, DType::F32)?;
-        let before = values(&favor.forward(&q, &k, &v, &Mask::causal())?)?;
+        let before = values(&favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
         // A set for each of two heads.
         let vars: Vec<(String, Var)> = favor
             .buffers()
@@ -225,7 +228,7 @@ fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
             .map(|(name, tensor)| Ok((name, Var::from_tensor(&Tensor::cat(&[&tensor, &tensor], 0)?)?)))
             .collect::<Result<_>>()?;
         favor.load_buffers(&|name| vars.iter().find(|(n, _)| n == name).map(|(_, var)| var.as_tensor().clone()))?;
-        let out = favor.forward(&q, &k, &v, &Mask::causal())?;
+        let out = favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
         assert_tensor_close(&map.to_string(), &out, &before, 1e-5);
         let gradients = out.sqr()?.sum_all()?.backward()?;
         for (name, var) in &vars {
@@ -251,13 +254,15 @@ fn buffers_restore_a_fit_of_any_number_of_heads() -> Result<()> {
     let mut fresh = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
     fresh.load_buffers(&|name| saved.iter().find(|(n, _)| n == name).map(|(_, t)| t.clone()))?;
     let [q, k, v] = qkv(12, DType::F32)?;
-    let outs = [&fitted, &fresh].map(|favor| favor.forward(&q, &k, &v, &Mask::causal()).and_then(|out| values(&out)));
+    let outs = [&fitted, &fresh]
+        .map(|favor| favor.forward(Inputs::new(&q, &k, &v), &Mask::causal()).and_then(|out| values(&out)));
     let [a, b] = outs;
     assert_eq!(a?, b?);
     let error = fresh.load_buffers(&|_| None).expect_err("nothing was saved").to_string();
     assert!(error.contains("queries is missing"), "{error}");
     let three = Tensor::zeros((1, 3, 7, D), DType::F32, &Device::Cpu)?;
-    let error = fitted.forward(&three, &three, &three, &Mask::causal()).expect_err("three heads").to_string();
+    let error =
+        fitted.forward(Inputs::new(&three, &three, &three), &Mask::causal()).expect_err("three heads").to_string();
     assert!(error.contains("fitted to 2 key heads"), "{error}");
     Ok(())
 }

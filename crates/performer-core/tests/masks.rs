@@ -8,7 +8,7 @@ use common::{
     mask_tensor, values,
 };
 use performer_core::reference::Shape;
-use performer_core::{FeatureMapKind, Mask, State};
+use performer_core::{FeatureMapKind, Inputs, Mask, State};
 
 const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 40, k_len: 40, head_dim: 5, value_dim: 3 };
 
@@ -90,10 +90,10 @@ fn appended_padding_is_none() -> Result<()> {
                 let mask: Vec<bool> = lengths.iter().flat_map(|&l| (0..SHAPE.k_len).map(move |t| t < l)).collect();
                 let mask = mask_tensor(&mask, &[SHAPE.batch, SHAPE.k_len], &device)?;
                 let kind = if causal { Mask::causal() } else { Mask::full() };
-                let padded = attention.forward(&q, &k, &v, &kind.clone().with_keys(&mask))?;
+                let padded = attention.forward(Inputs::new(&q, &k, &v), &kind.clone().with_keys(&mask)?)?;
                 for (b, length) in lengths.into_iter().enumerate() {
                     let alone = |t: &Tensor| t.narrow(0, b, 1)?.narrow(2, 0, length);
-                    let expected = attention.forward(&alone(&q)?, &alone(&k)?, &alone(&v)?, &kind)?;
+                    let expected = attention.forward(Inputs::new(&alone(&q)?, &alone(&k)?, &alone(&v)?), &kind)?;
                     let what = format!("{map:?} {dtype:?}, causal {causal}, sequence {b}");
                     assert_tensor_close(&what, &alone(&padded)?, &values(&expected)?, tolerance);
                 }
@@ -165,8 +165,8 @@ fn masks_of_every_dtype_are_the_same() -> Result<()> {
         let mask = mask_tensor(mask, &[SHAPE.batch, SHAPE.k_len], &Device::Cpu)?;
         let [q, k, v] = problem.tensors(DType::F32)?;
         for dtype in [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64] {
-            let mask = Mask::causal().with_keys(&mask.to_dtype(dtype)?);
-            let output = problem.attention(DType::F32)?.forward(&q, &k, &v, &mask)?;
+            let mask = Mask::causal().with_keys(&mask.to_dtype(dtype)?)?;
+            let output = problem.attention(DType::F32)?.forward(Inputs::new(&q, &k, &v), &mask)?;
             assert_tensor_close(&format!("{map:?}, mask of {dtype:?}"), &output, &expected, 0.0);
         }
     }
@@ -184,24 +184,24 @@ fn empty_inputs_give_empty_outputs() -> Result<()> {
             let zeros = |heads, t, width| Tensor::zeros((b, heads, t, width), DType::F32, &device);
             let (q, k, v) = (zeros(4, tq, 5)?, zeros(2, tk, 5)?, zeros(2, tk, 3)?);
             let keys = Tensor::ones((b, tk), DType::U8, &device)?;
-            let mut masks = vec![Mask::full(), Mask::full().with_keys(&keys)];
+            let mut masks = vec![Mask::full(), Mask::full().with_keys(&keys)?];
             if tq == tk {
-                masks.extend([Mask::causal(), Mask::causal().with_keys(&keys)]);
+                masks.extend([Mask::causal(), Mask::causal().with_keys(&keys)?]);
             }
             for mask in masks {
-                let output = attention.forward(&q, &k, &v, &mask)?;
+                let output = attention.forward(Inputs::new(&q, &k, &v), &mask)?;
                 assert_eq!(output.dims(), [b, 4, tq, 3], "{map:?}, {mask:?}");
                 assert!(values(&output)?.iter().all(|&o| o == 0.0), "{map:?}, {mask:?}");
             }
             if tq == tk {
                 let mut state = State::new();
-                let output = attention.extend(&q, &k, &v, &mut state)?;
+                let output = attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
                 assert_eq!((output.dims(), state.tokens()), (&[b, 4, tq, 3][..], tq), "{map:?}");
                 if b > 0 {
                     // An empty prompt before a token is no prompt.
                     let [q, k, v] = problem.tensors(DType::F32)?;
-                    let output = attention.extend(&q, &k, &v, &mut state)?;
-                    let alone = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
+                    let output = attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
+                    let alone = values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
                     assert_tensor_close(&format!("{map:?}"), &output, &alone, 1e-6);
                 }
             }
@@ -222,5 +222,76 @@ fn hidden_keys_do_not_count_in_the_normaliser() -> Result<()> {
             assert!(output.iter().all(|&o| right(o)), "{map:?}, causal {causal}: an average of ones is not 1");
         }
     }
+    Ok(())
+}
+
+/// Additive masks hide where they are −∞, or the lowest number of their type as Hugging Face's models
+/// have it, and masks may come as they are broadcast over heads and queries.
+#[test]
+fn masks_of_every_kind_and_shape_are_the_same() -> Result<()> {
+    let device = Device::Cpu;
+    for map in [None, Some(FeatureMapKind::Positive)] {
+        let problem = padded_problem(map, true);
+        let expected = values(&problem.forward(DType::F32)?)?;
+        let Some(visible) = &problem.key_mask else { unreachable!() };
+        let [q, k, v] = problem.tensors(DType::F32)?;
+        let check = |what: &str, mask: &Tensor| -> Result<()> {
+            let mask = Mask::causal().with_keys(mask)?;
+            let output = problem.attention(DType::F32)?.forward(Inputs::new(&q, &k, &v), &mask)?;
+            assert_tensor_close(&format!("{map:?}, {what}"), &output, &expected, 0.0);
+            Ok(())
+        };
+        let dims = (SHAPE.batch, SHAPE.k_len);
+        for (dtype, lowest) in [
+            (DType::F32, f64::from(f32::MIN)),
+            (DType::F64, f64::MIN),
+            (DType::F16, -65504.0),
+            (DType::BF16, -3.389_531_389_251_535e38),
+        ] {
+            for hidden in [f64::NEG_INFINITY, lowest] {
+                let bias: Vec<f64> = visible.iter().map(|&visible| if visible { 0.0 } else { hidden }).collect();
+                let bias = Tensor::from_vec(bias, dims, &device)?.to_dtype(dtype)?;
+                check(&format!("additive {dtype:?} with {hidden}"), &bias)?;
+                check("additive, (B, 1, 1, Tk)", &bias.reshape((SHAPE.batch, 1, 1, SHAPE.k_len))?)?;
+            }
+        }
+        let mask = mask_tensor(visible, &[SHAPE.batch, SHAPE.k_len], &device)?;
+        check("(B, 1, Tk)", &mask.reshape((SHAPE.batch, 1, SHAPE.k_len))?)?;
+        check("a comparison", &mask.to_dtype(DType::F32)?.gt(0.5)?)?;
+
+        // One row for all sequences.
+        let row = mask.narrow(0, 0, 1)?;
+        let both = values(
+            &problem
+                .attention(DType::F32)?
+                .forward(Inputs::new(&q, &k, &v), &Mask::causal().with_keys(&row.expand(dims)?.contiguous()?)?)?,
+        )?;
+        for row in [row.clone(), row.squeeze(0)?] {
+            let mask = Mask::causal().with_keys(&row)?;
+            let output = problem.attention(DType::F32)?.forward(Inputs::new(&q, &k, &v), &mask)?;
+            assert_tensor_close(&format!("{map:?}, {:?}", row.dims()), &output, &both, 0.0);
+        }
+    }
+    Ok(())
+}
+
+/// Whatever is not clearly one of the known kinds is refused, and the message says where.
+#[test]
+fn masks_that_could_mean_two_things_are_refused() -> Result<()> {
+    let device = Device::Cpu;
+    let refused = |mask: &Tensor, part: &str| {
+        let error = Mask::full().with_keys(mask).expect_err("a mask that should be refused").to_string();
+        assert!(error.contains("key mask") && error.contains(part), "{error}");
+    };
+    refused(&Tensor::new(&[[1f32, 0.5]], &device)?, "0.5 at [0, 1]");
+    refused(&Tensor::new(&[[0f32, -3.0]], &device)?, "-3 at [0, 1]");
+    refused(&Tensor::new(&[[0u32, 2]], &device)?, "2 at [0, 1]");
+    refused(&Tensor::new(&[[0i64, -1]], &device)?, "-1 at [0, 1]");
+    refused(&Tensor::new(&[[1f32, f32::NEG_INFINITY]], &device)?, "both 1 and -inf");
+    refused(&Tensor::new(&[[0f32, f32::NAN]], &device)?, "NaN at [0, 1]");
+    refused(&Tensor::new(&[[0f32, 0.0]], &device)?, "0 everywhere");
+    refused(&Tensor::ones((2, 3, 4), DType::U8, &device)?, "[2, 3, 4]");
+    // As integers, zeros have one meaning.
+    assert!(Mask::full().with_keys(&Tensor::new(&[[0u32, 0]], &device)?).is_ok());
     Ok(())
 }

@@ -6,7 +6,7 @@ mod common;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use common::{Random, assert_close, tensor, values};
 use performer_core::features::Fitted;
-use performer_core::{Attention, Favor, Mask, Windowed};
+use performer_core::{Attention, Favor, Inputs, Mask, Windowed};
 
 const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
@@ -53,7 +53,7 @@ fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)
         Some(window) => Box::new(Windowed::new(window, favor)?),
         None => Box::new(favor),
     };
-    let out = attention.forward(&inputs[0], &inputs[1], &inputs[2], mask)?;
+    let out = attention.forward(Inputs::new(&inputs[0], &inputs[1], &inputs[2]), mask)?;
     let weights = Random::new(2).normal(out.elem_count(), 1.0);
     let weights = tensor(&weights, out.dims(), out.dtype(), &Device::Cpu)?;
     Ok(((&out * weights)?.sum_all()?, out))
@@ -123,7 +123,7 @@ fn hidden_keys_give_parameters_nothing() -> Result<()> {
     let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
     let visible: Vec<f64> = (0..BATCH * 70).map(|i| f64::from(i % 5 != 0 && i % 70 < 60)).collect();
     let mask = |causal: Mask| {
-        Ok::<_, candle_core::Error>(causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?))
+        Ok::<_, candle_core::Error>(causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?)?)
     };
     compare(sizes, &mask(Mask::causal())?, "causal, hidden keys")?;
     compare(sizes, &mask(Mask::full())?, "full, hidden keys")
@@ -156,7 +156,8 @@ fn gradients_of_one(batch: usize, mask: &Mask) -> Result<Vec<Vec<f64>>> {
         query_metric: None,
         key_metric: None,
     };
-    let out = Favor::with_map(Box::new(map))?.forward(&repeated(&q)?, &repeated(&k)?, &repeated(&v)?, mask)?;
+    let out =
+        Favor::with_map(Box::new(map))?.forward(Inputs::new(&repeated(&q)?, &repeated(&k)?, &repeated(&v)?), mask)?;
     let gradients = (out.narrow(0, 0, 1)? * weights)?.sum_all()?.backward()?;
     vars.iter().map(|var| values(gradients.get(var).expect("a gradient"))).collect()
 }

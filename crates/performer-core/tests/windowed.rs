@@ -4,7 +4,7 @@ mod common;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use common::{Random, assert_tensor_close, mask_tensor, tensor, values};
-use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Mask, Softmax, State, Windowed};
+use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, State, Windowed};
 
 const D: usize = 8;
 
@@ -60,7 +60,7 @@ fn it_is_what_it_says() -> Result<()> {
                 let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
                 for attention in [windowed(window, wide, map)?, windowed(window, wide, map)?.composed()] {
                     let [q, k, v] = inputs(t, dtype)?;
-                    let out = attention.forward(&q, &k, &v, &Mask::causal())?;
+                    let out = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
                     assert_eq!(out.dtype(), dtype);
                     assert_tensor_close(&format!("{map} {dtype:?} T={t} W={window}"), &out, &expected, tolerance);
                 }
@@ -76,14 +76,14 @@ fn hidden_keys_count_on_neither_side() -> Result<()> {
     let mut visible = Random::new(5).mask(2 * t, 0.7);
     // A row that sees nothing.
     visible[0] = false;
-    let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?);
+    let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
     for dtype in [DType::F64, DType::F32] {
         let attention = windowed(window, dtype, FeatureMapKind::Positive)?;
         let [q, k, v] = inputs(t, dtype)?;
         let expected =
             plain(&windowed(window, DType::F64, FeatureMapKind::Positive)?, &inputs(t, DType::F64)?, Some(&visible))?;
         let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
-        assert_tensor_close("masked", &attention.forward(&q, &k, &v, &mask)?, &expected, tolerance);
+        assert_tensor_close("masked", &attention.forward(Inputs::new(&q, &k, &v), &mask)?, &expected, tolerance);
     }
     Ok(())
 }
@@ -94,7 +94,7 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
         let run = |attention: &Windowed, dtype: DType| -> Result<Vec<Vec<f64>>> {
             let vars = inputs(t, dtype)?.map(|x| Var::from_tensor(&x));
             let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
-            let out = attention.forward(q, k, v, &Mask::causal())?;
+            let out = attention.forward(Inputs::new(q, k, v), &Mask::causal())?;
             let weights = tensor(&Random::new(9).normal(out.elem_count(), 1.0), out.dims(), dtype, &Device::Cpu)?;
             let gradients = (out * weights)?.sum_all()?.backward()?;
             [q, k, v].iter().map(|x| values(gradients.get(x).expect("a gradient"))).collect()
@@ -114,12 +114,13 @@ fn the_future_leaves_the_past_alone() -> Result<()> {
     let t = 200;
     let attention = windowed(17, DType::F32, FeatureMapKind::Positive)?;
     let [q, k, v] = inputs(t, DType::F32)?;
-    let whole = attention.forward(&q, &k, &v, &Mask::causal())?;
+    let whole = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
     for cut in [1, 16, 17, 18, 64, 81, 199] {
         let changed = |x: &Tensor, by: f64| -> Result<Tensor> {
             Tensor::cat(&[&x.narrow(2, 0, cut)?, &(x.narrow(2, cut, t - cut)? * by)?], 2)
         };
-        let out = attention.forward(&changed(&q, -3.0)?, &changed(&k, 50.0)?, &changed(&v, 7.0)?, &Mask::causal())?;
+        let out = attention
+            .forward(Inputs::new(&changed(&q, -3.0)?, &changed(&k, 50.0)?, &changed(&v, 7.0)?), &Mask::causal())?;
         let past = |x: &Tensor| x.narrow(2, 0, cut)?.contiguous()?.flatten_all()?.to_vec1::<f32>();
         let same = past(&out)?.iter().zip(past(&whole)?).all(|(a, b)| a.to_bits() == b.to_bits());
         assert!(same, "tokens before {cut} changed");
@@ -135,12 +136,12 @@ fn any_split_is_one_pass_and_the_state_stops_growing() -> Result<()> {
         windowed(10, DType::F32, FeatureMapKind::Positive)?.composed(),
     ] {
         let [q, k, v] = inputs(t, DType::F32)?;
-        let whole = values(&attention.forward(&q, &k, &v, &Mask::causal())?)?;
+        let whole = values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
         for split in [vec![1; 60], vec![25, 1, 1, 33], vec![3, 4, 53], vec![60]] {
             let (mut state, mut start, mut outs, mut bytes) = (State::new(), 0, Vec::new(), Vec::new());
             for len in split {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(2, start, len));
-                outs.push(attention.extend(&q?, &k?, &v?, &mut state)?);
+                outs.push(attention.extend(Inputs::new(&q?, &k?, &v?), &mut state)?);
                 start += len;
                 if start > 11 {
                     bytes.push(state.bytes());
@@ -157,8 +158,8 @@ fn any_split_is_one_pass_and_the_state_stops_growing() -> Result<()> {
 #[test]
 fn a_window_over_everything_is_softmax() -> Result<()> {
     let [q, k, v] = inputs(70, DType::F32)?;
-    let exact = values(&Softmax::new().forward(&q, &k, &v, &Mask::causal())?)?;
-    let out = windowed(70, DType::F32, FeatureMapKind::Positive)?.forward(&q, &k, &v, &Mask::causal())?;
+    let exact = values(&Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
+    let out = windowed(70, DType::F32, FeatureMapKind::Positive)?.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
     assert_tensor_close("softmax", &out, &exact, 1e-6);
     Ok(())
 }
@@ -171,9 +172,9 @@ fn what_cannot_be_is_refused() -> Result<()> {
     assert!(signed.is_err_and(|e| e.to_string().contains("signed")));
     let attention = windowed(4, DType::F32, FeatureMapKind::Positive)?;
     let [q, k, v] = inputs(6, DType::F32)?;
-    assert!(error(attention.forward(&q, &k, &v, &Mask::full())).contains("causal"));
+    assert!(error(attention.forward(Inputs::new(&q, &k, &v), &Mask::full())).contains("causal"));
     let mut state = State::new();
-    Softmax::new().extend(&q, &k, &v, &mut state)?;
-    assert!(error(attention.extend(&q, &k, &v, &mut state)).contains("another attention"));
+    Softmax::new().extend(Inputs::new(&q, &k, &v), &mut state)?;
+    assert!(error(attention.extend(Inputs::new(&q, &k, &v), &mut state)).contains("another attention"));
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use performer_core::{
-    Attention, Favor, FavorConfig, FeatureMapKind, Mask, ProjectionKind, Radii, Softmax, State,
+    Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, ProjectionKind, Radii, Softmax, State,
     features::fit::{Moments, Options, fit},
     projection::{derive_seed, draw_tensor},
 };
@@ -66,12 +66,12 @@ impl Observed {
 }
 
 impl Attention for Observed {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).add(q, k)?;
-        Softmax::new().forward(q, k, v, mask)
+    fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).add(inputs.q, inputs.k)?;
+        Softmax::new().forward(inputs, mask)
     }
 
-    fn extend(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &mut State) -> Result<Tensor> {
+    fn advance(&self, _: Inputs<'_>, _: &mut State) -> Result<Tensor> {
         bail!("an encoder does not decode")
     }
 }
@@ -81,11 +81,13 @@ impl Attention for Observed {
 pub(crate) struct Uniform;
 
 impl Attention for Uniform {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
-        Softmax::new().forward(&q.zeros_like()?, k, v, mask)
+    fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
+        let zero = inputs.q.zeros_like()?;
+        Softmax::new().forward(Inputs::new(&zero, inputs.k, inputs.v), mask)
     }
 
-    fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
-        Softmax::new().extend(&q.zeros_like()?, k, v, state)
+    fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
+        let zero = inputs.q.zeros_like()?;
+        Softmax::new().advance(Inputs::new(&zero, inputs.k, inputs.v), state)
     }
 }

@@ -6,8 +6,8 @@
 //! // struct BertSelfAttention, and an argument of each `load` to hand it down:
 //! attention: Arc<dyn Attention>,
 //! // BertSelfAttention::forward, for the product with the keys, the mask, softmax and the product with the values:
-//! let mask = Mask::full().with_keys(attention_mask);
-//! let context_layer = self.attention.forward(&query_layer, &key_layer, &value_layer, &mask)?;
+//! let mask = Mask::full().with_keys(attention_mask)?;
+//! let context_layer = self.attention.forward(Inputs::new(&query_layer, &key_layer, &value_layer), &mask)?;
 //! // BertModel::forward, for get_extended_attention_mask: nothing, the mask of ones and zeros goes down as it is.
 //! ```
 //!

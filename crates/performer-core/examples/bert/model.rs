@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use candle_nn::{Embedding, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear};
 use candle_transformers::models::bert::{Config, HiddenAct};
-use performer_core::{Attention, Mask};
+use performer_core::{Attention, Inputs, Mask};
 
 struct BertEmbeddings {
     word_embeddings: Embedding,
@@ -70,8 +70,8 @@ impl BertSelfAttention {
         let value_layer = self.transpose_for_scores(&self.value.forward(hidden_states)?)?;
 
         // SWAP: was `q·kᵀ/√D`, adding the mask, softmax and `· v`.
-        let mask = Mask::full().with_keys(attention_mask);
-        let context_layer = self.attention.forward(&query_layer, &key_layer, &value_layer, &mask)?;
+        let mask = Mask::full().with_keys(attention_mask)?;
+        let context_layer = self.attention.forward(Inputs::new(&query_layer, &key_layer, &value_layer), &mask)?;
 
         context_layer.transpose(1, 2)?.contiguous()?.flatten_from(2)
     }

@@ -8,7 +8,7 @@
 //! // struct Cache, for `kvs`:
 //! states: Vec<State>,
 //! // CausalSelfAttention::forward, for the cache, repeat_kv, the mask and softmax:
-//! let y = self.attention.extend(&q, &k, &v, &mut cache.states[block_idx])?;
+//! let y = self.attention.extend(Inputs::new(&q, &k, &v), &mut cache.states[block_idx])?;
 //! ```
 //!
 //! To run it, with a Hugging Face folder of a Llama, SmolLM2 or TinyLlama (`performer-lm export` writes one from other files):

@@ -8,7 +8,7 @@ use candle_nn::{
     Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, ops::silu, rms_norm, rotary_emb::rope,
 };
 use candle_transformers::models::llama::Config;
-use performer_core::{Attention, Mask, State};
+use performer_core::{Attention, Inputs, Mask, State};
 
 /// What decoding remembers, by layer, and the rotary table.
 pub(crate) struct Cache {
@@ -74,9 +74,9 @@ impl CausalSelfAttention {
 
         // SWAP: was the cache's concatenation, `repeat_kv`, `q·kᵀ/√D`, the mask, softmax and `· v`.
         let y = if cache.use_kv_cache {
-            self.attention.extend(&q, &k, &v, &mut cache.states[block_idx])?
+            self.attention.extend(Inputs::new(&q, &k, &v), &mut cache.states[block_idx])?
         } else {
-            self.attention.forward(&q, &k, &v, &Mask::causal())?
+            self.attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?
         };
 
         let y = y.transpose(1, 2)?.reshape((b_sz, seq_len, self.num_attention_heads * self.head_dim))?;

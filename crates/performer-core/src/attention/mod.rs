@@ -1,18 +1,78 @@
 //! Attention behind one trait: exact softmax and FAVOR; bidirectional, causal, and decoding with a state.
 //!
-//! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that the [`Mask`] lets row `i`
-//! see. They differ in `K` and in cost: [`Softmax`] takes `K = e^{q·k/√D}` at `O(T²)`; [`Favor`] takes `φ(q)·φ(k)`, which
-//! lets the sums be reordered, at `O(T)`.
+//! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that the
+//! [`Mask`] lets row `i` see. They differ in `K` and in cost: [`Softmax`] takes `K = e^{q·k/√D}` at
+//! `O(T²)`; [`Favor`] takes `φ(q)·φ(k)`, which lets the sums be reordered, at `O(T)`; [`Windowed`] takes
+//! the first for near keys and the second for far ones.
+//!
+//! # An attention of your own
+//! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`] for
+//! whatever it remembers while decoding. Here, each output is the mean of all values so far:
+//! ```
+//! use candle_core::{D, DType, Device, Result, Tensor};
+//! use performer_core::attention::{Memory, StateRecord};
+//! use performer_core::{Attention, Inputs, Mask, State};
+//!
+//! #[derive(Debug)]
+//! struct RunningMean;
+//!
+//! #[derive(Clone, Debug)]
+//! struct Sum(Tensor);
+//!
+//! impl Memory for Sum {
+//!     fn kind() -> &'static str { "the sum of all values" }
+//!     fn bytes(&self) -> usize { self.0.elem_count() * self.0.dtype().size_in_bytes() }
+//!     fn duplicate(&self) -> Box<dyn Memory> { Box::new(self.clone()) }
+//!     fn save(&self) -> Result<StateRecord> { Ok(StateRecord::new().with_tensor("sum", self.0.clone())) }
+//!     fn load(record: &StateRecord) -> Result<Self> { Ok(Self(record.tensor("sum")?.clone())) }
+//! }
+//!
+//! impl RunningMean {
+//!     /// Means over values `(B, H, T, Dv)` after `before` tokens whose sum is `sum`, and the last sum.
+//!     fn means(v: &Tensor, sum: Option<&Tensor>, before: usize) -> Result<(Tensor, Tensor)> {
+//!         let mut sums = v.cumsum(2)?;
+//!         if let Some(sum) = sum {
+//!             sums = sums.broadcast_add(sum)?;
+//!         }
+//!         let tokens = v.dim(2)?;
+//!         let counts = Tensor::arange((before + 1) as f32, (before + tokens + 1) as f32, v.device())?;
+//!         let means = sums.broadcast_div(&counts.reshape((tokens, 1))?)?;
+//!         Ok((means, sums.narrow(2, tokens - 1, 1)?))
+//!     }
+//! }
+//!
+//! impl Attention for RunningMean {
+//!     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
+//!         inputs.sizes_under(mask)?;
+//!         Ok(Self::means(inputs.v, None, 0)?.0)
+//!     }
+//!
+//!     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
+//!         let before = state.take::<Sum>()?;
+//!         let (out, sum) = Self::means(inputs.v, before.as_ref().map(|sum| &sum.0), state.tokens())?;
+//!         state.set(Sum(sum));
+//!         Ok(out)
+//!     }
+//! }
+//!
+//! # fn main() -> Result<()> {
+//! let x = Tensor::randn(0f32, 1.0, (1, 2, 10, 4), &Device::Cpu)?;
+//! let mut state = State::new();
+//! for t in 0..10 {
+//!     let token = x.narrow(2, t, 1)?;
+//!     RunningMean.extend(Inputs::new(&token, &token, &token), &mut state)?;
+//! }
+//! assert_eq!(state.tokens(), 10);
+//! # Ok(())
+//! # }
+//! ```
 
-mod causal;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod favor;
-mod full;
-mod fused;
-mod input;
-#[cfg(feature = "metal")]
-mod metal;
+mod identity;
+mod inputs;
+mod layout;
+mod mask;
+mod path;
 mod softmax;
 mod state;
 mod windowed;
@@ -22,80 +82,89 @@ use std::fmt;
 use candle_core::{Result, Tensor};
 
 pub use favor::{Favor, FavorConfig};
+pub use identity::Identity;
+pub use inputs::{Inputs, Sizes};
+pub use mask::Mask;
+pub use path::Path;
 pub use softmax::Softmax;
-pub use state::{PrefixSums, State};
+pub use state::{Memory, State, StateRecord};
 pub use windowed::Windowed;
 
-/// Which keys a query may see.
+/// Multi-head attention over given queries, keys and values, in one pass or token by token.
 ///
-/// The default sees every key.
-#[derive(Clone, Debug, Default)]
-pub struct Mask {
-    causal: bool,
-    keys: Option<Tensor>,
-}
-
-impl Mask {
-    /// Every query sees every key: self-attention in an encoder, or cross-attention.
-    pub fn full() -> Self {
-        Self::default()
-    }
-
-    /// Query `t` sees keys `0..=t`; needs as many queries as keys.
-    pub fn causal() -> Self {
-        Self { causal: true, keys: None }
-    }
-
-    /// Hides padding besides: `keys` has shape `(B, Tk)`, of any number type, zero where a key must not be seen: the attention
-    /// mask of a tokenizer as it is.
-    ///
-    /// Hidden keys and values may hold any finite numbers. A row that sees no key at all yields zeros.
-    pub fn with_keys(mut self, keys: &Tensor) -> Self {
-        self.keys = Some(keys.clone());
-        self
-    }
-
-    /// Whether query `t` is kept from keys after `t`.
-    pub fn is_causal(&self) -> bool {
-        self.causal
-    }
-
-    /// The key-padding mask, if any.
-    pub fn keys(&self) -> Option<&Tensor> {
-        self.keys.as_ref()
-    }
-}
-
-/// Multi-head attention over given queries, keys and values.
+/// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of the
+/// inputs. Half types are widened: features, sums and states are f32 (f64 for f64).
 ///
-/// # Shapes
-/// `q` is `(B, H, Tq, D)`, `k` is `(B, Hkv, Tk, D)`, `v` is `(B, Hkv, Tk, Dv)`; `H` is a multiple of `Hkv` (grouped-query
-/// heads: query head `h` reads key head `h / (H/Hkv)`). The output is `(B, H, Tq, Dv)`. Any strides are accepted.
-///
-/// # Numbers
-/// f32, f64, f16 and bf16, the same for all three; the output has it too. Half types are widened: features, sums and
-/// states are f32 (f64 for f64).
+/// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`] and
+/// [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to save;
+/// the [module's page](self) has a complete example.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, and on the CPU NaN or infinite values in `q`, `k`, `v`. (On a GPU looking would stall
-/// the queue, so there they pass through.) The message names the argument, what it was and what it must be.
+/// Shapes or dtypes that do not fit, and on the CPU NaN or infinite values in `q`, `k`, `v`. (On a GPU
+/// looking would stall the queue, so there they pass through.) The message names the argument, what it
+/// was and what it must be.
 pub trait Attention: fmt::Debug + Send + Sync {
-    /// Attention in one pass.
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor>;
+    /// Computes attention in one pass, with gradients to the inputs.
+    fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor>;
 
-    /// Causal attention that goes on where `state` stands: a whole prompt, or one token.
+    /// Computes causal attention of the next tokens after those that `state` has seen, and brings the
+    /// state's memory up to the last of them. This is what an implementation provides;
+    /// [`Self::extend`] is what callers use, and an attention that wraps another one calls this of it.
     ///
-    /// Splitting a sequence in any way and extending piece by piece gives what one causal pass gives, up to rounding. For
-    /// inference: the state carries no gradient. A fresh [`State`] starts a sequence.
-    fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor>;
+    /// `extend` has already checked that the inputs fit each other and the state, detached them from
+    /// gradients, and counts the tokens afterwards, so that [`State::tokens`] is the number of earlier
+    /// tokens here. After an error the memory must be what it was.
+    fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor>;
 
-    /// What to save with the model beside the parameters of its layers: random projections, feature maps that were fitted or trained.
+    /// Computes causal attention that goes on where `state` stands: of a whole prompt, or of one token.
+    ///
+    /// Splitting a sequence in any way and extending piece by piece gives what one causal pass gives,
+    /// up to rounding. It is for inference: the state carries no gradient. A fresh [`State`] starts a
+    /// sequence.
+    ///
+    /// # Errors
+    /// As for [`Self::forward`], and if the state was made by another attention, with another seed, or
+    /// for inputs of other sizes or another dtype. The state is then what it was.
+    fn extend(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
+        let sizes = inputs.sizes_under(&Mask::causal())?;
+        let (identity, dtype) = (self.identity()?, inputs.q.dtype());
+        state.check(&identity, sizes, dtype)?;
+        let before = state.tokens();
+        let (q, k, v) = (inputs.q.detach(), inputs.k.detach(), inputs.v.detach());
+        let gates = inputs.gates.map(Tensor::detach);
+        let out = self.advance(Inputs { q: &q, k: &k, v: &v, gates: gates.as_ref() }, state)?;
+        state.count(before, identity, sizes, dtype);
+        Ok(out)
+    }
+
+    /// What this attention is: states that an attention of another identity made are refused. Unless
+    /// overridden, it is the type's name and a digest of [`Self::buffers`], which is made at each call of
+    /// [`Self::extend`]; keep it where that is too slow.
+    ///
+    /// # Errors
+    /// If the buffers cannot be read.
+    fn identity(&self) -> Result<Identity> {
+        let buffers = self.buffers();
+        Identity::new(std::any::type_name::<Self>()).with_digest(buffers.iter().map(|(_, tensor)| tensor))
+    }
+
+    /// Which implementation computes these inputs: fused kernels, or composed operations and why.
+    ///
+    /// # Errors
+    /// As for [`Self::forward`].
+    fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
+        inputs.sizes_under(mask)?;
+        Ok(Path::Composed { why: "this attention has no fused kernels".into() })
+    }
+
+    /// What to save with the model beside the parameters of its layers: random projections, feature maps
+    /// that were fitted or trained.
     fn buffers(&self) -> Vec<(String, Tensor)> {
         Vec::new()
     }
 
-    /// Takes over what was saved; `get` returns the tensor of a name in [`Self::buffers`], if it was saved. A feature map of given variables
-    /// passes gradients to them.
+    /// Takes over what was saved; `get` returns the tensor of a name in [`Self::buffers`], if it was
+    /// saved. A feature map of given variables passes gradients to them.
     ///
     /// # Errors
     /// If a buffer is missing or has another shape.
@@ -104,7 +173,15 @@ pub trait Attention: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// The names among [`Self::buffers`] that are meant to be trained; none, unless overridden.
+    fn trained_buffers(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Draws new random features from `seed`; nothing where there are none.
+    ///
+    /// # Errors
+    /// If the features cannot be made.
     fn redraw(&mut self, seed: u64) -> Result<()> {
         let _ = seed;
         Ok(())

@@ -1,20 +1,24 @@
-//! Exact softmax attention: the baseline, and the truth FAVOR approximates. Fused on the CPU and on CUDA, differentiable Candle ops elsewhere.
+//! Exact softmax attention: the baseline, and the truth FAVOR approximates. It is fused on the CPU and on
+//! CUDA, and made of differentiable Candle operations elsewhere.
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use std::sync::Arc;
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
-    Attention, Mask, State,
-    input::{FLOOR, Inputs, Rows, check_shapes, rows, values_and_one, visible},
-    state::Memory,
+    Attention, Identity, Inputs, Mask, Memory, Path, State, StateRecord,
+    inputs::{Sizes, rows},
+    layout::{FLOOR, Folded, Rows, check_finite, values_and_one},
+    state::bytes_of,
 };
 use crate::kernels::{self, softmax};
 
 /// First capacity of a key-value cache, in tokens; it grows by as much.
 const CACHE_TOKENS: usize = 256;
 
-/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16, on the CPU and on CUDA up to 128
-/// dimensions), `O(T²)` elsewhere.
+/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16,
+/// on the CPU and on CUDA up to 128 dimensions), `O(T²)` elsewhere.
 #[derive(Clone, Debug, Default)]
 pub struct Softmax {
     composed: bool,
@@ -32,101 +36,203 @@ impl Softmax {
         self
     }
 
-    /// With an offset, query `t` sees keys `0..=offset + t`.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, offset: Option<usize>) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if !self.composed && kernels::cuda::softmax::takes(q, v) {
-            check_shapes(q, k, v, mask)?;
-            let ((b, h, tq, _), (_, _, tk, dv)) = (q.dims4()?, v.dims4()?);
-            if b * tq == 0 || tk == 0 {
-                return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
+    /// Attention to the keys of `mask`; with an offset, query `t` sees keys `0..=offset + t` of them.
+    fn attend(&self, inputs: Inputs<'_>, sizes: Sizes, mask: &Mask, offset: Option<usize>) -> Result<Tensor> {
+        if sizes.is_empty() {
+            return sizes.zeros(inputs.q);
+        }
+        let Inputs { q, k, v, .. } = inputs;
+        match self.kernel(inputs) {
+            Ok(Kernel::Cpu) => {
+                let seen = softmax::Seen { offset, window: None, visible: mask.visible_flags(sizes.batch)? };
+                softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, false)
             }
-            let visible = mask.keys().map(|keys| keys.ne(0.0)?.contiguous()).transpose()?;
-            let seen = kernels::cuda::softmax::Seen { offset, visible };
-            return kernels::cuda::softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen);
+            #[cfg(feature = "cuda")]
+            Ok(Kernel::Cuda) => {
+                let seen = kernels::cuda::softmax::Seen { offset, visible: mask.visible_of(sizes.batch)? };
+                kernels::cuda::softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen)
+            }
+            Err(_) => {
+                let folded = Folded::new(inputs, mask)?;
+                folded.output(&attend(&folded, offset, None)?.0)
+            }
         }
-        if self.composed || !kernels::takes(q) {
-            let inputs = Inputs::new(q, k, v, mask)?;
-            return inputs.output(&attend(&inputs, offset, None)?.0);
-        }
-        check_shapes(q, k, v, mask)?;
-        let ((b, h, tq, _), (_, _, tk, dv)) = (q.dims4()?, v.dims4()?);
-        if b * tq == 0 || tk == 0 {
-            return Tensor::zeros((b, h, tq, dv), q.dtype(), q.device());
-        }
-        let visible = mask.keys().map(visible).transpose()?;
-        softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, softmax::Seen { offset, window: None, visible }, false)
     }
 
-    /// Attention of query `t` to the last `window` of the keys `0..=offset + t`, and the logarithms of its denominators:
-    /// `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Nothing is empty.
+    /// The kernel that takes these inputs, or why there is none.
+    fn kernel(&self, inputs: Inputs<'_>) -> std::result::Result<Kernel, String> {
+        let q = inputs.q;
+        if self.composed {
+            return Err("it was asked for".into());
+        }
+        #[cfg(feature = "cuda")]
+        if kernels::cuda::softmax::takes(q, inputs.v) {
+            return Ok(Kernel::Cuda);
+        }
+        if kernels::takes(q) {
+            return Ok(Kernel::Cpu);
+        }
+        Err(match q.device() {
+            Device::Cpu => format!("the CPU's kernels take f32, f16 and bf16, not {:?}", q.dtype()),
+            Device::Cuda(_) => format!(
+                "the CUDA kernels take f32, f16 and bf16 with heads up to 128, not {:?} with heads of {} and {}",
+                q.dtype(),
+                q.dims()[3],
+                inputs.v.dims()[3]
+            ),
+            Device::Metal(_) => "exact softmax has no kernel for Metal here".into(),
+        })
+    }
+
+    /// Attention of query `t` to the last `window` of the keys `0..=offset + t`, and the logarithms of its
+    /// denominators: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Nothing is empty.
     pub(super) fn with_logs(
         &self,
-        [q, k, v]: [&Tensor; 3],
+        inputs: Inputs<'_>,
         mask: &Mask,
         offset: usize,
         window: usize,
     ) -> Result<(Tensor, Tensor)> {
+        let Inputs { q, k, v, .. } = inputs;
         if self.composed || !kernels::takes(q) {
-            let inputs = Inputs::new(q, k, v, mask)?;
-            let (values, logs) = attend(&inputs, Some(offset), Some(window))?;
-            return Ok((inputs.output(&values)?, inputs.output(&logs)?));
+            let folded = Folded::new(inputs, mask)?;
+            let (values, logs) = attend(&folded, Some(offset), Some(window))?;
+            return Ok((folded.output(&values)?, folded.output(&logs)?));
         }
         let dv = v.dim(3)?;
-        let visible = mask.keys().map(visible).transpose()?;
+        let visible = mask.visible_flags(q.dim(0)?)?;
         let seen = softmax::Seen { offset: Some(offset), window: Some(window), visible };
         let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, true)?;
         Ok((rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?))
     }
+
+    /// The path of [`Self::with_logs`].
+    pub(super) fn path_with_logs(&self, inputs: Inputs<'_>) -> Path {
+        match self.kernel(inputs) {
+            Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },
+            #[cfg(feature = "cuda")]
+            Ok(Kernel::Cuda) => Path::Composed { why: "the CUDA kernels have no windows".into() },
+            Err(why) => Path::Composed { why },
+        }
+    }
+}
+
+/// The fused kernels of exact attention.
+enum Kernel {
+    Cpu,
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
 impl Attention for Softmax {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
-        self.attend(q, k, v, mask, if mask.is_causal() { Some(0) } else { None })
+    fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
+        inputs.refuse_gates("softmax attention")?;
+        let sizes = inputs.sizes_under(mask)?;
+        self.attend(inputs, sizes, mask, if mask.is_causal() { Some(0) } else { None })
     }
 
-    fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
-        // The new part before the cache is touched.
-        Inputs::new(q, k, v, &Mask::causal())?;
-        state.check_batch(q)?;
-        let (new, past) = (k.dim(2)?, state.tokens());
-        let fresh = || Memory::Cache(KvCache::new(2, CACHE_TOKENS.max(new)));
-        let Memory::Cache(cache) = state.memory.get_or_insert_with(fresh) else {
-            bail!("state: it was made by linear attention and cannot go on with softmax")
-        };
-        check_cached("k", k, cache.k()?)?;
-        check_cached("v", v, cache.v()?)?;
-        let (k, v) = cache.append(&k.detach().contiguous()?, &v.detach().contiguous()?)?;
-        state.advance(q)?;
-        let q = q.detach();
-        // Keys and values were checked when they came.
-        if q.dim(2)? == 1 && q.elem_count() > 0 && !self.composed && kernels::takes(&q) {
-            return softmax::step(&rows(&q)?, &k, &v);
+    fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
+        inputs.refuse_gates("softmax attention")?;
+        let sizes = inputs.sizes()?;
+        let Inputs { q, k, v, .. } = inputs;
+        // The new part, before the cache is touched.
+        for (name, t) in [("q", q), ("k", k), ("v", v)] {
+            check_finite(t, name)?;
         }
-        self.attend(&q, &k, &v, &Mask::full(), Some(past))
+        let past = state.tokens();
+        let mut memory = state.take::<KeysAndValues>()?.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
+        let appended = memory.append(k, v);
+        state.set(memory);
+        let (k, v) = appended?;
+        let all = Inputs::new(q, &k, &v);
+        // Keys and values were checked when they came.
+        if sizes.queries == 1 && sizes.batch > 0 && !self.composed && kernels::takes(q) {
+            return softmax::step(&rows(q)?, &k, &v);
+        }
+        self.attend(all, all.sizes()?, &Mask::full(), Some(past))
+    }
+
+    fn identity(&self) -> Result<Identity> {
+        static IDENTITY: std::sync::OnceLock<Identity> = std::sync::OnceLock::new();
+        Ok(IDENTITY.get_or_init(|| Identity::new("softmax")).clone())
+    }
+
+    fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
+        inputs.sizes_under(mask)?;
+        Ok(match self.kernel(inputs) {
+            Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },
+            #[cfg(feature = "cuda")]
+            Ok(Kernel::Cuda) => Path::Fused { device: "CUDA" },
+            Err(why) => Path::Composed { why },
+        })
     }
 }
 
-/// Refuses `new` keys or values that differ from the cached ones in more than their number.
-fn check_cached(name: &str, new: &Tensor, cached: Option<Tensor>) -> Result<()> {
-    if let Some(cached) = cached
-        && (cached.dtype() != new.dtype() || [0, 1, 3].into_iter().any(|i| cached.dims()[i] != new.dims()[i]))
-    {
-        bail!(
-            "{name} has shape {:?} and dtype {:?} but the state's cache has {:?} and {:?}; a state belongs to one layer and one \
-             batch",
-            new.dims(),
-            new.dtype(),
-            cached.dims(),
-            cached.dtype()
-        );
+/// Every key and value so far, in buffers with room for more.
+#[derive(Debug)]
+struct KeysAndValues {
+    cache: KvCache,
+    /// Counts who holds the buffers: new tokens are written into them in place, so whoever shares them
+    /// copies them first.
+    shared: Arc<()>,
+}
+
+impl KeysAndValues {
+    /// An empty cache, for `tokens` to begin with.
+    fn new(tokens: usize) -> Self {
+        Self { cache: KvCache::new(2, CACHE_TOKENS.max(tokens)), shared: Arc::default() }
     }
-    Ok(())
+
+    /// Adds tokens `(B, Hkv, T, ·)`; returns all keys and all values.
+    fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        if Arc::strong_count(&self.shared) > 1 {
+            let mut own = Self::new(self.cache.k_cache().max_seq_len());
+            if let (Some(k), Some(v)) = (self.cache.k()?, self.cache.v()?) {
+                own.cache.append(&k.contiguous()?, &v.contiguous()?)?;
+            }
+            *self = own;
+        }
+        self.cache.append(&k.contiguous()?, &v.contiguous()?)
+    }
+}
+
+impl Memory for KeysAndValues {
+    fn kind() -> &'static str {
+        "keys and values of exact attention"
+    }
+
+    fn bytes(&self) -> usize {
+        let current = [self.cache.k_cache(), self.cache.v_cache()].map(|cache| cache.current_data().ok().flatten());
+        current.iter().flatten().map(bytes_of).sum()
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory> {
+        Box::new(Self { cache: self.cache.clone(), shared: Arc::clone(&self.shared) })
+    }
+
+    fn save(&self) -> Result<StateRecord> {
+        let mut record = StateRecord::new();
+        if let (Some(k), Some(v)) = (self.cache.k()?, self.cache.v()?) {
+            record = record.with_tensor("keys", k.copy()?).with_tensor("values", v.copy()?);
+        }
+        Ok(record)
+    }
+
+    fn load(record: &StateRecord) -> Result<Self> {
+        let (k, v) = (record.tensor("keys")?, record.tensor("values")?);
+        let ((b, h, t, _), (vb, vh, vt, _)) = (k.dims4()?, v.dims4()?);
+        if (b, h, t) != (vb, vh, vt) || k.dtype() != v.dtype() {
+            bail!("saved state: keys {:?} and values {:?} do not belong together", k.dims(), v.dims());
+        }
+        let mut memory = Self::new(t);
+        memory.append(k, v)?;
+        Ok(memory)
+    }
 }
 
 /// `(N, Tq·G, Dv)` and the logarithms of the denominators, `(N, Tq·G, 1)`. With `offset`, query `t` sees keys `0..=offset + t`; with
 /// `window`, the last so many of them.
-fn attend(inputs: &Inputs, offset: Option<usize>, window: Option<usize>) -> Result<(Tensor, Tensor)> {
+fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Result<(Tensor, Tensor)> {
     let (n, tq, g, d) = inputs.q.dims4()?;
     let tk = inputs.k.dim(1)?;
     if n * tq == 0 || tk == 0 {

@@ -1,35 +1,222 @@
 //! What decoding carries from token to token.
 
-use candle_core::{DType, Result, Tensor};
-use candle_nn::kv_cache::KvCache;
+use std::{any::Any, collections::BTreeMap, fmt, path::Path, str::FromStr};
 
-use crate::kernels;
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer.
+use super::{Identity, inputs::Sizes};
+
+/// What an attention remembers of the tokens so far: keys and values, sums, or whatever else an
+/// implementation needs. A [`State`] owns it.
 ///
-/// Exact softmax keeps every key and value; FAVOR keeps prefix sums of constant size, see [`PrefixSums`]. A clone of a softmax
-/// state shares its cache buffer, so extend only one of the two.
-#[derive(Clone, Debug, Default)]
-pub struct State {
-    tokens: usize,
-    batch: usize,
-    pub(super) memory: Option<Memory>,
+/// Implement it for a type of your own to write an [`Attention`](super::Attention) that decodes.
+pub trait Memory: Any + fmt::Debug + Send + Sync {
+    /// A name for this kind of memory, in words, such as `"keys and values"`. It is saved with a state
+    /// and named when a state meets an attention that has another kind.
+    fn kind() -> &'static str
+    where
+        Self: Sized;
+
+    /// Bytes held.
+    fn bytes(&self) -> usize;
+
+    /// A copy that goes on independently of this one.
+    fn duplicate(&self) -> Box<dyn Memory>;
+
+    /// Everything that [`Self::load`] needs. Every tensor has the batch as its first dimension, so
+    /// that rows of the batch can be selected and joined.
+    ///
+    /// # Errors
+    /// Whatever keeps the numbers from being read.
+    fn save(&self) -> Result<StateRecord>;
+
+    /// The memory that was saved, with the same bits.
+    ///
+    /// # Errors
+    /// If a tensor or a field is missing or does not fit the others.
+    fn load(record: &StateRecord) -> Result<Self>
+    where
+        Self: Sized;
 }
 
-/// What the tokens so far left behind.
-#[derive(Clone, Debug)]
-pub(super) enum Memory {
-    /// Every key and value.
-    Cache(KvCache),
-    /// Sums as tensors.
-    Sums(PrefixSums),
-    /// Sums of the fused CPU kernels, by key head.
-    Kernel(Vec<kernels::favor::Sums>),
-    /// The last keys and values `(B, Hkv, W, ·)`, and what is before them.
-    Window { keys: Tensor, values: Tensor, far: Box<State> },
-    /// Sums of the fused CUDA kernels.
-    #[cfg(feature = "cuda")]
-    Cuda(kernels::cuda::favor::Sums),
+/// Named tensors and text: a [`State`] in a form that can be saved and taken apart.
+#[derive(Clone, Debug, Default)]
+pub struct StateRecord {
+    /// Tensors by name; the batch is the first dimension of each.
+    pub tensors: BTreeMap<String, Tensor>,
+    /// Everything else by name.
+    pub fields: BTreeMap<String, String>,
+}
+
+impl StateRecord {
+    /// A record of nothing.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a tensor.
+    pub fn with_tensor(mut self, name: &str, tensor: Tensor) -> Self {
+        self.tensors.insert(name.to_string(), tensor);
+        self
+    }
+
+    /// Adds a field.
+    pub fn with_field(mut self, name: &str, value: impl fmt::Display) -> Self {
+        self.fields.insert(name.to_string(), value.to_string());
+        self
+    }
+
+    /// Adds everything in `inner` under names that begin with `prefix` and a dot.
+    pub fn with_nested(mut self, prefix: &str, inner: Self) -> Self {
+        self.tensors.extend(inner.tensors.into_iter().map(|(name, tensor)| (format!("{prefix}.{name}"), tensor)));
+        self.fields.extend(inner.fields.into_iter().map(|(name, value)| (format!("{prefix}.{name}"), value)));
+        self
+    }
+
+    /// What was added by [`Self::with_nested`] under this prefix.
+    pub fn nested(&self, prefix: &str) -> Self {
+        let inner = |name: &str| name.strip_prefix(prefix)?.strip_prefix('.').map(str::to_string);
+        Self {
+            tensors: self.tensors.iter().filter_map(|(name, t)| Some((inner(name)?, t.clone()))).collect(),
+            fields: self.fields.iter().filter_map(|(name, f)| Some((inner(name)?, f.clone()))).collect(),
+        }
+    }
+
+    /// A tensor by name.
+    ///
+    /// # Errors
+    /// If it is missing.
+    pub fn tensor(&self, name: &str) -> Result<&Tensor> {
+        match self.tensors.get(name) {
+            Some(tensor) => Ok(tensor),
+            None => bail!("saved state: tensor {name} is missing; the file is damaged or holds something else"),
+        }
+    }
+
+    /// A field by name.
+    ///
+    /// # Errors
+    /// If it is missing or no `T`.
+    pub fn field<T: FromStr>(&self, name: &str) -> Result<T> {
+        match self.fields.get(name).map(|value| (value, value.parse())) {
+            Some((_, Ok(value))) => Ok(value),
+            Some((value, Err(_))) => bail!("saved state: field {name} is {value:?}, which cannot be read"),
+            None => bail!("saved state: field {name} is missing; the file is damaged or holds something else"),
+        }
+    }
+
+    /// Writes the record as a safetensors file, its fields as the file's metadata. An earlier file of
+    /// this name is replaced only when the new one is complete on disk.
+    ///
+    /// # Errors
+    /// Whatever keeps the file from being written; the message names it.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let fields = self.fields.clone().into_iter().collect();
+        let named = |e: &dyn fmt::Display| candle_core::Error::Msg(format!("cannot save {}: {e}", path.display()));
+        let tensors = self.tensors.iter().map(|(name, tensor)| Ok((name, tensor.contiguous()?)));
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        let bytes = safetensors::serialize(tensors, Some(fields)).map_err(|e| named(&e))?;
+        let mut pending = path.as_os_str().to_owned();
+        pending.push(".new");
+        let write = || -> std::io::Result<()> {
+            let mut file = std::fs::File::create(&pending)?;
+            std::io::Write::write_all(&mut file, &bytes)?;
+            file.sync_all()?;
+            std::fs::rename(&pending, path)
+        };
+        write().map_err(|e| {
+            // The space of half a file is of no use to anybody; the error to report is the first one.
+            let _ = std::fs::remove_file(&pending);
+            named(&e)
+        })
+    }
+
+    /// Reads a file that [`Self::save`] wrote.
+    ///
+    /// # Errors
+    /// If the file cannot be read or is no safetensors file; the message names it.
+    pub fn load(path: &Path, device: &Device) -> Result<Self> {
+        let named = |e: &dyn fmt::Display| candle_core::Error::Msg(format!("cannot load {}: {e}", path.display()));
+        let bytes = std::fs::read(path).map_err(|e| named(&e))?;
+        let header = safetensors::SafeTensors::read_metadata(&bytes).map_err(|e| named(&e))?;
+        let fields = header.1.metadata().clone().unwrap_or_default();
+        let tensors = candle_core::safetensors::load_buffer(&bytes, device).map_err(|e| named(&e))?;
+        Ok(Self { tensors: tensors.into_iter().collect(), fields: fields.into_iter().collect() })
+    }
+}
+
+/// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer and
+/// one batch of sequences.
+///
+/// Exact softmax keeps every key and value; FAVOR keeps prefix sums of constant size. A clone is
+/// independent: both go on from where they were. A state can be saved and loaded, and rows of its
+/// batch selected, reordered and joined, all with the same bits.
+///
+/// # Example
+/// The state of a prompt goes into a file, and two continuations start from it:
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use performer_core::{Attention, Favor, FavorConfig, Inputs, State};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let device = Device::Cpu;
+/// let favor = Favor::new(&FavorConfig::default(), 16, 42, DType::F32, &device)?;
+/// let prompt = Tensor::randn(0f32, 1.0, (1, 4, 100, 16), &device)?;
+/// let mut state = State::new();
+/// favor.extend(Inputs::new(&prompt, &prompt, &prompt), &mut state)?;
+/// let path = std::env::temp_dir().join("prompt.safetensors");
+/// state.save(&path)?;
+///
+/// let mut loaded = State::load(&path, &device)?;
+/// assert_eq!(loaded.tokens(), 100);
+/// let token = Tensor::randn(0f32, 1.0, (1, 4, 1, 16), &device)?;
+/// let there = favor.extend(Inputs::new(&token, &token, &token), &mut loaded)?;
+/// let here = favor.extend(Inputs::new(&token, &token, &token), &mut state.clone())?;
+/// assert_eq!(there.flatten_all()?.to_vec1::<f32>()?, here.flatten_all()?.to_vec1::<f32>()?);
+/// # std::fs::remove_file(&path)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Default)]
+pub struct State {
+    tokens: usize,
+    /// What the first tokens settled; `None` before any.
+    origin: Option<Origin>,
+    memory: Slot,
+}
+
+/// What a state belongs to.
+#[derive(Clone, Debug, PartialEq)]
+struct Origin {
+    identity: Identity,
+    batch: usize,
+    key_heads: usize,
+    head_dim: usize,
+    value_dim: usize,
+    dtype: DType,
+}
+
+/// The memory of a state.
+#[derive(Debug, Default)]
+enum Slot {
+    /// Nothing yet.
+    #[default]
+    Empty,
+    /// Memory in the form that its attention works with, and its kind.
+    Live(&'static str, Box<dyn Memory>),
+    /// Memory that was loaded, selected or joined, and its kind: its attention makes it live.
+    Saved(String, StateRecord),
+}
+
+impl Clone for State {
+    fn clone(&self) -> Self {
+        let memory = match &self.memory {
+            Slot::Empty => Slot::Empty,
+            Slot::Live(kind, memory) => Slot::Live(kind, memory.duplicate()),
+            Slot::Saved(kind, record) => Slot::Saved(kind.clone(), record.clone()),
+        };
+        Self { tokens: self.tokens, origin: self.origin.clone(), memory }
+    }
 }
 
 impl State {
@@ -43,68 +230,265 @@ impl State {
         self.tokens
     }
 
-    /// Counts the tokens of `q` `(B, H, T, D)`, once they are in.
-    pub(super) fn advance(&mut self, q: &Tensor) -> Result<()> {
-        self.batch = q.dim(0)?;
-        self.tokens += q.dim(2)?;
-        Ok(())
+    /// Sequences side by side, which is `None` before the first token.
+    pub fn batch(&self) -> Option<usize> {
+        self.origin.as_ref().map(|origin| origin.batch)
     }
 
-    /// Refuses a `q` `(B, H, T, D)` of another batch size than that of the tokens so far.
-    pub(super) fn check_batch(&self, q: &Tensor) -> Result<()> {
-        if self.tokens > 0 && q.dims().first() != Some(&self.batch) {
-            candle_core::bail!("q has shape {:?} but the state is of a batch of {}", q.dims(), self.batch);
-        }
-        Ok(())
-    }
-
-    /// Bytes of what is remembered: constant in the number of tokens for FAVOR, linear for softmax (whose cache is
-    /// allocated in larger pieces).
+    /// Bytes of what is remembered: constant in the number of tokens for FAVOR, linear for softmax
+    /// (whose cache is allocated in larger pieces).
     pub fn bytes(&self) -> usize {
-        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         match &self.memory {
-            None => 0,
-            Some(Memory::Cache(c)) => {
-                let current = [c.k_cache(), c.v_cache()].map(|c| c.current_data().ok().flatten());
-                current.iter().flatten().map(size).sum()
-            }
-            Some(Memory::Sums(s)) => size(&s.log_scale) + size(&s.sums),
-            Some(Memory::Window { keys, values, far }) => size(keys) + size(values) + far.bytes(),
-            Some(Memory::Kernel(heads)) => heads.iter().map(kernels::favor::Sums::bytes).sum(),
-            #[cfg(feature = "cuda")]
-            Some(Memory::Cuda(sums)) => sums.bytes(),
+            Slot::Empty => 0,
+            Slot::Live(_, memory) => memory.bytes(),
+            Slot::Saved(_, record) => record.tensors.values().map(bytes_of).sum(),
         }
     }
-}
 
-/// Prefix sums over the keys seen so far, per key head: `N = B·Hkv`, `F` features, `Dv` values.
-///
-/// The sums are stored divided by `e^{log_scale}`, where `log_scale` is the running maximum of the log-features: every
-/// stored term is at most 1 in its feature, and the largest is exactly 1.
-#[derive(Clone, Debug)]
-pub struct PrefixSums {
-    /// `c`: shape `(N, 1, F)` for positive features (a maximum per feature), `(N, 1, 1)` for signed ones.
-    pub log_scale: Tensor,
-    /// `Σ_j φ(k_j) [v_j, 1] / e^c`: shape `(N, F, Dv + 1)`.
-    pub sums: Tensor,
-}
-
-impl PrefixSums {
-    pub(super) fn detach(self) -> Self {
-        Self { log_scale: self.log_scale.detach(), sums: self.sums.detach() }
+    /// Takes the memory out, for an attention to go on from; `None` before the first token. Put it
+    /// back with [`Self::set`], after an error too.
+    ///
+    /// # Errors
+    /// If it is memory of another kind, which stays in the state, or was loaded and is damaged.
+    pub fn take<M: Memory>(&mut self) -> Result<Option<M>> {
+        match std::mem::take(&mut self.memory) {
+            Slot::Empty => Ok(None),
+            Slot::Live(kind, memory) => {
+                if (&*memory as &dyn Any).is::<M>() {
+                    let memory: Box<dyn Any> = memory;
+                    return Ok(memory.downcast::<M>().ok().map(|memory| *memory));
+                }
+                let error = other_kind::<M>(kind);
+                self.memory = Slot::Live(kind, memory);
+                Err(error)
+            }
+            Slot::Saved(kind, record) => {
+                let loaded = if kind == M::kind() { M::load(&record) } else { Err(other_kind::<M>(&kind)) };
+                if loaded.is_err() {
+                    self.memory = Slot::Saved(kind, record);
+                }
+                loaded.map(Some)
+            }
+        }
     }
 
-    /// Checks that a state belongs to inputs that make sums and scales of these shapes.
-    pub(super) fn check(&self, sums: [usize; 3], scales: [usize; 3], dtype: DType) -> Result<()> {
-        if self.sums.dims() != sums || self.log_scale.dims() != scales || self.sums.dtype() != dtype {
-            candle_core::bail!(
-                "state: its sums have shape {:?}, its scales {:?}, and dtype {:?}, but this input needs {sums:?} = (batch x key \
-                 heads, features, value dim + 1), {scales:?} and {dtype:?}; a state belongs to one layer and one batch",
-                self.sums.dims(),
-                self.log_scale.dims(),
-                self.sums.dtype(),
+    /// Puts memory in.
+    pub fn set<M: Memory>(&mut self, memory: M) {
+        self.memory = Slot::Live(M::kind(), Box::new(memory));
+    }
+
+    /// Refuses inputs that do not belong to the tokens so far.
+    pub(super) fn check(&self, identity: &Identity, sizes: Sizes, dtype: DType) -> Result<()> {
+        let Some(origin) = &self.origin else { return Ok(()) };
+        origin.identity.check(identity)?;
+        let sizes = [
+            ("batch", origin.batch, sizes.batch),
+            ("key heads", origin.key_heads, sizes.key_heads),
+            ("head dim", origin.head_dim, sizes.head_dim),
+            ("value dim", origin.value_dim, sizes.value_dim),
+        ];
+        for (name, had, has) in sizes {
+            if had != has {
+                bail!(
+                    "state: it was made with a {name} of {had}, but these inputs have {has}; a state belongs to one \
+                     layer and one batch"
+                );
+            }
+        }
+        if origin.dtype != dtype {
+            bail!(
+                "state: it was made from inputs of dtype {:?}, but these have {dtype:?}; convert the inputs",
+                origin.dtype
             );
         }
         Ok(())
     }
+
+    /// Counts `sizes.queries` tokens after the first `before`.
+    pub(super) fn count(&mut self, before: usize, identity: Identity, sizes: Sizes, dtype: DType) {
+        self.tokens = before + sizes.queries;
+        if self.tokens > 0 {
+            let Sizes { batch, key_heads, head_dim, value_dim, .. } = sizes;
+            self.origin = Some(Origin { identity, batch, key_heads, head_dim, value_dim, dtype });
+        }
+    }
+
+    /// The state as named tensors and text, to be saved by other means than [`Self::save`].
+    ///
+    /// # Errors
+    /// Whatever keeps its numbers from being read.
+    pub fn record(&self) -> Result<StateRecord> {
+        let mut record = StateRecord::new().with_field("tokens", self.tokens);
+        if let Some(origin) = &self.origin {
+            record = record
+                .with_field("batch", origin.batch)
+                .with_field("key_heads", origin.key_heads)
+                .with_field("head_dim", origin.head_dim)
+                .with_field("value_dim", origin.value_dim)
+                .with_field("dtype", origin.dtype.as_str());
+            for (name, value) in origin.identity.fields() {
+                record = record.with_field(&format!("attention.{name}"), value);
+            }
+        }
+        match &self.memory {
+            Slot::Empty => Ok(record),
+            Slot::Live(kind, memory) => Ok(record.with_field("memory", kind).with_nested("memory", memory.save()?)),
+            Slot::Saved(kind, inner) => Ok(record.with_field("memory", kind).with_nested("memory", inner.clone())),
+        }
+    }
+
+    /// The state of a record. The attention that goes on from it checks that it is its own.
+    ///
+    /// # Errors
+    /// If the record is incomplete.
+    pub fn from_record(record: &StateRecord) -> Result<Self> {
+        let tokens = record.field("tokens")?;
+        let origin = match record.fields.contains_key("batch") {
+            false => None,
+            true => Some(Origin {
+                identity: Identity::from_fields(record.nested("attention").fields),
+                batch: record.field("batch")?,
+                key_heads: record.field("key_heads")?,
+                head_dim: record.field("head_dim")?,
+                value_dim: record.field("value_dim")?,
+                dtype: record.field("dtype")?,
+            }),
+        };
+        let memory = match record.fields.get("memory") {
+            None => Slot::Empty,
+            Some(kind) => Slot::Saved(kind.clone(), record.nested("memory")),
+        };
+        let state = Self { tokens, origin, memory };
+        if state.origin.is_none() && tokens > 0 {
+            bail!("saved state: it has {tokens} tokens but no batch; the file is damaged or holds something else");
+        }
+        state.check_rows()?;
+        Ok(state)
+    }
+
+    /// Saves the state in a safetensors file.
+    ///
+    /// # Errors
+    /// Whatever keeps the file from being written; an earlier file of this name is intact then.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.record()?.save(path.as_ref())
+    }
+
+    /// Loads a state that [`Self::save`] wrote, with the same bits.
+    ///
+    /// # Errors
+    /// If the file cannot be read or holds something else.
+    pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Self> {
+        let path = path.as_ref();
+        Self::from_record(&StateRecord::load(path, device)?)
+            .map_err(|e| candle_core::Error::Msg(format!("cannot load {}: {e}", path.display())))
+    }
+
+    /// A state of some of the batch's rows, by number and in this order: to drop sequences that have
+    /// ended, to reorder them, or to repeat one (beam search).
+    ///
+    /// # Errors
+    /// If a row lies beyond the batch, or nothing was seen yet.
+    pub fn select(&self, rows: &[usize]) -> Result<Self> {
+        let Some(origin) = &self.origin else { bail!("state: it has seen no token, so there are no rows to select") };
+        if let Some(&row) = rows.iter().find(|&&row| row >= origin.batch) {
+            bail!("state: row {row} was asked for, but the batch has {} of them", origin.batch);
+        }
+        let index: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let select = |t: &Tensor| t.index_select(&Tensor::from_slice(&index, index.len(), t.device())?, 0);
+        self.map_rows(rows.len(), select)
+    }
+
+    /// One state of the sequences of several, one after the other: they must come from the same
+    /// attention and have seen as many tokens.
+    ///
+    /// # Errors
+    /// If there is none, or they do not fit each other.
+    pub fn join(states: &[&Self]) -> Result<Self> {
+        let Some((first, others)) = states.split_first() else { bail!("state: there is no state to join") };
+        let Some(origin) = &first.origin else { bail!("state: it has seen no token, so there are no rows to join") };
+        for other in others {
+            let same = other.origin.as_ref().is_some_and(|o| Origin { batch: origin.batch, ..o.clone() } == *origin);
+            if !same {
+                bail!("state: it cannot be joined with one of another attention, dtype or size");
+            }
+            if other.tokens != first.tokens {
+                bail!(
+                    "state: it has seen {} tokens and cannot be joined with one that has seen {}",
+                    first.tokens,
+                    other.tokens
+                );
+            }
+        }
+        let records = states.iter().map(|state| state.memory_record()).collect::<Result<Vec<_>>>()?;
+        if records.iter().any(|(kind, _)| *kind != records[0].0) {
+            bail!("state: one of {} cannot be joined with one of {}", records[0].0, records[states.len() - 1].0);
+        }
+        let batch = states.iter().filter_map(|state| state.batch()).sum();
+        let mut joined = records[0].1.clone();
+        for (name, tensor) in &mut joined.tensors {
+            let parts = records.iter().map(|(_, record)| record.tensor(name)).collect::<Result<Vec<_>>>()?;
+            *tensor = Tensor::cat(&parts, 0)?;
+        }
+        first.with_rows(batch, records[0].0.clone(), joined)
+    }
+
+    /// The kind of the memory, and its record.
+    fn memory_record(&self) -> Result<(String, StateRecord)> {
+        Ok(match &self.memory {
+            Slot::Empty => (String::new(), StateRecord::new()),
+            Slot::Live(kind, memory) => ((*kind).to_string(), memory.save()?),
+            Slot::Saved(kind, record) => (kind.clone(), record.clone()),
+        })
+    }
+
+    fn map_rows(&self, batch: usize, of: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let (kind, mut record) = self.memory_record()?;
+        for tensor in record.tensors.values_mut() {
+            *tensor = of(tensor)?;
+        }
+        self.with_rows(batch, kind, record)
+    }
+
+    /// This state with other rows, whose memory `record` is. States inside it have other batches too.
+    fn with_rows(&self, batch: usize, kind: String, mut record: StateRecord) -> Result<Self> {
+        for (name, value) in &mut record.fields {
+            if name == "batch" || name.ends_with(".batch") {
+                *value = batch.to_string();
+            }
+        }
+        let origin = self.origin.clone().map(|origin| Origin { batch, ..origin });
+        let memory = if kind.is_empty() { Slot::Empty } else { Slot::Saved(kind, record) };
+        let state = Self { tokens: self.tokens, origin, memory };
+        state.check_rows()?;
+        Ok(state)
+    }
+
+    /// Refuses saved memory whose tensors are not of this batch.
+    fn check_rows(&self) -> Result<()> {
+        let (Slot::Saved(_, record), Some(origin)) = (&self.memory, &self.origin) else { return Ok(()) };
+        for (name, tensor) in &record.tensors {
+            if tensor.dims().first() != Some(&origin.batch) {
+                bail!(
+                    "saved state: tensor {name} has shape {:?}, but its first dimension must be the batch, {}",
+                    tensor.dims(),
+                    origin.batch
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The error where memory is of `kind` and an attention needs an `M`.
+fn other_kind<M: Memory>(kind: &str) -> candle_core::Error {
+    candle_core::Error::Msg(format!(
+        "state: it holds {kind}, made by another attention or on another path, and this one needs {}",
+        M::kind()
+    ))
+}
+
+/// Bytes of a tensor's numbers.
+pub(super) fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
 }

@@ -5,9 +5,12 @@
 //! depends on the distance alone, not on chunks of a kernel. Both parts are fused operations that return the logarithms of their
 //! denominators; the far one gets queries `W..` over keys `..T − W`, which is causal attention between them.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::{Attention, Favor, Mask, Softmax, State, input::check_shapes, state::Memory};
+use super::{
+    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, layout::compute,
+    state::bytes_of,
+};
 use crate::features::Features;
 
 /// Causal attention, exact to the last `window` tokens and by FAVOR to those before: `O(T·(W + F))` time, decoding state of `W` keys and
@@ -17,6 +20,8 @@ pub struct Windowed {
     window: usize,
     near: Softmax,
     far: Favor,
+    /// The far part's identity when it was last asked, and the whole's.
+    identity: Option<(Identity, Identity)>,
 }
 
 impl Windowed {
@@ -29,11 +34,13 @@ impl Windowed {
             bail!("window is 0; it must be at least 1, the query's own token");
         }
         let map = far.map();
-        let row = Tensor::zeros((1, 1, map.input_dim()), candle_core::DType::F32, &candle_core::Device::Cpu)?;
+        let row = Tensor::zeros((1, 1, map.input_dim()), DType::F32, &Device::Cpu)?;
         if map.exponential_form().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
             bail!("feature map {map:?} has signed features; a window needs positive ones, such as map=positive");
         }
-        Ok(Self { window, near: Softmax::new(), far })
+        let mut windowed = Self { window, near: Softmax::new(), far, identity: None };
+        windowed.set_identity()?;
+        Ok(windowed)
     }
 
     /// Never uses the fused CPU kernels.
@@ -69,77 +76,60 @@ fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)
 }
 
 impl Attention for Windowed {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
-        check_shapes(q, k, v, mask)?;
+    fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
+        inputs.refuse_gates("attention with a window")?;
+        let sizes = inputs.sizes_under(mask)?;
         if !mask.is_causal() {
             bail!("attention with a window is causal; give it Mask::causal()");
         }
-        let (w, t) = (self.window, q.dim(2)?);
-        if q.elem_count() == 0 {
-            return Softmax::new().forward(q, k, v, mask);
+        if sizes.is_empty() {
+            return sizes.zeros(inputs.q);
         }
-        let dtype = q.dtype();
+        let (w, t) = (self.window, sizes.queries);
+        let dtype = inputs.q.dtype();
         // Logarithms of denominators need more digits than half types have.
-        let wide = super::favor::compute(dtype);
-        let [q, k, v] = [q.to_dtype(wide)?, k.to_dtype(wide)?, v.to_dtype(wide)?];
-        let (near, near_log) = self.near.with_logs([&q, &k, &v], mask, 0, w)?;
+        let wide = compute(dtype);
+        let [q, k, v] = [inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?];
+        let (near, near_log) = self.near.with_logs(Inputs::new(&q, &k, &v), mask, 0, w)?;
         if t <= w {
             return near.to_dtype(dtype);
         }
         let far = t - w;
-        let mask = match mask.keys() {
-            None => Mask::causal(),
-            Some(keys) => Mask::causal().with_keys(&keys.narrow(1, 0, far)?),
-        };
-        let inputs = [tokens(&q, w, far)?, tokens(&k, 0, far)?, tokens(&v, 0, far)?];
-        let (rows, logs) = self.far.with_logs(inputs.each_ref(), &mask, None)?;
+        let (far_q, far_k, far_v) = (tokens(&q, w, far)?, tokens(&k, 0, far)?, tokens(&v, 0, far)?);
+        let (rows, logs) = self.far.with_logs(Inputs::new(&far_q, &far_k, &far_v), &mask.first_keys(far)?, None)?;
         let joined = join((&tokens(&near, w, far)?, &tokens(&near_log, w, far)?), (&rows, &logs))?;
         Tensor::cat(&[&tokens(&near, 0, w)?, &joined], 2)?.to_dtype(dtype)
     }
 
-    fn extend(&self, q: &Tensor, k: &Tensor, v: &Tensor, state: &mut State) -> Result<Tensor> {
-        check_shapes(q, k, v, &Mask::causal())?;
-        state.check_batch(q)?;
-        if q.elem_count() == 0 {
-            return Softmax::new().forward(q, k, v, &Mask::causal());
+    fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
+        inputs.refuse_gates("attention with a window")?;
+        let sizes = inputs.sizes()?;
+        if sizes.is_empty() {
+            return sizes.zeros(inputs.q);
         }
-        let (dtype, wide) = (q.dtype(), super::favor::compute(q.dtype()));
-        let [q, k, v] = [q, k, v].map(|x| x.detach().to_dtype(wide));
-        let (q, mut k, mut v) = (q?, k?, v?);
-        let mut far = State::new();
-        match &state.memory {
-            None => {}
-            Some(Memory::Window { keys, values, far: sums }) => {
-                far = (**sums).clone();
-                if keys.dim(1)? != k.dim(1)? || keys.dim(3)? != k.dim(3)? || values.dim(3)? != v.dim(3)? {
-                    bail!(
-                        "state: its window holds keys {:?} but k is {:?}; a state belongs to one layer",
-                        keys.dims(),
-                        k.dims()
-                    );
-                }
-                k = Tensor::cat(&[keys, &k], 2)?;
-                v = Tensor::cat(&[values, &v], 2)?;
+        let past = state.take::<Window>()?;
+        match self.attend(inputs, past.as_ref()) {
+            Ok((out, window)) => {
+                state.set(window);
+                Ok(out)
             }
-            Some(_) => bail!("state: it was made by another attention and cannot go on with a window"),
+            Err(error) => {
+                past.into_iter().for_each(|past| state.set(past));
+                Err(error)
+            }
         }
-        let (w, t, all) = (self.window, q.dim(2)?, k.dim(2)?);
-        let (mut out, near_log) = self.near.with_logs([&q, &k, &v], &Mask::full(), all - t, w)?;
-        // Keys that leave the window, one with each of the last queries.
-        let leaving = all.saturating_sub(w);
-        if leaving > 0 {
-            let first = t - leaving;
-            let inputs = [tokens(&q, first, leaving)?, tokens(&k, 0, leaving)?, tokens(&v, 0, leaving)?];
-            let (rows, logs) = self.far.with_logs(inputs.each_ref(), &Mask::causal(), Some(&mut far))?;
-            let near = (&tokens(&out, first, leaving)?, &tokens(&near_log, first, leaving)?);
-            let joined = join(near, (&rows, &logs))?;
-            out = if first == 0 { joined } else { Tensor::cat(&[&tokens(&out, 0, first)?, &joined], 2)? };
+    }
+
+    fn identity(&self) -> Result<Identity> {
+        match &self.identity {
+            Some((of_far, identity)) if *of_far == self.far.identity()? => Ok(identity.clone()),
+            _ => Ok(self.far.identity()?.with("window", self.window)),
         }
-        let kept = all.min(w);
-        let keep = |x: &Tensor| tokens(x, all - kept, kept)?.contiguous();
-        state.memory = Some(Memory::Window { keys: keep(&k)?, values: keep(&v)?, far: Box::new(far) });
-        state.advance(&q)?;
-        out.to_dtype(dtype)
+    }
+
+    fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
+        inputs.sizes_under(mask)?;
+        Ok(self.near.path_with_logs(inputs).slower(self.far.path_with_logs(inputs, mask)?))
     }
 
     fn buffers(&self) -> Vec<(String, Tensor)> {
@@ -147,10 +137,93 @@ impl Attention for Windowed {
     }
 
     fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
-        self.far.load_buffers(get)
+        self.far.load_buffers(get)?;
+        self.set_identity()
+    }
+
+    fn trained_buffers(&self) -> Vec<String> {
+        self.far.trained_buffers()
     }
 
     fn redraw(&mut self, seed: u64) -> Result<()> {
-        self.far.redraw(seed)
+        self.far.redraw(seed)?;
+        self.set_identity()
+    }
+}
+
+impl Windowed {
+    /// Keeps the identity that belongs to the far part's.
+    fn set_identity(&mut self) -> Result<()> {
+        let of_far = self.far.identity()?;
+        let identity = of_far.clone().with("window", self.window);
+        self.identity = Some((of_far, identity));
+        Ok(())
+    }
+
+    /// Attention from what `past` remembers on, and what is to be remembered. Nothing is empty.
+    fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
+        let (dtype, wide) = (inputs.q.dtype(), compute(inputs.q.dtype()));
+        let (q, mut k, mut v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
+        let mut far = State::new();
+        if let Some(Window { keys, values, far: before }) = past {
+            far = before.clone();
+            k = Tensor::cat(&[keys, &k], 2)?;
+            v = Tensor::cat(&[values, &v], 2)?;
+        }
+        let (w, t, all) = (self.window, q.dim(2)?, k.dim(2)?);
+        let (mut out, near_log) = self.near.with_logs(Inputs::new(&q, &k, &v), &Mask::full(), all - t, w)?;
+        // Keys that leave the window, one with each of the last queries.
+        let leaving = all.saturating_sub(w);
+        if leaving > 0 {
+            let first = t - leaving;
+            let (far_q, far_k, far_v) = (tokens(&q, first, leaving)?, tokens(&k, 0, leaving)?, tokens(&v, 0, leaving)?);
+            let inputs = Inputs::new(&far_q, &far_k, &far_v);
+            let (rows, logs) = self.far.with_logs(inputs, &Mask::causal(), Some(&mut far))?;
+            let near = (&tokens(&out, first, leaving)?, &tokens(&near_log, first, leaving)?);
+            let joined = join(near, (&rows, &logs))?;
+            out = if first == 0 { joined } else { Tensor::cat(&[&tokens(&out, 0, first)?, &joined], 2)? };
+        }
+        let kept = all.min(w);
+        let keep = |x: &Tensor| tokens(x, all - kept, kept)?.contiguous();
+        Ok((out.to_dtype(dtype)?, Window { keys: keep(&k)?, values: keep(&v)?, far }))
+    }
+}
+
+/// The keys and values of the window, and what is remembered of all before them.
+#[derive(Clone, Debug)]
+struct Window {
+    /// The last keys, `(B, Hkv, W, D)`, fewer at the beginning.
+    keys: Tensor,
+    /// The last values, `(B, Hkv, W, Dv)`.
+    values: Tensor,
+    far: State,
+}
+
+impl Memory for Window {
+    fn kind() -> &'static str {
+        "a window of keys and values with prefix sums"
+    }
+
+    fn bytes(&self) -> usize {
+        bytes_of(&self.keys) + bytes_of(&self.values) + self.far.bytes()
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory> {
+        // Nothing writes to these tensors, and a clone of a state is independent.
+        Box::new(self.clone())
+    }
+
+    fn save(&self) -> Result<StateRecord> {
+        let record = StateRecord::new().with_tensor("keys", self.keys.clone());
+        Ok(record.with_tensor("values", self.values.clone()).with_nested("far", self.far.record()?))
+    }
+
+    fn load(record: &StateRecord) -> Result<Self> {
+        let (keys, values) = (record.tensor("keys")?.clone(), record.tensor("values")?.clone());
+        let ((b, h, w, _), (vb, vh, vw, _)) = (keys.dims4()?, values.dims4()?);
+        if (b, h, w) != (vb, vh, vw) {
+            bail!("saved state: keys {:?} and values {:?} do not belong together", keys.dims(), values.dims());
+        }
+        Ok(Self { keys, values, far: State::from_record(&record.nested("far"))? })
     }
 }

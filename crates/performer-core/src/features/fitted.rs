@@ -136,6 +136,11 @@ impl FeatureMap for Fitted {
         self.tensors()
     }
 
+    /// What multiplies all features of a query cancels in attention, and has no gradient but noise.
+    fn trained_parameters(&self) -> Vec<&'static str> {
+        self.tensors().into_iter().map(|(name, _)| name).filter(|&name| name != "query_metric").collect()
+    }
+
     fn with_parameters(&self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<Box<dyn FeatureMap>> {
         let other = Self::from_tensors(get)?;
         let (m, d) = (self.feature_dim(), self.input_dim());

@@ -83,6 +83,20 @@ pub struct ExponentialForm {
     pub keys: Option<KeyForm>,
 }
 
+impl ExponentialForm {
+    /// All tensors of the form.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let of_keys =
+            self.keys.iter().flat_map(|keys| [Some(&keys.projection), Some(&keys.log_weights), keys.metric.as_ref()]);
+        std::iter::once(&self.projection).chain(of_keys.flatten())
+    }
+
+    /// Whether a gradient may be asked of any of its tensors.
+    pub(crate) fn tracked(&self) -> bool {
+        self.tensors().any(Tensor::track_op)
+    }
+}
+
 /// Features `F^-½ exp(b_r·y + w_r − ‖Py‖²/2)`.
 #[derive(Clone, Debug)]
 pub struct KeyForm {
@@ -96,6 +110,12 @@ pub struct KeyForm {
 
 /// A feature map φ: `R^D → R^F` with `φ(x)·φ(y) ≈ K(x, y)`.
 pub trait FeatureMap: fmt::Debug + Send + Sync {
+    /// The map's name in messages; the name of its type, unless overridden.
+    fn name(&self) -> &'static str {
+        let name = std::any::type_name::<Self>();
+        name.rsplit("::").next().unwrap_or(name)
+    }
+
     /// Width `D` of the rows the map takes.
     fn input_dim(&self) -> usize;
 
@@ -132,6 +152,11 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// all. What is drawn from a seed is none of them.
     fn parameters(&self) -> Vec<(&'static str, &Tensor)> {
         Vec::new()
+    }
+
+    /// The names among [`Self::parameters`] that training changes: all of them, unless overridden.
+    fn trained_parameters(&self) -> Vec<&'static str> {
+        self.parameters().into_iter().map(|(name, _)| name).collect()
     }
 
     /// The same map of other parameters, `get` returning those that there are by name: for any number of heads, and trainable where they

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::features::{FeatureMapKind, RandomParameters};
 use performer_core::reference::{attention, attention_backward};
-use performer_core::{Attention, Favor, Mask, Softmax};
+use performer_core::{Attention, Favor, Inputs, Mask, Softmax};
 
 use super::{ALL_MAPS, Problem, assert_close, mask_tensor, tensor, values};
 
@@ -118,7 +118,7 @@ impl Problem {
         let mask = if self.causal { Mask::causal() } else { Mask::full() };
         Ok(match &self.key_mask {
             None => mask,
-            Some(keys) => mask.with_keys(&mask_tensor(keys, &[self.shape.batch, self.shape.k_len], &Device::Cpu)?),
+            Some(keys) => mask.with_keys(&mask_tensor(keys, &[self.shape.batch, self.shape.k_len], &Device::Cpu)?)?,
         })
     }
 
@@ -131,7 +131,7 @@ impl Problem {
     /// The output of the attention under test.
     pub(crate) fn forward(&self, dtype: DType) -> Result<Tensor> {
         let [q, k, v] = self.tensors(dtype)?;
-        self.attention(dtype)?.forward(&q, &k, &v, &self.mask()?)
+        self.attention(dtype)?.forward(Inputs::new(&q, &k, &v), &self.mask()?)
     }
 
     /// Output and gradients of an attention.
@@ -139,7 +139,7 @@ impl Problem {
         let (q_var, q) = layout.place(&self.q, self.q_dims(), dtype)?;
         let (k_var, k) = layout.place(&self.k, self.k_dims(), dtype)?;
         let (v_var, v) = layout.place(&self.v, self.v_dims(), dtype)?;
-        let output = attention.forward(&q, &k, &v, &self.mask()?)?;
+        let output = attention.forward(Inputs::new(&q, &k, &v), &self.mask()?)?;
         assert_eq!((output.dims(), output.dtype()), (&self.output_dims()[..], dtype), "{:?}", self.map);
         // Half types would overflow in this sum.
         let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
-use performer_core::{Attention, Favor, FavorConfig, Softmax, State};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Softmax, State};
 use serde::{Deserialize, Serialize};
 
 use super::{Effort, Timing, time};
@@ -84,19 +84,19 @@ pub fn run(
         let mut other = State::new();
         for _ in 0..WARM_UP {
             let [q, k, v] = random(sweep, 1, device)?;
-            attention.extend(&q, &k, &v, &mut other)?;
+            attention.extend(Inputs::new(&q, &k, &v), &mut other)?;
         }
         for context in contexts {
             progress(format!("{name}, {context} tokens of context"));
             while state.tokens() < context {
                 let [q, k, v] = random(sweep, PREFILL.min(context - state.tokens()), device)?;
-                attention.extend(&q, &k, &v, &mut state)?;
+                attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
             }
             let [q, k, v] = random(sweep, 1, device)?;
             let state_bytes = state.bytes();
             // Every measured token lengthens the context: by a tenth at most.
             let few = Effort { time: std::time::Duration::ZERO, runs: effort.runs.max((context / 10).min(500)) };
-            let timing = time(few, device, || attention.extend(&q, &k, &v, &mut state).map(drop))?;
+            let timing = time(few, device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
             points.push(Point { attention: name.into(), context, timing, state_bytes });
         }
     }

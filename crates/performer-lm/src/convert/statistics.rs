@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
-use performer_core::{Attention, FavorConfig, Mask, projection::derive_seed};
+use performer_core::{Attention, FavorConfig, Inputs, Mask, projection::derive_seed};
 use performer_core::{
     Favor, Softmax,
     features::{
@@ -37,7 +37,7 @@ pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u
         let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
         teacher.hidden_through(&ids, |layer, q, k, v| {
             all[layer].add(q, k)?;
-            Softmax::new().forward(q, k, v, &Mask::causal())
+            Softmax::new().forward(Inputs::new(q, k, v), &Mask::causal())
         })?;
     }
     Ok(all)
@@ -140,7 +140,7 @@ pub fn inspect(
             }
         }
         reports.extend(heads);
-        let out = Softmax::new().forward(&q, &k, &v, &Mask::causal());
+        let out = Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal());
         if let Err(e) = &out {
             error.get_or_insert(e.to_string());
         }

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_core::Tensor;
-use performer_core::{Attention, Mask, Softmax};
+use performer_core::{Attention, Inputs, Mask, Softmax};
 
 use super::{
     Plan, Trained,
@@ -41,9 +41,9 @@ fn differences(plan: &Plan, teacher: &Decoder, student: &Decoder, ids: &Tensor) 
     let mut losses = Vec::new();
     teacher.hidden_through(ids, |layer, q, k, v| {
         let [q, k, v] = [q, k, v].map(Tensor::detach);
-        let exact = Softmax::new().forward(&q, &k, &v, &Mask::causal())?;
+        let exact = Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
         if plan.config.attention_of(layer).favor().is_some_and(|favor| favor.map.is_trained()) {
-            let estimate = student.attention(layer).forward(&q, &k, &v, &Mask::causal())?;
+            let estimate = student.attention(layer).forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
             let norm = exact.sqr()?.sum_all()?;
             losses.push((estimate - &exact)?.sqr()?.sum_all()?.div(&norm)?);
         }

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{
-    Attention, Favor, FavorConfig, FeatureMapKind, Mask, Softmax, State,
-    reference::{self, Inputs, Kernel, Shape},
+    Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, State,
+    reference::{self, Kernel, Shape},
 };
 
 use super::{Check, Extent, Random, numbers, relative_error, tolerance};
@@ -179,14 +179,15 @@ impl<'a> Problem<'a> {
             None => mask,
             Some(keys) => {
                 let keys: Vec<u8> = keys.iter().map(|&k| k.into()).collect();
-                mask.with_keys(&Tensor::from_vec(keys, (self.shape.batch, self.shape.k_len), self.device)?)
+                mask.with_keys(&Tensor::from_vec(keys, (self.shape.batch, self.shape.k_len), self.device)?)?
             }
         })
     }
 
     fn forward(&self, q: &[f64], k: &[f64], v: &[f64]) -> candle_core::Result<Tensor> {
         let (h, kv) = (self.case.heads, self.case.kv_heads);
-        self.attention.forward(&self.tensor(q, h)?, &self.tensor(k, kv)?, &self.tensor(v, kv)?, &self.mask()?)
+        self.attention
+            .forward(Inputs::new(&self.tensor(q, h)?, &self.tensor(k, kv)?, &self.tensor(v, kv)?), &self.mask()?)
     }
 
     /// Output and gradients of q, k and v, for queries and keys `scale` times as long.
@@ -196,7 +197,7 @@ impl<'a> Problem<'a> {
             Var::from_tensor(&self.tensor(&values.iter().map(|x| x * scale).collect::<Vec<_>>(), heads)?)
         };
         let (q, k, v) = (var(&self.q, scale, h)?, var(&self.k, scale, kv)?, var(&self.v, 1.0, kv)?);
-        let out = self.attention.forward(&q, &k, &v, &self.mask()?)?;
+        let out = self.attention.forward(Inputs::new(&q, &k, &v), &self.mask()?)?;
         let gradient = self.tensor(&self.gradient, h)?.to_dtype(DType::F32)?;
         let gradients = (out.to_dtype(DType::F32)? * gradient)?.sum_all()?.backward()?;
         let of = |v: &Var| numbers(gradients.get(v).context("an input has no gradient")?).map_err(anyhow::Error::from);
@@ -209,7 +210,7 @@ impl<'a> Problem<'a> {
             None => Kernel::Softmax,
             Some(_) => Kernel::Features { map: self.case.map, projection: &self.projection, offsets: &[] },
         };
-        let inputs = Inputs {
+        let inputs = reference::Inputs {
             shape: self.shape,
             q: &self.q,
             k: &self.k,
@@ -269,13 +270,13 @@ impl<'a> Problem<'a> {
     fn decoding(&self) -> Result<f64> {
         let (h, kv, tokens) = (self.case.heads, self.case.kv_heads, self.case.tokens);
         let (q, k, v) = (self.tensor(&self.q, h)?, self.tensor(&self.k, kv)?, self.tensor(&self.v, kv)?);
-        let whole = numbers(&self.attention.forward(&q, &k, &v, &Mask::causal())?)?;
+        let whole = numbers(&self.attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
         let prefill = tokens - tokens.div_ceil(2).min(5);
         let mut state = State::new();
         let mut parts = Vec::new();
         let mut take = |start: usize, count: usize| -> candle_core::Result<()> {
             let part = |t: &Tensor| t.narrow(2, start, count);
-            parts.push(self.attention.extend(&part(&q)?, &part(&k)?, &part(&v)?, &mut state)?);
+            parts.push(self.attention.extend(Inputs::new(&part(&q)?, &part(&k)?, &part(&v)?), &mut state)?);
             Ok(())
         };
         if prefill > 0 {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
-use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax, State};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State};
 use serde::{Deserialize, Serialize};
 
 use super::{Extent, unless_skipped};
@@ -155,10 +155,10 @@ impl Bench<'_> {
             next += 1;
             if work == Work::Both {
                 // From a gradient of ones: a loss of its own would read and write outputs several times more.
-                return attention.forward(q, k, v, &Mask::causal())?.backward().map(drop);
+                return attention.forward(Inputs::new(q, k, v), &Mask::causal())?.backward().map(drop);
             }
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
-            attention.forward(&q, &k, &v, &Mask::causal()).map(drop)
+            attention.forward(Inputs::new(&q, &k, &v), &Mask::causal()).map(drop)
         })?;
         Ok(self.speed(name, features, work, tokens, tokens, times))
     }
@@ -167,10 +167,11 @@ impl Bench<'_> {
         let mut state = State::new();
         for start in (0..context).step_by(4096) {
             let count = 4096.min(context - start);
-            attention.extend(&self.random(count)?, &self.random(count)?, &self.random(count)?, &mut state)?;
+            attention
+                .extend(Inputs::new(&self.random(count)?, &self.random(count)?, &self.random(count)?), &mut state)?;
         }
         let (q, k, v) = (self.random(1)?, self.random(1)?, self.random(1)?);
-        let times = time(self.device, || attention.extend(&q, &k, &v, &mut state).map(drop))?;
+        let times = time(self.device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
         Ok(self.speed(name, features, Work::Decode, context, 1, times))
     }
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::{Attention, Mask, Softmax, features::fit::Moments, projection::derive_seed};
+use performer_core::{Attention, Inputs, Mask, Softmax, features::fit::Moments, projection::derive_seed};
 use serde_json::{Value, json};
 
 use super::error::{Problem, QUERIES, Set};
@@ -97,7 +97,7 @@ impl Heads {
                     let of = |x: &Tensor, head: usize| x.detach().get(0)?.get(head)?.to_device(&Device::Cpu);
                     kept.windows.push([of(q, head)?, of(k, head / group)?, of(v, head / group)?]);
                 }
-                Softmax::new().forward(q, k, v, &Mask::causal())
+                Softmax::new().forward(Inputs::new(q, k, v), &Mask::causal())
             })?;
         }
         Ok(Self { model: name(&source.model), corpus: data.corpus_name, context, layers })

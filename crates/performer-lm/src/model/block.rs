@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Linear, VarBuilder, linear_b};
-use performer_core::{Attention, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, ops};
+use performer_core::{Attention, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, ops};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -36,7 +36,7 @@ impl Block {
             ..MultiHeadConfig::new(config.hidden_size, config.heads)
         };
         Ok(Self {
-            attention: MultiHeadAttention::new(&heads, attention, rotary, vb.pp("self_attn"))?,
+            attention: MultiHeadAttention::without_buffers(&heads, attention, rotary, vb.pp("self_attn"))?,
             feed_forward: FeedForward::new(config, vb.pp("mlp"))?,
             attention_norm: Norm::new(config, vb.pp("input_layernorm"))?,
             feed_forward_norm: Norm::new(config, vb.pp("post_attention_layernorm"))?,
@@ -45,13 +45,13 @@ impl Block {
     }
 
     pub(super) fn forward(&self, x: &Tensor, mask: &Mask, dropout: Option<&Dropout>) -> Result<Tensor> {
-        self.residuals(x, dropout, |x| self.attention.forward(x, mask, false))
+        self.residuals(x, dropout, |x| self.attention.forward(x, mask))
     }
 
     pub(super) fn forward_through(
         &self,
         x: &Tensor,
-        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+        attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>,
     ) -> Result<Tensor> {
         self.residuals(x, None, |x| self.attention.forward_through(x, attend))
     }
@@ -92,8 +92,12 @@ impl Block {
         self.attention.attention()
     }
 
-    pub(super) fn attention_mut(&mut self) -> &mut dyn Attention {
-        self.attention.attention_mut()
+    pub(super) fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
+        self.attention.load_buffers(get)
+    }
+
+    pub(super) fn redraw(&mut self, seed: u64) -> Result<()> {
+        self.attention.redraw(seed)
     }
 }
 

@@ -140,7 +140,6 @@ impl Decoder {
         for (i, block) in self.blocks.iter_mut().enumerate() {
             let prefix = buffer_prefix(i);
             block
-                .attention_mut()
                 .load_buffers(&|name| tensors.get(&format!("{prefix}{name}")).cloned())
                 .with_context(|| format!("random features of layer {i}"))?;
         }
@@ -170,7 +169,7 @@ impl Decoder {
                 given.insert(name.clone(), var.as_tensor().clone());
                 parameters.insert(format!("{}{name}", buffer_prefix(i)), var);
             }
-            block.attention_mut().load_buffers(&|name| given.get(name).cloned())?;
+            block.load_buffers(&|name| given.get(name).cloned())?;
         }
         Ok(())
     }
@@ -241,7 +240,7 @@ impl Decoder {
     /// Draws the random features of every layer anew: the `count`-th time in a run of this `seed`.
     pub fn redraw(&mut self, seed: u64, count: u64) -> Result<()> {
         for (i, block) in self.blocks.iter_mut().enumerate() {
-            block.attention_mut().redraw(layer_seed(seed, i, count))?;
+            block.redraw(layer_seed(seed, i, count))?;
         }
         Ok(())
     }
@@ -310,7 +309,7 @@ impl Decoder {
     ) -> Result<Tensor> {
         let mut x = self.embed(ids, 0)?;
         for (i, block) in self.blocks.iter().enumerate() {
-            x = block.forward_through(&x, |q, k, v| attend(i, q, k, v))?;
+            x = block.forward_through(&x, |inputs| attend(i, inputs.q, inputs.k, inputs.v))?;
         }
         Ok(x)
     }

@@ -79,6 +79,34 @@ impl Sums {
         }
     }
 
+    /// Sums with these log-scales (one a feature, or one for all), norms (one a feature) and sums
+    /// `(F, Dv)`.
+    pub(crate) fn of(scale: &[f32], norm: &[f32], sums: &[f32], values: usize) -> Self {
+        let mut new = Self::new(norm.len(), scale.len(), values);
+        new.scale.copy_from_slice(scale);
+        new.norm[..norm.len()].copy_from_slice(norm);
+        for (row, given) in new.sums.chunks_exact_mut(padded(values)).zip(sums.chunks_exact(values)) {
+            row[..values].copy_from_slice(given);
+        }
+        new
+    }
+
+    /// The log-scales and their shape, `(1, F)` or `(1, 1)`.
+    pub(crate) fn scale(&self) -> (Vec<f32>, [usize; 2]) {
+        (self.scale.clone(), [1, self.scale.len()])
+    }
+
+    /// The normalisers, `(1, F)`.
+    pub(crate) fn norm(&self) -> (Vec<f32>, [usize; 2]) {
+        (self.norm[..self.features].to_vec(), [1, self.features])
+    }
+
+    /// The sums over values, `(F, Dv)`.
+    pub(crate) fn sums(&self) -> (Vec<f32>, [usize; 2]) {
+        let rows = self.sums.chunks_exact(padded(self.values));
+        (rows.flat_map(|row| &row[..self.values]).copied().collect(), [self.features, self.values])
+    }
+
     pub(crate) fn bytes(&self) -> usize {
         4 * (self.scale.len() + self.sums.len() + self.norm.len())
     }
@@ -160,11 +188,6 @@ pub(crate) struct Form {
 }
 
 impl Form {
-    /// One map for all heads.
-    pub(crate) fn of(map: Map) -> Self {
-        Self { maps: [map].into(), logs: false }
-    }
-
     /// `F`.
     fn features(&self) -> usize {
         self.maps[0].features()

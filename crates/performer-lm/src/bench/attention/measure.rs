@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
-use performer_core::{Attention, Favor, FavorConfig, Mask, Softmax};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax};
 
 use super::{
     super::{Effort, Timing, time},
@@ -108,12 +108,12 @@ fn measure(
     let mask = if sweep.causal { Mask::causal() } else { Mask::full() };
     if !backward {
         let (q, k, v) = (random()?, random()?, random()?);
-        return repeat(effort, device, || attention.forward(&q, &k, &v, &mask).map(drop));
+        return repeat(effort, device, || attention.forward(Inputs::new(&q, &k, &v), &mask).map(drop));
     }
     let variable = || Var::from_tensor(&random()?);
     let (q, k, v, gradient) = (variable()?, variable()?, variable()?, random()?);
     repeat(effort, device, || {
-        let out = attention.forward(&q, &k, &v, &mask)?;
+        let out = attention.forward(Inputs::new(&q, &k, &v), &mask)?;
         if !device.is_cpu() {
             return (out * &gradient)?.sum_all()?.backward().map(drop);
         }
@@ -169,7 +169,8 @@ impl CandleSoftmax {
 }
 
 impl Attention for CandleSoftmax {
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, _: &Mask) -> candle_core::Result<Tensor> {
+    fn forward(&self, inputs: Inputs<'_>, _: &Mask) -> candle_core::Result<Tensor> {
+        let Inputs { q, k, v, .. } = inputs;
         let scale = (q.dim(3)? as f64).sqrt().recip();
         let mut scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * scale)?;
         if let Some(hidden) = &self.hidden {
@@ -178,7 +179,7 @@ impl Attention for CandleSoftmax {
         candle_nn::ops::softmax(&scores, candle_core::D::Minus1)?.matmul(&v.contiguous()?)
     }
 
-    fn extend(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &mut performer_core::State) -> candle_core::Result<Tensor> {
+    fn advance(&self, _: Inputs<'_>, _: &mut performer_core::State) -> candle_core::Result<Tensor> {
         candle_core::bail!("softmax in Candle's operations is measured in one pass only")
     }
 }
@@ -193,7 +194,8 @@ mod tests {
         let (q, k, v) = (random()?, random()?, random()?);
         for mask in [Mask::causal(), Mask::full()] {
             let candle = CandleSoftmax::new(9, mask.is_causal(), &Device::Cpu).expect("it can be made");
-            let difference = (candle.forward(&q, &k, &v, &mask)? - Softmax::new().forward(&q, &k, &v, &mask)?)?;
+            let difference = (candle.forward(Inputs::new(&q, &k, &v), &mask)?
+                - Softmax::new().forward(Inputs::new(&q, &k, &v), &mask)?)?;
             assert!(difference.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5, "causal {}", mask.is_causal());
         }
         Ok(())

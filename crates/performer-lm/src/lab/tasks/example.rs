@@ -76,7 +76,7 @@ impl Batch {
         let mut mask = if causal { Mask::causal() } else { Mask::full() };
         // A causal model never looks at what is to the right.
         if !causal && keys.contains(&0) {
-            mask = mask.with_keys(&Tensor::from_vec(keys, shape, device)?);
+            mask = mask.with_keys(&Tensor::from_vec(keys, shape, device)?)?;
         }
         Ok(Self { ids: Tensor::from_vec(ids, shape, device)?, mask, places, targets })
     }

@@ -21,19 +21,21 @@ use candle_core::{D, Result, Tensor};
 use super::{
     PrefixSums,
     full::{hide, query_weights},
-    input::{FLOOR, Inputs, Rows, values_and_one},
 };
-use crate::features::{FeatureMap, Features};
+use crate::{
+    attention::layout::{FLOOR, Folded, Rows, values_and_one},
+    features::{FeatureMap, Features},
+};
 
 /// Causal attention in one pass.
-pub(super) fn forward(map: &dyn FeatureMap, inputs: &Inputs, chunk: usize) -> Result<Rows> {
+pub(super) fn forward(map: &dyn FeatureMap, inputs: &Folded, chunk: usize) -> Result<Rows> {
     Ok(attend(Mapped::new(map, inputs)?, inputs, chunk, None)?.0)
 }
 
 /// Causal attention from `state` on, and the state after the last token.
 pub(super) fn extend(
     map: &dyn FeatureMap,
-    inputs: &Inputs,
+    inputs: &Folded,
     chunk: usize,
     state: Option<&PrefixSums>,
 ) -> Result<(Rows, PrefixSums)> {
@@ -44,14 +46,14 @@ pub(super) fn extend(
 struct Mapped {
     /// Log-features or, if there is a scale, values: `(N, T, G, F)`.
     q: Tensor,
-    /// The same: `(N, T, F)`.
+    /// Log-features or values of the keys: `(N, T, F)`.
     k: Tensor,
     /// Log-scales of the keys, `(N, T, 1)`, for maps that are not positive.
     scale: Option<Tensor>,
 }
 
 impl Mapped {
-    fn new(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Self> {
+    fn new(map: &dyn FeatureMap, inputs: &Folded) -> Result<Self> {
         match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
             (Features::Log(q), Features::Log(k)) => Ok(Self { q, k: hide(&k, inputs.keys.as_ref())?, scale: None }),
             (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
@@ -68,7 +70,7 @@ impl Mapped {
 
 fn attend(
     Mapped { q, k, scale }: Mapped,
-    inputs: &Inputs,
+    inputs: &Folded,
     chunk: usize,
     state: Option<&PrefixSums>,
 ) -> Result<(Rows, PrefixSums)> {

@@ -7,11 +7,13 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::input::{FLOOR, Inputs, normalise, values_and_one};
-use crate::features::{FeatureMap, Features};
+use crate::{
+    attention::layout::{FLOOR, Folded, normalise, values_and_one},
+    features::{FeatureMap, Features},
+};
 
 /// `(N, Tq·G, Dv)`.
-pub(super) fn attend(map: &dyn FeatureMap, inputs: &Inputs) -> Result<Tensor> {
+pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
     let (n, tq, g, _) = inputs.q.dims4()?;
     let f = map.feature_dim();
     let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;

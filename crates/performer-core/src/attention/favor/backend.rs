@@ -1,0 +1,109 @@
+//! The ways of computing FAVOR, behind one trait: fused kernels for a kind of device, and Candle's own
+//! operations, which take everything that is left.
+
+use std::fmt;
+
+use candle_core::{Result, Tensor};
+
+use super::composed::Composed;
+use super::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use super::cuda::Cuda;
+#[cfg(feature = "metal")]
+use super::metal::Metal;
+use crate::{
+    attention::{Inputs, Mask, Path, State, inputs::Sizes},
+    features::FeatureMap,
+};
+
+/// One call of FAVOR attention, whose inputs fit each other, the mask and the map. Nothing is empty.
+#[derive(Clone, Copy)]
+pub(super) struct Call<'a> {
+    pub(super) map: &'a dyn FeatureMap,
+    pub(super) inputs: Inputs<'a>,
+    pub(super) mask: &'a Mask,
+    pub(super) sizes: Sizes,
+    /// Whether the logarithms of the denominators are wanted as well. Features must be positive then.
+    pub(super) logs: bool,
+    /// Whether it goes on from a state; and whether the state has seen tokens.
+    pub(super) decoding: Option<Begun>,
+}
+
+/// Whether a state has seen tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Begun {
+    Yes,
+    No,
+}
+
+/// What a call returns.
+pub(super) struct Output {
+    /// Attention, `(B, H, Tq, Dv)`.
+    pub(super) values: Tensor,
+    /// The logarithms of its denominators, `(B, H, Tq, 1)`, in the scale of the kernel that the map
+    /// estimates; present if they were wanted.
+    pub(super) logs: Option<Tensor>,
+}
+
+/// A way of computing FAVOR for one feature map.
+pub(super) trait Backend: fmt::Debug + Send + Sync {
+    /// Where it runs.
+    fn path(&self) -> Path;
+
+    /// Why it does not take a call, or `None` if it does.
+    fn refusal(&self, call: &Call<'_>) -> Option<String>;
+
+    /// Computes attention in one pass, with gradients.
+    fn forward(&self, call: &Call<'_>) -> Result<Output>;
+
+    /// Computes causal attention from a state on, without gradients, and brings the state's memory up
+    /// to the last token. After an error the memory is what it was.
+    fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output>;
+}
+
+/// All backends for one feature map, the fastest first. The last takes everything.
+#[derive(Debug)]
+pub(super) struct Backends {
+    fused: Vec<Box<dyn Backend>>,
+    composed: Composed,
+}
+
+impl Backends {
+    /// Prepares the kernels for `map`: this is where its numbers are brought into their layouts.
+    pub(super) fn new(map: &dyn FeatureMap, chunk: usize) -> Result<Self> {
+        let fused: Vec<Box<dyn Backend>> = vec![
+            Box::new(Cpu::new(map)?),
+            #[cfg(feature = "cuda")]
+            Box::new(Cuda::new(map)?),
+            #[cfg(feature = "metal")]
+            Box::new(Metal::new(map)?),
+        ];
+        Ok(Self { fused, composed: Composed { chunk } })
+    }
+
+    /// Composed operations alone.
+    pub(super) fn only_composed(chunk: usize) -> Self {
+        Self { fused: Vec::new(), composed: Composed { chunk } }
+    }
+
+    /// Sets the tokens that a chunk has in composed operations.
+    pub(super) fn set_chunk(&mut self, chunk: usize) {
+        self.composed.chunk = chunk;
+    }
+
+    /// The backend that takes a call.
+    pub(super) fn choose(&self, call: &Call<'_>) -> &dyn Backend {
+        let takes = |backend: &&Box<dyn Backend>| backend.refusal(call).is_none();
+        self.fused.iter().find(takes).map_or(&self.composed, |backend| &**backend)
+    }
+
+    /// The path that a call takes; if it is composed, why.
+    pub(super) fn path(&self, call: &Call<'_>) -> Path {
+        let chosen = self.choose(call).path();
+        if chosen.is_fused() {
+            return chosen;
+        }
+        let why: Vec<String> = self.fused.iter().filter_map(|backend| backend.refusal(call)).collect();
+        Path::Composed { why: if why.is_empty() { "it was asked for".into() } else { why.join("; ") } }
+    }
+}

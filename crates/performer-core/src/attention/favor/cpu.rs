@@ -1,0 +1,294 @@
+//! FAVOR by the fused kernels for the CPU: where they have a map's features from, and what they remember.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::{
+    backend::{Backend, Begun, Call, Output},
+    ready::{Ready, ReadyForm},
+};
+use crate::{
+    attention::{Memory, Path, State, StateRecord, inputs::rows},
+    features::{ExponentialForm, FeatureMap, KeyForm},
+    kernels::{
+        self,
+        favor::{self, Exponential, Form, Map, Rectified, Sums, Trained},
+    },
+};
+
+/// The fused kernels for the CPU, prepared for one feature map.
+#[derive(Debug)]
+pub(super) struct Cpu {
+    source: Source,
+}
+
+/// Where the kernels have features from.
+#[derive(Debug)]
+enum Source {
+    /// The kernels compute features, by numbers that do not change: one map for all key heads, or one
+    /// for each.
+    Constant(Arc<[Map]>),
+    /// The kernels compute features by variables, which are read at every call and given gradients.
+    Trained,
+    /// Candle's operations compute features, and the kernels read them.
+    Ready,
+}
+
+impl Source {
+    /// The source for the features of `map`.
+    fn of(map: &dyn FeatureMap) -> Result<Self> {
+        if let Some((projection, epsilon)) = map.rectified_form() {
+            if !projection.device().is_cpu() || projection.track_op() {
+                return Ok(Self::Ready);
+            }
+            let projection = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+            let rectified = Rectified::new(&projection, map.input_dim(), epsilon as f32);
+            return Ok(Self::Constant([Map::Rectified(Arc::new(rectified))].into()));
+        }
+        let Some(form) = map.exponential_form() else { return Ok(Self::Ready) };
+        let ExponentialForm { projection, hyperbolic, keys } = &form;
+        if !projection.device().is_cpu() {
+            return Ok(Self::Ready);
+        }
+        if form.tracked() {
+            return Ok(if trained(&form).is_some() { Self::Trained } else { Self::Ready });
+        }
+        let numbers = |t: &Tensor, head| t.get(head)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let kernel = |head| -> Result<Map> {
+            let mut form = Exponential::new(&numbers(projection, head)?, map.input_dim(), *hyperbolic);
+            if let Some(keys) = keys {
+                let metric = keys.metric.as_ref().map(|p| numbers(p, head)).transpose()?;
+                let (rows, weights) = (numbers(&keys.projection, head)?, numbers(&keys.log_weights, head)?);
+                form = form.with_keys(&rows, &weights, metric.as_deref());
+            }
+            Ok(Map::Exponential(Arc::new(form)))
+        };
+        let maps: Vec<Map> = (0..projection.dim(0)?).map(kernel).collect::<Result<_>>()?;
+        Ok(Self::Constant(maps.into()))
+    }
+}
+
+/// The parameters of a form whose gradients the kernels know: queries' rows, keys' rows, keys' weights.
+fn trained(form: &ExponentialForm) -> Option<[&Tensor; 3]> {
+    match form {
+        ExponentialForm {
+            projection,
+            hyperbolic: false,
+            keys: Some(KeyForm { projection: keys, log_weights, metric: None }),
+        } => Some([projection, keys, log_weights]),
+        _ => None,
+    }
+}
+
+/// The parameters of a [`Source::Trained`] map as they are now.
+fn parameters(map: &dyn FeatureMap) -> Result<Trained> {
+    let form = map.exponential_form();
+    let Some([queries, keys, log_weights]) = form.as_ref().and_then(trained) else {
+        bail!("feature map {map:?} is no longer of the form that it was made in")
+    };
+    Trained::new(queries, keys, log_weights)
+}
+
+/// Refuses keys `(B, Hkv, T, D)` of other heads than those the maps were fitted to.
+fn check_heads(maps: &[Map], k: &Tensor) -> Result<()> {
+    let heads = k.dim(1)?;
+    if maps.len() != 1 && maps.len() != heads {
+        bail!("k has shape {:?}; the feature map was fitted to {} key heads", k.dims(), maps.len());
+    }
+    Ok(())
+}
+
+/// Ready features as the kernels take them.
+fn form(ready: &Ready, logs: bool) -> Form {
+    let features = ready.features;
+    let map = match ready.form {
+        ReadyForm::Log => Map::Log { features },
+        ReadyForm::Signed => Map::Signed { features },
+    };
+    Form { maps: [map].into(), logs }
+}
+
+impl Cpu {
+    /// Prepares the kernels for `map`.
+    pub(super) fn new(map: &dyn FeatureMap) -> Result<Self> {
+        Ok(Self { source: Source::of(map)? })
+    }
+
+    /// Splits what the kernels return into values and logarithms.
+    fn output(&self, call: &Call<'_>, rows: Tensor) -> Result<Output> {
+        if !call.logs {
+            return Ok(Output { values: rows, logs: None });
+        }
+        let dv = call.sizes.value_dim;
+        let (values, logs) = (rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?);
+        // Ready features hold all of a feature; where the kernels make them, they leave out what all
+        // features of a query share.
+        let logs = if matches!(self.source, Source::Ready) { logs } else { (logs - query_offset(call)?)? };
+        Ok(Output { values, logs: Some(logs) })
+    }
+}
+
+/// What the kernels leave out of a query's log-features, since all of them share it: `(B, H, T, 1)`.
+fn query_offset(call: &Call<'_>) -> Result<Tensor> {
+    let (b, h, t, d) = call.inputs.q.dims4()?;
+    let hkv = call.sizes.key_heads;
+    let scaled = (call.inputs.q.to_dtype(DType::F32)? * (d as f64).powf(-0.25))?;
+    // As many rows of queries as there are key heads, see FeatureMap::features.
+    let rows = scaled.contiguous()?.reshape((b * hkv, (h / hkv) * t, d))?;
+    call.map.query_offset(&rows)?.reshape((b, h, t, 1))
+}
+
+impl Backend for Cpu {
+    fn path(&self) -> Path {
+        Path::Fused { device: "CPU" }
+    }
+
+    fn refusal(&self, call: &Call<'_>) -> Option<String> {
+        let q = call.inputs.q;
+        if !matches!(q.device(), Device::Cpu) {
+            Some("the CPU's kernels take tensors on the CPU".into())
+        } else if !kernels::takes(q) {
+            Some(format!("the CPU's kernels take f32, f16 and bf16, not {:?}", q.dtype()))
+        } else {
+            None
+        }
+    }
+
+    fn forward(&self, call: &Call<'_>) -> Result<Output> {
+        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
+        let (sizes, causal) = (call.sizes, call.mask.is_causal());
+        let visible = || call.mask.visible_flags(sizes.batch);
+        let rows = match &self.source {
+            Source::Constant(maps) => {
+                check_heads(maps, k)?;
+                let form = Form { maps: Arc::clone(maps), logs: call.logs };
+                favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible()?, causal)?
+            }
+            Source::Trained => {
+                let trained = parameters(call.map)?;
+                check_heads(trained.maps(), k)?;
+                trained.favor(&rows(q)?, k, v, visible()?, causal, call.logs)?
+            }
+            Source::Ready => {
+                let ready = Ready::new(call)?;
+                let flags =
+                    |t: &Tensor| Ok::<_, candle_core::Error>(t.to_vec1::<u8>()?.iter().map(|&x| x != 0).collect());
+                let visible = ready.visible.as_ref().map(flags).transpose()?;
+                let width = sizes.value_dim + usize::from(call.logs);
+                favor::favor(&form(&ready, call.logs), &ready.q, &ready.k, &ready.v, visible, causal)?
+                    .reshape((sizes.batch, sizes.heads, sizes.queries, width))?
+                    .to_dtype(q.dtype())?
+            }
+        };
+        self.output(call, rows)
+    }
+
+    fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
+        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
+        let sizes = call.sizes;
+        let constant = match &self.source {
+            Source::Constant(maps) => Some(Arc::clone(maps)),
+            Source::Trained => Some(Arc::clone(parameters(call.map)?.maps())),
+            Source::Ready => None,
+        };
+        let ready;
+        let ready_form;
+        let (form, q, k, v) = match constant {
+            Some(maps) => {
+                check_heads(&maps, k)?;
+                (&Form { maps, logs: call.logs }, &rows(q)?, &rows(k)?, &rows(v)?)
+            }
+            None => {
+                ready = Ready::new(call)?;
+                ready_form = form(&ready, call.logs);
+                (&ready_form, &ready.q, &ready.k, &ready.v)
+            }
+        };
+        let fresh: Sums = form.fresh(sizes.value_dim);
+        let heads = sizes.batch * sizes.key_heads;
+        let mut memory = match state.take::<KernelSums>()? {
+            None => KernelSums { batch: sizes.batch, heads: vec![fresh; heads] },
+            Some(memory) => {
+                if memory.heads.len() != heads || memory.heads.iter().any(|sums| !sums.same_sizes(&fresh)) {
+                    let (had, has) = (memory.heads.len(), memory.heads[0].describe());
+                    state.set(memory);
+                    bail!(
+                        "state: it holds sums of {had} heads, {has}, but this input needs {heads}, {}; a state \
+                         belongs to one layer and one batch",
+                        fresh.describe()
+                    );
+                }
+                memory
+            }
+        };
+        let begun = call.decoding == Some(Begun::Yes);
+        // After an error the sums are what they were.
+        let out = favor::extend(form, q, k, v, &mut memory.heads, begun);
+        if begun || out.is_ok() {
+            state.set(memory);
+        }
+        let width = sizes.value_dim + usize::from(call.logs);
+        let rows = out?.reshape((sizes.batch, sizes.heads, sizes.queries, width))?;
+        self.output(call, rows.to_dtype(call.inputs.q.dtype())?)
+    }
+}
+
+/// Prefix sums of the fused kernels, by sequence and key head.
+#[derive(Clone, Debug)]
+struct KernelSums {
+    batch: usize,
+    heads: Vec<Sums>,
+}
+
+impl Memory for KernelSums {
+    fn kind() -> &'static str {
+        "prefix sums of the fused CPU kernels"
+    }
+
+    fn bytes(&self) -> usize {
+        self.heads.iter().map(Sums::bytes).sum()
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory> {
+        Box::new(self.clone())
+    }
+
+    fn save(&self) -> Result<StateRecord> {
+        let key_heads = self.heads.len() / self.batch.max(1);
+        let mut record = StateRecord::new();
+        for (name, numbers) in
+            [("scale", Sums::scale as fn(&Sums) -> (Vec<f32>, [usize; 2])), ("norm", Sums::norm), ("sums", Sums::sums)]
+        {
+            let heads: Vec<_> = self.heads.iter().map(numbers).collect();
+            let [rows, width] = heads.first().map_or([0, 0], |(_, dims)| *dims);
+            let numbers: Vec<f32> = heads.into_iter().flat_map(|(numbers, _)| numbers).collect();
+            let tensor = Tensor::from_vec(numbers, (self.batch, key_heads, rows, width), &Device::Cpu)?;
+            record = record.with_tensor(name, tensor);
+        }
+        Ok(record)
+    }
+
+    fn load(record: &StateRecord) -> Result<Self> {
+        let [scale, norm, sums] = ["scale", "norm", "sums"].map(|name| record.tensor(name));
+        let (scale, norm, sums) = (scale?, norm?, sums?);
+        let ((batch, key_heads, features, values), scales) = (sums.dims4()?, scale.dim(candle_core::D::Minus1)?);
+        let right = scale.dims() == [batch, key_heads, 1, scales]
+            && norm.dims() == [batch, key_heads, 1, features]
+            && [1, features].contains(&scales)
+            && [scale, norm, sums].iter().all(|t| t.dtype() == DType::F32);
+        if !right {
+            bail!(
+                "saved state: sums {:?}, norms {:?} and scales {:?} do not belong together",
+                sums.dims(),
+                norm.dims(),
+                scale.dims()
+            );
+        }
+        let by_head = |t: &Tensor| t.flatten(0, 1)?.flatten_from(1)?.to_vec2::<f32>();
+        let (scale, norm, sums) = (by_head(scale)?, by_head(norm)?, by_head(sums)?);
+        let heads = scale.iter().zip(&norm).zip(&sums);
+        let heads = heads.map(|((scale, norm), sums)| Sums::of(scale, norm, sums, values)).collect();
+        Ok(Self { batch, heads })
+    }
+}

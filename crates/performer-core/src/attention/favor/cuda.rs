@@ -1,0 +1,138 @@
+//! FAVOR by the fused kernels for CUDA: which maps and sizes they take, and what they remember.
+
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor, bail};
+
+use super::{
+    backend::{Backend, Call, Output},
+    ready::{Ready, ReadyForm},
+};
+use crate::{
+    attention::{Memory, Path, State, StateRecord, inputs::rows},
+    features::{ExponentialForm, FeatureMap},
+    kernels::cuda::favor::{self, Map, Projection, Sums},
+};
+
+/// The fused kernels for CUDA, prepared for one feature map.
+#[derive(Debug)]
+pub(super) struct Cuda {
+    /// Ω on the card, where the kernels compute the map's features; Candle's operations do otherwise.
+    projection: Option<Arc<Projection>>,
+}
+
+impl Cuda {
+    /// Prepares the kernels for `map`.
+    pub(super) fn new(map: &dyn FeatureMap) -> Result<Self> {
+        let Some(ExponentialForm { projection, hyperbolic, keys }) = map.exponential_form() else {
+            return Ok(Self { projection: None });
+        };
+        // Maps of several heads, and those whose keys differ, come to these kernels as ready features.
+        if keys.is_some() || projection.dim(0)? != 1 || !projection.device().is_cuda() {
+            return Ok(Self { projection: None });
+        }
+        Ok(Self { projection: Some(Arc::new(Projection::new(&projection.squeeze(0)?, hyperbolic)?)) })
+    }
+}
+
+/// Ready features as the kernels take them.
+fn form(ready: &Ready) -> Map {
+    let features = ready.features;
+    match ready.form {
+        ReadyForm::Log => Map::Log { features },
+        ReadyForm::Signed => Map::Signed { features },
+    }
+}
+
+impl Backend for Cuda {
+    fn path(&self) -> Path {
+        Path::Fused { device: "CUDA" }
+    }
+
+    fn refusal(&self, call: &Call<'_>) -> Option<String> {
+        let (q, v) = (call.inputs.q, call.inputs.v);
+        if !q.device().is_cuda() {
+            Some("the CUDA kernels take tensors on a CUDA device".into())
+        } else if call.logs {
+            Some("the CUDA kernels return no logarithms of denominators, which a window needs".into())
+        } else if !favor::takes(q, v, call.map.feature_dim()) {
+            Some(format!(
+                "the CUDA kernels do not take {:?} with heads of {} and {} and {} features",
+                q.dtype(),
+                call.sizes.head_dim,
+                call.sizes.value_dim,
+                call.map.feature_dim()
+            ))
+        } else {
+            None
+        }
+    }
+
+    fn forward(&self, call: &Call<'_>) -> Result<Output> {
+        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
+        let (sizes, causal) = (call.sizes, call.mask.is_causal());
+        let values = match &self.projection {
+            Some(projection) => {
+                let visible = call.mask.visible_of(sizes.batch)?;
+                let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
+                let map = Map::Exponential(Arc::clone(projection));
+                favor::favor(&map, &rows(q)?, &rows(k)?, &rows(v)?, visible, causal)?
+            }
+            None => {
+                let ready = Ready::new(call)?;
+                favor::favor(&form(&ready), &ready.q, &ready.k, &ready.v, ready.visible.clone(), causal)?
+                    .reshape((sizes.batch, sizes.heads, sizes.queries, sizes.value_dim))?
+                    .to_dtype(q.dtype())?
+            }
+        };
+        Ok(Output { values, logs: None })
+    }
+
+    fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
+        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
+        let mut sums = state.take::<CudaSums>()?.map(|memory| memory.0);
+        // After an error the sums are what they were.
+        let out = match &self.projection {
+            Some(projection) => {
+                let map = Map::Exponential(Arc::clone(projection));
+                rows(q).and_then(|q| favor::extend(&map, &q, &rows(k)?, &rows(v)?, &mut sums))
+            }
+            None => {
+                Ready::new(call).and_then(|ready| favor::extend(&form(&ready), &ready.q, &ready.k, &ready.v, &mut sums))
+            }
+        };
+        if let Some(sums) = sums {
+            state.set(CudaSums(sums));
+        }
+        let sizes = call.sizes;
+        let values = out?.reshape((sizes.batch, sizes.heads, sizes.queries, sizes.value_dim))?.to_dtype(q.dtype())?;
+        Ok(Output { values, logs: None })
+    }
+}
+
+/// Prefix sums of the CUDA kernels.
+#[derive(Clone, Debug)]
+struct CudaSums(Sums);
+
+impl Memory for CudaSums {
+    fn kind() -> &'static str {
+        "prefix sums of the fused CUDA kernels"
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory> {
+        // The kernels write each state's sums into memory of their own.
+        Box::new(self.clone())
+    }
+
+    fn save(&self) -> Result<StateRecord> {
+        bail!("state: sums of the CUDA kernels cannot be saved, selected or joined yet; decode on the CPU for that")
+    }
+
+    fn load(_: &StateRecord) -> Result<Self> {
+        bail!("state: sums of the CUDA kernels cannot be loaded yet; decode on the CPU for that")
+    }
+}

@@ -1,0 +1,61 @@
+//! Features that Candle's operations have computed, for kernels that do not know the feature map.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+
+use super::backend::Call;
+use crate::{
+    attention::{inputs::rows, layout::Folded},
+    features::Features,
+};
+
+/// In which form features are ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadyForm {
+    /// Rows are log-features, `(.., F)`.
+    Log,
+    /// Rows are features, `(.., F)`; those of keys end with their log-scale, `(.., F + 1)`.
+    Signed,
+}
+
+/// Features of queries and keys, f32, heads folded into the batch: `N = B·Hkv`.
+pub(super) struct Ready {
+    pub(super) form: ReadyForm,
+    /// `F`.
+    pub(super) features: usize,
+    /// `(N, G, Tq, F)`.
+    pub(super) q: Tensor,
+    /// `(N, 1, Tk, F)`, or `F + 1`.
+    pub(super) k: Tensor,
+    /// `(N, 1, Tk, Dv)`.
+    pub(super) v: Tensor,
+    /// Visible keys as 1 and hidden ones as 0, u8, `(N·Tk)`.
+    pub(super) visible: Option<Tensor>,
+}
+
+impl Ready {
+    pub(super) fn new(call: &Call<'_>) -> Result<Self> {
+        let folded = Folded::new(call.inputs, call.mask)?;
+        let (map, features) = (call.map, call.map.feature_dim());
+        let (form, q, k) = match (map.features(&folded.q)?, map.key_features(&folded.k)?) {
+            (Features::Log(q), Features::Log(k)) => (ReadyForm::Log, q, k),
+            (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+                let scale = match log_scale {
+                    Some(scale) => scale,
+                    None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
+                };
+                (ReadyForm::Signed, q, Tensor::cat(&[&k, &scale], D::Minus1)?)
+            }
+            _ => bail!("feature map {map:?} returned two kinds of features"),
+        };
+        debug_assert_eq!(q.dtype(), DType::F32);
+        let visible = folded.keys.as_ref().map(|keys| keys.ne(0.0)?.flatten_all()?.contiguous());
+        Ok(Self {
+            form,
+            features,
+            q: rows(&q.transpose(1, 2)?)?,
+            k: rows(&k.unsqueeze(1)?)?,
+            v: folded.v.unsqueeze(1)?,
+            visible: visible.transpose()?,
+        })
+    }
+}

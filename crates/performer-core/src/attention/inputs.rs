@@ -1,0 +1,184 @@
+//! What a caller hands to attention: queries, keys, values, and gates where an attention has them.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+
+use super::Mask;
+
+/// The tensors that attention is computed from.
+///
+/// # Shapes
+/// `q` is `(B, H, Tq, D)`, `k` is `(B, Hkv, Tk, D)`, `v` is `(B, Hkv, Tk, Dv)`, where `H` is a
+/// multiple of `Hkv` (grouped-query attention: query head `h` reads key head `h / (H/Hkv)`).
+/// `gates` is `(B, Hkv, Tk)`. Any strides are accepted.
+///
+/// # Numbers
+/// `q`, `k` and `v` have one type, which is f32, f64, f16 or bf16; gates are f32 or f64.
+///
+/// # Example
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use performer_core::{Attention, Inputs, Mask, Softmax};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let x = Tensor::randn(0f32, 1.0, (1, 4, 10, 16), &Device::Cpu)?;
+/// let out = Softmax::new().forward(Inputs::new(&x, &x, &x), &Mask::causal())?;
+/// assert_eq!(out.dims(), [1, 4, 10, 16]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Inputs<'a> {
+    /// Queries, `(B, H, Tq, D)`.
+    pub q: &'a Tensor,
+    /// Keys, `(B, Hkv, Tk, D)`.
+    pub k: &'a Tensor,
+    /// Values, `(B, Hkv, Tk, Dv)`.
+    pub v: &'a Tensor,
+    /// Forget gates `g ≤ 0`, `(B, Hkv, Tk)`: before token `t` is taken in, everything that a key
+    /// head remembers is multiplied by `e^{g_t}`. An attention without gates refuses them.
+    pub gates: Option<&'a Tensor>,
+}
+
+impl<'a> Inputs<'a> {
+    /// Queries, keys and values without gates.
+    pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
+        Self { q, k, v, gates: None }
+    }
+
+    /// Adds forget gates `(B, Hkv, Tk)`, which are logarithms: 0 keeps everything.
+    pub fn with_gates(mut self, gates: &'a Tensor) -> Self {
+        self.gates = Some(gates);
+        self
+    }
+
+    /// The sizes of these inputs.
+    ///
+    /// # Errors
+    /// If shapes or types do not fit each other. The message names the tensor, its shape or type,
+    /// and what it must be.
+    pub fn sizes(&self) -> Result<Sizes> {
+        let Self { q, k, v, gates } = *self;
+        for (name, t) in [("q", q), ("k", k), ("v", v)] {
+            if t.rank() != 4 {
+                bail!("{name} has shape {:?}; it must be (batch, heads, tokens, head dim)", t.dims());
+            }
+            if !matches!(t.dtype(), DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
+                bail!("{name} has dtype {:?}; it must be f32, f64, f16 or bf16", t.dtype());
+            }
+            if t.dtype() != q.dtype() {
+                bail!("{name} has dtype {:?}; it must have that of q, {:?}", t.dtype(), q.dtype());
+            }
+        }
+        let (b, h, tq, d) = q.dims4()?;
+        let (kb, hkv, tk, kd) = k.dims4()?;
+        if d == 0 || kd != d {
+            bail!("k has shape {:?}; its head dim must be that of q {:?} and at least 1", k.dims(), q.dims());
+        }
+        if kb != b {
+            bail!("k has shape {:?}; its batch must be that of q {:?}", k.dims(), q.dims());
+        }
+        if hkv == 0 || !h.is_multiple_of(hkv) {
+            bail!("k has {hkv} heads, shape {:?}; the {h} heads of q must be a multiple of them", k.dims());
+        }
+        if h == 0 {
+            bail!("q has shape {:?}; its heads must be at least 1", q.dims());
+        }
+        if v.dims()[..3] != [b, hkv, tk] || v.dims()[3] == 0 {
+            bail!(
+                "v has shape {:?}; it must be ({b}, {hkv}, {tk}, value dim) as k is {:?}, with a value dim of at \
+                 least 1",
+                v.dims(),
+                k.dims()
+            );
+        }
+        if let Some(gates) = gates {
+            if gates.dims() != [b, hkv, tk] {
+                bail!(
+                    "gates have shape {:?}; they must be ({b}, {hkv}, {tk}) = (batch, key heads, keys)",
+                    gates.dims()
+                );
+            }
+            if !matches!(gates.dtype(), DType::F32 | DType::F64) {
+                bail!("gates have dtype {:?}; they must be f32 or f64", gates.dtype());
+            }
+        }
+        Ok(Sizes { batch: b, heads: h, key_heads: hkv, queries: tq, keys: tk, head_dim: d, value_dim: v.dim(3)? })
+    }
+
+    /// The sizes of these inputs, which must fit `mask` as well.
+    ///
+    /// # Errors
+    /// As [`Self::sizes`], if a causal mask meets another number of queries than of keys, or if the
+    /// mask hides keys of another batch or length.
+    pub fn sizes_under(&self, mask: &Mask) -> Result<Sizes> {
+        let sizes = self.sizes()?;
+        let Sizes { batch, queries, keys, .. } = sizes;
+        if mask.is_causal() && queries != keys {
+            bail!(
+                "causal attention of {queries} queries over {keys} keys; it needs as many of each (to go on from \
+                 earlier keys, use extend with a state)"
+            );
+        }
+        if let Some(visible) = mask.visible()
+            && (visible.dim(1)? != keys || ![1, batch].contains(&visible.dim(0)?))
+        {
+            bail!("key mask has shape {:?}; it must be ({batch}, {keys}) = (batch, keys)", visible.dims());
+        }
+        Ok(sizes)
+    }
+
+    /// Refuses gates: for attentions that have none.
+    ///
+    /// # Errors
+    /// If there are gates. `attention` says who refuses them.
+    pub fn refuse_gates(&self, attention: &str) -> Result<()> {
+        if self.gates.is_some() {
+            bail!("{attention} has no forget gates, but the inputs have some; leave them out");
+        }
+        Ok(())
+    }
+
+    /// Whether a gradient may be asked of any of these tensors.
+    #[cfg(feature = "metal")]
+    pub(crate) fn tracked(&self) -> bool {
+        [Some(self.q), Some(self.k), Some(self.v), self.gates].into_iter().flatten().any(Tensor::track_op)
+    }
+}
+
+/// The sizes of [`Inputs`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Sizes {
+    /// `B`.
+    pub batch: usize,
+    /// Query heads `H`.
+    pub heads: usize,
+    /// Key and value heads `Hkv`.
+    pub key_heads: usize,
+    /// Queries `Tq`.
+    pub queries: usize,
+    /// Keys `Tk`.
+    pub keys: usize,
+    /// Head dimension `D` of queries and keys.
+    pub head_dim: usize,
+    /// Head dimension `Dv` of values.
+    pub value_dim: usize,
+}
+
+impl Sizes {
+    /// Whether there is nothing to compute: no output, or no key that any query could see.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.batch * self.queries == 0 || self.keys == 0
+    }
+
+    /// The output where nothing is computed: zeros `(B, H, Tq, Dv)` of the type of `like`.
+    pub(crate) fn zeros(&self, like: &Tensor) -> Result<Tensor> {
+        Tensor::zeros((self.batch, self.heads, self.queries, self.value_dim), like.dtype(), like.device())
+    }
+}
+
+/// The tensor with contiguous rows, as all kernels read it.
+pub(super) fn rows(x: &Tensor) -> Result<Tensor> {
+    if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { x.contiguous() }
+}

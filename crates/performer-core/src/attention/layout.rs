@@ -1,0 +1,114 @@
+//! The layout that composed operations compute in: heads folded into the batch.
+
+use candle_core::{D, DType, Result, Storage, Tensor};
+
+use super::{Inputs, Mask};
+use crate::kernels;
+
+/// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so that `−∞ − c` is `−∞`
+/// and not NaN.
+pub(super) const FLOOR: f64 = -1e37;
+
+/// Inputs in the layout that all composed operations compute in: heads folded into the batch,
+/// `N = B·Hkv`, the `G = H/Hkv` query heads of a group as neighbouring rows, f32 or f64, contiguous,
+/// queries and keys scaled by `D^-1/4`.
+pub(super) struct Folded {
+    /// `D^-1/4 q`, shape `(N, Tq, G, D)`.
+    pub(super) q: Tensor,
+    /// `D^-1/4 k`, shape `(N, Tk, D)`; hidden rows are zero.
+    pub(super) k: Tensor,
+    /// Values, shape `(N, Tk, Dv)`; hidden rows are zero.
+    pub(super) v: Tensor,
+    /// Visible keys as 1 and hidden keys as 0, of the type that is computed in, shape `(N, Tk, 1)`.
+    pub(super) keys: Option<Tensor>,
+    batch: usize,
+    heads: usize,
+    dtype: DType,
+}
+
+impl Folded {
+    /// Lays out inputs whose sizes fit each other and the mask.
+    pub(super) fn new(inputs: Inputs<'_>, mask: &Mask) -> Result<Self> {
+        let (b, h, tq, d) = inputs.q.dims4()?;
+        let (_, hkv, tk, dv) = inputs.v.dims4()?;
+        let g = h / hkv;
+        let dtype = inputs.q.dtype();
+        let compute = compute(dtype);
+        let scale = (d as f64).powf(-0.25);
+        let lay_out = |t: &Tensor, name: &str| -> Result<Tensor> {
+            let t = t.to_dtype(compute)?.contiguous()?;
+            check_finite(&t, name)?;
+            Ok(t)
+        };
+        let q = (lay_out(inputs.q, "q")? * scale)?.reshape((b * hkv, g, tq, d))?.transpose(1, 2)?.contiguous()?;
+        let k = (lay_out(inputs.k, "k")? * scale)?.reshape((b * hkv, tk, d))?;
+        let v = lay_out(inputs.v, "v")?.reshape((b * hkv, tk, dv))?;
+        let Some(visible) = mask.visible_of(b)? else {
+            return Ok(Self { q, k, v, keys: None, batch: b, heads: h, dtype });
+        };
+        let visible = visible.to_dtype(compute)?;
+        let keys = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
+        // What a hidden key holds must not reach a feature map: a large one would come back as ∞ · 0.
+        let (k, v) = (k.broadcast_mul(&keys)?, v.broadcast_mul(&keys)?);
+        Ok(Self { q, k, v, keys: Some(keys), batch: b, heads: h, dtype })
+    }
+
+    /// Rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.
+    pub(super) fn output(&self, rows: &Tensor) -> Result<Tensor> {
+        let (n, tq, g, _) = self.q.dims4()?;
+        let dv = rows.dim(D::Minus1)?;
+        rows.reshape((n, tq, g, dv))?.transpose(1, 2)?.reshape((self.batch, self.heads, tq, dv))?.to_dtype(self.dtype)
+    }
+}
+
+/// `[v, 1]`: the values with a column of ones that turns into the normaliser; rows of hidden keys are zero.
+pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
+    let ones = match keys {
+        None => &v.narrow(D::Minus1, 0, 1)?.ones_like()?,
+        Some(keys) => keys,
+    };
+    Tensor::cat(&[v, ones], D::Minus1)
+}
+
+/// Splits `[num, den]` and divides. A denominator of exactly zero means that no key was visible: the row is zero.
+pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
+    let dv = num_den.dim(D::Minus1)? - 1;
+    let num = num_den.narrow(D::Minus1, 0, dv)?;
+    let den = num_den.narrow(D::Minus1, dv, 1)?;
+    let empty = den.detach().eq(0.0)?.to_dtype(den.dtype())?;
+    num.broadcast_div(&(den + empty)?)
+}
+
+/// Quotients, and where all features are positive the logarithms of their denominators.
+pub(super) struct Rows {
+    /// `(N, T·G, Dv)`.
+    pub(super) values: Tensor,
+    /// `(N, T·G, 1)`; low but finite where no key is seen.
+    pub(super) logs: Option<Tensor>,
+}
+
+impl Rows {
+    /// `num_den` divided by `e^m`.
+    pub(super) fn new(num_den: &Tensor, m: Option<&Tensor>) -> Result<Self> {
+        let values = normalise(num_den)?;
+        let Some(m) = m else { return Ok(Self { values, logs: None }) };
+        let den = num_den.narrow(D::Minus1, num_den.dim(D::Minus1)? - 1, 1)?;
+        let empty = den.detach().eq(0.0)?.to_dtype(den.dtype())?;
+        let logs = (((den + &empty)?.log()? + m)? + (empty * FLOOR)?)?;
+        Ok(Self { values, logs: Some(logs) })
+    }
+}
+
+/// Refuses NaN and infinity, on the CPU. Elsewhere this would wait for the device on every call.
+pub(super) fn check_finite(t: &Tensor, name: &str) -> Result<()> {
+    let (storage, layout) = t.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => kernels::check_finite(name, storage, layout),
+        _ => Ok(()),
+    }
+}
+
+/// The type that is computed in: f64 for f64, f32 for all others.
+pub(super) fn compute(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
