@@ -395,7 +395,10 @@ impl State {
             bail!("state: row {row} was asked for, but the batch has {} of them", origin.batch);
         }
         let index: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
-        let select = |t: &Tensor| t.index_select(&Tensor::from_slice(&index, index.len(), t.device())?, 0);
+        let select = |t: &Tensor| {
+            let index = Tensor::from_slice(&index, index.len(), t.device())?;
+            t.contiguous()?.index_select(&index, 0)
+        };
         self.map_rows(rows.len(), select)
     }
 

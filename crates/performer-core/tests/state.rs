@@ -1,0 +1,256 @@
+//! The state of decoding as an object: it is saved, loaded, forked, cut into rows and joined with the same bits,
+//! and refused wherever it does not belong.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor};
+use common::{Problem, all_kernels, conditioned_scale, values};
+use performer_core::reference::Shape;
+use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Path, Softmax, State, Windowed};
+
+const DEVICE: Device = Device::Cpu;
+const T: usize = 70;
+const SHAPE: Shape = Shape { batch: 3, heads: 4, kv_heads: 2, q_len: T, k_len: T, head_dim: 5, value_dim: 3 };
+const PROMPT: usize = 50;
+
+/// An attention, its inputs, and its name in messages.
+struct Case {
+    name: String,
+    attention: Box<dyn Attention>,
+    inputs: [Tensor; 3],
+}
+
+/// Softmax, every feature map and a window, fused and composed, in f32 and bf16.
+fn cases() -> Result<Vec<Case>> {
+    let mut all = Vec::new();
+    for dtype in [DType::F32, DType::BF16] {
+        for map in all_kernels() {
+            let problem = Problem::random(1, SHAPE, map, 8).scale_qk(conditioned_scale(map));
+            let inputs = problem.tensors(dtype)?;
+            let name = format!("{map:?} {dtype:?}");
+            all.push(Case { name: name.clone(), attention: problem.attention(dtype)?, inputs: inputs.clone() });
+            all.push(Case { name: format!("{name}, composed"), attention: problem.composed(dtype)?, inputs });
+        }
+        let problem = Problem::random(1, SHAPE, Some(FeatureMapKind::Positive), 8);
+        let inputs = problem.tensors(dtype)?;
+        // One that has only its window to remember, and one that has more.
+        for window in [8, 64] {
+            let windowed = Windowed::new(window, problem.favor(dtype)?)?;
+            let name = format!("window of {window} {dtype:?}");
+            all.push(Case { name, attention: Box::new(windowed), inputs: inputs.clone() });
+        }
+    }
+    Ok(all)
+}
+
+impl Case {
+    /// Outputs of tokens `start..end` of the sequences `rows`, from `state` on.
+    fn extend(&self, state: &mut State, start: usize, end: usize, rows: &[usize]) -> Result<Vec<f64>> {
+        let rows: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let rows = Tensor::from_slice(&rows, rows.len(), &DEVICE)?;
+        let part = |t: &Tensor| t.narrow(2, start, end - start)?.contiguous()?.index_select(&rows, 0);
+        let [q, k, v] = &self.inputs;
+        values(&self.attention.extend(Inputs::new(&part(q)?, &part(k)?, &part(v)?), state)?)
+    }
+
+    /// The state after the prompt of the sequences `rows`.
+    fn prompt(&self, rows: &[usize]) -> Result<State> {
+        let mut state = State::new();
+        self.extend(&mut state, 0, PROMPT, rows)?;
+        Ok(state)
+    }
+
+    /// The rest of the sequences, token by token.
+    fn rest(&self, mut state: State, rows: &[usize]) -> Result<Vec<Vec<f64>>> {
+        (PROMPT..T).map(|t| self.extend(&mut state, t, t + 1, rows)).collect()
+    }
+}
+
+const ALL: [usize; 3] = [0, 1, 2];
+
+#[test]
+fn a_saved_state_goes_on_with_the_same_bits() -> Result<()> {
+    for (i, case) in cases()?.iter().enumerate() {
+        let state = case.prompt(&ALL)?;
+        let path = std::env::temp_dir().join(format!("performer-state-{}-{i}.safetensors", std::process::id()));
+        state.save(&path)?;
+        let loaded = State::load(&path, &DEVICE)?;
+        std::fs::remove_file(&path)?;
+        assert_eq!((loaded.tokens(), loaded.batch()), (PROMPT, Some(3)), "{}", case.name);
+        // A state that nobody has gone on from can be saved again.
+        let again = State::from_record(&loaded.record()?)?;
+        let expected = case.rest(state, &ALL)?;
+        assert_eq!(case.rest(loaded, &ALL)?, expected, "{}", case.name);
+        assert_eq!(case.rest(again, &ALL)?, expected, "{}", case.name);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_clone_and_its_origin_go_on_independently() -> Result<()> {
+    for case in cases()? {
+        let expected = case.rest(case.prompt(&ALL)?, &ALL)?;
+        let mut state = case.prompt(&ALL)?;
+        let first = state.clone();
+        // The origin goes on with other tokens, and is forked again on its way.
+        case.extend(&mut state, 0, 7, &ALL)?;
+        let second = state.clone();
+        case.extend(&mut state, 3, 9, &ALL)?;
+        assert_eq!(case.rest(first, &ALL)?, expected, "{}", case.name);
+        assert_eq!((second.tokens(), state.tokens()), (PROMPT + 7, PROMPT + 13), "{}", case.name);
+        let mut again = case.prompt(&ALL)?;
+        case.extend(&mut again, 0, 7, &ALL)?;
+        assert_eq!(case.rest(second, &ALL)?, case.rest(again, &ALL)?, "{}", case.name);
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_are_dropped_reordered_repeated_and_joined() -> Result<()> {
+    for case in cases()? {
+        let state = case.prompt(&ALL)?;
+        for rows in [&[1][..], &[2, 0], &[0, 0, 1], &[2, 1, 0]] {
+            let selected = state.select(rows)?;
+            assert_eq!((selected.batch(), selected.tokens()), (Some(rows.len()), PROMPT));
+            assert_eq!(case.rest(selected, rows)?, case.rest(case.prompt(rows)?, rows)?, "{} {rows:?}", case.name);
+        }
+        let (one, two) = (case.prompt(&[1])?, case.prompt(&[2, 0])?);
+        let joined = State::join(&[&one, &two])?;
+        assert_eq!(joined.batch(), Some(3));
+        assert_eq!(case.rest(joined, &[1, 2, 0])?, case.rest(case.prompt(&[1, 2, 0])?, &[1, 2, 0])?, "{}", case.name);
+        // Selecting from what was joined, before anything has gone on from it.
+        let row = State::join(&[&one, &two])?.select(&[2])?;
+        assert_eq!(case.rest(row, &[0])?, case.rest(case.prompt(&[0])?, &[0])?, "{}", case.name);
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_that_do_not_exist_or_fit_are_refused() -> Result<()> {
+    let all = cases()?;
+    let case = &all[0];
+    let state = case.prompt(&ALL)?;
+    let refused = |result: Result<State>, part: &str| {
+        let error = result.expect_err("rows that should be refused").to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    refused(state.select(&[3]), "row 3");
+    refused(State::new().select(&[0]), "no token");
+    refused(State::join(&[]), "no state");
+    refused(State::join(&[&state, &State::new()]), "cannot be joined");
+    let mut longer = case.prompt(&ALL)?;
+    case.extend(&mut longer, 0, 1, &ALL)?;
+    refused(State::join(&[&state, &longer]), "51");
+    let other = all.iter().find(|case| case.name.starts_with("Some(Positive)")).unwrap();
+    refused(State::join(&[&state, &other.prompt(&ALL)?]), "another attention");
+    Ok(())
+}
+
+/// The same sizes everywhere: only who made the state differs.
+#[test]
+fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Result<()> {
+    let favor = |m, seed, map| {
+        let config = FavorConfig { map, features: m, ..FavorConfig::default() };
+        Favor::new(&config, 8, seed, DType::F32, &DEVICE)
+    };
+    let positive = FeatureMapKind::Positive;
+    let x = Tensor::randn(0f32, 1.0, (1, 2, 20, 8), &DEVICE)?;
+    let made = favor(16, 1, positive)?;
+    let mut state = State::new();
+    made.extend(Inputs::new(&x, &x, &x), &mut state)?;
+    let refused = |attention: &dyn Attention, x: &Tensor, parts: &[&str]| {
+        // In the form that an attention works with, and as it was loaded from a file.
+        for mut state in [state.clone(), State::from_record(&state.record().unwrap()).unwrap()] {
+            let error = attention.extend(Inputs::new(x, x, x), &mut state).expect_err("a foreign state").to_string();
+            assert!(parts.iter().all(|part| error.contains(part)), "{error} lacks one of {parts:?}");
+            assert_eq!(state.tokens(), 20);
+        }
+    };
+    refused(&favor(16, 2, positive)?, &x, &["state", "another seed"]);
+    refused(&favor(24, 1, positive)?, &x, &["features 16 and not 24"]);
+    refused(&favor(16, 1, FeatureMapKind::Relu)?, &x, &["map Positive and not Relu"]);
+    refused(&Softmax::new(), &x, &["another attention", "FAVOR"]);
+    refused(&Windowed::new(4, favor(16, 1, positive)?)?, &x, &["window none and not 4"]);
+    refused(&favor(16, 1, positive)?, &x.to_dtype(DType::BF16)?, &["F32", "BF16"]);
+    refused(&favor(16, 1, positive)?.composed(), &x, &["fused CPU kernels", "another path", "composed operations"]);
+    // Learned maps are known by their numbers.
+    let learned = [1, 2].map(|seed| favor(16, seed, FeatureMapKind::Learned));
+    let mut state = State::new();
+    let [one, two] = learned;
+    one?.extend(Inputs::new(&x, &x, &x), &mut state)?;
+    let error = two?.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("another seed").to_string();
+    assert!(error.contains("another seed"), "{error}");
+    Ok(())
+}
+
+/// Damage is an error that names the file or the tensor, not a wrong answer.
+#[test]
+fn damaged_files_are_refused() -> Result<()> {
+    let case = cases()?.into_iter().find(|case| case.name == "Some(Positive) F32").unwrap();
+    let record = case.prompt(&ALL)?.record()?;
+    let go_on = |record| case.rest(State::from_record(&record)?, &ALL).map(drop);
+    assert!(go_on(record.clone()).is_ok());
+    for name in record.tensors.keys() {
+        let mut damaged = record.clone();
+        damaged.tensors.remove(name);
+        assert!(go_on(damaged).is_err(), "without {name}");
+        let mut damaged = record.clone();
+        let tensor = damaged.tensors[name].clone();
+        damaged.tensors.insert(name.clone(), tensor.narrow(0, 0, 2)?);
+        let error = go_on(damaged).expect_err("two rows of three").to_string();
+        assert!(error.contains("first dimension"), "{name}: {error}");
+        let mut damaged = record.clone();
+        damaged.tensors.insert(name.clone(), tensor.narrow(3, 0, 1)?.contiguous()?);
+        let shorter = damaged.tensors[name].dims() != tensor.dims();
+        assert_eq!(go_on(damaged).is_err(), shorter, "{name} cut to a column");
+    }
+    for field in ["tokens", "batch", "head_dim", "dtype", "attention.features", "attention.digest", "memory"] {
+        let mut damaged = record.clone();
+        damaged.fields.insert(field.to_string(), "7".to_string());
+        let result = go_on(damaged);
+        assert!(result.is_err() || field == "tokens", "{field} of 7");
+    }
+    let path = std::env::temp_dir().join(format!("performer-damaged-{}.safetensors", std::process::id()));
+    record.save(&path)?;
+    let bytes = std::fs::read(&path)?;
+    std::fs::write(&path, &bytes[..bytes.len() / 2])?;
+    let error = State::load(&path, &DEVICE).expect_err("half a file").to_string();
+    std::fs::remove_file(&path)?;
+    assert!(error.contains("performer-damaged"), "{error}");
+    let error = State::load("no/such/file", &DEVICE).expect_err("no file").to_string();
+    assert!(error.contains("no/such/file"), "{error}");
+    Ok(())
+}
+
+/// The path says what computes a call, and why it is slow where it is.
+#[test]
+fn the_path_is_visible() -> Result<()> {
+    let favor = |map| Favor::new(&FavorConfig { map, ..FavorConfig::default() }, 8, 1, DType::F32, &DEVICE);
+    let x = Tensor::randn(0f32, 1.0, (1, 2, 20, 8), &DEVICE)?;
+    let path = |attention: &dyn Attention, dtype| {
+        let x = x.to_dtype(dtype)?;
+        attention.path(Inputs::new(&x, &x, &x), &performer_core::Mask::causal())
+    };
+    let positive = FeatureMapKind::Positive;
+    let attentions: [Box<dyn Attention>; 4] = [
+        Box::new(Softmax::new()),
+        Box::new(favor(positive)?),
+        Box::new(favor(FeatureMapKind::Trigonometric)?),
+        Box::new(Windowed::new(4, favor(positive)?)?),
+    ];
+    for attention in &attentions {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            assert_eq!(path(&**attention, dtype)?, Path::Fused { device: "CPU" }, "{attention:?}");
+        }
+        let why = path(&**attention, DType::F64)?.to_string();
+        assert!(why.contains("composed") && why.contains("F64"), "{attention:?}: {why}");
+    }
+    for attention in [
+        Box::new(Softmax::new().composed()) as Box<dyn Attention>,
+        Box::new(favor(positive)?.composed()),
+        Box::new(Windowed::new(4, favor(positive)?)?.composed()),
+    ] {
+        assert_eq!(path(&*attention, DType::F32)?, Path::Composed { why: "it was asked for".into() });
+    }
+    Ok(())
+}
