@@ -50,7 +50,7 @@ pub mod ops;
 pub mod projection;
 pub mod reference;
 
-pub use attention::{Attention, Favor, FavorConfig, Inputs, Mask, Path, Softmax, State, Windowed};
+pub use attention::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, Path, Softmax, State, Windowed};
 pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};

@@ -1,16 +1,16 @@
 //! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
 
-use std::{collections::BTreeMap, fmt, str::FromStr};
+use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
 use candle_core::DType;
-use performer_core::{FavorConfig, FeatureMapKind};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     data::Borders,
     train::{AdamWConfig, Schedule},
 };
+pub use performer_core::AttentionConfig;
 
 /// Bounds that a damaged config exceeds and no model does.
 const MAX_SIZE: usize = 1 << 24;
@@ -121,133 +121,6 @@ pub enum Positions {
         /// θ; 10000 in the paper.
         base: f64,
     },
-}
-
-/// The attention of every layer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case")]
-pub enum AttentionConfig {
-    /// Exact softmax attention.
-    Softmax,
-    /// Linear attention through feature maps.
-    Favor(FavorConfig),
-    /// Exact attention to the last tokens, linear attention to those before.
-    Windowed {
-        /// Tokens of exact attention, the query's own among them.
-        window: usize,
-        /// Attention to the others.
-        far: FavorConfig,
-    },
-}
-
-impl AttentionConfig {
-    /// `softmax`, `favor` or `windowed`: the stable name in JSON output.
-    pub fn kind(&self) -> &'static str {
-        match self {
-            Self::Softmax => "softmax",
-            Self::Favor(_) => "favor",
-            Self::Windowed { .. } => "windowed",
-        }
-    }
-
-    /// Linear attention in it, if any.
-    pub fn favor(&self) -> Option<&FavorConfig> {
-        match self {
-            Self::Softmax => None,
-            Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
-        }
-    }
-
-    /// Tokens of exact attention, where they are limited.
-    pub fn window(&self) -> Option<usize> {
-        match self {
-            Self::Windowed { window, .. } => Some(*window),
-            _ => None,
-        }
-    }
-}
-
-/// Exact tokens of `favor-window`.
-const WINDOW: usize = 32;
-
-/// The shortest text that [`FromStr`] reads back: only what differs from the default.
-impl fmt::Display for AttentionConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(c) = self.favor() else { return f.write_str("softmax") };
-        let d = FavorConfig::default();
-        let mut parts = Vec::new();
-        if c.map.is_random() {
-            parts.push(format!("m={}", c.features));
-        }
-        if c.map != d.map {
-            parts.push(format!("map={}", c.map));
-        }
-        if c.map.is_random() && c.projection != d.projection {
-            parts.push(format!("projection={}", c.projection));
-        }
-        if c.map.is_random() && c.radii != d.radii {
-            parts.push(format!("radii={}", c.radii));
-        }
-        if let Some(window) = self.window() {
-            parts.push(format!("window={window}"));
-        }
-        write!(f, "favor:{}", parts.join(","))
-    }
-}
-
-/// Reads `softmax`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`, and the variants that did better in
-/// `lab ablate` by name: `favor-learned` for `favor:map=learned`, `favor-window` for `favor:map=learned,window=32`; each takes settings.
-impl FromStr for AttentionConfig {
-    type Err = String;
-
-    fn from_str(s: &str) -> std::result::Result<Self, String> {
-        let (kind, settings) = s.split_once(':').unwrap_or((s, ""));
-        let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
-        let (mut config, mut window) = match kind {
-            "softmax" if settings.is_empty() => return Ok(Self::Softmax),
-            "softmax" => return Err(format!("softmax takes no settings, but '{settings}' was given")),
-            "favor" => (FavorConfig::default(), None),
-            "favor-learned" => (learned, None),
-            "favor-window" => (learned, Some(WINDOW)),
-            _ => {
-                return Err(format!(
-                    "unknown attention '{kind}'; known are softmax, favor, favor-learned and favor-window, the latter three with settings \
-                     such as :m=128,map=...,projection=...,radii=...,window=..."
-                ));
-            }
-        };
-        for setting in settings.split(',').filter(|s| !s.is_empty()) {
-            let (key, value) = setting
-                .split_once('=')
-                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64"))?;
-            match key {
-                "m" | "features" => match value.parse() {
-                    Ok(m) if m > 0 => config.features = m,
-                    _ => {
-                        return Err(format!(
-                            "m={value}: the number of random features must be a whole number of at least 1"
-                        ));
-                    }
-                },
-                "map" => config.map = value.parse::<FeatureMapKind>()?,
-                "projection" => config.projection = value.parse().map_err(|e| format!("{e}"))?,
-                "radii" => config.radii = value.parse().map_err(|e| format!("{e}"))?,
-                "window" => match value.parse() {
-                    Ok(w) if w > 0 => window = Some(w),
-                    _ => return Err(format!("window={value}: it must be a whole number of tokens, at least 1")),
-                },
-                _ => {
-                    return Err(format!(
-                        "unknown attention setting '{key}'; known are m, map, projection, radii, window"
-                    ));
-                }
-            }
-        }
-        Ok(match window {
-            None => Self::Favor(config),
-            Some(window) => Self::Windowed { window, far: config },
-        })
-    }
 }
 
 impl ModelConfig {
@@ -426,39 +299,6 @@ mod tests {
             let (model, training) = preset.load().unwrap();
             model.validate().unwrap();
             training.validate().unwrap();
-        }
-    }
-
-    #[test]
-    fn attention_reads_back_what_it_shows() {
-        for text in [
-            "softmax",
-            "favor:m=64",
-            "favor:m=32,map=relu,projection=gaussian",
-            "favor:map=elu",
-            "favor:m=128,radii=sqrt",
-            "favor:m=64,map=learned,window=32",
-        ] {
-            assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
-        }
-        for (name, same) in [
-            ("favor", "favor:m=128"),
-            ("favor-learned:m=64", "favor:m=64,map=learned"),
-            ("favor-window", "favor:m=128,map=learned,window=32"),
-            ("favor-window:map=positive,window=8", "favor:m=128,window=8"),
-        ] {
-            assert_eq!(name.parse::<AttentionConfig>().unwrap().to_string(), same);
-        }
-        for (bad, word) in [
-            ("linear", "known are softmax, favor, favor-learned"),
-            ("favor:m=0", "at least 1"),
-            ("favor:64", "KEY=VALUE"),
-            ("favor:map=x", "unknown feature map"),
-            ("favor:window=0", "at least 1"),
-            ("softmax:m=1", "no settings"),
-        ] {
-            let error = bad.parse::<AttentionConfig>().unwrap_err();
-            assert!(error.contains(word), "{bad}: {error}");
         }
     }
 }

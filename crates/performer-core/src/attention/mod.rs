@@ -67,6 +67,7 @@
 //! # }
 //! ```
 
+mod config;
 mod favor;
 mod identity;
 mod inputs;
@@ -81,6 +82,7 @@ use std::fmt;
 
 use candle_core::{Result, Tensor};
 
+pub use config::AttentionConfig;
 pub use favor::{Favor, FavorConfig};
 pub use identity::Identity;
 pub use inputs::{Inputs, Sizes};

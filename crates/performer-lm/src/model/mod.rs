@@ -13,11 +13,9 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear_no_bias};
-use performer_core::{
-    Attention, Favor, FavorConfig, Mask, Rotary, Softmax, State, Windowed, ops, projection::derive_seed,
-};
+use performer_core::{Attention, Mask, Rotary, State, ops, projection::derive_seed};
 
-use crate::config::{AttentionConfig, ModelConfig, NormPosition, Positions};
+use crate::config::{ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
 use block::{Block, Norm};
 use given::Given;
@@ -389,11 +387,5 @@ fn layer_seed(seed: u64, layer: usize, count: u64) -> u64 {
 }
 
 fn build_attention(config: &ModelConfig, layer: usize, seed: u64, device: &Device) -> Result<Box<dyn Attention>> {
-    let attention = config.attention_of(layer);
-    let favor = |favor: &FavorConfig| Favor::new(favor, config.head_dim(), seed, DType::F32, device);
-    Ok(match attention {
-        AttentionConfig::Softmax => Box::new(Softmax::new()),
-        AttentionConfig::Favor(config) => Box::new(favor(config)?),
-        AttentionConfig::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
-    })
+    Ok(config.attention_of(layer).build(config.head_dim(), seed, DType::F32, device)?)
 }

@@ -1,0 +1,211 @@
+//! Attentions by name: settings that can be read, shown, saved and built.
+
+use std::{fmt, str::FromStr};
+
+use candle_core::{DType, Device, Result};
+use serde::{Deserialize, Serialize};
+
+use super::{Attention, Favor, FavorConfig, Softmax, Windowed};
+use crate::features::FeatureMapKind;
+
+/// An attention by its settings, as a configuration file or a command line gives it.
+///
+/// # Example
+/// ```
+/// use candle_core::{DType, Device};
+/// use performer_core::AttentionConfig;
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let config: AttentionConfig = "favor:m=64,window=32".parse().map_err(candle_core::Error::msg)?;
+/// assert_eq!(config.to_string(), "favor:m=64,window=32");
+/// // For heads of dimension 16, with random features from seed 42.
+/// let attention = config.build(16, 42, DType::F32, &Device::Cpu)?;
+/// assert_eq!(attention.buffers()[0].1.dims(), [64, 16]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum AttentionConfig {
+    /// Exact softmax attention.
+    Softmax,
+    /// Linear attention through feature maps.
+    Favor(FavorConfig),
+    /// Exact attention to the last tokens, linear attention to those before.
+    Windowed {
+        /// Tokens of exact attention, the query's own among them.
+        window: usize,
+        /// Attention to the others.
+        far: FavorConfig,
+    },
+}
+
+impl AttentionConfig {
+    /// `softmax`, `favor` or `windowed`: the stable name in JSON output.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Softmax => "softmax",
+            Self::Favor(_) => "favor",
+            Self::Windowed { .. } => "windowed",
+        }
+    }
+
+    /// Linear attention in it, if any.
+    pub fn favor(&self) -> Option<&FavorConfig> {
+        match self {
+            Self::Softmax => None,
+            Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
+        }
+    }
+
+    /// Makes the attention for heads of dimension `head_dim`, its random features drawn from `seed`.
+    ///
+    /// # Errors
+    /// As [`Favor::new`] and [`Windowed::new`].
+    pub fn build(&self, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Box<dyn Attention>> {
+        let favor = |config: &FavorConfig| Favor::new(config, head_dim, seed, dtype, device);
+        Ok(match self {
+            Self::Softmax => Box::new(Softmax::new()),
+            Self::Favor(config) => Box::new(favor(config)?),
+            Self::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
+        })
+    }
+
+    /// Tokens of exact attention, where they are limited.
+    pub fn window(&self) -> Option<usize> {
+        match self {
+            Self::Windowed { window, .. } => Some(*window),
+            _ => None,
+        }
+    }
+}
+
+/// Exact tokens of `favor-window`.
+const WINDOW: usize = 32;
+
+/// The shortest text that [`FromStr`] reads back: only what differs from the default.
+impl fmt::Display for AttentionConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(c) = self.favor() else { return f.write_str("softmax") };
+        let d = FavorConfig::default();
+        let mut parts = Vec::new();
+        if c.map.is_random() {
+            parts.push(format!("m={}", c.features));
+        }
+        if c.map != d.map {
+            parts.push(format!("map={}", c.map));
+        }
+        if c.map.is_random() && c.projection != d.projection {
+            parts.push(format!("projection={}", c.projection));
+        }
+        if c.map.is_random() && c.radii != d.radii {
+            parts.push(format!("radii={}", c.radii));
+        }
+        if let Some(window) = self.window() {
+            parts.push(format!("window={window}"));
+        }
+        write!(f, "favor:{}", parts.join(","))
+    }
+}
+
+/// Reads `softmax`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`,
+/// and two variants by name: `favor-learned` is `favor:map=learned`, and `favor-window` is
+/// `favor:map=learned,window=32`. All but `softmax` take settings.
+impl FromStr for AttentionConfig {
+    type Err = String;
+
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        let (kind, settings) = s.split_once(':').unwrap_or((s, ""));
+        let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
+        let (mut config, mut window) = match kind {
+            "softmax" if settings.is_empty() => return Ok(Self::Softmax),
+            "softmax" => return Err(format!("softmax takes no settings, but '{settings}' was given")),
+            "favor" => (FavorConfig::default(), None),
+            "favor-learned" => (learned, None),
+            "favor-window" => (learned, Some(WINDOW)),
+            _ => {
+                return Err(format!(
+                    "unknown attention '{kind}'; known are softmax, favor, favor-learned and favor-window, the latter three with settings \
+                     such as :m=128,map=...,projection=...,radii=...,window=..."
+                ));
+            }
+        };
+        let mut seen: Vec<&str> = Vec::new();
+        for setting in settings.split(',').filter(|s| !s.is_empty()) {
+            let (key, value) = setting
+                .split_once('=')
+                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64"))?;
+            let key = if key == "features" { "m" } else { key };
+            if seen.contains(&key) {
+                return Err(format!("attention setting {key} is given twice, in '{settings}'; give it once"));
+            }
+            seen.push(key);
+            match key {
+                "m" => match value.parse() {
+                    Ok(m) if m > 0 => config.features = m,
+                    _ => {
+                        return Err(format!(
+                            "m={value}: the number of random features must be a whole number of at least 1"
+                        ));
+                    }
+                },
+                "map" => config.map = value.parse::<FeatureMapKind>()?,
+                "projection" => config.projection = value.parse().map_err(|e| format!("{e}"))?,
+                "radii" => config.radii = value.parse().map_err(|e| format!("{e}"))?,
+                "window" => match value.parse() {
+                    Ok(w) if w > 0 => window = Some(w),
+                    _ => return Err(format!("window={value}: it must be a whole number of tokens, at least 1")),
+                },
+                _ => {
+                    return Err(format!(
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window"
+                    ));
+                }
+            }
+        }
+        Ok(match window {
+            None => Self::Favor(config),
+            Some(window) => Self::Windowed { window, far: config },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attention_reads_back_what_it_shows() {
+        for text in [
+            "softmax",
+            "favor:m=64",
+            "favor:m=32,map=relu,projection=gaussian",
+            "favor:map=elu",
+            "favor:m=128,radii=sqrt",
+            "favor:m=64,map=learned,window=32",
+        ] {
+            assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
+        }
+        for (name, same) in [
+            ("favor", "favor:m=128"),
+            ("favor-learned:m=64", "favor:m=64,map=learned"),
+            ("favor-window", "favor:m=128,map=learned,window=32"),
+            ("favor-window:map=positive,window=8", "favor:m=128,window=8"),
+        ] {
+            assert_eq!(name.parse::<AttentionConfig>().unwrap().to_string(), same);
+        }
+        for (bad, word) in [
+            ("linear", "known are softmax, favor, favor-learned"),
+            ("favor:m=0", "at least 1"),
+            ("favor:64", "KEY=VALUE"),
+            ("favor:map=x", "unknown feature map"),
+            ("favor:window=0", "at least 1"),
+            ("softmax:m=1", "no settings"),
+            ("favor:m=4,features=8", "m is given twice"),
+            ("favor:window=4,window=4", "window is given twice"),
+        ] {
+            let error = bad.parse::<AttentionConfig>().unwrap_err();
+            assert!(error.contains(word), "{bad}: {error}");
+        }
+    }
+}
