@@ -1,4 +1,4 @@
-//! GELU and SwiGLU on CUDA, element by element.
+//! GELU and SwiGLU on CUDA: launches the kernels of `activation.cu`, element by element.
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -10,7 +10,7 @@ const SOURCE: Source = Source {
     headers: STORED,
 };
 
-/// Runs a kernel that makes `OUT` tensors of `N` tensors of one shape and type.
+/// Runs a kernel that makes `OUT` tensors from `N` tensors, all of one shape and type.
 fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Result<[CudaStorage; OUT]> {
     contiguous(inputs)?;
     let (first, layout) = inputs[0];
@@ -49,7 +49,7 @@ pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Sh
     Ok((out, x.1.shape().clone()))
 }
 
-/// Gradients of the gates and of the numbers.
+/// Computes the gradients of the gates and of the numbers.
 pub(in crate::kernels) fn swiglu_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
     let gradients: [CudaStorage; 2] =
         with_storages([gate, x, &grad.contiguous()?], |inputs| run("swiglu_backward", inputs))?;
