@@ -123,8 +123,8 @@ struct Problem {
     // Whether there is a mask; whether there are sums of earlier tokens; and whether sums are to be
     // left for later tokens.
     int masked, resumes, leaves;
-    // |x|^2/2 in base 2 is `norm` times |k|^2. The sums before and after are of features divided by sqrt(F);
-    // `shift` is log2 of that, by which the logarithms here exceed theirs.
+    // `norm` times |k|^2 is |x|^2/2 in base 2. The sums before and after are of features divided by
+    // sqrt(F); `shift` is log2 of that, by which the logarithms here exceed theirs.
     float norm, shift;
 };
 static_assert(sizeof(Problem) == 104, "the host has another size");
