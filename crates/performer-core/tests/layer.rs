@@ -16,7 +16,7 @@ const DEVICE: Device = Device::Cpu;
 const HIDDEN: usize = 24;
 const HEAD_DIM: usize = 6;
 
-/// Grouped heads, biases everywhere.
+/// A configuration with grouped heads and biases everywhere.
 fn config() -> MultiHeadConfig {
     let config = MultiHeadConfig::new(HIDDEN, 4);
     assert_eq!(config.head_dim, HEAD_DIM);
@@ -28,7 +28,7 @@ fn favor(map: FeatureMapKind, seed: u64) -> Result<Box<dyn Attention>> {
     Ok(Box::new(Favor::new(&config, HEAD_DIM, seed, DType::F32, &DEVICE)?))
 }
 
-/// Softmax and every map.
+/// Returns softmax and every map.
 fn attentions() -> Result<Vec<(String, Box<dyn Attention>)>> {
     let mut all: Vec<(String, Box<dyn Attention>)> = vec![("softmax".into(), Box::new(Softmax::new()))];
     for map in ALL_MAPS {
@@ -37,8 +37,8 @@ fn attentions() -> Result<Vec<(String, Box<dyn Attention>)>> {
     Ok(all)
 }
 
-/// A layer and its variables, the same ones every time. Candle draws them without a seed, so they are set here, short enough
-/// to keep the signed maps near their kernels.
+/// Returns a layer and its variables, the same ones every time. Candle draws them without a seed,
+/// so they are set here, short enough to keep the signed maps near their kernels.
 fn layer(attention: Box<dyn Attention>, rotary: bool) -> Result<(MultiHeadAttention, VarMap)> {
     let vars = VarMap::new();
     let rotary = if rotary { Some(Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?) } else { None };
@@ -59,7 +59,8 @@ fn random(seed: u64, dims: &[usize]) -> Result<Tensor> {
     tensor(&Random::new(seed).normal(dims.iter().product(), 1.0), dims, DType::F32, &DEVICE)
 }
 
-/// Layers of Candle that have no backward pass lose gradients without a word.
+/// Every parameter gets a gradient. Layers of Candle without a backward pass lose gradients
+/// silently.
 #[test]
 fn every_parameter_has_a_gradient() -> Result<()> {
     for (name, attention) in attentions()? {
@@ -85,8 +86,7 @@ fn every_parameter_has_a_gradient() -> Result<()> {
     Ok(())
 }
 
-/// The same attention again: softmax has nothing to copy, FAVOR its buffers.
-/// The layer's own operations against Candle's, one by one.
+/// The layer's own operations are compared with Candle's, one by one.
 #[test]
 fn a_layer_is_its_formula_with_the_same_gradients() -> Result<()> {
     let (layer, vars) = layer(Box::new(Softmax::new()), true)?;
@@ -122,7 +122,7 @@ fn clone(attention: &dyn Attention, name: &str) -> Result<Box<dyn Attention>> {
     Ok(copy)
 }
 
-/// Pairs `(i, i + D/2)` as complex numbers turned by `t / base^{2i/D}`.
+/// Rotary positions turn pairs `(i, i + D/2)`, as complex numbers, by `t / base^{2i/D}`.
 #[test]
 fn rotary_is_a_plain_rotation() -> Result<()> {
     let (d, t, start, base) = (6, 5, 3, 100f64);
@@ -144,7 +144,7 @@ fn rotary_is_a_plain_rotation() -> Result<()> {
     Ok(())
 }
 
-/// `q_s · k_t` depends on `s − t` alone, and lengths on nothing.
+/// `q_s · k_t` depends on `s − t` alone, and lengths do not change.
 #[test]
 fn rotary_products_are_relative() -> Result<()> {
     let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?;
@@ -182,7 +182,7 @@ fn decoding_is_one_pass() -> Result<()> {
     Ok(())
 }
 
-/// Weights and buffers to a file and back, into a layer that was made from other seeds.
+/// Weights and buffers are saved to a file and loaded into a layer made from other seeds.
 #[test]
 fn a_saved_layer_is_the_same_layer() -> Result<()> {
     let x = random(8, &[1, 20, HIDDEN])?;
@@ -223,7 +223,7 @@ fn redrawing_changes_random_features_and_the_seed_restores_them() -> Result<()> 
         let first = values(&layer.forward(&x, &Mask::causal(), false)?)?;
         layer.attention_mut().redraw(2)?;
         let second = values(&layer.forward(&x, &Mask::causal(), false)?)?;
-        // What was fitted or trained depends on the rows it began with.
+        // Fitted or trained parameters depend on the rows they began with.
         assert_eq!(first != second, map.is_random() && !map.has_parameters(), "{map}");
         layer.attention_mut().redraw(1)?;
         assert_eq!(values(&layer.forward(&x, &Mask::causal(), false)?)?, first, "{map}");
@@ -286,7 +286,8 @@ fn dropout_is_for_training() -> Result<()> {
     for (y, x) in dropped.iter().zip(&plain) {
         assert!(*y == 0.0 || (y - 2.0 * x).abs() < 1e-5, "{x} became {y}");
     }
-    // 4800 fair coins (Candle's generator has no seed on the CPU): six standard deviations, one false alarm in 5e8.
+    // These are 4800 fair coins (Candle's generator has no seed on the CPU): six standard
+    // deviations, one false alarm in 5e8.
     assert!((2400 - 208..2400 + 208).contains(&zeros), "{zeros} of {} entries dropped", plain.len());
     Ok(())
 }
