@@ -119,14 +119,16 @@ fn across_sequences() -> Result<()> {
     Ok(())
 }
 
-/// Keys whose features lie far above those of all keys before them: the fused kernel ends its chunk there.
+/// Keys whose features lie far above those of all keys before them: the fused kernel ends its chunk
+/// there.
 #[test]
 fn keys_far_above_the_past() -> Result<()> {
     for map in all_kernels().filter(|&map| is_positive(map)) {
         let shape = shape(1, 2, 1, 150, 6, 4);
         let mut problem = Problem::random(8, shape, map, 12);
         problem.causal = true;
-        // The norm of a key lowers all of its features; from token to token it falls here, slowly and in jumps.
+        // The norm of a key lowers all of its features; from token to token it falls here, slowly
+        // and in jumps.
         let far = if map.is_some_and(is_positive_exponential) { 12.0 } else { 1.0 };
         for (t, key) in problem.k.chunks_exact_mut(shape.head_dim).enumerate() {
             let scale = if t < 5 || (40..43).contains(&t) { far } else { far / (1.0 + t as f64 / 4.0) };
@@ -162,7 +164,8 @@ fn strided_inputs() -> Result<()> {
     Ok(())
 }
 
-/// Half types lose 2^-11 (f16) or 2^-8 (bf16) in the output and the gradients, and nothing more in between.
+/// Half types lose 2^-11 (f16) or 2^-8 (bf16) in the output and the gradients, and nothing more in
+/// between.
 #[test]
 fn half_precision_inputs() -> Result<()> {
     for map in all_kernels() {

@@ -39,7 +39,8 @@ use llama_model::{Cache, Llama};
 
 const DEVICE: Device = Device::Cpu;
 
-/// Weights of any model: each tensor a function of its name, large enough that attention is far from uniform.
+/// Weights of any model: each tensor a function of its name, large enough that attention is far
+/// from uniform.
 struct Drawn;
 
 impl SimpleBackend for Drawn {
@@ -295,7 +296,8 @@ fn agreement_is_what_it_says() {
     let same = Agreement::new(&original, &original);
     assert!((same.mean_cosine - 1.0).abs() < 1e-6 && (same.rank_correlation - 1.0).abs() < 1e-9);
     assert_eq!((same.same_neighbour, same.max_difference), (1.0, 0.0));
-    // The last moves from 90 to 22: pairs 10, 30, 20, 90, 80, 60 degrees apart become 10, 30, 20, 22, 12, 8 apart.
+    // The last moves from 90 to 22: pairs 10, 30, 20, 90, 80, 60 degrees apart become 10, 30, 20,
+    // 22, 12, 8 apart.
     let other = Agreement::new(&original, &[0.0, 10.0, 30.0, 22.0].map(unit));
     let worst = 68f64.to_radians().cos();
     assert!((other.mean_cosine - (3.0 + worst) / 4.0).abs() < 1e-6 && (other.min_cosine - worst).abs() < 1e-6);

@@ -71,7 +71,8 @@ fn a_different_future_leaves_the_past_alone() -> Result<()> {
     })
 }
 
-/// A key far larger than all others wants a stabiliser of its own: if the past shared it, the past would drown.
+/// A key far larger than all others wants a stabiliser of its own: if the past shared it, the past
+/// would drown.
 #[test]
 fn a_huge_future_key_leaves_the_past_alone() -> Result<()> {
     assert_blind_to(|which, tensor, cut| {

@@ -488,7 +488,8 @@ fn all_sizes_bf16() {
     check_all_sizes(DType::BF16, 1.0);
 }
 
-/// f16's values and gradients are rounded to bf16 on top of everything: at deviation 1, one gradient here is 1.03e-2 off.
+/// f16's values and gradients are rounded to bf16 on top of everything: at deviation 1, one
+/// gradient here is 1.03e-2 off.
 #[test]
 #[ignore = "takes minutes"]
 fn all_sizes_f16() {

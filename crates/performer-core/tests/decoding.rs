@@ -160,7 +160,8 @@ fn states_are_detached() -> Result<()> {
     Ok(())
 }
 
-/// Fails unless `attention` refuses to go on from `state`, by an error that speaks of the state, and leaves it as it was.
+/// Fails unless `attention` refuses to go on from `state`, by an error that speaks of the state,
+/// and leaves it as it was.
 #[track_caller]
 fn assert_refused(what: &str, attention: &dyn Attention, problem: &Problem, dtype: DType, state: &State) {
     let mut state = state.clone();

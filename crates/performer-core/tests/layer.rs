@@ -72,7 +72,8 @@ fn every_parameter_has_a_gradient() -> Result<()> {
                 let data = vars.data().lock().unwrap();
                 assert_eq!(data.len(), 8, "{name}: {:?}", data.keys());
                 for (parameter, var) in data.iter() {
-                    // A bias of the keys shifts all logits of a row alike: softmax has no gradient for it.
+                    // A bias of the keys shifts all logits of a row alike: softmax has no gradient
+                    // for it.
                     if parameter == "k_proj.bias" && name == "softmax" && !rotary {
                         continue;
                     }

@@ -58,8 +58,8 @@ fn hidden_keys_and_values_may_be_anything() -> Result<()> {
     Ok(())
 }
 
-/// A key too small to count (features of e^0 beside e^-2000) must not set the scale when it is hidden: what is seen would
-/// underflow.
+/// A key too small to count (features of e^0 beside e^-2000) must not set the scale when it is
+/// hidden: what is seen would underflow.
 #[test]
 fn hidden_keys_do_not_set_the_scale() -> Result<()> {
     for map in all_kernels().filter(|&map| is_positive(map)) {
@@ -211,7 +211,8 @@ fn empty_inputs_give_empty_outputs() -> Result<()> {
     Ok(())
 }
 
-/// Masks act on the keys: with hidden values of zero but keys left visible, the normaliser would still count them.
+/// Masks act on the keys: with hidden values of zero but keys left visible, the normaliser would
+/// still count them.
 #[test]
 fn hidden_keys_do_not_count_in_the_normaliser() -> Result<()> {
     for map in all_kernels() {

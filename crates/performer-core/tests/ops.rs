@@ -11,7 +11,8 @@ fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
-/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of the largest entry.
+/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of
+/// the largest entry.
 #[track_caller]
 fn assert_same(what: &str, inputs: &[Tensor], tolerance: f64, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let run = |dtype| -> Result<Vec<Tensor>> {

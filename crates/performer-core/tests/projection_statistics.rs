@@ -92,10 +92,10 @@ fn orthogonal_is_the_sign_corrected_qr_of_the_gaussian() {
     }
 }
 
-/// Computes the moments that distinguish the Haar distribution on O(d) from its imitations: the
-/// largest
-/// |standard errors| among E Q_ij = 0 for all i, j; E (tr Q)² = 1; E tr Q² = 1; and E e^{√d q_i·z} for a unit
-/// vector z, the bias of a kernel estimate, which is the same for every row i and every z.
+/// Computes the moments that distinguish the Haar distribution on O(d) from its imitations, and
+/// returns the largest of them in absolute standard errors: E Q_ij = 0 for all i, j; E (tr Q)² = 1;
+/// E tr Q² = 1; and E e^{√d q_i·z} for a unit vector z, the bias of a kernel estimate, which is the
+/// same for every row i and every z.
 fn haar_deviation(d: usize, draws: &[Vec<f64>]) -> f64 {
     let over = |f: &dyn Fn(&[f64]) -> f64, expected| {
         standard_errors(&draws.iter().map(|q| f(q)).collect::<Vec<_>>(), expected).abs()

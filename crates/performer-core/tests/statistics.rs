@@ -260,8 +260,8 @@ fn numerical_moments_are_those_of_the_positive_features() {
     }
 }
 
-/// Blocks of orthogonal rows with radii of their own are as unbiased as independent rows, and have less variance. (A QR
-/// decomposition without its sign fix is biased by up to 15%.)
+/// Blocks of orthogonal rows with radii of their own are as unbiased as independent rows, and have
+/// less variance. (A QR decomposition without its sign fix is biased by up to 15%.)
 #[test]
 fn orthogonal_rows_are_unbiased_and_better() -> Result<()> {
     // The last pair is left out: x + y is almost nothing there, and so is what orthogonality gains.

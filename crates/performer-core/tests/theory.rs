@@ -1,13 +1,17 @@
-//! The propositions of the Performer's paper (Choromanski et al. 2020, <https://arxiv.org/abs/2009.14794>) as statistical tests.
+//! The propositions of the Performer's paper (Choromanski et al. 2020,
+//! <https://arxiv.org/abs/2009.14794>) as statistical tests.
 //!
-//! Each compares a mean over independent draws of Ω with what a theorem says, and allows [`ALLOWED`] = 5 standard errors. Seeds are fixed, so a test
-//! that passes once passes always; for a fresh seed, code that is right would fail one comparison with probability at most 1/25 by Chebyshev's
-//! inequality, whatever the distribution, and 6·10⁻⁷ (two-sided) where the mean is as good as normal, which thousands of draws make it. With
-//! the 59 comparisons of this file that is 4·10⁻⁵ for all of it. Standard errors are those of closed forms where the fourth moment has one,
+//! Each compares a mean over independent draws of Ω with what a theorem says, and allows
+//! [`ALLOWED`] = 5 standard errors. Seeds are fixed, so a test that passes once passes always; for
+//! a fresh seed, code that is right would fail one comparison with probability at most 1/25 by
+//! Chebyshev's inequality, whatever the distribution, and 6·10⁻⁷ (two-sided) where the mean is as
+//! good as normal, which thousands of draws make it. With the 59 comparisons of this file that is
+//! 4·10⁻⁵ for all of it. Standard errors are those of closed forms where the fourth moment has one,
 //! and measured elsewhere.
 //!
-//! Errors are relative: of `φ(x)·φ(y) / e^{x·y}`. Then with `s = ‖x+y‖²` and `δ = ‖x−y‖²`, M times the mean squared error of independent rows is
-//! `e^s − 1` for positive features, `cosh s − 1` for hyperbolic and `cosh δ − 1` for trigonometric ones.
+//! Errors are relative: of `φ(x)·φ(y) / e^{x·y}`. Then with `s = ‖x+y‖²` and `δ = ‖x−y‖²`, M times
+//! the mean squared error of independent rows is `e^s − 1` for positive features, `cosh s − 1` for
+//! hyperbolic and `cosh δ − 1` for trigonometric ones.
 
 mod common;
 
@@ -144,7 +148,8 @@ fn estimates_are_unbiased() -> Result<()> {
     Ok(())
 }
 
-/// Lemma 2 for positive features. Here even the standard error is exact: that of the square of a mean of `m` log-normal variables.
+/// Lemma 2 for positive features. Here even the standard error is exact: that of the square of a
+/// mean of `m` log-normal variables.
 #[test]
 fn positive_features_have_the_error_of_lemma_2() -> Result<()> {
     let (m, draws) = (64, 4000);
@@ -190,7 +195,8 @@ fn where_softmax_vanishes_positive_errors_vanish_and_trigonometric_ones_grow() -
     Ok(())
 }
 
-/// Lemma 2: hyperbolic features are no worse than positive ones, of as many features, by `1 − e^{−s}`.
+/// Lemma 2: hyperbolic features are no worse than positive ones, of as many features, by
+/// `1 − e^{−s}`.
 #[test]
 fn hyperbolic_features_are_no_worse_than_positive_ones() -> Result<()> {
     let features = 64;
@@ -206,8 +212,9 @@ fn hyperbolic_features_are_no_worse_than_positive_ones() -> Result<()> {
     Ok(())
 }
 
-/// Theorem 2: with orthogonal rows the error of positive features lies below that of independent ones by a margin, and is what the covariance of
-/// two orthogonal rows makes it, `E e^{(ω₁+ω₂)·z} = ₁F₁(d; d/2; ‖z‖²/2)`.
+/// Theorem 2: with orthogonal rows the error of positive features lies below that of independent
+/// ones by a margin, and is what the covariance of two orthogonal rows makes it,
+/// `E e^{(ω₁+ω₂)·z} = ₁F₁(d; d/2; ‖z‖²/2)`.
 #[test]
 fn orthogonal_rows_keep_the_bound_of_theorem_2() -> Result<()> {
     for (m, d) in [(2, 2), (4, 4), (3, 5)] {
@@ -230,7 +237,8 @@ fn orthogonal_rows_keep_the_bound_of_theorem_2() -> Result<()> {
     Ok(())
 }
 
-/// Theorem 1: rows of length √d estimate the regularised kernel, which lies between `1 − 2/d^{1/3}` times the softmax kernel and itself.
+/// Theorem 1: rows of length √d estimate the regularised kernel, which lies between `1 − 2/d^{1/3}`
+/// times the softmax kernel and itself.
 #[test]
 fn rows_of_length_sqrt_d_estimate_the_regularised_kernel() -> Result<()> {
     for d in [12, 48] {

@@ -166,7 +166,8 @@ impl Problem {
         Outcome { output, q: gradients.q, k: gradients.k, v: gradients.v }
     }
 
-    /// Fails if `actual` is further from `expected` than `tolerance`, relative to the largest element of each tensor.
+    /// Fails if `actual` is further from `expected` than `tolerance`, relative to the largest
+    /// element of each tensor.
     #[track_caller]
     pub(crate) fn assert_outcome(&self, what: &str, actual: &Outcome, expected: &Outcome, tolerance: f64) {
         let what = format!("{what}, {:?}, causal {}, {:?}", self.map, self.causal, self.shape);
@@ -180,7 +181,8 @@ impl Problem {
         }
     }
 
-    /// Rounds queries, keys and values to `dtype`: the reference must see what the attention under test sees.
+    /// Rounds queries, keys and values to `dtype`: the reference must see what the attention under
+    /// test sees.
     pub(crate) fn rounded(mut self, dtype: DType) -> Result<Self> {
         let [q, k, v] = self.tensors(dtype)?;
         (self.q, self.k, self.v) = (values(&q)?, values(&k)?, values(&v)?);
