@@ -266,6 +266,7 @@ fn power(c: &DMatrix<f64>, p: f64) -> DMatrix<f64> {
     &eigen.eigenvectors * DMatrix::from_diagonal(&values) * eigen.eigenvectors.transpose()
 }
 
+/// Returns the numbers of a tensor as a matrix in f64.
 fn matrix(t: &Tensor) -> Result<DMatrix<f64>> {
     let (rows, columns) = t.dims2()?;
     let values = t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;

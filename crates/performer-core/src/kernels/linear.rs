@@ -95,6 +95,7 @@ where
     Ok(to)
 }
 
+/// Defines the forward passes of the devices, which are all the same.
 macro_rules! forward {
     (product: $($name:ident $storage:ident),+) => {$(
         fn $name(&self, s1: &$storage, l1: &Layout, s2: &$storage, l2: &Layout) -> Result<($storage, Shape)> {

@@ -101,6 +101,7 @@ struct TiledCrossEntropy {
     logs: Tensor,
 }
 
+/// Returns the losses that were computed before, as the operation's result on `$device`.
 macro_rules! computed {
     ($self:ident, $device:ident) => {{
         let (storage, layout) = $self.losses.storage_and_layout();

@@ -34,16 +34,19 @@ fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Resu
     Ok(outputs)
 }
 
+/// Computes GELU.
 pub(in crate::kernels) fn gelu(x: View) -> Result<(CudaStorage, Shape)> {
     let [out] = run("gelu_forward", [x])?;
     Ok((out, x.1.shape().clone()))
 }
 
+/// Computes the gradient of GELU's input.
 pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let [dx] = with_storages([x, &grad.contiguous()?], |inputs| run("gelu_backward", inputs))?;
     Ok(tensor(dx, x.shape()))
 }
 
+/// Computes SwiGLU.
 pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
     let [out] = run("swiglu_forward", [gate, x])?;
     Ok((out, x.1.shape().clone()))

@@ -12,6 +12,7 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
+// Adds up a number of each lane; every lane gets the sum.
 __device__ inline float over_warp(float x) {
     for (int mask = 16; mask > 0; mask /= 2) x += from_lane_xor(x, mask);
     return x;

@@ -27,6 +27,7 @@ struct Problem {
     Strides q, k, v;
 };
 
+// Returns the rows of a head.
 template <class T>
 __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
     return {first + batch * strides.batch + head * strides.head, strides.token};

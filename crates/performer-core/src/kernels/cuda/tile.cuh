@@ -430,6 +430,7 @@ struct Sums {
     }
 };
 
+// Add and Largest are the operations of reductions.
 struct Add {
     __device__ float start() const { return 0; }
     __device__ float operator()(float a, float b) const { return a + b; }

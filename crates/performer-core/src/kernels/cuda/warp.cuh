@@ -7,6 +7,7 @@
 #ifndef PERFORMER_WARP
 #define PERFORMER_WARP
 
+// Half and Bfloat hold the bits of an f16 and of a bf16 number.
 struct Half { unsigned short bits; };
 struct Bfloat { unsigned short bits; };
 
@@ -33,6 +34,7 @@ __device__ inline unsigned tf32(float x) {
     return y;
 }
 
+// Computes 2^x; results below the normal numbers are 0.
 __device__ inline float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
