@@ -11,7 +11,7 @@
 //! | [`Elu`] | `elu(x) + 1` | – | `D` |
 //! | [`Taylor2`] | `[1, x, vec(xxᵀ)/√2]` | `1 + z + z²/2` | `1+D+D(D+1)/2` |
 //! | [`Limit`] | `[1, x/√n]^{⊗n}` | `(1 + z/n)^n` | `C(D+n, n)` |
-//! | [`HermiteTail`] | Taylor-2 ⊕ `M^-½ (e^{ω·x−‖x‖²/2} − h₂(x))` | softmax, unbiased | `M` + Taylor-2 |
+//! | [`HermiteTail`] | Taylor-2 ⊕ `M^-½ (e^{ω·x−‖x‖²/2}−h₂)` | softmax, unbiased | `M` + Taylor-2 |
 //! | [`Optimal`] | `(1−4A)^{D/4} M^-½ exp(A‖ω‖²+√(1−4A)ω·x−‖x‖²/2)` | softmax, unbiased | `M` |
 //! | [`Dense`] | as `Optimal`, with an `A` for each eigendirection | softmax, unbiased | `M` |
 //! | [`Learned`] | `exp(a·x − ‖x‖²/2)`, `exp(b·y + w − ‖y‖²/2)`, trained | its own | `M` |
@@ -32,9 +32,10 @@
 //! [`Learned`]: FeatureMapKind::Learned
 //! [`Hedgehog`]: FeatureMapKind::Hedgehog
 //!
-//! `Positive` is the map of FAVOR+, `Optimal` that of FAVOR++, `Dense` that of FAVOR#. Rows `ω` of
-//! the projection Ω `(M, D)` come from [`crate::projection`]; `z = x·y`. Rows `x` are already
-//! scaled by `D^-1/4`, so that `x·y = q·k/√D`.
+//! `Positive` is the map of FAVOR+, `Optimal` that of FAVOR++, `Dense` that of FAVOR#;
+//! `h₂ = 1 + ω·x + ((ω·x)² − ‖x‖²)/2`. Rows `ω` of the projection Ω `(M, D)` come from
+//! [`crate::projection`]; `z = x·y`. Rows `x` are already scaled by `D^-1/4`, so that
+//! `x·y = q·k/√D`.
 //!
 //! A feature of a softmax kernel spans hundreds of orders of magnitude. A map therefore returns
 //! [`Features`] in a form from which the attention can take the scale before it exponentiates.

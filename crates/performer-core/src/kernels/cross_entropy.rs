@@ -276,7 +276,8 @@ struct Backward<'a> {
 impl WithSimd for Backward<'_> {
     type Output = ();
 
-    /// `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')`.
+    /// Computes `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')` tile by
+    /// tile, and from it both gradients.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { tiles, mut soft, weights, grad, logs, dx, dw } = self;

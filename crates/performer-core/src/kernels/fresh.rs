@@ -73,7 +73,7 @@ impl<'a> Part<'a> {
         let last = self.rest.split_off_mut(at..).expect("within the part");
         last.fill(MaybeUninit::new(0.0));
         self.cleared.fetch_add(n, Ordering::Relaxed);
-        // SAFETY: just initialised.
+        // SAFETY: these numbers have just been initialised.
         unsafe { &mut *(std::ptr::from_mut(last) as *mut [f32]) }
     }
 }
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn every_number_is_cleared_once() {
-        // Memory that has been used before.
+        // This memory has been used before.
         drop(vec![f32::NAN; 10]);
         let mut fresh = Fresh::new(10);
         let [mut a, b, c] = fresh.parts(4).try_into().unwrap_or_else(|_| panic!("three parts"));

@@ -190,7 +190,7 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
     Sums<R, V, WARPS> value_sums;
     key_sums.zero();
     value_sums.zero();
-    // Queries before this one see none of the keys.
+    // Queries before this one see none of the keys of the block.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
     for (int head = key_head * p.group; head < (key_head + 1) * p.group; head++) {
         Rows<const Stored> queries = rows_of(q, p.q, batch, head);

@@ -37,7 +37,7 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) offset: Option<usize>,
-    /// `(B, Tk)`, u8, contiguous.
+    /// Which keys count, `(B, Tk)`, u8, contiguous; all where it is `None`.
     pub(crate) visible: Option<Tensor>,
 }
 

@@ -288,7 +288,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     auto always = [](long long) { return true; };
-    // Queries before this one see none of the keys.
+    // Queries before this one see none of the keys of the block.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
     int steps = begin < p.queries ? divide(p.queries - begin, K) : 0, all = steps * p.group;
     auto copy = [&](int stage, int step) {

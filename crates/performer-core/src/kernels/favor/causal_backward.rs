@@ -43,11 +43,11 @@ pub(super) struct Given<'a> {
 
 /// `Gradients` is what the backward pass fills.
 pub(super) struct Gradients<'a> {
-    /// `(G, T, ·)`.
+    /// The gradients of queries, `(G, T, ·)`.
     pub(super) dq: Part<'a>,
-    /// `(T, ·)`.
+    /// The gradients of keys, `(T, ·)`.
     pub(super) dk: Part<'a>,
-    /// `(T, Dv)`.
+    /// The gradients of values, `(T, Dv)`.
     pub(super) dv: Part<'a>,
     /// The gradients of the map's parameters for queries and for keys, where it is trained.
     pub(super) linear: Option<&'a mut [LinearGradient; 2]>,

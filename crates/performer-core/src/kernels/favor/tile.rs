@@ -257,7 +257,7 @@ impl<'a> Tile<'a> {
         for (((out, largest), row), &den) in outs.zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
             for (out, &x) in out[..dv].iter_mut().zip(row) {
-                // A sum of underflown terms may be −0; it must not tell how many terms it had.
+                // A sum of underflown terms may be −0, which must not reveal how many terms it had.
                 *out = x * scale + 0.0;
             }
             if let Some(log) = out.get_mut(dv) {

@@ -20,7 +20,7 @@ pub(crate) struct Trained {
     /// `(H, 2·M·D + M)`.
     parameters: Tensor,
     maps: Arc<[Map]>,
-    /// `M` and `D`.
+    /// The sizes `M` and `D`.
     sizes: [usize; 2],
 }
 

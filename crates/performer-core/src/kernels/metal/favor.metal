@@ -76,7 +76,7 @@ struct Shared {
     // features.
     static constant constexpr int PARTS = SIMDGROUPS > TILES ? SIMDGROUPS / TILES : 1;
 
-    // Keys, then queries; values, then outputs.
+    // The rows x hold keys, then queries; y holds values, then outputs.
     float x[ROWS][D + PAD], y[ROWS][V + PAD];
     // Logarithms of keys' features, then features divided by 2^scale; logarithms of queries'
     // features, then weights.
@@ -366,7 +366,7 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
                 add_product(sums[f], left, right);
             }
         }
-        // No other simdgroup has these columns.
+        // No other simdgroup uses these columns of y, so a barrier of the simdgroup is enough.
         simdgroup_barrier(mem_flags::mem_threadgroup);
         UNROLL for (int m = 0; m < C / 8; m++) simdgroup_store(rows[m], &s.y[8 * m][8 * simd_index], V + PAD);
 
