@@ -1,4 +1,5 @@
-//! Every attention, forward and backward, against the f64 reference: maps × projections × masks × lengths × layouts × dtypes.
+//! Every attention, forward and backward, is compared with the f64 reference: maps × projections ×
+//! masks × lengths × layouts × dtypes.
 
 mod common;
 
@@ -11,15 +12,17 @@ use performer_core::features::FeatureMapKind;
 use performer_core::reference::Shape;
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, ProjectionKind, Radii, Softmax};
 
-/// Relative to the largest element. Rounding alone: f64 leaves 1e-15 × (length of the sums) × (conditioning).
+/// The tolerance, relative to the largest element. It allows for rounding alone: f64 leaves 1e-15 ×
+/// (length of the sums) × (conditioning).
 const TOLERANCES: [(DType, f64); 2] = [(DType::F64, 1e-9), (DType::F32, 1e-4)];
 
-/// Self-attention: as many queries as keys.
+/// The shape of self-attention, with as many queries as keys.
 const fn shape(batch: usize, heads: usize, kv_heads: usize, tokens: usize, head_dim: usize, value_dim: usize) -> Shape {
     Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim, value_dim }
 }
 
-/// Every length with a chunk border in or beside it; heads alone, several and grouped; M below, at and above D.
+/// The shapes: every length with a chunk border in or beside it; single heads, several and grouped;
+/// M below, at and above D.
 const CASES: [(Shape, usize); 9] = [
     (shape(2, 2, 2, 1, 4, 4), 8),
     (shape(1, 4, 2, 2, 3, 5), 8),
@@ -32,7 +35,8 @@ const CASES: [(Shape, usize); 9] = [
     (shape(1, 1, 1, 1000, 4, 4), 8),
 ];
 
-/// The cases of at most `tokens`; the fourth power of wide rows has too many features.
+/// The cases of at most `tokens` tokens; the fourth power of wide rows would have too many
+/// features.
 fn cases(map: Option<FeatureMapKind>, tokens: usize) -> impl Iterator<Item = (Shape, usize)> {
     let wide = move |shape: &Shape| map == Some(FeatureMapKind::Limit(4)) && shape.head_dim > 8;
     CASES.into_iter().filter(move |(shape, _)| shape.q_len <= tokens && !wide(shape))
@@ -42,8 +46,8 @@ fn problem(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Pr
     Problem::random(seed, shape, map, m).scale_qk(conditioned_scale(map))
 }
 
-/// Hides about a third of the keys, all of the first sequence's first ones among them: its first rows see nothing when
-/// causal.
+/// Hides about a third of the keys, among them the first ones of the first sequence, so that its
+/// first rows see nothing when causal.
 fn hide_keys(problem: &mut Problem) {
     let Shape { batch, k_len, .. } = problem.shape;
     let mut mask = Random::new(99).mask(batch * k_len, 0.7);
@@ -51,7 +55,7 @@ fn hide_keys(problem: &mut Problem) {
     problem.key_mask = Some(mask);
 }
 
-/// In f64 and f32, fused where there is a kernel and composed.
+/// Checks a problem in f64 and f32, fused where there is a kernel and composed.
 #[track_caller]
 fn check(problem: &Problem) -> Result<()> {
     let expected = problem.expected();
@@ -115,14 +119,16 @@ fn across_sequences() -> Result<()> {
     Ok(())
 }
 
-/// Keys whose features lie far above those of all keys before them: the fused kernel ends its chunk there.
+/// Keys whose features lie far above those of all keys before them: the fused kernel ends its chunk
+/// there.
 #[test]
 fn keys_far_above_the_past() -> Result<()> {
     for map in all_kernels().filter(|&map| is_positive(map)) {
         let shape = shape(1, 2, 1, 150, 6, 4);
         let mut problem = Problem::random(8, shape, map, 12);
         problem.causal = true;
-        // The norm of a key lowers all of its features; from token to token it falls here, slowly and in jumps.
+        // The norm of a key lowers all of its features; from token to token it falls here, slowly
+        // and in jumps.
         let far = if map.is_some_and(is_positive_exponential) { 12.0 } else { 1.0 };
         for (t, key) in problem.k.chunks_exact_mut(shape.head_dim).enumerate() {
             let scale = if t < 5 || (40..43).contains(&t) { far } else { far / (1.0 + t as f64 / 4.0) };
@@ -138,7 +144,7 @@ fn is_positive_exponential(map: FeatureMapKind) -> bool {
     matches!(map, FeatureMapKind::Positive | FeatureMapKind::Hyperbolic)
 }
 
-/// As they come out of a linear layer, or cut from a larger tensor.
+/// Inputs may lie in memory as they come out of a linear layer, or be cut from a larger tensor.
 #[test]
 fn strided_inputs() -> Result<()> {
     for map in all_kernels() {
@@ -158,7 +164,8 @@ fn strided_inputs() -> Result<()> {
     Ok(())
 }
 
-/// Half types lose 2^-11 (f16) or 2^-8 (bf16) in the output and the gradients, and nothing more in between.
+/// Half types lose 2^-11 (f16) or 2^-8 (bf16) in the output and the gradients, and nothing more in
+/// between.
 #[test]
 fn half_precision_inputs() -> Result<()> {
     for map in all_kernels() {
@@ -174,7 +181,8 @@ fn half_precision_inputs() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of half types cancel what belongs to the outputs, which must not have been rounded for that: in one of many problems it shows.
+/// Gradients of half types cancel against the outputs, which must not have been rounded for that:
+/// in one of many problems it shows.
 #[test]
 fn gradients_do_not_show_that_outputs_are_rounded() -> Result<()> {
     let shape = shape(1, 2, 2, 100, 64, 64);
@@ -185,7 +193,8 @@ fn gradients_do_not_show_that_outputs_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// Chunks are how it is computed, not what: from one token to more than the sequence has.
+/// The chunk size changes how attention is computed, not what: from one token to more than the
+/// sequence has.
 #[test]
 fn any_chunk_size() -> Result<()> {
     for map in all_kernels().flatten() {
@@ -202,7 +211,7 @@ fn any_chunk_size() -> Result<()> {
     Ok(())
 }
 
-/// Through [`Favor::new`]: what it draws is what its buffers say, for every kind of projection.
+/// What [`Favor::new`] draws is what its buffers hold, for every kind of projection.
 #[test]
 fn every_projection() -> Result<()> {
     for map in FeatureMapKind::NAMED.into_iter().filter(|map| map.is_random() && !map.has_parameters()) {
@@ -231,7 +240,7 @@ fn every_projection() -> Result<()> {
     Ok(())
 }
 
-/// The baseline against what a Candle user would write.
+/// Softmax is compared with what a Candle user would write.
 #[test]
 fn softmax_is_that_of_candles_own_ops() -> Result<()> {
     let device = Device::Cpu;
@@ -250,7 +259,7 @@ fn softmax_is_that_of_candles_own_ops() -> Result<()> {
     Ok(())
 }
 
-/// With ever more features FAVOR+ goes to softmax.
+/// With ever more features, FAVOR+ converges to softmax.
 #[test]
 fn favor_approaches_softmax() -> Result<()> {
     let device = Device::Cpu;

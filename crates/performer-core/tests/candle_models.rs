@@ -1,4 +1,5 @@
-//! The examples' models of others: with softmax they are candle-transformers' own, and with FAVOR they decode and mask as they should.
+//! The models of other crates in the examples: with softmax they are candle-transformers' own, and
+//! with FAVOR they decode and mask as they should.
 
 // Examples use more of these than the tests do.
 #[allow(dead_code)]
@@ -38,7 +39,8 @@ use llama_model::{Cache, Llama};
 
 const DEVICE: Device = Device::Cpu;
 
-/// Weights of any model: each tensor a function of its name, large enough that attention is far from uniform.
+/// Weights of any model: each tensor a function of its name, large enough that attention is far
+/// from uniform.
 struct Drawn;
 
 impl SimpleBackend for Drawn {
@@ -100,7 +102,7 @@ fn llama_config(kv_heads: usize, tied: bool) -> llama::Config {
     }
 }
 
-/// Logits after each of the first tokens `(B, T)` of pieces, through a cache.
+/// Returns the logits after each of the first tokens `(B, T)` of pieces, through a cache.
 fn llama_pieces(model: &Llama, config: &llama::Config, x: &Tensor, ends: &[usize]) -> Result<(Vec<Tensor>, Cache)> {
     let mut cache = Cache::new(true, DType::F32, config, &DEVICE)?;
     let mut start = 0;
@@ -112,7 +114,7 @@ fn llama_pieces(model: &Llama, config: &llama::Config, x: &Tensor, ends: &[usize
     Ok((logits, cache))
 }
 
-/// Logits after the first tokens, without a cache.
+/// Returns the logits after the first tokens, without a cache.
 fn llama_pass(model: &Llama, config: &llama::Config, x: &Tensor, end: usize) -> Result<Tensor> {
     model.forward(&x.narrow(1, 0, end)?, 0, &mut Cache::new(false, DType::F32, config, &DEVICE)?)
 }
@@ -141,7 +143,8 @@ fn llama_with_softmax_is_candles() -> Result<()> {
     Ok(())
 }
 
-/// Text in pieces and single tokens is text in one pass, and FAVOR remembers as much after 111 tokens as after 7.
+/// Text in pieces and single tokens gives what text in one pass gives, and FAVOR's state is as
+/// large after 111 tokens as after 7.
 #[test]
 fn llama_decodes_with_any_attention() -> Result<()> {
     let config = llama_config(3, true);
@@ -194,7 +197,7 @@ fn bert_config(hidden_act: bert::HiddenAct) -> bert::Config {
     }
 }
 
-/// Token lists of unequal lengths.
+/// Returns token lists of unequal lengths.
 fn texts() -> Result<Vec<Vec<u32>>> {
     [40, 3, 1, 17, 66, 9, 33, 2].into_iter().enumerate().map(|(i, n)| tokens(n, i as u64, 60)).collect()
 }
@@ -217,7 +220,7 @@ fn bert_with_softmax_is_candles() -> Result<()> {
         let types = ids.ge(30u32)?.to_dtype(DType::U32)?;
         let expected = theirs.forward(&ids, &types, Some(&mask))?;
         let hidden = ours.forward(&ids, &types, &mask)?;
-        // Padding is rows of no meaning.
+        // The rows of padding have no meaning.
         let real = mask.to_dtype(DType::F32)?.unsqueeze(2)?;
         let error = difference(&hidden.broadcast_mul(&real)?, &expected.broadcast_mul(&real)?)?;
         assert!(error < 1e-4, "{act:?}: hidden states differ by {error}");
@@ -227,7 +230,7 @@ fn bert_with_softmax_is_candles() -> Result<()> {
     Ok(())
 }
 
-/// Moments of the drawn BERT's queries and keys.
+/// Returns the moments of the drawn BERT's queries and keys.
 fn moments() -> Result<Vec<Moments>> {
     let observed: Vec<Arc<Observed>> = (0..2).map(|_| Arc::new(Observed::new(BERT_HEADS, 32 / BERT_HEADS))).collect();
     let model = bert_with(&|layer| Ok(observed[layer].clone()))?;
@@ -237,7 +240,8 @@ fn moments() -> Result<Vec<Moments>> {
     Ok(observed.iter().map(|observed| observed.moments()).collect())
 }
 
-/// Embeddings alone are those in a padded batch, and what stands in the padding does not change a bit of them.
+/// A text's embedding is the same alone and in a padded batch, and what stands in the padding does
+/// not change a bit of it.
 #[test]
 fn padding_changes_no_embedding() -> Result<()> {
     let (texts, moments) = (texts()?, moments()?);
@@ -257,7 +261,8 @@ fn padding_changes_no_embedding() -> Result<()> {
     Ok(())
 }
 
-/// With many features every kind comes near the original, nearer than with few and than attention that ignores its keys.
+/// With many features every kind of map comes near the original, nearer than with few and than
+/// attention that ignores its keys.
 #[test]
 fn bert_with_many_features_is_near_the_original() -> Result<()> {
     let (texts, moments) = (texts()?, moments()?);
@@ -291,13 +296,14 @@ fn agreement_is_what_it_says() {
     let same = Agreement::new(&original, &original);
     assert!((same.mean_cosine - 1.0).abs() < 1e-6 && (same.rank_correlation - 1.0).abs() < 1e-9);
     assert_eq!((same.same_neighbour, same.max_difference), (1.0, 0.0));
-    // The last moves from 90 to 22: pairs 10, 30, 20, 90, 80, 60 degrees apart become 10, 30, 20, 22, 12, 8 apart.
+    // The last moves from 90 to 22: pairs 10, 30, 20, 90, 80, 60 degrees apart become 10, 30, 20,
+    // 22, 12, 8 apart.
     let other = Agreement::new(&original, &[0.0, 10.0, 30.0, 22.0].map(unit));
     let worst = 68f64.to_radians().cos();
     assert!((other.mean_cosine - (3.0 + worst) / 4.0).abs() < 1e-6 && (other.min_cosine - worst).abs() < 1e-6);
     // Spearman: 1 - 6 (1 + 9 + 4 + 1 + 4 + 9) / (6 (36 - 1)).
     assert!((other.rank_correlation - 0.2).abs() < 1e-9, "{}", other.rank_correlation);
-    // The third has another nearest now.
+    // The third has another nearest neighbour now.
     assert_eq!(other.same_neighbour, 0.75);
     let both = Agreement::over(&[same, other]);
     assert_eq!((both.min_cosine, both.max_difference), (other.min_cosine, other.max_difference));
@@ -330,7 +336,7 @@ fn bad_folders_are_one_clear_message() -> std::io::Result<()> {
     Ok(())
 }
 
-/// The real model, where `MINILM` says its folder.
+/// Compares with the real model, where `MINILM` names its folder.
 #[test]
 fn minilm_with_softmax_is_candles() -> Result<()> {
     let Ok(path) = std::env::var("MINILM") else {

@@ -1,4 +1,5 @@
-//! No leak: what comes after a token does not change a bit of its output, and large inputs do not break it.
+//! Causality: what comes after a token does not change a bit of its output, and large inputs do not
+//! break attention.
 
 mod common;
 
@@ -10,10 +11,11 @@ use common::{
 use performer_core::reference::Shape;
 use performer_core::{FeatureMapKind, Inputs, Mask};
 
-/// Chunks are of 16 tokens at this head dimension: seven of them, the last a part. Grouped heads.
+/// The problem: at this head dimension chunks have 16 tokens, so there are seven of them, the last
+/// a partial one. Heads are grouped.
 const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 100, k_len: 100, head_dim: 6, value_dim: 3 };
 
-/// First tokens of the future: inside chunks, on their borders, and a token to either side.
+/// The first tokens of the future: inside chunks, on their borders, and a token to either side.
 const CUTS: [usize; 11] = [1, 2, 7, 15, 16, 17, 31, 32, 64, 90, 99];
 
 fn problem(map: Option<FeatureMapKind>) -> Problem {
@@ -32,7 +34,8 @@ fn assert_same_past(what: &str, actual: &Tensor, expected: &Tensor, cut: usize) 
     Ok(())
 }
 
-/// For softmax and every map, in f32 and f64, fused and composed: `change(tensor, cut)` of q, k or v leaves the past alone.
+/// Checks softmax and every map, in f32 and f64, fused and composed: `change(tensor, cut)` of q, k
+/// or v leaves the past alone.
 fn assert_blind_to(change: impl Fn(usize, &Tensor, usize) -> Result<Tensor>) -> Result<()> {
     for map in all_kernels() {
         let problem = problem(map);
@@ -68,7 +71,8 @@ fn a_different_future_leaves_the_past_alone() -> Result<()> {
     })
 }
 
-/// A key far larger than all others wants a stabiliser of its own: if the past shared it, the past would drown.
+/// A key far larger than all others wants a stabiliser of its own: if the past shared it, the past
+/// would drown.
 #[test]
 fn a_huge_future_key_leaves_the_past_alone() -> Result<()> {
     assert_blind_to(|which, tensor, cut| {
@@ -85,8 +89,9 @@ fn a_huge_future_key_leaves_the_past_alone() -> Result<()> {
     })
 }
 
-/// Bit for bit in FAVOR, whose products have the size of a chunk. Those of softmax have the size of the sequence, and the
-/// matrix product sums in another order for two tokens than for more.
+/// FAVOR's outputs agree bit for bit, since its products have the size of a chunk. Those of softmax
+/// have the size of the sequence, and the matrix product sums in another order for two tokens than
+/// for more.
 #[test]
 fn no_future_leaves_the_past_alone() -> Result<()> {
     for map in all_kernels() {
@@ -109,7 +114,7 @@ fn no_future_leaves_the_past_alone() -> Result<()> {
     Ok(())
 }
 
-/// The first token sees itself alone.
+/// The first token sees itself alone, so its output is its value.
 #[test]
 fn the_first_output_is_the_first_value() -> Result<()> {
     for map in all_kernels() {
@@ -127,7 +132,8 @@ fn the_first_output_is_the_first_value() -> Result<()> {
     Ok(())
 }
 
-/// Logits up to thousands: features from e^-2000 to e^60 in one row, where sums of materialised ones are 0/0 and ∞/∞.
+/// Logits reach thousands: features range from e^-2000 to e^60 in one row, where sums of
+/// materialised features are 0/0 and ∞/∞.
 #[test]
 fn large_inputs_stay_finite_and_right() -> Result<()> {
     let shape = Shape { q_len: 40, k_len: 40, ..SHAPE };
@@ -149,7 +155,8 @@ fn large_inputs_stay_finite_and_right() -> Result<()> {
     Ok(())
 }
 
-/// The gradients too, where rounding does not blur them: stabilisers are constants to the gradient.
+/// Gradients do not leak either, where rounding does not blur them: stabilisers are constants to
+/// the gradient.
 #[test]
 fn large_inputs_have_the_right_gradients() -> Result<()> {
     let shape = Shape { q_len: 40, k_len: 40, ..SHAPE };

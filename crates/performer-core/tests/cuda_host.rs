@@ -1,8 +1,8 @@
-//! The CUDA kernels of FAVOR and softmax against the reference, without a card: their sources, compiled for the CPU with
-//! `cuda_host/device.h` in place of the hardware.
+//! The CUDA kernels of FAVOR and softmax are compared with the reference, without a card: their
+//! sources are compiled for the CPU with `cuda_host/device.h` in place of the hardware.
 //!
-//! Sizes here are few, to keep the time short; `cargo test --test cuda_host -- --ignored` runs many. Without a C++ compiler nothing can be
-//! tested, and the tests say so.
+//! Sizes here are few, to keep the time short; `cargo test --test cuda_host -- --ignored` runs
+//! many. Without a C++ compiler nothing can be tested, and the tests say so.
 
 mod common;
 
@@ -14,40 +14,42 @@ use common::{
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
 use performer_core::reference::{Kernel, Shape, attention, attention_backward};
 
-/// What one set of kernels is compiled for.
+/// `Build` is what one set of kernels is compiled for.
 #[derive(Clone, Copy, Debug)]
 struct Build {
     dtype: DType,
     map: FeatureMapKind,
     head_dim: usize,
-    /// `M`.
+    /// The number of rows `M` of the projection.
     rows: usize,
     values: usize,
-    /// Tokens of a chunk, and values of a block.
+    /// The tokens of a chunk, and the values of a thread block.
     chunk: usize,
     slice: usize,
     causal: bool,
     /// Whether gradients are added up from those of query heads and slices.
     partial: bool,
-    /// Whether by the kernels for bf16, of teams of warps.
+    /// Whether the kernels are those for bf16, whose thread blocks are teams.
     teams: bool,
 }
 
-/// How the kernels are launched.
+/// `Run` says how the kernels are launched.
 #[derive(Clone, Copy, Debug, Default)]
 struct Run {
     segments: usize,
     backward: bool,
-    /// If not 0, where the sequence is split, the second part going on from the state of the first, the last two tokens step by step.
+    /// If not 0, the token at which the sequence is also split: the second part goes on from the
+    /// state of the first, and the last two tokens are decoding steps.
     split: usize,
-    /// Threads take turns in the other order.
+    /// Whether threads take turns in the other order.
     descending: bool,
 }
 
-/// What comes out; empty where it was not asked for.
+/// The results; empty where they were not asked for.
 struct Results {
     out: Vec<f64>,
-    /// The same in parts, with the states after all tokens: in one go, and after the parts.
+    /// The outputs of the split sequence, the state after all tokens in one go, and the state after
+    /// the parts.
     parts: Option<[Vec<f64>; 3]>,
     q: Vec<f64>,
     k: Vec<f64>,
@@ -74,7 +76,7 @@ impl Build {
         }
     }
 
-    /// A problem of this build, in numbers of its type.
+    /// Draws a problem of this build, with numbers rounded to its type.
     fn problem(&self, seed: u64, shape: Shape) -> Problem {
         let mut p = Problem::random(seed, shape, Some(self.map), self.rows);
         p.causal = self.causal;
@@ -89,12 +91,13 @@ impl Build {
         Shape { batch, heads, kv_heads, q_len, k_len, head_dim: self.head_dim, value_dim: self.values }
     }
 
-    /// As many features as the kernels see: a hyperbolic map is a positive one with the rows and their negatives.
+    /// The number of features that the kernels see: a hyperbolic map is a positive one with the
+    /// rows and their negatives.
     fn features(&self) -> usize {
         if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
     }
 
-    /// `group`: query heads of a key head.
+    /// The macros of the kernels; `group` is the number of query heads of a key head.
     fn macros(&self, group: usize) -> [(&'static str, usize); 12] {
         [
             ("STORAGE", storage(self.dtype)),
@@ -112,6 +115,7 @@ impl Build {
         ]
     }
 
+    /// Runs the kernels on a problem; returns nothing without a C++ compiler.
     fn run(&self, p: &Problem, run: Run) -> Option<Results> {
         let macros = self.macros(p.shape.heads / p.shape.kv_heads);
         let program = compile("cuda", "favor", &macros)?;
@@ -152,7 +156,7 @@ impl Build {
         Some(results)
     }
 
-    /// Outputs and gradients against the reference.
+    /// Compares outputs and gradients with the reference.
     fn check(&self, p: &Problem, run: Run) {
         let Some(results) = self.run(p, run) else { return };
         let kernel = Kernel::Features { map: self.map, projection: &p.projection, offsets: &[] };
@@ -173,7 +177,7 @@ impl Build {
     }
 }
 
-/// Outputs and gradients of exact softmax through its kernels against the reference.
+/// Compares the outputs and gradients of the kernels of exact softmax with the reference.
 fn check_softmax(dtype: DType, teams: bool, mut p: Problem) {
     for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
         round(dtype, x);
@@ -233,8 +237,9 @@ fn exact_softmax() {
     }
 }
 
-/// Attention over given features, and its gradients, from the formulas: outputs, dq, dk, dv. Rows of `q` are logarithms of features; or,
-/// `signed`, features, and those of `k` have the logarithm of their scale as one number more.
+/// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv.
+/// Rows of `q` are log-features; or, if `signed`, features, and rows of `k` have the logarithm of
+/// their scale as one more number.
 fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: bool, causal: bool) -> [Vec<f64>; 4] {
     let key_width = features + usize::from(signed);
     let phi = |x: &[f64]| -> Vec<f64> {
@@ -326,7 +331,7 @@ fn causal_bf16() {
 #[test]
 fn causal_bf16_by_teams() {
     let build = |dim, rows| Build { teams: true, ..Build::new(DType::BF16, dim, rows) };
-    // Where rounding of the sums, or of what weights sum to, is seen.
+    // These sizes show rounding of the sums, or of what weights sum to.
     for (dim, rows, tokens, segments) in
         [(64, 128, 1, 1), (64, 128, 65, 1), (64, 128, 200, 1), (32, 64, 63, 1), (48, 64, 65, 2), (48, 64, 200, 3)]
     {
@@ -335,7 +340,7 @@ fn causal_bf16_by_teams() {
     }
     let build = build(64, 128);
     build.check(&build.problem(2, build.shape([1, 2, 2], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
-    // Features and values that are not whole tiles, few of them, a group and hidden keys.
+    // Features and values are not whole tiles, features are few, heads are grouped and keys hidden.
     for (dim, rows, values) in [(24, 20, 40), (16, 48, 16), (60, 33, 30)] {
         let build = Build {
             teams: true,
@@ -377,7 +382,7 @@ fn over_all_keys() {
     }
 }
 
-/// Long rows of queries and keys: chunks break, and nothing overflows.
+/// Queries and keys are long: chunks end early, and nothing overflows.
 #[test]
 fn large_queries_and_keys() {
     for (dtype, dim, rows, teams) in
@@ -418,7 +423,7 @@ fn the_past_has_the_same_bits() {
     }
 }
 
-/// Whether threads run in one order or the other: no barrier is missing.
+/// Results are the same whether threads run in one order or the other, so no barrier is missing.
 #[test]
 fn the_order_of_threads_does_not_matter() {
     for (dtype, causal, teams) in
@@ -433,7 +438,8 @@ fn the_order_of_threads_does_not_matter() {
     }
 }
 
-/// Every head dimension, number of features and length, of queries and keys of deviation `length`.
+/// Checks every head dimension, number of features and length, of queries and keys of deviation
+/// `length`.
 fn check_all_sizes(dtype: DType, length: f64) {
     let problem = |build: &Build, seed, shape| {
         let mut problem = build.problem(seed, shape).scale_qk(length);
@@ -482,7 +488,8 @@ fn all_sizes_bf16() {
     check_all_sizes(DType::BF16, 1.0);
 }
 
-/// f16's values and gradients are rounded to bf16 on top of everything: at deviation 1, one gradient here is 1.03e-2 off.
+/// f16's values and gradients are rounded to bf16 on top of everything: at deviation 1, one
+/// gradient here is 1.03e-2 off.
 #[test]
 #[ignore = "takes minutes"]
 fn all_sizes_f16() {

@@ -1,5 +1,6 @@
-//! The CUDA kernels of what lies around attention, compiled for the CPU with `cuda_host/device.h` in place of the hardware. The program,
-//! `cuda_host/ops.cpp`, compares them with the formulas in f64.
+//! The CUDA kernels of the operations around attention, compiled for the CPU with
+//! `cuda_host/device.h` in place of the hardware. The program `cuda_host/ops.cpp` compares them
+//! with the formulas in f64.
 
 use std::{path::Path, process::Command};
 

@@ -1,4 +1,5 @@
-//! Decoding from a state: any split of a sequence is one pass, and the state belongs to where it came from.
+//! Decoding from a state: any split of a sequence gives what one pass gives, and a state is refused
+//! where it does not belong.
 
 mod common;
 
@@ -71,7 +72,7 @@ fn half_precision_steps_are_one_pass() -> Result<()> {
     Ok(())
 }
 
-/// A later key can be larger by any factor: the state must be rescaled, not overflow.
+/// A later key can be larger by any factor: then the state must be rescaled and must not overflow.
 #[test]
 fn growing_keys_are_one_pass() -> Result<()> {
     for map in all_kernels() {
@@ -95,7 +96,7 @@ fn growing_keys_are_one_pass() -> Result<()> {
     Ok(())
 }
 
-/// One that went on elsewhere goes on from where it was cloned.
+/// A state whose clone went on elsewhere goes on from where it was cloned.
 #[test]
 fn a_cloned_state_is_independent() -> Result<()> {
     for map in all_kernels().flatten() {
@@ -135,7 +136,8 @@ fn favor_states_have_constant_size_and_softmax_states_grow() -> Result<()> {
         let favor = Favor::new(&config, 5, 1, DType::F32, &Device::Cpu)?;
         let (one, many) = (bytes(&favor, 1)?, bytes(&favor, 2000)?);
         assert_eq!(one, many, "{map}");
-        // Two key heads of F rows of 5 values, a normaliser and scales, in f32 and whole vectors of 16.
+        // Two key heads hold F rows of 5 values, a normaliser and scales, in f32 and whole vectors
+        // of 16.
         let features = favor.map().feature_dim();
         let (least, most) = (2 * features * 6 * 4, 2 * (features * (16 + 1) + features.next_multiple_of(16)) * 4);
         assert!(one >= least && one <= most, "{map}: {one} bytes of F = {features}");
@@ -161,7 +163,8 @@ fn states_are_detached() -> Result<()> {
     Ok(())
 }
 
-/// Fails unless `attention` refuses to go on from `state`, by an error that speaks of the state, and leaves it as it was.
+/// Fails unless `attention` refuses to go on from `state`, by an error that speaks of the state,
+/// and leaves it as it was.
 #[track_caller]
 fn assert_refused(what: &str, attention: &dyn Attention, problem: &Problem, dtype: DType, state: &State) {
     let mut state = state.clone();

@@ -1,4 +1,5 @@
-//! What cannot be computed is refused, by an error that says which argument, what it was and what it must be.
+//! What cannot be computed is refused, by an error that says which argument is wrong, what it was
+//! and what it must be.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -29,7 +30,7 @@ fn favor(map: FeatureMapKind, head_dim: usize) -> Result<Favor> {
     Favor::new(&FavorConfig { map, features: 8, ..FavorConfig::default() }, head_dim, 1, DType::F32, &DEVICE)
 }
 
-/// Softmax and FAVOR of two kinds for a head dim of 4.
+/// Returns softmax and two kinds of FAVOR, for a head dimension of 4.
 fn attentions() -> Vec<Box<dyn Attention>> {
     vec![
         Box::new(Softmax::new()),
@@ -38,7 +39,7 @@ fn attentions() -> Vec<Box<dyn Attention>> {
     ]
 }
 
-/// Both ways in must refuse: one pass, and going on from a state.
+/// Both entry points must refuse: one pass, and going on from a state.
 #[track_caller]
 fn assert_refused(q: &Tensor, k: &Tensor, v: &Tensor, parts: &[&str]) {
     for attention in attentions() {
@@ -113,7 +114,7 @@ fn key_masks_of_another_shape() {
     }
 }
 
-/// One bad value of a sum makes all of it NaN; it must be named where it comes in.
+/// One bad value makes a whole sum NaN, so the error must name it where it enters.
 #[test]
 fn values_that_are_not_finite() {
     let good = zeros(&[1, 2, 3, 4]);
@@ -128,7 +129,7 @@ fn values_that_are_not_finite() {
             assert_refused(good, bad, good, &[&parts("k"), "finite"]);
             assert_refused(good, good, bad, &[&parts("v"), "finite"]);
         }
-        // Seen through a transposition, the place is that of the view.
+        // The tensor is seen through a transposition; the error names the place in the view.
         let (good, bad) = (good.transpose(1, 2).unwrap(), bad.transpose(1, 2).unwrap());
         assert_refused(&bad, &good, &good, &[&format!("q holds {shown} at [0, 2, 1, 1]")]);
     }
@@ -190,7 +191,7 @@ fn random_parameters_that_do_not_fit() {
     }
 }
 
-/// Built by hand, without a kind.
+/// A feature map built by hand, without a kind.
 #[test]
 fn projections_that_do_not_fit() {
     for dims in [&[8][..], &[1, 8, 4], &[0, 4], &[8, 0]] {

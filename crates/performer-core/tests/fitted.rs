@@ -1,4 +1,5 @@
-//! Features fitted to data: unbiased whatever is fitted, less spread where it promises it, one set a head, trainable.
+//! Features fitted to data: they are unbiased whatever is fitted, have less variance where that is
+//! promised, have one set of parameters a head, and can be trained.
 
 mod common;
 
@@ -14,7 +15,8 @@ use performer_core::{Attention, Favor, Inputs, Mask, State};
 const D: usize = 6;
 const HEADS: usize = 2;
 
-/// Anisotropic queries and keys, away from the origin and differently in each head: q `(B, 4, T, D)`, k `(B, 2, T, D)`.
+/// Draws anisotropic queries and keys, away from the origin and different in each head: q
+/// `(B, 4, T, D)`, k `(B, 2, T, D)`.
 fn data(seed: u64, batch: usize, t: usize) -> Result<(Tensor, Tensor)> {
     let mut random = Random::new(seed);
     let mut side = |heads: usize, offset: f64| -> Result<Tensor> {
@@ -56,7 +58,8 @@ fn all() -> Vec<Options> {
     all
 }
 
-/// Ratios of estimated to true kernel values of one head's pairs, each divided by its query's own factor: rows of one query.
+/// Returns the ratios of estimated to true kernel values of one head's pairs, each divided by its
+/// query's own factor, which the rows of one query share.
 fn ratios(map: &Fitted, q: &Tensor, k: &Tensor) -> Result<Vec<Vec<f64>>> {
     let scale = (D as f64).powf(-0.25);
     let rows = |x: &Tensor, per: usize| -> Result<Tensor> {
@@ -86,21 +89,22 @@ fn estimates_are_unbiased_whatever_is_fitted() -> Result<()> {
             let n = draws as f64;
             let (mean, variance) = (sum / n, squares / n - (sum / n) * (sum / n));
             let error = (variance / n).sqrt();
-            // Eighteen pairs times twelve fits: four standard errors.
+            // There are eighteen pairs times twelve fits: four standard errors are allowed.
             assert!((mean - 1.0).abs() < 4.0 * error + 1e-9, "{options:?}, pair {i}: {mean} ± {error}");
         }
     }
     Ok(())
 }
 
-/// Mean squared error of kernel values relative to the exact ones.
+/// Returns the mean squared error of kernel values, relative to the exact ones.
 fn spread(options: Options, moments: &Moments) -> Result<f64> {
     let (q, k) = data(7, 1, 40)?;
     let (mut sum, mut count) = (0.0, 0.0);
     for seed in 0..60 {
         let map = fit(&omega(32, seed)?, moments, options)?;
         for ratio in ratios(&map, &q, &k)?.into_iter().flatten() {
-            // Errors are heavy-tailed: a bounded loss of the logarithm tells more than a mean of squares.
+            // Errors are heavy-tailed: a bounded loss of the logarithm says more than a mean of
+            // squares.
             sum += ratio.ln().abs().min(3.0);
             count += 1.0;
         }
@@ -121,7 +125,7 @@ fn what_is_fitted_lowers_the_error() -> Result<()> {
     Ok(())
 }
 
-/// All of a fit at once, in the dtype asked for.
+/// Fits everything at once, in the dtype asked for.
 fn full_fit(dtype: DType) -> Result<Fitted> {
     let options = Options { map: FeatureMapKind::Dense, centre: true, balance: true };
     let fitted = fit(&omega(20, 5)?, &moments()?, options)?;
@@ -138,7 +142,7 @@ fn qkv(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
     Ok([q.to_dtype(dtype)?, k.to_dtype(dtype)?, v.to_dtype(dtype)?])
 }
 
-/// Outputs and gradients of q, k, v.
+/// Returns the output and the gradients of q, k, v.
 fn run(attention: &dyn Attention, mask: &Mask, t: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {
     let vars = qkv(t, dtype)?.map(|x| Var::from_tensor(&x));
     let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
@@ -206,7 +210,7 @@ fn parameters_that_are_variables_get_gradients_and_give_the_same_outputs() -> Re
         values(&Favor::with_map(Box::new(constant.clone()))?.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
     assert_tensor_close("variables", &out, &expected, 1e-5);
     let gradients = out.sqr()?.sum_all()?.backward()?;
-    // What multiplies all features of a query has no part in attention.
+    // A factor common to all features of a query has no part in attention.
     for (name, var) in vars.iter().filter(|(name, _)| *name != "query_metric") {
         let gradient = values(gradients.get(var).unwrap_or_else(|| panic!("{name} has no gradient")))?;
         assert!(gradient.iter().any(|g| g.abs() > 1e-6), "{name}: the gradient is zero");
@@ -221,7 +225,7 @@ fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
         let mut favor = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
         let [q, k, v] = qkv(70, DType::F32)?;
         let before = values(&favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
-        // A set for each of two heads.
+        // There is a set of parameters for each of two heads.
         let vars: Vec<(String, Var)> = favor
             .buffers()
             .into_iter()

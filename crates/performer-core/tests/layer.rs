@@ -16,7 +16,7 @@ const DEVICE: Device = Device::Cpu;
 const HIDDEN: usize = 24;
 const HEAD_DIM: usize = 6;
 
-/// Grouped heads, biases everywhere.
+/// A configuration with grouped heads and biases everywhere.
 fn config() -> MultiHeadConfig {
     let config = MultiHeadConfig::new(HIDDEN, 4);
     assert_eq!(config.head_dim, HEAD_DIM);
@@ -28,7 +28,7 @@ fn favor(map: FeatureMapKind, seed: u64) -> Result<Box<dyn Attention>> {
     Ok(Box::new(Favor::new(&config, HEAD_DIM, seed, DType::F32, &DEVICE)?))
 }
 
-/// Softmax and every map.
+/// Returns softmax and every map.
 fn attentions() -> Result<Vec<(String, Box<dyn Attention>)>> {
     let mut all: Vec<(String, Box<dyn Attention>)> = vec![("softmax".into(), Box::new(Softmax::new()))];
     for map in ALL_MAPS {
@@ -37,8 +37,8 @@ fn attentions() -> Result<Vec<(String, Box<dyn Attention>)>> {
     Ok(all)
 }
 
-/// A layer and its variables, the same ones every time. Candle draws them without a seed, so they are set here, short enough
-/// to keep the signed maps near their kernels.
+/// Returns a layer and its variables, the same ones every time. Candle draws them without a seed,
+/// so they are set here, short enough to keep the signed maps near their kernels.
 fn layer(attention: Box<dyn Attention>, rotary: bool) -> Result<(MultiHeadAttention, VarMap)> {
     let vars = VarMap::new();
     let rotary = if rotary { Some(Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?) } else { None };
@@ -64,7 +64,8 @@ fn random(seed: u64, dims: &[usize]) -> Result<Tensor> {
     tensor(&Random::new(seed).normal(dims.iter().product(), 1.0), dims, DType::F32, &DEVICE)
 }
 
-/// Layers of Candle that have no backward pass lose gradients without a word.
+/// Every parameter gets a gradient. Layers of Candle without a backward pass lose gradients
+/// silently.
 #[test]
 fn every_parameter_has_a_gradient() -> Result<()> {
     for (name, attention) in attentions()? {
@@ -96,8 +97,7 @@ fn every_parameter_has_a_gradient() -> Result<()> {
     Ok(())
 }
 
-/// The same attention again: softmax has nothing to copy, FAVOR its buffers.
-/// The layer's own operations against Candle's, one by one.
+/// The layer's own operations are compared with Candle's, one by one.
 #[test]
 fn a_layer_is_its_formula_with_the_same_gradients() -> Result<()> {
     let (layer, vars) = layer(Box::new(Softmax::new()), true)?;
@@ -133,7 +133,7 @@ fn clone(attention: &dyn Attention, name: &str) -> Result<Box<dyn Attention>> {
     Ok(copy)
 }
 
-/// Pairs `(i, i + D/2)` as complex numbers turned by `t / base^{2i/D}`.
+/// Rotary positions turn pairs `(i, i + D/2)`, as complex numbers, by `t / base^{2i/D}`.
 #[test]
 fn rotary_is_a_plain_rotation() -> Result<()> {
     let (d, t, start, base) = (6, 5, 3, 100f64);
@@ -155,7 +155,7 @@ fn rotary_is_a_plain_rotation() -> Result<()> {
     Ok(())
 }
 
-/// `q_s · k_t` depends on `s − t` alone, and lengths on nothing.
+/// `q_s · k_t` depends on `s − t` alone, and lengths do not change.
 #[test]
 fn rotary_products_are_relative() -> Result<()> {
     let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?;

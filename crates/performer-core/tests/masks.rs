@@ -1,4 +1,5 @@
-//! Padding: whatever hidden keys and values hold, real tokens do not notice; and inputs with nothing in them.
+//! Masks: whatever hidden keys and values hold, the outputs of real tokens do not change; and
+//! inputs of length zero work.
 
 mod common;
 
@@ -12,7 +13,7 @@ use performer_core::{FeatureMapKind, Inputs, Mask, State};
 
 const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 40, k_len: 40, head_dim: 5, value_dim: 3 };
 
-/// A third of the keys hidden, the first of the first sequence among them.
+/// Hides a third of the keys, the first of the first sequence among them.
 fn padded_problem(map: Option<FeatureMapKind>, causal: bool) -> Problem {
     let mut problem = Problem::random(1, SHAPE, map, 8).scale_qk(conditioned_scale(map));
     problem.causal = causal;
@@ -32,7 +33,7 @@ fn fill_hidden(rows: &mut [f64], width: usize, mask: &[bool], value: impl Fn(usi
     }
 }
 
-/// Not a bit of outputs and gradients changes, up to the largest numbers a padding may hold.
+/// Not a bit of outputs and gradients changes, up to the largest numbers that padding may hold.
 #[test]
 fn hidden_keys_and_values_may_be_anything() -> Result<()> {
     for map in all_kernels() {
@@ -57,8 +58,8 @@ fn hidden_keys_and_values_may_be_anything() -> Result<()> {
     Ok(())
 }
 
-/// A key too small to count (features of e^0 beside e^-2000) must not set the scale when it is hidden: what is seen would
-/// underflow.
+/// A key too small to count (features of e^0 beside e^-2000) must not set the scale when it is
+/// hidden: what is seen would underflow.
 #[test]
 fn hidden_keys_do_not_set_the_scale() -> Result<()> {
     for map in all_kernels().filter(|&map| is_positive(map)) {
@@ -76,7 +77,7 @@ fn hidden_keys_do_not_set_the_scale() -> Result<()> {
     Ok(())
 }
 
-/// A batch of sequences of unequal length, each padded at its end, against each alone.
+/// A batch of sequences of unequal length, each padded at its end, gives what each gives alone.
 #[test]
 fn appended_padding_is_none() -> Result<()> {
     let device = Device::Cpu;
@@ -107,7 +108,7 @@ fn appended_padding_is_none() -> Result<()> {
 fn a_row_that_sees_nothing_is_zero() -> Result<()> {
     for map in all_kernels() {
         for causal in [false, true] {
-            // Every key of the second sequence, and the first two of the first one.
+            // Every key of the second sequence is hidden, and the first two of the first.
             let mut problem = padded_problem(map, causal);
             problem.key_mask = Some((0..2 * SHAPE.k_len).map(|n| (2..SHAPE.k_len).contains(&n)).collect());
             let outcome = problem.run(&*problem.attention(DType::F32)?, DType::F32, Layout::Contiguous)?;
@@ -126,7 +127,7 @@ fn a_row_that_sees_nothing_is_zero() -> Result<()> {
     Ok(())
 }
 
-/// One token, hidden: the shortest sequence.
+/// One hidden token is the shortest sequence.
 #[test]
 fn a_single_hidden_token_is_zero() -> Result<()> {
     let shape = Shape { q_len: 1, k_len: 1, ..SHAPE };
@@ -173,7 +174,7 @@ fn masks_of_every_dtype_are_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Nothing in, nothing out, in the shape that the rest would have had.
+/// An empty input gives an empty output, in the shape that the rest would have had.
 #[test]
 fn empty_inputs_give_empty_outputs() -> Result<()> {
     let device = Device::Cpu;
@@ -198,7 +199,7 @@ fn empty_inputs_give_empty_outputs() -> Result<()> {
                 let output = attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
                 assert_eq!((output.dims(), state.tokens()), (&[b, 4, tq, 3][..], tq), "{map:?}");
                 if b > 0 {
-                    // An empty prompt before a token is no prompt.
+                    // An empty prompt before a token changes nothing.
                     let [q, k, v] = problem.tensors(DType::F32)?;
                     let output = attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
                     let alone = values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
@@ -210,7 +211,8 @@ fn empty_inputs_give_empty_outputs() -> Result<()> {
     Ok(())
 }
 
-/// Masks act on the keys: with hidden values of zero but keys left visible, the normaliser would still count them.
+/// Masks act on the keys: with hidden values of zero but keys left visible, the normaliser would
+/// still count them.
 #[test]
 fn hidden_keys_do_not_count_in_the_normaliser() -> Result<()> {
     for map in all_kernels() {

@@ -1,8 +1,8 @@
-//! The Metal kernel of FAVOR against the reference, without an Apple device: its source, compiled for the CPU with `metal_host/device.h` in
-//! place of Metal's language and hardware.
+//! The Metal kernel of FAVOR is compared with the reference, without an Apple device: its source is
+//! compiled for the CPU with `metal_host/device.h` in place of Metal's language and hardware.
 //!
-//! Sizes here are few, to keep the time short; `cargo test --test metal_host -- --ignored` runs many. Without a C++ compiler nothing can be
-//! tested, and the tests say so.
+//! Sizes here are few, to keep the time short; `cargo test --test metal_host -- --ignored` runs
+//! many. Without a C++ compiler nothing can be tested, and the tests say so.
 
 mod common;
 
@@ -14,27 +14,27 @@ use common::{
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
 use performer_core::reference::{Shape, attention};
 
-/// What the kernel is compiled for.
+/// `Build` is what the kernel is compiled for.
 #[derive(Clone, Copy, Debug)]
 struct Build {
     dtype: DType,
     map: FeatureMapKind,
     head_dim: usize,
-    /// `M`.
+    /// The number of rows `M` of the projection.
     rows: usize,
     values: usize,
-    /// Values of a threadgroup.
+    /// The values of a threadgroup.
     slice: usize,
 }
 
-/// How it is launched.
+/// `Run` says how the kernel is launched.
 #[derive(Clone, Copy, Debug, Default)]
 struct Run {
-    /// Queries, keys and values lie as `(B, T, H, ·)`, with gaps.
+    /// Whether queries, keys and values lie as `(B, T, H, ·)`, with gaps.
     transposed: bool,
-    /// If not 0, also in two parts, the second from this token on.
+    /// If not 0, the token at which the sequence is also split in two parts.
     split: usize,
-    /// Threads take turns in the other order.
+    /// Whether threads take turns in the other order.
     descending: bool,
 }
 
@@ -47,7 +47,8 @@ impl Build {
         Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim: self.head_dim, value_dim: self.values }
     }
 
-    /// A causal problem of this build, in numbers of its type, with queries and keys of deviation `length`.
+    /// Draws a causal problem of this build, with numbers rounded to its type and queries and keys
+    /// of deviation `length`.
     fn problem(&self, seed: u64, shape: Shape, length: f64) -> Problem {
         let mut p = Problem::random(seed, shape, Some(self.map), self.rows).scale_qk(length);
         p.causal = true;
@@ -62,8 +63,8 @@ impl Build {
         if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
     }
 
-    /// The kernel's outputs. If the sequence is split, they are followed by those of its parts, and by scales and sums after it as a
-    /// whole and after the parts.
+    /// Runs the kernel and returns its outputs. If the sequence is split, the outputs of its parts
+    /// follow, and then scales and sums after the whole and after the parts.
     fn run(&self, p: &Problem, run: Run) -> Option<Vec<f64>> {
         let macros = [
             ("STORAGE", storage(self.dtype)),
@@ -80,10 +81,10 @@ impl Build {
         Some(execute(&program, &header, &[&p.q, &p.k, &p.v, &p.projection], p.key_mask.as_deref()))
     }
 
-    /// Outputs against the reference.
+    /// Compares the outputs with the reference.
     fn check(&self, p: &Problem, run: Run) {
         let Some(out) = self.run(p, run) else { return };
-        // All is computed in f32; the output alone is rounded, to the nearest.
+        // Everything is computed in f32; only the output is rounded, to nearest.
         let tolerance = match self.dtype {
             DType::F16 => 6e-4,
             DType::BF16 => 4.1e-3,
@@ -107,7 +108,8 @@ fn lengths() {
     }
 }
 
-/// Fewer features than dimensions and more; sizes that are no multiple of 8; one slice of the values and several.
+/// There are fewer features than dimensions and more; sizes that are no multiple of 8; one slice of
+/// the values and several.
 #[test]
 fn sizes() {
     for (dtype, head_dim, rows, values, slice) in [
@@ -140,7 +142,8 @@ fn groups_and_masks() {
     }
 }
 
-/// Sums after all tokens at once, and after two parts, the second going on from the first; against those of the formulas.
+/// The sums after all tokens at once, and after two parts, the second going on from the first, are
+/// those of the formulas.
 #[test]
 fn parts() {
     for (map, rows, values, slice, split) in
@@ -155,7 +158,7 @@ fn parts() {
         let (whole, rest) = all.split_at(expected.len());
         let (parts, sums) = rest.split_at(expected.len());
         assert_close("outputs", &problem.output_dims(), whole, &expected, 1e-4);
-        // Parts come one after the other, each with all of its heads.
+        // The parts come one after the other, each with all of its heads.
         let (first, second) = parts.split_at(2 * 4 * split * values);
         let joined: Vec<f64> = first
             .chunks(split * values)
@@ -170,7 +173,8 @@ fn parts() {
     }
 }
 
-/// `log_scale` and `sums` as `PrefixSums` has them, of all key heads after the last token.
+/// Returns `log_scale` and `sums` in the layout of `PrefixSums`, of all key heads after the last
+/// token.
 fn prefix_sums(build: &Build, p: &Problem) -> Vec<f64> {
     let (s, d, dv, f) = (p.shape, p.shape.head_dim, p.shape.value_dim, build.features());
     let (mut scales, mut sums) = (Vec::new(), Vec::new());
@@ -200,7 +204,7 @@ fn prefix_sums(build: &Build, p: &Problem) -> Vec<f64> {
     scales
 }
 
-/// Long rows of queries and keys: chunks break, and nothing overflows.
+/// Queries and keys are long: chunks end early, and nothing overflows.
 #[test]
 fn large_queries_and_keys() {
     for (dtype, dim, rows) in [(DType::BF16, 64, 128), (DType::F32, 16, 48)] {
@@ -240,7 +244,7 @@ fn the_past_has_the_same_bits() {
     }
 }
 
-/// Whether threads run in one order or the other: no barrier is missing.
+/// Results are the same whether threads run in one order or the other, so no barrier is missing.
 #[test]
 fn the_order_of_threads_does_not_matter() {
     for (dtype, dim, rows, values) in [(DType::BF16, 64, 128, 64), (DType::F32, 16, 250, 24)] {

@@ -1,23 +1,25 @@
-//! The fused operations around attention against the same formulas in Candle's own operations on f64.
+//! The fused operations around attention are compared with the same formulas in Candle's own
+//! operations on f64.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use performer_core::{Rotary, ops};
 
-/// A fixed tensor without structure, values in ±2.
+/// Returns a fixed tensor without structure, with values in ±2.
 fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
     let count: usize = shape.iter().product();
     let values: Vec<f64> = (0..count).map(|i| ((i + salt) as f64 * 12.9898).sin() * 2.0).collect();
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
-/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of the largest entry.
+/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of
+/// the largest entry.
 #[track_caller]
 fn assert_same(what: &str, inputs: &[Tensor], tolerance: f64, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let run = |dtype| -> Result<Vec<Tensor>> {
         let vars = inputs.iter().map(|t| Var::from_tensor(&t.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
         let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
         let out = f(&tensors)?;
-        // Every output with a weight of its own.
+        // Every output gets a weight of its own.
         let weights = numbers(out.dims(), 77)?.to_dtype(dtype)?;
         let gradients = (&out * weights)?.sum_all()?.backward()?;
         let mut all = vec![out];
@@ -39,7 +41,7 @@ fn norms_match_their_formulas() -> Result<()> {
     for (rows, e) in [(1, 1), (3, 7), (5, 16), (4, 64), (2, 100)] {
         let inputs = [numbers(&[2, rows, e], 0)?, numbers(&[e], 5)?, numbers(&[e], 9)?];
         let what = format!("{rows} rows of {e}");
-        // One number minus its mean is 0: its gradient is all rounding.
+        // One number minus its mean is 0, so its gradient is only rounding.
         if e > 1 {
             assert_same(&format!("layer norm, {what}"), &inputs, 2e-5, |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5));
         }
@@ -97,7 +99,7 @@ fn rotary_positions_match_their_formula() -> Result<()> {
     for [b, h, t, d] in [[1, 1, 1, 2], [2, 3, 5, 6], [1, 2, 63, 64]] {
         let rotary = Rotary::new(d, 100, 1e4, &Device::Cpu)?;
         assert_same("rows", &[numbers(&[b, h, t, d], 0)?], 1e-6, |x| rotary.apply(&x[0], 30));
-        // As a layer has them: heads inside tokens.
+        // The heads lie inside tokens, as in a layer.
         assert_same("heads", &[numbers(&[b, t, h, d], 0)?], 1e-6, |x| rotary.apply(&x[0].transpose(1, 2)?, 30));
         assert_same("strided rows", &[numbers(&[b, h, d, t], 0)?], 1e-6, |x| rotary.apply(&x[0].t()?, 30));
     }
@@ -106,14 +108,14 @@ fn rotary_positions_match_their_formula() -> Result<()> {
 
 #[test]
 fn cross_entropy_matches_its_formula() -> Result<()> {
-    // More rows than a tile has, and more tokens.
+    // There are more rows than a tile has, and more tokens.
     for (n, e, vocabulary) in [(1, 1, 1), (3, 7, 5), (130, 16, 33), (65, 20, 2100)] {
         let inputs = [numbers(&[n, e], 0)?, numbers(&[vocabulary, e], 5)?];
         let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
         assert_same(&format!("{n} of {e} over {vocabulary}"), &inputs, 2e-5, |t| {
             ops::linear_cross_entropy(&t[0], &t[1], &targets)
         });
-        // The formula itself.
+        // This is the formula itself.
         let logits = inputs[0].matmul(&inputs[1].t()?)?;
         let index = Tensor::from_vec(targets.clone(), (n, 1), &Device::Cpu)?;
         let log_sum = logits.exp()?.sum_keepdim(D::Minus1)?.log()?;
@@ -136,7 +138,8 @@ fn cross_entropy_goes_back_without_what_it_kept() -> Result<()> {
     let (x, w) = (Var::from_tensor(&numbers(&[n, e], 0)?.to_dtype(DType::F32)?)?, Var::from_tensor(&w)?);
     let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
     let loss = ops::linear_cross_entropy(&x, &w, &targets)?.sum_all()?;
-    // The first uses up the exponentials of the forward pass, the second makes them again.
+    // The first backward pass uses up the exponentials that the forward pass kept, the second
+    // computes them again.
     let (first, second) = (loss.backward()?, loss.backward()?);
     for var in [&x, &w] {
         let [a, b] = [&first, &second].map(|g| g.get(var).expect("a gradient").flatten_all()?.to_vec1::<f32>());
@@ -170,7 +173,8 @@ fn distillation_matches_its_formula() -> Result<()> {
                 ops::linear_distillation(&t[0], &t[1], &targets, (&states?, &head?), share)
             });
         }
-        // A teacher that is the student says what the student says: all that is left of its share is entropy.
+        // A teacher equal to the student gives the student's own distribution: of its share only
+        // entropy remains.
         let [x, w] = inputs.each_ref().map(|t| Var::from_tensor(&t.to_dtype(DType::F32)?));
         let (x, w) = (x?, w?);
         let same = ops::linear_distillation(&x, &w, &targets, (&x, &w), 1.0)?;

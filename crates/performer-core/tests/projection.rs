@@ -69,7 +69,7 @@ fn derived_seeds_are_distinct_and_mixed() {
             assert!(seeds.insert(derived), "derive_seed({seed}, {stream}) came up before");
         }
     }
-    // Roles do not commute, and nesting is not addition.
+    // Seed and stream do not commute, and nesting is not addition.
     assert_ne!(derive_seed(1, 2), derive_seed(2, 1));
     assert_ne!(derive_seed(derive_seed(1, 2), 3), derive_seed(derive_seed(1, 3), 2));
     assert_ne!(derive_seed(derive_seed(1, 2), 3), derive_seed(1, 5));
@@ -156,7 +156,7 @@ fn quantile_lengths_are_the_quantiles_in_random_order() {
     }
 }
 
-/// Keeping d of p columns is padding vectors with zeros, and costs orthogonality.
+/// Keeping d of p columns is the same as padding vectors with zeros, and costs orthogonality.
 #[test]
 fn hadamard_of_another_size_is_cut_from_the_next_power_of_two() {
     for radii in Radii::ALL {

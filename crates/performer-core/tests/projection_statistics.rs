@@ -19,9 +19,9 @@ fn standard_errors(samples: &[f64], expected: f64) -> f64 {
     (mean - expected) / (variance / n).sqrt()
 }
 
-/// Q of the QR decomposition of a square row-major matrix, by Householder's reflections as LAPACK
-/// does it: R's diagonal has whatever signs it gets. With `fix_signs`, Q's columns are multiplied
-/// by them.
+/// Computes Q of the QR decomposition of a square row-major matrix, by Householder's reflections as
+/// LAPACK does it: R's diagonal has whatever signs it gets. With `fix_signs`, Q's columns are
+/// multiplied by them.
 fn householder_q(matrix: &[f64], d: usize, fix_signs: bool) -> Vec<f64> {
     let mut r = matrix.to_vec();
     let mut q: Vec<f64> = (0..d * d).map(|i| f64::from(i / d == i % d)).collect();
@@ -92,9 +92,10 @@ fn orthogonal_is_the_sign_corrected_qr_of_the_gaussian() {
     }
 }
 
-/// The moments that tell the Haar distribution on O(d) from its imitations: the largest |standard
-/// errors| among E Q_ij = 0 for all i, j; E (tr Q)² = 1; E tr Q² = 1; and E e^{√d q_i·z} for a unit
-/// vector z, the bias of a kernel estimate, which is the same for every row i and every z.
+/// Computes the moments that distinguish the Haar distribution on O(d) from its imitations, and
+/// returns the largest of them in absolute standard errors: E Q_ij = 0 for all i, j; E (tr Q)² = 1;
+/// E tr Q² = 1; and E e^{√d q_i·z} for a unit vector z, the bias of a kernel estimate, which is the
+/// same for every row i and every z.
 fn haar_deviation(d: usize, draws: &[Vec<f64>]) -> f64 {
     let over = |f: &dyn Fn(&[f64]) -> f64, expected| {
         standard_errors(&draws.iter().map(|q| f(q)).collect::<Vec<_>>(), expected).abs()

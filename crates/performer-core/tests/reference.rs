@@ -1,4 +1,5 @@
-//! The reference against what is known without it: finite differences, closed forms, plain tensors.
+//! The reference is compared with what is known without it: finite differences, closed forms, plain
+//! tensors.
 
 mod common;
 
@@ -7,10 +8,10 @@ use common::{ALL_MAPS, Problem, Random, assert_close, assert_tensor_close, tenso
 use performer_core::features::{FeatureMapKind, RELU_EPSILON};
 use performer_core::reference::{Kernel, Shape, attention, attention_backward, features};
 
-/// Grouped heads, and no two sizes alike that a mix-up could hide behind.
+/// A shape with grouped heads and no two equal sizes, behind which a mix-up could hide.
 const SMALL: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 5, k_len: 7, head_dim: 3, value_dim: 2 };
 
-/// Softmax and every feature map.
+/// Returns softmax and every feature map.
 fn all_kernels() -> impl Iterator<Item = Option<FeatureMapKind>> {
     std::iter::once(None).chain(ALL_MAPS.map(Some))
 }
@@ -43,7 +44,7 @@ fn gradients_are_those_of_finite_differences() {
     }
 }
 
-/// `∂(grad_output · attention) / ∂field`, by central differences.
+/// Computes `∂(grad_output · attention) / ∂field`, by central differences.
 fn finite_differences(problem: &Problem, field: fn(&mut Problem) -> &mut Vec<f64>) -> Vec<f64> {
     let step = 1e-5;
     let mut problem = problem.clone();
@@ -68,7 +69,7 @@ fn softmax_attention_is_that_of_plain_tensors() -> Result<()> {
     let (dtype, device) = (DType::F64, Device::Cpu);
     let (q_len, k_len) = (SMALL.q_len, SMALL.k_len);
     let q = tensor(&problem.q, &problem.q_dims(), dtype, &device)?;
-    // Every key and value head once for each of the query heads that share it.
+    // Every key and value head appears once for each of the query heads that share it.
     let shared = |values: &[f64], dims: [usize; 4]| {
         let [b, kv, t, d] = dims;
         let group = SMALL.heads / SMALL.kv_heads;
@@ -84,7 +85,7 @@ fn softmax_attention_is_that_of_plain_tensors() -> Result<()> {
     let logits = (q.matmul(&k.t()?)? / (SMALL.head_dim as f64).sqrt())?;
 
     for causal in [false, true] {
-        // −∞ where a query must not look: beyond its own place, counted from the end.
+        // The mask is −∞ where a query must not look: beyond its own place, counted from the end.
         let hidden: Vec<f64> = (0..q_len * k_len)
             .map(|n| (n / k_len, n % k_len))
             .map(|(i, j)| causal && k_len - 1 - j < q_len - 1 - i)
@@ -126,7 +127,8 @@ fn polynomial_kernels_are_exact() {
     assert_close("Elu", &[3], &elu, &[(-1f64).exp(), 1.0, 3.0], 1e-15);
 }
 
-/// By hand, at one input and two projection rows: `x = 0.5`, `Ωx = [1, -0.5]`, `|x|²/2 = 0.125`.
+/// The features are computed by hand, at one input and two projection rows: `x = 0.5`,
+/// `Ωx = [1, -0.5]`, `|x|²/2 = 0.125`.
 #[test]
 fn features_with_two_halves_keep_their_order() {
     let of = |map| features(map, &[2.0, -1.0], &[], &[0.5]);
@@ -190,7 +192,7 @@ fn random_kernels_have_their_closed_means() {
     }
 }
 
-/// The kernel, which for the exponential maps is summed from logarithms, is φ(x)·φ(y).
+/// The kernel is φ(x)·φ(y), although for the exponential maps it is summed from logarithms.
 #[test]
 fn kernels_are_dot_products_of_features() {
     for map in ALL_MAPS {
@@ -225,7 +227,7 @@ fn the_first_causal_output_is_the_first_value() {
     }
 }
 
-/// Masked keys may hold anything, NaN included: neither outputs nor gradients know of them.
+/// Masked keys may hold anything, NaN included: neither outputs nor gradients depend on them.
 #[test]
 fn masked_keys_have_no_influence_and_no_gradient() {
     let per_sequence = |count: usize| count / SMALL.batch;

@@ -1,8 +1,10 @@
-//! Random features as estimators: unbiased where they claim to be, and with the variance of their closed forms.
+//! Random features as estimators: they are unbiased where they claim to be, and have the variance
+//! of their closed forms.
 //!
-//! Seeds are fixed, so a test that passes once passes always. For a fresh seed, "within three standard errors" would fail once
-//! in 370 on code that is right; and the 5% allowed to a mean squared error are at least 2.9 of its standard errors (which are
-//! measured, and asserted to be that small): once in 270 at worst.
+//! Seeds are fixed, so a test that passes once passes always. For a fresh seed, "within three
+//! standard errors" would fail once in 370 on code that is right; and the 5% allowed to a mean
+//! squared error are at least 2.9 of its standard errors (which are measured, and asserted to be
+//! that small): once in 270 at worst.
 
 mod common;
 
@@ -15,13 +17,14 @@ use performer_core::{ProjectionKind, Radii};
 const DEVICE: Device = Device::Cpu;
 const DRAWS: u64 = 12_000;
 
-/// A pair of rows: their products are all that the kernels and their variances depend on.
+/// A pair of rows. The kernels and their variances depend only on the products of the two.
 struct Pair {
     x: Vec<f64>,
     y: Vec<f64>,
 }
 
-/// Lengths of 0.5 to 0.8, where fourth moments of the exponential features are still tame; at acute, right and obtuse angles.
+/// The pairs have lengths of 0.5 to 0.8, where fourth moments of the exponential features are still
+/// tame, at acute, right and obtuse angles.
 fn pairs() -> Vec<Pair> {
     let pair = |x: [f64; 4], y: [f64; 4]| Pair { x: x.to_vec(), y: y.to_vec() };
     vec![
@@ -41,23 +44,23 @@ impl Pair {
         (square(&self.x), square(&self.y))
     }
 
-    /// `‖x + y‖²`
+    /// Returns `‖x + y‖²`.
     fn sum(&self) -> f64 {
         self.norms().0 + self.norms().1 + 2.0 * self.dot()
     }
 
-    /// `‖x − y‖²`
+    /// Returns `‖x − y‖²`.
     fn difference(&self) -> f64 {
         self.norms().0 + self.norms().1 - 2.0 * self.dot()
     }
 
-    /// `SM(x, y) = e^{x·y}`
+    /// Returns `SM(x, y) = e^{x·y}`.
     fn softmax(&self) -> f64 {
         self.dot().exp()
     }
 
-    /// Mean and variance of `f(u, w)` with `u = ω·x`, `w = ω·y`, `ω ~ N(0, I)`: the trapezoid rule on a Gaussian converges
-    /// faster than any power of the step.
+    /// Computes the mean and variance of `f(u, w)` with `u = ω·x`, `w = ω·y`, `ω ~ N(0, I)`: the
+    /// trapezoid rule on a Gaussian converges faster than any power of the step.
     fn moments(&self, f: impl Fn(f64, f64) -> f64) -> (f64, f64) {
         let (nx, ny) = self.norms();
         let length = nx.sqrt();
@@ -78,7 +81,7 @@ impl Pair {
     }
 }
 
-/// Mean of the errors, mean of their squares, and the standard errors of both.
+/// Returns the mean of the errors, the mean of their squares, and the standard errors of both.
 struct Errors {
     mean: f64,
     mean_error: f64,
@@ -100,7 +103,8 @@ impl Errors {
     }
 }
 
-/// Errors of independent estimates of `kernel`, for every pair: by the crate's own projections, of `m` rows, and maps.
+/// Computes the errors of independent estimates of `kernel`, for every pair: by the crate's own
+/// projections, of `m` rows, and maps.
 fn estimate(
     map: FeatureMapKind,
     projection: ProjectionKind,
@@ -128,11 +132,12 @@ fn estimate(
     Ok(errors.iter().map(|errors| Errors::of(errors)).collect())
 }
 
-/// Rows of an estimate. More rows do not make its error relatively more precise, only closer to normal: errors of few rows
-/// have the heavy tails of the features.
+/// The rows of an estimate. More rows do not make its error relatively more precise, only closer to
+/// normal: errors of few rows have the heavy tails of the features.
 const M: usize = 128;
 
-/// Unbiased, and of the mean squared error that a closed form says: `variance(pair) / m`.
+/// Checks that estimates are unbiased and have the mean squared error that a closed form gives,
+/// `variance(pair) / m`.
 #[track_caller]
 fn assert_unbiased(
     map: FeatureMapKind,
@@ -176,8 +181,8 @@ fn trigonometric_features() -> Result<()> {
     })
 }
 
-/// `2 cos(u + b) cos(w + b) = cos(u − w) + cos(u + w + 2b)`, of variances `(1 − e^{−‖x−y‖²})²/2` and ½, uncorrelated since b
-/// is uniform.
+/// Here `2 cos(u + b) cos(w + b) = cos(u − w) + cos(u + w + 2b)`, of variances
+/// `(1 − e^{−‖x−y‖²})²/2` and ½, uncorrelated since b is uniform.
 fn gaussian_phase_variance(pair: &Pair) -> f64 {
     (1.0 - (-pair.difference()).exp()).powi(2) / 2.0 + 0.5
 }
@@ -204,9 +209,10 @@ fn hermite_tail_features_are_unbiased() -> Result<()> {
     Ok(())
 }
 
-/// All the variance is that of the product of tails `g(x) = e^{ω·x−‖x‖²/2} − h₂(x)`. It has a twelfth power of ω in it, so its
-/// own estimate has a 24th, and no feasible number of draws: here the rows of Ω are a grid of the plane instead, and the
-/// features of the crate are integrated over it.
+/// All the variance is that of the product of tails `g(x) = e^{ω·x−‖x‖²/2} − h₂(x)`. It has a
+/// twelfth power of ω in it, so its own estimate has a 24th, and no feasible number of draws
+/// suffices: here the rows of Ω are a grid of the plane instead, and the features of the crate are
+/// integrated over it.
 #[test]
 fn hermite_tail_features_have_the_variance_of_the_tail() -> Result<()> {
     let (step, reach) = (0.1, 100);
@@ -223,7 +229,7 @@ fn hermite_tail_features_have_the_variance_of_the_tail() -> Result<()> {
             values(&features)
         };
         let (phi_x, phi_y) = (features(&pair.x)?, features(&pair.y)?);
-        // Six features of Taylor-2 in two dimensions, then the tail's.
+        // There are six features of Taylor-2 in two dimensions, then the tail's.
         let taylor: f64 = (0..6).map(|f| phi_x[f] * phi_y[f]).sum();
         let rows =
             || nodes.iter().zip(phi_x[6..].iter().zip(&phi_y[6..])).map(|(&n, (x, y))| (weight(n), x * y * m as f64));
@@ -243,7 +249,7 @@ fn hermite_tail_features_have_the_variance_of_the_tail() -> Result<()> {
     Ok(())
 }
 
-/// The integration of this file against a closed form.
+/// The integration in this file is checked against a closed form.
 #[test]
 fn numerical_moments_are_those_of_the_positive_features() {
     for pair in pairs() {
@@ -254,8 +260,8 @@ fn numerical_moments_are_those_of_the_positive_features() {
     }
 }
 
-/// Blocks of orthogonal rows with radii of their own are as unbiased as independent rows, and have less variance. (A QR
-/// decomposition without its sign fix is biased by up to 15%.)
+/// Blocks of orthogonal rows with radii of their own are as unbiased as independent rows, and have
+/// less variance. (A QR decomposition without its sign fix is biased by up to 15%.)
 #[test]
 fn orthogonal_rows_are_unbiased_and_better() -> Result<()> {
     // The last pair is left out: x + y is almost nothing there, and so is what orthogonality gains.

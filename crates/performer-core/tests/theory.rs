@@ -1,13 +1,17 @@
-//! The propositions of the Performer's paper (Choromanski et al. 2020, <https://arxiv.org/abs/2009.14794>) as statistical tests.
+//! The propositions of the Performer's paper (Choromanski et al. 2020,
+//! <https://arxiv.org/abs/2009.14794>) as statistical tests.
 //!
-//! Each compares a mean over independent draws of Ω with what a theorem says, and allows [`ALLOWED`] = 5 standard errors. Seeds are fixed, so a test
-//! that passes once passes always; for a fresh seed, code that is right would fail one comparison with probability at most 1/25 by Chebyshev's
-//! inequality, whatever the distribution, and 6·10⁻⁷ (two-sided) where the mean is as good as normal, which thousands of draws make it. With
-//! the 59 comparisons of this file that is 4·10⁻⁵ for all of it. Standard errors are those of closed forms where the fourth moment has one,
+//! Each compares a mean over independent draws of Ω with what a theorem says, and allows
+//! [`ALLOWED`] = 5 standard errors. Seeds are fixed, so a test that passes once passes always; for
+//! a fresh seed, code that is right would fail one comparison with probability at most 1/25 by
+//! Chebyshev's inequality, whatever the distribution, and 6·10⁻⁷ (two-sided) where the mean is as
+//! good as normal, which thousands of draws make it. With the 59 comparisons of this file that is
+//! 4·10⁻⁵ for all of it. Standard errors are those of closed forms where the fourth moment has one,
 //! and measured elsewhere.
 //!
-//! Errors are relative: of `φ(x)·φ(y) / e^{x·y}`. Then with `s = ‖x+y‖²` and `δ = ‖x−y‖²`, M times the mean squared error of independent rows is
-//! `e^s − 1` for positive features, `cosh s − 1` for hyperbolic and `cosh δ − 1` for trigonometric ones.
+//! Errors are relative: of `φ(x)·φ(y) / e^{x·y}`. Then with `s = ‖x+y‖²` and `δ = ‖x−y‖²`, M times
+//! the mean squared error of independent rows is `e^s − 1` for positive features, `cosh s − 1` for
+//! hyperbolic and `cosh δ − 1` for trigonometric ones.
 
 mod common;
 
@@ -19,10 +23,11 @@ use performer_core::{ProjectionKind, Radii};
 
 const DEVICE: Device = Device::Cpu;
 
-/// Standard errors that a mean may be off.
+/// The standard errors by which a mean may be off.
 const ALLOWED: f64 = 5.0;
 
-/// Pairs of a draw. They have the same `s` and `δ` in different directions, so that all estimate the same error.
+/// The pairs of a draw. They have the same `s` and `δ` in different directions, so that all
+/// estimate the same error.
 const PAIRS: usize = 16;
 
 /// How an estimate is made.
@@ -40,7 +45,8 @@ impl Estimate {
         Self { map, projection, radii: Radii::Chi, m, d }
     }
 
-    /// Relative errors of `draws` estimates of `PAIRS` pairs each with this `s` and `δ`.
+    /// Returns the relative errors of `draws` estimates of `PAIRS` pairs each with this `s` and
+    /// `δ`.
     fn errors(self, s: f64, difference: f64, draws: u64) -> Result<Vec<Vec<f64>>> {
         let [x, y] = pairs(self.d, s, difference)?;
         let softmax = (0.25 * (s - difference)).exp();
@@ -55,13 +61,14 @@ impl Estimate {
         (0..draws).map(one).collect()
     }
 
-    /// Mean of the squared errors.
+    /// Returns the mean of the squared errors.
     fn squared(self, s: f64, difference: f64, draws: u64) -> Result<Mean> {
         Ok(Mean::of(&self.errors(s, difference, draws)?, |e| e * e))
     }
 }
 
-/// Rows `(PAIRS, d)` of both sides: `x + y` of squared length `s`, `x − y` of squared length `difference`, in random directions at a right angle.
+/// Returns rows `(PAIRS, d)` of both sides: `x + y` of squared length `s`, `x − y` of squared
+/// length `difference`, in random directions at a right angle.
 fn pairs(d: usize, s: f64, difference: f64) -> Result<[Tensor; 2]> {
     let mut random = Random::new(3);
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
@@ -106,12 +113,12 @@ impl Mean {
     }
 }
 
-/// `₁F₁(a; b; t)`.
+/// Computes `₁F₁(a; b; t)`.
 fn kummer(a: f64, b: f64, t: f64) -> f64 {
     series(|k| (a + k) / (b + k) * t / (k + 1.0))
 }
 
-/// `₀F₁(; b; t)`.
+/// Computes `₀F₁(; b; t)`.
 fn bessel(b: f64, t: f64) -> f64 {
     series(|k| t / ((b + k) * (k + 1.0)))
 }
@@ -124,8 +131,8 @@ fn series(ratio: impl Fn(f64) -> f64) -> f64 {
     1.0 + terms.sum::<f64>()
 }
 
-/// Lemma 1, and section 3: unbiased with independent and with orthogonal rows, at a dimension that is no power of two and rows that fill no
-/// block.
+/// Lemma 1 and section 3: estimates are unbiased with independent and with orthogonal rows, at a
+/// dimension that is no power of two and with rows that fill no block.
 #[test]
 fn estimates_are_unbiased() -> Result<()> {
     for map in [FeatureMapKind::Positive, FeatureMapKind::Hyperbolic, FeatureMapKind::Trigonometric] {
@@ -141,19 +148,20 @@ fn estimates_are_unbiased() -> Result<()> {
     Ok(())
 }
 
-/// Lemma 2 for positive features. Here even the standard error is exact: that of the square of a mean of `m` log-normal variables.
+/// Lemma 2 for positive features. Here even the standard error is exact: that of the square of a
+/// mean of `m` log-normal variables.
 #[test]
 fn positive_features_have_the_error_of_lemma_2() -> Result<()> {
     let (m, draws) = (64, 4000);
     for s in [0.1, 0.5, 1.0f64] {
-        // δ has no part in it.
+        // The result does not depend on δ.
         for difference in [0.3, 3.0] {
             let estimate = Estimate::new(FeatureMapKind::Positive, ProjectionKind::Gaussian, m, 16);
             let measured = estimate.squared(s, difference, draws)?.value;
             let expected = s.exp_m1() / m as f64;
             let fourth = (6.0 * s).exp() - 4.0 * (3.0 * s).exp() + 6.0 * s.exp() - 3.0;
             let kurtosis = 3.0 + (fourth / s.exp_m1().powi(2) - 3.0) / m as f64;
-            // Pairs may err together: a draw of them counts as one.
+            // Pairs may err together, so a draw of them counts as one.
             let error = expected * ((kurtosis - 1.0) / draws as f64).sqrt();
             assert!(error < 0.05 * expected, "too few draws to tell");
             Mean { value: measured, error }.assert_is(expected, &format!("s={s} δ={difference}"));
@@ -162,7 +170,8 @@ fn positive_features_have_the_error_of_lemma_2() -> Result<()> {
     Ok(())
 }
 
-/// Lemma 2: as the kernel goes to zero, the error of positive features goes with it, and that of trigonometric ones, even as it is, does not.
+/// Lemma 2: as the kernel goes to zero, the error of positive features goes with it, and that of
+/// trigonometric features does not.
 #[test]
 fn where_softmax_vanishes_positive_errors_vanish_and_trigonometric_ones_grow() -> Result<()> {
     let (m, s) = (32, 0.5f64);
@@ -186,7 +195,8 @@ fn where_softmax_vanishes_positive_errors_vanish_and_trigonometric_ones_grow() -
     Ok(())
 }
 
-/// Lemma 2: hyperbolic features are no worse than positive ones, of as many features, by `1 − e^{−s}`.
+/// Lemma 2: hyperbolic features are no worse than positive ones, of as many features, by
+/// `1 − e^{−s}`.
 #[test]
 fn hyperbolic_features_are_no_worse_than_positive_ones() -> Result<()> {
     let features = 64;
@@ -202,8 +212,9 @@ fn hyperbolic_features_are_no_worse_than_positive_ones() -> Result<()> {
     Ok(())
 }
 
-/// Theorem 2: with orthogonal rows the error of positive features lies below that of independent ones by a margin, and is what the covariance of
-/// two orthogonal rows makes it, `E e^{(ω₁+ω₂)·z} = ₁F₁(d; d/2; ‖z‖²/2)`.
+/// Theorem 2: with orthogonal rows the error of positive features lies below that of independent
+/// ones by a margin, and is what the covariance of two orthogonal rows makes it,
+/// `E e^{(ω₁+ω₂)·z} = ₁F₁(d; d/2; ‖z‖²/2)`.
 #[test]
 fn orthogonal_rows_keep_the_bound_of_theorem_2() -> Result<()> {
     for (m, d) in [(2, 2), (4, 4), (3, 5)] {
@@ -219,14 +230,15 @@ fn orthogonal_rows_keep_the_bound_of_theorem_2() -> Result<()> {
             measured.assert_below(bound, &what);
         }
     }
-    // And that is a gain that these draws can see.
+    // These draws can see that gain.
     let measured = Estimate::new(FeatureMapKind::Positive, ProjectionKind::Orthogonal, 4, 4).squared(0.8, 1.0, 8000)?;
     let independent = 0.8f64.exp_m1() / 4.0;
     assert!(measured.value + ALLOWED * measured.error < independent, "{measured:?} against {independent}");
     Ok(())
 }
 
-/// Theorem 1: rows of length √d estimate the regularised kernel, which lies between `1 − 2/d^{1/3}` times the softmax kernel and itself.
+/// Theorem 1: rows of length √d estimate the regularised kernel, which lies between `1 − 2/d^{1/3}`
+/// times the softmax kernel and itself.
 #[test]
 fn rows_of_length_sqrt_d_estimate_the_regularised_kernel() -> Result<()> {
     for d in [12, 48] {

@@ -1,4 +1,5 @@
-//! Bits do not depend on how the work is split: heads fewer than threads are cut into pieces, and must not tell.
+//! Bits do not depend on how the work is divided: where heads are fewer than threads they are cut
+//! into pieces, and the results are the same.
 
 mod common;
 
@@ -6,10 +7,10 @@ use candle_core::{DType, Result};
 use common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
 use performer_core::{FeatureMapKind, reference::Shape};
 
-/// More than most machines have threads, so that nothing is cut.
+/// More heads than most machines have threads, so that nothing is cut.
 const MANY: usize = 64;
 
-/// `batch` copies of a problem.
+/// Returns `batch` copies of a problem.
 fn copies(one: &Problem, batch: usize) -> Problem {
     let of = |x: &Vec<f64>| x.repeat(batch);
     Problem {
@@ -30,7 +31,7 @@ fn outcome(problem: &Problem) -> Result<Outcome> {
 
 #[test]
 fn one_head_alone_has_the_bits_it_has_among_many() -> Result<()> {
-    // Two query heads that read one key head; several pieces and a part of one.
+    // Two query heads read one key head; there are several pieces and a partial one.
     let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 530, k_len: 530, head_dim: 4, value_dim: 3 };
     let mut random = Random::new(7);
     let visible = random.mask(shape.k_len, 0.8);
@@ -46,14 +47,15 @@ fn one_head_alone_has_the_bits_it_has_among_many() -> Result<()> {
     Ok(())
 }
 
-/// Chunks that end after a key or two, more of them than the backward pass keeps features of.
+/// Chunks end after a key or two, and there are more of them than the backward pass keeps features
+/// of.
 #[test]
 fn many_small_chunks_have_the_same_bits() -> Result<()> {
     let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 90, k_len: 90, head_dim: 4, value_dim: 3 };
     let mut one = Problem::random(5, shape, Some(FeatureMapKind::Positive), 6);
     one.causal = true;
     for (t, key) in one.k.chunks_exact_mut(shape.head_dim).take(60).enumerate() {
-        // Half of the squared norm lowers a key's features: by 50 less from each key to the next.
+        // Half of the squared norm lowers a key's features, by 50 less from each key to the next.
         let norm = key.iter().map(|x| x * x).sum::<f64>().sqrt();
         let wanted = (2.0 * 50.0 * (60 - t) as f64).sqrt() * (shape.head_dim as f64).powf(0.25);
         key.iter_mut().for_each(|x| *x *= wanted / norm);

@@ -1,5 +1,5 @@
-//! Feature maps that are trained inside the fused kernels: the gradients of their parameters against those of composed operations in f64, and
-//! against differences.
+//! Feature maps that are trained inside the fused kernels: the gradients of their parameters are
+//! compared with those of composed operations in f64, and with finite differences.
 
 mod common;
 
@@ -12,18 +12,18 @@ const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
 const NAMES: [&str; 6] = ["q", "k", "v", "queries", "keys", "log_weights"];
 
-/// Sizes of a case.
+/// The sizes of a case.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     tokens: usize,
     head_dim: usize,
     features: usize,
-    /// Heads that parameters are for; 1 serves all.
+    /// The number of heads that have parameters; 1 serves all.
     sets: usize,
     window: Option<usize>,
 }
 
-/// Inputs and parameters, in the order of [`NAMES`].
+/// Draws inputs and parameters, in the order of [`NAMES`].
 fn inputs(sizes: Sizes) -> Result<Vec<Tensor>> {
     let Sizes { tokens: t, head_dim: d, features: m, sets, .. } = sizes;
     let shapes: [&[usize]; 6] = [
@@ -39,7 +39,7 @@ fn inputs(sizes: Sizes) -> Result<Vec<Tensor>> {
     shapes.iter().map(draw).collect()
 }
 
-/// Outputs weighed at random and summed, and the outputs.
+/// Returns the randomly weighted sum of the outputs, and the outputs.
 fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)> {
     let map = Fitted {
         queries: inputs[3].clone(),
@@ -59,7 +59,7 @@ fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)
     Ok(((&out * weights)?.sum_all()?, out))
 }
 
-/// Outputs and all gradients.
+/// Returns the outputs and all gradients.
 fn run(sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
     run_on(&inputs(sizes)?, sizes, mask, dtype)
 }
@@ -80,7 +80,8 @@ fn compare(sizes: Sizes, mask: &Mask, what: &str) -> Result<()> {
     let mut truth = run(sizes, mask, DType::F64)?;
     let mut fused = run(sizes, mask, DType::F32)?;
     if sizes.tokens == 1 {
-        // One key has all the weight whatever its features: their gradients are 0, and rounding errors are measured against 1.
+        // One key has all the weight whatever its features: their gradients are 0, and rounding
+        // errors are measured against 1.
         truth.iter_mut().chain(&mut fused).for_each(|numbers| numbers.push(1.0));
     }
     for (name, (actual, expected)) in ["output"].iter().chain(&NAMES).zip(fused.iter().zip(&truth)) {
@@ -101,7 +102,8 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
     Ok(())
 }
 
-/// Inputs and parameters in a half type: as for constant maps, what is lost is the type's rounding of outputs and gradients.
+/// Inputs and parameters are of a half type: as for constant maps, only the rounding of outputs and
+/// gradients to that type is lost.
 #[test]
 fn half_types_lose_their_rounding_only() -> Result<()> {
     let sizes = Sizes { tokens: 130, head_dim: 16, features: 20, sets: 2, window: None };
@@ -138,7 +140,8 @@ fn a_window_before_trained_features_trains_them_too() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of the parameters of one head that is alone, or among many that count for nothing.
+/// Computes the gradients of the parameters of one head that is alone, or among many that count for
+/// nothing.
 fn gradients_of_one(batch: usize, mask: &Mask) -> Result<Vec<Vec<f64>>> {
     let device = Device::Cpu;
     let (t, d, m) = (530, 4, 6);

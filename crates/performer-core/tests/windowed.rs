@@ -1,4 +1,5 @@
-//! Exact near, FAVOR far: against the plain definition, without leaks, and step by step.
+//! Windowed attention, exact for near keys and FAVOR for far ones: compared with its plain
+//! definition, tested for leaks, and decoded step by step.
 
 mod common;
 
@@ -13,7 +14,7 @@ fn windowed(window: usize, dtype: DType, map: FeatureMapKind) -> Result<Windowed
     Windowed::new(window, Favor::new(&config, D, 3, dtype, &Device::Cpu)?)
 }
 
-/// q `(2, 4, T, D)`, k `(2, 2, T, D)`, v `(2, 2, T, 5)`.
+/// Draws q `(2, 4, T, D)`, k `(2, 2, T, D)`, v `(2, 2, T, 5)`.
 fn inputs(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
     let mut random = Random::new(t as u64);
     let mut one = |heads: usize, width: usize| -> Result<Tensor> {
@@ -22,7 +23,7 @@ fn inputs(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
     Ok([one(4, D)?, one(2, D)?, one(2, 5)?])
 }
 
-/// Row by row, in f64: `(2, 4, T, 5)`.
+/// Computes the attention row by row, in f64: `(2, 4, T, 5)`.
 fn plain(attention: &Windowed, [q, k, v]: &[Tensor; 3], visible: Option<&[bool]>) -> Result<Vec<f64>> {
     let t = q.dim(2)?;
     let mut out = Vec::new();
@@ -74,7 +75,7 @@ fn it_is_what_it_says() -> Result<()> {
 fn hidden_keys_count_on_neither_side() -> Result<()> {
     let (t, window) = (90, 9);
     let mut visible = Random::new(5).mask(2 * t, 0.7);
-    // A row that sees nothing.
+    // This row sees nothing.
     visible[0] = false;
     let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
     for dtype in [DType::F64, DType::F32] {

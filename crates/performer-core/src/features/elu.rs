@@ -1,17 +1,18 @@
-//! The plain linear transformer's map.
+//! The feature map of the linear transformer, `elu(x) + 1`.
 
 use candle_core::{Result, Tensor};
 
 use super::{FeatureMap, Features};
 
-/// `φ(x) = elu(x) + 1`, elementwise, `F = D`. Katharopoulos et al. 2020, <https://arxiv.org/abs/2006.16236>, eq. 7.
+/// The map `φ(x) = elu(x) + 1`, elementwise, `F = D`. Katharopoulos et al. 2020,
+/// <https://arxiv.org/abs/2006.16236>, eq. 7.
 #[derive(Clone, Debug)]
 pub struct Elu {
     dim: usize,
 }
 
 impl Elu {
-    /// `dim`: the head dimension `D`.
+    /// `dim` is the head dimension `D`.
     pub fn new(dim: usize) -> Self {
         Self { dim }
     }
@@ -26,8 +27,8 @@ impl FeatureMap for Elu {
         self.dim
     }
 
-    /// In logarithms, `min(x, 0) + ln(1 + max(x, 0))`: computed as `elu(x) + 1` it rounds to 0 from x = −17 on in f32,
-    /// and a denominator with it.
+    /// Computes the features in logarithms, `min(x, 0) + ln(1 + max(x, 0))`: as `elu(x) + 1` they
+    /// would round to 0 from x = −17 on in f32, and a denominator with them.
     fn features(&self, x: &Tensor) -> Result<Features> {
         let negative = x.neg()?.relu()?;
         let positive = x.relu()?.affine(1.0, 1.0)?.log()?;

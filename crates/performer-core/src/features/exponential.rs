@@ -6,16 +6,17 @@ use candle_core::{D, Result, Tensor};
 
 use super::{ExponentialForm, FeatureMap, Features, half_square_norm, project, transposed};
 
-/// Positive random features: `φ(x)_r = M^-½ exp(ω_r·x − ‖x‖²/2)`, `F = M`.
+/// The map of positive random features, `φ(x)_r = M^-½ exp(ω_r·x − ‖x‖²/2)`, `F = M`.
 ///
-/// Unbiased for `e^{x·y}`; MSE for iid Gaussian rows `(1/M) e^{‖x+y‖²} SM² (1 − e^{−‖x+y‖²})`.
+/// It is unbiased for `e^{x·y}`; its MSE for iid Gaussian rows is
+/// `(1/M) e^{‖x+y‖²} SM² (1 − e^{−‖x+y‖²})`.
 #[derive(Clone, Debug)]
 pub struct Positive {
     projection_t: Tensor,
 }
 
 impl Positive {
-    /// `projection`: Ω, shape `(M, D)`.
+    /// `projection` is Ω, shape `(M, D)`.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }
@@ -42,16 +43,18 @@ impl FeatureMap for Positive {
     }
 }
 
-/// Hyperbolic random features: `(2M)^-½ exp(±ω_r·x − ‖x‖²/2)`, `F = 2M`, all `+` before all `−`.
+/// The map of hyperbolic random features, `(2M)^-½ exp(±ω_r·x − ‖x‖²/2)`, `F = 2M`, all `+` before
+/// all `−`.
 ///
-/// Unbiased for `e^{x·y}`; MSE `½(1 − e^{−‖x+y‖²})` times that of [`Positive`] at the same `M`.
+/// It is unbiased for `e^{x·y}`; its MSE is `½(1 − e^{−‖x+y‖²})` times that of [`Positive`] at the
+/// same `M`.
 #[derive(Clone, Debug)]
 pub struct Hyperbolic {
     projection_t: Tensor,
 }
 
 impl Hyperbolic {
-    /// `projection`: Ω, shape `(M, D)`.
+    /// `projection` is Ω, shape `(M, D)`.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }

@@ -1,29 +1,34 @@
-//! Features fitted to the queries and keys of a model: less variance from the same number of them, without training.
+//! Fitting feature maps to the queries and keys of a model: less variance from the same number of
+//! features, without training.
 //!
-//! All of it is exact: the features stay unbiased for `e^{x·y}` up to a factor of the query, which attention divides out. With
-//! `x = D^-¼ q`, `y = D^-¼ k` and their [`Moments`]:
+//! All of it is exact: the features stay unbiased for `e^{x·y}` up to a factor of the query, which
+//! attention divides out. With `x = D^-¼ q`, `y = D^-¼ k` and their [`Moments`]:
 //!
-//! * **Optimal** (FAVOR++, Likhosherstov et al. 2022, <https://arxiv.org/abs/2205.15317>, theorem 3.2): `φ(x) = (1−4A)^{D/4} exp(A‖ω‖² +
-//!   √(1−4A) ω·x − ‖x‖²/2)`, with `A ≤ 0` that minimises the variance for a given `s = E‖x + y‖²`.
-//! * **Dense** (FAVOR#, Likhosherstov et al. 2023, <https://arxiv.org/abs/2302.00787>, theorem 4.2): the same in each eigendirection of
-//!   `E (x+y)(x+y)ᵀ`, with an `A` of its own.
-//! * **Centring**: `e^{x·y} = e^{(x−μx)·(y−μy)} e^{μx·y} e^{x·μy − μx·μy}`. The first factor gets the features and has smaller arguments, the
-//!   second is a weight of the key, the third belongs to the query and cancels.
-//! * **Balancing**: `x·y = (Gx)·(G⁻ᵀy)` for any invertible G; the symmetric one that gives both sides the same covariance.
+//! - **Optimal** (FAVOR++, Likhosherstov et al. 2022, <https://arxiv.org/abs/2205.15317>, theorem
+//!   3.2): `φ(x) = (1−4A)^{D/4} exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2)`, with the `A ≤ 0` that minimises
+//!   the variance for a given `s = E‖x + y‖²`.
+//! - **Dense** (FAVOR#, Likhosherstov et al. 2023, <https://arxiv.org/abs/2302.00787>, theorem
+//!   4.2): the form of Optimal in each eigendirection of `E (x+y)(x+y)ᵀ`, with an `A` of its own.
+//! - **Centring**: `e^{x·y} = e^{(x−μx)·(y−μy)} e^{μx·y} e^{x·μy − μx·μy}`. The first factor gets
+//!   the features and has smaller arguments, the second is a weight of the key, the third belongs
+//!   to the query and cancels.
+//! - **Balancing**: `x·y = (Gx)·(G⁻ᵀy)` for any invertible G; the symmetric G is chosen that gives
+//!   both sides the same covariance.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use nalgebra::{DMatrix, DVector, SymmetricEigen};
 
 use super::{FeatureMapKind, Fitted};
 
-/// First and second moments of scaled queries and keys, for each key head; the query heads of a group count together.
+/// The first and second moments of scaled queries and keys, for each key head; the query heads of a
+/// group count together.
 #[derive(Clone, Debug)]
 pub struct Moments {
     queries: Vec<Side>,
     keys: Vec<Side>,
 }
 
-/// Sums over rows.
+/// `Side` holds the sums over the rows of queries or of keys.
 #[derive(Clone, Debug)]
 struct Side {
     count: f64,
@@ -36,7 +41,7 @@ impl Side {
         Self { count: 0.0, sum: DVector::zeros(d), outer: DMatrix::zeros(d, d) }
     }
 
-    /// `(T, D)` rows, already in f64.
+    /// Adds `(T, D)` rows, already in f64.
     fn add(&mut self, rows: &[f64], d: usize) {
         let rows = DMatrix::from_row_slice(rows.len() / d, d, rows);
         self.count += rows.nrows() as f64;
@@ -48,7 +53,7 @@ impl Side {
         &self.sum / self.count
     }
 
-    /// `E (x − μ)(x − μ)ᵀ`.
+    /// Computes `E (x − μ)(x − μ)ᵀ`.
     fn second_about(&self, mu: &DVector<f64>) -> DMatrix<f64> {
         let mean = self.mean();
         &self.outer / self.count - mu * mean.transpose() - &mean * mu.transpose() + mu * mu.transpose()
@@ -56,12 +61,12 @@ impl Side {
 }
 
 impl Moments {
-    /// Of nothing yet, for `heads` key heads of dimension `head_dim`.
+    /// Moments of nothing yet, for `heads` key heads of dimension `head_dim`.
     pub fn new(heads: usize, head_dim: usize) -> Self {
         Self { queries: vec![Side::new(head_dim); heads], keys: vec![Side::new(head_dim); heads] }
     }
 
-    /// Those of one key head, counted from 0.
+    /// Returns the moments of one key head, counted from 0.
     ///
     /// # Panics
     /// If there is no such head.
@@ -69,7 +74,7 @@ impl Moments {
         Self { queries: vec![self.queries[head].clone()], keys: vec![self.keys[head].clone()] }
     }
 
-    /// Dimension of the heads.
+    /// The dimension of the heads.
     pub fn head_dim(&self) -> usize {
         self.keys[0].sum.len()
     }
@@ -97,7 +102,8 @@ impl Moments {
         Ok(())
     }
 
-    /// Standard deviation of `q·k/√D` over independent queries and keys of each head, about its mean.
+    /// Computes the standard deviation of `q·k/√D` about its mean, over independent queries and
+    /// keys of each head.
     pub fn logit_deviation(&self) -> Vec<f64> {
         let pairs = self.queries.iter().zip(&self.keys);
         pairs
@@ -111,14 +117,15 @@ impl Moments {
     }
 }
 
-/// What is fitted.
+/// What is fitted, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// [`FeatureMapKind::Optimal`], [`FeatureMapKind::Dense`], or anything else for plain positive features.
+    /// [`FeatureMapKind::Optimal`], [`FeatureMapKind::Dense`], or anything else for plain positive
+    /// features.
     pub map: FeatureMapKind,
-    /// Subtract the means.
+    /// Whether the means are subtracted.
     pub centre: bool,
-    /// Give both sides the same covariance.
+    /// Whether both sides are given the same covariance.
     pub balance: bool,
 }
 
@@ -149,7 +156,7 @@ pub fn fit(projection: &Tensor, moments: &Moments, options: Options) -> Result<F
             let (cq, ck) = (q.second_about(&mq), k.second_about(&mk));
             let g = if options.balance { balance(&cq, &ck) } else { DMatrix::identity(d, d) };
             let p = if options.balance { inverse(&g) } else { DMatrix::identity(d, d) };
-            // x + y of the balanced, centred sides; means are zero where centred.
+            // The second moment of x + y for balanced, centred sides; means are zero where centred.
             let (dq, dk) = (&g * (q.mean() - &mq), &p * (k.mean() - &mk));
             let cross = &dq * dk.transpose();
             let spread = &g * cq * &g + &p * ck * &p + &cross + cross.transpose();
@@ -159,7 +166,8 @@ pub fn fit(projection: &Tensor, moments: &Moments, options: Options) -> Result<F
     stack(&heads, m, d, options.balance, projection)
 }
 
-/// `map` for unit normal queries and keys, without moments: one set of features for all heads.
+/// Builds `map` for unit normal queries and keys, without moments: one set of features for all
+/// heads.
 pub(crate) fn unfitted(map: FeatureMapKind, projection: &Tensor) -> Result<Fitted> {
     if map == FeatureMapKind::Learned {
         return Fitted::positive(projection);
@@ -171,7 +179,7 @@ pub(crate) fn unfitted(map: FeatureMapKind, projection: &Tensor) -> Result<Fitte
     stack(&[head], m, d, false, projection)
 }
 
-/// Parameters of one head, see [`Fitted`].
+/// `Head` holds the parameters of one head; see [`Fitted`].
 struct Head {
     queries: DMatrix<f64>,
     keys: DMatrix<f64>,
@@ -181,7 +189,8 @@ struct Head {
 }
 
 impl Head {
-    /// `spread`: `E (x+y)(x+y)ᵀ` of the two sides after centring at `means` and balancing by `g` and `p`.
+    /// `spread` is `E (x+y)(x+y)ᵀ` of the two sides after centring at `means` and balancing by `g`
+    /// and `p`.
     fn new(
         omega: &DMatrix<f64>,
         map: FeatureMapKind,
@@ -190,7 +199,7 @@ impl Head {
         [g, p]: [&DMatrix<f64>; 2],
     ) -> Self {
         let d = omega.ncols();
-        // φ(x) = exp(w·x + a − ‖x‖²/2).
+        // The features are φ(x) = exp(w·x + a − ‖x‖²/2).
         let (w, a) = match map {
             FeatureMapKind::Optimal | FeatureMapKind::Dense => {
                 let eigen = if map == FeatureMapKind::Dense {
@@ -228,13 +237,15 @@ impl Head {
     }
 }
 
-/// The `A` that minimises the variance in a direction where `E (x+y)²` is `l` (FAVOR#, theorem 4.2; FAVOR++ with `l = s/D`).
+/// Computes the `A` that minimises the variance in a direction where `E (x+y)²` is `l` (FAVOR#,
+/// theorem 4.2; FAVOR++ with `l = s/D`).
 fn shrinkage(l: f64) -> f64 {
     let l = l.max(0.0);
     (1.0 - 2.0 * l - ((2.0 * l + 1.0).powi(2) + 8.0 * l).sqrt()) / 16.0
 }
 
-/// The symmetric positive G with `G cq G = G⁻¹ ck G⁻¹`: `G²` is the geometric mean of `cq⁻¹` and `ck`.
+/// Computes the symmetric positive G with `G cq G = G⁻¹ ck G⁻¹`: `G²` is the geometric mean of
+/// `cq⁻¹` and `ck`.
 fn balance(cq: &DMatrix<f64>, ck: &DMatrix<f64>) -> DMatrix<f64> {
     let root = power(cq, 0.5);
     let inner = power(&(&root * ck * &root), 0.5);
@@ -246,7 +257,8 @@ fn inverse(g: &DMatrix<f64>) -> DMatrix<f64> {
     power(g, -1.0)
 }
 
-/// `cᵖ` of a symmetric matrix; directions without spread count as having a millionth of the mean.
+/// Computes `cᵖ` of a symmetric matrix; directions without spread count as having a millionth of
+/// the mean.
 fn power(c: &DMatrix<f64>, p: f64) -> DMatrix<f64> {
     let eigen = SymmetricEigen::new((c + c.transpose()) * 0.5);
     let floor = (1e-6 * eigen.eigenvalues.mean()).max(1e-12);
@@ -254,20 +266,21 @@ fn power(c: &DMatrix<f64>, p: f64) -> DMatrix<f64> {
     &eigen.eigenvectors * DMatrix::from_diagonal(&values) * eigen.eigenvectors.transpose()
 }
 
+/// Returns the numbers of a tensor as a matrix in f64.
 fn matrix(t: &Tensor) -> Result<DMatrix<f64>> {
     let (rows, columns) = t.dims2()?;
     let values = t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
     Ok(DMatrix::from_row_slice(rows, columns, &values))
 }
 
-/// Heads as tensors of the dtype and device of `like`.
+/// Stacks the parameters of heads as tensors of the dtype and device of `like`.
 fn stack(heads: &[Head], m: usize, d: usize, balanced: bool, like: &Tensor) -> Result<Fitted> {
     let n = heads.len();
     let tensor = |part: &dyn Fn(&Head) -> Vec<f64>, dims: &[usize]| -> Result<Tensor> {
         let values: Vec<f64> = heads.iter().flat_map(part).collect();
         Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())
     };
-    // nalgebra keeps columns together.
+    // nalgebra stores matrices by columns.
     let rows = |x: &DMatrix<f64>| x.transpose().as_slice().to_vec();
     let metric = |part: &dyn Fn(&Head) -> Vec<f64>| balanced.then(|| tensor(part, &[n, d, d])).transpose();
     Ok(Fitted {

@@ -1,15 +1,18 @@
-//! Exponential features of any linear form, a set for each key head: what is fitted to a model's own queries and keys.
+//! Exponential features of any linear form, with a set of parameters for each key head: fitted to a
+//! model's own queries and keys, or trained.
 //!
-//! `log φ(x)_r = a_r·x − ‖Gx‖²/2 − ln(M)/2` for queries and `log φ(y)_r = b_r·y + w_r − ‖Py‖²/2 − ln(M)/2` for keys. Random features that are
-//! scaled, centred or balanced are of this form ([`super::fit`]), and so is what training makes of them.
+//! `log φ(x)_r = a_r·x − ‖Gx‖²/2 − ln(M)/2` for queries and
+//! `log φ(y)_r = b_r·y + w_r − ‖Py‖²/2 − ln(M)/2` for keys. Random features that are scaled,
+//! centred or balanced are of this form ([`super::fit`]), and so are trained ones.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::{ExponentialForm, FeatureMap, Features, KeyForm, project_by_head};
 
-/// Exponential features with parameters of their own for each of `H` key heads, or one set for all (`H` = 1).
+/// The map of exponential features with parameters for each of `H` key heads, or one set for all
+/// (`H` = 1).
 ///
-/// Where a parameter is a variable it gets a gradient.
+/// A parameter that is a variable gets a gradient.
 #[derive(Clone, Debug)]
 pub struct Fitted {
     /// `a`, shape `(H, M, D)`.
@@ -25,18 +28,19 @@ pub struct Fitted {
 }
 
 impl Fitted {
-    /// Positive random features of Ω `(M, D)`, to be fitted.
+    /// The map of positive random features of Ω `(M, D)`, to be fitted or trained.
     pub fn positive(projection: &Tensor) -> Result<Self> {
         let rows = projection.detach().unsqueeze(0)?.contiguous()?;
         let log_weights = Tensor::zeros((1, projection.dim(0)?), projection.dtype(), projection.device())?;
         Ok(Self { queries: rows.clone(), keys: rows, log_weights, query_metric: None, key_metric: None })
     }
 
-    /// The same in another dtype and place.
+    /// Converts all parameters to another dtype and device.
     pub fn to(&self, dtype: DType, device: &Device) -> Result<Self> {
         self.each(|tensor| tensor.to_dtype(dtype)?.to_device(device))
     }
 
+    /// Applies `change` to every parameter.
     fn each(&self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(Self {
             queries: change(&self.queries)?,
@@ -47,7 +51,7 @@ impl Fitted {
         })
     }
 
-    /// Its tensors by name.
+    /// Returns the parameters by name.
     pub fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
         let mut all = vec![("queries", &self.queries), ("keys", &self.keys), ("log_weights", &self.log_weights)];
         all.extend(self.query_metric.as_ref().map(|t| ("query_metric", t)));
@@ -55,7 +59,7 @@ impl Fitted {
         all
     }
 
-    /// From tensors by name, as [`Self::tensors`] gives them.
+    /// Builds the map from tensors by name, as [`Self::tensors`] gives them.
     ///
     /// # Errors
     /// If one is missing, or they do not fit each other.
@@ -95,12 +99,13 @@ impl Fitted {
         Ok(())
     }
 
-    /// Key heads it has parameters for; 1 serves any number.
+    /// The number of key heads that it has parameters for; 1 serves any number.
     pub fn heads(&self) -> usize {
         self.queries.dims()[0]
     }
 
-    /// `‖mx‖²/2 + ln(M)/2`: what all features of a row share, `(.., D) → (.., 1)`.
+    /// Computes `‖mx‖²/2 + ln(M)/2`, the offset common to all log-features of a row,
+    /// `(.., D) → (.., 1)`.
     fn shared(&self, x: &Tensor, metric: Option<&Tensor>) -> Result<Tensor> {
         let turned = metric.map(|m| project_by_head(x, m)).transpose()?;
         let square = turned.as_ref().unwrap_or(x).sqr()?.sum_keepdim(D::Minus1)?;
@@ -125,7 +130,7 @@ impl FeatureMap for Fitted {
     fn key_features(&self, y: &Tensor) -> Result<Features> {
         let linear = project_by_head(y, &self.keys)?;
         let (h, m) = self.log_weights.dims2()?;
-        // Rows of heads one after the other, as many batches of them as there are.
+        // Heads come one after the other, for as many batch entries as there are.
         let rows = linear.reshape((linear.dim(0)? / h, h, (), m))?;
         let weights = self.log_weights.to_dtype(y.dtype())?.reshape((1, h, 1, m))?;
         let linear = rows.broadcast_add(&weights)?.reshape(linear.shape())?;

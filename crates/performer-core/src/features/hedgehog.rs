@@ -1,12 +1,14 @@
-//! Hedgehog (Zhang et al. 2024, <https://arxiv.org/abs/2402.04347>, section 4.2): features that are a softmax themselves, trained to give spiky
-//! attention without an exponential of unbounded size.
+//! The Hedgehog map (Zhang et al. 2024, <https://arxiv.org/abs/2402.04347>, section 4.2): features
+//! that are a softmax themselves, trained to give spiky attention without an exponential of
+//! unbounded size.
 
 use candle_core::{D, Result, Tensor, bail};
 
 use super::{FeatureMap, Features, project_by_head};
 
-/// `φ(x) = [softmax(a x), softmax(−a x)]` for queries and the same with `b` for keys, softmax running over the `M` rows; `F = 2M`. Parameters
-/// are those of each of `H` key heads, or one set for all (`H` = 1).
+/// The map `φ(x) = [softmax(a x), softmax(−a x)]` for queries, and with `b` in place of `a` for
+/// keys; each softmax runs over the `M` rows, `F = 2M`. Each of `H` key heads has parameters of its
+/// own, or one set serves all (`H` = 1).
 #[derive(Clone, Debug)]
 pub struct Hedgehog {
     /// `a`, shape `(H, M, D)`.
@@ -16,7 +18,7 @@ pub struct Hedgehog {
 }
 
 impl Hedgehog {
-    /// Both sides started at the rows `(M, D)`.
+    /// Starts both sides at the rows `(M, D)`.
     pub fn new(rows: &Tensor) -> Result<Self> {
         let rows = rows.detach().unsqueeze(0)?.contiguous()?;
         Self { queries: rows.clone(), keys: rows }.checked()
@@ -37,7 +39,7 @@ impl Hedgehog {
     }
 }
 
-/// `log [softmax(w x), softmax(−w x)]`.
+/// Computes `log [softmax(w x), softmax(−w x)]`.
 fn features(x: &Tensor, w: &Tensor) -> Result<Features> {
     let linear = project_by_head(x, w)?;
     let log_softmax = |x: &Tensor| candle_nn::ops::log_softmax(x, D::Minus1);

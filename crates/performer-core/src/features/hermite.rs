@@ -1,14 +1,14 @@
-//! Taylor-2 exactly, random features for what is left.
+//! The Hermite-tail map: the Taylor-2 kernel exactly, and random features for the remainder.
 
 use candle_core::{D, Result, Tensor};
 
 use super::{FeatureMap, Features, Taylor2, half_square_norm, project, transposed};
 
-/// Taylor-2 features ⊕ `M^-½ (exp(ω·x − ‖x‖²/2) − h₂(x))` with
+/// The map of Taylor-2 features ⊕ `M^-½ (exp(ω·x − ‖x‖²/2) − h₂(x))` with
 /// `h₂(x) = 1 + ω·x + ((ω·x)² − ‖x‖²)/2`, `F = 1 + D + D(D+1)/2 + M`.
 ///
-/// `E[h₂(x) h₂(y)]` is the Taylor-2 kernel and orthogonal to the remainder, so the sum is unbiased for `e^{x·y}` and
-/// all variance is in the tail. Features are signed.
+/// `E[h₂(x) h₂(y)]` is the Taylor-2 kernel and orthogonal to the remainder, so the sum is unbiased
+/// for `e^{x·y}` and all variance is in the tail. Features are signed.
 #[derive(Clone, Debug)]
 pub struct HermiteTail {
     projection_t: Tensor,
@@ -16,7 +16,7 @@ pub struct HermiteTail {
 }
 
 impl HermiteTail {
-    /// `projection`: Ω, shape `(M, D)`.
+    /// `projection` is Ω, shape `(M, D)`.
     pub fn new(projection: Tensor) -> Result<Self> {
         let projection_t = transposed(&projection)?;
         let taylor = Taylor2::new(projection_t.dim(0)?, projection.device())?;
@@ -33,7 +33,8 @@ impl FeatureMap for HermiteTail {
         self.taylor.feature_dim() + self.projection_t.dims()[1]
     }
 
-    /// The largest feature of a row sets its scale, a constant to the gradient since it cancels in the product.
+    /// Computes the features. The largest exponential of a row, at least 1, sets its scale, which
+    /// is a constant to the gradient since it cancels in the product.
     fn features(&self, x: &Tensor) -> Result<Features> {
         let u = project(x, &self.projection_t)?;
         let half_norm = half_square_norm(x)?;

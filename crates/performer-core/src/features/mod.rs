@@ -2,23 +2,40 @@
 //!
 //! | kind | `φ(x)` | kernel estimated | `F` |
 //! |---|---|---|---|
-//! | [`Positive`](FeatureMapKind::Positive) (FAVOR+) | `M^-½ exp(ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
-//! | [`Hyperbolic`](FeatureMapKind::Hyperbolic) | both `(2M)^-½ exp(±ω·x − ‖x‖²/2)` | softmax, unbiased | `2M` |
-//! | [`Trigonometric`](FeatureMapKind::Trigonometric) | `M^-½ e^{‖x‖²/2} [sin ω·x, cos ω·x]` | softmax, unbiased, signed | `2M` |
-//! | [`Phase`](FeatureMapKind::Phase) | `(2/M)^½ e^{‖x‖²/2} cos(ω·x + b)` | softmax, unbiased, signed | `M` |
-//! | [`GaussianPhase`](FeatureMapKind::GaussianPhase) | `(2/M)^½ cos(ω·x + b)` | Gaussian `e^{−‖x−y‖²/2}` | `M` |
-//! | [`Relu`](FeatureMapKind::Relu) | `M^-½ relu(ω·x) + ε` | arc-cosine | `M` |
-//! | [`Elu`](FeatureMapKind::Elu) | `elu(x) + 1` | – | `D` |
-//! | [`Taylor2`](FeatureMapKind::Taylor2) | `[1, x, vec(xxᵀ)/√2]` | `1 + z + z²/2` | `1+D+D(D+1)/2` |
-//! | [`Limit`](FeatureMapKind::Limit) | `[1, x/√n]^{⊗n}` | `(1 + z/n)^n` | `C(D+n, n)` |
-//! | [`HermiteTail`](FeatureMapKind::HermiteTail) | Taylor-2 ⊕ `M^-½ (exp(ω·x−‖x‖²/2) − h₂(x))` | softmax, unbiased | Taylor-2's + `M` |
-//! | [`Optimal`](FeatureMapKind::Optimal) (FAVOR++) | `(1−4A)^{D/4} M^-½ exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
-//! | [`Dense`](FeatureMapKind::Dense) (FAVOR#) | the same along each eigendirection of the data | softmax, unbiased | `M` |
-//! | [`Learned`](FeatureMapKind::Learned) | `exp(a·x − ‖x‖²/2)`, `exp(b·y + w − ‖y‖²/2)`, trained | its own | `M` |
-//! | [`Hedgehog`](FeatureMapKind::Hedgehog) | `[softmax(a x), softmax(−a x)]`, trained | its own | `2M` |
+//! | [`Positive`] | `M^-½ exp(ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
+//! | [`Hyperbolic`] | both `(2M)^-½ exp(±ω·x − ‖x‖²/2)` | softmax, unbiased | `2M` |
+//! | [`Trigonometric`] | `M^-½ e^{‖x‖²/2} [sin ω·x, cos ω·x]` | softmax, unbiased, signed | `2M` |
+//! | [`Phase`] | `(2/M)^½ e^{‖x‖²/2} cos(ω·x + b)` | softmax, unbiased, signed | `M` |
+//! | [`GaussianPhase`] | `(2/M)^½ cos(ω·x + b)` | Gaussian `e^{−‖x−y‖²/2}` | `M` |
+//! | [`Relu`] | `M^-½ relu(ω·x) + ε` | arc-cosine | `M` |
+//! | [`Elu`] | `elu(x) + 1` | – | `D` |
+//! | [`Taylor2`] | `[1, x, vec(xxᵀ)/√2]` | `1 + z + z²/2` | `1+D+D(D+1)/2` |
+//! | [`Limit`] | `[1, x/√n]^{⊗n}` | `(1 + z/n)^n` | `C(D+n, n)` |
+//! | [`HermiteTail`] | Taylor-2 ⊕ `M^-½ (e^{ω·x−‖x‖²/2}−h₂)` | softmax, unbiased | `M` + Taylor-2 |
+//! | [`Optimal`] | `(1−4A)^{D/4} M^-½ exp(A‖ω‖²+√(1−4A)ω·x−‖x‖²/2)` | softmax, unbiased | `M` |
+//! | [`Dense`] | as `Optimal`, with an `A` for each eigendirection | softmax, unbiased | `M` |
+//! | [`Learned`] | `exp(a·x − ‖x‖²/2)`, `exp(b·y + w − ‖y‖²/2)`, trained | its own | `M` |
+//! | [`Hedgehog`] | `[softmax(a x), softmax(−a x)]`, trained | its own | `2M` |
 //!
-//! Rows `ω` of the projection Ω `(M, D)` come from [`crate::projection`]; `z = x·y`. Rows `x` are already
-//! scaled by `D^-1/4`, so that `x·y = q·k/√D`.
+//! [`Positive`]: FeatureMapKind::Positive
+//! [`Hyperbolic`]: FeatureMapKind::Hyperbolic
+//! [`Trigonometric`]: FeatureMapKind::Trigonometric
+//! [`Phase`]: FeatureMapKind::Phase
+//! [`GaussianPhase`]: FeatureMapKind::GaussianPhase
+//! [`Relu`]: FeatureMapKind::Relu
+//! [`Elu`]: FeatureMapKind::Elu
+//! [`Taylor2`]: FeatureMapKind::Taylor2
+//! [`Limit`]: FeatureMapKind::Limit
+//! [`HermiteTail`]: FeatureMapKind::HermiteTail
+//! [`Optimal`]: FeatureMapKind::Optimal
+//! [`Dense`]: FeatureMapKind::Dense
+//! [`Learned`]: FeatureMapKind::Learned
+//! [`Hedgehog`]: FeatureMapKind::Hedgehog
+//!
+//! `Positive` is the map of FAVOR+, `Optimal` that of FAVOR++, `Dense` that of FAVOR#;
+//! `h₂ = 1 + ω·x + ((ω·x)² − ‖x‖²)/2`. Rows `ω` of the projection Ω `(M, D)` come from
+//! [`crate::projection`]; `z = x·y`. Rows `x` are already scaled by `D^-1/4`, so that
+//! `x·y = q·k/√D`.
 //!
 //! A feature of a softmax kernel spans hundreds of orders of magnitude. A map therefore returns
 //! [`Features`] in a form from which the attention can take the scale before it exponentiates.
@@ -47,12 +64,12 @@ pub use polynomial::{Limit, Taylor2};
 pub use relu::{RELU_EPSILON, Relu};
 pub use trigonometric::{Phase, Trigonometric};
 
-/// Features of many rows, in the form that keeps them in range.
+/// The features of many rows, in the form that keeps them in range.
 #[derive(Clone, Debug)]
 pub enum Features {
-    /// `log φ(x)`, shape `(..., F)`: maps whose features are all positive.
+    /// Log-features `log φ(x)`, shape `(..., F)`, of maps whose features are all positive.
     Log(Tensor),
-    /// `φ(x) = e^{log_scale} · values`: maps with signed or moderate features.
+    /// `φ(x) = e^{log_scale} · values`, of maps with signed features, or features of moderate size.
     Linear {
         /// Shape `(..., F)`.
         values: Tensor,
@@ -62,7 +79,8 @@ pub enum Features {
 }
 
 impl Features {
-    /// `φ(x)` itself, shape `(..., F)`. Overflows where the features do; the attention never calls it.
+    /// Computes `φ(x)` itself, shape `(..., F)`. Overflows where the features do; the attention
+    /// never calls it.
     pub fn materialize(&self) -> Result<Tensor> {
         match self {
             Self::Log(log) => log.exp(),
@@ -72,14 +90,16 @@ impl Features {
     }
 }
 
-/// Features `F^-½ exp(±ω_r·x − ‖x‖²/2)`, with parameters for each of `H` key heads, or one set for all (`H` = 1).
+/// The form of features `F^-½ exp(±ω_r·x − ‖x‖²/2)`, with parameters for each of `H` key heads, or
+/// one set for all (`H` = 1).
 #[derive(Clone, Debug)]
 pub struct ExponentialForm {
     /// Ω, shape `(H, M, D)`.
     pub projection: Tensor,
-    /// Whether each row gives a feature with `+` and one with `−` (all `+` first), or one with `+` only.
+    /// Whether each row gives a feature with `+` and one with `−` (all `+` first), or one with `+`
+    /// only.
     pub hyperbolic: bool,
-    /// Where features of keys have another form.
+    /// The form of the features of keys, where it is another.
     pub keys: Option<KeyForm>,
 }
 
@@ -97,7 +117,7 @@ impl ExponentialForm {
     }
 }
 
-/// Features `F^-½ exp(b_r·y + w_r − ‖Py‖²/2)`.
+/// The form of features of keys `F^-½ exp(b_r·y + w_r − ‖Py‖²/2)`.
 #[derive(Clone, Debug)]
 pub struct KeyForm {
     /// `b`, shape `(H, M, D)`.
@@ -116,40 +136,43 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         name.rsplit("::").next().unwrap_or(name)
     }
 
-    /// Width `D` of the rows the map takes.
+    /// The width `D` of the rows that the map takes.
     fn input_dim(&self) -> usize;
 
-    /// Number `F` of features of one row.
+    /// The number `F` of features of one row.
     fn feature_dim(&self) -> usize;
 
-    /// Features of the rows of `x`, shape `(..., D)`, f32 or f64. Where a map has parameters for each key head, the first dimension
-    /// counts them, batch by batch.
+    /// Computes the features of the rows of `x`, shape `(..., D)`, f32 or f64. Where a map has
+    /// parameters for each key head, the first dimension counts key heads, batch by batch.
     fn features(&self, x: &Tensor) -> Result<Features>;
 
-    /// Features of keys, where they differ from those of queries.
+    /// Computes the features of keys, where they differ from those of queries.
     fn key_features(&self, y: &Tensor) -> Result<Features> {
         self.features(y)
     }
 
-    /// The linear map that the features are exponentials of: kernels that compute features by themselves ask for it. Where its tensors are
-    /// variables, kernels give them gradients.
+    /// Returns the linear map of which the features are exponentials, for kernels that compute
+    /// features themselves. Where its tensors are variables, kernels give them gradients.
     fn exponential_form(&self) -> Option<ExponentialForm> {
         None
     }
 
-    /// Ω `(M, D)` and ε of features `M^-½ relu(ω_r·x) + ε`: the other kind that kernels compute by themselves.
+    /// Returns Ω `(M, D)` and ε of features `M^-½ relu(ω_r·x) + ε`, the other kind that kernels
+    /// compute themselves.
     fn rectified_form(&self) -> Option<(Tensor, f64)> {
         None
     }
 
-    /// What all log-features of a query are less by, `(..., D) → (..., 1)`, for maps with [`Self::exponential_form`]: it cancels in
-    /// attention, so kernels leave it out.
+    /// Computes the offset common to all log-features of a query, `(..., D) → (..., 1)`, for maps
+    /// with [`Self::exponential_form`]: by this much they are less than the linear map. Kernels
+    /// leave it out, since it cancels in attention.
     fn query_offset(&self, x: &Tensor) -> Result<Tensor> {
         half_square_norm(x)?.affine(1.0, 0.5 * (self.feature_dim() as f64).ln())
     }
 
-    /// Tensors of a map that is fitted or trained, by name: saved with the model. The first dimension of each counts key heads; 1 serves
-    /// all. What is drawn from a seed is none of them.
+    /// Returns the tensors of a map that is fitted or trained, by name; they are saved with the
+    /// model. The first dimension of each counts key heads; 1 serves all. Tensors that are drawn
+    /// from a seed are not among them.
     fn parameters(&self) -> Vec<(&'static str, &Tensor)> {
         Vec::new()
     }
@@ -159,8 +182,8 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         self.parameters().into_iter().map(|(name, _)| name).collect()
     }
 
-    /// The same map of other parameters, `get` returning those that there are by name: for any number of heads, and trainable where they
-    /// are variables.
+    /// Returns this map with other parameters, which `get` finds by name: for any number of heads,
+    /// and trainable where they are variables.
     ///
     /// # Errors
     /// If one is missing or has no fitting shape.
@@ -169,9 +192,10 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         bail!("feature map {self:?} has no parameters")
     }
 
-    /// The estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` → `(..., Tq, Tk)`.
+    /// Computes the estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` →
+    /// `(..., Tq, Tk)`.
     ///
-    /// Materialises every feature: for looking at an approximation, not for attention.
+    /// It materialises every feature: for looking at an approximation, not for attention.
     fn kernel(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let phi_x = self.features(x)?.materialize()?;
         let phi_y = self.key_features(y)?.materialize()?;
@@ -204,10 +228,11 @@ pub enum FeatureMapKind {
     Limit(u32),
     /// Taylor-2 exactly plus random features of the remainder.
     HermiteTail,
-    /// Optimal positive random features, FAVOR++ (Likhosherstov et al. 2022), see [`fit`]. Without a fit: for unit normal queries
-    /// and keys.
+    /// Optimal positive random features, FAVOR++ (Likhosherstov et al. 2022), see [`fit`]. Without
+    /// a fit they are those for unit normal queries and keys.
     Optimal,
-    /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without a fit it is [`Self::Optimal`].
+    /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without
+    /// a fit the map is [`Self::Optimal`].
     Dense,
     /// A trained linear map in place of Ω, see [`Fitted`]. Untrained it is [`Self::Positive`].
     Learned,
@@ -260,8 +285,8 @@ impl FeatureMapKind {
 
     /// Builds the map for rows of width `head_dim`.
     ///
-    /// `random` holds what a random map needs, see [`RandomParameters`]; deterministic maps ignore it.
-    /// `device` is where the constants of deterministic maps live.
+    /// `random` holds what a random map needs, see [`RandomParameters`]; deterministic maps ignore
+    /// it. `device` is where the constants of deterministic maps live.
     ///
     /// # Errors
     /// If a random map is given no parameters, or parameters of another shape.
@@ -376,7 +401,7 @@ impl RandomParameters {
     }
 }
 
-/// `(..., D) · Ωᵀ → (..., M)`, with Ω cast to the dtype of `x`.
+/// Computes `(..., D) · Ωᵀ → (..., M)`, with Ω cast to the dtype of `x`.
 fn project(x: &Tensor, projection_t: &Tensor) -> Result<Tensor> {
     let d = x.dim(D::Minus1)?;
     let mut shape = x.dims().to_vec();
@@ -386,7 +411,7 @@ fn project(x: &Tensor, projection_t: &Tensor) -> Result<Tensor> {
     x.contiguous()?.reshape(((), d))?.matmul(&projection_t.to_dtype(x.dtype())?)?.reshape(shape)
 }
 
-/// `rows · wᵀ` by head: `x` `(B·H, .., D)`, `w` `(H, O, D)` → `(B·H, .., O)`.
+/// Computes `x · wᵀ` head by head: `x` `(B·H, .., D)`, `w` `(H, O, D)` → `(B·H, .., O)`.
 fn project_by_head(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (h, o, d) = w.dims3()?;
     let dims = x.dims();
@@ -401,12 +426,12 @@ fn project_by_head(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     x.broadcast_matmul(&w.contiguous()?)?.reshape(shape)
 }
 
-/// `‖x‖²/2` of every row, `(..., D) → (..., 1)`.
+/// Computes `‖x‖²/2` of every row, `(..., D) → (..., 1)`.
 fn half_square_norm(x: &Tensor) -> Result<Tensor> {
     x.sqr()?.sum_keepdim(D::Minus1)? * 0.5
 }
 
-/// Ωᵀ, contiguous, cut off from any gradient.
+/// Returns Ωᵀ, contiguous and detached from any gradient.
 fn transposed(projection: &Tensor) -> Result<Tensor> {
     if projection.rank() != 2 || projection.elem_count() == 0 {
         bail!("projection has shape {:?}; it must be (M, D), both at least 1", projection.dims());

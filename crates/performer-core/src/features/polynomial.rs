@@ -1,21 +1,23 @@
 //! Deterministic polynomial maps: Taylor-2 and the limit form `(1 + z/n)^n`.
 //!
-//! Both list every monomial of a degree once, with the square root of its multinomial coefficient as weight,
-//! so `F` is the number of distinct monomials and not `D^n`.
+//! Both list every monomial of a degree once, with the square root of its multinomial coefficient
+//! as weight, so `F` is the number of distinct monomials and not `D^n`.
 
 use candle_core::{D, Device, Result, Tensor, bail};
 
 use super::{FeatureMap, Features};
 
-/// More features than this and attention over them costs more than softmax at any length people use.
+/// The most features of a map: with more, attention costs more than softmax at any length people
+/// use.
 const MAX_FEATURES: usize = 1 << 14;
 
-/// All monomials of degree `n` in `variables` variables, as a product of `n` gathered columns times weights.
+/// `Monomials` are all monomials of degree `n` in `variables` variables, each a product of `n`
+/// gathered columns times a weight.
 #[derive(Clone, Debug)]
 struct Monomials {
-    /// `n` index tensors of shape `(F)`.
+    /// The indices of the factors: `n` tensors of shape `(F)`.
     columns: Vec<Tensor>,
-    /// Square roots of the multinomial coefficients, shape `(F)`.
+    /// The square roots of the multinomial coefficients, shape `(F)`.
     weights: Tensor,
 }
 
@@ -23,7 +25,7 @@ impl Monomials {
     fn new(degree: usize, variables: usize, device: &Device) -> Result<Self> {
         let mut columns = vec![Vec::new(); degree];
         let mut weights = Vec::new();
-        // Non-decreasing index tuples, in lexicographic order.
+        // The tuples are the non-decreasing ones, in lexicographic order.
         let mut tuple = vec![0usize; degree];
         loop {
             if weights.len() == MAX_FEATURES {
@@ -49,7 +51,7 @@ impl Monomials {
         self.weights.dims()[0]
     }
 
-    /// `(..., variables) → (..., F)`.
+    /// Evaluates the monomials: `(..., variables) → (..., F)`.
     fn evaluate(&self, x: &Tensor) -> Result<Tensor> {
         let x = x.contiguous()?;
         let mut product = x.index_select(&self.columns[0], D::Minus1)?;
@@ -60,7 +62,7 @@ impl Monomials {
     }
 }
 
-/// `n! / Π (multiplicity!)` of a non-decreasing tuple.
+/// Computes `n! / Π (multiplicity!)` of a non-decreasing tuple.
 fn multinomial(tuple: &[usize]) -> f64 {
     let mut coefficient = 1.0;
     let mut run = 0;
@@ -71,12 +73,13 @@ fn multinomial(tuple: &[usize]) -> f64 {
     coefficient
 }
 
+/// Puts a 1 before each row.
 fn ones_before(x: &Tensor) -> Result<Tensor> {
     let ones = x.narrow(D::Minus1, 0, 1)?.ones_like()?;
     Tensor::cat(&[&ones, x], D::Minus1)
 }
 
-/// `φ(x) = [1, x, vec(xxᵀ)/√2]` with symmetric packing: `φ(x)·φ(y) = 1 + z + z²/2 > 0`.
+/// The map `φ(x) = [1, x, vec(xxᵀ)/√2]` with symmetric packing: `φ(x)·φ(y) = 1 + z + z²/2 > 0`.
 #[derive(Clone, Debug)]
 pub struct Taylor2 {
     dim: usize,
@@ -84,7 +87,7 @@ pub struct Taylor2 {
 }
 
 impl Taylor2 {
-    /// `dim`: the head dimension `D`.
+    /// `dim` is the head dimension `D`.
     ///
     /// # Errors
     /// If `D(D+1)/2` exceeds 16384.
@@ -112,7 +115,8 @@ impl FeatureMap for Taylor2 {
     }
 }
 
-/// `φ(x) = [1, x/√n]^{⊗n}` with symmetric packing: `φ(x)·φ(y) = (1 + z/n)^n → e^z`, non-negative for even `n`.
+/// The map `φ(x) = [1, x/√n]^{⊗n}` with symmetric packing: `φ(x)·φ(y) = (1 + z/n)^n → e^z`,
+/// non-negative for even `n`.
 #[derive(Clone, Debug)]
 pub struct Limit {
     n: u32,
@@ -121,7 +125,7 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// `n`: an even power; `dim`: the head dimension `D`.
+    /// `n` is an even power, `dim` the head dimension `D`.
     ///
     /// # Errors
     /// If `n` is odd or zero, or `C(D+n, n)` exceeds 16384.

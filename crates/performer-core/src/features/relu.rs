@@ -1,22 +1,23 @@
-//! Generalised attention with a ReLU kernel.
+//! The ReLU map of generalised attention.
 
 use candle_core::{Result, Tensor};
 
 use super::{FeatureMap, Features, project, transposed};
 
-/// ε of [`Relu`]: keeps every denominator positive; the value of the paper's own code.
+/// The ε of [`Relu`], which keeps every denominator positive: the value of the paper's own code.
 pub const RELU_EPSILON: f64 = 1e-3;
 
-/// `φ(x) = M^-½ relu(ω·x) + ε`, `F = M`: an arc-cosine kernel.
+/// The map `φ(x) = M^-½ relu(ω·x) + ε`, `F = M`: an arc-cosine kernel.
 ///
-/// The best map on protein sequences in Choromanski et al. 2020 (section 4.3); no estimate of softmax.
+/// It is the best map on protein sequences in Choromanski et al. 2020 (section 4.3), and does not
+/// estimate softmax.
 #[derive(Clone, Debug)]
 pub struct Relu {
     projection_t: Tensor,
 }
 
 impl Relu {
-    /// `projection`: Ω, shape `(M, D)`.
+    /// `projection` is Ω, shape `(M, D)`.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }

@@ -1,23 +1,25 @@
 //! Trigonometric maps: random Fourier features of the Gaussian kernel, and their softmax forms.
 //!
-//! Rahimi & Recht 2007; Choromanski et al. 2020, section 2.3. The softmax kernel is the Gaussian one times
-//! `e^{‖x‖²/2} e^{‖y‖²/2}`: that factor is carried as a log-scale, the rest lies in `[−1, 1]`. Features are signed,
-//! so a denominator can come close to zero: these maps are for study rather than for training.
+//! Rahimi & Recht 2007; Choromanski et al. 2020, section 2.3. The softmax kernel is the Gaussian
+//! one times `e^{‖x‖²/2} e^{‖y‖²/2}`: that factor is carried as a log-scale, the rest lies in
+//! `[−1, 1]`. Features are signed, so a denominator can come close to zero: these maps are for
+//! study rather than for training.
 
 use candle_core::{D, Result, Tensor, bail};
 
 use super::{FeatureMap, Features, half_square_norm, project, transposed};
 
-/// `φ(x) = M^-½ e^{‖x‖²/2} [sin(ω·x), cos(ω·x)]`, `F = 2M`: softmax kernel, unbiased.
+/// The map `φ(x) = M^-½ e^{‖x‖²/2} [sin(ω·x), cos(ω·x)]`, `F = 2M`: unbiased for the softmax
+/// kernel.
 ///
-/// MSE for iid rows `(1/2M) e^{‖x+y‖²} SM^-2 (1 − e^{−‖x−y‖²})²`.
+/// Its MSE for iid rows is `(1/2M) e^{‖x+y‖²} SM^-2 (1 − e^{−‖x−y‖²})²`.
 #[derive(Clone, Debug)]
 pub struct Trigonometric {
     projection_t: Tensor,
 }
 
 impl Trigonometric {
-    /// `projection`: Ω, shape `(M, D)`.
+    /// `projection` is Ω, shape `(M, D)`.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }
@@ -40,7 +42,8 @@ impl FeatureMap for Trigonometric {
     }
 }
 
-/// `φ(x) = (2/M)^½ cos(ω·x + b)`, `b ~ U[0, 2π)`, `F = M`: Gaussian kernel, or softmax with the factor `e^{‖x‖²/2}`.
+/// The map `φ(x) = (2/M)^½ cos(ω·x + b)`, `b ~ U[0, 2π)`, `F = M`: unbiased for the Gaussian
+/// kernel, or for softmax with the factor `e^{‖x‖²/2}`.
 #[derive(Clone, Debug)]
 pub struct Phase {
     projection_t: Tensor,
@@ -49,8 +52,8 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// `projection`: Ω, shape `(M, D)`; `offsets`: `b`, shape `(M)`; `softmax`: estimate `e^{x·y}`
-    /// instead of `e^{−‖x−y‖²/2}`.
+    /// `projection` is Ω, shape `(M, D)`; `offsets` is `b`, shape `(M)`; with `softmax` the map
+    /// estimates `e^{x·y}` instead of `e^{−‖x−y‖²/2}`.
     pub fn new(projection: Tensor, offsets: Tensor, softmax: bool) -> Result<Self> {
         let projection_t = transposed(&projection)?;
         if offsets.dims() != &projection.dims()[..1] {

@@ -1,7 +1,9 @@
-//! GELU, tanh form (Hendrycks & Gimpel 2016): `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, and SwiGLU (Shazeer 2020): `g σ(g) x`.
+//! Activation functions: GELU in its tanh form (Hendrycks & Gimpel 2016), `x σ(2u)` with
+//! `u = √(2/π) (x + 0.044715 x³)`, and SwiGLU (Shazeer 2020), `g σ(g) x`.
 //!
-//! Candle's take a scalar `tanh` and `powf`, or `exp`, an element on the CPU: GELU was a fifth of a whole training step of a small model.
-//! Here each is one vectorised operation each way.
+//! On the CPU, Candle's call a scalar `tanh` and `powf`, or `exp`, for each element: GELU was a
+//! fifth of a whole training step of a small model. Here each is one vectorised operation, forward
+//! and backward.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -14,10 +16,10 @@ use super::{contiguous, vector::exp, with_storages};
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 
-/// GELU of contiguous numbers.
+/// `Gelu` computes GELU of contiguous numbers.
 pub(crate) struct Gelu;
 
-/// `σ(x)`: exponents stay at most 0, so nothing overflows.
+/// Computes `σ(x)` with an exponent of at most 0, so that nothing overflows.
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     let e = exp(-x.abs());
@@ -25,12 +27,13 @@ fn sigmoid(x: f32) -> f32 {
     if x < 0.0 { below } else { 1.0 - below }
 }
 
-/// `σ(2u)`.
+/// Computes `σ(2u)`, the factor of `x` in GELU.
 #[inline(always)]
 fn gate(x: f32) -> f32 {
     sigmoid(2.0 * SQRT_2_OVER_PI * (x + CUBIC * x * x * x))
 }
 
+/// Computes the derivative of GELU.
 #[inline(always)]
 fn derivative(x: f32) -> f32 {
     let g = gate(x);
@@ -84,7 +87,7 @@ impl CustomOp1 for Gelu {
     }
 }
 
-/// `g σ(g) x` of contiguous gates `g` and numbers `x` of one shape and type.
+/// `Swiglu` computes `g σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
 pub(crate) struct Swiglu;
 
 impl CustomOp2 for Swiglu {

@@ -1,5 +1,20 @@
-//! Cross-entropy of a linear head, from hidden states: the logits, the largest tensor of a language model's step, are made in tiles
-//! that stay in the cache. Where there are few enough, their exponentials are kept for the backward pass; where not, it makes them again.
+//! Cross-entropy of a linear head, computed from hidden states. The logits, the largest tensor of a
+//! language model's step, are made in tiles that stay in the cache. Where there are few enough of
+//! them, their exponentials are kept for the backward pass; otherwise it computes them again.
+//!
+//! # Shapes
+//!
+//! ```text
+//! forward, for each tile of tokens of the vocabulary (Vt of V), for each tile of R = 64 rows:
+//!   W (Vt, E), x (R, E)      -> logits (Vt, R)
+//!   logits, running maximum  -> sums of exponentials (R); loss (R) −= the target's logit
+//!   at the end               -> log = maximum + ln sum (N), loss (N) += log
+//! backward, over the same tiles, with g (N):
+//!   logits, log, g           -> dlogits = g (softmax − onehot(target)) (Vt, R)
+//!   dlogits                  -> dx (R, E) += dlogitsᵀ W, dW (Vt, E) += dlogits x
+//! ```
+//!
+//! A teacher's probabilities `(Vt, R)` are computed in the same tiles from its own states and head.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use std::{
@@ -19,56 +34,60 @@ use super::{
     with_storages,
 };
 
-/// Rows of hidden states of a tile.
+/// The hidden states of a tile.
 const ROWS: usize = 64;
-/// Most tokens of the vocabulary of a tile.
+/// The most tokens of the vocabulary of a tile.
 const TOKENS: usize = 1024;
-/// Most numbers of a tile of the head: with as many of its gradient they stay in the second cache while all rows pass by, so that a large
-/// head is read from memory once and not once for every few rows.
+/// The most numbers of a tile of the head: with as many of its gradient they stay in the
+/// second-level cache while all rows pass by, so that a large head is read from memory once and not
+/// once for every few rows.
 const HEAD: usize = 1 << 17;
-/// Most exponentials that are kept, 128 MiB: a product of the head's size less, a quarter of them all.
+/// The most exponentials that are kept, 128 MiB. Keeping them saves one product of the head's size,
+/// a quarter of all.
 const KEPT: usize = 1 << 25;
 
-/// `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a head `W` `(V, E)`; with a teacher, the mean of `−log softmax(W x_i)`
-/// over a mixture of the target and the teacher's distribution.
+/// `CrossEntropy` computes `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a
+/// head `W` `(V, E)`; with a teacher, the mean of `−log softmax(W x_i)` over a mixture of the
+/// target and the teacher's distribution.
 pub(crate) struct CrossEntropy {
     targets: Vec<u32>,
     teacher: Option<Teacher>,
-    /// Whether a backward pass may come.
+    /// Whether any input is tracked, so that a backward pass may follow.
     keep: bool,
     saved: Mutex<Saved>,
 }
 
-/// What gives the distribution `softmax(W' x'_i)`.
+/// `Teacher` is a model whose distribution `softmax(W' x'_i)` is part of the target.
 pub(crate) struct Teacher {
     /// `x'`, `(N, E')`, and `W'`, `(V, E')`, both contiguous and f32.
     pub(crate) states: Tensor,
     pub(crate) head: Tensor,
-    /// Its share of the mixture.
+    /// The teacher's share of the mixture.
     pub(crate) share: f32,
 }
 
-/// What the forward pass leaves to the backward pass.
+/// `Saved` is what the forward pass keeps for the backward pass.
 #[derive(Default)]
 struct Saved {
-    /// Logarithms of the denominators, `(N)`.
+    /// The logarithms of the denominators, `(N)`.
     logs: Vec<f32>,
+    /// The logarithms of the teacher's denominators, `(N)`.
     teacher_logs: Vec<f32>,
-    /// Of all tiles or of none, until they are used.
+    /// The exponentials of all tiles or of none; the backward pass takes them.
     weights: Vec<Weights>,
 }
 
-/// `e^{logit − c}` of a tile, and `c` of its rows.
+/// The exponentials `e^{logit − c}` of a tile, and `c` of its rows.
 type Weights = (Vec<f32>, [f32; ROWS]);
 
 impl CrossEntropy {
-    /// For hidden states `x` and a head `weight`.
+    /// The operation for hidden states `x` and a head `weight`.
     pub(crate) fn new(x: &Tensor, weight: &Tensor, targets: &[u32], teacher: Option<Teacher>) -> Self {
         let keep = x.track_op() || weight.track_op();
         Self { targets: targets.to_vec(), teacher, keep, saved: Mutex::default() }
     }
 
-    /// Calls `work` with the teacher's tiles, if there is one.
+    /// Calls `work` with the teacher's tiles and share, if there is a teacher.
     fn with_teacher<R>(&self, work: impl FnOnce(Option<(Tiles, f32)>) -> Result<R>) -> Result<R> {
         let Some(Teacher { states, head, share }) = &self.teacher else { return work(None) };
         let e = states.dim(1)?;
@@ -79,16 +98,16 @@ impl CrossEntropy {
     }
 }
 
-/// Tiles of logits: a token of the vocabulary a row, a hidden state a column.
+/// `Tiles` computes logits tile by tile: a token of the vocabulary a row, a hidden state a column.
 struct Tiles<'a> {
     x: &'a [f32],
     w: Matrix<'a>,
     e: usize,
     vocabulary: usize,
-    /// Tokens of a tile.
+    /// The tokens of a tile.
     tokens: usize,
     targets: &'a [u32],
-    /// Hidden states a column, `ROWS` of them after the other.
+    /// The hidden states transposed, `(E, ROWS)` for each tile of rows, one tile after the other.
     columns: Vec<f32>,
 }
 
@@ -103,28 +122,28 @@ impl<'a> Tiles<'a> {
         Self { x, w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens, targets, columns }
     }
 
-    /// First tokens of the tiles.
+    /// The first token of each tile.
     fn starts(&self) -> impl Iterator<Item = usize> + use<> {
         (0..self.vocabulary).step_by(self.tokens)
     }
 
-    /// First rows of the tiles, and how many rows they have.
+    /// The first row of each tile of rows, and how many rows it has.
     fn blocks(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
         let all = self.targets.len();
         (0..all).step_by(ROWS).map(move |i| [i, ROWS.min(all - i)])
     }
 
-    /// Numbers of all tiles.
+    /// The number of logits of all tiles.
     fn numbers(&self) -> usize {
         self.vocabulary * self.blocks().count() * ROWS
     }
 
-    /// How many tokens the tile from `v` on has.
+    /// The number of tokens of the tile from `v` on.
     fn len(&self, v: usize) -> usize {
         self.tokens.min(self.vocabulary - v)
     }
 
-    /// Logits of the rows from `i` on for the tokens from `v` on.
+    /// Computes the logits of the rows from `i` on for the tokens from `v` on.
     #[inline(always)]
     fn compute<S: Simd>(&self, simd: S, i: usize, v: usize, logits: &mut [f32]) {
         let right = Right { values: &self.columns[i * self.e..(i + ROWS) * self.e], stride: ROWS };
@@ -132,7 +151,7 @@ impl<'a> Tiles<'a> {
     }
 }
 
-/// `ROWS` numbers from `i` on, and something else where there are no more.
+/// Returns `ROWS` numbers from `i` on, filled up with `otherwise` where there are no more.
 fn block(values: &[f32], i: usize, otherwise: f32) -> [f32; ROWS] {
     let mut block = [otherwise; ROWS];
     let n = ROWS.min(values.len() - i);
@@ -140,7 +159,7 @@ fn block(values: &[f32], i: usize, otherwise: f32) -> [f32; ROWS] {
     block
 }
 
-/// Tiles of a teacher's distribution.
+/// `Soft` computes the tiles of a teacher's distribution.
 struct Soft<'a> {
     tiles: Tiles<'a>,
     logs: &'a [f32],
@@ -153,7 +172,7 @@ impl<'a> Soft<'a> {
         Self { shares: vec![0f32; tiles.tokens * ROWS], tiles, logs, share }
     }
 
-    /// Probabilities of the tokens from `v` on.
+    /// Computes the teacher's probabilities of the tokens from `v` on.
     #[inline(always)]
     fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> &mut [f32] {
         self.tiles.compute(simd, i, v, &mut self.shares);
@@ -166,21 +185,24 @@ impl<'a> Soft<'a> {
     }
 }
 
+/// `Forward` is the forward pass: losses and logarithms of all rows.
 struct Forward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
-    /// Where tiles are kept, if they are.
+    /// Where the exponentials are kept, if they are.
     weights: Option<&'a mut Vec<Weights>>,
     losses: &'a mut [f32],
     logs: &'a mut [f32],
 }
 
-/// What the tokens seen so far come to for a tile of rows.
+/// `Running` holds what a tile of rows has accumulated over the tokens so far: the largest logits
+/// and the sums of exponentials below them.
 #[derive(Clone)]
 struct Running {
     largest: [f32; ROWS],
     sums: [f32; ROWS],
-    /// Over the teacher's distribution: the mean of the logits, and what its rounded probabilities add up to.
+    /// Under the teacher's distribution: the mean of the logits, and the sum of its rounded
+    /// probabilities.
     means: [f32; ROWS],
     masses: [f32; ROWS],
 }
@@ -239,6 +261,7 @@ impl WithSimd for Forward<'_> {
     }
 }
 
+/// `Backward` is the backward pass: the gradients of hidden states and head.
 struct Backward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
@@ -246,14 +269,15 @@ struct Backward<'a> {
     grad: &'a [f32],
     logs: &'a [f32],
     dx: &'a mut [f32],
-    /// With padded rows.
+    /// The gradient of the head, with padded rows.
     dw: &'a mut [f32],
 }
 
 impl WithSimd for Backward<'_> {
     type Output = ();
 
-    /// `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')`.
+    /// Computes `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')` tile by
+    /// tile, and from it both gradients.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { tiles, mut soft, weights, grad, logs, dx, dw } = self;

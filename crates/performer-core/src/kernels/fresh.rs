@@ -1,12 +1,13 @@
-//! Memory for what a kernel writes, cleared piece by piece, by the thread and at the time that it is written: cleared all at once it would
-//! leave the caches and come back.
+//! Memory for the outputs of a kernel, handed out in parts. Each part is cleared by the thread that
+//! writes it, just before it does: memory cleared all at once would leave the caches and have to
+//! come back.
 
 use std::{
     mem::MaybeUninit,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// `len` numbers that are handed out in parts.
+/// `Fresh` is memory for `len` numbers, handed out in parts that threads fill side by side.
 pub(super) struct Fresh {
     values: Vec<f32>,
     len: usize,
@@ -18,34 +19,35 @@ impl Fresh {
         Self { values: Vec::with_capacity(len), len, cleared: AtomicUsize::new(0) }
     }
 
-    /// All of it, in parts of `size` numbers, the last of which may have fewer.
+    /// Divides the memory into parts of `size` numbers, the last of which may have fewer.
     pub(super) fn parts(&mut self, size: usize) -> Vec<Part<'_>> {
         let Self { values, len, cleared } = self;
         Part { rest: &mut values.spare_capacity_mut()[..*len], cleared }.parts(size)
     }
 
-    /// The numbers, once every part was taken.
+    /// Returns the numbers, once every part was taken.
     pub(super) fn finish(mut self) -> Vec<f32> {
         assert_eq!(self.cleared.into_inner(), self.len, "a kernel left a part of its outputs out");
-        // SAFETY: parts do not overlap, what is taken of one is initialised and leaves it, and as many numbers were taken as there are.
+        // SAFETY: parts do not overlap, the numbers taken from one are initialised and leave it,
+        // and as many numbers were taken as there are.
         unsafe { self.values.set_len(self.len) };
         self.values
     }
 }
 
-/// A part of it, to be taken as zeros.
+/// `Part` is a part of the memory, taken as zeros.
 pub(super) struct Part<'a> {
     rest: &'a mut [MaybeUninit<f32>],
     cleared: &'a AtomicUsize,
 }
 
 impl<'a> Part<'a> {
-    /// Numbers not yet taken.
+    /// The number of numbers not yet taken.
     pub(super) fn len(&self) -> usize {
         self.rest.len()
     }
 
-    /// In parts of `size` numbers, the last of which may have fewer.
+    /// Divides the part into parts of `size` numbers, the last of which may have fewer.
     pub(super) fn parts(mut self, size: usize) -> Vec<Self> {
         let mut parts = Vec::with_capacity(self.len().div_ceil(size));
         while self.len() > 0 {
@@ -71,7 +73,7 @@ impl<'a> Part<'a> {
         let last = self.rest.split_off_mut(at..).expect("within the part");
         last.fill(MaybeUninit::new(0.0));
         self.cleared.fetch_add(n, Ordering::Relaxed);
-        // SAFETY: just initialised.
+        // SAFETY: these numbers have just been initialised.
         unsafe { &mut *(std::ptr::from_mut(last) as *mut [f32]) }
     }
 }
@@ -82,7 +84,7 @@ mod tests {
 
     #[test]
     fn every_number_is_cleared_once() {
-        // Memory that has been used before.
+        // This memory has been used before.
         drop(vec![f32::NAN; 10]);
         let mut fresh = Fresh::new(10);
         let [mut a, b, c] = fresh.parts(4).try_into().unwrap_or_else(|_| panic!("three parts"));

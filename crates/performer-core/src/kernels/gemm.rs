@@ -1,26 +1,30 @@
-//! Products of small row-major tiles that lie in the caches: what every fused kernel spends its time in.
+//! Products of small row-major tiles that lie in the caches: where every fused kernel spends most
+//! of its time.
 //!
-//! `C += A·B` with `C` in registers, a few rows by two vectors at a time: entries of `A` are broadcast, so `A` may have any strides (a
-//! transposed tile costs nothing), rows of `B` and `C` are read as whole vectors. An entry's terms are added in the order of
-//! `k`, in pieces of [`TERMS`] whose sums are added to `C`, whatever the shape around it: a row of a product has the same bits in a tall
-//! tile and in a low one.
+//! `C (m, n) += A (m, k) · B (k, n)` with a tile of `C` in registers, a few rows by two vectors.
+//! Entries of `A` are broadcast, so `A` may have any strides (a transposed tile costs nothing);
+//! rows of `B` and `C` are read as whole vectors. The terms of an entry are added in the order of
+//! `k`, in runs of [`TERMS`] whose sums are added to `C`, whatever the shape around it: a row of a
+//! product has the same bits in a tall tile and in a low one.
 
 use pulp::{Simd, WithSimd};
 
 use super::vector::LANES;
 
-/// Rows of `C` in registers at once: with two vectors a row, enough independent sums to hide the latency of a fused multiply-add.
+/// The rows of `C` in registers at once: with two vectors a row, enough independent sums to hide
+/// the latency of a fused multiply-add.
 const ROWS: usize = 8;
-/// The same where a row is one vector.
+/// The rows of `C` in registers at once where a row is one vector.
 const ROWS_OF_ONE: usize = 16;
-/// The same where there are 16 registers.
+/// The rows of `C` in registers at once where the machine has 16 vector registers.
 const ROWS_OF_16: usize = 4;
-/// Terms that are added before the next rows: the part of `B` that all rows meet, `VECTORS` wide, then stays in the first cache.
+/// The terms of a run: the part of `B` that all rows meet in a run, `VECTORS` wide, stays in the
+/// first-level cache.
 const TERMS: usize = 144;
-/// Vectors of a row of `C` in registers at once.
+/// The vectors of a row of `C` in registers at once.
 const VECTORS: usize = 2;
 
-/// The left factor: entry `(i, p)` at `values[i·row + p·column]`.
+/// `Left` is the left factor: entry `(i, p)` is `values[i·row + p·column]`.
 #[derive(Clone, Copy)]
 pub(super) struct Left<'a> {
     pub(super) values: &'a [f32],
@@ -29,7 +33,7 @@ pub(super) struct Left<'a> {
 }
 
 impl<'a> Left<'a> {
-    /// Rows `stride` apart.
+    /// A factor whose rows are `stride` apart.
     pub(super) fn rows(values: &'a [f32], stride: usize) -> Self {
         Self { values, row: stride, column: 1 }
     }
@@ -39,13 +43,13 @@ impl<'a> Left<'a> {
         Self { values, row: 1, column: stride }
     }
 
-    /// Without the first `p` columns.
+    /// The factor without its first `p` columns.
     fn after(self, p: usize) -> Self {
         Self { values: &self.values[p * self.column..], ..self }
     }
 }
 
-/// The right factor: entry `(p, j)` at `values[p·stride + j]`.
+/// `Right` is the right factor: entry `(p, j)` is `values[p·stride + j]`.
 #[derive(Clone, Copy)]
 pub(super) struct Right<'a> {
     pub(super) values: &'a [f32],
@@ -53,20 +57,21 @@ pub(super) struct Right<'a> {
 }
 
 impl Right<'_> {
-    /// Without the first `p` rows.
+    /// The factor without its first `p` rows.
     fn after(self, p: usize) -> Self {
         Self { values: &self.values[p * self.stride..], ..self }
     }
 }
 
-/// Whether a product replaces what `C` holds or is added to it.
+/// `Into` says whether a product replaces what `C` holds or is added to it.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Into {
     Zero,
     Sum,
 }
 
-/// `C = A·B` or `C += A·B` for `C` `m×n` with rows `stride` apart, `k` terms an entry. `n` is a multiple of [`LANES`].
+/// Computes `C = A·B` or `C += A·B` for `C` `(m, n)` with rows `stride` apart and `k` terms an
+/// entry. `n` is a multiple of [`LANES`].
 #[inline(always)]
 pub(super) fn gemm<S: Simd>(
     simd: S,
@@ -84,7 +89,7 @@ pub(super) fn gemm<S: Simd>(
     assert!(k == 0 || (m - 1) * a.row + (k - 1) * a.column < a.values.len());
     assert!(k == 0 || (k - 1) * b.stride + n <= b.values.len());
     let (mut into, mut start) = (into, 0);
-    // No terms at all are a block too: of zeros.
+    // With no terms at all there is still one run, which writes zeros.
     while start < k.max(1) {
         let (a, b) = (a.after(start), b.after(start));
         simd.vectorize(Gemm { into, m, n, k: TERMS.min(k - start), a, b, c: &mut *c, stride });
@@ -92,6 +97,7 @@ pub(super) fn gemm<S: Simd>(
     }
 }
 
+/// `Gemm` is one run of terms of a product.
 struct Gemm<'a> {
     into: Into,
     m: usize,
@@ -123,7 +129,7 @@ impl WithSimd for Gemm<'_> {
 }
 
 impl Gemm<'_> {
-    /// `NV` vectors of columns from column `j` on.
+    /// Computes `NV` vectors of columns from column `j` on.
     #[inline(always)]
     fn columns<S: Simd, const NV: usize>(&mut self, simd: S, j: usize) {
         let mut i = 0;
@@ -147,14 +153,17 @@ impl Gemm<'_> {
         }
     }
 
+    /// Computes a tile of `MR` rows by `NV` vectors in registers, from row `i` and column `j` on.
     #[inline(always)]
     fn tile<S: Simd, const MR: usize, const NV: usize>(&mut self, simd: S, i: usize, j: usize) {
         let (a_row, a_column, b_stride) = (self.a.row, self.a.column, self.b.stride);
         let mut sums = [[simd.splat_f32s(0.0); NV]; MR];
-        // SAFETY: `gemm` has checked that rows below m, columns below n (a multiple of the vector) and terms below k lie inside
-        // the three slices; MR rows from i and NV vectors from j are such.
+        // SAFETY: `gemm` has checked that rows below m, columns below n (a multiple of the vector)
+        // and terms below k lie inside the three slices; the MR rows from i and the NV vectors from
+        // j are among them.
         unsafe {
-            // A pointer a row: one that walks from row to row would be a chain of additions as long as the products take.
+            // A pointer for each row: one that walked from row to row would be a chain of additions
+            // as long as the products take.
             let a: [*const f32; MR] = std::array::from_fn(|r| self.a.values.as_ptr().wrapping_add((i + r) * a_row));
             let mut at = 0;
             let mut b = self.b.values.as_ptr().wrapping_add(j);

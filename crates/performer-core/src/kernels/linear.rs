@@ -1,5 +1,14 @@
-//! A linear map as one operation on any device. Candle's autograd adds every gradient to zeros at every node it passes, so that a
-//! reshape, a transposition and a cast around a product each cost three more walks over memory.
+//! A linear map `x Wᵀ + b` as one differentiable operation on any device. Candle's autograd adds
+//! every gradient to zeros at every node it passes, so that a reshape, a transposition and a cast
+//! around a product would each cost three more passes over memory.
+//!
+//! # Shapes
+//!
+//! ```text
+//! x (.., K) or heads (B, H, T, D) with K = H·D, W (N, K), b (N)
+//! forward:  x as rows (R, K) -> x Wᵀ + b (R, N) -> `Linear::shape`
+//! backward: g (R, N) -> dx = g W (R, K) -> the shape of x;  dW = gᵀ x (N, K);  db = Σ_rows g (N)
+//! ```
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result, Shape, Tensor,
@@ -11,18 +20,21 @@ use pulp::Arch;
 use super::{contiguous, with_storages};
 use crate::ops::matmul;
 
-/// `x Wᵀ` or `x Wᵀ + b`, of the type of `x`: rows of `x`, `W` `(N, K)`, `b` `(N)`.
+/// `Linear` computes `x Wᵀ` or `x Wᵀ + b`, in the type of `x`, for rows of `x`, `W` `(N, K)` and
+/// `b` `(N)`.
 pub(crate) struct Linear {
-    /// Of the result, as many rows of N as there are of `x`.
+    /// The shape of the result, which has as many rows of `N` as there are rows of `x`.
     pub(crate) shape: Shape,
-    /// Whether `x` is heads `(B, H, T, D)`, a row of which has all heads of a token; else it is contiguous, `(.., K)`.
+    /// Whether `x` is heads `(B, H, T, D)`, where all heads of a token make one row; else `x` is
+    /// contiguous, `(.., K)`.
     pub(crate) heads: bool,
 }
 
-/// Two operands, or three with the bias.
+/// An operand: a storage and its layout.
 type Operand<'a, S> = (&'a S, &'a Layout);
 
 impl Linear {
+    /// Computes `x Wᵀ`.
     fn product<S: BackendStorage>(&self, x: Operand<S>, weight: Operand<S>) -> Result<S>
     where
         S::Device: BackendDevice<Storage = S>,
@@ -40,6 +52,7 @@ impl Linear {
         rows.matmul(weight, (1, count, n, k), &at, &layout.transpose(0, 1)?)
     }
 
+    /// Computes `x Wᵀ + b`.
     fn with_bias<S: BackendStorage>(&self, x: Operand<S>, weight: Operand<S>, bias: Operand<S>) -> Result<S>
     where
         S::Device: BackendDevice<Storage = S>,
@@ -51,7 +64,7 @@ impl Linear {
         out.binary_impl::<Add>(&cast, &layout, &Layout::contiguous(n).broadcast_as(layout.shape())?)
     }
 
-    /// Gradients of `x` and the weight; none of what passes none.
+    /// Computes the gradients of `x` and of the weight; `None` for one that is not tracked.
     fn gradients(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (n, k) = weight.dims2()?;
         let grad = grad.reshape((grad.elem_count() / n, n))?;
@@ -71,7 +84,7 @@ impl Linear {
     }
 }
 
-/// A strided tensor's numbers one after the other.
+/// Copies a strided tensor to contiguous memory.
 fn copy<S: BackendStorage>(from: &S, layout: &Layout) -> Result<S>
 where
     S::Device: BackendDevice<Storage = S>,
@@ -82,6 +95,7 @@ where
     Ok(to)
 }
 
+/// Defines the forward passes of the devices, which are all the same.
 macro_rules! forward {
     (product: $($name:ident $storage:ident),+) => {$(
         fn $name(&self, s1: &$storage, l1: &Layout, s2: &$storage, l2: &Layout) -> Result<($storage, Shape)> {
@@ -132,7 +146,7 @@ impl CustomOp3 for Linear {
         s3: &CpuStorage,
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        // Candle broadcasts a bias entry by entry.
+        // Candle would broadcast the bias one entry at a time.
         if let (CpuStorage::F32(_), CpuStorage::F32(_)) = (s1, s3)
             && let CpuStorage::F32(mut out) = self.product((s1, l1), (s2, l2))?
         {
@@ -164,7 +178,7 @@ impl CustomOp3 for Linear {
     }
 }
 
-/// The sum of the rows of `grad`, in f32 at least.
+/// Computes the gradient of the bias: the sum of the rows of `grad`, in f32 at least.
 fn bias_gradient(bias: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let n = bias.elem_count();
     let grad = grad.reshape((grad.elem_count() / n, n))?;

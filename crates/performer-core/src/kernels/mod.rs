@@ -1,8 +1,15 @@
-//! Fused CPU kernels behind the attention of [`crate::attention`]: the same numbers as the composed ops, in one pass.
+//! Fused kernels behind [`crate::attention`] and [`crate::ops`]: each computes in one pass what
+//! Candle's operations would in many.
 //!
-//! `gemm` multiplies small tiles, [`vector`] has what is done to each number, `rows` reads tensors; `favor` and `softmax` are made of them.
-//! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and chosen when the program runs. `cuda` and `metal` have kernels for
-//! GPUs, compiled by the device's own compiler when they are first used; Metal's has not been run on hardware.
+//! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `rotary`
+//! and `linear` are the other operations of a decoder. They are built from `gemm` (products of
+//! small tiles), [`vector`] (elementwise functions), `rows` (reading tensors), `transpose` and
+//! `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2 and NEON beside plain
+//! Rust, and the version is chosen when the program runs.
+//!
+//! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
+//! first used; Metal's have not been run on hardware. The terms of the kernels (chunk, segment,
+//! tile, block, part, piece, team) are defined in `docs/terms.md` of the repository.
 
 pub(crate) mod activation;
 pub(crate) mod cross_entropy;
@@ -29,12 +36,12 @@ use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, Wi
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// Whether the kernels take this tensor.
+/// Whether the CPU kernels take this tensor: it is on the CPU and f32, f16 or bf16.
 pub(crate) fn takes(t: &Tensor) -> bool {
     matches!(t.device(), Device::Cpu) && matches!(t.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// `n` rounded up to whole vectors.
+/// `n` rounded up to a multiple of [`vector::LANES`].
 fn padded(n: usize) -> usize {
     n.next_multiple_of(vector::LANES)
 }
@@ -47,8 +54,8 @@ fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
     }
 }
 
-/// Runs `work` on every item, on as many threads as Candle may use, and returns the results in order. Each item is one head's own
-/// memory, so nothing depends on the number of threads.
+/// Runs `work` on every item, on as many threads as Candle may use, and returns the results in
+/// order. Each item writes to memory of its own, so results do not depend on the number of threads.
 fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
     if candle_core::utils::get_num_threads() == 1 || items.len() == 1 {
         items.into_iter().map(work).collect()
@@ -57,12 +64,12 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
     }
 }
 
-/// Whether there are more threads than heads, so that a head's own work should be split.
+/// Whether there are more threads than heads, so that the work of a head should be divided.
 fn spare_threads(heads: usize) -> bool {
     heads < candle_core::utils::get_num_threads()
 }
 
-/// The storages and layouts of CPU tensors, for the time of `work`.
+/// Calls `work` with the storages and layouts of CPU tensors.
 fn with_storages<const N: usize, R>(
     tensors: [&Tensor; N],
     work: impl FnOnce([(&CpuStorage, &Layout); N]) -> Result<R>,
@@ -77,7 +84,7 @@ fn with_storages<const N: usize, R>(
     }))
 }
 
-/// f32 numbers as a storage of `dtype`.
+/// Converts f32 numbers to a storage of `dtype`.
 fn narrow(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(values),
@@ -87,7 +94,7 @@ fn narrow(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     })
 }
 
-/// Refuses NaN and infinity, and says where they are.
+/// Returns an error that says where, if the tensor holds NaN or infinity.
 pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) -> Result<()> {
     fn first_bad<T: WithDType>(values: &[T], layout: &Layout) -> Option<(Vec<usize>, f64)> {
         let bad = |x: T| !x.to_f64().is_finite();

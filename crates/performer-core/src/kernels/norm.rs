@@ -1,4 +1,11 @@
-//! LayerNorm and RMSNorm of rows, one pass each way.
+//! LayerNorm and RMSNorm of rows, each as one operation with a backward pass.
+//!
+//! # Shapes
+//!
+//! ```text
+//! forward:  x (.., E), weight (E), bias (E) -> mean, scale of each row -> out (.., E)
+//! backward: g (.., E), x, weight -> dx (.., E), dweight (E), dbias (E)
+//! ```
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -11,7 +18,8 @@ use super::{
     with_storages,
 };
 
-/// `(x − μ)/√(σ² + ε)`, or `x/√(mean x² + ε)` where nothing is subtracted, times a weight, plus a bias if there is one.
+/// `Norm` computes `(x − μ)/√(σ² + ε)` for each row, or `x/√(mean x² + ε)` without `center`, times
+/// a weight, plus a bias if there is one.
 pub(crate) struct Norm {
     pub(crate) eps: f32,
     pub(crate) center: bool,
@@ -29,7 +37,7 @@ impl Norm {
         Ok((CpuStorage::F32(out), l1.shape().clone()))
     }
 
-    /// Gradients of rows, weight and bias.
+    /// Computes the gradients of rows, weight and bias.
     fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
@@ -52,7 +60,7 @@ impl Norm {
         ])
     }
 
-    /// Mean and `1/√(σ² + ε)` of a row.
+    /// Writes the row minus its mean to `centred` and returns `1/√(σ² + ε)`.
     #[inline(always)]
     fn statistics<S: Simd>(&self, simd: S, row: &[f32], centred: &mut [f32]) -> f32 {
         let mean = if self.center { sum(simd, row) / row.len() as f32 } else { 0.0 };
@@ -65,6 +73,7 @@ impl Norm {
 
 type Stored<'a> = (&'a CpuStorage, &'a Layout);
 
+/// `Forward` is the forward pass over all rows.
 struct Forward<'a> {
     norm: &'a Norm,
     x: &'a [f32],
@@ -97,6 +106,7 @@ impl WithSimd for Forward<'_> {
     }
 }
 
+/// `Backward` is the backward pass over all rows.
 struct Backward<'a> {
     norm: &'a Norm,
     x: &'a [f32],
@@ -110,8 +120,9 @@ struct Backward<'a> {
 impl WithSimd for Backward<'_> {
     type Output = ();
 
-    /// With `x̂` the normalised row and `h = g ∘ w`: `dx = (h − mean h − x̂ mean(h ∘ x̂))/√(σ² + ε)`, without the first mean where
-    /// nothing is subtracted.
+    /// With `x̂` the normalised row and `h = g ∘ w`:
+    /// `dx = (h − mean h − x̂ mean(h ∘ x̂))/√(σ² + ε)`, where the first mean is left out if none
+    /// was subtracted.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let e = self.weight.len();

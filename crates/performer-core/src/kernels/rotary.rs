@@ -1,6 +1,9 @@
-//! Rotary positions (Su et al. 2021): pairs `(i, i + D/2)` of each row turn by the angle of their token.
+//! Rotary positions (Su et al. 2021): each pair `(i, i + D/2)` of a row turns by the angle of its
+//! token. `x (B, H, T, D)`, `cos` and `sin` `(T, D/2)` → `(B, H, T, D)`; the gradient turns back by
+//! the same angles.
 //!
-//! Candle's form with a gradient makes four tensors and a half of the size of its input, each with a gradient. Here it is one each way, from rows with any strides.
+//! Candle's form with a gradient makes four and a half tensors of the size of its input, each with
+//! a gradient. This operation makes one each way, from rows with any strides.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -10,7 +13,8 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use super::cuda;
 use super::{contiguous, rows::Heads, with_storages};
 
-/// Turns rows `(B, H, T, D)`, each contiguous, by the angles whose cosine and sine, f32 and contiguous `(T, D/2)`, are given.
+/// `Rotary` turns rows `(B, H, T, D)`, each contiguous, by the angles whose cosines and sines are
+/// given (f32 and contiguous, `(T, D/2)`).
 pub(crate) struct Rotary {
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
@@ -44,7 +48,7 @@ impl CustomOp1 for Rotary {
 }
 
 impl Rotary {
-    /// Back if `direction` is −1.
+    /// Turns the rows, or back if `direction` is −1.
     fn turn(&self, storage: &CpuStorage, layout: &Layout, direction: f32) -> Result<Vec<f32>> {
         let (b, h, tokens, width) = layout.shape().dims4()?;
         let (x, half) = (Heads::new(storage, layout)?, width / 2);

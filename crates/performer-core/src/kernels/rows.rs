@@ -1,4 +1,5 @@
-//! Rows of a head, as the kernels read them: any strides between tokens, f32, f16 or bf16, widened tile by tile.
+//! Reading tensors head by head and row by row: any strides between tokens; f32, f16 or bf16,
+//! widened to f32 one tile at a time.
 
 use std::borrow::Cow;
 
@@ -12,17 +13,18 @@ use super::{
     vector::LANES,
 };
 
-/// A tensor `(B, H, T, X)` whose rows of `X` numbers are contiguous.
+/// `Heads` is a tensor `(B, H, T, X)` whose rows of `X` numbers are contiguous.
 #[derive(Clone, Copy)]
 pub(super) struct Heads<'a> {
     values: Values<'a>,
-    /// Distance between batch entries, heads and tokens.
+    /// The distances between batch entries, heads and tokens.
     strides: [usize; 3],
     heads: usize,
     tokens: usize,
     pub(super) width: usize,
 }
 
+/// `Values` are the numbers of a tensor, in one of the types that the kernels read.
 #[derive(Clone, Copy)]
 enum Values<'a> {
     F32(&'a [f32]),
@@ -31,7 +33,7 @@ enum Values<'a> {
 }
 
 impl<'a> Heads<'a> {
-    /// The values of a tensor of rank 4 on the CPU.
+    /// The heads of a tensor of rank 4 on the CPU.
     pub(super) fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         let (_, heads, tokens, width) = layout.shape().dims4()?;
         let (stride, start) = (layout.stride(), layout.start_offset());
@@ -71,7 +73,7 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// `T` rows of `X` numbers.
+/// `Rows` are the `T` rows of `X` numbers of one head.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     values: Values<'a>,
@@ -86,7 +88,7 @@ impl<'a> Rows<'a> {
         Self { width, ..*self }
     }
 
-    /// The `i`-th number of a row.
+    /// The `i`-th number of the row of `token`.
     pub(super) fn number(&self, token: usize, i: usize) -> f32 {
         let at = token * self.stride + i;
         match self.values {
@@ -96,7 +98,8 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// All rows and the distance between them, if they are f32 in whole vectors.
+    /// All rows and the distance between them, if they are f32 and their length is a multiple of
+    /// [`LANES`].
     pub(super) fn whole_vectors(&self) -> Option<(&'a [f32], usize)> {
         match self.values {
             Values::F32(x) if self.width.is_multiple_of(LANES) => Some((x, self.stride)),
@@ -104,8 +107,8 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// `count` rows from token `start` on as f32, with the distance between them: the tensor itself where it holds f32, else
-    /// widened into `scratch`.
+    /// Returns `count` rows from token `start` on as f32, with the distance between them: the
+    /// tensor itself where it holds f32, else a copy widened into `scratch`.
     pub(super) fn read<'s>(&self, start: usize, count: usize, scratch: &'s mut Vec<f32>) -> (&'s [f32], usize)
     where
         'a: 's,
@@ -118,7 +121,8 @@ impl<'a> Rows<'a> {
         (scratch, self.width)
     }
 
-    /// `count` rows from token `start` on as f32 into rows `stride` apart; what a row has beyond its numbers is left alone.
+    /// Copies `count` rows from token `start` on as f32 into rows `stride` apart; what lies beyond
+    /// the numbers of a row is left as it was.
     pub(super) fn copy(&self, start: usize, count: usize, to: &mut [f32], stride: usize) {
         let rows = to.chunks_mut(stride).take(count).enumerate();
         let range = |j: usize| (start + j) * self.stride..(start + j) * self.stride + self.width;
@@ -136,7 +140,7 @@ impl<'a> Rows<'a> {
     /// Whether the numbers of `count` rows from token `start` on are finite.
     #[inline(always)]
     pub(super) fn are_finite(&self, start: usize, count: usize) -> bool {
-        // All ones in the exponent is ∞ or NaN. Without branches, so that it takes vectors.
+        // An exponent of all ones is ∞ or NaN. The check has no branches, so that it is vectorised.
         macro_rules! check {
             ($x:expr, $mask:expr) => {
                 (start..start + count).all(|j| {
@@ -152,7 +156,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The same as [`Self::copy`], transposed: number `d` of row `start + j` to `to[d·stride + j]`.
+    /// Copies `count` rows transposed: number `d` of row `start + j` goes to `to[d·stride + j]`.
     pub(super) fn copy_transposed(
         &self,
         start: usize,
@@ -166,7 +170,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// All rows of a head as f32, padded to whole vectors.
+/// `Matrix` holds all rows of a head as f32, padded to whole vectors.
 pub(super) struct Matrix<'a> {
     pub(super) values: Cow<'a, [f32]>,
     pub(super) stride: usize,
@@ -184,10 +188,12 @@ impl<'a> Matrix<'a> {
         Self { values: values.into(), stride }
     }
 
+    /// The rows from `row` on, as the left factor of a product.
     pub(super) fn left(&self, row: usize) -> Left<'_> {
         Left::rows(&self.values[row * self.stride..], self.stride)
     }
 
+    /// The rows from `row` on, as the right factor of a product.
     pub(super) fn right(&self, row: usize) -> Right<'_> {
         Right { values: &self.values[row * self.stride..], stride: self.stride }
     }

@@ -1,9 +1,28 @@
-//! Exact softmax attention on the CPU, fused: blocks of keys with a running maximum, nothing of size `T·T`, with a backward pass.
+//! Exact softmax attention on the CPU as one fused operation: tiles of keys with a running maximum,
+//! nothing of size `T·T`, and a backward pass.
 //!
-//! The online softmax of Milakov & Gimelshein 2018, <https://arxiv.org/abs/1805.02867>, in blocks as in Dao et al. 2022,
-//! <https://arxiv.org/abs/2205.14135>. Scores are kept with a key a row and a query a column, so that maxima and sums over the
-//! keys are whole vectors. The backward pass computes scores again from the logarithms of the denominators, which are kept: one
-//! number a query. f32 inside; f32, f16 or bf16 outside, any strides.
+//! This is the online softmax of Milakov & Gimelshein 2018, <https://arxiv.org/abs/1805.02867>, in
+//! tiles as in Dao et al. 2022, <https://arxiv.org/abs/2205.14135>. Scores are kept with a key a
+//! row and a query a column, so that maxima and sums over the keys are whole vectors. The backward
+//! pass computes scores again from the logarithms of the denominators, which are kept: one number a
+//! query. Arithmetic is f32; tensors may be f32, f16 or bf16, with any strides between rows.
+//!
+//! # Shapes
+//!
+//! For one query head and the key head it reads, with `Q ≤ 64` queries and `K ≤ 128` keys of a
+//! tile:
+//!
+//! ```text
+//! forward, for each tile of queries, over the tiles of keys that they may see:
+//!   q (Q, D), k (K, D)    -> scores s = k qᵀ/√D (K, Q), −∞ where hidden
+//!   s, running maximum m  -> weights p = e^{s − m} (K, Q); denominators and numerators rescaled
+//!   p, v (K, Dv)          -> numerators (Q, Dv) += pᵀ v
+//!   at the end            -> out (Q, Dv) = numerator / denominator, log = m + ln denominator (Q)
+//! backward, with g (Q, Dv) and delta = g·out − dlog (Q):
+//!   q, k, log             -> p = e^{s − log} (K, Q)
+//!   g, v, delta           -> ds = p ∘ (v gᵀ − delta) (K, Q)
+//!   p, ds                 -> dv (K, Dv) += p g, dk (K, D) += ds q/√D, dq (Q, D) += dsᵀ k/√D
+//! ```
 
 use std::{
     ops::Range,
@@ -24,39 +43,44 @@ use super::{
     with_storages,
 };
 
-/// Queries of a block.
+/// The queries of a tile.
 const QUERIES: usize = 64;
-/// Keys of a block.
+/// The keys of a tile.
 const KEYS: usize = 128;
-/// Queries or keys that a thread takes at a time where there are more threads than heads.
+/// The queries or keys of a piece: what a thread takes at a time where there are more threads than
+/// heads.
 const PIECE: usize = 2 * KEYS;
 
-/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset, and of those only
-/// the last `window` where there is one.
+/// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
+/// keys up to `offset + t`; with a window, only the last `window` of those.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
+    /// The position of the first query among the keys; `None` where there is no causal mask.
     pub(crate) offset: Option<usize>,
+    /// How many keys a query sees at most, its own among them.
     pub(crate) window: Option<usize>,
-    /// `(B, Tk)`.
+    /// Which keys count, `(B, Tk)`; all where it is `None`.
     pub(crate) visible: Option<Vec<bool>>,
 }
 
-/// `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of
-/// each is contiguous and nothing is empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
+/// Computes `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v`
+/// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
+/// empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
 /// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`.
 pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen, logs: bool) -> Result<Tensor> {
     q.apply_op3(k, v, Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) })
 }
 
+/// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
 struct Softmax {
     seen: Seen,
-    /// Whether a row of outputs ends with the logarithm of its denominator.
+    /// Whether each row of outputs ends with the logarithm of its denominator.
     with_logs: bool,
-    /// Logarithms of the denominators, `(B, H, Tq)`, for the backward pass.
+    /// The logarithms of the denominators, `(B, H, Tq)`, kept for the backward pass.
     logs: Mutex<Vec<f32>>,
 }
 
-/// One query head and the key head it reads.
+/// `Head` is one query head and the key head it reads.
 struct Head<'a> {
     q: Rows<'a>,
     k: Rows<'a>,
@@ -67,7 +91,7 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// The first key that queries from `start` on may see, rounded down to a whole block.
+    /// The first key that queries from `start` on may see, rounded down to a whole tile.
     fn first(&self, start: usize) -> usize {
         match (self.offset, self.window) {
             (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window) / KEYS * KEYS,
@@ -75,16 +99,18 @@ impl Head<'_> {
         }
     }
 
+    /// The factor `1/√D`.
     fn scale(&self) -> f32 {
         (self.q.width as f32).sqrt().recip()
     }
 
-    /// How many keys the queries before `end` may see at most.
+    /// The number of keys that the queries before `end` may see at most.
     fn reach(&self, end: usize) -> usize {
         self.offset.map_or(self.k.tokens, |offset| (offset + end).min(self.k.tokens))
     }
 
-    /// Scores of keys from `j` on, a key a row, for queries from `i` on, a query a column; `−∞` where a query may not look.
+    /// Computes the scores of keys from `j` on, a key a row, for queries from `i` on, a query a
+    /// column; `−∞` where a query does not see a key.
     #[inline(always)]
     fn scores<S: Simd>(
         &self,
@@ -112,7 +138,8 @@ impl Head<'_> {
     }
 }
 
-/// Outputs `(·, Dv)` of queries of one head from `start` on, and the logarithms of their denominators.
+/// `Forward` computes the outputs `(·, Dv)` of queries of one head from `start` on, and the
+/// logarithms of their denominators.
 struct Forward<'a> {
     head: &'a Head<'a>,
     start: usize,
@@ -131,7 +158,7 @@ impl WithSimd for Forward<'_> {
         let out_width = out.len() / logs.len();
         let end = start + logs.len();
         let mut finite = head.q.are_finite(start, logs.len());
-        // Once a head.
+        // Keys and values are checked once for each head.
         if end == head.q.tokens {
             finite &= head.k.are_finite(0, head.k.tokens) & head.v.are_finite(0, head.v.tokens);
         }
@@ -144,7 +171,7 @@ impl WithSimd for Forward<'_> {
             let queries = QUERIES.min(end - i);
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
             vector::scale(simd, &mut columns, head.scale());
-            // Low, but finite: −∞ − m is −∞ and not NaN.
+            // The maximum begins low, but finite: −∞ − m is then −∞ and not NaN.
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let reach = head.reach(i + queries);
@@ -170,12 +197,12 @@ impl WithSimd for Forward<'_> {
             }
             for (t, row) in rows.chunks_exact(width).enumerate().take(queries) {
                 let scale = if den[t] == 0.0 { 0.0 } else { den[t].recip() };
-                // A row that sees nothing has weight 0 for every key in the backward pass too.
+                // A row that sees no key has weight 0 for every key in the backward pass too.
                 logs[i - start + t] = if den[t] == 0.0 { f32::INFINITY } else { largest[t] + den[t].ln() };
                 let out = &mut out[(i - start + t) * out_width..(i - start + t + 1) * out_width];
                 out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
                 if let Some(log) = out.get_mut(dv) {
-                    // Finite: −∞ minus another would be NaN.
+                    // This is finite, for −∞ minus another −∞ would be NaN.
                     *log = if den[t] == 0.0 { -1e37 } else { logs[i - start + t] };
                 }
             }
@@ -184,7 +211,8 @@ impl WithSimd for Forward<'_> {
     }
 }
 
-/// A decoding step: the output of one query over keys already checked, in one pass over the keys and one over the values.
+/// `Step` is a decoding step: the output of one query over keys already checked, in one pass over
+/// the keys and one over the values.
 struct Step<'a> {
     head: &'a Head<'a>,
     out: &'a mut [f32],
@@ -213,7 +241,8 @@ impl WithSimd for Step<'_> {
     }
 }
 
-/// `softmax(q·kᵀ/√D) v` of one more query, `(B, H, 1, D)`, which sees every key. Inputs are finite; no gradient.
+/// Computes `softmax(q·kᵀ/√D) v` for one more query, `(B, H, 1, D)`, which sees every key. Inputs
+/// are finite; no gradient is recorded.
 pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let (b, h, _, _) = q.dims4()?;
     let dv = v.dim(3)?;
@@ -228,18 +257,20 @@ pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(out, (b, h, 1, dv), q.device())?.to_dtype(q.dtype())
 }
 
-/// Gradients from pairs of some queries of one head and some keys.
+/// `Backward` computes the gradients that come from the pairs of some queries of one head and some
+/// keys.
 struct Backward<'a> {
     head: &'a Head<'a>,
     out: &'a Rows<'a>,
     grad: &'a Rows<'a>,
     logs: &'a [f32],
     queries: Range<usize>,
-    /// From a whole block on.
+    /// The keys; their range begins at a whole tile.
     keys: Range<usize>,
-    /// To be filled: those of the queries, `(·, D)`.
+    /// The gradients of the queries, `(·, D)`, to be filled.
     dq: Option<&'a mut [f32]>,
-    /// To be added to: those of the keys and values, `(·, D)` and `(·, Dv)` with padded rows.
+    /// The gradients of the keys and values, `(·, D)` and `(·, Dv)` with padded rows, to be added
+    /// to.
     dkv: Option<(&'a mut [f32], &'a mut [f32])>,
 }
 
@@ -268,7 +299,7 @@ impl WithSimd for Backward<'_> {
                 continue;
             }
             let columns = padded(queries);
-            // Columns beyond the queries are zero, and with them their part in every sum.
+            // Columns beyond the queries are zero, and so is their part in every sum.
             for row in query_columns.chunks_exact_mut(QUERIES).chain(grad_columns.chunks_exact_mut(QUERIES)) {
                 row[queries / LANES * LANES..columns].fill(0.0);
             }
@@ -283,7 +314,7 @@ impl WithSimd for Backward<'_> {
             log[..queries].copy_from_slice(&logs[i..i + queries]);
             let pairs = grad_rows.chunks_exact(value_width).zip(out_rows.chunks_exact(value_width));
             for (t, (delta, (row, out))) in delta.iter_mut().zip(pairs).take(queries).enumerate() {
-                // Beyond the values a row may have the logarithm.
+                // A row may end with the logarithm, after the values.
                 let log = if grad.width > vd { grad.number(i + t, vd) } else { 0.0 };
                 *delta = dot(simd, row, out) - log;
             }
@@ -325,7 +356,7 @@ impl WithSimd for Backward<'_> {
     }
 }
 
-/// What all pieces of the backward pass read.
+/// `Pass` is what all pieces of the backward pass read.
 struct Pass<'a> {
     inputs: &'a Inputs<'a>,
     out: &'a Heads<'a>,
@@ -334,7 +365,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Gradients from pairs of these queries and keys of the `n`-th head, see [`Backward`].
+    /// Computes the gradients from the pairs of these queries and keys of the `n`-th head; see
+    /// [`Backward`].
     fn add(
         &self,
         n: usize,
@@ -350,18 +382,20 @@ impl Pass<'_> {
     }
 }
 
-/// A piece of the backward pass: gradients of queries, or of keys and values, of the `n`-th head from a token on.
+/// `Work` is a piece of the backward pass: the gradients of queries, or of keys and values, of the
+/// `n`-th head from a token on.
 enum Work<'a> {
     Queries(usize, usize, Part<'a>),
     Keys(usize, usize, Part<'a>, Part<'a>),
 }
 
-/// The tensors, head by head.
+/// `Inputs` gives access to `q`, `k` and `v` head by head.
 struct Inputs<'a> {
     q: Heads<'a>,
     k: Heads<'a>,
     v: Heads<'a>,
     seen: &'a Seen,
+    /// The number of query heads that share a key head.
     group: usize,
     key_heads: usize,
     keys: usize,
@@ -468,7 +502,8 @@ impl CustomOp3 for Softmax {
                 });
                 return Ok(());
             }
-            // Scores are computed twice, so that nobody waits and nothing depends on the number of threads.
+            // Scores are computed twice, once for the queries and once for the keys, so that no
+            // thread waits and results do not depend on the number of threads.
             let mut work = Vec::new();
             for (n, dq) in dq.parts(t * d).into_iter().enumerate() {
                 let pieces = dq.parts(PIECE * d).into_iter().enumerate();

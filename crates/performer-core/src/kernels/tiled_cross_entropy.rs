@@ -1,4 +1,13 @@
-//! Cross-entropy of a linear head on any device and for any type: logits in tiles of rows, of bounded size, computed again for the gradient.
+//! Cross-entropy of a linear head on any device and for any type: logits in tiles of rows, of
+//! bounded size, computed again for the gradient.
+//!
+//! # Shapes
+//!
+//! ```text
+//! forward, for each tile of R rows:  x (R, E), W (V, E) -> logits (R, V) -> loss (R), log (R)
+//! backward, for each tile of R rows: logits, log, g (R) -> dlogits = g (softmax − onehot) (R, V)
+//!                                    -> dx = dlogits W (R, E), dW (V, E) += dlogitsᵀ x
+//! ```
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp2, D, DType, Layout, MetalStorage, Result, Shape, Storage, Tensor,
@@ -7,10 +16,11 @@ use candle_core::{
 
 use crate::ops::matmul;
 
-/// Bytes of logits that are in memory at a time, but for one row at least.
+/// The most bytes of logits in memory at a time; a tile has one row at least.
 const BYTES: usize = 256 << 20;
 
-/// `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)`, a head `W` `(V, E)` and u32 targets `(N)` → `(N)`, f32 or f64.
+/// Computes `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)`, a head `W` `(V, E)` and
+/// u32 targets `(N)` → `(N)`, f32 or f64.
 ///
 /// Products are made in the type of `x`, sums over them in f32 or f64.
 pub(crate) fn cross_entropy(x: &Tensor, weight: &Tensor, targets: Tensor) -> Result<Tensor> {
@@ -19,6 +29,7 @@ pub(crate) fn cross_entropy(x: &Tensor, weight: &Tensor, targets: Tensor) -> Res
     in_tiles(x, weight, tiles)
 }
 
+/// Computes the losses in the given tiles.
 fn in_tiles(x: &Tensor, weight: &Tensor, tiles: Tiles) -> Result<Tensor> {
     let (rows, head) = (x.detach(), weight.detach().to_dtype(x.dtype())?);
     let mut parts = [Vec::new(), Vec::new()];
@@ -32,13 +43,14 @@ fn in_tiles(x: &Tensor, weight: &Tensor, tiles: Tiles) -> Result<Tensor> {
     x.apply_op2(weight, TiledCrossEntropy { tiles, losses: losses?, logs: logs? })
 }
 
+/// `Tiles` says how many rows a tile of logits has, and which targets the rows have.
 struct Tiles {
     rows: usize,
     targets: Tensor,
 }
 
 impl Tiles {
-    /// First row and number of rows of each tile.
+    /// The first row and the number of rows of each tile.
     fn each(&self, x: &Tensor) -> Result<impl Iterator<Item = (usize, usize)>> {
         let (all, rows) = (x.dim(0)?, self.rows);
         // An empty tensor is one empty tile.
@@ -46,7 +58,7 @@ impl Tiles {
     }
 }
 
-/// Losses and logarithms of the denominators, of a tile of logits.
+/// Computes the losses and the logarithms of the denominators for a tile of logits.
 fn losses(logits: &Tensor, targets: &Tensor) -> Result<[Tensor; 2]> {
     #[cfg(feature = "cuda")]
     if on_cuda(logits) {
@@ -59,7 +71,7 @@ fn losses(logits: &Tensor, targets: &Tensor) -> Result<[Tensor; 2]> {
     Ok([losses.squeeze(1)?, logs.squeeze(1)?])
 }
 
-/// `g_i (softmax − onehot(target))` of a tile of logits, in their type.
+/// Computes `g_i (softmax − onehot(target))` for a tile of logits, in their type.
 fn gradients(logits: Tensor, targets: &Tensor, logs: &Tensor, grad: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if on_cuda(&logits) {
@@ -77,17 +89,19 @@ fn on_cuda(logits: &Tensor) -> bool {
     logits.device().is_cuda() && logits.dtype() != DType::F64 && logits.elem_count() > 0
 }
 
+/// The type in which exponentials and sums are computed.
 fn compute_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// Losses that were computed before the operation, and what its gradient needs.
+/// `TiledCrossEntropy` holds losses computed before the operation, and what its gradient needs.
 struct TiledCrossEntropy {
     tiles: Tiles,
     losses: Tensor,
     logs: Tensor,
 }
 
+/// Returns the losses that were computed before, as the operation's result on `$device`.
 macro_rules! computed {
     ($self:ident, $device:ident) => {{
         let (storage, layout) = $self.losses.storage_and_layout();
@@ -140,7 +154,7 @@ mod tests {
 
     use super::*;
 
-    /// Losses and both gradients.
+    /// Returns the losses and both gradients.
     fn run(rows: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {
         let numbers = |shape: (usize, usize), salt: f64| {
             let values: Vec<f64> = (0..shape.0 * shape.1).map(|i| ((i as f64 + salt) * 12.9898).sin() * 2.0).collect();

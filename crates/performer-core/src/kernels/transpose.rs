@@ -1,6 +1,8 @@
-//! Transposing tiles: in blocks of 8×8 by AVX shuffles where the machine has them, entry by entry elsewhere.
+//! Transposing tiles: in blocks of 8×8 by AVX shuffles where the machine has them, and one entry at
+//! a time elsewhere.
 
-/// `to[j·to_stride + i] = from[i·from_stride + j]` for `i` below `rows` and `j` below `columns`.
+/// Transposes a tile: `to[j·to_stride + i] = from[i·from_stride + j]` for `i` below `rows` and `j`
+/// below `columns`.
 pub(super) fn transpose(
     from: &[f32],
     from_stride: usize,
@@ -24,7 +26,7 @@ pub(super) fn transpose(
 mod x86 {
     use pulp::{Simd, WithSimd, bytemuck::cast, f32x8, x86::V3};
 
-    /// Transposes the whole blocks of a tile and returns how many rows and columns they take.
+    /// Transposes the whole 8×8 blocks of a tile and returns how many rows and columns they cover.
     pub(super) fn blocks(
         from: &[f32],
         from_stride: usize,
@@ -70,7 +72,8 @@ mod x86 {
         }
     }
 
-    /// The transpose of a block: pairs of rows interleaved, pairs of those, then halves exchanged.
+    /// Transposes an 8×8 block: interleaves pairs of rows, then pairs of those, then exchanges
+    /// halves.
     #[inline(always)]
     fn transposed(simd: V3, rows: [f32x8; 8]) -> [f32x8; 8] {
         let avx = simd.avx;

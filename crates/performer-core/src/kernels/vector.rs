@@ -1,21 +1,23 @@
-//! Elementwise functions that the compiler can vectorise.
+//! Elementwise functions and reductions, on vectors of the machine at hand.
 
 use pulp::Simd;
 
-/// Lanes of one AVX-512 register of f32; narrower machines take several registers.
+/// The f32 lanes of one AVX-512 register; narrower machines take several registers.
 pub const LANES: usize = 16;
 
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// 1.5·2²³ rounds to an integer; the 127 besides makes the low bits the exponent field of 2^n.
+/// Adding 1.5·2²³ rounds to an integer; the further 127 makes the low bits the exponent field of
+/// 2^n.
 const ROUND: f32 = 12_582_912.0 + 127.0;
-/// `e^r ≈ 1 + r + Σ_i SERIES_i r^{5−i}`, minimax: the relative error is below 1.05e-7 on `|r| ≤ ln 2 / 2`, where Taylor's series to the sixth power
-/// is at 1.3e-7.
+/// The coefficients of `e^r ≈ 1 + r + Σ_i SERIES_i r^{5−i}`, a minimax approximation: its relative
+/// error is below 1.05e-7 on `|r| ≤ ln 2 / 2`, where Taylor's series to the sixth power has 1.3e-7.
 const SERIES: [f32; 4] = [0.008_312_52, 0.041_890_156, 0.166_671_14, 0.499_992_3];
 
-/// `e^x` for `x ≤ 0` to about 2 ulp, without branches; 0 below −87, where f32 ends. NaN stays NaN.
+/// Computes `e^x` for `x ≤ 0` to about 2 ulp, without branches; 0 below −87, where f32 ends. NaN
+/// stays NaN.
 ///
-/// `2^n · p(r)` with `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`.
+/// It is `2^n · p(r)` with `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let clamped = if x < -87.0 { -87.0 } else { x };
@@ -28,7 +30,7 @@ pub fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { value }
 }
 
-/// [`exp`] on vectors, for `x ≤ 88`.
+/// Computes [`exp`] on vectors, for `x ≤ 88`.
 #[inline(always)]
 pub(super) fn exp_simd<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let low = simd.splat_f32s(-87.0);
@@ -42,16 +44,17 @@ pub(super) fn exp_simd<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     for c in [b, c, d, 1.0, 1.0] {
         p = simd.mul_add_e_f32s(p, r, simd.splat_f32s(c));
     }
-    // Below −87 all this has no meaning, and is not taken.
+    // Below −87 the value computed here is meaningless, and 0 is taken instead.
     let scale = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(scale));
     simd.select_f32s(simd.less_than_f32s(x, low), simd.splat_f32s(0.0), value)
 }
 
-// What follows works on whole vectors: lengths are multiples of [`LANES`]. Loops and no closures, which would keep the compiler from
-// using the vectors of the machine at hand.
+// The functions below work on whole vectors: lengths are multiples of [`LANES`], unless stated
+// otherwise. They have loops and no closures, which would keep the compiler from using the vectors
+// of the machine at hand.
 
-/// Defines `x_i ← expression`, for vectors `x` and perhaps `y`.
+/// Defines an elementwise function `x_i ← expression`, of vectors `x` and perhaps `y`.
 macro_rules! elementwise {
     ($(#[$doc:meta])* $name:ident($simd:ident, $x:ident $(, $scalar:ident)*) => $value:expr) => {
         $(#[$doc])*
@@ -108,7 +111,7 @@ elementwise!(/// `e^{x − y}` for `x − y ≤ 88`
 elementwise!(/// `max(x, y)`
     max_each(simd, x, [y]) => simd.max_f32s(x, y));
 
-/// `x_j ← e^{x_j − y_j − a}` for exponents `≤ 88`.
+/// Computes `x_j ← e^{x_j − y_j − a}` for exponents `≤ 88`.
 #[inline(always)]
 pub(super) fn exp_minus_both<S: Simd>(simd: S, x: &mut [f32], y: &[f32], a: f32) {
     let a = simd.splat_f32s(a);
@@ -119,7 +122,7 @@ pub(super) fn exp_minus_both<S: Simd>(simd: S, x: &mut [f32], y: &[f32], a: f32)
     }
 }
 
-/// `max_i (x_i − y_i)`.
+/// Returns `max_i (x_i − y_i)`.
 #[inline(always)]
 pub(super) fn max_difference<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     let mut max = simd.splat_f32s(f32::NEG_INFINITY);
@@ -129,7 +132,7 @@ pub(super) fn max_difference<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     simd.reduce_max_f32s(max)
 }
 
-/// `x ← x + y` and `max x_i`, any length.
+/// Computes `x ← x + y` and returns `max x_i`, for any length.
 #[inline(always)]
 pub(super) fn add_max<S: Simd>(simd: S, x: &mut [f32], y: &[f32]) -> f32 {
     let ((vectors, rest), (others, other_rest)) = (S::as_mut_simd_f32s(x), S::as_simd_f32s(y));
@@ -146,8 +149,9 @@ pub(super) fn add_max<S: Simd>(simd: S, x: &mut [f32], y: &[f32]) -> f32 {
     max
 }
 
-/// Defines a fold down the columns of rows `stride` apart, from `start` on, with a number for each row. A few columns at a time stay in
-/// registers: in memory, each row would wait for the one before to be stored.
+/// Defines a reduction of each column of rows `stride` apart, starting from `start`, perhaps with a
+/// number for each row. A few columns at a time stay in registers: in memory, each row would wait
+/// for the one before to be stored.
 macro_rules! columns {
     ($(#[$doc:meta])* $name:ident($simd:ident, $sum:ident, $x:ident $(, $scalar:ident)?) from $start:expr => $value:expr) => {
         $(#[$doc])*
@@ -180,7 +184,7 @@ columns!(/// `Σ_i x_ij²`
 columns!(/// `max_i (x_ij − a_i)`
     column_excess(simd, sum, x, a) from f32::NEG_INFINITY => simd.max_f32s(*sum, simd.sub_f32s(x, a)));
 
-/// `Σ x_i`, a fixed order, any length.
+/// Returns `Σ x_i` in a fixed order, for any length.
 #[inline(always)]
 pub(super) fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
     let (vectors, rest) = S::as_simd_f32s(x);
@@ -195,7 +199,7 @@ pub(super) fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
     sum
 }
 
-/// `Σ x_i y_i`, a fixed order, any length.
+/// Returns `Σ x_i y_i` in a fixed order, for any length.
 #[inline(always)]
 pub(super) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     let ((vectors, rest), (others, other_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
@@ -210,7 +214,7 @@ pub(super) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     sum
 }
 
-/// `max x_i`.
+/// Returns `max x_i`.
 #[inline(always)]
 pub(super) fn max<S: Simd>(simd: S, x: &[f32]) -> f32 {
     let mut max = simd.splat_f32s(f32::NEG_INFINITY);

@@ -56,7 +56,8 @@ impl Rng {
     /// can produce no zero and no infinity, as `uniform` stays off both ends.
     pub(super) fn fill_normal(&mut self, out: &mut [f64]) {
         for pair in out.chunks_mut(2) {
-            let radius = (-2.0 * libm::log(self.uniform())).sqrt(); // a square root is exact everywhere
+            // A square root is exact everywhere.
+            let radius = (-2.0 * libm::log(self.uniform())).sqrt();
             let angle = TAU * self.uniform();
             pair[0] = radius * libm::cos(angle);
             if let Some(second) = pair.get_mut(1) {

@@ -3,7 +3,7 @@
 use super::scalar::Scalar;
 use crate::features::{FeatureMapKind, RELU_EPSILON};
 
-/// φ(x) of one row (see [`FeatureMapKind`] for the maps).
+/// Computes φ(x) of one row (see [`FeatureMapKind`] for the maps).
 ///
 /// `x` is a query or key of head dimension D, *already scaled* by `D^-1/4`; `projection` is Ω,
 /// `(M, D)` row-major (empty for the maps that have none); `offsets` are the M phases b of the two
@@ -16,7 +16,7 @@ pub fn features(map: FeatureMapKind, projection: &[f64], offsets: &[f64], x: &[f
     generic_features(map, projection, offsets, x)
 }
 
-/// [`features`] over any [`Scalar`].
+/// Computes [`features`] over any [`Scalar`].
 pub(super) fn generic_features<S: Scalar>(map: FeatureMapKind, projection: &[f64], offsets: &[f64], x: &[S]) -> Vec<S> {
     check(map, projection, offsets, x.len());
     // ω_r·x for each row r of the projection.
@@ -80,8 +80,8 @@ pub(super) fn generic_features<S: Scalar>(map: FeatureMapKind, projection: &[f64
     }
 }
 
-/// ln φ(x) of the maps that are exponentials throughout, where large inputs would overflow φ
-/// itself.
+/// Computes ln φ(x) of the maps that are exponentials throughout, where large inputs would overflow
+/// φ itself.
 pub(super) fn log_features<S: Scalar>(map: FeatureMapKind, projection: &[f64], x: &[S]) -> Vec<S> {
     check(map, projection, &[], x.len());
     let m = (projection.len() / x.len()) as f64;
@@ -108,14 +108,15 @@ pub(super) fn log_features<S: Scalar>(map: FeatureMapKind, projection: &[f64], x
     out
 }
 
-/// The `A` of FAVOR++ for unit normal queries and keys, as its paper has it (theorem 3.2): with `s = E‖x + y‖² = 2√D`.
+/// Computes the `A` of FAVOR++ for unit normal queries and keys, as its paper has it (theorem 3.2):
+/// with `s = E‖x + y‖² = 2√D`.
 fn optimal(d: f64) -> f64 {
     let s = 2.0 * d.sqrt();
     let rho = (((2.0 * s + d).powi(2) + 8.0 * d * s).sqrt() - 2.0 * s - d) / (4.0 * s);
     (1.0 - 1.0 / rho) / 8.0
 }
 
-/// `[1, x_i, x_i²/√2, x_i x_j (i < j)]`, whose dot products are 1 + x·y + (x·y)²/2.
+/// Computes `[1, x_i, x_i²/√2, x_i x_j (i < j)]`, whose dot products are 1 + x·y + (x·y)²/2.
 fn taylor2<S: Scalar>(x: &[S]) -> Vec<S> {
     let mut out = vec![S::from(1.0)];
     out.extend(x);
@@ -128,8 +129,8 @@ fn taylor2<S: Scalar>(x: &[S]) -> Vec<S> {
     out
 }
 
-/// Every monomial of degree n in `u = [1, x/√n]` times the root of its multinomial coefficient,
-/// whose dot products are `(u(x)·u(y))^n = (1 + x·y/n)^n`.
+/// Computes every monomial of degree n in `u = [1, x/√n]` times the root of its multinomial
+/// coefficient, whose dot products are `(u(x)·u(y))^n = (1 + x·y/n)^n`.
 fn limit<S: Scalar>(n: u32, x: &[S]) -> Vec<S> {
     let mut u = vec![S::from(1.0)];
     u.extend(x.iter().map(|&x| S::from(f64::from(n).powf(-0.5)) * x));

@@ -21,11 +21,12 @@ pub enum Kernel<'a> {
 }
 
 impl Kernel<'_> {
-    /// κ(x, y) of two rows already scaled by `D^-1/4`.
+    /// Computes κ(x, y) of two rows already scaled by `D^-1/4`.
     pub fn evaluate(&self, x: &[f64], y: &[f64]) -> f64 {
         self.form().combine(&self.code(x), &self.code(y), 0.0)
     }
 
+    /// The form in which κ is computed.
     pub(super) fn form(&self) -> Form {
         match self {
             Kernel::Softmax => Form::ExpOfDot,
@@ -40,7 +41,7 @@ impl Kernel<'_> {
         }
     }
 
-    /// What κ needs to know of a scaled row; see [`Form`].
+    /// Computes the code of a scaled row: what κ needs to know of it; see [`Form`].
     pub(super) fn code<S: Scalar>(&self, x: &[S]) -> Vec<S> {
         match *self {
             Kernel::Softmax => x.to_vec(),
@@ -51,8 +52,8 @@ impl Kernel<'_> {
         }
     }
 
-    /// The gradient of a loss with respect to the row x, from that with respect to `code(x)`: one
-    /// dual number pass for each element of x.
+    /// Computes the gradient of a loss with respect to the row x, from that with respect to
+    /// `code(x)`: one pass of dual numbers for each element of x.
     pub(super) fn code_backward(&self, x: &[f64], grad_code: &[f64]) -> Vec<f64> {
         // A row without influence has no gradient, whatever it holds: padding may be NaN.
         if grad_code.iter().all(|&g| g == 0.0) {
@@ -70,23 +71,23 @@ impl Kernel<'_> {
     }
 }
 
-/// How κ(x, y) comes of the codes a of x and b of y.
+/// `Form` says how κ(x, y) is computed from the codes a of x and b of y.
 ///
-/// The two forms with exponentials take them only of what both codes make together, less a
-/// constant of the query's row, so that inputs of any size stay in the range of `f64`; the constant
-/// cancels between numerator and denominator.
+/// The two forms with exponentials take them only of what both codes make together, less a constant
+/// of the query's row, so that inputs of any size stay in the range of `f64`; the constant cancels
+/// between numerator and denominator.
 #[derive(Clone, Copy)]
 pub(super) enum Form {
-    /// `e^{a·b}`, codes the rows themselves.
+    /// `e^{a·b}`, where codes are the rows themselves.
     ExpOfDot,
-    /// `Σ_r e^{a_r + b_r}`, codes ln φ.
+    /// `Σ_r e^{a_r + b_r}`, where codes are ln φ.
     SumOfExps,
-    /// `a·b`, codes φ.
+    /// `a·b`, where codes are φ.
     Dot,
 }
 
 impl Form {
-    /// The largest exponent in κ(x, y); 0 where there is none.
+    /// Computes the largest exponent in κ(x, y); 0 where there is none.
     pub(super) fn exponent(self, a: &[f64], b: &[f64]) -> f64 {
         match self {
             Form::ExpOfDot => dot(a, b),
@@ -95,7 +96,7 @@ impl Form {
         }
     }
 
-    /// `e^-shift κ(x, y)`; for [`Form::Dot`] the shift must be 0.
+    /// Computes `e^-shift κ(x, y)`; for [`Form::Dot`] the shift must be 0.
     pub(super) fn combine(self, a: &[f64], b: &[f64], shift: f64) -> f64 {
         match self {
             Form::ExpOfDot => (dot(a, b) - shift).exp(),
@@ -133,7 +134,7 @@ impl Form {
     }
 }
 
-/// `a·b`.
+/// Computes `a·b`.
 pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }

@@ -1,4 +1,4 @@
-//! The slow truth: attention and its gradients in `f64`, from the formulas, with an explicit kernel
+//! The reference: attention and its gradients in `f64`, from the formulas, with an explicit kernel
 //! value for every query and key.
 //!
 //! With `x = D^-1/4 q`, `y = D^-1/4 k` and a kernel κ, over the keys j that query i may see,
@@ -8,9 +8,9 @@
 //! ```
 //!
 //! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ. Time is
-//! quadratic in the number of tokens. Nothing here is shared with the fast attention it is the
-//! measure of: no tensors, no chunks, no running sums, no ε, and no derivative of a feature map
-//! worked out by hand (they come from dual numbers).
+//! quadratic in the number of tokens. Nothing here is shared with the fast attention that it
+//! judges: no tensors, no chunks, no running sums, no ε, and no derivative of a feature map worked
+//! out by hand (derivatives come from dual numbers).
 //!
 //! The functions panic on slices that do not fit their shape, as an index out of bounds would.
 
@@ -66,7 +66,7 @@ impl Shape {
     }
 }
 
-/// What is attended with; all tensors row-major.
+/// The inputs of one attention problem; all tensors are row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     /// The sizes of the slices below.
@@ -84,7 +84,7 @@ pub struct Inputs<'a> {
     pub key_mask: Option<&'a [bool]>,
 }
 
-/// The attention output, `(B, H, Tq, Dv)`. A query that sees no key gives zeros.
+/// Computes the attention output, `(B, H, Tq, Dv)`. A query that sees no key gives zeros.
 ///
 /// # Panics
 ///
@@ -115,8 +115,8 @@ pub struct Gradients {
     pub v: Vec<f64>,
 }
 
-/// The gradients of a loss whose gradient with respect to [`attention`]'s output is `grad_output`,
-/// `(B, H, Tq, Dv)`.
+/// Computes the gradients of a loss whose gradient with respect to [`attention`]'s output is
+/// `grad_output`, `(B, H, Tq, Dv)`.
 ///
 /// # Panics
 ///
@@ -166,7 +166,8 @@ pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -
     grads
 }
 
-/// One head of one sequence: scaled rows, their codes, values, and which query sees which key.
+/// `Head` is one head of one sequence: scaled rows, their codes, values, and which query sees which
+/// key.
 struct Head<'a> {
     form: Form,
     queries: Vec<Vec<f64>>,
@@ -181,7 +182,7 @@ struct Head<'a> {
     kv_rows: usize,
 }
 
-/// How one query weighs the keys.
+/// `Weights` says how one query weighs the keys.
 struct Weights {
     /// The keys j it sees, with `e^-shift κ(x, y_j)`.
     kernel: Vec<(usize, f64)>,

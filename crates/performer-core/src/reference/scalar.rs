@@ -7,7 +7,7 @@ use std::ops::{Add, Mul, Sub};
 pub(super) trait Scalar:
     Copy + From<f64> + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self>
 {
-    /// The number itself, without its derivative: what branches look at.
+    /// The number itself, without its derivative: branches look at this.
     fn value(self) -> f64;
     fn exp(self) -> Self;
     fn sin(self) -> Self;

@@ -1,4 +1,4 @@
-//! Kernels for GPUs on the CPU: compiled by the C++ compiler with a stand-in for the hardware, and run on numbers.
+//! Runs kernels for GPUs on the CPU: compiled by the C++ compiler with a stand-in for the hardware.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,7 @@ use std::{
 use candle_core::DType;
 use half::{bf16, f16};
 
-/// The C++ compiler, if there is one.
+/// Returns the C++ compiler, if there is one.
 fn compiler() -> Option<&'static str> {
     static COMPILER: OnceLock<Option<String>> = OnceLock::new();
     let found = COMPILER.get_or_init(|| {
@@ -29,7 +29,8 @@ fn compiler() -> Option<&'static str> {
     found.as_deref()
 }
 
-/// Compiles `source` of `KIND_host/` with the kernels of `KIND` and macros, once for each set of them.
+/// Compiles `source` of `KIND_host/` with the kernels of `KIND` and macros, once for each set of
+/// macros.
 pub(crate) fn compile(kind: &str, source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
     static PROGRAMS: Mutex<BTreeMap<String, Arc<OnceLock<PathBuf>>>> = Mutex::new(BTreeMap::new());
     let compiler = compiler()?;
@@ -56,7 +57,7 @@ pub(crate) fn compile(kind: &str, source: &str, macros: &[(&str, usize)]) -> Opt
     Some(program.get_or_init(build).clone())
 }
 
-/// Runs a program on numbers and returns those that it writes.
+/// Runs a program on numbers and returns the numbers that it writes.
 pub(crate) fn execute(program: &Path, header: &[usize], numbers: &[&[f64]], mask: Option<&[bool]>) -> Vec<f64> {
     let mut input: Vec<u8> = header.iter().flat_map(|&n| (n as i32).to_ne_bytes()).collect();
     input.extend(numbers.iter().copied().flatten().flat_map(|&x| (x as f32).to_ne_bytes()));
@@ -68,7 +69,7 @@ pub(crate) fn execute(program: &Path, header: &[usize], numbers: &[&[f64]], mask
     output.stdout.chunks_exact(4).map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect()
 }
 
-/// The macro `STORAGE` of the kernels.
+/// The value of the macro `STORAGE` of the kernels for a type.
 pub(crate) fn storage(dtype: DType) -> usize {
     match dtype {
         DType::F32 => 0,
@@ -78,7 +79,7 @@ pub(crate) fn storage(dtype: DType) -> usize {
     }
 }
 
-/// Numbers as a type holds them.
+/// Rounds numbers to those that a type holds.
 pub(crate) fn round(dtype: DType, values: &mut [f64]) {
     for x in values {
         *x = match dtype {

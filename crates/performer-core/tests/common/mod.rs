@@ -83,7 +83,7 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    /// Unit normal queries, keys, values and output gradients, with `m` rows of unit normal
+    /// Draws unit normal queries, keys, values and output gradients, with `m` rows of unit normal
     /// projection for the maps that take one; bidirectional and unmasked until told otherwise.
     pub(crate) fn random(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Self {
         use FeatureMapKind::*;
@@ -110,8 +110,8 @@ impl Problem {
         }
     }
 
-    /// The same with longer or shorter queries and keys. Short ones keep signed random features
-    /// (trigonometric, phase) near their kernel, and so their denominators away from zero.
+    /// Scales queries and keys by a factor. Short ones keep signed random features (trigonometric,
+    /// phase) near their kernel, and so their denominators away from zero.
     pub(crate) fn scale_qk(mut self, factor: f64) -> Self {
         for value in self.q.iter_mut().chain(&mut self.k) {
             *value *= factor;
@@ -162,23 +162,23 @@ impl Problem {
     }
 }
 
-/// A tensor of the numbers, row-major, rounded to `dtype`.
+/// Makes a tensor of the numbers, row-major, rounded to `dtype`.
 pub(crate) fn tensor(values: &[f64], dims: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::from_slice(values, dims, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
-/// A `u8` tensor with 1 for true.
+/// Makes a `u8` tensor with 1 for true.
 pub(crate) fn mask_tensor(mask: &[bool], dims: &[usize], device: &Device) -> Result<Tensor> {
     let mask: Vec<u8> = mask.iter().map(|&seen| seen.into()).collect();
     Tensor::from_slice(&mask, dims, device)
 }
 
-/// The numbers of a tensor of any type, layout and device, row-major.
+/// Returns the numbers of a tensor of any type, layout and device, row-major.
 pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// The largest `|actual − expected| / max|expected|`, and its index.
+/// Returns the largest `|actual − expected| / max|expected|`, and its index.
 ///
 /// The error is relative to the largest element expected, not to each one, because sums round in
 /// proportion to their largest terms; where all of `expected` is zero it is absolute. A NaN or an
@@ -228,7 +228,7 @@ pub(crate) fn assert_close(what: &str, dims: &[usize], actual: &[f64], expected:
     }
 }
 
-/// [`assert_close`] of a tensor with the numbers it should hold.
+/// Applies [`assert_close`] to a tensor and the numbers it should hold.
 #[track_caller]
 pub(crate) fn assert_tensor_close(what: &str, actual: &Tensor, expected: &[f64], tolerance: f64) {
     let numbers = match values(actual) {

@@ -1,4 +1,4 @@
-//! A [`Problem`] through the attention under test.
+//! Runs a [`Problem`] through the attention under test.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::features::{FeatureMapKind, RandomParameters};
@@ -7,7 +7,7 @@ use performer_core::{Attention, Favor, Inputs, Mask, Softmax};
 
 use super::{ALL_MAPS, Problem, assert_close, mask_tensor, tensor, values};
 
-/// Softmax, then every feature map.
+/// Returns softmax, then every feature map.
 pub(crate) fn all_kernels() -> impl Iterator<Item = Option<FeatureMapKind>> {
     std::iter::once(None).chain(ALL_MAPS.map(Some))
 }
@@ -18,9 +18,9 @@ pub(crate) fn is_positive(map: Option<FeatureMapKind>) -> bool {
     matches!(map, None | Some(Positive | Hyperbolic | Relu | Elu | Optimal | Dense | Learned | Hedgehog))
 }
 
-/// Length of queries and keys at which [`Problem`]s of a kernel are well conditioned: unit normal where kernel values
-/// cannot come near zero; short for the limit maps, whose `(1 + z/n)^n` can, and shorter for the signed random features,
-/// to keep them near their (positive) kernel.
+/// The length of queries and keys at which [`Problem`]s of a kernel are well conditioned: unit
+/// normal where kernel values cannot come near zero; short for the limit maps, whose `(1 + z/n)^n`
+/// can, and shorter for the signed random features, to keep them near their (positive) kernel.
 pub(crate) fn conditioned_scale(map: Option<FeatureMapKind>) -> f64 {
     use FeatureMapKind::*;
     match map {
@@ -44,7 +44,7 @@ pub(crate) enum Layout {
 impl Layout {
     pub(crate) const ALL: [Layout; 3] = [Layout::Contiguous, Layout::Transposed, Layout::Sliced];
 
-    /// A variable holding `values` somewhere, and the `(B, H, T, D)` view of them.
+    /// Makes a variable that holds `values` in this layout, and the `(B, H, T, D)` view of them.
     fn place(self, values: &[f64], dims: [usize; 4], dtype: DType) -> Result<(Var, Tensor)> {
         let plain = tensor(values, &dims, dtype, &Device::Cpu)?;
         let var = Var::from_tensor(&match self {
@@ -80,7 +80,7 @@ pub(crate) struct Outcome {
 }
 
 impl Problem {
-    /// FAVOR over the problem's feature map, random rows and phases.
+    /// Builds FAVOR over the problem's feature map, random rows and phases.
     ///
     /// # Panics
     /// If the problem is one of softmax attention.
@@ -98,7 +98,7 @@ impl Problem {
         Favor::with_map(map.build(d, Some(&random), &device)?)
     }
 
-    /// The attention whose kernel is the problem's.
+    /// Builds the attention whose kernel is the problem's.
     pub(crate) fn attention(&self, dtype: DType) -> Result<Box<dyn Attention>> {
         match self.map {
             None => Ok(Box::new(Softmax::new())),
@@ -106,7 +106,7 @@ impl Problem {
         }
     }
 
-    /// The same without fused kernels.
+    /// Builds that attention without fused kernels.
     pub(crate) fn composed(&self, dtype: DType) -> Result<Box<dyn Attention>> {
         match self.map {
             None => Ok(Box::new(Softmax::new().composed())),
@@ -122,19 +122,19 @@ impl Problem {
         })
     }
 
-    /// Queries, keys and values as tensors.
+    /// Returns queries, keys and values as tensors.
     pub(crate) fn tensors(&self, dtype: DType) -> Result<[Tensor; 3]> {
         let of = |values: &[f64], dims: [usize; 4]| tensor(values, &dims, dtype, &Device::Cpu);
         Ok([of(&self.q, self.q_dims())?, of(&self.k, self.k_dims())?, of(&self.v, self.v_dims())?])
     }
 
-    /// The output of the attention under test.
+    /// Computes the output of the attention under test.
     pub(crate) fn forward(&self, dtype: DType) -> Result<Tensor> {
         let [q, k, v] = self.tensors(dtype)?;
         self.attention(dtype)?.forward(Inputs::new(&q, &k, &v), &self.mask()?)
     }
 
-    /// Output and gradients of an attention.
+    /// Computes the output and gradients of an attention.
     pub(crate) fn run(&self, attention: &dyn Attention, dtype: DType, layout: Layout) -> Result<Outcome> {
         let (q_var, q) = layout.place(&self.q, self.q_dims(), dtype)?;
         let (k_var, k) = layout.place(&self.k, self.k_dims(), dtype)?;
@@ -159,14 +159,15 @@ impl Problem {
         })
     }
 
-    /// What the reference says.
+    /// Computes the output and gradients by the reference.
     pub(crate) fn expected(&self) -> Outcome {
         let gradients = attention_backward(self.kernel(), self.inputs(), &self.grad_output);
         let output = attention(self.kernel(), self.inputs());
         Outcome { output, q: gradients.q, k: gradients.k, v: gradients.v }
     }
 
-    /// Fails if `actual` is further from `expected` than `tolerance`, relative to the largest element of each tensor.
+    /// Fails if `actual` is further from `expected` than `tolerance`, relative to the largest
+    /// element of each tensor.
     #[track_caller]
     pub(crate) fn assert_outcome(&self, what: &str, actual: &Outcome, expected: &Outcome, tolerance: f64) {
         let what = format!("{what}, {:?}, causal {}, {:?}", self.map, self.causal, self.shape);
@@ -180,7 +181,8 @@ impl Problem {
         }
     }
 
-    /// Rounds queries, keys and values to `dtype`: the reference must see what the attention under test sees.
+    /// Rounds queries, keys and values to `dtype`: the reference must see what the attention under
+    /// test sees.
     pub(crate) fn rounded(mut self, dtype: DType) -> Result<Self> {
         let [q, k, v] = self.tensors(dtype)?;
         (self.q, self.k, self.v) = (values(&q)?, values(&k)?, values(&v)?);

@@ -1,5 +1,5 @@
-// Candle's own kernels by their names, as far as this project uses them: copies, casts, elementwise operations, sums and indexing. Numbers
-// are worked on in f64 and rounded when they are stored.
+// Candle's own kernels by their names, as far as this project uses them: copies, casts, elementwise
+// operations, sums and indexing. Numbers are computed in f64 and rounded when they are stored.
 
 #include "driver.h"
 
@@ -41,7 +41,7 @@ static void store(Type type, void* at, size_t i, double x) {
     }
 }
 
-// A kernel's name: what it does, and the types at its end.
+// Name is a kernel's name taken apart: what the kernel does, and the types at the end.
 struct Name {
     std::string what;
     Type type = F32, other = F32;
@@ -60,7 +60,7 @@ static bool take_type(std::string& name, Type& type) {
 static Name parse(const std::string& name) {
     Name parsed{name};
     parsed.known = take_type(parsed.what, parsed.type);
-    // cast_FROM_TO, and the type of indices or conditions in front of that of numbers.
+    // This covers cast_FROM_TO, and the type of indices or conditions in front of that of numbers.
     take_type(parsed.what, parsed.other);
     return parsed;
 }
@@ -113,7 +113,7 @@ bool candle_knows(const std::string& name) {
     return UNARY.count(what) || BINARY.count(what) || COMPARE.count(what) || FOLDS.count(what);
 }
 
-// Arguments one after the other.
+// Arguments reads a kernel's arguments one after the other.
 struct Arguments {
     void** next;
     template <class T>
@@ -127,7 +127,8 @@ struct Arguments {
     double number(Type type) { return load(type, *next++, 0); }
 };
 
-// Dimensions, then strides of `operand`; absent where all is contiguous.
+// Places computes where a number lies from dimensions, then strides of `operand`; they are absent
+// where all is contiguous.
 struct Places {
     size_t dims;
     const size_t* info;
@@ -147,6 +148,7 @@ static Places places(Arguments& arguments) {
     return {dims, (const size_t*)arguments.address()};
 }
 
+// Runs an elementwise kernel.
 static void elementwise(const Name& name, Arguments arguments) {
     size_t count = arguments.count();
     Places at = places(arguments);
@@ -184,6 +186,7 @@ static void elementwise(const Name& name, Arguments arguments) {
     }
 }
 
+// Runs a sum, maximum or minimum over the numbers of each row.
 static void fold(const Name& name, Arguments arguments) {
     size_t count = arguments.count(), of_each = arguments.count();
     if (name.what != "fast_sum_small") count /= of_each;

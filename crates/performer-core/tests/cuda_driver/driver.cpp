@@ -1,9 +1,11 @@
-// CUDA's driver over the memory and the processor of this machine, for running the launches of the program, not only the kernels: arguments
-// reach kernels as bytes, buffers have exactly their size (what is beyond the end faults), new memory holds NaN, freed memory is gone.
-// All work is done when it is asked for, so nothing about order between streams is shown.
+// CUDA's driver, emulated on the memory and the processor of this machine, for running the launches
+// of the program and not only the kernels: arguments reach kernels as bytes, buffers have exactly
+// their size (what is beyond the end faults), new memory holds NaN, freed memory is gone. All work
+// is done when it is asked for, so nothing about the order between streams is shown.
 //
-// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1: prints launches and compilations),
-// EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host).
+// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1:
+// prints launches and compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is
+// the time of the host).
 
 #include "driver.h"
 
@@ -27,6 +29,7 @@ typedef std::lock_guard<std::recursive_mutex> Lock;
 
 // ---- Memory ----
 
+// Block is an allocation: its mapping with a guard page on either side, and the bytes asked for.
 struct Block {
     char* mapped;
     size_t mapped_bytes, bytes;
@@ -37,12 +40,13 @@ static const size_t PAGE = 4096;
 
 static size_t memory() { return (size_t)setting("EMULATED_MEMORY", 16 << 10) << 20; }
 
-// Ends where its last page does: what goes beyond does not exist.
+// Allocates memory that ends where its last page does: a byte beyond it does not exist.
 static void* device_allocate(size_t bytes) {
     Lock lock(everything);
     if (in_use + bytes > memory()) return nullptr;
     if (kernels_are_skipped()) {
-        // Zeros, with which training goes on, and which cost nothing before something reads them.
+        // Skipped kernels get zeros, with which training goes on and which cost nothing before
+        // something reads them.
         bool large = bytes > 64 << 10;
         char* at = (char*)(large ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : std::calloc(bytes, 1));
         blocks[at] = {at, large ? bytes : 0, bytes};
@@ -75,7 +79,7 @@ static void device_free(void* at) {
     blocks.erase(found);
 }
 
-// Whether `bytes` from an address belong to one block.
+// Ends the program unless `bytes` from an address belong to one block.
 static void check(const void* at, size_t bytes, const char* what) {
     Lock lock(everything);
     auto after = blocks.upper_bound((char*)at);
@@ -129,13 +133,14 @@ typedef void (*Launcher)(unsigned, unsigned, int, size_t, int, void**);
 
 struct Function {
     std::string name;
-    // Absent for Candle's kernels.
+    // Null for Candle's kernels.
     Launcher launcher;
     size_t shared_allowed = 48 << 10;
 };
 
 struct Module {
-    // Either a library of emulated kernels or the names of those in PTX, which a stand-in for nvcc leaves empty.
+    // Either a library of emulated kernels, or the names of the kernels in PTX, which a stand-in
+    // for nvcc leaves empty.
     void* library = nullptr;
     std::set<std::string> entries;
     std::map<std::string, Function*> functions;

@@ -1,4 +1,4 @@
-// What the parts of the emulated driver share.
+// Declarations shared by the files of the emulated driver.
 
 #pragma once
 
@@ -7,19 +7,20 @@
 #include <cstdlib>
 #include <string>
 
-// Kernels of Candle's: whether there is one of this name, and running it at once.
+// Candle's own kernels: whether one of this name is emulated, and running it at once.
 bool candle_knows(const std::string& name);
 void candle_run(const std::string& name, void** arguments);
 
 // Images that the emulated NVRTC hands out begin with this, followed by the path of a library.
 constexpr char EMULATED[] = "emulated:";
 
+// Ends the program with a message.
 [[noreturn]] inline void give_up(const std::string& what) {
     std::fprintf(stderr, "emulated CUDA device: %s\n", what.c_str());
     std::_Exit(3);
 }
 
-// A setting from the environment.
+// Returns a setting from the environment.
 inline long setting(const char* name, long otherwise) {
     const char* value = std::getenv(name);
     return value ? std::atol(value) : otherwise;

@@ -1,4 +1,4 @@
-// The functions of cuBLAS and cuRAND that Candle calls.
+// The functions of cuBLAS and cuRAND that Candle calls, on the CPU.
 
 #include "driver.h"
 
@@ -32,7 +32,7 @@ static void store(int type, void* at, double x) {
     else narrow((float)x, *(Bfloat*)at);
 }
 
-// Column by column, as in Fortran: op(a) (m, k), op(b) (k, n), c (m, n).
+// Matrices lie column by column, as in Fortran: op(a) (m, k), op(b) (k, n), c (m, n).
 API cublasGemmStridedBatchedEx(void*, int transposed_a, int transposed_b, int m, int n, int k, const void* alpha, const char* a, int type_a, int lda, long long stride_a, const char* b, int type_b, int ldb, long long stride_b, const void* beta, char* c, int type_c, int ldc, long long stride_c, int batch, int compute, int) {
     if (kernels_are_skipped()) return 0;
     int scalar = compute == 64 ? R_16F : compute == 70 ? R_64F : R_32F;
@@ -55,7 +55,7 @@ API cublasGemmStridedBatchedEx(void*, int transposed_a, int transposed_b, int m,
             }
             for (long row = 0; row < m; row++) {
                 char* at = c + size_of(type_c) * (stride_c * i + column * ldc + row);
-                // What is not asked for may be anything.
+                // With a factor of 0, what c holds may be anything.
                 store(type_c, at, factor * sum[row] + (old == 0 ? 0 : old * load(type_c, at)));
             }
         }

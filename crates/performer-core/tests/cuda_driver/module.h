@@ -1,4 +1,5 @@
-// Ends a kernel's source that is compiled for the emulated device: a launch as the driver has it, with addresses of arguments.
+// This follows a kernel's source that is compiled for the emulated device. It defines launches as
+// the driver makes them, with addresses of arguments.
 
 #include <tuple>
 #include <utility>
@@ -7,7 +8,7 @@ namespace host {
 
 template <class... Parameters, size_t... I>
 void launch_with(Dim grid, int block_threads, void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
-    // As many bytes as the kernel's parameters have, whatever the caller had in mind.
+    // The kernel gets as many bytes as its parameters have, whatever the caller had in mind.
     std::tuple<Parameters...> values;
     (std::memcpy(&std::get<I>(values), arguments[I], sizeof(Parameters)), ...);
     launch(grid, block_threads, kernel, std::get<I>(values)...);

@@ -1,4 +1,5 @@
-// NVRTC by this machine's C++ compiler and `device.h`: "machine code" is the name of a library, kept in EMULATED_CACHE.
+// NVRTC, emulated by this machine's C++ compiler and `device.h`: "machine code" is the path of a
+// library, kept in EMULATED_CACHE.
 
 #include "driver.h"
 
@@ -33,9 +34,10 @@ static std::string read(const std::string& path) {
     return text.str();
 }
 
-// The source with what stands in for the device before it and launches of its kernels behind.
+// Puts what stands in for the device before a source, and launches of its kernels behind it.
 static std::string emulated(const Program& program) {
-    // Fibers share static variables as threads of a block share these; kernels with dynamic shared memory have a global one.
+    // Fibers share static variables as threads of a block share these; kernels with dynamic shared
+    // memory have a global one.
     bool dynamic = program.text.find("extern __shared__") != std::string::npos;
     std::string source = "#include \"device.h\"\n#undef __shared__\n#define __shared__ " + std::string(dynamic ? "" : "static") +
                          "\n#line 1 \"" + program.name + "\"\n" + program.text + "\n#include \"module.h\"\n";

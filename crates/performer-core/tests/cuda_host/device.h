@@ -1,9 +1,12 @@
-// A CUDA device on one CPU thread, for the kernels in src/kernels/cuda: blocks run one after the other, the threads of a block as fibers
-// that take turns at barriers. What a warp does together is emulated lane by lane as the PTX ISA documents it (fragments of
-// mma.m16n8k16 and m16n8k8, ldmatrix), so a wrong index is a wrong number here too. Barriers that some threads miss end the program;
-// fibers may run in either of two orders (`descending`), so that a missing barrier shows as two results.
+// A CUDA device emulated on one CPU thread, for the kernels in src/kernels/cuda: blocks run one
+// after the other, the threads of a block as fibers that take turns at barriers. What a warp does
+// together is emulated lane by lane as the PTX ISA documents it (fragments of mma.m16n8k16 and
+// m16n8k8, ldmatrix), so a wrong index is a wrong number here too. Barriers that some threads miss
+// end the program; fibers may run in either of two orders (`descending`), so that a missing barrier
+// shows as two different results.
 //
-// Stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing about speed.
+// It stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing
+// about speed.
 
 #pragma once
 #define PERFORMER_WARP
@@ -33,13 +36,13 @@ using std::max;
 using std::min;
 
 inline Dim threadIdx, blockIdx, gridDim;
-// As much as a block has on an H100.
+// The shared memory that a block may have on an H100.
 constexpr size_t SHARED_BYTES = 227 << 10;
 alignas(128) inline uint4 shared_memory[SHARED_BYTES / 16];
 
 namespace host {
 
-// As much of it as a launch asks for.
+// The part of it that a launch asks for.
 inline size_t shared_bytes = SHARED_BYTES;
 
 constexpr int MOST_THREADS = 256;
@@ -47,6 +50,7 @@ constexpr size_t STACK = 256 << 10;
 
 enum State { READY_TO_RUN, WAITS_FOR_WARP, WAITS_FOR_BLOCK, FINISHED };
 
+// Fiber is a thread of a block: where it stopped, and why.
 struct Fiber {
     jmp_buf at;
     State state = FINISHED;
@@ -61,6 +65,7 @@ inline int threads = 0, running = 0;
 inline bool descending = false;
 inline const std::function<void()>* body = nullptr;
 
+// Warp holds what the lanes of a warp bring to an operation that they do together.
 struct Warp {
     const char* doing = nullptr;
     int arrived = 0;
@@ -68,10 +73,10 @@ struct Warp {
 };
 inline Warp warps[MOST_THREADS / 32];
 inline int at_barrier = 0;
-// What the threads at a barrier say, and what those at the last one said.
+// What the threads at a barrier say, and what those at the last one said: for __syncthreads_or.
 inline int said = 0, heard = 0;
 
-// Copies that a thread has asked for, in groups; the last one is open.
+// The copies that a thread has asked for, in groups; the last group is open.
 struct Copy { void* to; const void* from; bool has; };
 inline std::vector<std::vector<Copy>> copies[MOST_THREADS];
 inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::memset(c.to, 0, 16); }
@@ -81,6 +86,7 @@ inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::m
     std::_Exit(3);
 }
 
+// Runs the kernel in a new fiber.
 inline void trampoline() {
     (*body)();
     for (const auto& group : copies[running]) {
@@ -90,6 +96,7 @@ inline void trampoline() {
     _longjmp(scheduler, 1);
 }
 
+// Starts a thread's fiber, or goes on where it stopped.
 inline void resume(int thread) {
     running = thread;
     threadIdx = {(unsigned)thread, 0, 0};
@@ -107,8 +114,9 @@ inline void resume(int thread) {
     std::abort();
 }
 
-// The next thread that can run, -1 if none can: in turn after the running one; or, `descending`, of its warp as long as one can, so that a
-// warp is as far ahead of the others as barriers let it.
+// Returns the next thread that can run, -1 if none can: in turn after the running one; or, if
+// `descending`, one of its warp as long as one can, so that a warp is as far ahead of the others as
+// barriers let it.
 inline int next() {
     for (int i = 1; i <= 32 && descending; i++) {
         int thread = running / 32 * 32 + (running % 32 + 32 - i % 32) % 32;
@@ -121,6 +129,7 @@ inline int next() {
     return -1;
 }
 
+// Stops the running thread and lets another run.
 inline void wait(State why) {
     fibers[running].state = why;
     int thread = next();
@@ -155,7 +164,7 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
     for (unsigned y = 0; y < grid.y; y++) {
         for (unsigned x = 0; x < grid.x; x++) {
             blockIdx = {x, y, 0};
-            // What a block leaves behind must not help the next.
+            // What a block leaves in shared memory must not help the next.
             std::memset(shared_memory, 0xff, sizeof(shared_memory));
             for (int i = 0; i < threads; i++) {
                 fibers[i].state = READY_TO_RUN;
@@ -246,7 +255,7 @@ inline void narrow(float x, Half& to) {
     } else if (size >= 65520.0f) {
         to.bits = sign | 0x7c00;
     } else {
-        // In units of the last place; nearbyint rounds to even.
+        // This rounds in units of the last place; nearbyint rounds to even.
         int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
         int units = (int)std::nearbyint(std::ldexp(size, 10 - exponent));
         to.bits = sign | (units >= 1024 ? ((exponent + 15) << 10) + (units - 1024) : units);
@@ -267,7 +276,7 @@ inline unsigned pack_f16(float x, float y) {
     return low.bits | (unsigned)high.bits << 16;
 }
 
-// Ties away from zero.
+// Rounds ties away from zero.
 inline unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
 
 // Results below the normal numbers are zero, as in ex2.approx.ftz.
@@ -280,7 +289,7 @@ inline float logarithm(float x) { return std::log2(x); }
 inline uint4 load_constant(const uint4* at) { return *at; }
 inline uint4 load_once(const uint4* at) { return *at; }
 
-// Copies happen as late as they may; where threads run in the other order, as early.
+// Copies happen as late as they may; where threads run in the other order, as early as they may.
 inline void copy_on(void* to, const void* from, bool has) {
     if ((size_t)to % 16 || (has && (size_t)from % 16)) host::fail("a copy of 16 bytes that are not aligned");
     if ((char*)to < (char*)shared_memory || (char*)to + 16 > (char*)shared_memory + SHARED_BYTES) host::fail("a copy to elsewhere than shared memory");
@@ -297,7 +306,7 @@ void wait_for_copies() {
         groups.erase(groups.begin());
     }
 }
-// Reads, so that a checker of memory sees addresses that are not there.
+// Reads one byte, so that a memory checker sees addresses that do not exist.
 inline void ask_for(const void* at) { *(const volatile char*)at; }
 
 inline float from_lane_xor(float x, int mask) {
@@ -356,7 +365,8 @@ struct Fragments {
     const unsigned *a, *b;
 };
 
-// c (16, 8) += a (16, K) b (K, 8), a row's products added to the sum one after the other.
+// Computes c (16, 8) += a (16, K) b (K, 8); the products of a row are added to the sum one after
+// the other.
 template <int K>
 void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
     for (int lane = 0; lane < 32; lane++) {
@@ -371,7 +381,7 @@ void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
 
 }  // namespace host
 
-// m16n8k16 of numbers that `half(word, i)` unpacks.
+// Emulates m16n8k16 on numbers that `half(word, i)` unpacks.
 template <class Unpack>
 void multiply_16(const char* doing, float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack half) {
     host::Fragments mine = {c, a, b};
@@ -380,7 +390,8 @@ void multiply_16(const char* doing, float (&c)[4], const unsigned (&a)[4], const
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, in_group = lane % 4;
             for (int i = 0; i < 8; i++) {
-                // Of the eight: row `group` for 0, 1, 4, 5, else `group` + 8; column 2 `in_group` + (i & 1), + 8 from 4 on.
+                // Of the eight numbers, 0, 1, 4 and 5 are in row `group`, the others in row `group`
+                // + 8; the column is 2 `in_group` + (i & 1), and 8 more from number 4 on.
                 int row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
                 int column = in_group * 2 + (i & 1) + (i >= 4 ? 8 : 0);
                 left[row][column] = half(all[lane]->a[i / 2], i % 2);

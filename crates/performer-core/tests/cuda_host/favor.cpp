@@ -1,7 +1,8 @@
-// FAVOR forward, backward and step by step, through the kernels of src/kernels/cuda on a CPU.
+// Runs FAVOR forward, backward and step by step through the kernels of src/kernels/cuda on a CPU.
 //
-// Reads one problem from stdin and writes its results to stdout, as `tests/cuda_host.rs` lays them out: numbers are f32, rounded to
-// STORAGE here. Compiled once for each set of macros.
+// It reads one problem from stdin and writes its results to stdout, in the layout of
+// `tests/cuda_host.rs`: numbers are f32, rounded to STORAGE here. It is compiled once for each set
+// of macros.
 
 #include "device.h"
 
@@ -83,7 +84,8 @@ int main() {
     auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
     Problem p = {heads, heads / key_heads, queries, keys, divide(queries, segments), segments, dense(heads, queries, width),
                  dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E};
-    // Builders as `favor_sums` takes them: each head its own.
+    // `of_keys` and `of_queries` are problems for `favor_sums`, in which every head builds its own
+    // sums; `key_readers` is the problem for the gradients of keys.
     Problem of_keys = p, of_queries = p, key_readers = p;
     of_keys.heads = key_heads, of_keys.group = 1, of_keys.queries = keys, of_keys.q = p.k, of_keys.segment = divide(keys, segments);
     of_queries.group = 1, of_queries.v = dense(heads, queries, VALUES);
@@ -113,7 +115,8 @@ int main() {
 
 #if CAUSAL
     if (split) {
-        // The first `split` tokens, the others but two from the state that they leave, then two steps: in rows of the whole tensors.
+        // The first `split` tokens, then all others but two from the state that those leave, then
+        // two decoding steps: in rows of the whole tensors.
         std::vector<Stored> again = poison<Stored>(count * VALUES);
         std::vector<float> carried;
         int starts[] = {0, split, queries - 2, queries - 1, queries};

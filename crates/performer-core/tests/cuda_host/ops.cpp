@@ -1,11 +1,11 @@
-// The kernels of norms, activations, rotary positions, embedding, cross-entropy and AdamW, on a CPU, against the formulas in f64. Ends with 1
-// and says what is wrong, if something is.
+// Compares the kernels of norms, activations, rotary positions, embedding, cross-entropy and AdamW,
+// on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
 
 #include "device.h"
 
 #include <random>
 
-// Fibers share static variables as threads share these.
+// Fibers share static variables as the threads of a block share these.
 #undef __shared__
 #define __shared__ static
 
@@ -36,7 +36,7 @@ static const double TOLERANCE = STORAGE == 0 ? 1e-5 : 1e-2;
 static int failures = 0;
 static std::mt19937 generator(1);
 
-// Numbers that `Stored` holds exactly.
+// Draws numbers; with `round`, ones that `Stored` holds exactly.
 static Numbers random_numbers(size_t count, bool round = true) {
     std::normal_distribution<float> normal;
     Numbers x(count);
@@ -57,7 +57,7 @@ static std::vector<Stored> stored(const Numbers& x) {
 
 static std::vector<float> floats(const Numbers& x) { return std::vector<float>(x.begin(), x.end()); }
 
-// Room full of NaN.
+// Returns memory full of NaN.
 template <class T>
 static std::vector<T> room(size_t count) {
     std::vector<T> x(count);
@@ -65,6 +65,7 @@ static std::vector<T> room(size_t count) {
     return x;
 }
 
+// Compares results with what they should be, relative to the largest.
 template <class T>
 static void check(const char* what, const std::vector<T>& got, const Numbers& want) {
     double largest = 1e-30, error = 0;
@@ -153,7 +154,7 @@ static void check_activations(long long count) {
     check("swiglu, gradient of input", e, dup);
 }
 
-// x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map.
+// Here x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map.
 static void check_rotary(int batch, int heads, int tokens, int half) {
     int width = 2 * half;
     Numbers x = random_numbers((size_t)batch * tokens * heads * width), angles = random_numbers((size_t)tokens * half, false);
@@ -179,7 +180,7 @@ static void check_rotary(int batch, int heads, int tokens, int half) {
     host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, tokens * token, (long long)width, token, 1.0f, xs.data(),
                  cs.data(), ss.data(), out.data());
     check("rotary", out, want);
-    // Turned back: the numbers it came from, in the order of heads.
+    // Turned back, these are the numbers it came from, in the order of heads.
     host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, (long long)heads * tokens * width,
                  (long long)tokens * width, (long long)width, -1.0f, out.data(), cs.data(), ss.data(), back.data());
     Numbers start(x.size());
@@ -220,7 +221,7 @@ static void check_embedding(int count, int width, int vocabulary) {
     Numbers g = random_numbers((size_t)count * width), want((size_t)vocabulary * width);
     std::vector<unsigned> ids(count);
     for (int i = 0; i < count; i++) {
-        // Some tokens often, some never.
+        // Some tokens occur often, some never.
         ids[i] = i % 3 ? i * 7 % (vocabulary - 1) : 0;
         for (int c = 0; c < width; c++) want[(size_t)ids[i] * width + c] += g[(size_t)i * width + c];
     }

@@ -1,7 +1,8 @@
-// Numbers in and out.
+// How the programs read problems from stdin and write results to stdout.
 
 #pragma once
 
+// Reader reads numbers from stdin.
 struct Reader {
     template <class T>
     std::vector<T> all(size_t count) {
@@ -23,7 +24,7 @@ struct Reader {
     }
 };
 
-// All ones: NaN in every type.
+// Returns memory whose bits are all ones: NaN in every type.
 template <class T>
 std::vector<T> poison(size_t count) {
     std::vector<T> x(count);
@@ -31,6 +32,7 @@ std::vector<T> poison(size_t count) {
     return x;
 }
 
+// Writes numbers to stdout as f32.
 template <class T>
 void write(const std::vector<T>& x) {
     std::vector<float> y;

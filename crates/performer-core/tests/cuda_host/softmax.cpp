@@ -1,4 +1,5 @@
-// Exact softmax attention forward and backward through the kernels of src/kernels/cuda on a CPU, as favor.cpp does for FAVOR.
+// Runs exact softmax attention forward and backward through the kernels of src/kernels/cuda on a
+// CPU, as favor.cpp does with FAVOR.
 
 #include "device.h"
 

@@ -1,6 +1,8 @@
-// A Metal device on one CPU thread, for the kernel in src/kernels/metal: what Metal's language and library have beyond C++, on the
-// threads, barriers and poisoned memory of cuda_host/device.h. A simdgroup matrix is two numbers in each lane, in an order of its own;
-// lanes load and store theirs as they come, and wait for each other only where matrices are multiplied and at barriers.
+// A Metal device emulated on one CPU thread, for the kernel in src/kernels/metal: what Metal's
+// language and library have beyond C++, on the threads, barriers and poisoned memory of
+// cuda_host/device.h. A simdgroup matrix is two numbers in each lane, in an order of its own; lanes
+// load and store theirs as they come, and wait for each other only where matrices are multiplied
+// and at barriers.
 //
 // It shows that the logic is right, not that Apple's compiler takes it, and nothing about speed.
 
@@ -46,7 +48,7 @@ inline void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
 namespace host {
 
-// Every lane gets what `op` makes of all numbers.
+// Gives every lane the reduction of all numbers by `op`.
 template <class T, class Op>
 T reduce(const char* doing, T x, Op op) {
     T slot = x;
@@ -69,18 +71,20 @@ struct simdgroup_float8x8 { float x[2]; };
 
 namespace host {
 
-// As much as a threadgroup has on Apple's devices.
+// The memory that a threadgroup may have on Apple's devices.
 constexpr size_t THREADGROUP_BYTES = 32 << 10;
 
-// Where the i-th number of a lane stands: not as Apple has it, on which nothing may depend.
+// The place in the matrix of a lane's i-th number. It is not Apple's order, on which nothing may
+// depend.
 inline int place(int lane, int i) { return (lane * 2 + i) * 29 % 64; }
 
-// Calls `f(number, its row, its column)` for the lane's two.
+// Calls `f(number, its row, its column)` for the two numbers of the lane.
 template <class Matrix, class F>
 void each(Matrix& matrix, F f) {
     for (int i = 0; i < 2; i++) f(matrix.x[i], place(running % 32, i) / 8, place(running % 32, i) % 8);
 }
 
+// Fails if a matrix lies beyond the memory of a threadgroup.
 inline const float* within(const float* at) {
     const char* byte = (const char*)at;
     bool shared = byte >= (char*)shared_memory && byte < (char*)shared_memory + SHARED_BYTES;

@@ -1,7 +1,8 @@
-// Causal FAVOR through the kernel of src/kernels/metal on a CPU.
+// Runs causal FAVOR through the kernel of src/kernels/metal on a CPU.
 //
-// Reads one problem from stdin and writes its outputs to stdout, as `tests/metal_host.rs` lays them out: numbers are f32, rounded to
-// STORAGE here. Compiled once for each set of macros.
+// It reads one problem from stdin and writes its outputs to stdout, in the layout of
+// `tests/metal_host.rs`: numbers are f32, rounded to STORAGE here. It is compiled once for each set
+// of macros.
 
 #include "device.h"
 
@@ -18,12 +19,13 @@ inline void narrow(float x, ushort& to) {
 
 #include "../cuda_host/problem.h"
 
-// Sums of earlier or later tokens.
+// Sums holds the sums before or after some tokens.
 struct Sums {
     std::vector<float> scales, sums;
     explicit Sums(size_t heads) : scales(poison<float>(heads * FEATURES)), sums(poison<float>(heads * FEATURES * (VALUES + 1))) {}
 };
 
+// Calls the kernel with the position of the running thread.
 static void run(Problem* p, const Stored* q, const Stored* k, const Stored* v, const uchar* visible, const float* projection, Stored* out,
                 Sums* before, Sums* after) {
     uint index = threadIdx.x;
@@ -31,7 +33,8 @@ static void run(Problem* p, const Stored* q, const Stored* k, const Stored* v, c
                   after ? after->scales.data() : nullptr, after ? after->sums.data() : nullptr, blockIdx.x, index, index / 32, index % 32);
 }
 
-// Rows of (batch, heads, tokens, width) as (batch, tokens, heads, width) with a gap after each, and where they lie.
+// Copies rows of (batch, heads, tokens, width) to (batch, tokens, heads, width) with a gap after
+// each, and says where they lie.
 static std::vector<Stored> spread(const std::vector<Stored>& x, int batch, int heads, int tokens, int width, Strides& strides) {
     const long gap = 3, row = width + gap;
     strides = {row * heads * tokens, row, row * heads};
@@ -57,7 +60,7 @@ int main() {
     std::vector<unsigned char> mask;
     if (masked) mask = in.bytes((size_t)batch * tokens);
 
-    // As `projection.rs` has it.
+    // The projection is packed as `projection.rs` does it.
     double factor = std::pow((double)DIM, -0.25), log2e = 1.4426950408889634;
     std::vector<float> projection((size_t)D * F);
     for (int r = 0; r < FEATURES; r++) {
@@ -71,7 +74,7 @@ int main() {
     Problem p = {dense(heads, DIM), dense(key_heads, DIM), dense(key_heads, VALUES), heads, heads / key_heads, tokens, masked,
                  0, 0, (float)(0.5 * factor * factor * log2e), 0.5f * std::log2((float)FEATURES)};
     if (masked) {
-        // What hidden keys hold must not be looked at.
+        // The numbers of hidden keys must not be looked at.
         for (size_t row = 0; row < (size_t)batch * key_heads * tokens; row++) {
             if (mask[row / key_heads / tokens * tokens + row % tokens]) continue;
             std::memset((void*)&k[row * DIM], 0xff, DIM * sizeof(Stored));
@@ -83,7 +86,7 @@ int main() {
         k = spread(k, batch, key_heads, tokens, DIM, p.k);
         v = spread(v, batch, key_heads, tokens, VALUES, p.v);
     }
-    // Some tokens from the sums of those before them, if `before`.
+    // Computes some tokens, from the sums of those `before` them, if given.
     auto forward = [&](int first, int count, Sums* before, Sums* after) {
         Problem some = p;
         some.tokens = count, some.resumes = before != nullptr, some.leaves = after != nullptr;

@@ -1,12 +1,11 @@
-// GELU (tanh form) and SwiGLU, element by element, and their gradients.
-//
-// Macro: STORAGE as in stored.cuh.
+// GELU (tanh form) and SwiGLU, element by element, and their gradients. All tensors of a kernel
+// have one shape; a thread has one element.
 
 #include "stored.cuh"
 
 constexpr int THREADS = 256;
 
-// 1/(1 + e^-x), with an exponent of at most 0.
+// Computes 1/(1 + e^-x), with an exponent of at most 0.
 __device__ inline float sigmoid(float x) {
     float e = power_of_two(-1.4426950408889634f * fabsf(x));
     float below = e / (1.0f + e);
@@ -15,6 +14,7 @@ __device__ inline float sigmoid(float x) {
 
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f, CUBIC = 0.044715f;
 
+// Computes out = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
 extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(long long count, const Stored* x, Stored* out) {
     long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (i >= count) return;
@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(long long cou
     narrow(a * sigmoid(TWICE_SQRT_2_OVER_PI * (a + CUBIC * a * a * a)), out[i]);
 }
 
+// Computes dx, the gradient of GELU.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gelu_backward(long long count, const Stored* x, const Stored* grad, Stored* dx) {
     long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
@@ -32,6 +33,7 @@ gelu_backward(long long count, const Stored* x, const Stored* grad, Stored* dx) 
     narrow(widen(grad[i]) * slope, dx[i]);
 }
 
+// Computes out = gate sigmoid(gate) up.
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_forward(long long count, const Stored* gate, const Stored* up, Stored* out) {
     long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
@@ -40,6 +42,7 @@ swiglu_forward(long long count, const Stored* gate, const Stored* up, Stored* ou
     narrow(a * sigmoid(a) * widen(up[i]), out[i]);
 }
 
+// Computes the gradients of SwiGLU's gate and up.
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_backward(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
     long long i = (long long)blockIdx.x * THREADS + threadIdx.x;

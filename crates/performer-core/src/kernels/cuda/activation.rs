@@ -1,4 +1,4 @@
-//! GELU and SwiGLU on CUDA, element by element.
+//! GELU and SwiGLU on CUDA: launches the kernels of `activation.cu`, element by element.
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -10,7 +10,7 @@ const SOURCE: Source = Source {
     headers: STORED,
 };
 
-/// Runs a kernel that makes `OUT` tensors of `N` tensors of one shape and type.
+/// Runs a kernel that makes `OUT` tensors from `N` tensors, all of one shape and type.
 fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Result<[CudaStorage; OUT]> {
     contiguous(inputs)?;
     let (first, layout) = inputs[0];
@@ -34,22 +34,25 @@ fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Resu
     Ok(outputs)
 }
 
+/// Computes GELU.
 pub(in crate::kernels) fn gelu(x: View) -> Result<(CudaStorage, Shape)> {
     let [out] = run("gelu_forward", [x])?;
     Ok((out, x.1.shape().clone()))
 }
 
+/// Computes the gradient of GELU's input.
 pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let [dx] = with_storages([x, &grad.contiguous()?], |inputs| run("gelu_backward", inputs))?;
     Ok(tensor(dx, x.shape()))
 }
 
+/// Computes SwiGLU.
 pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
     let [out] = run("swiglu_forward", [gate, x])?;
     Ok((out, x.1.shape().clone()))
 }
 
-/// Gradients of the gates and of the numbers.
+/// Computes the gradients of the gates and of the numbers.
 pub(in crate::kernels) fn swiglu_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
     let gradients: [CudaStorage; 2] =
         with_storages([gate, x, &grad.contiguous()?], |inputs| run("swiglu_backward", inputs))?;

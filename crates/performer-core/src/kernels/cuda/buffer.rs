@@ -1,10 +1,11 @@
-//! What the attention kernels share on the host's side: memory that is no tensor, and where rows of tensors lie.
+//! The host side of the attention kernels: memory that is not a tensor, and where rows of tensors
+//! lie.
 
 use candle_core::{DType, Layout, Result, Shape, Tensor};
 
 use super::{CudaDevice, CudaStorage, Launch, View, allocate, tensor};
 
-/// Numbers on the device that are no tensor.
+/// `Buffer` is memory on the device that is not a tensor of Candle.
 #[derive(Debug)]
 pub(super) struct Buffer {
     pub(super) storage: CudaStorage,
@@ -12,10 +13,12 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
+    /// Allocates `count` numbers of f32.
     pub(super) fn new(device: &CudaDevice, count: usize) -> Result<Self> {
         Self::of(device, count, DType::F32)
     }
 
+    /// Allocates numbers of a shape and type.
     pub(super) fn of(device: &CudaDevice, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let shape = shape.into();
         Ok(Self { storage: allocate(device, &shape, dtype)?, layout: Layout::contiguous(shape) })
@@ -30,7 +33,7 @@ impl Buffer {
     }
 }
 
-/// Distances between numbers, as `Strides` of `favor.cuh`.
+/// The distances between batch entries, heads and tokens: `Strides` of `favor.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Strides {
@@ -40,22 +43,24 @@ pub(super) struct Strides {
 }
 
 impl Strides {
+    /// The strides of a tensor of rank 4.
     pub(super) fn of(layout: &Layout) -> Self {
         let s = layout.stride();
         Self { batch: s[0] as i64, head: s[1] as i64, token: s[2] as i64 }
     }
 
+    /// The strides of a contiguous tensor.
     pub(super) fn dense(heads: usize, tokens: usize, width: usize) -> Self {
         Self { batch: (heads * tokens * width) as i64, head: (tokens * width) as i64, token: width as i64 }
     }
 }
 
-/// The address of a tensor that may be missing: 0 then.
+/// Returns the address of a tensor that may be missing; 0 where it is.
 pub(super) fn address<'l>(launch: &mut Launch<'l>, view: Option<View<'l>>) -> Result<u64> {
     view.map_or(Ok(0), |(storage, layout)| launch.address(storage, layout))
 }
 
-/// Gives a launch a tensor that may be missing.
+/// Adds a tensor that may be missing to the arguments of a launch.
 pub(super) fn optional<'l>(mut launch: Launch<'l>, view: Option<View<'l>>) -> Result<Launch<'l>> {
     let address = address(&mut launch, view)?;
     Ok(launch.value(address))

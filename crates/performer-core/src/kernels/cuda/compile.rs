@@ -1,4 +1,4 @@
-//! Sources to machine code by NVRTC, which needs no device.
+//! Compiles CUDA sources to machine code with NVRTC, which needs no device.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int},
@@ -12,25 +12,27 @@ use candle_core::{
 
 use super::Source;
 
-/// What NVRTC is asked for.
+/// `Target` is what NVRTC is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Target {
-    /// `major · 10 + minor`.
+    /// The architecture, `major · 10 + minor`.
     arch: i32,
-    /// Machine code if so, else PTX that the driver translates.
+    /// Whether it is machine code; else PTX, which the driver translates.
     native: bool,
 }
 
 impl Target {
-    /// Machine code for the device if this NVRTC knows it: it runs on any driver of the toolkit's major version, while PTX needs a driver
-    /// at least as new as the toolkit. A device newer than this NVRTC gets PTX of the newest architecture below it.
+    /// Chooses machine code for the device if this NVRTC knows it: it runs on any driver of the
+    /// toolkit's major version, while PTX needs a driver at least as new as the toolkit. A device
+    /// newer than this NVRTC gets PTX of the newest architecture below it.
     fn choose((major, minor): (i32, i32), supported: &[i32]) -> Option<Self> {
         let device = major * 10 + minor;
         let best = supported.iter().copied().filter(|&arch| arch <= device).max()?;
         Some(Self { arch: best, native: best == device })
     }
 
-    /// With `a`, a device's own instructions (Hopper's wgmma) are at hand too; it exists from 9.0 on.
+    /// The option for NVRTC. The suffix `a`, which exists from 9.0 on, also allows a device's own
+    /// instructions (Hopper's wgmma).
     fn option(self) -> String {
         match self {
             Self { arch, native: true } if arch >= 90 => format!("--gpu-architecture=sm_{arch}a"),
@@ -40,10 +42,11 @@ impl Target {
     }
 }
 
-/// Machine code of a source with macros, each `NAME=VALUE`, for devices of a compute capability.
+/// Compiles a source with macros, each `NAME=VALUE`, for devices of a compute capability.
 ///
 /// # Errors
-/// The compiler's log, with the source, macros and architecture it is about; or that NVRTC knows no such device.
+/// The compiler's log, with the source, macros and architecture it is about; or that NVRTC knows no
+/// such device.
 pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Ptx> {
     let supported = supported()?;
     let Some(target) = Target::choose(capability, &supported) else {
@@ -57,14 +60,15 @@ pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Re
     options.extend(macros.iter().map(|m| format!("--define-macro={m}")));
     let program = Program::new(source)?;
     program.compile(&options).map_err(|(error, log)| {
-        // In one line: that is what programs show of an error.
+        // The log becomes one line: that is what programs show of an error.
         let log: Vec<&str> = log.lines().map(str::trim).filter(|line| !line.is_empty()).take(12).collect();
         Error::msg(format!("{} does not compile with {}: {error}: {}", source.name, options.join(" "), log.join(" / ")))
     })?;
     program.image(target.native).map_err(|e| Error::msg(format!("{}: NVRTC keeps its result back: {e}", source.name)))
 }
 
-/// Architectures that NVRTC compiles for. The first call of all: where the libraries do not fit together, it shows here.
+/// Returns the architectures that NVRTC compiles for. This is the first call to NVRTC: if the
+/// libraries do not fit together, it shows here.
 fn supported() -> Result<Vec<i32>> {
     let failed =
         |e| Error::msg(format!("NVRTC, the compiler of CUDA kernels, does not answer ({e}): is libnvrtc complete?"));
@@ -78,7 +82,7 @@ fn supported() -> Result<Vec<i32>> {
     }
 }
 
-/// A program of NVRTC, destroyed when dropped.
+/// `Program` is a program of NVRTC, destroyed when dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Program {
@@ -104,7 +108,7 @@ impl Program {
         Ok(Self(program))
     }
 
-    /// Compiles, or says why not.
+    /// Compiles the program, or returns the error and the log.
     fn compile(&self, options: &[String]) -> std::result::Result<(), (NvrtcError, String)> {
         let options: Vec<CString> = options.iter().filter_map(|o| CString::new(o.as_str()).ok()).collect();
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
@@ -113,6 +117,7 @@ impl Program {
         result.map_err(|e| (e, self.log()))
     }
 
+    /// Returns the compiler's log.
     fn log(&self) -> String {
         let mut size = 0;
         // SAFETY: NVRTC says how much it writes, with a zero at the end.
@@ -130,6 +135,7 @@ impl Program {
         }
     }
 
+    /// Returns the compiled machine code, or PTX if it is not `native`.
     fn image(&self, native: bool) -> std::result::Result<Ptx, NvrtcError> {
         let mut size = 0;
         // SAFETY: NVRTC says how much it writes.
@@ -151,7 +157,8 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: it was created and not destroyed. There is nobody to tell if that fails.
+        // SAFETY: the program was created and not destroyed. There is nobody to tell if destroying
+        // it fails.
         let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
     }
 }

@@ -1,23 +1,25 @@
-// Cross-entropy over rows of logits, one block a row.
+// Cross-entropy over rows of logits; a block has one row.
 //
-// Macro: STORAGE as in stored.cuh, of the logits; everything else is f32.
+//   forward:  logits (rows, V), targets (rows) -> losses (rows), logs (rows)
+//   backward: logits, targets, logs, grads (rows) -> gradients in place of the logits (rows, V)
 
 #include "stored.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Below every logit but -inf, and finite: -inf - FLOOR is -inf and not NaN.
+// FLOOR is below every logit but -inf, and finite: -inf - FLOOR is -inf and not NaN.
 constexpr float FLOOR = -3e38f;
 
-// Sums of exponentials s, s2 relative to m, m2 added up relative to the larger.
+// Adds the sum of exponentials s2, relative to m2, to s, relative to m; the result is relative to
+// the larger of the two.
 __device__ inline void merge(float& m, float& s, float m2, float s2) {
     float larger = fmaxf(m, m2);
     s = s * power_of_two((m - larger) * LOG2E) + s2 * power_of_two((m2 - larger) * LOG2E);
     m = larger;
 }
 
-// losses = logs - logit of the target, logs = the logarithm of the sum of e^logit.
+// Computes logs, the logarithms of the sums of e^logit, and losses = logs - the target's logit.
 extern "C" __global__ void __launch_bounds__(THREADS)
 cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
     __shared__ float maxima[WARPS], sums[WARPS];
@@ -49,7 +51,7 @@ cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targ
     }
 }
 
-// logits <- grad (softmax - onehot), in place.
+// Replaces logits by their gradients, grad (softmax - onehot).
 extern "C" __global__ void __launch_bounds__(THREADS)
 cross_entropy_backward(int vocabulary, Stored* logits, const unsigned* targets, const float* logs, const float* grads) {
     logits += (long long)blockIdx.x * vocabulary;

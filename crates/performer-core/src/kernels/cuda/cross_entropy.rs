@@ -1,4 +1,4 @@
-//! Cross-entropy of rows of logits on CUDA.
+//! Cross-entropy of rows of logits on CUDA: launches the kernels of `cross_entropy.cu`.
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 
@@ -10,7 +10,8 @@ const SOURCE: Source = Source {
     headers: STORED,
 };
 
-/// Losses and logarithms of the denominators, f32 `(N)` each: logits `(N, V)`, u32 targets `(N)` below V.
+/// Computes losses and logarithms of the denominators, f32 `(N)` each, from logits `(N, V)` and u32
+/// targets `(N)` below V.
 pub(in crate::kernels) fn losses(logits: &Tensor, targets: &Tensor) -> Result<[Tensor; 2]> {
     let (n, vocabulary) = logits.dims2()?;
     with_storages([logits, targets], |[logits, targets]| {
@@ -21,13 +22,14 @@ pub(in crate::kernels) fn losses(logits: &Tensor, targets: &Tensor) -> Result<[T
         let kernel = SOURCE.kernel(device, "cross_entropy_forward", &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(vocabulary as i32);
         let launch = launch.input(logits.0, logits.1)?.input(targets.0, targets.1)?;
-        // SAFETY: a block for each row, and targets are checked to lie in it.
+        // SAFETY: there is a thread block for each row, and targets are checked to lie in it.
         unsafe { launch.output(&mut losses)?.output(&mut logs)?.run([n, 1, 1], THREADS) }?;
         Ok([tensor(losses, n), tensor(logs, n)])
     })
 }
 
-/// Turns logits into their gradients, in place: `g_i (softmax − onehot(target))`. Nobody else may hold the logits.
+/// Turns logits into their gradients, in place: `g_i (softmax − onehot(target))`. Nothing else may
+/// hold the logits.
 pub(in crate::kernels) fn gradients(logits: Tensor, targets: &Tensor, logs: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let (n, vocabulary) = logits.dims2()?;
     with_storages([&logits, targets, logs, grad], |views| {
@@ -37,7 +39,8 @@ pub(in crate::kernels) fn gradients(logits: Tensor, targets: &Tensor, logs: &Ten
         let kernel = SOURCE.kernel(device, "cross_entropy_backward", &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(vocabulary as i32).input(logits.0, logits.1)?;
         let launch = launch.input(targets.0, targets.1)?.input(logs.0, logs.1)?.input(grad.0, grad.1)?;
-        // SAFETY: a block for each row, which alone reads and writes it; the tensor is ours.
+        // SAFETY: there is a thread block for each row, which alone reads and writes it; the tensor
+        // is ours.
         unsafe { launch.run([n, 1, 1], THREADS) }
     })?;
     Ok(logits)

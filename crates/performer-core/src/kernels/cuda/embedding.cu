@@ -1,12 +1,14 @@
-// Gradient of an embedding: row v is the sum of the gradients of all positions that hold token v, in their order, so that it is the
-// same every time. One block a token of the vocabulary; it looks through all positions, which lie in the second-level cache.
+// The gradient of an embedding: row v is the sum of the gradients of all positions that hold token
+// v, in their order, so that it is the same every time. A block has one token of the vocabulary; it
+// looks through all positions, which lie in the second-level cache.
 //
-// Macro: STORAGE as in stored.cuh, of the gradients; the result is f32.
+//   ids (count), grad (count, width) -> out (vocabulary, width)
 
 #include "stored.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
+// Computes one row of the gradient.
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_backward(int count, int width, const unsigned* ids, const Stored* grad, float* out) {
     __shared__ int found[THREADS];

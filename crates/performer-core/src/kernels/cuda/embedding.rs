@@ -1,4 +1,5 @@
-//! Gradient of an embedding on CUDA. Candle's adds one position after the other to every column: thousands of them wait in line.
+//! An embedding on CUDA whose gradient is computed by `embedding.cu`. Candle's gradient adds one
+//! position after the other to every column, so that thousands of them wait in line.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -10,7 +11,7 @@ const SOURCE: Source = Source {
     headers: STORED,
 };
 
-/// Rows `ids`, u32 and contiguous `(N)`, of a table `(V, E)` → `(N, E)`.
+/// `Embedding` takes the rows `ids` (u32 and contiguous, `(N)`) of a table `(V, E)` → `(N, E)`.
 pub(crate) struct Embedding {
     pub(crate) ids: Tensor,
 }
@@ -37,7 +38,7 @@ impl CustomOp1 for Embedding {
     }
 }
 
-/// Sums of the rows of `grad` `(N, E)` by token, `(V, E)` in f32: u32 ids `(N)`.
+/// Computes the sums of the rows of `grad` `(N, E)` by token, `(V, E)` in f32, for u32 ids `(N)`.
 fn backward(ids: &Tensor, grad: &Tensor, vocabulary: usize) -> Result<Tensor> {
     let (n, width) = grad.dims2()?;
     with_storages([ids, &grad.contiguous()?], |[ids, grad]| {
@@ -47,7 +48,7 @@ fn backward(ids: &Tensor, grad: &Tensor, vocabulary: usize) -> Result<Tensor> {
         let kernel = SOURCE.kernel(device, "embedding_backward", &[("STORAGE", &storage(grad.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(n as i32).value(width as i32);
         let launch = launch.input(ids.0, ids.1)?.input(grad.0, grad.1)?;
-        // SAFETY: a block for each token of the vocabulary writes its row.
+        // SAFETY: a thread block for each token of the vocabulary writes its row.
         unsafe { launch.output(&mut out)?.run([vocabulary, 1, 1], THREADS) }?;
         Ok(tensor(out, shape))
     })

@@ -1,17 +1,36 @@
-// FAVOR over one head, chunk by chunk: what the forward and the backward passes share.
+// FAVOR over one head, chunk by chunk: what the forward and the backward kernels share.
 //
-// A pass has two sides. The *builder* brings features and the sums `S = sum f [y, u]` over them; the *reader*, whose row i sees the
-// builder's rows up to i, brings weights for the same features. In the forward pass and for the gradient of queries, keys build and
-// queries read; for the gradients of keys and values, queries build, from the last token to the first, and keys read. Logarithms are
-// to base 2; the factor is in the projection.
+// A pass has two sides. The *builder* brings features f and the sums `S = sum f [y, u]` over them;
+// the *reader*, whose row i sees the builder's rows up to i, brings weights for the same features.
+// In the forward pass and for the gradient of queries, keys build and queries read; for the
+// gradients of keys and values, queries build, from the last token to the first, and keys read.
+// Logarithms are to base 2; the factor log2(e) is in the projection.
 //
-// Scale. In a chunk, feature r of the builder is divided by 2^c[r], c[r] being the largest logarithm before the chunk and of its first
-// row, which every row of the chunk may see. A later row may exceed it by 2^LIMIT; the first that exceeds it by more begins a chunk of its
-// own. So where a chunk ends depends on its past alone, and no row's numbers depend on what comes after it.
+// Shapes of one chunk in a block (C tokens, D head dimension, F features, V values of the slice):
 //
-// Macros: MAP 0 features made here, exp(w.x - |x|^2/2); 1 rows are logarithms of features; 2 rows are features with a sign, and keys have
-// the logarithm of their scale as one number more (1 and 2 in f32). DIM, FEATURES, VALUES: sizes of a query, of its features, of a
-// value. SLICE: values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. STORAGE: see tile.cuh.
+//   x (C, D)            -> `take_features` -> logarithms of features (C, F), of builder or reader
+//   logarithms, c (F)   -> `weigh`         -> features f (C, F), 2^-c times as large, rounded
+//   f, y (C, V), u (C)  -> `absorb`        -> S (F, V) += f^T y, norm (F) += f^T u
+//   reader's w (C, F)   -> w S + tril(w f^T) y (C, V), w norm + tril(w f^T) u (C)
+//
+//   pass                      builder x, y, u                   reader's rows -> result
+//   forward                   keys, values, 1                   queries -> outputs
+//   gradient of queries       keys, values, 1                   queries, g, e -> dq
+//   gradients of keys, values queries, g, e (in reverse order)  keys, values, 1 -> dk, dv
+//
+// where g is the gradient of the outputs and e = -g.out; see favor_backward.cu. Where all keys are
+// seen, the builder's sums come from `favor_sums` and `favor_combine`, and the triangle falls away.
+//
+// Scale. In a chunk, feature r of the builder is divided by 2^c[r], where c[r] is the largest
+// logarithm before the chunk and of its first row, which every row of the chunk may see. A later
+// row may exceed it by 2^LIMIT; the first that exceeds it by more begins a chunk of its own. So
+// where a chunk ends depends on its past alone, and no row's numbers depend on what comes after it.
+//
+// Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
+// are signed features, and keys have the logarithm of their scale as one more number (1 and 2,
+// "ready" features, in f32). DIM, FEATURES, VALUES: the sizes of a query, of its features, of a
+// value. SLICE: the values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens.
+// STORAGE: see tile.cuh.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR
@@ -25,7 +44,8 @@ constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V =
 constexpr int SPLITS = divide(VALUES, V);
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
-// Blocks that a multiprocessor of Hopper has room for, if each keeps to 128 registers a thread: one waits while the other computes.
+// The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a
+// thread: one waits while the other computes.
 constexpr int AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
 
 typedef Sums<C, F, ROW_GROUPS> Features;
@@ -34,7 +54,7 @@ typedef Sums<C, C, ROW_GROUPS> Pairs;
 typedef Sums<C, D, ROW_GROUPS> Inputs;
 typedef Sums<F, V, 4> Memory;
 
-// Gradients: f32 where several blocks' parts are still to be added up.
+// The type of gradients: f32 where the parts of several blocks are still to be added up.
 #if defined(PARTIAL) && PARTIAL
 typedef float Result;
 #else
@@ -44,42 +64,47 @@ typedef Stored Result;
 constexpr float LOG2E = 1.4426950408889634f;
 // e^32 = 2^46.
 constexpr float LIMIT = 46.0f;
-// Stands for minus infinity in running maxima, but finite: -inf - FLOOR is -inf and not NaN.
+// FLOOR stands for minus infinity in running maxima, but is finite: -inf - FLOOR is -inf and not
+// NaN.
 constexpr float FLOOR = -1e37f;
 
+// Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long long batch, head, token; };
 
+// Problem holds the sizes and strides of one call.
 struct Problem {
     // Query heads, and how many of them read one key head.
     int heads, group;
     int queries, keys;
-    // Tokens of a segment, a multiple of nothing, and how many segments there are.
+    // The tokens of a segment, which need not be a multiple of anything here, and how many segments
+    // there are.
     int segment, segments;
     Strides q, k, v;
     // |x|^2/2 in base 2 is this times |q|^2.
     float norm;
 };
 
-// What the kernels of gradients take.
+// Tensors are the addresses that the gradient kernels take.
 struct Tensors {
     const Stored *q, *k, *v, *grad;
     const unsigned char* visible;
-    // Rows as columns of the projection in base 2, and its rows in base e.
+    // The projection packed as a factor (D, F) in base 2, and packed as a factor (F, D) in base e.
     const uint4 *projection, *back;
     const float* logs;
-    // e: read, or made by the gradient of queries for that of keys.
+    // e, one number a query: read, or written by the gradient of queries for that of keys.
     float* delta;
     const float* denominators;
     float* before;
 };
 
-// The sums of one head in global memory: scales, the sums of u, the sums of u y; each number f32.
+// A record is the sums of one head in global memory: scales (F), the sums of u (F), the sums of u y
+// (F, SPLITS V); each number f32.
 constexpr int RECORD = F * (2 + SPLITS * V);
 __device__ inline float* scales_of(float* record) { return record; }
 __device__ inline float* norms_of(float* record) { return record + F; }
 __device__ inline float* sums_of(float* record, int split) { return record + 2 * F + split * V; }
 
-// Which head, values and segment a block has.
+// Place says which head, slice of the values and segment a block has.
 struct Place {
     int head, split, segment, batch, key_head;
     // Counted through the batch.
@@ -97,6 +122,7 @@ struct Place {
     }
 };
 
+// Returns the rows of a head.
 template <class T>
 __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
     return {first + batch * strides.batch + head * strides.head, strides.token};
@@ -104,6 +130,7 @@ __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head
 
 // ---- Rows, and the logarithms of their features.
 
+// Side holds the rows of queries or keys of one chunk.
 struct Side {
     // Queries or keys; not used where features come ready.
     alignas(16) Operand x[PARTS][C][D + PAD];
@@ -111,7 +138,8 @@ struct Side {
     float offset[C];
 };
 
-// Loads rows of queries or keys. `keep(token)`: whether the row counts; what others hold is not looked at.
+// Loads rows of queries or keys. `keep(token)` says whether the row counts; the numbers of other
+// rows are not looked at.
 template <class F_>
 __device__ void load_side(Side& side, Rows<const Stored> from, Span span, F_ keep) {
     if (READY) return;
@@ -119,7 +147,8 @@ __device__ void load_side(Side& side, Rows<const Stored> from, Span span, F_ kee
                            [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
 }
 
-// The offsets of keys, once they are loaded: their -|x|^2/2, or the scale that comes with them.
+// Computes the offsets of loaded keys: -|x|^2/2, or the logarithm of the scale that comes with a
+// key.
 template <class F_>
 __device__ void set_key_offsets(Side& side, Rows<const Stored> from, Span span, float norm, F_ keep) {
     constexpr int EACH = THREADS / C;
@@ -141,7 +170,8 @@ __device__ void set_key_offsets(Side& side, Rows<const Stored> from, Span span, 
     }
 }
 
-// Logarithms of features with the rows' offsets, or features with a sign.
+// Computes the logarithms of features, with the rows' `offsets` where asked for; or signed
+// features.
 __device__ void take_features(Features& to, const Side& side, Rows<const Stored> from, Span span, const Packed& projection, bool offsets) {
     to.zero();
     if (READY) {
@@ -162,23 +192,28 @@ __device__ void take_features(Features& to, const Side& side, Rows<const Stored>
 
 // ---- The builder.
 
+// Builder is the shared memory of the builder: a chunk's rows, its features, and the sums before
+// it.
 struct Builder : Side {
-    // What the features weigh: values, or the gradients of outputs; and what stands for the 1 beside a value.
+    // What the features weigh: y, values or gradients of outputs; and u, which stands beside y: 1
+    // beside a value, e beside a gradient.
     alignas(16) Operand y[C][V + PAD];
     float unit[C];
-    // Features of the chunk, 2^-scale times as large.
+    // The features of the chunk, 2^-scale times as large.
     alignas(16) Operand features[C][F + PAD];
-    // Sums before the chunk in its scale: S, and that of units.
+    // The sums before the chunk at its scale: S, and the sums of u.
     alignas(16) Operand sums[F][V + PAD];
     float norm[F], scale[F];
-    // Largest logarithms so far, and those of the chunk's first row.
+    // The running maximum of each logarithm, the logarithms of the chunk's first row, and the
+    // factor that brings older sums to the chunk's scale.
     float running[F], first[F], factor[F];
-    // By groups of rows: largest logarithms of the chunk, and what it adds to `norm`.
+    // A number from each group of rows: the largest logarithms of the chunk, and what the chunk
+    // adds to `norm`.
     float largest[ROW_GROUPS][F], added[ROW_GROUPS][F];
     float excess[TURNS][C];
 };
 
-// Begins where `record` ends, or with nothing.
+// Begins with the sums of `record`, or with sums over nothing.
 __device__ inline void begin(Builder& b, Memory& memory, float* record, int split) {
     for (int r = threadIdx.x; r < F; r += THREADS) {
         b.scale[r] = b.running[r] = record ? scales_of(record)[r] : FLOOR;
@@ -196,7 +231,7 @@ __device__ inline void set_scale(Builder& b, int r, float scale) {
     b.scale[r] = scale;
 }
 
-// Leaves the sums in `record`.
+// Writes the sums to `record`, at the scale of the running maximum.
 __device__ inline void leave(Builder& b, Memory& memory, float* record, int split) {
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) {
@@ -210,7 +245,8 @@ __device__ inline void leave(Builder& b, Memory& memory, float* record, int spli
     memory.each([&](int row, int column, float& x) { sums_of(record, split)[row * SPLITS * V + column] = x * b.factor[row]; });
 }
 
-// From logarithms to features in shared memory; those of rows from the n-th on are zero.
+// Turns logarithms into features and stores them in shared memory; those of rows from the n-th on
+// are zero.
 __device__ inline void weigh(Builder& b, Features& f, int n) {
     f.each([&](int row, int column, float& x) {
         float weight = SIGNED ? x * power_of_two(b.offset[row] - b.scale[column]) : power_of_two(x - b.scale[column]);
@@ -220,8 +256,9 @@ __device__ inline void weigh(Builder& b, Features& f, int n) {
     f.over_rows(b.added, Add(), [&](int row, int, float x) { return x * b.unit[row]; });
 }
 
-// Takes a chunk whose rows are loaded; returns how many of them it has. Afterwards `features`, `memory`, its copy `sums` and `norm` are
-// in the chunk's scale and a reader may begin at once; the chunk itself is not in the sums before `absorb`.
+// Takes a causal chunk whose rows are loaded, and returns how many of them the chunk has.
+// Afterwards `features`, `memory`, its copy `sums` and `norm` are at the chunk's scale and a reader
+// may begin at once; the chunk itself is not in the sums before `absorb`.
 __device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
     Features f;
     take_features(f, b, from, span, projection, true);
@@ -253,7 +290,8 @@ __device__ inline void absorb(Builder& b, Memory& memory) {
     memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
 }
 
-// Takes a chunk whose rows all count at once: its scale is the largest of all.
+// Takes a chunk of which all rows are seen at once: its scale is the running maximum with the
+// chunk.
 __device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
     Features f;
     take_features(f, b, from, span, projection, true);
@@ -270,7 +308,7 @@ __device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> fro
     absorb(b, memory);
 }
 
-// The sums of all chunks, for a reader that sees all of them.
+// Reads the sums of all chunks, for a reader that sees all of them.
 __device__ inline void recall(Builder& b, float* record, int split) {
     for (int r = threadIdx.x; r < F; r += THREADS) {
         b.scale[r] = scales_of(record)[r];

@@ -1,8 +1,9 @@
-//! FAVOR on CUDA: one differentiable operation, and the state of decoding. What the kernels do is told in `favor.cuh`; here they are
-//! put together.
+//! FAVOR on CUDA: one differentiable operation, and the state of decoding. `favor.cuh` describes
+//! the kernels and their chain of shapes; this file puts them together.
 //!
-//! On an H200 no kernel can be faster than 119 ps a token and head at 64 dimensions and up to 128 features in one pass, 300 ps in two
-//! (arithmetic alone, bf16); the projection's low part adds to that.
+//! On an H200 no kernel can be faster than 119 ps a token and head at 64 dimensions and up to 128
+//! features in one pass, 300 ps in two (arithmetic alone, bf16); the projection's low part adds to
+//! that.
 
 use std::{
     collections::HashMap,
@@ -19,31 +20,33 @@ use super::{
 };
 use crate::kernels::favor::blocks::{Blocks, MOST_FEATURES, MOST_WIDTH};
 
-/// Orders the projection for the others.
+/// The kernel that packs the projection for the others.
 const PACK: Source = Source {
     name: "performer-core/src/kernels/cuda/favor_pack.cu",
     text: include_str!("favor_pack.cu"),
     headers: HEADERS,
 };
 
-/// Where features come from.
+/// `Map` says where features come from.
 #[derive(Clone, Debug)]
 pub(crate) enum Map {
-    /// Made in the kernel.
+    /// Positive or hyperbolic features, computed in the kernel.
     Exponential(Arc<Projection>),
-    /// Rows are log-features: `(.., F)`, f32.
+    /// The rows are log-features already: `(.., F)`, f32.
     Log {
-        /// `F`.
+        /// The number of features `F`.
         features: usize,
     },
-    /// Rows are features; those of keys have their log-scale as one more number: `(.., F)` and `(.., F + 1)`, f32.
+    /// The rows are signed features, and a row of keys has its log-scale as one more number:
+    /// `(.., F)` for queries and `(.., F + 1)` for keys, f32.
     Signed {
-        /// `F`.
+        /// The number of features `F`.
         features: usize,
     },
 }
 
 impl Map {
+    /// The value of the macro `MAP` of `favor.cuh`.
     pub(super) fn kind(&self) -> u8 {
         match self {
             Self::Exponential(_) => 0,
@@ -70,15 +73,16 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
     super::takes(q) && narrow(q) && narrow(v) && features <= MOST_FEATURES
 }
 
-/// Ω on the device, as it is and in the kernels' order.
+/// `Projection` is Ω on the device, as drawn and packed for the kernels.
 #[derive(Debug)]
 pub(crate) struct Projection {
-    /// `(M, D)`, f32, contiguous.
+    /// Ω, `(M, D)`, f32, contiguous.
     pub(super) omega: Tensor,
     hyperbolic: bool,
     features: usize,
     dim: usize,
-    /// For f32 and for half types: the factors that make features, and gradients of rows.
+    /// The packed projection, for f32 (`true`) and for half types: the factor that makes features,
+    /// and the factor that makes gradients of rows.
     packed: Mutex<HashMap<bool, Arc<[Buffer; 2]>>>,
 }
 
@@ -90,11 +94,12 @@ impl Projection {
         Ok(Self { omega, hyperbolic, features, dim, packed: Mutex::default() })
     }
 
-    /// `D^-1/4`.
+    /// The factor `D^-1/4`.
     pub(super) fn scale(&self) -> f32 {
         (self.dim as f64).powf(-0.25) as f32
     }
 
+    /// Returns the packed projection for a `STORAGE`, packing it at the first call.
     pub(super) fn packed(&self, storage: u8) -> Result<Arc<[Buffer; 2]>> {
         let mut all = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(packed) = all.get(&(storage == 0)) {
@@ -105,7 +110,8 @@ impl Projection {
             let tiles = self.dim.div_ceil(16) * self.features.div_ceil(16);
             let kernel = PACK.kernel(device, "favor_pack", &[("STORAGE", &storage)], 0)?;
             let pack = |scale: f32, back: i32| -> Result<Buffer> {
-                // The one for features twice for half types; 16 bytes for each of 64 threads.
+                // The factor for features is stored twice for half types; each of 64 threads writes
+                // 16 bytes of a tile.
                 let pieces = tiles * 64 * if storage != 0 && back == 0 { 2 } else { 1 };
                 let mut packed = Buffer::new(device, pieces * 4)?;
                 let launch =
@@ -122,17 +128,18 @@ impl Projection {
     }
 }
 
-/// FAVOR attention as one differentiable operation on `(q, k, v)`.
+/// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.
 struct Favor {
     map: Map,
     causal: bool,
-    /// `(B, Tk)`, u8, contiguous.
+    /// Which keys count, `(B, Tk)`, u8, contiguous.
     visible: Option<Tensor>,
     saved: Mutex<Option<Saved>>,
 }
 
-/// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each
-/// is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
+/// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
+/// `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is empty. `visible` is
+/// `(B, Tk)`. A row that sees no key is zero.
 pub(crate) fn favor(
     map: &Map,
     q: &Tensor,
@@ -145,6 +152,7 @@ pub(crate) fn favor(
 }
 
 impl Favor {
+    /// Calls `work` with the problem of these tensors.
     fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
         match &self.visible {
             None => work(&Call::new(&self.map, views, None, self.causal)?),
@@ -205,10 +213,12 @@ impl CustomOp3 for Favor {
     }
 }
 
-/// Prefix sums of all key heads, as decoding carries them on: constant in the number of tokens.
+/// `Sums` holds the prefix sums of all key heads, which decoding carries on; their size does not
+/// depend on the number of tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Sums {
-    /// Never written to again: a clone may go on from them too.
+    /// One record for each key head. They are never written to again, so that a clone may go on
+    /// from them too.
     records: Arc<Buffer>,
     blocks: Blocks,
     heads: usize,
@@ -220,7 +230,8 @@ impl Sums {
     }
 }
 
-/// Causal FAVOR from `sums` on, which go on to the last token. For inference: no gradient.
+/// Computes causal FAVOR of tokens that follow those in `sums`, and replaces `sums` by those after
+/// the last token. For inference: no gradient is recorded.
 pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut Option<Sums>) -> Result<Tensor> {
     let (out, next) = with_storages([q, k, v], |views| {
         let call = Call::new(map, views, None, true)?;
@@ -236,7 +247,8 @@ pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut O
             );
         }
         let before = sums.as_ref().map(|sums| sums.records.view());
-        // Other blocks may still read the old sums while one writes the new ones.
+        // The new sums go to other memory: thread blocks may still read the old ones while another
+        // writes.
         let mut records = Buffer::new(call.device, heads * call.blocks.record())?;
         let out = match before {
             Some(before) if call.queries == 1 => call.step(map, before, &mut records)?,

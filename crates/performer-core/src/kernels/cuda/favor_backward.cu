@@ -1,23 +1,35 @@
-// FAVOR, backward. With L the logarithm of a query's denominator in the scale of its logarithms, `w = 2^(logarithm + c - L)` is its weight
-// already divided, so that out = sum_r w_r S_r, and with e = -g.out, n = sum_r over features,
+// FAVOR, backward. With L the logarithm of a query's denominator at the scale of its logarithms,
+// `w = 2^(logarithm + c - L)` is its weight already divided, so that out = sum_r w_r S_r; and with
+// e = -g.out and n = sum_r the sums of features (`norm`),
 //
 //     d logarithm(q)_r = w_r (g.S_r + e n_r)
-//     d logarithm(k)_r = f_r (v.R_r + m_r),  dv = sum_r f_r R_r,  R = sum over later queries of w [g, e]
+//     d logarithm(k)_r = f_r (v.R_r + m_r),  dv = sum_r f_r R_r
+//     [R, m] = sum of w [g, e] over later queries
 //
-// The two have one form: the reader's rows [y', u'] meet the builder's sums of [y, u], and KEYS says which side reads. Nothing but L is
-// kept from the forward pass. For keys the scan runs from the last token to the first. Features with a sign keep 1/denominator beside,
-// and g comes multiplied by it.
+// The two have one form: the reader's rows [y', u'] meet the builder's sums of [y, u], and KEYS
+// says which side reads. Of the forward pass only L is kept, and the sums before each segment where
+// there are several. For keys the scan runs from the last token to the first. For signed features
+// 1/denominator is kept too, and g comes multiplied by it.
+//
+//   queries read: q (C, DIM), g (C, V), S (F, V), norm (F) -> d (C, F) -> dq (C, DIM), and e (C)
+//   keys read:    k (C, DIM), v (C, V), R (F, V), m (F)    -> dv (C, V), d (C, F) -> dk (C, DIM)
+//   results, of query heads: dq (SPLITS, B, H, Tq, DIM), dk (SPLITS, B, H, Tk, DIM),
+//                            dv (B, H, Tk, VALUES)
+//
+// where d is the gradient of the logarithms of features. `favor_reduce` adds up slices and groups.
 
 #include "favor.cuh"
 
+// Shared is the shared memory of a block.
 struct Shared {
     Builder builder;
     Side reader;
-    // The reader's [y, unit]: gradients of outputs and e, or values and 1.
+    // The reader's [y', u']: gradients of outputs and e, or values and 1.
     alignas(16) Operand y[C][V + PAD];
     float unit[C];
-    // First what the sums lost by rounding, where sums are rounded: g.S + e n is small beside its terms. Then weights of the reader's
-    // features and products of pairs of rows; then what those products lost; then the gradients of the features' logarithms.
+    // At different times: what the sums lost by rounding, where sums are rounded, since g.S + e n
+    // is small beside its terms; the weights of the reader's features and products of pairs of
+    // rows; what those products lost; the gradients of the features' logarithms.
     union {
         alignas(16) Operand rest[F][V + PAD];
         struct {
@@ -25,29 +37,31 @@ struct Shared {
             Operand pairs[C][C + PAD];
         };
     };
-    // Sums over columns, a part from each turn: of the gradients of logarithms; g.out, and its denominator.
+    // Sums over columns, a part from each turn: of the gradients of logarithms; of g.out, and of
+    // its denominator.
     float total[TURNS][C], sum[TURNS][C], weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
-// e comes from the sums that it is to cancel against. Only where no block has all values does it come from `out`, which must not be
-// rounded: that would show in every gradient.
+// e comes from the sums that it is to cancel against. Only where no block has all values does it
+// come from `out`, which must not be rounded: that would show in every gradient.
 constexpr bool OWN_DELTA = SPLITS == 1;
 
-// e = -g.out, times 1/denominator where there is one: a warp a row.
+// Computes e = -g.out, times 1/denominator where there is one; a warp has one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_delta(int rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
     int row = blockIdx.x * WARPS + warp();
     if (row >= rows) return;
     float sum = 0;
     for (int i = lane(); i < VALUES; i += 32) {
-        // The gradient as the products see it.
+        // The gradient is rounded as the products see it.
         sum += out[(long long)row * VALUES + i] * rounded(widen(grad[(long long)row * VALUES + i]));
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
     if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);
 }
 
+// Computes the gradients of queries, or (KEYS) of keys and values.
 template <bool KEYS>
 __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result* dy) {
     extern __shared__ uint4 shared_memory[];
@@ -66,7 +80,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     long long first_query = (long long)place.query_index * p.queries;
     int column = place.split * V;
     int tokens = KEYS ? p.keys : p.queries;
-    // Units belong to the whole width of values and are counted once.
+    // Units belong to the whole width of values and are counted in one slice only.
     float once = place.split == 0;
 
     int builders = gridDim.x / SPLITS / (KEYS ? 1 : p.group), builder = KEYS ? place.query_index : place.key_index;
@@ -78,7 +92,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         recall(b, record, place.split);
     }
 
-    // One side's rows; those of queries with what the forward pass left of them.
+    // These load the rows of one side; for queries, with what the forward pass kept of them.
     auto load_queries = [&](Side& side, Operand* y, float* unit, Span span) {
         load_side(side, queries, span, always);
         load_rows<C, V, 1>(y, V + PAD, 0, grads, span, column, VALUES - column,
@@ -108,7 +122,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             load_queries(s.reader, &s.y[0][0], s.unit, span);
             if (CAUSAL) load_keys(b, &b.y[0][0], b.unit, span);
         }
-        // The next chunk begins here unless this one breaks.
+        // The next chunk begins here unless this one ends early.
         Span next = {(int)span.token(n), max(0, min(C, ends - begins - done - n)), span.step};
         if (KEYS || CAUSAL) {
             ask_for_rows(keys, next, READY ? FEATURES : DIM);
@@ -189,7 +203,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             if (STORAGE != 0) d.add<false, false>(lost, C + PAD, &b.features[0][0], F + PAD, C);
         }
         if (own_delta) {
-            // The e for which the gradients of a row's logarithms sum to zero.
+            // This is the e for which the gradients of a row's logarithms sum to zero.
             Features norms;
             norms.zero();
             if (CAUSAL) norms.add_prefixes(&b.features[0][0], F + PAD);
@@ -212,7 +226,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             __syncthreads();
         }
         if (SIGNED) {
-            // Of values, and of the keys' scale.
+            // The gradients of signed features, and of the keys' log-scales.
             if (KEYS) {
                 d.each_with(w, [](int, int, float& x, float& weight) { weight *= x; });
                 w.over_columns(s.total, Add(), [](int, int, float x) { return x; });
@@ -236,7 +250,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
                 narrow(together(s.total, threadIdx.x, Add()), to[span.token(threadIdx.x) * width + FEATURES]);
             }
         } else {
-            // In two parts, the second where the features were.
+            // In two parts for half types; the second goes where the features were.
             constexpr int halves = STORAGE == 0 ? 1 : 2;
             d.store(s.weights, F + PAD);
             __syncthreads();
@@ -260,11 +274,12 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     }
 }
 
+// Computes dq.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_query_gradients(Problem p, Tensors t, Result* dq) {
     gradients<false>(p, t, dq, nullptr);
 }
 
-// dk and dv are of query heads: `favor_reduce` adds up those of a group.
+// Computes dk and dv for each query head; `favor_reduce` adds up those of a group.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     gradients<true>(p, t, dk, dv);
 }

@@ -1,13 +1,19 @@
-// Causal FAVOR in bf16, for heads of up to 64 numbers and up to 128 features: what the forward and the backward kernels share. Builder,
-// reader, scales and chunks are those of favor.cuh. There every matrix goes through shared memory; here only what other warps read does,
-// which takes less than half of the instructions.
+// Causal FAVOR in bf16, for heads of up to 64 numbers and up to 128 features: what the forward and
+// the backward kernels share. Builder, reader, scales and chunks are those of favor.cuh, and so is
+// the chain of shapes. There every matrix goes through shared memory; here only what other warps
+// read does, which takes less than half of the instructions.
 //
-// A block is a team of four warps. Of the builder, each has a quarter of the features, and their sums and scales in registers: it makes the
-// features transposed, so that a scale belongs to a row, and the features are at once the left factor of what they add to the sums. Of the
-// reader, each has 16 of the chunk's rows, with all features, whose weights are at once left factors too.
+// A block is a team of four warps. As builder, each warp has a quarter of the features, with their
+// sums and scales in registers: it computes the features transposed, so that a scale belongs to a
+// row, and the features are at once the left factor of what they add to the sums. As reader, each
+// warp has 16 of the chunk's rows with all features, whose weights are at once left factors too:
 //
-// Rows of the next chunk are copied on while the current one is computed: those of the builder once it has entered, the reader's own once
-// their weights are known.
+//   builder, a warp:  x (64, D) -> features^T (P/4, 64) -> S (P/4, V), units (P/4) in registers
+//                     -> copies of features (P, 64), S and units (P, W) in shared memory
+//   reader, a warp:   x (16, D) -> weights (16, P) -> pairs (16, 64) -> rows (16, V), units (16)
+//
+// Rows of the next chunk are copied while the current one is computed: those of the builder once it
+// has entered, the reader's own once their weights are known.
 
 #ifndef PERFORMER_FAVOR_BF16
 #define PERFORMER_FAVOR_BF16
@@ -18,9 +24,10 @@
 static_assert(STORAGE == 2 && MAP == 0 && CAUSAL && C == 64 && D <= 64 && V <= 64 && SPLITS == 1 && FEATURES <= 128, "for other kernels");
 
 static_assert(C == 16 * TEAM, "a warp reads 16 rows");
-// Features, padded; those of a warp, in tiles of 16.
+// The padded features, and the tiles of 16 features of one warp.
 constexpr int P = up(FEATURES, 16 * TEAM), MINE = P / (16 * TEAM);
-// A row of values with the two halves of its unit, the upper bits and the rest, and room to 8.
+// The length of a row of values with its unit in two halves, the upper bits and the rest, padded to
+// 8.
 constexpr int W = V + 8;
 
 // ---- Numbers in two parts.
@@ -28,7 +35,7 @@ constexpr int W = V + 8;
 __device__ inline float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// What `as_left` lost.
+// Returns what `as_left` lost by rounding.
 __device__ inline Left lost(const Tile& x, const Left& y) {
     Left z;
 #pragma unroll
@@ -38,13 +45,13 @@ __device__ inline Left lost(const Tile& x, const Left& y) {
     return z;
 }
 
-// A number's upper bits and the rest, in two columns.
+// Splits a number into its upper bits and the rest, side by side as two operands.
 __device__ inline unsigned halves(float x) {
     unsigned high = pack_bf16(x, 0.0f);
     return high | pack_bf16(0.0f, x - low_half(high));
 }
 
-// sums += left, of 32 columns, times the units of 32 rows of `from`.
+// Computes sums += a left factor of 32 columns (`a`, `b`) times the units of 32 rows of `from`.
 __device__ inline void multiply_units(float (&sums)[4], const Left& a, const Left& b, const Operand* from, int row) {
     unsigned x[4];
     load_matrices(x, from + (row + lane()) * W + V, true);
@@ -54,19 +61,21 @@ __device__ inline void multiply_units(float (&sums)[4], const Left& a, const Lef
 
 // ---- The builder.
 
+// TeamBuilder is the shared memory of a team's builder.
 struct TeamBuilder {
     alignas(16) Operand x[C][D + PAD];
-    // Values and their units.
+    // Values y with their units u.
     alignas(16) Operand y[C][W];
-    // Features of the chunk, 2^-scale times as large; sums before it, with those of units.
+    // The features of the chunk, 2^-scale times as large; the sums before it, with those of units.
     alignas(16) Operand features[P][C + PAD];
     alignas(16) Operand sums[P][W];
     float offset[C], unit[C], scale[P], norm[P];
     int breaks[TEAM];
 };
 
-// Of a warp's features: sums [y, unit] before the chunk, its scales and the largest logarithms so far, and the chunk's features. If EXACT,
-// for gradients, sums are of features that are not rounded: in `rest` is what rounding lost.
+// Own is what a warp holds in registers for its features: the sums of [y, u] before the chunk,
+// scales and running maxima, and the chunk's features. If EXACT, for gradients, sums are of
+// features that are not rounded: `rest` is what rounding lost.
 template <bool EXACT>
 struct Own {
     Tile sums[MINE][V / 16];
@@ -78,6 +87,7 @@ struct Own {
     __device__ static int row(int m, int half) { return 16 * tile(m) + lane() / 4 + 8 * half; }
 };
 
+// Begins with the sums of `record`, or with sums over nothing.
 template <bool EXACT>
 __device__ void begin(Own<EXACT>& own, float* record) {
 #pragma unroll
@@ -97,7 +107,7 @@ __device__ void begin(Own<EXACT>& own, float* record) {
     }
 }
 
-// Leaves the sums in `record`.
+// Writes the sums to `record`, at the scale of the running maximum.
 template <bool EXACT>
 __device__ void leave(Own<EXACT>& own, float* record) {
 #pragma unroll
@@ -119,12 +129,13 @@ __device__ void leave(Own<EXACT>& own, float* record) {
     }
 }
 
+// Sets the unit of a row of the builder.
 __device__ inline void set_unit(TeamBuilder& b, int row, float unit) {
     b.unit[row] = unit;
     *(unsigned*)&b.y[row][V] = halves(unit);
 }
 
-// The offsets of keys, -|x|^2/2 in base 2: two threads a row.
+// Computes the offsets of keys, -|x|^2/2 in base 2; two threads have one row.
 template <class F_>
 __device__ void set_key_offsets(TeamBuilder& b, Span span, float norm, F_ keep) {
     int row = threadIdx.x / 2;
@@ -140,7 +151,8 @@ __device__ void set_key_offsets(TeamBuilder& b, Span span, float norm, F_ keep) 
     if (threadIdx.x % 2 == 0) b.offset[row] = row < span.count && keep(span.token(row)) ? -norm * square : -infinity();
 }
 
-// Calls `f(m, half, token, pair)` for the chunk's features that the thread holds, those of a token and the next.
+// Calls `f(m, half, token, pair)` for the features of the chunk that the thread holds; a pair is
+// those of a token and the next.
 template <class F_>
 __device__ void each_feature(Left (&features)[MINE][C / 16], F_ f) {
 #pragma unroll
@@ -153,6 +165,7 @@ __device__ void each_feature(Left (&features)[MINE][C / 16], F_ f) {
     }
 }
 
+// Copies the warp's features of the chunk to shared memory.
 template <bool EXACT>
 __device__ void store_features(TeamBuilder& b, const Own<EXACT>& own) {
 #pragma unroll
@@ -162,7 +175,8 @@ __device__ void store_features(TeamBuilder& b, const Own<EXACT>& own) {
     }
 }
 
-// Ends the chunk before the first row with a feature above 2^LIMIT, if there is one; returns how many rows it has then.
+// Ends the chunk before the first row with a feature above 2^LIMIT, if there is one; returns how
+// many rows the chunk has then.
 template <bool EXACT>
 __device__ int break_chunk(TeamBuilder& b, Own<EXACT>& own, int count) {
     int first = C;
@@ -194,8 +208,10 @@ __device__ int break_chunk(TeamBuilder& b, Own<EXACT>& own, int count) {
     return n;
 }
 
-// Takes a chunk whose rows are loaded and offsets known; returns how many of them it has. Afterwards a reader may begin (if READ). The chunk
-// itself is not in the sums before `absorb`. `rest` gets what rounding the sums lost, `before` the sums of features before each 16 rows.
+// Takes a chunk whose rows are loaded and offsets known; returns how many rows the chunk has.
+// Afterwards a reader may begin (if READ). The chunk itself is not in the sums before `absorb`.
+// `rest` gets what rounding the sums lost, `before` the sums of the features before each run of 16
+// rows.
 template <bool READ = true, bool EXACT>
 __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& projection, Operand* rest = nullptr,
                      float (*before)[P] = nullptr) {
@@ -297,7 +313,8 @@ __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& p
     return __syncthreads_or(over) ? break_chunk(b, own, count) : count;
 }
 
-// Adds the chunk that has entered to the sums: by additions in f32, for tensor cores cut off what they add up, and a sequence is long.
+// Adds the chunk that has entered to the sums: by additions in f32, since tensor cores truncate
+// what they add up, and a sequence is long.
 template <bool EXACT>
 __device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
 #pragma unroll
@@ -332,7 +349,7 @@ __device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
 
 // ---- The reader: a warp's 16 rows.
 
-// Logarithms of the rows' features, to what `x` holds.
+// Adds the logarithms of the rows' features to what `x` holds.
 __device__ inline void add_logarithms(Tile (&x)[P / 16], const Operand* rows, const Packed& projection) {
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
@@ -348,12 +365,13 @@ __device__ inline void add_logarithms(Tile (&x)[P / 16], const Operand* rows, co
     }
 }
 
-// Weights begin with the scales, and what belongs to the two rows.
+// Starts the logarithms of weights with the scales, and with what belongs to the lane's two rows.
 __device__ inline void start_weights(Tile (&x)[P / 16], const TeamBuilder& b, const float (&rows)[2]) {
     each(x, [&](int h, int column, float& y) { y = FEATURES == P || column < FEATURES ? b.scale[column] + rows[h] : -infinity(); });
 }
 
-// x += `left` times the builder's rows that are not after the warp's own: stored by columns where `transposed`, DEPTH numbers each.
+// Computes x += `left` times those rows of the builder that do not come after the warp's own. Each
+// has DEPTH numbers: a column of memory, or a row of it where `transposed`.
 template <int DEPTH, bool transposed>
 __device__ void multiply_pairs(Tile (&x)[C / 16], const Left (&left)[DEPTH / 16], const Operand* right, int stride) {
 #pragma unroll
@@ -368,7 +386,8 @@ __device__ void multiply_pairs(Tile (&x)[C / 16], const Left (&left)[DEPTH / 16]
     }
 }
 
-// x and units += the first `depth` tiles of `left` times rows of W numbers with their units.
+// Computes x and units += the first `depth` tiles of `left` times rows of W numbers with their
+// units.
 template <int DEPTH>
 __device__ void multiply_rows(Tile (&x)[V / 16], float (&units)[4], const Left (&left)[DEPTH], const Operand* right, int depth) {
 #pragma unroll
@@ -380,12 +399,13 @@ __device__ void multiply_rows(Tile (&x)[V / 16], float (&units)[4], const Left (
             load<false>(y, right, W, 16 * k, 16 * n);
             multiply(x[n], left[k], y);
         }
-        // Tiles of `left` after `depth` are zero.
+        // The tiles of `left` after `depth` are zero.
         if (k % 2 == 0) multiply_units(units, left[k], left[k + 1], right, 16 * k);
     }
 }
 
-// Of products with the builder's rows 16 j.., those with rows that the reader's row does not see are zero.
+// Zeroes the products with rows of the builder that the reader's row does not see; `x` holds those
+// with the builder's rows from 16 j on.
 __device__ inline void hide_later(Tile& x, int j) {
     if (j != warp()) return;
 #pragma unroll
@@ -394,7 +414,8 @@ __device__ inline void hide_later(Tile& x, int j) {
     }
 }
 
-// What the warp's rows see, by their weights: of the sums before the chunk and of its rows up to their own. With the same of units.
+// Computes what the warp's rows see, by their weights: x, from the sums before the chunk and from
+// the chunk's rows up to their own; and `units`, the same combination of units.
 __device__ inline void read_sums(Tile (&x)[V / 16], float (&units)[4], const Left (&weights)[P / 16], const TeamBuilder& b) {
     Tile pairs[C / 16];
     zero(pairs);

@@ -1,7 +1,13 @@
-// Causal FAVOR, backward, in bf16: the gradients of favor_backward.cu for the sizes of favor_bf16.cuh, with the same arguments.
+// Causal FAVOR, backward, in bf16: computes the gradients of favor_backward.cu, for the sizes of
+// favor_bf16.cuh and with the same arguments. Of a warp's 16 rows as reader:
+//
+//   queries read: x (16, D), g (16, V) -> d (16, P) = g S^T + e norm + pairs -> dq (16, D), e (16)
+//   keys read:    x (16, D), v (16, V) -> dv (16, V), d (16, P) = v R^T + m + pairs -> dk (16, D)
 
 #include "favor_bf16.cuh"
 
+// TeamBackward is the shared memory of a block: the builder, what rounding its sums lost, the
+// reader's rows, and the sums of features before each run of 16 rows.
 struct TeamBackward {
     TeamBuilder builder;
     alignas(16) Operand rest[P][W];
@@ -12,7 +18,7 @@ struct TeamBackward {
 };
 static_assert(sizeof(TeamBackward) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
-// x += y times the transposed sums: what a feature's logarithm changes in y . S.
+// Computes x += y times the transposed sums: the derivative of y.S by each feature's weight.
 __device__ inline void multiply_sums(Tile (&x)[P / 16], const Operand* y, const Operand* sums) {
 #pragma unroll
     for (int k = 0; k < V; k += 16) {
@@ -27,7 +33,8 @@ __device__ inline void multiply_sums(Tile (&x)[P / 16], const Operand* y, const 
     }
 }
 
-// x += y times the values of the builder's rows up to the warp's own, with their units where `units`, times the features of those.
+// Computes x += (y times the values of the builder's rows up to the warp's own, with their units
+// where `units`) times the features of those rows.
 __device__ inline void multiply_values(Tile (&x)[P / 16], const Operand* y, const TeamBuilder& b, bool units) {
     Left rows[V / 16];
 #pragma unroll
@@ -55,7 +62,8 @@ __device__ inline void multiply_values(Tile (&x)[P / 16], const Operand* y, cons
     }
 }
 
-// x = the sums of the features 16 n.. of all rows that each of the warp's rows sees; `diagonal`: ones up to it.
+// Computes x = the sums of features 16 n.. over all rows that each of the warp's rows sees;
+// `diagonal` has ones up to the diagonal.
 __device__ inline void sum_features(Tile& x, const TeamBackward& s, int n, const Left& diagonal) {
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] = s.before[warp()][16 * n + column_in_tile(i / 4) + i % 2];
@@ -64,14 +72,14 @@ __device__ inline void sum_features(Tile& x, const TeamBackward& s, int n, const
     multiply(x, diagonal, right);
 }
 
-// The reader's weights, with what belongs to its two rows.
+// Computes the reader's weights, with what belongs to the lane's two rows.
 __device__ inline void make_weights(Tile (&w)[P / 16], const TeamBuilder& b, const float (&rows)[2], const Operand* x, const Packed& projection) {
     start_weights(w, b, rows);
     add_logarithms(w, x, projection);
     each(w, [](int, int, float& x) { x = power_of_two(x); });
 }
 
-// The gradient of rows from that of their features' logarithms.
+// Computes the gradient of rows from that of their features' logarithms.
 __device__ inline void multiply_back(Tile (&x)[D / 16], const Tile (&logarithms)[P / 16], const Packed& back) {
     zero(x);
 #pragma unroll
@@ -88,6 +96,7 @@ __device__ inline void multiply_back(Tile (&x)[D / 16], const Tile (&logarithms)
     }
 }
 
+// Computes the gradients of queries, or (KEYS) of keys and values.
 template <bool KEYS>
 __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, Result* dy) {
     extern __shared__ uint4 shared_memory[];
@@ -106,7 +115,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     long long first_query = (long long)place.query_index * p.queries;
     int begins = place.segment * p.segment, ends = min(KEYS ? p.keys : p.queries, begins + p.segment);
 
-    // The chunk after `done` tokens; keys read from the last one on.
+    // The chunk after `done` tokens; where keys read, chunks go from the last token on.
     auto span_after = [&](int done) {
         return Span{KEYS ? ends - 1 - done : begins + done, max(0, min(C, ends - begins - done)), KEYS ? -1 : 1};
     };
@@ -133,7 +142,8 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             copy_rows<16, V, VALUES, 32>(&s.y[0][0], W, grads, span, 16 * warp(), always);
         }
     };
-    // What the forward pass and the gradient of queries left of the query that is row threadIdx.x of the next chunk's builder.
+    // What the forward pass and the gradient of queries kept of the query that is row threadIdx.x
+    // of the next chunk's builder.
     float offset = 0, unit = 1;
     auto read_left = [&](Span span) {
         int row = threadIdx.x;
@@ -164,7 +174,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             b.offset[threadIdx.x] = offset;
             set_unit(b, threadIdx.x, unit);
         }
-        // What is added to the logarithms of the reader's two rows.
+        // What is added to the logarithms of the lane's two rows as reader.
         float rows[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -203,14 +213,14 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, 16 * warp(), n);
         }
 
-        // What features change in y . S, and in their products with pairs of rows.
+        // The derivatives of y.S by each weight, and those of the products of pairs of rows.
         each(d, [&](int, int column, float& x) { x = KEYS ? b.norm[column] : 0.0f; });
         multiply_values(d, &s.y[0][0], b, KEYS);
         multiply_sums(d, &s.y[0][0], &b.sums[0][0]);
         multiply_sums(d, &s.y[0][0], &s.rest[0][0]);
         if (!KEYS) {
             make_weights(w, b, rows, &s.x[0][0], packed);
-            // The e for which the gradients of a row's logarithms sum to zero.
+            // This is the e for which the gradients of a row's logarithms sum to zero.
             float sum[2] = {}, weight[2] = {}, e[2];
             Left diagonal;
             lower_ones(diagonal, 0, 0);
@@ -266,15 +276,16 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
         done += n;
         span = next;
     }
-    // Nothing of this block may be under way when another one gets its memory.
+    // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
 }
 
+// Computes dq.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2) favor_bf16_query_gradients(Problem p, Tensors t, Result* dq) {
     team_gradients<false>(p, t, dq, nullptr);
 }
 
-// dk and dv are of query heads: `favor_reduce` adds up those of a group.
+// Computes dk and dv for each query head; `favor_reduce` adds up those of a group.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     team_gradients<true>(p, t, dk, dv);

@@ -1,14 +1,19 @@
-// Causal FAVOR, forward, in bf16: favor_forward.cu for the sizes of favor_bf16.cuh, with the same arguments, of which it
-// leaves `exact` and `denominators` alone.
+// Causal FAVOR, forward, in bf16: computes what favor_forward.cu does, for the sizes of
+// favor_bf16.cuh and with the same arguments, of which it leaves `exact` and `denominators` alone.
+//
+//   q (B, H, T, DIM), k (B, Hkv, T, DIM), v (B, Hkv, T, VALUES)
+//   -> out (B, H, T, VALUES), logs (B, H, T)
 
 #include "favor_bf16.cuh"
 
+// TeamForward is the shared memory of a block: the builder, and the reader's queries.
 struct TeamForward {
     TeamBuilder builder;
     alignas(16) Operand x[C][D + PAD];
 };
 static_assert(sizeof(TeamForward) == SHARED_FORWARD, "the host asks for another size of shared memory");
 
+// The forward kernel; a team has one query head and one segment.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
                    float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {
@@ -69,7 +74,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
 #pragma unroll
         for (int i = 0; i < P / 16; i++) weights[i] = as_left(w[i]);
 
-        // Numerators, and denominators as those of the unit.
+        // The numerators, and the denominators as the sums of units.
         Tile rows[V / 16];
         float units[4];
         read_sums(rows, units, weights, b);
@@ -84,7 +89,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
                 logs[(long long)place.query_index * p.queries + span.first + row] = sum == 0.0f ? infinity() : shift[h] + logarithm(sum);
             }
         }
-        // A sum of underflown terms may be -0; it must not tell how many terms it had.
+        // A sum of underflown terms may be -0, which must not reveal how many terms it had.
         each(rows, [&](int h, int, float& x) { x = x * inverse[h] + 0.0f; });
         put_rows<VALUES>(out + (long long)place.query_index * p.queries * VALUES, rows, span, 16 * warp(), n);
         __syncthreads();
@@ -92,7 +97,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
         end_copies();
         span = next;
     }
-    // Nothing of this block may be under way when another one gets its memory.
+    // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
     if (after && place.segment == p.segments - 1 && place.head % p.group == 0) leave(own, after + (long long)place.key_index * RECORD);
 }

@@ -1,9 +1,13 @@
-// The sums of segments in bf16: favor_sums.cu for the sizes of favor_bf16.cuh, with the same arguments.
+// The sums of segments in bf16: computes what favor_sums.cu does, for the sizes of favor_bf16.cuh
+// and with the same arguments.
+//
+//   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD)
 
 #include "favor_bf16.cuh"
 
 static_assert(sizeof(TeamBuilder) == SHARED_SUMS, "the host asks for another size of shared memory");
 
+// Computes the sums of one segment of one head of the builder.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
                 const float* unit, const float* denominators, float* records) {
@@ -58,7 +62,7 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
         copy_weighed(next);
         span = next;
     }
-    // Nothing of this block may be under way when another one gets its memory.
+    // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
     leave(own, records + ((long long)place.segment * gridDim.x + place.query_index) * RECORD);
 }

@@ -1,4 +1,18 @@
-//! The launches of FAVOR's kernels for one problem: the forward pass, the gradients, a step of decoding.
+//! The launches of FAVOR's kernels for one problem: the forward pass, the gradients, a decoding
+//! step.
+//!
+//! ```text
+//! forward:  favor_sums (a segment's sums) -> favor_combine (those before each segment)
+//!           -> favor_forward -> out, logs
+//! backward: favor_delta (e = −g·out, only where several slices share a row)
+//!           -> favor_query_gradients -> dq, delta
+//!           -> favor_sums, favor_combine over queries -> favor_key_gradients -> dk, dv
+//!           -> favor_reduce (over slices and the query heads of a group)
+//! step:     favor_step -> out, sums after the token
+//! ```
+//!
+//! The passes over segments are left out where a causal sequence is one segment. The kernels for
+//! bf16 (`favor_bf16_*`) take the place of those of the same name where [`Blocks::teams`] says so.
 
 use std::sync::Arc;
 
@@ -34,10 +48,10 @@ const TEAM_SUMS: Source = source!("favor_bf16_sums.cu", HEADERS);
 const TEAM_FORWARD: Source = source!("favor_bf16_forward.cu", HEADERS);
 const TEAM_BACKWARD: Source = source!("favor_bf16_backward.cu", HEADERS);
 
-/// Warps of a block.
+/// The warps of a thread block.
 const WARPS: usize = THREADS / 32;
 
-/// `Problem` of `favor.cuh`.
+/// `Problem` is the struct of that name in `favor.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Problem {
@@ -53,10 +67,10 @@ struct Problem {
     norm: f32,
 }
 
-// SAFETY: numbers alone, laid out as in C.
+// SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Problem {}
 
-/// `Tensors` of `favor_backward.cu`: addresses on the device.
+/// `Tensors` is the struct of that name in `favor.cuh`: addresses on the device.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Tensors {
@@ -73,10 +87,10 @@ struct Tensors {
     before: u64,
 }
 
-// SAFETY: numbers alone, laid out as in C.
+// SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Tensors {}
 
-/// One problem on one device.
+/// `Call` is one problem on one device.
 pub(super) struct Call<'a> {
     pub(super) device: &'a CudaDevice,
     dtype: DType,
@@ -117,7 +131,8 @@ impl<'a> Call<'a> {
             }
             _ => None,
         };
-        // Two sizes, so that all cards of data centres cut problems alike.
+        // Only two sizes are distinguished, so that all cards of data centres divide problems
+        // alike.
         let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let most = if most >= 163 << 10 { 163 << 10 } else { most };
         let blocks = Blocks::choose(causal, storage(dtype)?, map.kind(), [dim, map.features(), values], most);
@@ -141,6 +156,8 @@ impl<'a> Call<'a> {
         })
     }
 
+    /// The sizes and strides of the problem, with `tokens` divided into segments, and how many
+    /// there are.
     fn problem(&self, tokens: usize) -> (Problem, usize) {
         let (segments, segment) = self.blocks.segments(self.batch * self.heads, tokens);
         let problem = Problem {
@@ -158,6 +175,7 @@ impl<'a> Call<'a> {
         (problem, segments)
     }
 
+    /// The kernel `entry`, compiled for the sizes of this problem.
     fn kernel(&self, source: Source, entry: &str, more: &[Macro], shared: usize) -> Result<Kernel> {
         let b = &self.blocks;
         let causal = u8::from(self.causal);
@@ -175,7 +193,8 @@ impl<'a> Call<'a> {
         source.kernel(self.device, entry, &macros, shared)
     }
 
-    /// The kernel `favor_NAME` of `general`, or `favor_bf16_NAME` of `team`, and the threads of its blocks.
+    /// The kernel `favor_NAME` of `general` or `favor_bf16_NAME` of `team`, and the threads of its
+    /// blocks.
     fn either(
         &self,
         [general, team]: [Source; 2],
@@ -189,7 +208,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Shared memory of the kernels of each pass.
+    /// The shared memory of the kernels of each pass.
     fn shared(&self) -> Team {
         let b = &self.blocks;
         match self.blocks.teams {
@@ -198,13 +217,14 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Gives a launch the packed projection, if there is one.
+    /// Adds the packed projection, if there is one, to the arguments of a launch.
     fn projection<'l>(&'l self, launch: Launch<'l>) -> Result<Launch<'l>> {
         optional(launch, self.packed.as_ref().map(|packed| packed[0].view()))
     }
 
-    /// The sums over keys, or over queries: of each segment those before it (after it, for queries), or of all where all are seen.
-    /// Nothing where a block sees every earlier token itself.
+    /// Computes the sums over keys, or over queries: a record for each segment of the sums before
+    /// it (after it, for queries), or one record of all where all keys are seen. Returns nothing
+    /// where a thread block sees every earlier token itself.
     fn sums(&self, of_queries: Option<&OfQueries>, initial: Option<View>) -> Result<Option<Buffer>> {
         let (heads, tokens) = match of_queries {
             Some(_) => (self.heads, self.queries),
@@ -233,7 +253,8 @@ impl<'a> Call<'a> {
         let launch = optional(launch, of_queries.map(|of| of.logs))?;
         let launch = optional(launch, of_queries.map(|of| of.delta))?;
         let launch = optional(launch, of_queries.and_then(|of| of.denominators))?;
-        // SAFETY: strides and sizes are those of the tensors, and there is a record for each segment and head.
+        // SAFETY: strides and sizes are those of the tensors, and there is a record for each
+        // segment and head.
         unsafe { launch.output(&mut records.storage)?.run([all * b.splits(), segments, 1], threads) }?;
 
         let kernel = self.kernel(PARTS, "favor_combine", &[], 0)?;
@@ -250,7 +271,8 @@ impl<'a> Call<'a> {
         Ok(Some(total.unwrap_or(records)))
     }
 
-    /// Outputs, from `initial` sums on, if given; with `after`, the sums after the last token go there.
+    /// Computes the outputs, beginning with `initial` sums, if given; the sums after the last token
+    /// are written to `after`, if given.
     pub(super) fn forward(&self, initial: Option<View>, after: Option<&mut Buffer>) -> Result<(Buffer, Saved)> {
         let b = &self.blocks;
         let sums = self.sums(None, initial)?;
@@ -259,7 +281,8 @@ impl<'a> Call<'a> {
         let rows = self.batch * self.heads * self.queries;
         let mut out = Buffer::of(self.device, (self.batch, self.heads, self.queries, b.values), self.dtype)?;
         let mut logs = Buffer::new(self.device, rows)?;
-        // Only of these do gradients need outputs, and rounded ones would show.
+        // Only with several slices do gradients need the outputs, and rounded outputs would show in
+        // them.
         let split = b.splits() > 1 && self.dtype != DType::F32;
         let mut exact = if split { Some(Buffer::new(self.device, rows * b.values)?) } else { None };
         let mut denominators = if b.map == 2 { Some(Buffer::new(self.device, rows)?) } else { None };
@@ -288,7 +311,7 @@ impl<'a> Call<'a> {
         Ok((out, Saved { logs, exact, denominators, sums }))
     }
 
-    /// Gradients of queries, keys and values.
+    /// Computes the gradients of queries, keys and values.
     pub(super) fn backward(&self, out: View, grad: View, saved: &Saved) -> Result<[Buffer; 3]> {
         let b = &self.blocks;
         let (splits, group) = (b.splits(), self.heads / self.key_heads);
@@ -311,7 +334,7 @@ impl<'a> Call<'a> {
         let width = if b.map == 0 { b.dim } else { b.features };
         let key_width = width + usize::from(b.map == 2);
 
-        // Queries first: their kernel leaves `delta` to the others.
+        // Queries come first: their kernel leaves `delta` to the others.
         let (problem, segments) = self.problem(self.queries);
         let grid = |segments: usize| [self.batch * self.heads * splits, segments, 1];
         let parts = |tokens: usize, width: usize, parts: usize| {
@@ -362,7 +385,7 @@ impl<'a> Call<'a> {
         ])
     }
 
-    /// All but `delta` and `before`.
+    /// The addresses that both gradient kernels take: all but `delta` and `before`.
     fn tensors<'l>(&'l self, launch: &mut Launch<'l>, grad: View<'l>, saved: &'l Saved) -> Result<Tensors> {
         let packed = |i: usize| self.packed.as_ref().map(|packed| packed[i].view());
         Ok(Tensors {
@@ -379,7 +402,8 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Outputs of one more token after the sums `before`, and the sums after it.
+    /// Computes the outputs of one more token after the sums `before`, and writes the sums after it
+    /// to `after`.
     pub(super) fn step(&self, map: &Map, before: View, after: &mut Buffer) -> Result<Buffer> {
         let b = &self.blocks;
         let group = self.heads / self.key_heads;
@@ -392,7 +416,8 @@ impl<'a> Call<'a> {
         let run = |omega: Option<View>, scale: f32| {
             let launch = optional(launch, omega)?.value(i32::from(self.hyperbolic)).value(scale);
             let launch = launch.input(before.0, before.1)?.output(&mut after.storage)?.output(&mut out.storage)?;
-            // SAFETY: sizes are those of the tensors, and both sums have a record for each key head.
+            // SAFETY: sizes are those of the tensors, and both sums have a record for each key
+            // head.
             unsafe { launch.run(grid, THREADS) }
         };
         match map {
@@ -405,7 +430,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// What sums over queries are made of besides the queries.
+/// `OfQueries` is what sums over queries are made of, besides the queries.
 struct OfQueries<'a> {
     grad: View<'a>,
     logs: View<'a>,
@@ -413,15 +438,15 @@ struct OfQueries<'a> {
     denominators: Option<View<'a>>,
 }
 
-/// What the forward pass leaves to the backward pass.
+/// `Saved` is what the forward pass keeps for the backward pass.
 #[derive(Debug)]
 pub(super) struct Saved {
-    /// Logarithms of the denominators, to base 2: one a query.
+    /// The logarithms of the denominators to base 2, one for each query.
     logs: Buffer,
-    /// Outputs of half types before they were rounded, where several blocks have parts of them.
+    /// The outputs of half types before rounding, where several thread blocks share a row.
     exact: Option<Buffer>,
-    /// Reciprocal denominators, where features have a sign.
+    /// The reciprocal denominators, where features are signed.
     denominators: Option<Buffer>,
-    /// Sums over keys, where the kernels read some.
+    /// The sums over keys, where the kernels read some.
     sums: Option<Buffer>,
 }

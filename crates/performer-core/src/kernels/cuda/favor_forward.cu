@@ -1,23 +1,39 @@
-// FAVOR, forward: `out = sum_j f(q).f(k_j) v_j / sum_j f(q).f(k_j)`, causal or over all keys (CAUSAL).
+// FAVOR, forward: `out = sum_j f(q).f(k_j) v_j / sum_j f(q).f(k_j)`, causal or over all keys
+// (CAUSAL).
 //
-// One block a query head and segment of the tokens, one chunk after the other. Where there are several segments, or all keys are seen,
-// `favor_sums` has made the sums of each segment and `favor_combine` has added them up. Features never leave the block. With 64 heads or
-// more one segment would do for the work; several keep all multiprocessors busy. `exact`, if given, gets outputs that are not rounded.
+// A block has one query head, one slice of the values and one segment of the tokens, and takes one
+// chunk after the other. Where there are several segments, or all keys are seen, `favor_sums` has
+// made the sums of each segment and `favor_combine` has added them up. Features never leave the
+// block. With 64 heads or more one segment would do for the work; several keep all multiprocessors
+// busy.
+//
+//   q (B, H, Tq, DIM), k (B, Hkv, Tk, DIM), v (B, Hkv, Tk, VALUES), a chunk of C tokens at a time:
+//   k, v      -> builder: features f (C, F), sums S (F, V), norm (F)
+//   q, scale  -> weights w (C, F), a row divided by its largest
+//   w, f      -> pairs tril(w f^T) (C, C)
+//   numerator = w S + pairs v (C, V), denominator = w norm + pairs 1 (C)
+//             -> out (B, H, Tq, VALUES), logs (B, H, Tq) = log2 of denominator and scale
+//
+// `exact`, if given, gets outputs that are not rounded. `after`, if given, gets the sums after the
+// last token.
 
 #include "favor.cuh"
 
+// Shared is the shared memory of a block.
 struct Shared {
     Builder builder;
     Side reader;
-    // Of queries: 2^(logarithm + scale - largest), or features with a sign.
+    // The weights of queries, 2^(logarithm + scale - largest); or signed features.
     alignas(16) Operand weights[C][F + PAD];
     alignas(16) Operand pairs[C][C + PAD];
-    // Sums over columns, a part from each turn: the largest logarithm, and the denominator from the sums and from the chunk.
+    // Reductions over columns, a part from each turn: the largest logarithm, and the parts of the
+    // denominator from the sums and from the chunk.
     float largest[TURNS][C], past[TURNS][C], present[TURNS][C];
     float shift[C], denominator[C];
 };
 static_assert(sizeof(Shared) == SHARED_FORWARD, "the host asks for another size of shared memory");
 
+// The forward kernel; see the head of this file.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
               float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {
@@ -53,7 +69,7 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
             load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, values, span, column, VALUES - column,
                                [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
         }
-        // The next chunk begins here unless this one breaks.
+        // The next chunk begins here unless this one ends early.
         Span next = {start + n, max(0, min(C, end - start - n)), 1};
         ask_for_rows(queries, next, READY ? FEATURES : DIM);
         if (CAUSAL) {
@@ -110,7 +126,7 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         long long first = ((long long)place.query_index * p.queries + start) * VALUES + column;
         rows.each([&](int row, int c, float& x) {
             if (row >= n || column + c >= VALUES) return;
-            // A sum of underflown terms may be -0; it must not tell how many terms it had.
+            // A sum of underflown terms may be -0, which must not reveal how many terms it had.
             float y = x * s.denominator[row] + 0.0f;
             narrow(y, out[first + (long long)row * VALUES + c]);
             if (exact) exact[first + (long long)row * VALUES + c] = y;

@@ -1,9 +1,12 @@
-// The projection as the kernels want it: a right factor in fragments, once for features and once for gradients.
+// The projection as the kernels read it (`Packed` in tile.cuh): a right factor in fragments, once
+// for features and once for gradients.
 
 #include "tile.cuh"
 
-// One thread for 16 bytes of a lane. For half types, the factor for features is there a second time, transposed, as a left factor. The factor is (rows, columns) of D^-1/4 w: dimensions by features and times log2(e) for features,
-// features by dimensions for gradients (`back`). Hyperbolic maps have the rows w and then their negatives.
+// Packs (M, DIM) `projection` into `to`; a thread writes 16 bytes of a lane. The factor is (rows,
+// columns) of D^-1/4 w: for features, dimensions by features and times log2(e); for gradients
+// (`back`), features by dimensions. For half types, the factor for features is followed by its
+// transpose as a left factor. Hyperbolic maps have the rows w and then their negatives.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, uint4* to) {
     int rows = back ? features : dim, columns = back ? dim : features;

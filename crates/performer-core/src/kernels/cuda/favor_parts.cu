@@ -1,10 +1,12 @@
-// What blocks make in parts, added up: the sums of segments, and gradients that several heads or slices of values have a part in.
+// Results that blocks compute in parts, added up: the sums of segments, and gradients to which
+// several heads or slices of the values contribute.
 
 #include "favor.cuh"
 
-// Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads), from `initial` (heads) on, if given. If
-// `exclusive`, each record becomes the sum of those before it (after it if `reverse`); `total`, if given, gets the sum of all. One warp a
-// head and feature, so that it has read a scale before it overwrites it.
+// Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads, RECORD),
+// from `initial` (heads, RECORD) on, if given. If `exclusive`, each record becomes the sum of those
+// before it (after it if `reverse`); `total`, if given, gets the sum of all. A warp has one head
+// and feature, so that it has read a scale before it overwrites it.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_combine(int heads, int segments, float* records, const float* initial, float* total, int exclusive, int reverse) {
     constexpr int WIDTH = SPLITS * V;
@@ -53,10 +55,11 @@ favor_combine(int heads, int segments, float* records, const float* initial, flo
     }
 }
 
-// to (batch, heads / group, count): the sum of `from` (parts, batch, heads, count) over parts and the heads of each group.
+// Computes to (batch, heads / group, count), the sum of `from` (parts, batch, heads, count) over
+// parts and the heads of each group.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_reduce(int heads, int group, int parts, long long count, const float* from, Stored* to) {
-    // `heads` counts those of all of the batch.
+    // Here `heads` counts the heads of the whole batch.
     long long all = (long long)heads / group * count;
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += (long long)gridDim.x * THREADS) {
         long long head = i / count * group, at = i % count;

@@ -1,18 +1,27 @@
-// One more token: its key enters the sums and its queries read them, in one pass over the sums. GROUP: query heads of a key head.
+// A decoding step: the key of one more token enters the sums and its queries read them, in one pass
+// over the sums. GROUP is the number of query heads of a key head.
+//
+//   k, v (B, Hkv, 1, .) -> features f (F), decay (F)
+//                       -> S (F, V) = decay S + f v, norm (F) = decay norm + f
+//   q (B, H, 1, DIM)    -> weights w (GROUP, F) -> out (B, H, 1, VALUES) = w S / w norm
 
 #include "favor.cuh"
 
+// Shared is the shared memory of a block.
 struct Shared {
-    // The key's features, and how much older sums shrink; the queries' weights.
+    // The key's features, the factor by which older sums shrink, the new sums of features, and the
+    // queries' weights.
     float key[F], decay[F], norm[F], weights[GROUP][F];
     float denominator[GROUP];
-    // Numerators, by rows of the sums that a thread treats.
+    // Numerators, a part from each run of V threads, which treats every (THREADS / V)-th row of the
+    // sums.
     float parts[THREADS / V][GROUP][V];
 };
 static_assert(sizeof(Shared) == SHARED_STEP, "the host asks for another size of shared memory");
 
-// One block a key head and slice of the values. `projection`: (rows, DIM) as it is, `scale` D^-1/4. The sums are read from `before` and
-// written to `after`, which must be another.
+// Computes the step: a block has a key head and a slice of the values. `projection` is (rows, DIM)
+// as drawn, `scale` D^-1/4. The sums are read from `before` and written to `after`, which must be
+// another record.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const float* projection, int hyperbolic, float scale,
            float* before, float* after, Stored* out) {
@@ -25,7 +34,7 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     float* old = before + (long long)index * RECORD;
     float* next = after + (long long)index * RECORD;
 
-    // Logarithms of features, a warp a feature; row 0 is the key, the others are queries.
+    // Logarithms of features: a warp has one feature; row 0 is the key, the others are queries.
     for (int r = warp(); r < F; r += WARPS) {
         int half = hyperbolic ? FEATURES / 2 : FEATURES;
         for (int row = 0; row <= GROUP; row++) {
@@ -68,7 +77,7 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     for (int g = warp(); g < GROUP; g += WARPS) {
         float largest = -infinity(), sum = 0;
         for (int r = lane(); r < F; r += 32) largest = fmaxf(largest, s.weights[g][r]);
-        // Every lane takes part, also where there are fewer features than lanes.
+        // Every lane takes part, even where there are fewer features than lanes.
         for (int mask = 16; mask; mask /= 2) largest = fmaxf(largest, from_lane_xor(largest, mask));
         for (int r = lane(); r < F; r += 32) {
             float weight = SIGNED ? s.weights[g][r] : power_of_two(s.weights[g][r] - largest);

@@ -1,12 +1,17 @@
-// The sums of segments: those over keys for the forward pass and the gradient of queries, those over queries (QUERIES) for the gradients
-// of keys and values.
+// The sums of segments: those over keys, for the forward pass and the gradient of queries; those
+// over queries (QUERIES), for the gradients of keys and values.
+//
+//   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD)
+//
+// where x, y and H' are keys, values and key heads, or queries, gradients of outputs and query
+// heads.
 
 #include "favor.cuh"
 
 static_assert(sizeof(Builder) == SHARED_SUMS, "the host asks for another size of shared memory");
 
-// One block a head of the builder and segment. `x`, `y`: keys and values, or queries and gradients of outputs; `logs` and `unit` are of
-// queries, as the gradient kernels take them.
+// Computes the sums of one segment: a block has a head of the builder, a slice of the values and a
+// segment. `logs` and `unit` belong to queries, as the gradient kernels take them.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
            const float* unit, const float* denominators, float* records) {

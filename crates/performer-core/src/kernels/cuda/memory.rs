@@ -1,4 +1,5 @@
-//! Memory of a device: room for results, and how much there is.
+//! Memory of a CUDA device: allocating it for results, keeping it in the pool, and how much is
+//! free.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,6 +11,7 @@ use candle_core::{
 };
 use cudarc::driver::{DevicePtrMut, result, sys};
 
+/// Runs `$work` on the typed slice of a storage, whatever its type.
 macro_rules! on_slice {
     ($storage:expr, $slice:ident => $work:expr) => {
         match $storage {
@@ -28,16 +30,14 @@ pub(super) use on_slice;
 
 static POISON: AtomicBool = AtomicBool::new(false);
 
-/// From now on [`allocate`] fills what it returns with NaN (all ones, in every type of numbers): a kernel that leaves a number unwritten,
-/// or reads one that it did not write, shows. For tests.
+/// Makes [`allocate`] fill what it returns with NaN (all ones, in every type of numbers) from now
+/// on: a kernel that leaves a number unwritten, or reads one that it did not write, then shows. For
+/// tests.
 pub fn poison_outputs(on: bool) {
     POISON.store(on, Ordering::Relaxed);
 }
 
-/// Room for a kernel's results, with anything in it.
-///
-/// # Errors
-/// If memory runs out: how much was asked for, how much was free, and what helps.
+/// Allocates memory for a kernel's results; its contents are arbitrary.
 pub fn allocate(device: &CudaDevice, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
     // SAFETY: a kernel writes all of it before anything reads it; tests with poison check that.
     let mut storage = unsafe { device.alloc_uninit(shape, dtype) }.map_err(|e| {
@@ -65,13 +65,13 @@ pub fn allocate(device: &CudaDevice, shape: &Shape, dtype: DType) -> Result<Cuda
     Ok(storage)
 }
 
-/// Bytes that are free on the device, and all it has.
+/// Returns the bytes that are free on the device, and all it has.
 pub fn free_memory(device: &CudaDevice) -> Result<(usize, usize)> {
     device.cuda_stream().context().mem_get_info().w()
 }
 
-/// Keeps freed memory in the device's pool. Otherwise every wait for the device gives it back, and the next step of training asks for all of
-/// it again.
+/// Keeps freed memory in the device's pool. Otherwise every wait for the device gives it back, and
+/// the next step of training asks for all of it again.
 pub fn keep_memory(device: &CudaDevice) -> Result<()> {
     let stream = device.cuda_stream();
     let context = stream.context();
@@ -87,7 +87,7 @@ pub fn keep_memory(device: &CudaDevice) -> Result<()> {
     }
 }
 
-/// Waits for the device.
+/// Waits until the device has finished all queued work.
 pub fn synchronize(device: &CudaDevice) -> Result<()> {
     match device.synchronize() {
         Ok(()) => Ok(()),

@@ -1,9 +1,14 @@
-//! CUDA kernels, compiled when they are first used: NVRTC turns a source with macros for the shape into machine code of the device at
-//! hand. So nothing of CUDA is needed to build without the feature, and no shape that is not used is ever compiled.
+//! CUDA kernels, compiled when they are first used: NVRTC turns a source, with macros for the
+//! shape, into machine code of the device at hand. So nothing of CUDA is needed to build without
+//! the feature, and no shape that is not used is ever compiled.
 //!
-//! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none of the toolkit's headers
-//! (`cuda_bf16.h`, `mma.h`), which a machine with a driver alone lacks too. Files that sources share are given as [`Source::headers`].
-//! `kernels.txt` beside this file lists all sources with the macros that `scripts/cuda-check.sh` compiles them with.
+//! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none
+//! of the toolkit's headers (`cuda_bf16.h`, `mma.h`), which a machine with only a driver lacks too.
+//! Files that sources share are given as [`Source::headers`]. `kernels.txt` beside this file lists
+//! all sources with the macros that `scripts/cuda-check.sh` compiles them with.
+//!
+//! A kernel is run in three steps: [`Source::kernel`] compiles it or finds it in the cache,
+//! [`Kernel::launch`] begins its list of arguments, and [`Launch::run`] queues it.
 
 pub(crate) mod activation;
 mod buffer;
@@ -40,18 +45,18 @@ use memory::on_slice;
 pub use memory::{allocate, free_memory, keep_memory, poison_outputs, synchronize};
 pub use stopwatch::Stopwatch;
 
-/// A `.cu` file.
+/// `Source` is a `.cu` file.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
-    /// Path below `crates/`, for messages and to tell sources apart.
+    /// Its path below `crates/`, for messages and to tell sources apart.
     pub name: &'static str,
     /// Its text.
     pub text: &'static str,
-    /// Name, as `#include "NAME"` has it, and text of the files it includes.
+    /// The name (as `#include "NAME"` has it) and the text of each file that it includes.
     pub headers: &'static [(&'static str, &'static str)],
 }
 
-/// The source `$file` beside this one, which includes `$headers`.
+/// Makes a [`Source`] of `$file` beside this one, which includes `$headers`.
 macro_rules! source {
     ($file:literal, $headers:expr) => {
         $crate::kernels::cuda::Source {
@@ -63,11 +68,11 @@ macro_rules! source {
 }
 use source;
 
-/// Headers of the kernels that take tensors of several types.
+/// The headers of the kernels that take tensors of several types.
 pub(crate) const STORED: &[(&str, &str)] =
     &[("stored.cuh", include_str!("stored.cuh")), ("warp.cuh", include_str!("warp.cuh"))];
 
-/// The macro `STORAGE` of `stored.cuh` and `tile.cuh`.
+/// The value of the macro `STORAGE` of `stored.cuh` and `tile.cuh` for a type.
 pub(crate) fn storage(dtype: DType) -> Result<u8> {
     Ok(match dtype {
         DType::F32 => 0,
@@ -77,7 +82,7 @@ pub(crate) fn storage(dtype: DType) -> Result<u8> {
     })
 }
 
-/// Threads of a block in kernels that treat element by element or row by row.
+/// The threads of a thread block in kernels that treat element by element or row by row.
 pub const THREADS: usize = 256;
 
 /// Whether the kernels of a transformer's smaller operations take this tensor.
@@ -85,10 +90,10 @@ pub(crate) fn takes(t: &Tensor) -> bool {
     t.device().is_cuda() && storage(t.dtype()).is_ok() && t.elem_count() > 0
 }
 
-/// A tensor as an operation gets it.
+/// A tensor as an operation gets it: its storage and its layout.
 pub type View<'a> = (&'a CudaStorage, &'a Layout);
 
-/// The storages and layouts of tensors on a device, for the time of `work`.
+/// Calls `work` with the storages and layouts of tensors on a CUDA device.
 pub fn with_storages<const N: usize, R>(tensors: [&Tensor; N], work: impl FnOnce([View; N]) -> Result<R>) -> Result<R> {
     let guards = tensors.map(|t| t.storage_and_layout());
     if guards.iter().any(|(storage, _)| !matches!(**storage, Storage::Cuda(_))) {
@@ -100,12 +105,12 @@ pub fn with_storages<const N: usize, R>(tensors: [&Tensor; N], work: impl FnOnce
     }))
 }
 
-/// A kernel's result as a tensor that no gradient passes.
+/// Makes a tensor of a kernel's result, through which no gradient passes.
 pub fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }
 
-/// Refuses tensors that are not contiguous.
+/// Returns an error if a tensor is not contiguous.
 pub(crate) fn contiguous<const N: usize>(views: [View; N]) -> Result<()> {
     match views.iter().find(|(_, layout)| !layout.is_contiguous()) {
         Some((_, layout)) => bail!("a CUDA kernel was given a tensor that is not contiguous: {layout:?}"),
@@ -113,15 +118,17 @@ pub(crate) fn contiguous<const N: usize>(views: [View; N]) -> Result<()> {
     }
 }
 
-/// A macro and what it stands for.
+/// A macro: its name and its value.
 pub type Macro<'a> = (&'a str, &'a dyn Display);
 
 impl Source {
-    /// The kernel `entry` (`extern "C" __global__`) compiled with `macros` for a device, from the cache if it was used before.
-    /// `shared` is the dynamic shared memory of a block in bytes.
+    /// Returns the kernel `entry` (`extern "C" __global__`) compiled with `macros` for a device,
+    /// from the cache if it was used before. `shared` is the dynamic shared memory of a thread
+    /// block in bytes.
     ///
     /// # Errors
-    /// What could not be compiled, for which architecture, with the compiler's own words; or that the device lacks shared memory.
+    /// What could not be compiled, for which architecture, with the compiler's own words; or that
+    /// the device lacks shared memory.
     pub fn kernel(&self, device: &CudaDevice, entry: &str, macros: &[Macro], shared: usize) -> Result<Kernel> {
         type Loaded = (Arc<CudaModule>, HashMap<String, (CudaFunction, usize)>);
         static CACHE: OnceLock<Mutex<HashMap<(DeviceId, String), Loaded>>> = OnceLock::new();
@@ -163,10 +170,10 @@ impl Source {
     }
 }
 
-/// Dynamic shared memory that a block has without asking, in bytes.
+/// The dynamic shared memory that a thread block has without asking, in bytes.
 const SHARED_BY_DEFAULT: usize = 48 << 10;
 
-/// A kernel ready to run on one device.
+/// `Kernel` is a kernel ready to run on one device.
 #[derive(Debug)]
 pub struct Kernel {
     function: CudaFunction,
@@ -181,17 +188,17 @@ impl Kernel {
     }
 }
 
-/// A kernel with its arguments so far.
+/// `Launch` is a kernel with its arguments so far.
 pub struct Launch<'a> {
     kernel: &'a Kernel,
-    /// Bytes of each argument, aligned as the widest number.
+    /// The bytes of each argument, aligned as the widest number.
     values: Vec<Box<[u64]>>,
-    /// Ends of the uses of tensors, for other streams to wait for.
+    /// The ends of the uses of tensors, for other streams to wait for.
     uses: Vec<SyncOnDrop<'a>>,
 }
 
 impl<'a> Launch<'a> {
-    /// A number, or a `repr(C)` struct of numbers.
+    /// Adds a number, or a `repr(C)` struct of numbers, to the arguments.
     pub fn value<T: DeviceRepr + Copy>(mut self, value: T) -> Self {
         let mut bytes = vec![0u64; size_of::<T>().div_ceil(8)].into_boxed_slice();
         // SAFETY: there is room for a T, aligned to 8 bytes, which no number of a kernel exceeds.
@@ -200,19 +207,20 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// A pointer to a tensor's first number.
+    /// Adds a pointer to a tensor's first number to the arguments.
     pub fn input(mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<Self> {
         let pointer = self.address(storage, layout)?;
         Ok(self.value(pointer))
     }
 
-    /// A pointer to room for results.
+    /// Adds a pointer to memory for results to the arguments.
     pub fn output(mut self, storage: &'a mut CudaStorage) -> Result<Self> {
         let pointer = self.address_mut(storage)?;
         Ok(self.value(pointer))
     }
 
-    /// Where a tensor's first number lies, for a struct of pointers that is given to [`Self::value`] of this launch.
+    /// Returns the address of a tensor's first number, for a struct of pointers that is given to
+    /// [`Self::value`] of this launch.
     pub fn address(&mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<u64> {
         on_slice!(&storage.slice, slice => {
             let (pointer, sync) = slice.device_ptr(&self.kernel.stream);
@@ -221,7 +229,7 @@ impl<'a> Launch<'a> {
         })
     }
 
-    /// The same of room for results.
+    /// Returns the address of memory for results, for such a struct.
     pub fn address_mut(&mut self, storage: &'a mut CudaStorage) -> Result<u64> {
         on_slice!(&mut storage.slice, slice => {
             let (pointer, sync) = slice.device_ptr_mut(&self.kernel.stream);
@@ -230,15 +238,17 @@ impl<'a> Launch<'a> {
         })
     }
 
-    /// A pointer to nothing, where a kernel can do without a tensor.
+    /// Adds a null pointer to the arguments, where a kernel can do without a tensor.
     pub fn nothing(self) -> Self {
         self.value(0u64)
     }
 
-    /// Queues the kernel on the device's stream, with `grid` blocks of `threads` threads, and does not wait for it.
+    /// Queues the kernel on the device's stream, with `grid` thread blocks of `threads` threads,
+    /// and does not wait for it.
     ///
     /// # Safety
-    /// The arguments must be what the kernel takes, in order, and what they point to must hold as much as it reads and writes.
+    /// The arguments must be those that the kernel takes, in order, and the memory they point to
+    /// must hold as much as it reads and writes.
     pub unsafe fn run(self, grid: [usize; 3], threads: usize) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
@@ -254,18 +264,18 @@ impl<'a> Launch<'a> {
         for value in &self.values {
             launch.arg(&value[0]);
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises that the arguments fit the kernel.
         unsafe { launch.launch(config) }.w()?;
         Ok(())
     }
 }
 
-/// Compute capability, such as (9, 0).
+/// Returns the compute capability of a device, such as (9, 0).
 pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
     device.cuda_stream().context().compute_capability().w()
 }
 
-/// The card's name.
+/// Returns the card's name.
 pub fn device_name(device: &CudaDevice) -> String {
     device.cuda_stream().context().name().unwrap_or_else(|_| "this CUDA device".to_owned())
 }

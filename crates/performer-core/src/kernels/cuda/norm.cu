@@ -1,17 +1,24 @@
-// LayerNorm and RMSNorm of rows, one warp a row, and their gradients. A row is read three times, from the cache but for the first.
+// LayerNorm and RMSNorm of rows and their gradients; a warp has one row. A row is read three times,
+// from the cache but for the first.
 //
-// Macros: STORAGE as in tile.cuh; CENTER 1 subtracts the mean and has a bias. Weights, biases and statistics are f32.
+//   forward:  x (rows, width), weight (width), bias (width) -> mean, scale -> out (rows, width)
+//   backward: x, weight, grad (rows, width) -> dx (rows, width), kept (rows, 2) = mean and scale
+//             x, grad, kept -> sums (blocks, 2, width) of the gradients of weight and bias
+//
+// Macros: STORAGE as in tile.cuh; CENTER 1 subtracts the mean and has a bias. Weights, biases and
+// statistics are f32.
 
 #include "stored.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
+// Adds up a number of each lane; every lane gets the sum.
 __device__ inline float over_warp(float x) {
     for (int mask = 16; mask > 0; mask /= 2) x += from_lane_xor(x, mask);
     return x;
 }
 
-// Mean and 1/sqrt(variance + eps) of a row, in every lane.
+// Computes the mean and 1/sqrt(variance + eps) of a row, in every lane.
 __device__ inline void statistics(const Stored* x, int width, float eps, float& mean, float& scale) {
     int lane = threadIdx.x % 32;
     mean = 0.0f;
@@ -27,6 +34,7 @@ __device__ inline void statistics(const Stored* x, int width, float eps, float& 
     scale = 1.0f / sqrtf(over_warp(squares) / width + eps);
 }
 
+// Normalises rows and applies weight and bias.
 extern "C" __global__ void __launch_bounds__(THREADS)
 norm_forward(long long rows, int width, float eps, const Stored* x, const float* weight, const float* bias, Stored* out) {
     long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -41,8 +49,9 @@ norm_forward(long long rows, int width, float eps, const Stored* x, const float*
     }
 }
 
-// With u the normalised row and h = g w: dx = (h - mean h - u mean(h u)) scale, without the first mean where nothing is subtracted.
-// Keeps each row's mean and scale for norm_weight_gradients.
+// Computes the gradient of rows. With u the normalised row and h = g w: dx = (h - mean h - u mean(h
+// u)) scale, without the first mean where none is subtracted. Keeps each row's mean and scale for
+// norm_weight_gradients.
 extern "C" __global__ void __launch_bounds__(THREADS) norm_backward(
     long long rows, int width, float eps, const Stored* x, const float* weight, const Stored* grad, Stored* dx, float* kept) {
     long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -71,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_backward(
     }
 }
 
-// Sums over rows of g u and of g: a block takes 32 columns of every gridDim.y-th group of WARPS rows, `sums` is (gridDim.y, 2, width).
+// Computes parts of the gradients of weight and bias, the sums over rows of g u and of g: a block
+// takes 32 columns of every gridDim.y-th run of WARPS rows; `sums` is (gridDim.y, 2, width).
 extern "C" __global__ void __launch_bounds__(THREADS)
 norm_weight_gradients(long long rows, int width, const Stored* x, const Stored* grad, const float* kept, float* sums) {
     __shared__ float parts[2][WARPS][32];

@@ -1,4 +1,4 @@
-//! Norms on CUDA.
+//! LayerNorm and RMSNorm on CUDA: launches the kernels of `norm.cu`.
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -8,10 +8,10 @@ use crate::kernels::norm::Norm;
 const SOURCE: Source =
     Source { name: "performer-core/src/kernels/cuda/norm.cu", text: include_str!("norm.cu"), headers: STORED };
 
-/// Rows that a block treats at a time, a warp each.
+/// The rows that a thread block treats at a time, one for each warp.
 const ROWS: usize = THREADS / 32;
 
-/// Rows and their width.
+/// Returns the number of rows and their width.
 fn size(x: View, weight: View) -> Result<[usize; 2]> {
     let width = weight.1.shape().elem_count();
     if width == 0 || x.1.dims().last() != Some(&width) || weight.0.dtype() != DType::F32 {
@@ -25,7 +25,7 @@ fn size(x: View, weight: View) -> Result<[usize; 2]> {
     Ok([x.1.shape().elem_count() / width, width])
 }
 
-/// Normalised rows of `x`'s type; weight and bias are f32.
+/// Computes the normalised rows, in the type of `x`; weight and bias are f32.
 pub(in crate::kernels) fn forward(
     norm: &Norm,
     x: View,
@@ -49,14 +49,14 @@ pub(in crate::kernels) fn forward(
     Ok((out, x.1.shape().clone()))
 }
 
-/// Gradients of rows, weight and bias.
+/// Computes the gradients of rows, weight and bias.
 pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
     let grad = grad.contiguous()?;
     with_storages([x, weight, &grad], |[x, weight, grad]| {
         let [rows, width] = size(x, weight)?;
         contiguous([x, weight, grad])?;
         let (device, dtype) = (x.0.device(), x.0.dtype());
-        // Enough blocks to fill a card; their sums are added up in a fixed order.
+        // There are enough thread blocks to fill a card; their sums are added up in a fixed order.
         let splits = rows.div_ceil(ROWS).clamp(1, 64);
         let mut dx = allocate(device, x.1.shape(), dtype)?;
         let mut kept = allocate(device, &Shape::from((rows, 2)), DType::F32)?;
@@ -70,7 +70,7 @@ pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, gra
         let kernel = SOURCE.kernel(device, "norm_weight_gradients", &macros, 0)?;
         let launch = kernel.launch().value(rows as i64).value(width as i32);
         let launch = launch.input(x.0, x.1)?.input(grad.0, grad.1)?.output(&mut kept)?;
-        // SAFETY: as above; every block writes its part of the sums.
+        // SAFETY: as above; every thread block writes its part of the sums.
         unsafe { launch.output(&mut sums)?.run([width.div_ceil(32), splits, 1], THREADS) }?;
         let sums = tensor(sums, (splits, 2, width)).sum(0)?;
         let part = |i: usize| sums.get(i)?.reshape(weight.1.shape());

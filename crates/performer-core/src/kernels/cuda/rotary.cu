@@ -1,12 +1,13 @@
-// Rotary positions: pairs (i, i + D/2) of each row turn by the angle of their token, or back for the gradient.
-//
-// Macro: STORAGE as in stored.cuh.
+// Rotary positions: each pair (i, i + D/2) of a row turns by the angle of its token, or back for
+// the gradient. x (B, H, T, D), cos and sin (T, D/2) -> out (B, H, T, D).
 
 #include "stored.cuh"
 
 constexpr int THREADS = 256;
 
-// x is (batch, heads, tokens, 2 half) with the strides given and contiguous rows; out is contiguous; cos and sin are (tokens, half).
+// Turns x, (batch, heads, tokens, 2 half) with the strides given and contiguous rows; a thread has
+// one pair. out is contiguous; cos and sin are (tokens, half). `direction` is 1, or -1 for the
+// gradient.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rotary(long long pairs, int heads, int tokens, int half, long long batch_stride, long long head_stride, long long token_stride,
        float direction, const Stored* x, const float* cos, const float* sin, Stored* out) {

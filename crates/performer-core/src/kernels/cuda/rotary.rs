@@ -1,4 +1,4 @@
-//! Rotary positions on CUDA.
+//! Rotary positions on CUDA: launches the kernel of `rotary.cu`.
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -7,7 +7,8 @@ use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, st
 const SOURCE: Source =
     Source { name: "performer-core/src/kernels/cuda/rotary.cu", text: include_str!("rotary.cu"), headers: STORED };
 
-/// Turns rows `(B, H, T, D)` by the angles whose cosine and sine, f32 and contiguous `(T, D/2)`, are given; back if `direction` is −1.
+/// Turns rows `(B, H, T, D)` by the angles whose cosines and sines are given (f32 and contiguous,
+/// `(T, D/2)`), or back if `direction` is −1.
 pub(in crate::kernels) fn turn(x: View, cos: &Tensor, sin: &Tensor, direction: f32) -> Result<(CudaStorage, Shape)> {
     with_storages([cos, sin], |[cos, sin]| launch(x, cos, sin, direction))
 }

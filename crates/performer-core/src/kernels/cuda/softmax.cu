@@ -1,55 +1,73 @@
-// Exact softmax attention in blocks of keys with a running maximum (Milakov and Gimelshein 2018, Dao et al. 2022); nothing of size T x T
-// reaches memory. Backward, scores are made again from the logarithms of the denominators: once with queries as rows, for their
-// gradient, and once with keys as rows, for theirs and the values'. Each number is added up by one block in a fixed order.
+// Exact softmax attention in tiles of keys with a running maximum (Milakov and Gimelshein 2018, Dao
+// et al. 2022); nothing of size T x T reaches memory. The backward pass computes scores again from
+// the logarithms of the denominators: once with queries as rows, for their gradient, and once with
+// keys as rows, for those of keys and values. Each number is added up by one block in a fixed
+// order.
+//
+//   q (B, H, Tq, DIM), k (B, Hkv, Tk, DIM), v (B, Hkv, Tk, VALUES);
+//   a block has R rows and takes K columns a step
+//   forward:   q (R, D), k (K, D) -> scores (R, K) -> weights 2^(score - maximum) (R, K)
+//              weights, v (K, V)  -> numerators (R, V), denominators (R) -> out (R, V), logs (R)
+//   g, out     -> delta = g.out (R), by softmax_delta
+//   backward:  q, k, logs         -> weights p = 2^(score - log)
+//              g (R, V), v, delta -> ds = p (g v^T - delta)
+//              ds, k, q, p, g     -> dq = ds k/sqrt(D), dk = ds^T q/sqrt(D), dv = p^T g
 //
 // For f32, and for half types where heads are larger than those of softmax_half.cu.
 
-// f32's tiles are twice as large, so its blocks are half.
+// Tiles of f32 are twice as large, so its blocks are half as large.
 #if STORAGE == 0
 #define BLOCK_WARPS 4
 #endif
 #include "softmax.cuh"
 
-// Rows of a block, a warp each 16, and how many columns of scores it makes at a time.
+// The rows of a block, 16 for each warp, and the columns of scores that it computes in a step.
 constexpr int R = 16 * WARPS, K = R / 2;
 
 typedef Sums<R, K, WARPS> Scores;
 
+// Shared is the shared memory of a block.
 struct Shared {
-    // Of rows: queries and gradients of outputs, or keys and values. Of columns: the other two.
+    // Of the rows: queries and gradients of outputs, or keys and values. Of the columns (`across`):
+    // the other two.
     alignas(16) Operand x[R][D + PAD];
     alignas(16) Operand y[R][V + PAD];
     alignas(16) Operand across_x[K][D + PAD];
     alignas(16) Operand across_y[K][V + PAD];
-    // A row's weights, and what comes of them: each warp its own rows.
+    // The weights of rows, or their gradients; each warp has its own rows.
     alignas(16) Operand weights[R][K + PAD];
-    // By key: 0, or -inf where it is hidden. By query: its logarithm, and g.out.
+    // For each key: 0, or -inf where it is hidden. For each query: the logarithm of its
+    // denominator, and g.out.
     float hidden[R], log[R], delta[R];
 };
 static_assert(sizeof(Shared) == SHARED, "the host asks for another size of shared memory");
 
-// Keys or values of `span`; those of hidden keys are not looked at.
+// Loads keys or values of `span`; the numbers of hidden keys are not looked at.
 template <int ROWS, int COLUMNS>
 __device__ void load_keys(Operand* to, Rows<const Stored> from, Span span, int width, const unsigned char* seen) {
     load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width,
                                 [&](int row) { return !seen || seen[span.token(row)] ? 1.0f : 0.0f; });
 }
+// Loads the rows of `span`, all of which count.
 template <int ROWS, int COLUMNS>
 __device__ void load_all(Operand* to, Rows<const Stored> from, Span span, int width) {
     load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width, [](int) { return 1.0f; });
 }
+// Says which keys of `span` are hidden.
 __device__ inline void hide(float* hidden, int count, Span span, const unsigned char* seen) {
     for (int i = threadIdx.x; i < count; i += THREADS) {
         hidden[i] = i < span.count && (!seen || seen[span.token(i)]) ? 0.0f : -infinity();
     }
 }
 
+// Computes the outputs and the logarithms of the denominators; a block has one query head and R
+// queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, Stored* out, float* logs) {
     extern __shared__ uint4 shared_memory[];
     Shared& s = *(Shared*)shared_memory;
     int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
-    // The longest rows first.
+    // The queries that see most keys come first.
     int start = (gridDim.y - 1 - blockIdx.y) * R;
     Span rows = {start, min(R, p.queries - start), 1};
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
@@ -92,13 +110,13 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
     long long at = ((long long)blockIdx.x * p.queries + start);
     sums.each_of_mine([&](int i, int row, int column, float& x) {
         if (row >= rows.count) return;
-        // A row that sees nothing is zero, and has weight 0 for every key in the backward pass.
+        // A row that sees no key is zero, and has weight 0 for every key in the backward pass.
         if (column == 0) logs[at + row] = denominator[i] == 0.0f ? infinity() : largest[i] + logarithm(denominator[i]);
         if (column < VALUES) narrow(denominator[i] == 0.0f ? 0.0f : x / denominator[i], out[(at + row) * VALUES + column]);
     });
 }
 
-// Logarithms and g.out of queries; what is beyond the last has weight 0.
+// Loads the logarithms and g.out of queries; a query beyond the last gets weight 0.
 __device__ inline void load_logs(Shared& s, int count, const float* logs, const float* delta, long long first, Span span) {
     for (int i = threadIdx.x; i < count; i += THREADS) {
         bool has = i < span.count;
@@ -107,6 +125,7 @@ __device__ inline void load_logs(Shared& s, int count, const float* logs, const 
     }
 }
 
+// Computes dq; a block has one query head and R queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                         const float* logs, const float* delta, Stored* dq) {
@@ -151,14 +170,15 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
     });
 }
 
-// One block a key head and rows of keys: the queries of all heads of the group, one head after the other.
+// Computes dk and dv; a block has one key head and R keys, and goes through the queries of all
+// heads of the group, one head after the other.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                       const float* logs, const float* delta, Stored* dk, Stored* dv) {
     extern __shared__ uint4 shared_memory[];
     Shared& s = *(Shared*)shared_memory;
     int key_heads = p.heads / p.group, batch = blockIdx.x / key_heads, key_head = blockIdx.x % key_heads;
-    // Early keys are seen by most queries.
+    // Early keys are seen by most queries, and come first.
     int start = blockIdx.y * R;
     Span rows = {start, min(R, p.keys - start), 1};
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
@@ -170,7 +190,7 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
     Sums<R, V, WARPS> value_sums;
     key_sums.zero();
     value_sums.zero();
-    // Queries before this one see none of the keys.
+    // Queries before this one see none of the keys of the block.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
     for (int head = key_head * p.group; head < (key_head + 1) * p.group; head++) {
         Rows<const Stored> queries = rows_of(q, p.q, batch, head);

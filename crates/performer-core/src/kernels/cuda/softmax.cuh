@@ -1,32 +1,33 @@
 // Exact softmax attention: what its kernels share. Logarithms are to base 2.
-//
-// Macros: STORAGE (tile.cuh); DIM and VALUES, sizes of a query and a value.
 
 #ifndef PERFORMER_SOFTMAX
 #define PERFORMER_SOFTMAX
 
-// Weights are at most 1.
+// Weights are at most 1, so f16 can hold them.
 #define HALF_OPERANDS
 #include "tile.cuh"
 
 constexpr int D = up(DIM, 16), V = up(VALUES, 16);
 
-// Low, but finite: -inf - FLOOR is -inf and not NaN.
+// FLOOR is low, but finite: -inf - FLOOR is -inf and not NaN.
 constexpr float FLOOR = -1e37f;
 
+// Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long long batch, head, token; };
 
+// Problem holds the sizes and strides of one call.
 struct Problem {
     // Query heads, and how many of them read one key head.
     int heads, group;
     int queries, keys;
-    // Query t sees keys up to t + offset; all if it is negative.
+    // Query t sees keys up to t + offset; all keys if the offset is negative.
     int offset;
-    // log2(e)/sqrt(D), and without the logarithm.
+    // log2(e)/sqrt(D), and 1/sqrt(D).
     float scale, slope;
     Strides q, k, v;
 };
 
+// Returns the rows of a head.
 template <class T>
 __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
     return {first + batch * strides.batch + head * strides.head, strides.token};

@@ -1,4 +1,5 @@
-//! Exact softmax attention on CUDA, fused, with gradients: what FAVOR is compared with.
+//! Exact softmax attention on CUDA, fused, with gradients: the attention with which FAVOR is
+//! compared. The chain of shapes is in `softmax.cu`.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -31,27 +32,30 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
     super::takes(q) && narrow(q) && narrow(v)
 }
 
-/// Which keys a query sees: all that are visible, query `t` only those up to `offset + t` where there is an offset.
+/// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
+/// keys up to `offset + t`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) offset: Option<usize>,
-    /// `(B, Tk)`, u8, contiguous.
+    /// Which keys count, `(B, Tk)`, u8, contiguous; all where it is `None`.
     pub(crate) visible: Option<Tensor>,
 }
 
-/// `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of
-/// each is contiguous and nothing is empty. A row that sees no key is zero.
+/// Computes `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v`
+/// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
+/// empty. A row that sees no key is zero.
 pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
     q.apply_op3(k, v, Softmax { seen, logs: Mutex::new(None) })
 }
 
+/// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
 struct Softmax {
     seen: Seen,
-    /// Logarithms of the denominators to base 2, `(B, H, Tq)`, for the backward pass.
+    /// The logarithms of the denominators to base 2, `(B, H, Tq)`, kept for the backward pass.
     logs: Mutex<Option<Buffer>>,
 }
 
-/// `Problem` of `softmax.cu`.
+/// `Problem` is the struct of that name in `softmax.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Problem {
@@ -67,10 +71,10 @@ struct Problem {
     v: Strides,
 }
 
-// SAFETY: numbers alone, laid out as in C.
+// SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Problem {}
 
-/// One problem on one device.
+/// `Call` is one problem on one device.
 struct Call<'a> {
     views: [View<'a>; 3],
     visible: Option<View<'a>>,
@@ -117,7 +121,7 @@ impl<'a> Call<'a> {
         self.dtype != DType::F32 && self.dim.max(self.values) <= 64
     }
 
-    /// Threads and rows of a block.
+    /// The threads and the rows of a thread block.
     fn block(&self) -> (usize, usize) {
         match self.dtype {
             _ if self.is_half() => (TEAM, 128),
@@ -135,7 +139,8 @@ impl<'a> Call<'a> {
         let storage = storage(self.dtype)?;
         let shape: [Macro; 3] = [("STORAGE", &storage), ("DIM", &self.dim), ("VALUES", &self.values)];
         if self.is_half() {
-            // Rows of the block, twice the columns of a step, and numbers of those.
+            // The rows of the thread block, the columns of two steps, and the numbers that belong
+            // to those columns.
             let forward = (rows * d + 2 * 64 * (d + v)) * bytes + 4 * 2 * 64;
             let backward = (rows * (d + v) + 2 * 32 * (d + v)) * bytes + 4 * 6 * 32;
             let sizes: [Macro; 2] = [("SHARED_FORWARD", &forward), ("SHARED_BACKWARD", &backward)];
@@ -147,7 +152,7 @@ impl<'a> Call<'a> {
         GENERAL.kernel(device, &format!("softmax_{name}"), &[&shape[..], &sizes].concat(), shared)
     }
 
-    /// A launch with what all kernels on tiles begin with.
+    /// Begins a launch with the arguments that all kernels on tiles begin with.
     fn begin<'l>(&'l self, kernel: &'l Kernel) -> Result<Launch<'l>> {
         let mut launch = kernel.launch().value(self.problem);
         for view in self.views {
@@ -156,6 +161,7 @@ impl<'a> Call<'a> {
         optional(launch, self.visible)
     }
 
+    /// Computes the outputs and the logarithms of the denominators.
     fn forward(&self) -> Result<(Buffer, Buffer)> {
         let device = self.views[0].0.device();
         let mut out = Buffer::of(device, (self.batch, self.heads, self.queries, self.values), self.dtype)?;
@@ -168,6 +174,7 @@ impl<'a> Call<'a> {
         Ok((out, logs))
     }
 
+    /// Computes the gradients of queries, keys and values.
     fn backward(&self, out: View, grad: View, logs: &Buffer) -> Result<[Buffer; 3]> {
         let device = self.views[0].0.device();
         let (threads, rows) = self.block();
@@ -201,6 +208,7 @@ impl<'a> Call<'a> {
 }
 
 impl Softmax {
+    /// Calls `work` with the problem of these tensors.
     fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
         match &self.seen.visible {
             None => work(&Call::new(views, None, self.seen.offset)?),

@@ -1,6 +1,9 @@
+// The products g.out of softmax attention's backward pass, one for each query: out (B, H, Tq,
+// VALUES), grad (B, H, Tq, VALUES) -> delta (B, H, Tq).
+
 #include "softmax.cuh"
 
-// g.out: a warp a row.
+// Computes g.out; a warp has one row.
 extern "C" __global__ void __launch_bounds__(THREADS) softmax_delta(int rows, const Stored* out, const Stored* grad, float* delta) {
     int row = blockIdx.x * WARPS + warp();
     if (row >= rows) return;

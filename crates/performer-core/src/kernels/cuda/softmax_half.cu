@@ -1,26 +1,31 @@
-// Exact softmax attention in half types, for heads of up to 64 numbers: the algorithm of softmax.cu, with the same arguments, by teams of
-// warps that hold scores and weights in registers. What all rows go through is copied on a step ahead.
+// Exact softmax attention in half types, for heads of up to 64 numbers: the algorithm, chain of
+// shapes and arguments of softmax.cu, by teams of warps that keep scores and weights in registers.
+// The columns that all rows go through are copied one step ahead.
 
 #include "softmax.cuh"
 #include "team.cuh"
 
 static_assert(D <= 64 && V <= 64, "for other kernels");
 
-// Rows of a block: each warp has two tiles of 16. Columns of a step, in the forward and in the backward pass.
+// The rows of a block, two tiles of 16 for each warp, and the columns of a step, in the forward and
+// in the backward pass.
 constexpr int TALL = 2, R = 16 * TALL * TEAM, FORWARD = 64, BACKWARD = 32;
 
-// Columns that a block goes through, one step being read, the next one copied.
+// Across holds the columns that a block goes through: one step is being read while the next is
+// copied.
 template <int K>
 struct Across {
     alignas(16) Operand x[2][K][D + PAD];
     alignas(16) Operand y[2][K][V + PAD];
 };
+// Ahead is the shared memory of the forward kernel.
 struct Ahead {
     alignas(16) Operand x[R][D + PAD];
     Across<FORWARD> across;
-    // 0, or -inf where a key is hidden.
+    // For each key of both steps: 0, or -inf where it is hidden.
     float hidden[2][FORWARD];
 };
+// Back is the shared memory of the gradient kernels.
 struct Back {
     alignas(16) Operand x[R][D + PAD];
     alignas(16) Operand y[R][V + PAD];
@@ -29,7 +34,7 @@ struct Back {
 };
 static_assert(sizeof(Ahead) == SHARED_FORWARD && sizeof(Back) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
-// Has keys and values copied on, and says which of them are hidden.
+// Starts to copy keys and values, and says which keys are hidden.
 template <int K>
 __device__ void copy_keys(Across<K>& to, float (&hidden)[K], int stage, Rows<const Stored> keys, Rows<const Stored> values, Span span,
                           const unsigned char* seen) {
@@ -40,6 +45,7 @@ __device__ void copy_keys(Across<K>& to, float (&hidden)[K], int stage, Rows<con
     end_copies();
 }
 
+// Matrix is a warp's sums: TALL times N tiles.
 template <int N>
 using Matrix = Tile[TALL][N];
 
@@ -51,10 +57,10 @@ __device__ void zero(Matrix<N>& x) {
 
 // The first row of the warp's m-th tile, in the block.
 __device__ inline int first_row(int m) { return 16 * (TALL * warp() + m); }
-// The block's row of the `h`-th of the two that the lane has in the m-th tile.
+// The row in the block of the `h`-th of the two rows that the lane has in the m-th tile.
 __device__ inline int row_of(int m, int h) { return first_row(m) + lane() / 4 + 8 * h; }
 
-// x = rows times columns, both of `DEPTH` numbers.
+// Computes x = rows times columns, both of `DEPTH` numbers.
 template <int DEPTH, int N>
 __device__ void multiply_rows(Matrix<N>& x, const Operand* rows, const Operand* columns) {
     zero(x);
@@ -73,7 +79,7 @@ __device__ void multiply_rows(Matrix<N>& x, const Operand* rows, const Operand* 
     }
 }
 
-// sums += weights times columns of WIDTH numbers.
+// Computes sums += weights times columns of WIDTH numbers.
 template <int WIDTH, int N>
 __device__ void add_columns(Matrix<WIDTH / 16>& sums, const Left (&weights)[TALL][N], const Operand* columns) {
 #pragma unroll
@@ -88,6 +94,7 @@ __device__ void add_columns(Matrix<WIDTH / 16>& sums, const Left (&weights)[TALL
     }
 }
 
+// Rounds sums to left factors.
 template <int N>
 __device__ void round_to(Left (&to)[TALL][N], const Matrix<N>& x) {
 #pragma unroll
@@ -97,13 +104,15 @@ __device__ void round_to(Left (&to)[TALL][N], const Matrix<N>& x) {
     }
 }
 
+// Computes the outputs and the logarithms of the denominators; a team has one query head and R
+// queries.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, Stored* out, float* logs) {
     extern __shared__ uint4 shared_memory[];
     Ahead& s = *(Ahead*)shared_memory;
     constexpr int K = FORWARD;
     int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
-    // The longest rows first.
+    // The queries that see most keys come first.
     int start = (gridDim.y - 1 - blockIdx.y) * R;
     Span rows = {start, min(R, p.queries - start), 1};
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
@@ -117,7 +126,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
 
     Matrix<V / 16> sums;
     zero(sums);
-    // Of the denominators, every column has the same.
+    // Every column of `denominator` has the same number.
     float largest[TALL][2], denominator[TALL][4] = {};
 #pragma unroll
     for (int m = 0; m < TALL; m++) largest[m][0] = largest[m][1] = FLOOR;
@@ -127,7 +136,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
         copy(stage ^ 1, first + K);
         Matrix<K / 16> scores;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
-        // Only where some of the columns are hidden or not there.
+        // Scores are masked only where some of the columns are hidden or beyond the last key.
         int last = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + first_row(0));
         if (seen || first + K - 1 > last) {
 #pragma unroll
@@ -174,7 +183,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
         }
         add_columns<V>(sums, weights, &s.across.y[stage][0][0]);
     }
-    // Nothing of this block may be under way when another one gets its memory.
+    // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
     long long at = (long long)blockIdx.x * p.queries + start;
 #pragma unroll
@@ -182,7 +191,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
         float inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            // A row that sees nothing is zero, and has weight 0 for every key in the backward pass.
+            // A row that sees no key is zero, and has weight 0 for every key in the backward pass.
             float sum = denominator[m][2 * h];
             inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
             if (lane() % 4 == 0 && row_of(m, h) < rows.count) {
@@ -194,6 +203,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
     }
 }
 
+// Computes dq; a team has one query head and R queries.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                              const float* logs, const float* delta, Stored* dq) {
@@ -214,7 +224,7 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, always);
     copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, Rows<const Stored>{grad + (at - start) * VALUES, VALUES}, rows, 0, always);
     copy(0, 0);
-    // Of the lane's rows; those that are not there have weight 0.
+    // The logarithms and g.out of the lane's rows; rows beyond the last have weight 0.
     float log[TALL][2], product_of[TALL][2];
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -254,7 +264,7 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         round_to(weights, products);
         add_columns<D>(sums, weights, &s.across.x[stage][0][0]);
     }
-    // Nothing of this block may be under way when another one gets its memory.
+    // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -263,7 +273,8 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
     }
 }
 
-// One block a key head and rows of keys: the queries of all heads of the group, one head after the other.
+// Computes dk and dv; a team has one key head and R keys, and goes through the queries of all heads
+// of the group, one head after the other.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                            const float* logs, const float* delta, Stored* dk, Stored* dv) {
@@ -271,17 +282,17 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     Back& s = *(Back*)shared_memory;
     constexpr int K = BACKWARD;
     int key_heads = p.heads / p.group, batch = blockIdx.x / key_heads, key_head = blockIdx.x % key_heads;
-    // Early keys are seen by most queries.
+    // Early keys are seen by most queries, and come first.
     int start = blockIdx.y * R;
     Span rows = {start, min(R, p.keys - start), 1};
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     auto always = [](long long) { return true; };
-    // Queries before this one see none of the keys.
+    // Queries before this one see none of the keys of the block.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
     int steps = begin < p.queries ? divide(p.queries - begin, K) : 0, all = steps * p.group;
     auto copy = [&](int stage, int step) {
-        // After the last step there is nothing, wherever it would be.
+        // After the last step nothing is copied, wherever it would lie.
         int head = key_head * p.group + (step < all ? step / steps : 0), first = begin + (step < all ? step % steps * K : 0);
         Span columns = {first, step < all ? min(K, p.queries - first) : 0, 1};
         long long first_query = ((long long)batch * p.heads + head) * p.queries;
@@ -298,7 +309,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(k, p.k, batch, key_head), rows, 0, keep);
     copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, rows_of(v, p.v, batch, key_head), rows, 0, keep);
     copy(0, 0);
-    // Keys that are hidden or not there have no weight.
+    // Keys that are hidden or beyond the last have weight 0.
     bool counts[TALL][2];
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -334,7 +345,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         round_to(weights, products);
         add_columns<D>(key_sums, weights, &s.across.x[stage][0][0]);
     }
-    // Nothing of this block may be under way when another one gets its memory.
+    // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
     long long at = (long long)blockIdx.x * p.keys + start;
 #pragma unroll

@@ -1,4 +1,4 @@
-//! Time as the device counts it.
+//! Measuring time on the device's own clock.
 
 use candle_core::{
     Result,
@@ -8,17 +8,17 @@ use candle_core::{
     },
 };
 
-/// An event in the queue of a device's work.
+/// `Stopwatch` is an event in the queue of a device's work.
 #[derive(Debug)]
 pub struct Stopwatch(CudaEvent);
 
 impl Stopwatch {
-    /// Starts when what is queued so far is done.
+    /// Starts the measurement when the work queued so far is done.
     pub fn start(device: &CudaDevice) -> Result<Self> {
         Ok(Self(event(&device.cuda_stream())?))
     }
 
-    /// Seconds until what has been queued since is done, which it waits for.
+    /// Waits until the work queued since is done, and returns the seconds it took.
     pub fn stop(self, device: &CudaDevice) -> Result<f64> {
         let end = event(&device.cuda_stream())?;
         Ok(f64::from(self.0.elapsed_ms(&end).w()?) / 1e3)

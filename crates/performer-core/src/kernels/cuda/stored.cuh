@@ -1,4 +1,5 @@
-// What tensors hold, by the macro STORAGE: 0 f32, 1 f16, 2 bf16. For kernels without tensor cores; those have tile.cuh.
+// The type that tensors hold, by the macro STORAGE: 0 f32, 1 f16, 2 bf16. For kernels without
+// tensor cores; those with tensor cores include tile.cuh instead.
 
 #ifndef PERFORMER_STORED
 #define PERFORMER_STORED

@@ -1,7 +1,8 @@
-// Teams: blocks of four warps that hold in registers what no other warp needs. Sums are tiles of 16 by 16, and a tile rounded is at once
-// the left factor of the next product; rows come to shared memory by copies that go on beside the computation.
+// Teams: blocks of four warps that keep in registers what no other warp needs. Sums are tiles of 16
+// by 16, and a rounded tile is at once the left factor of the next product; rows are copied to
+// shared memory while the team computes.
 //
-// For half types only, whose tensors hold operands as they are.
+// This is for half types only, whose tensors hold operands as they are.
 
 #ifndef PERFORMER_TEAM
 #define PERFORMER_TEAM
@@ -10,10 +11,10 @@
 
 static_assert(sizeof(Stored) == 2 && PARTS == 1, "tensors hold operands");
 
-// Warps of a block, and its threads.
+// The warps of a team, and its threads.
 constexpr int TEAM = 4, TEAM_THREADS = 32 * TEAM;
 
-// Two numbers as operands, the first in the lower half.
+// Rounds two numbers to operands, the first in the lower half of the word.
 __device__ inline unsigned pack(float x, float y) {
 #if STORAGE == 1
     return pack_f16(x, y);
@@ -26,15 +27,17 @@ __device__ inline unsigned pack(float x, float y) {
 
 typedef float Tile[2][4];
 
-// The number `i` of a tile is in row `row_in_tile(i)` and column `column_in_tile(half) + i % 2`.
+// Number `i` of a tile is in row `row_in_tile(i)` and column `column_in_tile(half) + i % 2`.
 __device__ inline int row_in_tile(int i) { return lane() / 4 + 8 * (i / 2); }
 __device__ inline int column_in_tile(int half) { return 8 * half + 2 * (lane() % 4); }
 // The first of the four lanes that hold a row.
 __device__ inline int first_of_row() { return lane() & 28; }
 
+// Rounds a tile to operands: it is then a left factor.
 __device__ inline Left as_left(const Tile& x) {
     return {{pack(x[0][0], x[0][1]), pack(x[0][2], x[0][3]), pack(x[1][0], x[1][1]), pack(x[1][2], x[1][3])}};
 }
+// Stores a left factor as 16 rows and columns in shared memory.
 __device__ inline void store(Operand* to, int stride, int row, int column, const Left& x) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -48,7 +51,8 @@ __device__ void zero(Tile (&x)[N]) {
     for (int i = 0; i < 8 * N; i++) (&x[0][0][0])[i] = 0;
 }
 
-// Calls `f(row, column, number)` with 0 or 1 for which of the lane's two rows it is, and the column of the matrix.
+// Calls `f(row, column, number)` for each number of the lane; `row` is 0 or 1 for which of the
+// lane's two rows it is in, `column` the column of the matrix.
 template <int N, class F_>
 __device__ void each(Tile (&x)[N], F_ f) {
 #pragma unroll
@@ -63,7 +67,7 @@ __device__ inline void add_each(Tile& x, const Tile& y) {
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] += y[i / 4][i % 4];
 }
 
-// x *= y, number by number.
+// Computes x *= y, number by number.
 template <int N>
 __device__ void multiply_each(Tile (&x)[N], const Tile (&y)[N]) {
 #pragma unroll
@@ -73,6 +77,7 @@ __device__ void multiply_each(Tile (&x)[N], const Tile (&y)[N]) {
     }
 }
 
+// Reduces over the four lanes that hold a row.
 template <class Op>
 __device__ float over_row(float x, Op op) {
     x = op(x, from_lane_xor(x, 1));
@@ -81,7 +86,8 @@ __device__ float over_row(float x, Op op) {
 
 // ---- Rows.
 
-// Has ROWS rows of a tile of COLUMNS columns copied by N threads; rows that do not count and numbers beyond WIDTH are zero.
+// Starts to copy ROWS rows of a tile of COLUMNS columns, by N threads; rows that do not count and
+// numbers beyond WIDTH become zero.
 template <int ROWS, int COLUMNS, int WIDTH, int N, class F_>
 __device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span span, int first_row, F_ keep) {
     constexpr int LENGTH = 16 / sizeof(Stored), PIECES = COLUMNS / LENGTH, ALL = ROWS * PIECES;
@@ -104,7 +110,7 @@ __device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span
     }
 }
 
-// Two numbers next to each other, from column `column` on, of a row of WIDTH numbers.
+// Writes two neighbouring numbers, from column `column` on, of a row of WIDTH numbers.
 template <int WIDTH, class T>
 __device__ void put(T* row, int column, float x, float y) {
     T* at = row + column;
@@ -116,7 +122,8 @@ __device__ void put(T* row, int column, float x, float y) {
     if (column + 1 < WIDTH) narrow(y, at[1]);
 }
 
-// Those of 16 rows from `first_row` on that are before row `count`, to rows of WIDTH numbers.
+// Writes those of 16 rows from `first_row` on that come before row `count`, to rows of WIDTH
+// numbers.
 template <int WIDTH, int N, class T>
 __device__ void put_rows(T* to, const Tile (&x)[N], Span span, int first_row, int count) {
 #pragma unroll
@@ -129,7 +136,8 @@ __device__ void put_rows(T* to, const Tile (&x)[N], Span span, int first_row, in
             for (int i = 0; i < 2 * N; i++) put<WIDTH>(at, 16 * (i / 2) + column_in_tile(i % 2), x[i / 2][i % 2][2 * h], x[i / 2][i % 2][2 * h + 1]);
             continue;
         }
-        // Pairs of lanes exchange what makes four numbers next to each other of each, so that a row gets 32 bytes at once.
+        // Pairs of lanes exchange numbers so that each has four neighbouring ones, and a row gets
+        // 32 bytes at once.
         bool odd = lane() % 2;
 #pragma unroll
         for (int i = 0; i < N; i++) {

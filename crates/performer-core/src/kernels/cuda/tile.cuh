@@ -1,8 +1,18 @@
-// Tiles: what the attention kernels load, multiply and store, 16 by 16 numbers a step, on tensor cores.
+// Tiles: how the attention kernels load, multiply and store matrices on tensor cores, 16 by 16
+// numbers a step.
 //
-// STORAGE says what tensors hold: 0 f32, 1 f16, 2 bf16. Operands of products are f32 for f32 (each product is three of TF32, which
-// brings back f32's precision) and bf16 for both half types, since f16 has no room for weights up to e^32; where weights are at most 1,
-// f16 for f16 (HALF_OPERANDS). Sums are f32 always. All operands lie in shared memory, except constant ones, which come from global memory as the lanes need them (`Packed`).
+// STORAGE says what tensors hold: 0 f32, 1 f16, 2 bf16. Operands of products are f32 for f32 (each
+// product is three of TF32, which brings back f32's precision) and bf16 for both half types, since
+// f16 has no room for weights up to e^32; where weights are at most 1, they are f16 for f16
+// (HALF_OPERANDS). Sums are always f32. All operands lie in shared memory, except constant ones,
+// which come from global memory as the lanes need them (`Packed`).
+//
+// A matrix goes through a block like this:
+//
+//   rows of a tensor (ROWS, WIDTH), Stored   -> load_rows -> tile of Operands in shared memory
+//   tiles (ROWS, depth) and (depth, COLUMNS) -> load      -> fragments Left, Right in the lanes
+//   fragments                                -> multiply  -> `Sums` (ROWS, COLUMNS), in registers
+//   `Sums`                                   -> store     -> tile of Operands, or a tensor
 
 #ifndef PERFORMER_TILE
 #define PERFORMER_TILE
@@ -24,13 +34,14 @@ typedef Bfloat Stored;
 typedef Bfloat Operand;
 #endif
 
-// How many operands hold one number of a tensor exactly.
+// The number of operands that hold one number of a tensor exactly.
 #ifdef HALF_OPERANDS
 constexpr int PARTS = 1;
 #else
 constexpr int PARTS = STORAGE == 1 ? 2 : 1;
 #endif
-// Rows of shared memory are this much longer, so that a column's numbers lie in different banks.
+// Rows in shared memory are this many operands longer, so that a column's numbers lie in different
+// banks.
 constexpr int PAD = sizeof(Operand) == 2 ? 8 : 4;
 
 #ifndef BLOCK_WARPS
@@ -45,7 +56,8 @@ __device__ constexpr int divide(int n, int by) { return (n + by - 1) / by; }
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 
-// A number as it comes out of an operand: what is added up beside a product must be what the product adds up.
+// Rounds a number as an operand does: what is added up beside a product must be what the product
+// adds up.
 __device__ inline float rounded(float x) {
     Operand y;
     narrow(x, y);
@@ -56,7 +68,7 @@ __device__ inline float rounded(float x) {
 
 #if STORAGE == 0
 
-// Of each number the TF32 next to it, and that of the rest.
+// Each number is held as the nearest TF32, and the TF32 nearest to the rest.
 struct Left {
     unsigned high[2][4], low[2][4];
     __device__ void set(int step, int i, float x) {
@@ -72,7 +84,8 @@ struct Right {
     }
 };
 
-// Rows from `row` and columns from `column` of a factor; stored by columns where `transposed`.
+// Loads the 16x16 fragment at (row, column) of a factor, which is stored by columns where
+// `transposed`.
 template <bool transposed>
 __device__ void load(Left& to, const float* from, int stride, int row, int column) {
     for (int step = 0; step < 2; step++) {
@@ -106,6 +119,7 @@ __device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& 
 
 #else
 
+// Fragments of half types: pairs of numbers, as `load_matrices` gives them.
 struct Left { unsigned x[4]; };
 struct Right { unsigned x[2][2]; };
 
@@ -126,7 +140,7 @@ __device__ void load(Right& to, const Operand* from, int stride, int row, int co
     to.x[0][0] = x[0], to.x[0][1] = x[1], to.x[1][0] = x[2], to.x[1][1] = x[3];
 }
 
-// By the eight columns of a half.
+// Multiplies by the eight columns of one half of `b`.
 __device__ inline void multiply_half(float (&sum)[4], const Left& a, const Right& b, int half = 0) {
 #if STORAGE == 1 && defined(HALF_OPERANDS)
     multiply_f16(sum, a.x, b.x[half]);
@@ -141,7 +155,8 @@ __device__ inline void multiply(float (&sum)[2][4], const Left& a, const Right& 
 
 #endif
 
-// A part of the matrix that has ones up to the diagonal.
+// Makes the fragment at (row, column) of the matrix that has ones up to the diagonal and zeros
+// above it.
 __device__ inline void lower_ones(Left& to, int row, int column) {
 #if STORAGE == 0
     for (int step = 0; step < 2; step++) {
@@ -159,13 +174,16 @@ __device__ inline void lower_ones(Left& to, int row, int column) {
 #endif
 }
 
-// A constant right factor (R, C) in global memory, 16x16 after 16x16, rows first, each as 32 bytes a lane: for f32 the numbers that
-// the lane holds in the order of `Right`; else as bf16 twice, the numbers rounded and what rounding left over.
+// `Packed` is a constant right factor (R, C) in global memory, as `favor_pack` lays it out: 16x16
+// tiles, one column of tiles after the other, each tile as 32 bytes a lane. For f32 these are the
+// numbers that the lane holds, in the order of `Right`; for half types they are bf16 twice, the
+// numbers rounded and what rounding left over.
 struct Packed {
     const uint4* tiles;
-    // Tiles in a row, R/16.
+    // The tiles in a column of tiles, R/16.
     int depth;
 
+    // Loads the tile at (row, column): for half types the rounded numbers, then the rest.
     __device__ void load(Right (&to)[STORAGE == 0 ? 1 : 2], int row, int column) const {
         const uint4* at = tiles + ((column / 16 * depth + row / 16) * 2) * 32 + lane();
         uint4 x = load_constant(at), y = load_constant(at + 32);
@@ -183,7 +201,8 @@ struct Packed {
     }
 
 #if STORAGE != 0
-    // Of the transposed factor, which follows, the rows from `column` on and columns from `row` on, as left factors.
+    // Loads from the transposed factor (C, R), which follows the first in memory: its rows from
+    // `column` on and columns from `row` on, as left factors.
     __device__ void load_transposed(Left& high, Left& low, int row, int column, int columns) const {
         const uint4* at = tiles + ((columns / 16 + column / 16) * depth + row / 16) * 64 + lane();
         uint4 x = load_constant(at), y = load_constant(at + 32);
@@ -192,8 +211,8 @@ struct Packed {
 #endif
 };
 
-// ---- A matrix of sums (ROWS, COLUMNS) in the registers of a block. Warps stand in ROW_GROUPS groups of rows; in a group, they take
-// turns at the columns, 16 a turn.
+// ---- `Sums` is a matrix of sums (ROWS, COLUMNS) in the registers of a block. Warps stand in
+// ROW_GROUPS groups of rows; the warps of a group take turns at the columns, 16 a turn.
 
 template <int ROWS, int COLUMNS, int ROW_GROUPS>
 struct Sums {
@@ -215,7 +234,8 @@ struct Sums {
         for (int i = 0; i < TALL * WIDE * 8; i++) (&x[0][0][0][0])[i] = 0;
     }
 
-    // += A B over `depth` products, A (ROWS, depth) and B (depth, COLUMNS) in shared memory. Transposed: stored by columns.
+    // Computes += A B over `depth` terms, A (ROWS, depth) and B (depth, COLUMNS) in shared memory,
+    // stored by columns where they are transposed.
     template <bool left_transposed, bool right_transposed>
     __device__ void add(const Operand* left, int left_stride, const Operand* right, int right_stride, int depth) {
 #pragma unroll 2
@@ -238,7 +258,7 @@ struct Sums {
         }
     }
 
-    // += the sums of a row of B and all rows before it.
+    // Adds to each row the sum of that row of B and all rows before it.
     __device__ void add_prefixes(const Operand* right, int right_stride) {
 #pragma unroll 2
         for (int k = 0; k < ROWS; k += 16) {
@@ -258,7 +278,8 @@ struct Sums {
         }
     }
 
-    // += A B with B packed and A as the sum of `parts` matrices, one after the other in shared memory.
+    // Computes += A B with B packed, and A the sum of `parts` matrices, one after the other in
+    // shared memory.
     template <int parts>
     __device__ void add_packed(const Operand* left, int left_stride, int part, const Packed& right, int depth) {
 #pragma unroll 2
@@ -288,7 +309,8 @@ struct Sums {
         }
     }
 
-    // Calls `f(i, row, column, number)` for every number that the thread holds, in its i-th row of 2 TALL.
+    // Calls `f(i, row, column, number)` for every number that the thread holds, in its i-th row of
+    // 2 TALL.
     template <class F>
     __device__ void each_of_mine(F f) {
 #pragma unroll
@@ -307,13 +329,14 @@ struct Sums {
         }
     }
 
-    // The same of `f(row, column, number)`.
+    // Calls `f(row, column, number)` for every number that the thread holds.
     template <class F>
     __device__ void each(F f) {
         each_of_mine([&](int, int row, int column, float& x) { f(row, column, x); });
     }
 
-    // The same with the numbers of another matrix of this shape.
+    // Calls `f(row, column, number, number of the other matrix)` for every number that the thread
+    // holds; the other matrix has the same shape.
     template <class F>
     __device__ void each_with(Sums& other, F f) {
 #pragma unroll
@@ -332,19 +355,21 @@ struct Sums {
         }
     }
 
-    // Rounds to operands in shared memory.
+    // Stores the matrix in shared memory, rounded to operands.
     __device__ void store(Operand* to, int stride) {
         each([&](int row, int column, float& x) { narrow(x, to[row * stride + column]); });
     }
 
-    // Sum or maximum over columns of `f(row, column, number)`: `to[t][row]` gets the part of the warps whose turn is t, to be put
-    // together after __syncthreads.
+    // Reduces each row, by sum or maximum over columns of `f(row, column, number)`: `to[t][row]`
+    // gets the part of the warps whose turn is t. After __syncthreads, `together` combines the
+    // parts.
     template <class Op, class F>
     __device__ void over_columns(float (*to)[ROWS], Op op, F f) {
         over_columns_with(*this, to, op, [&](int row, int column, float x, float) { return f(row, column, x); });
     }
 
-    // The same of `f(row, column, number, number of another matrix)`.
+    // Reduces each row as `over_columns` does, of
+    // `f(row, column, number, number of another matrix)`.
     template <class Op, class F>
     __device__ void over_columns_with(const Sums& other, float (*to)[ROWS], Op op, F f) {
         float y[2 * TALL];
@@ -355,7 +380,8 @@ struct Sums {
         }
     }
 
-    // The same over the columns of the warp, to the four lanes that hold a row.
+    // Reduces each row over the columns of the warp alone; the four lanes that hold a row get the
+    // result.
     template <class Op, class F>
     __device__ void over_my_columns(const Sums& other, float (&y)[2 * TALL], Op op, F f) {
 #pragma unroll
@@ -378,7 +404,7 @@ struct Sums {
         }
     }
 
-    // The same over rows: `to[g][column]` gets the part of group g.
+    // Reduces each column over rows: `to[g][column]` gets the part of group g.
     template <class Op, class F>
     __device__ void over_rows(float (*to)[COLUMNS], Op op, F f) {
 #pragma unroll
@@ -404,6 +430,7 @@ struct Sums {
     }
 };
 
+// Add and Largest are the operations of reductions.
 struct Add {
     __device__ float start() const { return 0; }
     __device__ float operator()(float a, float b) const { return a + b; }
@@ -413,6 +440,7 @@ struct Largest {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
+// Combines the parts of a reduction, from all turns or groups.
 template <int PARTS_, int N, class Op>
 __device__ float together(const float (&parts)[PARTS_][N], int i, Op op) {
     float y = parts[0][i];
@@ -422,24 +450,27 @@ __device__ float together(const float (&parts)[PARTS_][N], int i, Op op) {
 
 // ---- Rows of tensors.
 
-// Where a head's rows lie: row t begins at `first + t * stride`.
+// `Rows` says where the rows of a head lie: row t begins at `first + t * stride`.
 template <class T>
 struct Rows {
     T* first;
     long long stride;
 };
 
-// Which rows a tile takes: `count` from token `first` on, one after the other, or one before the other.
+// `Span` says which rows a tile takes: `count` from token `first` on, forwards or backwards by
+// `step`.
 struct Span {
     int first, count, step;
     __device__ long long token(int row) const { return first + (long long)step * row; }
 };
 
-// Loads rows of `width` numbers from column `column` on into a tile of ROWS by COLUMNS, with zeros around them, times `factor(row)`. In
-// `parts` tiles, one `part` after the other, where one operand cannot hold a number.
+// Loads rows of `width` numbers from column `column` on into a tile of ROWS by COLUMNS, with zeros
+// around them, times `factor(row)`. Where one operand cannot hold a number, its parts go to `parts`
+// tiles that lie `part` operands apart.
 template <int ROWS, int COLUMNS, int parts, class F>
 __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> from, Span span, int column, int width, F factor) {
-    // 16 bytes at once where all rows begin at a multiple of them, and a few of those before the first is needed.
+    // Loads take 16 bytes at once where all rows begin at a multiple of them, and each thread asks
+    // for a few before it needs the first.
     constexpr int N = 16 / sizeof(Stored), PIECES = ROWS * (COLUMNS / N), EACH = divide(PIECES, THREADS), BATCH = EACH < 4 ? EACH : 4;
     const Stored* first = from.first + column;
     bool whole = ((unsigned long long)first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
@@ -476,7 +507,7 @@ __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> 
     }
 }
 
-// Has rows of `width` numbers brought near, for the next chunk.
+// Prefetches rows of `width` numbers, for the next chunk.
 __device__ inline void ask_for_rows(Rows<const Stored> from, Span span, int width) {
     constexpr int LINE = 128 / sizeof(Stored);
     int lines = divide(width, LINE);

@@ -1,40 +1,44 @@
-//! How the CUDA kernels cut FAVOR into blocks, chunks and segments: by sizes alone, so that results do not depend on the card.
+//! How the CUDA kernels divide FAVOR into thread blocks, chunks and segments: by sizes alone, so
+//! that results do not depend on the card.
 
-/// Most features that the kernels take.
+/// The most features that the kernels take.
 pub(crate) const MOST_FEATURES: usize = 512;
-/// Largest head and value dimension that the kernels take.
+/// The largest head dimension and value dimension that the kernels take.
 pub(crate) const MOST_WIDTH: usize = 128;
 
-/// Blocks that keep a large card busy.
+/// The number of thread blocks that keeps a large card busy.
 const ENOUGH: usize = 256;
-/// Warps of a block.
+/// The warps of a thread block.
 const WARPS: usize = 8;
-/// Threads of a block of the kernels for bf16.
+/// The threads of a team: a thread block of the kernels for bf16.
 pub(crate) const TEAM: usize = 128;
 
-/// Sizes that the kernels are compiled for.
+/// `Blocks` holds the sizes that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// 0 f32, 1 f16, 2 bf16.
+    /// What tensors hold: 0 f32, 1 f16, 2 bf16.
     pub(crate) storage: u8,
-    /// 0: features are made in the kernel; 1: rows are log-features; 2: rows are features with a sign.
+    /// The kind of map: 0, features are computed in the kernel; 1, rows are log-features; 2, rows
+    /// are signed features.
     pub(crate) map: u8,
-    /// Head dimension, where features are made in the kernel.
+    /// The head dimension, where features are computed in the kernel.
     pub(crate) dim: usize,
-    /// `F`.
+    /// The number of features `F`.
     pub(crate) features: usize,
-    /// `Dv`.
+    /// The value dimension `Dv`.
     pub(crate) values: usize,
-    /// Values that a block takes: a multiple of 16.
+    /// The value dimensions that a thread block takes: a multiple of 16.
     pub(crate) slice: usize,
-    /// Tokens of a chunk.
+    /// The most tokens of a chunk.
     pub(crate) chunk: usize,
-    /// Whether these are for the kernels for bf16 (`favor_bf16.cuh`), of teams of warps.
+    /// Whether these are for the kernels for bf16 (`favor_bf16.cuh`), whose thread blocks are
+    /// teams.
     pub(crate) teams: bool,
 }
 
 impl Blocks {
-    /// The largest pieces whose sums fit the registers, and whose tiles the shared memory of a block, `most` bytes.
+    /// Chooses the largest slice and chunk whose sums fit the registers, and whose tiles fit the
+    /// shared memory of a thread block, `most` bytes.
     pub(crate) fn choose(causal: bool, storage: u8, map: u8, [dim, features, values]: [usize; 3], most: usize) -> Self {
         let f = features.next_multiple_of(16);
         let chunk = match (storage, f) {
@@ -42,7 +46,7 @@ impl Blocks {
             (0, _) | (_, 129..) => 32,
             _ => 64,
         };
-        // 64 sums a thread.
+        // A thread holds at most 64 sums.
         let registers = 32 * WARPS * 64 / f.next_multiple_of(64) / 32 * 32;
         let slice = values.next_multiple_of(16).min(registers.max(16));
         let mut blocks = Self { storage, map, dim, features, values, slice, chunk, teams: false };
@@ -62,22 +66,24 @@ impl Blocks {
         blocks
     }
 
-    /// Slices of the values, a block each.
+    /// The number of slices of the values; each is the work of one thread block.
     pub(crate) fn splits(&self) -> usize {
         self.values.div_ceil(self.slice)
     }
 
-    /// Numbers of a head's sums: a scale and a sum for each feature, and a row of values.
+    /// The length of a record, the sums of one head in memory: for each feature a scale, a
+    /// normaliser and a row of values.
     pub(crate) fn record(&self) -> usize {
         self.f() * (2 + self.splits() * self.slice)
     }
 
-    /// Padded features.
+    /// The number of features, padded to tiles of 16.
     pub(crate) fn f(&self) -> usize {
         self.features.next_multiple_of(16)
     }
 
-    /// Segments of `tokens`, for `heads` heads, and the tokens of each: more than one where the heads alone are too few.
+    /// The number of segments of a sequence and the tokens of each. There is more than one segment
+    /// where the heads alone are too few to keep a card busy.
     pub(crate) fn segments(&self, heads: usize, tokens: usize) -> (usize, usize) {
         // A segment shorter than a few chunks costs more than it gains.
         let wanted = ENOUGH.div_ceil(heads * self.splits()).min(tokens / (8 * self.chunk)).max(1);
@@ -85,44 +91,50 @@ impl Blocks {
         (tokens.div_ceil(length), length)
     }
 
-    /// Bytes of an operand in shared memory, and how many more each row has.
+    /// The bytes of an operand in shared memory, and the operands by which each row is padded.
     fn operand(&self) -> (usize, usize) {
         if self.storage == 0 { (4, 4) } else { (2, 8) }
     }
 
+    /// The bytes of a tile of operands.
     fn tile(&self, rows: usize, columns: usize) -> usize {
         let (bytes, pad) = self.operand();
         rows * (columns + pad) * bytes
     }
 
+    /// The groups of rows in which warps stand; see `Sums` in `tile.cuh`.
     fn row_groups(&self) -> usize {
         if self.chunk == 64 { 2 } else { 1 }
     }
 
+    /// The warps of a group, which take turns at the columns.
     fn turns(&self) -> usize {
         WARPS / self.row_groups()
     }
 
+    /// The bytes of `Side` in `favor.cuh`: the rows of queries or keys of a chunk, and an offset
+    /// for each.
     fn side(&self) -> usize {
         let parts = if self.storage == 1 { 2 } else { 1 };
         let dim = if self.map == 0 { self.dim.next_multiple_of(16) } else { 16 };
         parts * self.tile(self.chunk, dim) + 4 * self.chunk
     }
 
-    /// Shared memory of the kernels that make sums, in bytes: what a builder has.
+    /// The shared memory of the kernels that make sums, in bytes: the size of `Builder` in
+    /// `favor.cuh`.
     pub(crate) fn shared_sums(&self) -> usize {
         let (c, f, v) = (self.chunk, self.f(), self.slice);
         let tiles = self.tile(c, v) + self.tile(c, f) + self.tile(f, v);
         self.side() + tiles + 4 * (c + f * (5 + 2 * self.row_groups()) + self.turns() * c)
     }
 
-    /// Shared memory of the forward kernel.
+    /// The shared memory of the forward kernel, in bytes.
     pub(crate) fn shared_forward(&self) -> usize {
         let c = self.chunk;
         self.shared_sums() + self.side() + self.tile(c, self.f()) + self.tile(c, c) + 4 * c * (3 * self.turns() + 2)
     }
 
-    /// Shared memory of the kernels of gradients, in bytes.
+    /// The shared memory of the kernels that compute gradients, in bytes.
     pub(crate) fn shared_backward(&self) -> usize {
         let c = self.chunk;
         let weights = self.tile(c, self.f().max(c)) + self.tile(c, c);
@@ -134,7 +146,7 @@ impl Blocks {
     }
 }
 
-/// Shared memory of the kernels of teams, in bytes.
+/// `Team` holds the shared memory of the kernels of teams, in bytes.
 #[derive(Debug)]
 pub(crate) struct Team {
     pub(crate) sums: usize,
@@ -143,7 +155,7 @@ pub(crate) struct Team {
 }
 
 impl Blocks {
-    /// For blocks of [`TEAM`] threads.
+    /// The shared memory of the kernels of teams, for thread blocks of [`TEAM`] threads.
     pub(crate) fn team(&self) -> Team {
         let (c, features) = (self.chunk, self.features.next_multiple_of(64));
         let (rows, values) = (self.tile(c, self.dim.next_multiple_of(16)), self.tile(c, self.slice));
@@ -157,7 +169,7 @@ impl Blocks {
 mod tests {
     use super::*;
 
-    /// Shared memory of a block on A100 and on H100.
+    /// The most shared memory of a thread block on A100 and on H100.
     const CARDS: [usize; 2] = [163 << 10, 227 << 10];
 
     #[test]
@@ -175,7 +187,8 @@ mod tests {
         }
     }
 
-    /// Also on cards of 99 KiB, whose blocks of other kernels are smaller.
+    /// Teams keep their sizes on cards with 99 KiB too, where the thread blocks of other kernels
+    /// shrink.
     #[test]
     fn teams_take_whole_chunks_and_values() {
         for most in [99 << 10, CARDS[0], CARDS[1]] {
@@ -206,7 +219,8 @@ mod tests {
         }
     }
 
-    /// The sizes in `kernels.txt` are those that this file gives; NVRTC checks them against the kernels' own.
+    /// The sizes in `kernels.txt` are those computed here; NVRTC checks them against the kernels'
+    /// own.
     #[test]
     fn listed_kernels_have_these_sizes() {
         let mut seen = 0;

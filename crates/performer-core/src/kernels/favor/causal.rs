@@ -1,13 +1,16 @@
-//! Causal FAVOR over one key head and the query heads of its group, chunk by chunk.
+//! Causal FAVOR for one key head and the query heads of its group, chunk by chunk.
 //!
-//! Within a chunk the features of all rows are products of small tiles, which run at the speed of the multiply-add units;
-//! between chunks only the prefix sums `S = Σ φ(k)[v, 1]` are carried.
+//! Within a chunk the features and products of all rows are products of small matrices, which run
+//! at the speed of the multiply-add units; between chunks only the prefix sums `S = Σ φ(k)[v, 1]`
+//! are carried.
 //!
-//! **Scale.** In a chunk, feature `r` of a key is divided by `e^{c_r}`, `c_r` being the largest log-feature of all keys before the chunk
-//! and of its first: every row of the chunk may see it. A later key may exceed it by `e^LIMIT`, which f32 has room for; the first key
-//! that exceeds it by more begins a chunk of its own. So where a chunk ends depends on the past alone, and a row's numbers do
-//! not depend on where its chunk ends: rows at positions `≤ t` are bit-identical whatever comes after `t`. A query's weights are
-//! divided by their largest, so its denominator is at least 1.
+//! **Scale.** In a chunk, feature `r` of a key is divided by `e^{c_r}`, where `c_r` is the largest
+//! log-feature of all keys before the chunk and of its first key, which every row of the chunk may
+//! see. A later key may exceed it by `e^LIMIT`, for which f32 has room; the first key that exceeds
+//! it by more begins a chunk of its own. So where a chunk ends depends on the past alone, and the
+//! numbers of a row do not depend on where its chunk ends: rows at positions `≤ t` are
+//! bit-identical whatever comes after `t`. The weights of a query are divided by their largest, so
+//! that its denominator is at least 1.
 
 use std::{
     ops::Range,
@@ -22,13 +25,14 @@ use super::super::{
 };
 use super::{CHUNK, Head, Sums, tile::Tile};
 
-/// Tokens of a segment, at least: what the backward pass keeps of its features fits the second cache.
+/// The fewest tokens of a segment (but for the last): the features that the backward pass keeps of
+/// it fit the second-level cache.
 pub(super) const SEGMENT: usize = 16 * CHUNK;
 
-/// What the forward pass leaves to the backward pass, for one key head.
+/// `Saved` is what the forward pass of one key head keeps for the backward pass.
 #[derive(Debug, Default)]
 pub(super) struct Saved {
-    /// Denominators, head by head.
+    /// Denominators, one query head after the other.
     pub(super) dens: Vec<f32>,
     /// `None` where no backward pass will follow.
     pub(super) chunks: Option<Chunks>,
@@ -40,28 +44,29 @@ impl Saved {
     }
 }
 
-/// Where the chunks of a head are, their scales, and the sums before some of them.
+/// `Chunks` records where the chunks of a key head begin, their scales, and the prefix sums before
+/// some of them.
 #[derive(Debug, Default)]
 pub(super) struct Chunks {
-    /// First token of each.
+    /// The first token of each chunk.
     starts: Vec<usize>,
-    /// Scales of each, one after the other.
+    /// The scales of each chunk, one chunk after the other.
     scales: Vec<f32>,
     pub(super) segments: Vec<Segment>,
 }
 
-/// Chunks from `first` on, and the sums over all keys before them.
+/// `Segment` is a run of chunks from the `first` on, with the sums over all keys before them.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) first: usize,
-    /// `(F, padded(Dv))`; empty where there are no keys.
+    /// `(F, padded(Dv))`; empty where no key comes before.
     pub(super) sums: Vec<f32>,
-    /// `padded(F)`, likewise.
+    /// `padded(F)` numbers; empty where no key comes before.
     pub(super) norm: Vec<f32>,
 }
 
 impl Chunks {
-    /// A chunk that begins at a token; `sums` are those before it, at its scale.
+    /// Adds a chunk that begins at token `start`; `sums` are those before it, at its scale.
     fn push(&mut self, start: usize, sums: &Sums) {
         if self.segments.last().is_none_or(|segment| start >= self.starts[segment.first] + SEGMENT) {
             let kept = |values: &Vec<f32>| if start == 0 { Vec::new() } else { values.clone() };
@@ -75,17 +80,18 @@ impl Chunks {
         self.starts.len()
     }
 
-    /// First token of a chunk.
+    /// The first token of chunk `i`.
     pub(super) fn start(&self, i: usize) -> usize {
         self.starts[i]
     }
 
-    /// First token and length of a chunk among `tokens`.
+    /// The first token and the length of chunk `i`, in a sequence of `tokens`.
     pub(super) fn chunk(&self, i: usize, tokens: usize) -> [usize; 2] {
         let end = self.starts.get(i + 1).copied().unwrap_or(tokens);
         [self.starts[i], end - self.starts[i]]
     }
 
+    /// The scales of chunk `i`.
     pub(super) fn scale(&self, i: usize) -> &[f32] {
         let width = self.scales.len() / self.starts.len();
         &self.scales[i * width..(i + 1) * width]
@@ -98,8 +104,9 @@ impl Chunks {
     }
 }
 
-/// The forward pass: outputs `(G, T, Dv)`, sums and saved scales. Returns whether every input was finite; if not, the outputs mean
-/// nothing. `spare`: there are threads to spare, so queries read their chunks beside the scan over the keys. The bits are the same.
+/// The forward pass: writes the outputs `(G, T, Dv)`, advances `sums` and returns whether every
+/// input was finite; if not, the outputs mean nothing. With `spare` threads, queries read their
+/// chunks beside the scan over the keys, with the same bits.
 pub(super) fn forward(head: &Head, sums: &mut Sums, out: Part, saved: &mut Saved, spare: bool) -> bool {
     let (tokens, width) = (head.k.tokens, head.out_width());
     let Saved { dens, chunks } = saved;
@@ -119,7 +126,7 @@ pub(super) fn forward(head: &Head, sums: &mut Sums, out: Part, saved: &mut Saved
     keys_finite && finite.into_inner()
 }
 
-/// Rows of outputs and denominators of one query head.
+/// `Output` is where the outputs and denominators of one query head go.
 struct Output<'a> {
     rows: Part<'a>,
     dens: &'a mut [f32],
@@ -134,15 +141,16 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Threads that queries may be left to.
+/// `Helpers` are the threads to which the scan may leave the queries of a chunk.
 struct Helpers<'a, 'scope> {
     scope: &'a rayon::Scope<'scope>,
-    /// Chunks that wait for a thread or have one.
+    /// The number of chunks that wait for a thread or have one.
     busy: &'scope AtomicUsize,
     finite: &'scope AtomicBool,
 }
 
-/// The scan over the keys.
+/// `Scan` goes through the keys in the order of the tokens; the queries of a chunk read the sums
+/// before the chunk's keys are added.
 struct Scan<'a, 'scope> {
     head: &'scope Head<'scope>,
     sums: &'a mut Sums,
@@ -161,7 +169,7 @@ impl WithSimd for Scan<'_, '_> {
         let mut tile = Tile::new(head);
         let mut work = Work::new(&tile);
         let mut finite = true;
-        // Each waiting chunk keeps a copy of the sums.
+        // Each waiting chunk keeps a copy of the sums, so their number is bounded.
         let most = 2 * candle_core::utils::get_num_threads();
         let (mut start, mut limit) = (0, CHUNK);
         while start < tokens {
@@ -201,7 +209,8 @@ impl WithSimd for Scan<'_, '_> {
     }
 }
 
-/// A chunk with weighed keys, its values, the sums before it and where its outputs go.
+/// `Chunk` is a chunk left to another thread: its weighed keys and values, the sums before it, and
+/// where its outputs go.
 struct Chunk<'a> {
     head: &'a Head<'a>,
     tile: Tile<'a>,
@@ -220,7 +229,7 @@ impl WithSimd for Chunk<'_> {
     }
 }
 
-/// Memory that a chunk is read in.
+/// `Work` is the working memory in which the outputs of a chunk are computed.
 struct Work {
     weights: Vec<f32>,
     triangle: Vec<f32>,
@@ -237,7 +246,8 @@ impl Work {
     }
 }
 
-/// What the queries of a chunk read from the sums before it and from its own keys. Returns whether they were finite.
+/// Computes the outputs of a chunk's queries from the sums before it and its own keys. Returns
+/// whether the queries were finite.
 #[inline(always)]
 fn read<S: Simd>(
     simd: S,

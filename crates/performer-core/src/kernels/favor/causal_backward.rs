@@ -1,12 +1,13 @@
-//! Gradients of causal FAVOR over one key head and the query heads of its group.
+//! Gradients of causal FAVOR for one key head and the query heads of its group.
 //!
-//! With `dn_t = g_t/den_t` and `e_t = −g_t·o_t/den_t`: a scan in the order of the tokens carries `S`, as the forward pass did, and gives
-//! `dφ(q_t) = S_t [dn_t, e_t]`; one in reverse carries `R_j = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j [v_j, 1]` and
-//! `dv_j = R_jᵀ φ(k_j)`.
+//! With `dn_t = g_t/den_t` and `e_t = −g_t·o_t/den_t`: a scan in the order of the tokens carries
+//! `S`, as the forward pass did, and gives `dφ(q_t) = S_t [dn_t, e_t]`; a scan in reverse carries
+//! `R_j = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j [v_j, 1]` and `dv_j = R_jᵀ φ(k_j)`.
 //!
-//! Both need the features of every chunk. So the tokens are taken in segments, the last one first: the scan over a segment's queries
-//! begins with the sums that the forward pass kept there, and leaves the features in the cache to the scan over its keys. The forward
-//! pass keeps `F·Dv/512` numbers a token, beside `F/32` for the scales.
+//! Both scans need the features of every chunk. So the tokens are taken in segments, the last one
+//! first: the scan over a segment's queries begins with the sums that the forward pass kept there,
+//! and leaves the features in the cache for the scan over its keys. The forward pass keeps
+//! `F·Dv/512` numbers a token, beside `F/32` for the scales.
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -25,32 +26,34 @@ use super::{
     tile::{OutputGradient, Tile},
 };
 
-/// Chunks of a segment whose features are kept; of a longer one, whose chunks are small, the others' are computed twice.
+/// The most chunks of a segment whose features are kept. In a segment with more, shorter chunks,
+/// the features of the others are computed twice.
 const KEPT: usize = SEGMENT / CHUNK;
 
-/// A head, what its forward pass left, its outputs and their gradients.
+/// `Given` is what the backward pass reads: a head, what its forward pass kept, the outputs and
+/// their gradients.
 #[derive(Clone, Copy)]
 pub(super) struct Given<'a> {
     pub(super) head: &'a Head<'a>,
     pub(super) saved: &'a Saved,
-    /// One query head after the other, as are `grad`.
+    /// One query head after the other, as are those of `grad`.
     pub(super) out: &'a [Rows<'a>],
     pub(super) grad: &'a [Rows<'a>],
 }
 
-/// Gradients to be filled.
+/// `Gradients` is what the backward pass fills.
 pub(super) struct Gradients<'a> {
-    /// `(G, T, ·)`.
+    /// The gradients of queries, `(G, T, ·)`.
     pub(super) dq: Part<'a>,
-    /// `(T, ·)`.
+    /// The gradients of keys, `(T, ·)`.
     pub(super) dk: Part<'a>,
-    /// `(T, Dv)`.
+    /// The gradients of values, `(T, Dv)`.
     pub(super) dv: Part<'a>,
-    /// Of the map's queries and keys, if it is trained.
+    /// The gradients of the map's parameters for queries and for keys, where it is trained.
     pub(super) linear: Option<&'a mut [LinearGradient; 2]>,
 }
 
-/// The backward pass. `spare`: there are threads to spare, so both scans run side by side. The bits are the same.
+/// The backward pass. With `spare` threads, both scans run side by side, with the same bits.
 pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
     let chunks = given.saved.chunks.as_ref().expect("a tracked forward pass keeps its chunks");
     let Gradients { dq, dk, dv, linear } = gradients;
@@ -69,27 +72,27 @@ pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
     }
 }
 
-/// Gradients that the scan over queries fills.
+/// `OfQueries` are the gradients that the scan over queries fills.
 struct OfQueries<'a> {
-    /// By query head.
+    /// One for each query head.
     dq: Vec<Part<'a>>,
     linear: Option<&'a mut LinearGradient>,
 }
 
-/// Gradients that the scan over keys fills.
+/// `OfKeys` are the gradients that the scan over keys fills.
 struct OfKeys<'a> {
     dk: Part<'a>,
     dv: Part<'a>,
     linear: Option<&'a mut LinearGradient>,
 }
 
-/// One scan or both.
+/// `Scans` is the scan over queries, the scan over keys, or both together.
 struct Scans<'a> {
     given: Given<'a>,
     chunks: &'a Chunks,
     queries: Option<OfQueries<'a>>,
     keys: Option<OfKeys<'a>>,
-    /// Chunks of a segment whose features one leaves to the other.
+    /// The most chunks of a segment whose features the first scan leaves to the second.
     kept: usize,
 }
 
@@ -101,7 +104,7 @@ impl WithSimd for Scans<'_> {
         let Self { given, chunks, queries, keys, kept } = self;
         let mut queries = queries.map(|to| QueryScan::new(given, chunks, to));
         let mut keys = keys.map(|to| KeyScan::new(given, chunks, to));
-        // The last one is for those that are not kept.
+        // The last entry is for the chunks whose features are not kept.
         let mut features: Vec<Features> = (0..=kept.min(chunks.count())).map(|_| Features::new(given.head)).collect();
         for segment in (0..chunks.segments.len()).rev() {
             if let Some(queries) = &mut queries {
@@ -119,19 +122,21 @@ impl WithSimd for Scans<'_> {
     }
 }
 
-/// What both scans make of a chunk.
+/// `Features` is what both scans need of a chunk.
 struct Features {
-    /// Weights of the keys, see [`Tile::keys`] and [`Tile::scale`].
+    /// The weights of the keys, see [`Tile::keys`] and [`Tile::scale`].
     keys: Vec<f32>,
     scale: [f32; CHUNK],
-    /// By query head.
+    /// One for each query head.
     queries: Vec<QueryFeatures>,
 }
 
+/// `QueryFeatures` is what both scans need of a chunk of one query head.
 struct QueryFeatures {
+    /// The weights of the queries, `(C, padded(F))`.
     weights: Vec<f32>,
     output: OutputGradient,
-    /// Gradients of the products of queries and keys.
+    /// The gradients of the products of queries and keys, `(C, C)`.
     triangle: Vec<f32>,
 }
 
@@ -147,7 +152,8 @@ impl Features {
         Self { keys: vec![0f32; f * CHUNK], scale: [0.0; CHUNK], queries }
     }
 
-    /// Computes those of `n` tokens from `start` on, the keys' in `tile`, which also gets the values; `values` are those a dimension a row.
+    /// Computes them for `n` tokens from `start` on. The weights of the keys stay in `tile`, which
+    /// also gets the values; `values` receives the values transposed, a dimension a row.
     #[inline(always)]
     fn fill<S: Simd>(
         &mut self,
@@ -172,15 +178,16 @@ impl Features {
     }
 }
 
-/// Gradients of the queries: in the order of the tokens.
+/// `QueryScan` computes the gradients of the queries, in the order of the tokens.
 struct QueryScan<'a> {
     given: Given<'a>,
     chunks: &'a Chunks,
     to: OfQueries<'a>,
-    /// Gradients of the segment's queries, by query head.
+    /// The gradients of the segment's queries, one for each query head.
     dq: Vec<&'a mut [f32]>,
     tile: Tile<'a>,
-    /// A row of features for each key, and for each value of `S`.
+    /// Weights with a key a row, and `S` transposed, with a value dimension a row, both of
+    /// `padded(F)` numbers.
     keys: Vec<f32>,
     sums: Vec<f32>,
     norm: Vec<f32>,
@@ -208,7 +215,7 @@ impl<'a> QueryScan<'a> {
         }
     }
 
-    /// Begins a segment.
+    /// Begins a segment: takes the sums that the forward pass kept before it.
     fn enter(&mut self, segment: usize) {
         let from = &self.chunks.segments[segment];
         let head = self.given.head;
@@ -226,7 +233,7 @@ impl<'a> QueryScan<'a> {
         self.scale.extend_from_slice(self.chunks.scale(from.first));
     }
 
-    /// The next chunk. Its features are left behind.
+    /// Computes the gradients of the next chunk's queries and leaves its features in `of_chunk`.
     #[inline(always)]
     fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features) {
         let Self { given, chunks, to, dq, tile, keys, sums, norm, scale, values, dphi } = self;
@@ -264,13 +271,13 @@ impl<'a> QueryScan<'a> {
     }
 }
 
-/// Gradients of keys and values: in reverse.
+/// `KeyScan` computes the gradients of keys and values, from the last token to the first.
 struct KeyScan<'a> {
     given: Given<'a>,
     chunks: &'a Chunks,
     to: OfKeys<'a>,
     tile: Tile<'a>,
-    /// `R`, and its part of the normaliser.
+    /// `R`, the sums over the queries after a chunk, with their normaliser.
     future: Sums,
     values: Vec<f32>,
     rows: Vec<f32>,
@@ -297,7 +304,8 @@ impl<'a> KeyScan<'a> {
         }
     }
 
-    /// The chunk before. `filled`: its features are there.
+    /// Computes the gradients of the keys and values of the chunk before. `filled` says that
+    /// `of_chunk` already holds its features.
     #[inline(always)]
     fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features, filled: bool) {
         let Self { given, chunks, to, tile, future, values, rows, dphi, products } = self;
@@ -316,7 +324,7 @@ impl<'a> KeyScan<'a> {
         }
         future.rescale_queries(simd, scale);
 
-        // What later chunks make of this one's keys and values, then what its own queries do.
+        // First the part from the queries of later chunks, then that from the chunk's own queries.
         tile.read_future(simd, n, values, future, rows, dphi);
         for QueryFeatures { weights, output, triangle } in &of_chunk.queries {
             tile.products(simd, n, weights, products);
@@ -339,7 +347,7 @@ impl<'a> KeyScan<'a> {
     }
 }
 
-/// Sums scaled by `e^old`, a row of features for each value: to scale `e^new`.
+/// Brings transposed sums (a value dimension a row of features) from scale `old` to `new`.
 #[inline(always)]
 fn decay_columns<S: Simd>(simd: S, old: &[f32], new: &[f32], sums: &mut [f32], norm: &mut [f32]) {
     if old == new {

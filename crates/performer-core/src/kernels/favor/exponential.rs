@@ -1,4 +1,5 @@
-//! Exponentials of linear maps: positive and hyperbolic features, and those that are fitted or trained.
+//! Exponentials of linear maps: positive and hyperbolic features, and positive features that are
+//! fitted or trained.
 
 use pulp::Simd;
 
@@ -12,8 +13,9 @@ use super::{
     padded,
 };
 
-/// `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their
-/// own: `ω_r·y + b_r − ‖Py‖²/2`.
+/// `Exponential` is a map with log-features `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with
+/// `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their own:
+/// `ω_r·y + b_r − ‖Py‖²/2 − ln(F)/2`.
 #[derive(Clone, Debug)]
 pub(crate) struct Exponential {
     pub(super) queries: Linear,
@@ -23,16 +25,17 @@ pub(crate) struct Exponential {
     pub(super) hyperbolic: bool,
 }
 
-/// What differs for keys.
+/// `Keys` is the form of the keys, where it differs from that of the queries.
 #[derive(Clone, Debug)]
 struct Keys {
     linear: Linear,
-    /// `b`: `M`.
+    /// `b`, `M` numbers.
     log_weights: Vec<f32>,
     metric: Option<Metric>,
 }
 
-/// `P` and `PᵀP`, where `P` is not the identity: `D` rows, padded to whole vectors.
+/// `Metric` holds `P` and `PᵀP` where `P` is not the identity, each as `D` rows padded to whole
+/// vectors.
 #[derive(Clone, Debug)]
 pub(super) struct Metric {
     pub(super) rows: Vec<f32>,
@@ -40,7 +43,7 @@ pub(super) struct Metric {
 }
 
 impl Metric {
-    /// `p`: row-major `(D, D)`.
+    /// `p` is `P`, row-major `(D, D)`.
     fn new(p: &[f32], d: usize) -> Self {
         let width = padded(d);
         let (mut rows, mut square) = (vec![0f32; d * width], vec![0f32; d * width]);
@@ -55,12 +58,12 @@ impl Metric {
     }
 }
 
-/// `D^-1/4 Ω`.
+/// `Linear` holds `D^-1/4 Ω` and its transpose.
 #[derive(Clone, Debug)]
 pub(super) struct Linear {
-    /// `M` rows, padded to whole vectors.
+    /// `M` rows of `D` numbers, padded to whole vectors.
     pub(super) rows: Vec<f32>,
-    /// Its transpose: `D` rows.
+    /// The transpose: `D` rows of `M` numbers, padded to whole vectors.
     pub(super) columns: Vec<f32>,
 }
 
@@ -82,14 +85,14 @@ impl Linear {
 }
 
 impl Exponential {
-    /// `projection`: Ω, row-major `(M, D)`.
+    /// `projection` is Ω, row-major `(M, D)`.
     pub(crate) fn new(projection: &[f32], d: usize, hyperbolic: bool) -> Self {
         let m = projection.len() / d;
         Self { queries: Linear::new(projection, d), keys: None, m, d, hyperbolic }
     }
 
-    /// Positive features with a form of their own for the keys: rows `(M, D)`, weights `b` `(M)`, and `P` `(D, D)` if it is not the
-    /// identity.
+    /// Gives the keys of a positive map a form of their own: rows `(M, D)`, weights `b` `(M)`, and
+    /// `P` `(D, D)` if it is not the identity.
     pub(crate) fn with_keys(mut self, projection: &[f32], log_weights: &[f32], metric: Option<&[f32]>) -> Self {
         let metric = metric.map(|p| Metric::new(p, self.d));
         self.keys = Some(Keys { linear: Linear::new(projection, self.d), log_weights: log_weights.to_vec(), metric });
@@ -112,12 +115,12 @@ impl Exponential {
         if self.hyperbolic { 2 * self.m } else { self.m }
     }
 
-    /// `‖x‖²/2 = norm·‖q‖²`.
+    /// The factor in `‖x‖²/2 = norm·‖q‖²`.
     pub(super) fn norm(&self) -> f32 {
         (0.5 / (self.d as f64).sqrt()) as f32
     }
 
-    /// `±ω·x` of rows of `x`, a row of features each.
+    /// Computes `±ω·x` for rows of `x`, a row of features for each.
     #[inline(always)]
     pub(super) fn project<S: Simd>(
         &self,
@@ -145,12 +148,13 @@ impl Exponential {
     }
 }
 
-/// Gradient of one side's linear map, summed over tokens.
+/// `LinearGradient` is the gradient of the map's parameters for queries or for keys, summed over
+/// tokens.
 #[derive(Clone, Debug)]
 pub(super) struct LinearGradient {
-    /// Of `D^-1/4 Ω`: `M` rows, padded to whole vectors.
+    /// The gradient of `D^-1/4 Ω`: `M` rows, padded to whole vectors.
     pub(super) rows: Vec<f32>,
-    /// Of what is added to log-features of keys: `M`.
+    /// The gradient of `b`, which is added to the log-features of keys: `M` numbers.
     pub(super) log_weights: Vec<f32>,
 }
 
@@ -159,7 +163,7 @@ impl LinearGradient {
         Self { rows: vec![0.0; m * padded(d)], log_weights: vec![0.0; m] }
     }
 
-    /// Adds `lᵀ x` for log-features' gradients `l` and rows `x`.
+    /// Adds `lᵀ x` for gradients of log-features `l` and rows `x`.
     #[inline(always)]
     pub(super) fn add<S: Simd>(
         &mut self,

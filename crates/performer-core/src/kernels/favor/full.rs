@@ -1,7 +1,9 @@
-//! FAVOR over all keys at once, bidirectional or across sequences, for one key head and the query heads of its group.
+//! FAVOR without a causal mask (bidirectional, or across sequences) for one key head and the query
+//! heads of its group.
 //!
-//! One pass over the keys makes `S = Σ φ(k)[v, 1]`, scaled by a running maximum per feature; one over the queries reads it.
-//! Backward: one pass over the queries gives `dφ(q_i) = S [dn_i, e_i]` and `R = Σ φ(q_i) [dn_i, e_i]ᵀ`, one over the keys
+//! One pass over the keys makes `S = Σ φ(k)[v, 1]`, scaled by a running maximum per feature; one
+//! pass over the queries reads it. Backward: one pass over the queries gives
+//! `dφ(q_i) = S [dn_i, e_i]` and `R = Σ φ(q_i) [dn_i, e_i]ᵀ`, one over the keys
 //! `dφ(k_j) = R [v_j, 1]` and `dv_j = Rᵀ φ(k_j)`, with `dn = g/den` and `e = −g·o/den`.
 
 use pulp::{Arch, Simd, WithSimd};
@@ -18,19 +20,20 @@ use super::{
     tile::{OutputGradient, Tile},
 };
 
-/// Tokens that a thread takes at a time where there are more threads than heads.
+/// The tokens of a piece: what a thread takes at a time where there are more threads than heads.
 const PIECE: usize = 4 * CHUNK;
 
-/// What the forward pass leaves to the backward pass.
+/// `Saved` is what the forward pass keeps for the backward pass.
 #[derive(Debug, Default)]
 pub(super) struct Saved {
     sums: Option<Sums>,
-    /// Denominators, head by head.
+    /// Denominators, one query head after the other.
     dens: Vec<f32>,
 }
 
-/// The forward pass: outputs `(G, Tq, Dv)`. Returns whether every input was finite; if not, the outputs mean nothing. `spare`: there
-/// are threads to spare, so pieces of the queries run side by side. The bits are the same.
+/// The forward pass: writes the outputs `(G, Tq, Dv)` and returns whether every input was finite;
+/// if not, the outputs mean nothing. With `spare` threads, pieces of the queries run side by side,
+/// with the same bits.
 pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
     let (width, tokens) = (head.out_width(), head.q[0].tokens);
     let mut finite = Arch::new().dispatch(Keys { head, sums: &mut sums });
@@ -47,10 +50,10 @@ pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut 
     finite
 }
 
-/// The pass over the keys.
+/// `Keys` is the pass over the keys, which makes the sums.
 struct Keys<'a> {
     head: &'a Head<'a>,
-    /// Over no key yet.
+    /// Sums over no key, to be filled.
     sums: &'a mut Sums,
 }
 
@@ -74,7 +77,8 @@ impl WithSimd for Keys<'_> {
     }
 }
 
-/// The pass over queries of one head from `start` on.
+/// `Queries` is the pass over a piece of one query head from token `start` on, which reads the
+/// sums.
 struct Queries<'a> {
     head: &'a Head<'a>,
     q: &'a Rows<'a>,
@@ -109,7 +113,8 @@ impl WithSimd for Queries<'_> {
     }
 }
 
-/// The backward pass: gradients `(G, Tq, ·)`, `(Tk, ·)`, `(Tk, Dv)`.
+/// The arguments of the backward pass, with the gradients `(G, Tq, ·)`, `(Tk, ·)` and `(Tk, Dv)`
+/// that it fills.
 pub(super) struct Gradients<'a> {
     pub(super) head: &'a Head<'a>,
     pub(super) saved: &'a Saved,
@@ -119,11 +124,12 @@ pub(super) struct Gradients<'a> {
     pub(super) dq: &'a mut [f32],
     pub(super) dk: &'a mut [f32],
     pub(super) dv: &'a mut [f32],
-    /// Of the map's queries and keys, if it is trained.
+    /// The gradients of the map's parameters for queries and for keys, where it is trained.
     pub(super) linear: Option<&'a mut [LinearGradient; 2]>,
 }
 
-/// Fills them. `spare` as in the forward pass.
+/// The backward pass. With `spare` threads, pieces of the keys run side by side, with the same
+/// bits.
 pub(super) fn backward(gradients: Gradients, spare: bool) {
     let Gradients { head, saved, out, grad, dq, dk, dv, linear } = gradients;
     let (of_queries, mut of_keys) = match linear {
@@ -134,7 +140,8 @@ pub(super) fn backward(gradients: Gradients, spare: bool) {
     let dens = &saved.dens[..];
     let mut future = Sums::new(head.map.features(), head.map.scales(), head.v.width);
     Arch::new().dispatch(QueryGradients { head, sums, dens, out, grad, dq, future: &mut future, linear: of_queries });
-    // The order of a sum over tokens must not depend on the number of threads.
+    // A trained map's gradient is a sum over tokens, whose order must not depend on the number of
+    // threads.
     let piece = if spare && of_keys.is_none() { PIECE } else { head.k.tokens };
     let pieces = dk.chunks_mut(piece * head.k.width).zip(dv.chunks_mut(piece * head.v.width)).enumerate();
     let work = pieces.map(|(i, (dk, dv))| {
@@ -144,7 +151,7 @@ pub(super) fn backward(gradients: Gradients, spare: bool) {
     for_heads(work.collect(), |keys| Arch::new().dispatch(keys));
 }
 
-/// Gradients of the queries, and `R`.
+/// `QueryGradients` is the pass over the queries, which gives their gradients and `R` (`future`).
 struct QueryGradients<'a> {
     head: &'a Head<'a>,
     sums: &'a Sums,
@@ -186,7 +193,8 @@ impl WithSimd for QueryGradients<'_> {
     }
 }
 
-/// Gradients of keys and values from `start` on.
+/// `KeyGradients` is the pass over a piece of the keys from token `start` on, which gives the
+/// gradients of keys and values.
 struct KeyGradients<'a> {
     head: &'a Head<'a>,
     sums: &'a Sums,
@@ -221,7 +229,7 @@ impl WithSimd for KeyGradients<'_> {
     }
 }
 
-/// First token and length of each chunk.
+/// The first token and the length of each chunk.
 fn chunks(start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
     (start..end).step_by(CHUNK).map(move |start| (start, CHUNK.min(end - start)))
 }

@@ -1,4 +1,5 @@
-//! Features of a tile of rows, computed in the kernel or read where they come ready, and their gradients.
+//! Feature maps inside the fused kernels: the features of a tile of rows, computed here or read
+//! where the rows are features already, and the gradients of the rows.
 
 use std::sync::Arc;
 
@@ -16,36 +17,38 @@ use super::{
     rectified::Rectified,
 };
 
-/// Where features come from.
+/// `Map` says where features come from.
 #[derive(Clone, Debug)]
 pub(crate) enum Map {
-    /// Computed from rows of queries and keys.
+    /// Positive or hyperbolic features, computed from rows of queries and keys.
     Exponential(Arc<Exponential>),
-    /// The same.
+    /// ReLU features, computed from rows of queries and keys.
     Rectified(Arc<Rectified>),
-    /// Rows are log-features: `(.., F)`.
+    /// The rows are log-features already: `(.., F)`.
     Log {
-        /// `F`.
+        /// The number of features `F`.
         features: usize,
     },
-    /// Rows are feature values; those of keys have their log-scale as one more number: `(.., F)` and `(.., F + 1)`.
+    /// The rows are signed feature values, and a row of keys has its log-scale as one more number:
+    /// `(.., F)` for queries and `(.., F + 1)` for keys.
     Signed {
-        /// `F`.
+        /// The number of features `F`.
         features: usize,
     },
 }
 
-/// Memory that the maps work in.
+/// `Scratch` is working memory for the maps.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scratch {
     pub(super) rows: Vec<f32>,
     pub(super) tile: Vec<f32>,
     turned: Vec<f32>,
-    /// Rows padded to whole vectors: beyond their numbers they stay 0.
+    /// Rows padded to whole vectors; the padding stays 0.
     padded: Vec<f32>,
 }
 
-/// `d` rows of a chunk of keys, a key a column, 0 where there is none to be seen: what a hidden key holds must not come back as ∞ − ∞.
+/// Transposes a chunk of keys into `d` rows with a key a column. Columns beyond the chunk and of
+/// hidden keys are 0: what a hidden key holds must not come back as ∞ − ∞.
 #[inline(always)]
 fn visible_columns<'s>(
     k: &Rows,
@@ -65,14 +68,14 @@ fn visible_columns<'s>(
     x
 }
 
-/// The first `d` numbers of rows `width` apart.
+/// Copies the first `d` numbers of rows that are `width` apart.
 fn narrow(rows: &[f32], width: usize, to: &mut [f32], d: usize) {
     for (to, row) in to.chunks_exact_mut(d).zip(rows.chunks_exact(width)) {
         to.copy_from_slice(&row[..d]);
     }
 }
 
-/// At least `len` numbers to overwrite.
+/// The first `len` numbers of `v`, which grows where it must; the caller overwrites them.
 pub(super) fn at_least(v: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if v.len() < len {
         v.resize(len, 0.0);
@@ -81,7 +84,7 @@ pub(super) fn at_least(v: &mut Vec<f32>, len: usize) -> &mut [f32] {
 }
 
 impl Map {
-    /// `F`.
+    /// The number of features `F`.
     pub(crate) fn features(&self) -> usize {
         match self {
             Self::Exponential(e) => e.features(),
@@ -90,16 +93,18 @@ impl Map {
         }
     }
 
+    /// Whether features may be negative or zero, so that they have no logarithms.
     pub(super) fn is_signed(&self) -> bool {
         matches!(self, Self::Rectified(_) | Self::Signed { .. })
     }
 
-    /// Scales a tile keeps: one a feature, or one for all where features are signed.
+    /// The number of scales: one for each feature, or one for all where features are signed.
     pub(crate) fn scales(&self) -> usize {
         if self.is_signed() { 1 } else { self.features() }
     }
 
-    /// Features of keys, a feature a row: numbers `x` whose log-features are `x − offset_j`, or values with log-scales in place of `offset`.
+    /// Computes the features of keys, a feature a row: numbers `x` whose log-features are
+    /// `x − offset_j`; for signed features, values, with their log-scales in place of `offset`.
     /// `hidden[j]` is 0 where key `j` of the tile counts and `∞` where it does not.
     #[inline(always)]
     pub(super) fn keys<S: Simd>(
@@ -168,7 +173,7 @@ impl Map {
                 offset.copy_from_slice(hidden);
             }
             Self::Signed { features } => {
-                // Values of a hidden key are finite, its scale −∞.
+                // The values of a hidden key are finite; its log-scale becomes −∞.
                 let all = at_least(&mut scratch.tile, (features + 1) * CHUNK);
                 k.copy_transposed(start, count, all, CHUNK, &mut scratch.rows);
                 for row in all.chunks_exact_mut(CHUNK) {
@@ -182,7 +187,8 @@ impl Map {
         }
     }
 
-    /// Features of queries, a query a row of `padded(F)`: log-features up to a constant of the row, or values.
+    /// Computes the features of queries, a query a row of `padded(F)` numbers: log-features up to a
+    /// constant of the row, or signed values.
     #[inline(always)]
     pub(super) fn queries<S: Simd>(
         &self,
@@ -200,7 +206,8 @@ impl Map {
         }
     }
 
-    /// Features of the one key of `k`: log-features, or values; returns the log-scale of the latter.
+    /// Computes the features of the only key of `k`: log-features, or signed values, whose
+    /// log-scale is returned.
     #[inline(always)]
     pub(super) fn key<S: Simd>(&self, simd: S, k: &Rows, to: &mut [f32], scratch: &mut Scratch) -> f32 {
         match self {
@@ -237,8 +244,9 @@ impl Map {
         }
     }
 
-    /// Gradient of the queries' rows from that of their features: `dl`, laid out as [`Self::queries`] does, as are the weights `phi` made of
-    /// them. `linear`: that of a positive map's own rows, to be added to.
+    /// Computes the gradient of the rows of queries from that of their features: `dl`, laid out as
+    /// [`Self::queries`] writes them, as are the weights `phi` made of them. The gradient of a
+    /// positive map's own parameters is added to `linear`.
     #[inline(always)]
     pub(super) fn query_gradients<S: Simd>(
         &self,
@@ -275,7 +283,7 @@ impl Map {
         }
         let width = padded(e.d);
         let (left, right) = (Left::rows(dl, stride), Right { values: &e.queries.rows, stride: width });
-        // ‖x‖²/2 scales a whole row of features and has no part in the gradient.
+        // ‖x‖²/2 scales all features of a query alike and has no part in the gradient.
         if width == e.d {
             return gemm(simd, Into::Zero, [count, width, e.m], left, right, to, width);
         }
@@ -284,7 +292,9 @@ impl Map {
         narrow(tile, width, to, e.d);
     }
 
-    /// Gradient of the keys' rows from that of their features, a feature a row; `scale` is that of the log-scales. `linear` as for queries.
+    /// Computes the gradient of the rows of keys from that of their features, a feature a row;
+    /// `scale` is the gradient of the log-scales. The gradient of a positive map's own parameters
+    /// is added to `linear`.
     #[inline(always)]
     pub(super) fn key_gradients<S: Simd>(
         &self,

@@ -1,8 +1,42 @@
-//! FAVOR on the CPU, fused: features, prefix sums and normalisation in one pass over `q`, `k`, `v`, with a backward pass that
-//! computes features again instead of keeping them. Nothing of size `T·F` or `T·T` is made.
+//! FAVOR attention on the CPU as one fused operation: features, prefix sums and normalisation in
+//! one pass over `q`, `k` and `v`, and a backward pass that computes the features again instead of
+//! keeping them. Nothing of size `T·F` or `T·T` is made.
 //!
-//! f32 inside; f32, f16 or bf16 outside, any strides. Heads run side by side on Candle's threads; a head's numbers do not depend
-//! on how many.
+//! Arithmetic is f32; tensors may be f32, f16 or bf16, with any strides between rows. Heads run
+//! side by side on Candle's threads; the numbers of a head do not depend on how many threads there
+//! are.
+//!
+//! # Shapes
+//!
+//! The unit of work is one key head `k (T, D)`, `v (T, Dv)` with the `G` query heads `q (T, D)` of
+//! its group (grouped-query attention). `F` is the number of features, `C ≤ 32` the tokens of a
+//! chunk. A causal pass does this with each chunk, carrying `S` and `z` to the next:
+//!
+//! ```text
+//! k (C, D)            -> log-features l(k) (F, C), scale c (F)
+//! l(k), c             -> key features  φ(k) = e^{l − c} (F, C)
+//! q (C, D), c         -> query features φ(q) = e^{l + c − max_r(l + c)} (C, F)
+//! φ(q), φ(k)          -> products, their lower triangle P (C, C)
+//! φ(q), S, P, v       -> numerators   φ(q) S + P v (C, Dv)
+//! φ(q), z, P          -> denominators φ(q) z + P 1 (C)
+//!                     -> out = numerator / denominator (C, Dv), or (C, Dv + 1) with logarithms
+//! φ(k), v             -> S += φ(k) v (F, Dv), z += φ(k) 1 (F)
+//! ```
+//!
+//! The backward pass takes the gradient `g (C, Dv)` of the outputs the same way back; `R` and `r`
+//! are the sums over the queries after a chunk that correspond to `S` and `z`:
+//!
+//! ```text
+//! g, out, den         -> dn = g/den (C, Dv), e = −g·out/den (C)
+//! dn, e, v            -> dP = tril(dn vᵀ + e) (C, C)
+//! dn, e, S, z, dP     -> dφ(q) = dn Sᵀ + e zᵀ + dP φ(k)ᵀ (C, F) -> dl = dφ ∘ φ -> dq (C, D)
+//! φ(q), dn, P, R      -> dv = φ(k)ᵀ R + Pᵀ dn (C, Dv)
+//! v, R, r, φ(q), dP   -> dφ(k) = R vᵀ + r 1ᵀ + φ(q)ᵀ dP (F, C) -> dl = dφ ∘ φ -> dk (C, D)
+//! φ(q), dn, e         -> R += φ(q)ᵀ dn (F, Dv), r += φ(q)ᵀ e (F)
+//! ```
+//!
+//! Without a causal mask `P` falls away: `S` and `z` are sums over all keys, `R` and `r` over all
+//! queries.
 
 #[cfg(any(test, feature = "cuda"))]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -39,25 +73,27 @@ use super::{
     with_storages,
 };
 
-/// Most tokens a chunk has. Inside it the work grows with its length, between chunks it does not: of 32, 48 and 64, this was fastest with 64 to 256
-/// features.
+/// The most tokens of a chunk. Work inside a chunk grows with its length, work between chunks does
+/// not: of 32, 48 and 64, this was fastest with 64 to 256 features.
 const CHUNK: usize = 32;
 
-/// Prefix sums of one key head, scaled: `Σ_j φ(k_j) [v_j, 1] / e^scale`.
+/// `Sums` holds the prefix sums of one key head, divided by their scale:
+/// `Σ_j φ(k_j) [v_j, 1] / e^scale`.
 #[derive(Clone, Debug)]
 pub(crate) struct Sums {
-    /// Log-scales: one a feature, or one for all where features are signed.
+    /// Logarithms of the scales: one for each feature, or one for all features where they are
+    /// signed.
     scale: Vec<f32>,
-    /// `(F, padded(Dv))`.
+    /// `S`, the part with `v_j`: `(F, padded(Dv))`.
     sums: Vec<f32>,
-    /// `padded(F)`.
+    /// `z`, the part with 1: `padded(F)` numbers.
     norm: Vec<f32>,
     features: usize,
     values: usize,
     scratch: Scratch,
 }
 
-/// Memory that steps work in, kept from one to the next.
+/// `Scratch` is working memory for decoding steps, kept from one step to the next.
 #[derive(Clone, Debug, Default)]
 struct Scratch {
     rows: Vec<f32>,
@@ -66,9 +102,9 @@ struct Scratch {
 }
 
 impl Sums {
-    /// The sums over no key, below any scale.
+    /// Sums over no key: all zero, with a scale lower than that of any key.
     pub(crate) fn new(features: usize, scales: usize, values: usize) -> Self {
-        // Finite, so that −∞ − c is −∞ and not NaN.
+        // The scale is finite, so that −∞ − scale is −∞ and not NaN.
         Self {
             scale: vec![-1e37; scales],
             sums: vec![0.0; features * padded(values)],
@@ -79,7 +115,7 @@ impl Sums {
         }
     }
 
-    /// Sums with these log-scales (one a feature, or one for all), norms (one a feature) and sums
+    /// Returns the sums with these log-scales (one a feature, or one for all), norms (one a feature) and sums
     /// `(F, Dv)`.
     pub(crate) fn of(scale: &[f32], norm: &[f32], sums: &[f32], values: usize) -> Self {
         let mut new = Self::new(norm.len(), scale.len(), values);
@@ -107,27 +143,30 @@ impl Sums {
         (rows.flat_map(|row| &row[..self.values]).copied().collect(), [self.features, self.values])
     }
 
+    /// The size of the numbers in bytes.
     pub(crate) fn bytes(&self) -> usize {
         4 * (self.scale.len() + self.sums.len() + self.norm.len())
     }
 
+    /// Whether both have equally many scales, features and values.
     pub(crate) fn same_sizes(&self, other: &Self) -> bool {
         let sizes = |s: &Self| (s.scale.len(), s.features, s.values);
         sizes(self) == sizes(other)
     }
 
-    /// Its sizes in words.
+    /// The sizes, as text for error messages.
     pub(crate) fn describe(&self) -> String {
         format!("{} scales, {} features and {} values", self.scale.len(), self.features, self.values)
     }
 
-    /// Brings the sums over keys to another scale: `e^{old − new}` times as large.
+    /// Brings sums over keys to the new `scale`: multiplies them by `e^{old − new}`.
     #[inline(always)]
     fn rescale<S: Simd>(&mut self, simd: S, scale: &[f32]) {
         self.rescale_by(simd, scale, 1.0);
     }
 
-    /// The same for sums over queries, whose weights have the keys' scale as a factor: `e^{new − old}` times as large.
+    /// Brings sums over queries to the new `scale`: multiplies them by `e^{new − old}`, since the
+    /// weights of queries have the keys' scale as a factor.
     #[inline(always)]
     fn rescale_queries<S: Simd>(&mut self, simd: S, scale: &[f32]) {
         self.rescale_by(simd, scale, -1.0);
@@ -155,19 +194,20 @@ impl Sums {
     }
 }
 
-/// One key head and the query heads of its group.
+/// `Head` is one key head, with the query heads of its group.
 struct Head<'a> {
     map: &'a Map,
-    /// Whether a row of outputs ends with the logarithm of its denominator.
+    /// Whether each row of outputs ends with the logarithm of its denominator.
     logs: bool,
     q: Vec<Rows<'a>>,
     k: Rows<'a>,
     v: Rows<'a>,
+    /// Which keys count, `(Tk)`; all where it is `None`.
     visible: Option<&'a [bool]>,
 }
 
 impl Head<'_> {
-    /// Numbers in a row of outputs.
+    /// The length of a row of outputs.
     fn out_width(&self) -> usize {
         self.v.width + usize::from(self.logs)
     }
@@ -177,35 +217,37 @@ impl Head<'_> {
     }
 }
 
-/// What is computed: by which features, and what of it is returned.
+/// `Form` says what is computed: with which feature maps, and whether logarithms are returned.
 #[derive(Clone, Debug)]
 pub(crate) struct Form {
-    /// One for all key heads, or one for each.
+    /// One map for all key heads, or one for each.
     pub(crate) maps: Arc<[Map]>,
-    /// Whether each row of outputs ends with the logarithm of its denominator `Σ_j φ(q)·φ(k_j)`, but for what scales all features of a
-    /// query: `−1e37` where no key is seen. Features must be positive.
+    /// Whether each row of outputs ends with the logarithm of its denominator `Σ_j φ(q)·φ(k_j)`, in
+    /// which `φ(q)` lacks the factor common to all features of the query; `−1e37` where no key is
+    /// seen. Needs positive features.
     pub(crate) logs: bool,
 }
 
 impl Form {
-    /// `F`.
+    /// The number of features `F`.
     fn features(&self) -> usize {
         self.maps[0].features()
     }
 
-    /// Scales of a state.
+    /// The number of scales in [`Sums`].
     fn scales(&self) -> usize {
         self.maps[0].scales()
     }
 
-    /// The sums over no key.
+    /// Sums over no key, for values of dimension `values`.
     pub(crate) fn fresh(&self, values: usize) -> Sums {
         Sums::new(self.features(), self.scales(), values)
     }
 }
 
-/// Causal FAVOR from `sums` on, one entry a key head, which go on to the last token. `begun`: they hold earlier tokens. For
-/// inference: no gradient.
+/// Computes causal FAVOR of tokens that follow those in `sums` (one entry for each key head), and
+/// adds the new tokens to `sums`. `begun` says that `sums` hold earlier tokens. For inference: no
+/// gradient is recorded.
 pub(crate) fn extend(
     form: &Form,
     q: &Tensor,
@@ -220,12 +262,14 @@ pub(crate) fn extend(
     with_storages([q, k, v], |[q, k, v]| {
         let inputs = Inputs::new(form, q, k, v, None)?;
         let spare = spare_threads(sums.len());
-        // Before the sums are touched.
+        // The inputs are checked before the sums are touched, so that an error leaves the state as
+        // it was.
         inputs.check(|| (0..sums.len()).map(|n| inputs.head(n).is_finite()).collect())?;
         let work = out.parts(inputs.group * t * width).into_iter().zip(sums).enumerate().collect();
         for_heads(work, |(n, (out, sums))| {
             let head = &inputs.head(n);
-            // A first token goes the way of all sequences, or its last bit would depend on whether others follow.
+            // The first token takes the path of whole sequences even if it is alone: otherwise its
+            // last bit would depend on whether others follow.
             if t == 1 && begun {
                 Arch::new().dispatch(step::Step { head, sums, out: out.take() });
             } else {
@@ -237,7 +281,7 @@ pub(crate) fn extend(
     Tensor::from_vec(out.finish(), (b, h, t, width), q.device())?.to_dtype(q.dtype())
 }
 
-/// The three tensors, head by head.
+/// `Inputs` gives access to `q`, `k` and `v` head by head.
 struct Inputs<'a> {
     form: &'a Form,
     named: [(&'static str, &'a CpuStorage, &'a Layout); 3],
@@ -245,7 +289,7 @@ struct Inputs<'a> {
     k: Heads<'a>,
     v: Heads<'a>,
     visible: Option<&'a [bool]>,
-    /// Query heads of a key head.
+    /// The number of query heads that share a key head.
     group: usize,
     key_heads: usize,
     keys: usize,
@@ -273,7 +317,7 @@ impl<'a> Inputs<'a> {
     fn head(&'a self, n: usize) -> Head<'a> {
         let batch = n / self.key_heads;
         Head {
-            // As many maps as key heads, or one.
+            // There are as many maps as key heads, or one for all.
             map: &self.form.maps[n % self.form.maps.len()],
             logs: self.form.logs,
             q: self.q.heads(n * self.group, self.group),
@@ -283,7 +327,8 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// Runs `work`, which says whether the inputs were finite; if not, says where.
+    /// Runs `work`, which returns whether the inputs were finite, head by head; if any was not, the
+    /// error says which number of which tensor.
     fn check(&self, work: impl FnOnce() -> Vec<bool>) -> Result<()> {
         if work().contains(&false) {
             self.named.iter().try_for_each(|(name, storage, layout)| check_finite(name, storage, layout))?;

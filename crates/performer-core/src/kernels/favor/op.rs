@@ -1,4 +1,4 @@
-//! The passes as differentiable operations.
+//! FAVOR's forward and backward passes as a differentiable Candle operation.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -17,8 +17,10 @@ use super::{
     full,
 };
 
-/// FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The
-/// last dimension of each is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
+/// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
+/// `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The last dimension of `q` and `k` is what the map
+/// takes. The last dimension of each is contiguous and nothing is empty. `visible` is `(B, Tk)`. A
+/// row that sees no key is zero.
 pub(crate) fn favor(
     form: &Form,
     q: &Tensor,
@@ -30,23 +32,25 @@ pub(crate) fn favor(
     q.apply_op3(k, v, Favor(Passes::new(form.clone(), causal, visible, [q, k, v])))
 }
 
-/// FAVOR attention as one differentiable operation on `(q, k, v)`, `q` and `k` being what the map takes.
+/// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.
 struct Favor(Passes);
 
-/// A forward pass and the backward pass that belongs to it.
+/// `Passes` holds a forward pass and what its backward pass needs.
 pub(super) struct Passes {
     form: Form,
     causal: bool,
-    /// Visible keys, `(B, Tk)`.
+    /// Which keys count, `(B, Tk)`.
     visible: Option<Vec<bool>>,
-    /// Whether there may be a backward pass.
+    /// Whether any input is tracked, so that a backward pass may follow.
     tracked: bool,
-    /// What the forward pass leaves to the backward pass, by key head.
+    /// What the forward pass keeps for the backward pass, one entry for each key head.
     saved: Mutex<Vec<Saved>>,
-    /// Outputs of half types before they were rounded: gradients cancel what belongs to them, and rounded ones put those 2% off.
+    /// The outputs of f16 and bf16 before rounding. Gradients contain differences from the output
+    /// in which most of the number cancels: rounded outputs would put them 2% off.
     out: Mutex<Option<(CpuStorage, Layout)>>,
 }
 
+/// `Saved` is what the forward pass keeps of one key head, causal or over all keys.
 #[derive(Debug)]
 enum Saved {
     Causal(causal::Saved),
@@ -54,12 +58,13 @@ enum Saved {
 }
 
 impl Passes {
-    /// `of`: what the operation takes, of which one may ask for a gradient.
+    /// `of` are the inputs of the operation, any of which may ask for a gradient.
     pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>, of: [&Tensor; 3]) -> Self {
         let tracked = of.iter().any(|tensor| tensor.track_op());
         Self { form, causal, visible, tracked, saved: Mutex::new(Vec::new()), out: Mutex::new(None) }
     }
 
+    /// The forward pass: the outputs `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms.
     pub(super) fn forward(&self, [q, k, v]: [Stored; 3]) -> Result<(CpuStorage, Shape)> {
         let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
         let (b, h, t, _) = q.1.shape().dims4()?;
@@ -94,8 +99,9 @@ impl Passes {
         Ok((narrow(out, dtype)?, shape))
     }
 
-    /// Gradients of `q`, `k` and `v`. `linear`: those of the map for queries and for keys, one pair a key head, to be added to; empty where it
-    /// is not trained.
+    /// The backward pass: the gradients of `q`, `k` and `v`. The gradients of a trained map, for
+    /// queries and for keys, are added to `linear`, one pair for each key head; it is empty where
+    /// the map is not trained.
     pub(super) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],

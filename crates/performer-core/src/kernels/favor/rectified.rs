@@ -1,4 +1,4 @@
-//! The ReLU kernel's features.
+//! ReLU features, computed inside the fused kernels.
 
 use pulp::Simd;
 
@@ -9,7 +9,7 @@ use super::super::{
 };
 use super::{exponential::Linear, padded};
 
-/// `φ(x)_r = M^-½ max(ω_r·x, 0) + ε` with `x = D^-1/4 q`.
+/// `Rectified` is the map `φ(x)_r = M^-½ max(ω_r·x, 0) + ε` with `x = D^-1/4 q`.
 #[derive(Clone, Debug)]
 pub(crate) struct Rectified {
     pub(super) linear: Linear,
@@ -19,31 +19,31 @@ pub(crate) struct Rectified {
 }
 
 impl Rectified {
-    /// `projection`: Ω, row-major `(M, D)`.
+    /// `projection` is Ω, row-major `(M, D)`.
     pub(crate) fn new(projection: &[f32], d: usize, epsilon: f32) -> Self {
         Self { linear: Linear::new(projection, d), m: projection.len() / d, d, epsilon }
     }
 
-    /// `M^-½`.
+    /// The factor `M^-½`.
     fn norm(&self) -> f32 {
         (self.m as f32).sqrt().recip()
     }
 
-    /// Features in place of projections.
+    /// Turns projections `ω·x` into features, in place.
     #[inline(always)]
     pub(super) fn activate<S: Simd>(&self, simd: S, x: &mut [f32]) {
         rectify(simd, x);
         affine(simd, x, self.norm(), self.epsilon);
     }
 
-    /// Gradients of projections in place of those of features `phi`.
+    /// Turns gradients of the features `phi` into gradients of the projections, in place.
     #[inline(always)]
     pub(super) fn gradients<S: Simd>(&self, simd: S, d: &mut [f32], phi: &[f32]) {
         where_above(simd, d, phi, self.epsilon);
         scale(simd, d, self.norm());
     }
 
-    /// Features of rows of `x`, a row of features each, 0 beyond them.
+    /// Computes the features of rows of `x`, a row of features for each, with 0 in the padding.
     #[inline(always)]
     pub(super) fn rows<S: Simd>(
         &self,

@@ -1,11 +1,13 @@
-//! One more token: the key enters the sums and the queries read them, in one pass over `S`. `O(F·Dv)` a head.
+//! A decoding step: the key of one more token enters the sums and its queries read them, in one
+//! pass over `S`. It costs `O(F·Dv)` a head, whatever came before.
 
 use pulp::{Simd, WithSimd};
 
 use super::super::vector::{add, add_max, add_scaled, decay_add, dot, exp, exp_minus, multiply, scale};
 use super::{Head, Sums, padded, tile::log_of};
 
-/// A decoding step: outputs `(G, 1, Dv)` from finite inputs of one token.
+/// `Step` is a decoding step of one key head: the outputs `(G, 1, Dv)` from finite inputs of one
+/// token.
 pub(super) struct Step<'a> {
     pub(super) head: &'a Head<'a>,
     pub(super) sums: &'a mut Sums,

@@ -1,4 +1,5 @@
-//! What the passes over a head do with one chunk of tokens: load it, weigh it, multiply.
+//! `Tile`: one chunk of a key head in working memory, and the steps that the passes over a head are
+//! made of: loading its rows, weighing them, multiplying them.
 
 use pulp::Simd;
 
@@ -13,30 +14,32 @@ use super::super::{
 };
 use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded};
 
-/// How far a key's log-feature may exceed its chunk's scale.
+/// How far the log-feature of a key may exceed the scale of its chunk.
 const LIMIT: f32 = 32.0;
 
-/// Keys and values of one chunk.
+/// `Tile` holds the keys and values of one chunk.
 pub(super) struct Tile<'a> {
     head: &'a Head<'a>,
     /// `padded(F)`: the length of a query's row of features.
     pub(super) features: usize,
     /// `padded(Dv)`: the length of a row of values.
     pub(super) width: usize,
-    /// Numbers whose log-features `l` are their differences from `scale`, then weights `e^{l − c}`, or signed values times that: a feature a
-    /// row.
+    /// Keys, a feature a row. When loaded: numbers `x` whose log-features are `l = x − scale_j`, or
+    /// signed values. When weighed: the weights `e^{l − c}`, or the values times the weight in
+    /// `scale`.
     pub(super) keys: Vec<f32>,
-    /// What log-features are below the numbers in `keys`, or log-scales, then weights, of signed features.
+    /// A number for each key. When loaded: what is to be subtracted from the numbers in `keys`; for
+    /// signed features the log-scales, which [`Self::weigh_keys`] turns into weights.
     pub(super) scale: [f32; CHUNK],
-    /// Rows of values, if those of the tensor do not serve.
+    /// A padded copy of the rows of values, where those of the tensor cannot be used as they are.
     copied: Vec<f32>,
-    /// Rows of values, one after the other, if they do.
+    /// The rows of values in the tensor itself, where they can.
     lent: Option<&'a [f32]>,
-    /// Largest log-features of all keys so far.
+    /// The running maximum of each log-feature over all keys so far.
     running: Vec<f32>,
-    /// Largest log-features of the loaded keys.
+    /// The largest of each log-feature over the loaded keys.
     highest: Vec<f32>,
-    /// What the weights of each query were divided by, in logarithms.
+    /// The logarithm of what the weights of each query were divided by: its largest log-feature.
     largest: [f32; CHUNK],
     pub(super) scratch: Scratch,
 }
@@ -59,11 +62,12 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// A tile for the chunks after those of this one.
+    /// A tile for the chunks after this one: it takes the running maximum along.
     pub(super) fn next(&mut self) -> Self {
         Self { running: std::mem::take(&mut self.running), ..Self::new(self.head) }
     }
 
+    /// Loads the log-features or signed values of `count` keys from token `start` on.
     #[inline(always)]
     pub(super) fn load_keys<S: Simd>(&mut self, simd: S, start: usize, count: usize) {
         let mut hidden = [f32::INFINITY; CHUNK];
@@ -79,6 +83,7 @@ impl<'a> Tile<'a> {
         head.map.keys(simd, &head.k, [start, count], &hidden, (keys, scale), scratch);
     }
 
+    /// Loads `n` values from token `start` on; those of hidden keys are 0.
     pub(super) fn load_values(&mut self, start: usize, n: usize) {
         self.lent = match (self.head.v.whole_vectors(), self.head.visible) {
             (Some((values, stride)), None) if stride == self.width => Some(&values[start * stride..]),
@@ -94,12 +99,12 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// The loaded values, rows of `width`.
+    /// The loaded values, a key a row of `width` numbers.
     pub(super) fn values(&self) -> &[f32] {
         self.lent.unwrap_or(&self.copied)
     }
 
-    /// The values a dimension a row, zero beyond the `n`-th key.
+    /// Writes the loaded values transposed, a dimension a row, with 0 beyond the `n`-th key.
     pub(super) fn transpose_values(&self, n: usize, to: &mut [f32]) {
         transpose(self.values(), self.width, [n, self.head.v.width], to, CHUNK);
         for row in to.chunks_exact_mut(CHUNK) {
@@ -107,7 +112,9 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Brings the sums to the scale of the chunk that begins here and returns how many of the loaded keys it takes.
+    /// Begins a causal chunk at the first of `count` loaded keys: brings the sums to the chunk's
+    /// scale and returns how many of the keys the chunk takes, those before the first that exceeds
+    /// the scale by more than [`LIMIT`].
     #[inline(always)]
     pub(super) fn enter<S: Simd>(&mut self, simd: S, sums: &mut Sums, count: usize) -> usize {
         let columns = padded(count);
@@ -137,7 +144,8 @@ impl<'a> Tile<'a> {
         n
     }
 
-    /// Brings the sums to the largest scale of the first `n` loaded keys and all before them.
+    /// Raises the scale of the sums to the largest log-features of the first `n` loaded keys and
+    /// all keys before them.
     #[inline(always)]
     pub(super) fn raise<S: Simd>(&mut self, simd: S, sums: &mut Sums, n: usize) {
         let Self { head, keys, scale, running, .. } = self;
@@ -149,12 +157,13 @@ impl<'a> Tile<'a> {
         sums.rescale(simd, running);
     }
 
-    /// Largest log-features of all keys so far.
+    /// The running maximum of each log-feature over all keys so far.
     pub(super) fn largest(&self) -> &[f32] {
         &self.running
     }
 
-    /// Turns log-features into weights, those of keys beyond the `n`-th into 0.
+    /// Turns the loaded log-features into weights at `scale`; those of keys beyond the `n`-th
+    /// become 0.
     #[inline(always)]
     pub(super) fn weigh_keys<S: Simd>(&mut self, simd: S, scale: &[f32], n: usize) {
         let columns = padded(n);
@@ -173,7 +182,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Weights `e^{l(q) + c − max_r(l(q) + c)}` of a query a row, or signed values.
+    /// Computes the weights `e^{l(q) + c − max_r(l(q) + c)}` of `n` queries, a query a row; for
+    /// signed features, their values.
     #[inline(always)]
     pub(super) fn load_queries<S: Simd>(
         &mut self,
@@ -197,7 +207,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// `φ(q_i)·φ(k_j)` for `j ≤ i`, else 0.
+    /// Computes the products `φ(q_i)·φ(k_j)` of the chunk for `j ≤ i`, and 0 for later keys.
     #[inline(always)]
     pub(super) fn products<S: Simd>(&self, simd: S, n: usize, weights: &[f32], to: &mut [f32]) {
         let right = Right { values: &self.keys, stride: CHUNK };
@@ -212,7 +222,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Numerators: what the rows read from the sums.
+    /// Computes the part of the queries' numerators that comes from the sums.
     #[inline(always)]
     pub(super) fn read_sums<S: Simd>(&self, simd: S, n: usize, weights: &[f32], sums: &Sums, to: &mut [f32]) {
         let (f, width) = (self.head.map.features(), self.width);
@@ -220,7 +230,7 @@ impl<'a> Tile<'a> {
         gemm(simd, Into::Zero, [n, width, f], Left::rows(weights, self.features), right, to, width);
     }
 
-    /// Adds to the numerators what the rows read from their own chunk.
+    /// Adds the part of the queries' numerators that comes from their own chunk.
     #[inline(always)]
     pub(super) fn read_chunk<S: Simd>(&self, simd: S, n: usize, triangle: &[f32], to: &mut [f32]) {
         let width = self.width;
@@ -232,20 +242,22 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// What a row's denominator gets from the sums.
+    /// The part of a query's denominator that comes from the sums.
     #[inline(always)]
     pub(super) fn past<S: Simd>(&self, simd: S, weights: &[f32], sums: &Sums) -> f32 {
         dot(simd, weights, &sums.norm)
     }
 
-    /// Quotients of the rows, and logarithms of the denominators where they are asked for. A denominator of exactly zero means that no key was visible: the row is zero.
+    /// Writes the outputs: numerators (`rows`) over denominators, and the logarithms of the
+    /// denominators where they are asked for. A denominator of exactly zero means that no key was
+    /// visible: the row is zero.
     pub(super) fn write(&self, n: usize, rows: &[f32], dens: &[f32], out: &mut [f32]) {
         let (dv, width) = (self.head.v.width, self.head.out_width());
         let outs = out.chunks_exact_mut(width).zip(&self.largest);
         for (((out, largest), row), &den) in outs.zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
             for (out, &x) in out[..dv].iter_mut().zip(row) {
-                // A sum of underflown terms may be −0; it must not tell how many terms it had.
+                // A sum of underflown terms may be −0, which must not reveal how many terms it had.
                 *out = x * scale + 0.0;
             }
             if let Some(log) = out.get_mut(dv) {
@@ -254,7 +266,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// `S += φ(K)ᵀ [V, 1]`.
+    /// Adds the first `n` weighed keys to the sums: `S += φ(K) V`, `z += φ(K) 1`.
     #[inline(always)]
     pub(super) fn add_keys<S: Simd>(&self, simd: S, n: usize, sums: &mut Sums) {
         let (f, width) = (self.head.map.features(), self.width);
@@ -264,7 +276,8 @@ impl<'a> Tile<'a> {
             *norm += sum(simd, &row[..padded(n)]);
         }
     }
-    /// Gradients of the queries' log-features, or signed values: `dφ ∘ φ` for `dφ = S dn + e z`; `dphi` holds `S dn`.
+    /// Computes the gradients of the queries' log-features, `dφ ∘ φ`, or of their signed values,
+    /// `dφ`, for `dφ = S dn + e z`; `dphi` holds `S dn` on entry.
     #[inline(always)]
     pub(super) fn query_logs<S: Simd>(
         &self,
@@ -284,7 +297,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// `R += φ(Q)ᵀ [dn, e]`.
+    /// Adds queries to the sums over queries: `R += φ(Q)ᵀ dn`, and `φ(Q)ᵀ e` to its normaliser.
     #[inline(always)]
     pub(super) fn add_output_gradient<S: Simd>(
         &self,
@@ -302,7 +315,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// `dv = Rᵀ φ(k)`, a row a key, and `dφ(k) = R [v, 1]`, a row a feature. `values` are the values, a dimension a row.
+    /// Reads the sums over later queries: `dv = Rᵀ φ(k)`, a key a row, and `dφ(k) = R [v, 1]`, a
+    /// feature a row. `values` are the values, a dimension a row.
     #[inline(always)]
     pub(super) fn read_future<S: Simd>(
         &self,
@@ -324,7 +338,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// From gradients of features (`dphi`, a row a feature) and values (`rows`) to those of the chunk's keys and values.
+    /// Writes the gradients of the chunk's keys and values from those of features (`dphi`, a
+    /// feature a row) and of padded values (`rows`, a key a row).
     #[inline(always)]
     pub(super) fn write_key_gradients<S: Simd>(
         &mut self,
@@ -362,21 +377,25 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// A tile's logarithms and what is to be subtracted from them, a column each: of the features, or of the scales where features are signed.
+/// The logarithms that scales are made of, and what is to be subtracted from each column: the
+/// log-features, or the log-scales where features are signed.
 fn logs<'t>(head: &Head, keys: &'t [f32], scale: &'t [f32; CHUNK]) -> (&'t [f32], &'t [f32; CHUNK]) {
     if head.map.is_signed() { (scale, &[0.0; CHUNK]) } else { (keys, scale) }
 }
 
-/// The logarithm of a denominator that was divided by `e^largest`. Finite: −∞ minus another would be NaN.
+/// The logarithm of a denominator that was divided by `e^largest`. It is finite even where no key
+/// is seen: −∞ minus another −∞ would be NaN.
 pub(super) fn log_of(den: f32, largest: f32) -> f32 {
     if den == 0.0 { -1e37 } else { largest + den.ln() }
 }
 
-/// `dn = g/den` and `e = (h − g·o)/den` of the rows of a chunk, `h` being the gradient of the denominator's logarithm.
+/// `OutputGradient` holds `dn = g/den` and `e = (h − g·o)/den` for the rows of a chunk, where `g`
+/// is the gradient of the output `o` and `h` that of the denominator's logarithm.
 pub(super) struct OutputGradient {
+    /// A query a row of `width` numbers.
     pub(super) dn: Vec<f32>,
     pub(super) e: [f32; CHUNK],
-    /// `Dv`, and the length of a row.
+    /// `Dv`, and the padded length of a row.
     values: usize,
     width: usize,
 }
@@ -387,6 +406,7 @@ impl OutputGradient {
         Self { values, dn: vec![0f32; CHUNK * width], e: [0.0; CHUNK], width }
     }
 
+    /// Computes both for `n` queries from token `start` on.
     #[inline(always)]
     pub(super) fn load<S: Simd>(
         &mut self,
@@ -396,7 +416,7 @@ impl OutputGradient {
         [start, n]: [usize; 2],
         scratch: &mut Vec<f32>,
     ) {
-        // Beyond the values a row may have the logarithm.
+        // A row may end with the logarithm, after the values.
         grad.first(self.values).copy(start, n, &mut self.dn, self.width);
         let (outs, stride) = out.first(self.values).read(start, n, scratch);
         for (i, dn) in self.dn.chunks_exact_mut(self.width).enumerate().take(n) {
@@ -409,7 +429,8 @@ impl OutputGradient {
         }
     }
 
-    /// Gradient of the products of queries and keys: `(i, j) → dn_i·v_j + e_i` for `j ≤ i`, else 0. `values` is a row a value dimension.
+    /// Computes the gradient of the products of queries and keys: `dn_i·v_j + e_i` for `j ≤ i`, and
+    /// 0 for later keys. `values` are the values, a dimension a row.
     #[inline(always)]
     pub(super) fn triangle<S: Simd>(&self, simd: S, n: usize, values: &[f32], to: &mut [f32]) {
         let right = Right { values, stride: CHUNK };

@@ -1,5 +1,6 @@
-//! FAVOR with a positive map that is trained: the same passes, which on their way back sum the gradients of the map's own parameters. Features
-//! that Candle's operations make would be written and read a dozen times.
+//! FAVOR with a positive map that is trained: the passes of [`super::favor`], whose backward pass
+//! also sums the gradients of the map's own parameters. (Features made by Candle's operations would
+//! be written and read a dozen times.)
 
 use std::sync::Arc;
 
@@ -13,17 +14,19 @@ use super::{
     padded,
 };
 
-/// The parameters of positive features, as they are at one call.
+/// `Trained` holds the parameters of positive features as they are at one call.
 pub(crate) struct Trained {
-    /// Rows of the queries, rows of the keys and weights of the keys, one head after the other: `(H, 2·M·D + M)`.
+    /// For each head, its rows for queries, its rows for keys and its weights of the keys:
+    /// `(H, 2·M·D + M)`.
     parameters: Tensor,
     maps: Arc<[Map]>,
-    /// `M` and `D`.
+    /// The sizes `M` and `D`.
     sizes: [usize; 2],
 }
 
 impl Trained {
-    /// Rows `(H, M, D)` and weights `(H, M)`, see [`Exponential`]; `H` may be 1 for any number of heads.
+    /// Takes rows `(H, M, D)` and weights `(H, M)`, see [`Exponential`]; `H` may be 1 for any
+    /// number of heads.
     pub(crate) fn new(queries: &Tensor, keys: &Tensor, log_weights: &Tensor) -> Result<Self> {
         let (_, m, d) = queries.dims3()?;
         let blocks = [&queries.flatten_from(1)?, &keys.flatten_from(1)?, log_weights];
@@ -37,12 +40,12 @@ impl Trained {
         Ok(Self { parameters, maps: maps.into(), sizes: [m, d] })
     }
 
-    /// One for each head, or one for all.
+    /// The maps: one for each head, or one for all.
     pub(crate) fn maps(&self) -> &Arc<[Map]> {
         &self.maps
     }
 
-    /// [`super::favor`] with these features.
+    /// Computes [`super::favor`] with these features.
     pub(crate) fn favor(
         self,
         q: &Tensor,
@@ -52,7 +55,9 @@ impl Trained {
         causal: bool,
         logs: bool,
     ) -> Result<Tensor> {
-        // An operation takes three tensors. Of strided ones Candle would make one whose rows are not contiguous.
+        // An operation takes at most three tensors, so keys and values become one. Both are made
+        // contiguous first: Candle's concatenation of strided tensors has rows that are not
+        // contiguous.
         let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
         let of = [q, &keys_values, &self.parameters];
         let passes = Passes::new(Form { maps: self.maps, logs }, causal, visible, of);
@@ -60,7 +65,7 @@ impl Trained {
     }
 }
 
-/// FAVOR attention on `(q, [k, v], parameters)`.
+/// `TrainedFavor` is FAVOR attention as one differentiable operation on `(q, [k, v], parameters)`.
 struct TrainedFavor {
     passes: Passes,
     sizes: [usize; 2],
@@ -101,7 +106,7 @@ impl CustomOp3 for TrainedFavor {
 
         let (heads, numbers) = parameters.dims2()?;
         let mut sums = vec![0f32; heads * numbers];
-        // Rows of the kernels are Ω times this.
+        // The kernels' rows are Ω times this.
         let scale = (d as f64).powf(-0.25) as f32;
         for (n, [of_queries, of_keys]) in linear.iter().enumerate() {
             let (queries, rest) = sums[n % heads * numbers..][..numbers].split_at_mut(m * d);

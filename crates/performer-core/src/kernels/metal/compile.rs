@@ -1,4 +1,4 @@
-//! Sources into pipelines of a device.
+//! Compiles Metal sources into compute pipelines of a device.
 
 use std::{
     collections::HashMap,
@@ -10,16 +10,17 @@ use candle_core::{Error, MetalDevice, Result, metal_backend::DeviceId};
 use candle_metal_kernels::metal::ComputePipeline;
 use objc2_metal::MTLCompileOptions;
 
-/// Why a kernel could not be had, once one could not.
+/// Why a kernel could not be compiled, once that has happened.
 static FAILURE: Mutex<Option<String>> = Mutex::new(None);
 
-/// Why Metal's own kernels are not used, if one could not be compiled for a device, or did not fit it. Attention then goes through composed
-/// operations, as with `composed()`.
+/// Returns why this crate's Metal kernels are not used, if one could not be compiled for a device
+/// or did not fit it. Attention then goes through composed operations, as with `composed()`.
 pub fn failure() -> Option<String> {
     FAILURE.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// [`pipeline`], which is not asked for again once it has failed: [`failure`] says why.
+/// Returns whether a [`pipeline`] can be had. Once one has failed, none is tried again, and
+/// [`failure`] says why.
 pub(super) fn possible(pipeline: impl FnOnce() -> Result<ComputePipeline>) -> bool {
     let mut failure = FAILURE.lock().unwrap_or_else(PoisonError::into_inner);
     if failure.is_none() {
@@ -28,10 +29,12 @@ pub(super) fn possible(pipeline: impl FnOnce() -> Result<ComputePipeline>) -> bo
     failure.is_none()
 }
 
-/// The kernel `entry` of `source` with `macros` for a device, from the cache if it was used before.
+/// Returns the kernel `entry` of `source` with `macros` for a device, from the cache if it was used
+/// before.
 ///
 /// # Errors
-/// What could not be compiled, with the compiler's own words; or that a threadgroup cannot have `threads` threads.
+/// What could not be compiled, with the compiler's own words; or that a threadgroup cannot have
+/// `threads` threads.
 pub(super) fn pipeline(
     device: &MetalDevice,
     source: &str,
@@ -47,8 +50,9 @@ pub(super) fn pipeline(
         return Ok(pipeline.clone());
     }
     let failed = |what: &str, e: &dyn Display| Error::msg(format!("Metal kernel {entry} with {macros:?} {what}: {e}"));
-    // Exact arithmetic, not the fast mode of Candle's own kernels: in that, a compiler may drop `x + 0`, which makes -0 to 0, and sum up in
-    // another order. The newer `setMathMode` is not there before macOS 15.
+    // Exact arithmetic is asked for, not the fast mode of Candle's own kernels: in that, a compiler
+    // may drop `x + 0`, which turns -0 into 0, and add up in another order. The newer `setMathMode`
+    // does not exist before macOS 15.
     let options = MTLCompileOptions::new();
     #[allow(deprecated)]
     options.setFastMathEnabled(false);

@@ -1,19 +1,33 @@
-// Causal FAVOR, forward, with positive features: `out_i = sum_j f(q_i).f(k_j) v_j / sum_j f(q_i).f(k_j)` over j <= i, where feature r of x
-// is exp(w_r.x - |x|^2/2). Features never leave the threadgroup.
+// Causal FAVOR, forward, with positive features:
+// `out_i = sum_j f(q_i).f(k_j) v_j / sum_j f(q_i).f(k_j)` over j <= i, where feature r of x is
+// exp(w_r.x - |x|^2/2). Features never leave the threadgroup.
 //
-// A threadgroup has a query head and a slice of its values, and takes one chunk of tokens after the other. A simdgroup has eight of the
-// values, with the sums `S = sum_j f(k_j) v_j` over all features in matrices of 8x8. How such a matrix lies in the lanes is not known
-// here: single numbers are treated in threadgroup memory.
+// A threadgroup has a query head and a slice of its values, and takes one chunk of tokens after the
+// other. A simdgroup has eight of the values, with the sums `S = sum_j f(k_j) v_j` over all
+// features in matrices of 8x8. How such a matrix lies in the lanes is not specified: single numbers
+// are treated in threadgroup memory.
 //
-// Scale. Logarithms are to base 2; the factor is in the projection. In a chunk, feature r of keys is divided by 2^scale[r], the largest
-// logarithm before the chunk and of its first row, which every row of the chunk may see. A later row may exceed it by 2^LIMIT; the first
-// that exceeds it by more begins a chunk of its own. So where a chunk ends depends on its past alone, and no row's numbers depend on what
-// comes after it. A row of queries is divided by 2^(its largest logarithm, of query and scale together), which cancels in the quotient.
+// Shapes of one chunk (C tokens, D head dimension, F features, V values of the slice):
 //
-// No infinity and no NaN stands for anything, since a compiler in fast mode may take it that there is none: what is not there is FLOOR.
+//   k (C, D)                -> logarithms of keys' features (C, F), offsets (C)
+//   logarithms, scale (F)   -> features of keys f (C, F)
+//   q (C, D), scale         -> weights of queries w (C, F)
+//   w, f                    -> pairs tril(w f^T) (C, C)
+//   numerator = w S + pairs v (C, V), denominator = w norm + pairs 1 (C) -> out (C, V)
+//   f, v (C, V)             -> S (F, V) += f^T v, norm (F) += f^T 1
 //
-// Macros: STORAGE 0 f32, 1 f16, 2 bf16. DIM, FEATURES, VALUES: sizes of a query, of its features, of a value. SLICE: values that one
-// threadgroup takes, a multiple of 8.
+// Scale. Logarithms are to base 2; the factor log2(e) is in the projection. In a chunk, feature r
+// of keys is divided by 2^scale[r], the largest logarithm before the chunk and of its first row,
+// which every row of the chunk may see. A later row may exceed it by 2^LIMIT; the first that
+// exceeds it by more begins a chunk of its own. So where a chunk ends depends on its past alone,
+// and no row's numbers depend on what comes after it. A row of queries is divided by 2^(its largest
+// logarithm, of query and scale together), which cancels in the quotient.
+//
+// No infinity and no NaN stands for anything, since a compiler in fast mode may assume that there
+// is none: FLOOR stands for what does not exist.
+//
+// Macros: STORAGE 0 f32, 1 f16, 2 bf16. DIM, FEATURES, VALUES: the sizes of a query, of its
+// features, of a value. SLICE: the values that one threadgroup takes, a multiple of 8.
 
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
@@ -32,7 +46,7 @@ typedef half Stored;
 inline float widened(half x) { return float(x); }
 inline half narrowed(float x) { return half(x); }
 #else
-// bf16 by its bits, which devices without the type have as well.
+// bf16 is handled by its bits, for devices without the type.
 typedef ushort Stored;
 inline float widened(ushort x) { return as_type<float>(uint(x) << 16); }
 inline ushort narrowed(float x) {
@@ -45,38 +59,42 @@ inline ushort narrowed(float x) {
 constant constexpr int D = (DIM + 7) / 8 * 8, F = (FEATURES + 7) / 8 * 8, V = SLICE;
 constant constexpr int SPLITS = (VALUES + V - 1) / V;
 constant constexpr int SIMDGROUPS = V / 8, THREADS = 32 * SIMDGROUPS;
-// Between rows in threadgroup memory, so that they begin in different banks.
+// The padding of rows in threadgroup memory, so that they begin in different banks.
 constant constexpr int PAD = 4;
 
 constant constexpr float LOG2E = 1.4426950408889634f;
 // e^32 = 2^46.
 constant constexpr float LIMIT = 46.0f;
-// Stands for minus infinity.
+// FLOOR stands for minus infinity.
 constant constexpr float FLOOR = -1e37f;
 
-// What a threadgroup shares, with chunks of `ROWS` tokens.
+// Shared is the memory of a threadgroup, with chunks of `ROWS` tokens.
 template <int ROWS>
 struct Shared {
     static constant constexpr int TILES = (ROWS / 8) * (ROWS / 8);
-    // Simdgroups share the products of queries and keys: by 8x8 of them, and then by features.
+    // Simdgroups divide the products of queries and keys among them: first by 8x8 tiles, then by
+    // features.
     static constant constexpr int PARTS = SIMDGROUPS > TILES ? SIMDGROUPS / TILES : 1;
 
-    // Keys, then queries; values, then outputs.
+    // The rows x hold keys, then queries; y holds values, then outputs.
     float x[ROWS][D + PAD], y[ROWS][V + PAD];
-    // Logarithms of keys' features, then features divided by 2^scale; logarithms of queries' features, then weights.
+    // Logarithms of keys' features, then features divided by 2^scale; logarithms of queries'
+    // features, then weights.
     float keys[ROWS][F + PAD], queries[ROWS][F + PAD];
     // Products of weights and features.
     float pairs[ROWS][ROWS + PAD];
-    // Parts of `pairs`; or one tile for each simdgroup.
+    // The parts of `pairs`, or one tile for each simdgroup.
     float tiles[SIMDGROUPS > TILES * PARTS ? SIMDGROUPS : TILES * PARTS][64];
-    // Of features: the scale of the sums; their largest logarithm so far; the sum of features; what brings sums to the chunk's scale.
+    // For each feature: the scale of the sums, its running maximum, the sum of features, and the
+    // factor that brings sums to the chunk's scale.
     float scale[F], running[F], norm[F], factor[F];
-    // Of rows: -|k|^2/2, FLOOR for a key that does not count; the denominator's part from earlier chunks; one by the denominator.
+    // For each row: -|k|^2/2, or FLOOR for a key that does not count; the denominator's part from
+    // earlier chunks; one divided by the denominator.
     float offset[ROWS], past[ROWS], inverse[ROWS];
     int ends[SIMDGROUPS];
 };
 
-// As much as a threadgroup may have.
+// The most memory that a threadgroup may have.
 constant constexpr int MOST_MEMORY = 32 << 10;
 constant constexpr int C = sizeof(Shared<16>) <= MOST_MEMORY ? 16 : 8;
 typedef Shared<C> Memory;
@@ -94,20 +112,25 @@ inline void add_product(thread Matrix& sum, thread Matrix& left, thread Matrix& 
     simdgroup_multiply_accumulate(sum, left, right, sum);
 }
 
+// Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long batch, head, token; };
 
+// Problem holds the sizes and strides of one call.
 struct Problem {
     Strides q, k, v;
     // Query heads, and how many of them read one key head; tokens.
     int heads, group, tokens;
-    // Whether there is a mask, and sums of earlier tokens; and whether sums are to be left for later ones.
+    // Whether there is a mask; whether there are sums of earlier tokens; and whether sums are to be
+    // left for later tokens.
     int masked, resumes, leaves;
-    // |x|^2/2 in base 2 is this times |k|^2. Earlier and later sums are of features divided by sqrt(F): what their logarithms lack.
+    // `norm` times |k|^2 is |x|^2/2 in base 2. The sums before and after are of features divided by
+    // sqrt(F); `shift` is log2 of that, by which the logarithms here exceed theirs.
     float norm, shift;
 };
 static_assert(sizeof(Problem) == 104, "the host has another size");
 
-// Rows of `width` numbers as a tile of C by `columns`, with zeros around them. What hidden rows hold is not looked at.
+// Loads rows of `width` numbers as a tile of C by `columns`, with zeros around them. The numbers of
+// hidden rows are not looked at.
 inline void load_rows(threadgroup float* to, int columns, device const Stored* from, long stride, int count, int width,
                       device const uchar* visible, int thread_index) {
     for (int i = thread_index; i < C * columns; i += THREADS) {
@@ -117,7 +140,8 @@ inline void load_rows(threadgroup float* to, int columns, device const Stored* f
     }
 }
 
-// Logarithms of the features of the rows in `x`, without their offsets: x (C, D) times the projection (D, F).
+// Computes the logarithms of the features of the rows in `x`, without their offsets: x (C, D) times
+// the projection (D, F).
 inline void project(threadgroup const Memory& s, threadgroup float* to, device const float* projection, int simd_index) {
     for (int column = 8 * simd_index; column < F; column += 8 * SIMDGROUPS) {
         Matrix sums[C / 8], left, right;
@@ -133,7 +157,7 @@ inline void project(threadgroup const Memory& s, threadgroup float* to, device c
     }
 }
 
-// The offsets of keys, a row after the other in each simdgroup.
+// Computes the offsets of keys; a simdgroup takes one row after the other.
 inline void set_offsets(threadgroup Memory& s, float norm, int count, device const uchar* visible, int simd_index, int lane) {
     for (int row = simd_index; row < C; row += SIMDGROUPS) {
         float square = 0;
@@ -143,7 +167,8 @@ inline void set_offsets(threadgroup Memory& s, float norm, int count, device con
     }
 }
 
-// Brings scales to the chunk, and returns where it ends as far as this thread's features see.
+// Brings the scales to the chunk, and returns where the chunk ends as far as this thread's features
+// show.
 inline int begin_chunk(threadgroup Memory& s, int count, int thread_index) {
     int end = count;
     for (int r = thread_index; r < FEATURES; r += THREADS) {
@@ -158,7 +183,7 @@ inline int begin_chunk(threadgroup Memory& s, int count, int thread_index) {
     return end;
 }
 
-// From logarithms to features of the keys of a chunk of `n` rows; others are zero.
+// Turns logarithms into the features of the keys of a chunk of `n` rows; others become zero.
 inline void weigh_keys(threadgroup Memory& s, int n, int thread_index) {
     for (int r = thread_index; r < FEATURES; r += THREADS) {
         float scale = s.scale[r], largest = scale;
@@ -172,7 +197,8 @@ inline void weigh_keys(threadgroup Memory& s, int n, int thread_index) {
     }
 }
 
-// From logarithms to weights of queries, and what the sums before the chunk add to denominators; a row after the other in each simdgroup.
+// Turns logarithms into the weights of queries, and computes the part of denominators that comes
+// from the sums before the chunk; a simdgroup takes one row after the other.
 inline void weigh_queries(threadgroup Memory& s, int simd_index, int lane) {
     for (int row = simd_index; row < C; row += SIMDGROUPS) {
         float largest = 2 * FLOOR, past = 0;
@@ -188,8 +214,8 @@ inline void weigh_queries(threadgroup Memory& s, int simd_index, int lane) {
     }
 }
 
-// Brings the sums of eight features, `factor` apart in scale, to the scale of the chunk: a product with a diagonal matrix, which
-// most chunks need for few features.
+// Brings the sums of eight features to the scale of the chunk, to which `factor` leads: a product
+// with a diagonal matrix, which most chunks need for few features.
 inline void rescale(thread Matrix& sums, threadgroup const float* factor, threadgroup float* tile, int lane) {
     if (simd_all(factor[lane % 8] == 1.0f)) return;
     for (int i = lane; i < 64; i += 32) tile[i] = i / 8 == i % 8 ? factor[i / 8] : 0.0f;
@@ -200,7 +226,8 @@ inline void rescale(thread Matrix& sums, threadgroup const float* factor, thread
     simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The simdgroup's parts of the products of weights and features, 8x8 of them over some of the features each.
+// Computes the simdgroup's parts of the products of weights and features: 8x8 tiles, each over some
+// of the features.
 inline void multiply_pairs(threadgroup Memory& s, int simd_index) {
     for (int job = simd_index; job < TILES * PARTS; job += SIMDGROUPS) {
         int row = job % TILES / (C / 8) * 8, key = job % TILES % (C / 8) * 8;
@@ -214,7 +241,7 @@ inline void multiply_pairs(threadgroup Memory& s, int simd_index) {
     }
 }
 
-// Puts the parts together; a row sees the keys up to its own.
+// Adds up the parts; a row sees the keys up to its own.
 inline void set_pairs(threadgroup Memory& s, int thread_index) {
     for (int i = thread_index; i < C * C; i += THREADS) {
         int row = i / C, key = i % C, tile = row / 8 * (C / 8) + key / 8;
@@ -224,7 +251,8 @@ inline void set_pairs(threadgroup Memory& s, int thread_index) {
     }
 }
 
-// Eight features' sums of the simdgroup's values, from memory where a feature has a row of all VALUES and one number more.
+// Reads the sums of eight features and the simdgroup's values from memory, where a feature has a
+// row of all VALUES and one number more.
 inline void resume(thread Matrix& sums, device const float* from, int features, int values, threadgroup float* tile, int lane) {
     for (int i = lane; i < 64; i += 32) {
         int row = i / 8, column = i % 8;
@@ -235,7 +263,7 @@ inline void resume(thread Matrix& sums, device const float* from, int features, 
     simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The way back, in the scale of the largest logarithms.
+// Writes those sums to memory, at the scale of the running maxima.
 inline void leave(thread Matrix& sums, device float* to, int features, int values, threadgroup const float* scale,
                   threadgroup const float* running, threadgroup float* tile, int lane) {
     simdgroup_store(sums, tile, 8);
@@ -247,8 +275,10 @@ inline void leave(thread Matrix& sums, device float* to, int features, int value
     simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Of key heads one after the other, `scales` are logarithms of what sums are divided by: (FEATURES), to base e; and `sums` those of
-// features with values, and of features: (FEATURES, VALUES + 1). What `p` tells that there is none of is not touched.
+// The kernel; see the head of this file. For key heads one after the other, `scales` are the
+// logarithms to base e of what sums are divided by, (FEATURES), and `sums` are those of features
+// times values, and of features, (FEATURES, VALUES + 1). Tensors that `p` declares missing are not
+// touched.
 [[max_total_threads_per_threadgroup(THREADS)]]
 kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored* q [[buffer(1)]], device const Stored* k [[buffer(2)]],
                           device const Stored* v [[buffer(3)]], device const uchar* visible [[buffer(4)]],
@@ -310,7 +340,8 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
         weigh_queries(s, simd_index, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
-        // Numerators from the sums before the chunk, then from the chunk itself, which joins the sums.
+        // Numerators from the sums before the chunk, then from the chunk itself, which is added to
+        // the sums.
         Matrix rows[C / 8], left, right;
         UNROLL for (int m = 0; m < C / 8; m++) rows[m] = zero();
         UNROLL for (int f = 0; f < F / 8; f++) {
@@ -335,7 +366,7 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
                 add_product(sums[f], left, right);
             }
         }
-        // No other simdgroup has these columns.
+        // No other simdgroup uses these columns of y, so a barrier of the simdgroup is enough.
         simdgroup_barrier(mem_flags::mem_threadgroup);
         UNROLL for (int m = 0; m < C / 8; m++) simdgroup_store(rows[m], &s.y[8 * m][8 * simd_index], V + PAD);
 
@@ -350,7 +381,7 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (int i = thread_index; i < n * V; i += THREADS) {
             int row = i / V, c = i % V;
-            // A sum of underflown terms may be -0; it must not tell how many terms it had.
+            // A sum of underflown terms may be -0, which must not reveal how many terms it had.
             if (c < width) out[(long)(start + row) * VALUES + c] = narrowed(s.y[row][c] * s.inverse[row] + 0.0f);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);

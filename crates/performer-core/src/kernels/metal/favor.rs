@@ -1,4 +1,5 @@
-//! Causal FAVOR on Metal in one kernel, for inference: no gradient. What it does is told in `favor.metal`.
+//! Causal FAVOR on Metal in one kernel, for inference: no gradient. `favor.metal` describes the
+//! kernel and its chain of shapes; this file launches it.
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, bail};
 use candle_metal_kernels::metal::{Buffer, ComputeCommandEncoder, ComputePipeline};
@@ -6,14 +7,14 @@ use objc2_metal::MTLSize;
 
 use super::{Projection, compile};
 
-/// Most features that the kernel takes: more do not fit the memory of a threadgroup.
+/// The most features that the kernel takes: more do not fit the memory of a threadgroup.
 const MOST_FEATURES: usize = 256;
-/// Largest head and value dimension that the kernel takes.
+/// The largest head and value dimension that the kernel takes.
 const MOST_WIDTH: usize = 128;
-/// Most values that a threadgroup takes: eight to a simdgroup, of which there are eight.
+/// The most values that a threadgroup takes: eight for each simdgroup, of which there are eight.
 const MOST_SLICE: usize = 64;
 
-/// `Strides` of `favor.metal`.
+/// `Strides` is the struct of that name in `favor.metal`.
 #[repr(C)]
 struct Strides {
     batch: i64,
@@ -28,7 +29,7 @@ impl Strides {
     }
 }
 
-/// `Problem` of `favor.metal`.
+/// `Problem` is the struct of that name in `favor.metal`.
 #[repr(C)]
 struct Problem {
     q: Strides,
@@ -44,28 +45,30 @@ struct Problem {
     shift: f32,
 }
 
-// As the source asserts of its own.
+// The source asserts the same size.
 const _: () = assert!(size_of::<Problem>() == 104);
 
-/// The macro `STORAGE` of the source.
+/// The value of the macro `STORAGE` for a type.
 fn storage(dtype: DType) -> Option<usize> {
     [DType::F32, DType::F16, DType::BF16].iter().position(|&known| known == dtype)
 }
 
-/// Whether the kernel takes queries `q` and values `v` at this number of features, and can be had on their device.
+/// Whether the kernel takes queries `q` and values `v` at this number of features, and can be
+/// compiled for their device.
 pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
     let fits = |t: &Tensor| t.rank() == 4 && t.elem_count() > 0 && t.dims()[3] <= MOST_WIDTH;
     let fits = q.device().is_metal() && storage(q.dtype()).is_some() && fits(q) && fits(v) && features <= MOST_FEATURES;
     fits && compile::possible(|| pipeline(q, v, features))
 }
 
-/// Values that a threadgroup takes, and slices of them: equal ones, as few as can be.
+/// The values of a slice, which one threadgroup takes, and the number of slices: equal ones, as few
+/// as can be.
 fn slices(values: usize) -> (usize, usize) {
     let splits = values.div_ceil(MOST_SLICE);
     (values.div_ceil(splits).next_multiple_of(8), splits)
 }
 
-/// Threads of a threadgroup: a simdgroup of 32 for each eight values.
+/// The threads of a threadgroup: a simdgroup of 32 for each eight values.
 fn threads(slice: usize) -> usize {
     4 * slice
 }
@@ -82,7 +85,7 @@ fn pipeline(q: &Tensor, v: &Tensor, features: usize) -> Result<ComputePipeline> 
     compile::pipeline(device, include_str!("favor.metal"), "favor_forward", &macros, threads(slice))
 }
 
-/// Calls `set` with the buffer of a tensor, and where in it the tensor begins, in bytes.
+/// Calls `set` with the buffer of a tensor and the offset in bytes at which the tensor begins.
 fn with_buffer(t: &Tensor, set: impl FnOnce(Option<&Buffer>, usize)) -> Result<()> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Metal(storage) = &*storage else {
@@ -92,12 +95,14 @@ fn with_buffer(t: &Tensor, set: impl FnOnce(Option<&Buffer>, usize)) -> Result<(
     Ok(())
 }
 
-/// Sums over keys, of all key heads: their log-scales `(N, 1, F)` and the sums `(N, F, Dv + 1)`, as prefix sums have them; contiguous f32.
+/// `Sums` are the sums over keys of all key heads: their log-scales `(N, 1, F)` and the sums
+/// `(N, F, Dv + 1)`, in the layout of composed prefix sums; contiguous f32.
 pub(crate) type Sums = [Tensor; 2];
 
-/// Causal FAVOR attention: `q` `(B, H, T, D)`, `k` `(B, Hkv, T, D)`, `v` `(B, Hkv, T, Dv)` → `(B, H, T, Dv)`. The last dimension of each is
-/// contiguous and nothing is empty. `visible` is `(B, T)`, u8, contiguous; a row that sees no key is zero. With `before`, it goes on from
-/// these sums, and if it `leaves` some, they are those after the last token.
+/// Computes causal FAVOR attention: `q` `(B, H, T, D)`, `k` `(B, Hkv, T, D)`, `v` `(B, Hkv, T, Dv)`
+/// → `(B, H, T, Dv)`. The last dimension of each is contiguous and nothing is empty. `visible` is
+/// `(B, T)`, u8, contiguous; a row that sees no key is zero. It begins with the sums `before`, if
+/// given, and if `leaves` is set, returns the sums after the last token.
 pub(crate) fn favor(
     projection: &Projection,
     [q, k, v]: [&Tensor; 3],
@@ -137,7 +142,7 @@ pub(crate) fn favor(
     } else {
         None
     };
-    // What there is none of is not touched by the kernel, but every place needs a buffer.
+    // The kernel does not touch a tensor that is missing, but every argument needs a buffer.
     let [scales_before, sums_before] = before.map_or([q, q], |sums| [&sums[0], &sums[1]]);
     let [scales_after, sums_after] = after.as_ref().map_or([&out, &out], |sums| [&sums[0], &sums[1]]);
     let columns = &projection.columns;

@@ -1,20 +1,23 @@
-//! Ω as the Metal kernel takes it.
+//! The projection Ω as the Metal kernel reads it.
 
 use candle_core::{D, DType, Result, Tensor};
 
-/// Ω with the scale of queries and keys, `D^-1/4`, and the factor of logarithms to base 2.
+/// `Projection` is Ω times the scale of queries and keys, `D^-1/4`, and the factor of logarithms to
+/// base 2.
 #[derive(Debug)]
 pub(crate) struct Projection {
-    /// `(D, F)`, both padded with zeros to multiples of 8: a column for each feature. f32, contiguous.
+    /// The projection transposed, `(D, F)`, both padded with zeros to multiples of 8: a column for
+    /// each feature. f32, contiguous.
     pub(super) columns: Tensor,
-    /// `D`.
+    /// The head dimension `D`.
     pub(super) dim: usize,
-    /// `F`.
+    /// The number of features `F`.
     pub(super) features: usize,
 }
 
 impl Projection {
-    /// `omega`: `(M, D)`. Hyperbolic features are positive ones of its rows and their negatives.
+    /// Packs `omega`, `(M, D)`. Hyperbolic features are the positive ones of its rows and of their
+    /// negatives.
     pub(crate) fn new(omega: &Tensor, hyperbolic: bool) -> Result<Self> {
         let dim = omega.dim(1)?;
         let rows = (omega.detach().to_dtype(DType::F32)? * (Self::scale(dim) * std::f64::consts::LOG2_E))?;
@@ -25,16 +28,17 @@ impl Projection {
         Ok(Self { columns: padded.t()?.contiguous()?, dim, features })
     }
 
+    /// The factor `D^-1/4`.
     fn scale(dim: usize) -> f64 {
         (dim as f64).powf(-0.25)
     }
 
-    /// `‖x‖²/2` in base 2 is this times `‖k‖²`.
+    /// The factor in `‖x‖²/2 = norm·‖k‖²`, in base 2.
     pub(super) fn norm(&self) -> f32 {
         (0.5 * Self::scale(self.dim).powi(2) * std::f64::consts::LOG2_E) as f32
     }
 
-    /// What logarithms to base 2 of features divided by `√F` lack.
+    /// `½ log₂ F`: by this much the kernel's logarithms exceed those of features divided by `√F`.
     pub(super) fn shift(&self) -> f32 {
         (0.5 * (self.features as f64).log2()) as f32
     }
@@ -61,7 +65,7 @@ mod tests {
             }
         }
         assert_eq!((columns.len(), columns[0].len()), (16, 8));
-        // As the formulas have it: half of |x|² with x = k / 9^(1/4), and ½ log2 of six features.
+        // By the formulas: half of |x|² with x = k / 9^(1/4), and ½ log2 of six features.
         assert!((projection.norm() - std::f32::consts::LOG2_E / 6.0).abs() < 1e-6);
         assert!((projection.shift() - 0.5 * 6f32.log2()).abs() < 1e-6);
         Ok(())
