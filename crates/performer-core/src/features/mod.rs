@@ -1,38 +1,8 @@
 //! Feature maps φ with `φ(x)·φ(y) ≈ K(x, y)`: one file a family, one small trait.
 //!
-//! | kind | `φ(x)` | kernel estimated | `F` |
-//! |---|---|---|---|
-//! | [`Positive`] | `M^-½ exp(ω·x − ‖x‖²/2)` | softmax, unbiased | `M` |
-//! | [`Hyperbolic`] | both `(2M)^-½ exp(±ω·x − ‖x‖²/2)` | softmax, unbiased | `2M` |
-//! | [`Trigonometric`] | `M^-½ e^{‖x‖²/2} [sin ω·x, cos ω·x]` | softmax, unbiased, signed | `2M` |
-//! | [`Phase`] | `(2/M)^½ e^{‖x‖²/2} cos(ω·x + b)` | softmax, unbiased, signed | `M` |
-//! | [`GaussianPhase`] | `(2/M)^½ cos(ω·x + b)` | Gaussian `e^{−‖x−y‖²/2}` | `M` |
-//! | [`Relu`] | `M^-½ relu(ω·x) + ε` | arc-cosine | `M` |
-//! | [`Elu`] | `elu(x) + 1` | – | `D` |
-//! | [`Taylor2`] | `[1, x, vec(xxᵀ)/√2]` | `1 + z + z²/2` | `1+D+D(D+1)/2` |
-//! | [`Limit`] | `[1, x/√n]^{⊗n}` | `(1 + z/n)^n` | `C(D+n, n)` |
-//! | [`HermiteTail`] | Taylor-2 ⊕ `M^-½ (e^{ω·x−‖x‖²/2}−h₂)` | softmax, unbiased | `M` + Taylor-2 |
-//! | [`Optimal`] | `(1−4A)^{D/4} M^-½ exp(A‖ω‖²+√(1−4A)ω·x−‖x‖²/2)` | softmax, unbiased | `M` |
-//! | [`Dense`] | as `Optimal`, with an `A` for each eigendirection | softmax, unbiased | `M` |
-//! | [`Learned`] | `exp(a·x − ‖x‖²/2)`, `exp(b·y + w − ‖y‖²/2)`, trained | its own | `M` |
-//! | [`Hedgehog`] | `[softmax(a x), softmax(−a x)]`, trained | its own | `2M` |
+#![doc = include_str!("maps.md")]
 //!
-//! [`Positive`]: FeatureMapKind::Positive
-//! [`Hyperbolic`]: FeatureMapKind::Hyperbolic
-//! [`Trigonometric`]: FeatureMapKind::Trigonometric
-//! [`Phase`]: FeatureMapKind::Phase
-//! [`GaussianPhase`]: FeatureMapKind::GaussianPhase
-//! [`Relu`]: FeatureMapKind::Relu
-//! [`Elu`]: FeatureMapKind::Elu
-//! [`Taylor2`]: FeatureMapKind::Taylor2
-//! [`Limit`]: FeatureMapKind::Limit
-//! [`HermiteTail`]: FeatureMapKind::HermiteTail
-//! [`Optimal`]: FeatureMapKind::Optimal
-//! [`Dense`]: FeatureMapKind::Dense
-//! [`Learned`]: FeatureMapKind::Learned
-//! [`Hedgehog`]: FeatureMapKind::Hedgehog
-//!
-//! `Positive` is the map of FAVOR+, `Optimal` that of FAVOR++, `Dense` that of FAVOR#;
+//! `positive` is the map of FAVOR+, `optimal` that of FAVOR++, `dense` that of FAVOR#;
 //! `h₂ = 1 + ω·x + ((ω·x)² − ‖x‖²)/2`. Rows `ω` of the projection Ω `(M, D)` come from
 //! [`crate::projection`]; `z = x·y`. Rows `x` are already scaled by `D^-1/4`, so that
 //! `x·y = q·k/√D`.
@@ -46,20 +16,21 @@ pub mod fit;
 mod fitted;
 mod hedgehog;
 mod hermite;
+mod kind;
 mod polynomial;
 mod relu;
 mod trigonometric;
 
-use std::{fmt, str::FromStr};
+use std::fmt;
 
-use candle_core::{D, Device, Result, Tensor, bail};
-use serde::{Deserialize, Serialize};
+use candle_core::{D, Result, Tensor, bail};
 
 pub use elu::Elu;
 pub use exponential::{Hyperbolic, Positive};
 pub use fitted::Fitted;
 pub use hedgehog::Hedgehog;
 pub use hermite::HermiteTail;
+pub use kind::{FeatureMapKind, MapDescription, MapNumbers};
 pub use polynomial::{Limit, Taylor2};
 pub use relu::{RELU_EPSILON, Relu};
 pub use trigonometric::{Phase, Trigonometric};
@@ -200,180 +171,6 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         let phi_x = self.features(x)?.materialize()?;
         let phi_y = self.key_features(y)?.materialize()?;
         phi_x.matmul(&phi_y.transpose(D::Minus2, D::Minus1)?.contiguous()?)
-    }
-}
-
-/// The feature maps by name: what a configuration file or a command line says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum FeatureMapKind {
-    /// Positive random features, FAVOR+ (Choromanski et al. 2020, Lemma 1).
-    #[default]
-    Positive,
-    /// Hyperbolic positive random features (Choromanski et al. 2020, Lemma 1, second form).
-    Hyperbolic,
-    /// Trigonometric random features of the softmax kernel (Choromanski et al. 2020, section 2.3).
-    Trigonometric,
-    /// Random Fourier features with a random phase, scaled to the softmax kernel.
-    Phase,
-    /// Random Fourier features of the plain Gaussian kernel (Rahimi & Recht 2007).
-    GaussianPhase,
-    /// Generalised attention with a ReLU kernel (Choromanski et al. 2020, section 2.2).
-    Relu,
-    /// `elu(x) + 1` (Katharopoulos et al. 2020, eq. 7).
-    Elu,
-    /// Second-order Taylor expansion of the exponential.
-    Taylor2,
-    /// `(1 + x·y/n)^n` for an even `n`.
-    Limit(u32),
-    /// Taylor-2 exactly plus random features of the remainder.
-    HermiteTail,
-    /// Optimal positive random features, FAVOR++ (Likhosherstov et al. 2022), see [`fit`]. Without
-    /// a fit they are those for unit normal queries and keys.
-    Optimal,
-    /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without
-    /// a fit the map is [`Self::Optimal`].
-    Dense,
-    /// A trained linear map in place of Ω, see [`Fitted`]. Untrained it is [`Self::Positive`].
-    Learned,
-    /// Trained softmax features, see [`Hedgehog`] (Zhang et al. 2024).
-    Hedgehog,
-}
-
-impl FeatureMapKind {
-    /// Every map that takes no number, for help texts and sweeps.
-    pub const NAMED: [Self; 13] = [
-        Self::Positive,
-        Self::Hyperbolic,
-        Self::Trigonometric,
-        Self::Phase,
-        Self::GaussianPhase,
-        Self::Relu,
-        Self::Elu,
-        Self::Taylor2,
-        Self::HermiteTail,
-        Self::Optimal,
-        Self::Dense,
-        Self::Learned,
-        Self::Hedgehog,
-    ];
-
-    /// Whether the map draws a projection Ω.
-    pub fn is_random(self) -> bool {
-        !matches!(self, Self::Elu | Self::Taylor2 | Self::Limit(_))
-    }
-
-    /// Whether the map is a [`Fitted`] one, which can be fitted to queries and keys.
-    pub fn is_fitted(self) -> bool {
-        matches!(self, Self::Optimal | Self::Dense | Self::Learned)
-    }
-
-    /// Whether the map has parameters that are meant to be trained.
-    pub fn is_trained(self) -> bool {
-        matches!(self, Self::Learned | Self::Hedgehog)
-    }
-
-    /// Whether the map has parameters that began as what was drawn: redrawing leaves them alone.
-    pub fn has_parameters(self) -> bool {
-        self.is_fitted() || self.is_trained()
-    }
-
-    /// Whether the map draws phase offsets `b` besides Ω.
-    pub fn has_offsets(self) -> bool {
-        matches!(self, Self::Phase | Self::GaussianPhase)
-    }
-
-    /// Builds the map for rows of width `head_dim`.
-    ///
-    /// `random` holds what a random map needs, see [`RandomParameters`]; deterministic maps ignore
-    /// it. `device` is where the constants of deterministic maps live.
-    ///
-    /// # Errors
-    /// If a random map is given no parameters, or parameters of another shape.
-    pub fn build(
-        self,
-        head_dim: usize,
-        random: Option<&RandomParameters>,
-        device: &Device,
-    ) -> Result<Box<dyn FeatureMap>> {
-        if head_dim == 0 {
-            bail!("feature map {self}: head_dim is 0; it must be at least 1");
-        }
-        let random = match (self.is_random(), random) {
-            (true, None) => {
-                bail!("feature map {self} is random and needs a projection (M, {head_dim}); none was given")
-            }
-            (true, Some(r)) => {
-                r.check(self, head_dim)?;
-                r.clone()
-            }
-            (false, _) => return self.build_deterministic(head_dim, device),
-        };
-        let projection = random.projection;
-        Ok(match self {
-            Self::Positive => Box::new(Positive::new(projection)?),
-            Self::Hyperbolic => Box::new(Hyperbolic::new(projection)?),
-            Self::Trigonometric => Box::new(Trigonometric::new(projection)?),
-            Self::Phase | Self::GaussianPhase => {
-                let Some(offsets) = random.offsets else {
-                    bail!("feature map {self} needs phase offsets ({}); none were given", projection.dims()[0])
-                };
-                Box::new(Phase::new(projection, offsets, self == Self::Phase)?)
-            }
-            Self::Relu => Box::new(Relu::new(projection)?),
-            Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
-            Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &projection)?),
-            Self::Hedgehog => Box::new(Hedgehog::new(&projection)?),
-            Self::Elu | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
-        })
-    }
-
-    fn build_deterministic(self, head_dim: usize, device: &Device) -> Result<Box<dyn FeatureMap>> {
-        Ok(match self {
-            Self::Elu => Box::new(Elu::new(head_dim)),
-            Self::Taylor2 => Box::new(Taylor2::new(head_dim, device)?),
-            Self::Limit(n) => Box::new(Limit::new(n, head_dim, device)?),
-            _ => bail!("feature map {self} is random"),
-        })
-    }
-}
-
-impl fmt::Display for FeatureMapKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self {
-            Self::Positive => "positive",
-            Self::Hyperbolic => "hyperbolic",
-            Self::Trigonometric => "trigonometric",
-            Self::Phase => "phase",
-            Self::GaussianPhase => "gaussian-phase",
-            Self::Relu => "relu",
-            Self::Elu => "elu",
-            Self::Taylor2 => "taylor2",
-            Self::Limit(n) => return write!(f, "limit-{n}"),
-            Self::HermiteTail => "hermite-tail",
-            Self::Optimal => "optimal",
-            Self::Dense => "dense",
-            Self::Learned => "learned",
-            Self::Hedgehog => "hedgehog",
-        };
-        f.write_str(name)
-    }
-}
-
-impl FromStr for FeatureMapKind {
-    type Err = String;
-
-    fn from_str(s: &str) -> std::result::Result<Self, String> {
-        if let Some(n) = s.strip_prefix("limit-") {
-            return match n.parse::<u32>() {
-                Ok(n) if n >= 2 && n % 2 == 0 => Ok(Self::Limit(n)),
-                _ => Err(format!("limit-{n}: n must be an even number of at least 2, as in limit-2")),
-            };
-        }
-        Self::NAMED.into_iter().find(|k| k.to_string() == s).ok_or_else(|| {
-            let names: Vec<String> = Self::NAMED.iter().map(ToString::to_string).collect();
-            format!("unknown feature map '{s}'; known are {}, limit-N", names.join(", "))
-        })
     }
 }
 

@@ -1,0 +1,310 @@
+//! The feature maps by name, and what there is to know of each before it is built.
+
+use std::{fmt, str::FromStr};
+
+use candle_core::{Device, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Elu, FeatureMap, Hedgehog, HermiteTail, Hyperbolic, Limit, Phase, Positive, RandomParameters, Relu, Taylor2,
+    Trigonometric, fit,
+};
+
+/// The feature maps by name: what a configuration file or a command line says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FeatureMapKind {
+    /// Positive random features, FAVOR+ (Choromanski et al. 2020, Lemma 1).
+    #[default]
+    Positive,
+    /// Hyperbolic positive random features (Choromanski et al. 2020, Lemma 1, second form).
+    Hyperbolic,
+    /// Trigonometric random features of the softmax kernel (Choromanski et al. 2020, section 2.3).
+    Trigonometric,
+    /// Random Fourier features with a random phase, scaled to the softmax kernel.
+    Phase,
+    /// Random Fourier features of the plain Gaussian kernel (Rahimi & Recht 2007).
+    GaussianPhase,
+    /// Generalised attention with a ReLU kernel (Choromanski et al. 2020, section 2.2).
+    Relu,
+    /// `elu(x) + 1` (Katharopoulos et al. 2020, eq. 7).
+    Elu,
+    /// Second-order Taylor expansion of the exponential.
+    Taylor2,
+    /// `(1 + x·y/n)^n` for an even `n`.
+    Limit(u32),
+    /// Taylor-2 exactly plus random features of the remainder.
+    HermiteTail,
+    /// Optimal positive random features, FAVOR++ (Likhosherstov et al. 2022), see [`fit`]. Without
+    /// a fit they are those for unit normal queries and keys.
+    Optimal,
+    /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without
+    /// a fit the map is [`Self::Optimal`].
+    Dense,
+    /// A trained linear map in place of Ω, see [`Fitted`]. Untrained it is [`Self::Positive`].
+    Learned,
+    /// Trained softmax features, see [`Hedgehog`] (Zhang et al. 2024).
+    Hedgehog,
+}
+
+/// Where the numbers of a feature map come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MapNumbers {
+    /// The map has none.
+    None,
+    /// A projection Ω is drawn from a seed.
+    Drawn,
+    /// A projection Ω and phase offsets `b` are drawn from a seed.
+    DrawnWithOffsets,
+    /// They begin as what was drawn, and can be fitted to queries and keys (see [`fit`](super::fit)).
+    Fitted,
+    /// They begin as what was drawn, can be fitted, and are meant to be trained.
+    FittedAndTrained,
+    /// They begin as what was drawn, and are meant to be trained.
+    Trained,
+}
+
+/// What there is to know of a feature map before it is built: a row of the table on the
+/// [module's page](super).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MapDescription {
+    /// The name that configurations and command lines use.
+    pub name: &'static str,
+    /// `φ(x)`, for rows `x` that are scaled by `D^-¼`.
+    pub formula: &'static str,
+    /// The kernel `K(x, y)` that `φ(x)·φ(y)` estimates.
+    pub kernel: &'static str,
+    /// The number of features `F`, by `M` and `D`.
+    pub features: &'static str,
+    /// Whether all features are positive; the denominators of signed ones can come near zero.
+    pub positive: bool,
+    /// Where its numbers come from.
+    pub numbers: MapNumbers,
+}
+
+impl FeatureMapKind {
+    /// Every map that takes no number, for help texts and sweeps.
+    pub const NAMED: [Self; 13] = [
+        Self::Positive,
+        Self::Hyperbolic,
+        Self::Trigonometric,
+        Self::Phase,
+        Self::GaussianPhase,
+        Self::Relu,
+        Self::Elu,
+        Self::Taylor2,
+        Self::HermiteTail,
+        Self::Optimal,
+        Self::Dense,
+        Self::Learned,
+        Self::Hedgehog,
+    ];
+
+    /// What there is to know of the map: everything else that this type tells follows from it.
+    pub fn describe(self) -> MapDescription {
+        use MapNumbers::{Drawn, DrawnWithOffsets, Fitted, FittedAndTrained, None, Trained};
+        let unbiased = "softmax, unbiased";
+        let (name, formula, kernel, features, positive, numbers) = match self {
+            Self::Positive => ("positive", "M^-½ exp(ω·x − ‖x‖²/2)", unbiased, "M", true, Drawn),
+            Self::Hyperbolic => ("hyperbolic", "(2M)^-½ exp(±ω·x − ‖x‖²/2)", unbiased, "2M", true, Drawn),
+            Self::Trigonometric => {
+                ("trigonometric", "M^-½ e^{‖x‖²/2} [sin ω·x, cos ω·x]", unbiased, "2M", false, Drawn)
+            }
+            Self::Phase => ("phase", "(2/M)^½ e^{‖x‖²/2} cos(ω·x + b)", unbiased, "M", false, DrawnWithOffsets),
+            Self::GaussianPhase => {
+                ("gaussian-phase", "(2/M)^½ cos(ω·x + b)", "`e^{−‖x−y‖²/2}`, unbiased", "M", false, DrawnWithOffsets)
+            }
+            Self::Relu => ("relu", "M^-½ relu(ω·x) + 10⁻³", "arc-cosine, nearly", "M", true, Drawn),
+            Self::Elu => ("elu", "elu(x) + 1", "its own", "D", true, None),
+            Self::Taylor2 => ("taylor2", "[1, x, vec(xxᵀ)/√2]", "`1 + z + z²/2`", "1 + D + D(D+1)/2", false, None),
+            Self::Limit(_) => ("limit-n", "[1, x/√n]^{⊗n}, n even", "`(1 + z/n)^n`", "C(D+n, n)", false, None),
+            Self::HermiteTail => (
+                "hermite-tail",
+                "taylor2 ⊕ M^-½ (exp(ω·x − ‖x‖²/2) − h₂(x))",
+                unbiased,
+                "M + those of taylor2",
+                false,
+                Drawn,
+            ),
+            Self::Optimal => {
+                ("optimal", "(1−4A)^{D/4} M^-½ exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2)", unbiased, "M", true, Fitted)
+            }
+            Self::Dense => ("dense", "optimal, with an A for each eigendirection", unbiased, "M", true, Fitted),
+            Self::Learned => {
+                ("learned", "exp(a·x − ‖x‖²/2), exp(b·y + w − ‖y‖²/2)", "its own", "M", true, FittedAndTrained)
+            }
+            Self::Hedgehog => ("hedgehog", "[softmax(a·x), softmax(−a·x)]", "its own", "2M", true, Trained),
+        };
+        MapDescription { name, formula, kernel, features, positive, numbers }
+    }
+
+    /// Whether the map draws a projection Ω.
+    pub fn is_random(self) -> bool {
+        self.describe().numbers != MapNumbers::None
+    }
+
+    /// Whether the map is a [`Fitted`](super::Fitted) one, which can be fitted to queries and keys.
+    pub fn is_fitted(self) -> bool {
+        matches!(self.describe().numbers, MapNumbers::Fitted | MapNumbers::FittedAndTrained)
+    }
+
+    /// Whether the map has parameters that are meant to be trained.
+    pub fn is_trained(self) -> bool {
+        matches!(self.describe().numbers, MapNumbers::Trained | MapNumbers::FittedAndTrained)
+    }
+
+    /// Whether the map has parameters that began as what was drawn: redrawing leaves them alone.
+    pub fn has_parameters(self) -> bool {
+        self.is_fitted() || self.is_trained()
+    }
+
+    /// Whether the map draws phase offsets `b` besides Ω.
+    pub fn has_offsets(self) -> bool {
+        self.describe().numbers == MapNumbers::DrawnWithOffsets
+    }
+
+    /// Builds the map for rows of width `head_dim`.
+    ///
+    /// `random` holds what a random map needs, see [`RandomParameters`]; deterministic maps ignore
+    /// it. `device` is where the constants of deterministic maps live.
+    ///
+    /// # Errors
+    /// If a random map is given no parameters, or parameters of another shape.
+    pub fn build(
+        self,
+        head_dim: usize,
+        random: Option<&RandomParameters>,
+        device: &Device,
+    ) -> Result<Box<dyn FeatureMap>> {
+        if head_dim == 0 {
+            bail!("feature map {self}: head_dim is 0; it must be at least 1");
+        }
+        let random = match (self.is_random(), random) {
+            (true, None) => {
+                bail!("feature map {self} is random and needs a projection (M, {head_dim}); none was given")
+            }
+            (true, Some(r)) => {
+                r.check(self, head_dim)?;
+                r.clone()
+            }
+            (false, _) => return self.build_deterministic(head_dim, device),
+        };
+        let projection = random.projection;
+        Ok(match self {
+            Self::Positive => Box::new(Positive::new(projection)?),
+            Self::Hyperbolic => Box::new(Hyperbolic::new(projection)?),
+            Self::Trigonometric => Box::new(Trigonometric::new(projection)?),
+            Self::Phase | Self::GaussianPhase => {
+                let Some(offsets) = random.offsets else {
+                    bail!("feature map {self} needs phase offsets ({}); none were given", projection.dims()[0])
+                };
+                Box::new(Phase::new(projection, offsets, self == Self::Phase)?)
+            }
+            Self::Relu => Box::new(Relu::new(projection)?),
+            Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
+            Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &projection)?),
+            Self::Hedgehog => Box::new(Hedgehog::new(&projection)?),
+            Self::Elu | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
+        })
+    }
+
+    fn build_deterministic(self, head_dim: usize, device: &Device) -> Result<Box<dyn FeatureMap>> {
+        Ok(match self {
+            Self::Elu => Box::new(Elu::new(head_dim)),
+            Self::Taylor2 => Box::new(Taylor2::new(head_dim, device)?),
+            Self::Limit(n) => Box::new(Limit::new(n, head_dim, device)?),
+            _ => bail!("feature map {self} is random"),
+        })
+    }
+}
+
+impl fmt::Display for FeatureMapKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Limit(n) => write!(f, "limit-{n}"),
+            _ => f.write_str(self.describe().name),
+        }
+    }
+}
+
+impl FromStr for FeatureMapKind {
+    type Err = String;
+
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        if let Some(n) = s.strip_prefix("limit-") {
+            return match n.parse::<u32>() {
+                Ok(n) if n >= 2 && n % 2 == 0 => Ok(Self::Limit(n)),
+                _ => Err(format!("limit-{n}: n must be an even number of at least 2, as in limit-2")),
+            };
+        }
+        Self::NAMED.into_iter().find(|k| k.to_string() == s).ok_or_else(|| {
+            let names: Vec<String> = Self::NAMED.iter().map(ToString::to_string).collect();
+            format!("unknown feature map '{s}'; known are {}, limit-N", names.join(", "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table of all maps in Markdown.
+    fn table() -> String {
+        let mut table = String::from("| name | `φ(x)` | kernel | F | numbers | signed |\n|---|---|---|---|---|---|\n");
+        for kind in FeatureMapKind::NAMED.into_iter().chain([FeatureMapKind::Limit(2)]) {
+            let MapDescription { name, formula, kernel, features, positive, numbers } = kind.describe();
+            let numbers = match numbers {
+                MapNumbers::None => "none",
+                MapNumbers::Drawn => "Ω drawn",
+                MapNumbers::DrawnWithOffsets => "Ω and b drawn",
+                MapNumbers::Fitted => "fitted",
+                MapNumbers::FittedAndTrained => "fitted, trained",
+                MapNumbers::Trained => "trained",
+            };
+            let signed = if positive { "" } else { "yes" };
+            table += &format!("| `{name}` | `{formula}` | {kernel} | {features} | {numbers} | {signed} |\n");
+        }
+        table
+    }
+
+    /// What people read is what the code says.
+    #[test]
+    fn the_tables_in_the_documentation_are_those_of_the_descriptions() {
+        assert_eq!(include_str!("maps.md"), table(), "features/maps.md must be:\n{}", table());
+        assert!(include_str!("../../README.md").contains(&table()), "README.md must have this table:\n{}", table());
+    }
+
+    /// What a description says of signs and sizes is what the map computes.
+    #[test]
+    fn descriptions_are_true_of_the_maps() -> Result<()> {
+        use candle_core::{DType, Tensor};
+        let device = Device::Cpu;
+        let (d, m) = (5, 6);
+        let random = RandomParameters {
+            projection: Tensor::randn(0f32, 1.0, (m, d), &device)?,
+            offsets: Some(Tensor::rand(0f32, 6.2, m, &device)?),
+        };
+        for kind in FeatureMapKind::NAMED.into_iter().chain([FeatureMapKind::Limit(2)]) {
+            let description = kind.describe();
+            assert_eq!(kind.to_string().parse(), Ok(kind));
+            let map = kind.build(d, Some(&random), &device)?;
+            let x = (Tensor::randn(0f32, 1.0, (50, d), &device)? * 2.0)?;
+            let least = map.features(&x)?.materialize()?.min_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+            assert_eq!(least >= 0.0, description.positive, "{kind}: the least feature is {least}");
+            let features = match description.features {
+                "M" => m,
+                "2M" => 2 * m,
+                "D" => d,
+                "1 + D + D(D+1)/2" => 21,
+                "C(D+n, n)" => 21,
+                "M + those of taylor2" => m + 21,
+                other => panic!("{kind}: a number of features that this test does not know, {other}"),
+            };
+            assert_eq!(map.feature_dim(), features, "{kind}");
+            assert_eq!(!map.parameters().is_empty(), kind.has_parameters(), "{kind}");
+        }
+        Ok(())
+    }
+}
