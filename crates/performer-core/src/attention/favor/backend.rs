@@ -93,8 +93,8 @@ impl Backends {
 
     /// The backend that takes a call.
     pub(super) fn choose(&self, call: &Call<'_>) -> &dyn Backend {
-        let takes = |backend: &&Box<dyn Backend>| backend.refusal(call).is_none();
-        self.fused.iter().find(takes).map_or(&self.composed, |backend| &**backend)
+        let mut fused = self.fused.iter().map(|backend| &**backend);
+        fused.find(|backend| backend.refusal(call).is_none()).unwrap_or(&self.composed)
     }
 
     /// The path that a call takes; if it is composed, why.

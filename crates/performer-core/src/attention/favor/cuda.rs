@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, bail};
 
 use super::{
     backend::{Backend, Call, Output},
