@@ -51,8 +51,8 @@ fn plain(attention: &Windowed, [q, k, v]: &[Tensor; 3], visible: Option<&[bool]>
 
 #[test]
 fn it_is_what_it_says() -> Result<()> {
-    use FeatureMapKind::{Elu, Hedgehog, Hyperbolic, Learned, Positive};
-    for map in [Positive, Hyperbolic, Elu, Learned, Hedgehog] {
+    use FeatureMapKind::{Elu, Exp, Hedgehog, Hyperbolic, Learned, Positive};
+    for map in [Positive, Hyperbolic, Elu, Exp, Learned, Hedgehog] {
         for (t, window) in [(1, 1), (2, 1), (63, 5), (130, 64), (300, 7), (40, 200)] {
             let truth = windowed(window, DType::F64, map)?;
             let expected = plain(&truth, &inputs(t, DType::F64)?, None)?;

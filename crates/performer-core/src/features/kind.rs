@@ -6,7 +6,7 @@ use candle_core::{Device, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Elu, FeatureMap, Hedgehog, HermiteTail, Hyperbolic, Limit, Phase, Positive, RandomParameters, Relu, Taylor2,
+    Elu, Exp, FeatureMap, Hedgehog, HermiteTail, Hyperbolic, Limit, Phase, Positive, RandomParameters, Relu, Taylor2,
     Trigonometric, fit,
 };
 
@@ -29,6 +29,8 @@ pub enum FeatureMapKind {
     Relu,
     /// `elu(x) + 1` (Katharopoulos et al. 2020, eq. 7).
     Elu,
+    /// `e^x` of each dimension (Shen et al. 2018).
+    Exp,
     /// Second-order Taylor expansion of the exponential.
     Taylor2,
     /// `(1 + x·y/n)^n` for an even `n`.
@@ -86,7 +88,7 @@ pub struct MapDescription {
 
 impl FeatureMapKind {
     /// Every map that takes no number, for help texts and sweeps.
-    pub const NAMED: [Self; 13] = [
+    pub const NAMED: [Self; 14] = [
         Self::Positive,
         Self::Hyperbolic,
         Self::Trigonometric,
@@ -94,6 +96,7 @@ impl FeatureMapKind {
         Self::GaussianPhase,
         Self::Relu,
         Self::Elu,
+        Self::Exp,
         Self::Taylor2,
         Self::HermiteTail,
         Self::Optimal,
@@ -118,6 +121,7 @@ impl FeatureMapKind {
             }
             Self::Relu => ("relu", "M^-½ relu(ω·x) + 10⁻³", "arc-cosine, nearly", "M", true, Drawn),
             Self::Elu => ("elu", "elu(x) + 1", "its own", "D", true, None),
+            Self::Exp => ("exp", "exp(x)", "its own", "D", true, None),
             Self::Taylor2 => ("taylor2", "[1, x, vec(xxᵀ)/√2]", "`1 + z + z²/2`", "1 + D + D(D+1)/2", false, None),
             Self::Limit(_) => ("limit-n", "[1, x/√n]^{⊗n}, n even", "`(1 + z/n)^n`", "C(D+n, n)", false, None),
             Self::HermiteTail => (
@@ -206,13 +210,14 @@ impl FeatureMapKind {
             Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
             Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &projection)?),
             Self::Hedgehog => Box::new(Hedgehog::new(&projection)?),
-            Self::Elu | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
+            Self::Elu | Self::Exp | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
         })
     }
 
     fn build_deterministic(self, head_dim: usize, device: &Device) -> Result<Box<dyn FeatureMap>> {
         Ok(match self {
             Self::Elu => Box::new(Elu::new(head_dim)),
+            Self::Exp => Box::new(Exp::new(head_dim, device)?),
             Self::Taylor2 => Box::new(Taylor2::new(head_dim, device)?),
             Self::Limit(n) => Box::new(Limit::new(n, head_dim, device)?),
             _ => bail!("feature map {self} is random"),

@@ -10,6 +10,7 @@
 //! A feature of a softmax kernel spans hundreds of orders of magnitude. A map therefore returns
 //! [`Features`] in a form from which the attention can take the scale before it exponentiates.
 
+mod elementwise;
 mod elu;
 mod exponential;
 pub mod fit;
@@ -25,6 +26,7 @@ use std::fmt;
 
 use candle_core::{D, Result, Tensor, bail};
 
+pub use elementwise::Exp;
 pub use elu::Elu;
 pub use exponential::{Hyperbolic, Positive};
 pub use fitted::Fitted;

@@ -65,6 +65,7 @@ pub(super) fn generic_features<S: Scalar>(map: FeatureMapKind, projection: &[f64
             // elu(x) + 1 = x + 1 above zero and e^x − 1 + 1 below.
             .map(|&x| if x.value() > 0.0 { x + S::from(1.0) } else { x.exp() })
             .collect(),
+        FeatureMapKind::Exp => x.iter().map(|&x| x.exp()).collect(),
         FeatureMapKind::Taylor2 => taylor2(x),
         FeatureMapKind::Limit(n) => limit(n, x),
         FeatureMapKind::HermiteTail => {
@@ -171,19 +172,16 @@ fn squared_norm<S: Scalar>(x: &[S]) -> S {
 }
 
 fn check(map: FeatureMapKind, projection: &[f64], offsets: &[f64], head_dim: usize) {
-    use FeatureMapKind::*;
     assert!(head_dim > 0, "{map:?} features of an empty row");
-    match map {
-        Elu | Taylor2 | Limit(_) => assert!(projection.is_empty(), "{map:?} has no projection"),
-        _ => assert!(
+    if map.is_random() {
+        assert!(
             !projection.is_empty() && projection.len().is_multiple_of(head_dim),
             "{map:?} needs a projection (M, {head_dim}), not {} numbers",
             projection.len()
-        ),
+        );
+    } else {
+        assert!(projection.is_empty(), "{map:?} has no projection");
     }
-    let expected = match map {
-        Phase | GaussianPhase => projection.len() / head_dim,
-        _ => 0,
-    };
+    let expected = if map.has_offsets() { projection.len() / head_dim } else { 0 };
     assert_eq!(offsets.len(), expected, "number of offsets for {map:?}");
 }

@@ -14,23 +14,22 @@ mod run;
 
 pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};
 
-/// Every feature map, the limit map with two exponents.
-pub(crate) const ALL_MAPS: [FeatureMapKind; 14] = [
-    FeatureMapKind::Positive,
-    FeatureMapKind::Hyperbolic,
-    FeatureMapKind::Trigonometric,
-    FeatureMapKind::Phase,
-    FeatureMapKind::GaussianPhase,
-    FeatureMapKind::Relu,
-    FeatureMapKind::Elu,
-    FeatureMapKind::Taylor2,
-    FeatureMapKind::Limit(2),
-    FeatureMapKind::Limit(4),
-    FeatureMapKind::HermiteTail,
-    FeatureMapKind::Optimal,
-    FeatureMapKind::Learned,
-    FeatureMapKind::Hedgehog,
-];
+/// Every feature map: those by name but `Dense`, which is `Optimal` until it is fitted, and the limit map with
+/// two exponents.
+pub(crate) const ALL_MAPS: [FeatureMapKind; FeatureMapKind::NAMED.len() + 1] = {
+    let named = FeatureMapKind::NAMED;
+    let mut all = [FeatureMapKind::Limit(2); FeatureMapKind::NAMED.len() + 1];
+    all[1] = FeatureMapKind::Limit(4);
+    let (mut from, mut to) = (0, 2);
+    while from < named.len() {
+        if !matches!(named[from], FeatureMapKind::Dense) {
+            all[to] = named[from];
+            to += 1;
+        }
+        from += 1;
+    }
+    all
+};
 
 /// Random numbers that are the same on every machine and every run.
 pub(crate) struct Random(ChaCha8Rng);
@@ -86,16 +85,9 @@ impl Problem {
     /// Draws unit normal queries, keys, values and output gradients, with `m` rows of unit normal
     /// projection for the maps that take one; bidirectional and unmasked until told otherwise.
     pub(crate) fn random(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Self {
-        use FeatureMapKind::*;
         let mut random = Random::new(seed);
-        let rows = match map {
-            None | Some(Elu | Taylor2 | Limit(_)) => 0,
-            Some(_) => m,
-        };
-        let phases = match map {
-            Some(Phase | GaussianPhase) => m,
-            _ => 0,
-        };
+        let rows = if map.is_some_and(FeatureMapKind::is_random) { m } else { 0 };
+        let phases = if map.is_some_and(FeatureMapKind::has_offsets) { m } else { 0 };
         Problem {
             shape,
             map,

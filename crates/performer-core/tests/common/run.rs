@@ -14,8 +14,7 @@ pub(crate) fn all_kernels() -> impl Iterator<Item = Option<FeatureMapKind>> {
 
 /// Whether all features are positive, so that no input can bring a denominator near zero.
 pub(crate) fn is_positive(map: Option<FeatureMapKind>) -> bool {
-    use FeatureMapKind::*;
-    matches!(map, None | Some(Positive | Hyperbolic | Relu | Elu | Optimal | Dense | Learned | Hedgehog))
+    map.is_none_or(|map| map.describe().positive)
 }
 
 /// The length of queries and keys at which [`Problem`]s of a kernel are well conditioned: unit

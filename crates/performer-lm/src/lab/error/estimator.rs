@@ -61,18 +61,15 @@ impl Estimator {
                 Some(features / 2).filter(|&m| m > 0)
             }
             FeatureMapKind::HermiteTail => features.checked_sub(taylor(d)).filter(|&m| m > 0),
-            FeatureMapKind::Elu | FeatureMapKind::Taylor2 | FeatureMapKind::Limit(_) => None,
-            _ => Some(features),
+            map if map.is_random() => Some(features),
+            _ => None,
         }
     }
 
     /// The number of features of a map without rows.
     pub(crate) fn fixed(&self, d: usize) -> Option<usize> {
-        match self.map {
-            FeatureMapKind::Elu => Some(d),
-            FeatureMapKind::Taylor2 => Some(taylor(d)),
-            _ => None,
-        }
+        let map = (!self.map.is_random()).then(|| self.map.build(d, None, &Device::Cpu));
+        map.and_then(|map| map.ok()).map(|map| map.feature_dim())
     }
 
     /// The map with `m` rows of dimension `d`.
