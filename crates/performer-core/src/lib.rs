@@ -12,7 +12,8 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
-//! | norms, linear maps and the loss around that | [`ops`] |
+//! | norms, rotary positions and feed-forward layers, in place of Candle's that give no gradient | [`nn`] |
+//! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
 //! | the truth it is all held to, in plain f64 | [`mod@reference`] |
 //!
 //! # Example
@@ -45,6 +46,7 @@ pub mod attention;
 pub mod features;
 pub mod kernels;
 pub mod layer;
+pub mod nn;
 pub mod ops;
 pub mod projection;
 pub mod reference;
