@@ -56,7 +56,10 @@ pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};
 
-// The README's example is a test as well.
+// The examples of these pages are tests as well.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+#[cfg(doctest)]
+#[doc = include_str!("../gradients.md")]
+struct Gradients;
