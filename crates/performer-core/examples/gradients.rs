@@ -161,6 +161,13 @@ pub(crate) fn markdown(rows: &[Row]) -> String {
 }
 
 fn main() -> Result<()> {
-    print!("{}", markdown(&table()?));
+    let rows = table()?;
+    print!("{}", markdown(&rows));
+    let count = |names: fn(&Row) -> &Vec<&'static str>| rows.iter().map(|row| names(row).len()).sum::<usize>();
+    let [theirs, ours] = [count(|row| &row.gradients[0]), count(|row| &row.gradients[1])];
+    let all = count(|row| &row.variables);
+    println!(
+        "\nOf {all} variables, {theirs} get a gradient from Candle's operations and {ours} from those in their place."
+    );
     Ok(())
 }

@@ -97,13 +97,15 @@ fn norms_take_strided_rows() -> Result<()> {
     Ok(())
 }
 
+type Function<'a> = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>;
+
 /// A function that stands in for one of Candle's, beside that one and a composed form of it that has gradients.
 struct DropIn<'a> {
     name: &'a str,
     inputs: Vec<Tensor>,
-    ours: Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>,
-    fused: Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>,
-    composed: Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>,
+    ours: Function<'a>,
+    fused: Function<'a>,
+    composed: Function<'a>,
 }
 
 #[test]
