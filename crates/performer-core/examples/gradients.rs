@@ -1,8 +1,10 @@
-//! Which gradients come back through Candle's fused operations, and through those of this crate that take their place.
+//! Which gradients come back through Candle's fused operations, and through those of this crate
+//! that take their place.
 //!
 //! `cargo run --release -p performer-core --example gradients`
 //!
-//! Each operation runs on variables of its own, and a loss of its output is differentiated. `docs/gradients.md` shows the table.
+//! Each operation runs on variables of its own, and a loss of its output is differentiated.
+//! `docs/gradients.md` shows the table.
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::{LayerNorm, Module, RmsNorm, ops as theirs, rotary_emb};

@@ -1,4 +1,5 @@
-//! The modules and functions that stand in for Candle's: `docs/gradients.md` says what is so, and this holds it to that.
+//! The modules and functions that stand in for Candle's: `docs/gradients.md` says what is so, and
+//! this holds it to that.
 
 // The test runs the table, the example prints it.
 #[allow(dead_code)]

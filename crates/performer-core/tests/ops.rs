@@ -42,7 +42,8 @@ fn assert_close(what: &str, got: &[Vec<f64>], want: &[Vec<f64>], tolerance: f64)
     }
 }
 
-/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of the largest entry.
+/// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of
+/// the largest entry.
 #[track_caller]
 fn assert_same(what: &str, inputs: &[Tensor], tolerance: f64, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     assert_close(what, &outcome(inputs, DType::F32, &f).unwrap(), &outcome(inputs, DType::F64, &f).unwrap(), tolerance);
@@ -99,7 +100,8 @@ fn norms_take_strided_rows() -> Result<()> {
 
 type Function<'a> = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>;
 
-/// A function that stands in for one of Candle's, beside that one and a composed form of it that has gradients.
+/// A function that stands in for one of Candle's, beside that one and a composed form of it that
+/// has gradients.
 struct DropIn<'a> {
     name: &'a str,
     inputs: Vec<Tensor>,

@@ -1,7 +1,7 @@
 //! Rotary positions (Su et al. 2021): the pairs of each row turn by the angles of their token.
 //!
-//! Candle's form with a gradient makes four tensors and a half of the size of its input, each with a gradient. Here it is one each
-//! way, from rows with any strides.
+//! Candle's form with a gradient makes four tensors and a half of the size of its input, each with
+//! a gradient. Here it is one each way, from rows with any strides.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -20,8 +20,8 @@ pub(crate) enum Pairs {
     Neighbours,
 }
 
-/// Turns rows `(B, H, T, D)`, each contiguous, by the angles whose cosine and sine are given, f32 and contiguous, `(1, T, D/2)` for
-/// all sequences or `(B, T, D/2)`.
+/// Turns rows `(B, H, T, D)`, each contiguous, by the angles whose cosine and sine are given, f32
+/// and contiguous, `(1, T, D/2)` for all sequences or `(B, T, D/2)`.
 pub(crate) struct Rotary {
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,

@@ -8,8 +8,9 @@ use crate::ops;
 /// `SwiGlu` is the feed-forward layer `W_down (g σ(g) ∘ W_up x)` with `g = W_gate x` (Shazeer 2020,
 /// <https://arxiv.org/abs/2002.05202>), as Llama and its relatives have it, without biases.
 ///
-/// Inputs are `(.., E)`, as are outputs. The weights are `gate_proj.weight` and `up_proj.weight` `(F, E)`, and `down_proj.weight`
-/// `(E, F)`, as in Hugging Face checkpoints; gradients go to all of them.
+/// Inputs are `(.., E)`, as are outputs. The weights are `gate_proj.weight` and `up_proj.weight`
+/// `(F, E)`, and `down_proj.weight` `(E, F)`, as in Hugging Face checkpoints; gradients go to all
+/// of them.
 ///
 /// # Example
 /// ```
@@ -19,7 +20,8 @@ use crate::ops;
 ///
 /// # fn main() -> candle_core::Result<()> {
 /// let vars = VarMap::new();
-/// let feed_forward = SwiGlu::new(8, 20, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let feed_forward = SwiGlu::new(8, 20, vb)?;
 /// let x = Tensor::randn(0f32, 1.0, (2, 3, 8), &Device::Cpu)?;
 /// let y = feed_forward.forward(&x)?;
 /// assert_eq!(y.dims(), [2, 3, 8]);
@@ -36,7 +38,8 @@ pub struct SwiGlu {
 }
 
 impl SwiGlu {
-    /// Makes the layer's weights, or reads them, from `vb`: from `hidden` numbers (E) over `intermediate` (F) back to `hidden`.
+    /// Makes the layer's weights, or reads them, from `vb`: from `hidden` numbers (E) over
+    /// `intermediate` (F) back to `hidden`.
     ///
     /// # Errors
     /// If `vb` has other shapes, or lacks a weight and cannot make it.

@@ -5,11 +5,12 @@ use candle_nn::{LayerNormConfig, Module, VarBuilder};
 
 use crate::ops::normalise;
 
-/// `LayerNorm` normalises over the last dimension, `w ∘ (x − mean x)/√(var x + ε) + b` (Ba et al. 2016,
-/// <https://arxiv.org/abs/1607.06450>), and passes gradients to its input, weight and bias.
+/// `LayerNorm` normalises over the last dimension, `w ∘ (x − mean x)/√(var x + ε) + b` (Ba et al.
+/// 2016, <https://arxiv.org/abs/1607.06450>), and passes gradients to its input, weight and bias.
 ///
-/// It takes the place of `candle_nn::LayerNorm`, whose configurations it shares: without the bias, and without subtracting the
-/// mean. Inputs are `(.., E)` with any strides, of f16, bf16, f32 or f64; the weight `(E)` may be f32 where they are of a half type.
+/// It takes the place of `candle_nn::LayerNorm`, whose configurations it shares: without the bias,
+/// and without subtracting the mean. Inputs are `(.., E)` with any strides, of f16, bf16, f32 or
+/// f64; the weight `(E)` may be f32 where they are of a half type.
 ///
 /// # Example
 /// ```
@@ -73,8 +74,9 @@ impl Module for LayerNorm {
     }
 }
 
-/// `layer_norm` makes or loads a [`LayerNorm`] over `size` numbers, with `weight` and `bias` of `vb`, or `gamma` and `beta` as old
-/// checkpoints call them. `config` is ε or a [`LayerNormConfig`].
+/// `layer_norm` makes or loads a [`LayerNorm`] over `size` numbers, with `weight` and `bias` of
+/// `vb`, or `gamma` and `beta` as old checkpoints call them. `config` is ε or a
+/// [`LayerNormConfig`].
 ///
 /// # Errors
 /// If `vb` has other shapes, or lacks a parameter and cannot make it.
@@ -82,7 +84,8 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(size: usize, config: C, vb: VarBuild
     candle_nn::layer_norm(size, config, vb).map(LayerNorm)
 }
 
-/// `layer_norm_no_bias` makes or loads a [`LayerNorm`] over `size` numbers that has only a `weight`.
+/// `layer_norm_no_bias` makes or loads a [`LayerNorm`] over `size` numbers that has only a
+/// `weight`.
 ///
 /// # Errors
 /// If `vb` has another shape, or lacks the weight and cannot make it.
@@ -93,8 +96,8 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 /// `RmsNorm` normalises over the last dimension, `w ∘ x/√(mean x² + ε)` (Zhang & Sennrich 2019,
 /// <https://arxiv.org/abs/1910.07467>), and passes gradients to its input and weight.
 ///
-/// It takes the place of `candle_nn::RmsNorm`. Inputs are `(.., E)` with any strides, of f16, bf16, f32 or f64; the weight `(E)` may
-/// be f32 where they are of a half type.
+/// It takes the place of `candle_nn::RmsNorm`. Inputs are `(.., E)` with any strides, of f16, bf16,
+/// f32 or f64; the weight `(E)` may be f32 where they are of a half type.
 #[derive(Clone, Debug)]
 pub struct RmsNorm(candle_nn::RmsNorm);
 

@@ -4,12 +4,13 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use crate::ops;
 
-/// `Rotary` holds the angles of rotary position embeddings (Su et al. 2021, <https://arxiv.org/abs/2104.09864>) and turns queries
-/// and keys by them.
+/// `Rotary` holds the angles of rotary position embeddings (Su et al. 2021,
+/// <https://arxiv.org/abs/2104.09864>) and turns queries and keys by them.
 ///
-/// [`Self::new`] pairs dimension `i` with `i + D/2`, the half-split layout of GPT-NeoX and of Hugging Face checkpoints;
-/// [`Self::interleaved`] pairs `2i` with `2i + 1`, the layout of the paper, of GPT-J and of Meta's Llama checkpoints. Weights made
-/// for one layout are wrong in the other.
+/// [`Self::new`] pairs dimension `i` with `i + D/2`, the half-split layout of GPT-NeoX and of
+/// Hugging Face checkpoints; [`Self::interleaved`] pairs `2i` with `2i + 1`, the layout of the
+/// paper, of GPT-J and of Meta's Llama checkpoints. Weights made for one layout are wrong in the
+/// other.
 ///
 /// # Example
 /// ```
@@ -36,7 +37,8 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// Makes a table of the angles `t / base^{2i/D}` for `t < max_tokens`, in the half-split layout.
+    /// Makes a table of the angles `t / base^{2i/D}` for `t < max_tokens`, in the half-split
+    /// layout.
     ///
     /// The table is rounded to f32, whatever it is applied to.
     ///
@@ -64,7 +66,8 @@ impl Rotary {
         Self { interleaved: true, ..self }
     }
 
-    /// Turns `x` `(B, H, T, D)`, whose first token stands at position `start`, and passes its gradient.
+    /// Turns `x` `(B, H, T, D)`, whose first token stands at position `start`, and passes its
+    /// gradient.
     ///
     /// # Errors
     /// If `x` has another shape, or a position lies beyond `max_tokens`.

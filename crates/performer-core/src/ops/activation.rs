@@ -5,18 +5,20 @@ use candle_core::{D, Result, Tensor};
 use super::{is_fused, wide};
 use crate::kernels::activation::{Gelu, Swiglu};
 
-/// GELU takes every number `x` to `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, its tanh form (Hendrycks & Gimpel 2016,
-/// <https://arxiv.org/abs/1606.08415>).
+/// GELU takes every number `x` to `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, its tanh form
+/// (Hendrycks & Gimpel 2016, <https://arxiv.org/abs/1606.08415>).
 ///
 /// The result has the shape and type of `x`.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     if is_fused(x) { x.contiguous()?.apply_op1(Gelu) } else { x.gelu() }
 }
 
-/// SwiGLU multiplies `x` by a gate, `g σ(g) ∘ x` (Shazeer 2020, <https://arxiv.org/abs/2002.05202>).
+/// SwiGLU multiplies `x` by a gate, `g σ(g) ∘ x` (Shazeer 2020,
+/// <https://arxiv.org/abs/2002.05202>).
 ///
-/// `gate` and `x` have one shape and type, which the result has too. `candle_nn::ops::swiglu` takes the two side by side in one
-/// tensor instead. [`crate::nn::SwiGlu`] is the whole feed-forward layer.
+/// `gate` and `x` have one shape and type, which the result has too. `candle_nn::ops::swiglu` takes
+/// the two side by side in one tensor instead. [`crate::nn::SwiGlu`] is the whole feed-forward
+/// layer.
 ///
 /// # Errors
 /// If `gate` and `x` differ in shape or type.
@@ -26,8 +28,9 @@ pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
 
 /// Softmax computes `e^{x_i} / Σ_j e^{x_j}` over the last dimension.
 ///
-/// `x` is `(.., N)` of f16, bf16, f32 or f64, with any strides, and the result has its shape and type. Half types are summed in
-/// f32. Gradients go to `x`, where `candle_nn::ops::softmax_last_dim` gives none.
+/// `x` is `(.., N)` of f16, bf16, f32 or f64, with any strides, and the result has its shape and
+/// type. Half types are summed in f32. Gradients go to `x`, where
+/// `candle_nn::ops::softmax_last_dim` gives none.
 ///
 /// # Example
 /// ```

@@ -6,7 +6,8 @@ use super::wide;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 
-/// An embedding looks up rows of `table` `(V, E)` by their numbers: u32 `ids` `(..)` → `(.., E)`, of the type of the table.
+/// An embedding looks up rows of `table` `(V, E)` by their numbers: u32 `ids` `(..)` → `(.., E)`,
+/// of the type of the table.
 ///
 /// # Errors
 /// On the CPU, if an id lies beyond the table; a GPU does not tell.

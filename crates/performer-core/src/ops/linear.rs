@@ -4,8 +4,8 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::kernels::linear::Linear;
 
-/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. Candle has none for bf16 on the CPU: there it is made in f32 and
-/// rounded.
+/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. Candle has none for bf16 on the
+/// CPU: there it is made in f32 and rounded.
 pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if a.device().is_cpu() && a.dtype() == DType::BF16 {
         return a.to_dtype(DType::F32)?.matmul(&b.to_dtype(DType::F32)?)?.to_dtype(DType::BF16);
@@ -13,7 +13,8 @@ pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.matmul(b)
 }
 
-/// A linear map takes rows `x` to `x Wᵀ + b`: `x` `(.., K)`, `weight` `(N, K)`, `bias` `(N)` → `(.., N)`, of the type of `x`.
+/// A linear map takes rows `x` to `x Wᵀ + b`: `x` `(.., K)`, `weight` `(N, K)`, `bias` `(N)` →
+/// `(.., N)`, of the type of `x`.
 ///
 /// # Errors
 /// If the shapes do not fit.
@@ -32,13 +33,15 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     map_rows(&x.contiguous()?, weight, bias, shape.into(), false)
 }
 
-/// [`linear`] of `x` `(B, T, K)` by a weight `(H·D, K)`, as heads: → `(B, H, T, D)`, a view of `(B, T, H, D)`.
+/// [`linear`] of `x` `(B, T, K)` by a weight `(H·D, K)`, as heads: → `(B, H, T, D)`, a view
+/// of `(B, T, H, D)`.
 pub(crate) fn linear_to_heads(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, heads: usize) -> Result<Tensor> {
     let ((b, t, _), n) = (x.dims3()?, weight.dim(0)?);
     map_rows(&x.contiguous()?, weight, bias, (b, t, heads, n / heads).into(), false)?.transpose(1, 2)
 }
 
-/// [`linear`] of heads `x` `(B, H, T, D)`, side by side in each token, by a weight `(N, H·D)` → `(B, T, N)`.
+/// [`linear`] of heads `x` `(B, H, T, D)`, side by side in each token, by a weight `(N, H·D)` →
+/// `(B, T, N)`.
 pub(crate) fn linear_of_heads(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let ((b, h, t, d), (n, k)) = (x.dims4()?, weight.dims2()?);
     if h * d != k {

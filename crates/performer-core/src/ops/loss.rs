@@ -10,8 +10,9 @@ use crate::kernels::{
 
 /// Targets are the class of every position, some of which may be left out of the loss.
 ///
-/// Losses of [`cross_entropy`] and [`linear_cross_entropy`] have the shape of the targets; where a position is left out, its loss
-/// is 0 and no gradient comes from it. [`Self::mean`] is the mean over the others, as PyTorch's `cross_entropy` takes it.
+/// Losses of [`cross_entropy`] and [`linear_cross_entropy`] have the shape of the targets; where a
+/// position is left out, its loss is 0 and no gradient comes from it. [`Self::mean`] is the mean
+/// over the others, as PyTorch's `cross_entropy` takes it.
 ///
 /// # Example
 /// ```
@@ -42,8 +43,8 @@ pub struct Targets {
 }
 
 impl Targets {
-    /// Reads the classes in `ids`, u32 or i64 of any shape, usually `(N)` or `(B, T)`. Positions that hold `ignore_index` are left
-    /// out; −100 is PyTorch's choice.
+    /// Reads the classes in `ids`, u32 or i64 of any shape, usually `(N)` or `(B, T)`. Positions
+    /// that hold `ignore_index` are left out; −100 is PyTorch's choice.
     ///
     /// Classes of a GPU's tensor are copied to the host, which waits for the GPU.
     ///
@@ -111,10 +112,12 @@ impl Targets {
         Ok(())
     }
 
-    /// Losses `losses(rows (N, E), ids) → (N)` of the positions that count, and 0 elsewhere, in the shape of the targets.
+    /// Losses `losses(rows (N, E), ids) → (N)` of the positions that count, and 0 elsewhere, in the
+    /// shape of the targets.
     fn losses(&self, rows: &Tensor, losses: impl FnOnce(&Tensor, &[u32]) -> Result<Tensor>) -> Result<Tensor> {
         let count = self.shape.elem_count();
-        // A reshape is a node of the graph, whose gradient Candle adds to zeros: none where it does nothing.
+        // A reshape is a node of the graph, whose gradient Candle adds to zeros: none where it does
+        // nothing.
         let rows = if rows.rank() == 2 { rows.clone() } else { rows.reshape((count, rows.dim(D::Minus1)?))? };
         let all = match &self.places {
             _ if self.ids.is_empty() => Tensor::zeros(count, wide(&rows), rows.device())?,
@@ -154,9 +157,9 @@ fn index(dims: &[usize], place: usize) -> Vec<usize> {
 
 /// Cross-entropy is `−log softmax(logits)[target]` at each position, in nats.
 ///
-/// `logits` are `(N, V)` or `(B, T, V)`, of f16, bf16, f32 or f64, for [`Targets`] `(N)` or `(B, T)`. The losses have the shape of
-/// the targets and are f32, or f64 where the logits are. Where the logits come from a head, [`linear_cross_entropy`] does without
-/// holding them all.
+/// `logits` are `(N, V)` or `(B, T, V)`, of f16, bf16, f32 or f64, for [`Targets`] `(N)` or
+/// `(B, T)`. The losses have the shape of the targets and are f32, or f64 where the logits are.
+/// Where the logits come from a head, [`linear_cross_entropy`] does without holding them all.
 ///
 /// # Errors
 /// If the shapes do not fit, or a target lies beyond the `V` classes.
@@ -169,11 +172,13 @@ pub fn cross_entropy(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     })
 }
 
-/// Cross-entropy of a linear head is `−log softmax(W x)[target]` at each position, in nats, without all of its logits.
+/// Cross-entropy of a linear head is `−log softmax(W x)[target]` at each position, in nats, without
+/// all of its logits.
 ///
-/// Hidden states `x` are `(N, E)` or `(B, T, E)`, a language model's head `weight` is `(V, E)`, and [`Targets`] are `(N)` or
-/// `(B, T)`. The losses have the shape of the targets and are f32, or f64 where `x` is. The logits are made in tiles; on the CPU in
-/// f32 up to 128 MiB of their exponentials are kept for the backward pass, beyond that none. Positions that are left out cost
+/// Hidden states `x` are `(N, E)` or `(B, T, E)`, a language model's head `weight` is `(V, E)`, and
+/// [`Targets`] are `(N)` or `(B, T)`. The losses have the shape of the targets and are f32, or f64
+/// where `x` is. The logits are made in tiles; on the CPU in f32 up to 128 MiB of their
+/// exponentials are kept for the backward pass, beyond that none. Positions that are left out cost
 /// nothing.
 ///
 /// # Errors
@@ -208,15 +213,17 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Targets) -> R
     })
 }
 
-/// Distillation is cross-entropy against a mixture of each target and what a teacher predicts (Hinton et al. 2015,
-/// <https://arxiv.org/abs/1503.02531>): the mean of `−log softmax(W x)` over it, in nats.
+/// Distillation is cross-entropy against a mixture of each target and what a teacher predicts
+/// (Hinton et al. 2015, <https://arxiv.org/abs/1503.02531>): the mean of `−log softmax(W x)` over
+/// it, in nats.
 ///
-/// The distribution `softmax(W' x')` of the teacher has `share` of the mixture and gets no gradient. Hidden states `x` are
-/// `(N, E)` and a head `weight` `(V, E)`, the teacher's `(N, E')` and `(V, E')`; `N` targets → `(N)`. On the CPU in f32 all logits
-/// are made in tiles.
+/// The distribution `softmax(W' x')` of the teacher has `share` of the mixture and gets no
+/// gradient. Hidden states `x` are `(N, E)` and a head `weight` `(V, E)`, the teacher's `(N, E')`
+/// and `(V, E')`; `N` targets → `(N)`. On the CPU in f32 all logits are made in tiles.
 ///
 /// # Errors
-/// If there are not `N` targets, a target lies beyond the vocabulary, or the teacher has other rows or another vocabulary.
+/// If there are not `N` targets, a target lies beyond the vocabulary, or the teacher has other rows
+/// or another vocabulary.
 pub fn linear_distillation(
     x: &Tensor,
     weight: &Tensor,

@@ -1,9 +1,10 @@
 //! Functions that a transformer needs around its attention, each with a gradient.
 //!
-//! Several operations of `candle_nn` have no backward pass and say nothing: `ops::layer_norm`, `ops::rms_norm`,
-//! `ops::softmax_last_dim` and the rotary positions of `rotary_emb` return a tensor to which no gradient can come back, so
-//! whatever lies before them is never trained. The functions of this module take what those take, give the same numbers to
-//! rounding, and have a gradient. The modules of [`crate::nn`] hold the weights and call them.
+//! Several operations of `candle_nn` have no backward pass and say nothing: `ops::layer_norm`,
+//! `ops::rms_norm`, `ops::softmax_last_dim` and the rotary positions of `rotary_emb` return a
+//! tensor to which no gradient can come back, so whatever lies before them is never trained. The
+//! functions of this module take what those take, give the same numbers to rounding, and have a
+//! gradient. The modules of [`crate::nn`] hold the weights and call them.
 //!
 //! | `candle_nn` | here |
 //! |---|---|
@@ -12,14 +13,15 @@
 //! | `ops::softmax_last_dim` | [`softmax`] |
 //! | `rotary_emb::rope` | [`rotary`] |
 //! | `rotary_emb::rope_i` | [`rotary_interleaved`] |
-//! | `loss::cross_entropy`, which has a gradient, but no positions to leave out | [`cross_entropy`] |
+//! | `loss::cross_entropy`, which has a gradient, but leaves nothing out | [`cross_entropy`] |
 //!
-//! Tensors of f32 on the CPU, and of f32, f16 and bf16 on CUDA, take one fused operation each way. Other types and devices take
-//! Candle's composed operations; so does [`softmax`] everywhere.
+//! Tensors of f32 on the CPU, and of f32, f16 and bf16 on CUDA, take one fused operation each way.
+//! Other types and devices take Candle's composed operations; so does [`softmax`] everywhere.
 //!
-//! Weights may be f32 while the tensors they meet are f16 or bf16: matrix products are made in the type of `x`, norms in f32, and
-//! gradients of f32 weights come back in f32. A model can so be trained in bf16 with the f32 weights that the optimiser adds to
-//! (Micikevicius et al. 2017, <https://arxiv.org/abs/1710.03740>).
+//! Weights may be f32 while the tensors they meet are f16 or bf16: matrix products are made in the
+//! type of `x`, norms in f32, and gradients of f32 weights come back in f32. A model can so be
+//! trained in bf16 with the f32 weights that the optimiser adds to (Micikevicius et al. 2017,
+//! <https://arxiv.org/abs/1710.03740>).
 
 mod activation;
 mod embedding;

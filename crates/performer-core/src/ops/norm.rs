@@ -8,9 +8,9 @@ use crate::kernels::norm::Norm;
 /// LayerNorm computes `w ∘ (x − mean x)/√(var x + ε) + b` over the last dimension (Ba et al. 2016,
 /// <https://arxiv.org/abs/1607.06450>).
 ///
-/// Rows `x` are `(.., E)`, `weight` and `bias` are `(E)`, and the result is `(.., E)` of the type of `x`: f16, bf16, f32 or f64.
-/// Half types are normalised in f32. `x` may have any strides. Gradients go to `x`, `weight` and `bias`, where
-/// `candle_nn::ops::layer_norm` gives none.
+/// Rows `x` are `(.., E)`, `weight` and `bias` are `(E)`, and the result is `(.., E)` of the type
+/// of `x`: f16, bf16, f32 or f64. Half types are normalised in f32. `x` may have any strides.
+/// Gradients go to `x`, `weight` and `bias`, where `candle_nn::ops::layer_norm` gives none.
 ///
 /// # Errors
 /// If `weight` or `bias` has not one number for each of the last dimension of `x`.
@@ -39,8 +39,9 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// RMSNorm computes `w ∘ x/√(mean x² + ε)` over the last dimension (Zhang & Sennrich 2019,
 /// <https://arxiv.org/abs/1910.07467>).
 ///
-/// Rows `x` are `(.., E)`, `weight` is `(E)`, and the result is `(.., E)` of the type of `x`: f16, bf16, f32 or f64. Half types
-/// are normalised in f32. `x` may have any strides. Gradients go to `x` and `weight`, where `candle_nn::ops::rms_norm` gives none.
+/// Rows `x` are `(.., E)`, `weight` is `(E)`, and the result is `(.., E)` of the type of `x`: f16,
+/// bf16, f32 or f64. Half types are normalised in f32. `x` may have any strides. Gradients go to
+/// `x` and `weight`, where `candle_nn::ops::rms_norm` gives none.
 ///
 /// # Errors
 /// If `weight` has not one number for each of the last dimension of `x`.
@@ -63,7 +64,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     normalise(x, weight, None, eps, false)
 }
 
-/// Divides rows by `√(mean x² + ε)`, after subtracting their mean if `center`, and applies a weight and perhaps a bias.
+/// Divides rows by `√(mean x² + ε)`, after subtracting their mean if `center`, and applies a weight
+/// and perhaps a bias.
 pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, center: bool) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     for (name, t) in [("weight", Some(weight)), ("bias", bias)] {

@@ -5,14 +5,16 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::{is_fused, is_half, wide};
 use crate::kernels::rotary::{Pairs, Rotary};
 
-/// Rotary positions turn the pairs `(i, i + D/2)` of each head by the angles of its token (Su et al. 2021,
-/// <https://arxiv.org/abs/2104.09864>). This is the half-split layout of GPT-NeoX and of Hugging Face checkpoints.
+/// Rotary positions turn the pairs `(i, i + D/2)` of each head by the angles of its token (Su et
+/// al. 2021, <https://arxiv.org/abs/2104.09864>). This is the half-split layout of GPT-NeoX and of
+/// Hugging Face checkpoints.
 ///
-/// Heads `x` are `(B, H, T, D)`, of f16, bf16, f32 or f64 and with any strides; the result has their shape and type. `cos` and
-/// `sin` hold a row for each position, `(T, D/2)`, or `(B, T, D/2)` where the sequences of a batch stand at different positions;
-/// of longer tables the first `T` rows count. Tables may have any floating type: the turn is computed in f32, or in f64 where `x`
-/// is f64. A pair `(a, b)` becomes `(a cos − b sin, a sin + b cos)`. Gradients go to `x`, and to `cos` and `sin` if these are
-/// trained, where `candle_nn::rotary_emb::rope` gives none.
+/// Heads `x` are `(B, H, T, D)`, of f16, bf16, f32 or f64 and with any strides; the result has
+/// their shape and type. `cos` and `sin` hold a row for each position, `(T, D/2)`, or `(B, T, D/2)`
+/// where the sequences of a batch stand at different positions; of longer tables the first `T` rows
+/// count. Tables may have any floating type: the turn is computed in f32, or in f64 where `x` is
+/// f64. A pair `(a, b)` becomes `(a cos − b sin, a sin + b cos)`. Gradients go to `x`, and to `cos`
+/// and `sin` if these are trained, where `candle_nn::rotary_emb::rope` gives none.
 ///
 /// [`crate::nn::Rotary`] makes the tables.
 ///
@@ -38,12 +40,12 @@ pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     turn(x, cos, sin, Pairs::Halves)
 }
 
-/// Rotary positions turn the neighbours `(2i, 2i + 1)` of each head by the angles of its token (Su et al. 2021,
-/// <https://arxiv.org/abs/2104.09864>). This is the interleaved layout of the original paper, of GPT-J and of Meta's Llama
-/// checkpoints.
+/// Rotary positions turn the neighbours `(2i, 2i + 1)` of each head by the angles of its token (Su
+/// et al. 2021, <https://arxiv.org/abs/2104.09864>). This is the interleaved layout of the original
+/// paper, of GPT-J and of Meta's Llama checkpoints.
 ///
-/// Shapes, types and gradients are those of [`rotary`]; the Candle function that gives no gradient is
-/// `candle_nn::rotary_emb::rope_i`.
+/// Shapes, types and gradients are those of [`rotary`]; the Candle function that gives no gradient
+/// is `candle_nn::rotary_emb::rope_i`.
 ///
 /// # Errors
 /// If `x` has another rank than 4, or the tables do not fit it.

@@ -1,4 +1,5 @@
-// Rotary positions: the pairs of each row turn by the angles of their token, or back for the gradient.
+// Rotary positions: the pairs of each row turn by the angles of their token, or back for the
+// gradient.
 //
 // Macro: STORAGE as in stored.cuh.
 
@@ -6,8 +7,9 @@
 
 constexpr int THREADS = 256;
 
-// x is (batch, heads, tokens, 2 half) with the strides given and contiguous rows; out is contiguous. The d-th pair of a row is the numbers
-// next d and next d + second. cos and sin are (tokens, half) for each sequence, the next sequence's table_stride further on.
+// x is (batch, heads, tokens, 2 half) with the strides given and contiguous rows; out is
+// contiguous. The d-th pair of a row is the numbers next d and next d + second. cos and sin are
+// (tokens, half) for each sequence, the next sequence's table_stride further on.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rotary(long long pairs, int heads, int tokens, int half, int next, int second, long long batch_stride, long long head_stride,
        long long token_stride, long long table_stride, float direction, const Stored* x, const float* cos, const float* sin,
