@@ -1,7 +1,7 @@
 //! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads, and rotary
 //! positions, around any [`Attention`].
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
@@ -9,58 +9,7 @@ use crate::{
     ops,
 };
 
-/// Rotary position embeddings (Su et al. 2021, <https://arxiv.org/abs/2104.09864>), in the half-split form of Hugging Face
-/// checkpoints: dimension `i` turns with `i + D/2`.
-#[derive(Clone, Debug)]
-pub struct Rotary {
-    /// `(max_tokens, D/2)` each.
-    cos: Tensor,
-    sin: Tensor,
-}
-
-impl Rotary {
-    /// Angles `t / base^{2i/D}` for `t < max_tokens`.
-    ///
-    /// The table is rounded to f32, whatever it is applied to.
-    ///
-    /// # Errors
-    /// If `head_dim` is odd or zero, or `base` is not a positive number.
-    pub fn new(head_dim: usize, max_tokens: usize, base: f64, device: &Device) -> Result<Self> {
-        if head_dim == 0 || !head_dim.is_multiple_of(2) {
-            bail!("rotary positions need an even head dim; it is {head_dim}");
-        }
-        if !(base > 0.0 && base.is_finite()) {
-            bail!("rotary positions: base is {base}; it must be a positive number, such as 10000");
-        }
-        let half = head_dim / 2;
-        let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect();
-        let angles = |f: fn(f64) -> f64| {
-            let table: Vec<f32> =
-                (0..max_tokens).flat_map(|t| frequencies.iter().map(move |w| f(t as f64 * w) as f32)).collect();
-            Tensor::from_vec(table, (max_tokens, half), device)
-        };
-        Ok(Self { cos: angles(f64::cos)?, sin: angles(f64::sin)? })
-    }
-
-    /// Turns `x` `(B, H, T, D)`, whose first token stands at position `start`.
-    ///
-    /// # Errors
-    /// If `x` has another shape, or a position lies beyond `max_tokens`.
-    pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
-        let (max, half) = self.cos.dims2()?;
-        let &[_, _, t, d] = x.dims() else {
-            bail!("x has shape {:?}; it must be (batch, heads, tokens, {})", x.dims(), 2 * half);
-        };
-        if d != 2 * half {
-            bail!("x has shape {:?}; its head dim must be {}, for which the rotary table was made", x.dims(), 2 * half);
-        }
-        let end = start.saturating_add(t);
-        if end > max {
-            bail!("positions {start}..{end} lie beyond the {max} that the rotary table covers");
-        }
-        ops::rotary(x, &self.cos.narrow(0, start, t)?, &self.sin.narrow(0, start, t)?)
-    }
-}
+pub use crate::nn::Rotary;
 
 /// The sizes of a [`MultiHeadAttention`].
 #[derive(Clone, Debug)]

@@ -12,7 +12,8 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
-//! | norms, linear maps and the loss around that | [`ops`] |
+//! | norms, rotary positions and feed-forward layers, in place of Candle's that give no gradient | [`nn`] |
+//! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
 //! | the truth it is all held to, in plain f64 | [`mod@reference`] |
 //!
 //! # Example
@@ -46,6 +47,7 @@ pub mod attention;
 pub mod features;
 pub mod kernels;
 pub mod layer;
+pub mod nn;
 pub mod ops;
 pub mod projection;
 pub mod reference;
@@ -55,7 +57,10 @@ pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};
 
-// The README's example is a test as well.
+// The examples of these pages are tests as well.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+#[cfg(doctest)]
+#[doc = include_str!("../gradients.md")]
+struct Gradients;

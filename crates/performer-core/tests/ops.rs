@@ -2,7 +2,10 @@
 //! operations on f64.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use performer_core::{Rotary, ops};
+use performer_core::{
+    Rotary,
+    ops::{self, Targets},
+};
 
 /// Returns a fixed tensor without structure, with values in ±2.
 fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
@@ -11,29 +14,68 @@ fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
+/// The output of `f` on variables of a type, and every gradient.
+#[track_caller]
+fn outcome(inputs: &[Tensor], dtype: DType, f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Vec<Vec<f64>>> {
+    let vars = inputs.iter().map(|t| Var::from_tensor(&t.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
+    let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let out = f(&tensors)?;
+    // Half types are too coarse for the sum.
+    let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    // Every output with a weight of its own.
+    let weights = numbers(out.dims(), 77)?.to_dtype(wide)?;
+    let gradients = (out.to_dtype(wide)? * weights)?.sum_all()?.backward()?;
+    let mut all = vec![out];
+    all.extend(vars.iter().map(|v| gradients.get(v).expect("every input has a gradient").clone()));
+    all.into_iter().map(|t| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()).collect()
+}
+
+/// Fails where a tensor is further from what it should be than `tolerance` of the largest entry.
+#[track_caller]
+fn assert_close(what: &str, got: &[Vec<f64>], want: &[Vec<f64>], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.len(), want.len(), "{what}: tensor {i}");
+        let largest = want.iter().fold(1e-3f64, |m, x| m.max(x.abs()));
+        for (j, (g, w)) in got.iter().zip(want).enumerate() {
+            assert!((g - w).abs() <= tolerance * largest, "{what}: tensor {i} has {g} at {j}, not {w}");
+        }
+    }
+}
+
 /// Runs `f` on f32 and f64 variables and compares its output and every gradient, to `tolerance` of
 /// the largest entry.
 #[track_caller]
 fn assert_same(what: &str, inputs: &[Tensor], tolerance: f64, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
-    let run = |dtype| -> Result<Vec<Tensor>> {
-        let vars = inputs.iter().map(|t| Var::from_tensor(&t.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
-        let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
-        let out = f(&tensors)?;
-        // Every output gets a weight of its own.
-        let weights = numbers(out.dims(), 77)?.to_dtype(dtype)?;
-        let gradients = (&out * weights)?.sum_all()?.backward()?;
-        let mut all = vec![out];
-        all.extend(vars.iter().map(|v| gradients.get(v).expect("every input has a gradient").clone()));
-        all.into_iter().map(|t| t.to_dtype(DType::F64)?.flatten_all()).collect()
-    };
-    let (got, want) = (run(DType::F32).unwrap(), run(DType::F64).unwrap());
-    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-        let (got, want) = (got.to_vec1::<f64>().unwrap(), want.to_vec1::<f64>().unwrap());
-        let largest = want.iter().fold(1e-3f64, |m, x| m.max(x.abs()));
-        for (j, (g, w)) in got.iter().zip(&want).enumerate() {
-            assert!((g - w).abs() <= tolerance * largest, "{what}: tensor {i} has {g} at {j}, not {w}");
+    assert_close(what, &outcome(inputs, DType::F32, &f).unwrap(), &outcome(inputs, DType::F64, &f).unwrap(), tolerance);
+}
+
+/// Compares the gradients of `f` in f64 with differences of its values.
+#[track_caller]
+fn assert_derivative(what: &str, inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    let run = || -> Result<()> {
+        let value = |inputs: &[Tensor]| -> Result<f64> {
+            let out = f(inputs)?;
+            (&out * numbers(out.dims(), 77)?)?.sum_all()?.to_scalar()
+        };
+        let mut differences = Vec::new();
+        for (i, input) in inputs.iter().enumerate() {
+            let entry = |j: usize| -> Result<f64> {
+                let moved = |step: f64| -> Result<f64> {
+                    let mut values = input.flatten_all()?.to_vec1::<f64>()?;
+                    values[j] += step;
+                    let mut inputs = inputs.to_vec();
+                    inputs[i] = Tensor::from_vec(values, input.shape(), &Device::Cpu)?;
+                    value(&inputs)
+                };
+                Ok((moved(1e-5)? - moved(-1e-5)?) / 2e-5)
+            };
+            differences.push((0..input.elem_count()).map(entry).collect::<Result<Vec<f64>>>()?);
         }
-    }
+        assert_close(what, &outcome(inputs, DType::F64, &f)?[1..], &differences, 1e-7);
+        Ok(())
+    };
+    run().unwrap();
 }
 
 #[test]
@@ -54,6 +96,155 @@ fn norms_match_their_formulas() -> Result<()> {
 fn norms_take_strided_rows() -> Result<()> {
     let inputs = [numbers(&[6, 3], 0)?, numbers(&[6], 5)?, numbers(&[6], 9)?];
     assert_same("transposed", &inputs, 1e-5, |t| ops::layer_norm(&t[0].t()?, &t[1], &t[2], 1e-5));
+    Ok(())
+}
+
+type Function<'a> = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>;
+
+/// A function that stands in for one of Candle's, beside that one and a composed form of it that
+/// has gradients.
+struct DropIn<'a> {
+    name: &'a str,
+    inputs: Vec<Tensor>,
+    ours: Function<'a>,
+    fused: Function<'a>,
+    composed: Function<'a>,
+}
+
+#[test]
+fn drop_ins_have_the_numbers_of_candle_and_gradients() -> Result<()> {
+    use candle_nn::{ops as candle, rotary_emb};
+    for [b, h, t, d] in [[1, 1, 1, 4], [2, 3, 5, 6], [1, 2, 7, 34]] {
+        let x = numbers(&[b, h, t, d], 0)?;
+        let (weight, bias, angles) = (numbers(&[d], 5)?, numbers(&[d], 9)?, numbers(&[t, d / 2], 3)?);
+        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        // Candle's want tables of the type of the rows.
+        let of = |table: &Tensor, x: &Tensor| table.to_dtype(x.dtype());
+        let cases = [
+            DropIn {
+                name: "layer norm",
+                inputs: vec![x.clone(), weight.clone(), bias.clone()],
+                ours: Box::new(|t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-3)),
+                fused: Box::new(|t| candle::layer_norm(&t[0], &t[1], &t[2], 1e-3)),
+                composed: Box::new(|t| candle::layer_norm_slow(&t[0], &t[1], &t[2], 1e-3)),
+            },
+            DropIn {
+                name: "rms norm",
+                inputs: vec![x.clone(), weight.clone()],
+                ours: Box::new(|t| ops::rms_norm(&t[0], &t[1], 1e-3)),
+                fused: Box::new(|t| candle::rms_norm(&t[0], &t[1], 1e-3)),
+                composed: Box::new(|t| candle::rms_norm_slow(&t[0], &t[1], 1e-3)),
+            },
+            DropIn {
+                name: "softmax",
+                inputs: vec![x.clone()],
+                ours: Box::new(|t| ops::softmax(&t[0])),
+                fused: Box::new(|t| candle::softmax_last_dim(&t[0])),
+                composed: Box::new(|t| t[0].exp()?.broadcast_div(&t[0].exp()?.sum_keepdim(D::Minus1)?)),
+            },
+            DropIn {
+                name: "rotary",
+                inputs: vec![x.clone()],
+                ours: Box::new(|t| ops::rotary(&t[0], &cos, &sin)),
+                fused: Box::new(|t| rotary_emb::rope(&t[0], &of(&cos, &t[0])?, &of(&sin, &t[0])?)),
+                composed: Box::new(|t| rotary_emb::rope_slow(&t[0], &of(&cos, &t[0])?, &of(&sin, &t[0])?)),
+            },
+            DropIn {
+                name: "rotary, interleaved",
+                inputs: vec![x.clone()],
+                ours: Box::new(|t| ops::rotary_interleaved(&t[0], &cos, &sin)),
+                fused: Box::new(|t| rotary_emb::rope_i(&t[0], &of(&cos, &t[0])?, &of(&sin, &t[0])?)),
+                composed: Box::new(|t| rotary_emb::rope_i_slow(&t[0], &of(&cos, &t[0])?, &of(&sin, &t[0])?)),
+            },
+        ];
+        for DropIn { name, inputs, ours, fused, composed } in &cases {
+            assert_derivative(name, inputs, ours);
+            for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)]
+            {
+                let what = format!("{name} of {dtype:?}, {b}x{h}x{t}x{d}");
+                let rounded = inputs.iter().map(|t| t.to_dtype(dtype)).collect::<Result<Vec<_>>>()?;
+                let got = outcome(&rounded, dtype, ours)?;
+                assert_close(&what, &got, &outcome(&rounded, DType::F64, composed)?, tolerance);
+                // Candle's fused norms take no f64.
+                if dtype != DType::F64 || !name.contains("norm") {
+                    let candle = fused(&rounded)?;
+                    assert_eq!((ours(&rounded)?.dims(), candle.dtype()), (candle.dims(), dtype), "{what}");
+                    let candle = candle.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
+                    assert_close(&format!("{what}, fused"), &got[..1], &[candle], tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn drop_ins_take_strided_and_empty_rows() -> Result<()> {
+    let vector = |salt| numbers(&[6], salt);
+    let x = numbers(&[2, 6, 5], 0)?;
+    assert_same("rms norm", &[x.clone(), vector(5)?], 2e-5, |t| ops::rms_norm(&t[0].transpose(1, 2)?, &t[1], 1e-5));
+    assert_same("softmax", &[x], 1e-5, |t| ops::softmax(&t[0].transpose(1, 2)?));
+    let (cos, sin) = (numbers(&[5, 3], 1)?, numbers(&[5, 3], 2)?);
+    for (name, rotary) in ROTARIES {
+        for (from, [one, other]) in [([2, 5, 3, 6], [1, 2]), ([2, 3, 6, 5], [2, 3])] {
+            assert_same(name, &[numbers(&from, 0)?], 1e-6, |t| rotary(&t[0].transpose(one, other)?, &cos, &sin));
+        }
+    }
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        let of = |dims: &[usize]| Tensor::zeros(dims, dtype, &Device::Cpu);
+        for dims in [[0, 3, 5, 6], [2, 3, 0, 6], [2, 3, 5, 0]] {
+            let (x, d, t) = (of(&dims)?, dims[3], dims[2]);
+            let (w, table) = (of(&[d])?, of(&[t, d / 2])?);
+            let mut all = vec![ops::layer_norm(&x, &w, &w, 1e-5)?, ops::rms_norm(&x, &w, 1e-5)?, ops::softmax(&x)?];
+            for (_, rotary) in ROTARIES {
+                all.push(rotary(&x, &table, &table)?);
+            }
+            assert!(all.iter().all(|y| y.dims() == dims && y.dtype() == dtype), "{dtype:?} {dims:?}");
+        }
+    }
+    Ok(())
+}
+
+type Turn = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
+
+const ROTARIES: [(&str, Turn); 2] = [("halves", ops::rotary), ("neighbours", ops::rotary_interleaved)];
+
+#[test]
+fn rotary_tables_may_be_longer_of_each_sequence_and_trained() -> Result<()> {
+    let (x, angles) = (numbers(&[3, 2, 4, 6], 0)?, numbers(&[3, 4, 3], 1)?);
+    let (cos, sin) = (angles.cos()?, angles.sin()?);
+    for (name, rotary) in ROTARIES {
+        // A table for each sequence is that sequence turned alone.
+        let alone = |i: usize| rotary(&x.narrow(0, i, 1)?, &cos.get(i)?, &sin.get(i)?);
+        let want = Tensor::cat(&[alone(0)?, alone(1)?, alone(2)?], 0)?;
+        let difference = |y: &Tensor| (y - &want)?.abs()?.max_all()?.to_scalar::<f64>();
+        assert_eq!(difference(&rotary(&x, &cos, &sin)?)?, 0.0, "{name}");
+        let fused = rotary(&x.to_dtype(DType::F32)?, &cos, &sin)?.to_dtype(DType::F64)?;
+        assert!(difference(&fused)? < 1e-6, "{name}, fused");
+        // What a table has beyond the tokens changes nothing.
+        let longer = |t: &Tensor| t.pad_with_same(1, 0, 2);
+        assert_eq!(difference(&rotary(&x, &longer(&cos)?, &longer(&sin)?)?)?, 0.0, "{name}");
+        assert_same(name, std::slice::from_ref(&x), 1e-6, |t| rotary(&t[0], &longer(&cos)?, &longer(&sin)?));
+        // Trained angles: gradients of all three.
+        let inputs = [x.clone(), cos.clone(), sin.clone()];
+        assert_derivative(name, &inputs, |t| rotary(&t[0], &t[1], &t[2]));
+        assert_same(name, &inputs, 1e-6, |t| rotary(&t[0], &t[1], &t[2]));
+        let flat = [x.clone(), cos.get(0)?, sin.get(0)?];
+        assert_same(name, &flat, 1e-5, |t| rotary(&t[0], &t[1], &t[2]));
+
+        for (cos, sin) in [
+            (cos.narrow(1, 0, 3)?, sin.narrow(1, 0, 3)?),
+            (cos.narrow(0, 0, 2)?, sin.narrow(0, 0, 2)?),
+            (cos.narrow(2, 0, 2)?, sin.narrow(2, 0, 2)?),
+            (cos.clone(), sin.get(0)?),
+            (cos.get(0)?.get(0)?, sin.get(0)?.get(0)?),
+        ] {
+            let message = rotary(&x, &cos, &sin).unwrap_err().to_string();
+            assert!(message.contains("[3, 2, 4, 6]") && message.contains(&format!("{:?}", sin.dims())), "{message}");
+        }
+        let message = rotary(&x.get(0)?, &cos, &sin).unwrap_err().to_string();
+        assert!(message.contains("(batch, heads, tokens, head dim)"), "{message}");
+    }
     Ok(())
 }
 
@@ -113,7 +304,7 @@ fn cross_entropy_matches_its_formula() -> Result<()> {
         let inputs = [numbers(&[n, e], 0)?, numbers(&[vocabulary, e], 5)?];
         let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
         assert_same(&format!("{n} of {e} over {vocabulary}"), &inputs, 2e-5, |t| {
-            ops::linear_cross_entropy(&t[0], &t[1], &targets)
+            ops::linear_cross_entropy(&t[0], &t[1], &targets[..].into())
         });
         // This is the formula itself.
         let logits = inputs[0].matmul(&inputs[1].t()?)?;
@@ -121,7 +312,7 @@ fn cross_entropy_matches_its_formula() -> Result<()> {
         let log_sum = logits.exp()?.sum_keepdim(D::Minus1)?.log()?;
         let want = (log_sum - logits.gather(&index, 1)?)?.squeeze(1)?.to_vec1::<f64>()?;
         let f32s = [inputs[0].to_dtype(DType::F32)?, inputs[1].to_dtype(DType::F32)?];
-        let got = ops::linear_cross_entropy(&f32s[0], &f32s[1], &targets)?.to_vec1::<f32>()?;
+        let got = ops::linear_cross_entropy(&f32s[0], &f32s[1], &targets[..].into())?.to_vec1::<f32>()?;
         for (got, want) in got.iter().zip(want) {
             assert!((f64::from(*got) - want).abs() < 2e-5 * want.abs().max(1.0), "{got} is not {want}");
         }
@@ -137,9 +328,8 @@ fn cross_entropy_goes_back_without_what_it_kept() -> Result<()> {
     let w = numbers(&[vocabulary, e], 5)?.to_dtype(DType::F32)?.broadcast_mul(&ramp)?;
     let (x, w) = (Var::from_tensor(&numbers(&[n, e], 0)?.to_dtype(DType::F32)?)?, Var::from_tensor(&w)?);
     let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
-    let loss = ops::linear_cross_entropy(&x, &w, &targets)?.sum_all()?;
-    // The first backward pass uses up the exponentials that the forward pass kept, the second
-    // computes them again.
+    let loss = ops::linear_cross_entropy(&x, &w, &targets[..].into())?.sum_all()?;
+    // The first uses up the exponentials of the forward pass, the second makes them again.
     let (first, second) = (loss.backward()?, loss.backward()?);
     for var in [&x, &w] {
         let [a, b] = [&first, &second].map(|g| g.get(var).expect("a gradient").flatten_all()?.to_vec1::<f32>());
@@ -157,7 +347,7 @@ fn cross_entropy_goes_back_without_what_it_kept() -> Result<()> {
 fn logits_of_any_size_do_not_overflow() -> Result<()> {
     let x = Tensor::new(&[[300f32, 0.0], [-300.0, 1.0]], &Device::Cpu)?;
     let w = Tensor::new(&[[1f32, 0.0], [-1.0, 0.0], [0.0, 1.0]], &Device::Cpu)?;
-    assert_eq!(ops::linear_cross_entropy(&x, &w, &[0, 0])?.to_vec1::<f32>()?, [0.0, 600.0]);
+    assert_eq!(ops::linear_cross_entropy(&x, &w, &[0, 0][..].into())?.to_vec1::<f32>()?, [0.0, 600.0]);
     Ok(())
 }
 
@@ -197,8 +387,127 @@ fn cross_entropy_refuses_what_does_not_fit() -> Result<()> {
     for (w, targets, word) in
         [(&w, &[0][..], "one each"), (&w, &[0, 5], "vocabulary of 5"), (&w.t()?, &[0, 1], "hidden states")]
     {
-        let message = ops::linear_cross_entropy(&x, w, targets).unwrap_err().to_string();
+        let message = ops::linear_cross_entropy(&x, w, &targets.into()).unwrap_err().to_string();
         assert!(message.contains(word), "{message}");
+    }
+    Ok(())
+}
+
+/// Cross-entropy from logits or from hidden states; the head is the second tensor.
+type Loss = fn(&Tensor, &Tensor, &Targets) -> Result<Tensor>;
+
+const LOSSES: [(&str, Loss); 2] = [
+    ("head", ops::linear_cross_entropy),
+    ("logits", |x, w, targets| ops::cross_entropy(&ops::linear(x, w, None)?, targets)),
+];
+
+#[test]
+fn losses_take_tensors_of_targets_and_leave_positions_out() -> Result<()> {
+    let (b, t, e, vocabulary) = (2, 5, 7, 11);
+    let inputs = [numbers(&[b, t, e], 0)?, numbers(&[vocabulary, e], 5)?];
+    let ids: Vec<i64> = vec![3, -100, 10, 0, 0, -100, -100, 7, 1, -100];
+    let labels = Tensor::from_vec(ids.clone(), (b, t), &Device::Cpu)?;
+    let counted: Vec<u32> = (0..10).filter(|&i| ids[i as usize] != -100).collect();
+    let kept: Vec<u32> = counted.iter().map(|&i| ids[i as usize] as u32).collect();
+    let places = Tensor::from_slice(&counted, counted.len(), &Device::Cpu)?;
+    let some = Targets::new(&labels, Some(-100))?;
+    assert_eq!(some.counted(), 6);
+    // The formula, of the positions that count.
+    let formula = |t: &[Tensor]| -> Result<Tensor> {
+        let logits = t[0].flatten_to(1)?.index_select(&places, 0)?.matmul(&t[1].t()?)?;
+        let index = Tensor::from_slice(&kept, (kept.len(), 1), &Device::Cpu)?;
+        (logits.exp()?.sum_keepdim(1)?.log()? - logits.gather(&index, 1)?)?.mean_all()
+    };
+    for (name, loss) in LOSSES {
+        let mean = |t: &[Tensor]| some.mean(&loss(&t[0], &t[1], &some)?);
+        assert_derivative(name, &inputs, mean);
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
+            let rounded = inputs.iter().map(|t| t.to_dtype(dtype)).collect::<Result<Vec<_>>>()?;
+            let what = format!("{name} of {dtype:?}");
+            assert_close(&what, &outcome(&rounded, dtype, mean)?, &outcome(&rounded, DType::F64, formula)?, tolerance);
+        }
+        // Shapes and types of targets change nothing, and neither does the slice of them.
+        let [x, w] = inputs.each_ref().map(|t| t.to_dtype(DType::F32));
+        let (x, w) = (x?, w?);
+        let all: Vec<u32> = ids.iter().map(|&id| id.max(0) as u32).collect();
+        let slice = loss(&x.flatten_to(1)?, &w, &all[..].into())?.to_vec1::<f32>()?;
+        let tensor = Tensor::from_slice(&all, (b, t), &Device::Cpu)?;
+        for labels in [tensor.clone(), tensor.to_dtype(DType::I64)?, tensor.t()?.contiguous()?.t()?] {
+            let losses = loss(&x, &w, &Targets::new(&labels, None)?)?;
+            assert_eq!(
+                (losses.dims(), losses.flatten_all()?.to_vec1::<f32>()?),
+                (&[b, t][..], slice.clone()),
+                "{name}"
+            );
+        }
+        // Class 0 left out of u32 targets.
+        let losses = loss(&x, &w, &Targets::new(&tensor, Some(0))?)?.flatten_all()?.to_vec1::<f32>()?;
+        for ((left, whole), id) in losses.iter().zip(&slice).zip(&all) {
+            let want = if *id == 0 { 0.0 } else { *whole };
+            assert!((left - want).abs() < 1e-5, "{name}: {left} is not {want}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn positions_left_out_have_no_part_in_anything() -> Result<()> {
+    let labels = Tensor::new(&[[1i64, -100], [-100, 2]], &Device::Cpu)?;
+    let targets = Targets::new(&labels, Some(-100))?;
+    // What a position that is left out holds must not reach the loss or a gradient, whatever it is.
+    let mut states = numbers(&[2, 2, 4], 0)?.to_dtype(DType::F32)?.to_vec3::<f32>()?;
+    states[0][1] = vec![f32::NAN; 4];
+    states[1][0] = vec![f32::INFINITY; 4];
+    let w = Var::from_tensor(&numbers(&[3, 4], 5)?.to_dtype(DType::F32)?)?;
+    let x = Var::new(states, &Device::Cpu)?;
+    // The rows are hidden states of the head, or logits of four classes.
+    for (name, losses) in
+        [("head", ops::linear_cross_entropy(&x, &w, &targets)?), ("logits", ops::cross_entropy(&x, &targets)?)]
+    {
+        let values = losses.to_vec2::<f32>()?;
+        assert_eq!([values[0][1], values[1][0]], [0.0, 0.0], "{name}");
+        assert!(values[0][0] > 0.0 && values[1][1] > 0.0, "{name}");
+        let gradients = targets.mean(&losses)?.backward()?;
+        let of_x = gradients.get(&x).expect("a gradient").to_vec3::<f32>()?;
+        assert_eq!([&of_x[0][1], &of_x[1][0]], [&[0.0; 4], &[0.0; 4]], "{name}");
+        assert!(of_x[0][0].iter().chain(&of_x[1][1]).all(|g| g.is_finite() && *g != 0.0), "{name}");
+        if let Some(of_w) = gradients.get(&w) {
+            assert!(of_w.abs()?.sum_all()?.to_scalar::<f32>()?.is_finite(), "{name}");
+        }
+    }
+    let none = Targets::new(&Tensor::new(&[-1i64, -1], &Device::Cpu)?, Some(-1))?;
+    let x = x.get(0)?;
+    for (name, loss) in LOSSES {
+        let losses = loss(&x, &w, &none)?;
+        assert_eq!(losses.to_vec1::<f32>()?, [0.0, 0.0], "{name}");
+        let message = none.mean(&losses).unwrap_err().to_string();
+        assert!(message.contains("none of the targets"), "{message}");
+    }
+    Ok(())
+}
+
+#[test]
+fn targets_that_do_not_fit_are_refused() -> Result<()> {
+    let of = |ids: &[[i64; 2]; 2]| Tensor::new(ids, &Device::Cpu);
+    let message = Targets::new(&of(&[[0, 1], [-100, 2]])?, Some(-1)).unwrap_err().to_string();
+    assert!(["-100", "[1, 0]", "Some(-100)"].iter().all(|part| message.contains(part)), "{message}");
+    let message = Targets::new(&of(&[[0, 1], [1 << 32, 2]])?, None).unwrap_err().to_string();
+    assert!(message.contains("4294967296"), "{message}");
+    let message = Targets::new(&of(&[[0, 1], [1, 2]])?.to_dtype(DType::F32)?, None).unwrap_err().to_string();
+    assert!(message.contains("F32") && message.contains("u32 or i64"), "{message}");
+    let (x, w) = (numbers(&[2, 2, 3], 0)?, numbers(&[5, 3], 1)?);
+    for (name, loss) in LOSSES {
+        // The first position is left out, so that the second counted one is the bad one.
+        let beyond = Targets::new(&of(&[[-100, 4], [5, 0]])?, Some(-100))?;
+        let message = loss(&x, &w, &beyond).unwrap_err().to_string();
+        assert!(["target 5", "[1, 0]", "vocabulary of 5"].iter().all(|part| message.contains(part)), "{message}");
+        let message = loss(&x.flatten_to(1)?, &w, &Targets::new(&of(&[[0, 1], [2, 3]])?, None)?);
+        let message = message.unwrap_err().to_string();
+        assert!(["[4, ", "[2, 2]", "one each"].iter().all(|part| message.contains(part)), "{name}: {message}");
+        let empty = Targets::new(&Tensor::zeros((0, 2), DType::U32, &Device::Cpu)?, None)?;
+        assert_eq!(loss(&x.narrow(0, 0, 0)?, &w, &empty)?.dims(), [0, 2], "{name}");
+        let message = beyond.mean(&Tensor::zeros(4, DType::F32, &Device::Cpu)?).unwrap_err().to_string();
+        assert!(message.contains("[4]") && message.contains("[2, 2]"), "{message}");
     }
     Ok(())
 }
@@ -213,7 +522,7 @@ fn half_types_meet_f32_weights() -> Result<()> {
         ("linear", Box::new(|x, w| ops::linear(x, w, Some(&b)))),
         ("layer norm", Box::new(|x, w| ops::layer_norm(x, &w.get(0)?, &gain, 1e-5))),
         ("rms norm", Box::new(|x, w| ops::rms_norm(x, &w.get(0)?, 1e-5))),
-        ("cross-entropy", Box::new(|x, w| ops::linear_cross_entropy(x, w, &[0, 4, 2]))),
+        ("cross-entropy", Box::new(|x, w| ops::linear_cross_entropy(x, w, &[0, 4, 2][..].into()))),
         ("swiglu", Box::new(|x, w| ops::swiglu(x, &w.narrow(0, 0, 3)?.to_dtype(x.dtype())?))),
     ];
     for (name, op) in ops {

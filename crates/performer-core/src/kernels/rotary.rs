@@ -1,9 +1,7 @@
-//! Rotary positions (Su et al. 2021): each pair `(i, i + D/2)` of a row turns by the angle of its
-//! token. `x (B, H, T, D)`, `cos` and `sin` `(T, D/2)` → `(B, H, T, D)`; the gradient turns back by
-//! the same angles.
+//! Rotary positions (Su et al. 2021): the pairs of each row turn by the angles of their token.
 //!
-//! Candle's form with a gradient makes four and a half tensors of the size of its input, each with
-//! a gradient. This operation makes one each way, from rows with any strides.
+//! Candle's form with a gradient makes four tensors and a half of the size of its input, each with
+//! a gradient. Here it is one each way, from rows with any strides.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -13,11 +11,21 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use super::cuda;
 use super::{contiguous, rows::Heads, with_storages};
 
-/// `Rotary` turns rows `(B, H, T, D)`, each contiguous, by the angles whose cosines and sines are
-/// given (f32 and contiguous, `(T, D/2)`).
+/// Which two numbers of a row of `D` make the `i`-th pair.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Pairs {
+    /// `(i, i + D/2)`, as in GPT-NeoX and Hugging Face checkpoints.
+    Halves,
+    /// `(2i, 2i + 1)`, as in the paper and GPT-J.
+    Neighbours,
+}
+
+/// Turns rows `(B, H, T, D)`, each contiguous, by the angles whose cosine and sine are given, f32
+/// and contiguous, `(1, T, D/2)` for all sequences or `(B, T, D/2)`.
 pub(crate) struct Rotary {
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
+    pub(crate) pairs: Pairs,
 }
 
 impl CustomOp1 for Rotary {
@@ -31,14 +39,14 @@ impl CustomOp1 for Rotary {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda::rotary::turn((storage, layout), &self.cos, &self.sin, 1.0)
+        cuda::rotary::turn(self, (storage, layout), 1.0)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let grad = grad.contiguous()?;
         #[cfg(feature = "cuda")]
         if grad.device().is_cuda() {
-            let turned = cuda::with_storages([&grad], |[grad]| cuda::rotary::turn(grad, &self.cos, &self.sin, -1.0));
+            let turned = cuda::with_storages([&grad], |[grad]| cuda::rotary::turn(self, grad, -1.0));
             let (back, shape) = turned?;
             return Ok(Some(cuda::tensor(back, shape)));
         }
@@ -52,25 +60,50 @@ impl Rotary {
     fn turn(&self, storage: &CpuStorage, layout: &Layout, direction: f32) -> Result<Vec<f32>> {
         let (b, h, tokens, width) = layout.shape().dims4()?;
         let (x, half) = (Heads::new(storage, layout)?, width / 2);
-        if width % 2 != 0 || [&self.cos, &self.sin].iter().any(|t| t.dims() != [tokens, half]) {
-            bail!("rotary: rows {:?} need tables ({tokens}, {half}), not {:?}", layout.dims(), self.cos.dims());
-        }
+        self.check(layout)?;
+        // Numbers of a table from one sequence to the next.
+        let step = if self.cos.dims()[0] == 1 { 0 } else { tokens * half };
         let mut out = Vec::with_capacity(layout.shape().elem_count());
         with_storages([&self.cos, &self.sin], |[cos, sin]| {
             let (cos, sin) = (contiguous(cos.0, cos.1)?, contiguous(sin.0, sin.1)?);
             for head in 0..b * h {
+                let first = head / h * step;
                 let (head, mut scratch) = (x.head(head), Vec::new());
                 let (rows, stride) = head.read(0, tokens, &mut scratch);
                 for t in 0..tokens {
-                    let (first, second) = rows[t * stride..][..width].split_at(half);
-                    let (cos, sin) = (&cos[t * half..][..half], &sin[t * half..][..half]);
-                    let pairs = || first.iter().zip(second).zip(cos.iter().zip(sin));
-                    out.extend(pairs().map(|((a, b), (c, s))| a * c - direction * s * b));
-                    out.extend(pairs().map(|((a, b), (c, s))| direction * s * a + b * c));
+                    let row = &rows[t * stride..][..width];
+                    let angles = first + t * half;
+                    let angles = || cos[angles..][..half].iter().zip(&sin[angles..][..half]);
+                    match self.pairs {
+                        Pairs::Halves => {
+                            let (first, second) = row.split_at(half);
+                            let pairs = || first.iter().zip(second).zip(angles());
+                            out.extend(pairs().map(|((a, b), (c, s))| a * c - direction * s * b));
+                            out.extend(pairs().map(|((a, b), (c, s))| direction * s * a + b * c));
+                        }
+                        Pairs::Neighbours => {
+                            let pairs = row.as_chunks::<2>().0.iter().zip(angles());
+                            out.extend(
+                                pairs.flat_map(|([a, b], (c, s))| {
+                                    [a * c - direction * s * b, direction * s * a + b * c]
+                                }),
+                            );
+                        }
+                    }
                 }
             }
             Ok(())
         })?;
         Ok(out)
+    }
+
+    /// Refuses tables that do not fit rows.
+    pub(super) fn check(&self, layout: &Layout) -> Result<()> {
+        let (b, _, tokens, width) = layout.shape().dims4()?;
+        let fits = |t: &Tensor| matches!(*t.dims(), [n, rows, half] if (n == 1 || n == b) && rows == tokens && 2 * half == width);
+        if !fits(&self.cos) || self.cos.dims() != self.sin.dims() {
+            bail!("rotary: rows {:?} with tables {:?} and {:?}", layout.dims(), self.cos.dims(), self.sin.dims());
+        }
+        Ok(())
     }
 }

@@ -154,10 +154,13 @@ static void check_activations(long long count) {
     check("swiglu, gradient of input", e, dup);
 }
 
-// Here x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map.
-static void check_rotary(int batch, int heads, int tokens, int half) {
-    int width = 2 * half;
-    Numbers x = random_numbers((size_t)batch * tokens * heads * width), angles = random_numbers((size_t)tokens * half, false);
+// x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map. Pairs are halves apart or neighbours; angles are one
+// table, or one for each sequence.
+static void check_rotary(int batch, int heads, int tokens, int half, bool neighbours, bool tables) {
+    int width = 2 * half, next = neighbours ? 2 : 1, second = neighbours ? 1 : half;
+    long long table = tables ? (long long)tokens * half : 0;
+    Numbers x = random_numbers((size_t)batch * tokens * heads * width);
+    Numbers angles = random_numbers((size_t)(tables ? batch : 1) * tokens * half, false);
     Numbers c(angles.size()), s(angles.size()), want(x.size());
     for (size_t i = 0; i < angles.size(); i++) c[i] = std::cos(angles[i]), s[i] = std::sin(angles[i]);
     for (int b = 0; b < batch; b++) {
@@ -166,9 +169,10 @@ static void check_rotary(int batch, int heads, int tokens, int half) {
                 const double* from = &x[(((size_t)b * tokens + t) * heads + h) * width];
                 double* to = &want[(((size_t)b * heads + h) * tokens + t) * width];
                 for (int i = 0; i < half; i++) {
-                    double cosine = c[t * half + i], sine = s[t * half + i];
-                    to[i] = from[i] * cosine - from[i + half] * sine;
-                    to[i + half] = from[i] * sine + from[i + half] * cosine;
+                    double cosine = c[b * table + t * half + i], sine = s[b * table + t * half + i];
+                    int one = neighbours ? 2 * i : i, other = neighbours ? 2 * i + 1 : i + half;
+                    to[one] = from[one] * cosine - from[other] * sine;
+                    to[other] = from[one] * sine + from[other] * cosine;
                 }
             }
         }
@@ -177,12 +181,12 @@ static void check_rotary(int batch, int heads, int tokens, int half) {
     auto cs = floats(c), ss = floats(s);
     long long pairs = x.size() / 2, token = (long long)heads * width;
     Dim grid = {blocks(pairs, 256), 1, 1};
-    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, tokens * token, (long long)width, token, 1.0f, xs.data(),
-                 cs.data(), ss.data(), out.data());
+    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, next, second, tokens * token, (long long)width, token,
+                 table, 1.0f, xs.data(), cs.data(), ss.data(), out.data());
     check("rotary", out, want);
-    // Turned back, these are the numbers it came from, in the order of heads.
-    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, (long long)heads * tokens * width,
-                 (long long)tokens * width, (long long)width, -1.0f, out.data(), cs.data(), ss.data(), back.data());
+    // Turned back: the numbers it came from, in the order of heads.
+    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, next, second, (long long)heads * tokens * width,
+                 (long long)tokens * width, (long long)width, table, -1.0f, out.data(), cs.data(), ss.data(), back.data());
     Numbers start(x.size());
     for (size_t i = 0; i < x.size(); i++) {
         size_t d = i % width, t = i / width % tokens, h = i / width / tokens % heads, b = i / width / tokens / heads;
@@ -262,7 +266,10 @@ int main() {
         check_norm(37, 72);
         check_norm(70, 33);
         check_activations(777);
-        check_rotary(2, 3, 19, 7);
+        for (bool neighbours : {false, true}) {
+            check_rotary(2, 3, 19, 7, neighbours, false);
+            check_rotary(2, 3, 19, 7, neighbours, true);
+        }
         check_cross_entropy(1, 1);
         check_cross_entropy(5, 700);
         check_embedding(600, 40, 23);

@@ -258,7 +258,7 @@ impl Decoder {
     /// As [`Self::forward`], and if a target lies beyond the vocabulary.
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
         let x = self.last_norm(&self.hidden(ids, &Mask::causal(), dropout)?)?;
-        Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), targets)?)
+        Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), &targets.into())?)
     }
 
     /// The same over a mixture of each target and what `teacher` predicts there, which has `share` of it: `(B·T)`, nats.
@@ -280,7 +280,7 @@ impl Decoder {
     /// # Errors
     /// As [`Self::losses`], if a place lies beyond the tokens, and if the attention cannot have such a mask: a window is causal.
     pub fn losses_at(&self, ids: &Tensor, mask: &Mask, places: &[u32], targets: &[u32]) -> Result<Tensor> {
-        Ok(ops::linear_cross_entropy(&self.normed_at(ids, mask, places)?, self.head.weight(), targets)?)
+        Ok(ops::linear_cross_entropy(&self.normed_at(ids, mask, places)?, self.head.weight(), &targets.into())?)
     }
 
     /// Logits at the places of [`Self::losses_at`], `(N, V)`.

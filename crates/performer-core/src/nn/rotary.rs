@@ -1,0 +1,89 @@
+//! Rotary positions with their tables.
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use crate::ops;
+
+/// `Rotary` holds the angles of rotary position embeddings (Su et al. 2021,
+/// <https://arxiv.org/abs/2104.09864>) and turns queries and keys by them.
+///
+/// [`Self::new`] pairs dimension `i` with `i + D/2`, the half-split layout of GPT-NeoX and of
+/// Hugging Face checkpoints; [`Self::interleaved`] pairs `2i` with `2i + 1`, the layout of the
+/// paper, of GPT-J and of Meta's Llama checkpoints. Weights made for one layout are wrong in the
+/// other.
+///
+/// # Example
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use performer_core::Rotary;
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let rotary = Rotary::new(64, 2048, 10_000.0, &Device::Cpu)?;
+/// let q = Var::from_tensor(&Tensor::randn(0f32, 1.0, (2, 4, 10, 64), &Device::Cpu)?)?;
+/// let turned = rotary.apply(&q, 0)?;
+/// assert!(turned.sum_all()?.backward()?.get(&q).is_some());
+///
+/// let pairs_of_neighbours = rotary.interleaved();
+/// assert_eq!(pairs_of_neighbours.apply(&q, 0)?.dims(), [2, 4, 10, 64]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Rotary {
+    /// `(max_tokens, D/2)` each.
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+}
+
+impl Rotary {
+    /// Makes a table of the angles `t / base^{2i/D}` for `t < max_tokens`, in the half-split
+    /// layout.
+    ///
+    /// The table is rounded to f32, whatever it is applied to.
+    ///
+    /// # Errors
+    /// If `head_dim` is odd or zero, or `base` is not a positive number.
+    pub fn new(head_dim: usize, max_tokens: usize, base: f64, device: &Device) -> Result<Self> {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            bail!("rotary positions need an even head dim; it is {head_dim}");
+        }
+        if !(base > 0.0 && base.is_finite()) {
+            bail!("rotary positions: base is {base}; it must be a positive number, such as 10000");
+        }
+        let half = head_dim / 2;
+        let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        let angles = |f: fn(f64) -> f64| {
+            let table: Vec<f32> =
+                (0..max_tokens).flat_map(|t| frequencies.iter().map(move |w| f(t as f64 * w) as f32)).collect();
+            Tensor::from_vec(table, (max_tokens, half), device)
+        };
+        Ok(Self { cos: angles(f64::cos)?, sin: angles(f64::sin)?, interleaved: false })
+    }
+
+    /// Takes the interleaved layout instead: the angles turn the neighbours `2i` and `2i + 1`.
+    pub fn interleaved(self) -> Self {
+        Self { interleaved: true, ..self }
+    }
+
+    /// Turns `x` `(B, H, T, D)`, whose first token stands at position `start`, and passes its
+    /// gradient.
+    ///
+    /// # Errors
+    /// If `x` has another shape, or a position lies beyond `max_tokens`.
+    pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
+        let (max, half) = self.cos.dims2()?;
+        let &[_, _, t, d] = x.dims() else {
+            bail!("x has shape {:?}; it must be (batch, heads, tokens, {})", x.dims(), 2 * half);
+        };
+        if d != 2 * half {
+            bail!("x has shape {:?}; its head dim must be {}, for which the rotary table was made", x.dims(), 2 * half);
+        }
+        let end = start.saturating_add(t);
+        if end > max {
+            bail!("positions {start}..{end} lie beyond the {max} that the rotary table covers");
+        }
+        let turn = if self.interleaved { ops::rotary_interleaved } else { ops::rotary };
+        turn(x, &self.cos.narrow(0, start, t)?, &self.sin.narrow(0, start, t)?)
+    }
+}

@@ -1,0 +1,53 @@
+//! Activations: GELU, SwiGLU and softmax.
+
+use candle_core::{D, Result, Tensor};
+
+use super::{is_fused, wide};
+use crate::kernels::activation::{Gelu, Swiglu};
+
+/// GELU takes every number `x` to `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, its tanh form
+/// (Hendrycks & Gimpel 2016, <https://arxiv.org/abs/1606.08415>).
+///
+/// The result has the shape and type of `x`.
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    if is_fused(x) { x.contiguous()?.apply_op1(Gelu) } else { x.gelu() }
+}
+
+/// SwiGLU multiplies `x` by a gate, `g σ(g) ∘ x` (Shazeer 2020,
+/// <https://arxiv.org/abs/2002.05202>).
+///
+/// `gate` and `x` have one shape and type, which the result has too. `candle_nn::ops::swiglu` takes
+/// the two side by side in one tensor instead. [`crate::nn::SwiGlu`] is the whole feed-forward
+/// layer.
+///
+/// # Errors
+/// If `gate` and `x` differ in shape or type.
+pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
+    if is_fused(gate) { gate.contiguous()?.apply_op2(&x.contiguous()?, Swiglu) } else { gate.silu()? * x }
+}
+
+/// Softmax computes `e^{x_i} / Σ_j e^{x_j}` over the last dimension.
+///
+/// `x` is `(.., N)` of f16, bf16, f32 or f64, with any strides, and the result has its shape and
+/// type. Half types are summed in f32. Gradients go to `x`, where
+/// `candle_nn::ops::softmax_last_dim` gives none.
+///
+/// # Example
+/// ```
+/// use candle_core::{Device, Var};
+/// use performer_core::ops;
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let x = Var::new(&[[0f32, 0.0, 0.0, 0.0]], &Device::Cpu)?;
+/// let y = ops::softmax(&x)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[0.25; 4]]);
+/// assert!(y.sqr()?.sum_all()?.backward()?.get(&x).is_some());
+/// # Ok(())
+/// # }
+/// ```
+pub fn softmax(x: &Tensor) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
+    candle_nn::ops::softmax(&x.to_dtype(wide(x))?, D::Minus1)?.to_dtype(x.dtype())
+}

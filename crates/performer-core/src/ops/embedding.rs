@@ -1,0 +1,24 @@
+//! Rows of a table by number.
+
+use candle_core::{D, Result, Tensor};
+
+use super::wide;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda;
+
+/// An embedding looks up rows of `table` `(V, E)` by their numbers: u32 `ids` `(..)` → `(.., E)`,
+/// of the type of the table.
+///
+/// # Errors
+/// On the CPU, if an id lies beyond the table; a GPU does not tell.
+pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let mut shape = ids.dims().to_vec();
+    shape.push(table.dim(D::Minus1)?);
+    let ids = ids.flatten_all()?.contiguous()?;
+    #[cfg(feature = "cuda")]
+    if cuda::takes(table) && ids.elem_count() > 0 && ids.dtype() == candle_core::DType::U32 {
+        return table.contiguous()?.apply_op1(cuda::embedding::Embedding { ids })?.reshape(shape);
+    }
+    // Its gradient adds up rows, for which half types are too coarse.
+    table.to_dtype(wide(table))?.index_select(&ids, 0)?.to_dtype(table.dtype())?.reshape(shape)
+}
