@@ -236,3 +236,89 @@ fn inspection_reports_every_head() -> Result<()> {
     }
     Ok(())
 }
+
+/// Everything that a conversion depends on, so that a test can change one part at a time.
+struct Asked {
+    teacher: Pretrained,
+    data: Prepared,
+    attention: &'static str,
+    exact_layer: bool,
+    plan: fn(Plan) -> Plan,
+}
+
+impl Asked {
+    fn convert(&self, out: &Path) -> Result<Report> {
+        let stop = AtomicBool::new(false);
+        let mut plan = plan(&self.teacher, self.attention, out, &stop);
+        if self.exact_layer {
+            plan.config.attention_by_layer.insert(0, AttentionConfig::Softmax);
+        }
+        let tuning = Some(Tuning { steps: 2, rate: 1e-3, distillation: 0.5, adapters: None });
+        let tiny = Plan { calibrate_tokens: 200, transfer_steps: 2, tuning, measure_tokens: 100, ..plan };
+        convert(&(self.plan)(tiny), &self.data)
+    }
+}
+
+/// Changes to what was asked for, and the field of the key that must be named as the reason.
+type Change = (&'static str, fn(&mut Asked));
+
+fn tuned(plan: Plan, change: fn(&mut Tuning)) -> Plan {
+    let mut tuning = plan.tuning;
+    tuning.iter_mut().for_each(change);
+    Plan { tuning, ..plan }
+}
+
+const CHANGES: [Change; 19] = [
+    ("teacher", |a| {
+        let name = "model.norm.weight";
+        let changed = (&a.teacher.tensors[name] * 1.01).unwrap();
+        a.teacher.tensors.insert(name.into(), changed);
+    }),
+    ("model.norm_eps", |a| a.teacher.config.norm_eps = 1e-4),
+    ("model.context", |a| a.teacher.config.context = 24),
+    ("model.attention_by_layer", |a| a.exact_layer = true),
+    ("model.attention.far.features", |a| a.attention = "favor:m=4,map=learned,window=4"),
+    ("data.training tokens", |a| a.data.train = TokenFile::from_tokens(&[7; 6000], 20_000).unwrap().into()),
+    ("data.held-out tokens", |a| a.data.valid = TokenFile::from_tokens(&[7; 600], 2000).unwrap().into()),
+    ("seed", |a| a.plan = |plan| Plan { seed: 4, ..plan }),
+    ("settings.measured_tokens", |a| a.plan = |plan| Plan { measure_tokens: 50, ..plan }),
+    ("settings.calibrate.tokens", |a| a.plan = |plan| Plan { calibrate_tokens: 400, ..plan }),
+    ("settings.calibrate.balance", |a| a.plan = |plan| Plan { balance: true, ..plan }),
+    ("settings.transfer.steps", |a| a.plan = |plan| Plan { transfer_steps: 3, ..plan }),
+    ("settings.transfer.rate", |a| a.plan = |plan| Plan { transfer_rate: 2e-2, ..plan }),
+    ("settings.transfer.batch_size", |a| a.plan = |plan| Plan { batch_size: 2, ..plan }),
+    ("settings.transfer", |a| a.plan = |plan| Plan { transfer_steps: 0, ..plan }),
+    ("settings.tune.steps", |a| a.plan = |plan| tuned(plan, |t| t.steps = 3)),
+    ("settings.tune.rate", |a| a.plan = |plan| tuned(plan, |t| t.rate = 2e-3)),
+    ("settings.tune.adapters", |a| a.plan = |plan| tuned(plan, |t| t.adapters = Some(2))),
+    ("settings.tune", |a| a.plan = |plan| Plan { tuning: None, ..plan }),
+];
+
+#[test]
+fn a_conversion_of_other_settings_is_not_given_back() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let asked = || -> Result<Asked> {
+        let data = data()?;
+        let teacher = teacher(&data)?;
+        let attention = "favor:m=2,map=learned,window=4";
+        Ok(Asked { teacher, data, attention, exact_layer: false, plan: |plan| plan })
+    };
+    let first = asked()?.convert(folder.path())?;
+    let (mut given_back, mut refused) = (Vec::new(), Vec::new());
+    for (field, change) in CHANGES {
+        let mut other = asked()?;
+        change(&mut other);
+        match other.convert(folder.path()) {
+            Ok(_) => given_back.push(field),
+            Err(error) => refused.push((field, format!("{error:#}"))),
+        }
+    }
+    assert!(given_back.is_empty(), "the earlier result was given back for another {given_back:?}");
+    for (field, error) in refused {
+        assert!(error.contains(field), "{field} is not in: {error}");
+        assert!(error.contains("convert.json") && error.contains("--out"), "{error}");
+    }
+    let again = asked()?.convert(folder.path())?;
+    assert_eq!(serde_json::to_string(&again)?, serde_json::to_string(&first)?);
+    Ok(())
+}

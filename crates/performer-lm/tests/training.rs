@@ -5,11 +5,14 @@ use std::{path::Path, sync::atomic::AtomicBool};
 use anyhow::{Context, Result};
 use candle_core::Device;
 use performer_lm::{
+    compare::Comparison,
     config::{ModelConfig, Precision, Preset, TrainingConfig},
     data::{Prepared, TokenFile, Tokenizer},
     eval::evaluate,
+    lab::ablate,
     train::{Checkpoint, Report, RunOptions, Trainer, load_model},
 };
+use serde_json::Value;
 
 /// A text with a simple law, so that a small model can learn it in seconds.
 fn data() -> Prepared {
@@ -191,4 +194,119 @@ fn a_learning_rate_that_explodes_is_reported() -> Result<()> {
     let error = format!("{:#}", run("softmax", &training, dir.path(), 1).unwrap_err());
     assert!(error.contains("failed: values are not finite; lower the learning rate"), "{error}");
     Ok(())
+}
+
+/// What a comparison or an ablation depends on, so that a test can change one part at a time.
+#[derive(Clone)]
+struct Asked {
+    config: ModelConfig,
+    training: TrainingConfig,
+    features: usize,
+    seed: u64,
+    data: Prepared,
+}
+
+impl Asked {
+    fn tiny() -> Self {
+        let (config, training) = recipe("softmax");
+        // Longer than the window that an ablation tries, so that features see something.
+        let config = ModelConfig { context: 40, ..config };
+        let training = TrainingConfig { max_steps: Some(2), eval_every: 0, redraw_every: 0, ..training };
+        Self { config, training, features: 2, seed: 1, data: data() }
+    }
+
+    /// The validation losses and speeds of all runs; speeds never repeat, so they tell whether a run was made again.
+    fn compare(&self, out: &Path) -> Result<Value> {
+        let attention = format!("favor:m={}", self.features);
+        let outcome = Comparison {
+            config: self.config.clone(),
+            training: self.training.clone(),
+            attentions: vec!["softmax".parse().unwrap(), attention.parse().unwrap()],
+            seeds: vec![self.seed],
+            out,
+            data: "law".into(),
+            device: Device::Cpu,
+            threads: 2,
+            stop: &AtomicBool::new(false),
+            command: "a test".into(),
+        }
+        .run(&self.data)?;
+        Ok(serde_json::to_value(outcome.runs)?)
+    }
+
+    fn ablate(&self, out: &Path) -> Result<Value> {
+        let plan = ablate::Plan {
+            config: self.config.clone(),
+            training: self.training.clone(),
+            seeds: vec![self.seed],
+            features: vec![self.features],
+            runs: out,
+            data: "law".into(),
+            device: Device::Cpu,
+            threads: 2,
+            stop: &AtomicBool::new(false),
+        };
+        Ok(ablate::run(&plan, &self.data, |_| ())?.data["outcomes"].clone())
+    }
+}
+
+/// One part of what was asked for, changed; and the field of the key that must be named as the reason.
+type Change = (&'static str, fn(&mut Asked));
+
+const CHANGES: [Change; 14] = [
+    ("settings.max_steps", |a| a.training.max_steps = Some(3)),
+    ("settings.epochs", |a| a.training.epochs = 1),
+    ("settings.max_train_tokens", |a| a.training.max_train_tokens = Some(1000)),
+    ("settings.batch_size", |a| a.training.batch_size = 4),
+    ("settings.micro_batch", |a| a.training.micro_batch = 2),
+    ("settings.learning_rate", |a| a.training.learning_rate = 2e-2),
+    ("settings.clip", |a| a.training.clip = None),
+    ("settings.optimizer.weight_decay", |a| a.training.optimizer.weight_decay = 0.0),
+    ("settings.dtype", |a| a.training.dtype = Precision::Bf16),
+    ("model.context", |a| a.config.context = 36),
+    ("model.hidden_size", |a| a.config.hidden_size = 8),
+    ("model.dropout", |a| a.config.dropout = 0.2),
+    ("data.training tokens", |a| a.data.train = TokenFile::from_tokens(&[7; 4000], 12_000).unwrap().into()),
+    ("data.held-out tokens", |a| a.data.valid = TokenFile::from_tokens(&[7; 400], 1200).unwrap().into()),
+];
+
+/// Asks for a result, changes one thing at a time, and requires that the earlier result is refused and the change named.
+fn refuses_what_differs(ask: fn(&Asked, &Path) -> Result<Value>, changes: &[Change]) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let asked = Asked::tiny();
+    let first = ask(&asked, folder.path())?;
+    let (mut given_back, mut refused) = (Vec::new(), Vec::new());
+    for (field, change) in changes {
+        let mut other = asked.clone();
+        change(&mut other);
+        match ask(&other, folder.path()) {
+            Ok(_) => given_back.push(*field),
+            Err(error) => refused.push((field, format!("{error:#}"))),
+        }
+    }
+    assert!(given_back.is_empty(), "the earlier result was given back for another {given_back:?}");
+    for (field, error) in refused {
+        assert!(error.contains(field), "{field} is not in: {error}");
+        assert!(error.contains("metrics.json") && error.contains("--out"), "{error}");
+    }
+    assert_eq!(ask(&asked, folder.path())?, first, "the same again changes nothing");
+
+    // Another seed is another run beside the first one, and nothing that saves oftener is another run.
+    let mut other = Asked { seed: 2, ..asked.clone() };
+    assert_ne!(ask(&other, folder.path())?, first);
+    other.training.save_every = 1;
+    other.seed = asked.seed;
+    assert_eq!(ask(&other, folder.path())?, first);
+    Ok(())
+}
+
+#[test]
+fn a_comparison_of_other_settings_is_not_given_back() -> Result<()> {
+    refuses_what_differs(Asked::compare, &CHANGES)
+}
+
+#[test]
+fn an_ablation_of_other_settings_is_not_given_back() -> Result<()> {
+    let features: Change = ("model.attention.features", |a| a.features = 4);
+    refuses_what_differs(Asked::ablate, &[&CHANGES[..], &[features]].concat())
 }

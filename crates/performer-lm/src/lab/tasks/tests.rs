@@ -92,9 +92,34 @@ fn finished_runs_are_not_made_again() {
     let again = tiny(&plan, Task::Recall);
     // Seconds and all: nothing was measured anew.
     assert_eq!(first.data, again.data);
-    let longer = tiny(&Plan { steps: Some(3), ..copy(&plan) }, Task::Recall);
-    assert_ne!(first.data["tasks"][0]["runs"], longer.data["tasks"][0]["runs"]);
-    assert_ne!(before, std::fs::read(&file).unwrap());
+    assert_eq!(before, std::fs::read(&file).unwrap());
+}
+
+#[test]
+fn runs_of_other_settings_are_not_given_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let text =
+        |plan: &Plan| run(&Plan { tasks: vec![Task::Text], length: Some(plan.length.unwrap_or(40)), ..copy(plan) });
+    let first = text(&plan).unwrap();
+    let mut refused = Vec::new();
+    let mut ask = |field: &'static str, plan: Plan| refused.push((field, text(&plan).err()));
+    ask("settings.steps", Plan { steps: Some(3), ..copy(&plan) });
+    ask("settings.learning_rate", Plan { learning_rate: Some(1e-4), ..copy(&plan) });
+    ask("settings.length", Plan { length: Some(30), ..copy(&plan) });
+    // A file of the same name and length that says something else.
+    let content = std::fs::read_to_string(&plan.texts[0]).unwrap();
+    std::fs::write(&plan.texts[0], content.replacen("question", "exercise", 1)).unwrap();
+    ask("data.files", copy(&plan));
+    let given_back: Vec<_> = refused.iter().filter(|(_, error)| error.is_none()).map(|(field, _)| field).collect();
+    assert!(given_back.is_empty(), "the earlier result was given back or replaced for another {given_back:?}");
+    for (field, error) in refused {
+        let error = format!("{:#}", error.unwrap());
+        assert!(error.contains(field), "{field} is not in: {error}");
+        assert!(error.contains(RUNS) && error.contains("--out"), "{error}");
+    }
+    std::fs::write(&plan.texts[0], content).unwrap();
+    assert_eq!(text(&plan).unwrap().data, first.data);
 }
 
 #[test]
