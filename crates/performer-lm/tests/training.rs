@@ -5,12 +5,13 @@ use std::{path::Path, sync::atomic::AtomicBool};
 use anyhow::{Context, Result};
 use candle_core::Device;
 use performer_lm::{
-    compare::Comparison,
+    compare::{Comparison, Outcome},
     config::{ModelConfig, Precision, Preset, TrainingConfig},
+    convert,
     data::{Prepared, TokenFile, Tokenizer},
     eval::evaluate,
     lab::ablate,
-    train::{Checkpoint, Report, RunOptions, Trainer, load_model},
+    train::{Checkpoint, Report, RunOptions, Trainer, git_revision, load_model},
 };
 use serde_json::Value;
 
@@ -309,4 +310,122 @@ fn a_comparison_of_other_settings_is_not_given_back() -> Result<()> {
 fn an_ablation_of_other_settings_is_not_given_back() -> Result<()> {
     let features: Change = ("model.attention.features", |a| a.features = 4);
     refuses_what_differs(Asked::ablate, &[&CHANGES[..], &[features]].concat())
+}
+
+/// Changes a JSON file.
+fn edit(file: &Path, change: impl FnOnce(&mut Value)) -> Result<()> {
+    let mut json: Value = serde_json::from_slice(&std::fs::read(file)?)?;
+    change(&mut json);
+    Ok(std::fs::write(file, serde_json::to_vec(&json)?)?)
+}
+
+fn refused(result: Result<Value>, words: &[&str]) {
+    let error = format!("{:#}", result.expect_err("it was given back"));
+    for word in words {
+        assert!(error.contains(word), "'{word}' is not in: {error}");
+    }
+}
+
+#[test]
+fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (asked, out) = (Asked::tiny(), folder.path());
+    let first = asked.compare(out)?;
+    assert_eq!(first[0]["key"]["revision"], git_revision());
+    let run = out.join("softmax-seed1");
+    let (report, state) = (run.join("metrics.json"), run.join("train_state.json"));
+
+    let written = std::fs::read(&report)?;
+    edit(&report, |report| report["key"]["revision"] = "older".into())?;
+    refused(asked.compare(out), &["metrics.json", "revision was older", git_revision(), "two revisions"]);
+    edit(&report, |report| drop(report.as_object_mut().unwrap().remove("key")))?;
+    refused(asked.compare(out), &["metrics.json has no key", "softmax-seed1 to make it again"]);
+    std::fs::write(&report, &written)?;
+    assert_eq!(asked.compare(out)?, first);
+
+    // What an older revision began goes on, and says so; nothing else may differ.
+    std::fs::remove_file(&report)?;
+    edit(&state, |state| state["key"]["settings"]["clip"] = 7.into())?;
+    refused(asked.compare(out), &["train_state.json", "settings.clip was 7 and is now 1.0"]);
+    edit(&state, |state| {
+        state["key"]["settings"]["clip"] = 1.0.into();
+        state["key"]["revision"] = "older".into();
+    })?;
+    let resumed = asked.compare(out)?;
+    assert_eq!(resumed[0]["val_loss"], first[0]["val_loss"]);
+    assert_eq!(resumed[0]["key"]["revision"], git_revision());
+    let leg = serde_json::json!([{ "until": "step 2", "revision": "older", "device": "cpu" }]);
+    assert_eq!(resumed[0]["earlier_legs"], leg);
+    assert_eq!(asked.compare(out)?, resumed);
+
+    // A config that was edited by hand is another model.
+    edit(&run.join("config.json"), |config| config["dropout"] = 0.3.into())?;
+    let (data, stop) = (data(), AtomicBool::new(false));
+    let edited = Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null);
+    refused(edited, &["train_state.json", "model.dropout was 0.1 and is now 0.3"]);
+    edit(&run.join("config.json"), |config| config["dropout"] = 0.1.into())?;
+    edit(&state, |state| drop(state.as_object_mut().unwrap().remove("key")))?;
+    refused(Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null), &["train_state.json has no key"]);
+    Ok(())
+}
+
+#[test]
+fn an_ablation_goes_on_in_the_middle_of_a_run() -> Result<()> {
+    let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let mut asked = Asked::tiny();
+    asked.training.max_steps = Some(30);
+    let expected = asked.ablate(whole.path())?;
+
+    // The first variant is softmax without redraws, in the folder of its index and seed.
+    let (stop, run) = (AtomicBool::new(false), parts.path().join("0-1"));
+    let training = TrainingConfig { seed: 1, ..asked.training.clone() };
+    let stopped = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !performer_lm::train::read_log(&run.join("metrics.jsonl")).is_ok_and(|log| log.len() > 3) {
+                std::thread::yield_now();
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        Trainer::new(&asked.config, &training, &asked.data, options(&run, 1, &stop))?.run()
+    })?;
+    assert!(stopped.is_none(), "the run was over before it could be stopped");
+    let steps = performer_lm::train::read_log(&run.join("metrics.jsonl"))?.len();
+    // An older revision leaves its mark on the result where the run goes on, and none where it begins anew.
+    edit(&run.join("train_state.json"), |state| state["key"]["revision"] = "older".into())?;
+    let losses = |outcomes: &Value| -> Vec<Value> {
+        outcomes.as_array().unwrap().iter().map(|outcome| outcome["val_losses"].clone()).collect()
+    };
+    assert_eq!(losses(&asked.ablate(parts.path())?), losses(&expected));
+    let report: Report = serde_json::from_slice(&std::fs::read(run.join("metrics.json"))?)?;
+    assert_eq!(report.earlier_legs[0].until, format!("step {steps}"));
+    assert_eq!(weights(&run)?, weights(&whole.path().join("0-1"))?);
+    Ok(())
+}
+
+#[test]
+fn committed_results_are_still_read() -> Result<()> {
+    fn read<T: serde::de::DeserializeOwned>(file: &Path) -> Result<T> {
+        let text = std::fs::read(file).with_context(|| file.display().to_string())?;
+        serde_json::from_slice(&text).with_context(|| file.display().to_string())
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    // They are not part of a published package.
+    if !root.join("benchmarks").exists() {
+        return Ok(());
+    }
+    for name in ["seed", "small", "small-window"] {
+        let outcome: Outcome = read(&root.join("benchmarks").join(name).join("compare.json"))?;
+        assert!(!outcome.runs.is_empty() && outcome.runs.iter().all(|run| run.val_loss > 0.0), "{name}");
+    }
+    let report: Report = read(&root.join("models/stories/softmax/metrics.json"))?;
+    assert_eq!(report.attention_spec, "softmax");
+    let mut conversions = vec![root.join("models/stories/performer/convert.json")];
+    for entry in std::fs::read_dir(root.join("benchmarks/convert"))? {
+        conversions.push(entry?.path());
+    }
+    for file in conversions.iter().filter(|file| file.extension().is_some_and(|e| e == "json")) {
+        let report: convert::Report = read(file)?;
+        assert!(report.stages.len() > 2 && report.chart().to_svg()?.contains("student"), "{}", file.display());
+    }
+    Ok(())
 }

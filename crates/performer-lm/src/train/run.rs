@@ -15,9 +15,10 @@ use performer_core::projection::derive_seed;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AdamW, Checkpoint, Gradients, TrainingState, git_revision,
+    AdamW, Checkpoint, Earlier, Gradients, Leg, RunKey, TrainingState, git_revision,
     log::{Log, Record},
     progress::Progress,
+    run_key::{TRAINING, digests, warn},
 };
 use crate::{
     config::{ModelConfig, Precision, Preset, TrainingConfig},
@@ -33,6 +34,9 @@ const QUICK_VALIDATION_TOKENS: usize = 65_536;
 
 /// File of the [`Report`].
 const REPORT: &str = "metrics.json";
+
+/// File of the [`RunState`], for messages.
+const STATE: &str = "train_state.json";
 
 /// Stream of the seed that dropout draws from.
 const DROPOUT_STREAM: u64 = 3;
@@ -92,6 +96,12 @@ pub struct Report {
     pub dtype: Precision,
     /// Revision of this program.
     pub revision: String,
+    /// What determined the result; none in reports of versions that did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<RunKey>,
+    /// Parts of the run that other revisions of this program made, or other kinds of device.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier_legs: Vec<Leg>,
 }
 
 /// Content of `train_state.json`.
@@ -103,9 +113,26 @@ struct RunState {
     corpus: String,
     /// The data as the command line spelt it.
     data_spec: String,
-    /// Hash of the tokens: a run resumes on the data it began with.
-    data: String,
-    revision: String,
+    /// What determines the run; none in states of versions that did not record it.
+    #[serde(default)]
+    key: Option<RunKey>,
+    /// See [`Report::earlier_legs`].
+    #[serde(default)]
+    earlier_legs: Vec<Leg>,
+}
+
+impl RunState {
+    /// The state of the training run in `dir`.
+    fn of(saved: &TrainingState, dir: &Path) -> Result<Self> {
+        if let Some(run) = saved.progress["key"]["run"].as_str() {
+            ensure!(
+                run == TRAINING,
+                "{} holds a {run}, which is no training run: go on with it by the command that began it",
+                dir.display()
+            );
+        }
+        saved.progress_as().with_context(|| format!("cannot go on with the run in {}", dir.display()))
+    }
 }
 
 /// A run in progress.
@@ -119,6 +146,8 @@ pub struct Trainer<'a> {
     log: Log,
     step: usize,
     epoch_seconds: Vec<f64>,
+    key: RunKey,
+    earlier_legs: Vec<Leg>,
 }
 
 impl<'a> Trainer<'a> {
@@ -133,8 +162,7 @@ impl<'a> Trainer<'a> {
         data: &'a Prepared,
         options: RunOptions<'a>,
     ) -> Result<Self> {
-        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
-        Self::exactly(&config, training, data, options)
+        Self::exactly(&as_trained(config, data), training, data, options)
     }
 
     /// The same with exactly this config, whose vocabulary may be larger than the tokenizer's.
@@ -162,23 +190,34 @@ impl<'a> Trainer<'a> {
     /// The run that `options.out` holds a checkpoint of, from where it stopped.
     ///
     /// # Errors
-    /// No such checkpoint, or other training data than it began with.
+    /// No such checkpoint, a checkpoint without a key, or other training data, another model or other settings than it began with.
     pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
-        let state: RunState = saved.progress_as()?;
+        let state = RunState::of(&saved, options.out)?;
         ensure!(
-            state.data == data_hash(data),
+            state.key.as_ref().is_none_or(|key| key.data == digests(data)),
             "{} was trained on other data (corpus {}): resume with the --data and --tokenizer it began with",
             options.out.display(),
             state.corpus
         );
         let config: ModelConfig = checkpoint.config_as()?;
+        let key = RunKey::of_training(&config, &state.training, data, &options.device)?;
+        let file = options.out.join(STATE);
+        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
+        let mixed = key.check_interrupted(earlier)?;
+        if let Some(text) = &mixed {
+            warn(text);
+        }
         let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
             .compute_in(state.training.dtype.dtype());
         let mut trainer = Self::assemble(model, state.training, data, options, state.step)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
         trainer.epoch_seconds = state.epoch_seconds;
+        trainer.earlier_legs = state.earlier_legs;
+        trainer
+            .earlier_legs
+            .extend(state.key.filter(|_| mixed.is_some()).map(|key| key.leg(format!("step {}", state.step))));
         Ok(trainer)
     }
 
@@ -192,9 +231,11 @@ impl<'a> Trainer<'a> {
         model.train_maps()?;
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
+        let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
-        Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds: Vec::new() })
+        let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
+        Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds, key, earlier_legs })
     }
 
     /// The model as it is now.
@@ -360,8 +401,8 @@ impl<'a> Trainer<'a> {
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
             data_spec: self.options.data.to_string(),
-            data: data_hash(self.data),
-            revision: git_revision().to_string(),
+            key: Some(self.key.clone()),
+            earlier_legs: self.earlier_legs.clone(),
         };
         let training = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(state)? };
         checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step)?
@@ -387,6 +428,8 @@ impl<'a> Trainer<'a> {
             device: describe(&self.options.device),
             dtype: self.training.dtype,
             revision: git_revision().to_string(),
+            key: Some(self.key.clone()),
+            earlier_legs: self.earlier_legs.clone(),
         };
         crate::files::write_json(&self.options.out.join(REPORT), &report)?;
         Ok(report)
@@ -428,29 +471,60 @@ pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
     pretrained::load(&dir.to_string_lossy(), device)
 }
 
-/// Refuses a folder that holds a run with other settings or data.
-///
-/// # Errors
-/// Says what differs, or that the folder is damaged.
-pub fn check_same_run(dir: &Path, config: &ModelConfig, training: &TrainingConfig, data: &Prepared) -> Result<()> {
-    let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
-    let saved: ModelConfig = Checkpoint::load(dir, &Device::Cpu)?.config_as()?;
-    let state: RunState = TrainingState::load(dir, &Device::Cpu)?.progress_as()?;
-    let differs = if saved != config {
-        "model"
-    } else if state.training != *training {
-        "training settings"
-    } else if state.data != data_hash(data) {
-        "text"
-    } else {
-        return Ok(());
-    };
-    anyhow::bail!("{} holds a run with another {differs}: choose another folder by --out, or remove it", dir.display())
+/// What a folder holds of a run.
+#[derive(Debug)]
+pub enum Found {
+    /// Nothing of it.
+    Nothing,
+    /// A checkpoint to go on from.
+    Begun,
+    /// Its result.
+    Finished(Box<Report>),
 }
 
-/// Training and held-out tokens are a run's data.
-fn data_hash(data: &Prepared) -> String {
-    format!("{} {}", data.train.hash(), data.valid.hash())
+/// Looks for a run in `options.out`: to be asked before the first of many runs, so that what would stop the last one hours later is found now.
+///
+/// # Errors
+/// A run with another key or without one, and a damaged folder.
+pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
+    let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
+    let file = options.out.join(REPORT);
+    if file.exists() {
+        let text = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let report: Report = serde_json::from_slice(&text)
+            .with_context(|| format!("{} is damaged: remove its folder to run it again", file.display()))?;
+        key.check(Earlier { key: report.key.as_ref(), file: &file, remove: options.out })?;
+        return Ok(Found::Finished(Box::new(report)));
+    }
+    let file = options.out.join(STATE);
+    if !TrainingState::is_in(options.out)? {
+        return Ok(Found::Nothing);
+    }
+    let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;
+    key.check_interrupted(Earlier { key: state.key.as_ref(), file: &file, remove: options.out })?;
+    Ok(Found::Begun)
+}
+
+/// The result of a run: the one that `options.out` holds, or else that of going on or beginning there. `None` if it was stopped.
+///
+/// # Errors
+/// Those of [`find`], and whatever keeps the run from its end.
+pub fn find_or_run(
+    config: &ModelConfig,
+    training: &TrainingConfig,
+    data: &Prepared,
+    options: RunOptions,
+) -> Result<Option<Report>> {
+    match find(config, training, data, &options)? {
+        Found::Finished(report) => Ok(Some(*report)),
+        Found::Begun => Trainer::resume(data, options)?.run(),
+        Found::Nothing => Trainer::new(config, training, data, options)?.run(),
+    }
+}
+
+/// The config with the vocabulary of the data's tokenizer.
+fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
+    ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
 }
 
 /// The data that the run in a folder trains on.
@@ -458,7 +532,7 @@ fn data_hash(data: &Prepared) -> String {
 /// # Errors
 /// If the folder holds no run.
 pub fn saved_data(dir: &Path) -> Result<DataSpec> {
-    let state: RunState = TrainingState::load(dir, &Device::Cpu)?.progress_as()?;
+    let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
     state.data_spec.parse().with_context(|| format!("{} names its data as {}", dir.display(), state.data_spec))
 }
 

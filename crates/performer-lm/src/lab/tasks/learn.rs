@@ -1,6 +1,7 @@
 //! One run: a model learns a task, and is measured on what it has not seen.
 
 use std::{
+    collections::BTreeMap,
     sync::atomic::{AtomicBool, Ordering},
     time::Instant,
 };
@@ -17,9 +18,9 @@ use super::{
     recipe::Recipe,
 };
 use crate::{
-    config::AttentionConfig,
+    config::{AttentionConfig, ModelConfig},
     model::Decoder,
-    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule, in_order},
+    train::{AdamW, AdamWConfig, Bar, Gradients, RunKey, Schedule, in_order},
 };
 
 /// Stream of a run's seed that its examples are drawn from.
@@ -80,6 +81,9 @@ pub struct Run {
     pub score: Score,
     /// On the way there.
     pub curve: Vec<Point>,
+    /// What determined the result; none in runs of versions that did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<RunKey>,
 }
 
 /// A task made ready: where its examples come from, and those that are held out.
@@ -107,11 +111,23 @@ impl<'a> Setting<'a> {
         Self { task, recipe, source, held_out, device, threads, stop }
     }
 
+    fn config(&self, attention: &AttentionConfig) -> ModelConfig {
+        let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
+        self.recipe.model(&*self.source, attention, context)
+    }
+
+    /// What determines the result of a run.
+    pub(super) fn key(&self, attention: &AttentionConfig, seed: u64) -> Result<RunKey> {
+        let mut data = BTreeMap::from([("examples".to_string(), self.source.describe())]);
+        data.extend(self.source.files().map(|digest| ("files".to_string(), digest.to_hex().to_string())));
+        let run = format!("task {}", self.task);
+        RunKey::new(run, &self.config(attention), &self.recipe, data, seed, self.device)
+    }
+
     /// The model of a run, before it has learned anything.
     pub(super) fn model(&self, attention: &AttentionConfig, seed: u64) -> Result<Decoder> {
-        let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
-        let config = self.recipe.model(&*self.source, attention, context);
-        let mut model = Decoder::new(&config, seed, self.device).with_context(|| format!("attention {attention}"))?;
+        let mut model = Decoder::new(&self.config(attention), seed, self.device)
+            .with_context(|| format!("attention {attention}"))?;
         model.train_maps()?;
         Ok(model)
     }
@@ -166,6 +182,7 @@ impl<'a> Setting<'a> {
             tokens_per_second: tokens as f64 / seconds.max(1e-9),
             score,
             curve,
+            key: Some(self.key(attention, seed)?),
         }))
     }
 

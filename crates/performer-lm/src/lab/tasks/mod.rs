@@ -22,7 +22,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Findings;
-use crate::{config::AttentionConfig, files};
+use crate::{config::AttentionConfig, files, train::Earlier};
 use example::Source;
 use learn::Setting;
 pub use learn::{Point, Run, Score};
@@ -149,18 +149,25 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         }
     }
     let mut kept = Kept::open(plan.out)?;
+    for setting in &settings {
+        for &seed in &plan.seeds {
+            for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
+                kept.find(setting, attention, seed)?;
+            }
+        }
+    }
     let mut found = Vec::new();
     for setting in &settings {
         let mut runs = Vec::new();
         for &seed in &plan.seeds {
             for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
-                let run = match kept.find(setting, attention, seed) {
+                let run = match kept.find(setting, attention, seed)? {
                     Some(run) => run.clone(),
                     None => {
                         let Some(run) = setting.run(attention, seed)? else {
                             bail!("stopped; with the same --out, the same command goes on from here")
                         };
-                        kept.keep(run.clone())?;
+                        kept.keep(&run)?;
                         run
                     }
                 };
@@ -214,21 +221,23 @@ impl Kept {
         Ok(Self { path: Some(path), runs })
     }
 
-    fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Option<&Run> {
-        let (attention, data) = (attention.to_string(), setting.source.describe());
-        self.runs.iter().find(|run| {
-            (run.task, run.seed) == (setting.task, seed)
-                && run.attention == attention
-                && run.recipe == setting.recipe
-                && run.data == data
-        })
+    /// The run of a task with an attention and a seed, if it is there.
+    ///
+    /// # Errors
+    /// A run with other settings, of other data, or of another revision of this program.
+    fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Result<Option<&Run>> {
+        let name = attention.to_string();
+        let is_wanted = |run: &&Run| (run.task, run.seed) == (setting.task, seed) && run.attention == name;
+        let (Some(run), Some(path)) = (self.runs.iter().find(is_wanted), &self.path) else { return Ok(None) };
+        let earlier = Earlier { key: run.key.as_ref(), file: path, remove: path };
+        setting.key(attention, seed)?.check(earlier).with_context(|| {
+            format!("the task {} with {name}, seed {seed}, cannot be taken from an earlier run", setting.task)
+        })?;
+        Ok(Some(run))
     }
 
-    /// Takes the place of a run with other settings.
-    fn keep(&mut self, run: Run) -> Result<()> {
-        let same = |old: &Run| (old.task, &old.attention, old.seed) == (run.task, &run.attention, run.seed);
-        self.runs.retain(|old| !same(old));
-        self.runs.push(run);
+    fn keep(&mut self, run: &Run) -> Result<()> {
+        self.runs.push(run.clone());
         match &self.path {
             Some(path) => files::write_json(path, &self.runs),
             None => Ok(()),

@@ -123,6 +123,25 @@ fn runs_of_other_settings_are_not_given_back() {
 }
 
 #[test]
+fn runs_of_other_revisions_and_without_a_key_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let ask = || run(&Plan { tasks: vec![Task::Recall], length: Some(4), ..copy(&plan) });
+    ask().unwrap();
+    let file = folder.path().join(RUNS);
+    let mut runs: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(runs[0]["key"]["revision"], crate::train::git_revision());
+    runs[0]["key"]["revision"] = "older".into();
+    std::fs::write(&file, runs.to_string()).unwrap();
+    let error = format!("{:#}", ask().unwrap_err());
+    assert!(error.contains("older") && error.contains(crate::train::git_revision()), "{error}");
+    runs[0].as_object_mut().unwrap().remove("key");
+    std::fs::write(&file, runs.to_string()).unwrap();
+    let error = format!("{:#}", ask().unwrap_err());
+    assert!(error.contains("tasks-runs.json has no key"), "{error}");
+}
+
+#[test]
 fn attentions_start_from_equal_weights() {
     let folder = tempfile::tempdir().unwrap();
     let plan = plan(folder.path(), &["softmax"]);
