@@ -25,5 +25,6 @@ pub use run::{
     training_batches,
 };
 pub use run_key::{Earlier, Leg, RunKey};
+pub(crate) use run_key::{digests, model_digest, warn};
 pub use schedule::Schedule;
 pub(crate) use weights_file::{write_durably, write_safetensors};

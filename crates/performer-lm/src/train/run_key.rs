@@ -32,17 +32,17 @@
 //! apart: for results that count, commit first.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     io::Write,
     path::Path,
 };
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::git_revision;
+use super::{git_revision, write_safetensors};
 use crate::{
     config::{ModelConfig, TrainingConfig},
     data::Prepared,
@@ -215,19 +215,29 @@ impl<'a> Earlier<'a> {
 }
 
 /// Says on stderr that a run goes on otherwise than it began.
-pub(super) fn warn(text: &str) {
+pub(crate) fn warn(text: &str) {
     // If stderr is closed, there is nobody to tell.
     let _ = writeln!(std::io::stderr(), "warning: {text}");
 }
 
 /// Digests of prepared data: the tokens of both splits, and the tokenizer.
-pub(super) fn digests(data: &Prepared) -> BTreeMap<String, String> {
+pub(crate) fn digests(data: &Prepared) -> BTreeMap<String, String> {
     let digests = [
         ("training tokens", data.train.digest()),
         ("held-out tokens", data.valid.digest()),
         ("tokenizer", data.tokenizer.hash()),
     ];
     digests.into_iter().map(|(name, digest)| (name.to_string(), digest.to_hex().to_string())).collect()
+}
+
+/// Digest of a model's config and weights. The config's context is left out: it is the length that a
+/// caller chose to use the model at, and stands in the key of whoever does so.
+pub(crate) fn model_digest(config: &ModelConfig, tensors: &HashMap<String, Tensor>) -> Result<String> {
+    let config = ModelConfig { context: 1, ..config.clone() };
+    let metadata = BTreeMap::from([("config".to_string(), serde_json::to_string(&config)?)]);
+    let mut digest = blake3::Hasher::new();
+    write_safetensors(&mut digest, tensors, &metadata)?;
+    Ok(digest.finalize().to_hex().to_string())
 }
 
 /// Appends where two values differ, field by field; a field that is missing is null.
