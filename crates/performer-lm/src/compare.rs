@@ -116,7 +116,7 @@ impl Comparison<'_> {
     }
 
     fn folder(&self, attention: &AttentionConfig, seed: u64) -> PathBuf {
-        self.out.join(run_name(&self.recipe(attention, seed).0, seed))
+        self.out.join(run_name(attention, seed))
     }
 
     fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {

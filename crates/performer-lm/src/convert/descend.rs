@@ -1,24 +1,22 @@
-//! The loop that the training stages share. A stop costs nothing: what it takes to go on is saved.
+//! What the stages of training share: batches of text, a loss on each, and measurements on the way. A stop costs nothing: what it takes to
+//! go on is saved.
 
-use std::{
-    sync::atomic::Ordering,
-    time::{Duration, Instant},
-};
+use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_core::{Tensor, Var};
 
 use super::{Plan, Point, stage::Bookmark};
 use crate::{
     data::{Batches, Prepared},
-    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule},
+    train::{AdamW, AdamWConfig, Bar, Gradients, Pace, Schedule, Step, Steps, take_steps},
 };
 
 /// Sequences of a pass. Fixed, so that results do not depend on the number of threads; few, for teacher and student have logits at once.
 const ROWS: usize = 4;
 
-/// Between savings of a stage in progress.
-const SAVE_EVERY: Duration = Duration::from_secs(60);
+/// Time between savings of a stage in progress.
+const SAVE_AFTER: Duration = Duration::from_secs(60);
 
 /// What differs between the stages.
 pub(super) struct Descent {
@@ -43,40 +41,77 @@ pub(super) fn descend(
     loss: impl Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
     measure: impl Fn() -> Result<f64>,
 ) -> Result<Option<(u64, Vec<Point>)>> {
-    let name = bookmark.name;
-    let Descent { steps, rate: (rate, option), weight_decay, seed, measure_every } = *descent;
+    let Descent { steps, rate, weight_decay, seed, measure_every } = *descent;
     let mut optimizer = AdamW::new(parameters, AdamWConfig { weight_decay, ..AdamWConfig::default() })?;
+    let points = bookmark.restore(&mut optimizer)?;
     let batches = Batches::new(data.train.clone(), plan.config.context, plan.batch_size, seed)?;
-    let schedule = Schedule::WarmupCosine { warmup_steps: steps.min(20), min_fraction: 0.05 };
-    let tokens = |steps: usize| (steps * batches.tokens_per_batch()) as u64;
-    let mut points = bookmark.restore(&mut optimizer)?;
-    let bar = Bar::new(name, steps);
-    let mut saved = Instant::now();
-    for step in optimizer.steps()..steps {
-        let stop = plan.stop.load(Ordering::Relaxed);
-        if stop || saved.elapsed() > SAVE_EVERY {
-            bookmark.save(&optimizer, &points)?;
-            saved = Instant::now();
-        }
-        if stop {
-            return Ok(None);
-        }
-        let (epoch, index) = batches.position(step as u64);
-        let batch = batches.batch(epoch, index)?;
+    let bar = Bar::new(bookmark.name, steps);
+    let mut stage = InProgress { plan, bookmark, optimizer, batches, loss, measure, measure_every, steps, points, bar };
+    let pace = Pace {
+        name: bookmark.name,
+        steps,
+        rate,
+        schedule: Schedule::WarmupCosine { warmup_steps: steps.min(20), min_fraction: 0.05 },
+        clip: Some(1.0),
+        save_after: Some(SAVE_AFTER),
+        stop: plan.stop,
+    };
+    if !take_steps(&mut stage, &pace)? {
+        return Ok(None);
+    }
+    Ok(Some((stage.tokens(steps), stage.points)))
+}
+
+struct InProgress<'a, L, M> {
+    plan: &'a Plan<'a>,
+    bookmark: &'a Bookmark<'a>,
+    optimizer: AdamW,
+    batches: Batches,
+    loss: L,
+    measure: M,
+    measure_every: usize,
+    steps: usize,
+    points: Vec<Point>,
+    bar: Bar,
+}
+
+impl<L, M> InProgress<'_, L, M> {
+    fn tokens(&self, steps: usize) -> u64 {
+        (steps * self.batches.tokens_per_batch()) as u64
+    }
+}
+
+impl<L, M> Steps for InProgress<'_, L, M>
+where
+    L: Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
+    M: Fn() -> Result<f64>,
+{
+    fn optimizer(&mut self) -> &mut AdamW {
+        &mut self.optimizer
+    }
+
+    fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)> {
+        let (plan, loss) = (self.plan, &self.loss);
+        let (epoch, index) = self.batches.position(step as u64);
+        let batch = self.batches.batch(epoch, index)?;
         let parts = plan.batch_size.div_ceil(ROWS);
-        let (mean, gradients) = Gradients::of_parts(parts, plan.threads, optimizer.parameters(), |i| {
+        Gradients::of_parts(parts, plan.threads, self.optimizer.parameters(), |i| {
             let part = i * ROWS * batch.context..((i + 1) * ROWS * batch.context).min(batch.inputs.len());
             let rows = part.len() / batch.context;
             let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), &plan.device)?;
             Ok((loss(&ids, &batch.targets[part])? * (rows as f64 / plan.batch_size as f64))?)
-        })?;
-        optimizer
-            .step(&gradients, schedule.lr(rate, step, steps), Some(1.0))
-            .with_context(|| format!("{name} step {}, loss {mean}; lower {option}", step + 1))?;
-        bar.step(step + 1, mean, batches.tokens_per_batch());
-        if measure_every > 0 && (step + 1) % measure_every == 0 && step + 1 < steps {
-            points.push(Point { tokens: tokens(step + 1), val_loss: measure()? });
-        }
+        })
     }
-    Ok(Some((tokens(steps), points)))
+
+    fn after(&mut self, step: &Step) -> Result<()> {
+        self.bar.step(step.number, step.loss, self.batches.tokens_per_batch());
+        if self.measure_every > 0 && step.number.is_multiple_of(self.measure_every) && step.number < self.steps {
+            self.points.push(Point { tokens: self.tokens(step.number), val_loss: (self.measure)()? });
+        }
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<()> {
+        self.bookmark.save(&self.optimizer, &self.points)
+    }
 }

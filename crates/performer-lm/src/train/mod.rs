@@ -11,6 +11,7 @@ mod progress;
 mod run;
 mod run_key;
 mod schedule;
+mod steps;
 mod weights_file;
 
 pub use checkpoint::{Checkpoint, TrainingState, git_revision};
@@ -27,4 +28,5 @@ pub use run::{
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest, warn};
 pub use schedule::Schedule;
+pub(crate) use steps::{Pace, Step, Steps, take_steps};
 pub(crate) use weights_file::{write_durably, write_safetensors};

@@ -1,12 +1,11 @@
-//! The training loop.
+//! A training run: batches of text, validated, logged, saved, and reported at the end; its loop is that of all training, `steps`.
 //!
 //! Everything random is a function of the seed and the step: the order of the data, the features and their redraws, dropout.
 //! So a run that stops anywhere and resumes from its checkpoint goes on as if it had never stopped.
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
-    time::Instant,
+    sync::atomic::AtomicBool,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -15,13 +14,14 @@ use performer_core::projection::derive_seed;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AdamW, Checkpoint, Earlier, Gradients, Leg, RunKey, TrainingState, git_revision,
+    AdamW, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Step, Steps, TrainingState, git_revision,
     log::{Log, Record},
     progress::Progress,
     run_key::{TRAINING, digests, warn},
+    take_steps,
 };
 use crate::{
-    config::{ModelConfig, Precision, Preset, TrainingConfig},
+    config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
@@ -144,7 +144,6 @@ pub struct Trainer<'a> {
     training: TrainingConfig,
     options: RunOptions<'a>,
     log: Log,
-    step: usize,
     epoch_seconds: Vec<f64>,
     key: RunKey,
     earlier_legs: Vec<Leg>,
@@ -235,7 +234,7 @@ impl<'a> Trainer<'a> {
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
-        Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds, key, earlier_legs })
+        Ok(Self { model, optimizer, batches, data, training, options, log, epoch_seconds, key, earlier_legs })
     }
 
     /// The model as it is now.
@@ -266,78 +265,33 @@ impl<'a> Trainer<'a> {
     /// A loss or gradient that is not finite, and whatever keeps the checkpoint from being written.
     pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
-        let progress = Progress::new(&self.model.config().attention.to_string(), self.step, total);
-        while self.step < total && !self.options.stop.load(Ordering::Relaxed) {
-            let (epoch, _) = self.batches.position(self.step as u64);
-            let started = Instant::now();
-            let record = self.train_step(total)?;
-            let seconds = started.elapsed().as_secs_f64();
-            let epoch = epoch as usize;
-            if self.epoch_seconds.len() <= epoch {
-                self.epoch_seconds.resize(epoch + 1, 0.0);
-            }
-            self.epoch_seconds[epoch] += seconds;
-            progress.step(self.step, &record, self.batches.tokens_per_batch(), seconds);
-            self.log.write(&record)?;
-
-            let due = |every: usize| every > 0 && self.step.is_multiple_of(every);
-            let (validate, save) = (due(self.training.eval_every), due(self.training.save_every));
-            let epoch_ends = self.step.is_multiple_of(self.batches.batches_per_epoch());
-            if (validate || epoch_ends) && self.step < total {
-                let quick =
-                    evaluate_start(&self.model, &self.data.valid, self.options.threads, QUICK_VALIDATION_TOKENS)?;
-                self.log_validation(&quick, false)?;
-                progress.validation(self.step, &quick, &self.sample()?);
-            }
-            if (save || epoch_ends) && self.step < total {
-                self.save()?;
-            }
-        }
-        self.save()?;
-        if self.step < total {
+        let progress = Progress::new(&self.model.config().attention.to_string(), self.step(), total);
+        let training = self.training.clone();
+        let pace = Pace {
+            name: "training",
+            steps: total,
+            rate: (training.learning_rate, "--learning-rate"),
+            schedule: training.schedule,
+            clip: training.clip,
+            // By steps and epochs: see `after`.
+            save_after: None,
+            stop: self.options.stop,
+        };
+        if !take_steps(&mut InProgress { run: &mut self, progress: &progress, total }, &pace)? {
             return Ok(None);
         }
+        self.save()?;
         progress.message("validating on all of the held-out text");
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
         let report = self.report(&evaluation)?;
-        progress.finish(self.step, &evaluation, &self.sample()?);
+        progress.finish(self.step(), &evaluation, &self.sample()?);
         Ok(Some(report))
     }
 
-    /// One optimiser step: gradients of the micro-batches side by side, added in order, clipped, applied.
-    fn train_step(&mut self, total: usize) -> Result<Record> {
-        let redraw = self.training.redraw_every;
-        if redraw > 0 && self.step > 0 && self.step.is_multiple_of(redraw) {
-            self.model.redraw(self.training.seed, (self.step / redraw) as u64)?;
-        }
-        let (epoch, index) = self.batches.position(self.step as u64);
-        let batch = self.batches.batch(epoch, index)?;
-        check_vocabulary(&batch, &self.model)?;
-        let (loss, gradients) = self
-            .gradients(&batch)
-            .map_err(|e| explain_memory(e, &self.options.device, &self.memory_settings()))
-            .map_err(|e| {
-                let diverged = e.chain().any(|cause| cause.to_string().contains("must be finite"));
-                let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
-                e.context(format!("step {} failed{why}", self.step + 1))
-            })?;
-        let lr = self.training.schedule.lr(self.training.learning_rate, self.step, total);
-        let norm = self
-            .optimizer
-            .step(&gradients, lr, self.training.clip)
-            .with_context(|| format!("step {}, loss {loss}", self.step + 1))?;
-        self.step += 1;
-        Ok(Record {
-            step: self.step,
-            epoch: epoch as usize,
-            tokens: self.tokens(),
-            train_loss: Some(loss),
-            learning_rate: Some(lr),
-            gradient_norm: Some(norm),
-            val_loss: None,
-            whole: None,
-        })
+    /// Steps taken.
+    fn step(&self) -> usize {
+        self.optimizer.steps()
     }
 
     /// What decides how much memory a step needs.
@@ -347,7 +301,8 @@ impl<'a> Trainer<'a> {
         format!("--micro-batch (it is {}) or --context (it is {}){bf16}", t.micro_batch, model.context)
     }
 
-    fn gradients(&self, batch: &Batch) -> Result<(f64, Gradients)> {
+    /// Gradients of the micro-batches of a step side by side, added in order.
+    fn batch_gradients(&self, step: usize, batch: &Batch) -> Result<(f64, Gradients)> {
         let micro = self.training.micro_batch * batch.context;
         let count = batch.inputs.len().div_ceil(micro);
         let dropout = self.model.config().dropout;
@@ -355,7 +310,7 @@ impl<'a> Trainer<'a> {
             let part = i * micro..((i + 1) * micro).min(batch.inputs.len());
             let rows = part.len() / batch.context;
             let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
-            let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (self.step * count + i) as u64);
+            let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (step * count + i) as u64);
             let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
             let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
             Ok((losses.sum_all()? / batch.inputs.len() as f64)?)
@@ -363,13 +318,13 @@ impl<'a> Trainer<'a> {
     }
 
     fn tokens(&self) -> u64 {
-        (self.step * self.batches.tokens_per_batch()) as u64
+        (self.step() * self.batches.tokens_per_batch()) as u64
     }
 
     fn log_validation(&mut self, evaluation: &Evaluation, whole: bool) -> Result<()> {
         self.log.write(&Record {
-            step: self.step,
-            epoch: self.batches.position(self.step.saturating_sub(1) as u64).0 as usize,
+            step: self.step(),
+            epoch: self.batches.position(self.step().saturating_sub(1) as u64).0 as usize,
             tokens: self.tokens(),
             train_loss: None,
             learning_rate: None,
@@ -396,7 +351,7 @@ impl<'a> Trainer<'a> {
 
     fn save(&mut self) -> Result<()> {
         let state = RunState {
-            step: self.step,
+            step: self.step(),
             epoch_seconds: self.epoch_seconds.clone(),
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
@@ -405,7 +360,7 @@ impl<'a> Trainer<'a> {
             earlier_legs: self.earlier_legs.clone(),
         };
         let training = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(state)? };
-        checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step)?
+        checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step())?
             .save(self.options.out, Some(&training))
     }
 
@@ -422,7 +377,7 @@ impl<'a> Trainer<'a> {
             epoch_seconds: self.epoch_seconds.clone(),
             tokens_per_second: self.tokens() as f64 / self.epoch_seconds.iter().sum::<f64>().max(1e-9),
             corpus: self.data.corpus_name.clone(),
-            steps: self.step,
+            steps: self.step(),
             tokens: self.tokens(),
             threads: self.options.threads,
             device: describe(&self.options.device),
@@ -433,6 +388,76 @@ impl<'a> Trainer<'a> {
         };
         crate::files::write_json(&self.options.out.join(REPORT), &report)?;
         Ok(report)
+    }
+}
+
+/// A run, with what shows it to a person.
+struct InProgress<'r, 'a> {
+    run: &'r mut Trainer<'a>,
+    progress: &'r Progress,
+    total: usize,
+}
+
+impl Steps for InProgress<'_, '_> {
+    fn optimizer(&mut self) -> &mut AdamW {
+        &mut self.run.optimizer
+    }
+
+    fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)> {
+        let run = &mut *self.run;
+        let redraw = run.training.redraw_every;
+        if redraw > 0 && step > 0 && step.is_multiple_of(redraw) {
+            run.model.redraw(run.training.seed, (step / redraw) as u64)?;
+        }
+        let (epoch, index) = run.batches.position(step as u64);
+        let batch = run.batches.batch(epoch, index)?;
+        check_vocabulary(&batch, &run.model)?;
+        run.batch_gradients(step, &batch)
+            .map_err(|e| explain_memory(e, &run.options.device, &run.memory_settings()))
+            .map_err(|e| {
+                let diverged = e.chain().any(|cause| cause.to_string().contains("must be finite"));
+                let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
+                e.context(format!("step {} failed{why}", step + 1))
+            })
+    }
+
+    fn after(&mut self, step: &Step) -> Result<()> {
+        let run = &mut *self.run;
+        let epoch = run.batches.position(step.number as u64 - 1).0 as usize;
+        if run.epoch_seconds.len() <= epoch {
+            run.epoch_seconds.resize(epoch + 1, 0.0);
+        }
+        run.epoch_seconds[epoch] += step.seconds;
+        let record = Record {
+            step: step.number,
+            epoch,
+            tokens: run.tokens(),
+            train_loss: Some(step.loss),
+            learning_rate: Some(step.rate),
+            gradient_norm: Some(step.norm),
+            val_loss: None,
+            whole: None,
+        };
+        self.progress.step(step.number, &record, run.batches.tokens_per_batch(), step.seconds);
+        run.log.write(&record)?;
+        if step.number == self.total {
+            return Ok(());
+        }
+        let due = |every: usize| every > 0 && step.number.is_multiple_of(every);
+        let epoch_ends = step.number.is_multiple_of(run.batches.batches_per_epoch());
+        if due(run.training.eval_every) || epoch_ends {
+            let quick = evaluate_start(&run.model, &run.data.valid, run.options.threads, QUICK_VALIDATION_TOKENS)?;
+            run.log_validation(&quick, false)?;
+            self.progress.validation(step.number, &quick, &run.sample()?);
+        }
+        if due(run.training.save_every) || epoch_ends {
+            run.save()?;
+        }
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<()> {
+        self.run.save()
     }
 }
 
@@ -538,17 +563,13 @@ pub fn saved_data(dir: &Path) -> Result<DataSpec> {
 
 /// Where a run's folder lies if none is given: `runs/PRESET-ATTENTION-seed`.
 pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
-    let name = format!("{preset:?}-{}", run_name(config, seed));
+    let name = format!("{preset:?}-{}", run_name(&config.attention, seed));
     Path::new("runs").join(name.to_lowercase())
 }
 
 /// `ATTENTION-seed` with characters that every file system takes.
-pub fn run_name(config: &ModelConfig, seed: u64) -> String {
-    let name: String = config
-        .attention
-        .to_string()
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' })
-        .collect();
+pub fn run_name(attention: &AttentionConfig, seed: u64) -> String {
+    let name: String =
+        attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();
     format!("{}-seed{seed}", name.replace("m-", "m"))
 }

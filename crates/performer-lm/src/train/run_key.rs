@@ -12,24 +12,6 @@
 //!
 //! A result without a key was written by an older version of this program. What determined it is
 //! unknown, so it is refused.
-//!
-//! # What is not in the key, and why
-//!
-//! - The number of threads: gradients of parts of a batch are added in a fixed order, so it changes no
-//!   bit of a result.
-//! - Names of folders and files, and how the command line spells the data: the digests of what was
-//!   read say more than a name does.
-//! - The steps between checkpoints: a run that resumes goes on as if it had never stopped.
-//! - The model of a GPU. The kind of device is in the key, because kinds add in different orders; two
-//!   cards of one kind are taken to be the same, and a report names the card.
-//!
-//! # Revisions of the program
-//!
-//! A finished result of another revision is refused: a table has results of one revision only. A
-//! training that another revision began goes on, for hours of work should not be lost to an upgrade;
-//! it is said on stderr, and recorded as a [`Leg`]. The same holds for another kind of device. A
-//! revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot tell them
-//! apart: for results that count, commit first.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -57,7 +39,26 @@ const SHOWN_DIFFERENCES: usize = 4;
 /// The most characters of a value that an error shows.
 const SHOWN_CHARACTERS: usize = 60;
 
-/// Everything that determines the result of a run; see the [module documentation](self).
+/// Everything that determines the result of a run.
+///
+/// # What is not in the key, and why
+///
+/// - The number of threads: gradients of parts of a batch are added in a fixed order, so it changes no
+///   bit of a result.
+/// - Names of folders and files, and how the command line spells the data: the digests of what was
+///   read say more than a name does.
+/// - The steps between checkpoints: a run that resumes goes on as if it had never stopped. The steps
+///   between validations are in the key, for they decide the curve that is drawn.
+/// - The model of a GPU. The kind of device is in the key, because kinds add in different orders; two
+///   cards of one kind are taken to be the same, and a report names the card.
+///
+/// # Revisions of the program
+///
+/// A finished result of another revision is refused: a table has results of one revision only. A
+/// training that another revision began goes on, for hours of work should not be lost to an upgrade;
+/// it is said on stderr, and recorded as a [`Leg`]. The same holds for another kind of device. A
+/// revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot tell them
+/// apart: for results that count, commit first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunKey {

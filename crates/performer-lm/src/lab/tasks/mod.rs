@@ -22,7 +22,11 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Findings;
-use crate::{config::AttentionConfig, files, train::Earlier};
+use crate::{
+    config::AttentionConfig,
+    files,
+    train::{Earlier, run_name},
+};
 use example::Source;
 use learn::Setting;
 pub use learn::{Point, Run, Score};
@@ -31,6 +35,9 @@ use report::Metric;
 
 /// File of finished runs.
 const RUNS: &str = "tasks-runs.json";
+
+/// Folder of checkpoints of stopped runs, a folder each.
+const INTERRUPTED: &str = "tasks-interrupted";
 
 /// The attentions compared where none are named.
 pub const ATTENTIONS: [&str; 7] = [
@@ -152,7 +159,11 @@ pub fn run(plan: &Plan) -> Result<Findings> {
     for setting in &settings {
         for &seed in &plan.seeds {
             for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
-                kept.find(setting, attention, seed)?;
+                if kept.find(setting, attention, seed)?.is_none()
+                    && let Some(folder) = plan.interrupted(setting.task, attention, seed)
+                {
+                    setting.interrupted(attention, seed, &folder)?;
+                }
             }
         }
     }
@@ -164,10 +175,15 @@ pub fn run(plan: &Plan) -> Result<Findings> {
                 let run = match kept.find(setting, attention, seed)? {
                     Some(run) => run.clone(),
                     None => {
-                        let Some(run) = setting.run(attention, seed)? else {
+                        let folder = plan.interrupted(setting.task, attention, seed);
+                        let Some(run) = setting.run(attention, seed, folder.as_deref())? else {
                             bail!("stopped; with the same --out, the same command goes on from here")
                         };
                         kept.keep(&run)?;
+                        if let Some(folder) = folder.filter(|folder| folder.exists()) {
+                            std::fs::remove_dir_all(&folder)
+                                .with_context(|| format!("cannot remove {}", folder.display()))?;
+                        }
                         run
                     }
                 };
@@ -185,6 +201,11 @@ fn can_learn(attention: &AttentionConfig, task: Task) -> bool {
 }
 
 impl Plan<'_> {
+    /// Where a run is saved if it is stopped.
+    fn interrupted(&self, task: Task, attention: &AttentionConfig, seed: u64) -> Option<PathBuf> {
+        Some(self.out?.join(INTERRUPTED).join(format!("{task}-{}", run_name(attention, seed))))
+    }
+
     fn setting(&self, task: Task) -> Result<Setting<'_>> {
         let mut recipe = Recipe::of(task);
         recipe.length = self.length.unwrap_or(recipe.length);
