@@ -364,6 +364,14 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
     refused(go(&short), &["convert.json has no key"]);
     refused(go(&longer), &["convert.json has no key"]);
 
+    // A report that lags behind the weights, with nothing to put it right.
+    std::fs::write(&report, &report_before)?;
+    edit(&report, |report| {
+        report["stages"].as_array_mut().unwrap().pop();
+        report["key"]["settings"].as_object_mut().unwrap().remove("transfer");
+    })?;
+    refused(go(&short), &["weights after the stage 'transfer'", "ends with 'calibrate'", "another --out"]);
+
     // What an older revision began is carried on, and says so.
     std::fs::write(&report, &report_before)?;
     std::fs::write(&state, &state_before)?;
@@ -398,7 +406,8 @@ fn a_stage_in_progress_belongs_to_its_settings() -> Result<()> {
         &["train_state.json", "settings.transfer.rate was 0.01 and is now 0.02"],
     );
 
-    // Without the state, the stage begins again; and a report that a kill left behind the weights is put right.
+    // Without the state, the stage begins again; and a report that a kill left behind the weights
+    // is put right.
     let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
     std::fs::remove_file(folder.path().join("train_state.json"))?;
     let before = std::fs::read(folder.path().join("convert.json"))?;

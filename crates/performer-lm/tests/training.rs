@@ -216,7 +216,8 @@ impl Asked {
         Self { config, training, features: 2, seed: 1, data: data() }
     }
 
-    /// The validation losses and speeds of all runs; speeds never repeat, so they tell whether a run was made again.
+    /// The validation losses and speeds of all runs; speeds never repeat, so they tell whether a
+    /// run was made again.
     fn compare(&self, out: &Path) -> Result<Value> {
         let attention = format!("favor:m={}", self.features);
         let outcome = Comparison {
@@ -251,7 +252,8 @@ impl Asked {
     }
 }
 
-/// One part of what was asked for, changed; and the field of the key that must be named as the reason.
+/// One part of what was asked for, changed; and the field of the key that must be named as the
+/// reason.
 type Change = (&'static str, fn(&mut Asked));
 
 const CHANGES: [Change; 14] = [
@@ -271,7 +273,8 @@ const CHANGES: [Change; 14] = [
     ("data.held-out tokens", |a| a.data.valid = TokenFile::from_tokens(&[7; 400], 1200).unwrap().into()),
 ];
 
-/// Asks for a result, changes one thing at a time, and requires that the earlier result is refused and the change named.
+/// Asks for a result, changes one thing at a time, and requires that the earlier result is refused
+/// and the change named.
 fn refuses_what_differs(ask: fn(&Asked, &Path) -> Result<Value>, changes: &[Change]) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let asked = Asked::tiny();
@@ -292,7 +295,8 @@ fn refuses_what_differs(ask: fn(&Asked, &Path) -> Result<Value>, changes: &[Chan
     }
     assert_eq!(ask(&asked, folder.path())?, first, "the same again changes nothing");
 
-    // Another seed is another run beside the first one, and nothing that saves oftener is another run.
+    // Another seed is another run beside the first one, and nothing that saves oftener is another
+    // run.
     let mut other = Asked { seed: 2, ..asked.clone() };
     assert_ne!(ask(&other, folder.path())?, first);
     other.training.save_every = 1;
@@ -390,7 +394,8 @@ fn an_ablation_goes_on_in_the_middle_of_a_run() -> Result<()> {
     })?;
     assert!(stopped.is_none(), "the run was over before it could be stopped");
     let steps = performer_lm::train::read_log(&run.join("metrics.jsonl"))?.len();
-    // An older revision leaves its mark on the result where the run goes on, and none where it begins anew.
+    // An older revision leaves its mark on the result where the run goes on, and none where it
+    // begins anew.
     edit(&run.join("train_state.json"), |state| state["key"]["revision"] = "older".into())?;
     let losses = |outcomes: &Value| -> Vec<Value> {
         outcomes.as_array().unwrap().iter().map(|outcome| outcome["val_losses"].clone()).collect()

@@ -1,5 +1,5 @@
-//! What the stages of training share: batches of text, a loss on each, and measurements on the way. A stop costs nothing: what it takes to
-//! go on is saved.
+//! What the stages of training share: batches of text, a loss on each, and measurements on the way.
+//! A stop costs nothing: what it takes to go on is saved.
 
 use std::time::Duration;
 

@@ -10,8 +10,9 @@
 //! After each stage the student is saved, and measured beside the teacher on the same held-out tokens. Within a stage, what it takes to go
 //! on is saved now and then, and when it is stopped (`stage`).
 //!
-//! What determines the student after a stage is a [`RunKey`] with the settings of that stage and of those before it. So a conversion can be
-//! carried further, by a stage that it did not have; everything else that changes is refused.
+//! What determines the student after a stage is a [`RunKey`] with the settings of that stage and of
+//! those before it. So a conversion can be carried further, by a stage that it did not have;
+//! everything else that changes is refused.
 
 mod adapters;
 mod descend;
@@ -48,6 +49,9 @@ const REPORT: &str = "convert.json";
 
 /// The stages that change the student, in order.
 const STAGES: [&str; 3] = ["calibrate", "transfer", "tune"];
+
+/// Key of the last finished stage in the metadata of the weights.
+const STAGE: &str = "stage";
 
 /// Name of the fine-tuning of the teacher, for comparison.
 const CONTROL: &str = "control";
@@ -143,7 +147,8 @@ pub struct Report {
     pub control: Option<Stage>,
     /// Revision of this program.
     pub revision: String,
-    /// What determined the student and the stages so far; none in reports of versions that did not record it.
+    /// What determined the student and the stages so far; none in reports of versions that did not
+    /// record it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<RunKey>,
     /// Parts that other revisions of this program made, or other kinds of device.
@@ -203,7 +208,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         }
         progress(name);
         let started = Instant::now();
-        let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
+        let checkpoint = student_after(plan, &report)?;
         let before = student(plan, checkpoint.tensors.clone())?;
         let bookmark = Bookmark::new(plan, plan.key_after(&key, name), name, checkpoint, &report, interrupted.take());
         let earlier_seconds = bookmark.seconds();
@@ -230,7 +235,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         progress("control: the teacher, tuned likewise");
         let started = Instant::now();
         let copy = plan.teacher.decoder(&plan.device)?;
-        let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
+        let checkpoint = student_after(plan, &report)?;
         let of_all = plan.key_after(&key, CONTROL);
         let bookmark = Bookmark::new(plan, of_all, CONTROL, checkpoint, &report, interrupted.take());
         let earlier_seconds = bookmark.seconds();
@@ -259,8 +264,9 @@ impl Plan<'_> {
         Ok(RunKey { teacher: Some(teacher), ..key })
     }
 
-    /// What determines the student after a stage: the settings of that stage and of those before it. The names of the two measurements
-    /// before all stages stand for no stage, that of the control for all of them.
+    /// What determines the student after a stage: the settings of that stage and of those before
+    /// it. The names of the two measurements before all stages stand for no stage, that of the
+    /// control for all of them.
     fn key_after(&self, key: &RunKey, stage: &str) -> RunKey {
         let count = match stage {
             CONTROL => STAGES.len(),
@@ -381,6 +387,23 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     Ok(Some(progress))
 }
 
+/// The checkpoint of the student after the last stage of a report.
+///
+/// # Errors
+/// A student of another stage, which the next one would train twice or on the wrong weights.
+fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
+    let last = report.stages.last().map_or("", |stage| &stage.name);
+    let found = checkpoint.metadata.get(STAGE).map_or("", String::as_str);
+    ensure!(
+        found == last,
+        "{} holds weights after the stage '{found}', but a report that ends with '{last}': give another --out, or remove it to convert from \
+         the start",
+        plan.out.display()
+    );
+    Ok(checkpoint)
+}
+
 /// The student of these tensors; feature maps that are not among them are drawn.
 fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) -> Result<Decoder> {
     let fresh = Decoder::buffers(&plan.config, plan.seed, &plan.device)?;
@@ -390,10 +413,11 @@ fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) 
     Decoder::from_tensors(&plan.config, &tensors, &plan.device)
 }
 
-/// Saves the student with the report as one checkpoint, so that neither is ever without the other; then the report as a file of its own.
+/// Saves the student with the report as one checkpoint, so that neither is ever without the other;
+/// then the report as a file of its own.
 fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
     let stage = report.stages.last().map_or("", |stage| &stage.name);
-    let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), ("stage", stage)];
+    let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), (STAGE, stage)];
     let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
     let checkpoint = Checkpoint {
         config: serde_json::to_value(student.config())?,

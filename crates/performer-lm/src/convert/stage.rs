@@ -1,8 +1,10 @@
-//! A conversion on disk: one checkpoint that holds the student after the last finished stage, the report so far and, where a stage of
-//! training was interrupted, what it takes to go on with that stage.
+//! A conversion on disk: one checkpoint that holds the student after the last finished stage, the
+//! report so far and, where a stage of training was interrupted, what it takes to go on with that
+//! stage.
 //!
-//! The student of an unfinished stage is no model yet: its adapters are not merged, its feature maps are parameters. So the
-//! checkpoint's weights stay those before the stage, and the parameters in training lie beside the moments of the optimiser.
+//! The student of an unfinished stage is no model yet: its adapters are not merged, its feature
+//! maps are parameters. So the checkpoint's weights stay those before the stage, and the parameters
+//! in training lie beside the moments of the optimiser.
 
 use std::{collections::HashMap, path::Path, time::Instant};
 
@@ -101,7 +103,8 @@ impl<'a> Bookmark<'a> {
         self.checkpoint
     }
 
-    /// Puts parameters and optimiser where they were, if there is anything to go on with; returns the points measured before.
+    /// Puts parameters and optimiser where they were, if there is anything to go on with; returns
+    /// the points measured before.
     pub(super) fn restore(&self, optimizer: &mut AdamW) -> Result<Vec<Point>> {
         let Some(stage) = &self.interrupted else { return Ok(Vec::new()) };
         let damaged = || {

@@ -24,7 +24,8 @@ pub struct Tuning {
     pub adapters: Option<usize>,
 }
 
-/// Fine-tunes as the bookmark's stage; `measure` returns a model's loss on held-out text. `None` if it was stopped.
+/// Fine-tunes as the bookmark's stage; `measure` returns a model's loss on held-out text. `None` if
+/// it was stopped.
 pub(super) fn tune(
     plan: &Plan,
     bookmark: &Bookmark,

@@ -161,7 +161,8 @@ impl Checkpoint {
 }
 
 impl TrainingState {
-    /// Whether the model in `dir` has a training state, which a kill may have left under its pending name.
+    /// Whether the model in `dir` has a training state, which a kill may have left under its
+    /// pending name.
     ///
     /// # Errors
     /// A model file that cannot be read.

@@ -1,4 +1,5 @@
-//! A training run: batches of text, validated, logged, saved, and reported at the end; its loop is that of all training, `steps`.
+//! A training run: batches of text, validated, logged, saved, and reported at the end; its loop is
+//! that of all training, `steps`.
 //!
 //! Everything random is a function of the seed and the step: the order of the data, the features and their redraws, dropout.
 //! So a run that stops anywhere and resumes from its checkpoint goes on as if it had never stopped.
@@ -189,7 +190,8 @@ impl<'a> Trainer<'a> {
     /// The run that `options.out` holds a checkpoint of, from where it stopped.
     ///
     /// # Errors
-    /// No such checkpoint, a checkpoint without a key, or other training data, another model or other settings than it began with.
+    /// No such checkpoint, a checkpoint without a key, or other training data, another model or
+    /// other settings than it began with.
     pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
@@ -507,7 +509,8 @@ pub enum Found {
     Finished(Box<Report>),
 }
 
-/// Looks for a run in `options.out`: to be asked before the first of many runs, so that what would stop the last one hours later is found now.
+/// Looks for a run in `options.out`: to be asked before the first of many runs, so that what would
+/// stop the last one hours later is found now.
 ///
 /// # Errors
 /// A run with another key or without one, and a damaged folder.
@@ -530,7 +533,8 @@ pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, op
     Ok(Found::Begun)
 }
 
-/// The result of a run: the one that `options.out` holds, or else that of going on or beginning there. `None` if it was stopped.
+/// The result of a run: the one that `options.out` holds, or else that of going on or beginning
+/// there. `None` if it was stopped.
 ///
 /// # Errors
 /// Those of [`find`], and whatever keeps the run from its end.

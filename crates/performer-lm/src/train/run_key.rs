@@ -1,8 +1,8 @@
 //! The key of a run: everything that determines its result, field by field.
 //!
-//! A command that finds an earlier result in its folder gives it back, or goes on from it, only where
-//! the key stored with that result is the key of the run that is asked for. Every command that keeps
-//! results uses this one key:
+//! A command that finds an earlier result in its folder gives it back, or goes on from it, only
+//! where the key stored with that result is the key of the run that is asked for. Every command
+//! that keeps results uses this one key:
 //!
 //! | command | model | settings | data |
 //! |---|---|---|---|
@@ -43,22 +43,22 @@ const SHOWN_CHARACTERS: usize = 60;
 ///
 /// # What is not in the key, and why
 ///
-/// - The number of threads: gradients of parts of a batch are added in a fixed order, so it changes no
-///   bit of a result.
+/// - The number of threads: gradients of parts of a batch are added in a fixed order, so it changes
+///   no bit of a result.
 /// - Names of folders and files, and how the command line spells the data: the digests of what was
 ///   read say more than a name does.
-/// - The steps between checkpoints: a run that resumes goes on as if it had never stopped. The steps
-///   between validations are in the key, for they decide the curve that is drawn.
-/// - The model of a GPU. The kind of device is in the key, because kinds add in different orders; two
-///   cards of one kind are taken to be the same, and a report names the card.
+/// - The steps between checkpoints: a run that resumes goes on as if it had never stopped. The
+///   steps between validations are in the key, for they decide the curve that is drawn.
+/// - The model of a GPU. The kind of device is in the key, because kinds add in different orders;
+///   two cards of one kind are taken to be the same, and a report names the card.
 ///
 /// # Revisions of the program
 ///
 /// A finished result of another revision is refused: a table has results of one revision only. A
-/// training that another revision began goes on, for hours of work should not be lost to an upgrade;
-/// it is said on stderr, and recorded as a [`Leg`]. The same holds for another kind of device. A
-/// revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot tell them
-/// apart: for results that count, commit first.
+/// training that another revision began goes on, for hours of work should not be lost to an
+/// upgrade; it is said on stderr, and recorded as a [`Leg`]. The same holds for another kind of
+/// device. A revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot
+/// tell them apart: for results that count, commit first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunKey {
@@ -172,8 +172,8 @@ impl RunKey {
         Ok(())
     }
 
-    /// Allows an interrupted run to be gone on with as this run. The revision and the kind of device may
-    /// differ: then the answer is a sentence that says so, for [`warn`].
+    /// Allows an interrupted run to be gone on with as this run. The revision and the kind of
+    /// device may differ: then the answer is a sentence that says so, to be shown to the user.
     ///
     /// # Errors
     /// As [`Self::check`], for every other field.
@@ -231,8 +231,8 @@ pub(crate) fn digests(data: &Prepared) -> BTreeMap<String, String> {
     digests.into_iter().map(|(name, digest)| (name.to_string(), digest.to_hex().to_string())).collect()
 }
 
-/// Digest of a model's config and weights. The config's context is left out: it is the length that a
-/// caller chose to use the model at, and stands in the key of whoever does so.
+/// Digest of a model's config and weights. The config's context is left out: it is the length that
+/// a caller chose to use the model at, and stands in the key of whoever does so.
 pub(crate) fn model_digest(config: &ModelConfig, tensors: &HashMap<String, Tensor>) -> Result<String> {
     let config = ModelConfig { context: 1, ..config.clone() };
     let metadata = BTreeMap::from([("config".to_string(), serde_json::to_string(&config)?)]);

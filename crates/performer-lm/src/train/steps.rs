@@ -1,9 +1,11 @@
-//! The loop that every training shares: training runs, the stages of a conversion, and the lab's tasks.
+//! The loop that every training shares: training runs, the stages of a conversion, and the lab's
+//! tasks.
 //!
-//! They differ in what a step's gradients are, in what is looked at between steps, and in what is saved:
-//! that is [`Steps`]. They share the rest: the learning rate of a step is a function of its number, the
-//! optimiser counts the steps, and a stop from outside saves and ends the loop between two steps. So a
-//! training that goes on from what it saved takes the steps that it would have taken.
+//! They differ in what a step's gradients are, in what is looked at between steps, and in what is
+//! saved: that is [`Steps`]. They share the rest: the learning rate of a step is a function of its
+//! number, the optimiser counts the steps, and a stop from outside saves and ends the loop between
+//! two steps. So a training that goes on from what it saved takes the steps that it would have
+//! taken.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -26,7 +28,8 @@ pub(crate) struct Pace<'a> {
     pub(crate) schedule: Schedule,
     /// Norm to which gradients are clipped.
     pub(crate) clip: Option<f64>,
-    /// Time after which the training is saved between two steps, where it does not see to that itself.
+    /// Time after which the training is saved between two steps, where it does not see to that
+    /// itself.
     pub(crate) save_after: Option<Duration>,
     /// Set from outside to save and stop.
     pub(crate) stop: &'a AtomicBool,
@@ -64,7 +67,8 @@ pub(crate) trait Steps {
 /// Takes the steps that are left. `false` if it was stopped before the last one; it is saved then.
 ///
 /// # Errors
-/// A gradient that is not finite, with the step and the option that sets the learning rate; and whatever the training returns.
+/// A gradient that is not finite, with the step and the option that sets the learning rate; and
+/// whatever the training returns.
 pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool> {
     let (peak, option) = pace.rate;
     let mut saved = Instant::now();

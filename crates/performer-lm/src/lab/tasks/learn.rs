@@ -137,7 +137,8 @@ impl<'a> Setting<'a> {
         Ok(model)
     }
 
-    /// Trains with one attention from one seed. `None` if it was stopped; what it takes to go on is in `folder` then, where there is one.
+    /// Trains with one attention from one seed. `None` if it was stopped; what it takes to go on is
+    /// in `folder` then, where there is one.
     pub(super) fn run(&self, attention: &AttentionConfig, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
         let Recipe { steps, learning_rate, .. } = self.recipe;
         let name = format!("{} {attention} seed {seed}", self.task);
@@ -174,7 +175,8 @@ impl<'a> Setting<'a> {
         }))
     }
 
-    /// What a stopped run left in `folder`, if anything, with a warning where another revision of this program left it.
+    /// What a stopped run left in `folder`, if anything, with a warning where another revision of
+    /// this program left it.
     ///
     /// # Errors
     /// The state of a run with another key, or without one.
@@ -250,7 +252,8 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// What a run has come to so far, beside its model and optimiser: content of its `train_state.json`.
+/// What a run has come to so far, beside its model and optimiser: content of its
+/// `train_state.json`.
 #[derive(Clone, Serialize, Deserialize)]
 struct State {
     key: Option<RunKey>,
