@@ -258,9 +258,31 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
 impl Plan<'_> {
     /// What determines a conversion, less the settings of its stages.
     fn key(&self, data: &Prepared) -> Result<RunKey> {
-        let settings = json!({ "measured_tokens": self.measure_tokens });
-        let teacher = model_digest(&self.teacher.config, &self.teacher.tensors)?;
-        let key = RunKey::new(CONVERSION, &self.config, &settings, digests(data), self.seed, &self.device)?;
+        // Every field by name, so that a new one is given its place: here, among the settings of a
+        // stage, or among what changes no result.
+        let Self {
+            teacher,
+            config,
+            device,
+            measure_tokens,
+            seed,
+            // In `stage_settings`.
+            calibrate_tokens: _,
+            balance: _,
+            transfer_steps: _,
+            transfer_rate: _,
+            batch_size: _,
+            tuning: _,
+            points: _,
+            // The control adds a stage beside the others, which depends on the settings of tuning.
+            control: _,
+            out: _,
+            threads: _,
+            stop: _,
+        } = self;
+        let settings = json!({ "measured_tokens": measure_tokens });
+        let teacher = model_digest(&teacher.config, &teacher.tensors)?;
+        let key = RunKey::new(CONVERSION, config, &settings, digests(data), *seed, device)?;
         Ok(RunKey { teacher: Some(teacher), ..key })
     }
 
