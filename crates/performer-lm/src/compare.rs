@@ -14,7 +14,7 @@ use crate::{
     machine::Machine,
     model::Decoder,
     plot::{Axis, Chart, Scale, Series},
-    train::{Record, Report, RunOptions, Trainer, check_same_run, read_log, run_name, training_batches},
+    train::{Record, Report, RunOptions, find, find_or_run, read_log, run_name, training_batches},
 };
 
 /// What is compared, and where the results go.
@@ -98,23 +98,9 @@ impl Comparison<'_> {
         let mut runs = Vec::new();
         for &seed in &self.seeds {
             for attention in &self.attentions {
-                let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
-                let training = TrainingConfig { seed, ..self.training.clone() };
+                let (config, training) = self.recipe(attention, seed);
                 let out = self.folder(attention, seed);
-                let options = RunOptions {
-                    out: &out,
-                    data: &self.data,
-                    device: self.device.clone(),
-                    threads: self.threads,
-                    stop: self.stop,
-                    samples: false,
-                };
-                let begun = out.join("train_state.json").exists();
-                let report = match finished(&out)? {
-                    Some(report) if begun => Some(report),
-                    _ if begun => Trainer::resume(data, options)?.run()?,
-                    _ => Trainer::new(&config, &training, data, options)?.run()?,
-                };
+                let report = find_or_run(&config, &training, data, self.options(&out))?;
                 let Some(report) = report else { bail!("stopped; the same command goes on from here") };
                 runs.push(report);
                 outcome = Some(self.save(data, &runs, epoch_tokens)?);
@@ -123,23 +109,38 @@ impl Comparison<'_> {
         outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
     }
 
-    fn folder(&self, attention: &AttentionConfig, seed: u64) -> PathBuf {
+    /// The model and the training of a run.
+    fn recipe(&self, attention: &AttentionConfig, seed: u64) -> (ModelConfig, TrainingConfig) {
         let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
-        self.out.join(run_name(&config, seed))
+        (config, TrainingConfig { seed, ..self.training.clone() })
+    }
+
+    fn folder(&self, attention: &AttentionConfig, seed: u64) -> PathBuf {
+        self.out.join(run_name(attention, seed))
+    }
+
+    fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {
+        RunOptions {
+            out,
+            data: &self.data,
+            device: self.device.clone(),
+            threads: self.threads,
+            stop: self.stop,
+            samples: false,
+        }
     }
 
     /// Finds now what would stop a run hours later.
     fn check(&self, data: &Prepared) -> Result<()> {
         for (i, attention) in self.attentions.iter().enumerate() {
             ensure!(!self.attentions[..i].contains(attention), "attention {attention} is given twice");
-            let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
-            Decoder::new(&config, 0, &self.device).with_context(|| format!("attention {attention}"))?;
             for (j, &seed) in self.seeds.iter().enumerate() {
                 ensure!(!self.seeds[..j].contains(&seed), "seed {seed} is given twice");
-                let out = self.folder(attention, seed);
-                if out.join("train_state.json").exists() {
-                    check_same_run(&out, &config, &TrainingConfig { seed, ..self.training.clone() }, data)?;
+                let (config, training) = self.recipe(attention, seed);
+                if j == 0 {
+                    Decoder::new(&config, 0, &self.device).with_context(|| format!("attention {attention}"))?;
                 }
+                find(&config, &training, data, &self.options(&self.folder(attention, seed)))?;
             }
         }
         Ok(())
@@ -214,16 +215,6 @@ fn validation_curve(log: &[Record]) -> Vec<(f64, f64)> {
     log.iter().filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
 }
 
-fn finished(out: &Path) -> Result<Option<Report>> {
-    let path = out.join("metrics.json");
-    if !path.exists() {
-        return Ok(None);
-    }
-    let report: Report = serde_json::from_slice(&std::fs::read(&path)?)
-        .map_err(|e| anyhow::anyhow!("{} is damaged ({e}): remove its folder to run it again", path.display()))?;
-    Ok(Some(report))
-}
-
 fn summarise(runs: &[Report], epoch_tokens: usize) -> Vec<Summary> {
     let mut specs: Vec<&str> = Vec::new();
     for run in runs {
@@ -296,6 +287,8 @@ mod tests {
             dtype: crate::config::Precision::F32,
             device: "cpu".into(),
             revision: String::new(),
+            key: None,
+            earlier_legs: Vec::new(),
         }
     }
 

@@ -138,7 +138,7 @@ fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     let again = json(&performer(dir.path(), &args));
     assert_eq!(again["runs"], outcome["runs"], "nothing was run again");
     args.extend(["--learning-rate", "0.5"]);
-    fails(&performer(dir.path(), &args), &["another training settings", "--out"]);
+    fails(&performer(dir.path(), &args), &["settings.learning_rate was", "is now 0.5", "--out"]);
 }
 
 #[test]
@@ -150,6 +150,15 @@ fn a_run_is_not_overwritten_by_accident() {
     assert!(performer(dir.path(), &[&args[..], &["--overwrite"]].concat()).status.success());
     let resumed = performer(dir.path(), &["train", "--resume", "run", "--json"]);
     assert_eq!(json(&resumed)["steps"], 2);
+
+    // A tokenizer that is given is looked at, not passed over.
+    let other = train(&["--attention", "softmax", "--vocab-size", "300", "--out", "other"]);
+    assert!(performer(dir.path(), &other).status.success());
+    let own = ["train", "--resume", "run", "--tokenizer", "run/tokenizer.json"];
+    assert!(performer(dir.path(), &own).status.success());
+    let foreign = ["train", "--resume", "run", "--tokenizer", "other/tokenizer.json"];
+    fails(&performer(dir.path(), &foreign), &["other data", "--tokenizer"]);
+    assert_eq!(performer(dir.path(), &["train", "--resume", "run", "--vocab-size", "300"]).status.code(), Some(2));
 }
 
 #[test]

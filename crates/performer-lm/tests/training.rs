@@ -5,11 +5,15 @@ use std::{path::Path, sync::atomic::AtomicBool};
 use anyhow::{Context, Result};
 use candle_core::Device;
 use performer_lm::{
+    compare::{Comparison, Outcome},
     config::{ModelConfig, Precision, Preset, TrainingConfig},
+    convert,
     data::{Prepared, TokenFile, Tokenizer},
     eval::evaluate,
-    train::{Checkpoint, Report, RunOptions, Trainer, load_model},
+    lab::ablate,
+    train::{Checkpoint, Report, RunOptions, Trainer, git_revision, load_model},
 };
+use serde_json::Value;
 
 /// A text with a simple law, so that a small model can learn it in seconds.
 fn data() -> Prepared {
@@ -190,5 +194,243 @@ fn a_learning_rate_that_explodes_is_reported() -> Result<()> {
     let training = TrainingConfig { learning_rate: 1e30, clip: None, ..training };
     let error = format!("{:#}", run("softmax", &training, dir.path(), 1).unwrap_err());
     assert!(error.contains("failed: values are not finite; lower the learning rate"), "{error}");
+    Ok(())
+}
+
+/// What a comparison or an ablation depends on, so that a test can change one part at a time.
+#[derive(Clone)]
+struct Asked {
+    config: ModelConfig,
+    training: TrainingConfig,
+    features: usize,
+    seed: u64,
+    data: Prepared,
+}
+
+impl Asked {
+    fn tiny() -> Self {
+        let (config, training) = recipe("softmax");
+        // Longer than the window that an ablation tries, so that features see something.
+        let config = ModelConfig { context: 40, ..config };
+        let training = TrainingConfig { max_steps: Some(2), eval_every: 0, redraw_every: 0, ..training };
+        Self { config, training, features: 2, seed: 1, data: data() }
+    }
+
+    /// The validation losses and speeds of all runs; speeds never repeat, so they tell whether a
+    /// run was made again.
+    fn compare(&self, out: &Path) -> Result<Value> {
+        let attention = format!("favor:m={}", self.features);
+        let outcome = Comparison {
+            config: self.config.clone(),
+            training: self.training.clone(),
+            attentions: vec!["softmax".parse().unwrap(), attention.parse().unwrap()],
+            seeds: vec![self.seed],
+            out,
+            data: "law".into(),
+            device: Device::Cpu,
+            threads: 2,
+            stop: &AtomicBool::new(false),
+            command: "a test".into(),
+        }
+        .run(&self.data)?;
+        Ok(serde_json::to_value(outcome.runs)?)
+    }
+
+    fn ablate(&self, out: &Path) -> Result<Value> {
+        let plan = ablate::Plan {
+            config: self.config.clone(),
+            training: self.training.clone(),
+            seeds: vec![self.seed],
+            features: vec![self.features],
+            runs: out,
+            data: "law".into(),
+            device: Device::Cpu,
+            threads: 2,
+            stop: &AtomicBool::new(false),
+        };
+        Ok(ablate::run(&plan, &self.data, |_| ())?.data["outcomes"].clone())
+    }
+}
+
+/// One part of what was asked for, changed; and the field of the key that must be named as the
+/// reason.
+type Change = (&'static str, fn(&mut Asked));
+
+const CHANGES: [Change; 14] = [
+    ("settings.max_steps", |a| a.training.max_steps = Some(3)),
+    ("settings.epochs", |a| a.training.epochs = 1),
+    ("settings.max_train_tokens", |a| a.training.max_train_tokens = Some(1000)),
+    ("settings.batch_size", |a| a.training.batch_size = 4),
+    ("settings.micro_batch", |a| a.training.micro_batch = 2),
+    ("settings.learning_rate", |a| a.training.learning_rate = 2e-2),
+    ("settings.clip", |a| a.training.clip = None),
+    ("settings.optimizer.weight_decay", |a| a.training.optimizer.weight_decay = 0.0),
+    ("settings.dtype", |a| a.training.dtype = Precision::Bf16),
+    ("model.context", |a| a.config.context = 36),
+    ("model.hidden_size", |a| a.config.hidden_size = 8),
+    ("model.dropout", |a| a.config.dropout = 0.2),
+    ("data.training tokens", |a| a.data.train = TokenFile::from_tokens(&[7; 4000], 12_000).unwrap().into()),
+    ("data.held-out tokens", |a| a.data.valid = TokenFile::from_tokens(&[7; 400], 1200).unwrap().into()),
+];
+
+/// Asks for a result, changes one thing at a time, and requires that the earlier result is refused
+/// and the change named.
+fn refuses_what_differs(ask: fn(&Asked, &Path) -> Result<Value>, changes: &[Change]) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let asked = Asked::tiny();
+    let first = ask(&asked, folder.path())?;
+    let (mut given_back, mut refused) = (Vec::new(), Vec::new());
+    for (field, change) in changes {
+        let mut other = asked.clone();
+        change(&mut other);
+        match ask(&other, folder.path()) {
+            Ok(_) => given_back.push(*field),
+            Err(error) => refused.push((field, format!("{error:#}"))),
+        }
+    }
+    assert!(given_back.is_empty(), "the earlier result was given back for another {given_back:?}");
+    for (field, error) in refused {
+        assert!(error.contains(field), "{field} is not in: {error}");
+        assert!(error.contains("metrics.json") && error.contains("--out"), "{error}");
+    }
+    assert_eq!(ask(&asked, folder.path())?, first, "the same again changes nothing");
+
+    // Another seed is another run beside the first one, and nothing that saves oftener is another
+    // run.
+    let mut other = Asked { seed: 2, ..asked.clone() };
+    assert_ne!(ask(&other, folder.path())?, first);
+    other.training.save_every = 1;
+    other.seed = asked.seed;
+    assert_eq!(ask(&other, folder.path())?, first);
+    Ok(())
+}
+
+#[test]
+fn a_comparison_of_other_settings_is_not_given_back() -> Result<()> {
+    refuses_what_differs(Asked::compare, &CHANGES)
+}
+
+#[test]
+fn an_ablation_of_other_settings_is_not_given_back() -> Result<()> {
+    let features: Change = ("model.attention.features", |a| a.features = 4);
+    refuses_what_differs(Asked::ablate, &[&CHANGES[..], &[features]].concat())
+}
+
+/// Changes a JSON file.
+fn edit(file: &Path, change: impl FnOnce(&mut Value)) -> Result<()> {
+    let mut json: Value = serde_json::from_slice(&std::fs::read(file)?)?;
+    change(&mut json);
+    Ok(std::fs::write(file, serde_json::to_vec(&json)?)?)
+}
+
+fn refused(result: Result<Value>, words: &[&str]) {
+    let error = format!("{:#}", result.expect_err("it was given back"));
+    for word in words {
+        assert!(error.contains(word), "'{word}' is not in: {error}");
+    }
+}
+
+#[test]
+fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (asked, out) = (Asked::tiny(), folder.path());
+    let first = asked.compare(out)?;
+    assert_eq!(first[0]["key"]["revision"], git_revision());
+    let run = out.join("softmax-seed1");
+    let (report, state) = (run.join("metrics.json"), run.join("train_state.json"));
+
+    let written = std::fs::read(&report)?;
+    edit(&report, |report| report["key"]["revision"] = "older".into())?;
+    refused(asked.compare(out), &["metrics.json", "revision was older", git_revision(), "two revisions"]);
+    edit(&report, |report| drop(report.as_object_mut().unwrap().remove("key")))?;
+    refused(asked.compare(out), &["metrics.json has no key", "softmax-seed1 to make it again"]);
+    std::fs::write(&report, &written)?;
+    assert_eq!(asked.compare(out)?, first);
+
+    // What an older revision began goes on, and says so; nothing else may differ.
+    std::fs::remove_file(&report)?;
+    edit(&state, |state| state["key"]["settings"]["clip"] = 7.into())?;
+    refused(asked.compare(out), &["train_state.json", "settings.clip was 7 and is now 1.0"]);
+    edit(&state, |state| {
+        state["key"]["settings"]["clip"] = 1.0.into();
+        state["key"]["revision"] = "older".into();
+    })?;
+    let resumed = asked.compare(out)?;
+    assert_eq!(resumed[0]["val_loss"], first[0]["val_loss"]);
+    assert_eq!(resumed[0]["key"]["revision"], git_revision());
+    let leg = serde_json::json!([{ "until": "step 2", "revision": "older", "device": "cpu" }]);
+    assert_eq!(resumed[0]["earlier_legs"], leg);
+    assert_eq!(asked.compare(out)?, resumed);
+
+    // A config that was edited by hand is another model.
+    edit(&run.join("config.json"), |config| config["dropout"] = 0.3.into())?;
+    let (data, stop) = (data(), AtomicBool::new(false));
+    let edited = Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null);
+    refused(edited, &["train_state.json", "model.dropout was 0.1 and is now 0.3"]);
+    edit(&run.join("config.json"), |config| config["dropout"] = 0.1.into())?;
+    edit(&state, |state| drop(state.as_object_mut().unwrap().remove("key")))?;
+    refused(Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null), &["train_state.json has no key"]);
+    Ok(())
+}
+
+#[test]
+fn an_ablation_goes_on_in_the_middle_of_a_run() -> Result<()> {
+    let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let mut asked = Asked::tiny();
+    asked.training.max_steps = Some(30);
+    let expected = asked.ablate(whole.path())?;
+
+    // The first variant is softmax without redraws, in the folder of its index and seed.
+    let (stop, run) = (AtomicBool::new(false), parts.path().join("0-1"));
+    let training = TrainingConfig { seed: 1, ..asked.training.clone() };
+    let stopped = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !performer_lm::train::read_log(&run.join("metrics.jsonl")).is_ok_and(|log| log.len() > 3) {
+                std::thread::yield_now();
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        Trainer::new(&asked.config, &training, &asked.data, options(&run, 1, &stop))?.run()
+    })?;
+    assert!(stopped.is_none(), "the run was over before it could be stopped");
+    let steps = performer_lm::train::read_log(&run.join("metrics.jsonl"))?.len();
+    // An older revision leaves its mark on the result where the run goes on, and none where it
+    // begins anew.
+    edit(&run.join("train_state.json"), |state| state["key"]["revision"] = "older".into())?;
+    let losses = |outcomes: &Value| -> Vec<Value> {
+        outcomes.as_array().unwrap().iter().map(|outcome| outcome["val_losses"].clone()).collect()
+    };
+    assert_eq!(losses(&asked.ablate(parts.path())?), losses(&expected));
+    let report: Report = serde_json::from_slice(&std::fs::read(run.join("metrics.json"))?)?;
+    assert_eq!(report.earlier_legs[0].until, format!("step {steps}"));
+    assert_eq!(weights(&run)?, weights(&whole.path().join("0-1"))?);
+    Ok(())
+}
+
+#[test]
+fn committed_results_are_still_read() -> Result<()> {
+    fn read<T: serde::de::DeserializeOwned>(file: &Path) -> Result<T> {
+        let text = std::fs::read(file).with_context(|| file.display().to_string())?;
+        serde_json::from_slice(&text).with_context(|| file.display().to_string())
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    // They are not part of a published package.
+    if !root.join("benchmarks").exists() {
+        return Ok(());
+    }
+    for name in ["seed", "small", "small-window"] {
+        let outcome: Outcome = read(&root.join("benchmarks").join(name).join("compare.json"))?;
+        assert!(!outcome.runs.is_empty() && outcome.runs.iter().all(|run| run.val_loss > 0.0), "{name}");
+    }
+    let report: Report = read(&root.join("models/stories/softmax/metrics.json"))?;
+    assert_eq!(report.attention_spec, "softmax");
+    let mut conversions = vec![root.join("models/stories/performer/convert.json")];
+    for entry in std::fs::read_dir(root.join("benchmarks/convert"))? {
+        conversions.push(entry?.path());
+    }
+    for file in conversions.iter().filter(|file| file.extension().is_some_and(|e| e == "json")) {
+        let report: convert::Report = read(file)?;
+        assert!(report.stages.len() > 2 && report.chart().to_svg()?.contains("student"), "{}", file.display());
+    }
     Ok(())
 }

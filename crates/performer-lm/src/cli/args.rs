@@ -74,7 +74,7 @@ pub(super) struct DataArgs {
     vocab_size: Option<usize>,
     /// A tokenizer.json to use instead.
     #[arg(long)]
-    tokenizer: Option<PathBuf>,
+    pub(super) tokenizer: Option<PathBuf>,
 }
 
 impl DataArgs {

@@ -42,7 +42,8 @@ pub(super) struct Args {
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size", "micro_batch",
-        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed", "out"])]
+        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed",
+        "out", "vocab_size"])]
     resume: Option<PathBuf>,
     /// Replace a run that the folder holds.
     #[arg(long, conflicts_with = "resume")]
@@ -58,7 +59,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             Some(spec) => spec.clone(),
             None => saved_data(dir)?,
         };
-        let data = prepare(&spec, 0, Some(&dir.join("tokenizer.json")))?;
+        let own = dir.join("tokenizer.json");
+        let data = prepare(&spec, 0, Some(args.data.tokenizer.as_ref().unwrap_or(&own)))?;
         let spec = spec.to_string();
         let trainer = Trainer::resume(&data, options(dir, &spec, machine, stop))?;
         return finish(&args, trainer, &data, dir);

@@ -8,11 +8,16 @@
 //!    distribution of it.
 //!
 //! After each stage the student is saved, and measured beside the teacher on the same held-out tokens. Within a stage, what it takes to go
-//! on is saved now and then, and when it is stopped.
+//! on is saved now and then, and when it is stopped (`stage`).
+//!
+//! What determines the student after a stage is a [`RunKey`] with the settings of that stage and of
+//! those before it. So a conversion can be carried further, by a stage that it did not have;
+//! everything else that changes is refused.
 
 mod adapters;
 mod descend;
 mod measure;
+mod stage;
 mod statistics;
 mod transfer;
 mod tune;
@@ -23,6 +28,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use performer_core::{Attention, Favor, Windowed};
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use crate::{
     config::{AttentionConfig, ModelConfig},
@@ -30,15 +36,28 @@ use crate::{
     files,
     model::{Decoder, pretrained::Pretrained},
     plot::{At, Axis, Chart, Marker, Scale, Series},
-    train::{Checkpoint, git_revision},
+    train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest, warn},
 };
 pub use measure::Measured;
+use stage::{Bookmark, Progress};
 pub(crate) use statistics::moments;
 pub use statistics::{HeadReport, inspect};
 pub use tune::Tuning;
 
 /// File of the [`Report`].
 const REPORT: &str = "convert.json";
+
+/// The stages that change the student, in order.
+const STAGES: [&str; 3] = ["calibrate", "transfer", "tune"];
+
+/// Key of the last finished stage in the metadata of the weights.
+const STAGE: &str = "stage";
+
+/// Name of the fine-tuning of the teacher, for comparison.
+const CONTROL: &str = "control";
+
+/// [`RunKey::run`] of a conversion.
+const CONVERSION: &str = "conversion";
 
 /// What is converted, and how far.
 pub struct Plan<'a> {
@@ -128,6 +147,13 @@ pub struct Report {
     pub control: Option<Stage>,
     /// Revision of this program.
     pub revision: String,
+    /// What determined the student and the stages so far; none in reports of versions that did not
+    /// record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<RunKey>,
+    /// Parts that other revisions of this program made, or other kinds of device.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier_legs: Vec<Leg>,
 }
 
 /// Converts; `progress` is told what comes next. `None` if it was stopped: run it again to go on after the last finished stage.
@@ -138,17 +164,22 @@ pub struct Report {
 pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Result<Option<Report>> {
     check(plan)?;
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
-    let corpus = data.corpus_name.clone();
-    let mut report = match finished(plan, &corpus)? {
-        Some(report) => report,
-        None => Report {
-            attention_spec: plan.config.attention.to_string(),
-            corpus,
-            measured_tokens: plan.measure_tokens,
-            stages: Vec::new(),
-            control: None,
-            revision: git_revision().to_string(),
-        },
+    let key = plan.key(data)?;
+    let (mut report, mut interrupted) = match earlier(plan, &key)? {
+        Some(Progress { report, stage, .. }) => (report, stage),
+        None => {
+            let report = Report {
+                attention_spec: plan.config.attention.to_string(),
+                corpus: data.corpus_name.clone(),
+                measured_tokens: plan.measure_tokens,
+                stages: Vec::new(),
+                control: None,
+                revision: git_revision().to_string(),
+                key: Some(plan.key_after(&key, "")),
+                earlier_legs: Vec::new(),
+            };
+            (report, None)
+        }
     };
     let measure =
         |student: &Decoder| measure::measure(&teacher, student, &data.valid, plan.measure_tokens, plan.threads);
@@ -167,13 +198,9 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
     }
     let stopped = || plan.stop.load(std::sync::atomic::Ordering::Relaxed);
-    for name in ["calibrate", "transfer", "tune"] {
-        let wanted = match name {
-            "calibrate" => plan.calibrate_tokens > 0,
-            "transfer" => plan.transfer_steps > 0,
-            _ => plan.tuning.is_some(),
-        };
-        if !wanted || report.stages.iter().any(|stage| stage.name == name) {
+    let loss = |student: &Decoder| Ok(measure(student)?.val_loss);
+    for name in STAGES {
+        if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
             continue;
         }
         if stopped() {
@@ -181,14 +208,14 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         }
         progress(name);
         let started = Instant::now();
-        let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
-        let before = student(plan, checkpoint.tensors)?;
+        let checkpoint = student_after(plan, &report)?;
+        let before = student(plan, checkpoint.tensors.clone())?;
+        let bookmark = Bookmark::new(plan, plan.key_after(&key, name), name, checkpoint, &report, interrupted.take());
+        let earlier_seconds = bookmark.seconds();
         let result = match (name, plan.tuning) {
             ("calibrate", _) => Some(statistics::calibrate(plan, &teacher, before, data)?),
-            ("tune", Some(tuning)) => {
-                tune::tune(plan, "tune", tuning, &teacher, before, data, &|student| Ok(measure(student)?.val_loss))?
-            }
-            _ => transfer::transfer(plan, &teacher, before, data, &|student| Ok(measure(student)?.val_loss))?,
+            ("tune", Some(tuning)) => tune::tune(plan, &bookmark, tuning, &teacher, before, data, &loss)?,
+            _ => transfer::transfer(plan, &bookmark, &teacher, before, data, &loss)?,
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
@@ -196,32 +223,115 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         report.stages.push(Stage {
             name: name.into(),
             tokens: before + tokens,
-            seconds: started.elapsed().as_secs_f64(),
+            seconds: earlier_seconds + started.elapsed().as_secs_f64(),
             measured: measure(&student)?,
             without_window,
             points,
         });
+        report.key = Some(plan.key_after(&key, name));
         save(plan, &student, &report)?;
-        descend::forget(plan, name)?;
     }
     if let Some(tuning) = plan.tuning.filter(|_| plan.control && report.control.is_none()) {
         progress("control: the teacher, tuned likewise");
         let started = Instant::now();
         let copy = plan.teacher.decoder(&plan.device)?;
-        let tuned = tune::tune(plan, "control", tuning, &teacher, copy, data, &|model| Ok(measure(model)?.val_loss))?;
-        let Some(Trained { student, tokens, points }) = tuned else { return Ok(None) };
+        let checkpoint = student_after(plan, &report)?;
+        let of_all = plan.key_after(&key, CONTROL);
+        let bookmark = Bookmark::new(plan, of_all, CONTROL, checkpoint, &report, interrupted.take());
+        let earlier_seconds = bookmark.seconds();
+        let tuned = tune::tune(plan, &bookmark, tuning, &teacher, copy, data, &loss)?;
+        let Some(Trained { student: tuned, tokens, points }) = tuned else { return Ok(None) };
+        let checkpoint = bookmark.into_checkpoint();
         report.control = Some(Stage {
-            name: "control".into(),
+            name: CONTROL.into(),
             tokens,
-            seconds: started.elapsed().as_secs_f64(),
-            measured: measure(&student)?,
+            seconds: earlier_seconds + started.elapsed().as_secs_f64(),
+            measured: measure(&tuned)?,
             without_window: None,
             points,
         });
-        files::write_json(&plan.out.join(REPORT), &report)?;
-        descend::forget(plan, "control")?;
+        save(plan, &student(plan, checkpoint.tensors)?, &report)?;
     }
     Ok(Some(report))
+}
+
+impl Plan<'_> {
+    /// What determines a conversion, less the settings of its stages.
+    fn key(&self, data: &Prepared) -> Result<RunKey> {
+        // Every field by name, so that a new one is given its place: here, among the settings of a
+        // stage, or among what changes no result.
+        let Self {
+            teacher,
+            config,
+            device,
+            measure_tokens,
+            seed,
+            // In `stage_settings`.
+            calibrate_tokens: _,
+            balance: _,
+            transfer_steps: _,
+            transfer_rate: _,
+            batch_size: _,
+            tuning: _,
+            points: _,
+            // The control adds a stage beside the others, which depends on the settings of tuning.
+            control: _,
+            out: _,
+            threads: _,
+            stop: _,
+        } = self;
+        let settings = json!({ "measured_tokens": measure_tokens });
+        let teacher = model_digest(&teacher.config, &teacher.tensors)?;
+        let key = RunKey::new(CONVERSION, config, &settings, digests(data), *seed, device)?;
+        Ok(RunKey { teacher: Some(teacher), ..key })
+    }
+
+    /// What determines the student after a stage: the settings of that stage and of those before
+    /// it. The names of the two measurements before all stages stand for no stage, that of the
+    /// control for all of them.
+    fn key_after(&self, key: &RunKey, stage: &str) -> RunKey {
+        let count = match stage {
+            CONTROL => STAGES.len(),
+            _ => STAGES.iter().position(|name| *name == stage).map_or(0, |i| i + 1),
+        };
+        let mut key = key.clone();
+        for name in &STAGES[..count] {
+            key.settings[*name] = self.stage_settings(name);
+        }
+        key
+    }
+
+    /// The settings that a stage depends on; null for a stage that is left out.
+    fn stage_settings(&self, stage: &str) -> Value {
+        let (batch_size, points) = (self.batch_size, self.points);
+        let settings = match stage {
+            "calibrate" => {
+                (self.calibrate_tokens > 0).then(|| json!({ "tokens": self.calibrate_tokens, "balance": self.balance }))
+            }
+            "transfer" => (self.transfer_steps > 0).then(|| {
+                let (steps, rate) = (self.transfer_steps, self.transfer_rate);
+                json!({ "steps": steps, "rate": rate, "batch_size": batch_size, "points": points })
+            }),
+            _ => self.tuning.map(|Tuning { steps, rate, distillation, adapters }| {
+                json!({
+                    "steps": steps, "rate": rate, "distillation": distillation, "adapters": adapters,
+                    "batch_size": batch_size, "points": points,
+                })
+            }),
+        };
+        settings.into()
+    }
+
+    fn wants(&self, stage: &str) -> bool {
+        !self.stage_settings(stage).is_null()
+    }
+
+    /// Whether a report has all stages that are asked for.
+    fn is_done(&self, report: &Report) -> bool {
+        let has = |name: &&str| report.stages.iter().any(|stage| stage.name == **name);
+        STAGES.iter().filter(|name| self.wants(name)).all(has)
+            && (report.control.is_some() || !self.control || self.tuning.is_none())
+    }
 }
 
 fn check(plan: &Plan) -> Result<()> {
@@ -251,24 +361,69 @@ fn check(plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// The report in the folder, if it is of the same conversion.
-fn finished(plan: &Plan, corpus: &str) -> Result<Option<Report>> {
-    let path = plan.out.join(REPORT);
-    if !path.exists() {
+/// How far this conversion has got in its folder, if it was begun there.
+///
+/// # Errors
+/// Another conversion, one without a key, and a model that is no conversion, which would be lost.
+fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
+    let (out, file) = (plan.out, plan.out.join(REPORT));
+    let mut progress = if TrainingState::is_in(out)? {
+        Progress::load(out, &plan.device)?
+    } else if file.exists() {
+        let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let report = serde_json::from_str(&text)
+            .with_context(|| format!("{} is damaged: remove its folder to convert from the start", file.display()))?;
+        Progress { key: None, report, stage: None }
+    } else {
+        ensure!(
+            !out.join("model.safetensors").exists(),
+            "{} holds a model that is no conversion, and would be lost: give another --out",
+            out.display()
+        );
         return Ok(None);
+    };
+    let report = &mut progress.report;
+    let last = report.stages.last().map_or("", |stage| &stage.name).to_string();
+    let now = plan.key_after(key, &last);
+    let found = Earlier { key: report.key.as_ref(), file: &file, remove: out };
+    if plan.is_done(report) {
+        now.check(found)?;
+    } else if let Some(text) = now.check_interrupted(found)? {
+        warn(&text);
+        let old = report.key.take();
+        report.earlier_legs.extend(old.map(|key| key.leg(last)));
+        report.revision = git_revision().to_string();
+        report.key = Some(now);
     }
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let report: Report = serde_json::from_str(&text)
-        .with_context(|| format!("{} is damaged: remove it to convert from the start", path.display()))?;
-    let same = report.attention_spec == plan.config.attention.to_string() && report.corpus == corpus;
+    if let Some(stage) = &progress.stage {
+        let file = out.join("train_state.json");
+        let found = Earlier { key: progress.key.as_ref(), file: &file, remove: &file };
+        if let Some(text) = plan.key_after(key, &stage.name).check_interrupted(found)? {
+            warn(&text);
+            let leg = progress.key.as_ref().map(|key| key.leg(format!("step {} of {}", stage.steps, stage.name)));
+            progress.report.earlier_legs.extend(leg);
+        }
+    }
+    // A kill may have come between the checkpoint and the report.
+    files::write_json(&file, &progress.report)?;
+    Ok(Some(progress))
+}
+
+/// The checkpoint of the student after the last stage of a report.
+///
+/// # Errors
+/// A student of another stage, which the next one would train twice or on the wrong weights.
+fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
+    let last = report.stages.last().map_or("", |stage| &stage.name);
+    let found = checkpoint.metadata.get(STAGE).map_or("", String::as_str);
     ensure!(
-        same,
-        "{} holds a conversion to {} on {}: choose another --out",
-        plan.out.display(),
-        report.attention_spec,
-        report.corpus
+        found == last,
+        "{} holds weights after the stage '{found}', but a report that ends with '{last}': give another --out, or remove it to convert from \
+         the start",
+        plan.out.display()
     );
-    Ok(Some(report))
+    Ok(checkpoint)
 }
 
 /// The student of these tensors; feature maps that are not among them are drawn.
@@ -280,19 +435,20 @@ fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) 
     Decoder::from_tensors(&plan.config, &tensors, &plan.device)
 }
 
-/// Saves the student and the report: the weights first, so that the report never promises more than there is.
+/// Saves the student with the report as one checkpoint, so that neither is ever without the other;
+/// then the report as a file of its own.
 fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
-    let tokenizer = plan.teacher.tokenizer.as_bytes().to_vec();
     let stage = report.stages.last().map_or("", |stage| &stage.name);
-    let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), ("stage", stage)];
+    let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), (STAGE, stage)];
     let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
     let checkpoint = Checkpoint {
         config: serde_json::to_value(student.config())?,
-        tokenizer,
+        tokenizer: plan.teacher.tokenizer.as_bytes().to_vec(),
         tensors: student.tensors()?,
         metadata,
     };
-    checkpoint.save(plan.out, None)?;
+    let progress = Progress { key: report.key.clone(), report: report.clone(), stage: None };
+    progress.save(&checkpoint, plan.out, Default::default())?;
     files::write_json(&plan.out.join(REPORT), report)
 }
 

@@ -7,6 +7,7 @@ use performer_core::{Attention, Inputs, Mask, Softmax};
 use super::{
     Plan, Trained,
     descend::{Descent, descend},
+    stage::Bookmark,
 };
 use crate::{data::Prepared, model::Decoder};
 
@@ -14,6 +15,7 @@ use crate::{data::Prepared, model::Decoder};
 /// and values; `measure` returns a model's loss on held-out text. `None` if it was stopped.
 pub(super) fn transfer(
     plan: &Plan,
+    bookmark: &Bookmark,
     teacher: &Decoder,
     mut student: Decoder,
     data: &Prepared,
@@ -22,7 +24,6 @@ pub(super) fn transfer(
     student.train_maps()?;
     let maps = student.named_parameters()?.into_iter().filter(|(name, _)| name.contains(".feature_map.")).collect();
     let descent = Descent {
-        name: "transfer",
         steps: plan.transfer_steps,
         rate: (plan.transfer_rate, "--transfer-rate"),
         weight_decay: 0.0,
@@ -31,7 +32,7 @@ pub(super) fn transfer(
     };
     let loss = |ids: &Tensor, _: &[u32]| differences(plan, teacher, &student, ids);
     let frozen = || Decoder::from_tensors(&plan.config, &student.tensors()?, &plan.device);
-    let done = descend(plan, &descent, maps, data, loss, || measure(&frozen()?))?;
+    let done = descend(plan, bookmark, &descent, maps, data, loss, || measure(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))
 }

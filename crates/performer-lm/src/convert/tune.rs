@@ -7,6 +7,7 @@ use super::{
     Plan, Trained,
     adapters::Adapters,
     descend::{Descent, descend},
+    stage::Bookmark,
 };
 use crate::{data::Prepared, model::Decoder};
 
@@ -23,10 +24,11 @@ pub struct Tuning {
     pub adapters: Option<usize>,
 }
 
-/// Fine-tunes as the stage of this name; `measure` returns a model's loss on held-out text. `None` if it was stopped.
+/// Fine-tunes as the bookmark's stage; `measure` returns a model's loss on held-out text. `None` if
+/// it was stopped.
 pub(super) fn tune(
     plan: &Plan,
-    name: &'static str,
+    bookmark: &Bookmark,
     tuning: Tuning,
     teacher: &Decoder,
     mut student: Decoder,
@@ -46,7 +48,6 @@ pub(super) fn tune(
         Ok(Some(Decoder::over_tensors(&config, &adapters.merged()?, &plan.device)?))
     };
     let descent = Descent {
-        name,
         steps: tuning.steps,
         rate: (tuning.rate, "--tune-rate"),
         weight_decay: 0.01,
@@ -72,7 +73,7 @@ pub(super) fn tune(
         let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, tensor.detach().copy()?)));
         Decoder::from_tensors(&config, &tensors.collect::<Result<_>>()?, &plan.device)
     };
-    let done = descend(plan, &descent, parameters, data, loss, || measure(&frozen()?))?;
+    let done = descend(plan, bookmark, &descent, parameters, data, loss, || measure(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))
 }

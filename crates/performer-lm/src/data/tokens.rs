@@ -215,6 +215,13 @@ impl TokenFile {
         self.header.content.into()
     }
 
+    /// Digest of the tokens, of the bytes and documents that they cover, and of what they come
+    /// from.
+    pub fn digest(&self) -> blake3::Hash {
+        // The header holds all of those, the tokens by their hash.
+        blake3::hash(&self.header.to_bytes())
+    }
+
     /// The tokens at the given positions.
     ///
     /// # Panics

@@ -1,6 +1,9 @@
 //! What closes the gap to softmax: the same small model trained with one thing changed at a time.
 
-use std::{path::Path, sync::atomic::AtomicBool};
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::AtomicBool,
+};
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
@@ -12,7 +15,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
     plot::{At, Axis, Chart, Marker, Scale, Series},
-    train::{Report, RunOptions, Trainer},
+    train::{RunKey, RunOptions, find, find_or_run},
 };
 
 /// What differences to softmax differed by between two seeds of the default budget, nats: the noise where there is only one.
@@ -60,6 +63,9 @@ struct Outcome {
     redraw_every: usize,
     val_losses: Vec<f64>,
     tokens_per_second: Vec<f64>,
+    /// What determined each run.
+    #[serde(default)]
+    keys: Vec<RunKey>,
 }
 
 impl Outcome {
@@ -148,6 +154,14 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         bail!("give at least one seed, and numbers of features of at least 1");
     }
     let variants = variants(&plan.features, plan.config.layers);
+    // What would stop a run hours later is found now.
+    for (i, variant) in variants.iter().enumerate() {
+        for &seed in &plan.seeds {
+            let (config, training) = plan.recipe(variant, seed);
+            find(&config, &training, data, &plan.options(&plan.folder(i, seed)))
+                .with_context(|| variant.name.clone())?;
+        }
+    }
     let mut outcomes = Vec::new();
     for (i, variant) in variants.iter().enumerate() {
         let mut outcome = Outcome {
@@ -157,9 +171,14 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             redraw_every: variant.redraw_every,
             val_losses: Vec::new(),
             tokens_per_second: Vec::new(),
+            keys: Vec::new(),
         };
         for &seed in &plan.seeds {
-            let report = train(plan, variant, i, seed, data).with_context(|| variant.name.clone())?;
+            let (config, training) = plan.recipe(variant, seed);
+            let folder = plan.folder(i, seed);
+            let report = find_or_run(&config, &training, data, plan.options(&folder));
+            let report = report.with_context(|| variant.name.clone())?;
+            let Some(report) = report else { bail!("stopped; the same command goes on from here") };
             progress(format!(
                 "{}/{} {}, seed {seed}: {:.4} nats a token, {:.0} tokens/s",
                 i + 1,
@@ -170,36 +189,38 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             ));
             outcome.val_losses.push(report.val_loss);
             outcome.tokens_per_second.push(report.tokens_per_second);
+            outcome.keys.extend(report.key);
         }
         outcomes.push(outcome);
     }
     Ok(findings(plan, data, &outcomes))
 }
 
-fn train(plan: &Plan, variant: &Variant, index: usize, seed: u64, data: &Prepared) -> Result<Report> {
-    let config = ModelConfig {
-        attention: variant.attention.clone(),
-        attention_by_layer: variant.by_layer.iter().cloned().enumerate().collect(),
-        ..plan.config.clone()
-    };
-    let training = TrainingConfig { seed, redraw_every: variant.redraw_every, ..plan.training.clone() };
-    let out = plan.runs.join(format!("{index}-{seed}"));
-    let finished = out.join("metrics.json");
-    if let Ok(text) = std::fs::read_to_string(&finished) {
-        let report: Report = serde_json::from_str(&text)
-            .with_context(|| format!("{} is damaged: remove its folder to run it again", finished.display()))?;
-        return Ok(report);
+impl Plan<'_> {
+    /// The model and the training of a variant.
+    fn recipe(&self, variant: &Variant, seed: u64) -> (ModelConfig, TrainingConfig) {
+        let config = ModelConfig {
+            attention: variant.attention.clone(),
+            attention_by_layer: variant.by_layer.iter().cloned().enumerate().collect(),
+            ..self.config.clone()
+        };
+        (config, TrainingConfig { seed, redraw_every: variant.redraw_every, ..self.training.clone() })
     }
-    let options = RunOptions {
-        out: &out,
-        data: &plan.data,
-        device: plan.device.clone(),
-        threads: plan.threads,
-        stop: plan.stop,
-        samples: false,
-    };
-    let report = Trainer::new(&config, &training, data, options)?.run()?;
-    report.context("stopped; the same command goes on after the last finished run")
+
+    fn folder(&self, variant: usize, seed: u64) -> PathBuf {
+        self.runs.join(format!("{variant}-{seed}"))
+    }
+
+    fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {
+        RunOptions {
+            out,
+            data: &self.data,
+            device: self.device.clone(),
+            threads: self.threads,
+            stop: self.stop,
+            samples: false,
+        }
+    }
 }
 
 fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {

@@ -1,6 +1,9 @@
 //! The heads of a pretrained softmax model, as they are on a text.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
@@ -13,6 +16,7 @@ use crate::{
     convert::moments,
     data::{DataSpec, Prepared, eval_windows, prepare_for},
     model::pretrained::Pretrained,
+    train::{digests, model_digest},
 };
 
 /// Where heads come from.
@@ -37,6 +41,8 @@ pub struct Heads {
     model: String,
     corpus: String,
     context: usize,
+    /// Digests of the model and of the text, by name.
+    digests: BTreeMap<String, String>,
     /// Heads of each layer.
     layers: Vec<Vec<Head>>,
 }
@@ -77,6 +83,8 @@ impl Heads {
             );
         }
         let data = prepare_for(&source.data, &model.tokenizer).context("cannot prepare the text")?;
+        let mut digests = digests(&data);
+        digests.insert("model".to_string(), model_digest(&model.config, &model.tensors)?);
         let decoder = model.decoder(device)?;
         let config = decoder.config().clone();
         let by_layer = moments(&decoder, &data, source.calibrate_tokens.max(1), source.seed)?;
@@ -100,7 +108,7 @@ impl Heads {
                 Softmax::new().forward(Inputs::new(q, k, v), &Mask::causal())
             })?;
         }
-        Ok(Self { model: name(&source.model), corpus: data.corpus_name, context, layers })
+        Ok(Self { model: name(&source.model), corpus: data.corpus_name, context, digests, layers })
     }
 
     /// Layer of each problem of [`Self::set`].
@@ -171,7 +179,10 @@ impl Heads {
     pub(super) fn json(&self) -> Value {
         let deviations: Vec<Vec<f64>> =
             self.layers.iter().map(|heads| heads.iter().map(|head| head.logit_deviation).collect()).collect();
-        json!({ "model": self.model, "corpus": self.corpus, "context": self.context, "logit_deviations": deviations })
+        json!({
+            "model": self.model, "corpus": self.corpus, "context": self.context, "digests": self.digests,
+            "logit_deviations": deviations,
+        })
     }
 }
 

@@ -161,6 +161,16 @@ impl Checkpoint {
 }
 
 impl TrainingState {
+    /// Whether the model in `dir` has a training state, which a kill may have left under its
+    /// pending name.
+    ///
+    /// # Errors
+    /// A model file that cannot be read.
+    pub fn is_in(dir: &Path) -> Result<bool> {
+        let is_listed = committed_digests(dir)?.is_some_and(|digests| digests.contains_key(TRAIN_STATE));
+        Ok(is_listed && (dir.join(TRAIN_STATE).exists() || pending(dir, TRAIN_STATE).exists()))
+    }
+
     /// Loads the training state that belongs to the model in `dir`.
     ///
     /// # Errors

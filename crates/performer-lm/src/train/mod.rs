@@ -9,7 +9,9 @@ mod optimizer;
 mod parallel;
 mod progress;
 mod run;
+mod run_key;
 mod schedule;
+mod steps;
 mod weights_file;
 
 pub use checkpoint::{Checkpoint, TrainingState, git_revision};
@@ -20,7 +22,11 @@ pub use parallel::in_order;
 pub(crate) use progress::Bar;
 pub(crate) use run::NEVER;
 pub use run::{
-    Report, RunOptions, Trainer, check_same_run, default_out, load_model, run_name, saved_data, training_batches,
+    Found, Report, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
+    training_batches,
 };
+pub use run_key::{Earlier, Leg, RunKey};
+pub(crate) use run_key::{digests, model_digest, warn};
 pub use schedule::Schedule;
+pub(crate) use steps::{Pace, Step, Steps, take_steps};
 pub(crate) use weights_file::{write_durably, write_safetensors};

@@ -1,12 +1,12 @@
-//! The training loop.
+//! A training run: batches of text, validated, logged, saved, and reported at the end; its loop is
+//! that of all training, `steps`.
 //!
 //! Everything random is a function of the seed and the step: the order of the data, the features and their redraws, dropout.
 //! So a run that stops anywhere and resumes from its checkpoint goes on as if it had never stopped.
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
-    time::Instant,
+    sync::atomic::AtomicBool,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -15,12 +15,14 @@ use performer_core::projection::derive_seed;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AdamW, Checkpoint, Gradients, TrainingState, git_revision,
+    AdamW, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Step, Steps, TrainingState, git_revision,
     log::{Log, Record},
     progress::Progress,
+    run_key::{TRAINING, digests, warn},
+    take_steps,
 };
 use crate::{
-    config::{ModelConfig, Precision, Preset, TrainingConfig},
+    config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
@@ -33,6 +35,9 @@ const QUICK_VALIDATION_TOKENS: usize = 65_536;
 
 /// File of the [`Report`].
 const REPORT: &str = "metrics.json";
+
+/// File of the [`RunState`], for messages.
+const STATE: &str = "train_state.json";
 
 /// Stream of the seed that dropout draws from.
 const DROPOUT_STREAM: u64 = 3;
@@ -92,6 +97,12 @@ pub struct Report {
     pub dtype: Precision,
     /// Revision of this program.
     pub revision: String,
+    /// What determined the result; none in reports of versions that did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<RunKey>,
+    /// Parts of the run that other revisions of this program made, or other kinds of device.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier_legs: Vec<Leg>,
 }
 
 /// Content of `train_state.json`.
@@ -103,9 +114,26 @@ struct RunState {
     corpus: String,
     /// The data as the command line spelt it.
     data_spec: String,
-    /// Hash of the tokens: a run resumes on the data it began with.
-    data: String,
-    revision: String,
+    /// What determines the run; none in states of versions that did not record it.
+    #[serde(default)]
+    key: Option<RunKey>,
+    /// See [`Report::earlier_legs`].
+    #[serde(default)]
+    earlier_legs: Vec<Leg>,
+}
+
+impl RunState {
+    /// The state of the training run in `dir`.
+    fn of(saved: &TrainingState, dir: &Path) -> Result<Self> {
+        if let Some(run) = saved.progress["key"]["run"].as_str() {
+            ensure!(
+                run == TRAINING,
+                "{} holds a {run}, which is no training run: go on with it by the command that began it",
+                dir.display()
+            );
+        }
+        saved.progress_as().with_context(|| format!("cannot go on with the run in {}", dir.display()))
+    }
 }
 
 /// A run in progress.
@@ -117,8 +145,9 @@ pub struct Trainer<'a> {
     training: TrainingConfig,
     options: RunOptions<'a>,
     log: Log,
-    step: usize,
     epoch_seconds: Vec<f64>,
+    key: RunKey,
+    earlier_legs: Vec<Leg>,
 }
 
 impl<'a> Trainer<'a> {
@@ -133,8 +162,7 @@ impl<'a> Trainer<'a> {
         data: &'a Prepared,
         options: RunOptions<'a>,
     ) -> Result<Self> {
-        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
-        Self::exactly(&config, training, data, options)
+        Self::exactly(&as_trained(config, data), training, data, options)
     }
 
     /// The same with exactly this config, whose vocabulary may be larger than the tokenizer's.
@@ -162,23 +190,35 @@ impl<'a> Trainer<'a> {
     /// The run that `options.out` holds a checkpoint of, from where it stopped.
     ///
     /// # Errors
-    /// No such checkpoint, or other training data than it began with.
+    /// No such checkpoint, a checkpoint without a key, or other training data, another model or
+    /// other settings than it began with.
     pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
-        let state: RunState = saved.progress_as()?;
+        let state = RunState::of(&saved, options.out)?;
         ensure!(
-            state.data == data_hash(data),
+            state.key.as_ref().is_none_or(|key| key.data == digests(data)),
             "{} was trained on other data (corpus {}): resume with the --data and --tokenizer it began with",
             options.out.display(),
             state.corpus
         );
         let config: ModelConfig = checkpoint.config_as()?;
+        let key = RunKey::of_training(&config, &state.training, data, &options.device)?;
+        let file = options.out.join(STATE);
+        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
+        let mixed = key.check_interrupted(earlier)?;
+        if let Some(text) = &mixed {
+            warn(text);
+        }
         let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
             .compute_in(state.training.dtype.dtype());
         let mut trainer = Self::assemble(model, state.training, data, options, state.step)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
         trainer.epoch_seconds = state.epoch_seconds;
+        trainer.earlier_legs = state.earlier_legs;
+        trainer
+            .earlier_legs
+            .extend(state.key.filter(|_| mixed.is_some()).map(|key| key.leg(format!("step {}", state.step))));
         Ok(trainer)
     }
 
@@ -192,9 +232,11 @@ impl<'a> Trainer<'a> {
         model.train_maps()?;
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
+        let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
         std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
-        Ok(Self { model, optimizer, batches, data, training, options, log, step, epoch_seconds: Vec::new() })
+        let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
+        Ok(Self { model, optimizer, batches, data, training, options, log, epoch_seconds, key, earlier_legs })
     }
 
     /// The model as it is now.
@@ -225,78 +267,33 @@ impl<'a> Trainer<'a> {
     /// A loss or gradient that is not finite, and whatever keeps the checkpoint from being written.
     pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
-        let progress = Progress::new(&self.model.config().attention.to_string(), self.step, total);
-        while self.step < total && !self.options.stop.load(Ordering::Relaxed) {
-            let (epoch, _) = self.batches.position(self.step as u64);
-            let started = Instant::now();
-            let record = self.train_step(total)?;
-            let seconds = started.elapsed().as_secs_f64();
-            let epoch = epoch as usize;
-            if self.epoch_seconds.len() <= epoch {
-                self.epoch_seconds.resize(epoch + 1, 0.0);
-            }
-            self.epoch_seconds[epoch] += seconds;
-            progress.step(self.step, &record, self.batches.tokens_per_batch(), seconds);
-            self.log.write(&record)?;
-
-            let due = |every: usize| every > 0 && self.step.is_multiple_of(every);
-            let (validate, save) = (due(self.training.eval_every), due(self.training.save_every));
-            let epoch_ends = self.step.is_multiple_of(self.batches.batches_per_epoch());
-            if (validate || epoch_ends) && self.step < total {
-                let quick =
-                    evaluate_start(&self.model, &self.data.valid, self.options.threads, QUICK_VALIDATION_TOKENS)?;
-                self.log_validation(&quick, false)?;
-                progress.validation(self.step, &quick, &self.sample()?);
-            }
-            if (save || epoch_ends) && self.step < total {
-                self.save()?;
-            }
-        }
-        self.save()?;
-        if self.step < total {
+        let progress = Progress::new(&self.model.config().attention.to_string(), self.step(), total);
+        let training = self.training.clone();
+        let pace = Pace {
+            name: "training",
+            steps: total,
+            rate: (training.learning_rate, "--learning-rate"),
+            schedule: training.schedule,
+            clip: training.clip,
+            // By steps and epochs: see `after`.
+            save_after: None,
+            stop: self.options.stop,
+        };
+        if !take_steps(&mut InProgress { run: &mut self, progress: &progress, total }, &pace)? {
             return Ok(None);
         }
+        self.save()?;
         progress.message("validating on all of the held-out text");
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
         let report = self.report(&evaluation)?;
-        progress.finish(self.step, &evaluation, &self.sample()?);
+        progress.finish(self.step(), &evaluation, &self.sample()?);
         Ok(Some(report))
     }
 
-    /// One optimiser step: gradients of the micro-batches side by side, added in order, clipped, applied.
-    fn train_step(&mut self, total: usize) -> Result<Record> {
-        let redraw = self.training.redraw_every;
-        if redraw > 0 && self.step > 0 && self.step.is_multiple_of(redraw) {
-            self.model.redraw(self.training.seed, (self.step / redraw) as u64)?;
-        }
-        let (epoch, index) = self.batches.position(self.step as u64);
-        let batch = self.batches.batch(epoch, index)?;
-        check_vocabulary(&batch, &self.model)?;
-        let (loss, gradients) = self
-            .gradients(&batch)
-            .map_err(|e| explain_memory(e, &self.options.device, &self.memory_settings()))
-            .map_err(|e| {
-                let diverged = e.chain().any(|cause| cause.to_string().contains("must be finite"));
-                let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
-                e.context(format!("step {} failed{why}", self.step + 1))
-            })?;
-        let lr = self.training.schedule.lr(self.training.learning_rate, self.step, total);
-        let norm = self
-            .optimizer
-            .step(&gradients, lr, self.training.clip)
-            .with_context(|| format!("step {}, loss {loss}", self.step + 1))?;
-        self.step += 1;
-        Ok(Record {
-            step: self.step,
-            epoch: epoch as usize,
-            tokens: self.tokens(),
-            train_loss: Some(loss),
-            learning_rate: Some(lr),
-            gradient_norm: Some(norm),
-            val_loss: None,
-            whole: None,
-        })
+    /// Steps taken.
+    fn step(&self) -> usize {
+        self.optimizer.steps()
     }
 
     /// What decides how much memory a step needs.
@@ -306,7 +303,8 @@ impl<'a> Trainer<'a> {
         format!("--micro-batch (it is {}) or --context (it is {}){bf16}", t.micro_batch, model.context)
     }
 
-    fn gradients(&self, batch: &Batch) -> Result<(f64, Gradients)> {
+    /// Gradients of the micro-batches of a step side by side, added in order.
+    fn batch_gradients(&self, step: usize, batch: &Batch) -> Result<(f64, Gradients)> {
         let micro = self.training.micro_batch * batch.context;
         let count = batch.inputs.len().div_ceil(micro);
         let dropout = self.model.config().dropout;
@@ -314,7 +312,7 @@ impl<'a> Trainer<'a> {
             let part = i * micro..((i + 1) * micro).min(batch.inputs.len());
             let rows = part.len() / batch.context;
             let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
-            let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (self.step * count + i) as u64);
+            let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (step * count + i) as u64);
             let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
             let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
             Ok((losses.sum_all()? / batch.inputs.len() as f64)?)
@@ -322,13 +320,13 @@ impl<'a> Trainer<'a> {
     }
 
     fn tokens(&self) -> u64 {
-        (self.step * self.batches.tokens_per_batch()) as u64
+        (self.step() * self.batches.tokens_per_batch()) as u64
     }
 
     fn log_validation(&mut self, evaluation: &Evaluation, whole: bool) -> Result<()> {
         self.log.write(&Record {
-            step: self.step,
-            epoch: self.batches.position(self.step.saturating_sub(1) as u64).0 as usize,
+            step: self.step(),
+            epoch: self.batches.position(self.step().saturating_sub(1) as u64).0 as usize,
             tokens: self.tokens(),
             train_loss: None,
             learning_rate: None,
@@ -355,16 +353,16 @@ impl<'a> Trainer<'a> {
 
     fn save(&mut self) -> Result<()> {
         let state = RunState {
-            step: self.step,
+            step: self.step(),
             epoch_seconds: self.epoch_seconds.clone(),
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
             data_spec: self.options.data.to_string(),
-            data: data_hash(self.data),
-            revision: git_revision().to_string(),
+            key: Some(self.key.clone()),
+            earlier_legs: self.earlier_legs.clone(),
         };
         let training = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(state)? };
-        checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step)?
+        checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step())?
             .save(self.options.out, Some(&training))
     }
 
@@ -381,15 +379,87 @@ impl<'a> Trainer<'a> {
             epoch_seconds: self.epoch_seconds.clone(),
             tokens_per_second: self.tokens() as f64 / self.epoch_seconds.iter().sum::<f64>().max(1e-9),
             corpus: self.data.corpus_name.clone(),
-            steps: self.step,
+            steps: self.step(),
             tokens: self.tokens(),
             threads: self.options.threads,
             device: describe(&self.options.device),
             dtype: self.training.dtype,
             revision: git_revision().to_string(),
+            key: Some(self.key.clone()),
+            earlier_legs: self.earlier_legs.clone(),
         };
         crate::files::write_json(&self.options.out.join(REPORT), &report)?;
         Ok(report)
+    }
+}
+
+/// A run, with what shows it to a person.
+struct InProgress<'r, 'a> {
+    run: &'r mut Trainer<'a>,
+    progress: &'r Progress,
+    total: usize,
+}
+
+impl Steps for InProgress<'_, '_> {
+    fn optimizer(&mut self) -> &mut AdamW {
+        &mut self.run.optimizer
+    }
+
+    fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)> {
+        let run = &mut *self.run;
+        let redraw = run.training.redraw_every;
+        if redraw > 0 && step > 0 && step.is_multiple_of(redraw) {
+            run.model.redraw(run.training.seed, (step / redraw) as u64)?;
+        }
+        let (epoch, index) = run.batches.position(step as u64);
+        let batch = run.batches.batch(epoch, index)?;
+        check_vocabulary(&batch, &run.model)?;
+        run.batch_gradients(step, &batch)
+            .map_err(|e| explain_memory(e, &run.options.device, &run.memory_settings()))
+            .map_err(|e| {
+                let diverged = e.chain().any(|cause| cause.to_string().contains("must be finite"));
+                let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
+                e.context(format!("step {} failed{why}", step + 1))
+            })
+    }
+
+    fn after(&mut self, step: &Step) -> Result<()> {
+        let run = &mut *self.run;
+        let epoch = run.batches.position(step.number as u64 - 1).0 as usize;
+        if run.epoch_seconds.len() <= epoch {
+            run.epoch_seconds.resize(epoch + 1, 0.0);
+        }
+        run.epoch_seconds[epoch] += step.seconds;
+        let record = Record {
+            step: step.number,
+            epoch,
+            tokens: run.tokens(),
+            train_loss: Some(step.loss),
+            learning_rate: Some(step.rate),
+            gradient_norm: Some(step.norm),
+            val_loss: None,
+            whole: None,
+        };
+        self.progress.step(step.number, &record, run.batches.tokens_per_batch(), step.seconds);
+        run.log.write(&record)?;
+        if step.number == self.total {
+            return Ok(());
+        }
+        let due = |every: usize| every > 0 && step.number.is_multiple_of(every);
+        let epoch_ends = step.number.is_multiple_of(run.batches.batches_per_epoch());
+        if due(run.training.eval_every) || epoch_ends {
+            let quick = evaluate_start(&run.model, &run.data.valid, run.options.threads, QUICK_VALIDATION_TOKENS)?;
+            run.log_validation(&quick, false)?;
+            self.progress.validation(step.number, &quick, &run.sample()?);
+        }
+        if due(run.training.save_every) || epoch_ends {
+            run.save()?;
+        }
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<()> {
+        self.run.save()
     }
 }
 
@@ -428,29 +498,62 @@ pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
     pretrained::load(&dir.to_string_lossy(), device)
 }
 
-/// Refuses a folder that holds a run with other settings or data.
-///
-/// # Errors
-/// Says what differs, or that the folder is damaged.
-pub fn check_same_run(dir: &Path, config: &ModelConfig, training: &TrainingConfig, data: &Prepared) -> Result<()> {
-    let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() };
-    let saved: ModelConfig = Checkpoint::load(dir, &Device::Cpu)?.config_as()?;
-    let state: RunState = TrainingState::load(dir, &Device::Cpu)?.progress_as()?;
-    let differs = if saved != config {
-        "model"
-    } else if state.training != *training {
-        "training settings"
-    } else if state.data != data_hash(data) {
-        "text"
-    } else {
-        return Ok(());
-    };
-    anyhow::bail!("{} holds a run with another {differs}: choose another folder by --out, or remove it", dir.display())
+/// What a folder holds of a run.
+#[derive(Debug)]
+pub enum Found {
+    /// Nothing of it.
+    Nothing,
+    /// A checkpoint to go on from.
+    Begun,
+    /// Its result.
+    Finished(Box<Report>),
 }
 
-/// Training and held-out tokens are a run's data.
-fn data_hash(data: &Prepared) -> String {
-    format!("{} {}", data.train.hash(), data.valid.hash())
+/// Looks for a run in `options.out`: to be asked before the first of many runs, so that what would
+/// stop the last one hours later is found now.
+///
+/// # Errors
+/// A run with another key or without one, and a damaged folder.
+pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
+    let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
+    let file = options.out.join(REPORT);
+    if file.exists() {
+        let text = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let report: Report = serde_json::from_slice(&text)
+            .with_context(|| format!("{} is damaged: remove its folder to run it again", file.display()))?;
+        key.check(Earlier { key: report.key.as_ref(), file: &file, remove: options.out })?;
+        return Ok(Found::Finished(Box::new(report)));
+    }
+    let file = options.out.join(STATE);
+    if !TrainingState::is_in(options.out)? {
+        return Ok(Found::Nothing);
+    }
+    let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;
+    key.check_interrupted(Earlier { key: state.key.as_ref(), file: &file, remove: options.out })?;
+    Ok(Found::Begun)
+}
+
+/// The result of a run: the one that `options.out` holds, or else that of going on or beginning
+/// there. `None` if it was stopped.
+///
+/// # Errors
+/// Those of [`find`], and whatever keeps the run from its end.
+pub fn find_or_run(
+    config: &ModelConfig,
+    training: &TrainingConfig,
+    data: &Prepared,
+    options: RunOptions,
+) -> Result<Option<Report>> {
+    match find(config, training, data, &options)? {
+        Found::Finished(report) => Ok(Some(*report)),
+        Found::Begun => Trainer::resume(data, options)?.run(),
+        Found::Nothing => Trainer::new(config, training, data, options)?.run(),
+    }
+}
+
+/// The config with the vocabulary of the data's tokenizer.
+fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
+    ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
 }
 
 /// The data that the run in a folder trains on.
@@ -458,23 +561,19 @@ fn data_hash(data: &Prepared) -> String {
 /// # Errors
 /// If the folder holds no run.
 pub fn saved_data(dir: &Path) -> Result<DataSpec> {
-    let state: RunState = TrainingState::load(dir, &Device::Cpu)?.progress_as()?;
+    let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
     state.data_spec.parse().with_context(|| format!("{} names its data as {}", dir.display(), state.data_spec))
 }
 
 /// Where a run's folder lies if none is given: `runs/PRESET-ATTENTION-seed`.
 pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
-    let name = format!("{preset:?}-{}", run_name(config, seed));
+    let name = format!("{preset:?}-{}", run_name(&config.attention, seed));
     Path::new("runs").join(name.to_lowercase())
 }
 
 /// `ATTENTION-seed` with characters that every file system takes.
-pub fn run_name(config: &ModelConfig, seed: u64) -> String {
-    let name: String = config
-        .attention
-        .to_string()
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' })
-        .collect();
+pub fn run_name(attention: &AttentionConfig, seed: u64) -> String {
+    let name: String =
+        attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();
     format!("{}-seed{seed}", name.replace("m-", "m"))
 }

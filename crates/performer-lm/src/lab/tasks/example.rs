@@ -28,6 +28,12 @@ pub(super) trait Source: Sync {
     /// What an example is, sizes and files included.
     fn describe(&self) -> String;
 
+    /// Digest of the files that examples are cut from; none where all of an example is drawn at
+    /// random.
+    fn files(&self) -> Option<blake3::Hash> {
+        None
+    }
+
     fn draw(&self, split: Split, rng: &mut ChaCha8Rng) -> Example;
 }
 

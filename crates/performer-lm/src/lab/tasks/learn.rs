@@ -1,9 +1,6 @@
 //! One run: a model learns a task, and is measured on what it has not seen.
 
-use std::{
-    sync::atomic::{AtomicBool, Ordering},
-    time::Instant,
-};
+use std::{collections::BTreeMap, path::Path, sync::atomic::AtomicBool, time::Duration};
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -17,9 +14,12 @@ use super::{
     recipe::Recipe,
 };
 use crate::{
-    config::AttentionConfig,
+    config::{AttentionConfig, ModelConfig},
     model::Decoder,
-    train::{AdamW, AdamWConfig, Bar, Gradients, Schedule, in_order},
+    train::{
+        AdamW, AdamWConfig, Bar, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Schedule, Step, Steps,
+        TrainingState, in_order, take_steps, warn,
+    },
 };
 
 /// Stream of a run's seed that its examples are drawn from.
@@ -33,6 +33,9 @@ const POINTS: usize = 10;
 
 /// Tokens of a pass, about. Fixed, so that results do not depend on the number of threads.
 const PASS_TOKENS: usize = 2048;
+
+/// Time between savings of a run in progress.
+const SAVE_AFTER: Duration = Duration::from_secs(60);
 
 /// Gradients are clipped to this norm.
 const CLIP: f64 = 1.0;
@@ -80,6 +83,12 @@ pub struct Run {
     pub score: Score,
     /// On the way there.
     pub curve: Vec<Point>,
+    /// What determined the result; none in runs of versions that did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<RunKey>,
+    /// Parts that other revisions of this program made, or other kinds of device.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier_legs: Vec<Leg>,
 }
 
 /// A task made ready: where its examples come from, and those that are held out.
@@ -107,52 +116,47 @@ impl<'a> Setting<'a> {
         Self { task, recipe, source, held_out, device, threads, stop }
     }
 
+    fn config(&self, attention: &AttentionConfig) -> ModelConfig {
+        let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
+        self.recipe.model(&*self.source, attention, context)
+    }
+
+    /// What determines the result of a run.
+    pub(super) fn key(&self, attention: &AttentionConfig, seed: u64) -> Result<RunKey> {
+        let mut data = BTreeMap::from([("examples".to_string(), self.source.describe())]);
+        data.extend(self.source.files().map(|digest| ("files".to_string(), digest.to_hex().to_string())));
+        let run = format!("task {}", self.task);
+        RunKey::new(run, &self.config(attention), &self.recipe, data, seed, self.device)
+    }
+
     /// The model of a run, before it has learned anything.
     pub(super) fn model(&self, attention: &AttentionConfig, seed: u64) -> Result<Decoder> {
-        let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
-        let config = self.recipe.model(&*self.source, attention, context);
-        let mut model = Decoder::new(&config, seed, self.device).with_context(|| format!("attention {attention}"))?;
+        let mut model = Decoder::new(&self.config(attention), seed, self.device)
+            .with_context(|| format!("attention {attention}"))?;
         model.train_maps()?;
         Ok(model)
     }
 
-    /// Trains with one attention from one seed. `None` if it was stopped.
-    pub(super) fn run(&self, attention: &AttentionConfig, seed: u64) -> Result<Option<Run>> {
-        let Recipe { steps, batch_size, learning_rate, .. } = self.recipe;
+    /// Trains with one attention from one seed. `None` if it was stopped; what it takes to go on is
+    /// in `folder` then, where there is one.
+    pub(super) fn run(&self, attention: &AttentionConfig, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
+        let Recipe { steps, learning_rate, .. } = self.recipe;
         let name = format!("{} {attention} seed {seed}", self.task);
-        let model = self.model(attention, seed)?;
-        let mut optimizer =
-            AdamW::new(model.named_parameters()?, AdamWConfig { weight_decay: 0.01, ..Default::default() })?;
-        let schedule = Schedule::WarmupCosine { warmup_steps: (steps / 10).max(1), min_fraction: 0.05 };
-        let bar = Bar::new(&name, steps);
-        let (mut seconds, mut tokens, mut curve) = (0.0, 0, Vec::new());
-        for step in 0..steps {
-            if self.stop.load(Ordering::Relaxed) {
-                return Ok(None);
-            }
-            let started = Instant::now();
-            // The same for every attention.
-            let stream = derive_seed(derive_seed(seed, EXAMPLES_STREAM), step as u64);
-            let mut rng = ChaCha8Rng::seed_from_u64(stream);
-            let examples: Vec<Example> = (0..batch_size).map(|_| self.source.draw(Split::Train, &mut rng)).collect();
-            let answers: usize = examples.iter().map(|example| example.answers.len()).sum();
-            let parts: Vec<&[Example]> = examples.chunks(self.rows(&examples)).collect();
-            let (loss, gradients) = Gradients::of_parts(parts.len(), self.threads, optimizer.parameters(), |i| {
-                let batch = Batch::new(parts[i], self.task.is_causal(), self.device)?;
-                let losses = model.losses_at(&batch.ids, &batch.mask, &batch.places, &batch.targets)?;
-                Ok((losses.sum_all()? / answers as f64)?)
-            })?;
-            optimizer
-                .step(&gradients, schedule.lr(learning_rate, step, steps), Some(CLIP))
-                .with_context(|| format!("{name}, step {}, loss {loss}: lower --learning-rate", step + 1))?;
-            let read = examples.iter().map(|example| example.ids.len()).sum::<usize>();
-            tokens += read;
-            seconds += started.elapsed().as_secs_f64();
-            bar.step(step + 1, loss, read);
-            if (step + 1) * POINTS / steps > step * POINTS / steps || step + 1 == steps {
-                curve.push(Point { step: step + 1, score: self.score(&model)? });
-            }
+        let mut lesson = Lesson::new(self, attention, seed, folder, Bar::new(&name, steps))?;
+        let pace = Pace {
+            name: &name,
+            steps,
+            rate: (learning_rate, "--learning-rate"),
+            schedule: Schedule::WarmupCosine { warmup_steps: (steps / 10).max(1), min_fraction: 0.05 },
+            clip: Some(CLIP),
+            save_after: Some(SAVE_AFTER),
+            stop: self.stop,
+        };
+        if !take_steps(&mut lesson, &pace)? {
+            return Ok(None);
         }
+        let Lesson { model, state, bar, .. } = lesson;
+        let State { key, earlier_legs, seconds, tokens, curve, .. } = state;
         let score = curve.last().context("--steps is 0; it must be at least 1")?.score;
         bar.finish(&format!("{name}: {}, {seconds:.0} s", self.task.metric().show(&[score])));
         Ok(Some(Run {
@@ -166,7 +170,31 @@ impl<'a> Setting<'a> {
             tokens_per_second: tokens as f64 / seconds.max(1e-9),
             score,
             curve,
+            key,
+            earlier_legs,
         }))
+    }
+
+    /// What a stopped run left in `folder`, if anything, with a warning where another revision of
+    /// this program left it.
+    ///
+    /// # Errors
+    /// The state of a run with another key, or without one.
+    pub(super) fn interrupted(
+        &self,
+        attention: &AttentionConfig,
+        seed: u64,
+        folder: &Path,
+    ) -> Result<Option<(TrainingState, Option<String>)>> {
+        if !TrainingState::is_in(folder)? {
+            return Ok(None);
+        }
+        let saved = TrainingState::load(folder, self.device)?;
+        let state: State = saved.progress_as()?;
+        let file = folder.join("train_state.json");
+        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: folder };
+        let warning = self.key(attention, seed)?.check_interrupted(earlier)?;
+        Ok(Some((saved, warning)))
     }
 
     /// Examples of a pass: at least two passes, where there are two examples, for two threads.
@@ -221,6 +249,116 @@ impl<'a> Setting<'a> {
             loss: targets.iter().map(nats).sum::<f64>() / targets.len() as f64,
             accuracy: targets.iter().filter(|&&target| target == commonest).count() as f64 / targets.len() as f64,
         }
+    }
+}
+
+/// What a run has come to so far, beside its model and optimiser: content of its
+/// `train_state.json`.
+#[derive(Clone, Serialize, Deserialize)]
+struct State {
+    key: Option<RunKey>,
+    earlier_legs: Vec<Leg>,
+    steps: usize,
+    seconds: f64,
+    tokens: usize,
+    curve: Vec<Point>,
+}
+
+/// A run in progress.
+struct Lesson<'a> {
+    setting: &'a Setting<'a>,
+    seed: u64,
+    folder: Option<&'a Path>,
+    model: Decoder,
+    optimizer: AdamW,
+    state: State,
+    /// Tokens of the step in progress.
+    read: usize,
+    bar: Bar,
+}
+
+impl<'a> Lesson<'a> {
+    /// A run from its beginning, or from where it was stopped.
+    fn new(
+        setting: &'a Setting,
+        attention: &AttentionConfig,
+        seed: u64,
+        folder: Option<&'a Path>,
+        bar: Bar,
+    ) -> Result<Self> {
+        let key = setting.key(attention, seed)?;
+        let interrupted = folder.map(|folder| setting.interrupted(attention, seed, folder)).transpose()?.flatten();
+        let mut state =
+            State { key: None, earlier_legs: Vec::new(), steps: 0, seconds: 0.0, tokens: 0, curve: Vec::new() };
+        let mut model = setting.model(attention, seed)?;
+        let mut moments = None;
+        if let (Some(folder), Some((saved, warning))) = (folder, interrupted) {
+            let checkpoint = Checkpoint::load(folder, setting.device)?;
+            model = Decoder::from_tensors(&setting.config(attention), &checkpoint.tensors, setting.device)?;
+            model.train_maps()?;
+            state = saved.progress_as()?;
+            if let Some(text) = warning {
+                warn(&text);
+                state.earlier_legs.extend(state.key.take().map(|key| key.leg(format!("step {}", state.steps))));
+            }
+            moments = Some(saved.optimizer);
+        }
+        state.key = Some(key);
+        let config = AdamWConfig { weight_decay: 0.01, ..Default::default() };
+        let mut optimizer = AdamW::new(model.named_parameters()?, config)?;
+        if let Some(moments) = moments {
+            optimizer.load_state(&moments)?;
+        }
+        Ok(Self { setting, seed, folder, model, optimizer, state, read: 0, bar })
+    }
+}
+
+impl Steps for Lesson<'_> {
+    fn optimizer(&mut self) -> &mut AdamW {
+        &mut self.optimizer
+    }
+
+    fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)> {
+        let setting = self.setting;
+        // The same for every attention.
+        let stream = derive_seed(derive_seed(self.seed, EXAMPLES_STREAM), step as u64);
+        let mut rng = ChaCha8Rng::seed_from_u64(stream);
+        let examples: Vec<Example> =
+            (0..setting.recipe.batch_size).map(|_| setting.source.draw(Split::Train, &mut rng)).collect();
+        self.read = examples.iter().map(|example| example.ids.len()).sum();
+        let answers: usize = examples.iter().map(|example| example.answers.len()).sum();
+        let parts: Vec<&[Example]> = examples.chunks(setting.rows(&examples)).collect();
+        let model = &self.model;
+        Gradients::of_parts(parts.len(), setting.threads, self.optimizer.parameters(), |i| {
+            let batch = Batch::new(parts[i], setting.task.is_causal(), setting.device)?;
+            let losses = model.losses_at(&batch.ids, &batch.mask, &batch.places, &batch.targets)?;
+            Ok((losses.sum_all()? / answers as f64)?)
+        })
+    }
+
+    fn after(&mut self, step: &Step) -> Result<()> {
+        self.state.steps = step.number;
+        self.state.tokens += self.read;
+        self.state.seconds += step.seconds;
+        self.bar.step(step.number, step.loss, self.read);
+        let steps = self.setting.recipe.steps;
+        if step.number * POINTS / steps > (step.number - 1) * POINTS / steps || step.number == steps {
+            self.state.curve.push(Point { step: step.number, score: self.setting.score(&self.model)? });
+        }
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<()> {
+        let Some(folder) = self.folder else { return Ok(()) };
+        let checkpoint = Checkpoint {
+            config: serde_json::to_value(self.model.config())?,
+            // The symbols of a task need none.
+            tokenizer: b"{}".to_vec(),
+            tensors: self.model.tensors()?,
+            metadata: Default::default(),
+        };
+        let state = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(&self.state)? };
+        checkpoint.save(folder, Some(&state))
     }
 }
 

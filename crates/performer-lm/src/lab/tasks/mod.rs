@@ -22,7 +22,11 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Findings;
-use crate::{config::AttentionConfig, files};
+use crate::{
+    config::AttentionConfig,
+    files,
+    train::{Earlier, run_name},
+};
 use example::Source;
 use learn::Setting;
 pub use learn::{Point, Run, Score};
@@ -31,6 +35,9 @@ use report::Metric;
 
 /// File of finished runs.
 const RUNS: &str = "tasks-runs.json";
+
+/// Folder of checkpoints of stopped runs, a folder each.
+const INTERRUPTED: &str = "tasks-interrupted";
 
 /// The attentions compared where none are named.
 pub const ATTENTIONS: [&str; 7] = [
@@ -149,18 +156,34 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         }
     }
     let mut kept = Kept::open(plan.out)?;
+    for setting in &settings {
+        for &seed in &plan.seeds {
+            for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
+                if kept.find(setting, attention, seed)?.is_none()
+                    && let Some(folder) = plan.interrupted(setting.task, attention, seed)
+                {
+                    setting.interrupted(attention, seed, &folder)?;
+                }
+            }
+        }
+    }
     let mut found = Vec::new();
     for setting in &settings {
         let mut runs = Vec::new();
         for &seed in &plan.seeds {
             for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
-                let run = match kept.find(setting, attention, seed) {
+                let run = match kept.find(setting, attention, seed)? {
                     Some(run) => run.clone(),
                     None => {
-                        let Some(run) = setting.run(attention, seed)? else {
+                        let folder = plan.interrupted(setting.task, attention, seed);
+                        let Some(run) = setting.run(attention, seed, folder.as_deref())? else {
                             bail!("stopped; with the same --out, the same command goes on from here")
                         };
-                        kept.keep(run.clone())?;
+                        kept.keep(&run)?;
+                        if let Some(folder) = folder.filter(|folder| folder.exists()) {
+                            std::fs::remove_dir_all(&folder)
+                                .with_context(|| format!("cannot remove {}", folder.display()))?;
+                        }
                         run
                     }
                 };
@@ -178,6 +201,11 @@ fn can_learn(attention: &AttentionConfig, task: Task) -> bool {
 }
 
 impl Plan<'_> {
+    /// Where a run is saved if it is stopped.
+    fn interrupted(&self, task: Task, attention: &AttentionConfig, seed: u64) -> Option<PathBuf> {
+        Some(self.out?.join(INTERRUPTED).join(format!("{task}-{}", run_name(attention, seed))))
+    }
+
     fn setting(&self, task: Task) -> Result<Setting<'_>> {
         let mut recipe = Recipe::of(task);
         recipe.length = self.length.unwrap_or(recipe.length);
@@ -214,21 +242,23 @@ impl Kept {
         Ok(Self { path: Some(path), runs })
     }
 
-    fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Option<&Run> {
-        let (attention, data) = (attention.to_string(), setting.source.describe());
-        self.runs.iter().find(|run| {
-            (run.task, run.seed) == (setting.task, seed)
-                && run.attention == attention
-                && run.recipe == setting.recipe
-                && run.data == data
-        })
+    /// The run of a task with an attention and a seed, if it is there.
+    ///
+    /// # Errors
+    /// A run with other settings, of other data, or of another revision of this program.
+    fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Result<Option<&Run>> {
+        let name = attention.to_string();
+        let is_wanted = |run: &&Run| (run.task, run.seed) == (setting.task, seed) && run.attention == name;
+        let (Some(run), Some(path)) = (self.runs.iter().find(is_wanted), &self.path) else { return Ok(None) };
+        let earlier = Earlier { key: run.key.as_ref(), file: path, remove: path };
+        setting.key(attention, seed)?.check(earlier).with_context(|| {
+            format!("the task {} with {name}, seed {seed}, cannot be taken from an earlier run", setting.task)
+        })?;
+        Ok(Some(run))
     }
 
-    /// Takes the place of a run with other settings.
-    fn keep(&mut self, run: Run) -> Result<()> {
-        let same = |old: &Run| (old.task, &old.attention, old.seed) == (run.task, &run.attention, run.seed);
-        self.runs.retain(|old| !same(old));
-        self.runs.push(run);
+    fn keep(&mut self, run: &Run) -> Result<()> {
+        self.runs.push(run.clone());
         match &self.path {
             Some(path) => files::write_json(path, &self.runs),
             None => Ok(()),

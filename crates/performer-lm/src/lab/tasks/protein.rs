@@ -81,6 +81,18 @@ impl Source for Protein {
         )
     }
 
+    fn files(&self) -> Option<blake3::Hash> {
+        let mut digest = blake3::Hasher::new();
+        for proteins in [&self.train, &self.held_out] {
+            digest.update(&(proteins.len() as u64).to_le_bytes());
+            for protein in proteins {
+                digest.update(&(protein.len() as u64).to_le_bytes());
+                digest.update(&protein.iter().map(|&residue| residue as u8).collect::<Vec<_>>());
+            }
+        }
+        Some(digest.finalize())
+    }
+
     fn draw(&self, split: Split, rng: &mut ChaCha8Rng) -> Example {
         let proteins = if split == Split::Train { &self.train } else { &self.held_out };
         let protein = &proteins[below(rng, proteins.len())];

@@ -92,9 +92,111 @@ fn finished_runs_are_not_made_again() {
     let again = tiny(&plan, Task::Recall);
     // Seconds and all: nothing was measured anew.
     assert_eq!(first.data, again.data);
-    let longer = tiny(&Plan { steps: Some(3), ..copy(&plan) }, Task::Recall);
-    assert_ne!(first.data["tasks"][0]["runs"], longer.data["tasks"][0]["runs"]);
-    assert_ne!(before, std::fs::read(&file).unwrap());
+    assert_eq!(before, std::fs::read(&file).unwrap());
+}
+
+#[test]
+fn runs_of_other_settings_are_not_given_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let text =
+        |plan: &Plan| run(&Plan { tasks: vec![Task::Text], length: Some(plan.length.unwrap_or(40)), ..copy(plan) });
+    let first = text(&plan).unwrap();
+    let mut refused = Vec::new();
+    let mut ask = |field: &'static str, plan: Plan| refused.push((field, text(&plan).err()));
+    ask("settings.steps", Plan { steps: Some(3), ..copy(&plan) });
+    ask("settings.learning_rate", Plan { learning_rate: Some(1e-4), ..copy(&plan) });
+    ask("settings.length", Plan { length: Some(30), ..copy(&plan) });
+    // A file of the same name and length that says something else.
+    let content = std::fs::read_to_string(&plan.texts[0]).unwrap();
+    std::fs::write(&plan.texts[0], content.replacen("question", "exercise", 1)).unwrap();
+    ask("data.files", copy(&plan));
+    let given_back: Vec<_> = refused.iter().filter(|(_, error)| error.is_none()).map(|(field, _)| field).collect();
+    assert!(given_back.is_empty(), "the earlier result was given back or replaced for another {given_back:?}");
+    for (field, error) in refused {
+        let error = format!("{:#}", error.unwrap());
+        assert!(error.contains(field), "{field} is not in: {error}");
+        assert!(error.contains(RUNS) && error.contains("--out"), "{error}");
+    }
+    std::fs::write(&plan.texts[0], content).unwrap();
+    assert_eq!(text(&plan).unwrap().data, first.data);
+}
+
+#[test]
+fn runs_of_other_revisions_and_without_a_key_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = plan(folder.path(), &["softmax"]);
+    let ask = || run(&Plan { tasks: vec![Task::Recall], length: Some(4), ..copy(&plan) });
+    ask().unwrap();
+    let file = folder.path().join(RUNS);
+    let mut runs: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(runs[0]["key"]["revision"], crate::train::git_revision());
+    runs[0]["key"]["revision"] = "older".into();
+    std::fs::write(&file, runs.to_string()).unwrap();
+    let error = format!("{:#}", ask().unwrap_err());
+    assert!(error.contains("older") && error.contains(crate::train::git_revision()), "{error}");
+    runs[0].as_object_mut().unwrap().remove("key");
+    std::fs::write(&file, runs.to_string()).unwrap();
+    let error = format!("{:#}", ask().unwrap_err());
+    assert!(error.contains("tasks-runs.json has no key"), "{error}");
+}
+
+#[test]
+fn a_stopped_run_belongs_to_its_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    let (stopped, name) = (AtomicBool::new(true), run_name(&AttentionConfig::Softmax, 1));
+    assert!(recall(folder.path(), "softmax", &stopped, 1).is_err());
+    let file = folder.path().join(INTERRUPTED).join(format!("recall-{name}")).join("train_state.json");
+    let edit = |field: &str, value: serde_json::Value| {
+        let mut state: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        *state.pointer_mut(field).unwrap() = value;
+        std::fs::write(&file, state.to_string()).unwrap();
+    };
+    edit("/key/settings/steps", 31.into());
+    let error = format!("{:#}", recall(folder.path(), "softmax", &NEVER, 1).unwrap_err());
+    assert!(error.contains("train_state.json") && error.contains("settings.steps was 31 and is now 30"), "{error}");
+    edit("/key/settings/steps", 30.into());
+    edit("/key/revision", "older".into());
+    let found = recall(folder.path(), "softmax", &NEVER, 1).unwrap();
+    let legs = serde_json::json!([{ "until": "step 0", "revision": "older", "device": "cpu" }]);
+    assert_eq!(found.data["tasks"][0]["runs"][0]["earlier_legs"], legs);
+}
+
+fn recall(folder: &Path, attention: &str, stop: &AtomicBool, threads: usize) -> Result<Findings> {
+    let plan = plan(folder, &[attention]);
+    run(&Plan { tasks: vec![Task::Recall], length: Some(4), steps: Some(30), stop, threads, ..plan })
+}
+
+#[test]
+fn a_stopped_run_goes_on_as_if_it_had_not_been_stopped() {
+    for attention in ["favor:m=8", "favor:m=4,map=learned,window=4"] {
+        let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let expected = recall(whole.path(), attention, &NEVER, 2).unwrap();
+        // Stopped from outside again and again, wherever it is then.
+        let state = parts.path().join(INTERRUPTED).join(format!("recall-{}", run_name(&attention.parse().unwrap(), 1)));
+        let (mut stops, mut in_the_middle) = (0, 0);
+        let found = loop {
+            let now = AtomicBool::new(false);
+            let done = std::thread::scope(|scope| {
+                let run = scope.spawn(|| recall(parts.path(), attention, &now, 1));
+                std::thread::sleep(std::time::Duration::from_millis(20 + 40 * stops));
+                now.store(true, std::sync::atomic::Ordering::Relaxed);
+                run.join().unwrap()
+            });
+            match done {
+                Ok(found) => break found,
+                Err(error) => assert!(error.to_string().contains("goes on from here"), "{error:#}"),
+            }
+            stops += 1;
+            let state: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(state.join("train_state.json")).unwrap()).unwrap();
+            in_the_middle += usize::from(state["steps"].as_u64() > Some(0));
+        };
+        assert!(in_the_middle > 0, "the run was over before it could be stopped");
+        let of = |found: &Findings| found.data["tasks"][0]["runs"][0]["curve"].clone();
+        assert_eq!(of(&found), of(&expected), "{attention} after {stops} stops");
+        assert!(!state.exists(), "a finished run needs no checkpoint");
+    }
 }
 
 #[test]

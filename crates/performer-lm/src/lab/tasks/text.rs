@@ -57,6 +57,13 @@ impl Source for Text {
         )
     }
 
+    fn files(&self) -> Option<blake3::Hash> {
+        let mut digest = blake3::Hasher::new();
+        // The length keeps apart texts that are cut at another place.
+        digest.update(&(self.train.len() as u64).to_le_bytes()).update(&self.train).update(&self.held_out);
+        Some(digest.finalize())
+    }
+
     fn draw(&self, split: Split, rng: &mut ChaCha8Rng) -> Example {
         let bytes = if split == Split::Train { &self.train } else { &self.held_out };
         let start = below(rng, bytes.len() - self.context);

@@ -140,6 +140,31 @@ fn a_kill_at_any_stage_leaves_the_old_or_the_new_checkpoint() -> Result<()> {
 }
 
 #[test]
+fn a_training_state_is_found_exactly_where_it_can_be_loaded() -> Result<()> {
+    for (old_trained, new_trained) in [(true, false), (false, true), (true, true)] {
+        for kill_at in 0.. {
+            let dir = tempfile::tempdir()?;
+            let dir = dir.path();
+            let check = || -> Result<()> {
+                assert_eq!(TrainingState::is_in(dir)?, TrainingState::load(dir, &Device::Cpu).is_ok());
+                Ok(())
+            };
+            check()?;
+            let (old, training) = sample(1);
+            old.save(dir, old_trained.then_some(&training))?;
+            assert_eq!(TrainingState::is_in(dir)?, old_trained);
+            let killed = killed_save(dir, 2, new_trained, kill_at);
+            check()?;
+            if !killed {
+                assert_eq!(TrainingState::is_in(dir)?, new_trained);
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn a_second_kill_while_recovering_from_the_first_changes_nothing() -> Result<()> {
     'first: for first in 0.. {
         // One stage makes the folder, up to five clear up; no save commits before its seventh.

@@ -1,0 +1,139 @@
+//! A conversion on disk: one checkpoint that holds the student after the last finished stage, the
+//! report so far and, where a stage of training was interrupted, what it takes to go on with that
+//! stage.
+//!
+//! The student of an unfinished stage is no model yet: its adapters are not merged, its feature
+//! maps are parameters. So the checkpoint's weights stay those before the stage, and the parameters
+//! in training lie beside the moments of the optimiser.
+
+use std::{collections::HashMap, path::Path, time::Instant};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::{CONVERSION, Plan, Point, Report};
+use crate::train::{AdamW, Checkpoint, RunKey, TrainingState};
+
+/// Prefix of parameters among the tensors of the optimiser.
+const PARAMETER: &str = "p.";
+
+/// Content of `train_state.json`.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Progress {
+    /// What determines the stage in progress, or the student where there is none.
+    pub(super) key: Option<RunKey>,
+    /// The report of the stages that are finished.
+    pub(super) report: Report,
+    /// The stage in progress.
+    pub(super) stage: Option<InProgress>,
+}
+
+/// A stage that was interrupted.
+#[derive(Serialize, Deserialize)]
+pub(super) struct InProgress {
+    pub(super) name: String,
+    /// Steps taken.
+    pub(super) steps: usize,
+    /// What was measured on the way.
+    points: Vec<Point>,
+    /// Seconds spent.
+    seconds: f64,
+    /// Parameters, and moments of the optimiser.
+    #[serde(skip)]
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Progress {
+    /// Reads the progress of the conversion in `dir`.
+    pub(super) fn load(dir: &Path, device: &Device) -> Result<Self> {
+        let state = TrainingState::load(dir, device)?;
+        ensure!(
+            state.progress["key"]["run"] == CONVERSION,
+            "{} holds a model in training that is no conversion, and would be lost: give another --out",
+            dir.display()
+        );
+        let mut progress: Self = state.progress_as()?;
+        if let Some(stage) = &mut progress.stage {
+            stage.tensors = state.optimizer;
+        }
+        Ok(progress)
+    }
+
+    /// Saves it with the student and the optimiser's tensors.
+    pub(super) fn save(&self, student: &Checkpoint, dir: &Path, optimizer: HashMap<String, Tensor>) -> Result<()> {
+        student.save(dir, Some(&TrainingState { optimizer, progress: serde_json::to_value(self)? }))
+    }
+}
+
+/// Where a stage of training stands, and how it is saved.
+pub(super) struct Bookmark<'a> {
+    pub(super) name: &'static str,
+    dir: &'a Path,
+    key: RunKey,
+    /// The student before the stage.
+    checkpoint: Checkpoint,
+    /// The report before the stage.
+    report: &'a Report,
+    interrupted: Option<InProgress>,
+    begun: Instant,
+}
+
+impl<'a> Bookmark<'a> {
+    /// Of a stage that begins, or goes on from where it was interrupted.
+    pub(super) fn new(
+        plan: &'a Plan,
+        key: RunKey,
+        name: &'static str,
+        checkpoint: Checkpoint,
+        report: &'a Report,
+        interrupted: Option<InProgress>,
+    ) -> Self {
+        let interrupted = interrupted.filter(|stage| stage.name == name);
+        Self { name, dir: plan.out, key, checkpoint, report, interrupted, begun: Instant::now() }
+    }
+
+    /// Seconds that the stage took before it was interrupted.
+    pub(super) fn seconds(&self) -> f64 {
+        self.interrupted.as_ref().map_or(0.0, |stage| stage.seconds)
+    }
+
+    /// The student before the stage.
+    pub(super) fn into_checkpoint(self) -> Checkpoint {
+        self.checkpoint
+    }
+
+    /// Puts parameters and optimiser where they were, if there is anything to go on with; returns
+    /// the points measured before.
+    pub(super) fn restore(&self, optimizer: &mut AdamW) -> Result<Vec<Point>> {
+        let Some(stage) = &self.interrupted else { return Ok(Vec::new()) };
+        let damaged = || {
+            format!("{} has no whole state of {}: remove it to begin the stage again", self.dir.display(), self.name)
+        };
+        let (parameters, moments): (HashMap<_, _>, HashMap<_, _>) =
+            stage.tensors.clone().into_iter().partition(|(name, _)| name.starts_with(PARAMETER));
+        optimizer.load_state(&moments).with_context(damaged)?;
+        for (name, var) in optimizer.parameters() {
+            let value = parameters.get(&format!("{PARAMETER}{name}"));
+            let value = value.with_context(|| format!("{name} is missing")).with_context(damaged)?;
+            var.set(&value.to_device(var.device())?.to_dtype(var.dtype())?).with_context(damaged)?;
+        }
+        Ok(stage.points.clone())
+    }
+
+    /// Saves what it takes to go on.
+    pub(super) fn save(&self, optimizer: &AdamW, points: &[Point]) -> Result<()> {
+        let mut tensors = optimizer.state()?;
+        let parameters = optimizer.parameters().iter();
+        tensors.extend(parameters.map(|(name, var)| (format!("{PARAMETER}{name}"), var.as_detached_tensor())));
+        let stage = InProgress {
+            name: self.name.to_string(),
+            steps: optimizer.steps(),
+            points: points.to_vec(),
+            seconds: self.seconds() + self.begun.elapsed().as_secs_f64(),
+            tensors: HashMap::new(),
+        };
+        let progress = Progress { key: Some(self.key.clone()), report: self.report.clone(), stage: Some(stage) };
+        progress.save(&self.checkpoint, self.dir, tensors)
+    }
+}

@@ -1,0 +1,97 @@
+//! The loop that every training shares: training runs, the stages of a conversion, and the lab's
+//! tasks.
+//!
+//! They differ in what a step's gradients are, in what is looked at between steps, and in what is
+//! saved: that is [`Steps`]. They share the rest: the learning rate of a step is a function of its
+//! number, the optimiser counts the steps, and a stop from outside saves and ends the loop between
+//! two steps. So a training that goes on from what it saved takes the steps that it would have
+//! taken.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+
+use super::{AdamW, Gradients, Schedule};
+
+/// How long and how fast is trained.
+pub(crate) struct Pace<'a> {
+    /// What is trained, for errors.
+    pub(crate) name: &'a str,
+    /// Steps in all, those taken before among them.
+    pub(crate) steps: usize,
+    /// Peak learning rate, and the option that sets it.
+    pub(crate) rate: (f64, &'static str),
+    /// Course of the learning rate.
+    pub(crate) schedule: Schedule,
+    /// Norm to which gradients are clipped.
+    pub(crate) clip: Option<f64>,
+    /// Time after which the training is saved between two steps, where it does not see to that
+    /// itself.
+    pub(crate) save_after: Option<Duration>,
+    /// Set from outside to save and stop.
+    pub(crate) stop: &'a AtomicBool,
+}
+
+/// A step that was taken.
+pub(crate) struct Step {
+    /// Its number, counted from 1.
+    pub(crate) number: usize,
+    /// Loss of its batch before it.
+    pub(crate) loss: f64,
+    /// Its learning rate.
+    pub(crate) rate: f64,
+    /// Norm of the gradients before they were clipped.
+    pub(crate) norm: f64,
+    /// Seconds it took.
+    pub(crate) seconds: f64,
+}
+
+/// A training, as the loop sees it.
+pub(crate) trait Steps {
+    /// The optimiser, which counts the steps.
+    fn optimizer(&mut self) -> &mut AdamW;
+
+    /// Loss and gradients of the batch of a step, counted from 0.
+    fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)>;
+
+    /// Told of each step: logs, measures, shows.
+    fn after(&mut self, step: &Step) -> Result<()>;
+
+    /// Saves what it takes to go on.
+    fn save(&mut self) -> Result<()>;
+}
+
+/// Takes the steps that are left. `false` if it was stopped before the last one; it is saved then.
+///
+/// # Errors
+/// A gradient that is not finite, with the step and the option that sets the learning rate; and
+/// whatever the training returns.
+pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool> {
+    let (peak, option) = pace.rate;
+    let mut saved = Instant::now();
+    loop {
+        let step = training.optimizer().steps();
+        if step >= pace.steps {
+            return Ok(true);
+        }
+        let is_stopped = pace.stop.load(Ordering::Relaxed);
+        if is_stopped || pace.save_after.is_some_and(|time| saved.elapsed() > time) {
+            training.save()?;
+            saved = Instant::now();
+        }
+        if is_stopped {
+            return Ok(false);
+        }
+        let started = Instant::now();
+        let (loss, gradients) = training.gradients(step)?;
+        let (number, rate) = (step + 1, pace.schedule.lr(peak, step, pace.steps));
+        let norm = training
+            .optimizer()
+            .step(&gradients, rate, pace.clip)
+            .with_context(|| format!("{}, step {number}, loss {loss}: lower {option}", pace.name))?;
+        training.after(&Step { number, loss, rate, norm, seconds: started.elapsed().as_secs_f64() })?;
+    }
+}
