@@ -25,7 +25,7 @@ if ! command -v rustup >/dev/null; then
     exit 1
 fi
 lowest=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' crates/performer-core/Cargo.toml)
-rustup toolchain list | grep -q "^$lowest" || rustup toolchain install "$lowest" --profile minimal
+rustup toolchain list | grep -q "^$lowest-" || rustup toolchain install "$lowest" --profile minimal
 
 echo "the lowest versions of performer-core's dependencies, with Rust $lowest:"
 (
