@@ -45,6 +45,8 @@
 
 pub mod attention;
 pub mod features;
+// Not part of the interface: performer-lm measures and prepares devices through it, at its own risk.
+#[doc(hidden)]
 pub mod kernels;
 pub mod layer;
 pub mod nn;

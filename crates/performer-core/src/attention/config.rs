@@ -26,6 +26,7 @@ use crate::features::FeatureMapKind;
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum AttentionConfig {
     /// Exact softmax attention.
     Softmax,

@@ -13,6 +13,7 @@ use super::{
 /// The feature maps by name: what a configuration file or a command line says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum FeatureMapKind {
     /// Positive random features, FAVOR+ (Choromanski et al. 2020, Lemma 1).
     #[default]

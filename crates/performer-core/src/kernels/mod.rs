@@ -30,7 +30,7 @@ mod rows;
 pub(crate) mod softmax;
 pub(crate) mod tiled_cross_entropy;
 mod transpose;
-pub mod vector;
+pub(crate) mod vector;
 
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};

@@ -3,7 +3,7 @@
 use pulp::Simd;
 
 /// The f32 lanes of one AVX-512 register; narrower machines take several registers.
-pub const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -19,7 +19,7 @@ const SERIES: [f32; 4] = [0.008_312_52, 0.041_890_156, 0.166_671_14, 0.499_992_3
 ///
 /// It is `2^n · p(r)` with `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`.
 #[inline(always)]
-pub fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     let clamped = if x < -87.0 { -87.0 } else { x };
     let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;

@@ -58,6 +58,7 @@ pub use rng::derive_seed;
 /// How the directions of the rows of Ω are drawn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ProjectionKind {
     /// Independent rows from `N(0, I_d)`: unbiased, with the most variance. [`Radii`] do not apply.
     Gaussian,

@@ -11,6 +11,7 @@ use super::rng::Stream;
 /// How long the rows of an orthogonal or Hadamard projection are. Gaussian projections ignore it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Radii {
     /// The norm of an independent standard Gaussian vector, `χ(d)`: rows are `N(0, I_d)` again, and
     /// the softmax kernel is estimated without bias.

@@ -52,7 +52,7 @@ mod step;
 mod tile;
 mod trained;
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::{Arch, Simd};
@@ -79,7 +79,7 @@ const CHUNK: usize = 32;
 
 /// `Sums` holds the prefix sums of one key head, divided by their scale:
 /// `Σ_j φ(k_j) [v_j, 1] / e^scale`.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Sums {
     /// Logarithms of the scales: one for each feature, or one for all features where they are
     /// signed.
@@ -99,6 +99,12 @@ struct Scratch {
     rows: Vec<f32>,
     largest: Vec<f32>,
     map: map::Scratch,
+}
+
+impl fmt::Debug for Sums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sums of {}", self.describe())
+    }
 }
 
 impl Sums {
