@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::{args::Machine, output};
+use super::{args::Machine, output, paths};
 use crate::{
     data::{DataSpec, prepare_for, prepare_text},
     eval::{Evaluation, evaluate_windows},
@@ -55,6 +55,7 @@ struct Scored {
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load(&args.model, &machine.device)?;
+    paths::warn(&model, false)?;
     let path = PathBuf::from(&args.data);
     let (corpus, tokens) = if path.is_file() {
         let name = path.file_name().map_or_else(|| args.data.clone(), |n| n.to_string_lossy().into_owned());

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use serde::Serialize;
 
-use super::{args::Machine, output};
+use super::{args::Machine, output, paths};
 use crate::{
     generate::{Sampling, Stop, generate},
     model::pretrained,
@@ -54,6 +54,7 @@ struct Written {
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load(&args.model, &machine.device)?;
+    paths::warn(&model, false)?;
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
     let mut text = String::new();

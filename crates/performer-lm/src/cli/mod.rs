@@ -11,6 +11,7 @@ mod generate;
 mod gpu_check;
 mod lab;
 mod output;
+mod paths;
 mod train;
 
 use std::{

@@ -9,7 +9,7 @@ use anyhow::{Result, ensure};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
-    output,
+    output, paths,
 };
 use crate::{
     config::AttentionConfig,
@@ -102,6 +102,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         output::thousands(trainer.total_steps() as u64),
         trainer.training().batch_size,
     ));
+    paths::warn(trainer.model(), true)?;
     let (used, all) = (trainer.tokens_per_epoch() as u64, data.train.len() as u64);
     output::note(&format!(
         "an epoch is {} of the {} training tokens{}",

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear_no_bias};
-use performer_core::{Attention, Mask, Rotary, State, ops, projection::derive_seed};
+use performer_core::{Attention, Inputs, Mask, Path, Rotary, State, ops, projection::derive_seed};
 
 use crate::config::{ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
@@ -206,6 +206,21 @@ impl Decoder {
     /// The attention of a layer, counted from 0.
     pub fn attention(&self, layer: usize) -> &dyn Attention {
         self.blocks[layer].attention()
+    }
+
+    /// Which implementation computes the attention of each layer in one causal pass, with gradients if the pass
+    /// is one of training.
+    ///
+    /// # Errors
+    /// As the pass itself.
+    pub fn paths(&self, training: bool) -> Result<Vec<Path>> {
+        let probe = |heads| -> Result<Tensor> {
+            let x = Tensor::zeros((1, heads, 2, self.config.head_dim()), self.compute, &self.device)?;
+            Ok(if training { Var::from_tensor(&x)?.into_inner() } else { x })
+        };
+        let (q, kv) = (probe(self.config.heads)?, probe(self.config.kv_heads)?);
+        let path = |block: &Block| block.attention().path(Inputs::new(&q, &kv, &kv), &Mask::causal());
+        Ok(self.blocks.iter().map(path).collect::<candle_core::Result<_>>()?)
     }
 
     /// Buffers of a fresh model of this config: random features, by name.
