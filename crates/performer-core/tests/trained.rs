@@ -124,9 +124,7 @@ fn half_types_lose_their_rounding_only() -> Result<()> {
 fn hidden_keys_give_parameters_nothing() -> Result<()> {
     let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
     let visible: Vec<f64> = (0..BATCH * 70).map(|i| f64::from(i % 5 != 0 && i % 70 < 60)).collect();
-    let mask = |causal: Mask| {
-        causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?)
-    };
+    let mask = |causal: Mask| causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?);
     compare(sizes, &mask(Mask::causal())?, "causal, hidden keys")?;
     compare(sizes, &mask(Mask::full())?, "full, hidden keys")
 }

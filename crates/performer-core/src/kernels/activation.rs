@@ -7,11 +7,16 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{contiguous, vector::exp, with_storages};
+use super::{
+    contiguous,
+    operation::{Operation, Stored},
+    vector::exp,
+    with_storages,
+};
 
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
@@ -40,12 +45,12 @@ fn derivative(x: f32) -> f32 {
     g + 2.0 * x * g * (1.0 - g) * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
 }
 
-impl CustomOp1 for Gelu {
+impl Operation<1> for Gelu {
     fn name(&self) -> &'static str {
         "gelu"
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
         let x = contiguous(storage, layout)?;
         let mut out = vec![0f32; x.len()];
         pulp::Arch::new().dispatch(
@@ -60,14 +65,14 @@ impl CustomOp1 for Gelu {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(storage, layout)]: [Stored<'_, CudaStorage>; 1]) -> Result<(CudaStorage, Shape)> {
         cuda::activation::gelu((storage, layout))
     }
 
-    fn bwd(&self, x: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [x]: [&Tensor; 1], _out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return cuda::activation::gelu_backward(x, grad).map(Some);
+            return Ok([Some(cuda::activation::gelu_backward(x, grad)?)]);
         }
         let grad = grad.contiguous()?;
         let mut out = vec![0f32; x.elem_count()];
@@ -83,19 +88,19 @@ impl CustomOp1 for Gelu {
             );
             Ok(())
         })?;
-        Ok(Some(Tensor::from_vec(out, x.shape(), x.device())?))
+        Ok([Some(Tensor::from_vec(out, x.shape(), x.device())?)])
     }
 }
 
 /// `Swiglu` computes `g σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
 pub(crate) struct Swiglu;
 
-impl CustomOp2 for Swiglu {
+impl Operation<2> for Swiglu {
     fn name(&self) -> &'static str {
         "swiglu"
     }
 
-    fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
         let of = [(s1.dtype(), l1.dims()), (s2.dtype(), l2.dims())];
         if of[0] != of[1] {
             bail!("swiglu: gates and numbers must have one type and shape, not {of:?}");
@@ -114,15 +119,15 @@ impl CustomOp2 for Swiglu {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, s1: &CudaStorage, l1: &Layout, s2: &CudaStorage, l2: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
         cuda::activation::swiglu((s1, l1), (s2, l2))
     }
 
-    fn bwd(&self, gate: &Tensor, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
             let [dgate, dx] = cuda::activation::swiglu_backward(gate, x, grad)?;
-            return Ok((Some(dgate), Some(dx)));
+            return Ok([Some(dgate), Some(dx)]);
         }
         let grad = grad.contiguous()?;
         let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
@@ -143,12 +148,13 @@ impl CustomOp2 for Swiglu {
             Ok(())
         })?;
         let tensor = |values| Tensor::from_vec(values, x.shape(), x.device()).map(Some);
-        Ok((tensor(dgate)?, tensor(dx)?))
+        Ok([tensor(dgate)?, tensor(dx)?])
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use crate::kernels::operation::apply;
     use candle_core::{Device, Var};
 
     use super::*;
@@ -158,7 +164,7 @@ mod tests {
         let values: Vec<f32> = (-400..=400).map(|i| i as f32 / 40.0).chain([-50.0, 50.0, 0.0]).collect();
         let x = Var::from_tensor(&Tensor::new(values, &Device::Cpu)?)?;
         let difference = |a: &Tensor, b: &Tensor| (a - b)?.abs()?.max(0)?.to_scalar::<f32>();
-        let (ours, theirs) = (x.apply_op1(Gelu)?, x.gelu()?);
+        let (ours, theirs) = (apply(Gelu, [x.as_tensor()])?, x.gelu()?);
         assert!(difference(&ours, &theirs)? < 2e-6);
         let gradient = |y: &Tensor| -> Result<Tensor> {
             let grads = y.sqr()?.sum_all()?.backward()?;

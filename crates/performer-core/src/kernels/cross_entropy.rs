@@ -16,7 +16,7 @@
 //!
 //! A teacher's probabilities `(Vt, R)` are computed in the same tiles from its own states and head.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use std::{
     mem::take,
     sync::{Mutex, PoisonError},
@@ -27,6 +27,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::{
     contiguous,
     gemm::{Into, Left, Right, gemm},
+    operation::{Operation, Stored},
     padded,
     rows::{Heads, Matrix},
     transpose::transpose,
@@ -339,12 +340,12 @@ impl WithSimd for Backward<'_> {
     }
 }
 
-impl CustomOp2 for CrossEntropy {
+impl Operation<2> for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross-entropy"
     }
 
-    fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
         let (x, w) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let n = self.targets.len();
         let (mut losses, mut saved) = (vec![0f32; n], Saved { logs: vec![0f32; n], ..Saved::default() });
@@ -367,7 +368,7 @@ impl CustomOp2 for CrossEntropy {
         Ok((CpuStorage::F32(losses), Shape::from(n)))
     }
 
-    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, w]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (vocabulary, e) = w.dims2()?;
         let width = padded(e);
         let grad = grad.to_vec1::<f32>()?;
@@ -389,6 +390,6 @@ impl CustomOp2 for CrossEntropy {
         if width != e {
             dw = dw.chunks_exact(width).flat_map(|row| row[..e].iter().copied()).collect();
         }
-        Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(Tensor::from_vec(dw, w.shape(), w.device())?)))
+        Ok([Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(Tensor::from_vec(dw, w.shape(), w.device())?)])
     }
 }

@@ -11,13 +11,17 @@
 //! ```
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result, Shape, Tensor,
+    CpuStorage, CudaStorage, DType, Layout, MetalStorage, Result, Shape, Tensor,
     backend::{BackendDevice, BackendStorage},
     op::Add,
 };
 use pulp::Arch;
 
-use super::{contiguous, with_storages};
+use super::{
+    contiguous,
+    operation::{Operation, Stored},
+    with_storages,
+};
 use crate::ops::matmul;
 
 /// `Linear` computes `x Wᵀ` or `x Wᵀ + b`, in the type of `x`, for rows of `x`, `W` `(N, K)` and
@@ -30,12 +34,9 @@ pub(crate) struct Linear {
     pub(crate) heads: bool,
 }
 
-/// An operand: a storage and its layout.
-type Operand<'a, S> = (&'a S, &'a Layout);
-
 impl Linear {
     /// Computes `x Wᵀ`.
-    fn product<S: BackendStorage>(&self, x: Operand<S>, weight: Operand<S>) -> Result<S>
+    fn product<S: BackendStorage>(&self, x: Stored<'_, S>, weight: Stored<'_, S>) -> Result<S>
     where
         S::Device: BackendDevice<Storage = S>,
     {
@@ -53,7 +54,7 @@ impl Linear {
     }
 
     /// Computes `x Wᵀ + b`.
-    fn with_bias<S: BackendStorage>(&self, x: Operand<S>, weight: Operand<S>, bias: Operand<S>) -> Result<S>
+    fn with_bias<S: BackendStorage>(&self, x: Stored<'_, S>, weight: Stored<'_, S>, bias: Stored<'_, S>) -> Result<S>
     where
         S::Device: BackendDevice<Storage = S>,
     {
@@ -95,62 +96,39 @@ where
     Ok(to)
 }
 
-/// Defines the forward passes of the devices, which are all the same.
-macro_rules! forward {
-    (product: $($name:ident $storage:ident),+) => {$(
-        fn $name(&self, s1: &$storage, l1: &Layout, s2: &$storage, l2: &Layout) -> Result<($storage, Shape)> {
-            Ok((self.product((s1, l1), (s2, l2))?, self.shape.clone()))
-        }
-    )+};
-    (with_bias: $($name:ident $storage:ident),+) => {$(
-        fn $name(
-            &self,
-            s1: &$storage,
-            l1: &Layout,
-            s2: &$storage,
-            l2: &Layout,
-            s3: &$storage,
-            l3: &Layout,
-        ) -> Result<($storage, Shape)> {
-            Ok((self.with_bias((s1, l1), (s2, l2), (s3, l3))?, self.shape.clone()))
-        }
-    )+};
-}
-
-impl CustomOp2 for Linear {
+impl Operation<2> for Linear {
     fn name(&self) -> &'static str {
         "linear"
     }
 
-    forward!(product: cpu_fwd CpuStorage, cuda_fwd CudaStorage, metal_fwd MetalStorage);
+    fn cpu(&self, [x, weight]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
+        Ok((self.product(x, weight)?, self.shape.clone()))
+    }
 
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dx, dw] = self.gradients(x, weight, grad)?;
-        Ok((dx, dw))
+    fn cuda(&self, [x, weight]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        Ok((self.product(x, weight)?, self.shape.clone()))
+    }
+
+    fn metal(&self, [x, weight]: [Stored<'_, MetalStorage>; 2]) -> Result<(MetalStorage, Shape)> {
+        Ok((self.product(x, weight)?, self.shape.clone()))
+    }
+
+    fn backward(&self, [x, weight]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        self.gradients(x, weight, grad)
     }
 }
 
-impl CustomOp3 for Linear {
+impl Operation<3> for Linear {
     fn name(&self) -> &'static str {
         "linear-with-bias"
     }
 
-    forward!(with_bias: cuda_fwd CudaStorage, metal_fwd MetalStorage);
-
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-        s3: &CpuStorage,
-        l3: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [x, weight, bias]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
         // Candle would broadcast the bias one entry at a time.
-        if let (CpuStorage::F32(_), CpuStorage::F32(_)) = (s1, s3)
-            && let CpuStorage::F32(mut out) = self.product((s1, l1), (s2, l2))?
+        if let (CpuStorage::F32(_), CpuStorage::F32(_)) = (x.0, bias.0)
+            && let CpuStorage::F32(mut out) = self.product(x, weight)?
         {
-            let bias = contiguous(s3, l3)?;
+            let bias = contiguous(bias.0, bias.1)?;
             Arch::new().dispatch(
                 #[inline(always)]
                 || {
@@ -161,20 +139,21 @@ impl CustomOp3 for Linear {
             );
             return Ok((CpuStorage::F32(out), self.shape.clone()));
         }
-        Ok((self.with_bias((s1, l1), (s2, l2), (s3, l3))?, self.shape.clone()))
+        Ok((self.with_bias(x, weight, bias)?, self.shape.clone()))
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn cuda(&self, [x, weight, bias]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
+        Ok((self.with_bias(x, weight, bias)?, self.shape.clone()))
+    }
+
+    fn metal(&self, [x, weight, bias]: [Stored<'_, MetalStorage>; 3]) -> Result<(MetalStorage, Shape)> {
+        Ok((self.with_bias(x, weight, bias)?, self.shape.clone()))
+    }
+
+    fn backward(&self, [x, weight, bias]: [&Tensor; 3], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let [dx, dw] = self.gradients(x, weight, grad)?;
         let db = bias.track_op().then(|| bias_gradient(bias, grad)).transpose()?;
-        Ok((dx, dw, db))
+        Ok([dx, dw, db])
     }
 }
 

@@ -25,6 +25,7 @@ pub mod metal;
 #[allow(dead_code)]
 mod metal;
 pub(crate) mod norm;
+pub(crate) mod operation;
 pub(crate) mod rotary;
 mod rows;
 pub(crate) mod softmax;

@@ -9,11 +9,12 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use pulp::{Arch, Simd, WithSimd};
 
 use super::{
     contiguous,
+    operation::{Operation, Stored},
     vector::{dot, sum},
     with_storages,
 };
@@ -26,7 +27,12 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    fn forward(&self, (s1, l1): Stored, (s2, l2): Stored, bias: Option<Stored>) -> Result<(CpuStorage, Shape)> {
+    fn forward(
+        &self,
+        (s1, l1): Stored<'_, CpuStorage>,
+        (s2, l2): Stored<'_, CpuStorage>,
+        bias: Option<Stored<'_, CpuStorage>>,
+    ) -> Result<(CpuStorage, Shape)> {
         let (x, weight) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let bias = bias.map(|(s, l)| contiguous(s, l)).transpose()?;
         if weight.is_empty() || !x.len().is_multiple_of(weight.len()) || bias.is_some_and(|b| b.len() != weight.len()) {
@@ -70,8 +76,6 @@ impl Norm {
         (dot(simd, centred, centred) / row.len() as f32 + self.eps).sqrt().recip()
     }
 }
-
-type Stored<'a> = (&'a CpuStorage, &'a Layout);
 
 /// `Forward` is the forward pass over all rows.
 struct Forward<'a> {
@@ -147,65 +151,42 @@ impl WithSimd for Backward<'_> {
     }
 }
 
-impl CustomOp2 for Norm {
+impl Operation<2> for Norm {
     fn name(&self) -> &'static str {
         "norm"
     }
 
-    fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
         self.forward((s1, l1), (s2, l2), None)
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, s1: &CudaStorage, l1: &Layout, s2: &CudaStorage, l2: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
         super::cuda::norm::forward(self, (s1, l1), (s2, l2), None)
     }
 
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, weight]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let [dx, dw, _] = self.backward(x, weight, grad)?;
-        Ok((Some(dx), Some(dw)))
+        Ok([Some(dx), Some(dw)])
     }
 }
 
-impl CustomOp3 for Norm {
+impl Operation<3> for Norm {
     fn name(&self) -> &'static str {
         "norm-with-bias"
     }
 
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-        s3: &CpuStorage,
-        l3: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
         self.forward((s1, l1), (s2, l2), Some((s3, l3)))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        s1: &CudaStorage,
-        l1: &Layout,
-        s2: &CudaStorage,
-        l2: &Layout,
-        s3: &CudaStorage,
-        l3: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
         super::cuda::norm::forward(self, (s1, l1), (s2, l2), Some((s3, l3)))
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, weight, _]: [&Tensor; 3], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let [dx, dw, db] = self.backward(x, weight, grad)?;
-        Ok((Some(dx), Some(dw), Some(db)))
+        Ok([Some(dx), Some(dw), Some(db)])
     }
 }

@@ -5,11 +5,16 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{contiguous, rows::Heads, with_storages};
+use super::{
+    contiguous,
+    operation::{Operation, Stored},
+    rows::Heads,
+    with_storages,
+};
 
 /// Which two numbers of a row of `D` make the `i`-th pair.
 #[derive(Clone, Copy, Debug)]
@@ -28,30 +33,30 @@ pub(crate) struct Rotary {
     pub(crate) pairs: Pairs,
 }
 
-impl CustomOp1 for Rotary {
+impl Operation<1> for Rotary {
     fn name(&self) -> &'static str {
         "rotary"
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
         Ok((CpuStorage::F32(self.turn(storage, layout, 1.0)?), layout.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(storage, layout)]: [Stored<'_, CudaStorage>; 1]) -> Result<(CudaStorage, Shape)> {
         cuda::rotary::turn(self, (storage, layout), 1.0)
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let grad = grad.contiguous()?;
         #[cfg(feature = "cuda")]
         if grad.device().is_cuda() {
             let turned = cuda::with_storages([&grad], |[grad]| cuda::rotary::turn(self, grad, -1.0));
             let (back, shape) = turned?;
-            return Ok(Some(cuda::tensor(back, shape)));
+            return Ok([Some(cuda::tensor(back, shape))]);
         }
         let back = with_storages([&grad], |[(storage, layout)]| self.turn(storage, layout, -1.0))?;
-        Ok(Some(Tensor::from_vec(back, grad.shape(), grad.device())?))
+        Ok([Some(Tensor::from_vec(back, grad.shape(), grad.device())?)])
     }
 }
 

@@ -29,14 +29,16 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, backend::BackendStorage, bail};
 use pulp::{Arch, Simd, WithSimd};
 
 use super::{
     check_finite, for_heads,
     fresh::{Fresh, Part},
     gemm::{Into, Left, Right, gemm},
-    narrow, padded,
+    narrow,
+    operation::{Operation, Stored, apply},
+    padded,
     rows::{Heads, Matrix, Rows},
     spare_threads,
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, subtract, sum},
@@ -68,7 +70,7 @@ pub(crate) struct Seen {
 /// empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
 /// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`.
 pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen, logs: bool) -> Result<Tensor> {
-    q.apply_op3(k, v, Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) })
+    apply(Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) }, [q, k, v])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -401,10 +403,13 @@ struct Inputs<'a> {
     keys: usize,
 }
 
-type Stored<'a> = (&'a CpuStorage, &'a Layout);
-
 impl<'a> Inputs<'a> {
-    fn new(q: Stored<'a>, k: Stored<'a>, v: Stored<'a>, seen: &'a Seen) -> Result<Self> {
+    fn new(
+        q: Stored<'a, CpuStorage>,
+        k: Stored<'a, CpuStorage>,
+        v: Stored<'a, CpuStorage>,
+        seen: &'a Seen,
+    ) -> Result<Self> {
         let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
         Ok(Self {
             q: Heads::new(q.0, q.1)?,
@@ -432,20 +437,12 @@ impl<'a> Inputs<'a> {
     }
 }
 
-impl CustomOp3 for Softmax {
+impl Operation<3> for Softmax {
     fn name(&self) -> &'static str {
         "softmax-attention"
     }
 
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-        s3: &CpuStorage,
-        l3: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
         let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
@@ -468,14 +465,7 @@ impl CustomOp3 for Softmax {
         Ok((narrow(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let grad = grad.contiguous()?;
         let (_, h, t, d) = q.dims4()?;
         let (b, hkv, keys, vd) = v.dims4()?;
@@ -534,10 +524,10 @@ impl CustomOp3 for Softmax {
             };
             Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
         };
-        Ok((
+        Ok([
             Some(tensor(dq.finish(), d, q)?),
             Some(tensor(dk.finish(), width, k)?),
             Some(tensor(dv.finish(), value_width, v)?),
-        ))
+        ])
     }
 }

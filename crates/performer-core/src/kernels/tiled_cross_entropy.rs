@@ -10,10 +10,10 @@
 //! ```
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp2, D, DType, Layout, MetalStorage, Result, Shape, Storage, Tensor,
-    backend::BackendStorage, bail,
+    CpuStorage, CudaStorage, D, DType, MetalStorage, Result, Shape, Storage, Tensor, backend::BackendStorage, bail,
 };
 
+use super::operation::{Operation, Stored, apply};
 use crate::ops::matmul;
 
 /// The most bytes of logits in memory at a time; a tile has one row at least.
@@ -40,7 +40,7 @@ fn in_tiles(x: &Tensor, weight: &Tensor, tiles: Tiles) -> Result<Tensor> {
         parts[1].push(log);
     }
     let [losses, logs] = parts.map(|parts| Tensor::cat(&parts, 0));
-    x.apply_op2(weight, TiledCrossEntropy { tiles, losses: losses?, logs: logs? })
+    apply(TiledCrossEntropy { tiles, losses: losses?, logs: logs? }, [x, weight])
 }
 
 /// `Tiles` says how many rows a tile of logits has, and which targets the rows have.
@@ -110,24 +110,24 @@ macro_rules! computed {
     }};
 }
 
-impl CustomOp2 for TiledCrossEntropy {
+impl Operation<2> for TiledCrossEntropy {
     fn name(&self) -> &'static str {
         "tiled-cross-entropy"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, _: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
         computed!(self, Cpu)
     }
 
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, _: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
         computed!(self, Cuda)
     }
 
-    fn metal_fwd(&self, _: &MetalStorage, _: &Layout, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+    fn metal(&self, _: [Stored<'_, MetalStorage>; 2]) -> Result<(MetalStorage, Shape)> {
         computed!(self, Metal)
     }
 
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, weight]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (x, weight, grad) = (x.detach(), weight.detach(), grad.detach().contiguous()?);
         let head = weight.to_dtype(x.dtype())?;
         let (mut dx, mut dw) = (Vec::new(), None);
@@ -144,7 +144,7 @@ impl CustomOp2 for TiledCrossEntropy {
             });
         }
         let dw = dw.map(|dw| dw.to_dtype(weight.dtype())).transpose()?;
-        Ok((Some(Tensor::cat(&dx, 0)?), dw))
+        Ok([Some(Tensor::cat(&dx, 0)?), dw])
     }
 }
 

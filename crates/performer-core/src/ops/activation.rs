@@ -3,14 +3,17 @@
 use candle_core::{D, Result, Tensor};
 
 use super::{is_fused, wide};
-use crate::kernels::activation::{Gelu, Swiglu};
+use crate::kernels::{
+    activation::{Gelu, Swiglu},
+    operation::apply,
+};
 
 /// GELU takes every number `x` to `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, its tanh form
 /// (Hendrycks & Gimpel 2016, <https://arxiv.org/abs/1606.08415>).
 ///
 /// The result has the shape and type of `x`.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if is_fused(x) { x.contiguous()?.apply_op1(Gelu) } else { x.gelu() }
+    if is_fused(x) { apply(Gelu, [&x.contiguous()?]) } else { x.gelu() }
 }
 
 /// SwiGLU multiplies `x` by a gate, `g σ(g) ∘ x` (Shazeer 2020,
@@ -23,7 +26,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If `gate` and `x` differ in shape or type.
 pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
-    if is_fused(gate) { gate.contiguous()?.apply_op2(&x.contiguous()?, Swiglu) } else { gate.silu()? * x }
+    if is_fused(gate) { apply(Swiglu, [&gate.contiguous()?, &x.contiguous()?]) } else { gate.silu()? * x }
 }
 
 /// Softmax computes `e^{x_i} / Σ_j e^{x_j}` over the last dimension.

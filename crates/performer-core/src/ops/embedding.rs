@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor};
 
 use super::wide;
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda;
+use crate::kernels::{cuda, operation::apply};
 
 /// An embedding looks up rows of `table` `(V, E)` by their numbers: u32 `ids` `(..)` → `(.., E)`,
 /// of the type of the table.
@@ -17,7 +17,7 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let ids = ids.flatten_all()?.contiguous()?;
     #[cfg(feature = "cuda")]
     if cuda::takes(table) && ids.elem_count() > 0 && ids.dtype() == candle_core::DType::U32 {
-        return table.contiguous()?.apply_op1(cuda::embedding::Embedding { ids })?.reshape(shape);
+        return apply(cuda::embedding::Embedding { ids }, [&table.contiguous()?])?.reshape(shape);
     }
     // Its gradient adds up rows, for which half types are too coarse.
     table.to_dtype(wide(table))?.index_select(&ids, 0)?.to_dtype(table.dtype())?.reshape(shape)

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use crate::kernels::linear::Linear;
+use crate::kernels::{linear::Linear, operation::apply};
 
 /// The product of two matrices, `(N, K)` and `(K, M)`, of one type. Candle has none for bf16 on the
 /// CPU: there it is made in f32 and rounded.
@@ -75,7 +75,7 @@ fn map_rows(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, shape: Shape, he
     }
     let map = Linear { shape, heads };
     match bias {
-        None => x.apply_op2(weight, map),
-        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, map),
+        None => apply(map, [x, weight]),
+        Some(bias) => apply(map, [x, weight, &bias.contiguous()?]),
     }
 }

@@ -5,6 +5,7 @@ use candle_core::{D, DType, Device, Result, Shape, Tensor, bail};
 use super::{is_fused_on_cpu, matmul, wide};
 use crate::kernels::{
     cross_entropy::{CrossEntropy, Teacher},
+    operation::apply,
     tiled_cross_entropy,
 };
 
@@ -207,7 +208,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Targets) -> R
     check_width(x, weight)?;
     targets.losses(x, |x, ids| {
         if is_fused_on_cpu(x) && weight.dtype() == DType::F32 {
-            return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(x, weight, ids, None));
+            let operation = CrossEntropy::new(x, weight, ids, None);
+            return apply(operation, [&x.contiguous()?, &weight.contiguous()?]);
         }
         tiled_cross_entropy::cross_entropy(x, weight, Tensor::from_slice(ids, ids.len(), x.device())?)
     })
@@ -242,7 +244,8 @@ pub fn linear_distillation(
     }
     if [x, weight, &states, &head].iter().all(|t| is_fused_on_cpu(t)) {
         let teacher = Teacher { states: states.contiguous()?, head: head.contiguous()?, share: share as f32 };
-        return x.contiguous()?.apply_op2(&weight.contiguous()?, CrossEntropy::new(x, weight, targets, Some(teacher)));
+        let operation = CrossEntropy::new(x, weight, targets, Some(teacher));
+        return apply(operation, [&x.contiguous()?, &weight.contiguous()?]);
     }
     let logits = |x: &Tensor, w: &Tensor| -> Result<Tensor> {
         let logits = matmul(x, &w.to_dtype(x.dtype())?.t()?)?;

@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::{is_fused, is_half, wide};
-use crate::kernels::norm::Norm;
+use crate::kernels::{norm::Norm, operation::apply};
 
 /// LayerNorm computes `w ∘ (x − mean x)/√(var x + ε) + b` over the last dimension (Ba et al. 2016,
 /// <https://arxiv.org/abs/1607.06450>).
@@ -80,8 +80,8 @@ pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps:
     if is_fused(x) {
         let norm = Norm { eps: eps as f32, center };
         return match bias {
-            None => x.contiguous()?.apply_op2(&weight.contiguous()?, norm),
-            Some(bias) => x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, norm),
+            None => apply(norm, [&x.contiguous()?, &weight.contiguous()?]),
+            Some(bias) => apply(norm, [&x.contiguous()?, &weight.contiguous()?, &bias.contiguous()?]),
         };
     }
     if is_half(x) {

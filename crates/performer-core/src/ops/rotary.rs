@@ -3,7 +3,10 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::{is_fused, is_half, wide};
-use crate::kernels::rotary::{Pairs, Rotary};
+use crate::kernels::{
+    operation::apply,
+    rotary::{Pairs, Rotary},
+};
 
 /// Rotary positions turn the pairs `(i, i + D/2)` of each head by the angles of its token (Su et
 /// al. 2021, <https://arxiv.org/abs/2104.09864>). This is the half-split layout of GPT-NeoX and of
@@ -84,7 +87,7 @@ fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> 
     let (cos, sin) = (table(cos)?, table(sin)?);
     if is_fused {
         let x = if x.stride()[3] == 1 { x.clone() } else { x.contiguous()? };
-        return x.apply_op1(Rotary { cos: cos.contiguous()?, sin: sin.contiguous()?, pairs });
+        return apply(Rotary { cos: cos.contiguous()?, sin: sin.contiguous()?, pairs }, [&x]);
     }
     composed(x, &cos, &sin, pairs)
 }

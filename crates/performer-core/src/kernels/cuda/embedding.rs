@@ -1,8 +1,9 @@
 //! An embedding on CUDA whose gradient is computed by `embedding.cu`. Candle's gradient adds one
 //! position after the other to every column, so that thousands of them wait in line.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 
+use super::super::operation::{Operation, Stored};
 use super::{CudaStorage, STORED, Source, THREADS, allocate, contiguous, storage, tensor, with_storages};
 
 const SOURCE: Source = Source {
@@ -16,25 +17,21 @@ pub(crate) struct Embedding {
     pub(crate) ids: Tensor,
 }
 
-impl CustomOp1 for Embedding {
+impl Operation<1> for Embedding {
     fn name(&self) -> &'static str {
         "embedding"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("embedding: this operation is for CUDA")
-    }
-
-    fn cuda_fwd(&self, table: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(table, layout)]: [Stored<'_, CudaStorage>; 1]) -> Result<(CudaStorage, Shape)> {
         let (_, width) = layout.shape().dims2()?;
         with_storages([&self.ids], |[(ids, ids_layout)]| {
             Ok((table.index_select(ids, layout, ids_layout, 0)?, Shape::from((self.ids.elem_count(), width))))
         })
     }
 
-    fn bwd(&self, table: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [table]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let gradient = backward(&self.ids, grad, table.dim(0)?)?;
-        Ok(Some(gradient.to_dtype(table.dtype())?))
+        Ok([Some(gradient.to_dtype(table.dtype())?)])
     }
 }
 

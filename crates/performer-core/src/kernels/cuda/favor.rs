@@ -10,8 +10,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
+use super::super::operation::{Operation, Stored, apply};
 use super::{
     CudaStorage, Source, THREADS, View,
     buffer::Buffer,
@@ -148,7 +149,7 @@ pub(crate) fn favor(
     visible: Option<Tensor>,
     causal: bool,
 ) -> Result<Tensor> {
-    q.apply_op3(k, v, Favor { map: map.clone(), causal, visible, saved: Mutex::new(None) })
+    apply(Favor { map: map.clone(), causal, visible, saved: Mutex::new(None) }, [q, k, v])
 }
 
 impl Favor {
@@ -163,53 +164,25 @@ impl Favor {
     }
 }
 
-impl CustomOp3 for Favor {
+impl Operation<3> for Favor {
     fn name(&self) -> &'static str {
         "favor"
     }
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        bail!("favor: this operation is for CUDA")
-    }
-
-    fn cuda_fwd(
-        &self,
-        s1: &CudaStorage,
-        l1: &Layout,
-        s2: &CudaStorage,
-        l2: &Layout,
-        s3: &CudaStorage,
-        l3: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
         let (out, saved) = self.with_call([(s1, l1), (s2, l2), (s3, l3)], |call| call.forward(None, None))?;
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
         let shape = out.layout.shape().clone();
         Ok((out.storage, shape))
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(saved) = &*saved else { bail!("favor: the backward pass needs a forward pass before it") };
         let gradients = with_storages([q, k, v, out, &grad.contiguous()?], |[q, k, v, out, grad]| {
             self.with_call([q, k, v], |call| call.backward(out, grad, saved))
         })?;
-        let [dq, dk, dv] = gradients.map(Buffer::tensor);
-        Ok((Some(dq), Some(dk), Some(dv)))
+        Ok(gradients.map(|gradient| Some(gradient.tensor())))
     }
 }
 

@@ -4,10 +4,10 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{
-    CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
-    cuda_backend::cudarc::driver::DeviceRepr,
+    DType, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
 };
 
+use super::super::operation::{Operation, Stored, apply};
 use super::{
     CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
     buffer::{Buffer, Strides, optional},
@@ -45,7 +45,7 @@ pub(crate) struct Seen {
 /// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
 /// empty. A row that sees no key is zero.
 pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
-    q.apply_op3(k, v, Softmax { seen, logs: Mutex::new(None) })
+    apply(Softmax { seen, logs: Mutex::new(None) }, [q, k, v])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -219,52 +219,25 @@ impl Softmax {
     }
 }
 
-impl CustomOp3 for Softmax {
+impl Operation<3> for Softmax {
     fn name(&self) -> &'static str {
         "softmax-attention"
     }
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        bail!("softmax attention: this operation is for CUDA")
-    }
-
-    fn cuda_fwd(
-        &self,
-        s1: &CudaStorage,
-        l1: &Layout,
-        s2: &CudaStorage,
-        l2: &Layout,
-        s3: &CudaStorage,
-        l3: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
         let (out, logs) = self.with_call([(s1, l1), (s2, l2), (s3, l3)], |call| call.forward())?;
         *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = Some(logs);
         let shape = out.layout.shape().clone();
         Ok((out.storage, shape))
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(logs) = &*logs else { bail!("softmax attention: the backward pass needs a forward pass before it") };
         let gradients = with_storages([q, k, v, out, &grad.contiguous()?], |[q, k, v, out, grad]| {
             self.with_call([q, k, v], |call| call.backward(out, grad, logs))
         })?;
         let [dq, dk, dv] = gradients.map(Buffer::tensor);
-        Ok((Some(dq), Some(dk), Some(dv)))
+        Ok([dq, dk, dv].map(Some))
     }
 }

@@ -66,6 +66,7 @@ pub(crate) use trained::Trained;
 use super::{
     check_finite, for_heads,
     fresh::Fresh,
+    operation::Stored,
     padded,
     rows::{Heads, Rows},
     spare_threads,
@@ -301,10 +302,14 @@ struct Inputs<'a> {
     keys: usize,
 }
 
-type Stored<'a> = (&'a CpuStorage, &'a Layout);
-
 impl<'a> Inputs<'a> {
-    fn new(form: &'a Form, q: Stored<'a>, k: Stored<'a>, v: Stored<'a>, visible: Option<&'a [bool]>) -> Result<Self> {
+    fn new(
+        form: &'a Form,
+        q: Stored<'a, CpuStorage>,
+        k: Stored<'a, CpuStorage>,
+        v: Stored<'a, CpuStorage>,
+        visible: Option<&'a [bool]>,
+    ) -> Result<Self> {
         let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
         Ok(Self {
             form,

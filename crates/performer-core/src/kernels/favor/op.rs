@@ -2,17 +2,18 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{
     super::{
         for_heads,
         fresh::{Fresh, Part},
         narrow,
+        operation::{Operation, Stored, apply},
         rows::Heads,
         spare_threads, with_storages,
     },
-    Form, Inputs, Stored, causal, causal_backward,
+    Form, Inputs, causal, causal_backward,
     exponential::LinearGradient,
     full,
 };
@@ -29,7 +30,7 @@ pub(crate) fn favor(
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    q.apply_op3(k, v, Favor(Passes::new(form.clone(), causal, visible, [q, k, v])))
+    apply(Favor(Passes::new(form.clone(), causal, visible, [q, k, v])), [q, k, v])
 }
 
 /// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.
@@ -65,7 +66,7 @@ impl Passes {
     }
 
     /// The forward pass: the outputs `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms.
-    pub(super) fn forward(&self, [q, k, v]: [Stored; 3]) -> Result<(CpuStorage, Shape)> {
+    pub(super) fn forward(&self, [q, k, v]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
         let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
         let (b, h, t, _) = q.1.shape().dims4()?;
         let dv = v.1.dims()[3];
@@ -157,32 +158,17 @@ impl Passes {
     }
 }
 
-impl CustomOp3 for Favor {
+impl Operation<3> for Favor {
     fn name(&self) -> &'static str {
         "favor"
     }
 
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-        s3: &CpuStorage,
-        l3: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
         self.0.forward([(s1, l1), (s2, l2), (s3, l3)])
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [])?;
-        Ok((Some(dq), Some(dk), Some(dv)))
+        Ok([dq, dk, dv].map(Some))
     }
 }

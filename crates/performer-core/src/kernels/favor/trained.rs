@@ -4,8 +4,9 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor};
 
+use super::super::operation::{Operation, Stored, apply};
 use super::{
     Form,
     exponential::{Exponential, LinearGradient},
@@ -61,7 +62,7 @@ impl Trained {
         let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
         let of = [q, &keys_values, &self.parameters];
         let passes = Passes::new(Form { maps: self.maps, logs }, causal, visible, of);
-        q.apply_op3(&keys_values, &self.parameters, TrainedFavor { passes, sizes: self.sizes })
+        apply(TrainedFavor { passes, sizes: self.sizes }, of)
     }
 }
 
@@ -71,33 +72,23 @@ struct TrainedFavor {
     sizes: [usize; 2],
 }
 
-impl CustomOp3 for TrainedFavor {
+impl Operation<3> for TrainedFavor {
     fn name(&self) -> &'static str {
         "favor-trained"
     }
 
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [(s1, l1), (s2, l2), (_, _)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
         let [_, d] = self.sizes;
         let (k, v) = (l2.narrow(3, 0, d)?, l2.narrow(3, d, l2.dims()[3] - d)?);
         self.passes.forward([(s1, l1), (s2, &k), (s2, &v)])
     }
 
-    fn bwd(
+    fn backward(
         &self,
-        q: &Tensor,
-        keys_values: &Tensor,
-        parameters: &Tensor,
+        [q, keys_values, parameters]: [&Tensor; 3],
         out: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    ) -> Result<[Option<Tensor>; 3]> {
         let [m, d] = self.sizes;
         let (batch, key_heads, _, width) = keys_values.dims4()?;
         let (k, v) = (keys_values.narrow(3, 0, d)?, keys_values.narrow(3, d, width - d)?);
@@ -119,6 +110,6 @@ impl CustomOp3 for TrainedFavor {
             log_weights.iter_mut().zip(&of_keys.log_weights).for_each(|(sum, x)| *sum += x);
         }
         let sums = Tensor::from_vec(sums, (heads, numbers), parameters.device())?;
-        Ok((Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), Some(sums)))
+        Ok([Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), Some(sums)])
     }
 }
