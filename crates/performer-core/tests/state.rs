@@ -33,6 +33,8 @@ fn cases() -> Result<Vec<Case>> {
         }
         let problem = Problem::random(1, SHAPE, Some(FeatureMapKind::Positive), 8);
         let inputs = problem.tensors(dtype)?;
+        let last = Softmax::new().with_window(9)?;
+        all.push(Case { name: format!("softmax of 9 {dtype:?}"), attention: Box::new(last), inputs: inputs.clone() });
         // One that has only its window to remember, and one that has more.
         for window in [8, 64] {
             let windowed = Windowed::new(window, problem.favor(dtype)?)?;

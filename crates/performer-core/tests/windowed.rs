@@ -179,3 +179,79 @@ fn what_cannot_be_is_refused() -> Result<()> {
     assert!(error(attention.extend(Inputs::new(&q, &k, &v), &mut state)).contains("another attention"));
     Ok(())
 }
+
+/// A window of softmax alone is its definition in the f64 reference, with its gradients, at lengths within,
+/// at and beyond the kernels' tiles.
+#[test]
+fn a_window_of_softmax_is_the_reference() -> Result<()> {
+    use common::{Layout, Problem};
+    use performer_core::reference::{Shape, attention, attention_backward};
+    for (t, window) in [(1, 1), (5, 1), (63, 7), (130, 64), (300, 128), (500, 129), (40, 100)] {
+        let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: t, k_len: t, head_dim: D, value_dim: 5 };
+        let mut problem = Problem::random(t as u64, shape, None, 1);
+        problem.causal = true;
+        problem.key_mask = (t > 2).then(|| Random::new(9).mask(2 * t, 0.8));
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)] {
+            let problem = problem.clone().rounded(dtype)?;
+            let inputs = performer_core::reference::Inputs { window: Some(window), ..problem.inputs() };
+            let output = attention(problem.kernel(), inputs);
+            let gradients = attention_backward(problem.kernel(), inputs, &problem.grad_output);
+            for softmax in [Softmax::new(), Softmax::new().composed()] {
+                let softmax = softmax.with_window(window)?;
+                let outcome = problem.run(&softmax, dtype, Layout::Transposed)?;
+                let what = format!("{dtype:?} T={t} W={window}");
+                common::assert_close(&what, &problem.output_dims(), &outcome.output, &output, tolerance);
+                for (name, got, want, dims) in [
+                    ("dq", &outcome.q, &gradients.q, problem.q_dims()),
+                    ("dk", &outcome.k, &gradients.k, problem.k_dims()),
+                    ("dv", &outcome.v, &gradients.v, problem.v_dims()),
+                ] {
+                    common::assert_close(&format!("{what}, {name}"), &dims, got, want, tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Decoding in any pieces is one pass, the state stops growing at the window, and what left it is forgotten to
+/// the bit.
+#[test]
+fn a_window_of_softmax_decodes_with_a_constant_state() -> Result<()> {
+    let softmax = Softmax::new().with_window(7)?;
+    for dtype in [DType::F32, DType::F64] {
+        let [q, k, v] = inputs(40, dtype)?;
+        let whole = values(&softmax.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
+        for pieces in [&[1; 40][..], &[40], &[3, 20, 1, 1, 15], &[6, 1, 1, 32]] {
+            let (mut state, mut start, mut outs, mut bytes) = (State::new(), 0, Vec::new(), Vec::new());
+            for &n in pieces {
+                let part = |x: &Tensor| x.narrow(2, start, n);
+                outs.push(softmax.extend(Inputs::new(&part(&q)?, &part(&k)?, &part(&v)?), &mut state)?);
+                start += n;
+                if start >= 7 {
+                    bytes.push(state.bytes());
+                }
+            }
+            let what = format!("{dtype:?} in {pieces:?}");
+            assert_tensor_close(&what, &Tensor::cat(&outs, 2)?, &whole, 1e-5);
+            assert!(bytes.iter().all(|&b| b == bytes[0]), "{what}: the state grows, {bytes:?}");
+            let mut saved = State::from_record(&state.record()?)?;
+            let part = |x: &Tensor| x.narrow(2, 0, 2);
+            let next = |state: &mut State| softmax.extend(Inputs::new(&part(&q)?, &part(&k)?, &part(&v)?), state);
+            assert_eq!(values(&next(&mut saved)?)?, values(&next(&mut state)?)?);
+        }
+        // Tokens before the window do not change a bit of what comes after.
+        let other = k.slice_assign(&[0..2, 0..2, 0..20, 0..D], &(k.narrow(2, 0, 20)? * 3.0)?)?;
+        let changed = softmax.forward(Inputs::new(&q, &other, &v), &Mask::causal())?.narrow(2, 26, 14)?;
+        let same = softmax.forward(Inputs::new(&q, &k, &v), &Mask::causal())?.narrow(2, 26, 14)?;
+        assert_eq!(values(&changed)?, values(&same)?);
+    }
+    let [q, k, v] = inputs(9, DType::F32)?;
+    assert!(softmax.forward(Inputs::new(&q, &k, &v), &Mask::full()).is_err_and(|e| e.to_string().contains("causal")));
+    assert!(Softmax::new().with_window(0).is_err());
+    let mut state = State::new();
+    softmax.extend(Inputs::new(&q, &k, &v), &mut state)?;
+    let error = Softmax::new().extend(Inputs::new(&q, &k, &v), &mut state).expect_err("no window").to_string();
+    assert!(error.contains("window 7 and not none"), "{error}");
+    Ok(())
+}

@@ -30,6 +30,11 @@ use crate::features::FeatureMapKind;
 pub enum AttentionConfig {
     /// Exact softmax attention.
     Softmax,
+    /// Exact softmax attention to the last tokens, and to nothing else.
+    SoftmaxWindow {
+        /// Tokens that a query sees, its own among them.
+        window: usize,
+    },
     /// Linear attention through feature maps.
     Favor(FavorConfig),
     /// Exact attention to the last tokens, linear attention to those before.
@@ -46,6 +51,7 @@ impl AttentionConfig {
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Softmax => "softmax",
+            Self::SoftmaxWindow { .. } => "softmax-window",
             Self::Favor(_) => "favor",
             Self::Windowed { .. } => "windowed",
         }
@@ -54,7 +60,7 @@ impl AttentionConfig {
     /// Linear attention in it, if any.
     pub fn favor(&self) -> Option<&FavorConfig> {
         match self {
-            Self::Softmax => None,
+            Self::Softmax | Self::SoftmaxWindow { .. } => None,
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
         }
     }
@@ -67,6 +73,7 @@ impl AttentionConfig {
         let favor = |config: &FavorConfig| Favor::new(config, head_dim, seed, dtype, device);
         Ok(match self {
             Self::Softmax => Box::new(Softmax::new()),
+            Self::SoftmaxWindow { window } => Box::new(Softmax::new().with_window(*window)?),
             Self::Favor(config) => Box::new(favor(config)?),
             Self::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
         })
@@ -75,8 +82,8 @@ impl AttentionConfig {
     /// Tokens of exact attention, where they are limited.
     pub fn window(&self) -> Option<usize> {
         match self {
-            Self::Windowed { window, .. } => Some(*window),
-            _ => None,
+            Self::SoftmaxWindow { window } | Self::Windowed { window, .. } => Some(*window),
+            Self::Softmax | Self::Favor(_) => None,
         }
     }
 }
@@ -87,7 +94,11 @@ const WINDOW: usize = 32;
 /// The shortest text that [`FromStr`] reads back: only what differs from the default.
 impl fmt::Display for AttentionConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(c) = self.favor() else { return f.write_str("softmax") };
+        let c = match self {
+            Self::Softmax => return f.write_str("softmax"),
+            Self::SoftmaxWindow { window } => return write!(f, "softmax:window={window}"),
+            Self::Favor(favor) | Self::Windowed { far: favor, .. } => favor,
+        };
         let d = FavorConfig::default();
         let mut parts = Vec::new();
         if c.map.is_random() {
@@ -109,7 +120,7 @@ impl fmt::Display for AttentionConfig {
     }
 }
 
-/// Reads `softmax`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`,
+/// Reads `softmax`, `softmax:window=32`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`,
 /// and two variants by name: `favor-learned` is `favor:map=learned`, and `favor-window` is
 /// `favor:map=learned,window=32`. All but `softmax` take settings.
 impl FromStr for AttentionConfig {
@@ -120,7 +131,15 @@ impl FromStr for AttentionConfig {
         let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
-            "softmax" => return Err(format!("softmax takes no settings, but '{settings}' was given")),
+            "softmax" => {
+                return match settings.strip_prefix("window=").map(str::parse) {
+                    Some(Ok(window)) if window > 0 => Ok(Self::SoftmaxWindow { window }),
+                    _ => Err(format!(
+                        "softmax takes one setting, window= with a whole number of tokens of at least 1, but '{settings}' \
+                         was given"
+                    )),
+                };
+            }
             "favor" => (FavorConfig::default(), None),
             "favor-learned" => (learned, None),
             "favor-window" => (learned, Some(WINDOW)),
@@ -179,6 +198,7 @@ mod tests {
     fn attention_reads_back_what_it_shows() {
         for text in [
             "softmax",
+            "softmax:window=32",
             "favor:m=64",
             "favor:m=32,map=relu,projection=gaussian",
             "favor:map=elu",
@@ -201,7 +221,8 @@ mod tests {
             ("favor:64", "KEY=VALUE"),
             ("favor:map=x", "unknown feature map"),
             ("favor:window=0", "at least 1"),
-            ("softmax:m=1", "no settings"),
+            ("softmax:m=1", "one setting"),
+            ("softmax:window=0", "at least 1"),
             ("favor:m=4,features=8", "m is given twice"),
             ("favor:window=4,window=4", "window is given twice"),
         ] {

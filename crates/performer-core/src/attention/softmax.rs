@@ -19,15 +19,37 @@ const CACHE_TOKENS: usize = 256;
 
 /// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16,
 /// on the CPU and on CUDA up to 128 dimensions), `O(T²)` elsewhere.
+///
+/// With [`Self::with_window`], causal attention to the last tokens alone, in linear time and with a state of
+/// constant size: what linear attention has to be better than.
 #[derive(Clone, Debug, Default)]
 pub struct Softmax {
     composed: bool,
+    window: Option<usize>,
 }
 
 impl Softmax {
     /// Exact attention has no settings.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Lets each query see the last `window` tokens only, its own among them: `O(T·W)` time on the CPU, where
+    /// tiles of keys outside the window are never read, and a decoding state of `W − 1` keys and values.
+    ///
+    /// # Errors
+    /// If `window` is 0.
+    pub fn with_window(mut self, window: usize) -> Result<Self> {
+        if window == 0 {
+            bail!("window is 0; it must be at least 1, the query's own token");
+        }
+        self.window = Some(window);
+        Ok(self)
+    }
+
+    /// Tokens that a query sees, where they are limited.
+    pub fn window(&self) -> Option<usize> {
+        self.window
     }
 
     /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
@@ -44,7 +66,8 @@ impl Softmax {
         let Inputs { q, k, v, .. } = inputs;
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => {
-                let seen = softmax::Seen { offset, window: None, visible: mask.visible_flags(sizes.batch)? };
+                let visible = mask.visible_flags(sizes.batch)?;
+                let seen = softmax::Seen { offset, window: self.window, visible };
                 softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, false)
             }
             #[cfg(feature = "cuda")]
@@ -54,7 +77,7 @@ impl Softmax {
             }
             Err(_) => {
                 let folded = Folded::new(inputs, mask)?;
-                folded.output(&attend(&folded, offset, None)?.0)
+                folded.output(&attend(&folded, offset, self.window)?.0)
             }
         }
     }
@@ -67,7 +90,10 @@ impl Softmax {
         }
         #[cfg(feature = "cuda")]
         if kernels::cuda::softmax::takes(q, inputs.v) {
-            return Ok(Kernel::Cuda);
+            return match self.window {
+                None => Ok(Kernel::Cuda),
+                Some(_) => Err("the CUDA kernels have no windows".into()),
+            };
         }
         if kernels::takes(q) {
             return Ok(Kernel::Cpu);
@@ -111,7 +137,7 @@ impl Softmax {
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },
             #[cfg(feature = "cuda")]
-            Ok(Kernel::Cuda) => Path::Composed { why: "the CUDA kernels have no windows".into() },
+            Ok(Kernel::Cuda) => Path::Composed { why: "the CUDA kernels of a window have no logarithms".into() },
             Err(why) => Path::Composed { why },
         }
     }
@@ -128,6 +154,9 @@ impl Attention for Softmax {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
         inputs.refuse_gates("softmax attention")?;
         let sizes = inputs.sizes_under(mask)?;
+        if self.window.is_some() && !mask.is_causal() {
+            bail!("softmax attention with a window is causal; give it Mask::causal()");
+        }
         self.attend(inputs, sizes, mask, if mask.is_causal() { Some(0) } else { None })
     }
 
@@ -138,6 +167,9 @@ impl Attention for Softmax {
         // The new part, before the cache is touched.
         for (name, t) in [("q", q), ("k", k), ("v", v)] {
             check_finite(t, name)?;
+        }
+        if let Some(window) = self.window {
+            return self.advance_window(inputs, sizes, state, window);
         }
         let past = state.tokens();
         let mut memory = state.take::<KeysAndValues>()?.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
@@ -153,8 +185,12 @@ impl Attention for Softmax {
     }
 
     fn identity(&self) -> Result<Identity> {
-        static IDENTITY: std::sync::OnceLock<Identity> = std::sync::OnceLock::new();
-        Ok(IDENTITY.get_or_init(|| Identity::new("softmax")).clone())
+        static WHOLE: std::sync::OnceLock<Identity> = std::sync::OnceLock::new();
+        let whole = WHOLE.get_or_init(|| Identity::new("softmax")).clone();
+        Ok(match self.window {
+            None => whole,
+            Some(window) => whole.with("window", window),
+        })
     }
 
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
@@ -165,6 +201,78 @@ impl Attention for Softmax {
             Ok(Kernel::Cuda) => Path::Fused { device: "CUDA" },
             Err(why) => Path::Composed { why },
         })
+    }
+}
+
+impl Softmax {
+    /// [`Attention::advance`] with a window.
+    fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
+        let past = state.take::<LastKeysAndValues>()?;
+        let attended = (|| {
+            let (mut k, mut v) = (inputs.k.contiguous()?, inputs.v.contiguous()?);
+            if let Some(past) = &past {
+                k = Tensor::cat(&[&past.keys, &k], 2)?;
+                v = Tensor::cat(&[&past.values, &v], 2)?;
+            }
+            let all = k.dim(2)?;
+            let out = if sizes.queries == 1 && sizes.batch > 0 && !self.composed && kernels::takes(inputs.q) {
+                softmax::step(&rows(inputs.q)?, &k, &v)?
+            } else {
+                let inputs = Inputs::new(inputs.q, &k, &v);
+                self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(all - sizes.queries))?
+            };
+            // The next token sees these and itself.
+            let kept = all.min(window - 1);
+            let last = |t: &Tensor| t.narrow(2, all - kept, kept)?.contiguous();
+            Ok((out, LastKeysAndValues { keys: last(&k)?, values: last(&v)? }))
+        })();
+        match attended {
+            Ok((out, memory)) => {
+                state.set(memory);
+                Ok(out)
+            }
+            Err(error) => {
+                past.into_iter().for_each(|past| state.set(past));
+                Err(error)
+            }
+        }
+    }
+}
+
+/// The keys and values that the next token of a window sees beside its own.
+#[derive(Clone, Debug)]
+struct LastKeysAndValues {
+    /// `(B, Hkv, W − 1, D)`, fewer at the beginning.
+    keys: Tensor,
+    /// `(B, Hkv, W − 1, Dv)`, fewer at the beginning.
+    values: Tensor,
+}
+
+impl Memory for LastKeysAndValues {
+    fn kind() -> &'static str {
+        "the last keys and values of exact attention"
+    }
+
+    fn bytes(&self) -> usize {
+        bytes_of(&self.keys) + bytes_of(&self.values)
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory> {
+        // Nothing writes to these tensors.
+        Box::new(self.clone())
+    }
+
+    fn save(&self) -> Result<StateRecord> {
+        Ok(StateRecord::new().with_tensor("keys", self.keys.clone()).with_tensor("values", self.values.clone()))
+    }
+
+    fn load(record: &StateRecord) -> Result<Self> {
+        let (keys, values) = (record.tensor("keys")?.clone(), record.tensor("values")?.clone());
+        let ((b, h, w, _), (vb, vh, vw, _)) = (keys.dims4()?, values.dims4()?);
+        if (b, h, w) != (vb, vh, vw) {
+            bail!("saved state: keys {:?} and values {:?} do not belong together", keys.dims(), values.dims());
+        }
+        Ok(Self { keys, values })
     }
 }
 

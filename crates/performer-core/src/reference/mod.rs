@@ -80,6 +80,8 @@ pub struct Inputs<'a> {
     /// Whether query i sees only the keys `j <= i + (Tk - Tq)`: the queries are the last Tq of Tk
     /// tokens, Tq <= Tk.
     pub causal: bool,
+    /// How many keys a query sees at most under `causal`: the last so many, its own among them.
+    pub window: Option<usize>,
     /// `(B, Tk)`, true for the keys that may be seen; `None` if all may.
     pub key_mask: Option<&'a [bool]>,
 }
@@ -204,7 +206,8 @@ impl<'a> Head<'a> {
         let queries: Vec<_> = (0..shape.q_len).map(|i| scaled(inputs.q, q_rows + i)).collect();
         let keys: Vec<_> = (0..shape.k_len).map(|j| scaled(inputs.k, kv_rows + j)).collect();
         let visible = |i, j| {
-            let past = !inputs.causal || j <= i + (shape.k_len - shape.q_len);
+            let own = i + (shape.k_len - shape.q_len);
+            let past = !inputs.causal || (j <= own && inputs.window.is_none_or(|window| j + window > own));
             past && inputs.key_mask.is_none_or(|mask| mask[batch * shape.k_len + j])
         };
         Head {

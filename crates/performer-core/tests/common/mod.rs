@@ -125,6 +125,7 @@ impl Problem {
             k: &self.k,
             v: &self.v,
             causal: self.causal,
+            window: None,
             key_mask: self.key_mask.as_deref(),
         }
     }

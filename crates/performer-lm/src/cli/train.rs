@@ -23,10 +23,12 @@ Examples:
   performer-lm train --attention favor
   performer-lm train --attention softmax --preset small --data tinystories
   performer-lm train --attention favor:m=64,radii=sqrt --seed 7 --out runs/mine
-  performer-lm train --preset small --attention favor-window      nearest to softmax, in linear time
+  performer-lm train --preset small --attention favor-window         an exact window before the features
+  performer-lm train --preset small --attention softmax:window=32    its control: the window alone
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
-    /// softmax; favor (FAVOR+), favor-learned (its features trained too) or favor-window (and exact to the last 32 tokens), with settings:
+    /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its features trained too) or favor-window
+    /// (and exact to the last 32 tokens; what its features add to the window alone has not been measured yet), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor].
     #[arg(long)]
     attention: Option<AttentionConfig>,

@@ -215,6 +215,7 @@ impl<'a> Problem<'a> {
             q: &self.q,
             k: &self.k,
             v: &self.v,
+            window: None,
             causal: self.case.causal,
             key_mask: self.keys.as_deref(),
         };
