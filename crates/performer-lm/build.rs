@@ -1,7 +1,8 @@
-//! Tells the program which revision it is built from, for the metadata of the models it trains.
+//! This build script tells the program which revision it is built from, for the metadata of the
+//! models it trains.
 //!
-//! Sets `PERFORMER_GIT_REVISION` for the compiler unless the environment already does (a packager's build from a tarball) or
-//! these sources are not in a git repository of their own.
+//! It sets `PERFORMER_GIT_REVISION` for the compiler unless the environment already does (a
+//! packager's build from a tarball) or these sources are not in a git repository of their own.
 
 use std::process::Command;
 
@@ -26,7 +27,7 @@ fn main() {
     }
 }
 
-/// The output of a git command; nothing where it fails or there is no git.
+/// Returns the output of a git command, or `None` if it fails or there is no git.
 fn git(arguments: &[&str]) -> Option<String> {
     let output = Command::new("git").args(arguments).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;
