@@ -16,7 +16,8 @@ fn main() {
     if git(&["ls-files", "--error-unmatch", "Cargo.toml"]).is_none() {
         return;
     }
-    // Each commit, checkout and reset appends to this log; the sources decide whether the revision is "dirty".
+    // Each commit, checkout and reset appends to this log; the sources decide whether the revision
+    // is "dirty".
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
     }

@@ -194,9 +194,9 @@ struct Reporter(Sender<Event>);
 impl Reporter {
     fn send(&self, event: Event) {
         if self.0.send(event).is_err() {
-            // Nobody waits for this download any more. Unwinding is the only way out of the client's
-            // copy loop; it does not go through the panic hook, so nothing is printed, and the partial
-            // file remains for another time.
+            // Nobody waits for this download any more. Unwinding is the only way out of the
+            // client's copy loop; it does not go through the panic hook, so nothing is printed, and
+            // the partial file remains for another time.
             std::panic::resume_unwind(Box::new("abandoned"));
         }
     }
