@@ -12,7 +12,7 @@ const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
 const NAMES: [&str; 6] = ["q", "k", "v", "queries", "keys", "log_weights"];
 
-/// The sizes of a case.
+/// `Sizes` are the sizes of a case.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     tokens: usize,

@@ -1,4 +1,5 @@
-//! Runs kernels for GPUs on the CPU: compiled by the C++ compiler with a stand-in for the hardware.
+//! This module runs GPU kernels on the CPU: they are compiled by the C++ compiler with a stand-in
+//! for the hardware.
 
 use std::{
     collections::BTreeMap,

@@ -29,7 +29,7 @@ pub(crate) fn conditioned_scale(map: Option<FeatureMapKind>) -> f64 {
     }
 }
 
-/// How an input lies in memory.
+/// A `Layout` says how an input lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Layout {
     /// Row-major `(B, H, T, D)`.
@@ -70,7 +70,7 @@ impl Layout {
     }
 }
 
-/// The output of attention, and the gradients of `Σ output ∘ grad_output`.
+/// An `Outcome` holds the output of attention, and the gradients of `Σ output ∘ grad_output`.
 pub(crate) struct Outcome {
     pub(crate) output: Vec<f64>,
     pub(crate) q: Vec<f64>,
