@@ -16,7 +16,7 @@ use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, ProjectionKind
 /// (length of the sums) × (conditioning).
 const TOLERANCES: [(DType, f64); 2] = [(DType::F64, 1e-9), (DType::F32, 1e-4)];
 
-/// The shape of self-attention, with as many queries as keys.
+/// Returns the shape of self-attention, with as many queries as keys.
 const fn shape(batch: usize, heads: usize, kv_heads: usize, tokens: usize, head_dim: usize, value_dim: usize) -> Shape {
     Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim, value_dim }
 }

@@ -127,7 +127,7 @@ fn a_row_that_sees_nothing_is_zero() -> Result<()> {
     Ok(())
 }
 
-/// One hidden token is the shortest sequence.
+/// One hidden token is the shortest sequence that sees nothing.
 #[test]
 fn a_single_hidden_token_is_zero() -> Result<()> {
     let shape = Shape { q_len: 1, k_len: 1, ..SHAPE };

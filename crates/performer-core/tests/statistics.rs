@@ -1,5 +1,5 @@
-//! Random features as estimators: they are unbiased where they claim to be, and have the variance
-//! of their closed forms.
+//! These tests check random features as estimators: they are unbiased where they claim to be, and
+//! have the variance of their closed forms.
 //!
 //! Seeds are fixed, so a test that passes once passes always. For a fresh seed, "within three
 //! standard errors" would fail once in 370 on code that is right; and the 5% allowed to a mean

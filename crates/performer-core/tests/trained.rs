@@ -1,5 +1,5 @@
-//! Feature maps that are trained inside the fused kernels: the gradients of their parameters are
-//! compared with those of composed operations in f64, and with finite differences.
+//! These tests check feature maps that are trained inside the fused kernels: the gradients of their
+//! parameters are compared with those of composed operations in f64, and with finite differences.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! `performer-lm train`.
+//! This module is the command `performer-lm train`.
 
 use std::{
     path::{Path, PathBuf},
@@ -26,7 +26,8 @@ Examples:
   performer-lm train --preset small --attention favor-window      nearest to softmax, in linear time
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
-    /// softmax; favor (FAVOR+), favor-learned (its features trained too) or favor-window (and exact to the last 32 tokens), with settings:
+    /// softmax; favor (FAVOR+), favor-learned (its features trained too) or favor-window (and exact
+    /// to the last 32 tokens), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor].
     #[arg(long)]
     attention: Option<AttentionConfig>,

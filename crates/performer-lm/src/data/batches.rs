@@ -202,7 +202,7 @@ impl ExactSizeIterator for EvalWindows<'_> {}
 mod tests {
     use super::*;
 
-    /// A stream in which every token equals its position.
+    /// Returns a stream in which every token equals its position.
     fn stream(len: u32) -> Arc<TokenFile> {
         let tokens: Vec<u32> = (0..len).collect();
         Arc::new(TokenFile::from_tokens(&tokens, 0).unwrap())

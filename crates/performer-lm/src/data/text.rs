@@ -117,7 +117,7 @@ pub(crate) fn pieces(text: &str, min: usize) -> impl Iterator<Item = &str> {
 
 /// `Documents` is a list of documents (stories, say) of one text, in order.
 ///
-/// A clone shares the text and copies the byte ranges (16 bytes a document).
+/// A clone shares the text and copies the byte ranges (16 bytes for each document).
 #[derive(Debug, Clone)]
 pub struct Documents {
     text: Arc<Text>,
