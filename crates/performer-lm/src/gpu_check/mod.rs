@@ -151,8 +151,8 @@ fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 1e-4 } else { 1e-2 }
 }
 
-/// Returns the largest difference relative to the largest expected number; infinite if a difference
-/// is not a number.
+/// Returns the largest difference relative to the largest expected number; infinite if a number
+/// is not finite.
 fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     let largest = want.iter().fold(0.0f64, |m, x| m.max(x.abs())).max(1e-30);
     if got.len() != want.len() {
