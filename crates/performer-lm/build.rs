@@ -1,7 +1,8 @@
-//! Tells the program which revision it is built from, for the metadata of the models it trains.
+//! This build script tells the program which revision it is built from, for the metadata of the
+//! models it trains.
 //!
-//! Sets `PERFORMER_GIT_REVISION` for the compiler unless the environment already does (a packager's build from a tarball) or
-//! these sources are not in a git repository of their own.
+//! It sets `PERFORMER_GIT_REVISION` for the compiler unless the environment already does (a
+//! packager's build from a tarball) or these sources are not in a git repository of their own.
 
 use std::process::Command;
 
@@ -15,7 +16,8 @@ fn main() {
     if git(&["ls-files", "--error-unmatch", "Cargo.toml"]).is_none() {
         return;
     }
-    // Each commit, checkout and reset appends to this log; the sources decide whether the revision is "dirty".
+    // Each commit, checkout and reset appends to this log; the sources decide whether the revision
+    // is "dirty".
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
     }
@@ -26,7 +28,7 @@ fn main() {
     }
 }
 
-/// The output of a git command; nothing where it fails or there is no git.
+/// Returns the output of a git command, or `None` if it fails or there is no git.
 fn git(arguments: &[&str]) -> Option<String> {
     let output = Command::new("git").args(arguments).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;

@@ -1,7 +1,9 @@
-//! How close FAVOR+ comes to softmax attention as features are added, with independent and with orthogonal rows.
+//! This example measures how close FAVOR+ comes to softmax attention as features are added, with
+//! independent and with orthogonal rows.
 //!
-//! The line of uniform attention, the plain mean of the visible values, is the one to beat: an approximation above it says
-//! less about the keys than nothing. How many features that takes grows like e^{‖x+y‖²}, so two sizes of logits are shown.
+//! An approximation must have a smaller error than uniform attention, the plain mean of the visible
+//! values: one with a larger error carries no information about the keys. The number of features
+//! that this takes grows like `e^{‖x+y‖²}`, so two sizes of logits are shown.
 //!
 //! `cargo run --release -p performer-core --example approximate_softmax`
 
@@ -17,7 +19,7 @@ const SEEDS: u64 = 8;
 fn main() -> Result<()> {
     let device = Device::Cpu;
     let mask = Mask::causal();
-    // Unit normal numbers, the same on every run, of other seeds than the features.
+    // These are unit normal numbers, the same in every run, of other seeds than the features.
     let normal = |seed| {
         let rows = HEADS * TOKENS;
         draw_tensor(ProjectionKind::Gaussian, Radii::Chi, rows, HEAD_DIM, seed, DType::F32, &device)?
@@ -45,7 +47,7 @@ fn main() -> Result<()> {
             let orthogonal = favor(features, ProjectionKind::Orthogonal)?;
             println!("{features:8}  {independent:11.3}  {orthogonal:10.3}");
         }
-        // Zero queries: equal logits.
+        // Queries of zero give equal logits, and so uniform attention.
         let uniform = error(&Softmax::new().forward(Inputs::new(&q.zeros_like()?, &k, &v), &mask)?)?;
         println!(" uniform  {uniform:11.3}  {uniform:10.3}");
     }

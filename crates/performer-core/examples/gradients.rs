@@ -1,5 +1,5 @@
-//! Which gradients come back through Candle's fused operations, and through those of this crate
-//! that take their place.
+//! This example shows which gradients flow through Candle's fused operations, and through the
+//! operations of this crate that take their place.
 //!
 //! `cargo run --release -p performer-core --example gradients`
 //!
@@ -12,25 +12,25 @@ use performer_core::{nn, ops};
 
 const EPS: f64 = 1e-5;
 
-/// An operation on some of the variables.
+/// An `Operation` is an operation on some of the variables.
 type Operation = fn(&[Tensor]) -> Result<Tensor>;
 
-/// One of Candle's operations, and what stands in for it.
+/// A `Case` is one of Candle's operations, and the one that takes its place.
 struct Case {
     candle: &'static str,
     here: &'static str,
-    /// Names and shapes of the variables.
+    /// The names and shapes of the variables.
     variables: &'static [(&'static str, &'static [usize])],
-    /// Candle's, then this crate's.
+    /// Candle's operation, then this crate's.
     operations: [Operation; 2],
 }
 
-/// A line of the table.
+/// A `Row` is a row of the table.
 pub(crate) struct Row {
     pub(crate) candle: &'static str,
     pub(crate) here: &'static str,
     pub(crate) variables: Vec<&'static str>,
-    /// Variables that got a gradient from Candle's operation, and from this crate's.
+    /// The variables that got a gradient from Candle's operation, and from this crate's.
     pub(crate) gradients: [Vec<&'static str>; 2],
 }
 
@@ -109,12 +109,12 @@ const CASES: [Case; 8] = [
     },
 ];
 
-/// Angles of 5 tokens for 4 pairs.
+/// Returns the angles of 5 tokens for 4 pairs.
 fn angles() -> Result<Tensor> {
     Tensor::arange(0f32, 20.0, &Device::Cpu)?.affine(0.1, 0.0)?.reshape((5, 4))
 }
 
-/// Names of the variables that get a gradient, and the output.
+/// Returns the names of the variables that get a gradient, and the output.
 fn differentiate(case: &Case, operation: Operation) -> Result<(Vec<&'static str>, Tensor)> {
     let variables: Vec<Var> = case
         .variables
@@ -150,7 +150,7 @@ pub(crate) fn table() -> Result<Vec<Row>> {
     CASES.iter().map(row).collect()
 }
 
-/// The table as Markdown.
+/// Returns the table as Markdown.
 pub(crate) fn markdown(rows: &[Row]) -> String {
     let list = |names: &[&str]| if names.is_empty() { "none".into() } else { names.join(", ") };
     let mut text = String::from(

@@ -1,4 +1,5 @@
-//! A small Candle model with FAVOR+ attention learns to copy: at every token it says the token of three steps ago.
+//! This example trains a small Candle model with FAVOR+ attention to copy: at every token it
+//! predicts the token of three steps ago.
 //!
 //! `cargo run --release -p performer-core --example multi_head`
 

@@ -16,13 +16,13 @@ use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, ProjectionKind
 /// (length of the sums) × (conditioning).
 const TOLERANCES: [(DType, f64); 2] = [(DType::F64, 1e-9), (DType::F32, 1e-4)];
 
-/// The shape of self-attention, with as many queries as keys.
+/// Returns the shape of self-attention, with as many queries as keys.
 const fn shape(batch: usize, heads: usize, kv_heads: usize, tokens: usize, head_dim: usize, value_dim: usize) -> Shape {
     Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim, value_dim }
 }
 
-/// The shapes: every length with a chunk border in or beside it; single heads, several and grouped;
-/// M below, at and above D.
+/// The shapes have every length with a chunk border in or beside it; single heads, several and
+/// grouped; and M below, at and above D.
 const CASES: [(Shape, usize); 9] = [
     (shape(2, 2, 2, 1, 4, 4), 8),
     (shape(1, 4, 2, 2, 3, 5), 8),
@@ -35,7 +35,7 @@ const CASES: [(Shape, usize); 9] = [
     (shape(1, 1, 1, 1000, 4, 4), 8),
 ];
 
-/// The cases of at most `tokens` tokens; the fourth power of wide rows would have too many
+/// Returns the cases of at most `tokens` tokens; the fourth power of wide rows would have too many
 /// features.
 fn cases(map: Option<FeatureMapKind>, tokens: usize) -> impl Iterator<Item = (Shape, usize)> {
     let wide = move |shape: &Shape| map == Some(FeatureMapKind::Limit(4)) && shape.head_dim > 8;
@@ -119,8 +119,8 @@ fn across_sequences() -> Result<()> {
     Ok(())
 }
 
-/// Keys whose features lie far above those of all keys before them: the fused kernel ends its chunk
-/// there.
+/// The features of some keys lie far above those of all keys before them; the fused kernel ends its
+/// chunk there.
 #[test]
 fn keys_far_above_the_past() -> Result<()> {
     for map in all_kernels().filter(|&map| is_positive(map)) {
@@ -139,7 +139,7 @@ fn keys_far_above_the_past() -> Result<()> {
     Ok(())
 }
 
-/// Maps whose features fall with the norm of their row.
+/// Whether the features of a map fall with the norm of their row.
 fn is_positive_exponential(map: FeatureMapKind) -> bool {
     matches!(map, FeatureMapKind::Positive | FeatureMapKind::Hyperbolic)
 }
@@ -181,8 +181,8 @@ fn half_precision_inputs() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of half types cancel against the outputs, which must not have been rounded for that:
-/// in one of many problems it shows.
+/// Gradients of half types cancel against the outputs, which must not have been rounded for that;
+/// otherwise it shows in one of many problems.
 #[test]
 fn gradients_do_not_show_that_outputs_are_rounded() -> Result<()> {
     let shape = shape(1, 2, 2, 100, 64, 64);
@@ -211,7 +211,7 @@ fn any_chunk_size() -> Result<()> {
     Ok(())
 }
 
-/// What [`Favor::new`] draws is what its buffers hold, for every kind of projection.
+/// The buffers of [`Favor::new`] hold what it draws, for every kind of projection.
 #[test]
 fn every_projection() -> Result<()> {
     for map in FeatureMapKind::NAMED.into_iter().filter(|map| map.is_random() && !map.has_parameters()) {

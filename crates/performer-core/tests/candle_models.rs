@@ -1,7 +1,7 @@
-//! The models of other crates in the examples: with softmax they are candle-transformers' own, and
-//! with FAVOR they decode and mask as they should.
+//! These tests use the models of other crates in the examples: with softmax they compute what
+//! candle-transformers' own models do, and with FAVOR they decode and mask correctly.
 
-// Examples use more of these than the tests do.
+// The examples use more of these modules than the tests do.
 #[allow(dead_code)]
 #[path = "../examples/bert/agreement.rs"]
 mod agreement;
@@ -39,8 +39,8 @@ use llama_model::{Cache, Llama};
 
 const DEVICE: Device = Device::Cpu;
 
-/// Weights of any model: each tensor a function of its name, large enough that attention is far
-/// from uniform.
+/// `Drawn` makes the weights of any model: each tensor is a function of its name, and so large that
+/// attention is far from uniform.
 struct Drawn;
 
 impl SimpleBackend for Drawn {

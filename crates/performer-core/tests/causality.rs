@@ -1,5 +1,5 @@
-//! Causality: what comes after a token does not change a bit of its output, and large inputs do not
-//! break attention.
+//! These tests check causality: what comes after a token does not change a bit of its output, and
+//! large inputs do not break attention.
 
 mod common;
 

@@ -45,7 +45,7 @@ struct Run {
     descending: bool,
 }
 
-/// The results; empty where they were not asked for.
+/// `Results` holds the results, which are empty where they were not asked for.
 struct Results {
     out: Vec<f64>,
     /// The outputs of the split sequence, the state after all tokens in one go, and the state after
@@ -91,13 +91,13 @@ impl Build {
         Shape { batch, heads, kv_heads, q_len, k_len, head_dim: self.head_dim, value_dim: self.values }
     }
 
-    /// The number of features that the kernels see: a hyperbolic map is a positive one with the
-    /// rows and their negatives.
+    /// Returns the number of features that the kernels see: a hyperbolic map is a positive one with
+    /// the rows and their negatives.
     fn features(&self) -> usize {
         if self.map == Hyperbolic { 2 * self.rows } else { self.rows }
     }
 
-    /// The macros of the kernels; `group` is the number of query heads of a key head.
+    /// Returns the macros of the kernels; `group` is the number of query heads of a key head.
     fn macros(&self, group: usize) -> [(&'static str, usize); 12] {
         [
             ("STORAGE", storage(self.dtype)),

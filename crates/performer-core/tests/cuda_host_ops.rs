@@ -1,4 +1,4 @@
-//! The CUDA kernels of the operations around attention, compiled for the CPU with
+//! These tests run the CUDA kernels of the operations around attention, compiled for the CPU with
 //! `cuda_host/device.h` in place of the hardware. The program `cuda_host/ops.cpp` compares them
 //! with the formulas in f64.
 

@@ -1,5 +1,5 @@
-//! Decoding from a state: any split of a sequence gives what one pass gives, and a state is refused
-//! where it does not belong.
+//! These tests decode from a state: any split of a sequence gives what one pass gives, and a state
+//! is refused where it does not belong.
 
 mod common;
 
@@ -96,7 +96,7 @@ fn growing_keys_are_one_pass() -> Result<()> {
     Ok(())
 }
 
-/// A state whose clone went on elsewhere goes on from where it was cloned.
+/// A state whose clone was extended elsewhere continues from where it was cloned.
 #[test]
 fn a_cloned_state_is_independent() -> Result<()> {
     for map in all_kernels().flatten() {

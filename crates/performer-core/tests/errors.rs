@@ -39,7 +39,7 @@ fn attentions() -> Vec<Box<dyn Attention>> {
     ]
 }
 
-/// Both entry points must refuse: one pass, and going on from a state.
+/// Fails unless both entry points refuse: one pass, and an extension of a state.
 #[track_caller]
 fn assert_refused(q: &Tensor, k: &Tensor, v: &Tensor, parts: &[&str]) {
     for attention in attentions() {
@@ -191,7 +191,7 @@ fn random_parameters_that_do_not_fit() {
     }
 }
 
-/// A feature map built by hand, without a kind.
+/// Feature maps that are built by hand, without a kind, refuse a projection that does not fit.
 #[test]
 fn projections_that_do_not_fit() {
     for dims in [&[8][..], &[1, 8, 4], &[0, 4], &[8, 0]] {
@@ -270,7 +270,8 @@ fn rotary_positions_that_do_not_fit() {
     assert_error(rotary.apply(&zeros(&[1, 2, 1, 4]), usize::MAX), &["positions", "16"]);
     assert_error(rotary.apply(&zeros(&[1, 2, 3, 6]), 0), &["x has shape [1, 2, 3, 6]", "4"]);
     assert_error(rotary.apply(&zeros(&[2, 3, 4]), 0), &["x has shape [2, 3, 4]", "(batch, heads, tokens, 4)"]);
-    // In the layer: the table's head dim, and its end while decoding.
+    // The layer refuses a table of another head dimension, and positions beyond its end while
+    // decoding.
     let layer = layer(&MultiHeadConfig::new(12, 3), Some(rotary)).unwrap();
     let mut state = State::new();
     assert!(layer.extend(&zeros(&[1, 16, 12]), &mut state).is_ok());

@@ -1,5 +1,5 @@
-//! Features fitted to data: they are unbiased whatever is fitted, have less variance where that is
-//! promised, have one set of parameters a head, and can be trained.
+//! These tests check features fitted to data: they are unbiased whatever is fitted, have less
+//! variance where that is promised, have one set of parameters for each head, and can be trained.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! The modules and functions that stand in for Candle's: `docs/gradients.md` says what is so, and
-//! this holds it to that.
+//! These tests check the modules and functions that stand in for Candle's, and hold
+//! `docs/gradients.md` to the results.
 
 // The test runs the table, the example prints it.
 #[allow(dead_code)]
@@ -68,7 +68,8 @@ fn norms_take_the_parameters_and_give_the_numbers_of_candle() -> Result<()> {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
         let theirs = candle_nn::layer_norm(7, config, vb.clone())?;
-        // Not the ones and zeros of the start.
+        // The parameters start as ones and zeros, which could hide errors, so they get random
+        // values.
         for (name, var) in vars.data().lock().unwrap().iter() {
             assert!(["weight", "bias"].contains(&name.as_str()), "{name}");
             var.set(&Tensor::randn(0f32, 1.0, 7, &DEVICE)?)?;

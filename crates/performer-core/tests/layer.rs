@@ -1,4 +1,4 @@
-//! The layer around attention: gradients, positions, decoding, saving, redrawing.
+//! These tests check the layer around attention: gradients, positions, decoding, saving, redrawing.
 
 mod common;
 
@@ -16,7 +16,7 @@ const DEVICE: Device = Device::Cpu;
 const HIDDEN: usize = 24;
 const HEAD_DIM: usize = 6;
 
-/// A configuration with grouped heads and biases everywhere.
+/// Returns a configuration with grouped heads and biases everywhere.
 fn config() -> MultiHeadConfig {
     let config = MultiHeadConfig::new(HIDDEN, 4);
     assert_eq!(config.head_dim, HEAD_DIM);
@@ -83,7 +83,8 @@ fn every_parameter_has_a_gradient() -> Result<()> {
                         assert!(gradients.get(var).is_none(), "{name}: {parameter} is random and has a gradient");
                         continue;
                     }
-                    // A bias of the keys shifts all logits of a row alike: softmax has no gradient for it.
+                    // A bias of the keys adds one constant to all logits of a row, so softmax has
+                    // no gradient for it.
                     if parameter == "k_proj.bias" && name == "softmax" && !rotary {
                         continue;
                     }
@@ -193,7 +194,8 @@ fn decoding_is_one_pass() -> Result<()> {
     Ok(())
 }
 
-/// One call saves weights and buffers, and one loads them, into a layer that was made from another seed.
+/// One call saves weights and buffers, and one call loads them into a layer that was made from
+/// another seed.
 #[test]
 fn a_saved_layer_is_the_same_layer() -> Result<()> {
     let x = random(8, &[1, 20, HIDDEN])?;
@@ -212,7 +214,7 @@ fn a_saved_layer_is_the_same_layer() -> Result<()> {
         let loaded = MultiHeadAttention::new(&config(), favor(map, 2)?, Some(rotary()?), vb.clone())?;
         assert_tensor_close(&map.to_string(), &loaded.forward(&x, &Mask::causal())?, &expected, 0.0);
 
-        // On purpose, other features stay.
+        // This layer does not load buffers, so it keeps the features of its own seed.
         let mut other = MultiHeadAttention::without_buffers(&config(), favor(map, 2)?, Some(rotary()?), vb)?;
         if map.is_random() {
             let fresh = values(&other.forward(&x, &Mask::causal())?)?;
@@ -248,7 +250,7 @@ fn a_saved_layer_is_the_same_layer() -> Result<()> {
     Ok(())
 }
 
-/// What is drawn anew is what the map of variables saves.
+/// The map of variables holds redrawn features, so it saves them.
 #[test]
 fn redrawn_features_reach_the_variables() -> Result<()> {
     let (mut layer, vars) = layer(favor(FeatureMapKind::Positive, 1)?, false)?;
@@ -281,7 +283,7 @@ fn redrawing_changes_random_features_and_the_seed_restores_them() -> Result<()> 
     Ok(())
 }
 
-/// Each query by itself sees the same context; the context's padding is hidden.
+/// Each query sees the same context; the context's padding is hidden.
 #[test]
 fn cross_attention_reads_the_context() -> Result<()> {
     for (name, attention) in attentions()? {

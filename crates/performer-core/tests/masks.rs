@@ -1,5 +1,5 @@
-//! Masks: whatever hidden keys and values hold, the outputs of real tokens do not change; and
-//! inputs of length zero work.
+//! These tests check masks: whatever hidden keys and values hold, the outputs of real tokens do not
+//! change; and inputs of length zero work.
 
 mod common;
 
@@ -127,7 +127,7 @@ fn a_row_that_sees_nothing_is_zero() -> Result<()> {
     Ok(())
 }
 
-/// One hidden token is the shortest sequence.
+/// One hidden token is the shortest sequence that sees nothing.
 #[test]
 fn a_single_hidden_token_is_zero() -> Result<()> {
     let shape = Shape { q_len: 1, k_len: 1, ..SHAPE };
@@ -227,8 +227,8 @@ fn hidden_keys_do_not_count_in_the_normaliser() -> Result<()> {
     Ok(())
 }
 
-/// Additive masks hide where they are −∞, or the lowest number of their type as Hugging Face's models
-/// have it, and masks may come as they are broadcast over heads and queries.
+/// Additive masks hide a key where they are −∞, or the lowest number of their type, which Hugging
+/// Face's models use; masks may be broadcast over heads and queries.
 #[test]
 fn masks_of_every_kind_and_shape_are_the_same() -> Result<()> {
     let device = Device::Cpu;
@@ -261,7 +261,7 @@ fn masks_of_every_kind_and_shape_are_the_same() -> Result<()> {
         check("(B, 1, Tk)", &mask.reshape((SHAPE.batch, 1, SHAPE.k_len))?)?;
         check("a comparison", &mask.to_dtype(DType::F32)?.gt(0.5)?)?;
 
-        // One row for all sequences.
+        // There is one row for all sequences.
         let row = mask.narrow(0, 0, 1)?;
         let both = values(
             &problem
@@ -277,7 +277,7 @@ fn masks_of_every_kind_and_shape_are_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Whatever is not clearly one of the known kinds is refused, and the message says where.
+/// What is not clearly one of the known kinds of mask is refused, and the message says where.
 #[test]
 fn masks_that_could_mean_two_things_are_refused() -> Result<()> {
     let device = Device::Cpu;
@@ -293,7 +293,7 @@ fn masks_that_could_mean_two_things_are_refused() -> Result<()> {
     refused(&Tensor::new(&[[0f32, f32::NAN]], &device)?, "NaN at [0, 1]");
     refused(&Tensor::new(&[[0f32, 0.0]], &device)?, "0 everywhere");
     refused(&Tensor::ones((2, 3, 4), DType::U8, &device)?, "[2, 3, 4]");
-    // As integers, zeros have one meaning.
+    // As integers, zeros have one meaning only.
     assert!(Mask::full().with_keys(&Tensor::new(&[[0u32, 0]], &device)?).is_ok());
     Ok(())
 }

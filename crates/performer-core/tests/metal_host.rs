@@ -125,7 +125,8 @@ fn sizes() {
     }
 }
 
-/// Hyperbolic features, grouped queries, several sequences, slices, tensors with gaps, and a mask.
+/// The problems have hyperbolic features, grouped queries, several sequences, slices, tensors with
+/// gaps, and a mask.
 #[test]
 fn groups_and_masks() {
     for dtype in [DType::F32, DType::F16] {

@@ -14,7 +14,7 @@ fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
-/// The output of `f` on variables of a type, and every gradient.
+/// Returns the output of `f` on variables of a type, and every gradient.
 #[track_caller]
 fn outcome(inputs: &[Tensor], dtype: DType, f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Vec<Vec<f64>>> {
     let vars = inputs.iter().map(|t| Var::from_tensor(&t.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
@@ -22,7 +22,7 @@ fn outcome(inputs: &[Tensor], dtype: DType, f: impl Fn(&[Tensor]) -> Result<Tens
     let out = f(&tensors)?;
     // Half types are too coarse for the sum.
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    // Every output with a weight of its own.
+    // Every output has a weight of its own.
     let weights = numbers(out.dims(), 77)?.to_dtype(wide)?;
     let gradients = (out.to_dtype(wide)? * weights)?.sum_all()?.backward()?;
     let mut all = vec![out];
@@ -83,7 +83,7 @@ fn norms_match_their_formulas() -> Result<()> {
     for (rows, e) in [(1, 1), (3, 7), (5, 16), (4, 64), (2, 100)] {
         let inputs = [numbers(&[2, rows, e], 0)?, numbers(&[e], 5)?, numbers(&[e], 9)?];
         let what = format!("{rows} rows of {e}");
-        // One number minus its mean is 0, so its gradient is only rounding.
+        // With one number, the number minus its mean is 0, so its gradient is only rounding.
         if e > 1 {
             assert_same(&format!("layer norm, {what}"), &inputs, 2e-5, |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5));
         }
@@ -101,8 +101,8 @@ fn norms_take_strided_rows() -> Result<()> {
 
 type Function<'a> = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + 'a>;
 
-/// A function that stands in for one of Candle's, beside that one and a composed form of it that
-/// has gradients.
+/// A `DropIn` is a function that stands in for one of Candle's, with Candle's function and a
+/// composed form of it that has gradients.
 struct DropIn<'a> {
     name: &'a str,
     inputs: Vec<Tensor>,
@@ -118,7 +118,7 @@ fn drop_ins_have_the_numbers_of_candle_and_gradients() -> Result<()> {
         let x = numbers(&[b, h, t, d], 0)?;
         let (weight, bias, angles) = (numbers(&[d], 5)?, numbers(&[d], 9)?, numbers(&[t, d / 2], 3)?);
         let (cos, sin) = (angles.cos()?, angles.sin()?);
-        // Candle's want tables of the type of the rows.
+        // Candle's functions need tables of the type of the rows.
         let of = |table: &Tensor, x: &Tensor| table.to_dtype(x.dtype());
         let cases = [
             DropIn {
@@ -214,7 +214,7 @@ fn rotary_tables_may_be_longer_of_each_sequence_and_trained() -> Result<()> {
     let (x, angles) = (numbers(&[3, 2, 4, 6], 0)?, numbers(&[3, 4, 3], 1)?);
     let (cos, sin) = (angles.cos()?, angles.sin()?);
     for (name, rotary) in ROTARIES {
-        // A table for each sequence is that sequence turned alone.
+        // With a table for each sequence, each sequence is turned as if it were alone.
         let alone = |i: usize| rotary(&x.narrow(0, i, 1)?, &cos.get(i)?, &sin.get(i)?);
         let want = Tensor::cat(&[alone(0)?, alone(1)?, alone(2)?], 0)?;
         let difference = |y: &Tensor| (y - &want)?.abs()?.max_all()?.to_scalar::<f64>();
@@ -225,7 +225,7 @@ fn rotary_tables_may_be_longer_of_each_sequence_and_trained() -> Result<()> {
         let longer = |t: &Tensor| t.pad_with_same(1, 0, 2);
         assert_eq!(difference(&rotary(&x, &longer(&cos)?, &longer(&sin)?)?)?, 0.0, "{name}");
         assert_same(name, std::slice::from_ref(&x), 1e-6, |t| rotary(&t[0], &longer(&cos)?, &longer(&sin)?));
-        // Trained angles: gradients of all three.
+        // The angles are trained, so there are gradients of all three.
         let inputs = [x.clone(), cos.clone(), sin.clone()];
         assert_derivative(name, &inputs, |t| rotary(&t[0], &t[1], &t[2]));
         assert_same(name, &inputs, 1e-6, |t| rotary(&t[0], &t[1], &t[2]));
@@ -393,7 +393,8 @@ fn cross_entropy_refuses_what_does_not_fit() -> Result<()> {
     Ok(())
 }
 
-/// Cross-entropy from logits or from hidden states; the head is the second tensor.
+/// A `Loss` is cross-entropy from logits or from hidden states; the second tensor is the output
+/// head.
 type Loss = fn(&Tensor, &Tensor, &Targets) -> Result<Tensor>;
 
 const LOSSES: [(&str, Loss); 2] = [
@@ -412,7 +413,7 @@ fn losses_take_tensors_of_targets_and_leave_positions_out() -> Result<()> {
     let places = Tensor::from_slice(&counted, counted.len(), &Device::Cpu)?;
     let some = Targets::new(&labels, Some(-100))?;
     assert_eq!(some.counted(), 6);
-    // The formula, of the positions that count.
+    // The formula is computed for the positions that count.
     let formula = |t: &[Tensor]| -> Result<Tensor> {
         let logits = t[0].flatten_to(1)?.index_select(&places, 0)?.matmul(&t[1].t()?)?;
         let index = Tensor::from_slice(&kept, (kept.len(), 1), &Device::Cpu)?;
@@ -440,7 +441,7 @@ fn losses_take_tensors_of_targets_and_leave_positions_out() -> Result<()> {
                 "{name}"
             );
         }
-        // Class 0 left out of u32 targets.
+        // Class 0 of u32 targets is left out.
         let losses = loss(&x, &w, &Targets::new(&tensor, Some(0))?)?.flatten_all()?.to_vec1::<f32>()?;
         for ((left, whole), id) in losses.iter().zip(&slice).zip(&all) {
             let want = if *id == 0 { 0.0 } else { *whole };

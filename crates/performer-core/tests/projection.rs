@@ -1,4 +1,4 @@
-//! Projections: exact values, shapes, lengths, orthogonality, names and errors.
+//! These tests check projections: exact values, shapes, lengths, orthogonality, names and errors.
 
 use candle_core::{DType, Device};
 use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw, draw_offsets, draw_tensor};
@@ -73,7 +73,8 @@ fn derived_seeds_are_distinct_and_mixed() {
     assert_ne!(derive_seed(1, 2), derive_seed(2, 1));
     assert_ne!(derive_seed(derive_seed(1, 2), 3), derive_seed(derive_seed(1, 3), 2));
     assert_ne!(derive_seed(derive_seed(1, 2), 3), derive_seed(1, 5));
-    // One step of either argument flips half of the 64 bits: 32 ± 4 for one pair, here 400 of them.
+    // One step of either argument flips half of the 64 bits: 32 ± 4 for one pair; there are 400
+    // pairs.
     let flips = |other: &dyn Fn(u64) -> u64| -> f64 {
         (0..400).map(|i| f64::from((derive_seed(i, 7) ^ other(i)).count_ones())).sum::<f64>() / 400.0
     };

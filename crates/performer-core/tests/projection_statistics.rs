@@ -1,4 +1,4 @@
-//! Projections: the distributions they promise, tested over many seeds.
+//! These tests check the distributions of projections over many seeds.
 
 use performer_core::projection::ProjectionKind::{Gaussian, Hadamard, Orthogonal};
 use performer_core::projection::{ProjectionKind, Radii, draw, draw_offsets};
@@ -11,7 +11,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// How far the mean of `samples` is from `expected`, in standard errors.
+/// Returns how far the mean of `samples` is from `expected`, in standard errors.
 fn standard_errors(samples: &[f64], expected: f64) -> f64 {
     let n = samples.len() as f64;
     let mean = samples.iter().sum::<f64>() / n;

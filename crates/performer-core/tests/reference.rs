@@ -8,7 +8,8 @@ use common::{ALL_MAPS, Problem, Random, assert_close, assert_tensor_close, tenso
 use performer_core::features::{FeatureMapKind, RELU_EPSILON};
 use performer_core::reference::{Kernel, Shape, attention, attention_backward, features};
 
-/// A shape with grouped heads and no two equal sizes, behind which a mix-up could hide.
+/// A small shape with grouped heads. It has other numbers of queries than of keys, and other
+/// dimensions of heads than of values, so that a mix-up shows.
 const SMALL: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 5, k_len: 7, head_dim: 3, value_dim: 2 };
 
 /// Returns softmax and every feature map.
@@ -151,7 +152,8 @@ fn random_kernels_have_their_closed_means() {
     let (norm_x, norm_y) = (dot(&x, &x).sqrt(), dot(&y, &y).sqrt());
     let softmax = dot(&x, &y).exp();
     let gaussian = (dot(&x, &y) - 0.5 * (norm_x * norm_x + norm_y * norm_y)).exp();
-    // The arc-cosine kernel of degree one (Cho and Saul), and what the ε of each feature adds.
+    // The kernel is the arc-cosine kernel of degree one (Cho and Saul), plus what the ε of each
+    // feature adds.
     let angle = (dot(&x, &y) / (norm_x * norm_y)).acos();
     let (pi, m) = (std::f64::consts::PI, rows as f64);
     let relu = norm_x * norm_y / (2.0 * pi) * (angle.sin() + (pi - angle) * angle.cos())

@@ -1,5 +1,5 @@
-//! The state of decoding as an object: it is saved, loaded, forked, cut into rows and joined with the same bits,
-//! and refused wherever it does not belong.
+//! These tests treat the decoding state as an object: it is saved, loaded, forked, cut into rows
+//! and joined without changing a bit, and refused wherever it does not belong.
 
 mod common;
 
@@ -13,14 +13,14 @@ const T: usize = 70;
 const SHAPE: Shape = Shape { batch: 3, heads: 4, kv_heads: 2, q_len: T, k_len: T, head_dim: 5, value_dim: 3 };
 const PROMPT: usize = 50;
 
-/// An attention, its inputs, and its name in messages.
+/// A `Case` is an attention with its inputs and its name in messages.
 struct Case {
     name: String,
     attention: Box<dyn Attention>,
     inputs: [Tensor; 3],
 }
 
-/// Softmax, every feature map and a window, fused and composed, in f32 and bf16.
+/// Returns softmax, every feature map and a window, fused and composed, in f32 and bf16.
 fn cases() -> Result<Vec<Case>> {
     let mut all = Vec::new();
     for dtype in [DType::F32, DType::BF16] {
@@ -35,7 +35,7 @@ fn cases() -> Result<Vec<Case>> {
         let inputs = problem.tensors(dtype)?;
         let last = Softmax::new().with_window(9)?;
         all.push(Case { name: format!("softmax of 9 {dtype:?}"), attention: Box::new(last), inputs: inputs.clone() });
-        // One that has only its window to remember, and one that has more.
+        // One state has only its window to remember, and the other has more.
         for window in [8, 64] {
             let windowed = Windowed::new(window, problem.favor(dtype)?)?;
             let name = format!("window of {window} {dtype:?}");
@@ -46,7 +46,7 @@ fn cases() -> Result<Vec<Case>> {
 }
 
 impl Case {
-    /// Outputs of tokens `start..end` of the sequences `rows`, from `state` on.
+    /// Returns the outputs of tokens `start..end` of the sequences `rows`, from `state` on.
     fn extend(&self, state: &mut State, start: usize, end: usize, rows: &[usize]) -> Result<Vec<f64>> {
         let rows: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
         let rows = Tensor::from_slice(&rows, rows.len(), &DEVICE)?;
@@ -55,14 +55,14 @@ impl Case {
         values(&self.attention.extend(Inputs::new(&part(q)?, &part(k)?, &part(v)?), state)?)
     }
 
-    /// The state after the prompt of the sequences `rows`.
+    /// Returns the state after the prompt of the sequences `rows`.
     fn prompt(&self, rows: &[usize]) -> Result<State> {
         let mut state = State::new();
         self.extend(&mut state, 0, PROMPT, rows)?;
         Ok(state)
     }
 
-    /// The rest of the sequences, token by token.
+    /// Returns the outputs of the rest of the sequences, token by token.
     fn rest(&self, mut state: State, rows: &[usize]) -> Result<Vec<Vec<f64>>> {
         (PROMPT..T).map(|t| self.extend(&mut state, t, t + 1, rows)).collect()
     }
@@ -79,7 +79,7 @@ fn a_saved_state_goes_on_with_the_same_bits() -> Result<()> {
         let loaded = State::load(&path, &DEVICE)?;
         std::fs::remove_file(&path)?;
         assert_eq!((loaded.tokens(), loaded.batch()), (PROMPT, Some(3)), "{}", case.name);
-        // A state that nobody has gone on from can be saved again.
+        // A loaded state that has not been extended can be saved again.
         let again = State::from_record(&loaded.record()?)?;
         let expected = case.rest(state, &ALL)?;
         assert_eq!(case.rest(loaded, &ALL)?, expected, "{}", case.name);
@@ -94,7 +94,7 @@ fn a_clone_and_its_origin_go_on_independently() -> Result<()> {
         let expected = case.rest(case.prompt(&ALL)?, &ALL)?;
         let mut state = case.prompt(&ALL)?;
         let first = state.clone();
-        // The origin goes on with other tokens, and is forked again on its way.
+        // The original state is extended by other tokens, and forked again later.
         case.extend(&mut state, 0, 7, &ALL)?;
         let second = state.clone();
         case.extend(&mut state, 3, 9, &ALL)?;
@@ -120,7 +120,7 @@ fn rows_are_dropped_reordered_repeated_and_joined() -> Result<()> {
         let joined = State::join(&[&one, &two])?;
         assert_eq!(joined.batch(), Some(3));
         assert_eq!(case.rest(joined, &[1, 2, 0])?, case.rest(case.prompt(&[1, 2, 0])?, &[1, 2, 0])?, "{}", case.name);
-        // Selecting from what was joined, before anything has gone on from it.
+        // Rows are selected from a joined state before it is extended.
         let row = State::join(&[&one, &two])?.select(&[2])?;
         assert_eq!(case.rest(row, &[0])?, case.rest(case.prompt(&[0])?, &[0])?, "{}", case.name);
     }
@@ -148,7 +148,7 @@ fn rows_that_do_not_exist_or_fit_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// The same sizes everywhere: only who made the state differs.
+/// All sizes are equal; only the attention that made the state differs.
 #[test]
 fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Result<()> {
     let favor = |m, seed, map| {
@@ -161,7 +161,7 @@ fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Re
     let mut state = State::new();
     made.extend(Inputs::new(&x, &x, &x), &mut state)?;
     let refused = |attention: &dyn Attention, x: &Tensor, parts: &[&str]| {
-        // In the form that an attention works with, and as it was loaded from a file.
+        // The state is tested in the form with which an attention works, and as loaded from a file.
         for mut state in [state.clone(), State::from_record(&state.record().unwrap()).unwrap()] {
             let error = attention.extend(Inputs::new(x, x, x), &mut state).expect_err("a foreign state").to_string();
             assert!(parts.iter().all(|part| error.contains(part)), "{error} lacks one of {parts:?}");
@@ -175,7 +175,7 @@ fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Re
     refused(&Windowed::new(4, favor(16, 1, positive)?)?, &x, &["window none and not 4"]);
     refused(&favor(16, 1, positive)?, &x.to_dtype(DType::BF16)?, &["F32", "BF16"]);
     refused(&favor(16, 1, positive)?.composed(), &x, &["fused CPU kernels", "another path", "composed operations"]);
-    // Learned maps are known by their numbers.
+    // Learned maps are identified by their numbers.
     let learned = [1, 2].map(|seed| favor(16, seed, FeatureMapKind::Learned));
     let mut state = State::new();
     let [one, two] = learned;
@@ -224,7 +224,7 @@ fn damaged_files_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// The path says what computes a call, and why it is slow where it is.
+/// The path says which implementation computes a call, and why it is slow if it is.
 #[test]
 fn the_path_is_visible() -> Result<()> {
     let favor = |map| Favor::new(&FavorConfig { map, ..FavorConfig::default() }, 8, 1, DType::F32, &DEVICE);

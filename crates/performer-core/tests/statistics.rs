@@ -1,5 +1,5 @@
-//! Random features as estimators: they are unbiased where they claim to be, and have the variance
-//! of their closed forms.
+//! These tests check random features as estimators: they are unbiased where they claim to be, and
+//! have the variance of their closed forms.
 //!
 //! Seeds are fixed, so a test that passes once passes always. For a fresh seed, "within three
 //! standard errors" would fail once in 370 on code that is right; and the 5% allowed to a mean
@@ -17,7 +17,8 @@ use performer_core::{ProjectionKind, Radii};
 const DEVICE: Device = Device::Cpu;
 const DRAWS: u64 = 12_000;
 
-/// A pair of rows. The kernels and their variances depend only on the products of the two.
+/// A `Pair` is a pair of rows. The kernels and their variances depend only on the products of the
+/// two.
 struct Pair {
     x: Vec<f64>,
     y: Vec<f64>,
@@ -81,7 +82,8 @@ impl Pair {
     }
 }
 
-/// Returns the mean of the errors, the mean of their squares, and the standard errors of both.
+/// `Errors` holds the mean of the errors, the mean of their squares, and the standard errors of
+/// both.
 struct Errors {
     mean: f64,
     mean_error: f64,

@@ -1,5 +1,5 @@
-//! The propositions of the Performer's paper (Choromanski et al. 2020,
-//! <https://arxiv.org/abs/2009.14794>) as statistical tests.
+//! These tests check the propositions of the Performer paper (Choromanski et al. 2020,
+//! <https://arxiv.org/abs/2009.14794>) statistically.
 //!
 //! Each compares a mean over independent draws of Ω with what a theorem says, and allows
 //! [`ALLOWED`] = 5 standard errors. Seeds are fixed, so a test that passes once passes always; for
@@ -26,11 +26,11 @@ const DEVICE: Device = Device::Cpu;
 /// The standard errors by which a mean may be off.
 const ALLOWED: f64 = 5.0;
 
-/// The pairs of a draw. They have the same `s` and `δ` in different directions, so that all
-/// estimate the same error.
+/// The number of pairs of a draw. They have the same `s` and `δ` in different directions, so that
+/// all estimate the same error.
 const PAIRS: usize = 16;
 
-/// How an estimate is made.
+/// An `Estimate` says how an estimate is made.
 #[derive(Clone, Copy)]
 struct Estimate {
     map: FeatureMapKind,
@@ -84,7 +84,8 @@ fn pairs(d: usize, s: f64, difference: f64) -> Result<[Tensor; 2]> {
     Ok([tensor(&x, &[PAIRS, d], DType::F64, &DEVICE)?, tensor(&y, &[PAIRS, d], DType::F64, &DEVICE)?])
 }
 
-/// A mean over draws with its measured standard error; the pairs of a draw count as one.
+/// A `Mean` is a mean over draws with its measured standard error; the pairs of a draw count as
+/// one.
 #[derive(Clone, Copy, Debug)]
 struct Mean {
     value: f64,
@@ -249,7 +250,7 @@ fn rows_of_length_sqrt_d_estimate_the_regularised_kernel() -> Result<()> {
             ..Estimate::new(FeatureMapKind::Positive, ProjectionKind::Orthogonal, d, d)
         };
         let mean = Mean::of(&estimate.errors(s, 1.0, 2000)?, |e| 1.0 + e);
-        // E e^{√d u·z} over directions u.
+        // The expected value is E e^{√d u·z} over directions u.
         mean.assert_is(bessel(half, half * s / 2.0) * (-s / 2.0).exp(), &format!("d={d}"));
         assert!((1.0 - 2.0 * (d as f64).powf(-1.0 / 3.0)..=1.0).contains(&mean.value), "d={d}: {mean:?}");
     }

@@ -7,7 +7,7 @@ use candle_core::{DType, Result};
 use common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
 use performer_core::{FeatureMapKind, reference::Shape};
 
-/// More heads than most machines have threads, so that nothing is cut.
+/// A number of heads above most machines' number of threads, so that nothing is cut.
 const MANY: usize = 64;
 
 /// Returns `batch` copies of a problem.

@@ -1,5 +1,5 @@
-//! Feature maps that are trained inside the fused kernels: the gradients of their parameters are
-//! compared with those of composed operations in f64, and with finite differences.
+//! These tests check feature maps that are trained inside the fused kernels: the gradients of their
+//! parameters are compared with those of composed operations in f64, and with finite differences.
 
 mod common;
 
@@ -12,7 +12,7 @@ const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
 const NAMES: [&str; 6] = ["q", "k", "v", "queries", "keys", "log_weights"];
 
-/// The sizes of a case.
+/// `Sizes` are the sizes of a case.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     tokens: usize,

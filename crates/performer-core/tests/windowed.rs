@@ -1,5 +1,5 @@
-//! Windowed attention, exact for near keys and FAVOR for far ones: compared with its plain
-//! definition, tested for leaks, and decoded step by step.
+//! These tests check windowed attention, which is exact for near keys and FAVOR for far ones: it is
+//! compared with its plain definition, tested for leaks, and decoded step by step.
 
 mod common;
 

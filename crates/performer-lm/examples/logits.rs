@@ -1,6 +1,8 @@
-//! The logits of any model that this program opens, after every token of a text, as JSON: for comparing with other programs.
+//! This example prints, as JSON, the logits of any model that this program opens after every token
+//! of a text, for comparison with other programs.
 //!
-//! `cargo run --release -p performer-lm --example logits -- MODEL TEXT`, see `scripts/transformers_logits.py`.
+//! Run it by `cargo run --release -p performer-lm --example logits -- MODEL TEXT`; see
+//! `scripts/transformers_logits.py`.
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};

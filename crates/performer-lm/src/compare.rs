@@ -1,5 +1,6 @@
-//! The same training for several attentions and seeds: same weights at the start where shapes agree, same data in the same
-//! order, same schedule. Only the attention differs.
+//! This module trains one model with several attentions and seeds, and compares the results. Runs
+//! of one seed have equal initial weights where shapes agree, equal data in equal order, and equal
+//! schedules; only the attention differs.
 
 use std::path::{Path, PathBuf};
 
@@ -17,78 +18,80 @@ use crate::{
     train::{Record, Report, RunOptions, find, find_or_run, read_log, run_name, training_batches},
 };
 
-/// What is compared, and where the results go.
+/// A `Comparison` says what is compared, and where the results go.
 pub struct Comparison<'a> {
-    /// The model; its attention is replaced by each of `attentions`.
+    /// Configuration of the model; its attention is replaced by each of `attentions`.
     pub config: ModelConfig,
-    /// The training; its seed is replaced by each of `seeds`.
+    /// Training settings; the seed is replaced by each of `seeds`.
     pub training: TrainingConfig,
-    /// Attentions to compare.
+    /// The attentions to compare.
     pub attentions: Vec<AttentionConfig>,
-    /// Seeds to repeat each with.
+    /// The seeds with which each attention is trained.
     pub seeds: Vec<u64>,
-    /// Folder for the results and for a checkpoint folder a run.
+    /// Folder for the results and for one checkpoint folder per run.
     pub out: &'a Path,
     /// The data as the command line spells it.
     pub data: String,
-    /// Device of the models.
+    /// Device on which the models are trained.
     pub device: Device,
-    /// Worker threads on the CPU.
+    /// Number of worker threads on the CPU.
     pub threads: usize,
-    /// Set from outside to stop.
+    /// Flag that is set from outside to stop.
     pub stop: &'a std::sync::atomic::AtomicBool,
-    /// The command that runs this, for the record.
+    /// The command that runs this comparison, for the record.
     pub command: String,
 }
 
-/// Content of `compare.json`.
+/// An `Outcome` is the content of `compare.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
-    /// The command.
+    /// The command that ran the comparison.
     pub command: String,
-    /// What it ran on.
+    /// The machine on which it ran.
     pub machine: Machine,
-    /// The corpus.
+    /// Name of the corpus.
     pub corpus: String,
-    /// The model, less its attention.
+    /// Configuration of the model; every run replaces its attention.
     pub config: ModelConfig,
-    /// The training, less its seed.
+    /// Training settings; every run replaces the seed.
     pub training: TrainingConfig,
-    /// One report a run.
+    /// One report for each run.
     pub runs: Vec<Report>,
-    /// One line an attention.
+    /// One summary for each attention.
     pub summary: Vec<Summary>,
 }
 
-/// Runs of one attention over all seeds.
+/// A `Summary` describes the runs of one attention over all seeds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// The attention, as the command line takes it.
     pub attention_spec: String,
-    /// Seeds run.
+    /// The seeds run.
     pub seeds: Vec<u64>,
-    /// Mean validation loss, nats a token.
+    /// Mean validation loss, in nats per token.
     pub val_loss: f64,
-    /// Standard deviation of it over the seeds; 0 for one.
+    /// Standard deviation of the validation loss over the seeds; 0 for one seed.
     pub val_loss_std: f64,
     /// Mean perplexity.
     pub perplexity: f64,
-    /// Mean bits a byte.
+    /// Mean bits per byte.
     pub bits_per_byte: f64,
-    /// Perplexity over that of the first attention, minus 1; over the seeds that both have.
+    /// Mean perplexity divided by that of the first attention, minus 1, over the seeds that both
+    /// have.
     pub perplexity_gap: f64,
-    /// Seconds of training a whole epoch, at the median speed.
+    /// Seconds that a whole epoch of training takes at the median speed.
     pub epoch_seconds: f64,
-    /// Tokens a second, median over the runs.
+    /// Tokens per second, the median over the runs.
     pub tokens_per_second: f64,
 }
 
 impl Comparison<'_> {
-    /// Runs what has not been run yet; writes `compare.json`, `loss.svg` and `loss.png` after every run, so that a comparison
-    /// that is stopped has what it got so far, and goes on there when started again.
+    /// Trains every run that has not been trained yet. `compare.json`, `loss.svg` and `loss.png`
+    /// are written after every run, so that a comparison that is stopped keeps its results so far,
+    /// and continues there when started again.
     ///
     /// # Errors
-    /// Whatever stops a run, and an existing run in the folder with other settings.
+    /// If a run fails or is stopped, or a run of other settings is in the folder.
     pub fn run(&self, data: &Prepared) -> Result<Outcome> {
         ensure!(!self.attentions.is_empty() && !self.seeds.is_empty(), "nothing to compare: give attentions and seeds");
         self.check(data)?;
@@ -109,7 +112,7 @@ impl Comparison<'_> {
         outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
     }
 
-    /// The model and the training of a run.
+    /// Returns the configuration and the training settings of a run.
     fn recipe(&self, attention: &AttentionConfig, seed: u64) -> (ModelConfig, TrainingConfig) {
         let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
         (config, TrainingConfig { seed, ..self.training.clone() })
@@ -130,7 +133,7 @@ impl Comparison<'_> {
         }
     }
 
-    /// Finds now what would stop a run hours later.
+    /// Fails now where a run would fail hours later.
     fn check(&self, data: &Prepared) -> Result<()> {
         for (i, attention) in self.attentions.iter().enumerate() {
             ensure!(!self.attentions[..i].contains(attention), "attention {attention} is given twice");
@@ -161,7 +164,8 @@ impl Comparison<'_> {
         Ok(outcome)
     }
 
-    /// Validation loss over tokens: the mean over seeds, the range as a band.
+    /// Plots validation loss against training tokens: the mean over seeds, with the range as a
+    /// band.
     fn plot(&self, outcome: &Outcome) -> Result<Chart> {
         let mut series = Vec::new();
         for attention in &self.attentions {
@@ -199,7 +203,8 @@ impl Comparison<'_> {
     }
 }
 
-/// The fall of the beginning would press flat what the comparison is about.
+/// Drops the first quarter of a curve: the steep fall at the beginning would flatten the
+/// differences at the end.
 fn without_first_quarter(mut series: Series) -> Series {
     let end = series.points.last().map_or(0.0, |p| p.0);
     let skip = series.points.iter().take_while(|p| p.0 < end / 4.0).count();
@@ -210,7 +215,8 @@ fn without_first_quarter(mut series: Series) -> Series {
     series
 }
 
-/// Quick validations, and the whole one at the end, over tokens.
+/// Returns the points of validation loss against tokens: quick validations, and the whole
+/// validation at the end.
 fn validation_curve(log: &[Record]) -> Vec<(f64, f64)> {
     log.iter().filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
 }

@@ -1,4 +1,5 @@
-//! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
+//! This module has the configuration of models and of training, the structs behind `config.json`
+//! and `training.json`, and the presets.
 
 use std::collections::BTreeMap;
 
@@ -12,34 +13,36 @@ use crate::{
 };
 pub use performer_core::AttentionConfig;
 
-/// Bounds that a damaged config exceeds and no model does.
+/// Bounds on sizes that a damaged configuration exceeds and no model does.
 const MAX_SIZE: usize = 1 << 24;
 const MAX_LAYERS: usize = 1 << 12;
 const MAX_HEAD_DIM: usize = 1 << 12;
 
-/// A decoder-only language model, saved as `config.json` beside its weights.
+/// A `ModelConfig` describes a decoder-only language model; it is saved as `config.json` beside the
+/// weights.
 ///
-/// One decoder spells several families. Llama, Mistral and SmolLM2: `rms-norm` before each part, `swiglu`, rotary positions, no biases.
-/// Qwen2: the same with `qkv_bias`. GPT-2: `layer-norm`, `gelu`, learned positions, `bias`, `tied_head`.
+/// One decoder covers several families. Llama, Mistral and SmolLM2 have `rms-norm` before each
+/// part, `swiglu`, rotary positions and no biases. Qwen2 has `qkv_bias` in addition. GPT-2 has
+/// `layer-norm`, `gelu`, learned positions, `bias` and `tied_head`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Tokens of the vocabulary.
+    /// Number of tokens of the vocabulary.
     pub vocab_size: usize,
     /// Model dimension `E`.
     pub hidden_size: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub layers: usize,
-    /// Query heads `H`.
+    /// Number of query heads `H`.
     pub heads: usize,
-    /// Key and value heads; a divisor of `heads`.
+    /// Number of key and value heads; a divisor of `heads`.
     pub kv_heads: usize,
-    /// Dimension `D` of a head, where it is not `hidden_size / heads`.
+    /// Dimension `D` of a head, if it is not `hidden_size / heads`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
     /// Inner dimension of the feed-forward part.
     pub feed_forward_size: usize,
-    /// Tokens a training sequence holds, and the positions that learned embeddings have.
+    /// Number of tokens of a training sequence, and of positions of learned embeddings.
     pub context: usize,
     /// Feed-forward kind.
     pub feed_forward: FeedForwardKind,
@@ -50,7 +53,7 @@ pub struct ModelConfig {
     /// ε of the norms.
     #[serde(default = "default_norm_eps")]
     pub norm_eps: f64,
-    /// How tokens know their place.
+    /// How tokens get their positions.
     pub positions: Positions,
     /// Whether the output head is the token embedding.
     pub tied_head: bool,
@@ -68,7 +71,8 @@ pub struct ModelConfig {
     /// Layers with an attention of their own, counted from 0.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub attention_by_layer: BTreeMap<usize, AttentionConfig>,
-    /// The tokens at the borders of a document, where they are not those that the tokenizer's names tell.
+    /// The tokens at the borders of a document, if they are not those that the tokenizer's names
+    /// tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub borders: Option<Borders>,
 }
@@ -77,29 +81,29 @@ fn default_norm_eps() -> f64 {
     1e-5
 }
 
-/// Feed-forward part of a block.
+/// `FeedForwardKind` is the kind of the feed-forward part of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FeedForwardKind {
     /// `W₂ gelu(W₁ x)`, GELU in its tanh form.
     Gelu,
-    /// The same with the exact GELU, `x Φ(x)`.
+    /// `W₂ gelu(W₁ x)`, with the exact GELU, `x Φ(x)`.
     GeluExact,
     /// `W₂ (silu(W_g x) ∘ W₁ x)` (Shazeer 2020).
     Swiglu,
 }
 
-/// Normalisation of a row.
+/// `NormKind` is the kind of normalisation of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NormKind {
-    /// Mean and variance, with weight and bias.
+    /// Normalisation by mean and variance, with weight and bias.
     LayerNorm,
-    /// Root mean square, with weight.
+    /// Normalisation by the root mean square, with weight.
     RmsNorm,
 }
 
-/// Where the norm stands in a block.
+/// `NormPosition` says where the norm stands in a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NormPosition {
@@ -109,14 +113,14 @@ pub enum NormPosition {
     Post,
 }
 
-/// How tokens know their place.
+/// `Positions` says how tokens get their positions.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Positions {
-    /// One learned vector a position, up to `context`.
+    /// One learned vector for each position, up to `context`.
     Learned,
-    /// Rotary embeddings of this base, dimension `i` of a head turning with `i + D/2`. Weights made for neighbours `2i`, `2i + 1` are
-    /// reordered when they are loaded.
+    /// Rotary embeddings of this base, where dimension `i` of a head turns with `i + D/2`. Weights
+    /// made for neighbours `2i`, `2i + 1` are reordered when they are loaded.
     Rotary {
         /// θ; 10000 in the paper.
         base: f64,
@@ -124,12 +128,12 @@ pub enum Positions {
 }
 
 impl ModelConfig {
-    /// Dimension `D` of a head, `E/H` unless the config says otherwise.
+    /// Returns the dimension `D` of a head, `E/H` unless the configuration says otherwise.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or(self.hidden_size / self.heads.max(1))
     }
 
-    /// The attention of a layer, counted from 0.
+    /// Returns the attention of a layer, counted from 0.
     pub fn attention_of(&self, layer: usize) -> &AttentionConfig {
         self.attention_by_layer.get(&layer).unwrap_or(&self.attention)
     }
@@ -142,7 +146,7 @@ impl ModelConfig {
     /// Refuses sizes that make no model.
     ///
     /// # Errors
-    /// Names the field, what it is and what it must be.
+    /// If a field is out of range; the message names the field, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("vocab_size", self.vocab_size),
@@ -185,19 +189,20 @@ impl ModelConfig {
     }
 }
 
-/// Type of activations.
+/// `Precision` is the type of activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
     /// 32 bits.
     #[default]
     F32,
-    /// 16 bits, with the range of f32 and 8 bits of precision: for GPUs. On the CPU it works, and saves nothing.
+    /// 16 bits, with the range of f32 and 8 bits of precision: for GPUs. On the CPU it works, and
+    /// saves nothing.
     Bf16,
 }
 
 impl Precision {
-    /// As Candle calls it.
+    /// Returns Candle's type.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -206,29 +211,31 @@ impl Precision {
     }
 }
 
-/// How a model is trained, saved as `training.json`.
+/// A `TrainingConfig` says how a model is trained; it is saved as `training.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingConfig {
-    /// Passes over the training tokens.
+    /// Number of passes over the training tokens.
     pub epochs: usize,
-    /// Stops after so many optimiser steps, whatever the epochs.
+    /// Stops after this many optimiser steps, whatever the epochs.
     #[serde(default)]
     pub max_steps: Option<usize>,
-    /// Trains on so many tokens from the beginning of the training text only.
+    /// Trains on only this many tokens from the beginning of the training text.
     #[serde(default)]
     pub max_train_tokens: Option<usize>,
-    /// Sequences an optimiser step sees.
+    /// Number of sequences in an optimiser step.
     pub batch_size: usize,
-    /// Sequences a forward pass holds: a step adds up the gradients of `batch_size / micro_batch` of them, which run on the
-    /// CPU's cores side by side. The result depends on it only in rounding, and on the number of threads not at all.
+    /// Number of sequences in a forward pass. A step adds up the gradients of
+    /// `batch_size / micro_batch` passes, which run side by side on the CPU's cores. The result
+    /// depends on this number only in rounding, and not at all on the number of threads.
     pub micro_batch: usize,
-    /// Type of activations and matrix products. Weights, moments, norms and losses are f32 whatever it is.
+    /// Type of activations and matrix products. Weights, moments, norms and losses are f32 in any
+    /// case.
     #[serde(default)]
     pub dtype: Precision,
     /// Peak learning rate.
     pub learning_rate: f64,
-    /// Course of the learning rate.
+    /// How the learning rate changes over the run.
     pub schedule: Schedule,
     /// The optimiser.
     pub optimizer: AdamWConfig,
@@ -248,7 +255,7 @@ impl TrainingConfig {
     /// Refuses settings that train nothing.
     ///
     /// # Errors
-    /// Names the field, what it is and what it must be.
+    /// If a field is out of range; the message names the field, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in
             [("epochs", self.epochs), ("batch_size", self.batch_size), ("micro_batch", self.micro_batch)]
@@ -262,7 +269,7 @@ impl TrainingConfig {
     }
 }
 
-/// A model and how to train it, by name.
+/// A `Preset` is a model and how to train it, by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Preset {
     /// 2 layers, dim 64, 4 heads, context 80: the published experiment; minutes.
@@ -274,7 +281,7 @@ pub enum Preset {
 }
 
 impl Preset {
-    /// The preset's model and training settings.
+    /// Returns the preset's model and training settings.
     pub fn load(self) -> Result<(ModelConfig, TrainingConfig)> {
         let (model, training) = match self {
             Self::Seed => (include_str!("../models/seed/config.json"), include_str!("../models/seed/training.json")),

@@ -1,9 +1,9 @@
-//! The device to compute on: opening it, and saying what is wrong where that fails.
+//! This module opens the device to compute on, and explains what is wrong where that fails.
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 
-/// A kind of device.
+/// `DeviceKind` is a kind of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum DeviceKind {
     /// CUDA or Metal where this build has it and finds one, else the CPU.
@@ -17,10 +17,11 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Opens the first device of this kind. `note` is told when auto passes over a device that this build is for.
+    /// Opens the first device of this kind. `note` is called when `Auto` falls back to the CPU
+    /// because a device that this build supports cannot be opened.
     ///
     /// # Errors
-    /// If the build has no support for it, or the machine has none that works.
+    /// If the build has no support for the device, or the machine has none that works.
     pub fn open(self, note: impl Fn(&str)) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -66,7 +67,8 @@ fn metal() -> Result<Device> {
     Device::new_metal(0).context("no Metal device can be opened; --device cpu does without")
 }
 
-/// Adds what helps to an error that says that a GPU's memory ran out; `lower` says which settings decide how much is needed.
+/// Adds an explanation to an error that says that a GPU's memory ran out; `lower` names the
+/// settings that decide how much is needed.
 pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: &str) -> anyhow::Error {
     const EXPLAINED: &str = "the device's memory ran out";
     let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
@@ -91,7 +93,7 @@ fn free_memory(_: &Device) -> Option<(usize, usize)> {
     None
 }
 
-/// A device as a report names it: the card, or cpu.
+/// Returns the name of a device for reports: that of the GPU, or `cpu`.
 pub fn describe(device: &Device) -> String {
     #[cfg(feature = "cuda")]
     if let Ok(device) = device.as_cuda_device() {

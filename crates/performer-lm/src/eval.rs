@@ -1,4 +1,5 @@
-//! How well a model predicts text: nats a token, perplexity, bits a byte, and loss against context position.
+//! This module measures how well a model predicts text: cross-entropy in nats per token,
+//! perplexity, bits per byte, and loss against position in the context.
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
@@ -10,25 +11,26 @@ use crate::{
     train::in_order,
 };
 
-/// A model's loss over a text, each token but the first predicted once, from at most `context` tokens before it.
+/// An `Evaluation` is a model's loss over a text, each token but the first predicted once, from at
+/// most `context` tokens before it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// Mean negative log-likelihood, nats a token.
+    /// Mean cross-entropy (negative log-likelihood), in nats per token.
     pub val_loss: f64,
-    /// `e^val_loss`.
+    /// Perplexity, `e^val_loss`.
     pub perplexity: f64,
-    /// Bits a byte of text: comparable across tokenizers.
+    /// Bits per byte of text, which can be compared across tokenizers.
     pub bits_per_byte: f64,
-    /// Tokens predicted.
+    /// Number of tokens predicted.
     pub tokens: u64,
-    /// Bytes of the text.
+    /// Number of bytes of the text that they cover.
     pub bytes: u64,
-    /// Mean loss at each position of the context window, first token first.
+    /// Mean loss at each position of the context window, first position first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub loss_by_position: Vec<f64>,
 }
 
-/// Evaluates `model` over `tokens` in windows of its context.
+/// Evaluates `model` over `tokens` in windows of the model's context.
 ///
 /// # Errors
 /// If the text has fewer than two tokens, or a token lies beyond the model's vocabulary.
@@ -36,15 +38,15 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
     evaluate_start(model, tokens, threads, usize::MAX)
 }
 
-/// [`evaluate`] over about the first `limit` tokens.
+/// Evaluates `model` over about the first `limit` tokens, in windows of the model's context.
 pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
     evaluate_windows(model, tokens, threads, model.config().context, limit)
 }
 
-/// [`evaluate`] over about the first `limit` tokens, in windows of `context`.
+/// Evaluates `model` over about the first `limit` tokens, in windows of `context` tokens.
 ///
 /// # Errors
-/// Those of [`evaluate`]; a context of 0, or one beyond the positions that the model learned.
+/// As [`evaluate`]; also if the context is 0, or longer than the learned positions of the model.
 pub fn evaluate_windows(
     model: &Decoder,
     tokens: &TokenFile,
@@ -55,7 +57,7 @@ pub fn evaluate_windows(
     ensure!(context > 0, "the context is 0; it must be at least 1");
     // No window is longer than the text.
     let context = context.min(tokens.len().saturating_sub(1).max(1));
-    // About 4096 tokens a pass, enough rows for the matrix products.
+    // About 4096 tokens in a pass are enough rows for the matrix products.
     let rows = (4096 / context).max(1);
     let passes = limit.div_ceil(rows * context);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(passes).collect();
@@ -84,7 +86,7 @@ pub fn evaluate_windows(
         val_loss.is_finite(),
         "the loss over this text is {val_loss}: the model's weights hold values that are not finite"
     );
-    // A part of the text has its share of the bytes.
+    // A part of the text counts a proportional part of the bytes.
     let bytes = (tokens.bytes() as f64 * count as f64 / (tokens.len() - 1) as f64).round() as u64;
     Ok(Evaluation {
         val_loss,
@@ -96,7 +98,7 @@ pub fn evaluate_windows(
     })
 }
 
-/// Refuses tokens that the model has no embedding for.
+/// Refuses tokens for which the model has no embedding.
 pub(crate) fn check_vocabulary(batch: &Batch, model: &Decoder) -> Result<()> {
     let vocabulary = model.config().vocab_size;
     match batch.inputs.iter().chain(&batch.targets).find(|&&id| id as usize >= vocabulary) {

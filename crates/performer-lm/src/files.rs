@@ -1,17 +1,19 @@
-//! Writing result files so that a kill leaves the old one or the new one.
+//! This module writes result files atomically: a process that is killed leaves the old file or the
+//! new one.
 
 use std::{io::Write, path::Path};
 
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-/// Writes `bytes` to `path` by way of a temporary file beside it.
+/// Writes `bytes` to `path` through a temporary file in the folder of `path`.
 pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let attempt = || -> std::io::Result<()> {
         std::fs::create_dir_all(folder)?;
         let mut builder = tempfile::Builder::new();
-        // Temporary files are private by default; the umask turns this into what any other new file gets.
+        // Temporary files are private by default; with this mode the umask gives them the
+        // permissions of any other new file.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let mut file = builder.tempfile_in(folder)?;

@@ -1,4 +1,5 @@
-//! Writing text: prefill, then a token at a time from the decoding state.
+//! This module generates text: it prefills the decoding state with the prompt, then samples one
+//! token at a time.
 
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Tensor};
@@ -12,16 +13,16 @@ use crate::{
     model::{Decoder, DecoderState},
 };
 
-/// How the next token is chosen.
+/// `Sampling` says how the next token is chosen.
 #[derive(Clone, Debug)]
 pub struct Sampling {
-    /// Divides the logits; 0 takes the likeliest token.
+    /// The temperature, by which logits are divided; 0 always takes the likeliest token.
     pub temperature: f64,
-    /// Keeps only so many of the likeliest tokens.
+    /// Keeps only this many of the likeliest tokens.
     pub top_k: Option<usize>,
     /// Keeps the likeliest tokens up to this total probability.
     pub top_p: Option<f64>,
-    /// Seed of the choices.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
@@ -31,15 +32,17 @@ impl Default for Sampling {
     }
 }
 
-/// Chooses tokens from logits.
+/// A `Sampler` chooses tokens from logits.
 pub struct Sampler {
     sampling: Sampling,
     rng: ChaCha8Rng,
 }
 
 impl Sampler {
+    /// Makes a sampler.
+    ///
     /// # Errors
-    /// If a setting is out of range; names it.
+    /// If a setting is out of range; the message names it.
     pub fn new(sampling: Sampling) -> Result<Self> {
         let Sampling { temperature, top_k, top_p, seed } = sampling;
         ensure!(temperature.is_finite() && temperature >= 0.0, "temperature is {temperature}; it must be at least 0");
@@ -48,14 +51,14 @@ impl Sampler {
         Ok(Self { sampling, rng: ChaCha8Rng::seed_from_u64(seed) })
     }
 
-    /// The next token's id.
+    /// Returns the id of the next token.
     ///
     /// # Errors
     /// If no logit is finite.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
         let mut ranked: Vec<(usize, f64)> =
             logits.iter().map(|&l| f64::from(l)).enumerate().filter(|(_, l)| l.is_finite()).collect();
-        // Ties go to the lower id, so that the order is one.
+        // Ties go to the lower id, which makes the order unique.
         ranked.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
         let Some(&(best, top)) = ranked.first() else { bail!("no logit is finite: the model's weights are damaged") };
         if self.sampling.temperature == 0.0 {
@@ -88,34 +91,36 @@ impl Sampler {
     }
 }
 
-/// Why generation ended.
+/// `Stop` says why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The model said that the text ends.
+    /// The model ended the text.
     EndOfText,
-    /// As many tokens as asked for.
+    /// As many tokens as asked for were generated.
     MaxTokens,
-    /// The model has no more positions.
+    /// The model has no more learned positions.
     PositionsUsedUp,
     /// The receiver of the text asked to stop.
     Interrupted,
 }
 
-/// What was generated.
+/// `Generation` describes what was generated.
 #[derive(Clone, Debug)]
 pub struct Generation {
-    /// Tokens after the prompt.
+    /// Number of tokens after the prompt.
     pub tokens: usize,
-    /// Why it ended.
+    /// Why generation ended.
     pub stop: Stop,
-    /// Bytes of decoding state at the end.
+    /// Size of the decoding state at the end, in bytes.
     pub state_bytes: usize,
 }
 
-/// Continues `prompt` and hands each piece of text to `emit` as soon as it is whole, until it returns `false`.
+/// Continues `prompt` and hands each piece of text to `emit` as soon as its last character is
+/// complete, until `emit` returns `false`.
 ///
 /// # Errors
-/// If the prompt is longer than a model with learned positions can take.
+/// If the prompt is longer than a model with learned positions can take, or a setting of `sampling`
+/// is out of range.
 pub fn generate(
     model: &Decoder,
     tokenizer: &Tokenizer,
@@ -125,7 +130,7 @@ pub fn generate(
     mut emit: impl FnMut(&str) -> Result<bool>,
 ) -> Result<Generation> {
     let mut sampler = Sampler::new(sampling)?;
-    // A story begins after the end of the one before.
+    // A text begins after the token between documents.
     let mut ids = vec![tokenizer.eot()];
     ids.extend(tokenizer.encode(prompt)?);
     let mut stream = tokenizer.stream_after(&ids);
@@ -192,7 +197,7 @@ mod tests {
         let base = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 1 };
         let k = counts(Sampling { top_k: Some(2), ..base.clone() }, &logits);
         assert!(k[0] > 0 && k[1] > 0 && k[2] == 0 && k[3] == 0, "{k:?}");
-        // Probabilities .64 .24 .09 .03: the first two reach 0.8.
+        // The probabilities are .64 .24 .09 .03: the first two reach 0.8.
         let p = counts(Sampling { top_p: Some(0.8), ..base.clone() }, &logits);
         assert!(p[0] > 0 && p[1] > 0 && p[2] == 0 && p[3] == 0, "{p:?}");
         let greedy = counts(Sampling { temperature: 0.0, ..base }, &logits);

@@ -1,7 +1,10 @@
-//! Small language models with softmax or Performer attention: training, evaluation, comparison, generation.
+//! This crate trains, evaluates, converts and compares small language models with softmax or
+//! Performer attention, and generates text with them.
 //!
-//! Data flows one way: [`data`] (text to batches) → [`model`] (the decoder, on `performer-core`'s attention) → [`train`] →
-//! [`eval`] and [`generate`], with [`compare`] running several of them, [`mod@bench`] measuring speed and [`plot`] drawing. The command line, [`cli`], adds
+//! Data flow one way: [`data`] (text to batches) → [`model`] (the decoder, on `performer-core`'s
+//! attention) → [`train`] → [`eval`] and [`generate`]. [`compare`] trains several models,
+//! [`convert`] turns softmax models into Performers, [`lab`] runs experiments on the attention
+//! itself, [`mod@bench`] measures speed, and [`plot`] draws charts. The command line, [`cli`], adds
 //! arguments and output.
 
 pub mod bench;

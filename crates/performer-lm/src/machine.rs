@@ -1,28 +1,28 @@
-//! The machine a figure was measured on.
+//! This module describes the machine on which a figure was measured.
 
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::device::describe;
 
-/// What a reader needs to judge a timing.
+/// `Machine` is what a reader needs to know to judge a timing.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Processor, as it names itself.
+    /// Name of the processor, as it reports it.
     pub cpu: String,
-    /// Logical cores.
+    /// Number of logical cores.
     pub cores: usize,
     /// Memory in GiB.
     pub memory_gib: f64,
-    /// Operating system.
+    /// Name of the operating system.
     pub os: String,
-    /// The GPU, if it was that which computed.
+    /// Name of the GPU, if it was the GPU that computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
 }
 
 impl Machine {
-    /// The one this runs on, where `device` computes.
+    /// Describes the machine that this program runs on, with `device` as the device that computes.
     pub fn with(device: &Device) -> Self {
         let mut cpu = String::new();
         let mut memory = 0;
@@ -41,12 +41,12 @@ impl Machine {
         }
     }
 
-    /// What computed, for captions: the GPU, or so many threads of the processor.
+    /// Names what computed, for captions: the GPU, or a number of threads of the processor.
     pub fn at_work(&self, threads: usize) -> String {
         self.gpu.clone().unwrap_or_else(|| format!("{threads} thread(s) of {}", self.cpu))
     }
 
-    /// The same, with all there is around it.
+    /// Names what computed, with the processor, its cores and the memory.
     pub fn in_full(&self, threads: usize) -> String {
         let gpu = self.gpu.as_ref().map(|gpu| format!("{gpu}, driven by ")).unwrap_or_default();
         format!("{gpu}{threads} thread(s) of {} ({} cores, {} GiB)", self.cpu, self.cores, self.memory_gib)

@@ -1,20 +1,22 @@
-//! The command line `performer-lm`.
+//! This is the binary of the command line program `performer-lm`.
 
 use std::process::ExitCode;
 
 use libmimalloc_sys::{mi_option_set, mi_option_t, mi_option_use_numa_nodes};
 use performer_lm::memory::Counting;
 
-/// Keeps the memory of freed tensors: fresh pages cost more than the arithmetic on them.
+/// The allocator keeps the memory of freed tensors: fresh pages cost more than the arithmetic on
+/// them.
 #[global_allocator]
 static ALLOCATOR: Counting<mimalloc::MiMalloc> = Counting(mimalloc::MiMalloc);
 
-/// Milliseconds until freed pages go back to the system, −1 for never. The bindings name only the option after it.
+/// The option that says after how many milliseconds freed pages go back to the system, −1 for
+/// never. The bindings name only the option after it.
 const PURGE_DELAY: mi_option_t = mi_option_use_numa_nodes - 1;
 
 fn main() -> ExitCode {
     if std::env::var_os("MIMALLOC_PURGE_DELAY").is_none() {
-        // SAFETY: a plain setting, before there are threads.
+        // SAFETY: this sets an option before there are other threads.
         unsafe { mi_option_set(PURGE_DELAY, -1) };
     }
     performer_lm::cli::main()
@@ -26,11 +28,12 @@ mod tests {
 
     use super::*;
 
-    /// Options have numbers, which another version may give to others: what is set must be what had this default, or the user's value.
+    /// Another version may number the options differently: the option that is set must have the
+    /// default of the purge delay, or the user's value.
     #[test]
     fn the_option_is_the_purge_delay() {
         let of_user = std::env::var("MIMALLOC_PURGE_DELAY").ok().and_then(|delay| delay.parse().ok());
-        // SAFETY: reads a setting.
+        // SAFETY: this reads an option.
         assert_eq!(unsafe { mi_option_get(PURGE_DELAY) }, of_user.unwrap_or(1000));
     }
 }

@@ -1,6 +1,7 @@
-//! Memory of the heap, counted where it is handed out.
+//! This module counts heap memory in the allocator.
 //!
-//! What the system reports of a process lags behind, includes what the allocator keeps, and is disturbed by everything else.
+//! The memory that the system reports for a process lags behind, includes what the allocator keeps,
+//! and is disturbed by everything else.
 
 use std::{
     alloc::{GlobalAlloc, Layout},
@@ -10,12 +11,12 @@ use std::{
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// An allocator that counts the bytes it has handed out.
+/// `Counting` is an allocator that counts the bytes it has handed out.
 pub struct Counting<A>(pub A);
 
 fn grow(bytes: usize) {
     let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
-    // The peak seldom moves; to write it each time would have threads wait for each other.
+    // The peak seldom moves; to write it each time would make threads wait for each other.
     if live > PEAK.load(Relaxed) {
         PEAK.fetch_max(live, Relaxed);
     }
@@ -58,8 +59,9 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Counting<A> {
     }
 }
 
-/// Most bytes in use at once while `work` runs beyond those before it; `None` where [`Counting`] is not the program's allocator.
-/// What other threads do meanwhile counts too.
+/// Runs `work` and returns, with its result, the most bytes in use at once beyond those in use
+/// before; `None` where [`Counting`] is not the program's allocator. Allocations of other threads
+/// count too.
 pub fn extra<R>(work: impl FnOnce() -> R) -> (R, Option<u64>) {
     let before = LIVE.load(Relaxed);
     PEAK.store(before, Relaxed);
@@ -67,7 +69,7 @@ pub fn extra<R>(work: impl FnOnce() -> R) -> (R, Option<u64>) {
     (result, (before > 0).then(|| (PEAK.load(Relaxed) - before) as u64))
 }
 
-/// Bytes in use; 0 where [`Counting`] is not the program's allocator.
+/// Returns the number of bytes in use; 0 where [`Counting`] is not the program's allocator.
 pub fn live() -> u64 {
     LIVE.load(Relaxed) as u64
 }
@@ -77,12 +79,12 @@ mod tests {
     use super::*;
     use std::alloc::System;
 
-    // One test, for the counters are the process's.
+    // There is one test only, because the counters belong to the process.
     #[test]
     fn counts_what_is_live_and_its_peak() {
         let heap = Counting(System);
         let layout = |size| Layout::from_size_align(size, 8).unwrap();
-        // SAFETY: each place is freed once, with the layout it has.
+        // SAFETY: each allocation is freed once, with the layout it has.
         unsafe {
             let a = heap.alloc(layout(1000));
             assert_eq!(live(), 1000);
@@ -93,7 +95,7 @@ mod tests {
                 let c = heap.alloc(layout(600));
                 heap.dealloc(c, layout(600));
             });
-            // The two places of a reallocation are counted together.
+            // Old and new memory of a reallocation are counted together.
             assert_eq!((live(), peak), (1000, Some(800)));
             heap.dealloc(a, layout(1000));
             assert_eq!((live(), extra(|| ()).1), (0, None));

@@ -1,4 +1,4 @@
-//! The program as a person runs it, on the embedded sample.
+//! These tests run the program as a user does, on the embedded sample.
 
 use std::{
     path::Path,
@@ -151,7 +151,7 @@ fn a_run_is_not_overwritten_by_accident() {
     let resumed = performer(dir.path(), &["train", "--resume", "run", "--json"]);
     assert_eq!(json(&resumed)["steps"], 2);
 
-    // A tokenizer that is given is looked at, not passed over.
+    // A tokenizer that is given is compared with the run's own, not ignored.
     let other = train(&["--attention", "softmax", "--vocab-size", "300", "--out", "other"]);
     assert!(performer(dir.path(), &other).status.success());
     let own = ["train", "--resume", "run", "--tokenizer", "run/tokenizer.json"];
@@ -210,7 +210,7 @@ fn gpu_check_passes_on_the_cpu_and_leaves_json() {
     }
     let saved: Value = serde_json::from_slice(&std::fs::read(dir.path().join("out.json")).unwrap()).unwrap();
     assert_eq!(saved, report);
-    // Other sizes than ours stand beside nothing, and that is said.
+    // Measurements of other sizes are put beside nothing, and the program says so.
     std::fs::write(dir.path().join("torch.json"), torch.replace("128", "77")).unwrap();
     let output = performer(dir.path(), &words);
     assert!(output.status.success() && String::from_utf8_lossy(&output.stderr).contains("none of the sizes"));

@@ -1,4 +1,5 @@
-//! From a softmax model to a Performer: each stage brings the student nearer, a stop costs at most a stage, and what cannot be is refused.
+//! These tests convert a softmax model to a Performer: each stage brings the student nearer to its
+//! teacher, a stopped conversion resumes, and what is not possible is refused.
 
 use std::{
     path::Path,
@@ -18,7 +19,8 @@ use serde_json::Value;
 
 const WORDS: usize = 20;
 
-/// Each word is the one three places before it: attention has something to look for.
+/// Returns data in which half of the words repeat the word three places before, so that attention
+/// is of use.
 fn data() -> Result<Prepared> {
     let mut vocabulary: Vec<String> = (0..WORDS).map(|i| format!("\"<w{i}>\": {}", i + 1)).collect();
     vocabulary.push("\"<|endoftext|>\": 0".into());
@@ -45,7 +47,7 @@ fn data() -> Result<Prepared> {
     })
 }
 
-/// A softmax model with sharp heads, and opinions.
+/// Returns a softmax model with sharp heads and confident predictions.
 fn teacher(data: &Prepared) -> Result<Pretrained> {
     let (preset, _) = Preset::Small.load()?;
     let config = ModelConfig {
@@ -112,7 +114,7 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
     assert!(report.chart().to_svg()?.contains("teacher"));
 
-    // What was saved is what was measured, and goes on well beyond its context.
+    // The saved model is the one that was measured, and decodes well beyond its context.
     let saved = Pretrained::open(&folder.path().to_string_lossy())?;
     assert_eq!(saved.config.attention.to_string(), "favor:m=16,map=learned,window=4");
     let model = saved.decoder(&Device::Cpu)?;
@@ -126,7 +128,7 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     }
     assert!(bytes.windows(2).all(|pair| pair[0] == pair[1]), "{bytes:?}");
 
-    // All is done: the same command again changes nothing.
+    // The conversion is finished, so the same command changes nothing.
     let again = convert(&plan, &data)?;
     assert_eq!(serde_json::to_string(&again)?, serde_json::to_string(&report)?);
     Ok(())
@@ -138,7 +140,7 @@ fn it_goes_on_after_the_last_finished_stage_on_any_number_of_threads() -> Result
     let teacher = teacher(&data)?;
     let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
     let attention = "favor:m=8,map=learned";
-    // More than one pass a step, and another number of threads.
+    // A step has more than one pass, and the numbers of threads differ.
     let large = |out, threads| Plan { batch_size: 10, threads, ..plan(&teacher, attention, out, &stop) };
     let expected = convert(&large(whole.path(), 3), &data)?;
     let first = Plan { transfer_steps: 0, tuning: None, ..large(parts.path(), 1) };
@@ -170,7 +172,7 @@ fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
             assert_eq!((&stage.name[..], stage.points.len()), (name, 2));
         }
 
-        // Stopped from outside again and again, wherever it is then.
+        // The conversion is stopped from outside again and again, at any step.
         let mut stops = 0;
         let report = loop {
             let now = AtomicBool::new(false);
@@ -242,7 +244,8 @@ fn inspection_reports_every_head() -> Result<()> {
     Ok(())
 }
 
-/// Everything that a conversion depends on, so that a test can change one part at a time.
+/// `Asked` holds everything that a conversion depends on, so that a test can change one part at a
+/// time.
 struct Asked {
     teacher: Pretrained,
     data: Prepared,
@@ -264,7 +267,8 @@ impl Asked {
     }
 }
 
-/// Changes to what was asked for, and the field of the key that must be named as the reason.
+/// A `Change` is the field of the key that must be named as the reason, and a change to what was
+/// asked for.
 type Change = (&'static str, fn(&mut Asked));
 
 fn tuned(plan: Plan, change: fn(&mut Tuning)) -> Plan {
@@ -354,7 +358,7 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
     let first = convert(&short, &data)?;
     assert_eq!(first.key.as_ref().map(|key| &key.revision[..]), Some(git_revision()));
 
-    // A folder that has the model and the report only, as it is published.
+    // The folder then has the model and the report only, as it is published.
     let (report, state) = (out.join("convert.json"), out.join("train_state.json"));
     let (report_before, state_before) = (std::fs::read(&report)?, std::fs::read(&state)?);
     std::fs::remove_file(&state)?;
@@ -364,7 +368,7 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
     refused(go(&short), &["convert.json has no key"]);
     refused(go(&longer), &["convert.json has no key"]);
 
-    // A report that lags behind the weights, with nothing to put it right.
+    // The report is now behind the weights, and no state corrects it.
     std::fs::write(&report, &report_before)?;
     edit(&report, |report| {
         report["stages"].as_array_mut().unwrap().pop();
@@ -372,7 +376,7 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
     })?;
     refused(go(&short), &["weights after the stage 'transfer'", "ends with 'calibrate'", "another --out"]);
 
-    // What an older revision began is carried on, and says so.
+    // A conversion that an older revision began is continued, and the report says so.
     std::fs::write(&report, &report_before)?;
     std::fs::write(&state, &state_before)?;
     edit(&state, |state| state["report"]["key"]["revision"] = "older".into())?;
@@ -406,8 +410,8 @@ fn a_stage_in_progress_belongs_to_its_settings() -> Result<()> {
         &["train_state.json", "settings.transfer.rate was 0.01 and is now 0.02"],
     );
 
-    // Without the state, the stage begins again; and a report that a kill left behind the weights
-    // is put right.
+    // Without the state, the stage begins again. A report that is behind the weights, because the
+    // process was killed, is corrected.
     let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
     std::fs::remove_file(folder.path().join("train_state.json"))?;
     let before = std::fs::read(folder.path().join("convert.json"))?;

@@ -1,4 +1,5 @@
-//! The lab as a person runs it: finite numbers, a page with every section, charts that are files, and one clear error for bad options.
+//! These tests run the lab as a user does. They require finite numbers, a page with every section,
+//! charts in files, and one clear error for bad options.
 
 use std::{
     path::Path,
@@ -32,11 +33,13 @@ fn fails(output: &Output, words: &[&str]) {
     }
 }
 
-/// Counts numbers; JSON has no NaN and no infinity, they would be null.
+/// Counts numbers and refuses null: JSON has no NaN and no infinity, which would be written as
+/// null.
 fn numbers(value: &Value, path: &str) -> usize {
     match value {
         Value::Null => {
-            // What is not there by design: a closed form that is not known, features that are not enough.
+            // These values may be absent: a closed form that is not known, or features that are not
+            // enough.
             let absent = ["closed", "features", "map", "errors", "worst_head", "window", "command"];
             assert!(absent.iter().any(|name| path.ends_with(name)), "{path} is null");
             0
@@ -48,7 +51,7 @@ fn numbers(value: &Value, path: &str) -> usize {
     }
 }
 
-/// A softmax model of two layers, trained for two steps on the sample.
+/// Trains a softmax model of two layers for two steps on the sample.
 fn model(folder: &Path) {
     let args = "train --data sample --max-steps 2 --context 32 --batch-size 4 --attention softmax --out model";
     let output = Command::new(env!("CARGO_BIN_EXE_performer-lm"))
@@ -70,7 +73,7 @@ fn errors_are_measured_drawn_and_explained() {
     let count = numbers(&found, "error");
     assert!(count > 2000, "{count} numbers");
 
-    // The reference lines are there, and estimates can be better and worse than them.
+    // The reference lines are there. Estimates can be better or worse than them.
     let figure = &found["figure"][0];
     let uniform = figure["uniform"].as_f64().unwrap();
     assert!(uniform > 0.0);
@@ -83,7 +86,7 @@ fn errors_are_measured_drawn_and_explained() {
         .collect();
     assert!(medians.iter().all(|mse| *mse > 0.0));
     assert!(found["two_pi"][0]["limit"].as_f64() > found["two_pi"][0]["uniform"].as_f64());
-    // Two hundred features of six dimensions are better than none.
+    // Two hundred features of six dimensions are better than uniform attention.
     let maps = &found["maps"]["gaussian"]["maps"];
     let positive = maps["estimators"][0]["points"].as_array().unwrap().last().unwrap();
     assert!(positive["rows"]["median"].as_f64() < maps["uniform"]["rows"].as_f64(), "{positive}");
@@ -114,7 +117,7 @@ fn errors_are_measured_drawn_and_explained() {
         assert!(png.starts_with(b"\x89PNG"), "{chart}");
     }
 
-    // The same seed gives the same numbers, on any number of threads.
+    // The same seed gives the same numbers on any number of threads.
     let again = [&["error", "--checkpoint", "model", "--json", "--threads", "1"], &sizes[..]].concat();
     assert_eq!(json(&lab(dir.path(), &again))["error"], found);
 }
@@ -123,7 +126,7 @@ fn errors_are_measured_drawn_and_explained() {
 fn suggestions_are_commands_that_convert() {
     let dir = tempfile::tempdir().unwrap();
     model(dir.path());
-    // An untrained model weighs nearly alike: any features will do.
+    // An untrained model has almost uniform attention, so any features suffice.
     let wanted = ["suggest", "--checkpoint", "model", "--draws", "2", "--calibrate-tokens", "500", "--error", "0.5"];
     let found = json(&lab(dir.path(), &[&wanted[..], &["--out", "out", "--json"]].concat()))["suggest"].clone();
     numbers(&found, "suggest");
@@ -144,7 +147,7 @@ fn suggestions_are_commands_that_convert() {
         .unwrap();
     assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
 
-    // No error at all is met by no features; then nothing is to be converted.
+    // No features meet an error this small, so nothing is converted.
     let strict = [&wanted[..7], &["--error", "1e-9", "--most-features", "16", "--json"]].concat();
     let found = json(&lab(dir.path(), &strict))["suggest"].clone();
     assert!(found["command"].is_null() && found["layers"][0]["attention"] == "softmax", "{found}");

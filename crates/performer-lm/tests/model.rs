@@ -1,4 +1,5 @@
-//! The decoder: gradients reach every parameter of every variant, nothing leaks from the future, decoding is the same model.
+//! These tests check the decoder: gradients reach every parameter of every variant, nothing leaks
+//! from the future, and decoding computes what the whole model does.
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -45,7 +46,7 @@ fn base(attention: &str) -> ModelConfig {
     }
 }
 
-/// Every choice that the config spells, each with each.
+/// Returns all combinations of the choices in a configuration.
 fn variants(attention: &str) -> Vec<ModelConfig> {
     let mut all = Vec::new();
     for feed_forward in [FeedForwardKind::Gelu, FeedForwardKind::GeluExact, FeedForwardKind::Swiglu] {
@@ -93,7 +94,8 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
             for (name, var) in model.named_parameters()? {
                 let Some(gradient) = gradients.get(&var) else { panic!("{name} has no gradient in {config:?}") };
                 let size = gradient.abs()?.sum_all()?.to_scalar::<f32>()?;
-                // A key bias adds the same to all logits of a row: softmax cannot see it, and what is left is rounding.
+                // A key bias adds one constant to all logits of a row, on which softmax does not
+                // depend, so what is left is rounding.
                 let unseen = attention == "softmax" && name.ends_with("k_proj.bias");
                 assert!(size.is_finite() && (size > 1e-9 || unseen), "{name} has gradient {size} in {config:?}");
             }
@@ -122,7 +124,7 @@ fn trained_maps_get_gradients_and_come_back_as_they_were() -> Result<()> {
             let Some(gradient) = gradients.get(var) else { panic!("{name} has no gradient with {attention}") };
             let size = gradient.abs()?.sum_all()?.to_scalar::<f32>()?;
             assert!(size > 1e-9, "{name} has gradient {size} with {attention}");
-            // Another value for each, so that it shows whether it comes back.
+            // Each parameter gets another value, so that the test sees whether it comes back.
             var.set(&(var.as_detached_tensor() * 1.1)?)?;
         }
         let saved = Decoder::from_tensors(&config, &model.tensors()?, &Device::Cpu)?;

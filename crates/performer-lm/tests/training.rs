@@ -1,4 +1,5 @@
-//! Training runs: they learn, resume as if never stopped, and do not depend on the number of threads.
+//! These tests check training runs: they learn, resume as if never stopped, and do not depend on
+//! the number of threads.
 
 use std::{path::Path, sync::atomic::AtomicBool};
 
@@ -15,7 +16,7 @@ use performer_lm::{
 };
 use serde_json::Value;
 
-/// A text with a simple law, so that a small model can learn it in seconds.
+/// Returns a text with a simple law, which a small model can learn in seconds.
 fn data() -> Prepared {
     let alphabet: Vec<String> = (0..20).map(|i| format!("<w{i}>")).collect();
     let mut vocabulary: Vec<String> = alphabet.iter().enumerate().map(|(i, w)| format!("{w:?}: {}", i + 1)).collect();
@@ -87,7 +88,7 @@ fn both_attentions_learn() -> Result<()> {
         let dir = tempfile::tempdir()?;
         let (_, training) = recipe(attention);
         let report = run(attention, &training, dir.path(), 2)?;
-        // Twenty words: ln 20 = 3.0 without having learned anything.
+        // There are twenty words, so the loss is ln 20 = 3.0 before anything is learned.
         assert!(report.val_loss < 2.5, "{attention}: {}", report.val_loss);
         assert!((report.perplexity - report.val_loss.exp()).abs() < 1e-9);
         let (model, _) = load_model(dir.path(), &Device::Cpu)?;
@@ -108,7 +109,7 @@ fn bf16_learns_with_f32_weights() -> Result<()> {
         let half = run(attention, &TrainingConfig { dtype: Precision::Bf16, ..training }, &out.join("bf16"), 2)?;
         assert!((whole.val_loss - half.val_loss).abs() < 0.05, "{attention}: {} and {}", whole.val_loss, half.val_loss);
         assert_ne!(whole.val_loss, half.val_loss);
-        // Weights that were ever rounded to bf16 would end in zeros.
+        // Weights that had been rounded to bf16 would end in zeros.
         let weights = weights(&out.join("bf16"))?;
         assert!(weights.iter().any(|(_, values)| values.iter().any(|x| x.to_bits() & 0xffff != 0)));
     }
@@ -121,14 +122,15 @@ fn a_resumed_run_is_the_unbroken_one() -> Result<()> {
     let whole = tempfile::tempdir()?;
     run("favor:m=8", &training, whole.path(), 2)?;
 
-    // Stops in mid-epoch, after a redraw, with dropout on. The step limit is not part of what resumes.
+    // The run stops in the middle of an epoch, after a redraw, with dropout on. The step limit is
+    // not part of what resumes.
     let broken = tempfile::tempdir()?;
     let data = data();
     let stop = AtomicBool::new(false);
     let cut = TrainingConfig { save_every: 11, ..training.clone() };
     let stopping = TrainingConfig { eval_every: 11, ..cut };
     let stopped = std::thread::scope(|scope| {
-        // The flag goes up once the checkpoint of step 11 is there.
+        // The flag is set once the checkpoint of step 11 exists.
         scope.spawn(|| {
             let done =
                 || performer_lm::train::read_log(&broken.path().join("metrics.jsonl")).is_ok_and(|l| l.len() > 12);
@@ -197,7 +199,8 @@ fn a_learning_rate_that_explodes_is_reported() -> Result<()> {
     Ok(())
 }
 
-/// What a comparison or an ablation depends on, so that a test can change one part at a time.
+/// `Asked` holds what a comparison or an ablation depends on, so that a test can change one part at
+/// a time.
 #[derive(Clone)]
 struct Asked {
     config: ModelConfig,
@@ -210,14 +213,15 @@ struct Asked {
 impl Asked {
     fn tiny() -> Self {
         let (config, training) = recipe("softmax");
-        // Longer than the window that an ablation tries, so that features see something.
+        // The context is longer than the window that an ablation tries, so that features have an
+        // effect.
         let config = ModelConfig { context: 40, ..config };
         let training = TrainingConfig { max_steps: Some(2), eval_every: 0, redraw_every: 0, ..training };
         Self { config, training, features: 2, seed: 1, data: data() }
     }
 
-    /// The validation losses and speeds of all runs; speeds never repeat, so they tell whether a
-    /// run was made again.
+    /// Returns the reports of all runs. Their speeds never repeat, so they tell whether a run was
+    /// made again.
     fn compare(&self, out: &Path) -> Result<Value> {
         let attention = format!("favor:m={}", self.features);
         let outcome = Comparison {
@@ -252,8 +256,8 @@ impl Asked {
     }
 }
 
-/// One part of what was asked for, changed; and the field of the key that must be named as the
-/// reason.
+/// A `Change` is the field of the key that must be named as the reason, and a change to one part of
+/// what was asked for.
 type Change = (&'static str, fn(&mut Asked));
 
 const CHANGES: [Change; 14] = [
@@ -274,7 +278,7 @@ const CHANGES: [Change; 14] = [
 ];
 
 /// Asks for a result, changes one thing at a time, and requires that the earlier result is refused
-/// and the change named.
+/// and the change is named.
 fn refuses_what_differs(ask: fn(&Asked, &Path) -> Result<Value>, changes: &[Change]) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let asked = Asked::tiny();
@@ -295,8 +299,7 @@ fn refuses_what_differs(ask: fn(&Asked, &Path) -> Result<Value>, changes: &[Chan
     }
     assert_eq!(ask(&asked, folder.path())?, first, "the same again changes nothing");
 
-    // Another seed is another run beside the first one, and nothing that saves oftener is another
-    // run.
+    // Another seed is another run beside the first one. More frequent saving is not another run.
     let mut other = Asked { seed: 2, ..asked.clone() };
     assert_ne!(ask(&other, folder.path())?, first);
     other.training.save_every = 1;
@@ -347,7 +350,8 @@ fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
     std::fs::write(&report, &written)?;
     assert_eq!(asked.compare(out)?, first);
 
-    // What an older revision began goes on, and says so; nothing else may differ.
+    // A run that an older revision began is continued, and the report says so; nothing else may
+    // differ.
     std::fs::remove_file(&report)?;
     edit(&state, |state| state["key"]["settings"]["clip"] = 7.into())?;
     refused(asked.compare(out), &["train_state.json", "settings.clip was 7 and is now 1.0"]);
@@ -362,7 +366,7 @@ fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
     assert_eq!(resumed[0]["earlier_legs"], leg);
     assert_eq!(asked.compare(out)?, resumed);
 
-    // A config that was edited by hand is another model.
+    // A configuration that was edited by hand describes another model.
     edit(&run.join("config.json"), |config| config["dropout"] = 0.3.into())?;
     let (data, stop) = (data(), AtomicBool::new(false));
     let edited = Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null);
@@ -380,7 +384,7 @@ fn an_ablation_goes_on_in_the_middle_of_a_run() -> Result<()> {
     asked.training.max_steps = Some(30);
     let expected = asked.ablate(whole.path())?;
 
-    // The first variant is softmax without redraws, in the folder of its index and seed.
+    // The first variant is softmax without redraws, in the folder named by its index and seed.
     let (stop, run) = (AtomicBool::new(false), parts.path().join("0-1"));
     let training = TrainingConfig { seed: 1, ..asked.training.clone() };
     let stopped = std::thread::scope(|scope| {
@@ -394,8 +398,8 @@ fn an_ablation_goes_on_in_the_middle_of_a_run() -> Result<()> {
     })?;
     assert!(stopped.is_none(), "the run was over before it could be stopped");
     let steps = performer_lm::train::read_log(&run.join("metrics.jsonl"))?.len();
-    // An older revision leaves its mark on the result where the run goes on, and none where it
-    // begins anew.
+    // An older revision is recorded in the report if the run is resumed, and not if it begins
+    // again.
     edit(&run.join("train_state.json"), |state| state["key"]["revision"] = "older".into())?;
     let losses = |outcomes: &Value| -> Vec<Value> {
         outcomes.as_array().unwrap().iter().map(|outcome| outcome["val_losses"].clone()).collect()
@@ -414,7 +418,7 @@ fn committed_results_are_still_read() -> Result<()> {
         serde_json::from_slice(&text).with_context(|| file.display().to_string())
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    // They are not part of a published package.
+    // The results are not part of a published package.
     if !root.join("benchmarks").exists() {
         return Ok(());
     }

@@ -1,24 +1,24 @@
-//! How far two sets of embeddings of the same sentences say the same.
+//! This module measures how far two sets of embeddings of the same sentences agree.
 
 use serde::Serialize;
 
-/// One set of unit vectors against another.
+/// An `Agreement` compares one set of unit vectors with another.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Agreement {
-    /// Cosine between the two embeddings of a sentence, on average.
+    /// The mean cosine between the two embeddings of a sentence.
     pub(crate) mean_cosine: f64,
-    /// The worst.
+    /// The smallest cosine between the two embeddings of a sentence.
     pub(crate) min_cosine: f64,
     /// Spearman's rank correlation of the similarities of all pairs of sentences.
     pub(crate) rank_correlation: f64,
-    /// Share of the sentences whose nearest other sentence is the same.
+    /// Share of the sentences that have the same nearest neighbour in both sets.
     pub(crate) same_neighbour: f64,
-    /// The largest difference of any number.
+    /// The largest difference between corresponding numbers.
     pub(crate) max_difference: f64,
 }
 
 impl Agreement {
-    /// Of at least three sentences.
+    /// Compares two sets of at least three sentences.
     pub(crate) fn new(original: &[Vec<f32>], other: &[Vec<f32>]) -> Self {
         let cosines: Vec<f64> = original.iter().zip(other).map(|(a, b)| dot(a, b)).collect();
         let numbers = original.iter().flatten().zip(other.iter().flatten());
@@ -32,7 +32,8 @@ impl Agreement {
         }
     }
 
-    /// Means over draws of the features, but the worst of the worst.
+    /// Returns the means over draws of the features, but the worst of `min_cosine` and
+    /// `max_difference`.
     pub(crate) fn over(draws: &[Self]) -> Self {
         let average = |field: fn(&Self) -> f64| mean(&draws.iter().map(field).collect::<Vec<_>>());
         Self {
@@ -45,7 +46,7 @@ impl Agreement {
     }
 }
 
-/// `a·b`, the cosine of unit vectors.
+/// Computes `a·b`, the cosine of unit vectors.
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
@@ -54,19 +55,19 @@ fn mean(x: &[f64]) -> f64 {
     x.iter().sum::<f64>() / x.len() as f64
 }
 
-/// Of every pair of two sentences.
+/// Computes the similarity of every pair of two sentences.
 fn similarities(embeddings: &[Vec<f32>]) -> Vec<f64> {
     let pairs = (0..embeddings.len()).flat_map(|i| (0..i).map(move |j| (i, j)));
     pairs.map(|(i, j)| dot(&embeddings[i], &embeddings[j])).collect()
 }
 
-/// The sentence most similar to sentence `i`.
+/// Returns the sentence that is most similar to sentence `i`.
 fn neighbour(embeddings: &[Vec<f32>], i: usize) -> Option<usize> {
     let similarity = |j: &usize| dot(&embeddings[i], &embeddings[*j]);
     (0..embeddings.len()).filter(|&j| j != i).max_by(|a, b| similarity(a).total_cmp(&similarity(b)))
 }
 
-/// The place of each number in their order.
+/// Returns the rank of each number.
 fn ranks(x: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..x.len()).collect();
     order.sort_by(|&a, &b| x[a].total_cmp(&x[b]));
@@ -77,7 +78,7 @@ fn ranks(x: &[f64]) -> Vec<f64> {
     ranks
 }
 
-/// Pearson's.
+/// Computes Pearson's correlation.
 fn correlation(x: &[f64], y: &[f64]) -> f64 {
     let (mx, my) = (mean(x), mean(y));
     let sum = |f: &dyn Fn(f64, f64) -> f64| x.iter().zip(y).map(|(x, y)| f(x - mx, y - my)).sum::<f64>();

@@ -1,4 +1,4 @@
-//! What is put in the place of the model's softmax.
+//! This module has the attentions that take the place of the model's softmax.
 
 use std::sync::{Arc, Mutex};
 
@@ -9,19 +9,20 @@ use performer_core::{
     projection::{derive_seed, draw_tensor},
 };
 
-/// A kind of random features.
+/// A `Kind` is a kind of random features.
 #[derive(Clone, Copy)]
 pub(crate) struct Kind {
     pub(crate) name: &'static str,
     map: FeatureMapKind,
     radii: Radii,
-    /// Whether the features are fitted to the model's queries and keys, and if so whether these are centred first.
+    /// Whether the features are fitted to the model's queries and keys, and if so, whether these
+    /// are centred first.
     fitted: Option<bool>,
 }
 
 use FeatureMapKind::{Dense, Optimal, Positive};
 
-/// All that are compared.
+/// The kinds that are compared.
 pub(crate) const KINDS: [Kind; 5] = [
     Kind { name: "FAVOR+", map: Positive, radii: Radii::Chi, fitted: None },
     Kind { name: "FAVOR+, radii √D", map: Positive, radii: Radii::Sqrt, fitted: None },
@@ -31,7 +32,8 @@ pub(crate) const KINDS: [Kind; 5] = [
 ];
 
 impl Kind {
-    /// FAVOR with `features` of this kind for a layer whose queries and keys have these `moments`; `draw` is a seed for all layers.
+    /// Builds FAVOR with `features` features of this kind for a layer whose queries and keys have
+    /// these `moments`; `draw` is a seed for all layers.
     pub(crate) fn attention(
         &self,
         layer: usize,
@@ -51,7 +53,8 @@ impl Kind {
     }
 }
 
-/// Softmax attention that remembers what queries and keys are like, of tokens without padding.
+/// `Observed` is softmax attention that collects the moments of queries and keys; tokens must have
+/// no padding.
 #[derive(Debug)]
 pub(crate) struct Observed(Mutex<Moments>);
 
@@ -76,7 +79,7 @@ impl Attention for Observed {
     }
 }
 
-/// Attention that weighs all keys alike: what an approximation must beat.
+/// `Uniform` is attention that weighs all keys equally; an approximation must be better than that.
 #[derive(Debug)]
 pub(crate) struct Uniform;
 

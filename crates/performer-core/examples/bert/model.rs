@@ -1,5 +1,6 @@
-//! BERT in the shape of `candle_transformers::models::bert`, same names and same weights. What the swap changed is marked `SWAP`;
-//! everything else is as it is there, less tracing and dropout, which is for training.
+//! This module is BERT in the form of `candle_transformers::models::bert`, with the same names and
+//! the same weights. What the swap changed is marked `SWAP`; everything else is the same, except
+//! that tracing and dropout, which is for training, are left out.
 
 use std::sync::Arc;
 
@@ -40,7 +41,7 @@ struct BertSelfAttention {
     value: Linear,
     num_attention_heads: usize,
     attention_head_size: usize,
-    // SWAP: new. An `Arc` lets a model go on deriving `Clone`.
+    // SWAP: this is new. An `Arc` lets a model derive `Clone` as before.
     attention: Arc<dyn Attention>,
 }
 
@@ -77,7 +78,7 @@ impl BertSelfAttention {
     }
 }
 
-/// `norm(dense(x) + residual)`, with which both halves of a layer end.
+/// `BertOutput` computes `norm(dense(x) + residual)`, with which both halves of a layer end.
 struct BertOutput {
     dense: Linear,
     layer_norm: LayerNorm,
@@ -126,14 +127,14 @@ impl BertLayer {
     }
 }
 
-/// The encoder.
+/// `BertModel` is the encoder.
 pub(crate) struct BertModel {
     embeddings: BertEmbeddings,
     layers: Vec<BertLayer>,
 }
 
 impl BertModel {
-    // SWAP: was without `attention`, which makes that of each layer.
+    // SWAP: `attention` is new; it makes the attention of each layer.
     pub(crate) fn load(
         vb: VarBuilder,
         config: &Config,
@@ -145,14 +146,16 @@ impl BertModel {
         Ok(Self { embeddings: BertEmbeddings::load(vb.pp("embeddings"), config)?, layers })
     }
 
-    /// Hidden states `(B, T, E)` of token ids `(B, T)`; `attention_mask` `(B, T)` is 0 where there is padding.
+    /// Computes hidden states `(B, T, E)` of token ids `(B, T)`; `attention_mask` `(B, T)` is 0
+    /// where there is padding.
     pub(crate) fn forward(
         &self,
         input_ids: &Tensor,
         token_type_ids: &Tensor,
         attention_mask: &Tensor,
     ) -> Result<Tensor> {
-        // SWAP: the mask was turned into numbers to add to the scores; now it goes down as it is.
+        // SWAP: the mask was turned into numbers to add to the scores; now it is passed on as it
+        // is.
         let mut hidden_states = self.embeddings.forward(input_ids, token_type_ids)?;
         for layer in &self.layers {
             hidden_states = layer.forward(&hidden_states, attention_mask)?;

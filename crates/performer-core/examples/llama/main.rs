@@ -1,6 +1,8 @@
-//! A pretrained Llama with softmax, with FAVOR+, and with FAVOR+ behind a window of exact attention.
+//! This example runs a pretrained Llama with softmax, with FAVOR+, and with FAVOR+ behind a window
+//! of exact attention.
 //!
-//! [`model`] is `candle_transformers::models::llama` with its attention exchanged. In a copy of that file of yours, it takes these lines:
+//! [`model`] is `candle_transformers::models::llama` with its attention exchanged. In a copy of
+//! that file, the exchange takes these lines:
 //!
 //! ```text
 //! // struct CausalSelfAttention, and an argument of each `load` to hand it down:
@@ -11,14 +13,19 @@
 //! let y = self.attention.extend(Inputs::new(&q, &k, &v), &mut cache.states[block_idx])?;
 //! ```
 //!
-//! To run it, with a Hugging Face folder of a Llama, SmolLM2 or TinyLlama (`performer-lm export` writes one from other files):
+//! To run it, give a Hugging Face folder of a Llama, SmolLM2 or TinyLlama (`performer-lm export`
+//! writes one from other files):
 //!
-//! `cargo run --release -p performer-core --example llama -- FOLDER [softmax|favor|window|all] [PROMPT]`
+//! ```text
+//! cargo run --release -p performer-core --example llama -- \
+//!     FOLDER [softmax|favor|window|all] [PROMPT]
+//! ```
 //!
-//! It goes on from the prompt greedily and prints the text, tokens a second, and the bytes that decoding remembers: they grow with the text
-//! for softmax and stay as they are for the others. Weights trained with softmax have heads sharper than 128 random features can
-//! follow, so `favor` alone writes nonsense; `window`, exact for the last tokens, stays near the model. `performer-lm convert` teaches a
-//! model to live with its features.
+//! It continues the prompt greedily and prints the text, tokens per second, and the size of the
+//! decoding state in bytes, which grows with the text for softmax and is constant for the others.
+//! Weights trained with softmax have heads that are sharper than 128 random features can
+//! approximate, so `favor` alone writes nonsense; `window`, which is exact for the last tokens,
+//! stays near the model. `performer-lm convert` trains a model to work with its features.
 
 #[path = "../shared/folder.rs"]
 mod folder;
@@ -77,7 +84,7 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// The attention of a name, for one layer: this is all that differs between the models.
+/// Builds the attention of a name for one layer; nothing else differs between the models.
 fn attention(name: &str, head_dim: usize, layer: usize) -> candle_core::Result<Arc<dyn Attention>> {
     let favor = || Favor::new(&FavorConfig::default(), head_dim, derive_seed(42, layer as u64), DType::F32, &DEVICE);
     Ok(match name {
@@ -88,7 +95,8 @@ fn attention(name: &str, head_dim: usize, layer: usize) -> candle_core::Result<A
     })
 }
 
-/// Goes on from the prompt with the likeliest tokens, and prints what came and what it took.
+/// Continues the prompt with the likeliest tokens, and prints the text, its speed and the size of
+/// the state.
 fn generate(name: &str, llama: &Llama, config: &Config, tokenizer: &Tokenizer, prompt: &str) -> Result<()> {
     let encoding = tokenizer.encode(prompt, true).map_err(Error::msg)?;
     let mut tokens = encoding.get_ids().to_vec();
@@ -101,7 +109,7 @@ fn generate(name: &str, llama: &Llama, config: &Config, tokenizer: &Tokenizer, p
     let mut cache = Cache::new(true, DType::F32, config, &DEVICE)?;
     let mut memory = Vec::new();
     let (mut seen, start) = (0, Instant::now());
-    // The prompt in one piece, then a token at a time.
+    // The prompt is read in one pass, then one token at a time.
     while tokens.len() < (encoding.len() + TOKENS).min(config.max_position_embeddings) {
         let new = Tensor::new(&tokens[seen..], &DEVICE)?.unsqueeze(0)?;
         let logits = llama.forward(&new, seen, &mut cache)?;

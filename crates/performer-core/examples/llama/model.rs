@@ -1,5 +1,6 @@
-//! Llama in the shape of `candle_transformers::models::llama`, same names and same weights. What the swap changed is marked `SWAP`;
-//! everything else is as it is there, less tracing and flash attention.
+//! This module is Llama in the form of `candle_transformers::models::llama`, with the same names
+//! and the same weights. What the swap changed is marked `SWAP`; everything else is the same,
+//! except that tracing and flash attention are left out.
 
 use std::sync::Arc;
 
@@ -10,12 +11,13 @@ use candle_nn::{
 use candle_transformers::models::llama::Config;
 use performer_core::{Attention, Inputs, Mask, State};
 
-/// What decoding remembers, by layer, and the rotary table.
+/// A `Cache` holds the decoding state of each layer, and the rotary tables.
 pub(crate) struct Cache {
     use_kv_cache: bool,
-    // SWAP: was `kvs: Vec<Option<(Tensor, Tensor)>>`, which grows with the text; causal masks were kept here as well.
+    // SWAP: was `kvs: Vec<Option<(Tensor, Tensor)>>`, which grows with the text; causal masks were
+    // cached here as well.
     pub(crate) states: Vec<State>,
-    /// `(max_position_embeddings, D/2)` each.
+    /// The rotary tables, shape `(max_position_embeddings, D/2)` each.
     cos: Tensor,
     sin: Tensor,
 }
@@ -48,7 +50,7 @@ struct CausalSelfAttention {
     num_attention_heads: usize,
     num_key_value_heads: usize,
     head_dim: usize,
-    // SWAP: new. An `Arc` lets a model go on deriving `Clone`.
+    // SWAP: this is new. An `Arc` lets a model derive `Clone` as before.
     attention: Arc<dyn Attention>,
 }
 
@@ -144,7 +146,7 @@ impl Block {
     }
 }
 
-/// The model.
+/// `Llama` is the model.
 pub(crate) struct Llama {
     wte: Embedding,
     blocks: Vec<Block>,
@@ -153,7 +155,8 @@ pub(crate) struct Llama {
 }
 
 impl Llama {
-    /// Logits of the token after `x` `(B, T)`, whose first token stands at `index_pos`: `(B, V)`.
+    /// Computes the logits `(B, V)` of the token after `x` `(B, T)`, whose first token has the
+    /// position `index_pos`.
     pub(crate) fn forward(&self, x: &Tensor, index_pos: usize, cache: &mut Cache) -> Result<Tensor> {
         let (_, seq_len) = x.dims2()?;
         let mut x = self.wte.forward(x)?;
@@ -164,7 +167,7 @@ impl Llama {
         self.lm_head.forward(&x)?.to_dtype(DType::F32)
     }
 
-    // SWAP: was without `attention`, which makes that of each layer.
+    // SWAP: `attention` is new; it makes the attention of each layer.
     pub(crate) fn load(
         vb: VarBuilder,
         cfg: &Config,

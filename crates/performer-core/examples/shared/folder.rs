@@ -1,4 +1,4 @@
-//! Folders as Hugging Face's tools save models.
+//! This module reads model folders in the format of Hugging Face's tools.
 
 use std::{collections::HashMap, fs, path::Path};
 
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use serde::de::DeserializeOwned;
 use tokenizers::Tokenizer;
 
-/// What `config.json`, `model.safetensors` and `tokenizer.json` hold.
+/// A `Folder` holds the content of `config.json`, `model.safetensors` and `tokenizer.json`.
 pub(crate) struct Folder<C> {
     pub(crate) config: C,
     pub(crate) weights: HashMap<String, Tensor>,
@@ -15,10 +15,10 @@ pub(crate) struct Folder<C> {
 }
 
 impl<C: DeserializeOwned> Folder<C> {
-    /// Reads all three; weights are widened to f32.
+    /// Reads all three files; weights are widened to f32.
     ///
     /// # Errors
-    /// A file that is missing or is not what its name says.
+    /// If a file is missing or does not hold what its name says.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let files = ["config.json", "model.safetensors", "tokenizer.json"].map(|name| path.join(name));
         for file in &files {

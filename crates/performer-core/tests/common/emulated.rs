@@ -1,4 +1,5 @@
-//! Runs kernels for GPUs on the CPU: compiled by the C++ compiler with a stand-in for the hardware.
+//! This module runs GPU kernels on the CPU: they are compiled by the C++ compiler with a stand-in
+//! for the hardware.
 
 use std::{
     collections::BTreeMap,
@@ -69,7 +70,7 @@ pub(crate) fn execute(program: &Path, header: &[usize], numbers: &[&[f64]], mask
     output.stdout.chunks_exact(4).map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect()
 }
 
-/// The value of the macro `STORAGE` of the kernels for a type.
+/// Returns the value of the macro `STORAGE` of the kernels for a type.
 pub(crate) fn storage(dtype: DType) -> usize {
     match dtype {
         DType::F32 => 0,

@@ -1,4 +1,5 @@
-//! What the tests share: random inputs, tensors to and from plain numbers, and comparison.
+//! This module holds what the tests share: random inputs, conversion between tensors and plain
+//! numbers, and comparison.
 
 // Every test binary compiles this module and uses its own part of it.
 #![allow(dead_code, unused_imports)]
@@ -14,8 +15,8 @@ mod run;
 
 pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};
 
-/// Every feature map: those by name but `Dense`, which is `Optimal` until it is fitted, and the limit map with
-/// two exponents.
+/// Every feature map: those by name except `Dense`, which is `Optimal` until it is fitted, and the
+/// limit map with two exponents.
 pub(crate) const ALL_MAPS: [FeatureMapKind; FeatureMapKind::NAMED.len() + 1] = {
     let named = FeatureMapKind::NAMED;
     let mut all = [FeatureMapKind::Limit(2); FeatureMapKind::NAMED.len() + 1];
@@ -31,7 +32,7 @@ pub(crate) const ALL_MAPS: [FeatureMapKind; FeatureMapKind::NAMED.len() + 1] = {
     all
 };
 
-/// Random numbers that are the same on every machine and every run.
+/// `Random` draws random numbers that are the same on every machine and in every run.
 pub(crate) struct Random(ChaCha8Rng);
 
 impl Random {
@@ -39,12 +40,12 @@ impl Random {
         Random(ChaCha8Rng::seed_from_u64(seed))
     }
 
-    /// Uniform in [0, 1).
+    /// Draws a number that is uniform in [0, 1).
     pub(crate) fn unit(&mut self) -> f64 {
         (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// `count` normal numbers of mean 0 and the given standard deviation (Box and Muller).
+    /// Draws `count` normal numbers of mean 0 and the given standard deviation (Box and Muller).
     pub(crate) fn normal(&mut self, count: usize, deviation: f64) -> Vec<f64> {
         (0..count)
             .map(|_| {
@@ -54,18 +55,18 @@ impl Random {
             .collect()
     }
 
-    /// `count` numbers uniform in [low, high).
+    /// Draws `count` numbers that are uniform in [low, high).
     pub(crate) fn uniform(&mut self, count: usize, low: f64, high: f64) -> Vec<f64> {
         (0..count).map(|_| low + (high - low) * self.unit()).collect()
     }
 
-    /// `count` choices, each true with the given probability.
+    /// Draws `count` choices, each true with the given probability.
     pub(crate) fn mask(&mut self, count: usize, probability: f64) -> Vec<bool> {
         (0..count).map(|_| self.unit() < probability).collect()
     }
 }
 
-/// A random attention problem, owning what [`Inputs`] and [`Kernel`] borrow.
+/// A `Problem` is a random attention problem that owns what [`Inputs`] and [`Kernel`] borrow.
 #[derive(Clone)]
 pub(crate) struct Problem {
     pub(crate) shape: Shape,
@@ -130,25 +131,25 @@ impl Problem {
         }
     }
 
-    /// `(B, H, Tq, D)`.
+    /// The shape of the queries, `(B, H, Tq, D)`.
     pub(crate) fn q_dims(&self) -> [usize; 4] {
         let s = self.shape;
         [s.batch, s.heads, s.q_len, s.head_dim]
     }
 
-    /// `(B, Hkv, Tk, D)`.
+    /// The shape of the keys, `(B, Hkv, Tk, D)`.
     pub(crate) fn k_dims(&self) -> [usize; 4] {
         let s = self.shape;
         [s.batch, s.kv_heads, s.k_len, s.head_dim]
     }
 
-    /// `(B, Hkv, Tk, Dv)`.
+    /// The shape of the values, `(B, Hkv, Tk, Dv)`.
     pub(crate) fn v_dims(&self) -> [usize; 4] {
         let s = self.shape;
         [s.batch, s.kv_heads, s.k_len, s.value_dim]
     }
 
-    /// `(B, H, Tq, Dv)`.
+    /// The shape of the output, `(B, H, Tq, Dv)`.
     pub(crate) fn output_dims(&self) -> [usize; 4] {
         let s = self.shape;
         [s.batch, s.heads, s.q_len, s.value_dim]

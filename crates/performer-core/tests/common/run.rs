@@ -1,4 +1,4 @@
-//! Runs a [`Problem`] through the attention under test.
+//! This module runs a [`Problem`] through the attention under test.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::features::{FeatureMapKind, RandomParameters};
@@ -17,9 +17,10 @@ pub(crate) fn is_positive(map: Option<FeatureMapKind>) -> bool {
     map.is_none_or(|map| map.describe().positive)
 }
 
-/// The length of queries and keys at which [`Problem`]s of a kernel are well conditioned: unit
-/// normal where kernel values cannot come near zero; short for the limit maps, whose `(1 + z/n)^n`
-/// can, and shorter for the signed random features, to keep them near their (positive) kernel.
+/// Returns the length of queries and keys at which [`Problem`]s of a kernel are well conditioned:
+/// unit normal where kernel values cannot come near zero; short for the limit maps, whose
+/// `(1 + z/n)^n` can, and shorter for the signed random features, to keep them near their
+/// (positive) kernel.
 pub(crate) fn conditioned_scale(map: Option<FeatureMapKind>) -> f64 {
     use FeatureMapKind::*;
     match map {
@@ -29,7 +30,7 @@ pub(crate) fn conditioned_scale(map: Option<FeatureMapKind>) -> f64 {
     }
 }
 
-/// How an input lies in memory.
+/// A `Layout` says how an input lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Layout {
     /// Row-major `(B, H, T, D)`.
@@ -70,7 +71,7 @@ impl Layout {
     }
 }
 
-/// The output of attention, and the gradients of `Σ output ∘ grad_output`.
+/// An `Outcome` holds the output of attention, and the gradients of `Σ output ∘ grad_output`.
 pub(crate) struct Outcome {
     pub(crate) output: Vec<f64>,
     pub(crate) q: Vec<f64>,

@@ -154,8 +154,8 @@ static void check_activations(long long count) {
     check("swiglu, gradient of input", e, dup);
 }
 
-// x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map. Pairs are halves apart or neighbours; angles are one
-// table, or one for each sequence.
+// x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map. Pairs are halves
+// apart or neighbours; angles are one table, or one for each sequence.
 static void check_rotary(int batch, int heads, int tokens, int half, bool neighbours, bool tables) {
     int width = 2 * half, next = neighbours ? 2 : 1, second = neighbours ? 1 : half;
     long long table = tables ? (long long)tokens * half : 0;

@@ -1,4 +1,5 @@
-//! Attention alone: time over sequence length and features, implementation beside implementation, and where they cross.
+//! This module measures attention alone: time over sequence length and features, one implementation
+//! beside another, and the lengths at which they cross.
 
 mod measure;
 
@@ -12,30 +13,30 @@ use crate::{
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
 };
 
-/// Tokens of a chunk, as operations are counted.
+/// Number of tokens of a chunk, for counting operations.
 const CHUNK: f64 = 32.0;
 
-/// What is measured.
+/// A `Sweep` says what is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sweep {
     /// Sequence lengths.
     pub tokens: Vec<usize>,
-    /// Random features.
+    /// Numbers of random features.
     pub features: Vec<usize>,
     /// Head dimension.
     pub head_dim: usize,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Heads of each.
+    /// Number of heads of each sequence.
     pub heads: usize,
-    /// Whether a query sees earlier keys only.
+    /// Whether attention is causal.
     pub causal: bool,
-    /// Whether composed operations are measured besides the fused ones.
+    /// Whether composed operations are measured as well as fused ones.
     pub composed: bool,
     /// Whether exact softmax is measured.
     #[serde(default = "yes")]
     pub softmax: bool,
-    /// Whether the backward pass is measured besides the forward one.
+    /// Whether the backward pass is measured as well as the forward pass.
     #[serde(default = "yes")]
     pub backward: bool,
 }
@@ -44,7 +45,7 @@ fn yes() -> bool {
     true
 }
 
-/// Who computes.
+/// An `Implementation` is an implementation of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Implementation {
@@ -54,7 +55,8 @@ pub enum Implementation {
     FavorComposed,
     /// Exact softmax in one fused operation.
     SoftmaxFused,
-    /// Exact softmax as one writes it with Candle: product, mask, `candle_nn::ops::softmax`, product.
+    /// Exact softmax as one writes it with Candle: product, mask, `candle_nn::ops::softmax`,
+    /// product.
     SoftmaxCandle,
     /// PyTorch's `scaled_dot_product_attention`.
     TorchSdpa,
@@ -63,7 +65,7 @@ pub enum Implementation {
 }
 
 impl Implementation {
-    /// Its name for people.
+    /// Returns the name of the implementation for readers.
     pub fn name(self) -> &'static str {
         match self {
             Self::FavorFused => "favor fused",
@@ -80,76 +82,78 @@ impl Implementation {
     }
 }
 
-/// One measurement.
+/// A `Point` is one measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Point {
-    /// Who computed.
+    /// The implementation that was measured.
     pub implementation: Implementation,
     /// Sequence length.
     pub tokens: usize,
-    /// Random features, for FAVOR+.
+    /// Number of random features, for FAVOR+.
     pub features: Option<usize>,
     /// Whether the backward pass is included.
     pub backward: bool,
-    /// How long it took.
+    /// Time that the implementation took.
     #[serde(flatten)]
     pub timing: Timing,
-    /// Billions of FLOP a second, as [`flop`] counts them.
+    /// Billions of FLOP per second, counted by [`flop`].
     #[serde(default)]
     pub gflops: f64,
-    /// Most bytes in use at once beyond the inputs `q`, `k`, `v` and the output's gradient, where known: output and gradients are
-    /// part of it.
+    /// The most bytes in use at once beyond the inputs `q`, `k`, `v` and the output's gradient, if
+    /// known; the output and the other gradients are included.
     #[serde(default)]
     pub extra_bytes: Option<u64>,
-    /// Most bytes of the whole program in use at once, where known.
+    /// The most bytes of the whole program in use at once, if known.
     #[serde(default)]
     pub peak_bytes: Option<u64>,
 }
 
-/// From which length on FAVOR+ is faster than softmax.
+/// A `Crossover` is the length from which on FAVOR+ is faster than softmax.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Crossover {
-    /// Random features.
+    /// Number of random features.
     pub features: usize,
     /// Whether the backward pass is included.
     pub backward: bool,
-    /// Tokens, interpolated between the measured lengths; `None` if they do not cross there.
+    /// Number of tokens, interpolated between the measured lengths; `None` if the times do not
+    /// cross there.
     pub tokens: Option<f64>,
-    /// Whether FAVOR+ is faster at every measured length already.
+    /// Whether FAVOR+ is faster at every measured length.
     pub ahead_at_once: bool,
-    /// Tokens at which both cost as many FLOP.
+    /// Number of tokens at which both cost the same number of FLOP.
     pub by_flop: f64,
 }
 
-/// All that was measured.
+/// A `Report` holds all that was measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The machine.
+    /// The machine on which it was measured.
     pub machine: Machine,
-    /// Threads.
+    /// Number of threads.
     pub threads: usize,
-    /// Device.
+    /// Name of the device.
     pub device: String,
     /// What was measured.
     pub sweep: Sweep,
-    /// Billions of FLOP a second of a product of two 1024×1024 matrices.
+    /// Billions of FLOP per second of a product of two 1024×1024 matrices.
     pub matmul_gflops: f64,
     /// The measurements.
     pub points: Vec<Point>,
-    /// Where fused FAVOR+ overtakes the faster of all softmax implementations.
+    /// Crossovers of fused FAVOR+ and the fastest softmax implementation.
     pub crossovers: Vec<Crossover>,
 }
 
-/// Points of another program, such as `scripts/torch_attention.py` writes.
+/// `Others` holds measurements of another program, such as those that `scripts/torch_attention.py`
+/// writes.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Others {
-    /// The shapes, which must be ours.
+    /// Their shapes, which must equal ours.
     pub sweep: OtherSweep,
     /// The measurements.
     pub points: Vec<Point>,
 }
 
-/// The part of a [`Sweep`] that makes two comparable.
+/// An `OtherSweep` is the part of a [`Sweep`] that must agree for two to be comparable.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct OtherSweep {
     head_dim: usize,
@@ -159,7 +163,8 @@ pub struct OtherSweep {
 }
 
 impl Others {
-    /// Milliseconds of PyTorch's exact causal attention of so many sequences times heads, if they are among the measurements.
+    /// Returns the milliseconds of PyTorch's exact causal attention with `heads` sequences times
+    /// heads, if they are among the measurements.
     pub fn sdpa(&self, heads: usize, head_dim: usize, tokens: usize, backward: bool) -> Option<f64> {
         let s = &self.sweep;
         if (s.batch * s.heads, s.head_dim, s.causal) != (heads, head_dim, true) {
@@ -170,9 +175,10 @@ impl Others {
     }
 }
 
-/// FLOP of attention over all heads, exponentials not counted: FAVOR+ `8MD + C(M + D)` a token and head forward and
-/// `26MD + C(4M + 3D)` with the backward pass (features computed again; `C` = 32; no triangle if not causal), softmax `4D` and `14D` for each pair of a
-/// query and a key that it sees.
+/// Counts the FLOP of attention over all heads, without exponentials. FAVOR+ takes `8MD + C(M + D)`
+/// for each token and head forward and `26MD + C(4M + 3D)` with the backward pass, which computes
+/// features again; `C` is 32, or 0 if attention is not causal. Softmax takes `4D` and `14D` for
+/// each pair of a query and a key that it sees.
 pub fn flop(sweep: &Sweep, tokens: usize, features: Option<usize>, backward: bool) -> f64 {
     let (t, d) = (tokens as f64, sweep.head_dim as f64);
     let rows = (sweep.batch * sweep.heads) as f64 * t;
@@ -190,7 +196,7 @@ pub fn flop(sweep: &Sweep, tokens: usize, features: Option<usize>, backward: boo
     }
 }
 
-/// Tokens at which FAVOR+ and softmax cost as many FLOP.
+/// Returns the number of tokens at which FAVOR+ and softmax cost the same number of FLOP.
 fn crossover_by_flop(sweep: &Sweep, features: usize, backward: bool) -> f64 {
     // FAVOR+ is linear in the tokens, softmax quadratic.
     let t = 1 << 20;
@@ -198,7 +204,7 @@ fn crossover_by_flop(sweep: &Sweep, features: usize, backward: bool) -> f64 {
     t as f64 / exact
 }
 
-/// Measures every implementation at every size; `progress` is told what comes next.
+/// Measures every implementation at every size; `progress` is called with what comes next.
 pub fn run(
     sweep: &Sweep,
     device: &Device,
@@ -242,7 +248,7 @@ pub fn run(
 }
 
 impl Report {
-    /// The measurement of an implementation at a size.
+    /// Returns the measurement of an implementation at a size.
     pub fn point(
         &self,
         implementation: Implementation,
@@ -255,7 +261,7 @@ impl Report {
         })
     }
 
-    /// Time of the fastest exact attention.
+    /// Returns the time of the fastest exact attention.
     fn softmax(&self, tokens: usize, backward: bool) -> Option<f64> {
         let exact = self.points.iter().filter(|p| !p.implementation.is_favor());
         let times = exact.filter(|p| p.tokens == tokens && p.backward == backward).map(|p| p.timing.median_ms);
@@ -287,7 +293,8 @@ impl Report {
         found
     }
 
-    /// Time over length, both axes logarithmic, with the crossovers that FLOP alone would give.
+    /// Draws time over length, both axes logarithmic, with the crossovers that FLOP alone would
+    /// give.
     pub fn chart(&self, backward: bool) -> Chart {
         const COLORS: [Color; 5] = [Color::Blue, Color::Green, Color::Vermillion, Color::Purple, Color::Sky];
         let s = &self.sweep;
@@ -344,12 +351,12 @@ impl Report {
     }
 }
 
-/// What a pass is called.
+/// Returns the name of a pass.
 pub fn pass(backward: bool) -> &'static str {
     if backward { "forward and backward" } else { "forward" }
 }
 
-/// Where a ratio over lengths falls to 1 for good, interpolated on logarithms.
+/// Returns where a ratio over lengths falls to 1 for good, interpolated on logarithms.
 fn crossing(ratios: &[(f64, f64)]) -> Option<f64> {
     let last_above = ratios.iter().rposition(|r| r.1 > 1.0)?;
     let ((t0, r0), (t1, r1)) = (ratios[last_above], *ratios.get(last_above + 1)?);
@@ -377,7 +384,7 @@ mod tests {
 
     #[test]
     fn lines_cross_where_their_ratio_is_one() {
-        // 2 at 100, 1/2 at 400: 1 at 200, on logarithms.
+        // The ratio is 2 at 100 and 1/2 at 400, so on logarithms it is 1 at 200.
         assert!((crossing(&[(50.0, 3.0), (100.0, 2.0), (400.0, 0.5)]).unwrap() - 200.0).abs() < 1e-9);
         assert_eq!(crossing(&[(100.0, 0.5), (200.0, 0.4)]), None);
         assert_eq!(crossing(&[(100.0, 2.0), (200.0, 1.5)]), None);
@@ -399,7 +406,8 @@ mod tests {
         let torch = r#"{"sweep": {"head_dim": 4, "batch": 1, "heads": 2, "causal": true}, "points": [{"implementation": "torch-sdpa",
             "tokens": 16, "features": null, "backward": false, "median_ms": 1e-9, "quartiles_ms": [1.0, 3.0], "runs": 5}]}"#;
         let report = run(&sweep(), &Device::Cpu, 1, effort, Some(serde_json::from_str(torch)?), |_| {})?;
-        // Two lengths, two passes, four of ours, and one of theirs.
+        // There are two lengths, two passes, four implementations of ours, and one measurement of
+        // PyTorch.
         assert_eq!(report.points.len(), 2 * 2 * 4 + 1);
         assert!(report.points.iter().all(|p| p.gflops > 0.0));
         assert_eq!(report.softmax(16, false), Some(1e-9), "the faster of all softmax counts");

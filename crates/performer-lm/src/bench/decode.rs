@@ -1,4 +1,5 @@
-//! Decoding alone: time a token and bytes of state over the context so far.
+//! This module measures decoding alone: time per token and bytes of state over the length of the
+//! context.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -11,47 +12,47 @@ use crate::{
     plot::{Axis, Chart, Scale, Series},
 };
 
-/// Tokens a prefill takes at once.
+/// The most tokens that a prefill takes at once.
 const PREFILL: usize = 4096;
 
-/// Tokens decoded before anything is measured.
+/// Number of tokens decoded before anything is measured.
 const WARM_UP: usize = 300;
 
-/// What is measured.
+/// A `Sweep` says what is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sweep {
-    /// Tokens of context before the measured ones.
+    /// Numbers of tokens of context before the measured ones.
     pub contexts: Vec<usize>,
-    /// Longest context of softmax, whose cache grows.
+    /// The longest context of softmax, whose key-value cache grows.
     pub softmax_limit: usize,
-    /// Random features.
+    /// Number of random features.
     pub features: usize,
     /// Head dimension.
     pub head_dim: usize,
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
 }
 
-/// One measurement.
+/// A `Point` is one measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Point {
     /// `favor` or `softmax`.
     pub attention: String,
-    /// Tokens of context.
+    /// Number of tokens of context.
     pub context: usize,
-    /// Time of one token.
+    /// Time per token.
     #[serde(flatten)]
     pub timing: Timing,
-    /// Bytes of state.
+    /// Size of the decoding state, in bytes.
     pub state_bytes: usize,
 }
 
-/// All that was measured.
+/// A `Report` holds all that was measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The machine.
+    /// The machine on which it was measured.
     pub machine: Machine,
-    /// Threads.
+    /// Number of threads.
     pub threads: usize,
     /// What was measured.
     pub sweep: Sweep,
@@ -59,7 +60,7 @@ pub struct Report {
     pub points: Vec<Point>,
 }
 
-/// Measures both attentions at every context; `progress` is told what comes next.
+/// Measures both attentions at every context; `progress` is called with what comes next.
 pub fn run(
     sweep: &Sweep,
     device: &Device,
@@ -80,7 +81,8 @@ pub fn run(
         let mut contexts: Vec<usize> = sweep.contexts.iter().copied().filter(|&c| c <= limit).collect();
         contexts.sort_unstable();
         let mut state = State::new();
-        // Some hundred tokens into another state, or the first context measured would pay for a cold start.
+        // Some hundred tokens go into another state first, so that the first context measured does
+        // not include a cold start.
         let mut other = State::new();
         for _ in 0..WARM_UP {
             let [q, k, v] = random(sweep, 1, device)?;
@@ -94,7 +96,7 @@ pub fn run(
             }
             let [q, k, v] = random(sweep, 1, device)?;
             let state_bytes = state.bytes();
-            // Every measured token lengthens the context: by a tenth at most.
+            // Every measured token lengthens the context, by at most a tenth in all.
             let few = Effort { time: std::time::Duration::ZERO, runs: effort.runs.max((context / 10).min(500)) };
             let timing = time(few, device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
             points.push(Point { attention: name.into(), context, timing, state_bytes });
@@ -109,7 +111,7 @@ fn random(sweep: &Sweep, tokens: usize, device: &Device) -> candle_core::Result<
 }
 
 impl Report {
-    /// Time a token over context, both axes logarithmic.
+    /// Draws time per token over context, both axes logarithmic.
     pub fn chart(&self) -> Chart {
         let s = &self.sweep;
         let series = ["favor", "softmax"].map(|name| {

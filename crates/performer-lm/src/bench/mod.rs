@@ -1,7 +1,9 @@
-//! Measuring speed: attention over lengths and features, decoding over contexts, training.
+//! This module measures speed: of attention over lengths and features, of decoding over contexts,
+//! and of training.
 //!
-//! Every figure is the median of repeated runs after a warm-up, beside the machine's rate of matrix products measured in the same
-//! process: a figure without the floor under it says little.
+//! Every figure is the median of repeated runs after a warm-up. It stands beside the machine's rate
+//! of matrix products, measured in the same process, because a figure says little without what the
+//! machine can do.
 
 pub mod attention;
 pub mod decode;
@@ -12,23 +14,23 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-/// Repeated timings of one thing.
+/// A `Timing` summarises repeated timings of the same work.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
-    /// Milliseconds.
+    /// Median, in milliseconds.
     pub median_ms: f64,
-    /// Lower and upper quartile, milliseconds.
+    /// Lower and upper quartile, in milliseconds.
     pub quartiles_ms: (f64, f64),
-    /// How often it ran.
+    /// Number of runs.
     pub runs: usize,
 }
 
-/// How long to measure one thing.
+/// An `Effort` says how long each timing is repeated.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
-    /// At least so long.
+    /// The least total time.
     pub time: Duration,
-    /// And at least so often.
+    /// The least number of runs.
     pub runs: usize,
 }
 
@@ -38,7 +40,7 @@ impl Default for Effort {
     }
 }
 
-/// Times `work`, once more than is counted: the first run warms caches and memory up.
+/// Times `work`. It runs once more than is counted: the first run warms up caches and memory.
 pub fn time(effort: Effort, device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<Timing> {
     work()?;
     device.synchronize()?;
@@ -61,7 +63,8 @@ impl Timing {
     }
 }
 
-/// FLOP a second, in billions, of Candle's product of two f32 matrices of 1024×1024: what the machine can be got to do.
+/// Returns the billions of FLOP per second of Candle's product of two f32 matrices of 1024×1024,
+/// which shows what the machine can do.
 pub fn matmul_rate(effort: Effort, device: &Device) -> Result<f64> {
     let a = Tensor::randn(0f32, 1.0, (1024, 1024), device)?.to_dtype(DType::F32)?;
     let timing = time(effort, device, || a.matmul(&a).map(drop))?;

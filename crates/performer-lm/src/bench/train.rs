@@ -1,4 +1,5 @@
-//! Training: tokens a second of whole steps, attention beside attention.
+//! This module measures training: tokens per second of whole optimiser steps, one attention beside
+//! another.
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -12,60 +13,63 @@ use crate::{
     train::{NEVER, RunOptions, Trainer},
 };
 
-/// One measurement.
+/// A `Point` is one measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Point {
-    /// The attention as it was asked for.
+    /// The attention, as it was asked for.
     pub attention_spec: String,
-    /// Trained parameters.
+    /// Number of trained parameters.
     pub params: usize,
-    /// Training tokens a second: embedding to update.
+    /// Training tokens per second, from embedding to update.
     pub tokens_per_second: f64,
-    /// Billions of FLOP a second, at 6 for each weight of a matrix product and token, attention not counted.
+    /// Billions of FLOP per second, counted as 6 for each weight of a matrix product and token,
+    /// without attention.
     pub gflops: f64,
 }
 
-/// All that was measured.
+/// A `Report` holds all that was measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The machine.
+    /// The machine on which it was measured.
     pub machine: Machine,
-    /// Threads.
+    /// Number of threads.
     pub threads: usize,
-    /// The model, but for its attention.
+    /// Configuration of the model, apart from its attention.
     pub config: ModelConfig,
-    /// Optimiser steps of each run.
+    /// Number of optimiser steps of each run.
     pub steps: usize,
-    /// Billions of FLOP a second of a product of two 1024×1024 matrices, on one thread.
+    /// Billions of FLOP per second of a product of two 1024×1024 matrices, on one thread.
     pub matmul_gflops: f64,
     /// The measurements.
     pub points: Vec<Point>,
 }
 
-/// What is measured, and on what.
+/// A `Plan` says what is measured, and on what.
 pub struct Plan {
-    /// The model; its attention is replaced by each of `attentions`.
+    /// Configuration of the model; its attention is replaced by each of `attentions`.
     pub config: ModelConfig,
-    /// The training.
+    /// Training settings.
     pub training: TrainingConfig,
-    /// Attentions to measure.
+    /// The attentions to measure.
     pub attentions: Vec<AttentionConfig>,
-    /// Optimiser steps of each.
+    /// Number of optimiser steps of each run.
     pub steps: usize,
-    /// Device of the models.
+    /// Device on which the models are trained.
     pub device: Device,
-    /// Worker threads on the CPU.
+    /// Number of worker threads on the CPU.
     pub threads: usize,
 }
 
-/// Trains each attention for some steps and throws the models away; `progress` is told what comes next.
+/// Trains each attention for some steps and discards the models; `progress` is called with what
+/// comes next.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
     let training =
         TrainingConfig { max_steps: Some(plan.steps), eval_every: 0, save_every: 0, ..plan.training.clone() };
     let mut report = Report {
         machine: Machine::with(&plan.device),
         threads: plan.threads,
-        // Little text makes few tokens, but the head is to be as large as it is in earnest.
+        // A short text gives a small vocabulary, but the output head must have the size that it has
+        // in real training.
         config: ModelConfig {
             vocab_size: plan.config.vocab_size.max(data.tokenizer.vocab_size()),
             ..plan.config.clone()
@@ -87,7 +91,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         };
         let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
         let run = Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")?;
-        // An embedding is looked up, not multiplied; a tied head multiplies by it all the same.
+        // An embedding is looked up, not multiplied; a tied output head does multiply by it.
         let embeddings = if config.tied_head { 0 } else { report.config.vocab_size * config.hidden_size };
         let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;
         report.points.push(Point {

@@ -1,4 +1,4 @@
-//! Arguments that several commands share.
+//! This module has the arguments that several commands share.
 
 use std::path::PathBuf;
 
@@ -25,15 +25,16 @@ pub(super) struct Global {
     threads: Option<usize>,
 }
 
-/// What [`Global`] came to.
+/// `Machine` is the device and the number of threads that [`Global`] selects.
 pub(super) struct Machine {
     pub(super) device: Device,
     pub(super) threads: usize,
 }
 
 impl Global {
-    /// Opens the device and sets up threads. Must run before anything else touches Candle. `side_by_side`: whether the command runs
-    /// passes side by side, one a thread, or one at a time on all of them.
+    /// Opens the device and sets up threads. It must run before anything else uses Candle.
+    /// `side_by_side` says whether the command runs passes side by side, one on each thread, or one
+    /// at a time on all of them.
     pub(super) fn configure(self, side_by_side: bool) -> Result<Machine> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = match self.threads {
@@ -41,20 +42,21 @@ impl Global {
             Some(threads) => threads,
             None => cores,
         };
-        // Below passes that run side by side, Candle's own pools would only fight for the cores.
+        // While passes run side by side, Candle's own pools would only compete for the cores.
         let inside = if side_by_side { 1 } else { threads }.to_string();
         // SAFETY: no other thread has been started yet.
         unsafe {
             std::env::set_var("RAYON_NUM_THREADS", &inside);
-            // Candle's pool for elementwise operations spins while it waits, on cores that the kernels' own threads need.
+            // Candle's pool for elementwise operations spins while it waits, on cores that the
+            // kernels' own threads need.
             if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
                 std::env::set_var("CANDLE_NUM_THREADS", "1");
             }
         }
-        // Tokenizers do use the pool.
+        // Tokenizers use rayon's pool, so it gets all threads.
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;
         let device = self.device.open(output::note)?;
-        // One queue feeds a GPU.
+        // A GPU has one queue, so one thread feeds it.
         let threads = if device.is_cpu() { threads } else { 1 };
         Ok(Machine { device, threads })
     }
@@ -63,10 +65,11 @@ impl Global {
 /// What to train on.
 #[derive(Args)]
 pub(super) struct DataArgs {
-    /// auto, tinystories, sample, a text file with <|endoftext|> lines, or a folder with train.txt and valid.txt [default:
-    /// auto].
+    /// auto, tinystories, sample, a text file with <|endoftext|> lines, or a folder with train.txt
+    /// and valid.txt [default: auto].
     ///
-    /// auto takes TinyStories from the cache or the Hugging Face hub and, where there is neither, the embedded sample.
+    /// auto takes TinyStories from the cache or the Hugging Face hub and, where there is neither,
+    /// the embedded sample.
     #[arg(long)]
     pub(super) data: Option<DataSpec>,
     /// Vocabulary of the byte-level BPE trained on the training text [default: the preset's].
@@ -108,7 +111,8 @@ pub(super) struct RecipeArgs {
     /// Sequences a step.
     #[arg(long)]
     batch_size: Option<usize>,
-    /// Sequences a forward pass; a step runs its passes side by side on the threads [default: the preset's, all of a step's on a GPU].
+    /// Sequences a forward pass; a step runs its passes side by side on the threads [default: the
+    /// preset's, all of a step's on a GPU].
     #[arg(long)]
     micro_batch: Option<usize>,
     /// Type of activations and matrix products; weights stay f32.
@@ -137,11 +141,12 @@ pub(super) struct RecipeArgs {
     save_every: Option<usize>,
 }
 
-/// Epochs over the embedded sample: two passes over fifty thousand tokens teach a model nothing, and after 25 the validation loss rises.
+/// Epochs over the embedded sample: two passes over fifty thousand tokens teach a model nothing,
+/// and after 25 the validation loss rises.
 const SAMPLE_EPOCHS: usize = 25;
 
 impl RecipeArgs {
-    /// Settings for training on `data`.
+    /// Returns the settings for training on `data`.
     pub(super) fn for_data(&self, data: &Prepared, training: TrainingConfig) -> TrainingConfig {
         if data.corpus_name != "sample" || self.epochs.is_some() {
             return training;
@@ -150,7 +155,7 @@ impl RecipeArgs {
         TrainingConfig { epochs: SAMPLE_EPOCHS, ..training }
     }
 
-    /// The model and its training on a machine.
+    /// Returns the configuration of the model and its training on a machine.
     pub(super) fn load(&self, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {
         let (mut model, mut training) = self.preset.load()?;
         if let Some(path) = &self.config {
@@ -174,7 +179,7 @@ impl RecipeArgs {
         change(&mut training.eval_every, &self.eval_every);
         change(&mut training.save_every, &self.save_every);
         if !machine.device.is_cpu() && self.micro_batch.is_none() {
-            // A GPU takes one pass after the other: the larger, the better.
+            // A GPU runs one pass after another, so larger passes are better.
             training.micro_batch = training.batch_size;
         }
         training.max_steps = self.max_steps.or(training.max_steps);

@@ -1,4 +1,4 @@
-//! `performer-lm bench attention|decode|train`.
+//! This module is the command `performer-lm bench attention|decode|train`.
 
 use std::{
     path::{Path, PathBuf},
@@ -22,7 +22,8 @@ use crate::{
 
 #[derive(Subcommand)]
 pub(super) enum Command {
-    /// Time attention over sequence lengths and features, forward and backward, and where FAVOR+ overtakes softmax.
+    /// Time attention over sequence lengths and features, forward and backward, and where FAVOR+
+    /// overtakes softmax.
     Attention(AttentionArgs),
     /// Time a token of decoding over the context before it.
     Decode(DecodeArgs),
@@ -31,7 +32,7 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Whether it runs one operation at a time, on all threads.
+    /// Whether the command runs one operation at a time, on all threads.
     pub(super) fn is_one_at_a_time(&self) -> bool {
         !matches!(self, Self::Train(_))
     }
@@ -144,7 +145,7 @@ struct Common {
     json: bool,
 }
 
-/// A report with how it came about.
+/// `Saved` is a report with the command and the revision that made it.
 #[derive(Serialize)]
 struct Saved<'a, R> {
     command: String,
@@ -330,7 +331,8 @@ fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Three digits, so that columns of a microsecond and of a second both say something.
+/// Formats a time with three digits, so that columns of microseconds and of seconds are both
+/// precise.
 fn milliseconds(ms: f64) -> String {
     match ms {
         ms if ms < 9.995 => format!("{ms:.2}"),

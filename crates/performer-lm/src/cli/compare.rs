@@ -1,4 +1,4 @@
-//! `performer-lm compare`.
+//! This module is the command `performer-lm compare`.
 
 use std::{path::PathBuf, sync::atomic::AtomicBool};
 
@@ -22,7 +22,8 @@ Examples:
 
 The same command again goes on where a stopped one left off.")]
 pub(super) struct Args {
-    /// An attention to compare; give it several times. The first is what the others are measured against.
+    /// An attention to compare; give it several times. The first is what the others are measured
+    /// against.
     #[arg(long, default_values = ["softmax", "favor"])]
     attention: Vec<AttentionConfig>,
     /// Seeds to repeat each with.

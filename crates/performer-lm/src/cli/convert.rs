@@ -1,4 +1,4 @@
-//! `performer-lm convert`.
+//! This module is the command `performer-lm convert`.
 
 use std::{path::PathBuf, sync::atomic::AtomicBool};
 
@@ -21,7 +21,8 @@ Examples:
   performer-lm convert SmolLM2-135M.gguf --layer 0=softmax --layer 29=softmax --context 256 --data book.txt --out runs/smol
   performer-lm convert stories260K.bin --inspect --data stories/")]
 pub(super) struct Args {
-    /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
+    /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf
+    /// file.
     model: String,
     /// What its attention becomes.
     #[arg(long, default_value = "favor:m=64,map=learned,window=32")]
@@ -29,22 +30,27 @@ pub(super) struct Args {
     /// A layer with an attention of its own, counted from 0; give it several times.
     #[arg(long, value_name = "LAYER=ATTENTION", value_parser = layer)]
     layer: Vec<(usize, AttentionConfig)>,
-    /// Text to convert on: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.
+    /// Text to convert on: auto, tinystories, sample, a text file, or a folder with train.txt and
+    /// valid.txt.
     #[arg(long)]
     data: Option<DataSpec>,
     /// Folder of the converted model. Run the same command again to go on after a stop.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Tokens that a sequence holds, and the position of the model's config from then on [default: the model's context, at most 512].
+    /// Tokens that a sequence holds, and the position of the model's config from then on [default:
+    /// the model's context, at most 512].
     #[arg(long)]
     context: Option<usize>,
-    /// Tokens that features are fitted to; 0 leaves them random [default: 32768 where they can be fitted].
+    /// Tokens that features are fitted to; 0 leaves them random [default: 32768 where they can be
+    /// fitted].
     #[arg(long)]
     calibrate_tokens: Option<usize>,
-    /// Fit them with queries and keys brought to the same covariance, at a product more for every key.
+    /// Fit them with queries and keys brought to the same covariance, at a product more for every
+    /// key.
     #[arg(long)]
     balance: bool,
-    /// Steps that train the feature maps to return what softmax returns; 0 for none [default: 300 where they can be trained].
+    /// Steps that train the feature maps to return what softmax returns; 0 for none [default: 300
+    /// where they can be trained].
     #[arg(long)]
     transfer_steps: Option<usize>,
     /// Peak learning rate of that.
@@ -56,7 +62,8 @@ pub(super) struct Args {
     /// Peak learning rate of that.
     #[arg(long, default_value_t = 3e-4)]
     tune_rate: f64,
-    /// Train factors of this rank beside the matrices in place of all weights; they are merged at the end.
+    /// Train factors of this rank beside the matrices in place of all weights; they are merged at
+    /// the end.
     #[arg(long, value_name = "RANK")]
     adapters: Option<usize>,
     /// Times that the student is measured on the way of each stage of training, for the curve.
@@ -85,7 +92,7 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// Tokens that features are fitted to unless told otherwise.
+/// Default number of tokens to which features are fitted.
 const CALIBRATE: usize = 32_768;
 
 fn layer(text: &str) -> Result<(usize, AttentionConfig), String> {

@@ -1,4 +1,4 @@
-//! `performer-lm data`.
+//! This module is the command `performer-lm data`.
 
 use anyhow::Result;
 use clap::Subcommand;

@@ -1,4 +1,4 @@
-//! `performer-lm eval`.
+//! This module is the command `performer-lm eval`.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,8 @@ Examples:
 pub(super) struct Args {
     /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
     model: String,
-    /// A text file, all of which is predicted; or the held-out part of sample, tinystories or a folder.
+    /// A text file, all of which is predicted; or the held-out part of sample, tinystories or a
+    /// folder.
     #[arg(long)]
     data: String,
     /// Tokens that a prediction sees at most [default: the model's context].
@@ -43,7 +44,7 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// An evaluation with what it is of.
+/// `Scored` is an evaluation with what was evaluated.
 #[derive(Serialize)]
 struct Scored {
     attention: String,

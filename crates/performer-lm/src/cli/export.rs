@@ -1,4 +1,4 @@
-//! `performer-lm export`.
+//! This module is the command `performer-lm export`.
 
 use std::path::PathBuf;
 
@@ -27,8 +27,8 @@ pub(super) struct Args {
 /// A format to write.
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
-    /// A Hugging Face folder. Models with softmax attention open in any tool; a Performer's keeps its attention and projections for this
-    /// program.
+    /// A Hugging Face folder. Models with softmax attention open in any tool; a Performer's keeps
+    /// its attention and projections for this program.
     Hf,
 }
 

@@ -1,4 +1,4 @@
-//! `performer-lm generate`.
+//! This module is the command `performer-lm generate`.
 
 use std::time::Instant;
 

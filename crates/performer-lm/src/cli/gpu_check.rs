@@ -1,4 +1,4 @@
-//! `performer-lm gpu-check`.
+//! This module is the command `performer-lm gpu-check`.
 
 use std::path::PathBuf;
 

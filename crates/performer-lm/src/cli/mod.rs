@@ -1,4 +1,5 @@
-//! The command line: one file a command. Results go to stdout, everything else to stderr.
+//! This module is the command line, with one file for each command. Results are printed to stdout,
+//! everything else to stderr.
 
 mod args;
 mod bench;
@@ -26,7 +27,7 @@ use args::{Global, Machine};
 
 use crate::device::explain_memory;
 
-/// Set by the first Ctrl-C; a second one ends the program at once.
+/// Flag that the first Ctrl-C sets; a second one ends the program at once.
 static STOP: AtomicBool = AtomicBool::new(false);
 
 /// Train, compare and run small language models with softmax or Performer (FAVOR+) attention.
@@ -84,7 +85,7 @@ enum Command {
     Man,
 }
 
-/// Runs the command line. Exit codes: 0 done, 1 failed, 2 wrong usage.
+/// Runs the command line. Exit codes are 0 for success, 1 for failure, and 2 for wrong usage.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(cli) {
@@ -134,7 +135,8 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
     }
 }
 
-/// For work that goes on where it was stopped: all else ends at the first Ctrl-C.
+/// Handles Ctrl-C for commands that can resume where they were stopped; all others end at the first
+/// Ctrl-C.
 fn stop_on_ctrl_c() -> Result<&'static AtomicBool> {
     ctrlc::set_handler(|| {
         if STOP.swap(true, Ordering::Relaxed) {

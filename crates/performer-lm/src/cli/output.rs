@@ -1,4 +1,4 @@
-//! Printing: results to stdout, everything else to stderr.
+//! This module prints results to stdout and everything else to stderr.
 
 use std::io::{ErrorKind, Write};
 
@@ -6,12 +6,12 @@ use anyhow::Result;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-/// A result for a person or a machine.
+/// Prints a result as text.
 pub(super) fn result(text: &str) -> Result<()> {
     bytes(format!("{}\n", text.trim_end_matches('\n')).as_bytes())
 }
 
-/// Raw bytes of a result.
+/// Prints a result as raw bytes.
 pub(super) fn bytes(bytes: &[u8]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(bytes)?;
@@ -19,17 +19,17 @@ pub(super) fn bytes(bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// A result as one line of JSON.
+/// Prints a result as one line of JSON.
 pub(super) fn json(value: &impl Serialize) -> Result<()> {
     result(&serde_json::to_string(value)?)
 }
 
-/// Something a person should know. If stderr is closed, there is nobody to tell.
+/// Prints a message for the user. If stderr is closed, there is nobody to tell.
 pub(super) fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// An error with what led to it.
+/// Prints an error with its causes.
 pub(super) fn error(error: &anyhow::Error) {
     note(&format!("error: {error}"));
     for cause in error.chain().skip(1) {
@@ -39,12 +39,12 @@ pub(super) fn error(error: &anyhow::Error) {
     }
 }
 
-/// Whether the reader of our output has gone, which is his right: `performer-lm ... | head`.
+/// Whether the reader of our output has closed it, as `performer-lm ... | head` does.
 pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|e| e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe))
 }
 
-/// A table in Markdown, so that it can be pasted; the first column to the left, numbers to the right.
+/// Formats a table in Markdown; the first column is aligned to the left, numbers to the right.
 pub(super) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN).set_header(header.to_vec());
@@ -57,7 +57,7 @@ pub(super) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     table.to_string()
 }
 
-/// `1234567` as `1,234,567`.
+/// Formats `1234567` as `1,234,567`.
 pub(super) fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::with_capacity(digits.len() + digits.len() / 3);

@@ -1,4 +1,4 @@
-//! `performer-lm train`.
+//! This module is the command `performer-lm train`.
 
 use std::{
     path::{Path, PathBuf},
@@ -27,8 +27,9 @@ Examples:
   performer-lm train --preset small --attention softmax:window=32    its control: the window alone
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
-    /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its features trained too) or favor-window
-    /// (and exact to the last 32 tokens; what its features add to the window alone has not been measured yet), with settings:
+    /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
+    /// features trained too) or favor-window (and exact to the last 32 tokens; what its features add
+    /// to the window alone has not been measured yet), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor].
     #[arg(long)]
     attention: Option<AttentionConfig>,

@@ -1,4 +1,6 @@
-//! Low-rank adapters (Hu et al. 2021, <https://arxiv.org/abs/2106.09685>): every matrix `W` of the blocks becomes `W + B A`, and only A and B are trained.
+//! This module adds low-rank adapters to a model (LoRA, Hu et al. 2021,
+//! <https://arxiv.org/abs/2106.09685>): every matrix `W` of the blocks becomes `W + B A`, and only
+//! A and B are trained.
 
 use std::collections::HashMap;
 
@@ -8,23 +10,25 @@ use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
 
 use crate::model::Decoder;
 
-/// A model's tensors, with pairs of factors beside its matrices.
+/// `Adapters` holds the tensors of a model, with a pair of low-rank factors for each of its
+/// matrices.
 pub(super) struct Adapters {
     tensors: HashMap<String, Tensor>,
     pairs: Vec<Pair>,
 }
 
-/// Of one matrix `(rows, columns)`.
+/// A `Pair` holds the factors of one matrix `(rows, columns)`.
 struct Pair {
     weight: String,
     /// `A`, shape `(R, columns)`.
     down: Var,
-    /// `B`, shape `(rows, R)`: zero at first.
+    /// `B`, shape `(rows, R)`, which is zero at first.
     up: Var,
 }
 
 impl Adapters {
-    /// Factors of `rank` for the matrices of all blocks. Feature maps that are parameters of the model stay parameters.
+    /// Makes factors of rank `rank` for the matrices of all blocks. Feature maps that are
+    /// parameters of the model remain parameters.
     pub(super) fn new(model: &Decoder, rank: usize, seed: u64) -> Result<Self> {
         let mut tensors = model.tensors()?;
         let mut pairs = Vec::new();
@@ -55,7 +59,7 @@ impl Adapters {
         Ok(Self { tensors, pairs })
     }
 
-    /// What is trained, by name.
+    /// Returns the factors that are trained, by name.
     pub(super) fn parameters(&self) -> Vec<(String, Var)> {
         let both = |pair: &Pair| {
             [("down", &pair.down), ("up", &pair.up)].map(|(part, var)| (format!("{}.{part}", pair.weight), var.clone()))
@@ -63,7 +67,7 @@ impl Adapters {
         self.pairs.iter().flat_map(both).collect()
     }
 
-    /// All tensors of the adapted model, through which gradients pass to the factors.
+    /// Returns all tensors of the adapted model; gradients flow through them to the factors.
     pub(super) fn merged(&self) -> Result<HashMap<String, Tensor>> {
         let mut tensors = self.tensors.clone();
         for Pair { weight, down, up } in &self.pairs {

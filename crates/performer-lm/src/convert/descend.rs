@@ -1,5 +1,6 @@
-//! What the stages of training share: batches of text, a loss on each, and measurements on the way.
-//! A stop costs nothing: what it takes to go on is saved.
+//! This module is the training loop that the stages of training share: batches of text, a loss on
+//! each, and measurements at intervals. A run that is stopped loses nothing: all that it needs to
+//! resume is saved.
 
 use std::time::Duration;
 
@@ -12,13 +13,14 @@ use crate::{
     train::{AdamW, AdamWConfig, Bar, Gradients, Pace, Schedule, Step, Steps, take_steps},
 };
 
-/// Sequences of a pass. Fixed, so that results do not depend on the number of threads; few, for teacher and student have logits at once.
+/// Sequences of one pass. The number is fixed, so that results do not depend on the number of
+/// threads, and small, because the logits of teacher and student are in memory at once.
 const ROWS: usize = 4;
 
-/// Time between savings of a stage in progress.
+/// The time between two saves of a stage in progress.
 const SAVE_AFTER: Duration = Duration::from_secs(60);
 
-/// What differs between the stages.
+/// `Descent` holds the settings in which the stages of training differ.
 pub(super) struct Descent {
     pub(super) steps: usize,
     /// Peak learning rate, and the option that sets it.
@@ -30,8 +32,9 @@ pub(super) struct Descent {
     pub(super) measure_every: usize,
 }
 
-/// Trains `parameters` on `loss(ids, targets)`, the mean over ids `(B, T)`, and calls `measure` now and then. Returns the tokens seen and
-/// the points measured; `None` if it was stopped.
+/// Trains `parameters` on `loss(ids, targets)`, the mean loss over ids `(B, T)`, and calls
+/// `measure` at intervals. Returns the number of tokens seen and the points measured, or `None` if
+/// training was stopped.
 pub(super) fn descend(
     plan: &Plan,
     bookmark: &Bookmark,

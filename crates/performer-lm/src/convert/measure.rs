@@ -1,4 +1,4 @@
-//! A student beside its teacher on held-out text.
+//! This module measures a student on held-out text and compares its predictions with its teacher's.
 
 use anyhow::Result;
 use candle_core::{D, Tensor};
@@ -11,18 +11,19 @@ use crate::{
     train::in_order,
 };
 
-/// How a student predicts, and how often as its teacher does.
+/// `Measured` is the result of measuring a student: how well it predicts, and how often it agrees
+/// with its teacher.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
-    /// Nats a token.
+    /// Mean cross-entropy, in nats per token.
     pub val_loss: f64,
-    /// `e^val_loss`.
+    /// Perplexity, `e^val_loss`.
     pub perplexity: f64,
-    /// Share of positions where the likeliest next token is the teacher's.
+    /// Share of positions at which student and teacher have the same likeliest next token.
     pub top1_agreement: f64,
 }
 
-/// Over about the first `limit` tokens, in windows of the context.
+/// Measures the student over about the first `limit` tokens, in windows of its context.
 pub(super) fn measure(
     teacher: &Decoder,
     student: &Decoder,

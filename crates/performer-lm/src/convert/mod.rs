@@ -1,18 +1,21 @@
-//! From a pretrained softmax model to a Performer: calibrate, transfer the attention, fine-tune.
+//! This module converts a pretrained softmax model to a Performer in three stages: calibrate,
+//! transfer the attention, fine-tune.
 //!
-//! 1. **Calibrate** (`statistics`): the teacher reads text; means and covariances of each head's queries and keys are what features are
-//!    fitted to ([`performer_core::features::fit`]). No weight changes.
-//! 2. **Transfer** (`transfer`): feature maps alone are trained, in all layers at once, so that each layer's attention returns what the
-//!    teacher's returns on the teacher's own hidden states.
-//! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and the feature maps, are trained on the next token and on the teacher's
-//!    distribution of it.
+//! 1. **Calibrate** (`statistics`): the teacher reads text, and features are fitted to the means
+//!    and covariances of each head's queries and keys ([`performer_core::features::fit`]). No
+//!    weight changes.
+//! 2. **Transfer** (`transfer`): the feature maps alone are trained, in all layers at once, so that
+//!    each layer's attention returns what the teacher's returns on the teacher's own hidden states.
+//! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and the feature maps, are trained
+//!    on the next token and on the teacher's distribution of it.
 //!
-//! After each stage the student is saved, and measured beside the teacher on the same held-out tokens. Within a stage, what it takes to go
-//! on is saved now and then, and when it is stopped (`stage`).
+//! After each stage the student is saved, and measured beside the teacher on the same held-out
+//! tokens. All that an unfinished stage needs to resume is saved at intervals, and when the stage
+//! is stopped (`stage`).
 //!
-//! What determines the student after a stage is a [`RunKey`] with the settings of that stage and of
-//! those before it. So a conversion can be carried further, by a stage that it did not have;
-//! everything else that changes is refused.
+//! The student after a stage is determined by a [`RunKey`] with the settings of that stage and of
+//! those before it. So a conversion can be continued by a stage that it did not have; every other
+//! change is refused.
 
 mod adapters;
 mod descend;
@@ -44,123 +47,128 @@ pub(crate) use statistics::moments;
 pub use statistics::{HeadReport, inspect};
 pub use tune::Tuning;
 
-/// File of the [`Report`].
+/// File name of the [`Report`].
 const REPORT: &str = "convert.json";
 
 /// The stages that change the student, in order.
 const STAGES: [&str; 3] = ["calibrate", "transfer", "tune"];
 
-/// Key of the last finished stage in the metadata of the weights.
+/// Key, in the metadata of the weights, of the last finished stage.
 const STAGE: &str = "stage";
 
-/// Name of the fine-tuning of the teacher, for comparison.
+/// Name of the control: the fine-tuning of the teacher, for comparison.
 const CONTROL: &str = "control";
 
-/// [`RunKey::run`] of a conversion.
+/// Value of [`RunKey::run`] for a conversion.
 const CONVERSION: &str = "conversion";
 
-/// What is converted, and how far.
+/// A `Plan` says what is converted, and by which stages.
 pub struct Plan<'a> {
     /// The softmax model.
     pub teacher: &'a Pretrained,
-    /// The student's config: the teacher's with other attention.
+    /// Configuration of the student: the teacher's with other attention.
     pub config: ModelConfig,
     /// Folder of the student.
     pub out: &'a Path,
-    /// Device of both models.
+    /// Device on which both models are.
     pub device: Device,
-    /// Worker threads on the CPU.
+    /// Number of worker threads on the CPU.
     pub threads: usize,
-    /// Set from outside to stop after the step in progress.
+    /// Flag that is set from outside to stop after the step in progress.
     pub stop: &'a AtomicBool,
-    /// Tokens that statistics are taken from; 0 fits nothing.
+    /// Number of tokens that the moments are taken from; 0 leaves out calibration.
     pub calibrate_tokens: usize,
-    /// Whether fitted features give queries and keys the same covariance: exact, at a product more for every key.
+    /// Whether fitted features are balanced, which gives queries and keys the same covariance. It
+    /// is exact and costs one matrix product for every key.
     pub balance: bool,
-    /// Steps of the transfer; 0 leaves it out.
+    /// Number of steps of the transfer; 0 leaves it out.
     pub transfer_steps: usize,
-    /// Its peak learning rate.
+    /// Peak learning rate of the transfer.
     pub transfer_rate: f64,
-    /// Sequences of a step.
+    /// Number of sequences in a step.
     pub batch_size: usize,
-    /// The fine-tuning, if any.
+    /// Settings of the fine-tuning, if there is any.
     pub tuning: Option<Tuning>,
-    /// Whether the teacher is fine-tuned likewise, to see what of the result is the tuning alone.
+    /// Whether the teacher is fine-tuned in the same way as a control, which shows how much of the
+    /// result is due to fine-tuning alone.
     pub control: bool,
-    /// Held-out tokens that each stage is measured on.
+    /// Number of held-out tokens on which each stage is measured.
     pub measure_tokens: usize,
-    /// Times that a stage of training is measured on the way.
+    /// How often a stage of training is measured before its end.
     pub points: usize,
     /// Seed of features and data order.
     pub seed: u64,
 }
 
-/// What a training stage returns.
+/// `Trained` is what a stage returns.
 struct Trained {
     student: Decoder,
     tokens: u64,
     points: Vec<Point>,
 }
 
-/// The student on the way through a stage.
+/// A `Point` is a measurement of the student during a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Point {
-    /// Tokens seen in the stage.
+    /// Number of tokens seen in the stage so far.
     pub tokens: u64,
-    /// Held-out loss, nats a token.
+    /// Loss on held-out text, in nats per token.
     pub val_loss: f64,
 }
 
-/// A stage and what it came to.
+/// A `Stage` describes a finished stage and its result.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Stage {
-    /// `teacher`, `swap` (plain random features), `calibrate`, `transfer`, `tune`.
+    /// `teacher`, `swap` (plain random features), `calibrate`, `transfer`, `tune`, or `control`.
     pub name: String,
-    /// Tokens the student had seen in all when it was done.
+    /// Number of tokens that the student had seen in all stages when this one was done.
     pub tokens: u64,
-    /// Seconds it took.
+    /// Seconds that the stage took.
     pub seconds: f64,
-    /// The student on held-out text.
+    /// The student after the stage, measured on held-out text.
     #[serde(flatten)]
     pub measured: Measured,
-    /// The same with every exact window switched off, where there are windows: what the features do by themselves.
+    /// The student with every exact window switched off, if it has windows, which shows what the
+    /// features do alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub without_window: Option<Measured>,
-    /// The student on the way, where it was measured.
+    /// The student during the stage, where it was measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub points: Vec<Point>,
 }
 
-/// What a conversion came to: saved as `convert.json`.
+/// A `Report` describes the results of a conversion; it is saved as `convert.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The attention converted to, as the command line takes it.
+    /// The attention of the student, as the command line takes it.
     pub attention_spec: String,
-    /// What it was converted on.
+    /// Name of the corpus.
     pub corpus: String,
-    /// Held-out tokens measured on.
+    /// Number of held-out tokens measured on.
     pub measured_tokens: usize,
     /// The stages in order, the teacher first.
     pub stages: Vec<Stage>,
-    /// The teacher itself after the same fine-tuning, if that was asked for.
+    /// The teacher after the same fine-tuning, if that was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub control: Option<Stage>,
     /// Revision of this program.
     pub revision: String,
-    /// What determined the student and the stages so far; none in reports of versions that did not
+    /// Key of the student and of the stages so far; `None` in reports of versions that did not
     /// record it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<RunKey>,
-    /// Parts that other revisions of this program made, or other kinds of device.
+    /// The parts that other revisions of this program made, or that were made on other kinds of
+    /// device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier_legs: Vec<Leg>,
 }
 
-/// Converts; `progress` is told what comes next. `None` if it was stopped: run it again to go on after the last finished stage.
+/// Converts the teacher; `progress` is called with the name of what comes next. Returns `None` if
+/// the conversion was stopped: run again, it resumes where it was saved.
 ///
 /// # Errors
-/// A teacher that is not all softmax, attention without feature maps that can be fitted where stages need them, and what keeps files from
-/// being written.
+/// If the teacher is not all softmax, if a stage needs feature maps that can be fitted or trained
+/// and there are none, or if files cannot be written.
 pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Result<Option<Report>> {
     check(plan)?;
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
@@ -256,17 +264,17 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
 }
 
 impl Plan<'_> {
-    /// What determines a conversion, less the settings of its stages.
+    /// Returns the key of a conversion without the settings of its stages.
     fn key(&self, data: &Prepared) -> Result<RunKey> {
-        // Every field by name, so that a new one is given its place: here, among the settings of a
-        // stage, or among what changes no result.
+        // Every field is named, so that a new one must be put in its place: here, among the
+        // settings of a stage, or among the settings that change no result.
         let Self {
             teacher,
             config,
             device,
             measure_tokens,
             seed,
-            // In `stage_settings`.
+            // The fields from here to `points` are in `stage_settings`.
             calibrate_tokens: _,
             balance: _,
             transfer_steps: _,
@@ -274,7 +282,7 @@ impl Plan<'_> {
             batch_size: _,
             tuning: _,
             points: _,
-            // The control adds a stage beside the others, which depends on the settings of tuning.
+            // The control is an additional stage, which depends on the settings of tuning.
             control: _,
             out: _,
             threads: _,
@@ -286,9 +294,9 @@ impl Plan<'_> {
         Ok(RunKey { teacher: Some(teacher), ..key })
     }
 
-    /// What determines the student after a stage: the settings of that stage and of those before
-    /// it. The names of the two measurements before all stages stand for no stage, that of the
-    /// control for all of them.
+    /// Returns the key of the student after a stage: the settings of that stage and of those before
+    /// it. The names of the two measurements before all stages mean no stage, the name of the
+    /// control means all stages.
     fn key_after(&self, key: &RunKey, stage: &str) -> RunKey {
         let count = match stage {
             CONTROL => STAGES.len(),
@@ -301,7 +309,7 @@ impl Plan<'_> {
         key
     }
 
-    /// The settings that a stage depends on; null for a stage that is left out.
+    /// Returns the settings on which a stage depends; null for a stage that is left out.
     fn stage_settings(&self, stage: &str) -> Value {
         let (batch_size, points) = (self.batch_size, self.points);
         let settings = match stage {
@@ -361,10 +369,11 @@ fn check(plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// How far this conversion has got in its folder, if it was begun there.
+/// Returns how far this conversion has got in its folder, if it was begun there.
 ///
 /// # Errors
-/// Another conversion, one without a key, and a model that is no conversion, which would be lost.
+/// If the folder holds another conversion, one without a key, or a model that is no conversion and
+/// would be lost.
 fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     let (out, file) = (plan.out, plan.out.join(REPORT));
     let mut progress = if TrainingState::is_in(out)? {
@@ -404,15 +413,16 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
             progress.report.earlier_legs.extend(leg);
         }
     }
-    // A kill may have come between the checkpoint and the report.
+    // The process may have been killed between the checkpoint and the report.
     files::write_json(&file, &progress.report)?;
     Ok(Some(progress))
 }
 
-/// The checkpoint of the student after the last stage of a report.
+/// Loads the checkpoint of the student after the last stage of a report.
 ///
 /// # Errors
-/// A student of another stage, which the next one would train twice or on the wrong weights.
+/// If the folder holds the student after another stage: the next stage would be trained twice, or
+/// on the wrong weights.
 fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::load(plan.out, &plan.device)?;
     let last = report.stages.last().map_or("", |stage| &stage.name);
@@ -426,7 +436,7 @@ fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// The student of these tensors; feature maps that are not among them are drawn.
+/// Makes the student of these tensors; feature maps that are not among them are drawn at random.
 fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) -> Result<Decoder> {
     let fresh = Decoder::buffers(&plan.config, plan.seed, &plan.device)?;
     for (name, tensor) in fresh {
@@ -435,8 +445,8 @@ fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) 
     Decoder::from_tensors(&plan.config, &tensors, &plan.device)
 }
 
-/// Saves the student with the report as one checkpoint, so that neither is ever without the other;
-/// then the report as a file of its own.
+/// Saves the student and the report as one checkpoint, so that neither is ever without the other;
+/// then saves the report as a file of its own.
 fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
     let stage = report.stages.last().map_or("", |stage| &stage.name);
     let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), (STAGE, stage)];
@@ -452,7 +462,7 @@ fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
     files::write_json(&plan.out.join(REPORT), report)
 }
 
-/// The student with its windows switched off, if it has any.
+/// Returns the student with its windows switched off, or `None` if it has none.
 fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
     let config = student.config();
     if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
@@ -470,7 +480,7 @@ fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
     Ok(Some(Decoder::from_tensors(&config, &student.tensors()?, student.device())?))
 }
 
-/// Attention of a config over a given feature map.
+/// Builds the attention of a configuration over a given feature map.
 fn attention(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>> {
     Ok(match config.window() {
         None => Box::new(map),
@@ -479,7 +489,7 @@ fn attention(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>>
 }
 
 impl Report {
-    /// Loss over tokens used, with the teacher's as a line.
+    /// Draws loss against tokens used, with the teacher's loss as a line.
     pub fn chart(&self) -> Chart {
         let millions = |tokens: u64| tokens as f64 / 1e6;
         let students: Vec<&Stage> = self.stages.iter().filter(|stage| stage.name != "teacher").collect();

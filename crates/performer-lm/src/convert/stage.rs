@@ -1,10 +1,10 @@
-//! A conversion on disk: one checkpoint that holds the student after the last finished stage, the
-//! report so far and, where a stage of training was interrupted, what it takes to go on with that
-//! stage.
+//! This module keeps a conversion on disk as one checkpoint, which holds the student after the last
+//! finished stage, the report so far and, where a stage of training was interrupted, what that
+//! stage needs to resume.
 //!
-//! The student of an unfinished stage is no model yet: its adapters are not merged, its feature
-//! maps are parameters. So the checkpoint's weights stay those before the stage, and the parameters
-//! in training lie beside the moments of the optimiser.
+//! The student of an unfinished stage is no model yet: its adapters are not merged, and its feature
+//! maps are parameters. So the weights of the checkpoint stay those before the stage, and the
+//! parameters in training are stored with the moments of the optimiser.
 
 use std::{collections::HashMap, path::Path, time::Instant};
 
@@ -15,31 +15,31 @@ use serde::{Deserialize, Serialize};
 use super::{CONVERSION, Plan, Point, Report};
 use crate::train::{AdamW, Checkpoint, RunKey, TrainingState};
 
-/// Prefix of parameters among the tensors of the optimiser.
+/// Prefix of the names of parameters among the tensors of the optimiser.
 const PARAMETER: &str = "p.";
 
-/// Content of `train_state.json`.
+/// `Progress` is the content of `train_state.json`.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Progress {
-    /// What determines the stage in progress, or the student where there is none.
+    /// Key of the stage in progress, or of the student if there is none.
     pub(super) key: Option<RunKey>,
-    /// The report of the stages that are finished.
+    /// The report of the finished stages.
     pub(super) report: Report,
-    /// The stage in progress.
+    /// The stage in progress, if any.
     pub(super) stage: Option<InProgress>,
 }
 
-/// A stage that was interrupted.
+/// `InProgress` describes a stage that was interrupted.
 #[derive(Serialize, Deserialize)]
 pub(super) struct InProgress {
     pub(super) name: String,
-    /// Steps taken.
+    /// Number of steps taken.
     pub(super) steps: usize,
-    /// What was measured on the way.
+    /// The points measured so far.
     points: Vec<Point>,
-    /// Seconds spent.
+    /// Seconds spent so far.
     seconds: f64,
-    /// Parameters, and moments of the optimiser.
+    /// The parameters, and the moments of the optimiser.
     #[serde(skip)]
     tensors: HashMap<String, Tensor>,
 }
@@ -60,13 +60,13 @@ impl Progress {
         Ok(progress)
     }
 
-    /// Saves it with the student and the optimiser's tensors.
+    /// Saves the progress with the student and the optimiser's tensors.
     pub(super) fn save(&self, student: &Checkpoint, dir: &Path, optimizer: HashMap<String, Tensor>) -> Result<()> {
         student.save(dir, Some(&TrainingState { optimizer, progress: serde_json::to_value(self)? }))
     }
 }
 
-/// Where a stage of training stands, and how it is saved.
+/// A `Bookmark` knows where a stage of training stands, and saves it.
 pub(super) struct Bookmark<'a> {
     pub(super) name: &'static str,
     dir: &'a Path,
@@ -80,7 +80,7 @@ pub(super) struct Bookmark<'a> {
 }
 
 impl<'a> Bookmark<'a> {
-    /// Of a stage that begins, or goes on from where it was interrupted.
+    /// Makes the bookmark of a stage that begins, or resumes where it was interrupted.
     pub(super) fn new(
         plan: &'a Plan,
         key: RunKey,
@@ -93,18 +93,18 @@ impl<'a> Bookmark<'a> {
         Self { name, dir: plan.out, key, checkpoint, report, interrupted, begun: Instant::now() }
     }
 
-    /// Seconds that the stage took before it was interrupted.
+    /// Returns the seconds that the stage took before it was interrupted.
     pub(super) fn seconds(&self) -> f64 {
         self.interrupted.as_ref().map_or(0.0, |stage| stage.seconds)
     }
 
-    /// The student before the stage.
+    /// Returns the student before the stage.
     pub(super) fn into_checkpoint(self) -> Checkpoint {
         self.checkpoint
     }
 
-    /// Puts parameters and optimiser where they were, if there is anything to go on with; returns
-    /// the points measured before.
+    /// Restores parameters and optimiser if the stage was interrupted, and returns the points
+    /// measured so far.
     pub(super) fn restore(&self, optimizer: &mut AdamW) -> Result<Vec<Point>> {
         let Some(stage) = &self.interrupted else { return Ok(Vec::new()) };
         let damaged = || {
@@ -121,7 +121,7 @@ impl<'a> Bookmark<'a> {
         Ok(stage.points.clone())
     }
 
-    /// Saves what it takes to go on.
+    /// Saves what the stage needs to resume.
     pub(super) fn save(&self, optimizer: &AdamW, points: &[Point]) -> Result<()> {
         let mut tensors = optimizer.state()?;
         let parameters = optimizer.parameters().iter();

@@ -1,4 +1,5 @@
-//! What a softmax model's heads look like: the moments that features are fitted to, and how well features would do.
+//! This module measures the heads of a softmax model: the moments that features are fitted to, and
+//! how well features would approximate each head.
 
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
@@ -19,13 +20,13 @@ use crate::{
     model::Decoder,
 };
 
-/// Sequences of a calibration pass.
+/// Number of sequences in a calibration pass.
 const ROWS: usize = 4;
 
-/// Queries of each sequence that attention rows are compared at.
+/// About how many queries of each sequence are compared.
 const SAMPLED_QUERIES: usize = 32;
 
-/// Moments of every layer over about `tokens` training tokens.
+/// Computes the moments of every layer over about `tokens` training tokens.
 pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
     let config = teacher.config();
     let mut all: Vec<Moments> = (0..config.layers).map(|_| Moments::new(config.kv_heads, config.head_dim())).collect();
@@ -43,7 +44,7 @@ pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u
     Ok(all)
 }
 
-/// Fits every layer's features to the teacher's queries and keys.
+/// Fits the features of every layer to the teacher's queries and keys.
 pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
     let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
     for (layer, moments) in moments.iter().enumerate() {
@@ -56,8 +57,9 @@ pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, da
     Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
 }
 
-/// Features of a config fitted to moments: dense and centred where they are to be learned. Centring is exact and free; balancing costs a
-/// product a key, and pays where queries and keys differ in shape.
+/// Fits the features of a configuration to moments; maps that are to be learned start as dense
+/// ones. Features are centred, which is exact and costs nothing. Balancing costs one matrix product
+/// for every key, and pays where queries and keys have different covariances.
 fn fitted_to(
     favor: &FavorConfig,
     moments: &Moments,
@@ -72,26 +74,30 @@ fn fitted_to(
     fit(&omega, moments, Options { map, centre: true, balance })?.to(DType::F32, device)
 }
 
-/// One head of a softmax model, and what features would make of it.
+/// A `HeadReport` describes one head of a softmax model, and how well features would approximate
+/// it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HeadReport {
-    /// Layer, from 0.
+    /// Index of the layer, from 0.
     pub layer: usize,
-    /// Query head, from 0.
+    /// Index of the query head, from 0.
     pub head: usize,
     /// Standard deviation of `q·k/√D`: above 2 or so, random features need very many rows.
     pub logit_deviation: f64,
-    /// Total variation between attention rows of softmax and of features: 0 the same, 1 disjoint.
+    /// Total variation between the attention rows of softmax and of features: 0 if equal, 1 if
+    /// disjoint.
     pub row_total_variation: f64,
-    /// The same for attention that weighs all keys alike: an estimator above it knows nothing.
+    /// Total variation between softmax and uniform attention, which weighs all keys equally: an
+    /// estimator with more carries no information.
     pub uniform_total_variation: f64,
-    /// `‖o − ô‖/‖o‖` of the outputs.
+    /// Relative error of the outputs, `‖o − ô‖/‖o‖`.
     pub output_error: f64,
-    /// Smallest of a series of M that brings the total variation below 0.15, if any does.
+    /// The smallest of a series of M with a total variation below 0.15, if any has.
     pub suggested_features: Option<usize>,
 }
 
-/// Reports each head of `teacher` on `tokens`, with features as `favor` says, fitted to moments over `calibrate_tokens` where they can be.
+/// Reports on each head of `teacher` on held-out text, with features configured by `favor`;
+/// features that can be fitted are fitted to moments over `calibrate_tokens` tokens.
 pub fn inspect(
     teacher: &Decoder,
     data: &Prepared,
@@ -149,14 +155,14 @@ pub fn inspect(
     Ok(reports)
 }
 
-/// One window of held-out text, `(1, T)`.
+/// Returns one window of held-out text, shape `(1, T)`.
 fn held_out(tokens: &TokenFile, context: usize) -> Result<Tensor> {
     let batch = eval_windows(tokens, context.min(tokens.len().saturating_sub(1).max(1)), 1)?.next();
     let batch = batch.context("there is no held-out text")?;
     Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?)
 }
 
-/// Attention rows of softmax and of a feature map, compared at some queries of every head.
+/// Compares attention rows of softmax and of a feature map at some queries of every head.
 fn rows(map: &dyn FeatureMap, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Vec<HeadReport>> {
     let (_, h, t, d) = q.dims4()?;
     let hkv = k.dim(1)?;
@@ -164,7 +170,7 @@ fn rows(map: &dyn FeatureMap, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core
     let x = (q.to_dtype(DType::F64)? * scale)?;
     let y = (k.to_dtype(DType::F64)? * scale)?;
     let group = h / hkv;
-    // By key head, as feature maps take them.
+    // Feature maps take queries and keys grouped by key head.
     let lq = log(&map.features(&x.contiguous()?.reshape((hkv, group * t, d))?)?)?;
     let ly = log(&map.key_features(&y.contiguous()?.reshape((hkv, t, d))?)?)?;
     let step = t.div_ceil(SAMPLED_QUERIES);
@@ -203,7 +209,7 @@ fn rows(map: &dyn FeatureMap, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core
     Ok(reports)
 }
 
-/// Logarithms of positive features.
+/// Returns the logarithms of positive features.
 fn log(features: &performer_core::Features) -> candle_core::Result<Tensor> {
     match features {
         performer_core::Features::Log(log) => Ok(log.clone()),
@@ -211,7 +217,7 @@ fn log(features: &performer_core::Features) -> candle_core::Result<Tensor> {
     }
 }
 
-/// `ln Σ_r e^{x_r}` of each row, `(T, F) → (T, 1)`.
+/// Computes `ln Σ_r e^{x_r}` of each row, `(T, F) → (T, 1)`.
 fn log_sum_exp(x: &Tensor) -> candle_core::Result<Tensor> {
     let max = x.max_keepdim(D::Minus1)?;
     x.broadcast_sub(&max)?.exp()?.sum_keepdim(D::Minus1)?.log()? + max

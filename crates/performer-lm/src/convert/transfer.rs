@@ -1,4 +1,5 @@
-//! Attention transfer: the feature maps alone, trained so that each layer's attention returns what the teacher's returns.
+//! This module transfers attention: it trains the feature maps alone, so that each layer's
+//! attention returns what the teacher's returns.
 
 use anyhow::Result;
 use candle_core::Tensor;
@@ -11,8 +12,9 @@ use super::{
 };
 use crate::{data::Prepared, model::Decoder};
 
-/// Trains the maps on `‖o − ô‖² / ‖o‖²` summed over the layers, `o` being what the teacher's attention returns for the same queries, keys
-/// and values; `measure` returns a model's loss on held-out text. `None` if it was stopped.
+/// Trains the feature maps on `‖o − ô‖² / ‖o‖²` summed over the layers, where `o` is what the
+/// teacher's attention returns for the same queries, keys and values; `measure` returns a model's
+/// loss on held-out text. Returns `None` if training was stopped.
 pub(super) fn transfer(
     plan: &Plan,
     bookmark: &Bookmark,
@@ -37,7 +39,7 @@ pub(super) fn transfer(
     Ok(Some(Trained { student: frozen()?, tokens, points }))
 }
 
-/// Relative squared differences of the layers' outputs, summed.
+/// Computes the sum over layers of the relative squared differences of their outputs.
 fn differences(plan: &Plan, teacher: &Decoder, student: &Decoder, ids: &Tensor) -> Result<Tensor> {
     let mut losses = Vec::new();
     teacher.hidden_through(ids, |layer, q, k, v| {

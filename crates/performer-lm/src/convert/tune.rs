@@ -1,4 +1,5 @@
-//! Fine-tuning: all weights or low-rank adapters, and the feature maps, on the next token and on the teacher's distribution of it.
+//! This module fine-tunes a student: all weights or low-rank adapters, and the feature maps, are
+//! trained on the next token and on the teacher's distribution of it (distillation).
 
 use anyhow::Result;
 use candle_core::Tensor;
@@ -11,21 +12,22 @@ use super::{
 };
 use crate::{data::Prepared, model::Decoder};
 
-/// How a student is fine-tuned.
+/// `Tuning` says how a student is fine-tuned.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tuning {
-    /// Optimiser steps.
+    /// Number of optimiser steps.
     pub steps: usize,
     /// Peak learning rate.
     pub rate: f64,
-    /// Share of the teacher's distribution in the loss; the next token has the rest.
+    /// Weight of the teacher's distribution in the loss; the cross-entropy of the next token has
+    /// the rest.
     pub distillation: f64,
-    /// Rank of the adapters that are trained in place of the weights.
+    /// Rank of the adapters that are trained in place of the weights, if any.
     pub adapters: Option<usize>,
 }
 
-/// Fine-tunes as the bookmark's stage; `measure` returns a model's loss on held-out text. `None` if
-/// it was stopped.
+/// Fine-tunes `student` as the stage of the bookmark; `measure` returns a model's loss on held-out
+/// text. Returns `None` if training was stopped.
 pub(super) fn tune(
     plan: &Plan,
     bookmark: &Bookmark,
@@ -51,7 +53,7 @@ pub(super) fn tune(
         steps: tuning.steps,
         rate: (tuning.rate, "--tune-rate"),
         weight_decay: 0.01,
-        // Other text than the transfer began with.
+        // Another seed gives this stage other text than the transfer began with.
         seed: plan.seed.wrapping_add(1),
         measure_every: tuning.steps / (plan.points + 1),
     };
@@ -69,7 +71,7 @@ pub(super) fn tune(
             None => student.tensors()?,
             Some(adapters) => adapters.merged()?,
         };
-        // Copies, so that a later step does not reach them, and constants.
+        // Tensors are copied, so that later steps do not change them, and detached.
         let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, tensor.detach().copy()?)));
         Decoder::from_tensors(&config, &tensors.collect::<Result<_>>()?, &plan.device)
     };

@@ -1,4 +1,5 @@
-//! Windows of a token stream as batches: shuffled for training, in order for evaluation.
+//! This module cuts a stream of tokens into windows and makes batches of them: shuffled for
+//! training, in order for evaluation.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -8,12 +9,12 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use super::tokens::TokenFile;
 
-/// Rows of tokens and of the tokens that follow them.
+/// A `Batch` holds rows of input tokens and of the targets that follow them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// `(rows, context)`, row after row.
+    /// The input tokens, shape `(rows, context)`, row after row.
     pub inputs: Vec<u32>,
-    /// `(rows, context)`: the token after each input.
+    /// The targets, shape `(rows, context)`: the token after each input.
     pub targets: Vec<u32>,
     /// Number of rows.
     pub rows: usize,
@@ -22,7 +23,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The windows that start at `starts`.
+    /// Reads the windows that start at the positions `starts`.
     fn read(tokens: &TokenFile, starts: impl Iterator<Item = usize>, context: usize) -> Self {
         let mut batch = Self { inputs: Vec::new(), targets: Vec::new(), rows: 0, context };
         for start in starts {
@@ -35,16 +36,17 @@ impl Batch {
     }
 }
 
-/// Number of whole windows of `context` inputs and their targets.
+/// Returns the number of whole windows of `context` inputs and their targets.
 fn windows(tokens: &TokenFile, context: usize) -> usize {
     tokens.len().saturating_sub(1) / context
 }
 
-/// Batches for training.
+/// `Batches` yields the batches of training.
 ///
-/// The stream is cut into windows that do not overlap; every epoch takes each once, in an order of its own. What is left at
-/// the end of the stream (less than a window) and of the epoch (fewer windows than a batch) is not trained on; the latter
-/// falls on other windows in every epoch. The order is a function of seed and epoch alone, so a run is resumed at
+/// The stream is cut into windows that do not overlap; every epoch visits each window once, in an
+/// order of its own. Two remainders are not trained on: the end of the stream where it is shorter
+/// than a window, and the windows at the end of an epoch that do not fill a batch. The latter are
+/// other windows in every epoch. The order depends on seed and epoch alone, so a run resumes at
 /// `(epoch, index)` without replaying anything.
 #[derive(Debug)]
 pub struct Batches {
@@ -53,15 +55,15 @@ pub struct Batches {
     batch_size: usize,
     windows: u32,
     seed: u64,
-    /// The order of the epoch used last.
+    /// The epoch used last, with its order of windows.
     order: Mutex<Option<(u64, Arc<[u32]>)>>,
 }
 
 impl Batches {
-    /// Batches of `batch_size` windows of `context` inputs.
+    /// Makes batches of `batch_size` windows of `context` inputs.
     ///
     /// # Errors
-    /// A context or batch size of zero, and a stream that does not fill one batch.
+    /// If context or batch size is zero, or the stream does not fill one batch.
     pub fn new(tokens: Arc<TokenFile>, context: usize, batch_size: usize, seed: u64) -> Result<Self> {
         if context == 0 || batch_size == 0 {
             bail!("context ({context}) and batch size ({batch_size}) must be at least 1");
@@ -78,33 +80,33 @@ impl Batches {
         Ok(Self { tokens, context, batch_size, windows, seed, order: Mutex::new(None) })
     }
 
-    /// The same from the first `tokens` tokens of the stream only, but at least one batch of them.
+    /// Keeps only the first `tokens` tokens of the stream, but at least one batch.
     pub fn limited_to(mut self, tokens: usize) -> Self {
         let windows = (tokens / self.context).max(self.batch_size);
         self.windows = self.windows.min(u32::try_from(windows).unwrap_or(u32::MAX));
         self
     }
 
-    /// Whole batches in an epoch, at least 1.
+    /// Returns the number of whole batches in an epoch, at least 1.
     pub fn batches_per_epoch(&self) -> usize {
         self.windows as usize / self.batch_size
     }
 
-    /// Tokens trained on by one batch.
+    /// Returns the number of tokens that one batch trains on.
     pub fn tokens_per_batch(&self) -> usize {
         self.context * self.batch_size
     }
 
-    /// Where step number `step`, counted from 0 over all epochs, stands: `(epoch, index)`.
+    /// Returns `(epoch, index)` of step number `step`, counted from 0 over all epochs.
     pub fn position(&self, step: u64) -> (u64, usize) {
         let per_epoch = self.batches_per_epoch() as u64;
         (step / per_epoch, (step % per_epoch) as usize)
     }
 
-    /// The batch at a position.
+    /// Returns the batch number `index` of an epoch.
     ///
     /// # Errors
-    /// An index of [`Self::batches_per_epoch`] or more.
+    /// If `index` is [`Self::batches_per_epoch`] or more.
     pub fn batch(&self, epoch: u64, index: usize) -> Result<Batch> {
         if index >= self.batches_per_epoch() {
             bail!("there is no batch {index}: an epoch has {}", self.batches_per_epoch());
@@ -128,8 +130,9 @@ impl Batches {
     }
 }
 
-/// The numbers below `n`, shuffled. Spelled out (Fisher-Yates on ChaCha8, the epoch as its stream), so that the order never
-/// changes with the version of a library: saved runs depend on it.
+/// Returns the numbers below `n`, shuffled by Fisher-Yates on ChaCha8 with the epoch as its stream.
+/// The algorithm is written out here so that no new version of a library changes the order: saved
+/// runs depend on it.
 fn shuffled(n: u32, seed: u64, epoch: u64) -> Vec<u32> {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -143,11 +146,12 @@ fn shuffled(n: u32, seed: u64, epoch: u64) -> Vec<u32> {
     order
 }
 
-/// The windows of a stream in order, so that every token but the first is a target exactly once: batches of `rows` windows
-/// of `context` tokens, then one of fewer rows, then a single shorter window, as needed.
+/// Returns the windows of a stream in order, so that every token but the first is a target exactly
+/// once: batches of `rows` windows of `context` tokens, then, if tokens remain, a batch of fewer
+/// rows, then a single shorter window.
 ///
 /// # Errors
-/// A context or number of rows of zero, and a stream of fewer than two tokens.
+/// If the context or the number of rows is zero, or the stream has fewer than two tokens.
 pub fn eval_windows(tokens: &TokenFile, context: usize, rows: usize) -> Result<EvalWindows<'_>> {
     if context == 0 || rows == 0 {
         bail!("context ({context}) and rows ({rows}) must be at least 1");
@@ -158,7 +162,7 @@ pub fn eval_windows(tokens: &TokenFile, context: usize, rows: usize) -> Result<E
     Ok(EvalWindows { tokens, context, rows, next: 0 })
 }
 
-/// Iterator of [`eval_windows`].
+/// `EvalWindows` is the iterator that [`eval_windows`] returns.
 #[derive(Debug)]
 pub struct EvalWindows<'a> {
     tokens: &'a TokenFile,
@@ -198,7 +202,7 @@ impl ExactSizeIterator for EvalWindows<'_> {}
 mod tests {
     use super::*;
 
-    /// Tokens that tell their position.
+    /// Returns a stream in which every token equals its position.
     fn stream(len: u32) -> Arc<TokenFile> {
         let tokens: Vec<u32> = (0..len).collect();
         Arc::new(TokenFile::from_tokens(&tokens, 0).unwrap())
@@ -236,7 +240,8 @@ mod tests {
             for batch in &all {
                 assert_eq!((batch.rows, batch.context), (4, 5));
                 assert_eq!(batch.inputs.len(), 20);
-                // Tokens are their positions, so windows are contiguous if and only if targets are inputs plus one.
+                // Every token equals its position, so a window is contiguous if and only if its
+                // targets are its inputs plus one.
                 for row in batch.inputs.chunks(5) {
                     assert!(row.windows(2).all(|pair| pair[1] == pair[0] + 1));
                 }
@@ -253,11 +258,11 @@ mod tests {
         let first = epoch(&one, 0);
         assert_ne!(starts(&first), starts(&epoch(&one, 1)));
         assert_ne!(starts(&first), starts(&epoch(&other, 0)));
-        // Whatever was read before.
+        // A batch does not depend on the batches read before it.
         assert_eq!(two.batch(5, 3).unwrap(), one.batch(5, 3).unwrap());
         assert_eq!(epoch(&two, 0), first);
         assert_eq!(one.batch(0, 9).unwrap(), first[9]);
-        // Fixed for all time and machines.
+        // The order is fixed for all versions and machines.
         assert_eq!(shuffled(8, 1, 0), [6, 1, 0, 7, 5, 4, 2, 3]);
     }
 

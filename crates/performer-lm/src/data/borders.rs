@@ -1,33 +1,34 @@
-//! The tokens at the borders of a document.
+//! This module names the tokens at the borders of a document.
 
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-/// The tokens that a model expects at the borders of a document. There is at least one of `begin` and `end`.
+/// `Borders` names the tokens that a model expects at the borders of a document. At least one of
+/// `begin` and `end` is given.
 ///
-/// Models trained here, and GPT-2, know one token that stands between documents: `end`. Llama's family begins each document with a
-/// token, `begin`.
+/// Models trained here, and GPT-2, use one token that stands between documents: `end`. Llama's
+/// family begins each document with the token `begin`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Borders {
-    /// Stands before every document.
+    /// The token before every document.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub begin: Option<u32>,
-    /// Stands after every document.
+    /// The token after every document.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<u32>,
-    /// Other tokens by which a model says that its text has ended.
+    /// Other tokens by which a model ends its text.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<u32>,
 }
 
 impl Borders {
-    /// One token between documents.
+    /// Makes the borders of a model with one token between documents.
     pub fn between(end: u32) -> Self {
         Self { end: Some(end), ..Self::default() }
     }
 
-    /// Every document begins with a token.
+    /// Makes the borders of a model that begins every document with a token.
     pub fn beginning(begin: u32) -> Self {
         Self { begin: Some(begin), ..Self::default() }
     }
@@ -37,10 +38,10 @@ impl Borders {
         self.begin == Some(token) || self.end == Some(token) || self.stop.contains(&token)
     }
 
-    /// Refuses tokens beyond a vocabulary, and borders without any.
+    /// Refuses tokens beyond a vocabulary, and borders without `begin` and `end`.
     ///
     /// # Errors
-    /// Names the token.
+    /// If either holds; the message names the token.
     pub fn validate(&self, vocab_size: usize) -> Result<()> {
         ensure!(self.begin.or(self.end).is_some(), "borders: begin or end must be given");
         for &token in self.begin.iter().chain(&self.end).chain(&self.stop) {

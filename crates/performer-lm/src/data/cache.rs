@@ -1,4 +1,5 @@
-//! What is made once and kept: trained tokenizers and token files, under the hash of what they are made from.
+//! This module is the cache of trained tokenizers and token files. Each is kept under the hash of
+//! what it is made from.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,11 +12,11 @@ use super::text::Documents;
 use super::tokenizer::Tokenizer;
 use super::tokens::{TokenFile, content_hash};
 
-/// Where tokenizers and token files are kept: `$PERFORMER_CACHE`, or else `performer-lm` in the platform's cache folder
-/// (`~/.cache` on Linux). It can be deleted at any time.
+/// Returns the folder of the cache: `$PERFORMER_CACHE`, or else `performer-lm` in the platform's
+/// cache folder (`~/.cache` on Linux). It can be deleted at any time.
 ///
 /// # Errors
-/// No home folder and no `PERFORMER_CACHE`.
+/// If there is neither a home folder nor `PERFORMER_CACHE`.
 pub fn cache_dir() -> Result<PathBuf> {
     match std::env::var_os("PERFORMER_CACHE") {
         Some(dir) if !dir.is_empty() => Ok(dir.into()),
@@ -25,16 +26,17 @@ pub fn cache_dir() -> Result<PathBuf> {
     }
 }
 
-/// A folder of tokenizers and token files.
+/// `Cache` is a folder of tokenizers and token files.
 #[derive(Debug)]
 pub(crate) struct Cache {
     dir: PathBuf,
-    /// Deletes the folder in the end, where nothing can be kept.
+    /// Deletes the folder on drop, if it is a temporary one.
     _scratch: Option<TempDir>,
 }
 
 impl Cache {
-    /// The cache at [`cache_dir`]; if nothing can be written there, a temporary folder, and a notice that says so.
+    /// Opens the cache at [`cache_dir`]; if that cannot be written, a temporary folder, and says so
+    /// on stderr.
     pub(crate) fn from_env() -> Result<Self> {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
             let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
@@ -43,7 +45,7 @@ impl Cache {
         })
     }
 
-    /// The cache in `dir`, which is made if need be.
+    /// Opens the cache in `dir`, creating the folder if need be.
     pub(crate) fn at(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).and_then(|()| NamedTempFile::new_in(dir).map(drop)).with_context(|| {
             format!("cannot write to the cache {}; set PERFORMER_CACHE to another folder", dir.display())
@@ -51,7 +53,7 @@ impl Cache {
         Ok(Self { dir: dir.into(), _scratch: None })
     }
 
-    /// The tokenizer of `vocab_size` trained on documents.
+    /// Returns the tokenizer of `vocab_size` tokens trained on `documents`.
     pub(crate) fn tokenizer(&self, documents: &Documents, vocab_size: usize) -> Result<Tokenizer> {
         let hash = documents.hash().to_hex();
         let path = self.dir.join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
@@ -63,7 +65,7 @@ impl Cache {
         })
     }
 
-    /// The tokens of documents.
+    /// Returns the tokens of `documents`.
     pub(crate) fn tokens(&self, documents: &Documents, tokenizer: &Tokenizer) -> Result<TokenFile> {
         let content = content_hash(documents, tokenizer);
         let path = self.dir.join(format!("tokens-{}.bin", &content.to_hex()[..32]));
@@ -77,8 +79,8 @@ impl Cache {
         self.get(&path, open, |file| TokenFile::write(file, documents, tokenizer))
     }
 
-    /// What is at `path`, made anew if it is missing or damaged. Others never see half a file: it is written beside and
-    /// renamed.
+    /// Returns the content of `path`, made anew if it is missing or damaged. Other processes never
+    /// see half a file: it is written under a temporary name and renamed.
     fn get<T>(
         &self,
         path: &Path,
@@ -119,7 +121,8 @@ mod tests {
         found.remove(0)
     }
 
-    /// The time a file was written, set to long ago: it tells whether the file is written again.
+    /// Sets the modification time of a file to long ago and returns it, so that a test can tell
+    /// whether the file is written again.
     fn age(path: &Path) -> std::time::SystemTime {
         let long_ago = std::time::UNIX_EPOCH;
         File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();
@@ -141,7 +144,8 @@ mod tests {
         for (path, age) in paths.iter().zip(ages) {
             assert_eq!(fs::metadata(path).unwrap().modified().unwrap(), age);
         }
-        // Another vocabulary and another text are other files; no temporary file stays.
+        // Another vocabulary and another text get files of their own, and no temporary file
+        // remains.
         let other = cache.tokenizer(&docs, 310).unwrap();
         cache.tokens(&docs, &other).unwrap();
         cache.tokens(&documents("Other text."), &tokenizer).unwrap();
@@ -182,7 +186,7 @@ mod tests {
         let cache = Cache::at(dir.path()).unwrap();
         assert!(cache.tokenizer(&stories(), 3).is_err());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        // A file where the folder should be.
+        // There is a file where the folder should be.
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
         let error = Cache::at(&file).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Where the text comes from, and which part of it is kept for validation.
+//! This module finds the text to train on and holds part of it out for validation.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,20 +12,21 @@ use super::notice;
 use super::split::{split, without_shared};
 use super::text::{Documents, Text};
 
-/// Short stories that come with the program, so that everything works without a network.
+/// Short stories embedded in the program, so that everything works without a network.
 const SAMPLE: &str = include_str!("../../assets/sample.txt");
 
-/// What to train on, as spelled on the command line.
+/// `DataSpec` says what to train on, as spelled on the command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum DataSpec {
-    /// `auto`: TinyStories if it can be had, else the embedded sample.
+    /// `auto`: TinyStories if it is available, else the embedded sample.
     #[default]
     Auto,
     /// `tinystories`: TinyStories from the Hugging Face hub or its cache.
     TinyStories,
     /// `sample`: the embedded sample.
     Sample,
-    /// Anything else: a text file, or a folder with a training file and, maybe, a validation file.
+    /// Anything else: a text file, or a folder with a training file and, optionally, a validation
+    /// file.
     Path(PathBuf),
 }
 
@@ -56,25 +57,26 @@ impl fmt::Display for DataSpec {
     }
 }
 
-/// Text in two parts that share no document.
+/// A `Corpus` is text in two splits, training and held-out, that share no document.
 #[derive(Debug, Clone)]
 pub struct Corpus {
     /// Short name for tables and metadata: `tinystories`, `sample`, or `file:NAME`.
     pub name: String,
-    /// One line for a person.
+    /// One line that describes the corpus to a reader.
     pub description: String,
-    /// What is trained on.
+    /// The training text.
     pub train: Documents,
-    /// What is held out.
+    /// The held-out text.
     pub valid: Documents,
 }
 
 impl Corpus {
-    /// Finds the text and splits it. What is taken instead of what was asked for, and what is left out, is said on stderr.
+    /// Finds the text and splits it. What is used instead of the text asked for, and which
+    /// documents are left out, is said on stderr.
     ///
     /// # Errors
-    /// Text that is missing, unreadable, not UTF-8, empty, or too little to be split; TinyStories asked for by name and
-    /// not to be had.
+    /// If the text is missing, unreadable, not UTF-8, empty, or too short to be split, or if
+    /// TinyStories is asked for by name and not available.
     pub fn load(spec: &DataSpec) -> Result<Self> {
         Self::load_with(spec, Hub::from_env())
     }
@@ -109,10 +111,11 @@ impl Corpus {
     }
 }
 
-/// The documents of one text file, not split; one document if the file has no separator. For evaluation.
+/// Returns the documents of one text file for evaluation, not split. A file without separators is
+/// one document.
 ///
 /// # Errors
-/// A file that is missing, unreadable, not UTF-8, or empty.
+/// If the file is missing, unreadable, not UTF-8, or empty.
 pub fn load_text(path: &Path) -> Result<Documents> {
     if path.is_dir() {
         bail!("{} is a folder; give one text file", path.display());
@@ -185,7 +188,7 @@ fn folder(path: &Path) -> Result<Corpus> {
     Ok(Corpus { name: name_of(path), description: path.display().to_string(), train, valid })
 }
 
-/// A training and a validation file; what stands in both is dropped from the second.
+/// Loads a training and a validation file; documents in both are dropped from validation.
 fn pair(train: &Path, valid: &Path) -> Result<(Documents, Documents)> {
     let train = load_text(train)?;
     let all = load_text(valid)?;

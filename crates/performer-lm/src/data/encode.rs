@@ -1,4 +1,5 @@
-//! Documents to tokens, fast: the same words come again and again, so each is given to the tokenizer once.
+//! This module encodes documents quickly: words repeat, so each word is given to the tokenizer once
+//! and its tokens are remembered.
 
 use std::collections::HashMap;
 
@@ -7,20 +8,21 @@ use anyhow::Result;
 use super::text::{Documents, ends_blank, pieces};
 use super::tokenizer::Tokenizer;
 
-/// Longer documents are encoded in pieces of this many bytes: a tokenizer needs some hundred times the memory of its text.
+/// Longer documents are encoded in pieces of at least this many bytes, because a tokenizer needs
+/// some hundred times the memory of its text.
 const PIECE: usize = 1 << 16;
 
-/// Bytes of text encoded at once.
+/// Bytes of text encoded at once, before rounding up to whole pieces.
 const BATCH: usize = 1 << 20;
 
-/// Longer words are not worth remembering.
+/// Words of more bytes than this are not remembered.
 const MAX_WORD: usize = 32;
 
-/// Bounds the memory for text that hardly repeats itself.
+/// The most words remembered, which bounds memory for text that hardly repeats itself.
 const MAX_WORDS: usize = 1 << 20;
 
-/// The tokens of documents in batches, each document between its borders; beside each batch, the bytes of text it
-/// covers.
+/// Yields the tokens of documents in batches, each document between its borders, and with each
+/// batch the number of bytes of text that it covers.
 pub(crate) fn encode_documents(
     tokenizer: &Tokenizer,
     documents: &Documents,
@@ -54,25 +56,25 @@ pub(crate) fn encode_documents(
     })
 }
 
-/// A piece of a document.
+/// A `Piece` is a piece of a document.
 #[derive(Clone, Copy)]
 struct Piece<'a> {
     text: &'a str,
-    /// Whether the document begins with it.
+    /// Whether this is the document's first piece.
     begins: bool,
-    /// Whether the document ends with it.
+    /// Whether this is the document's last piece.
     ends: bool,
 }
 
 impl Piece<'_> {
-    /// The tokens that the borders put before and after it.
+    /// Returns the border tokens before and after this piece.
     fn borders(&self, tokenizer: &Tokenizer) -> (Option<u32>, Option<u32>) {
         let borders = tokenizer.borders();
         (borders.begin.filter(|_| self.begins), borders.end.filter(|_| self.ends))
     }
 }
 
-/// In parallel, by any tokenizer.
+/// Encodes pieces in parallel, with any tokenizer.
 fn encode(tokenizer: &Tokenizer, batch: &[Piece]) -> Result<Vec<u32>> {
     let texts = batch.iter().map(|piece| piece.text).collect();
     let mut tokens = Vec::new();
@@ -85,14 +87,14 @@ fn encode(tokenizer: &Tokenizer, batch: &[Piece]) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// The words met so far with their tokens.
+/// `Words` remembers the tokens of the words met so far.
 #[derive(Default)]
 struct Words {
     known: HashMap<Box<str>, Box<[u32]>>,
 }
 
 impl Words {
-    /// The same as [`encode`], for a tokenizer that splits text at spaces.
+    /// Does what [`encode`] does, for a tokenizer that splits text at spaces.
     fn encode(&mut self, tokenizer: &Tokenizer, batch: &[Piece]) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
         for piece in batch {
@@ -115,7 +117,7 @@ impl Words {
     }
 }
 
-/// The words of a text, each with the space before it and the punctuation around it.
+/// Yields the words of a text, each with the space before it and the punctuation around it.
 fn words(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -132,7 +134,8 @@ mod tests {
     use super::super::tokenizer::tests::documents;
     use super::*;
 
-    /// A tokenizer with tokens for runs of white space, whose borders show in the tokens.
+    /// Returns a tokenizer that has tokens for runs of white space, so that wrong word borders
+    /// change the tokens.
     fn tokenizer() -> Tokenizer {
         let blanks = [" ", "\n", "\u{a0}", "\u{b}"];
         let runs = blanks.iter().flat_map(|a| blanks.iter().map(move |b| a.to_string() + b));
@@ -172,7 +175,8 @@ mod tests {
         assert_eq!(batches, [(expected.concat(), 17)]);
     }
 
-    /// Every sequence of up to five of these, in which all kinds of white space meet all kinds of characters.
+    /// Returns every sequence of up to five of these parts, in which all kinds of white space meet
+    /// all kinds of characters.
     fn tricky() -> Vec<String> {
         let parts = [" ", "\n", "\u{b}", "\u{a0}", "a", "'s", "7", "!", "日"];
         let mut all = vec![String::new()];
@@ -193,7 +197,7 @@ mod tests {
         let mut known = Words::default();
         let (fast, slow) = (known.encode(&tokenizer, &batch).unwrap(), encode(&tokenizer, &batch).unwrap());
         if fast != slow {
-            // Say which.
+            // Name the first text whose tokens differ.
             for &one in &batch {
                 let fast = known.encode(&tokenizer, &[one]).unwrap();
                 assert_eq!(fast, encode(&tokenizer, &[one]).unwrap(), "{:?}", one.text);

@@ -1,4 +1,5 @@
-//! TinyStories and models from the Hugging Face hub, through the cache that all Hugging Face tools share.
+//! This module downloads TinyStories and models from the Hugging Face hub into the cache that all
+//! Hugging Face tools share.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,30 +16,31 @@ use hf_hub::{Cache, Repo};
 use super::{notice, progress_bar};
 
 const DATASET: &str = "roneneldan/TinyStories";
-/// Validation first: it is small, so a hub that does not work is found out before the two gigabytes.
+/// The validation file comes first: it is small, so a hub that does not work is found out before
+/// the two gigabytes of the training file.
 const FILES: [&str; 2] = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"];
 
-/// The text files of TinyStories.
+/// `TinyStories` holds the paths of the text files of TinyStories.
 #[derive(Debug)]
 pub(crate) struct TinyStories {
     pub(crate) train: PathBuf,
     pub(crate) valid: PathBuf,
 }
 
-/// Where to look for a dataset or model, and how long to wait for it.
+/// `Hub` says where to look for a dataset or model, and how long to wait for it.
 #[derive(Debug, Clone)]
 pub(crate) struct Hub {
     endpoint: String,
     cache: PathBuf,
     offline: bool,
-    /// Longest wait for the first answer: name look-up, connection and all.
+    /// The longest wait for the first answer, including name look-up and connection.
     answer: Duration,
-    /// Longest silence in the middle of a download.
+    /// The longest silence during a download.
     stall: Duration,
 }
 
 impl Hub {
-    /// The hub as `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE` say.
+    /// Configures the hub from `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE`.
     pub(crate) fn from_env() -> Result<Self> {
         if std::env::var_os("HF_HOME").is_none() && dirs::home_dir().is_none() {
             bail!("there is no home folder for the Hugging Face cache; set HF_HOME to a folder of yours");
@@ -54,7 +56,7 @@ impl Hub {
         })
     }
 
-    /// TinyStories if it has been downloaded before; never touches the network.
+    /// Returns TinyStories if it has been downloaded before; never touches the network.
     pub(crate) fn cached(&self) -> Option<TinyStories> {
         let [valid, train] = FILES.map(|file| self.in_cache(&dataset(), file));
         Some(TinyStories { train: train?, valid: valid? })
@@ -64,7 +66,8 @@ impl Hub {
         Cache::new(self.cache.clone()).repo(repo.clone()).get(file)
     }
 
-    /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
+    /// Returns TinyStories from the cache, or downloads it; an interrupted download resumes where
+    /// it stopped.
     pub(crate) fn tinystories(&self) -> Result<TinyStories> {
         if let Some(files) = self.cached() {
             return Ok(files);
@@ -80,19 +83,20 @@ impl Hub {
         format!("Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it", self.cache.display())
     }
 
-    /// The folder of a model in the cache, after whatever it lacks of the files that loading needs has been downloaded.
+    /// Returns the folder of a model in the cache, after downloading the files that loading needs
+    /// and the cache lacks.
     pub(crate) fn model(&self, id: &str) -> Result<PathBuf> {
         let repo = Repo::model(id.into());
         let config = self.fetch(&repo, "config.json")?;
         self.fetch(&repo, "tokenizer.json")?;
         if let Err(error) = self.fetch(&repo, "model.safetensors") {
-            // Large models come in several files, and a list of them.
+            // Large models come in several files, with an index that lists them.
             let index = self.fetch(&repo, "model.safetensors.index.json").map_err(|_| error)?;
             for shard in shards(&index)? {
                 self.fetch(&repo, &shard)?;
             }
         }
-        // Not every model has one.
+        // This file is optional.
         let _ = self.fetch(&repo, "generation_config.json");
         let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
         Ok(folder.into())
@@ -106,7 +110,8 @@ impl Hub {
         if self.offline {
             bail!("{file} of {name} is not in the {}", self.forbidden());
         }
-        // The client has no time limit of its own: it works in a thread that is left behind when it falls silent.
+        // The client has no time limit of its own, so it works in a thread, which is abandoned when
+        // the client falls silent.
         let (sender, events) = channel();
         let (hub, repo, wanted) = (self.clone(), repo.clone(), file.to_owned());
         let worker = std::thread::spawn(move || {
@@ -120,7 +125,7 @@ impl Hub {
         }
     }
 
-    /// Shows the progress until the worker hangs up; an error if it falls silent.
+    /// Shows the progress until the worker ends; fails if the worker falls silent.
     fn watch(&self, file: &str, name: &str, events: &Receiver<Event>) -> Result<()> {
         let mut bar = None;
         loop {
@@ -155,10 +160,10 @@ fn dataset() -> Repo {
     Repo::dataset(DATASET.into())
 }
 
-/// The files that an index of weights names, each once.
+/// Returns the files that an index of weights names, each once.
 ///
 /// # Errors
-/// A file that cannot be read or is no such index.
+/// If the file cannot be read or is no index of weights.
 pub(crate) fn shards(index: &Path) -> Result<BTreeSet<String>> {
     #[derive(serde::Deserialize)]
     struct Index {
@@ -177,7 +182,8 @@ pub(crate) fn shards(index: &Path) -> Result<BTreeSet<String>> {
     }
 }
 
-/// What the downloading thread reports: the size of the file when the transfer starts, then the bytes as they come.
+/// `Event` is what the downloading thread reports: the size of the file when the transfer starts,
+/// then the number of bytes of each read.
 enum Event {
     Size(u64),
     Received(u64),
@@ -188,8 +194,9 @@ struct Reporter(Sender<Event>);
 impl Reporter {
     fn send(&self, event: Event) {
         if self.0.send(event).is_err() {
-            // Nobody waits for this download any more. Unwinding is the only way out of the client's copy loop; it does
-            // not go through the panic hook, so nothing is printed, and the part file stays for another time.
+            // Nobody waits for this download any more. Unwinding is the only way out of the
+            // client's copy loop; it does not go through the panic hook, so nothing is printed, and
+            // the partial file remains for another time.
             std::panic::resume_unwind(Box::new("abandoned"));
         }
     }
@@ -220,7 +227,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A hub at an address of this machine where nobody listens (the discard port).
+    /// Returns a hub at an address of this machine where nobody listens (the discard port).
     pub(crate) fn nowhere(cache: &Path) -> Hub {
         Hub {
             endpoint: "http://127.0.0.1:9".into(),
@@ -231,7 +238,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Puts two files into a cache the way the client lays it out.
+    /// Puts two files into a cache in the layout of the client.
     pub(crate) fn fill(cache: &Path, train: &str, valid: &str) {
         let repo = cache.join("datasets--roneneldan--TinyStories");
         let snapshot = repo.join("snapshots/abc");
@@ -242,14 +249,16 @@ pub(crate) mod tests {
         std::fs::write(snapshot.join(FILES[1]), train).unwrap();
     }
 
-    /// Whether requests from here would go through a proxy, which cannot reach a server of this test.
+    /// Whether requests from here would go through a proxy, which cannot reach a server of this
+    /// test.
     fn behind_proxy() -> bool {
         ["ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY"]
             .iter()
             .any(|name| std::env::var_os(name).is_some() || std::env::var_os(name.to_ascii_lowercase()).is_some())
     }
 
-    /// Answers requests for ranges of `body`. While `cut` says so, a transfer stops after half of what was asked for.
+    /// Answers requests for ranges of `body`. For a request that `cut` returns true for, the
+    /// transfer stops after half of the range.
     fn serve(listener: TcpListener, body: &'static [u8], cut: impl Fn(usize) -> bool) {
         for (request, stream) in listener.incoming().enumerate() {
             let Ok(mut stream) = stream else { return };
@@ -295,7 +304,7 @@ pub(crate) mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut hub = nowhere(dir.path());
         hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
-        // Requests: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
+        // The requests are: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
         std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
         hub.fetch(&dataset(), FILES[0]).unwrap_err();
         let part = dir.path().join("datasets--roneneldan--TinyStories/blobs/tag.part");
@@ -303,7 +312,7 @@ pub(crate) mod tests {
         assert!(hub.cached().is_none());
         let path = hub.fetch(&dataset(), FILES[0]).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), BODY);
-        // Once in the cache it is not asked for again, with a hub or without.
+        // A file in the cache is not asked for again, whether or not the hub answers.
         assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0]).unwrap(), path);
     }
 

@@ -1,7 +1,9 @@
-//! Text to batches: a [`Corpus`] is found and split, a [`Tokenizer`] trained on its training part, both parts encoded into
-//! a [`TokenFile`] each, and [`Batches`] cut from those. [`prepare`] does all but the last.
+//! This module turns text into batches. A [`Corpus`] is found and split into training text and
+//! held-out text, a [`Tokenizer`] is trained on the training text, both splits are encoded into a
+//! [`TokenFile`] each, and [`Batches`] are cut from those. [`prepare`] does all but the last step.
 //!
-//! Tokenizers and token files are kept in a cache under the hash of what they were made from; see [`cache_dir`].
+//! Tokenizers and token files are kept in a cache under the hash of what they were made from; see
+//! [`cache_dir`].
 
 mod batches;
 mod borders;
@@ -32,35 +34,35 @@ pub use tokens::TokenFile;
 
 use cache::Cache;
 
-/// Data to train on: a tokenizer and the tokens of both splits. Counts of documents, bytes and tokens are the
-/// [`TokenFile`]s'.
+/// `Prepared` holds data that is ready for training: a tokenizer and the tokens of both splits. The
+/// [`TokenFile`]s know the numbers of documents, bytes and tokens.
 #[derive(Debug, Clone)]
 pub struct Prepared {
-    /// Name of the corpus, see [`Corpus::name`].
+    /// Name of the corpus; see [`Corpus::name`].
     pub corpus_name: String,
-    /// One line about the corpus for a person.
+    /// One line that describes the corpus to a reader.
     pub description: String,
-    /// The tokenizer that both splits are encoded with.
+    /// The tokenizer with which both splits are encoded.
     pub tokenizer: Tokenizer,
-    /// What is trained on.
+    /// The tokens of the training text.
     pub train: Arc<TokenFile>,
-    /// What is held out.
+    /// The tokens of the held-out text.
     pub valid: Arc<TokenFile>,
 }
 
-/// Finds the corpus, trains a tokenizer of `vocab_size` on it (or loads the given one, whatever its size), and encodes both
-/// splits. What has been made before is taken from the cache.
+/// Finds the corpus, trains a tokenizer of `vocab_size` tokens on it (or loads the given tokenizer,
+/// whatever its size), and encodes both splits. Whatever is in the cache is taken from there.
 ///
 /// # Errors
-/// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is full.
+/// As [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`]; also if the disk is full.
 pub fn prepare(spec: &DataSpec, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
     prepare_in(&Cache::from_env()?, Corpus::load(spec)?, vocab_size, tokenizer)
 }
 
-/// [`prepare`] with a tokenizer at hand.
+/// Finds the corpus and encodes both splits with the given tokenizer; see [`prepare`].
 ///
 /// # Errors
-/// Those of [`Corpus::load`], and a disk that is full.
+/// As [`Corpus::load`]; also if the disk is full.
 pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer) -> Result<Prepared> {
     encoded(&Cache::from_env()?, Corpus::load(spec)?, tokenizer.clone())
 }
@@ -83,21 +85,21 @@ fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer) -> Result<Prepar
     })
 }
 
-/// The tokens of one text file, not split, for evaluation.
+/// Returns the tokens of one text file, which is not split; it is meant for evaluation.
 ///
 /// # Errors
-/// Those of [`load_text`], and a disk that is full.
+/// As [`load_text`]; also if the disk is full.
 pub fn prepare_text(path: &Path, tokenizer: &Tokenizer) -> Result<TokenFile> {
     Cache::from_env()?.tokens(&load_text(path)?, tokenizer)
 }
 
-/// Tells the person at the terminal something they should know; results go elsewhere.
+/// Prints a message for the user to stderr; results are printed to stdout.
 fn notice(message: impl Display) {
     // If stderr is closed, there is nobody to tell.
     let _ = writeln!(std::io::stderr(), "{message}");
 }
 
-/// A bar over `bytes` on stderr; shows nothing where that is no terminal.
+/// Returns a progress bar over `bytes` on stderr; it shows nothing if stderr is not a terminal.
 fn progress_bar(bytes: u64, what: &'static str) -> ProgressBar {
     let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
     let style = ProgressStyle::with_template(template);
@@ -120,7 +122,7 @@ mod tests {
         assert_eq!(data.corpus_name, "sample");
         assert_eq!(data.tokenizer.vocab_size(), 1024);
         assert_eq!((data.train.documents(), data.train.bytes()), (documents, bytes));
-        // Merges pay: well over two bytes a token.
+        // Merges make tokens longer: a token covers more than 2.5 bytes on average.
         assert!(data.train.len() as u64 * 5 < bytes * 2);
         let tokens = data.valid.read(0..data.valid.len());
         let end = tokens.iter().position(|&token| token == data.tokenizer.eot());
@@ -128,7 +130,7 @@ mod tests {
         let batches = Batches::new(data.train.clone(), 64, 8, 0).unwrap();
         assert_eq!(batches.batch(0, 0).unwrap().inputs.len(), 64 * 8);
 
-        // The same with the tokenizer given: a vocabulary size asked for does not matter then.
+        // With a tokenizer given, the vocabulary size asked for (5000) has no effect.
         let path = dir.path().join("mine.json");
         data.tokenizer.save(&path).unwrap();
         let given = prepare_in(&cache, corpus, 5000, Some(&path)).unwrap();

@@ -1,4 +1,5 @@
-//! Which documents are held out for validation: decided by their content, so that no document is on both sides.
+//! This module chooses the documents that are held out for validation. It chooses by content, so
+//! that no document is in both splits.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -8,13 +9,14 @@ use anyhow::{Result, bail};
 use super::notice;
 use super::text::{Documents, pieces, trim};
 
-/// One document in ten is held out, but never more than this.
+/// One document in ten is held out, but never more than this number.
 const MAX_VALID: usize = 2000;
 
-/// Smallest size in bytes of the blocks that a text of one document is split by; the largest is about twice that.
+/// The smallest size in bytes of the blocks into which a text of one document is split; the largest
+/// is about twice that.
 const BLOCK: usize = 2048;
 
-/// Enough of a document's hash to tell it from all others.
+/// A `Fingerprint` is the first half of a document's hash, enough to tell it from all others.
 type Fingerprint = [u8; 16];
 
 fn fingerprint(document: &str) -> Fingerprint {
@@ -23,18 +25,19 @@ fn fingerprint(document: &str) -> Fingerprint {
     print
 }
 
-/// How many of `n` are held out.
+/// Returns how many of `n` documents or blocks are held out.
 fn held_out(n: usize) -> usize {
     n.div_ceil(10).min(MAX_VALID)
 }
 
 /// Splits documents into `(train, valid)`.
 ///
-/// Held out are the tenth (2000 at most) with the smallest hashes; of equal ones, the first. A single document is split by
-/// blocks of some 2 kB instead, and its end is held out: both parts remain continuous text.
+/// The tenth (2000 at most) of the distinct documents with the smallest hashes is held out;
+/// repetitions of a held-out document are dropped. A single document is split by blocks of some 2
+/// kB instead, and its end is held out: both parts remain continuous text.
 ///
 /// # Errors
-/// Fewer than two different documents or blocks.
+/// If there are fewer than two different documents or blocks.
 pub(crate) fn split(documents: &Documents) -> Result<(Documents, Documents)> {
     if documents.len() == 1 {
         return split_document(documents);
@@ -59,7 +62,8 @@ pub(crate) fn split(documents: &Documents) -> Result<(Documents, Documents)> {
     Ok((train, valid))
 }
 
-/// Splits a single document: `valid` is the last tenth of its blocks, without those that stand in `train` too.
+/// Splits a single document: `valid` is the last tenth of its blocks, without the blocks that are
+/// in `train` too.
 fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
     let text = document.iter().next().unwrap_or_default();
     let mut end = 0;
@@ -104,9 +108,10 @@ fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
     Ok((train, valid))
 }
 
-/// `valid` without what stands in `train` too.
+/// Returns `valid` without the documents that are in `train` too.
 pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents {
-    // The training text may be large: of its documents, only those in question are remembered.
+    // The training text may be large, so only those of its fingerprints that occur in `valid` are
+    // kept.
     let held: HashSet<_> = valid.iter().map(fingerprint).collect();
     let in_train: HashSet<_> = train.iter().map(fingerprint).filter(|print| held.contains(print)).collect();
     valid.filter(|document| !in_train.contains(&fingerprint(document)))
@@ -137,7 +142,7 @@ mod tests {
         assert_eq!(valid.len(), 15);
         assert_eq!(set(&valid).len(), 15);
         assert!(set(&train).is_disjoint(&set(&valid)));
-        // The split goes by content: in another order the same stories are held out.
+        // The split depends on content alone: in another order the same stories are held out.
         let reversed: Vec<_> = stories.iter().rev().cloned().collect();
         let (_, again) = split(&documents(reversed.join("<|endoftext|>"))).unwrap();
         assert_eq!(set(&valid), set(&again));
@@ -172,7 +177,8 @@ mod tests {
 
     #[test]
     fn blocks_of_the_training_part_are_dropped() {
-        // Blocks of exactly one paragraph; the last three repeat the first, so all of them would be held out.
+        // Each block is exactly one paragraph. The last three would be held out, but one of them
+        // repeats the first.
         let paragraph = |i: usize| format!("{i:04} ").repeat(450);
         let mut paragraphs: Vec<_> = (0..30).map(paragraph).collect();
         paragraphs[28] = paragraph(0);

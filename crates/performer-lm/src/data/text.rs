@@ -1,6 +1,7 @@
-//! Text on disk as a list of documents, read lazily from a memory map.
+//! This module reads text on disk as a list of documents, lazily from a memory map.
 //!
-//! A file of gigabytes costs no memory but the page cache: only the byte range of each document is held.
+//! A file of gigabytes needs no memory but the page cache: only the byte range of each document is
+//! held.
 
 use std::fs::File;
 use std::ops::Range;
@@ -10,10 +11,10 @@ use std::sync::{Arc, OnceLock};
 use anyhow::{Context, Result, bail};
 use memmap2::Mmap;
 
-/// What stands between two documents of a text file (on a line of its own, by convention).
+/// The separator between two documents of a text file (on a line of its own, by convention).
 pub const SEPARATOR: &str = "<|endoftext|>";
 
-/// UTF-8 text: embedded in the program, or a memory-mapped file.
+/// `Text` is UTF-8 text: embedded in the program, or a memory-mapped file.
 #[derive(Debug)]
 pub(crate) enum Text {
     Embedded(&'static str),
@@ -28,8 +29,8 @@ impl Text {
         if !metadata.is_file() {
             bail!("{} is not a regular file; save its content in a text file and give that", path.display());
         }
-        // SAFETY: a map is sound as long as nobody changes the file beneath it; a data file is not written while it is
-        // being trained on.
+        // SAFETY: a map is sound as long as nobody changes the file beneath it; a data file is not
+        // written while it is being trained on.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
         if let Err(error) = std::str::from_utf8(&map) {
             bail!(
@@ -50,7 +51,8 @@ impl Text {
         }
     }
 
-    /// The byte ranges of the documents: what stands between separators, without surrounding white space.
+    /// Returns the byte ranges of the documents: the text between separators, without surrounding
+    /// white space.
     pub(crate) fn documents(&self) -> Vec<Range<usize>> {
         let text = self.as_str();
         let mut spans = Vec::new();
@@ -64,7 +66,8 @@ impl Text {
     }
 }
 
-/// `span` without surrounding white space (and byte order mark), or nothing if nothing is left.
+/// Returns `span` without surrounding white space (and byte order mark), or `None` if nothing
+/// remains.
 pub(crate) fn trim(text: &str, span: Range<usize>) -> Option<Range<usize>> {
     let blank = |c: char| c.is_whitespace() || c == '\u{feff}';
     let part = &text[span.clone()];
@@ -74,16 +77,18 @@ pub(crate) fn trim(text: &str, span: Range<usize>) -> Option<Range<usize>> {
     (start < end).then_some(start..end)
 }
 
-/// Whether a run of white space, and not the text, ends with the space or line break at byte `at`.
+/// Whether the space or line break at byte `at` is the last of a run of white space with text after
+/// it.
 ///
-/// GPT-2's pre-tokenizer always cuts just before such a place (the last space goes with the word after it), so that texts
-/// cut there are encoded to the same tokens as the whole.
+/// GPT-2's pre-tokenizer always splits just before such a place (the last space goes with the word
+/// after it), so texts cut there are encoded to the same tokens as the whole.
 pub(crate) fn ends_blank(text: &str, at: usize) -> bool {
     matches!(text.as_bytes()[at], b' ' | b'\n') && text[at + 1..].starts_with(|next: char| !next.is_whitespace())
 }
 
-/// Where to cut `text` into two, at a byte offset of `min` to about `2 min`: at the first end of a paragraph, else of a line,
-/// else of a word, else anywhere between two characters. Text of at most `2 min` bytes is not cut (the offset is its length).
+/// Returns where to cut `text` into two, a byte offset of `min` to about `2 min`: the first end of
+/// a paragraph, else of a line, else of a word, else a border between two characters. Text of at
+/// most `2 min` bytes is not cut (the offset is its length).
 pub(crate) fn cut(text: &str, min: usize) -> usize {
     if text.len() <= 2 * min {
         return text.len();
@@ -100,7 +105,7 @@ pub(crate) fn cut(text: &str, min: usize) -> usize {
     line.or(word).unwrap_or_else(|| text.ceil_char_boundary(2 * min))
 }
 
-/// `text` in parts of at least `min` bytes (but the last), cut as [`cut`] does.
+/// Yields `text` in pieces of at least `min` bytes (but for the last), cut as by [`cut`].
 pub(crate) fn pieces(text: &str, min: usize) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -110,9 +115,9 @@ pub(crate) fn pieces(text: &str, min: usize) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Documents (stories, say) of one text, in order.
+/// `Documents` is a list of documents (stories, say) of one text, in order.
 ///
-/// Cloning is cheap enough: the text is shared, the byte ranges (16 bytes a document) are copied.
+/// A clone shares the text and copies the byte ranges (16 bytes for each document).
 #[derive(Debug, Clone)]
 pub struct Documents {
     text: Arc<Text>,
@@ -125,28 +130,29 @@ impl Documents {
         Self { text, spans, hash: OnceLock::new() }
     }
 
-    /// Number of documents.
+    /// Returns the number of documents.
     pub fn len(&self) -> usize {
         self.spans.len()
     }
 
-    /// Whether there is no document.
+    /// Whether there are no documents.
     pub fn is_empty(&self) -> bool {
         self.spans.is_empty()
     }
 
-    /// Bytes of text; separators and the white space around them are not counted.
+    /// Returns the number of bytes of text; separators and the white space around them are not
+    /// counted.
     pub fn bytes(&self) -> u64 {
         self.spans.iter().map(|span| span.len() as u64).sum()
     }
 
-    /// The documents one after another; nothing is copied.
+    /// Yields the documents in order; nothing is copied.
     pub fn iter(&self) -> impl Iterator<Item = &str> {
         let text = self.text.as_str();
         self.spans.iter().map(move |span| &text[span.clone()])
     }
 
-    /// Identity of the content: a hash over the documents in order.
+    /// Returns the identity of the content: a hash over the documents in order.
     pub fn hash(&self) -> blake3::Hash {
         *self.hash.get_or_init(|| {
             let mut hasher = blake3::Hasher::new();
@@ -158,7 +164,8 @@ impl Documents {
         })
     }
 
-    /// Parts of the first document, given as byte ranges within it.
+    /// Returns parts of the first document, given as byte ranges within it, as documents of their
+    /// own.
     pub(crate) fn within(&self, parts: impl IntoIterator<Item = Range<usize>>) -> Self {
         let start = self.spans.first().map_or(0, |span| span.start);
         let parts = parts.into_iter();
@@ -166,7 +173,8 @@ impl Documents {
         Self::new(self.text.clone(), spans.collect())
     }
 
-    /// The documents that `keep` says yes to; it is asked in order, once for each.
+    /// Returns the documents for which `keep` returns true; it is called in order, once for each
+    /// document.
     pub(crate) fn filter(&self, mut keep: impl FnMut(&str) -> bool) -> Self {
         let text = self.text.as_str();
         let spans = self.spans.iter().filter(|span| keep(&text[(*span).clone()]));
@@ -210,7 +218,7 @@ mod tests {
         assert_eq!(cut("0123 567\n\nabcdefgh", 5), 9);
         assert_eq!(cut("0123 567\nabcdefghijkl", 5), 8);
         assert_eq!(cut("0123 567 abcdefghijkl", 5), 8);
-        // No boundary at all: between two characters, never inside one.
+        // Without any boundary, the cut is between two characters, never inside one.
         assert_eq!(cut("ééééééééé", 4), 8);
         assert_eq!(cut("aééééééééé", 4), 9);
     }

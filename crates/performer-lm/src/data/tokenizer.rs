@@ -1,4 +1,4 @@
-//! Byte-level BPE tokenizers: trained here, or loaded from any `tokenizer.json`.
+//! This module has byte-level BPE tokenizers: trained here, or loaded from any `tokenizer.json`.
 
 use std::fs;
 use std::path::Path;
@@ -14,43 +14,44 @@ use super::borders::Borders;
 use super::notice;
 use super::text::{Documents, SEPARATOR, pieces};
 
-/// The vocabulary size trained by default.
+/// The default size of a vocabulary that is trained.
 pub const DEFAULT_VOCAB_SIZE: usize = 4096;
 
-/// The smallest byte-level vocabulary: the 256 bytes and the end of text.
+/// The smallest byte-level vocabulary: the 256 bytes and the end-of-text token.
 pub const MIN_VOCAB_SIZE: usize = 257;
 
-/// No more than the first 64 MB of a corpus are looked at to train a tokenizer: more text does not change the merges of a
-/// small vocabulary noticeably, and word counts take memory.
+/// A tokenizer is trained on at most the first 64 MB of a corpus: more text does not change the
+/// merges of a small vocabulary noticeably, and word counts take memory.
 const MAX_TRAINING_BYTES: usize = 64 << 20;
 
-/// Training text is handed over in pieces of this many bytes, so that memory stays bounded.
+/// Training text is handed over in pieces of about this many bytes, so that memory stays bounded.
 const PIECE: usize = 1 << 16;
 
-/// How vocabularies spell the token that ends a document, most specific first.
+/// How vocabularies spell the end-of-text token, most specific first.
 const END_OF_TEXT: [&str; 8] =
     [SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>", "<|im_end|>"];
 
-/// A tokenizer that knows the tokens at the borders of a document.
+/// A `Tokenizer` encodes and decodes text, and knows the tokens at the borders of a document.
 ///
-/// Text is only ever text to it: a special token spelled out in a story is encoded letter by letter.
+/// Special tokens that are spelled out in a text are encoded as ordinary text.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The content of tokenizer.json, kept so that a copy is the same byte for byte.
+    /// The content of `tokenizer.json`, kept so that a copy is identical byte for byte.
     json: Vec<u8>,
     borders: Borders,
-    /// Whether the borders come from elsewhere than the tokenizer.json.
+    /// Whether the borders come from elsewhere than the `tokenizer.json`.
     borders_given: bool,
     vocab_size: usize,
 }
 
 impl Tokenizer {
-    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. The same text always gives the same
-    /// tokenizer. Only the first 64 MB of text are used; too little text gives a smaller vocabulary (said on stderr).
+    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. Equal
+    /// text always gives an equal tokenizer. Only the first 64 MB of text are used; too little text
+    /// gives a smaller vocabulary, which is said on stderr.
     ///
     /// # Errors
-    /// A `vocab_size` below [`MIN_VOCAB_SIZE`].
+    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`].
     pub fn train(documents: &Documents, vocab_size: usize) -> Result<Self> {
         if vocab_size < MIN_VOCAB_SIZE {
             bail!(
@@ -63,7 +64,7 @@ impl Tokenizer {
         inner.with_decoder(Some(byte_level));
         let mut trainer: TrainerWrapper = BpeTrainer::builder()
             .vocab_size(vocab_size)
-            // A pair that occurs once is noise.
+            // A pair of symbols that occurs once is noise.
             .min_frequency(2)
             .show_progress(false)
             .special_tokens(vec![AddedToken::from(SEPARATOR, true)])
@@ -91,24 +92,25 @@ impl Tokenizer {
     /// Loads a `tokenizer.json`.
     ///
     /// # Errors
-    /// A file that cannot be read, is no tokenizer, or knows no end-of-text token.
+    /// If the file cannot be read, is no tokenizer, or has no end-of-text token.
     pub fn load(path: &Path) -> Result<Self> {
         let json = fs::read(path).with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
         Self::from_bytes(json).with_context(|| path.display().to_string())
     }
 
-    /// A tokenizer from the content of a `tokenizer.json`.
+    /// Makes a tokenizer from the content of a `tokenizer.json`.
     ///
     /// # Errors
-    /// Content that is no tokenizer, or one that knows no end-of-text token.
+    /// If the content is no tokenizer, or has no end-of-text token.
     pub fn from_bytes(json: Vec<u8>) -> Result<Self> {
         Self::with_borders(json, None)
     }
 
-    /// The same with the borders that a model was trained with, where they are given.
+    /// Makes a tokenizer from the content of a `tokenizer.json` and, where they are given, the
+    /// borders with which a model was trained.
     ///
     /// # Errors
-    /// Content that is no tokenizer; without borders given, one that knows no end-of-text token.
+    /// If the content is no tokenizer or, where no borders are given, has no end-of-text token.
     pub fn with_borders(json: Vec<u8>, borders: Option<Borders>) -> Result<Self> {
         Self::assemble(json, |inner| match &borders {
             Some(borders) => Ok((borders.clone(), true)),
@@ -119,13 +121,14 @@ impl Tokenizer {
         })
     }
 
-    /// A tokenizer published with a model that ends its text by one of `stop`.
+    /// Makes a tokenizer published with a model that ends its text by one of the tokens `stop`.
     ///
-    /// A document has the borders that the tokenizer itself puts around a text; where it puts none, the end-of-text token stands
-    /// between documents, which need not be the one that ends an answer of a model for conversations.
+    /// A document has the borders that the tokenizer itself puts around a text. If it puts none,
+    /// the end-of-text token stands between documents; it need not be the token that ends an answer
+    /// of a chat model.
     ///
     /// # Errors
-    /// Content that is no tokenizer, or one that knows no border at all.
+    /// If the content is no tokenizer, or has no border at all.
     pub fn of_model(json: Vec<u8>, stop: &[u32]) -> Result<Self> {
         Self::assemble(json, |inner| {
             let named = named_end(inner);
@@ -148,13 +151,14 @@ impl Tokenizer {
     ) -> Result<Self> {
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
-        // Many published files carry the limits of some model; a corpus must neither be cut nor padded.
+        // Many published files carry the truncation and padding of some model; a corpus must
+        // neither be cut nor padded.
         let limits = inner.with_truncation(None);
         limits.map_err(|error| anyhow!("cannot lift the tokenizer's truncation: {error}"))?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(true);
         let (borders, borders_given) = borders(&inner)?;
-        // Ids may have gaps, so that counting the entries would be too few.
+        // Ids may have gaps, so the number of entries would be too small.
         let ids = inner.get_vocab(true).into_values();
         let vocab_size = ids.max().map_or(0, |id| id as usize + 1);
         borders.validate(vocab_size)?;
@@ -164,43 +168,45 @@ impl Tokenizer {
     /// Writes the `tokenizer.json`.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// If the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
         fs::write(path, &self.json).with_context(|| format!("cannot write the tokenizer {}", path.display()))
     }
 
-    /// The content of the `tokenizer.json`.
+    /// Returns the content of the `tokenizer.json`.
     pub fn as_bytes(&self) -> &[u8] {
         &self.json
     }
 
-    /// The tokens at the borders of a document.
+    /// Returns the tokens at the borders of a document.
     pub fn borders(&self) -> &Borders {
         &self.borders
     }
 
-    /// The borders, if a model's config must tell them because the tokenizer.json does not.
+    /// Returns the borders if a model's configuration must store them because the `tokenizer.json`
+    /// does not.
     pub fn borders_for_config(&self) -> Option<Borders> {
         self.borders_given.then(|| self.borders.clone())
     }
 
-    /// The token between documents, after which a text begins.
+    /// Returns the token between documents, after which a text begins.
     pub fn eot(&self) -> u32 {
-        // There is one: borders are validated.
+        // There always is such a token, because borders are validated.
         self.borders.begin.or(self.borders.end).unwrap_or_default()
     }
 
-    /// Number of tokens: one more than the largest token id.
+    /// Returns the number of tokens: one more than the largest token id.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// The spelling of a token.
+    /// Returns the spelling of a token.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// Identity of the tokenizer: the hash of its file, and of borders given besides.
+    /// Returns the identity of the tokenizer: the hash of its file, and of the borders if they come
+    /// from elsewhere.
     pub fn hash(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.json);
@@ -210,17 +216,18 @@ impl Tokenizer {
         hasher.finalize()
     }
 
-    /// The tokens of a text, without an end-of-text token.
+    /// Returns the tokens of a text, without border tokens.
     ///
     /// # Errors
-    /// Text that the tokenizer has no token for (not a byte-level one: it has one for everything).
+    /// If the tokenizer has no token for some of the text; a byte-level one has tokens for all
+    /// text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, false);
         let encoding = encoding.map_err(|error| anyhow!("cannot encode text: {error}"))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The tokens of several texts, encoded in parallel.
+    /// Returns the tokens of several texts, encoded in parallel.
     pub(crate) fn encode_batch(&self, texts: Vec<&str>) -> Result<Vec<Vec<u32>>> {
         let inputs: Vec<EncodeInput<'_>> = texts.into_iter().map(Into::into).collect();
         let encodings =
@@ -228,8 +235,9 @@ impl Tokenizer {
         Ok(encodings.iter().map(|e| e.get_ids().to_vec()).collect())
     }
 
-    /// Whether text can be cut just before the last space of a run without changing its tokens: so it is with GPT-2's
-    /// pre-tokenization and no normalizer or added words in its way. Others may well allow it too.
+    /// Whether text can be cut just before the last space of a run without changing its tokens.
+    /// This holds for GPT-2's pre-tokenization without a normalizer or added words. It is not
+    /// tested for other tokenizers, of which it may hold too.
     pub(crate) fn splits_at_spaces(&self) -> bool {
         let gpt2 = matches!(
             self.inner.get_pre_tokenizer(),
@@ -239,37 +247,37 @@ impl Tokenizer {
         gpt2 && self.inner.get_normalizer().is_none() && added.all(|token| token.special)
     }
 
-    /// Whether a text is changed at its beginning, as by Llama's space before the first word: then a long text must not be encoded
-    /// in pieces.
+    /// Whether the tokenizer changes the beginning of a text, for instance by Llama's space before
+    /// the first word; then a long text must not be encoded in pieces.
     pub(crate) fn changes_the_beginning(&self) -> bool {
         ["\"Prepend\"", "\"Metaspace\""].iter().any(|name| memchr::memmem::find(&self.json, name.as_bytes()).is_some())
     }
 
-    /// The text of tokens; special tokens are left out.
+    /// Returns the text of tokens; special tokens are left out.
     ///
     /// # Errors
-    /// Tokens that the tokenizer cannot put together.
+    /// If the tokenizer cannot decode the tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         self.inner.decode(tokens, true).map_err(|error| anyhow!("cannot decode tokens: {error}"))
     }
 
-    /// A decoder for tokens that come one by one.
+    /// Returns a decoder for tokens that come one by one.
     pub fn stream(&self) -> StreamDecoder<'_> {
         self.stream_after(&[])
     }
 
-    /// The same for tokens that go on after `tokens`.
+    /// Returns a decoder for tokens that follow `tokens`.
     pub fn stream_after(&self, tokens: &[u32]) -> StreamDecoder<'_> {
         StreamDecoder { tokenizer: self, tokens: tokens.to_vec(), shown: tokens.len() }
     }
 }
 
-/// The end-of-text token, by what vocabularies call it.
+/// Returns the end-of-text token, found by the names that vocabularies give it.
 fn named_end(inner: &tokenizers::Tokenizer) -> Option<u32> {
     END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name))
 }
 
-/// What the tokenizer's own post-processor puts around a text.
+/// Returns the borders that the tokenizer's own post-processor puts around a text.
 fn template(inner: &tokenizers::Tokenizer) -> Result<Borders> {
     let encode = |special| -> Result<Vec<u32>> {
         let encoding = inner.encode_fast("a", special).map_err(|error| anyhow!("cannot encode text: {error}"))?;
@@ -283,26 +291,28 @@ fn template(inner: &tokenizers::Tokenizer) -> Result<Borders> {
     Ok(Borders { begin, end: whole.get(at + plain.len()).copied(), stop: Vec::new() })
 }
 
-/// Decodes tokens as they come, holding text back until its last character is whole.
+/// `StreamDecoder` decodes tokens as they come, and holds text back until its last character is
+/// complete.
 #[derive(Debug)]
 pub struct StreamDecoder<'a> {
     tokenizer: &'a Tokenizer,
-    /// The tokens of the text given out last (decoders may treat the start of a text specially, so new tokens are decoded
-    /// after some old ones), then those held back.
+    /// The tokens of the text returned last, then the tokens held back. The former are kept because
+    /// decoders may treat the start of a text specially, so new tokens are decoded after some old
+    /// ones.
     tokens: Vec<u32>,
-    /// How many of `tokens` are given out.
+    /// How many of `tokens` have been returned as text.
     shown: usize,
 }
 
 impl StreamDecoder<'_> {
-    /// The text that `token` completes, if any.
+    /// Returns the text that `token` completes, if any.
     ///
     /// # Errors
-    /// Tokens that the tokenizer cannot put together.
+    /// If the tokenizer cannot decode the tokens.
     pub fn push(&mut self, token: u32) -> Result<Option<String>> {
         self.tokens.push(token);
         let text = self.pending()?;
-        // A replacement character at the end is a character whose bytes are not all there yet.
+        // A replacement character at the end is a character whose bytes are not complete yet.
         if text.is_empty() || text.ends_with(char::REPLACEMENT_CHARACTER) {
             return Ok(None);
         }
@@ -311,10 +321,11 @@ impl StreamDecoder<'_> {
         Ok(Some(text))
     }
 
-    /// What is still held back when the last token has come: an unfinished character, shown as `�`.
+    /// Returns the text still held back after the last token: an unfinished character, shown as
+    /// `�`.
     ///
     /// # Errors
-    /// Tokens that the tokenizer cannot put together.
+    /// If the tokenizer cannot decode the tokens.
     pub fn finish(self) -> Result<String> {
         self.pending()
     }
@@ -338,7 +349,7 @@ pub(crate) mod tests {
         Documents::new(text, spans)
     }
 
-    /// A small corpus with enough repetition for some merges.
+    /// Returns a small corpus with enough repetition for some merges.
     pub(crate) fn stories() -> Documents {
         let story = |i| format!("Once upon a time, {i} little cats went to the park. They were happy.");
         let all: Vec<_> = (0..50).map(story).collect();
@@ -388,7 +399,8 @@ pub(crate) mod tests {
         assert!(Tokenizer::load(&dir.path().join("none")).is_err());
     }
 
-    /// A word-level tokenizer as others write them: sparse ids, a truncation, and its own name for the end of text.
+    /// Returns a word-level tokenizer as other programs write them: with sparse ids, a truncation,
+    /// and a name of its own for the end of text.
     fn foreign(end: &str) -> Vec<u8> {
         let json = serde_json::json!({
             "version": "1.0", "normalizer": null, "post_processor": null, "decoder": null, "padding": null,
@@ -413,7 +425,7 @@ pub(crate) mod tests {
     #[test]
     fn streaming_is_decoding() {
         let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
-        // Once more with tokens that break characters apart: every second one is left out.
+        // `broken` leaves out every second token, which breaks characters apart.
         let tokens = tokenizer.encode(UNICODE).unwrap();
         let broken: Vec<_> = tokens.iter().copied().step_by(2).collect();
         let ended: Vec<_> = [0].iter().chain(&tokens).chain(&[0, 0]).copied().collect();

@@ -1,8 +1,10 @@
-//! Files of tokens: a header and the tokens of a whole split, memory-mapped.
+//! This module reads and writes token files: a header and the tokens of a whole split,
+//! memory-mapped.
 //!
-//! All numbers are little-endian. The header of 128 bytes is: magic (8 bytes), version, width of a token in bytes (u32),
-//! number of tokens, bytes of text they cover, documents, vocabulary size (u64), hash of what was encoded (32 bytes), hash of
-//! the tokens (32 bytes), zeros. Tokens of two bytes serve vocabularies up to 65,536, four bytes larger ones.
+//! All numbers are little-endian. The header of 128 bytes is: magic (8 bytes), version and width of
+//! a token in bytes (u32), number of tokens, bytes of text they cover, documents, vocabulary size
+//! (u64), hash of what was encoded (32 bytes), hash of the tokens (32 bytes), zeros. Vocabularies
+//! of up to 65,536 tokens have tokens of two bytes, larger ones of four bytes.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -21,7 +23,8 @@ const MAGIC: [u8; 8] = *b"PERFTOKS";
 const VERSION: u32 = 1;
 const HEADER: usize = 128;
 
-/// The tokens of a text, each document followed by the end of text, mapped from a file (or held in memory).
+/// A `TokenFile` holds the tokens of a text, each document between its borders, mapped from a file
+/// (or held in memory).
 #[derive(Debug)]
 pub struct TokenFile {
     map: Mmap,
@@ -79,7 +82,7 @@ impl Header {
     }
 }
 
-/// Bytes to a token.
+/// Returns the number of bytes of a stored token.
 fn width(vocab_size: usize) -> u32 {
     if vocab_size <= 1 << 16 { 2 } else { 4 }
 }
@@ -92,11 +95,11 @@ impl TokenFile {
     /// Maps a token file and checks all of it.
     ///
     /// # Errors
-    /// A file that cannot be read, is no token file, or is damaged.
+    /// If the file cannot be read, is no token file, or is damaged.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-        // SAFETY: a map is sound as long as nobody changes the file beneath it; token files are replaced whole, never
-        // written in place.
+        // SAFETY: a map is sound as long as nobody changes the file beneath it; token files are
+        // replaced whole, never written in place.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
         Self::from_map(map).with_context(|| path.display().to_string())
     }
@@ -121,10 +124,10 @@ impl TokenFile {
         Ok(Self { map, header })
     }
 
-    /// Tokens held in memory, as one document covering `bytes` bytes of text.
+    /// Makes a token file held in memory, of one document that covers `bytes` bytes of text.
     ///
     /// # Errors
-    /// No memory.
+    /// If there is not enough memory.
     pub fn from_tokens(tokens: &[u32], bytes: u64) -> Result<Self> {
         let vocab_size = tokens.iter().max().map_or(0, |&token| token as usize + 1);
         let width = width(vocab_size);
@@ -148,13 +151,13 @@ impl TokenFile {
         Self::from_map(map.make_read_only().context("no memory for tokens")?)
     }
 
-    /// Encodes documents and writes the tokens, with a progress bar.
+    /// Encodes documents and writes their tokens, with a progress bar.
     pub(crate) fn write(file: &mut File, documents: &Documents, tokenizer: &Tokenizer) -> Result<()> {
         let width = width(tokenizer.vocab_size());
         let bar = progress_bar(documents.bytes(), "tokenizing");
         let mut payload = blake3::Hasher::new();
         let (mut tokens, mut covered) = (0, 0);
-        // The header is known in the end.
+        // The header is written last, when its numbers are known.
         file.write_all(&[0; HEADER])?;
         let mut buffer = Vec::new();
         for batch in encode_documents(tokenizer, documents) {
@@ -184,48 +187,48 @@ impl TokenFile {
         Ok(())
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.header.tokens as usize
     }
 
-    /// Whether there is no token.
+    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of text that the tokens cover (separators of documents not counted): what losses are divided by to give bits
-    /// per byte.
+    /// Returns the number of bytes of text that the tokens cover, without separators of documents.
+    /// Bits per byte are losses divided by it.
     pub fn bytes(&self) -> u64 {
         self.header.bytes
     }
 
-    /// Number of documents.
+    /// Returns the number of documents.
     pub fn documents(&self) -> u64 {
         self.header.documents
     }
 
-    /// Every token is smaller than this.
+    /// Returns the size of the vocabulary, which is above every token.
     pub fn vocab_size(&self) -> usize {
         self.header.vocab_size as usize
     }
 
-    /// Identity of the text and the tokenizer that the tokens come from.
+    /// Returns the identity of the text and the tokenizer that the tokens come from.
     pub fn hash(&self) -> blake3::Hash {
         self.header.content.into()
     }
 
-    /// Digest of the tokens, of the bytes and documents that they cover, and of what they come
-    /// from.
+    /// Returns a digest of the tokens, of the numbers of bytes and documents that they cover, and
+    /// of the identity of their text and tokenizer.
     pub fn digest(&self) -> blake3::Hash {
-        // The header holds all of those, the tokens by their hash.
+        // The header holds all of these, the tokens by their hash.
         blake3::hash(&self.header.to_bytes())
     }
 
-    /// The tokens at the given positions.
+    /// Returns the tokens at the given positions.
     ///
     /// # Panics
-    /// Positions past the end, as in a slice.
+    /// If the positions lie past the end, as with a slice.
     pub fn read(&self, range: Range<usize>) -> Vec<u32> {
         let width = self.header.width as usize;
         let bytes = &self.map[HEADER..][range.start * width..range.end * width];
@@ -238,7 +241,7 @@ impl TokenFile {
     }
 }
 
-/// Identity of what a token file is made from.
+/// Returns the identity of what a token file is made from.
 pub(crate) fn content_hash(documents: &Documents, tokenizer: &Tokenizer) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
     hasher.update(documents.hash().as_bytes());

@@ -1,4 +1,5 @@
-//! Attention against the reference: forward, gradients, decoding, causality to the bit, large inputs.
+//! This module checks attention against the reference: forward pass, gradients, decoding, causality
+//! bit by bit, and large inputs.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -9,10 +10,10 @@ use performer_core::{
 
 use super::{Check, Extent, Random, numbers, relative_error, tolerance};
 
-/// One problem: its sizes are no multiples of what kernels take at a time.
+/// A `Case` is one problem; its sizes are no multiples of what kernels take at a time.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    /// Random features; `None` is softmax.
+    /// Number of random features; `None` for softmax.
     features: Option<usize>,
     map: FeatureMapKind,
     dtype: DType,
@@ -57,14 +58,16 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
         Extent::Full => &[DType::F32, DType::BF16, DType::F16],
     };
     for &dtype in dtypes {
-        // Every other shape is another set of kernels to compile, a second or two each; f16 has those of bf16 but for the conversions.
+        // Every other shape is another set of kernels to compile, which takes a second or two each;
+        // f16 has the kernels of bf16 except for conversions.
         let few = extent == Extent::Quick || dtype == DType::F16;
         for features in [None, Some(128)] {
             let base = Case { features, dtype, ..base };
             all.push(Case { tokens: 70, ..base });
             all.push(Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base });
             all.push(Case { tokens: 90, causal: false, masked: true, ..base });
-            // Long enough for GPUs to cut a head's sequence into segments, as they do for FAVOR.
+            // This sequence is so long that GPUs cut a head's sequence into segments, as they do
+            // for FAVOR.
             if !few || (gpu && features.is_some()) {
                 all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
             }
@@ -155,7 +158,7 @@ impl<'a> Problem<'a> {
             k: random.normal(shape.k_count(), 1.0, dtype)?,
             v: random.normal(shape.v_count(), 1.0, dtype)?,
             gradient: random.normal(shape.output_count(), 1.0, dtype)?,
-            // The first token is seen, so that causal rows see something.
+            // The first token is visible, so that causal rows see something.
             keys: case.masked.then(|| (0..batch * tokens).map(|i| i % tokens == 0 || random.unit() < 0.7).collect()),
             case,
             device,
@@ -165,7 +168,7 @@ impl<'a> Problem<'a> {
         })
     }
 
-    /// Heads side by side in each token, as a layer has them.
+    /// Makes a tensor in which the heads of each token lie side by side, as in a layer.
     fn tensor(&self, values: &[f64], heads: usize) -> candle_core::Result<Tensor> {
         let dims = (self.shape.batch, heads, self.shape.q_len, self.shape.head_dim);
         let dense =
@@ -190,7 +193,8 @@ impl<'a> Problem<'a> {
             .forward(Inputs::new(&self.tensor(q, h)?, &self.tensor(k, kv)?, &self.tensor(v, kv)?), &self.mask()?)
     }
 
-    /// Output and gradients of q, k and v, for queries and keys `scale` times as long.
+    /// Returns the output and the gradients of q, k and v, for queries and keys `scale` times as
+    /// long.
     fn outcome(&self, scale: f64) -> Result<[Vec<f64>; 4]> {
         let (h, kv) = (self.case.heads, self.case.kv_heads);
         let var = |values: &[f64], scale: f64, heads| {
@@ -224,7 +228,7 @@ impl<'a> Problem<'a> {
         let want = [output, gradients.q, gradients.k, gradients.v];
         let names = ["output", "gradient of q", "gradient of k", "gradient of v"];
         let error = |i: usize| {
-            // The gradient of the only key of a softmax is zero, and all of it is rounding.
+            // The gradient of a softmax with one key is zero, and what is computed is rounding.
             let largest = want[i].iter().fold(0.0f64, |m, x| m.max(x.abs()));
             if largest < 1e-9 {
                 got[i].iter().fold(0.0f64, |m, x| m.max(x.abs()))
@@ -233,13 +237,13 @@ impl<'a> Problem<'a> {
             }
         };
         let mut errors: Vec<_> = names.into_iter().enumerate().map(|(i, name)| (name, error(i))).collect();
-        // Where no gradient is wanted, another kernel may do it.
+        // Where no gradient is wanted, another kernel may compute the output.
         let inference = numbers(&self.forward(&self.q, &self.k, &self.v)?)?;
         errors.push(("output without gradients", relative_error(&inference, &want[0])));
         Ok(errors)
     }
 
-    /// How far outputs leave the range of the values; infinite if anything is not finite.
+    /// Returns how far outputs leave the range of the values; fails if anything is not finite.
     fn large_inputs(&self) -> Result<f64> {
         let outcome = self.outcome(30.0)?;
         let long = |x: &[f64]| x.iter().map(|x| 30.0 * x).collect::<Vec<_>>();
@@ -251,7 +255,8 @@ impl<'a> Problem<'a> {
         Ok(if signed { 0.0 } else { beyond.max(0.0) })
     }
 
-    /// How many outputs before a token change their bits with what comes from that token on.
+    /// Returns how many outputs before a token change their bits when the inputs from that token on
+    /// change.
     fn leak(&self) -> Result<f64> {
         let (tokens, dim) = (self.case.tokens, self.case.dim);
         let from = tokens / 2;
@@ -267,7 +272,7 @@ impl<'a> Problem<'a> {
         Ok(past.filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64)
     }
 
-    /// A prefill and single tokens against one pass.
+    /// Compares a prefill and single tokens with one pass.
     fn decoding(&self) -> Result<f64> {
         let (h, kv, tokens) = (self.case.heads, self.case.kv_heads, self.case.tokens);
         let (q, k, v) = (self.tensor(&self.q, h)?, self.tensor(&self.k, kv)?, self.tensor(&self.v, kv)?);

@@ -1,5 +1,6 @@
-//! Whether this machine's GPU computes what it should, and how fast: every kernel against a reference in f64, then timings, then a short
-//! training run with either attention. It needs nothing but the program, and runs on the CPU too.
+//! This module checks whether this machine's GPU computes correct results, and measures how fast:
+//! it compares every kernel with a reference in f64, then takes timings, then trains briefly with
+//! either attention. It needs nothing but the program, and runs on the CPU too.
 
 mod attention;
 mod parts;
@@ -21,59 +22,60 @@ pub use training::Training;
 
 use crate::{bench::attention::Others, device::describe, machine::Machine, train::git_revision};
 
-/// One comparison with a reference.
+/// A `Check` is one comparison with a reference.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Check {
     /// What was compared.
     pub what: String,
-    /// The largest difference, relative to the largest number of the reference; absent where it is not finite.
+    /// The largest difference, relative to the largest number of the reference; `None` if it is not
+    /// finite.
     pub error: Option<f64>,
-    /// The largest that passes.
+    /// The largest error that passes.
     pub tolerance: f64,
-    /// Whether it passes.
+    /// Whether the check passed.
     pub passed: bool,
-    /// Why it did not, where there is more to say.
+    /// Why the check failed, if there is more to say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub because: Option<String>,
 }
 
-/// All that came out.
+/// A `Report` holds all results.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The card, or cpu.
+    /// Name of the GPU, or `cpu`.
     pub device: String,
-    /// The machine around it.
+    /// The machine that has the device.
     pub machine: Machine,
     /// Revision of this program.
     pub revision: String,
     /// Whether every check passed.
     pub passed: bool,
-    /// Comparisons with references.
+    /// The comparisons with references.
     pub checks: Vec<Check>,
-    /// Timings of attention.
+    /// The timings of attention.
     pub speed: Vec<Speed>,
-    /// Training.
+    /// The training runs.
     pub training: Vec<Training>,
-    /// What could not be timed, and why: too little memory, say.
+    /// What could not be timed, and why, for instance for lack of memory.
     pub skipped: Vec<String>,
-    /// How long all of it took.
+    /// Seconds that all of it took.
     pub seconds: f64,
 }
 
-/// How much is done.
+/// An `Extent` says how much is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// Small sizes: half a minute on a CPU.
+    /// Small sizes, which take half a minute on a CPU.
     Quick,
-    /// Minutes on a GPU.
+    /// All sizes, which take minutes on a GPU.
     Full,
 }
 
-/// Runs everything, or nothing beyond the comparisons with references if `only_checks`; `progress` is told what comes next. PyTorch's
-/// times, if given, are put beside ours.
+/// Runs everything, or only the comparisons with references if `only_checks`; `progress` is called
+/// with what comes next. PyTorch's times, if given, are put beside ours.
 ///
 /// # Errors
-/// What keeps a part from running at all. A wrong result is no error: it is in the report.
+/// If a part cannot run at all. A wrong result is no error: it is in the report.
 pub fn run(
     device: &Device,
     extent: Extent,
@@ -115,7 +117,7 @@ pub fn run(
     })
 }
 
-/// Whether kernels on CUDA find NaN where they are to write.
+/// Sets whether outputs on CUDA are filled with NaN before kernels write them.
 fn poison(on: bool) {
     #[cfg(feature = "cuda")]
     performer_core::kernels::cuda::poison_outputs(on);
@@ -123,12 +125,12 @@ fn poison(on: bool) {
     let _ = on;
 }
 
-/// The result, or a line in `skipped`.
+/// Returns the result, or adds a line to `skipped`.
 fn unless_skipped<T>(what: &str, result: Result<T>, skipped: &mut Vec<String>) -> Option<T> {
     result.map_err(|error| skipped.push(format!("{what}: {}", first_line(&error)))).ok()
 }
 
-/// An error with its causes, without the backtrace that Candle adds.
+/// Returns an error with its causes, without the backtrace that Candle adds.
 fn first_line(error: &anyhow::Error) -> String {
     let causes: Vec<String> = error.chain().map(|e| e.to_string()).collect();
     causes.iter().map(|cause| cause.lines().next().unwrap_or_default()).collect::<Vec<_>>().join(": ")
@@ -144,12 +146,13 @@ impl Check {
     }
 }
 
-/// What results in a type may be off by, relative to the largest number.
+/// Returns the largest relative error that results in a type may have.
 fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 1e-4 } else { 1e-2 }
 }
 
-/// The largest difference relative to the largest number wanted; infinite where one is not finite.
+/// Returns the largest difference relative to the largest expected number; infinite if a number
+/// is not finite.
 fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     let largest = want.iter().fold(0.0f64, |m, x| m.max(x.abs())).max(1e-30);
     if got.len() != want.len() {
@@ -161,12 +164,12 @@ fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     })
 }
 
-/// Numbers of a tensor, row by row.
+/// Returns the numbers of a tensor, row by row.
 fn numbers(t: &Tensor) -> candle_core::Result<Vec<f64>> {
     t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// Normal random numbers, the same everywhere.
+/// `Random` draws random numbers that are the same on every machine.
 struct Random(ChaCha8Rng);
 
 impl Random {
@@ -178,7 +181,7 @@ impl Random {
         (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Numbers as `dtype` can hold them, by the method of Box and Muller.
+    /// Draws normal numbers by the method of Box and Muller, rounded to `dtype`.
     fn normal(&mut self, count: usize, deviation: f64, dtype: DType) -> candle_core::Result<Vec<f64>> {
         let values: Vec<f64> = (0..count)
             .map(|_| {

@@ -1,4 +1,5 @@
-//! What a transformer has around its attention, on the device, against the same operations in f64 on the CPU.
+//! This module checks the operations of a transformer around its attention, on the device, against
+//! the same operations in f64 on the CPU.
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -28,14 +29,15 @@ pub(super) fn check(device: &Device, checks: &mut Vec<Check>) {
         });
         compare("cross-entropy", &[&[65, 20], &[2100, 20]], &|t| {
             let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2100).collect();
-            // Logits of order one, as language models have them: in bf16 they are off by 1/256 of their size.
+            // The logits are of order one, as language models have them: in bf16 their error is
+            // 1/256 of their size.
             ops::linear_cross_entropy(&t[0], &(&t[1] * 0.2)?, &targets[..].into())
         });
     }
     checks.push(Check::of("AdamW, five steps".into(), adamw(device), tolerance(DType::F32)));
 }
 
-/// The larger error of an operation's output and its gradients.
+/// Returns the largest error of an operation's output and its gradients.
 fn compare(
     device: &Device,
     dtype: DType,
@@ -58,7 +60,7 @@ fn compare(
             .collect::<candle_core::Result<Vec<_>>>()?;
         let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
         let out = op(&tensors)?;
-        // Every output with a weight of its own, which the type of the outputs can hold.
+        // Every output has a weight of its own, which the type of the outputs can hold.
         let weights = match &weights {
             Some(weights) => weights,
             None => weights.insert(Random::new(8).normal(out.elem_count(), 1.0, DType::BF16)?),
@@ -76,7 +78,8 @@ fn compare(
     Ok(got.iter().zip(&want).fold(0.0, |worst, (got, want)| relative_error(got, want).max(worst)))
 }
 
-/// Parameters after some steps, with clipping and decay, against f64 on the CPU; and the norms of the gradients.
+/// Compares the parameters after some steps with clipping and decay, and the norms of the
+/// gradients, with f64 on the CPU.
 fn adamw(device: &Device) -> Result<f64> {
     let run = |device: &Device, dtype: DType| -> Result<Vec<f64>> {
         let mut random = Random::new(9);

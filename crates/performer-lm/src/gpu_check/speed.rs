@@ -1,4 +1,5 @@
-//! How fast attention is: fused and composed, both ways and decoding, over the length of the sequence.
+//! This module measures how fast attention is: fused and composed, forward, with the backward pass
+//! and decoding, over the length of the sequence.
 
 use std::time::{Duration, Instant};
 
@@ -10,45 +11,45 @@ use serde::{Deserialize, Serialize};
 use super::{Extent, unless_skipped};
 use crate::bench::attention::Others;
 
-/// What was timed.
+/// `Work` says what was timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Work {
     /// The forward pass.
     Forward,
-    /// Forward and backward.
+    /// The forward and the backward pass.
     Both,
-    /// A token after a context.
+    /// One token after a context.
     Decode,
 }
 
-/// One timing, causal.
+/// A `Speed` is one timing of causal attention.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Speed {
-    /// `favor` or `softmax`, with `composed` where it is made of Candle's operations.
+    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations.
     pub attention: String,
     /// What was timed.
     pub work: Work,
-    /// Tokens of the sequence, or of the context.
+    /// Number of tokens of the sequence, or of the context.
     pub tokens: usize,
-    /// Sequences times heads.
+    /// Number of sequences times heads.
     pub heads: usize,
     /// Head dimension.
     pub head_dim: usize,
-    /// Random features, for FAVOR.
+    /// Number of random features, for FAVOR.
     pub features: Option<usize>,
     /// Type of the inputs.
     pub dtype: String,
-    /// Median milliseconds.
+    /// Median, in milliseconds.
     pub milliseconds: f64,
-    /// Lower and upper quartile.
+    /// Lower and upper quartile, in milliseconds.
     pub quartiles: (f64, f64),
-    /// Picoseconds a token and head; a decoding step has one token.
+    /// Picoseconds for each token and head; a decoding step has one token.
     pub picoseconds: f64,
-    /// Milliseconds of PyTorch's exact attention at these sizes, where they were given.
+    /// Milliseconds of PyTorch's exact attention at these sizes, if they were given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pytorch_milliseconds: Option<f64>,
-    /// Most MiB of the device's memory in use, where it is known.
+    /// The most MiB of the device's memory in use, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
 }
@@ -56,10 +57,10 @@ pub struct Speed {
 const HEAD_DIM: usize = 64;
 const FEATURES: usize = 128;
 
-/// Numbers that a composed operation may have to hold at a time.
+/// The most numbers that a composed operation may hold at a time.
 const LARGEST: usize = 1 << 28;
 
-/// Bytes of inputs to go through before any is used again: more than second-level caches hold.
+/// Bytes of inputs that are used before any is used again: more than second-level caches hold.
 const ROUND: usize = 256 << 20;
 
 pub(super) fn run(
@@ -77,14 +78,15 @@ pub(super) fn run(
     let favor =
         || Favor::new(&FavorConfig { features: FEATURES, ..FavorConfig::default() }, HEAD_DIM, 1, DType::F32, device);
     let mut all = Vec::new();
-    // First, while the device's memory is as good as empty: one long sequence.
+    // One long sequence comes first, while the device's memory is almost empty.
     if extent == Extent::Full && !device.is_cpu() {
         let long = Bench { heads: 8, round: 0, ..bench };
         let free = free_memory(device);
         let what = "favor, a million tokens";
         progress(what);
         let speed = long.pass("favor", Some(FEATURES), &favor()?, 1 << 20, Work::Both);
-        // Memory that was used stays with the program.
+        // Memory that was used stays with the program, so the loss of free memory is the most in
+        // use.
         let used = free.zip(free_memory(device)).map(|(before, after)| (before.saturating_sub(after) >> 20) as u64);
         all.extend(unless_skipped(what, speed, skipped).map(|speed| Speed { memory_mib: used, ..speed }));
     }
@@ -154,7 +156,8 @@ impl Bench<'_> {
             let [q, k, v] = &sets[next % sets.len()];
             next += 1;
             if work == Work::Both {
-                // From a gradient of ones: a loss of its own would read and write outputs several times more.
+                // The gradient of the output is ones: a loss of its own would read and write
+                // outputs several times more.
                 return attention.forward(Inputs::new(q, k, v), &Mask::causal())?.backward().map(drop);
             }
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
@@ -202,7 +205,7 @@ impl Bench<'_> {
 }
 
 impl Speed {
-    /// Puts PyTorch's time of the same beside.
+    /// Adds PyTorch's time for the same work and sizes, if there is one.
     pub(super) fn set_beside(&mut self, others: &Others) {
         let backward = match self.work {
             Work::Forward => false,
@@ -213,8 +216,8 @@ impl Speed {
     }
 }
 
-/// Quartiles of the seconds that `work` takes once it is warm, by the device's own clock where it has one. Short work is repeated between
-/// two looks at the clock.
+/// Returns the quartiles of the seconds that `work` takes after a warm-up, by the device's own
+/// clock if it has one. Short work is repeated between two readings of the clock.
 fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> Result<[f64; 3]> {
     let mut sample = |repeats: usize| -> Result<f64> {
         let seconds = clock(device, || {
@@ -225,7 +228,7 @@ fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> R
         })?;
         Ok(seconds / repeats as f64)
     };
-    // The first compiles kernels.
+    // The first run compiles kernels.
     sample(1)?;
     let once = sample(1)?;
     let repeats = ((0.005 / once) as usize).clamp(1, 200);
@@ -238,7 +241,7 @@ fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> R
     Ok([0.25, 0.5, 0.75].map(|share| samples[((samples.len() - 1) as f64 * share).round() as usize]))
 }
 
-/// Seconds that `work` takes on the device.
+/// Returns the seconds that `work` takes on the device.
 fn clock(device: &Device, work: impl FnOnce() -> candle_core::Result<()>) -> Result<f64> {
     #[cfg(feature = "cuda")]
     if let Ok(device) = device.as_cuda_device() {

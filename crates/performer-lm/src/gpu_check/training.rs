@@ -1,4 +1,5 @@
-//! A short training run with either attention, on the sample that comes with the program.
+//! This module trains a small model briefly with either attention, on the sample text that comes
+//! with the program.
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -11,24 +12,25 @@ use crate::{
     train::{NEVER, RunOptions, Trainer},
 };
 
-/// One run.
+/// A `Training` describes one training run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Training {
-    /// The preset whose sizes the model has; its vocabulary is smaller, for the sample is.
+    /// The preset whose sizes the model has; its vocabulary is smaller, because the sample is
+    /// small.
     pub preset: String,
     /// The attention with its settings.
     pub attention_spec: String,
-    /// Trained parameters.
+    /// Number of trained parameters.
     pub params: usize,
-    /// Type of activations.
+    /// Type of the activations.
     pub dtype: Precision,
-    /// Sequences and tokens of each, a step.
+    /// Number of sequences in a step, and of tokens in each.
     pub batch: (usize, usize),
-    /// Optimiser steps.
+    /// Number of optimiser steps.
     pub steps: usize,
-    /// Trained tokens a second.
+    /// Training tokens per second.
     pub tokens_per_second: f64,
-    /// Nats a token on held-out text at the end.
+    /// Cross-entropy on held-out text at the end, in nats per token.
     pub val_loss: f64,
 }
 
@@ -73,7 +75,7 @@ pub(super) fn run(
         };
         let what = format!("training with {}", config.attention);
         progress(&what);
-        // The first steps compile kernels and fetch memory.
+        // The first steps compile kernels and allocate memory.
         let result = train(2).and_then(|_| train(steps));
         let Some(report) = unless_skipped(&what, result, skipped) else { continue };
         all.push(Training {

@@ -1,4 +1,5 @@
-//! What closes the gap to softmax: the same small model trained with one thing changed at a time.
+//! This experiment asks what closes the gap to softmax: it trains the same small model with one
+//! thing changed at a time.
 
 use std::{
     path::{Path, PathBuf},
@@ -18,35 +19,36 @@ use crate::{
     train::{RunKey, RunOptions, find, find_or_run},
 };
 
-/// What differences to softmax differed by between two seeds of the default budget, nats: the noise where there is only one.
+/// The noise to assume where there is only one seed, in nats: by so much, differences to softmax
+/// differed between two seeds of the default budget.
 const ONE_SEED: f64 = 0.05;
 
-/// What is trained, and where.
+/// A `Plan` says what is trained, and where.
 pub struct Plan<'a> {
-    /// The model; its attention is replaced.
+    /// Configuration of the model; its attention is replaced.
     pub config: ModelConfig,
-    /// The training; its seed and redraws are replaced.
+    /// Training settings; seed and redraws are replaced.
     pub training: TrainingConfig,
-    /// Seeds to repeat each variant with.
+    /// The seeds with which each variant is trained.
     pub seeds: Vec<u64>,
-    /// Numbers of features on the curves; the middle one is that of the single changes.
+    /// The numbers of features on the curves; single changes use the middle one.
     pub features: Vec<usize>,
-    /// Folder for the runs; what is finished there is not run again.
+    /// Folder for the runs; finished runs are not run again.
     pub runs: &'a Path,
     /// The data as the command line spells it.
     pub data: String,
-    /// Device of the models.
+    /// Device on which the models are trained.
     pub device: Device,
-    /// Worker threads on the CPU.
+    /// Number of worker threads on the CPU.
     pub threads: usize,
-    /// Set from outside to stop.
+    /// Flag that is set from outside to stop.
     pub stop: &'a AtomicBool,
 }
 
-/// One thing changed.
+/// A `Variant` is the model with one thing changed.
 #[derive(Clone, Debug)]
 struct Variant {
-    /// The curve it is a point of, if any.
+    /// Name of the curve, and number of features on it, if the variant is a point of a curve.
     curve: Option<(&'static str, usize)>,
     name: String,
     attention: AttentionConfig,
@@ -54,7 +56,7 @@ struct Variant {
     redraw_every: usize,
 }
 
-/// A variant over its seeds.
+/// An `Outcome` holds the results of a variant over its seeds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Outcome {
     name: String,
@@ -63,7 +65,7 @@ struct Outcome {
     redraw_every: usize,
     val_losses: Vec<f64>,
     tokens_per_second: Vec<f64>,
-    /// What determined each run.
+    /// The keys of the runs.
     #[serde(default)]
     keys: Vec<RunKey>,
 }
@@ -73,7 +75,7 @@ impl Outcome {
         self.val_losses.iter().sum::<f64>() / self.val_losses.len() as f64
     }
 
-    /// Half the distance of the smallest to the largest.
+    /// Returns half the distance between the smallest and the largest loss.
     fn spread(&self) -> f64 {
         let fold = |f: fn(f64, f64) -> f64, start| self.val_losses.iter().copied().fold(start, f);
         0.5 * (fold(f64::max, f64::NEG_INFINITY) - fold(f64::min, f64::INFINITY))
@@ -84,7 +86,7 @@ fn favor(features: usize) -> FavorConfig {
     FavorConfig { features, ..FavorConfig::default() }
 }
 
-/// All variants, softmax first.
+/// Returns all variants, softmax first.
 fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
     let variant = |name: String, attention: AttentionConfig| Variant {
         curve: None,
@@ -131,7 +133,7 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
         all.push(Variant { redraw_every: every, ..variant(name, AttentionConfig::Favor(favor(m))) });
     }
     for (name, first, last) in [("more features in earlier layers", 3, 1), ("more features in later layers", 1, 3)] {
-        // From 3/2 to 1/2 of M, or the other way round: M on the mean.
+        // The numbers go from 3/2 to 1/2 of M, or from 1/2 to 3/2, so their mean is M.
         let by_layer = (0..layers)
             .map(|i| {
                 let share = i as f64 / (layers - 1).max(1) as f64;
@@ -145,16 +147,16 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
     all
 }
 
-/// Trains every variant with every seed; `progress` is told of each when it is done.
+/// Trains every variant with every seed; `progress` is called after each run.
 ///
 /// # Errors
-/// Whatever keeps a run from its end, and being stopped: what is finished is kept.
+/// If a run fails or is stopped; finished runs are kept.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Findings> {
     if plan.seeds.is_empty() || plan.features.is_empty() || plan.features.contains(&0) {
         bail!("give at least one seed, and numbers of features of at least 1");
     }
     let variants = variants(&plan.features, plan.config.layers);
-    // What would stop a run hours later is found now.
+    // This fails now where a run would fail hours later.
     for (i, variant) in variants.iter().enumerate() {
         for &seed in &plan.seeds {
             let (config, training) = plan.recipe(variant, seed);
@@ -197,7 +199,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
 }
 
 impl Plan<'_> {
-    /// The model and the training of a variant.
+    /// Returns the configuration and the training settings of a variant.
     fn recipe(&self, variant: &Variant, seed: u64) -> (ModelConfig, TrainingConfig) {
         let config = ModelConfig {
             attention: variant.attention.clone(),

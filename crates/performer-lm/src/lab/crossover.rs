@@ -1,4 +1,5 @@
-//! From which length on is FAVOR+ faster, and why not before: times over lengths and features, with the count of operations beside them.
+//! This experiment asks from which length on FAVOR+ is faster than softmax, and why not before: it
+//! measures times over lengths and features, and compares them with the count of operations.
 
 use std::fmt::Write;
 
@@ -14,13 +15,14 @@ use crate::{
     plot::{Axis, Chart, Color, Scale, Series, Style},
 };
 
-/// The context of the published experiment.
+/// The context of the published experiment, in tokens.
 const PUBLISHED: usize = 80;
 
-/// Times fused softmax and fused FAVOR+ over a grid and draws the crossovers; `progress` is told what comes next.
+/// Times fused softmax and fused FAVOR+ over a grid and draws the crossovers; `progress` is called
+/// with what comes next.
 ///
 /// # Errors
-/// Sizes of 0, and whatever keeps attention from being computed.
+/// If a size is 0, or attention cannot be computed.
 pub fn run(
     sweep: &Sweep,
     device: &Device,
@@ -29,7 +31,7 @@ pub fn run(
     progress: impl FnMut(String),
 ) -> Result<Findings> {
     let mut sweep = sweep.clone();
-    // What the question is about, measured and not extrapolated.
+    // The published context is measured, so that nothing about it is extrapolated.
     if !sweep.tokens.contains(&PUBLISHED) {
         sweep.tokens.push(PUBLISHED);
     }
@@ -38,10 +40,10 @@ pub fn run(
     Ok(findings(&report))
 }
 
-/// The findings of a run whose [`Findings::data`] these are.
+/// Returns the findings of a run whose [`Findings::data`] is `data`.
 ///
 /// # Errors
-/// If they are not.
+/// If `data` is not that of a run.
 pub fn from_data(data: serde_json::Value) -> Result<Findings> {
     Ok(findings(&serde_json::from_value(data)?))
 }
@@ -86,13 +88,15 @@ fn findings(report: &Report) -> Findings {
     }
 }
 
-/// The crossovers of one kind of pass that were within the lengths measured: features and tokens.
+/// Returns features and tokens of the crossovers of one kind of pass that lie within the lengths
+/// measured.
 fn found(report: &Report, backward: bool) -> Vec<(f64, f64)> {
     let of = report.crossovers.iter().filter(|c| c.backward == backward);
     of.filter_map(|c| Some((c.features as f64, c.tokens?))).collect()
 }
 
-/// Tokens at the crossover over features, the `c` of `T = c·M`: fitted on logarithms.
+/// Fits the `c` of `T = c·M` to crossovers of `T` tokens at `M` features, as the mean on a
+/// logarithmic scale.
 fn slope(points: &[(f64, f64)]) -> Option<f64> {
     let logs: Vec<f64> = points.iter().map(|(m, t)| (t / m).ln()).collect();
     (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
@@ -115,7 +119,7 @@ fn capitalised(text: &str) -> String {
     chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }
 
-/// What happens at the context of the published experiment.
+/// Says in words what happens at the context of the published experiment.
 fn published(report: &Report, backward: bool) -> String {
     let at = |implementation, features| report.point(implementation, PUBLISHED, features, backward);
     let Some(exact) = at(Implementation::SoftmaxFused, None) else { return String::new() };

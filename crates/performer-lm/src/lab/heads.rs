@@ -1,4 +1,4 @@
-//! The heads of a pretrained softmax model, as they are on a text.
+//! This module reads the heads of a pretrained softmax model as they are on a text.
 
 use std::{
     collections::BTreeMap,
@@ -19,42 +19,44 @@ use crate::{
     train::{digests, model_digest},
 };
 
-/// Where heads come from.
+/// A `Source` says where heads come from.
 #[derive(Clone, Debug)]
 pub struct Source {
     /// The softmax model, as [`Pretrained::open`] takes it.
     pub model: String,
-    /// Text for it.
+    /// The text that the model reads.
     pub data: DataSpec,
-    /// Tokens of a window; `None`: the model's context, at most 512.
+    /// Number of tokens of a window; `None` for the model's context, but at most 512.
     pub context: Option<usize>,
-    /// Windows of held-out text that errors are measured on.
+    /// Number of windows of held-out text that errors are measured on.
     pub windows: usize,
-    /// Training tokens that features are fitted to.
+    /// Number of training tokens that features are fitted to.
     pub calibrate_tokens: usize,
-    /// Seed of the order of those.
+    /// Seed of the order of the training tokens.
     pub seed: u64,
 }
 
-/// Queries, keys and values of every head of a model, with the moments that features are fitted to.
+/// `Heads` holds queries, keys and values of every head of a model, with the moments that features
+/// are fitted to.
 pub struct Heads {
     model: String,
     corpus: String,
     context: usize,
     /// Digests of the model and of the text, by name.
     digests: BTreeMap<String, String>,
-    /// Heads of each layer.
+    /// The heads of each layer.
     layers: Vec<Vec<Head>>,
 }
 
 struct Head {
-    /// `q`, `k`, `v` of each window, `(T, D)`.
+    /// `q`, `k`, `v` of each window, shape `(T, D)` each.
     windows: Vec<[Tensor; 3]>,
     moments: Moments,
     logit_deviation: f64,
 }
 
-/// The softmax model that comes with the project, if it is where this program was built.
+/// Returns the path of the softmax model that comes with the project, if it is where this program
+/// was built.
 pub fn shipped() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/stories/softmax").canonicalize().ok()?;
     path.join("model.safetensors").is_file().then_some(path)
@@ -64,7 +66,8 @@ impl Heads {
     /// Reads a model and runs it on text.
     ///
     /// # Errors
-    /// What keeps the model or the text from being read; a model that is not all softmax; a context of nothing.
+    /// If the model or the text cannot be read, the model is not all softmax, or the context does
+    /// not suit the model or is too short.
     pub fn read(source: &Source, device: &Device) -> Result<Self> {
         let mut model = Pretrained::open(&source.model)?;
         let context = source.context.unwrap_or(model.config.context.min(512));
@@ -111,7 +114,7 @@ impl Heads {
         Ok(Self { model: name(&source.model), corpus: data.corpus_name, context, digests, layers })
     }
 
-    /// Layer of each problem of [`Self::set`].
+    /// Returns the layer of each problem of [`Self::set`].
     pub(super) fn layers(&self) -> Vec<usize> {
         let layer = |(layer, heads): (usize, &Vec<Head>)| {
             let count = heads.iter().map(|head| head.windows.len()).sum();
@@ -120,27 +123,28 @@ impl Heads {
         self.layers.iter().enumerate().flat_map(layer).collect()
     }
 
-    /// Number of layers.
+    /// Returns the number of layers.
     pub(super) fn layer_count(&self) -> usize {
         self.layers.len()
     }
 
-    /// Heads of a layer.
+    /// Returns the number of heads of a layer.
     pub(super) fn heads_of(&self, layer: usize) -> usize {
         self.layers[layer].len()
     }
 
-    /// Largest deviation of the logits among the heads of a layer.
+    /// Returns the largest standard deviation of the logits among the heads of a layer.
     pub(super) fn deviation_of(&self, layer: usize) -> f64 {
         self.layers[layer].iter().map(|head| head.logit_deviation).fold(0.0, f64::max)
     }
 
-    /// All heads, causal.
+    /// Returns the problems of all heads, causal.
     pub(super) fn set(&self) -> Result<Set> {
         self.problems(&self.layers, format!("heads of {}", self.model))
     }
 
-    /// The heads of one layer, head after head, as many problems each as there are windows.
+    /// Returns the problems of one layer, head by head; each head has as many problems as there are
+    /// windows.
     pub(super) fn set_of(&self, layer: usize) -> Result<Set> {
         self.problems(&self.layers[layer..=layer], format!("layer {layer}"))
     }
@@ -156,7 +160,7 @@ impl Heads {
         Ok(Set { name, problems })
     }
 
-    /// A sentence.
+    /// Describes the heads in a sentence.
     pub(super) fn describe(&self) -> String {
         let mut deviations: Vec<f64> = self.layers.iter().flatten().map(|head| head.logit_deviation).collect();
         deviations.sort_by(f64::total_cmp);
@@ -175,7 +179,7 @@ impl Heads {
         )
     }
 
-    /// What they are.
+    /// Describes the heads as JSON.
     pub(super) fn json(&self) -> Value {
         let deviations: Vec<Vec<f64>> =
             self.layers.iter().map(|heads| heads.iter().map(|head| head.logit_deviation).collect()).collect();
@@ -186,13 +190,13 @@ impl Heads {
     }
 }
 
-/// The last two parts of a path, which say what a model is on any machine.
+/// Returns the last two parts of a path, which identify a model on any machine.
 fn name(model: &str) -> String {
     let parts: Vec<&str> = model.split(['/', '\\']).filter(|part| !part.is_empty()).collect();
     parts[parts.len().saturating_sub(2)..].join("/")
 }
 
-/// Windows of held-out text, `(1, T)` each, as far apart as there is text.
+/// Returns windows of held-out text, shape `(1, T)` each, spread over the whole text.
 fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>> {
     let all: Vec<_> = eval_windows(&data.valid, context, 1)?.filter(|batch| batch.context == context).collect();
     ensure!(
@@ -209,7 +213,7 @@ fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>>
         .collect()
 }
 
-/// Seeds of the draws for a layer.
+/// Returns the seed of the draws for a layer.
 pub(super) fn layer_seed(seed: u64, layer: usize) -> u64 {
     derive_seed(seed, layer as u64)
 }

@@ -1,4 +1,5 @@
-//! Findings as one HTML page that needs nothing else: charts are inline SVG, colours follow the reader's theme.
+//! This module writes findings as one self-contained HTML page: charts are inline SVG, and colours
+//! follow the reader's theme.
 
 use std::fmt::Write;
 
@@ -9,7 +10,7 @@ use crate::plot::escape;
 
 const STYLE: &str = include_str!("page.css");
 
-/// The page.
+/// Returns the HTML page.
 pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<String> {
     let title = match findings {
         [one] => one.title.as_str(),
@@ -50,7 +51,7 @@ pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<Str
     Ok(page)
 }
 
-/// Links to the sections, where there are enough to get lost in.
+/// Writes links to the sections, if there are four or more.
 fn contents(page: &mut String, found: &Findings) -> Result<()> {
     if found.sections.len() < 4 {
         return Ok(());

@@ -1,4 +1,5 @@
-//! The smallest features that keep a model's attention within an error, layer by layer (`lab suggest`).
+//! This experiment finds the smallest number of features that keeps a model's attention within an
+//! error, layer by layer (`lab suggest`).
 
 use anyhow::{Result, bail, ensure};
 use performer_core::{FavorConfig, FeatureMapKind};
@@ -14,10 +15,10 @@ use crate::{
     plot::{At, Axis, Chart, Marker, Scale, Series},
 };
 
-/// Numbers of features that are tried.
+/// The numbers of features that are tried.
 const FEATURES: [usize; 13] = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
 
-/// Which error is to be met.
+/// `Criterion` is the error that is to be kept small.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Criterion {
     /// Total variation between rows of attention, the mean over heads and queries.
@@ -43,47 +44,47 @@ impl Criterion {
     }
 }
 
-/// What is wanted.
+/// A `Plan` says what is wanted.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The model, as the command to convert it names it.
+    /// The model, as `convert` is to name it.
     pub model: String,
-    /// The text, likewise.
+    /// The text, as `convert` is to name it.
     pub data: String,
-    /// Tokens of a window, if it is not what `convert` takes by itself.
+    /// Number of tokens of a window, if it is not the one that `convert` takes by default.
     pub context: Option<usize>,
-    /// The error to meet.
+    /// The largest error allowed.
     pub error: f64,
-    /// Which one.
+    /// The kind of error.
     pub criterion: Criterion,
-    /// Maps to choose from.
+    /// The feature maps to choose from.
     pub maps: Vec<FeatureMapKind>,
-    /// Tokens of exact attention before the features.
+    /// Number of the latest keys that have exact attention, if there is a window.
     pub window: Option<usize>,
-    /// Most features to suggest.
+    /// The largest number of features to suggest.
     pub most_features: usize,
-    /// Draws of Ω that errors are averaged over.
+    /// Number of draws of Ω over which errors are averaged.
     pub draws: usize,
-    /// Seed of those.
+    /// Seed of the draws.
     pub seed: u64,
 }
 
-/// What a layer needs.
+/// A `Suggestion` says what a layer needs.
 struct Suggestion {
-    /// The map, its `M` and errors; `None` if nothing tried is enough.
+    /// The map, its `M` and its errors; `None` if nothing tried is enough.
     found: Option<(FeatureMapKind, usize, Errors)>,
-    /// Mean error of the worst head with it.
+    /// Mean error of the worst head with this map.
     worst: f64,
     uniform: Errors,
-    /// Errors by map over `M`.
+    /// The errors of each map over `M`.
     curves: Vec<(FeatureMapKind, Vec<(usize, f64)>)>,
 }
 
 impl Plan {
-    /// Refuses what measures nothing.
+    /// Refuses a plan that would measure nothing.
     ///
     /// # Errors
-    /// Names the option, what it is and what it must be.
+    /// If an option is out of range; the message names the option, its value and what it must be.
     pub fn check(&self) -> Result<()> {
         ensure!(
             self.error > 0.0 && self.error < 1.0,
@@ -111,7 +112,7 @@ impl Plan {
         Ok(())
     }
 
-    /// As a conversion makes the map: fitted ones centred.
+    /// Makes the estimator of a map as a conversion makes it: fitted maps are centred.
     fn estimator(map: FeatureMapKind) -> Estimator {
         let plain = Estimator::orthogonal("", map);
         if map.is_fitted() { plain.fitted(true, false) } else { plain }
@@ -148,7 +149,8 @@ impl Plan {
         Ok(Suggestion { found, worst, uniform: set.uniform()?, curves })
     }
 
-    /// Largest mean error of a head, from `[draw][problem]`, the problems head by head.
+    /// Returns the largest mean error of a head, from errors `[draw][problem]` whose problems are
+    /// sorted by head.
     fn worst_head(&self, all: &[Vec<Errors>], heads: usize) -> f64 {
         let windows = all[0].len() / heads;
         let of = |head: usize| {
@@ -168,9 +170,10 @@ impl Plan {
         }
     }
 
-    /// The command that converts the model so; `None` where every layer stays softmax.
+    /// Returns the command that converts the model in this way; `None` if every layer stays
+    /// softmax.
     fn command(&self, attentions: &[AttentionConfig]) -> Option<String> {
-        // The most frequent linear attention is the default, the others are named.
+        // The most frequent linear attention is the default; layers with another one are named.
         let common = attentions
             .iter()
             .filter(|a| a.favor().is_some())
@@ -188,10 +191,10 @@ impl Plan {
     }
 }
 
-/// Finds the features of every layer.
+/// Finds the number of features of every layer.
 ///
 /// # Errors
-/// An error that cannot be met or missed, and maps that cannot be chosen among.
+/// If the plan measures nothing, or the errors cannot be measured.
 pub fn run(plan: &Plan, heads: &Heads, progress: &dyn Fn(&str)) -> Result<Findings> {
     plan.check()?;
     let mut suggestions = Vec::new();
@@ -260,7 +263,8 @@ pub fn run(plan: &Plan, heads: &Heads, progress: &dyn Fn(&str)) -> Result<Findin
     })
 }
 
-/// Errors of each layer with the map it came to, or the first.
+/// Draws the errors of each layer with the map it was given, or with the first map if there is
+/// none.
 fn chart(plan: &Plan, title: String, suggestions: &[Suggestion]) -> Chart {
     let line = |(layer, suggestion): (usize, &Suggestion)| {
         let map = suggestion.found.map_or(plan.maps[0], |found| found.0);

@@ -1,4 +1,5 @@
-//! A transformer block: attention and feed-forward, each with a residual connection and a norm.
+//! This module is a transformer block: attention and feed-forward, each with a residual connection
+//! and a norm.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,7 +13,7 @@ use rand_chacha::{
 
 use crate::config::{FeedForwardKind, ModelConfig, NormKind, NormPosition};
 
-/// One layer of the decoder.
+/// A `Block` is one layer of the decoder.
 pub(super) struct Block {
     attention: MultiHeadAttention,
     feed_forward: FeedForward,
@@ -101,7 +102,7 @@ impl Block {
     }
 }
 
-/// `W₂ gelu(W₁ x)` or `W₂ (silu(W_g x) ∘ W₁ x)`.
+/// `FeedForward` computes `W₂ gelu(W₁ x)` or `W₂ (silu(W_g x) ∘ W₁ x)`.
 struct FeedForward {
     kind: FeedForwardKind,
     gate: Option<Linear>,
@@ -136,7 +137,8 @@ impl FeedForward {
     }
 }
 
-/// LayerNorm or RMSNorm with gradients: Candle's fused ones pass none, and no error.
+/// `Norm` is LayerNorm or RMSNorm with gradients: Candle's fused ones pass none, and report no
+/// error.
 pub(super) struct Norm {
     weight: Tensor,
     bias: Option<Tensor>,
@@ -161,14 +163,15 @@ impl Norm {
     }
 }
 
-/// Dropout from a seeded generator, so that a resumed run drops what the unbroken run would have dropped.
+/// `Dropout` drops by a seeded generator, so that a resumed run drops what the unbroken run would
+/// have dropped.
 pub struct Dropout {
     probability: f32,
     rng: Mutex<ChaCha8Rng>,
 }
 
 impl Dropout {
-    /// `seed` must differ from forward pass to forward pass.
+    /// Makes a dropout for one forward pass; `seed` must differ from pass to pass.
     pub fn new(probability: f32, seed: u64) -> Self {
         Self { probability, rng: Mutex::new(ChaCha8Rng::seed_from_u64(seed)) }
     }

@@ -1,11 +1,11 @@
-//! A [`VarBuilder`](candle_nn::VarBuilder) over weights at hand.
+//! This module is a [`VarBuilder`](candle_nn::VarBuilder) over given weights.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::{Init, VarMap, var_builder::SimpleBackend};
 
-/// Makes a variable of `parameters` from each tensor that is asked for, and no other.
+/// `Given` makes a variable of `parameters` from each tensor that is asked for, and no other.
 pub(super) struct Given<'a> {
     pub(super) tensors: &'a HashMap<String, Tensor>,
     pub(super) parameters: VarMap,

@@ -1,4 +1,5 @@
-//! First weights, a function of seed and name alone: the same on every platform, and for every attention.
+//! This module draws the initial weights, which depend on seed and name alone: they are the same on
+//! every platform, and for every attention.
 
 use anyhow::Result;
 use candle_core::{Tensor, Var};
@@ -6,18 +7,20 @@ use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
 
 use crate::config::ModelConfig;
 
-/// Deviation of embeddings.
+/// Standard deviation of embeddings.
 const EMBEDDING_STD: f64 = 0.02;
 
-/// Deviation of matrices, times `√fan_in`.
+/// Standard deviation of matrices, times `√fan_in`.
 const MATRIX_STD: f64 = 0.5;
 
-/// The same for queries and keys. Softmax does not mind; a kernel estimate, exact where queries and keys are small, learns better
-/// from a start where it is (docs/LOG.md).
+/// Standard deviation of the matrices of queries and keys, times `√fan_in`. Softmax does not depend
+/// on it much; a kernel estimate is exact where queries and keys are small, and learns better from
+/// such a start (docs/LOG.md).
 const QUERY_KEY_STD: f64 = 0.1;
 
-/// Matrices are normal with deviation `0.5 / √fan_in`, those of queries and keys with `0.1 / √fan_in`, those that write into the residual stream divided by `√(2·layers)`
-/// besides (Radford et al. 2019), embeddings with 0.02; biases are 0 and norm weights 1.
+/// Draws the initial weights. Matrices are normal with standard deviation `0.5 / √fan_in`, those of
+/// queries and keys with `0.1 / √fan_in`; those that write into the residual stream are divided by
+/// `√(2·layers)` (Radford et al. 2019). Embeddings have 0.02, biases are 0 and norm weights 1.
 pub(super) fn initialise(parameters: &[(String, Var)], config: &ModelConfig, seed: u64) -> Result<()> {
     for (name, var) in parameters {
         if var.rank() != 2 {

@@ -1,7 +1,9 @@
-//! The decoder-only language model: token embedding, blocks of attention and feed-forward, head.
+//! This module is the decoder-only language model: token embedding, blocks of attention and
+//! feed-forward, and output head.
 //!
-//! Parameter names are those of Hugging Face's Llama family, `model.layers.0.self_attn.q_proj.weight` and so on. Random
-//! projections are saved beside them as buffers, `model.layers.0.self_attn.projection`, and never trained.
+//! Parameter names are those of Hugging Face's Llama family,
+//! `model.layers.0.self_attn.q_proj.weight` and so on. Random projections are saved beside them as
+//! buffers, `model.layers.0.self_attn.projection`, and never trained.
 
 mod block;
 mod given;
@@ -20,14 +22,15 @@ pub use block::Dropout;
 use block::{Block, Norm};
 use given::Given;
 
-/// Positions that rotary tables cover at least: a model may generate well beyond its training context.
+/// The least number of positions of a rotary table: a model may generate well beyond its training
+/// context.
 const ROTARY_POSITIONS: usize = 32_768;
 
 /// Streams of random numbers drawn from one seed.
 const INIT_STREAM: u64 = 1;
 const FEATURES_STREAM: u64 = 2;
 
-/// A decoder-only language model with its parameters.
+/// A `Decoder` is a decoder-only language model with its parameters.
 pub struct Decoder {
     config: ModelConfig,
     parameters: VarMap,
@@ -40,30 +43,31 @@ pub struct Decoder {
     compute: DType,
 }
 
-/// What decoding carries from token to token, for all layers.
+/// A `DecoderState` holds the decoding states of all layers.
 #[derive(Clone, Debug)]
 pub struct DecoderState {
     layers: Vec<State>,
 }
 
 impl DecoderState {
-    /// Tokens seen so far.
+    /// Returns the number of tokens seen so far.
     pub fn tokens(&self) -> usize {
         self.layers.first().map_or(0, State::tokens)
     }
 
-    /// Bytes held: constant in the tokens for FAVOR, linear for softmax.
+    /// Returns the size of the state in bytes: constant in the number of tokens for FAVOR, linear
+    /// for softmax.
     pub fn bytes(&self) -> usize {
         self.layers.iter().map(State::bytes).sum()
     }
 }
 
 impl Decoder {
-    /// A fresh f32 model. Weights and features are functions of `seed`, each weight of its name too: models that differ in
-    /// their attention start from the same weights.
+    /// Makes a new f32 model. Its features depend on `seed`, and each weight on `seed` and its
+    /// name, so models that differ in their attention start from the same weights.
     ///
     /// # Errors
-    /// If the config is invalid.
+    /// If the configuration is invalid.
     pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<Self> {
         let parameters = VarMap::new();
         let vb = VarBuilder::from_varmap(&parameters, DType::F32, device);
@@ -72,7 +76,7 @@ impl Decoder {
         Ok(model)
     }
 
-    /// The model of the weights that `vb` hands out and registers in `parameters`.
+    /// Makes the model of the weights that `vb` returns and registers in `parameters`.
     fn assemble(config: &ModelConfig, parameters: VarMap, vb: VarBuilder, seed: u64, positions: usize) -> Result<Self> {
         config.validate()?;
         let device = vb.device();
@@ -113,10 +117,10 @@ impl Decoder {
         })
     }
 
-    /// A model with given weights and buffers, such as [`Self::tensors`] returned.
+    /// Makes a model with given weights and buffers, such as those that [`Self::tensors`] returned.
     ///
     /// # Errors
-    /// Names the first tensor that is missing or has another shape.
+    /// If a tensor is missing or has another shape; the message names the first one.
     pub fn from_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
         let parameters = VarMap::new();
         let given = Given { tensors, parameters: parameters.clone() };
@@ -124,8 +128,9 @@ impl Decoder {
         Self::assemble(config, parameters, vb, 0, config.context.max(ROTARY_POSITIONS))?.with_buffers(tensors)
     }
 
-    /// A model whose weights are these very tensors, through which gradients pass to whatever they were computed from. It has no
-    /// parameters of its own and no more positions than the config's context: quickly made, for one pass of training.
+    /// Makes a model whose weights are the given tensors themselves, so that gradients flow to
+    /// whatever they were computed from. It has no parameters of its own and no more positions than
+    /// the configuration's context: it is made quickly, for one pass of training.
     ///
     /// # Errors
     /// As [`Self::from_tensors`].
@@ -144,9 +149,10 @@ impl Decoder {
         Ok(self)
     }
 
-    /// Makes parameters of the feature maps that are meant to be trained, a set for each key head: from now on they are among
-    /// [`Self::named_parameters`], get gradients and are computed by operations that pass them. What was trained and saved comes back
-    /// from [`Self::from_tensors`] as constants, which fused kernels take.
+    /// Makes parameters of the feature maps that are to be trained, a set for each key head: from
+    /// now on they are among [`Self::named_parameters`], get gradients and are computed by
+    /// operations that have a backward pass. Trained and saved maps are loaded by
+    /// [`Self::from_tensors`] as constants, which fused kernels take.
     pub fn train_maps(&mut self) -> Result<()> {
         let Ok(mut parameters) = self.parameters.data().lock() else {
             bail!("a thread died while it held the model's parameters")
@@ -159,7 +165,7 @@ impl Decoder {
             for (name, tensor) in block.attention().buffers() {
                 let copies = vec![&tensor; self.config.kv_heads / tensor.dim(0)?];
                 let var = Var::from_tensor(&Tensor::cat(&copies, 0)?)?;
-                // What multiplies all features of a query cancels, and has no gradient but noise.
+                // A factor of all features of a query cancels, and its gradient is only noise.
                 if name == "feature_map.query_metric" {
                     given.insert(name, var.as_detached_tensor());
                     continue;
@@ -172,23 +178,24 @@ impl Decoder {
         Ok(())
     }
 
-    /// The model's config.
+    /// Returns the model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Where the weights live.
+    /// Returns the device of the weights.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Computes activations in `dtype` from now on; the weights stay f32, and so do losses and logits.
+    /// Computes activations in `dtype` from now on; the weights stay f32, and so do losses and
+    /// logits.
     pub fn compute_in(mut self, dtype: DType) -> Self {
         self.compute = dtype;
         self
     }
 
-    /// Trained parameters in the order of their names.
+    /// Returns the trained parameters in the order of their names.
     pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
         let Ok(map) = self.parameters.data().lock() else {
             bail!("a thread died while it held the model's parameters")
@@ -198,21 +205,21 @@ impl Decoder {
         Ok(named)
     }
 
-    /// Number of trained parameters.
+    /// Returns the number of trained parameters.
     pub fn parameter_count(&self) -> Result<usize> {
         Ok(self.named_parameters()?.iter().map(|(_, var)| var.elem_count()).sum())
     }
 
-    /// The attention of a layer, counted from 0.
+    /// Returns the attention of a layer, counted from 0.
     pub fn attention(&self, layer: usize) -> &dyn Attention {
         self.blocks[layer].attention()
     }
 
-    /// Which implementation computes the attention of each layer in one causal pass, with gradients if the pass
-    /// is one of training.
+    /// Returns which implementation computes the attention of each layer in one causal pass, with
+    /// gradients if the pass is one of training.
     ///
     /// # Errors
-    /// As the pass itself.
+    /// If the attention of a layer cannot take inputs of this model's sizes.
     pub fn paths(&self, training: bool) -> Result<Vec<Path>> {
         let probe = |heads| -> Result<Tensor> {
             let x = Tensor::zeros((1, heads, 2, self.config.head_dim()), self.compute, &self.device)?;
@@ -223,7 +230,7 @@ impl Decoder {
         Ok(self.blocks.iter().map(path).collect::<candle_core::Result<_>>()?)
     }
 
-    /// Buffers of a fresh model of this config: random features, by name.
+    /// Returns the buffers of a new model of this configuration: random features, by name.
     pub(crate) fn buffers(config: &ModelConfig, seed: u64, device: &Device) -> Result<Vec<(String, Tensor)>> {
         let mut all = Vec::new();
         for layer in 0..config.layers {
@@ -238,7 +245,7 @@ impl Decoder {
         Ok(all)
     }
 
-    /// Everything to save: parameters and buffers by name.
+    /// Returns everything to save: parameters and buffers by name.
     pub fn tensors(&self) -> Result<HashMap<String, Tensor>> {
         let mut tensors: HashMap<String, Tensor> =
             self.named_parameters()?.into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
@@ -258,16 +265,19 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits of the next token at every position: ids `(B, T)` → `(B, T, V)`. `dropout` only in training.
+    /// Computes the logits of the next token at every position: ids `(B, T)` → `(B, T, V)`.
+    /// `dropout` is for training only.
     ///
     /// # Errors
-    /// If `T` exceeds the positions of a model with learned ones, or an id the vocabulary.
+    /// If `T` exceeds the positions of a model with learned ones, or an id lies beyond the
+    /// vocabulary.
     pub fn forward(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
         self.logits(&self.hidden(ids, &Mask::causal(), dropout)?)
     }
 
-    /// Negative log-likelihood in nats of each target: ids `(B, T)` and `B·T` targets → `(B·T)`. Without the logits of
-    /// [`Self::forward`], the largest tensor of a training step.
+    /// Computes the cross-entropy of each target in nats: ids `(B, T)` and `B·T` targets → `(B·T)`.
+    /// It does not make the logits of [`Self::forward`], which would be the largest tensor of a
+    /// training step.
     ///
     /// # Errors
     /// As [`Self::forward`], and if a target lies beyond the vocabulary.
@@ -276,7 +286,8 @@ impl Decoder {
         Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), &targets.into())?)
     }
 
-    /// The same over a mixture of each target and what `teacher` predicts there, which has `share` of it: `(B·T)`, nats.
+    /// Computes the cross-entropy, in nats, against a mixture of each target and the distribution
+    /// of `teacher`, which has weight `share`: → `(B·T)`.
     ///
     /// # Errors
     /// As [`Self::losses`], and if the teacher has another vocabulary.
@@ -288,20 +299,22 @@ impl Decoder {
         Ok(ops::linear_distillation(&states(self)?, self.head.weight(), targets, theirs, share)?)
     }
 
-    /// Negative log-likelihood in nats of what belongs at chosen places, under any mask: ids `(B, T)`, `N` indices into the `B·T` tokens and
-    /// as many targets → `(N)`. With [`Mask::full`] the model is an encoder, which reads masked tokens or a whole sequence; a mask of keys
-    /// hides padding.
+    /// Computes the cross-entropy in nats of targets at chosen positions, under any mask: ids
+    /// `(B, T)`, `N` indices into the `B·T` tokens and as many targets → `(N)`. With [`Mask::full`]
+    /// the model is an encoder, which reads masked tokens or a whole sequence; a mask of keys hides
+    /// padding.
     ///
     /// # Errors
-    /// As [`Self::losses`], if a place lies beyond the tokens, and if the attention cannot have such a mask: a window is causal.
+    /// As [`Self::losses`]; also if a position lies beyond the tokens, or if the attention cannot
+    /// have such a mask, as a window is causal.
     pub fn losses_at(&self, ids: &Tensor, mask: &Mask, places: &[u32], targets: &[u32]) -> Result<Tensor> {
         Ok(ops::linear_cross_entropy(&self.normed_at(ids, mask, places)?, self.head.weight(), &targets.into())?)
     }
 
-    /// Logits at the places of [`Self::losses_at`], `(N, V)`.
+    /// Computes the logits at the positions that [`Self::losses_at`] takes, `(N, V)`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::losses_at`].
     pub fn logits_at(&self, ids: &Tensor, mask: &Mask, places: &[u32]) -> Result<Tensor> {
         Ok(ops::linear(&self.normed_at(ids, mask, places)?, self.head.weight(), None)?.to_dtype(DType::F32)?)
     }
@@ -311,8 +324,9 @@ impl Decoder {
         self.last_norm(&self.hidden(ids, mask, None)?.flatten_to(1)?.index_select(&places, 0)?)
     }
 
-    /// The forward pass without a head, with `attend(layer, q, k, v)` in place of each layer's attention: for looking at what they are
-    /// given, and for trying others in their place. Shapes as in [`MultiHeadAttention::forward_through`]; returns `(B, T, E)`.
+    /// Runs the forward pass without the output head, with `attend(layer, q, k, v)` in place of
+    /// each layer's attention, to measure the inputs of attention or to try other attentions.
+    /// Shapes are those of [`MultiHeadAttention::forward_through`]; returns `(B, T, E)`.
     ///
     /// [`MultiHeadAttention::forward_through`]: performer_core::MultiHeadAttention::forward_through
     pub fn hidden_through(
@@ -327,7 +341,7 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Puts another attention in a layer, counted from 0.
+    /// Replaces the attention of a layer, counted from 0.
     pub fn set_attention(&mut self, layer: usize, attention: Box<dyn Attention>) {
         self.blocks[layer].set_attention(attention);
     }
@@ -340,12 +354,13 @@ impl Decoder {
         Ok(x)
     }
 
-    /// The state before the first token.
+    /// Returns the state before the first token.
     pub fn new_state(&self) -> DecoderState {
         DecoderState { layers: vec![State::new(); self.blocks.len()] }
     }
 
-    /// How many more tokens `state` can take: learned positions and rotary tables end somewhere.
+    /// Returns how many more tokens `state` can take, because learned positions and rotary tables
+    /// are finite.
     pub fn positions_left(&self, state: &DecoderState) -> usize {
         let all = match self.config.positions {
             Positions::Learned => self.config.context,
@@ -354,7 +369,8 @@ impl Decoder {
         all.saturating_sub(state.tokens())
     }
 
-    /// Takes in the next tokens, ids `(B, T)`; logits after the last of them, `(B, V)`.
+    /// Extends the state by the next tokens, ids `(B, T)`, and returns the logits after the last of
+    /// them, `(B, V)`.
     ///
     /// # Errors
     /// If the positions of a model with learned ones are used up.
@@ -396,7 +412,7 @@ fn buffer_prefix(layer: usize) -> String {
     format!("model.layers.{layer}.self_attn.")
 }
 
-/// Every layer, and every redraw of it, has features of its own.
+/// Returns the seed of a layer: every layer, and every redraw of it, has features of its own.
 fn layer_seed(seed: u64, layer: usize, count: u64) -> u64 {
     derive_seed(derive_seed(derive_seed(seed, FEATURES_STREAM), layer as u64), count)
 }

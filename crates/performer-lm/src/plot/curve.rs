@@ -1,11 +1,12 @@
-//! A series in pixels: which points are drawn, as which SVG shapes.
+//! This module draws a series in pixels: it chooses which points are drawn, and as which SVG
+//! shapes.
 
 use super::{Color, Series, Style};
 
-/// A position in pixels.
+/// A `Point` is a position in pixels.
 pub(super) type Point = (f64, f64);
 
-/// Lines with at most this many points show them.
+/// Lines with at most this many points show a symbol at each.
 const FEW: usize = 32;
 
 const PALETTE: [Color; 7] =
@@ -25,7 +26,8 @@ impl Color {
     }
 }
 
-/// One symbol a series; their number has no common factor with the palette's, so that pairs repeat late.
+/// A `Symbol` marks the points of one series. The number of symbols and the number of colours have
+/// no common factor, so that pairs repeat late.
 #[derive(Debug, Clone, Copy)]
 enum Symbol {
     Circle,
@@ -49,18 +51,18 @@ const SYMBOLS: [Symbol; 8] = [
     Symbol::Right,
 ];
 
-/// The looks of a series, in the chart and in its legend.
+/// `Look` is the appearance of a series, in the chart and in its legend.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Look {
     color: &'static str,
-    /// `stroke-dasharray`; `None` without a line.
+    /// Value of `stroke-dasharray`; `None` if there is no line.
     dash: Option<&'static str>,
     symbol: Symbol,
     symbols: bool,
 }
 
 impl Look {
-    /// The looks of the series at `index` with `drawn` points.
+    /// Chooses the appearance of the series at `index` with `drawn` points.
     pub(super) fn new(series: &Series, index: usize, drawn: usize) -> Self {
         const DASHES: [&str; 4] = ["none", "9 4", "2 3.5", "9 3.5 2 3.5"];
         let round = if series.color.is_none() { index / PALETTE.len() } else { 0 };
@@ -77,7 +79,7 @@ impl Look {
         }
     }
 
-    /// A line through `run`, or a dot if it is a single point.
+    /// Draws a line through `run`, or a dot if it is a single point.
     pub(super) fn line(&self, out: &mut Vec<String>, run: &[Point]) {
         let (color, Some(dash)) = (self.color, self.dash) else {
             return;
@@ -92,7 +94,8 @@ impl Look {
 ));
     }
 
-    /// The area between two edges with the same x values, or an error bar at each of their points.
+    /// Draws the area between two edges with the same x values, or an error bar at each of their
+    /// points.
     pub(super) fn band(&self, out: &mut Vec<String>, low: &[Point], high: &[Point]) {
         let color = self.color;
         if self.dash.is_some() && low.len() > 1 {
@@ -110,12 +113,12 @@ impl Look {
         }
     }
 
-    /// The series' symbol at each point, if it shows them.
+    /// Draws the symbol of the series at each point, if the series shows symbols.
     pub(super) fn symbols(&self, out: &mut Vec<String>, points: impl IntoIterator<Item = Point>) {
         if !self.symbols {
             return;
         }
-        // A white rim keeps symbols apart where they overlap.
+        // A white outline separates symbols where they overlap.
         let paint = format!(r##"fill="{}" stroke="#fff" stroke-width="1""##, self.color);
         for (x, y) in points {
             let corners: &[Point] = match self.symbol {
@@ -150,7 +153,7 @@ impl Look {
         }
     }
 
-    /// A legend sample whose left end is the given point.
+    /// Draws a legend sample whose left end is the given point.
     pub(super) fn sample(&self, out: &mut Vec<String>, (x, y): Point, width: f64, banded: bool) {
         let (right, middle) = (x + width, x + width / 2.0);
         if banded && self.dash.is_some() {
@@ -163,8 +166,8 @@ impl Look {
     }
 }
 
-/// Of a long run from left to right, the first, lowest, highest and last point of every half pixel: drawn, they look
-/// the same as all of them (M4 aggregation, Jugel et al., VLDB 2014).
+/// Keeps, of a long run from left to right, the first, lowest, highest and last point of every half
+/// pixel, which look the same as all points (M4 aggregation, Jugel et al., VLDB 2014).
 fn thin(run: &[Point]) -> Vec<Point> {
     if run.len() < 4096 || !run.is_sorted_by(|a, b| a.0 <= b.0) {
         return run.to_vec();

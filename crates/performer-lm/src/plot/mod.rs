@@ -1,9 +1,11 @@
-//! Line charts as SVG and PNG: loss curves, timings over sequence length, errors over feature counts.
+//! This module draws line charts as SVG and PNG: loss curves, timings over sequence length, errors
+//! over feature counts.
 //!
-//! A [`Chart`] is plain data; [`Chart::save`] writes it as `stem.svg` and `stem.png`. The PNG is a rendering of the
-//! very same SVG with an embedded font (Latin, Greek and Cyrillic), so that charts need no fonts and no display on the
-//! machine that makes them and come out alike everywhere. Colours are those of Okabe and Ito, which colour-blind readers can tell apart; dashes and
-//! point symbols are a second channel.
+//! A [`Chart`] is plain data; [`Chart::save`] writes it as `stem.svg` and `stem.png`. The PNG is a
+//! rendering of that SVG with an embedded font (Latin, Greek and Cyrillic), so charts need no fonts
+//! and no display on the machine that makes them, and look alike everywhere. Colours are those of
+//! Okabe and Ito, which colour-blind readers can tell apart; dashes and point symbols distinguish
+//! series without colour.
 //!
 //! ```
 //! use performer_lm::plot::{Axis, Chart, Scale, Series};
@@ -36,68 +38,75 @@ use resvg::tiny_skia::{Pixmap, Transform};
 pub use scale::Scale;
 pub(crate) use text::escape;
 
-/// A chart of lines or points over two axes, 1000 × 600 pixels (taller only when the legend needs it).
+/// A `Chart` shows lines or points over two axes, on 1000 × 600 pixels (taller only when the legend
+/// needs it).
 #[derive(Debug, Clone, Default)]
 pub struct Chart {
     /// Heading; empty for none.
     pub title: String,
-    /// A smaller line under the heading: dataset, model, number of seeds.
+    /// A smaller line under the heading, such as dataset, model or number of seeds.
     pub subtitle: Option<String>,
     /// The horizontal axis.
     pub x: Axis,
     /// The vertical axis.
     pub y: Axis,
-    /// What is drawn, in legend order; later series lie on top.
+    /// The series, in legend order; later series are drawn over earlier ones.
     pub series: Vec<Series>,
     /// Reference lines.
     pub lines: Vec<Marker>,
 }
 
-/// An axis of a [`Chart`].
+/// An `Axis` is an axis of a [`Chart`].
 #[derive(Debug, Clone, Default)]
 pub struct Axis {
-    /// What is shown, with its unit: `"time (ms)"`. Superscript characters are set as such.
+    /// Name of the quantity, with its unit: `"time (ms)"`. Superscript characters are drawn as
+    /// superscripts.
     pub label: String,
-    /// How values are spread.
+    /// How values map to positions.
     pub scale: Scale,
-    /// Low and high end; `None` fits the data (the y axis: the data within the x range).
+    /// Low and high end; `None` fits the axis to the data (the y axis to the data within the x
+    /// range).
     pub range: Option<(f64, f64)>,
 }
 
 impl Axis {
-    /// An axis that fits its data.
+    /// Makes an axis that fits its data.
     pub fn new(label: impl Into<String>, scale: Scale) -> Self {
         Self { label: label.into(), scale, range: None }
     }
 }
 
-/// A named run of points.
+/// A `Series` is a named sequence of points.
 ///
-/// Points that have no place on the axes (not finite, or not above zero on a log axis) are skipped and break the line.
+/// Points that cannot be drawn (not finite, or not above zero on a log axis) are skipped and break
+/// the line.
 #[derive(Debug, Clone, Default)]
 pub struct Series {
-    /// Name in the legend; empty keeps the series out of it, and symbols off its line: a companion of another.
+    /// Name in the legend. A series with an empty name is not in the legend and its line has no
+    /// symbols; it accompanies another series.
     pub name: String,
-    /// `(x, y)` in drawing order.
+    /// The points `(x, y)`, in drawing order.
     pub points: Vec<(f64, f64)>,
-    /// `(low, high)` for each point, such as the spread over seeds: a shaded band along a line, error bars on
-    /// [`Style::Points`]. On a log axis a low end of zero or below reaches down to the axis.
+    /// `(low, high)` for each point, such as the spread over seeds: a shaded band along a line,
+    /// error bars on [`Style::Points`]. On a log axis a low end of zero or below extends down to
+    /// the axis.
     pub band: Option<Vec<(f64, f64)>>,
     /// How the points are drawn.
     pub style: Style,
-    /// `None` takes the palette in turn, and dashes lines of [`Style::Solid`] once every colour is used. Give series
-    /// of one family the same colour and different styles.
+    /// The colour. `None` takes the palette in turn, and dashes lines of [`Style::Solid`] once
+    /// every colour is used. Give related series the same colour and different styles.
     pub color: Option<Color>,
 }
 
 impl Series {
-    /// A solid line in the next colour, without a band.
+    /// Makes a solid line in the next colour, without a band.
     pub fn new(name: impl Into<String>, points: impl IntoIterator<Item = (f64, f64)>) -> Self {
         Self { name: name.into(), points: points.into_iter().collect(), ..Self::default() }
     }
 }
 
-/// How a [`Series`] is drawn. Lines of few points (at most 32) also show them, each series with another symbol.
+/// `Style` says how a [`Series`] is drawn. Lines of few points (at most 32) also show symbols,
+/// another one for each series.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Style {
     /// A continuous line.
@@ -111,7 +120,8 @@ pub enum Style {
     Points,
 }
 
-/// The colours of Okabe and Ito ("Color Universal Design", 2008) that show on white.
+/// `Color` has the colours of Okabe and Ito ("Color Universal Design", 2008) that are visible on
+/// white.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Color {
     /// `#0072B2`
@@ -130,17 +140,17 @@ pub enum Color {
     Black,
 }
 
-/// A reference line across the chart. It widens an axis that fits its data, and is left out where a given range
-/// does not contain it or it has no place on the scale.
+/// A `Marker` is a reference line across the chart. An axis that fits its data includes it; it is
+/// left out where a given range does not contain it or the scale has no place for it.
 #[derive(Debug, Clone)]
 pub struct Marker {
-    /// Where it stands.
+    /// Position of the line.
     pub at: At,
-    /// Written beside the chart, at the line's end.
+    /// Label, written outside the plot at the line's end.
     pub label: String,
 }
 
-/// Position and direction of a [`Marker`].
+/// `At` is the position and direction of a [`Marker`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum At {
     /// A vertical line at this x.
@@ -149,20 +159,20 @@ pub enum At {
     Y(f64),
 }
 
-/// PNG pixels per SVG pixel.
+/// Number of PNG pixels per SVG pixel, in each direction.
 const PNG_SCALE: f32 = 2.0;
 
 impl Chart {
-    /// The chart as an SVG document.
+    /// Returns the chart as an SVG document.
     ///
     /// # Errors
-    /// If a given axis range is empty, not finite or not above zero on a log scale, or a band has not one pair per
-    /// point.
+    /// If a given axis range is empty, not finite or not above zero on a log scale, or if a band
+    /// does not have one pair per point.
     pub fn to_svg(&self) -> Result<String> {
         svg::render(self).with_context(|| format!("cannot draw the chart {:?}", self.title))
     }
 
-    /// The chart as a PNG image: [`to_svg`](Self::to_svg) rendered at twice its size.
+    /// Returns the chart as a PNG image: [`to_svg`](Self::to_svg) rendered at twice its size.
     ///
     /// # Errors
     /// As [`to_svg`](Self::to_svg).
@@ -170,8 +180,8 @@ impl Chart {
         rasterise(&self.to_svg()?, PNG_SCALE)
     }
 
-    /// Writes `stem.svg` and `stem.png`, creating the folder if need be, and returns their paths. A file appears under
-    /// its name only when complete.
+    /// Writes `stem.svg` and `stem.png`, creating the folder if need be, and returns their paths. A
+    /// file appears under its name only when it is complete.
     ///
     /// # Errors
     /// As [`to_svg`](Self::to_svg), if `stem` ends in no name, or if a file cannot be written.
@@ -179,7 +189,8 @@ impl Chart {
         self.save_at(stem, PNG_SCALE)
     }
 
-    /// [`save`](Self::save) with a PNG of this many pixels per SVG pixel: 1 where many charts are kept together.
+    /// Does what [`save`](Self::save) does, with a PNG of `scale` pixels per SVG pixel: 1 where
+    /// many charts are kept together.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -187,7 +198,7 @@ impl Chart {
         let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
         let svg = self.to_svg()?;
         let png = rasterise(&svg, scale)?;
-        // Appended, not replaced: "favor-0.5" keeps its ".5".
+        // The extension is appended and replaces nothing: "favor-0.5" keeps its ".5".
         let paths = [".svg", ".png"].map(|extension| {
             let mut name = name.to_owned();
             name.push(extension);
@@ -224,7 +235,7 @@ mod tests {
         }
     }
 
-    /// The SVG, after a check that it is a readable document of finite numbers.
+    /// Returns the SVG, after a check that it is a readable document of finite numbers.
     fn svg(chart: &Chart) -> String {
         let svg = chart.to_svg().unwrap();
         text::parse(&svg).unwrap();
@@ -246,7 +257,7 @@ mod tests {
         for name in names.iter().chain(&["Title", "loss (nats/token)", "warm-up", "uniform"]) {
             assert!(svg.contains(&format!(">{name}</text>")), "{name}");
         }
-        // Each in the legend and in the plot; the band likewise.
+        // Every line is in the legend and in the plot, and so is the band.
         assert_eq!(svg.matches("<polyline").count(), 6);
         assert_eq!(svg.matches("fill-opacity").count(), 2);
         assert!(svg.contains(">7</text>"), "the axis reaches the reference line");
@@ -286,7 +297,8 @@ mod tests {
         let points = [1.0, 2.0, f64::NAN, 3.0, 4.0, f64::INFINITY, 5.0, 0.0, -1.0, f64::MAX];
         let points = points.iter().enumerate().map(|(i, &y)| (i as f64, y));
         let mut chart = chart(vec![Series::new("a", points)]);
-        // The legend's sample, two stretches, and 5, 0, -1; f64::MAX is off every scale.
+        // The lines are the legend's sample, two stretches of points, and the stretch 5, 0, −1;
+        // `f64::MAX` is beyond every scale.
         assert_eq!(svg(&chart).matches("<polyline").count(), 4);
         chart.y.scale = Scale::Log10;
         let log = svg(&chart);

@@ -1,32 +1,33 @@
-//! Reference lines, labelled outside the plot so that no label covers data.
+//! This module draws reference lines, with labels outside the plot so that no label covers data.
 
 use super::scale::Ruler;
 use super::svg::{Frame, NOTE, PAGE_WIDTH, crisp, text};
 use super::text::{fit, width};
 use super::{At, Marker};
 
-/// Longer labels are cut.
+/// Labels of more pixels than this are shortened.
 const WIDEST: f64 = 240.0;
-/// Height of a row of labels over vertical lines.
+/// Height of a row of labels above vertical lines.
 const FLAG_ROW: f64 = 17.0;
-/// Least distance between labels beside horizontal lines.
+/// The least distance between labels beside horizontal lines.
 const SIDE_ROW: f64 = 15.0;
-/// Between a line and its label.
+/// The distance between a line and its label.
 const GAP: f64 = 4.0;
 
-/// The label of a vertical line: to the right of the line's top or, without room there, to the left.
+/// A `Flag` is the label of a vertical line: to the right of the line's top or, if there is no
+/// room, to the left.
 pub(super) struct Flag {
     x: f64,
     /// Left and right end of the label.
     span: (f64, f64),
-    /// Rows above the lowest.
+    /// Row, counted upwards from the lowest.
     row: usize,
     label: String,
 }
 
 impl Flag {
-    /// Flags for the vertical lines that `px` places, in rows such that no label stands on another, or on a line that
-    /// reaches up through its row.
+    /// Arranges the labels of the vertical lines that `px` places, in rows such that no label
+    /// covers another, or a line that reaches up through its row.
     pub(super) fn arrange(lines: &[Marker], px: impl Fn(f64) -> Option<f64>) -> Vec<Self> {
         let mut placed: Vec<(f64, String)> = (lines.iter())
             .filter_map(|line| match line.at {
@@ -47,21 +48,21 @@ impl Flag {
         flags
     }
 
-    /// Height of the rows that `flags` take.
+    /// Returns the height of the rows that `flags` take.
     pub(super) fn height(flags: &[Self]) -> f64 {
         let rows = flags.iter().map(|flag| flag.row + 1).max().unwrap_or(0);
         FLAG_ROW * rows as f64
     }
 }
 
-/// The label beside a horizontal line at `y`.
+/// A `Side` is the label beside a horizontal line at `y`.
 pub(super) struct Side {
     y: f64,
     label: String,
 }
 
 impl Side {
-    /// Labels for the horizontal lines on the axis.
+    /// Collects the labels of the horizontal lines on the axis.
     pub(super) fn collect(lines: &[Marker], axis: &Ruler) -> Vec<Self> {
         let side = |line: &Marker| match line.at {
             At::Y(y) if axis.contains(y) => Some(Self { y, label: fit(&line.label, NOTE.size, WIDEST) }),
@@ -72,7 +73,7 @@ impl Side {
         sides
     }
 
-    /// Width of the margin that `sides` need beyond the plot.
+    /// Returns the width of the margin that `sides` need beyond the plot.
     pub(super) fn width(sides: &[Self]) -> f64 {
         let widths = sides.iter().map(|side| width(&side.label, NOTE.size) + 2.0 * GAP);
         widths.fold(0.0, f64::max)

@@ -1,24 +1,25 @@
-//! Axis scales: where a value goes along an axis, and which ticks with which labels the axis carries.
+//! This module has the scales of axes: it computes where a value goes along an axis, and which
+//! ticks and labels the axis has.
 
 use anyhow::{Result, ensure};
 
 use super::Axis;
 
-/// How values are spread along an axis.
+/// `Scale` says how values map to positions along an axis.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Scale {
-    /// Equal steps.
+    /// Equal differences have equal lengths.
     #[default]
     Linear,
-    /// Equal ratios, ticks at powers of ten.
+    /// Equal ratios have equal lengths; ticks are at powers of ten.
     Log10,
-    /// Equal ratios, ticks at powers of two, labelled 2ᵏ.
+    /// Equal ratios have equal lengths; ticks are at powers of two, labelled 2ᵏ.
     Log2,
 }
 
 impl Scale {
-    /// Whether `value` has a place on this scale: finite, above zero on a log scale, and far enough from the
-    /// limits of `f64` that the ends of an axis around such values are within them too.
+    /// Whether `value` has a place on this scale: finite, above zero on a log scale, and so far
+    /// from the limits of `f64` that the ends of an axis around such values are finite too.
     pub(super) fn accepts(self, value: f64) -> bool {
         let sized = value.abs() <= 1e250;
         sized && (self == Self::Linear || value >= 1e-250)
@@ -41,18 +42,18 @@ impl Scale {
     }
 }
 
-/// A tick; one without a label is a minor tick.
+/// A `Tick` is a tick of an axis; one without a label is a minor tick.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Tick {
     pub(super) value: f64,
     pub(super) label: Option<String>,
 }
 
-/// A scale with its ends.
+/// A `Ruler` is a scale with its ends.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ruler {
     scale: Scale,
-    /// Ends in scale units: values or their logarithms.
+    /// Ends in scale units, which are values or their logarithms.
     low: f64,
     high: f64,
 }
@@ -61,7 +62,8 @@ pub(super) struct Ruler {
 const SLACK: f64 = 1e-9;
 
 impl Ruler {
-    /// The axis's own range, or one around `values` with `padding` (a fraction of the span) on both sides.
+    /// Takes the axis's own range, or one around `values` with `padding` (a fraction of the span)
+    /// on both sides.
     pub(super) fn new(axis: &Axis, values: impl Iterator<Item = f64>, padding: f64) -> Result<Self> {
         let scale = axis.scale;
         if let Some((low, high)) = axis.range {
@@ -91,7 +93,7 @@ impl Ruler {
         }
         let pad = padding * (high - low);
         let (padded_low, padded_high) = (low - pad, high + pad);
-        // Padding alone never takes a linear axis across zero: steps and times are not negative.
+        // Padding never takes a linear axis across zero: steps and times are not negative.
         let crosses = |end: f64, padded: f64| {
             scale == Scale::Linear && (end >= 0.0 && padded < 0.0 || end <= 0.0 && padded > 0.0)
         };
@@ -102,8 +104,9 @@ impl Ruler {
         })
     }
 
-    /// Where `value` lies between the low end (0) and the high end (1). Values without a place on a log scale
-    /// go far below the low end; all results are kept within ±1000 so that drawing coordinates stay small.
+    /// Returns the position of `value` between the low end (0) and the high end (1). Values without
+    /// a place on a log scale are far below the low end; all results are kept within ±1000 so that
+    /// drawing coordinates stay small.
     pub(super) fn fraction(&self, value: f64) -> f64 {
         let position = self.scale.forward(value);
         if position.is_nan() {
@@ -117,16 +120,17 @@ impl Ruler {
         self.scale.accepts(value) && (-SLACK..=1.0 + SLACK).contains(&self.fraction(value))
     }
 
-    /// Ticks from low to high, about `target` of them labelled.
+    /// Returns the ticks from low to high, about `target` of them labelled.
     pub(super) fn ticks(&self, target: usize) -> Vec<Tick> {
         let ticks = match self.scale {
             Scale::Linear => return linear_ticks(self.low, self.high, target),
             Scale::Log10 => self.decade_ticks(target),
             Scale::Log2 => self.octave_ticks(target),
         };
-        // Less than about a decade or an octave: round numbers read better than the few powers inside.
+        // On less than about a decade or an octave, round numbers read better than the few powers
+        // inside.
         let (low, high) = (self.scale.inverse(self.low), self.scale.inverse(self.high));
-        // Half as many: on a log scale, equal steps crowd towards the high end.
+        // There are half as many: on a log scale, equal steps crowd towards the high end.
         ticks.unwrap_or_else(|| linear_ticks(low, high, target / 2))
     }
 
@@ -145,7 +149,7 @@ impl Ruler {
     }
 
     fn decade_ticks(&self, target: usize) -> Option<Vec<Tick>> {
-        // Every m × 10^k on the axis, m = 1..9.
+        // The marks are every m × 10^k on the axis, m = 1..9.
         let marks: Vec<(i32, i32)> = (self.low.floor() as i32..=self.high.floor() as i32)
             .flat_map(|k| (1..=9).map(move |m| (m, k)))
             .filter(|&(m, k)| {
@@ -195,7 +199,7 @@ fn linear_ticks(low: f64, high: f64, target: usize) -> Vec<Tick> {
     // Ticks are n × 10^k with whole n, so that labels are exact.
     let marks: Vec<i64> = (first..=last).map(|i| i * m as i64).collect();
     let largest = marks.iter().map(|n| n.abs()).max().unwrap_or(0);
-    // Exponent of the leading digit: very large or small numbers share one power of ten.
+    // The exponent of the leading digit: very large or small numbers share one power of ten.
     let lead = k + largest.checked_ilog10().unwrap_or(0) as i32;
     let label = |n: i64| match n {
         0 => "0".to_owned(),
@@ -205,8 +209,8 @@ fn linear_ticks(low: f64, high: f64, target: usize) -> Vec<Tick> {
     marks.into_iter().map(|n| Tick { value: n as f64 * 10f64.powi(k), label: Some(label(n)) }).collect()
 }
 
-/// n × 10^k in decimal notation with the digits that `k` calls for; from a thousand up in k, M, G or T where
-/// that leaves at most two digits after the point.
+/// Writes n × 10^k in decimal notation with the digits that `k` calls for; from a thousand up in k,
+/// M, G or T where that leaves at most two digits after the point.
 fn decimal(n: i64, k: i32) -> String {
     let magnitude = n.unsigned_abs() as f64 * 10f64.powi(k);
     let sign = if n < 0 { "−" } else { "" };

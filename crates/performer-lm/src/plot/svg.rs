@@ -1,4 +1,4 @@
-//! The drawing of a chart: where its parts stand, and the SVG elements they become.
+//! This module lays out a chart and renders it as SVG elements.
 
 use anyhow::{Context, Result, ensure};
 
@@ -10,19 +10,19 @@ use super::{At, Chart, Series};
 
 pub(super) const PAGE_WIDTH: f64 = 1000.0;
 const PAGE_HEIGHT: f64 = 600.0;
-/// A legend of many rows makes the chart taller rather than the plot lower than this.
+/// The least height of the plot: a legend of many rows makes the chart taller instead.
 const LEAST_PLOT: f64 = 260.0;
 const MARGIN: f64 = 24.0;
-/// What an axis label takes, across its direction.
+/// The space that an axis label takes, across its direction.
 const LABEL_ROOM: f64 = 26.0;
 
-/// Length of a legend sample, and from there to its name.
+/// The length of a legend sample, and the distance from there to its name.
 const SAMPLE: f64 = 30.0;
 const SAMPLE_GAP: f64 = 8.0;
 const LEGEND_ROW: f64 = 21.0;
 const LEGEND_GAP: f64 = 26.0;
 
-/// A kind of text.
+/// A `Type` is a kind of text.
 #[derive(Clone, Copy)]
 pub(super) struct Type {
     /// Font size in pixels.
@@ -31,19 +31,19 @@ pub(super) struct Type {
 }
 
 impl Type {
-    /// From the middle of a line of text down to its baseline.
+    /// Returns the distance from the middle of a line of text down to its baseline.
     pub(super) fn drop(self) -> f64 {
         0.35 * self.size
     }
 }
 
-// The embedded font is light: a thin stroke makes a heading heavier, in every viewer alike.
+// The embedded font is light: a thin stroke makes a heading heavier, in every viewer.
 const TITLE: Type = Type { size: 20.0, paint: r##"fill="#222" stroke="#222" stroke-width="0.5""## };
 const LABEL: Type = Type { size: 14.0, paint: r##"fill="#222""## };
 const NAME: Type = Type { size: 13.0, paint: r##"fill="#222""## };
 pub(super) const NOTE: Type = Type { size: 13.0, paint: r##"fill="#444""## };
 
-/// The plotting area in pixels, and its axes.
+/// A `Frame` is the plotting area in pixels, with its axes.
 pub(super) struct Frame {
     pub(super) left: f64,
     pub(super) right: f64,
@@ -71,7 +71,7 @@ impl Frame {
     }
 }
 
-/// A series and its looks.
+/// A `Curve` is a series and its appearance.
 struct Curve<'a> {
     series: &'a Series,
     look: Look,
@@ -95,7 +95,8 @@ pub(super) fn render(chart: &Chart) -> Result<String> {
         })
         .collect();
 
-    // From the outside in: what stands left and right of the plot, then above, then below.
+    // The layout goes from the outside in: what is left and right of the plot, then above, then
+    // below.
     let label_room = |label: &str| if label.is_empty() { 0.0 } else { LABEL_ROOM };
     let y_labels = y_ticks.iter().filter_map(|tick| tick.label.as_deref());
     let widest = y_labels.map(|label| width(label, NOTE.size)).fold(0.0, f64::max);
@@ -138,7 +139,7 @@ fn drawable(chart: &Chart, (x, y): Point) -> bool {
     chart.x.scale.accepts(x) && chart.y.scale.accepts(y)
 }
 
-/// The axes' ends: as given, or around the points, bands and reference lines.
+/// Returns the axes with their ends: as given, or around the points, bands and reference lines.
 fn rulers(chart: &Chart) -> Result<(Ruler, Ruler)> {
     let points = chart.series.iter().flat_map(|series| &series.points);
     let xs = points.filter(|point| drawable(chart, **point)).map(|point| point.0);
@@ -165,7 +166,7 @@ fn rulers(chart: &Chart) -> Result<(Ruler, Ruler)> {
     Ok((x, y))
 }
 
-/// Draws title and subtitle; returns where they end.
+/// Draws title and subtitle, and returns where they end.
 fn heading(out: &mut Vec<String>, chart: &Chart, left: f64) -> f64 {
     let room = PAGE_WIDTH - MARGIN - left;
     let mut bottom = 20.0;
@@ -182,7 +183,7 @@ fn heading(out: &mut Vec<String>, chart: &Chart, left: f64) -> f64 {
     bottom
 }
 
-/// Draws samples and names in columns below `top`; returns where they end.
+/// Draws samples and names in columns below `top`, and returns where they end.
 fn legend(out: &mut Vec<String>, curves: &[Curve], left: f64, top: f64) -> f64 {
     let room = PAGE_WIDTH - MARGIN - left;
     let entries: Vec<(&Curve, String)> = (curves.iter())
@@ -196,7 +197,7 @@ fn legend(out: &mut Vec<String>, curves: &[Curve], left: f64, top: f64) -> f64 {
     if entries.is_empty() {
         return top;
     }
-    // Viewers without the embedded font may set names wider; a little slack keeps columns apart.
+    // Viewers without the embedded font may draw names wider; some slack keeps columns apart.
     let longest = entries.iter().map(|(_, name)| width(name, NAME.size)).fold(0.0, f64::max);
     let column = SAMPLE + SAMPLE_GAP + 1.05 * longest + LEGEND_GAP;
     let most = (((room + LEGEND_GAP) / column) as usize).max(1);
@@ -248,7 +249,8 @@ fn axes(out: &mut Vec<String>, chart: &Chart, frame: &Frame, x_ticks: &[Tick], y
 fn data(out: &mut Vec<String>, chart: &Chart, frame: &Frame, curves: &[Curve]) {
     let &Frame { left, right, top, bottom, .. } = frame;
     let area = format!(r#"{left} {top} {:.2} {}"#, right - left, bottom - top);
-    // A nested viewport clips, and needs no id that could clash with another chart's on the same page.
+    // A nested viewport clips, and needs no id that could clash with another chart's on the same
+    // page.
     out.push(format!(
         r#"<svg x="{left}" y="{top}" width="{:.2}" height="{}" viewBox="{area}">"#,
         right - left,
@@ -276,7 +278,8 @@ fn data(out: &mut Vec<String>, chart: &Chart, frame: &Frame, curves: &[Curve]) {
     }
 }
 
-/// Lower and upper edge of the series' band, in pixels, for each stretch of points that has both.
+/// Returns the lower and upper edge of the series' band, in pixels, for each stretch of points that
+/// has both.
 fn bands(chart: &Chart, frame: &Frame, series: &Series) -> Vec<(Vec<Point>, Vec<Point>)> {
     let edges: Vec<(Point, Point)> = (series.points.iter())
         .zip(series.band.iter().flatten())
@@ -289,12 +292,13 @@ fn bands(chart: &Chart, frame: &Frame, series: &Series) -> Vec<(Vec<Point>, Vec<
     stretches.map(|stretch| stretch.iter().map(place).unzip()).collect()
 }
 
-/// The middle of the pixel, where a line of width one is sharp.
+/// Returns the middle of the pixel, where a line of width one is sharp.
 pub(super) fn crisp(position: f64) -> f64 {
     position.floor() + 0.5
 }
 
-/// A text element with its baseline at the given point; `anchor` is the part of the text that stands there.
+/// Returns a text element with its baseline at the given point; `anchor` is the part of the text
+/// that is placed there.
 pub(super) fn text((x, y): Point, style: Type, anchor: &str, content: &str) -> String {
     let Type { size, paint } = style;
     let content = markup(content, size);

@@ -1,15 +1,18 @@
-//! Text in a chart: the one embedded font, its widths, and the escaping of user text.
+//! This module sets the text of a chart: it has the one embedded font and its widths, and escapes
+//! user text.
 //!
-//! The font is Ubuntu Light, compiled in from the crate `epaint_default_fonts` under the Ubuntu Font Licence 1.0.
-//! That licence lets any software embed and redistribute the unmodified font, which stays under it; documents made
-//! with the font, such as the charts, are not covered. It asks that copies of the font (a distributed binary) come
-//! with its copyright notice (Copyright 2011 Canonical Ltd.) and its text.
+//! The font is Ubuntu Light, compiled in from the crate `epaint_default_fonts` under the Ubuntu
+//! Font Licence 1.0. That licence lets any software embed and redistribute the unmodified font,
+//! which stays under it; documents made with the font, such as the charts, are not covered. It asks
+//! that copies of the font (a distributed binary) come with its copyright notice (Copyright 2011
+//! Canonical Ltd.) and its text.
 
 use std::sync::{Arc, LazyLock};
 
 use resvg::usvg::{self, fontdb};
 
-/// For viewers of the SVG: the same typeface where it is installed, their sans-serif where it is not.
+/// The font family for viewers of the SVG: the same typeface where it is installed, their
+/// sans-serif where it is not.
 pub(super) const FAMILY: &str = "Ubuntu, sans-serif";
 
 static FONTS: LazyLock<Arc<fontdb::Database>> = LazyLock::new(|| {
@@ -25,7 +28,7 @@ pub(super) fn parse(svg: &str) -> Result<usvg::Tree, usvg::Error> {
     usvg::Tree::from_str(svg, &options)
 }
 
-/// Width of `text` in pixels at the given font size.
+/// Returns the width of `text` in pixels at the given font size.
 pub(super) fn width(text: &str, size: f64) -> f64 {
     let text = markup(text, size);
     let svg = format!(
@@ -34,7 +37,8 @@ pub(super) fn width(text: &str, size: f64) -> f64 {
     parse(&svg).map_or(0.0, |tree| f64::from(tree.root().bounding_box().width()))
 }
 
-/// `text` if it is at most `room` pixels wide, else as much of its beginning as fits before an ellipsis.
+/// Returns `text` if it is at most `room` pixels wide, else as much of its beginning as fits before
+/// an ellipsis.
 pub(super) fn fit(text: &str, size: f64, room: f64) -> String {
     if width(text, size) <= room {
         return text.to_owned();
@@ -45,7 +49,8 @@ pub(super) fn fit(text: &str, size: f64, room: f64) -> String {
     cut(ends[..fitting].last().copied().unwrap_or(0))
 }
 
-/// `text` as XML character data that is safe in attributes too; characters that XML 1.0 forbids become U+FFFD.
+/// Returns `text` as XML character data that is safe in attributes too; characters that XML 1.0
+/// forbids become U+FFFD.
 pub(crate) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -63,8 +68,8 @@ pub(crate) fn escape(text: &str) -> String {
     out
 }
 
-/// Escaped `text` with superscript characters set as raised digits: fonts draw 2 and 3 unlike the other
-/// superscripts, and the embedded one has no superscript minus.
+/// Returns escaped `text` with superscript characters as raised digits: fonts draw 2 and 3 unlike
+/// the other superscripts, and the embedded one has no superscript minus.
 pub(super) fn markup(text: &str, size: f64) -> String {
     let (small, lift) = (0.72 * size, 0.38 * size);
     let runs: Vec<char> = text.chars().collect();

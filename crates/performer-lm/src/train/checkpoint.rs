@@ -1,4 +1,5 @@
-//! Checkpoints: a folder that is a whole model at every moment, whatever interrupts the writing of it.
+//! This module saves and loads checkpoints: a checkpoint is a folder that holds a whole model at
+//! every moment, whatever interrupts the writing of it.
 //!
 //! ```text
 //! DIR/config.json              the model's configuration
@@ -8,22 +9,26 @@
 //! DIR/train_state.json         step, seeds, schedule and so on ┘ can be resumed
 //! ```
 //!
-//! The folder is plain: other tools read these five files, and whatever else lies beside them (logs, plots, a model card) is
-//! left alone. Saving over a checkpoint takes the disk space of both for a moment.
+//! The folder is plain: other tools read these five files, and other files in it (logs, plots, a
+//! model card) are left alone. Saving over a checkpoint takes the disk space of both for a moment.
 //!
 //! # How a save survives a kill
 //!
-//! Five files cannot be replaced in one system call, one can. So `model.safetensors` is the commit, and its header lists the
-//! BLAKE3 digests of the files it belongs with:
+//! Five files cannot be replaced in one system call, but one can. So `model.safetensors` is the
+//! commit, and its header lists the BLAKE3 digests of the files that belong to it:
 //!
-//! 1. write `config.json.new`, ..., and last `model.safetensors.new` with the digests of the others; sync all of them;
-//! 2. rename `model.safetensors.new` to `model.safetensors`: before this the old checkpoint counts, from here on the new one;
-//! 3. rename the other `.new` files to their names, and remove training state that the new checkpoint does not have.
+//! 1. write `config.json.new`, ..., and last `model.safetensors.new` with the digests of the
+//!    others; sync all of them;
+//! 2. rename `model.safetensors.new` to `model.safetensors`: before this the old checkpoint counts,
+//!    from here on the new one;
+//! 3. rename the other `.new` files to their names, and remove training state that the new
+//!    checkpoint does not have.
 //!
-//! A reader takes a `.new` file where its digest is the one that `model.safetensors` lists, and the plain name otherwise. Hence
-//! a kill before step 2 leaves `.new` files that match nothing and are ignored; a kill after it leaves some that match and
-//! are used. The next save first completes step 3 for those and removes the rest. Where nothing was interrupted there are no
-//! `.new` files and nothing is compared, so a `config.json` edited by hand is taken as it is.
+//! A reader takes a `.new` file if its digest is the one that `model.safetensors` lists, and the
+//! plain name otherwise. Hence a kill before step 2 leaves `.new` files that match nothing and are
+//! ignored; a kill after it leaves some that match and are used. The next save first completes step
+//! 3 for those and removes the rest. Where nothing was interrupted there are no `.new` files and
+//! nothing is compared, so a `config.json` edited by hand is taken as it is.
 
 use super::weights_file::{write_durably, write_safetensors};
 use anyhow::{Context, Result, bail, ensure};
@@ -45,11 +50,12 @@ const TRAIN_STATE: &str = "train_state.json";
 /// The files whose digests `model.safetensors` lists, in the order in which they are written.
 const COMPANIONS: [&str; 4] = [CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE];
 
-/// Header keys of `model.safetensors` that belong to this module: the digests, and the mark that other tools ask for.
+/// Header keys of `model.safetensors` that belong to this module: the digests, and the mark that
+/// other tools ask for.
 const DIGESTS_KEY: &str = "checkpoint_files";
 const FORMAT_KEY: &str = "format";
 
-/// A model with what is needed to use it.
+/// A `Checkpoint` is a model with what is needed to use it.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     /// Content of `config.json`.
@@ -58,12 +64,12 @@ pub struct Checkpoint {
     pub tokenizer: Vec<u8>,
     /// Parameters and buffers by name.
     pub tensors: HashMap<String, Tensor>,
-    /// Free text for the header of `model.safetensors`: program version, seed, source of the data... The keys `format` and
-    /// `checkpoint_files` are taken.
+    /// Free text for the header of `model.safetensors`: program version, seed, source of the
+    /// data... The keys `format` and `checkpoint_files` are reserved.
     pub metadata: BTreeMap<String, String>,
 }
 
-/// What resuming needs besides the model.
+/// A `TrainingState` is what a run needs to resume besides the model.
 #[derive(Clone, Debug)]
 pub struct TrainingState {
     /// The state of the optimiser by name.
@@ -73,12 +79,15 @@ pub struct TrainingState {
 }
 
 impl Checkpoint {
-    /// Saves into the folder `dir`, which is created where needed; a checkpoint there is replaced, at once and whole.
+    /// Saves into the folder `dir`, which is created where needed; a checkpoint there is replaced
+    /// as a whole, in one step.
     ///
-    /// A run that saves its starting point before the first step finds out then, not hours later, whether it can.
+    /// A run that saves its starting point before the first step finds out then, not hours later,
+    /// whether it can.
     ///
     /// # Errors
-    /// No permission, no space, or `dir` is not a folder; the checkpoint that was there still is.
+    /// If there is no permission or no space, or `dir` is not a folder; the checkpoint that was
+    /// there is kept.
     pub fn save(&self, dir: &Path, training: Option<&TrainingState>) -> Result<()> {
         let saved = self.save_in_stages(dir, training, &mut |_| Ok(()));
         if saved.is_err() {
@@ -94,7 +103,8 @@ impl Checkpoint {
         })
     }
 
-    /// [`Self::save`], calling `stage` before everything that changes the disk, so that tests can stop it anywhere.
+    /// Does what [`Self::save`] does, calling `stage` before everything that changes the disk, so
+    /// that tests can stop it anywhere.
     fn save_in_stages(&self, dir: &Path, training: Option<&TrainingState>, stage: Stage<'_>) -> Result<()> {
         stage("create the folder")?;
         fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
@@ -127,11 +137,11 @@ impl Checkpoint {
         settle(dir, stage)
     }
 
-    /// Loads the model in the folder `dir` onto `device`. Folders written by other tools need `config.json`,
-    /// `tokenizer.json` and `model.safetensors`.
+    /// Loads the model in the folder `dir` onto `device`. Folders written by other tools need
+    /// `config.json`, `tokenizer.json` and `model.safetensors`.
     ///
     /// # Errors
-    /// A missing folder, a missing or damaged file, each by name.
+    /// If the folder is missing, or a file is missing or damaged; the message names it.
     pub fn load(dir: &Path, device: &Device) -> Result<Self> {
         require_folder(dir)?;
         let path = dir.join(MODEL);
@@ -153,7 +163,7 @@ impl Checkpoint {
         })
     }
 
-    /// The configuration as a type of the caller's.
+    /// Returns the configuration as a type of the caller's.
     pub fn config_as<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.config)
             .with_context(|| format!("{CONFIG} does not describe a model that this program knows"))
@@ -161,11 +171,11 @@ impl Checkpoint {
 }
 
 impl TrainingState {
-    /// Whether the model in `dir` has a training state, which a kill may have left under its
-    /// pending name.
+    /// Whether the model in `dir` has a training state, which may still have its pending name if
+    /// the process was killed.
     ///
     /// # Errors
-    /// A model file that cannot be read.
+    /// If the model file cannot be read.
     pub fn is_in(dir: &Path) -> Result<bool> {
         let is_listed = committed_digests(dir)?.is_some_and(|digests| digests.contains_key(TRAIN_STATE));
         Ok(is_listed && (dir.join(TRAIN_STATE).exists() || pending(dir, TRAIN_STATE).exists()))
@@ -174,7 +184,7 @@ impl TrainingState {
     /// Loads the training state that belongs to the model in `dir`.
     ///
     /// # Errors
-    /// As for [`Checkpoint::load`], or a model saved without a training state.
+    /// As [`Checkpoint::load`]; also if the model was saved without a training state.
     pub fn load(dir: &Path, device: &Device) -> Result<Self> {
         require_folder(dir)?;
         let digests = committed_digests(dir)?.unwrap_or_default();
@@ -191,15 +201,15 @@ impl TrainingState {
         })
     }
 
-    /// The progress as a type of the caller's.
+    /// Returns the progress as a type of the caller's.
     pub fn progress_as<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.progress)
             .with_context(|| format!("{TRAIN_STATE} was not written by this program, or by another version of it"))
     }
 }
 
-/// The revision this program was built from: a git commit (with `-dirty` where files had been changed), or the version of
-/// the package where it was built outside its repository.
+/// Returns the revision from which this program was built: a git commit (with `-dirty` where files
+/// had been changed), or the version of the package if it was built outside its repository.
 pub fn git_revision() -> &'static str {
     match option_env!("PERFORMER_GIT_REVISION") {
         Some(revision) => revision,
@@ -207,21 +217,21 @@ pub fn git_revision() -> &'static str {
     }
 }
 
-/// Told what is about to happen; an error stops the save there.
+/// A `Stage` is called with what is about to happen; an error stops the save there.
 type Stage<'a> = &'a mut dyn FnMut(&str) -> Result<()>;
 
 type Content<'a> = &'a dyn Fn(&mut dyn Write) -> io::Result<()>;
 
-/// Digests by file name.
+/// `Digests` are digests by file name.
 type Digests = BTreeMap<String, String>;
 
-/// Where a file waits until the checkpoint that it belongs to is committed.
+/// Returns the path at which a file waits until the checkpoint that it belongs to is committed.
 fn pending(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}.new"))
 }
 
-/// Gives the files of the committed checkpoint their names and removes what belongs to none. Changes nothing where it has
-/// run to its end before.
+/// Gives the files of the committed checkpoint their names and removes files that belong to none.
+/// It changes nothing if it has already run to its end.
 fn settle(dir: &Path, stage: Stage<'_>) -> Result<()> {
     let committed = committed_digests(dir)?;
     for name in COMPANIONS {
@@ -241,7 +251,8 @@ fn settle(dir: &Path, stage: Stage<'_>) -> Result<()> {
     sync_folder(dir)
 }
 
-/// The digests listed by `model.safetensors`; `None` where there is no such file or it was not written by this module.
+/// Returns the digests listed by `model.safetensors`; `None` if there is no such file or it was not
+/// written by this module.
 fn committed_digests(dir: &Path) -> Result<Option<Digests>> {
     let path = dir.join(MODEL);
     let header = || {
@@ -268,7 +279,7 @@ fn parse_digests(text: String) -> Option<Digests> {
     serde_json::from_str(&text).ok()
 }
 
-/// The content of a file beside the model: the pending one where the model lists its digest.
+/// Reads a file beside the model: the pending one if the model lists its digest.
 fn read_companion(dir: &Path, name: &str, digests: &Digests) -> Result<Vec<u8>> {
     if let Some(digest) = digests.get(name)
         && let Ok(bytes) = fs::read(pending(dir, name))

@@ -1,4 +1,5 @@
-//! The optimiser's share of a step on CUDA: one kernel a parameter, and one transfer to the host for the norm of all gradients.
+//! This module performs the optimiser's work on CUDA: one kernel for each parameter, and one
+//! transfer to the host for the norm of all gradients.
 
 use candle_core::{
     CpuStorage, CudaStorage, DType, InplaceOp2, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
@@ -9,15 +10,16 @@ use super::optimizer::Update;
 
 const SOURCE: Source = Source { name: "performer-lm/src/train/adamw.cu", text: include_str!("adamw.cu"), headers: &[] };
 
-/// Blocks that add up one gradient's squares.
+/// Number of thread blocks that add up one gradient's squares.
 const BLOCKS: usize = 128;
 
-/// Whether the kernels take this parameter or gradient.
+/// Whether the kernels can treat this parameter or gradient.
 pub(super) fn takes(t: &Tensor) -> bool {
     t.device().is_cuda() && t.dtype() == DType::F32 && t.elem_count() > 0
 }
 
-/// AdamW's update of an f32 parameter with its gradient. The moments change in place too: they belong to the optimiser alone.
+/// `AdamWOnCuda` updates an f32 parameter with its gradient. The moments change in place too: they
+/// belong to the optimiser alone.
 pub(super) struct AdamWOnCuda<'a> {
     pub(super) scalars: &'a Update,
     pub(super) m: &'a Tensor,
@@ -57,7 +59,7 @@ impl InplaceOp2 for AdamWOnCuda<'_> {
     }
 }
 
-/// Sums of squares of f32 tensors on one CUDA device, in one transfer.
+/// Computes the sums of squares of f32 tensors on one CUDA device, in one transfer.
 pub(super) fn squared_norms(tensors: &[&Tensor]) -> Result<Vec<f64>> {
     let Some(first) = tensors.first() else { return Ok(Vec::new()) };
     let shape = Shape::from(tensors.len() * BLOCKS);

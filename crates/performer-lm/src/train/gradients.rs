@@ -1,4 +1,5 @@
-//! Gradients of many parameters as one value: taken from a backward pass, summed over micro-batches, measured.
+//! This module treats the gradients of many parameters as one value: they are taken from a backward
+//! pass, summed over micro-batches, and measured.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
@@ -6,21 +7,23 @@ use rayon::prelude::*;
 
 use super::in_order;
 
-/// Numbers of a large tensor that a thread takes at a time.
+/// How many numbers of a large tensor a thread takes at a time.
 pub(super) const PIECE: usize = 1 << 16;
 
-/// Gradients of a list of parameters, in the order of that list.
+/// `Gradients` holds the gradients of a list of parameters, in the order of that list.
 ///
-/// Sums over micro-batches computed in several threads are taken here, in an order that the caller fixes, so that a run
-/// does not depend on which thread finishes first.
+/// Sums over micro-batches computed in several threads are taken here, in an order that the caller
+/// fixes, so that a run does not depend on which thread finishes first.
 #[derive(Clone, Debug)]
 pub struct Gradients {
-    /// One entry a parameter; `None` where the loss does not depend on it.
+    /// One entry for each parameter; `None` where the loss does not depend on it.
     pub tensors: Vec<Option<Tensor>>,
 }
 
 impl Gradients {
-    /// Takes the gradients of `params` (usually [`AdamW::parameters`](super::optimizer::AdamW::parameters)) out of what `Tensor::backward` returned.
+    /// Takes the gradients of `params` (usually
+    /// [`AdamW::parameters`](super::optimizer::AdamW::parameters)) from the result of
+    /// `Tensor::backward`.
     pub fn from_store(store: &GradStore, params: &[(String, Var)]) -> Result<Self> {
         let tensors = params
             .iter()
@@ -29,7 +32,8 @@ impl Gradients {
         Ok(Self { tensors })
     }
 
-    /// The sums of `loss(0..parts)` and of their gradients for `params`, computed on up to `threads` threads. `loss` returns a scalar.
+    /// Computes the sums of `loss(0..parts)` and of their gradients for `params`, on up to
+    /// `threads` threads. `loss` returns a scalar.
     pub(crate) fn of_parts(
         parts: usize,
         threads: usize,
@@ -55,7 +59,7 @@ impl Gradients {
             },
         )?;
         let gradients = sum.context("the batch is empty")?;
-        // Read now that everything is queued: each reading waits for the device.
+        // Losses are read after everything is queued, because each reading waits for the device.
         let losses = losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?)));
         Ok((losses.sum::<Result<f64>>()?, gradients))
     }
@@ -77,13 +81,14 @@ impl Gradients {
         Ok(())
     }
 
-    /// L2 norm of all gradients together.
+    /// Returns the L2 norm of all gradients together.
     pub fn norm(&self) -> Result<f64> {
         Ok(self.squared_norms()?.iter().sum::<f64>().sqrt())
     }
 
-    /// Squared L2 norm of every gradient, zero where there is none. Sums run in `f64` on the CPU; elsewhere in `f32` within
-    /// one tensor, or one block of it, and all of them come back in a single transfer.
+    /// Returns the squared L2 norm of every gradient, zero where there is none. Sums run in `f64`
+    /// on the CPU; elsewhere in `f32` within one tensor, or one block of it, and all of them come
+    /// back in a single transfer.
     pub(super) fn squared_norms(&self) -> Result<Vec<f64>> {
         let mut norms = vec![0.0; self.tensors.len()];
         let mut on_device = Vec::new();
@@ -120,7 +125,8 @@ impl Gradients {
     }
 }
 
-/// `a + b`: in the memory of `a` where that can be, for a new tensor of the size of all weights costs more than its additions.
+/// Returns `a + b`, in the memory of `a` if possible: a new tensor of the size of all weights costs
+/// more than its additions.
 fn sum(a: Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
     let plain = |t: &Tensor| t.device().is_cpu() && t.dtype() == DType::F32 && t.is_contiguous();
     if plain(&a) && plain(b) && a.shape() == b.shape() {
@@ -130,7 +136,7 @@ fn sum(a: Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
     a + b
 }
 
-/// `a += b` of contiguous f32.
+/// `AddTo` computes `a += b` of contiguous f32.
 struct AddTo;
 
 impl InplaceOp2 for AddTo {
@@ -156,7 +162,7 @@ impl InplaceOp2 for AddTo {
 }
 
 fn squared_norm_of(data: &[f32]) -> f64 {
-    // Independent sums, so that the additions do not wait for one another.
+    // These are independent sums, so that the additions do not wait for one another.
     let mut lanes = [0f64; 8];
     let chunks = data.chunks_exact(lanes.len());
     for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
@@ -177,7 +183,8 @@ fn squared_norm_on_cpu(gradient: &Tensor) -> Result<f64> {
             if end - start <= PIECE {
                 return Ok(squared_norm_of(&data[start..end]));
             }
-            // Pieces of one size, added in their order: the same bits on any number of threads.
+            // Pieces have one size and are added in their order, which gives the same bits on any
+            // number of threads.
             let pieces: Vec<f64> = data[start..end].par_chunks(PIECE).map(squared_norm_of).collect();
             return Ok(pieces.iter().sum());
         }
@@ -220,7 +227,7 @@ mod tests {
     fn norm_runs_over_all_tensors_types_and_layouts() -> Result<()> {
         let params = params()?;
         let (a, b) = (&params[0].1, &params[1].1);
-        // Gradients: 2a and 2b, so the squared norm is 4 (Σa² + Σb²) = 4 (55 + 385).
+        // The gradients are 2a and 2b, so the squared norm is 4 (Σa² + Σb²) = 4 (55 + 385).
         let loss = (a.sqr()?.sum_all()? + b.sqr()?.sum_all()?)?;
         let mut grads = of(loss, &params)?;
         let expected = 1760f64.sqrt();

@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one line a step and one a validation.
+//! This module writes `metrics.jsonl`, which has one line for each step and one for each
+//! validation.
 
 use std::{
     fs::{File, OpenOptions},
@@ -9,16 +10,16 @@ use std::{
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// A line of `metrics.jsonl`.
+/// A `Record` is a line of `metrics.jsonl`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// Steps taken.
+    /// Number of steps taken.
     pub step: usize,
     /// Epoch, from 0.
     pub epoch: usize,
-    /// Tokens trained on.
+    /// Number of tokens trained on.
     pub tokens: u64,
-    /// Loss of the step's batch before it, nats a token.
+    /// Loss of the step's batch before the update, in nats per token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub train_loss: Option<f64>,
     /// Learning rate of the step.
@@ -27,7 +28,7 @@ pub struct Record {
     /// Gradient norm before clipping.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_norm: Option<f64>,
-    /// Validation loss, nats a token.
+    /// Validation loss, in nats per token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
     /// Whether the validation took all of the held-out text, or its beginning.
@@ -35,14 +36,15 @@ pub struct Record {
     pub whole: Option<bool>,
 }
 
-/// The open log.
+/// `Log` is the open log.
 pub(super) struct Log {
     file: File,
     path: PathBuf,
 }
 
 impl Log {
-    /// Opens the log for a run that stands at `step`: lines of later steps, of which no checkpoint was made, go.
+    /// Opens the log for a run that stands at `step`, and removes lines of later steps, of which no
+    /// checkpoint was made.
     pub(super) fn open(path: &Path, step: usize) -> Result<Self> {
         let context = || format!("cannot write {}", path.display());
         let kept: Vec<Record> = if step > 0 && path.exists() { read_log(path)? } else { Vec::new() };
@@ -63,7 +65,8 @@ impl Log {
     }
 }
 
-/// The lines of a `metrics.jsonl`. A last line that a kill cut short is left out.
+/// Reads the lines of a `metrics.jsonl`. A last line that was cut short when the process was killed
+/// is left out.
 ///
 /// # Errors
 /// If the file cannot be read, or a line before the last is no record.

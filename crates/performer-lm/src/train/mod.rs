@@ -1,4 +1,4 @@
-//! Training: one loop, and the parts it is made of.
+//! This module trains models: it has one loop, and the parts of which the loop is made.
 
 mod checkpoint;
 #[cfg(feature = "cuda")]

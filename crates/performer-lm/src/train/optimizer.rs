@@ -1,4 +1,5 @@
-//! AdamW (Loshchilov & Hutter, <https://arxiv.org/abs/1711.05101>, algorithm 2) with gradient clipping by global norm.
+//! This module is AdamW (Loshchilov & Hutter, <https://arxiv.org/abs/1711.05101>, algorithm 2) with
+//! gradient clipping by global norm.
 //!
 //! With the gradient `g`, learning rate `η`, decay `λ` and step number `t` counted from one:
 //!
@@ -7,14 +8,16 @@
 //! θ ← θ − η (λ θ + (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε))
 //! ```
 //!
-//! **Which parameters decay.** `λ` applies to parameters of rank two or more whose name has no segment (the parts between
-//! dots) that is `bias`, ends in `_bias`, contains `norm` or is `feature_map`; it is zero for all others. Decay shrinks the weights of
-//! linear maps and embeddings; gains, offsets and the rows of feature maps have no reason to be near zero.
+//! **Which parameters decay.** `λ` applies to parameters of rank two or more whose name has no
+//! segment (the parts between dots) that is `bias`, ends in `_bias`, contains `norm` or is
+//! `feature_map`; it is zero for all others. Decay shrinks the weights of linear maps and
+//! embeddings; gains, offsets and the rows of feature maps have no reason to be near zero.
 //!
-//! **Why not the optimiser of `candle-nn`.** That one makes some fifteen passes and three copies per parameter, skips a
-//! parameter without a gradient in silence (an operation without a backward pass then trains nothing and says nothing), and
-//! cannot save its state. Here the update of an `f32` parameter on the CPU is one pass over memory, and a missing or
-//! non-finite gradient is an error that leaves everything as it was.
+//! **Why not the optimiser of `candle-nn`.** That one makes some fifteen passes and three copies
+//! per parameter, skips a parameter without a gradient silently (so an operation without a backward
+//! pass trains nothing without a message), and cannot save its state. Here the update of an `f32`
+//! parameter on the CPU is one pass over memory, and a missing or non-finite gradient is an error
+//! that changes nothing.
 
 use super::gradients::{Gradients, PIECE};
 use anyhow::{Context, Result, bail, ensure};
@@ -27,11 +30,12 @@ use std::collections::HashMap;
 /// Name of the step counter in [`AdamW::state`].
 const STEP: &str = "step";
 
-/// Constants of [`AdamW`]; the learning rate is given to every step.
+/// `AdamWConfig` holds the constants of [`AdamW`]; the learning rate is given to every step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
-    /// Decay rates of the two moments, each in `[0, 1)`. Default `(0.9, 0.95)`, usual for language models.
+    /// Decay rates of the two moments, each in `[0, 1)`. Default `(0.9, 0.95)`, usual for language
+    /// models.
     pub betas: (f64, f64),
     /// Added to the root of the second moment. Default `1e-8`.
     pub eps: f64,
@@ -62,7 +66,7 @@ impl AdamWConfig {
     }
 }
 
-/// The moments `m` and `v` of one parameter.
+/// `Moments` are the moments `m` and `v` of one parameter.
 #[derive(Debug)]
 enum Moments {
     /// `f32` on the CPU: updated in place, together with the parameter, by [`FusedUpdate`].
@@ -74,7 +78,8 @@ enum Moments {
     Tensors { m: Tensor, v: Tensor },
 }
 
-/// Half-precision parameters keep `f32` moments: squares of small gradients would vanish.
+/// Returns the type of a parameter's moments: half-precision parameters have `f32` moments, because
+/// squares of small gradients would vanish.
 fn moment_dtype(parameter: DType) -> DType {
     match parameter {
         DType::F64 => DType::F64,
@@ -82,7 +87,7 @@ fn moment_dtype(parameter: DType) -> DType {
     }
 }
 
-/// The AdamW optimiser over named variables.
+/// `AdamW` is the AdamW optimiser over named variables.
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
@@ -92,10 +97,11 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// Moments of zero for `params`, which are put in the order of their names.
+    /// Makes moments of zero for `params`, which are put in the order of their names.
     ///
     /// # Errors
-    /// A constant out of range, a name given twice, or a parameter that is not of a floating-point type.
+    /// If a constant is out of range, a name is given twice, or a parameter is not of a
+    /// floating-point type.
     pub fn new(params: Vec<(String, Var)>, config: AdamWConfig) -> Result<Self> {
         Self::with_fused_update(params, config, true)
     }
@@ -130,21 +136,23 @@ impl AdamW {
         Ok(Self { config, params, moments, step: 0 })
     }
 
-    /// The parameters in the order of their names, which is the order that [`Gradients`] must have.
+    /// Returns the parameters in the order of their names, which is the order that [`Gradients`]
+    /// must have.
     pub fn parameters(&self) -> &[(String, Var)] {
         &self.params
     }
 
-    /// The number of steps taken.
+    /// Returns the number of steps taken.
     pub fn steps(&self) -> usize {
         self.step
     }
 
-    /// Updates every parameter at learning rate `lr`, with the gradients scaled down to a global norm of `clip` where they
-    /// exceed it. Returns the norm before clipping.
+    /// Updates every parameter at learning rate `lr`, with the gradients scaled down to a global
+    /// norm of `clip` where they exceed it. Returns the norm before clipping.
     ///
     /// # Errors
-    /// A parameter without a gradient, gradients of other parameters, or a norm that is not finite; nothing is changed then.
+    /// If a parameter has no gradient, the gradients are those of other parameters, or the norm is
+    /// not finite; nothing is changed then.
     pub fn step(&mut self, grads: &Gradients, lr: f64, clip: Option<f64>) -> Result<f64> {
         ensure!(lr >= 0.0 && lr.is_finite(), "learning rate {lr} must be finite and not negative");
         if let Some(limit) = clip {
@@ -223,7 +231,8 @@ impl AdamW {
         Ok(norm)
     }
 
-    /// Everything needed to resume: the moments as `m.<name>` and `v.<name>`, and the number of steps as `step`.
+    /// Returns everything needed to resume: the moments as `m.<name>` and `v.<name>`, and the
+    /// number of steps as `step`.
     pub fn state(&self) -> Result<HashMap<String, Tensor>> {
         let mut state = HashMap::with_capacity(2 * self.params.len() + 1);
         for ((name, var), moments) in self.params.iter().zip(&self.moments) {
@@ -244,10 +253,12 @@ impl AdamW {
         Ok(state)
     }
 
-    /// Restores what [`Self::state`] returned, on whichever device and by whichever path it was computed.
+    /// Restores what [`Self::state`] returned, on whichever device and by whichever path it was
+    /// computed.
     ///
     /// # Errors
-    /// A missing, misshapen or superfluous entry, by name; the optimiser is unchanged then.
+    /// If an entry is missing, misshapen or superfluous; the message names it, and the optimiser is
+    /// unchanged.
     pub fn load_state(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         let entry = |name: &str, shape: &[usize]| {
             let Some(tensor) = state.get(name) else {
@@ -314,10 +325,10 @@ fn decays(name: &str, parameter: &Tensor) -> bool {
     parameter.rank() >= 2 && !name.split('.').any(spared)
 }
 
-/// The scalars of one step for one parameter.
+/// An `Update` holds the scalars of one step for one parameter.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Update {
-    /// What clipping multiplies the gradient by.
+    /// The factor by which clipping multiplies the gradient.
     pub(super) gradient_scale: f64,
     pub(super) beta1: f64,
     pub(super) beta2: f64,
@@ -357,10 +368,11 @@ impl Update {
     }
 }
 
-/// The update in one pass over parameter, gradient and moments: [`Update::composed`] for contiguous `f32` on the CPU.
+/// `FusedUpdate` performs the update in one pass over parameter, gradient and moments:
+/// [`Update::composed`] for contiguous `f32` on the CPU.
 struct FusedUpdate<'a> {
     scalars: &'a Update,
-    // Candle hands the operation out by shared reference and mutates one tensor only.
+    // Candle passes the operation by shared reference and mutates one tensor only.
     moments: RefCell<(&'a mut [f32], &'a mut [f32])>,
 }
 
@@ -398,7 +410,7 @@ impl InplaceOp2 for FusedUpdate<'_> {
             }
         };
         let (parameter, gradient) = (&mut parameter[p_start..p_end], &gradient[g_start..g_end]);
-        // Handing a small parameter to other threads would take longer.
+        // To pass a small parameter to other threads would take longer.
         if parameter.len() <= PIECE {
             update(parameter, gradient, ms, vs);
             return Ok(());

@@ -1,8 +1,8 @@
-//! Many forward (and backward) passes side by side on the CPU's cores.
+//! This module runs many forward (and backward) passes side by side on the CPU's cores.
 //!
-//! Candle's elementwise operations run on one thread; small batches on several threads use every core for all of them, and
-//! keep the working set near the cache. Results come back in the order of the jobs, so sums over them are the same for any
-//! number of threads.
+//! Candle's elementwise operations run on one thread; small batches on several threads use every
+//! core for all of them, and keep the working set near the cache. Results come back in the order of
+//! the jobs, so sums over them are the same for any number of threads.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,8 @@ use std::{
 
 use anyhow::{Result, bail};
 
-/// Runs `job(0..count)` on up to `threads` threads and hands the results to `fold` in order. Stops at the first error.
+/// Runs `job(0..count)` on up to `threads` threads and passes the results to `fold` in order. Stops
+/// at the first error.
 pub fn in_order<T: Send>(
     count: usize,
     threads: usize,

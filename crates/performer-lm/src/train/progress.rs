@@ -1,4 +1,5 @@
-//! What a person sees of a run while it goes: on stderr, a bar with loss, tokens a second and time left.
+//! This module shows a run to the user as it goes: on stderr, as a bar with loss, tokens per second
+//! and time left.
 
 use std::{
     cell::Cell,
@@ -67,7 +68,7 @@ impl Progress {
     }
 }
 
-/// Above the bar, or plainly where there is no terminal to draw one.
+/// Prints a line above the bar, or without a bar if there is no terminal.
 fn line(bar: &ProgressBar, text: &str) {
     if bar.is_hidden() {
         // If stderr is closed, there is nobody to tell.
@@ -77,7 +78,7 @@ fn line(bar: &ProgressBar, text: &str) {
     }
 }
 
-/// A bar of steps with a loss, for loops without validation.
+/// A `Bar` shows steps with a loss, for loops without validation.
 pub(crate) struct Bar {
     bar: ProgressBar,
     begun: Instant,
@@ -95,7 +96,7 @@ impl Bar {
         Self { bar, begun: Instant::now(), tokens: Cell::new(0) }
     }
 
-    /// After a step of so many tokens.
+    /// Advances the bar after a step of `tokens` tokens.
     pub(crate) fn step(&self, step: usize, loss: f64, tokens: usize) {
         self.tokens.set(self.tokens.get() + tokens);
         let speed = self.tokens.get() as f64 / self.begun.elapsed().as_secs_f64().max(1e-9);
@@ -103,7 +104,7 @@ impl Bar {
         self.bar.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", speed / 1000.0));
     }
 
-    /// Takes the bar away and leaves a line.
+    /// Removes the bar and leaves a line.
     pub(crate) fn finish(self, text: &str) {
         line(&self.bar, text);
         self.bar.finish_and_clear();

@@ -1,8 +1,9 @@
-//! A training run: batches of text, validated, logged, saved, and reported at the end; its loop is
-//! that of all training, `steps`.
+//! This module is a training run: batches of text, validated, logged, saved, and reported at the
+//! end. Its loop is the one that every training shares, in `steps`.
 //!
-//! Everything random is a function of the seed and the step: the order of the data, the features and their redraws, dropout.
-//! So a run that stops anywhere and resumes from its checkpoint goes on as if it had never stopped.
+//! Everything random is a function of the seed and the step: the order of the data, the features
+//! and their redraws, dropout. So a run that is stopped anywhere and resumes from its checkpoint
+//! continues as if it had never been stopped.
 
 use std::{
     path::{Path, PathBuf},
@@ -30,38 +31,38 @@ use crate::{
     model::{Decoder, Dropout, pretrained},
 };
 
-/// Tokens that a validation in the middle of a run takes; the last one takes all.
+/// Number of tokens of a validation in the middle of a run; the last validation takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
 
-/// File of the [`Report`].
+/// File name of the [`Report`].
 const REPORT: &str = "metrics.json";
 
-/// File of the [`RunState`], for messages.
+/// File name of the [`RunState`], for messages.
 const STATE: &str = "train_state.json";
 
-/// Stream of the seed that dropout draws from.
+/// The stream of the seed from which dropout draws.
 const DROPOUT_STREAM: u64 = 3;
 
-/// For runs that are over soon, and keep nothing that could go on.
+/// A stop flag that is never set, for runs that are over soon and keep nothing to resume from.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
-/// Where and how a run happens; nothing here changes its result.
+/// `RunOptions` says where and how a run takes place; nothing here changes its result.
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.
     pub out: &'a Path,
     /// The data as the command line spells it, for resuming.
     pub data: &'a str,
-    /// Device of the model.
+    /// Device on which the model is trained.
     pub device: Device,
-    /// Worker threads on the CPU.
+    /// Number of worker threads on the CPU.
     pub threads: usize,
-    /// Set from outside to save and stop.
+    /// Flag that is set from outside to save and stop.
     pub stop: &'a AtomicBool,
-    /// Whether to write a few words at every validation.
+    /// Whether to generate a few words at every validation.
     pub samples: bool,
 }
 
-/// Result of a run: the stable names of `--json`.
+/// A `Report` is the result of a run, with the stable names of `--json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// `softmax` or `favor`.
@@ -70,19 +71,19 @@ pub struct Report {
     pub attention_spec: String,
     /// Seed of weights, data order and features.
     pub seed: u64,
-    /// Trained parameters.
+    /// Number of trained parameters.
     pub params: usize,
-    /// Validation loss, nats a token.
+    /// Validation loss, in nats per token.
     pub val_loss: f64,
-    /// `e^val_loss`.
+    /// Perplexity, `e^val_loss`.
     pub perplexity: f64,
-    /// Validation loss in bits a byte of text.
+    /// Validation loss in bits per byte of text.
     pub bits_per_byte: f64,
     /// Seconds of training in each epoch, validation not counted.
     pub epoch_seconds: Vec<f64>,
-    /// Trained tokens a second of training.
+    /// Training tokens per second of training.
     pub tokens_per_second: f64,
-    /// What it was trained on.
+    /// Name of the corpus.
     pub corpus: String,
     /// Optimiser steps taken.
     pub steps: usize,
@@ -97,15 +98,16 @@ pub struct Report {
     pub dtype: Precision,
     /// Revision of this program.
     pub revision: String,
-    /// What determined the result; none in reports of versions that did not record it.
+    /// Key of the run; `None` in reports of versions that did not record it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<RunKey>,
-    /// Parts of the run that other revisions of this program made, or other kinds of device.
+    /// The parts of the run that other revisions of this program made, or that were made on other
+    /// kinds of device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier_legs: Vec<Leg>,
 }
 
-/// Content of `train_state.json`.
+/// `RunState` is the content of `train_state.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct RunState {
     step: usize,
@@ -114,7 +116,7 @@ struct RunState {
     corpus: String,
     /// The data as the command line spelt it.
     data_spec: String,
-    /// What determines the run; none in states of versions that did not record it.
+    /// Key of the run; `None` in states of versions that did not record it.
     #[serde(default)]
     key: Option<RunKey>,
     /// See [`Report::earlier_legs`].
@@ -123,7 +125,7 @@ struct RunState {
 }
 
 impl RunState {
-    /// The state of the training run in `dir`.
+    /// Returns the state of the training run in `dir`.
     fn of(saved: &TrainingState, dir: &Path) -> Result<Self> {
         if let Some(run) = saved.progress["key"]["run"].as_str() {
             ensure!(
@@ -136,7 +138,7 @@ impl RunState {
     }
 }
 
-/// A run in progress.
+/// A `Trainer` is a run in progress.
 pub struct Trainer<'a> {
     model: Decoder,
     optimizer: AdamW,
@@ -151,11 +153,12 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// A run from the start, with the vocabulary of the data's tokenizer. The folder is written to at once, so that one that cannot be written
-    /// to shows now.
+    /// Begins a run, with the vocabulary of the data's tokenizer. The folder is written to at once,
+    /// so that a folder that cannot be written to is found out now.
     ///
     /// # Errors
-    /// Invalid configs, too little data for one batch, a folder that cannot be written.
+    /// If a configuration is invalid, there is too little data for one batch, or the folder cannot
+    /// be written.
     pub fn new(
         config: &ModelConfig,
         training: &TrainingConfig,
@@ -165,7 +168,8 @@ impl<'a> Trainer<'a> {
         Self::exactly(&as_trained(config, data), training, data, options)
     }
 
-    /// The same with exactly this config, whose vocabulary may be larger than the tokenizer's.
+    /// Begins a run with exactly this configuration, whose vocabulary may be larger than the
+    /// tokenizer's.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -178,7 +182,7 @@ impl<'a> Trainer<'a> {
         training.validate()?;
         let model = Decoder::new(config, training.seed, &options.device)?.compute_in(training.dtype.dtype());
         let mut trainer = Self::assemble(model, training.clone(), data, options, 0)?;
-        // A report of an earlier run in this folder would pass for one of this.
+        // A report of an earlier run in this folder would be mistaken for that of this run.
         let report = trainer.options.out.join(REPORT);
         if report.exists() {
             std::fs::remove_file(&report).with_context(|| format!("cannot remove {}", report.display()))?;
@@ -187,11 +191,11 @@ impl<'a> Trainer<'a> {
         Ok(trainer)
     }
 
-    /// The run that `options.out` holds a checkpoint of, from where it stopped.
+    /// Resumes the run of which `options.out` holds a checkpoint, where it was stopped.
     ///
     /// # Errors
-    /// No such checkpoint, a checkpoint without a key, or other training data, another model or
-    /// other settings than it began with.
+    /// If there is no such checkpoint, it has no key, or training data, model or other settings
+    /// differ from those with which the run began.
     pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
@@ -239,32 +243,32 @@ impl<'a> Trainer<'a> {
         Ok(Self { model, optimizer, batches, data, training, options, log, epoch_seconds, key, earlier_legs })
     }
 
-    /// The model as it is now.
+    /// Returns the model as it is now.
     pub fn model(&self) -> &Decoder {
         &self.model
     }
 
-    /// How the run trains.
+    /// Returns the training settings.
     pub fn training(&self) -> &TrainingConfig {
         &self.training
     }
 
-    /// Tokens of one epoch.
+    /// Returns the number of tokens of one epoch.
     pub fn tokens_per_epoch(&self) -> usize {
         self.batches.batches_per_epoch() * self.batches.tokens_per_batch()
     }
 
-    /// Steps of the whole run.
+    /// Returns the number of steps of the whole run.
     pub fn total_steps(&self) -> usize {
         let all = self.training.epochs * self.batches.batches_per_epoch();
         self.training.max_steps.map_or(all, |max| max.min(all))
     }
 
-    /// Trains to the end, saves, validates on all of the held-out text, and reports. If told to stop before, it saves and
-    /// reports nothing.
+    /// Trains to the end, saves, validates on all of the held-out text, and reports. If it is
+    /// stopped before, it saves and returns `None`.
     ///
     /// # Errors
-    /// A loss or gradient that is not finite, and whatever keeps the checkpoint from being written.
+    /// If a loss or gradient is not finite, or the checkpoint cannot be written.
     pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
         let progress = Progress::new(&self.model.config().attention.to_string(), self.step(), total);
@@ -275,7 +279,7 @@ impl<'a> Trainer<'a> {
             rate: (training.learning_rate, "--learning-rate"),
             schedule: training.schedule,
             clip: training.clip,
-            // By steps and epochs: see `after`.
+            // The run saves by steps and epochs: see `after`.
             save_after: None,
             stop: self.options.stop,
         };
@@ -291,19 +295,19 @@ impl<'a> Trainer<'a> {
         Ok(Some(report))
     }
 
-    /// Steps taken.
+    /// Returns the number of steps taken.
     fn step(&self) -> usize {
         self.optimizer.steps()
     }
 
-    /// What decides how much memory a step needs.
+    /// Names the settings that decide how much memory a step needs.
     fn memory_settings(&self) -> String {
         let (t, model) = (&self.training, self.model.config());
         let bf16 = if t.dtype == Precision::F32 { ", or use --dtype bf16" } else { "" };
         format!("--micro-batch (it is {}) or --context (it is {}){bf16}", t.micro_batch, model.context)
     }
 
-    /// Gradients of the micro-batches of a step side by side, added in order.
+    /// Computes the gradients of a step's micro-batches side by side, and adds them in order.
     fn batch_gradients(&self, step: usize, batch: &Batch) -> Result<(f64, Gradients)> {
         let micro = self.training.micro_batch * batch.context;
         let count = batch.inputs.len().div_ceil(micro);
@@ -336,7 +340,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// A few words from the model, for a person to follow what it learns.
+    /// Generates a few words, by which the user can follow what the model learns.
     fn sample(&self) -> Result<String> {
         let mut text = String::new();
         let prompt = "Once upon a time";
@@ -393,7 +397,7 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// A run, with what shows it to a person.
+/// `InProgress` is a run with its progress display.
 struct InProgress<'r, 'a> {
     run: &'r mut Trainer<'a>,
     progress: &'r Progress,
@@ -463,10 +467,10 @@ impl Steps for InProgress<'_, '_> {
     }
 }
 
-/// The batches that a run trains on.
+/// Returns the batches on which a run trains.
 ///
 /// # Errors
-/// Too little text for one batch.
+/// If there is too little text for one batch.
 pub fn training_batches(config: &ModelConfig, training: &TrainingConfig, data: &Prepared) -> Result<Batches> {
     let batches = Batches::new(data.train.clone(), config.context, training.batch_size, training.seed)?;
     Ok(match training.max_train_tokens {
@@ -490,30 +494,30 @@ fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize)
     })
 }
 
-/// A model and its tokenizer from a checkpoint folder.
+/// Loads a model and its tokenizer from a checkpoint folder.
 ///
 /// # Errors
-/// What is missing or damaged, by name.
+/// If anything is missing or damaged; the message names it.
 pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
     pretrained::load(&dir.to_string_lossy(), device)
 }
 
-/// What a folder holds of a run.
+/// `Found` says what a folder holds of a run.
 #[derive(Debug)]
 pub enum Found {
-    /// Nothing of it.
+    /// The folder holds nothing of the run.
     Nothing,
-    /// A checkpoint to go on from.
+    /// The folder holds a checkpoint from which the run can resume.
     Begun,
-    /// Its result.
+    /// The folder holds the run's result.
     Finished(Box<Report>),
 }
 
-/// Looks for a run in `options.out`: to be asked before the first of many runs, so that what would
-/// stop the last one hours later is found now.
+/// Looks for a run in `options.out`. Called before the first of many runs, it finds now what would
+/// stop the last one hours later.
 ///
 /// # Errors
-/// A run with another key or without one, and a damaged folder.
+/// If the folder holds a run with another key or without one, or is damaged.
 pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
     let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
     let file = options.out.join(REPORT);
@@ -533,11 +537,11 @@ pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, op
     Ok(Found::Begun)
 }
 
-/// The result of a run: the one that `options.out` holds, or else that of going on or beginning
-/// there. `None` if it was stopped.
+/// Returns the result of a run: the one that `options.out` holds, or else the result of resuming or
+/// beginning the run there. Returns `None` if the run was stopped.
 ///
 /// # Errors
-/// Those of [`find`], and whatever keeps the run from its end.
+/// As [`find`]; also if the run fails.
 pub fn find_or_run(
     config: &ModelConfig,
     training: &TrainingConfig,
@@ -551,12 +555,12 @@ pub fn find_or_run(
     }
 }
 
-/// The config with the vocabulary of the data's tokenizer.
+/// Returns the configuration with the vocabulary of the data's tokenizer.
 fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
     ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
 }
 
-/// The data that the run in a folder trains on.
+/// Returns the data on which the run in a folder trains.
 ///
 /// # Errors
 /// If the folder holds no run.
@@ -565,13 +569,13 @@ pub fn saved_data(dir: &Path) -> Result<DataSpec> {
     state.data_spec.parse().with_context(|| format!("{} names its data as {}", dir.display(), state.data_spec))
 }
 
-/// Where a run's folder lies if none is given: `runs/PRESET-ATTENTION-seed`.
+/// Returns the default folder of a run: `runs/PRESET-ATTENTION-seed`.
 pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
     let name = format!("{preset:?}-{}", run_name(&config.attention, seed));
     Path::new("runs").join(name.to_lowercase())
 }
 
-/// `ATTENTION-seed` with characters that every file system takes.
+/// Returns `ATTENTION-seed` with characters that every file system takes.
 pub fn run_name(attention: &AttentionConfig, seed: u64) -> String {
     let name: String =
         attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();

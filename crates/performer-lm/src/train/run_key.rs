@@ -1,14 +1,14 @@
-//! The key of a run: everything that determines its result, field by field.
+//! This module has the key of a run: everything that determines its result, field by field.
 //!
-//! A command that finds an earlier result in its folder gives it back, or goes on from it, only
-//! where the key stored with that result is the key of the run that is asked for. Every command
-//! that keeps results uses this one key:
+//! A command that finds an earlier result in its folder returns it, or resumes from it, only if the
+//! key stored with that result is the key of the run that is asked for. Every command that keeps
+//! results uses this one key:
 //!
 //! | command | model | settings | data |
 //! |---|---|---|---|
-//! | `train`, `compare`, `lab ablate` | as it is trained | [`TrainingConfig`] | tokens and tokenizer |
+//! | `train`, `compare`, `lab ablate` | as trained | [`TrainingConfig`] | tokens and tokenizer |
 //! | `convert` | the student | those of the stages done | tokens and tokenizer; a teacher |
-//! | `lab tasks` | as it is trained | the task's recipe | what examples are made from |
+//! | `lab tasks` | as trained | the task's recipe | what examples are made from |
 //!
 //! A result without a key was written by an older version of this program. What determined it is
 //! unknown, so it is refused.
@@ -30,7 +30,7 @@ use crate::{
     data::Prepared,
 };
 
-/// [`RunKey::run`] of a training run.
+/// Value of [`RunKey::run`] for a training run.
 pub(super) const TRAINING: &str = "training";
 
 /// The most differences that an error lists.
@@ -39,7 +39,7 @@ const SHOWN_DIFFERENCES: usize = 4;
 /// The most characters of a value that an error shows.
 const SHOWN_CHARACTERS: usize = 60;
 
-/// Everything that determines the result of a run.
+/// A `RunKey` is everything that determines the result of a run.
 ///
 /// # What is not in the key, and why
 ///
@@ -81,8 +81,8 @@ pub struct RunKey {
     pub revision: String,
 }
 
-/// The first part of a run that was made by another revision of the program, or on another kind of
-/// device, than what followed.
+/// A `Leg` is an earlier part of a run that was made by another revision of the program, or on
+/// another kind of device, than the part that followed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Leg {
     /// Where this part ended: so many steps, or the name of a stage.
@@ -93,7 +93,7 @@ pub struct Leg {
     pub device: String,
 }
 
-/// A file with an earlier result, and what must be removed to make the result again.
+/// `Earlier` is a file with an earlier result, and what must be removed to make the result again.
 #[derive(Clone, Copy, Debug)]
 pub struct Earlier<'a> {
     /// The key stored with the result.
@@ -104,7 +104,7 @@ pub struct Earlier<'a> {
     pub remove: &'a Path,
 }
 
-/// A field of two keys that differ in it.
+/// A `Difference` is a field in which two keys differ.
 struct Difference {
     field: String,
     earlier: Value,
@@ -112,10 +112,11 @@ struct Difference {
 }
 
 impl RunKey {
-    /// The key of a run of this program on a device, whose `settings` serialise to a JSON object.
+    /// Makes the key of a run of this program on a device, whose `settings` serialise to a JSON
+    /// object.
     ///
     /// # Errors
-    /// Settings that cannot be written as JSON.
+    /// If the settings cannot be written as JSON.
     pub fn new(
         run: impl Into<String>,
         model: &ModelConfig,
@@ -141,10 +142,10 @@ impl RunKey {
         })
     }
 
-    /// The key of a training run.
+    /// Makes the key of a training run.
     ///
     /// # Errors
-    /// A training config that cannot be written as JSON.
+    /// If the training settings cannot be written as JSON.
     pub fn of_training(
         model: &ModelConfig,
         training: &TrainingConfig,
@@ -160,11 +161,11 @@ impl RunKey {
         Self::new(TRAINING, model, &settings, digests(data), training.seed, device)
     }
 
-    /// Allows an earlier finished result to be given back for this run.
+    /// Checks that an earlier finished result may be returned for this run.
     ///
     /// # Errors
-    /// A result without a key, or with another one: the first few fields that differ with their two
-    /// values, the file, and what to do.
+    /// If the result has no key, or another one. The message has the first few fields that differ
+    /// with their two values, the file, and what to do.
     pub fn check(&self, earlier: Earlier) -> Result<()> {
         let key = earlier.require_key()?;
         let differences = self.differences(key)?;
@@ -172,8 +173,8 @@ impl RunKey {
         Ok(())
     }
 
-    /// Allows an interrupted run to be gone on with as this run. The revision and the kind of
-    /// device may differ: then the answer is a sentence that says so, to be shown to the user.
+    /// Checks that an interrupted run may be resumed as this run. The revision and the kind of
+    /// device may differ: then the result is a sentence that says so, to be shown to the user.
     ///
     /// # Errors
     /// As [`Self::check`], for every other field.
@@ -188,13 +189,13 @@ impl RunKey {
         }))
     }
 
-    /// The part of a run that had this key and ended at `until`.
+    /// Makes the leg of a run that had this key and ended at `until`.
     pub fn leg(&self, until: impl Into<String>) -> Leg {
         Leg { until: until.into(), revision: self.revision.clone(), device: self.device.clone() }
     }
 
     fn differences(&self, earlier: &Self) -> Result<Vec<Difference>> {
-        // By way of text, so that an f32 is compared and shown as it is written.
+        // Keys are compared as text, so that an f32 is compared and shown as it is written.
         let value = |key: &Self| -> Result<Value> { Ok(serde_json::from_str(&serde_json::to_string(key)?)?) };
         let mut differences = Vec::new();
         compare("", &value(earlier)?, &value(self)?, &mut differences);
@@ -215,13 +216,13 @@ impl<'a> Earlier<'a> {
     }
 }
 
-/// Says on stderr that a run goes on otherwise than it began.
+/// Says on stderr that a run is resumed under other conditions than it began.
 pub(crate) fn warn(text: &str) {
     // If stderr is closed, there is nobody to tell.
     let _ = writeln!(std::io::stderr(), "warning: {text}");
 }
 
-/// Digests of prepared data: the tokens of both splits, and the tokenizer.
+/// Returns the digests of prepared data: the tokens of both splits, and the tokenizer.
 pub(crate) fn digests(data: &Prepared) -> BTreeMap<String, String> {
     let digests = [
         ("training tokens", data.train.digest()),
@@ -231,8 +232,8 @@ pub(crate) fn digests(data: &Prepared) -> BTreeMap<String, String> {
     digests.into_iter().map(|(name, digest)| (name.to_string(), digest.to_hex().to_string())).collect()
 }
 
-/// Digest of a model's config and weights. The config's context is left out: it is the length that
-/// a caller chose to use the model at, and stands in the key of whoever does so.
+/// Returns the digest of a model's configuration and weights. The context is left out: it is the
+/// length at which a caller chose to use the model, and is in the key of that caller.
 pub(crate) fn model_digest(config: &ModelConfig, tensors: &HashMap<String, Tensor>) -> Result<String> {
     let config = ModelConfig { context: 1, ..config.clone() };
     let metadata = BTreeMap::from([("config".to_string(), serde_json::to_string(&config)?)]);
@@ -275,7 +276,7 @@ fn listed(differences: &[Difference]) -> String {
     parts.join(", ")
 }
 
-/// A value as an error shows it: without quotes, "none" for null, and digests by their beginning.
+/// Formats a value for an error: without quotes, "none" for null, and digests by their beginning.
 fn shown(value: &Value) -> String {
     let text = match value {
         Value::Null => "none".to_string(),

@@ -1,40 +1,45 @@
-//! The learning rate over a run, as a pure function of the step: nothing to save, nothing to resume.
+//! This module computes the learning rate over a run, as a pure function of the step: nothing needs
+//! to be saved to resume.
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 use std::str::FromStr;
 
-/// How the learning rate moves between the first and the last step.
+/// `Schedule` says how the learning rate changes between the first and the last step.
 ///
-/// As text (command line): a name, and where wanted `:key=value,...` as in `one-cycle:warmup_fraction=0.1,div=10`. Names,
-/// keys and defaults are those of the serialised form, where the name is the `kind`.
+/// As text (command line) it is a name, optionally followed by `:key=value,...` as in
+/// `one-cycle:warmup_fraction=0.1,div=10`. Names, keys and defaults are those of the serialised
+/// form, where the name is the `kind`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Schedule {
-    /// One cycle (Smith & Topin, <https://arxiv.org/abs/1708.07120>), with the phases and numbers of PyTorch's `OneCycleLR`
-    /// without momentum cycling: a half cosine from `peak / div` up to `peak`, then one down to `peak / div / final_div`.
+    /// One cycle (Smith & Topin, <https://arxiv.org/abs/1708.07120>), with the phases and numbers
+    /// of PyTorch's `OneCycleLR` without momentum cycling: a half cosine from `peak / div` up to
+    /// `peak`, then one down to `peak / div / final_div`.
     OneCycle {
-        /// The part of the run that goes up. Default 0.3; the peak is at step `warmup_fraction · total − 1`.
+        /// The part of the run in which the rate rises. Default 0.3; the peak is at step
+        /// `warmup_fraction · total − 1`.
         #[serde(default = "default_warmup_fraction")]
         warmup_fraction: f64,
-        /// The peak over the first learning rate. Default 25.
+        /// The peak divided by the first learning rate. Default 25.
         #[serde(default = "default_div")]
         div: f64,
-        /// The first learning rate over the last. Default 10⁴.
+        /// The first learning rate divided by the last. Default 10⁴.
         #[serde(default = "default_final_div")]
         final_div: f64,
     },
-    /// A straight line that reaches the peak at step `warmup_steps`, then a half cosine down to `min_fraction · peak`.
+    /// A straight line that reaches the peak at step `warmup_steps`, then a half cosine down to
+    /// `min_fraction · peak`.
     WarmupCosine {
-        /// Steps before the peak. Default 100.
+        /// Number of steps before the peak. Default 100.
         #[serde(default = "default_warmup_steps")]
         warmup_steps: usize,
-        /// The last learning rate over the peak. Default 0.1.
+        /// The last learning rate divided by the peak. Default 0.1.
         #[serde(default = "default_min_fraction")]
         min_fraction: f64,
     },
-    /// The peak, always.
+    /// The learning rate is always the peak.
     Constant,
 }
 
@@ -69,7 +74,8 @@ impl Default for Schedule {
 }
 
 impl Schedule {
-    /// The learning rate of `step` (from zero) in a run of `total` steps; steps past the last keep its value.
+    /// Returns the learning rate of `step` (from zero) in a run of `total` steps; steps past the
+    /// last keep its value.
     pub fn lr(&self, peak: f64, step: usize, total: usize) -> f64 {
         let last = total.saturating_sub(1) as f64;
         let step = (step as f64).min(last);
@@ -95,7 +101,7 @@ impl Schedule {
         }
     }
 
-    /// Checks what the types cannot say.
+    /// Checks what the types cannot express.
     pub fn validate(&self) -> Result<()> {
         match *self {
             Self::OneCycle { warmup_fraction, div, final_div } => {
@@ -116,7 +122,8 @@ impl Schedule {
     }
 }
 
-/// From `start` at `position` 0 to `end` at `length`; a phase without length is at its end.
+/// Interpolates from `start` at `position` 0 to `end` at `length`; a phase without length is at its
+/// end.
 fn half_cosine(start: f64, end: f64, position: f64, length: f64) -> f64 {
     let progress = if length > 0.0 { position / length } else { 1.0 };
     end + (start - end) / 2.0 * (1.0 + (PI * progress).cos())
@@ -157,8 +164,9 @@ mod tests {
 
     #[test]
     fn one_cycle_is_pytorchs() {
-        // peak 1, total 10: the peak is at step 0.3·10 − 1 = 2, the end at step 9; cos(π/2) = 0 half-way up and
-        // cos(3.5π/7) = 0 half-way down would be at step 5.5, so steps 5 and 6 are 3/7 and 4/7 of the way.
+        // With peak 1 and total 10, the peak is at step 0.3·10 − 1 = 2, the end at step 9; cos(π/2)
+        // = 0 half-way up and cos(3.5π/7) = 0 half-way down would be at step 5.5, so steps 5 and 6
+        // are 3/7 and 4/7 of the way.
         let lr = |step| Schedule::default().lr(1.0, step, 10);
         let (first, last) = (0.04, 0.04 / 1e4);
         close(lr(0), first);
@@ -175,7 +183,8 @@ mod tests {
 
     #[test]
     fn one_cycle_peaks_between_steps_where_the_fraction_says_so() {
-        // total 15: the peak is at 3.5, so step 3 is 3/3.5 of the way up and step 4 is 0.5/10.5 of the way down.
+        // With total 15, the peak is at 3.5, so step 3 is 3/3.5 of the way up and step 4 is
+        // 0.5/10.5 of the way down.
         let lr = |step| Schedule::default().lr(1.0, step, 15);
         close(lr(3), 1.0 - 0.96 / 2.0 * (1.0 + (PI * 6.0 / 7.0).cos()));
         close(lr(4), 4e-6 + (1.0 - 4e-6) / 2.0 * (1.0 + (PI / 21.0).cos()));

@@ -1,11 +1,11 @@
-//! The loop that every training shares: training runs, the stages of a conversion, and the lab's
-//! tasks.
+//! This module is the loop that every training shares: training runs, the stages of a conversion,
+//! and the lab's tasks.
 //!
-//! They differ in what a step's gradients are, in what is looked at between steps, and in what is
-//! saved: that is [`Steps`]. They share the rest: the learning rate of a step is a function of its
-//! number, the optimiser counts the steps, and a stop from outside saves and ends the loop between
-//! two steps. So a training that goes on from what it saved takes the steps that it would have
-//! taken.
+//! They differ in how a step's gradients are computed, in what is measured between steps, and in
+//! what is saved: that is [`Steps`]. They share the rest: the learning rate of a step is a function
+//! of its number, the optimiser counts the steps, and a stop from outside saves and ends the loop
+//! between two steps. So a training that resumes from what it saved takes the steps that it would
+//! have taken.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -16,11 +16,11 @@ use anyhow::{Context, Result};
 
 use super::{AdamW, Gradients, Schedule};
 
-/// How long and how fast is trained.
+/// `Pace` says how long and at which learning rates a training runs.
 pub(crate) struct Pace<'a> {
-    /// What is trained, for errors.
+    /// Name of the training, for errors.
     pub(crate) name: &'a str,
-    /// Steps in all, those taken before among them.
+    /// Number of steps in all, including those already taken.
     pub(crate) steps: usize,
     /// Peak learning rate, and the option that sets it.
     pub(crate) rate: (f64, &'static str),
@@ -28,47 +28,48 @@ pub(crate) struct Pace<'a> {
     pub(crate) schedule: Schedule,
     /// Norm to which gradients are clipped.
     pub(crate) clip: Option<f64>,
-    /// Time after which the training is saved between two steps, where it does not see to that
-    /// itself.
+    /// Time after which the training is saved between two steps; `None` if the training decides
+    /// that itself.
     pub(crate) save_after: Option<Duration>,
-    /// Set from outside to save and stop.
+    /// Flag that is set from outside to save and stop.
     pub(crate) stop: &'a AtomicBool,
 }
 
-/// A step that was taken.
+/// A `Step` describes a step that was taken.
 pub(crate) struct Step {
     /// Its number, counted from 1.
     pub(crate) number: usize,
-    /// Loss of its batch before it.
+    /// Loss of its batch before the update.
     pub(crate) loss: f64,
     /// Its learning rate.
     pub(crate) rate: f64,
     /// Norm of the gradients before they were clipped.
     pub(crate) norm: f64,
-    /// Seconds it took.
+    /// Seconds that the step took.
     pub(crate) seconds: f64,
 }
 
-/// A training, as the loop sees it.
+/// `Steps` is a training, as the loop sees it.
 pub(crate) trait Steps {
-    /// The optimiser, which counts the steps.
+    /// Returns the optimiser, which counts the steps.
     fn optimizer(&mut self) -> &mut AdamW;
 
-    /// Loss and gradients of the batch of a step, counted from 0.
+    /// Computes loss and gradients of the batch of a step, counted from 0.
     fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)>;
 
-    /// Told of each step: logs, measures, shows.
+    /// Logs, measures and shows a step; it is called after each step.
     fn after(&mut self, step: &Step) -> Result<()>;
 
-    /// Saves what it takes to go on.
+    /// Saves what the training needs to resume.
     fn save(&mut self) -> Result<()>;
 }
 
-/// Takes the steps that are left. `false` if it was stopped before the last one; it is saved then.
+/// Takes the remaining steps. Returns `false` if the training was stopped before the last one; it
+/// is saved then.
 ///
 /// # Errors
-/// A gradient that is not finite, with the step and the option that sets the learning rate; and
-/// whatever the training returns.
+/// If a gradient is not finite, with the step and the option that sets the learning rate; also if a
+/// method of the training fails.
 pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool> {
     let (peak, option) = pace.rate;
     let mut saved = Instant::now();

@@ -1,8 +1,10 @@
-//! Files written durably, and weights in the [safetensors format](https://github.com/huggingface/safetensors#format).
+//! This module writes files durably, and weights in the [safetensors
+//! format](https://github.com/huggingface/safetensors#format).
 //!
-//! The format is simple enough to be written here, which buys four things over the `safetensors` crate's own writer: bytes
-//! that depend on nothing but the content (its metadata comes in random order), ordinary file permissions (its files are
-//! readable by their owner alone), a digest from the same pass, and data on the disk before the function returns.
+//! The format is simple enough to be written here, which has four advantages over the `safetensors`
+//! crate's own writer: bytes that depend on nothing but the content (its metadata comes in random
+//! order), ordinary file permissions (its files are readable by their owner alone), a digest from
+//! the same pass, and data on the disk before the function returns.
 
 use anyhow::{Context, Result};
 use candle_core::Tensor;
@@ -12,7 +14,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// Writes and syncs a file; returns the BLAKE3 digest of its content in hexadecimal.
+/// Writes and syncs a file, and returns the BLAKE3 digest of its content in hexadecimal.
 pub(crate) fn write_durably(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<String> {
     let write = || {
         let mut out =
@@ -48,7 +50,7 @@ pub(crate) fn write_safetensors(
     tensors: &HashMap<String, Tensor>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<()> {
-    // Wide types first keeps every tensor aligned.
+    // To write wide types first keeps every tensor aligned.
     let mut sorted: Vec<(&str, &Tensor)> = tensors.iter().map(|(k, t)| (&**k, t)).collect();
     sorted.sort_by_key(|(name, t)| (std::cmp::Reverse(t.dtype().size_in_bytes()), *name));
 

@@ -1,4 +1,4 @@
-//! GGUF files that the tests write, against Hugging Face folders of the same weights.
+//! These tests write GGUF files and compare them with Hugging Face folders of the same weights.
 
 use std::{collections::HashMap, fs::File, path::Path};
 
@@ -14,19 +14,20 @@ use performer_lm::data::{Corpus, DataSpec, Tokenizer};
 
 use crate::{llama2c::run_c_encode, support::*};
 
-/// Sizes that fit the blocks of 32 of quantised types.
+/// Returns sizes that fit the blocks of 32 numbers of quantised types.
 fn sizes(vocab: usize) -> Sizes {
     Sizes { vocab, hidden: 32, inner: 64, layers: 2, heads: 4, kv_heads: 2, head_dim: 8 }
 }
 
-/// From the order of halves to the order of neighbours, as llama.cpp's conversion has it.
+/// Reorders rows from halves to neighbouring pairs, the order of rotary dimensions that llama.cpp's
+/// conversion has.
 fn interleaved(rows: &Tensor, heads: usize) -> Result<Tensor> {
     let (n, columns) = rows.dims2()?;
     let order = rows.reshape((heads, 2, n / heads / 2, columns))?.transpose(1, 2)?;
     Ok(order.contiguous()?.reshape((n, columns))?)
 }
 
-/// Weights under llama.cpp's names.
+/// Returns the weights under llama.cpp's names.
 fn tensors(s: Sizes, weights: &Weights, kind: GgmlDType) -> Result<Vec<(String, QTensor)>> {
     let mut all = Vec::new();
     for (name, tensor) in weights {
@@ -82,7 +83,8 @@ fn strings(list: &[String]) -> Value {
     Value::Array(list.iter().cloned().map(Value::String).collect())
 }
 
-/// A byte-level tokenizer trained on the sample, and its metadata as words are cut by `words`.
+/// Returns a byte-level tokenizer trained on the sample, and its metadata with the pre-tokenizer
+/// `words`.
 fn byte_level(words: &str) -> Result<(Tokenizer, Metadata)> {
     let tokenizer = Tokenizer::train(&Corpus::load(&DataSpec::Sample)?.train, 400)?;
     let json: serde_json::Value = serde_json::from_slice(tokenizer.as_bytes())?;
@@ -127,7 +129,7 @@ fn weights_are_those_of_the_folder() -> Result<()> {
         let model = open(&path)?;
         assert_eq!(model.config.tied_head, tied);
 
-        // The same weights, rounded as this type rounds them.
+        // The folder has the same weights, rounded as this type rounds them.
         let rounded: Weights = weights
             .iter()
             .map(|(name, t)| {
@@ -165,7 +167,7 @@ fn byte_level_tokenizers_are_read() -> Result<()> {
         assert_eq!(read.decode(&read.encode(text)?)?, text);
     }
     assert_eq!((read.borders().begin, read.borders().end, &read.borders().stop[..]), (None, Some(0), &[2][..]));
-    // SmolLM's never puts two digits into a token, nor does Qwen2's; Llama 3's up to three.
+    // Tokens of SmolLM and Qwen2 have at most one digit, those of Llama 3 at most three.
     for (words, most) in [("smollm", 1), ("qwen2", 1), ("llama-bpe", 3)] {
         let (_, read) = all(words)?;
         for text in texts {

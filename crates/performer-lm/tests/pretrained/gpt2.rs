@@ -1,4 +1,4 @@
-//! GPT-2 against its equations in plain f64.
+//! These tests compare GPT-2 with its equations in plain f64.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -25,7 +25,7 @@ fn weights() -> Result<Weights> {
                 vector(&mut w, &format!("transformer.h.{i}.{norm}.{part}"), E)?;
             }
         }
-        // Conv1D: (in, out).
+        // Conv1D has weights of shape (in, out).
         for (name, rows, columns) in
             [("attn.c_attn", E, 3 * E), ("attn.c_proj", E, E), ("mlp.c_fc", E, INNER), ("mlp.c_proj", INNER, E)]
         {
@@ -118,7 +118,7 @@ fn gelu_tanh(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
 }
 
-/// `x Φ(x)`, Φ by integrating its density with Simpson's rule from 0.
+/// Computes `x Φ(x)`, with Φ from integrating its density by Simpson's rule from 0.
 fn gelu_exact(x: f64) -> f64 {
     let n = 2000;
     let h = x / f64::from(n);
@@ -148,7 +148,8 @@ fn gpt2_is_its_equations() -> Result<()> {
     Ok(())
 }
 
-/// The first published files have no prefix, a causal mask for every layer, and no field for the head.
+/// The first published files have no prefix, a causal mask for every layer, and no field for the
+/// output head.
 #[test]
 fn old_files_of_gpt2_are_read() -> Result<()> {
     let mut weights = weights()?;

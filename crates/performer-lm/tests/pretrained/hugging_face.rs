@@ -1,4 +1,5 @@
-//! Hugging Face folders against candle-transformers' models, and back.
+//! These tests compare Hugging Face folders with candle-transformers' models, and export models as
+//! such folders.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -45,7 +46,8 @@ fn llama_is_candles_llama() -> Result<()> {
     Ok(())
 }
 
-/// Weights in several files; half types; names without the prefix; constants that old files hold; newer configs' rotary parameters.
+/// Folders may have weights in several files, half types, names without the prefix, constants that
+/// old files hold, and the rotary parameters of newer configurations.
 #[test]
 fn folders_come_in_other_shapes() -> Result<()> {
     let (mut config, weights) = (llama_config(SMALL, "mistral", true), llama_weights(SMALL, false, true)?);
@@ -88,7 +90,7 @@ fn folders_come_in_other_shapes() -> Result<()> {
 fn qwen2_is_candles_qwen2() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let mut config = llama_config(SMALL, "qwen2", false);
-    // Qwen2's published configs name a window that is not in use.
+    // Qwen2's published configurations name a window that is not in use.
     for (name, value) in
         [("use_sliding_window", json!(false)), ("sliding_window", json!(40)), ("max_window_layers", json!(1))]
     {
@@ -135,7 +137,7 @@ fn starcoder2_is_candles_starcoder2() -> Result<()> {
     Ok(())
 }
 
-/// Saves a model as a Hugging Face folder and opens that.
+/// Exports a model as a Hugging Face folder and opens that folder.
 fn round_trip(model: &Pretrained, dir: &Path) -> Result<(Pretrained, Value)> {
     export(model, dir)?;
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json"))?)?;
@@ -169,7 +171,7 @@ fn what_is_exported_is_what_is_read() -> Result<()> {
             assert!(error.contains("holds a model already"), "{error}");
         }
     }
-    // One linear layer makes a Performer.
+    // One linear layer makes a model a Performer.
     let by_layer = BTreeMap::from([(1, "favor:m=20".parse().unwrap())]);
     let softmax = ModelConfig { attention: "softmax".parse().unwrap(), ..Preset::Stories15m.load()?.0 };
     let model = own(ModelConfig { attention_by_layer: by_layer, ..softmax })?;
@@ -190,7 +192,8 @@ fn what_is_exported_is_what_is_read() -> Result<()> {
     Ok(())
 }
 
-/// Whether a model begins, ends or separates documents follows from its tokenizer; what ends an answer from its configs.
+/// The tokenizer decides whether a model begins, ends or separates documents; the configurations
+/// decide what ends an answer.
 #[test]
 fn borders_are_found() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -249,12 +252,12 @@ fn what_is_not_supported_is_named() -> Result<()> {
         assert!(error.contains(words), "{field}: '{words}' is not in: {error}");
         assert!(error.contains(dir.path().to_str().unwrap()), "{field}: no file in: {error}");
     }
-    // Left out, Mistral's window is 4096.
+    // If the field is left out, Mistral's window is 4096.
     let mut bad = llama_config(SMALL, "mistral", true);
     bad["max_position_embeddings"] = json!(8192);
     write_folder(dir.path(), &bad, &weights)?;
     assert!(refusal(dir.path()).contains("sliding_window"));
-    // A shape that does not fit shows when the model is built.
+    // A shape that does not fit is found when the model is built.
     let mut bad = config.clone();
     bad["intermediate_size"] = json!(41);
     write_folder(dir.path(), &bad, &weights)?;

@@ -1,4 +1,5 @@
-//! llama2.c's files: weights against candle-transformers' model, the tokenizer against llama2.c's algorithm.
+//! These tests compare llama2.c's files: weights with candle-transformers' model, the tokenizer
+//! with llama2.c's algorithm.
 
 use std::{fs::File, io::Write, path::Path};
 
@@ -8,11 +9,11 @@ use candle_transformers::models::{llama2_c, llama2_c_weights::TransformerWeights
 
 use crate::support::*;
 
-/// A vocabulary: scores and spellings.
+/// A `Vocabulary` lists the scores and spellings of tokens.
 pub(crate) type Vocabulary = Vec<(f32, Vec<u8>)>;
 
-/// The way run.c encodes: characters, or their bytes where they have no token; then the pair of the best score is merged, the first of
-/// equals, again and again.
+/// Encodes as run.c does: it takes characters, or their bytes where they have no token; then it
+/// merges the pair with the best score, the first of equals, as long as there is one.
 pub(crate) fn run_c_encode(vocabulary: &Vocabulary, text: &str) -> Vec<u32> {
     let find = |bytes: &[u8]| vocabulary.iter().position(|(_, token)| token == bytes);
     let mut tokens: Vec<usize> = Vec::new();
@@ -43,7 +44,8 @@ pub(crate) fn run_c_encode(vocabulary: &Vocabulary, text: &str) -> Vec<u32> {
     tokens.into_iter().map(|id| id as u32).collect()
 }
 
-/// Specials, bytes, and texts; longer texts score lower, as in a trained vocabulary, but ids are in no order.
+/// Returns special tokens, bytes, and texts. Longer texts score lower, as in a trained vocabulary,
+/// but ids are in no order.
 fn vocabulary() -> Vocabulary {
     let mut all: Vocabulary = ["<unk>", "\n<s>\n", "\n</s>\n"].map(|token| (0.0, token.into())).into();
     all.extend((0..=255u8).map(|byte| (0.0, format!("<0x{byte:02X}>").into_bytes())));
@@ -84,7 +86,7 @@ fn sizes(kv_heads: usize) -> Sizes {
 
 const CONTEXT: usize = 32;
 
-/// A model's file, version 0 or 1.
+/// Returns the content of a model file, version 0 or 1.
 fn model_bytes(version: u32, s: Sizes, tied: bool) -> Result<Vec<u8>> {
     let weights = llama_weights(s, false, tied)?;
     let mut out = Vec::new();

@@ -1,5 +1,5 @@
-//! Pretrained models: every format on small files that the tests write, against other implementations of the same model; and real
-//! models where they are at hand.
+//! These tests open pretrained models: every format on small files that the tests write, compared
+//! with other implementations of the same model, and real models if they are available.
 
 mod gguf;
 mod gpt2;

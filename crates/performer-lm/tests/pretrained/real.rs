@@ -1,4 +1,4 @@
-//! Real models, where they lie beside the project.
+//! These tests use real models, if they lie beside the project.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::{
     support::open,
 };
 
-/// The data, or a word about its absence.
+/// Returns the folder of the data, or prints that it is absent.
 fn data() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data");
     let there = path.join("stories260k/stories260K.bin").exists();
@@ -26,7 +26,7 @@ fn data() -> Option<PathBuf> {
     there.then_some(path)
 }
 
-/// The text that the model's authors printed, greedily.
+/// Returns the text that the model's authors published, which was generated greedily.
 fn published(data: &Path) -> String {
     let page = std::fs::read_to_string(data.join("stories260k/stories260K.md")).unwrap();
     let (_, rest) = page.split_once("-t 0.0\n").unwrap();
@@ -51,7 +51,7 @@ fn stories260k_tells_its_published_story() -> Result<()> {
     let Some(data) = data() else { return Ok(()) };
     let model = data.join("stories260k/stories260K.bin");
     assert_eq!(greedy(&model)?, published(&data));
-    // And as a Hugging Face folder.
+    // The model exported as a Hugging Face folder generates the same text.
     let dir = tempfile::tempdir()?;
     let opened = open(&model)?;
     export(&opened, dir.path())?;
@@ -69,7 +69,7 @@ fn stories260k_encodes_as_run_c_does() -> Result<()> {
     for (i, story) in documents.iter().enumerate() {
         let tokens = tokenizer.encode(story)?;
         assert_eq!(tokenizer.decode(&tokens)?, story);
-        // The plain algorithm is quadratic.
+        // The plain algorithm is quadratic, so it runs on some stories only.
         if i % 20 == 0 {
             assert_eq!(tokens, run_c_encode(&vocabulary, story), "{story}");
         }

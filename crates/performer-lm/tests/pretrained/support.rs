@@ -1,4 +1,4 @@
-//! Small random models as others would save them.
+//! This module makes small random models in the files of other programs.
 
 use std::{collections::HashMap, path::Path};
 
@@ -12,7 +12,7 @@ pub(crate) const VOCAB: usize = 60;
 
 pub(crate) type Weights = HashMap<String, Tensor>;
 
-/// Normal numbers of deviation `std` around `mean`, a function of the name.
+/// Returns normal numbers with standard deviation `std` around `mean`, as a function of the name.
 pub(crate) fn random(name: &str, shape: &[usize], mean: f64, std: f64) -> Result<Tensor> {
     let seed = name.bytes().fold(7u64, |seed, byte| seed.wrapping_mul(31).wrapping_add(u64::from(byte)));
     let n = shape.iter().product();
@@ -21,7 +21,7 @@ pub(crate) fn random(name: &str, shape: &[usize], mean: f64, std: f64) -> Result
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
-/// Adds a matrix, large enough that attention is far from uniform and that biases matter.
+/// Adds a matrix whose numbers are so large that attention is far from uniform and biases matter.
 pub(crate) fn matrix(weights: &mut Weights, name: &str, rows: usize, columns: usize) -> Result<()> {
     let std = if name.contains("embed") || name.contains("w") && name.contains("te.") {
         0.7
@@ -39,7 +39,7 @@ pub(crate) fn vector(weights: &mut Weights, name: &str, n: usize) -> Result<()> 
     Ok(())
 }
 
-/// Sizes of a small Llama with two query heads to a key head.
+/// `Sizes` are the sizes of a small Llama with two query heads to a key head.
 #[derive(Clone, Copy)]
 pub(crate) struct Sizes {
     pub(crate) vocab: usize,
@@ -54,7 +54,7 @@ pub(crate) struct Sizes {
 pub(crate) const SMALL: Sizes =
     Sizes { vocab: VOCAB, hidden: 24, inner: 40, layers: 2, heads: 6, kv_heads: 3, head_dim: 4 };
 
-/// Weights of a Llama-style model under Hugging Face's names.
+/// Returns the weights of a Llama-style model under Hugging Face's names.
 pub(crate) fn llama_weights(s: Sizes, qkv_bias: bool, tied: bool) -> Result<Weights> {
     let mut w = Weights::new();
     matrix(&mut w, "model.embed_tokens.weight", s.vocab, s.hidden)?;
@@ -81,7 +81,7 @@ pub(crate) fn llama_weights(s: Sizes, qkv_bias: bool, tied: bool) -> Result<Weig
     Ok(w)
 }
 
-/// The config.json that goes with them.
+/// Returns the `config.json` that belongs to these weights.
 pub(crate) fn llama_config(s: Sizes, model_type: &str, tied: bool) -> Value {
     json!({
         "model_type": model_type, "vocab_size": s.vocab, "hidden_size": s.hidden, "intermediate_size": s.inner,
@@ -91,7 +91,7 @@ pub(crate) fn llama_config(s: Sizes, model_type: &str, tied: bool) -> Value {
     })
 }
 
-/// A tokenizer of words `w1`, `w2`, ... with `<|endoftext|>` as token 0.
+/// Returns a tokenizer of words `w1`, `w2`, ... with `<|endoftext|>` as token 0.
 pub(crate) fn word_tokenizer() -> Value {
     let mut vocab: HashMap<String, usize> = (1..VOCAB).map(|i| (format!("w{i}"), i)).collect();
     vocab.insert("<|endoftext|>".into(), 0);
@@ -119,17 +119,17 @@ pub(crate) fn open(path: &Path) -> Result<Pretrained> {
     Pretrained::open(path.to_str().unwrap())
 }
 
-/// What opening fails with, causes and all.
+/// Returns the error of opening, with its causes.
 pub(crate) fn refusal(path: &Path) -> String {
     format!("{:#}", open(path).expect_err("it must be refused"))
 }
 
-/// Some tokens, none of them twice in a row.
+/// Returns some tokens, none of them twice in a row.
 pub(crate) fn ids(n: usize) -> Vec<u32> {
     (0..n).map(|i| ((i * 17 + i * i * 5 + 3) % VOCAB) as u32).collect()
 }
 
-/// Our logits after every token of a text.
+/// Returns our logits after every token of a text.
 pub(crate) fn logits(model: &Pretrained, ids: &[u32]) -> Result<Vec<Vec<f32>>> {
     let model = model.decoder(&Device::Cpu)?;
     Ok(model
@@ -139,7 +139,8 @@ pub(crate) fn logits(model: &Pretrained, ids: &[u32]) -> Result<Vec<Vec<f32>>> {
         .to_vec2()?)
 }
 
-/// The same of a model that gives those after the last token only.
+/// Returns the logits after every token of a text, from a model that gives those after the last
+/// token only.
 pub(crate) fn logits_of_prefixes(
     ids: &[u32],
     mut last: impl FnMut(&Tensor) -> candle_core::Result<Tensor>,
@@ -151,7 +152,7 @@ pub(crate) fn logits_of_prefixes(
     Ok(all)
 }
 
-/// Compares logits that are neither all alike nor beyond `1e-4` apart.
+/// Compares logits, which must not be all alike, and may differ by at most `1e-4`.
 pub(crate) fn assert_same(ours: &[Vec<f32>], theirs: &[Vec<f32>]) {
     assert_eq!(ours.len(), theirs.len());
     let spread = theirs.iter().flatten().fold(0f32, |most, x| most.max(x.abs()));

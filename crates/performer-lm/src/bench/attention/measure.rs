@@ -1,4 +1,4 @@
-//! Every implementation at every size, timed.
+//! This module times every implementation at every size.
 
 use anyhow::{Context, Result};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
@@ -10,13 +10,14 @@ use super::{
 };
 use crate::memory;
 
-/// Largest score matrices that an implementation which makes them is asked for, in bytes.
+/// The largest score matrices, in bytes, that are asked of an implementation that makes them.
 const SCORES: usize = 1 << 28;
 
-/// Times that every point is measured.
+/// How often every point is measured.
 const ROUNDS: usize = 3;
 
-/// Every point of a sweep. What the machine does besides comes in bursts of seconds: rounds lie apart, and the middle one counts.
+/// Measures every point of a sweep. Other work of the machine comes in bursts of seconds, so rounds
+/// are apart in time, and the middle one counts.
 pub(super) fn points(
     sweep: &Sweep,
     effort: Effort,
@@ -31,7 +32,7 @@ pub(super) fn points(
     Ok(middle(&rounds))
 }
 
-/// Every point once.
+/// Measures every point once.
 fn round(sweep: &Sweep, effort: Effort, device: &Device, progress: &mut impl FnMut(String)) -> Result<Vec<Point>> {
     let mut points = Vec::new();
     for &tokens in &sweep.tokens {
@@ -56,7 +57,7 @@ fn round(sweep: &Sweep, effort: Effort, device: &Device, progress: &mut impl FnM
     Ok(points)
 }
 
-/// Of each point, the round whose median is the middle one.
+/// Returns, for each point, the round with the middle median.
 fn middle(rounds: &[Vec<Point>]) -> Vec<Point> {
     let of_one = |i: usize| {
         let mut points: Vec<&Point> = rounds.iter().map(|round| &round[i]).collect();
@@ -88,7 +89,7 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
     Ok(all)
 }
 
-/// Bytes in use at once.
+/// `Memory` counts bytes in use at once.
 #[derive(Clone, Copy)]
 struct Memory {
     extra: u64,
@@ -127,7 +128,7 @@ fn repeat(
     device: &Device,
     mut work: impl FnMut() -> candle_core::Result<()>,
 ) -> Result<(Timing, Option<Memory>)> {
-    // Threads, and what else is made once.
+    // The first run starts threads and makes all that is made once.
     work().context("attention failed")?;
     let before = memory::live();
     let (result, extra) = memory::extra(&mut work);
@@ -136,7 +137,7 @@ fn repeat(
     Ok((time(effort, device, work)?, memory))
 }
 
-/// Hands a given gradient to its input, as a loss of any kind would, at no cost of its own.
+/// `Handed` gives a fixed gradient to its input, as a loss would, at no cost of its own.
 struct Handed(Tensor);
 
 impl CustomOp1 for Handed {
@@ -153,10 +154,10 @@ impl CustomOp1 for Handed {
     }
 }
 
-/// Softmax attention as one writes it with Candle.
+/// `CandleSoftmax` is softmax attention as one writes it with Candle.
 #[derive(Debug)]
 struct CandleSoftmax {
-    /// What is added to scores, made once: −∞ where a key is not seen.
+    /// The mask that is added to scores: −∞ where a key is not seen. It is made once.
     hidden: Option<Tensor>,
 }
 

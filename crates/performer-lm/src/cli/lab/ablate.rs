@@ -1,4 +1,4 @@
-//! `performer-lm lab ablate`.
+//! This module is the command `performer-lm lab ablate`.
 
 use std::{path::PathBuf, sync::atomic::AtomicBool};
 
@@ -17,11 +17,12 @@ use crate::{
     },
 };
 
-/// Tokens of the tokenizer, if nothing else is said. With few of them words are spelt, which asks more of attention, and the head costs little:
-/// at 4,096 and as many tokens of training, attentions do not yet differ.
+/// Default size of the tokenizer's vocabulary. A small vocabulary spells words, which asks more of
+/// attention, and its output head costs little: at 4,096 tokens and an equal number of training
+/// tokens, attentions do not differ yet.
 const VOCABULARY: usize = 512;
 
-/// Sequences of a pass.
+/// Number of sequences in a pass.
 const MICRO_BATCH: usize = 4;
 
 #[derive(clap::Args)]
@@ -62,7 +63,7 @@ impl Args {
         let training = TrainingConfig {
             batch_size: self.batch_size,
             micro_batch: MICRO_BATCH.min(self.batch_size),
-            // As many as the steps can need.
+            // There are as many epochs as the steps can need.
             epochs: self.steps,
             max_steps: Some(self.steps),
             eval_every: 0,

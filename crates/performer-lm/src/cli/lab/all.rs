@@ -1,4 +1,4 @@
-//! `performer-lm lab all`.
+//! This module is the command `performer-lm lab all`.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,8 @@ pub(in crate::cli) struct Args {
     /// A few minutes: to see that it works, not to conclude from.
     #[arg(long)]
     quick: bool,
-    /// Text to train on, and to look at heads with: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.
+    /// Text to train on, and to look at heads with: auto, tinystories, sample, a text file, or a
+    /// folder with train.txt and valid.txt.
     #[arg(long, default_value = "auto")]
     data: DataSpec,
     /// A long text for the task text; give it several times.
@@ -37,7 +38,7 @@ pub(in crate::cli) struct Args {
 }
 
 impl Args {
-    /// Every experiment with its defaults, one after the other.
+    /// Runs every experiment with its defaults, one after the other.
     pub(super) fn run(self, machine: &Machine) -> Result<Vec<Findings>> {
         let part = |name: &str| {
             output::note(&format!("== {name}"));
@@ -67,7 +68,7 @@ impl Args {
     }
 }
 
-/// Arguments as they are when nothing is said.
+/// Returns arguments with their default values.
 fn defaults<A: clap::Args + clap::FromArgMatches>() -> Result<A> {
     let command = A::augment_args(clap::Command::new("lab"));
     Ok(A::from_arg_matches(&command.try_get_matches_from(["lab"])?)?)

@@ -1,4 +1,4 @@
-//! `performer-lm lab crossover`.
+//! This module is the command `performer-lm lab crossover`.
 
 use std::time::Duration;
 
@@ -50,8 +50,8 @@ impl Args {
     }
 }
 
-/// The experiment in a process of its own: it measures one operation at a time on all threads, where others run passes side by side, and
-/// a process sets up for one of the two.
+/// Runs the experiment in a process of its own. It measures one operation at a time on all threads,
+/// other experiments run passes side by side, and a process sets up its threads for one of the two.
 pub(super) fn apart(machine: &Machine, quick: bool) -> Result<Findings> {
     let program = std::env::current_exe().context("cannot find this program to start it again")?;
     let mut command = std::process::Command::new(program);

@@ -1,4 +1,4 @@
-//! `performer-lm lab error`.
+//! This module is the command `performer-lm lab error`.
 
 use anyhow::Result;
 
@@ -18,7 +18,8 @@ pub(in crate::cli) struct Args {
     /// Seconds instead of minutes: to see that it works, not to conclude from.
     #[arg(long)]
     pub(super) quick: bool,
-    /// Lengths of the published figure; the first is that of all Gaussian inputs [default: 1024,4096].
+    /// Lengths of the published figure; the first is that of all Gaussian inputs [default:
+    /// 1024,4096].
     #[arg(long, value_delimiter = ',')]
     tokens: Option<Vec<usize>>,
     /// Head dimension of Gaussian inputs [default: 16].
@@ -33,7 +34,8 @@ pub(in crate::cli) struct Args {
     /// Draws for errors of kernel entries [default: 20000].
     #[arg(long)]
     kernel_draws: Option<usize>,
-    /// A softmax model whose heads are measured beside Gaussian inputs, or none [default: the one that comes with the project].
+    /// A softmax model whose heads are measured beside Gaussian inputs, or none [default: the one
+    /// that comes with the project].
     #[arg(long)]
     checkpoint: Option<String>,
     #[command(flatten)]

@@ -1,4 +1,5 @@
-//! `performer-lm lab`: experiments on FAVOR+, each with a short table, charts and a page.
+//! This module is the command `performer-lm lab`: experiments on FAVOR+, each with a short table,
+//! charts and a page.
 
 mod ablate;
 mod all;
@@ -36,7 +37,7 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Whether it runs one operation at a time, on all threads.
+    /// Whether the command runs one operation at a time, on all threads.
     pub(super) fn is_one_at_a_time(&self) -> bool {
         matches!(self, Self::Crossover(_))
     }
@@ -58,7 +59,8 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
 /// The text that a model's heads are looked at on.
 #[derive(clap::Args)]
 struct Text {
-    /// Text for the model: auto, tinystories, sample, a text file, or a folder with train.txt and valid.txt.
+    /// Text for the model: auto, tinystories, sample, a text file, or a folder with train.txt and
+    /// valid.txt.
     #[arg(long, default_value = "sample")]
     data: String,
     /// Tokens of a window [default: the model's context, at most 512].
@@ -114,7 +116,7 @@ impl Common {
             return output::json(&data);
         }
         for found in findings {
-            // One blank line between all parts.
+            // There is one blank line between all parts.
             let mut parts = vec![format!("# {}", found.title), found.summary.join("\n\n")];
             if let Some((section, table)) = found.sections.iter().find_map(|s| Some((s, s.table.as_ref()?))) {
                 let header: Vec<&str> = table.header.iter().map(String::as_str).collect();

@@ -1,4 +1,4 @@
-//! `performer-lm lab suggest`.
+//! This module is the command `performer-lm lab suggest`.
 
 use anyhow::Result;
 use performer_core::FeatureMapKind;
@@ -15,7 +15,8 @@ Examples:
   performer-lm lab suggest --checkpoint runs/small-softmax-seed42 --data stories/ --error 0.15
   performer-lm lab suggest --checkpoint stories260K.bin --data stories/ --window 32 --criterion output --error 0.1 --json")]
 pub(in crate::cli) struct Args {
-    /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
+    /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf
+    /// file.
     #[arg(long)]
     checkpoint: String,
     /// The error to meet, from 0 to 1.

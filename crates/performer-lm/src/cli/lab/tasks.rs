@@ -1,4 +1,4 @@
-//! `performer-lm lab tasks`.
+//! This module is the command `performer-lm lab tasks`.
 
 use std::{path::PathBuf, sync::atomic::AtomicBool};
 
@@ -28,7 +28,8 @@ pub(in crate::cli) struct Args {
     /// A task; give it several times [default: all whose files are given].
     #[arg(long, value_enum)]
     task: Vec<Task>,
-    /// An attention to compare; give it several times. The first is what the others are held against.
+    /// An attention to compare; give it several times. The first is what the others are held
+    /// against.
     #[arg(long, default_values = ATTENTIONS)]
     attention: Vec<AttentionConfig>,
     /// Seeds to repeat each with.
@@ -40,7 +41,8 @@ pub(in crate::cli) struct Args {
     /// Protein sequences for the task protein, in FASTA.
     #[arg(long)]
     pub(super) proteins: Option<PathBuf>,
-    /// Size of an example, with one --task: symbols to copy, pairs to recall, the longest expression, bytes of context, residues of a window.
+    /// Size of an example, with one --task: symbols to copy, pairs to recall, the longest
+    /// expression, bytes of context, residues of a window.
     #[arg(long)]
     length: Option<usize>,
     /// Optimiser steps [default: the task's].

@@ -1,4 +1,5 @@
-//! What a QR decomposition without its sign correction does to kernel estimates.
+//! This module measures the bias of kernel estimates that comes from a QR decomposition without its
+//! sign correction.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -18,15 +19,17 @@ use crate::{
     plot::{At, Axis, Chart, Marker, Scale, Series, Style},
 };
 
-/// Head dimensions.
+/// The head dimensions that are measured.
 const DIMS: [usize; 4] = [8, 16, 32, 64];
 
-/// `‖x + y‖²/√D`: 2 for independent unit normal queries and keys; less here, where the error can be told.
+/// `‖x + y‖²/√D`, which is 2 on average for independent unit normal queries and keys. It is smaller
+/// here, so that the draws suffice to measure the bias.
 const LENGTH: f64 = 0.5;
 
-/// Relative bias of estimates of `D` rows for `x + y` in this direction: 1 for `(1, …, 1)`, −1 for its opposite.
+/// Measures the relative bias of estimates by `D` rows for `x + y` in this direction: 1 for
+/// `(1, …, 1)`, −1 for its opposite.
 fn bias(plan: &Plan, estimator: &Estimator, d: usize, sign: f64) -> Result<Spread> {
-    // Half of x + y each: the kernel's estimate depends on nothing else but the lengths.
+    // Query and key are half of x + y each: the bias depends on nothing else but their lengths.
     let square = LENGTH * (d as f64).sqrt();
     let entry = 0.5 * sign * (square / d as f64).sqrt();
     let row = Tensor::full(entry, (1, d), &Device::Cpu)?.to_dtype(DType::F64)?;
@@ -42,7 +45,7 @@ fn bias(plan: &Plan, estimator: &Estimator, d: usize, sign: f64) -> Result<Sprea
     Ok(Spread::of(all))
 }
 
-/// The bias over the head dimension.
+/// Measures the bias over the head dimension.
 pub(super) fn unsigned(plan: &Plan) -> Result<(Section, Value)> {
     let estimators = [
         ("QR unsigned", Estimator::orthogonal("", FeatureMapKind::Positive).unsigned(), COLORS[1]),

@@ -1,4 +1,4 @@
-//! How errors are drawn and written, the same in every section.
+//! This module draws and formats errors in the same way for every section.
 
 use super::spread::Spread;
 use crate::plot::{Color, Series, Style};
@@ -7,7 +7,8 @@ use crate::plot::{Color, Series, Style};
 pub(crate) const COLORS: [Color; 7] =
     [Color::Blue, Color::Vermillion, Color::Green, Color::Purple, Color::Orange, Color::Sky, Color::Black];
 
-/// Medians as a line in a band from quartile to quartile, and means dashed in the same colour.
+/// Draws medians as a line in a band from quartile to quartile, and means dashed in the same
+/// colour.
 pub(crate) fn curve(name: &str, color: Color, points: &[(f64, Spread)]) -> [Series; 2] {
     let medians = points.iter().map(|(x, spread)| (*x, spread.median));
     let means = points.iter().map(|(x, spread)| (*x, spread.mean));
@@ -18,12 +19,12 @@ pub(crate) fn curve(name: &str, color: Color, points: &[(f64, Spread)]) -> [Seri
     ]
 }
 
-/// What [`curve`] draws, for a subtitle.
+/// Describes what [`curve`] draws, for a subtitle.
 pub(crate) fn legend(draws: usize) -> String {
     format!("lines: medians over {draws} draws, bands: quartiles, dashed: means")
 }
 
-/// Three digits.
+/// Formats a number with about three digits.
 pub(crate) fn number(value: f64) -> String {
     match value.abs() {
         0.0 => "0".into(),
@@ -34,13 +35,13 @@ pub(crate) fn number(value: f64) -> String {
     }
 }
 
-/// A change as a signed percentage.
+/// Formats a change as a signed percentage.
 pub(crate) fn change(value: f64) -> String {
     let percent = (100.0 * value).round();
     if percent == 0.0 { "0%".into() } else { format!("{percent:+.0}%") }
 }
 
-/// `a`, `a and b`, `a, b and c`.
+/// Joins names: `a`, `a and b`, `a, b and c`.
 pub(crate) fn list(names: &[String]) -> String {
     match names {
         [] => "none".into(),

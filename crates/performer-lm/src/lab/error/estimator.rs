@@ -1,4 +1,5 @@
-//! What is compared: a feature map, how its rows are drawn, and what it is fitted to.
+//! This module describes the estimators that are compared: a feature map, how its rows are drawn,
+//! and what it is fitted to.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -13,48 +14,48 @@ use performer_core::{
 
 use super::unsigned;
 
-/// How the rows of Ω are drawn.
+/// `Rows` says how the rows of Ω are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Rows {
-    /// As `performer-core` draws them.
+    /// Rows as `performer-core` draws them.
     Drawn(ProjectionKind, Radii),
-    /// Orthogonal blocks from a QR decomposition whose signs are left as they come.
+    /// Orthogonal blocks from a QR decomposition whose signs are not corrected.
     Unsigned,
 }
 
-/// An estimator of attention.
+/// An `Estimator` estimates attention by a feature map.
 #[derive(Clone, Debug)]
 pub(crate) struct Estimator {
     pub(crate) name: &'static str,
     pub(crate) map: FeatureMapKind,
     pub(crate) rows: Rows,
-    /// Fitted to the moments of queries and keys: whether centred, whether balanced.
+    /// `(centred, balanced)` if the map is fitted to the moments of queries and keys.
     pub(crate) fitted: Option<(bool, bool)>,
 }
 
 impl Estimator {
-    /// A map with orthogonal rows of χ-distributed lengths.
+    /// Makes an estimator with orthogonal rows of χ-distributed lengths.
     pub(crate) const fn orthogonal(name: &'static str, map: FeatureMapKind) -> Self {
         Self { name, map, rows: Rows::Drawn(ProjectionKind::Orthogonal, Radii::Chi), fitted: None }
     }
 
-    /// With other rows.
+    /// Returns the estimator with rows drawn in another way.
     pub(crate) const fn drawn(self, projection: ProjectionKind, radii: Radii) -> Self {
         Self { rows: Rows::Drawn(projection, radii), ..self }
     }
 
-    /// With rows of a QR decomposition without the sign correction.
+    /// Returns the estimator with rows of a QR decomposition without the sign correction.
     pub(crate) const fn unsigned(self) -> Self {
         Self { rows: Rows::Unsigned, ..self }
     }
 
-    /// Fitted to moments.
+    /// Returns the estimator fitted to moments.
     pub(crate) const fn fitted(self, centre: bool, balance: bool) -> Self {
         Self { fitted: Some((centre, balance)), ..self }
     }
 
-    /// The rows `M` that make `features` features of dimension `d`; `None` if none do. Maps without rows have but one number of features,
-    /// see [`Self::fixed`].
+    /// Returns the number of rows `M` that makes `features` features of dimension `d`, or `None` if
+    /// none does. Maps without rows have a fixed number of features; see [`Self::fixed`].
     pub(crate) fn rows_for(&self, features: usize, d: usize) -> Option<usize> {
         match self.map {
             FeatureMapKind::Hyperbolic | FeatureMapKind::Trigonometric | FeatureMapKind::Hedgehog => {
@@ -66,13 +67,13 @@ impl Estimator {
         }
     }
 
-    /// The number of features of a map without rows.
+    /// Returns the number of features of a map without rows.
     pub(crate) fn fixed(&self, d: usize) -> Option<usize> {
         let map = (!self.map.is_random()).then(|| self.map.build(d, None, &Device::Cpu));
         map.and_then(|map| map.ok()).map(|map| map.feature_dim())
     }
 
-    /// The map with `m` rows of dimension `d`.
+    /// Builds the map with `m` rows of dimension `d`.
     pub(crate) fn build(&self, m: usize, d: usize, seed: u64, moments: &Moments) -> Result<Box<dyn FeatureMap>> {
         if !self.map.is_random() {
             return Ok(self.map.build(d, None, &Device::Cpu)?);
@@ -92,7 +93,7 @@ impl Estimator {
     }
 }
 
-/// Features of Taylor-2.
+/// Returns the number of features of Taylor-2.
 fn taylor(d: usize) -> usize {
     1 + d + d * (d + 1) / 2
 }

@@ -1,4 +1,5 @@
-//! The published figure: the mean squared error of attention's output over the number of random features.
+//! This module reproduces the published figure: the mean squared error of attention's output over
+//! the number of random features.
 
 use anyhow::Result;
 use candle_core::{D, DType, Device, Tensor};
@@ -19,12 +20,12 @@ use crate::{
     plot::{At, Axis, Chart, Marker, Scale},
 };
 
-/// How large queries and keys are.
+/// `Input` says how large queries and keys are.
 #[derive(Clone, Copy, PartialEq)]
 enum Input {
-    /// Unit normal entries: logits `q·k/√D` of deviation 1.
+    /// Unit normal entries, which give logits `q·k/√D` of standard deviation 1.
     Gaussian,
-    /// The same, each row divided by its length: logits within `±1/√D`.
+    /// Unit normal entries with each row divided by its length, which gives logits within `±1/√D`.
     UnitRows,
 }
 
@@ -37,11 +38,12 @@ impl Input {
     }
 }
 
-/// Bidirectional attention of one head at all its queries, which only a linear form can afford at length.
+/// `Attention` is bidirectional attention of one head, compared at all its queries; only a linear
+/// form can afford that for long sequences.
 struct Attention {
     x: Tensor,
     y: Tensor,
-    /// Values and a column of ones, `(T, D+1)`.
+    /// The values and a column of ones, shape `(T, D+1)`.
     values: Tensor,
     output: Tensor,
 }
@@ -59,7 +61,7 @@ impl Attention {
         };
         let (x, y) = (rows(q)?, rows(k)?);
         let keys = y.t()?;
-        // A thousand queries at a time: their rows are as long as the sequence.
+        // Queries are treated a thousand at a time, because their rows are as long as the sequence.
         let parts = (0..tokens).step_by(1024).map(|start| -> Result<Tensor> {
             let x = x.narrow(0, start, 1024.min(tokens - start))?;
             Ok(candle_nn::ops::softmax(&x.matmul(&keys)?, D::Minus1)?.matmul(&v)?)
@@ -69,13 +71,14 @@ impl Attention {
         Ok(Self { values: Tensor::cat(&[v, ones], 1)?, x, y, output })
     }
 
-    /// Mean of the squared errors of all outputs.
+    /// Computes the mean of the squared errors of all outputs.
     fn error(&self, map: &dyn FeatureMap) -> Result<f64> {
         let (queries, keys, _) = scaled(map, &self.x, &self.y)?;
         self.squared(&queries.matmul(&keys.t()?.matmul(&self.values)?)?)
     }
 
-    /// Of numerators and denominators, `(T, D+1)` or `(1, D+1)`.
+    /// Computes the mean squared error of numerators and denominators, shape `(T, D+1)` or
+    /// `(1, D+1)`.
     fn squared(&self, sums: &Tensor) -> Result<f64> {
         let d = self.output.dim(1)?;
         let estimate = sums.narrow(1, 0, d)?.broadcast_div(&sums.narrow(1, d, 1)?)?;
@@ -87,7 +90,7 @@ impl Attention {
     }
 }
 
-/// Measured errors of one estimator over numbers of features.
+/// A `Line` holds the measured errors of one estimator over numbers of features.
 struct Line {
     name: &'static str,
     points: Vec<(f64, Spread)>,
@@ -118,11 +121,11 @@ const ESTIMATORS: [Estimator; 6] = [
         .drawn(ProjectionKind::Orthogonal, Radii::Sqrt),
 ];
 
-/// The figure for one kind of input and length.
+/// Makes the figure for one kind of input and one length.
 fn figure(plan: &Plan, input: Input, tokens: usize) -> Result<(Section, Value)> {
     let d = plan.head_dim;
     let attention = Attention::new(input, tokens, d, plan.seed)?;
-    // None of these is fitted, but building asks for moments.
+    // None of these estimators is fitted, but `build` requires moments.
     let moments = moments(&attention.x, &attention.y)?;
     let lines = ESTIMATORS
         .iter()
@@ -212,7 +215,7 @@ fn describe(input: Input, lines: &[Line], uniform: f64) -> String {
     )
 }
 
-/// The figure at every length and scale.
+/// Makes the figure at every length and scale.
 pub(super) fn published(plan: &Plan, progress: &dyn Fn(&str)) -> Result<(Vec<Section>, Value)> {
     let mut inputs: Vec<(Input, usize)> = plan.tokens.iter().map(|&tokens| (Input::Gaussian, tokens)).collect();
     inputs.push((Input::UnitRows, plan.tokens[0]));
@@ -227,7 +230,8 @@ pub(super) fn published(plan: &Plan, progress: &dyn Fn(&str)) -> Result<(Vec<Sec
     Ok((sections, data.into()))
 }
 
-/// The write-up that multiplies `ω·x` by 2π inside sine and cosine, as published and corrected.
+/// Makes the figure of a write-up that multiplies `ω·x` by 2π inside sine and cosine, as published
+/// and corrected.
 pub(super) fn two_pi(plan: &Plan) -> Result<(Vec<Section>, Value)> {
     let (unit, unit_data) = two_pi_at(plan, Input::Gaussian, "two-pi")?;
     let (rows, rows_data) = two_pi_at(plan, Input::UnitRows, "two-pi-unit-rows")?;
@@ -273,7 +277,8 @@ fn two_pi_at(plan: &Plan, input: Input, file: &'static str) -> Result<(Section, 
     Ok((section, data))
 }
 
-/// The error that the narrow kernel itself makes: `e^{‖y‖²/2 − (2π)²‖x−y‖²/2}` over the keys.
+/// Computes the error that the narrow kernel itself makes: attention by
+/// `e^{‖y‖²/2 − (2π)²‖x−y‖²/2}` over the keys.
 fn two_pi_limit(attention: &Attention) -> Result<f64> {
     let factor = std::f64::consts::TAU.powi(2);
     let (x, y) = (&attention.x, &attention.y);

@@ -1,4 +1,4 @@
-//! Errors of single kernel entries: measured, and by their closed forms.
+//! This module compares measured errors of single kernel entries with their closed forms.
 
 use anyhow::Result;
 use candle_core::{D, Tensor};
@@ -21,31 +21,33 @@ use crate::{
     plot::{At, Axis, Chart, Marker, Scale, Series, Style},
 };
 
-/// Pairs of a query and a key that errors are averaged over.
+/// Number of pairs of a query and a key over which errors are averaged.
 const PAIRS: usize = 16;
 
-/// Features of every map.
+/// Number of features of every map.
 const FEATURES: usize = 128;
 
 /// Standard deviations of the logits.
 const SCALES: [f64; 6] = [0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0];
 
-/// The scale of the table.
+/// Index of the scale for which the table is.
 const TABLE_SCALE: usize = 2;
 
-/// The scale at which rows are compared: a few of them have errors of heavier tails than the many of the table.
+/// Index of the scale at which numbers of rows are compared: the errors of few rows have heavier
+/// tails than those of the many rows of the table.
 const ROWS_SCALE: usize = 1;
 
-/// Draws agree with a closed form when they do within this, and can tell when three standard errors are less.
+/// Measurements are compared with their closed forms only where three standard errors are less than
+/// this share of the error.
 const AGREEMENT: f64 = 0.05;
 
-/// Pairs of rows, at scales.
+/// `Pairs` holds pairs of a query and a key, which can be scaled.
 struct Pairs {
     d: usize,
-    /// Unit normal queries and keys, `(P, D)`.
+    /// Unit normal queries and keys, shape `(P, D)`.
     q: Tensor,
     k: Tensor,
-    /// At scale 1.
+    /// The pairs at scale 1.
     pairs: Vec<Pair>,
 }
 
@@ -59,7 +61,8 @@ impl Pairs {
         Ok(Self { d, q, k, pairs })
     }
 
-    /// Scaled rows of all `scales`, `(S·P, D)`, and their products.
+    /// Returns scaled queries and keys for all `scales`, shape `(S·P, D)`, and their products
+    /// `x·y`.
     fn rows(&self, scales: &[f64]) -> Result<[Tensor; 3]> {
         let all = |x: &Tensor| -> Result<Tensor> {
             let scaled = |s: &f64| x * (s.sqrt() * (self.d as f64).powf(-0.25));
@@ -70,7 +73,7 @@ impl Pairs {
         Ok([x, y, logits])
     }
 
-    /// What FAVOR++ is fitted to at a scale, and the `A` that it then has.
+    /// Returns the moments to which FAVOR++ is fitted at a scale, and the `A` that it then has.
     fn moments(&self, scale: f64) -> Result<(Moments, f64)> {
         let (q, k) = ((&self.q * scale.sqrt())?, (&self.k * scale.sqrt())?);
         let mean = |x: &Tensor| -> Result<Tensor> { Ok(x.mean(0)?) };
@@ -80,20 +83,22 @@ impl Pairs {
         Ok((moments(&q, &k)?, shrinkage((squares + 2.0 * cross) / d.sqrt() / d)))
     }
 
-    /// Relative mean squared error over the pairs by a closed form.
+    /// Computes the relative mean squared error over the pairs by a closed form.
     fn closed(&self, form: Form, scale: f64, m: usize) -> f64 {
         let errors = self.pairs.iter().map(|pair| pair.scaled(scale).error(form, m, self.d));
         errors.sum::<f64>() / PAIRS as f64
     }
 
-    /// The relative standard error to expect of such an error measured over `draws`: that of pairs that err together.
+    /// Returns the relative standard error to expect of such an error measured over `draws`, as if
+    /// the errors of all pairs were perfectly correlated.
     fn resolution(&self, scale: f64, m: usize, draws: usize) -> f64 {
         let pairs = || self.pairs.iter().map(|pair| pair.scaled(scale));
         let errors: f64 = pairs().map(|pair| pair.error(Form::Positive, m, self.d) * pair.resolution(m, draws)).sum();
         errors / pairs().map(|pair| pair.error(Form::Positive, m, self.d)).sum::<f64>()
     }
 
-    /// Relative mean squared error of the best constant in place of the kernel, which is uniform attention.
+    /// Computes the relative mean squared error of the best constant in place of the kernel, which
+    /// is uniform attention.
     fn constant(&self, scale: f64) -> f64 {
         let mean = |f: &dyn Fn(f64) -> f64| {
             self.pairs.iter().map(|pair| f((-scale * pair.logit()).exp())).sum::<f64>() / PAIRS as f64
@@ -103,16 +108,17 @@ impl Pairs {
     }
 }
 
-/// Errors over draws, relative to the kernel: mean squares and means over the pairs.
+/// `Measured` holds errors relative to the kernel, over draws: their mean squares and their means
+/// over the pairs.
 struct Measured {
     squares: Spread,
     bias: Spread,
 }
 
-/// Measures an estimator by `m` rows at every scale.
+/// Measures an estimator with `m` rows at every scale.
 fn measure(pairs: &Pairs, plan: &Plan, estimator: &Estimator, m: usize, scales: &[f64]) -> Result<Vec<Measured>> {
     let rows = pairs.rows(scales)?;
-    // A fitted map is another one at every scale.
+    // A fitted map is a different one at every scale.
     let fits: Vec<Moments> = scales.iter().map(|&scale| Ok(pairs.moments(scale)?.0)).collect::<Result<_>>()?;
     let one = |draw: usize| -> Result<Vec<(f64, f64)>> {
         let seed = derive_seed(plan.seed, draw as u64);
@@ -138,7 +144,7 @@ fn measure(pairs: &Pairs, plan: &Plan, estimator: &Estimator, m: usize, scales: 
     Ok((0..scales.len()).map(at).collect())
 }
 
-/// `φ(x)·φ(y) / e^{x·y} − 1` of rows side by side.
+/// Computes `φ(x)·φ(y) / e^{x·y} − 1` for corresponding rows.
 fn relative(map: &dyn FeatureMap, [x, y, logits]: &[Tensor; 3]) -> candle_core::Result<Vec<f64>> {
     let (x, y) = (x.unsqueeze(0)?, y.unsqueeze(0)?);
     let logits = logits.unsqueeze(0)?;
@@ -156,7 +162,8 @@ fn relative(map: &dyn FeatureMap, [x, y, logits]: &[Tensor; 3]) -> candle_core::
     (ratio - 1.0)?.flatten_all()?.to_vec1()
 }
 
-/// Estimators with the closed form of their error, where there is one. FAVOR++'s depends on what it is fitted to.
+/// Returns the estimators, each with the closed form of its error if there is one. FAVOR++'s closed
+/// form depends on what it is fitted to.
 fn estimators() -> Vec<(Estimator, Option<Form>)> {
     use FeatureMapKind::{Hyperbolic, Optimal, Phase, Positive, Trigonometric};
     let independent = |name, map| Estimator::orthogonal(name, map).drawn(ProjectionKind::Gaussian, Radii::Chi);
@@ -181,7 +188,7 @@ fn estimators() -> Vec<(Estimator, Option<Form>)> {
     ]
 }
 
-/// Kernel entries over the logits' scale, at equal feature dimension.
+/// Compares errors of kernel entries over the logits' scale, at equal feature dimension.
 pub(super) fn entries(plan: &Plan) -> Result<(Section, Value)> {
     let pairs = Pairs::draw(plan.head_dim, plan.seed)?;
     let mut chart = Chart {
@@ -238,7 +245,7 @@ pub(super) fn entries(plan: &Plan) -> Result<(Section, Value)> {
             }));
         }
         data.push(json!({ "estimator": estimator.name, "rows": m, "points": points }));
-        // Those without a closed form are in the table.
+        // Estimators without a closed form are in the table only.
         let (Some(color), Some(_)) = (COLORS.get(i), form) else { continue };
         let fine = (0..=48).map(|k| SCALES[0] * (SCALES[SCALES.len() - 1] / SCALES[0]).powf(f64::from(k) / 48.0));
         let line =
@@ -287,7 +294,7 @@ pub(super) fn entries(plan: &Plan) -> Result<(Section, Value)> {
     Ok((Section { title, text, chart: Some(("kernel", chart)), table: Some(table) }, data))
 }
 
-/// What orthogonality gains over the number of rows, beside Theorem 2's bound.
+/// Measures what orthogonality gains over the number of rows, beside the bound of theorem 2.
 pub(super) fn orthogonality(plan: &Plan) -> Result<(Section, Value)> {
     let (d, scale) = (plan.head_dim, SCALES[ROWS_SCALE]);
     let pairs = Pairs::draw(d, plan.seed)?;
@@ -332,7 +339,8 @@ pub(super) fn orthogonality(plan: &Plan) -> Result<(Section, Value)> {
     for (estimator, color) in estimators.iter().zip([COLORS[0], COLORS[1]]) {
         let (mut points, mut band) = (Vec::new(), Vec::new());
         for (&m, cells) in rows.iter().zip(&mut cells) {
-            // The fewer rows, the heavier the tails, and the cheaper a draw.
+            // The fewer rows, the heavier the tails and the cheaper a draw, so few rows get more
+            // draws.
             let plan = Plan { kernel_draws: plan.kernel_draws * (32 / m).clamp(1, 8), ..plan.clone() };
             let measured = measure(&pairs, &plan, estimator, m, &[scale])?.remove(0);
             let (ratio, error) = (measured.squares.mean / independent(m), measured.squares.error() / independent(m));
@@ -374,8 +382,9 @@ pub(super) fn orthogonality(plan: &Plan) -> Result<(Section, Value)> {
 mod tests {
     use super::*;
 
-    /// Each may be off by five standard errors: for a fresh seed, code that is right would fail one of the 21 once in a hundred thousand times
-    /// if the means were normal, and they nearly are.
+    /// Each ratio may be off by five standard errors. If the means were normal, which they nearly
+    /// are, correct code would fail one of the 21 comparisons with a fresh seed once in a hundred
+    /// thousand times.
     #[test]
     fn measured_errors_are_those_of_the_closed_forms() {
         let plan = Plan { head_dim: 6, kernel_draws: 1500, ..Plan::default() };

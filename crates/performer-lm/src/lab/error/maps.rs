@@ -1,4 +1,5 @@
-//! Feature maps and projections at equal feature dimension: over the number of features, and over the logits' scale.
+//! This module compares feature maps and projections at equal feature dimension: over the number of
+//! features, and over the logits' scale.
 
 use anyhow::Result;
 use performer_core::{FeatureMapKind, ProjectionKind, Radii};
@@ -17,10 +18,10 @@ use crate::{
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
 };
 
-/// Feature dimensions.
+/// The feature dimensions that are compared.
 pub(super) const FEATURES: [usize; 6] = [32, 64, 128, 256, 512, 1024];
 
-/// The one that tables and the sweep over scales are for.
+/// The feature dimension of the tables and of the sweep over scales.
 const TABLE_FEATURES: usize = 256;
 
 /// Standard deviations of the logits.
@@ -54,7 +55,7 @@ fn projections() -> Vec<Estimator> {
     ]
 }
 
-/// Errors over draws.
+/// A `Point` holds errors over draws, at one number of features.
 struct Point {
     features: usize,
     rows: Spread,
@@ -68,7 +69,7 @@ impl Point {
     }
 }
 
-/// A measure of error.
+/// A `Measure` is a measure of error.
 #[derive(Clone, Copy)]
 enum Measure {
     Rows,
@@ -83,7 +84,7 @@ impl Measure {
         }
     }
 
-    /// Where a chart ends: an estimate beyond it has lost all trace of attention.
+    /// Returns the upper end of a chart's axis; estimates with larger errors carry no information.
     fn most(self) -> f64 {
         match self {
             Self::Rows => 1.2,
@@ -91,7 +92,7 @@ impl Measure {
         }
     }
 
-    /// An axis for `values` up to [`Self::most`], and what to say about those beyond.
+    /// Returns an axis for `values` up to [`Self::most`], and a note about larger values.
     fn limited(self, values: impl Iterator<Item = f64>) -> (Axis, String) {
         let (low, high) = values.fold((f64::INFINITY, 0.0f64), |(low, high), v| (low.min(v), high.max(v)));
         let mut axis = self.axis();
@@ -158,7 +159,7 @@ fn chart(plan: &Plan, title: String, lines: &[(Estimator, Vec<Point>)], measure:
 fn table(lines: &[(Estimator, Vec<Point>)], uniform: Errors) -> Table {
     let mut table = Table::new(["estimator", "F", "row TV: median", "mean", "output error: median", "mean"]);
     for (estimator, points) in lines {
-        // At the table's number of features, or the nearest that the map has.
+        // The point is at the table's number of features, or at the nearest that the map has.
         let nearest = points.iter().min_by_key(|p| p.features.abs_diff(TABLE_FEATURES));
         let Some(Point { features, rows, output }) = nearest else { continue };
         let cells = [rows.median, rows.mean, output.median, output.mean].map(number);
@@ -177,7 +178,8 @@ fn json_of(lines: &[(Estimator, Vec<Point>)], uniform: Errors) -> Value {
     json!({ "uniform": uniform, "estimators": lines.iter().map(line).collect::<Vec<_>>() })
 }
 
-/// Who comes below uniform attention in the median, and who never does.
+/// Says which estimators have smaller errors than uniform attention in the median, and which never
+/// do.
 fn informative(lines: &[(Estimator, Vec<Point>)], uniform: Errors) -> String {
     let first = |points: &[Point]| points.iter().find(|p| p.rows.median < uniform.rows).map(|p| p.features);
     let (mut some, mut none) = (Vec::new(), Vec::new());
@@ -194,7 +196,7 @@ fn informative(lines: &[(Estimator, Vec<Point>)], uniform: Errors) -> String {
     )
 }
 
-/// File names of a set's two charts over features, and of its projections.
+/// `Files` are the file names of a set's two charts over features, and of its chart of projections.
 type Files = [&'static str; 3];
 
 fn over_features(
@@ -314,7 +316,8 @@ fn over_scales(plan: &Plan) -> Result<(Section, Value)> {
     Ok((Section { title, text, chart: Some(("scale", chart)), table: Some(table) }, data))
 }
 
-/// All of it: on Gaussian inputs, over scales, and on a model's heads if there are any.
+/// Makes all comparisons: on Gaussian inputs, over scales, and on a model's heads if they are
+/// given.
 pub(super) fn compare(
     plan: &Plan,
     gaussian: &Set,

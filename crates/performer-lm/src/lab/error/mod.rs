@@ -1,7 +1,7 @@
-//! How well random features approximate softmax attention (`lab error`).
+//! This experiment measures how well random features approximate softmax attention (`lab error`).
 //!
-//! From the published figure to single kernel entries, on Gaussian inputs of several scales and on the heads of a model. Errors are those of
-//! `performer-core`'s own feature maps, in f64.
+//! It goes from the published figure to single kernel entries, on Gaussian inputs of several scales
+//! and on the heads of a model. Errors are those of `performer-core`'s own feature maps, in f64.
 
 mod bias;
 mod charts;
@@ -26,20 +26,20 @@ pub(super) use set::{QUERIES, Set};
 
 use super::{Findings, Heads};
 
-/// What to measure, and how long.
+/// A `Plan` says what to measure, and how thoroughly.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Lengths `L` of the published figure; the first is that of every other Gaussian input.
+    /// Lengths `L` of the published figure; all other Gaussian inputs have the first.
     pub tokens: Vec<usize>,
     /// Head dimension `D` of Gaussian inputs.
     pub head_dim: usize,
-    /// Rows `M` of the published figure.
+    /// Numbers of rows `M` of the published figure.
     pub features: Vec<usize>,
     /// The most features of any map in comparisons at equal feature dimension.
     pub most_features: usize,
-    /// Draws of Ω for errors of attention.
+    /// Number of draws of Ω for errors of attention.
     pub draws: usize,
-    /// Draws of Ω for errors of kernel entries.
+    /// Number of draws of Ω for errors of kernel entries.
     pub kernel_draws: usize,
     /// Seed of inputs and draws.
     pub seed: u64,
@@ -60,7 +60,8 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// Seconds instead of minutes: enough to see that all works, not to conclude from.
+    /// Makes a plan that takes seconds instead of minutes: enough to see that everything works, not
+    /// to draw conclusions.
     pub fn quick() -> Self {
         Self {
             tokens: vec![128],
@@ -72,10 +73,11 @@ impl Plan {
         }
     }
 
-    /// Refuses what measures nothing.
+    /// Refuses a plan that would measure nothing.
     ///
     /// # Errors
-    /// Names the option, what it is and what it must be.
+    /// If an option is too small or empty; the message names the option, its value and what it must
+    /// be.
     pub fn check(&self) -> Result<()> {
         ensure!(!self.tokens.is_empty(), "--tokens names no length; give at least one, such as 1024");
         ensure!(!self.features.is_empty(), "--features names no number; give at least one, such as 128");
@@ -93,10 +95,11 @@ impl Plan {
     }
 }
 
-/// Measures all; `progress` is told what comes next. `heads`: a model's, to be measured beside Gaussian inputs.
+/// Runs all measurements; `progress` is called with what comes next. `heads` are the heads of a
+/// model, measured beside Gaussian inputs.
 ///
 /// # Errors
-/// A plan that measures nothing.
+/// If the plan measures nothing.
 pub fn run(plan: &Plan, heads: Option<&Heads>, progress: &dyn Fn(&str)) -> Result<Findings> {
     plan.check()?;
     let gaussian = Set::gaussian("unit Gaussian", plan.tokens[0], plan.head_dim, 1.0, plan.seed)?;

@@ -1,39 +1,40 @@
-//! One head's exact attention, and how far an estimate of it is off.
+//! This module computes one head's exact attention, and the errors of an estimate of it.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use performer_core::{FeatureMap, Features, features::fit::Moments};
 use serde::Serialize;
 
-/// Queries, keys and values of one head, with what exact attention makes of them.
+/// A `Problem` holds queries, keys and values of one head, with their exact attention.
 pub(crate) struct Problem {
-    /// Scaled queries `D^-¼ q`, `(Tq, D)`: those that rows are compared at.
+    /// Scaled queries `D^-¼ q` at which rows are compared, shape `(Tq, D)`.
     x: Tensor,
-    /// Scaled keys, `(Tk, D)`.
+    /// Scaled keys, shape `(Tk, D)`.
     y: Tensor,
     v: Tensor,
-    /// Which key each query sees, `(Tq, Tk)` of 1 and 0.
+    /// 1 where a query sees a key, 0 elsewhere, shape `(Tq, Tk)`.
     visible: Tensor,
-    /// Distance of each key before each query in tokens, `(Tq, Tk)`.
+    /// How many tokens each key lies before each query, shape `(Tq, Tk)`.
     distance: Tensor,
-    /// Rows of exact attention, `(Tq, Tk)`.
+    /// Rows of exact attention, shape `(Tq, Tk)`.
     weights: Tensor,
-    /// `weights · v`.
+    /// The exact output, `weights · v`.
     output: Tensor,
-    /// What features are fitted to.
+    /// The moments to which features are fitted.
     pub(crate) moments: Moments,
 }
 
-/// How far an estimate of attention is off.
+/// `Errors` are the errors of an estimate of attention.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct Errors {
-    /// Total variation between rows, `½ Σ_j |p_j − p̂_j|`, over queries: 0 the same, 1 disjoint; above 1 only with negative weights.
+    /// Total variation between rows, `½ Σ_j |p_j − p̂_j|`, the mean over queries: 0 if equal, 1 if
+    /// disjoint, above 1 only with negative weights.
     pub(crate) rows: f64,
-    /// `‖O − Ô‖ / ‖O‖` of the outputs of all queries.
+    /// Relative error of the outputs of all queries, `‖O − Ô‖ / ‖O‖`.
     pub(crate) output: f64,
 }
 
 impl Errors {
-    /// The mean over problems.
+    /// Returns the mean over problems.
     pub(crate) fn mean(all: &[Self]) -> Self {
         let n = all.len() as f64;
         Self {
@@ -44,13 +45,14 @@ impl Errors {
 }
 
 impl Problem {
-    /// Of one head's `q`, `k`, `v`, `(T, D)` each, as attention gets them, compared at about `queries` of its queries.
+    /// Makes the problem of one head's `q`, `k`, `v`, shape `(T, D)` each, as attention gets them,
+    /// compared at about `queries` of its queries.
     pub(crate) fn new([q, k, v]: [&Tensor; 3], causal: bool, queries: usize, moments: Moments) -> Result<Self> {
         let (t, d) = q.dims2()?;
         let scale = (d as f64).powf(-0.25);
         let double = |x: &Tensor| x.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.contiguous();
         let (y, v) = ((double(k)? * scale)?, double(v)?);
-        // The first query of a causal head sees one key: there is nothing to estimate.
+        // The first query of a causal head sees one key only, so there is nothing to estimate.
         let first = usize::from(causal && t > 1);
         let step = (t - first).div_ceil(queries.max(1));
         let at: Vec<usize> = (first..t).step_by(step).collect();
@@ -65,12 +67,13 @@ impl Problem {
         Ok(Self { x, y, v, visible, distance, weights, output, moments })
     }
 
-    /// Dimension of the head.
+    /// Returns the dimension of the head.
     pub(crate) fn head_dim(&self) -> usize {
         self.x.dims()[1]
     }
 
-    /// Rows of attention by estimated kernels, `(Tq, Tk)`; those of the last `window` keys are exact.
+    /// Returns the rows of attention by estimated kernels, shape `(Tq, Tk)`; kernels of the last
+    /// `window` keys are exact.
     pub(crate) fn estimate(&self, map: &dyn FeatureMap, window: usize) -> Result<Tensor> {
         let (kernel, log_scale) = kernel_rows(map, &self.x, &self.y)?;
         let mut kernel = (kernel * &self.visible)?;
@@ -86,7 +89,7 @@ impl Problem {
         normalised(&kernel)
     }
 
-    /// Errors of rows of attention, `(Tq, Tk)`.
+    /// Computes the errors of rows of attention, shape `(Tq, Tk)`.
     pub(crate) fn errors(&self, rows: &Tensor) -> Result<Errors> {
         let queries = rows.dims()[0] as f64;
         let variation = 0.5 * (rows - &self.weights)?.abs()?.sum_all()?.to_scalar::<f64>()? / queries;
@@ -95,36 +98,40 @@ impl Problem {
         Ok(Errors { rows: variation, output })
     }
 
-    /// Errors of attention that weighs all keys alike: an estimate above them knows nothing.
+    /// Returns the errors of attention that weighs all keys equally: an estimate with larger errors
+    /// carries no information.
     pub(crate) fn uniform(&self) -> Result<Errors> {
         self.errors(&normalised(&self.visible)?)
     }
 }
 
-/// Each row less its largest entry.
+/// Subtracts its largest entry from each row.
 fn stable(logits: &Tensor) -> Result<Tensor> {
     logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)
 }
 
-/// Each row divided by its sum; a row without any stays so.
+/// Divides each row by its sum; a row whose sum is zero is not changed.
 fn normalised(kernel: &Tensor) -> Result<Tensor> {
     let sums = kernel.sum_keepdim(1)?;
     let empty = sums.eq(0.0)?.to_dtype(DType::F64)?;
     kernel.broadcast_div(&(sums + empty)?)
 }
 
-/// `φ(x_i)·φ(y_j)` of all queries and keys as a matrix and the logarithm of a factor of each row.
+/// Returns `φ(x_i)·φ(y_j)` of all queries and keys as a matrix and the logarithm of a factor of
+/// each row.
 fn kernel_rows(map: &dyn FeatureMap, x: &Tensor, y: &Tensor) -> Result<(Tensor, Tensor)> {
     let (queries, keys, log_scale) = scaled(map, x, y)?;
     Ok((queries.matmul(&keys.t()?)?, log_scale))
 }
 
-/// Features of queries `(Tq, F)` and of keys `(Tk, F)` in the range of f64, and the logarithm of the factor that each query's lack.
+/// Returns the features of queries `(Tq, F)` and of keys `(Tk, F)`, scaled to the range of f64, and
+/// for each query the logarithm of the factor that its features then lack.
 pub(super) fn scaled(map: &dyn FeatureMap, x: &Tensor, y: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     Ok(match (map.features(&x.unsqueeze(0)?)?, map.key_features(&y.unsqueeze(0)?)?) {
         (Features::Log(x), Features::Log(y)) => {
             let (x, y) = (x.squeeze(0)?, y.squeeze(0)?);
-            // By feature, so that no feature of a key is lost beside a larger one that the query hardly has.
+            // Keys are scaled feature by feature, so that no feature of a key underflows beside a
+            // larger one that hardly occurs in the query.
             let largest = y.max_keepdim(0)?;
             let x = x.broadcast_add(&largest)?;
             let log_scale = x.max_keepdim(1)?;

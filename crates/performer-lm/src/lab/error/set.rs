@@ -1,4 +1,4 @@
-//! Several problems measured together: draws of Gaussian inputs, or the heads of a model.
+//! This module measures several problems together: Gaussian inputs, or the heads of a model.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -14,18 +14,19 @@ use super::{
     problem::{Errors, Problem},
 };
 
-/// Queries of each head that rows are compared at.
+/// About how many queries of each head are compared.
 pub(crate) const QUERIES: usize = 128;
 
-/// Problems that errors are averaged over.
+/// A `Set` holds the problems over which errors are averaged.
 pub(crate) struct Set {
-    /// What they are: `unit Gaussian`.
+    /// Name of the problems, such as `unit Gaussian`.
     pub(crate) name: String,
     pub(crate) problems: Vec<Problem>,
 }
 
 impl Set {
-    /// One head of `tokens` queries, keys and values, bidirectional: normal entries, those of queries and keys of this deviation.
+    /// Draws one bidirectional head of `tokens` queries, keys and values with normal entries; those
+    /// of queries and keys have this standard deviation.
     pub(crate) fn gaussian(name: &str, tokens: usize, d: usize, deviation: f64, seed: u64) -> Result<Self> {
         let [q, k, v] = gaussian(tokens, d, seed)?;
         let (q, k) = ((q * deviation)?, (k * deviation)?);
@@ -34,17 +35,17 @@ impl Set {
         Ok(Self { name: name.into(), problems: vec![problem] })
     }
 
-    /// Dimension of the heads.
+    /// Returns the dimension of the heads.
     pub(crate) fn head_dim(&self) -> usize {
         self.problems[0].head_dim()
     }
 
-    /// Errors of each draw in each problem: `[draw][problem]`.
+    /// Returns the errors of each draw in each problem: `[draw][problem]`.
     pub(crate) fn all(&self, estimator: &Estimator, m: usize, draws: usize, seed: u64) -> Result<Vec<Vec<Errors>>> {
         self.windowed(estimator, m, 0, draws, seed)
     }
 
-    /// [`Self::all`] with exact attention to the last `window` keys.
+    /// Does what [`Self::all`] does, with exact attention to the last `window` keys.
     pub(crate) fn windowed(
         &self,
         estimator: &Estimator,
@@ -53,17 +54,17 @@ impl Set {
         draws: usize,
         seed: u64,
     ) -> Result<Vec<Vec<Errors>>> {
-        // What has nothing random in it is the same every time.
+        // A map without randomness gives the same errors every time.
         let draws = if estimator.map.is_random() { draws } else { 1 };
         self.each(draws, |draw, at| Ok(self.problems[at].errors(&self.rows(estimator, m, window, draw, at, seed)?)?))
     }
 
-    /// Errors of each draw, the mean over problems.
+    /// Returns the errors of each draw, the mean over problems.
     pub(crate) fn errors(&self, estimator: &Estimator, m: usize, draws: usize, seed: u64) -> Result<Vec<Errors>> {
         Ok(self.all(estimator, m, draws, seed)?.iter().map(|errors| Errors::mean(errors)).collect())
     }
 
-    /// [`Self::all`] of attention averaged over `redraws` draws.
+    /// Does what [`Self::all`] does, for attention averaged over `redraws` draws.
     pub(crate) fn averaged(
         &self,
         estimator: &Estimator,
@@ -82,7 +83,7 @@ impl Set {
         self.each(draws, one)
     }
 
-    /// Whatever of each draw in each problem.
+    /// Calls `one(draw, problem)` for each draw and problem, in parallel.
     fn each(&self, draws: usize, one: impl Fn(usize, usize) -> Result<Errors> + Sync) -> Result<Vec<Vec<Errors>>> {
         let count = self.problems.len();
         let flat: Vec<Errors> =
@@ -90,7 +91,7 @@ impl Set {
         Ok(flat.chunks(count).map(<[Errors]>::to_vec).collect())
     }
 
-    /// Errors of uniform attention, the mean over problems.
+    /// Returns the errors of uniform attention, the mean over problems.
     pub(crate) fn uniform(&self) -> Result<Errors> {
         let all = self.problems.iter().map(|problem| Ok(problem.uniform()?));
         Ok(Errors::mean(&all.collect::<Result<Vec<_>>>()?))
@@ -112,7 +113,7 @@ impl Set {
     }
 }
 
-/// Queries, keys and values of unit normal entries, `(T, D)` each, in f64.
+/// Draws queries, keys and values with unit normal entries, shape `(T, D)` each, in f64.
 pub(super) fn gaussian(tokens: usize, d: usize, seed: u64) -> Result<[Tensor; 3]> {
     let draw = |stream| {
         let seed = derive_seed(seed, stream);
@@ -121,7 +122,7 @@ pub(super) fn gaussian(tokens: usize, d: usize, seed: u64) -> Result<[Tensor; 3]
     Ok([draw(1)?, draw(2)?, draw(3)?])
 }
 
-/// Moments of one head's queries and keys, `(T, D)` each.
+/// Computes the moments of one head's queries and keys, shape `(T, D)` each.
 pub(super) fn moments(q: &Tensor, k: &Tensor) -> Result<Moments> {
     let mut moments = Moments::new(1, q.dim(1)?);
     moments.add(&q.unsqueeze(0)?.unsqueeze(0)?, &k.unsqueeze(0)?.unsqueeze(0)?)?;

@@ -1,12 +1,13 @@
-//! What repeated draws of random features gave.
+//! This module summarises the errors of repeated draws of random features.
 
 use serde::Serialize;
 
-/// Errors over draws. They are heavy-tailed, so that a mean says little without the median beside it.
+/// A `Spread` summarises errors over draws. They are heavy-tailed, so that a mean says little
+/// without the median beside it.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Spread {
     pub(crate) mean: f64,
-    /// Standard deviation; 0 of a single value.
+    /// Standard deviation; 0 for a single value.
     pub(crate) deviation: f64,
     pub(crate) median: f64,
     /// Lower and upper quartile.
@@ -15,7 +16,7 @@ pub(crate) struct Spread {
 }
 
 impl Spread {
-    /// Of at least one value.
+    /// Summarises at least one value.
     pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Self {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
@@ -31,13 +32,13 @@ impl Spread {
         }
     }
 
-    /// Standard error of the mean.
+    /// Returns the standard error of the mean.
     pub(crate) fn error(&self) -> f64 {
         self.deviation / (self.draws as f64).sqrt()
     }
 }
 
-/// Of sorted values, between neighbours where it falls between them.
+/// Returns a quantile of sorted values, interpolated between neighbours.
 fn quantile(sorted: &[f64], share: f64) -> f64 {
     let at = (sorted.len() - 1) as f64 * share;
     let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);

@@ -1,7 +1,9 @@
-//! Closed forms of the mean squared error of kernel estimates, relative to `SM²`.
+//! This module has closed forms of the mean squared error of kernel estimates, relative to the
+//! square of the softmax kernel `SM = e^{x·y}`.
 //!
-//! With `z = x + y`, `s = ‖z‖²`, `δ = ‖x − y‖²` and independent Gaussian rows (Choromanski et al. 2020, <https://arxiv.org/abs/2009.14794>,
-//! lemma 2; divided by `SM²` they become short):
+//! With `z = x + y`, `s = ‖z‖²`, `δ = ‖x − y‖²` and independent Gaussian rows (Choromanski et al.
+//! 2020, <https://arxiv.org/abs/2009.14794>, lemma 2, whose formulas become short when divided by
+//! `SM²`):
 //!
 //! | map | `M · MSE / SM²` |
 //! |---|---|
@@ -11,11 +13,12 @@
 //! | phase | `cosh δ − 1 + e^δ/2` |
 //! | optimal (FAVOR++) with its `A` | `((1−4A)/√(1−8A))^D e^{s/(1−8A)} − 1` |
 //!
-//! Orthogonal rows with χ lengths add, for each pair of rows of a block, the covariance of two of them. `ω₁ + ω₂` of such a pair has a uniform
-//! direction and a squared length of χ²(2D), so `E e^{(ω₁+ω₂)·z} = ₁F₁(D; D/2; s/2)` where independent rows have `e^s`; cosines have
+//! Orthogonal rows with χ lengths add, for each pair of rows of a block, the covariance of the two.
+//! `ω₁ + ω₂` of such a pair has a uniform direction and a squared length of χ²(2D), so
+//! `E e^{(ω₁+ω₂)·z} = ₁F₁(D; D/2; s/2)` where independent rows have `e^s`; cosines have
 //! `₁F₁(D; D/2; −δ/2)` where independent ones have `e^{−δ}`.
 
-/// What the errors of a pair of rows depend on.
+/// A `Pair` holds what the errors of a query and a key depend on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pair {
     /// `‖x + y‖²`.
@@ -24,7 +27,8 @@ pub(super) struct Pair {
     pub(super) difference: f64,
 }
 
-/// A closed form: relative mean squared errors of a pair by `m` rows of dimension `d`.
+/// A `Form` is a closed form of the relative mean squared error of a pair by `m` rows of dimension
+/// `d`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Form {
     /// Positive, independent rows.
@@ -44,17 +48,17 @@ pub(super) enum Form {
 }
 
 impl Pair {
-    /// The pair `√factor · (x, y)`.
+    /// Returns the pair `√factor · (x, y)`.
     pub(super) fn scaled(self, factor: f64) -> Self {
         Self { sum: factor * self.sum, difference: factor * self.difference }
     }
 
-    /// `x·y`.
+    /// Returns `x·y`.
     pub(super) fn logit(self) -> f64 {
         (self.sum - self.difference) / 4.0
     }
 
-    /// Relative mean squared error of an estimate by `m` rows of dimension `d`.
+    /// Computes the relative mean squared error of an estimate by `m` rows of dimension `d`.
     pub(super) fn error(self, form: Form, m: usize, d: usize) -> f64 {
         let Self { sum, difference, .. } = self;
         let n = m as f64;
@@ -65,7 +69,8 @@ impl Pair {
             Form::PositiveOrthogonal => sum.exp_m1() / n + pairs * covariance(),
             Form::PositiveRegular => {
                 let half = 0.5 * d as f64;
-                // E e^{R u·z} for a direction u uniform on the sphere, with R² = D, 4D and 2D.
+                // The next three are `E e^{R u·z}` for a direction u uniform on the sphere, with R²
+                // = D, 4D and 2D.
                 let mean = bessel(half, half * sum / 2.0) * (-sum / 2.0).exp();
                 let square = bessel(half, 2.0 * half * sum) * (-sum).exp();
                 let pair = bessel(half, half * sum) * (-sum).exp();
@@ -85,15 +90,17 @@ impl Pair {
         }
     }
 
-    /// Theorem 2 of the Performer's paper, relative to `SM²`: what orthogonal rows' error lies below independent rows' at least, for `m ≤ d`;
-    /// more rows are independent blocks.
+    /// Returns the bound of theorem 2 of the Performer paper, relative to `SM²`: by how much, at
+    /// least, the error of orthogonal rows lies below that of independent rows. The theorem holds
+    /// for `m ≤ d`; more rows form independent blocks.
     pub(super) fn least_gain(self, m: usize, d: usize) -> f64 {
         let n = m as f64;
         2.0 * same_block(m, d) / (n * n * (d as f64 + 2.0)) * (-(-self.sum / 2.0).exp_m1()).powi(2)
     }
 
-    /// Relative standard error of a mean squared error of positive features, of `m` independent rows, measured over `draws`: by the fourth
-    /// moment of a log-normal variable. For the other forms it is a guide.
+    /// Returns the relative standard error of a mean squared error of positive features of `m`
+    /// independent rows, measured over `draws`, from the fourth moment of a log-normal variable.
+    /// For the other forms it is a guide.
     pub(super) fn resolution(self, m: usize, draws: usize) -> f64 {
         let s = self.sum;
         let fourth = (6.0 * s).exp() - 4.0 * (3.0 * s).exp() + 6.0 * s.exp() - 3.0;
@@ -102,18 +109,21 @@ impl Pair {
     }
 }
 
-/// `A` of FAVOR++ for queries and keys with `E‖x + y‖²/D = l` (Likhosherstov et al. 2022, theorem 3.2).
+/// Returns the `A` of FAVOR++ for queries and keys with `E‖x + y‖²/D = l` (Likhosherstov et al.
+/// 2022, theorem 3.2).
 pub(super) fn shrinkage(l: f64) -> f64 {
     (1.0 - 2.0 * l - ((2.0 * l + 1.0).powi(2) + 8.0 * l).sqrt()) / 16.0
 }
 
-/// Ordered pairs of different rows in one block, of `m` rows in blocks of `d`.
+/// Returns the number of ordered pairs of different rows in one block, of `m` rows in blocks of
+/// `d`.
 fn same_block(m: usize, d: usize) -> f64 {
     let rest = m % d;
     ((m / d) * d * (d - 1) + rest * rest.saturating_sub(1)) as f64
 }
 
-/// `₁F₁(a; b; t)` by its series; below zero by Kummer's transformation, which keeps terms small.
+/// Computes `₁F₁(a; b; t)` by its series; below zero by Kummer's transformation, which keeps terms
+/// small.
 fn kummer(a: f64, b: f64, t: f64) -> f64 {
     if t < 0.0 {
         return t.exp() * series(|k| (b - a + k) / (b + k) * -t / (k + 1.0));
@@ -121,12 +131,12 @@ fn kummer(a: f64, b: f64, t: f64) -> f64 {
     series(|k| (a + k) / (b + k) * t / (k + 1.0))
 }
 
-/// `₀F₁(; b; t) = E e^{R u·z}` for `t = R²‖z‖²/4`, `b = D/2`.
+/// Computes `₀F₁(; b; t) = E e^{R u·z}` for `t = R²‖z‖²/4`, `b = D/2`.
 fn bessel(b: f64, t: f64) -> f64 {
     series(|k| t / ((b + k) * (k + 1.0)))
 }
 
-/// `1 + r₀ + r₀r₁ + …` until nothing is added.
+/// Sums `1 + r₀ + r₀r₁ + …` until terms no longer change the sum.
 fn series(ratio: impl Fn(f64) -> f64) -> f64 {
     let (mut sum, mut term) = (1.0f64, 1.0f64);
     for k in 0..10_000 {
@@ -155,7 +165,7 @@ mod tests {
         close(bessel(1.5, 0.49), 1.4f64.sinh() / 1.4);
     }
 
-    /// The forms as the papers state them.
+    /// Compares the forms with those that the papers state.
     #[test]
     fn forms_are_those_of_the_papers() {
         let (m, d) = (7, 1_000_000);
@@ -165,7 +175,7 @@ mod tests {
         let close = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-4, "{a} {b}");
         close(PAIR.error(Form::Positive, m, d) * softmax.powi(2), positive);
         close(PAIR.error(Form::Optimal(0.0), m, d) * softmax.powi(2), positive);
-        // In high dimension rows are orthogonal anyway, and all of one length.
+        // In high dimension, independent rows are nearly orthogonal and of one length.
         close(PAIR.error(Form::PositiveOrthogonal, m, d) * softmax.powi(2), positive);
         close(PAIR.error(Form::PositiveRegular, m, d) * softmax.powi(2), positive);
         close(PAIR.error(Form::HyperbolicOrthogonal, m, d) * softmax.powi(2), 0.5 * (1.0 - (-s).exp()) * positive);

@@ -1,13 +1,15 @@
-//! A study object: orthogonal rows as the usual implementations draw them, biased.
+//! This module draws orthogonal rows as the usual implementations do, with a bias, for study.
 //!
-//! A library's QR decomposition by Householder reflections picks the signs of R's diagonal from its input. Unless Q's columns are multiplied by
-//! them, Q is not uniform over the orthogonal group (Mezzadri 2007, <https://arxiv.org/abs/math-ph/0609050>), its first entry, for one, is never
-//! positive, and the kernel is estimated with a bias. Nothing but the lab uses this.
+//! A library's QR decomposition by Householder reflections picks the signs of R's diagonal from its
+//! input. Unless Q's columns are multiplied by them, Q is not uniform over the orthogonal group
+//! (Mezzadri 2007, <https://arxiv.org/abs/math-ph/0609050>): its first entry, for instance, is
+//! never positive, and the kernel is estimated with a bias. Nothing but the lab uses this.
 
 use anyhow::Result;
 use performer_core::{ProjectionKind, Radii, projection};
 
-/// `m` rows of `d`: Qᵀ of the decomposition of Gaussian blocks, in lengths that are χ-distributed.
+/// Draws `m` rows of dimension `d`: Qᵀ of the decomposition of Gaussian blocks, with χ-distributed
+/// lengths.
 pub(super) fn draw(m: usize, d: usize, seed: u64) -> Result<Vec<f64>> {
     let blocks = m.div_ceil(d);
     let gaussian = projection::draw(ProjectionKind::Gaussian, Radii::Chi, blocks * d, d, seed)?;
@@ -22,11 +24,12 @@ pub(super) fn draw(m: usize, d: usize, seed: u64) -> Result<Vec<f64>> {
     Ok(rows)
 }
 
-/// Qᵀ of `matrix = QR`, row-major, by reflections, as LAPACK computes it.
+/// Computes Qᵀ of `matrix = QR`, row-major, by reflections, as LAPACK does.
 fn transposed_q(matrix: &[f64], d: usize) -> Vec<f64> {
     let mut r = matrix.to_vec();
     let mut q: Vec<f64> = (0..d * d).map(|i| f64::from(i / d == i % d)).collect();
-    // Each reflection I − 2 v vᵀ/‖v‖² clears a column of R below its diagonal; their product, applied to the identity from the left, is Qᵀ.
+    // Each reflection I − 2 v vᵀ/‖v‖² clears a column of R below its diagonal; their product,
+    // applied to the identity from the left, is Qᵀ.
     for k in 0..d - 1 {
         let mut v: Vec<f64> = (0..d).map(|i| if i < k { 0.0 } else { r[i * d + k] }).collect();
         v[k] += dot(&v, &v).sqrt().copysign(v[k]);
@@ -62,7 +65,8 @@ mod tests {
             }
             negative += usize::from(rows[0] <= 0.0);
         }
-        // −‖column‖ stands on R's diagonal where the entry is positive: Q's first entry is never positive.
+        // R's diagonal has −‖column‖ where the entry is positive, so Q's first entry is never
+        // positive.
         assert_eq!(negative, 50);
     }
 

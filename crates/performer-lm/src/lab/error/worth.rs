@@ -1,4 +1,5 @@
-//! What is worth it: every refinement beside plain FAVOR+ at the same cost, with a verdict from the numbers.
+//! This module asks which refinements are worth it: it compares each with plain FAVOR+ at equal
+//! cost, and derives a verdict from the numbers.
 
 use anyhow::Result;
 use performer_core::{FeatureMapKind, ProjectionKind, Radii};
@@ -14,13 +15,14 @@ use super::{
 };
 use crate::lab::{Section, Table};
 
-/// Features of a variant, unless it needs more.
+/// Number of features of a variant, unless it needs more.
 const FEATURES: usize = 128;
 
-/// Draws that the averaging of redraws takes.
+/// Number of draws that are averaged to measure redraws.
 const REDRAWS: usize = 4;
 
-/// A difference that counts: this share of the error, and three standard errors.
+/// The share of the error that a difference must reach to count; it must also exceed three standard
+/// errors.
 const NOTABLE: f64 = 0.05;
 
 const BASELINE: Estimator = Estimator::orthogonal("positive, orthogonal, chi lengths", FeatureMapKind::Positive);
@@ -48,20 +50,20 @@ fn variants() -> Vec<Estimator> {
     ]
 }
 
-/// A variant beside plain features at the same cost.
+/// `Compared` holds the change of errors from plain features to a variant of equal cost.
 struct Compared {
     features: usize,
     rows: Change,
     output: Change,
 }
 
-/// How an error changed, by draws that share their seeds.
+/// A `Change` says how an error changed, measured by draws that share their seeds.
 #[derive(Clone, Copy)]
 struct Change {
     value: f64,
-    /// Of the baseline.
+    /// The change relative to the baseline.
     relative: f64,
-    /// Standard error of that.
+    /// Standard error of the relative change.
     error: f64,
 }
 
@@ -74,7 +76,7 @@ impl Change {
         Self { value: mean(variant), relative: difference.mean, error: difference.error() }
     }
 
-    /// −1 better, 1 worse, 0 no difference that counts.
+    /// Returns −1 for better, 1 for worse, 0 for a difference that does not count.
     fn sign(self) -> i32 {
         let counts = self.relative.abs() >= NOTABLE && self.relative.abs() > 3.0 * self.error;
         if counts { self.relative.signum() as i32 } else { 0 }
@@ -100,7 +102,7 @@ impl Compared {
 
     fn verdict(&self) -> Verdict {
         let (rows, output) = (self.rows.sign(), self.output.sign());
-        // One measure decides only if the other does not point the other way, however uncertainly.
+        // One measure decides only if the other does not point the other way, even if uncertainly.
         let not_against = |sign: f64| [self.rows, self.output].iter().all(|c| sign * c.relative < NOTABLE);
         match rows + output {
             0 if rows == 0 => Verdict::Same,
@@ -135,7 +137,7 @@ impl Verdict {
     }
 }
 
-/// A row of the table: on each set.
+/// A `Row` is a row of the table, with a comparison on each set.
 struct Row {
     name: String,
     compared: Vec<Option<Compared>>,
@@ -147,7 +149,8 @@ fn measure(plan: &Plan, sets: &[&Set]) -> Result<Vec<Row>> {
     for estimator in variants() {
         let compared = sets.iter().map(|set| {
             let d = set.head_dim();
-            // As many features as all have, or the next power of two that leaves the random part as many.
+            // The variant has the usual number of features, or the next power of two that leaves
+            // its random part at least half as many.
             let own = estimator.rows_for(FEATURES, d).map_or_else(
                 || (FEATURES..).find(|f| f.is_power_of_two() && estimator.rows_for(*f, d) >= Some(FEATURES / 2)),
                 |_| Some(FEATURES),
@@ -159,7 +162,7 @@ fn measure(plan: &Plan, sets: &[&Set]) -> Result<Vec<Row>> {
         rows.push(Row { name: estimator.name.into(), compared: compared.collect::<Result<_>>()? });
     }
     let redraws = sets.iter().map(|set| {
-        // The same cost: as many features at once.
+        // The comparison is at equal cost: the baseline has as many features at once.
         let averaged = set.averaged(&BASELINE, FEATURES, REDRAWS, plan.draws, plan.seed)?;
         let averaged: Vec<Errors> = averaged.iter().map(|draw| Errors::mean(draw)).collect();
         Ok(Some(Compared::of(REDRAWS * FEATURES, &averaged, &baseline(set, REDRAWS * FEATURES)?)))
@@ -171,25 +174,29 @@ fn measure(plan: &Plan, sets: &[&Set]) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// How much of the error another draw of Ω would change: `(share of the squared error, deviation over draws)`.
+/// Returns how much of the error another draw of Ω would change:
+/// `(share of the squared error, deviation over draws)`.
 fn redraw_variance(plan: &Plan, set: &Set) -> Result<(f64, f64)> {
     let single = set.all(&BASELINE, FEATURES, plan.draws, plan.seed)?;
     let pair = set.averaged(&BASELINE, FEATURES, 2, plan.draws, plan.seed)?;
     let square = |draws: &[Vec<Errors>]| draws.iter().flatten().map(|e| e.output * e.output).sum::<f64>();
-    // E single² = bias² + variance, E pair² = bias² + variance/2; few draws can estimate a little more than all.
+    // The variance follows from E single² = bias² + variance and E pair² = bias² + variance/2. Of
+    // few draws the estimate can lie outside 0 to 1.
     let (single_square, pair_square) = (square(&single), square(&pair));
     let rows = Spread::of(single.iter().map(|draw| Errors::mean(draw).rows));
     Ok(((2.0 * (1.0 - pair_square / single_square)).clamp(0.0, 1.0), rows.deviation / rows.mean))
 }
 
-/// The same total of features for all layers, given where they help most. `layers[problem]` is the layer of each problem.
+/// Distributes the same total of features over the layers, where they help most, and compares that
+/// with an equal number for each layer. `layers[problem]` is the layer of each problem. Returns the
+/// comparison and the numbers, or `None` if there are fewer than two layers.
 fn layer_wise(plan: &Plan, set: &Set, layers: &[usize]) -> Result<Option<(Compared, Vec<usize>)>> {
     const STEPS: [usize; 7] = [16, 32, 64, 128, 256, 512, 1024];
     let count = layers.iter().max().map_or(0, |last| last + 1);
     if count < 2 {
         return Ok(None);
     }
-    // Chosen by some draws and judged by others.
+    // Some draws choose the numbers, and others judge them.
     let judge = |m: usize| set.all(&BASELINE, m, plan.draws, plan.seed);
     let choose: Vec<Vec<Vec<Errors>>> =
         STEPS.iter().map(|&m| set.all(&BASELINE, m, plan.draws, plan.seed ^ 1)).collect::<Result<_>>()?;
@@ -205,7 +212,8 @@ fn layer_wise(plan: &Plan, set: &Set, layers: &[usize]) -> Result<Option<(Compar
     };
     let mut steps = vec![0; count];
     loop {
-        // The doubling that gains most a feature, among those that the budget allows.
+        // The next step doubles, or raises, the number with the largest gain per feature that the
+        // budget allows.
         let spent: usize = steps.iter().map(|&s| STEPS[s]).sum();
         let gain = |layer: usize| {
             let step: usize = steps[layer];
@@ -232,7 +240,8 @@ fn layer_wise(plan: &Plan, set: &Set, layers: &[usize]) -> Result<Option<(Compar
     Ok(Some((Compared::of(FEATURES, &own, &equal), chosen)))
 }
 
-/// The table with what it says, and the same in short for each set. `heads` come with the layer of each problem.
+/// Makes the table with its interpretation, and a short version of it for each set. `heads` come
+/// with the layer of each problem.
 pub(super) fn table(
     plan: &Plan,
     gaussian: &Set,

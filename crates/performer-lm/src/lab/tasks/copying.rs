@@ -1,14 +1,15 @@
-//! Long-range copying: a string of random symbols, a separator, and the string once more, to be written from memory.
+//! This task is long-range copying: a string of random symbols, a separator, and the string again,
+//! which is to be predicted.
 
 use rand_chacha::ChaCha8Rng;
 
 use super::example::{Example, Source, Split, below};
 
-/// Different symbols.
+/// Number of different symbols.
 const SYMBOLS: usize = 32;
 
 pub(super) struct Copying {
-    /// Symbols of the string.
+    /// Number of symbols of the string.
     pub(super) length: usize,
 }
 
@@ -53,7 +54,8 @@ mod tests {
         for (i, &(place, target)) in example.answers.iter().enumerate() {
             assert_eq!(target, example.ids[i]);
             assert!((target as usize) < SYMBOLS);
-            // Read causally, the place knows every symbol, and of the copy those before its own.
+            // Read causally, the position sees every symbol of the string, and of the copy the
+            // symbols before its own.
             assert_eq!(place, length + i);
             if i > 0 {
                 assert_eq!(example.ids[place], example.answers[i - 1].1);

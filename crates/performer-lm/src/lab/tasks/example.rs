@@ -1,35 +1,36 @@
-//! What every task hands to a model: sequences, and the places in them where something is to be predicted.
+//! This module is the interface between tasks and models: sequences, and the positions in them
+//! where a token is to be predicted.
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use performer_core::Mask;
 use rand_chacha::{ChaCha8Rng, rand_core::Rng};
 
-/// A sequence and what belongs where.
+/// An `Example` is a sequence with the tokens to predict.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Example {
     pub(super) ids: Vec<u32>,
-    /// Places in `ids`, in order, and the token to predict there.
+    /// Positions in `ids`, in order, and the token to predict at each.
     pub(super) answers: Vec<(usize, u32)>,
 }
 
-/// Examples to learn from, and others to be judged by.
+/// `Split` distinguishes examples to learn from and examples to be measured on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Split {
     Train,
     HeldOut,
 }
 
-/// Where examples come from. An example is a function of the split and of what the generator gives.
+/// A `Source` draws examples. An example is a function of the split and of the random numbers.
 pub(super) trait Source: Sync {
-    /// Tokens there are.
+    /// Returns the number of different tokens.
     fn vocabulary(&self) -> usize;
 
-    /// What an example is, sizes and files included.
+    /// Describes an example, with sizes and files.
     fn describe(&self) -> String;
 
-    /// Digest of the files that examples are cut from; none where all of an example is drawn at
-    /// random.
+    /// Returns a digest of the files that examples are cut from; `None` if examples are wholly
+    /// drawn at random.
     fn files(&self) -> Option<blake3::Hash> {
         None
     }
@@ -37,7 +38,7 @@ pub(super) trait Source: Sync {
     fn draw(&self, split: Split, rng: &mut ChaCha8Rng) -> Example;
 }
 
-/// A number below `n`; its bias, at most `n / 2³²`, cannot be seen.
+/// Draws a number below `n`; its bias, at most `n / 2³²`, is negligible.
 pub(super) fn below(rng: &mut ChaCha8Rng, n: usize) -> usize {
     ((u64::from(rng.next_u32()) * n as u64) >> 32) as usize
 }
@@ -49,20 +50,21 @@ pub(super) fn shuffle<T>(items: &mut [T], rng: &mut ChaCha8Rng) {
     }
 }
 
-/// Examples side by side.
+/// A `Batch` holds several examples, padded to equal length.
 pub(super) struct Batch {
-    /// `(B, T)`, T that of the longest.
+    /// Token ids `(B, T)`, where T is the length of the longest example.
     pub(super) ids: Tensor,
-    /// Which keys are seen.
+    /// The mask of attention, which hides padding.
     pub(super) mask: Mask,
-    /// Indices into the `B·T` tokens.
+    /// Indices, among the `B·T` tokens, of the positions where a token is to be predicted.
     pub(super) places: Vec<u32>,
-    /// What belongs there.
+    /// The token to predict at each position.
     pub(super) targets: Vec<u32>,
 }
 
 impl Batch {
-    /// Pads the shorter ones on the right. What a pad holds does not matter: its key is hidden, and nothing is asked of it.
+    /// Pads shorter examples on the right. The content of padding does not matter: its keys are
+    /// hidden, and nothing is predicted there.
     pub(super) fn new(examples: &[Example], causal: bool, device: &Device) -> Result<Self> {
         let length = examples.iter().map(|example| example.ids.len()).max().context("the batch is empty")?;
         let (mut ids, mut keys) = (Vec::new(), Vec::new());
@@ -80,7 +82,7 @@ impl Batch {
         }
         let shape = (examples.len(), length);
         let mut mask = if causal { Mask::causal() } else { Mask::full() };
-        // A causal model never looks at what is to the right.
+        // A causal model never sees what is to the right.
         if !causal && keys.contains(&0) {
             mask = mask.with_keys(&Tensor::from_vec(keys, shape, device)?)?;
         }

@@ -1,4 +1,4 @@
-//! One run: a model learns a task, and is measured on what it has not seen.
+//! This module performs one run: a model learns a task, and is measured on held-out examples.
 
 use std::{collections::BTreeMap, path::Path, sync::atomic::AtomicBool, time::Duration};
 
@@ -22,44 +22,45 @@ use crate::{
     },
 };
 
-/// Stream of a run's seed that its examples are drawn from.
+/// The stream of a run's seed from which its examples are drawn.
 const EXAMPLES_STREAM: u64 = 4;
 
-/// Seed of the held-out examples: those of all runs are the same.
+/// The seed of the held-out examples, which all runs share.
 const HELD_OUT_SEED: u64 = 0x7e57;
 
-/// Points of a learning curve.
+/// Number of points of a learning curve.
 const POINTS: usize = 10;
 
-/// Tokens of a pass, about. Fixed, so that results do not depend on the number of threads.
+/// About how many tokens a pass has. The number is fixed, so that results do not depend on the
+/// number of threads.
 const PASS_TOKENS: usize = 2048;
 
-/// Time between savings of a run in progress.
+/// The time between two saves of a run in progress.
 const SAVE_AFTER: Duration = Duration::from_secs(60);
 
-/// Gradients are clipped to this norm.
+/// The norm to which gradients are clipped.
 const CLIP: f64 = 1.0;
 
-/// How well held-out answers are predicted.
+/// A `Score` says how well held-out answers are predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Score {
-    /// Mean negative log-likelihood, nats an answer.
+    /// Mean cross-entropy, in nats per answer.
     pub loss: f64,
-    /// Part of the answers that are the most probable token.
+    /// Share of the answers that are the most probable token.
     pub accuracy: f64,
 }
 
-/// A point of a learning curve.
+/// A `Point` is a point of a learning curve.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Point {
-    /// Steps taken.
+    /// Number of steps taken.
     pub step: usize,
-    /// On all held-out examples.
+    /// Score on all held-out examples.
     #[serde(flatten)]
     pub score: Score,
 }
 
-/// What is learned, how, from which seed; and what came of it.
+/// A `Run` says what was learned, how and from which seed, and with which result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// The task.
@@ -70,28 +71,30 @@ pub struct Run {
     pub seed: u64,
     /// Sizes and budget.
     pub recipe: Recipe,
-    /// What an example is.
+    /// Description of an example.
     pub data: String,
-    /// Trained parameters.
+    /// Number of trained parameters.
     pub parameters: usize,
     /// Seconds of training, without measuring.
     pub seconds: f64,
-    /// Tokens learned from in a second.
+    /// Training tokens per second.
     pub tokens_per_second: f64,
-    /// At the end.
+    /// The score at the end.
     #[serde(flatten)]
     pub score: Score,
-    /// On the way there.
+    /// The learning curve.
     pub curve: Vec<Point>,
-    /// What determined the result; none in runs of versions that did not record it.
+    /// Key of the run; `None` in runs of versions that did not record it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<RunKey>,
-    /// Parts that other revisions of this program made, or other kinds of device.
+    /// The parts that other revisions of this program made, or that were made on other kinds of
+    /// device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier_legs: Vec<Leg>,
 }
 
-/// A task made ready: where its examples come from, and those that are held out.
+/// A `Setting` is a task that is ready to be learned: the source of its examples, and the held-out
+/// ones.
 pub(super) struct Setting<'a> {
     pub(super) task: Task,
     pub(super) recipe: Recipe,
@@ -121,7 +124,7 @@ impl<'a> Setting<'a> {
         self.recipe.model(&*self.source, attention, context)
     }
 
-    /// What determines the result of a run.
+    /// Returns the key of a run.
     pub(super) fn key(&self, attention: &AttentionConfig, seed: u64) -> Result<RunKey> {
         let mut data = BTreeMap::from([("examples".to_string(), self.source.describe())]);
         data.extend(self.source.files().map(|digest| ("files".to_string(), digest.to_hex().to_string())));
@@ -129,7 +132,7 @@ impl<'a> Setting<'a> {
         RunKey::new(run, &self.config(attention), &self.recipe, data, seed, self.device)
     }
 
-    /// The model of a run, before it has learned anything.
+    /// Returns the model of a run before training.
     pub(super) fn model(&self, attention: &AttentionConfig, seed: u64) -> Result<Decoder> {
         let mut model = Decoder::new(&self.config(attention), seed, self.device)
             .with_context(|| format!("attention {attention}"))?;
@@ -137,8 +140,8 @@ impl<'a> Setting<'a> {
         Ok(model)
     }
 
-    /// Trains with one attention from one seed. `None` if it was stopped; what it takes to go on is
-    /// in `folder` then, where there is one.
+    /// Trains with one attention from one seed. Returns `None` if it was stopped; `folder`, if
+    /// there is one, then holds what the run needs to resume.
     pub(super) fn run(&self, attention: &AttentionConfig, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
         let Recipe { steps, learning_rate, .. } = self.recipe;
         let name = format!("{} {attention} seed {seed}", self.task);
@@ -175,11 +178,11 @@ impl<'a> Setting<'a> {
         }))
     }
 
-    /// What a stopped run left in `folder`, if anything, with a warning where another revision of
-    /// this program left it.
+    /// Returns what a stopped run left in `folder`, if anything, with a warning if another revision
+    /// of this program left it.
     ///
     /// # Errors
-    /// The state of a run with another key, or without one.
+    /// If the folder holds the state of a run with another key, or without one.
     pub(super) fn interrupted(
         &self,
         attention: &AttentionConfig,
@@ -197,13 +200,14 @@ impl<'a> Setting<'a> {
         Ok(Some((saved, warning)))
     }
 
-    /// Examples of a pass: at least two passes, where there are two examples, for two threads.
+    /// Returns the number of examples in a pass: with two examples or more there are at least two
+    /// passes, for two threads.
     fn rows(&self, examples: &[Example]) -> usize {
         let longest = examples.iter().map(|example| example.ids.len()).max().unwrap_or(1);
         (PASS_TOKENS / longest.max(1)).clamp(1, examples.len().div_ceil(2))
     }
 
-    /// How well a model predicts the held-out answers.
+    /// Measures how well a model predicts the held-out answers.
     fn score(&self, model: &Decoder) -> Result<Score> {
         let parts: Vec<&[Example]> = self.held_out.chunks(self.rows(&self.held_out)).collect();
         let (mut loss, mut right, mut answers) = (0.0, 0, 0);
@@ -231,7 +235,9 @@ impl<'a> Setting<'a> {
         Ok(Score { loss: loss / answers as f64, accuracy: right as f64 / answers as f64 })
     }
 
-    /// What is reached without looking at the input: always the distribution of answers of a thousand training examples, and the commonest of them.
+    /// Returns the score of chance, which does not look at the input: it always predicts the
+    /// frequencies of answers in a thousand training examples, and answers with the most frequent
+    /// one.
     pub(super) fn chance(&self) -> Score {
         let mut rng = ChaCha8Rng::seed_from_u64(derive_seed(HELD_OUT_SEED, 1));
         let mut counts = vec![1u32; self.source.vocabulary()];
@@ -252,7 +258,7 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// What a run has come to so far, beside its model and optimiser: content of its
+/// `State` is the state of a run so far, beside its model and optimiser; it is the content of
 /// `train_state.json`.
 #[derive(Clone, Serialize, Deserialize)]
 struct State {
@@ -264,7 +270,7 @@ struct State {
     curve: Vec<Point>,
 }
 
-/// A run in progress.
+/// A `Lesson` is a run in progress.
 struct Lesson<'a> {
     setting: &'a Setting<'a>,
     seed: u64,
@@ -272,13 +278,13 @@ struct Lesson<'a> {
     model: Decoder,
     optimizer: AdamW,
     state: State,
-    /// Tokens of the step in progress.
+    /// Number of tokens of the step in progress.
     read: usize,
     bar: Bar,
 }
 
 impl<'a> Lesson<'a> {
-    /// A run from its beginning, or from where it was stopped.
+    /// Begins a run, or resumes it where it was stopped.
     fn new(
         setting: &'a Setting,
         attention: &AttentionConfig,
@@ -320,7 +326,7 @@ impl Steps for Lesson<'_> {
 
     fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)> {
         let setting = self.setting;
-        // The same for every attention.
+        // The examples are the same for every attention.
         let stream = derive_seed(derive_seed(self.seed, EXAMPLES_STREAM), step as u64);
         let mut rng = ChaCha8Rng::seed_from_u64(stream);
         let examples: Vec<Example> =
@@ -352,7 +358,7 @@ impl Steps for Lesson<'_> {
         let Some(folder) = self.folder else { return Ok(()) };
         let checkpoint = Checkpoint {
             config: serde_json::to_value(self.model.config())?,
-            // The symbols of a task need none.
+            // The symbols of a task need no tokenizer.
             tokenizer: b"{}".to_vec(),
             tensors: self.model.tensors()?,
             metadata: Default::default(),
@@ -362,7 +368,8 @@ impl Steps for Lesson<'_> {
     }
 }
 
-/// Nats spent on the target, and whether it is the most probable token.
+/// Returns the cross-entropy of the target in nats, and whether the target is the most probable
+/// token.
 fn judge(logits: &[f32], target: usize) -> (f64, bool) {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();

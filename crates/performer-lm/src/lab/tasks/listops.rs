@@ -1,8 +1,11 @@
-//! ListOps (Nangia and Bowman 2018, <https://arxiv.org/abs/1804.06028>) by the rules of Long Range Arena (Tay et al. 2020,
-//! <https://arxiv.org/abs/2011.04006>): nested minima, maxima, medians and sums modulo 10 of digits; the value of the whole is asked.
+//! This task is ListOps (Nangia and Bowman 2018, <https://arxiv.org/abs/1804.06028>) by the rules
+//! of Long Range Arena (Tay et al. 2020, <https://arxiv.org/abs/2011.04006>): nested minima,
+//! maxima, medians and sums modulo 10 of digits, of which the value is to be predicted.
 //!
-//! A node is an operation with probability 1/4, of 2 to 10 arguments, and a digit otherwise or at depth 10; trees are kept whose length, brackets and
-//! digits counted, lies strictly between two bounds: 500 and 2000 there. Parentheses, which its reader drops, are left out.
+//! A node is an operation of 2 to 10 arguments with probability 1/4, and a digit otherwise or at
+//! depth 10. A tree is kept if its length, counted in brackets and digits, lies strictly between
+//! two bounds, which are 500 and 2000 in Long Range Arena. Parentheses, which the reader of Long
+//! Range Arena drops, are left out.
 
 use anyhow::{Result, ensure};
 use rand_chacha::ChaCha8Rng;
@@ -12,23 +15,23 @@ use super::example::{Example, Source, Split, below};
 const MAX_DEPTH: usize = 10;
 const MAX_ARGUMENTS: usize = 10;
 
-/// Tokens after the ten digits.
+/// The tokens after the ten digits.
 const MIN: u32 = 10;
 const MAX: u32 = 11;
 const MEDIAN: u32 = 12;
 const SUM: u32 = 13;
 const END: u32 = 14;
-/// Stands before the expression; what is predicted there is its value.
+/// The token before the expression; the value of the expression is predicted there.
 const CLASS: u32 = 15;
 const VOCABULARY: usize = 16;
 
 pub(super) struct Listops {
-    /// The longest expression, in tokens.
+    /// The length that expressions must stay below, in tokens.
     max: usize,
 }
 
 impl Listops {
-    /// Expressions longer than a quarter of `max` and shorter than `max` tokens.
+    /// Makes a source of expressions longer than a quarter of `max` and shorter than `max` tokens.
     pub(super) fn new(max: usize) -> Result<Self> {
         ensure!(max >= 16, "--length {max} for ListOps: the longest expression must have at least 16 tokens");
         Ok(Self { max })
@@ -38,7 +41,8 @@ impl Listops {
         self.max / 4
     }
 
-    /// Appends a node's tokens and returns its value; `None` once it is too long to be kept.
+    /// Appends a node's tokens and returns its value; `None` once the expression is too long to be
+    /// kept.
     fn node(&self, depth: usize, tokens: &mut Vec<u32>, rng: &mut ChaCha8Rng) -> Option<u32> {
         if depth >= MAX_DEPTH || below(rng, 4) != 0 {
             let digit = below(rng, 10) as u32;
@@ -60,7 +64,8 @@ impl Listops {
     }
 }
 
-/// The median of an even number of values is the mean of the middle two, rounded down.
+/// Applies an operation. The median of an even number of values is the mean of the middle two,
+/// rounded down.
 fn apply(operation: u32, values: &mut [u32]) -> u32 {
     values.sort_unstable();
     let (n, last) = (values.len(), values[values.len() - 1]);
@@ -108,7 +113,8 @@ mod tests {
 
     use super::*;
 
-    /// Reads the text form of the data set, parentheses and all, with a stack: no part of it is shared with the generator.
+    /// Evaluates the text form of the data set, with parentheses, by a stack; it shares no code
+    /// with the generator.
     fn evaluate(text: &str) -> u32 {
         let mut stack: Vec<(String, Vec<u32>)> = vec![(String::new(), Vec::new())];
         for word in text.split_whitespace().filter(|word| !["(", ")"].contains(word)) {

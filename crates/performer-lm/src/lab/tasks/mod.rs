@@ -1,4 +1,5 @@
-//! What an attention costs in quality: small tasks, each learned with every attention from equal weights, on equal examples, for equally many steps.
+//! This experiment measures what an attention costs in quality: small tasks, each learned with
+//! every attention from equal weights, on equal examples, for equally many steps.
 
 mod copying;
 mod example;
@@ -33,13 +34,13 @@ pub use learn::{Point, Run, Score};
 pub use recipe::Recipe;
 use report::Metric;
 
-/// File of finished runs.
+/// File name of the finished runs.
 const RUNS: &str = "tasks-runs.json";
 
-/// Folder of checkpoints of stopped runs, a folder each.
+/// Name of the folder that holds the checkpoints of stopped runs, each in a folder of its own.
 const INTERRUPTED: &str = "tasks-interrupted";
 
-/// The attentions compared where none are named.
+/// The attentions that are compared by default.
 pub const ATTENTIONS: [&str; 7] = [
     "softmax",
     "favor:m=64",
@@ -50,7 +51,7 @@ pub const ATTENTIONS: [&str; 7] = [
     "favor:m=64,window=32",
 ];
 
-/// What is learned.
+/// A `Task` is what a model learns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
@@ -77,7 +78,7 @@ impl Task {
         }
     }
 
-    /// Whether a place sees only what is before it.
+    /// Whether attention is causal in this task.
     fn is_causal(self) -> bool {
         match self {
             Self::Copying | Self::Recall | Self::Text => true,
@@ -94,7 +95,7 @@ impl Task {
     }
 }
 
-/// As on the command line.
+/// Writes the task as the command line takes it.
 impl fmt::Display for Task {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -107,38 +108,39 @@ impl fmt::Display for Task {
     }
 }
 
-/// What is compared, and on what.
+/// A `Plan` says what is compared, and on what.
 pub struct Plan<'a> {
     /// The tasks.
     pub tasks: Vec<Task>,
-    /// The attentions; the first is what the others are held against.
+    /// The attentions; the others are compared with the first.
     pub attentions: Vec<AttentionConfig>,
-    /// Seeds to repeat each run with.
+    /// The seeds with which each run is repeated.
     pub seeds: Vec<u64>,
     /// Texts for [`Task::Text`].
     pub texts: Vec<PathBuf>,
     /// A FASTA file for [`Task::Protein`].
     pub proteins: Option<PathBuf>,
-    /// Size of an example, where it is not the task's own.
+    /// Size of an example, if it is not the task's own.
     pub length: Option<usize>,
-    /// Optimiser steps, where they are not the task's own.
+    /// Number of optimiser steps, if it is not the task's own.
     pub steps: Option<usize>,
-    /// Peak learning rate, where it is not the task's own.
+    /// Peak learning rate, if it is not the task's own.
     pub learning_rate: Option<f64>,
-    /// Device of the models.
+    /// Device on which the models are trained.
     pub device: Device,
-    /// Worker threads on the CPU.
+    /// Number of worker threads on the CPU.
     pub threads: usize,
-    /// Set from outside to stop.
+    /// Flag that is set from outside to stop.
     pub stop: &'a AtomicBool,
-    /// Folder that keeps finished runs, which are not made again.
+    /// Folder that keeps finished runs, which are not run again.
     pub out: Option<&'a Path>,
 }
 
-/// Learns every task with every attention and seed, but for those runs that are in the folder already.
+/// Learns every task with every attention and seed, except for runs that are in the folder already.
 ///
 /// # Errors
-/// Settings that make no sense, files that a task needs and cannot have, a run that diverges, and being stopped.
+/// If settings make no sense, a file that a task needs is missing, a run diverges, or the
+/// experiment is stopped.
 pub fn run(plan: &Plan) -> Result<Findings> {
     ensure!(!plan.tasks.is_empty() && !plan.attentions.is_empty() && !plan.seeds.is_empty(), "nothing to compare");
     ensure!(
@@ -149,7 +151,7 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         ensure!(!zero, "{name} is 0; it must be at least 1");
     }
     let settings: Vec<Setting> = plan.tasks.iter().map(|&task| plan.setting(task)).collect::<Result<_>>()?;
-    // What would stop a run minutes later is found now.
+    // This fails now where a run would fail minutes later.
     for setting in &settings {
         for attention in &plan.attentions {
             setting.model(attention, 0)?;
@@ -195,13 +197,14 @@ pub fn run(plan: &Plan) -> Result<Findings> {
     Ok(report::findings(plan, &found))
 }
 
-/// A window looks back, so it has no place in a task that is read from both sides.
+/// Whether an attention can learn a task: attention with a window is causal, so it cannot learn a
+/// bidirectional task.
 fn can_learn(attention: &AttentionConfig, task: Task) -> bool {
     task.is_causal() || attention.window().is_none()
 }
 
 impl Plan<'_> {
-    /// Where a run is saved if it is stopped.
+    /// Returns the folder in which a run is saved if it is stopped.
     fn interrupted(&self, task: Task, attention: &AttentionConfig, seed: u64) -> Option<PathBuf> {
         Some(self.out?.join(INTERRUPTED).join(format!("{task}-{}", run_name(attention, seed))))
     }
@@ -223,7 +226,7 @@ impl Plan<'_> {
     }
 }
 
-/// Finished runs, in a file if there is a folder.
+/// `Kept` holds the finished runs, and keeps them in a file if there is a folder.
 struct Kept {
     path: Option<PathBuf>,
     runs: Vec<Run>,
@@ -242,10 +245,10 @@ impl Kept {
         Ok(Self { path: Some(path), runs })
     }
 
-    /// The run of a task with an attention and a seed, if it is there.
+    /// Returns the run of a task with an attention and a seed, if it is there.
     ///
     /// # Errors
-    /// A run with other settings, of other data, or of another revision of this program.
+    /// If the run has other settings, other data, or another revision of this program.
     fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Result<Option<&Run>> {
         let name = attention.to_string();
         let is_wanted = |run: &&Run| (run.task, run.seed) == (setting.task, seed) && run.attention == name;

@@ -1,6 +1,8 @@
-//! Proteins: masked residues from those on both sides, the Performer paper's task (section 4.3).
+//! This task predicts masked residues of proteins from those on both sides; it is the Performer
+//! paper's task (section 4.3).
 //!
-//! As there and in BERT, 15% of the residues are chosen; of these 80% are masked, 10% become another at random and 10% stay.
+//! As in that paper and in BERT, 15% of the residues are chosen; of these 80% are masked, 10% are
+//! replaced by a random residue and 10% stay.
 
 use std::path::Path;
 
@@ -9,11 +11,11 @@ use rand_chacha::ChaCha8Rng;
 
 use super::example::{Example, Source, Split, below, shuffle};
 
-/// The 20 standard residues; what is none of them reads as `X`.
+/// The 20 standard residues and `X`, which stands for all others.
 const RESIDUES: &[u8] = b"ACDEFGHIKLMNPQRSTVWYX";
 const MASK: u32 = RESIDUES.len() as u32;
 
-/// Percent of the residues that are chosen.
+/// Percentage of the residues that are chosen.
 const CHOSEN: usize = 15;
 
 pub(super) struct Protein {
@@ -44,7 +46,7 @@ impl Protein {
             if residues.is_empty() {
                 continue;
             }
-            // One in ten, whatever the order of the file.
+            // About one protein in ten is held out, whatever the order of the file.
             let hash = blake3::hash(&residues.iter().map(|&r| r as u8).collect::<Vec<_>>());
             let split = if hash.as_bytes()[0] < 26 { &mut held_out } else { &mut train };
             split.push(residues);
@@ -126,7 +128,7 @@ mod tests {
     fn chosen_residues_are_asked_for_and_the_others_stay() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("proteins.fasta");
-        // Pieces of the alphabet, each another.
+        // Each protein is another piece of the alphabet.
         let pieces = (0..6).flat_map(|start| (14..=21 - start).map(move |length| start..start + length));
         let records: String = pieces
             .map(|piece| {
@@ -141,7 +143,8 @@ mod tests {
         for _ in 0..200 {
             let Example { ids, answers } = protein.draw(Split::Train, &mut rng);
             assert_eq!((ids.len(), answers.len()), (12, 2));
-            // The alphabet in order: every residue tells where its window begins.
+            // The residues are those of the alphabet in order, so they show whether answers and
+            // inputs fit together.
             let whole: Vec<u32> = {
                 let asked = |i: usize| answers.iter().find(|a| a.0 == i).map(|a| a.1);
                 (0..12).map(|i| asked(i).unwrap_or(ids[i])).collect()
@@ -149,7 +152,7 @@ mod tests {
             assert!(whole.windows(2).all(|w| w[1] == w[0] + 1), "{whole:?}");
             masked += answers.iter().filter(|a| ids[a.0] == MASK).count();
         }
-        // 320 expected of 400; four standard deviations are 32.
+        // 320 of 400 are expected; four standard deviations are 32.
         assert!((288..=352).contains(&masked), "{masked}");
         assert_eq!(protein.train.len() + protein.held_out.len(), 8 + 7 + 6 + 5 + 4 + 3);
 

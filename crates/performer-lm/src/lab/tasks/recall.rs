@@ -1,24 +1,26 @@
-//! Associative recall: pairs of a key and a value, then every key again in another order, each to be answered with its value (Arora et al. 2023,
-//! <https://arxiv.org/abs/2312.04927>, ask many queries of a sequence likewise).
+//! This task is associative recall: pairs of a key and a value, then every key again in another
+//! order, each to be answered with its value. Arora et al. 2023
+//! (<https://arxiv.org/abs/2312.04927>) also ask many queries of one sequence.
 //!
-//! A pair is one token here. So one layer of attention can solve it, and what is measured is how many associations attention holds. Where key and value
-//! are two tokens, two layers must first learn to work together: softmax was right about 40% of 8 such pairs after 1.5 million tokens, which is no
-//! question of the kernel.
+//! A pair is one token here. So one layer of attention can solve the task, and it measures how many
+//! associations attention holds. Where key and value are two tokens, two layers must first learn to
+//! work together: softmax answered about 40% of 8 such pairs correctly after 1.5 million tokens,
+//! which is not a matter of the kernel.
 
 use rand_chacha::ChaCha8Rng;
 
 use super::example::{Example, Source, Split, below, shuffle};
 
-/// Different values.
+/// Number of different values.
 const VALUES: usize = 8;
 
 pub(super) struct Recall {
-    /// Pairs of a sequence, and keys there are.
+    /// Number of pairs of a sequence, which is also the number of different keys.
     pub(super) pairs: usize,
 }
 
 impl Recall {
-    /// The token of a pair; those of lone keys come after all of these.
+    /// Returns the token of a pair; the tokens of single keys come after those of all pairs.
     fn pair(key: usize, value: usize) -> u32 {
         (key * VALUES + value) as u32
     }

@@ -1,33 +1,35 @@
-//! Sizes and budgets, the same for every attention.
+//! This module sets the sizes and budgets of the tasks, which are the same for every attention.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Task, example::Source};
 use crate::config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions};
 
-/// How long sequences are, and how long and how fast is learned.
+/// A `Recipe` has the length of sequences, the size of the model, and the budget of training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {
-    /// Size of an example: symbols to copy, pairs to recall, the longest expression, bytes of context, residues of a window.
+    /// Size of an example: symbols to copy, pairs to recall, length that expressions stay below,
+    /// bytes of context, residues of a window.
     pub length: usize,
-    /// Optimiser steps.
+    /// Number of optimiser steps.
     pub steps: usize,
-    /// Examples a step.
+    /// Number of examples in a step.
     pub batch_size: usize,
     /// Peak learning rate.
     pub learning_rate: f64,
-    /// Examples that the result is measured on.
+    /// Number of held-out examples that the result is measured on.
     pub held_out: usize,
-    /// Blocks of the model.
+    /// Number of blocks of the model.
     pub layers: usize,
-    /// Its dimension.
+    /// Dimension of the model.
     pub hidden_size: usize,
-    /// Its heads.
+    /// Number of heads of the model.
     pub heads: usize,
 }
 
 impl Recipe {
-    /// Chosen so that softmax solves what can be solved, in less than half a minute on two idle cores.
+    /// Returns the recipe of a task. It was chosen so that softmax solves what can be solved, in
+    /// less than half a minute on two idle cores.
     pub(super) fn of(task: Task) -> Self {
         let small = Self {
             length: 0,
@@ -48,7 +50,8 @@ impl Recipe {
         }
     }
 
-    /// The model. Positions are rotary: relative, and without parameters.
+    /// Returns the configuration of the model. Positions are rotary: relative, and without
+    /// parameters.
     pub(super) fn model(&self, source: &dyn Source, attention: &AttentionConfig, context: usize) -> ModelConfig {
         ModelConfig {
             vocab_size: source.vocabulary(),

@@ -1,4 +1,5 @@
-//! Runs as findings: one table of everything, and for each task its learning curves and numbers.
+//! This module reports runs as findings: one table of all tasks, and for each task its learning
+//! curves and numbers.
 
 use serde_json::json;
 
@@ -11,14 +12,14 @@ use crate::{
     plot::{At, Axis, Chart, Marker, Scale, Series},
 };
 
-/// The number a task is judged by.
+/// A `Metric` is the number by which a task is judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Metric {
-    /// Answers that are right.
+    /// Share of correct answers.
     Accuracy,
-    /// Loss in bits.
+    /// Cross-entropy in bits.
     BitsPerByte,
-    /// `e^loss`.
+    /// Perplexity, `e^loss`.
     Perplexity,
 }
 
@@ -43,7 +44,7 @@ impl Metric {
         if self == Self::Accuracy { b.total_cmp(&a) } else { a.total_cmp(&b) }
     }
 
-    /// Mean and spread over seeds.
+    /// Formats mean and standard deviation over seeds.
     pub(super) fn show(self, scores: &[Score]) -> String {
         let values: Vec<f64> = scores.iter().map(|score| self.value(score)).collect();
         let (digits, unit) = match self {
@@ -59,7 +60,7 @@ fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// Standard deviation of a sample; 0 of one.
+/// Returns the standard deviation of a sample; 0 for a single value.
 fn deviation(values: &[f64]) -> f64 {
     let mean = mean(values);
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
@@ -100,7 +101,7 @@ pub(super) fn findings(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Findings 
     }
 }
 
-/// Runs of one attention.
+/// Returns the runs of one attention.
 fn of<'r>(runs: &'r [Run], attention: &str) -> Vec<&'r Run> {
     runs.iter().filter(|run| run.attention == attention).collect()
 }
@@ -127,7 +128,8 @@ fn summary(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Vec<String> {
     paragraphs
 }
 
-/// A task's outcome in a sentence: the first attention, the best and the worst of the others.
+/// Describes a task's result in a sentence: the first attention, the best and the worst of the
+/// others.
 fn verdict(plan: &Plan, setting: &Setting, runs: &[Run]) -> String {
     let metric = setting.task.metric();
     let unit = match metric {
@@ -261,10 +263,10 @@ fn chart_name(setting: &Setting) -> &'static str {
     }
 }
 
-/// Learning curves: the mean over seeds, and the range as a band.
+/// Draws learning curves: the mean over seeds, with the range as a band.
 fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
     let metric = setting.task.metric();
-    // The fall of the beginning would press flat what a loss is looked at for.
+    // The steep fall at the beginning of a loss would flatten the differences at the end.
     let from = if metric == Metric::Accuracy { 0 } else { setting.recipe.steps / 4 };
     let series = specs(plan, setting).into_iter().map(|spec| {
         let runs = of(runs, &spec);

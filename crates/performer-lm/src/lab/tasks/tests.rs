@@ -7,7 +7,7 @@ use super::{
 };
 use crate::train::{Gradients, NEVER};
 
-/// All tasks at sizes of a moment, with files of their own.
+/// Plans all tasks at small sizes, with text and proteins of their own.
 fn plan<'a>(folder: &'a Path, attentions: &[&str]) -> Plan<'a> {
     let text = folder.join("text");
     std::fs::write(&text, "to be or not to be, that is the question; ".repeat(1000)).unwrap();
@@ -66,11 +66,12 @@ fn every_task_runs_and_reports() {
         let found = tiny(&plan, task);
         let data = &found.data["tasks"][0];
         let runs = data["runs"].as_array().unwrap();
-        // The window has no place in what is read from both sides.
+        // Attention with a window cannot learn bidirectional tasks.
         assert_eq!(runs.len(), if task.is_causal() { 4 } else { 2 }, "{task}");
         for run in runs {
             assert_eq!(run["curve"].as_array().unwrap().len(), 2);
-            // Two steps teach little, but they are no worse than the uniform distribution by far.
+            // Two steps teach little, but must not make the model much worse than the uniform
+            // distribution.
             let uniform = (plan.setting(task).unwrap().source.vocabulary() as f64).ln();
             let loss = run["loss"].as_f64().unwrap();
             assert!(loss > 0.0 && loss < 1.5 * uniform, "{task}: {loss}");
@@ -90,7 +91,7 @@ fn finished_runs_are_not_made_again() {
     let file = folder.path().join(RUNS);
     let before = std::fs::read(&file).unwrap();
     let again = tiny(&plan, Task::Recall);
-    // Seconds and all: nothing was measured anew.
+    // The measured seconds are equal too, so nothing was measured anew.
     assert_eq!(first.data, again.data);
     assert_eq!(before, std::fs::read(&file).unwrap());
 }
@@ -107,7 +108,7 @@ fn runs_of_other_settings_are_not_given_back() {
     ask("settings.steps", Plan { steps: Some(3), ..copy(&plan) });
     ask("settings.learning_rate", Plan { learning_rate: Some(1e-4), ..copy(&plan) });
     ask("settings.length", Plan { length: Some(30), ..copy(&plan) });
-    // A file of the same name and length that says something else.
+    // The file has the same name and length, but another content.
     let content = std::fs::read_to_string(&plan.texts[0]).unwrap();
     std::fs::write(&plan.texts[0], content.replacen("question", "exercise", 1)).unwrap();
     ask("data.files", copy(&plan));
@@ -172,7 +173,7 @@ fn a_stopped_run_goes_on_as_if_it_had_not_been_stopped() {
     for attention in ["favor:m=8", "favor:m=4,map=learned,window=4"] {
         let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let expected = recall(whole.path(), attention, &NEVER, 2).unwrap();
-        // Stopped from outside again and again, wherever it is then.
+        // The run is stopped from outside again and again, at any step.
         let state = parts.path().join(INTERRUPTED).join(format!("recall-{}", run_name(&attention.parse().unwrap(), 1)));
         let (mut stops, mut in_the_middle) = (0, 0);
         let found = loop {
@@ -216,7 +217,7 @@ fn attentions_start_from_equal_weights() {
     }
 }
 
-/// The attentions that can read from both sides.
+/// Returns the attentions that can be bidirectional.
 fn bidirectional() -> impl Iterator<Item = AttentionConfig> {
     ATTENTIONS.iter().map(|a| a.parse::<AttentionConfig>().unwrap()).filter(|a| a.window().is_none())
 }
@@ -239,7 +240,8 @@ fn gradients_reach_every_parameter_of_a_bidirectional_model() {
         for ((name, _), gradient) in parameters.iter().zip(&gradients.tensors) {
             let gradient = gradient.as_ref().unwrap_or_else(|| panic!("{attention}: none for {name}"));
             let largest = gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-            // The bias of keys adds the same to all of a query's logits, which exact attention does not see.
+            // The bias of keys adds one constant to all of a query's logits, on which exact
+            // attention does not depend.
             let blind = name.ends_with("k_proj.bias") && attention == AttentionConfig::Softmax;
             assert!(largest.is_finite() && (largest > 0.0 || blind), "{attention}: {name} {largest}");
         }

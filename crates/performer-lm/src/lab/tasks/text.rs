@@ -1,4 +1,5 @@
-//! Byte-level long text: the next byte, from up to a whole context before it.
+//! This task is byte-level language modelling of long text: the next byte is predicted from up to a
+//! whole context before it.
 
 use std::path::PathBuf;
 
@@ -7,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::example::{Example, Source, Split, below};
 
-/// Of every file, one part in so many is held out, at its end.
+/// One part in this many is held out of every file, at its end.
 const HELD_OUT: usize = 20;
 
 pub(super) struct Text {
@@ -18,7 +19,7 @@ pub(super) struct Text {
 }
 
 impl Text {
-    /// Reads files whole; `context` bytes are a sequence.
+    /// Reads whole files; `context` bytes are a sequence.
     ///
     /// # Errors
     /// If a file cannot be read, or one of its parts is shorter than a sequence.
@@ -59,7 +60,7 @@ impl Source for Text {
 
     fn files(&self) -> Option<blake3::Hash> {
         let mut digest = blake3::Hasher::new();
-        // The length keeps apart texts that are cut at another place.
+        // The length distinguishes texts that are cut at another place.
         digest.update(&(self.train.len() as u64).to_le_bytes()).update(&self.train).update(&self.held_out);
         Some(digest.finalize())
     }

@@ -1,4 +1,4 @@
-//! Writing folders that Hugging Face's tools open.
+//! This module writes model folders that Hugging Face's tools open.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -22,12 +22,14 @@ use crate::{
 
 /// Writes a model as a Hugging Face folder, weights last.
 ///
-/// A model with softmax attention becomes one of the architectures that those tools know. A Performer keeps its family's weights and
-/// config and adds its attention, under a `model_type` of its own: no program may take it for a softmax model. Its projections lie among
-/// the weights. [`Pretrained::open`] reads either back.
+/// A model with softmax attention becomes one of the architectures that those tools know. A
+/// Performer keeps its family's weights and configuration and adds its attention, under a
+/// `model_type` of its own, so that no program takes it for a softmax model. Its projections are
+/// among the weights. [`Pretrained::open`] reads both kinds.
 ///
 /// # Errors
-/// A model that no such architecture spells; a folder that holds a model already, or cannot be written to.
+/// If no such architecture describes the model, or the folder holds a model already or cannot be
+/// written to.
 pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
     ensure!(
         !dir.join(WEIGHTS).exists(),
@@ -68,7 +70,8 @@ fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {
     Ok(config)
 }
 
-/// The tokens at the borders of a text, as `config.json` and `generation_config.json` name them.
+/// Returns the tokens at the borders of a text, as `config.json` and `generation_config.json` name
+/// them.
 fn tokens(tokenizer: &Tokenizer) -> Value {
     let borders = tokenizer.borders();
     let mut end: Vec<u32> = borders.end.into_iter().chain(borders.stop.iter().copied()).collect();
@@ -88,7 +91,8 @@ fn tokenizer_config(model: &Pretrained) -> Value {
     })
 }
 
-/// The weights under the family's names; what our parameters lack there are buffers of our attention.
+/// Returns the weights under the family's names; parameters that the family does not have are
+/// buffers of our attention.
 fn weights(family: Family, model: &Pretrained, softmax: bool) -> Result<HashMap<String, Tensor>> {
     let mut parts: BTreeMap<String, Vec<(usize, Tensor)>> = BTreeMap::new();
     let mut weights = HashMap::new();

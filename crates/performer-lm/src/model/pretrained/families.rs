@@ -1,4 +1,5 @@
-//! The families of Hugging Face models that the decoder spells: their configs and the names of their weights, both ways.
+//! This module describes the families of Hugging Face models that the decoder covers: their
+//! configurations and the names of their weights, for reading and writing.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 use super::{LlamaSizes, Part, fields::Fields};
 use crate::config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions};
 
-/// A family, named as in `model_type`.
+/// A `Family` is a family of models, named as in `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Family {
     /// Llama, SmolLM2, TinyLlama, and Mistral without its sliding window.
@@ -21,16 +22,16 @@ pub(super) enum Family {
     Gpt2,
 }
 
-/// ε of the norms that are left out of a config.
+/// ε of the norms if a configuration does not give it.
 const DEFAULT_EPS: f64 = 1e-5;
 
-/// The window of Mistral's models whose config names none.
+/// The window of Mistral's models if a configuration does not give it.
 const MISTRAL_WINDOW: usize = 4096;
 
 impl Family {
     pub(super) const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Starcoder2, Self::Gpt2];
 
-    /// The family of a `model_type`.
+    /// Returns the family of a `model_type`.
     pub(super) fn of(model_type: &str) -> Result<Self> {
         if model_type == "mistral" {
             return Ok(Self::Llama);
@@ -43,7 +44,7 @@ impl Family {
         }
     }
 
-    /// The family that a config of ours belongs to, whatever its attention.
+    /// Returns the family to which one of our configurations belongs, whatever its attention.
     pub(super) fn of_config(config: &ModelConfig) -> Result<Self> {
         let rotary = matches!(config.positions, Positions::Rotary { .. });
         let gelu = config.feed_forward != FeedForwardKind::Swiglu;
@@ -86,7 +87,7 @@ impl Family {
         }
     }
 
-    /// Our config of one of theirs, with softmax attention.
+    /// Converts one of their configurations to ours, with softmax attention.
     pub(super) fn read(self, fields: &Fields) -> Result<ModelConfig> {
         fields.only("quantization_config", &[])?;
         if self == Self::Gpt2 {
@@ -132,7 +133,7 @@ impl Family {
         Ok(config)
     }
 
-    /// Their config of one of ours, without what they do not know: our attention.
+    /// Converts one of our configurations to theirs, without our attention, which they do not know.
     pub(super) fn write(self, config: &ModelConfig) -> Value {
         if self == Self::Gpt2 {
             return json!({
@@ -168,7 +169,7 @@ impl Family {
         theirs
     }
 
-    /// Where a parameter of ours lies among their weights.
+    /// Returns where one of our parameters lies among their weights.
     pub(super) fn part(self, name: &str) -> Part {
         match self {
             Self::Llama | Self::Qwen2 => Part::whole(name),
@@ -179,7 +180,8 @@ impl Family {
         }
     }
 
-    /// Whether a tensor among their weights is none of the model: constants that old versions saved, or a copy of the tied head.
+    /// Whether a tensor among their weights is not part of the model: a constant that old versions
+    /// saved, or a copy of the tied head.
     pub(super) fn is_constant(self, name: &str, config: &ModelConfig) -> bool {
         name.ends_with(".rotary_emb.inv_freq")
             || (config.tied_head && name == "lm_head.weight")
@@ -216,7 +218,8 @@ fn gpt2(fields: &Fields) -> Result<ModelConfig> {
     })
 }
 
-/// GPT-2 keeps queries, keys and values in one tensor, and its matrices transposed.
+/// Returns where a parameter lies in GPT-2, which keeps queries, keys and values in one tensor, and
+/// its matrices transposed.
 fn gpt2_part(name: &str) -> Part {
     let renamed = match name.strip_prefix("model.") {
         None => return Part::whole(name),
@@ -243,7 +246,7 @@ fn gpt2_part(name: &str) -> Part {
     Part { transposed, third, ..Part::whole(format!("transformer.{renamed}")) }
 }
 
-/// GELU in the form that a config names.
+/// Returns the form of GELU that a configuration names.
 fn gelu(fields: &Fields, name: &str) -> Result<FeedForwardKind> {
     match fields.get::<String>(name)?.as_deref() {
         None | Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_fast") => Ok(FeedForwardKind::Gelu),
@@ -256,7 +259,8 @@ fn gelu_name(config: &ModelConfig) -> &'static str {
     if config.feed_forward == FeedForwardKind::GeluExact { "gelu" } else { "gelu_pytorch_tanh" }
 }
 
-/// θ, which newer configs keep with the kind of scaling. Only plain rotary positions over whole heads are supported.
+/// Returns θ, which newer configurations keep with the kind of scaling. Only plain rotary positions
+/// over whole heads are supported.
 fn rotary_base(fields: &Fields) -> Result<f64> {
     let mut base = fields.get("rope_theta")?;
     for name in ["rope_scaling", "rope_parameters"] {

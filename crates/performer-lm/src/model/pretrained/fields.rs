@@ -1,4 +1,5 @@
-//! Fields of a config by another program: what is missing, wrong or not supported is named with its file.
+//! This module reads fields of another program's configuration; errors name the file and the field
+//! that is missing, wrong or not supported.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +7,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-/// The object in a JSON file.
+/// `Fields` is the object in a JSON file.
 pub(super) struct Fields {
     path: PathBuf,
     map: Map<String, Value>,
@@ -21,12 +22,12 @@ impl Fields {
         Ok(Self { path: path.into(), map })
     }
 
-    /// Whether a field is there, if only as null.
+    /// Whether a field is present, even if it is null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.map.contains_key(name)
     }
 
-    /// A field that may be absent or null.
+    /// Returns a field that may be absent or null.
     pub(super) fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
         match self.map.get(name) {
             None | Some(Value::Null) => Ok(None),
@@ -36,12 +37,12 @@ impl Fields {
         }
     }
 
-    /// A field that must be there.
+    /// Returns a field that must be present.
     pub(super) fn need<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         self.get(name)?.with_context(|| format!("{} lacks {name}, which this model needs", self.path.display()))
     }
 
-    /// Token ids: one, or a list of them.
+    /// Returns token ids: one, or a list of them.
     pub(super) fn tokens(&self, name: &str) -> Result<Vec<u32>> {
         match self.get::<Value>(name)? {
             Some(Value::Array(_)) => self.need(name),
@@ -49,7 +50,7 @@ impl Fields {
         }
     }
 
-    /// Refuses a field that has any value but these. What is absent or null passes.
+    /// Refuses a field that has any value but these; an absent field or null passes.
     pub(super) fn only(&self, name: &str, supported: &[Value]) -> Result<()> {
         match self.map.get(name) {
             None | Some(Value::Null) => Ok(()),
@@ -66,7 +67,7 @@ impl Fields {
         anyhow!("{}: {name} is {value}, which is not supported; take a model without it", self.path.display())
     }
 
-    /// Refuses the field with what it is.
+    /// Refuses the field, and says what its value is.
     pub(super) fn refuse<T>(&self, name: &str) -> Result<T> {
         bail!(self.refusal(name, self.map.get(name).unwrap_or(&Value::Null)))
     }

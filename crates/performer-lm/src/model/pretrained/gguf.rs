@@ -1,5 +1,6 @@
-//! [GGUF](https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) files of the `llama` architecture, widened to f32 as they are loaded,
-//! with the tokenizer that they carry.
+//! This module reads [GGUF](https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) files of the
+//! `llama` architecture, which are widened to f32 as they are loaded, with the tokenizer that they
+//! carry.
 
 use std::{fs::File, io::Cursor, path::Path, sync::Mutex};
 
@@ -25,7 +26,8 @@ const BYTE: i64 = 6;
 /// Reads a file.
 pub(super) fn open(path: &Path) -> Result<Pretrained> {
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    // SAFETY: a map is sound as long as nobody changes the file beneath it while it is read, which takes seconds.
+    // SAFETY: a map is sound as long as nobody changes the file beneath it while it is read, which
+    // takes seconds.
     let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
     read(&map).with_context(|| format!("cannot load {}", path.display()))
 }
@@ -42,7 +44,7 @@ fn read(bytes: &[u8]) -> Result<Pretrained> {
     Ok(Pretrained { config, tensors, tokenizer })
 }
 
-/// Where a parameter lies; llama.cpp's rotary positions turn neighbours.
+/// Returns where a parameter lies; llama.cpp's rotary positions turn neighbours.
 fn part(name: &str, config: &ModelConfig) -> Result<Part> {
     let interleaved = match name {
         _ if name.contains("q_proj") => Some(config.heads),
@@ -241,7 +243,7 @@ fn whole(value: &Value) -> Option<i64> {
     })
 }
 
-/// The byte that a token such as `<0x0A>` stands for.
+/// Returns the byte that a token such as `<0x0A>` stands for.
 fn byte(token: &str) -> Result<u8> {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     let byte = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok());

@@ -1,4 +1,5 @@
-//! Folders as Hugging Face writes them: `config.json`, `tokenizer.json`, and `model.safetensors` or an index of several such files.
+//! This module reads folders as Hugging Face writes them: `config.json`, `tokenizer.json`, and
+//! `model.safetensors` or an index of several such files.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -21,10 +22,11 @@ pub(super) const TOKENIZER: &str = "tokenizer.json";
 pub(super) const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The `model_type` of a model whose attention is not softmax, which no other program takes for one.
+/// The `model_type` of a model whose attention is not softmax, which no other program takes for a
+/// softmax model.
 pub(super) const PERFORMER: &str = "performer";
 
-/// What the field `performer` of such a model's config adds to that of its family.
+/// `Performer` is what the field `performer` of such a model's configuration adds to its family's.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Performer {
@@ -37,12 +39,12 @@ pub(super) struct Performer {
     pub(super) borders: Option<Borders>,
 }
 
-/// Whether a folder is one of Hugging Face's and not a checkpoint of ours.
+/// Whether a folder is one of Hugging Face's and not one of our checkpoints.
 pub(super) fn is_folder(dir: &Path) -> bool {
     Fields::read(&dir.join(CONFIG)).is_ok_and(|fields| matches!(fields.get::<String>("model_type"), Ok(Some(_))))
 }
 
-/// Reads such a folder.
+/// Reads a Hugging Face folder.
 pub(super) fn open(dir: &Path) -> Result<Pretrained> {
     let path = dir.join(CONFIG);
     let fields = Fields::read(&path)?;
@@ -57,7 +59,7 @@ pub(super) fn open(dir: &Path) -> Result<Pretrained> {
     let (mut tensors, left) = read_parameters(&config, &shards, |name| Ok(family.part(name))).with_context(weights)?;
     match &performer {
         None => refuse_rest(&left, |name| family.is_constant(name, &config)).with_context(weights)?,
-        // What is left are the random features.
+        // The remaining tensors are the random features.
         Some(_) => {
             for name in left {
                 tensors.insert(name.clone(), shards.load(&name).with_context(weights)?);
@@ -100,7 +102,7 @@ fn tokenizer(dir: &Path, config: &Fields, performer: Option<&Performer>) -> Resu
     read().with_context(|| path.display().to_string())
 }
 
-/// The weights of a folder, memory-mapped.
+/// `Shards` are the weights of a folder, memory-mapped.
 struct Shards {
     files: Vec<(PathBuf, MmapedSafetensors)>,
     /// The file that holds a tensor.
@@ -125,7 +127,8 @@ impl Shards {
         let mut files = Vec::new();
         for (i, name) in names.into_iter().enumerate() {
             let path = dir.join(name);
-            // SAFETY: a map is sound as long as nobody changes the file beneath it while it is read, which takes seconds.
+            // SAFETY: a map is sound as long as nobody changes the file beneath it while it is
+            // read, which takes seconds.
             let file = unsafe { MmapedSafetensors::new(&path) }
                 .with_context(|| format!("{} is missing, damaged or incomplete: copy it again", path.display()))?;
             places.extend(file.tensors().into_iter().map(|(name, _)| (name, i)));

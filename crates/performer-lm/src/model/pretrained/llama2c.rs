@@ -1,8 +1,11 @@
-//! [llama2.c](https://github.com/karpathy/llama2.c)'s models: float32 `.bin` files of versions 0 and 1, each beside its tokenizer.
+//! This module reads [llama2.c](https://github.com/karpathy/llama2.c)'s models: float32 `.bin`
+//! files of versions 0 and 1, each beside its tokenizer.
 //!
-//! Version 0 is 7 numbers (dimension, inner dimension, layers, heads, key and value heads, vocabulary, context; a negative vocabulary
-//! says that the head is not the embedding), then the weights. Version 1 has a magic number, a version and a flag around those numbers
-//! in a header of 256 bytes, and another order of the weights. The tokenizer is `tokenizer.bin`, or `tok512.bin` for a vocabulary of 512.
+//! Version 0 is 7 numbers (dimension, inner dimension, layers, heads, key and value heads,
+//! vocabulary, context; a negative vocabulary says that the output head is not the embedding), then
+//! the weights. Version 1 has a magic number, a version and a flag around those numbers in a header
+//! of 256 bytes, and another order of the weights. The tokenizer is `tokenizer.bin`, or
+//! `tok512.bin` for a vocabulary of 512.
 
 use std::{collections::HashMap, fs::File, path::Path};
 
@@ -16,23 +19,24 @@ use super::{
 };
 use crate::data::{Borders, Tokenizer};
 
-/// "ak42", before every version but the first.
+/// The magic number "ak42", which stands before every version but the first.
 const MAGIC: u32 = 0x616b_3432;
 
-/// Header of the versions that have a magic number.
+/// Size of the header of the versions that have a magic number.
 const HEADER: usize = 256;
 
-/// ε of the norms, in no header.
+/// ε of the norms, which no header gives.
 const NORM_EPS: f64 = 1e-5;
 
-/// The tokens by which every story begins, and by which none ends.
+/// The token with which every story begins; no token ends a story.
 const BEGIN: u32 = 1;
 
 /// Reads a model and the tokenizer beside it.
 pub(super) fn open(path: &Path) -> Result<Pretrained> {
     let what = || format!("{} is no llama2.c model that this program reads", path.display());
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    // SAFETY: a map is sound as long as nobody changes the file beneath it while it is read, which takes seconds.
+    // SAFETY: a map is sound as long as nobody changes the file beneath it while it is read, which
+    // takes seconds.
     let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
     let mut config;
     let tensors;
@@ -60,7 +64,7 @@ struct Header {
 }
 
 impl Header {
-    /// The header, and the bytes behind it.
+    /// Returns the header, and the bytes behind it.
     fn read(bytes: &[u8]) -> Result<(Self, &[u8])> {
         let number = |i: usize| bytes.get(4 * i..4 * i + 4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         let number = |i| number(i).context("its header is incomplete: copy it again");
@@ -102,7 +106,7 @@ impl Header {
         }
     }
 
-    /// The weights under our names; rotary positions of llama2.c turn neighbours.
+    /// Returns the weights under our names; rotary positions of llama2.c turn neighbours.
     fn tensors(&self, data: &[u8]) -> Result<HashMap<String, Tensor>> {
         let (e, kv) = (self.dim, self.dim / self.heads * self.kv_heads);
         let embedding = Group::one("model.embed_tokens.weight", self.vocab, e);
@@ -155,7 +159,7 @@ impl Header {
     }
 }
 
-/// A matrix, or one for each layer.
+/// A `Group` is a matrix, or one matrix for each layer.
 struct Group {
     name: String,
     rows: usize,
@@ -190,7 +194,7 @@ impl Reader<'_> {
     }
 }
 
-/// The tokenizer beside a model.
+/// Reads the tokenizer beside a model.
 fn tokenizer(model: &Path, vocab_size: usize) -> Result<Tokenizer> {
     let names = [format!("tok{vocab_size}.bin"), "tokenizer.bin".to_owned()];
     let Some(path) = names.iter().map(|name| model.with_file_name(name)).find(|path| path.exists()) else {
@@ -203,8 +207,8 @@ fn tokenizer(model: &Path, vocab_size: usize) -> Result<Tokenizer> {
     read().with_context(|| format!("cannot read the tokenizer {} of a model of {vocab_size} tokens", path.display()))
 }
 
-/// A `tokenizer.bin`: the length of the longest token, then each token's score, length and bytes. The first three are unknown, begin and
-/// end, the next 256 the bytes.
+/// Reads a `tokenizer.bin`: the length of the longest token, then each token's score, length and
+/// bytes. The first three tokens are unknown, begin and end, the next 256 are the bytes.
 fn read_vocabulary(bytes: &[u8], vocab_size: usize) -> Result<Scored> {
     let mut at = 4usize;
     let mut take = |n: usize| {

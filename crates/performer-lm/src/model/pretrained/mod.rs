@@ -1,14 +1,17 @@
-//! Models that others trained, as models of ours: one [`Decoder`], its config spelling the families.
+//! This module opens models that others trained: all become one [`Decoder`], whose configuration
+//! describes their families.
 //!
 //! | format | file | what is read |
 //! |---|---|---|
 //! | checkpoints of this program | [`Checkpoint`] | any decoder |
-//! | Hugging Face folders and hub ids | `hugging_face`, `families` | Llama, Mistral, SmolLM2, Qwen2, StarCoder2, GPT-2 |
+//! | Hugging Face folders, hub ids | `hugging_face` | the families in `families` |
 //! | llama2.c `.bin` beside its tokenizer | `llama2c` | Llama |
 //! | GGUF | `gguf` | Llama |
 //!
-//! Whatever would change a model's numbers and is not supported (scaled rotary positions, sliding windows, quantised safetensors) is
-//! refused by name. [`export`] writes the folders back.
+//! The families are Llama, Mistral, SmolLM2, Qwen2, StarCoder2 and GPT-2.
+//!
+//! What would change a model's numbers and is not supported (scaled rotary positions, sliding
+//! windows, quantised safetensors) is refused by name. [`export`] writes such folders.
 
 mod export;
 mod families;
@@ -36,10 +39,10 @@ use crate::{
 };
 pub use export::export;
 
-/// A model read from somewhere, as ours.
+/// A `Pretrained` is a model that was read from a file or folder.
 #[derive(Clone, Debug)]
 pub struct Pretrained {
-    /// What it is; with softmax attention, unless it is a Performer already.
+    /// Its configuration, with softmax attention unless it is a Performer already.
     pub config: ModelConfig,
     /// Parameters and buffers under this crate's names, on the CPU.
     pub tensors: HashMap<String, Tensor>,
@@ -48,10 +51,12 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
-    /// Opens a checkpoint folder, a Hugging Face folder, a llama2.c `.bin`, a `.gguf`, or the model of a hub id `owner/name`.
+    /// Opens a checkpoint folder, a Hugging Face folder, a llama2.c `.bin`, a `.gguf`, or the model
+    /// of a hub id `owner/name`.
     ///
     /// # Errors
-    /// What is missing, damaged or not supported: the file, the field, and what to do.
+    /// If anything is missing, damaged or not supported; the message names the file and the field,
+    /// and says what to do.
     pub fn open(source: &str) -> Result<Self> {
         let path = Path::new(source);
         let opened = if path.is_dir() {
@@ -76,26 +81,26 @@ impl Pretrained {
         Ok(opened)
     }
 
-    /// The model on a device.
+    /// Builds the model on a device.
     ///
     /// # Errors
-    /// Names the first tensor that is missing or has another shape.
+    /// If a tensor is missing or has another shape; the message names the first one.
     pub fn decoder(&self, device: &Device) -> Result<Decoder> {
         Decoder::from_tensors(&self.config, &self.tensors, device)
     }
 }
 
-/// [`Pretrained::open`] and the model on a device.
+/// Opens a model as [`Pretrained::open`] does, and builds it on a device.
 ///
 /// # Errors
-/// Those of [`Pretrained::open`] and [`Pretrained::decoder`].
+/// As [`Pretrained::open`] and [`Pretrained::decoder`].
 pub fn load(source: &str, device: &Device) -> Result<(Decoder, Tokenizer)> {
     let opened = Pretrained::open(source)?;
     let model = opened.decoder(device).with_context(|| format!("cannot build the model in {source}"))?;
     Ok((model, opened.tokenizer))
 }
 
-/// What [`Pretrained::open`] takes.
+/// The sources that [`Pretrained::open`] takes.
 const FORMATS: &str = "a checkpoint folder, a Hugging Face folder or the id of a model on the hub (owner/name), a llama2.c .bin, or a \
                        .gguf file";
 
@@ -124,7 +129,7 @@ fn file(path: &Path) -> Result<Pretrained> {
     }
 }
 
-/// `owner/name`, of the characters that the hub allows.
+/// Whether a text is `owner/name`, of the characters that the hub allows.
 fn is_hub_id(text: &str) -> bool {
     let is_name = |part: &str| {
         !part.is_empty()
@@ -134,7 +139,7 @@ fn is_hub_id(text: &str) -> bool {
     text.split_once('/').is_some_and(|(owner, name)| is_name(owner) && is_name(name))
 }
 
-/// Sizes of a Llama-style model, which the formats spell differently.
+/// `LlamaSizes` are the sizes of a Llama-style model, which the formats spell differently.
 struct LlamaSizes {
     vocab_size: usize,
     hidden_size: usize,
@@ -150,7 +155,7 @@ struct LlamaSizes {
 }
 
 impl LlamaSizes {
-    /// The config of a model with softmax attention and no biases.
+    /// Returns the configuration of a model with softmax attention and no biases.
     fn config(self) -> ModelConfig {
         ModelConfig {
             vocab_size: self.vocab_size,
@@ -177,25 +182,27 @@ impl LlamaSizes {
     }
 }
 
-/// Tensors by the names that a file gives them.
+/// A `Source` holds tensors by the names that a file gives them.
 trait Source {
-    /// Every name.
+    /// Returns every name.
     fn names(&self) -> Vec<String>;
 
-    /// The tensor of a name.
+    /// Loads the tensor of a name.
     fn load(&self, name: &str) -> Result<Tensor>;
 }
 
-/// Where a parameter of ours lies in a file, and how.
+/// A `Part` says where one of our parameters lies in a file, and how it is stored.
 #[derive(Clone, Debug, PartialEq)]
 struct Part {
-    /// Name of the tensor there.
+    /// Name of the tensor in the file.
     name: String,
-    /// Whether it is stored as `(in, out)`.
+    /// Whether the tensor is stored as `(in, out)`.
     transposed: bool,
-    /// Which third of its outputs it is, where queries, keys and values are one tensor.
+    /// The third of the tensor's outputs that is the parameter, where queries, keys and values are
+    /// one tensor.
     third: Option<usize>,
-    /// Heads, where rotary positions turn the neighbours `2i` and `2i + 1` instead of `i` and `i + D/2`.
+    /// The number of heads, where rotary positions turn the neighbours `2i` and `2i + 1` instead of
+    /// `i` and `i + D/2`.
     interleaved: Option<usize>,
 }
 
@@ -204,7 +211,7 @@ impl Part {
         Self { name: name.into(), transposed: false, third: None, interleaved: None }
     }
 
-    /// The parameter, f32 and contiguous.
+    /// Reads the parameter, f32 and contiguous.
     fn read(&self, stored: &Tensor) -> Result<Tensor> {
         let mut tensor = stored.clone();
         if let Some(third) = self.third {
@@ -221,8 +228,8 @@ impl Part {
     }
 }
 
-/// Rows of a query or key projection `(H·D, E)`, or entries of its bias, from the order in which rotary positions turn neighbours to
-/// the order in which they turn halves.
+/// Reorders rows of a query or key projection `(H·D, E)`, or entries of its bias, from the order in
+/// which rotary positions turn neighbours to the order in which they turn halves.
 fn half_split(rows: &Tensor, heads: usize) -> Result<Tensor> {
     let (n, rest) = (rows.dim(0)?, rows.elem_count() / rows.dim(0)?.max(1));
     ensure!(
@@ -233,7 +240,7 @@ fn half_split(rows: &Tensor, heads: usize) -> Result<Tensor> {
     Ok(order.contiguous()?.reshape(rows.shape())?)
 }
 
-/// The parameters of a decoder by name, as [`Decoder`] asks for them.
+/// Returns the names of a decoder's parameters, as [`Decoder`] asks for them.
 fn parameter_names(config: &ModelConfig) -> Vec<String> {
     let mut names = vec!["model.embed_tokens.weight".to_owned()];
     let norm = |prefix: &str| {
@@ -269,7 +276,8 @@ fn parameter_names(config: &ModelConfig) -> Vec<String> {
     names
 }
 
-/// Reads every parameter of `config` from `source`, each from where `part` says. Returns them with the names that were left over.
+/// Reads every parameter of `config` from `source`, each from where `part` says, and returns them
+/// with the names that were not read.
 fn read_parameters(
     config: &ModelConfig,
     source: &dyn Source,
@@ -281,7 +289,7 @@ fn read_parameters(
     let mut parameters = HashMap::new();
     for name in parameter_names(config) {
         let part = part(&name)?;
-        // Bare models are saved without the prefix of the model around them.
+        // Models without an output head are saved without the prefix of the model around them.
         let bare = part.name.split_once('.').map_or("", |(_, bare)| bare);
         let Some(found) = [&*part.name, bare].into_iter().find(|&name| all.contains(name)) else {
             bail!("the weights lack {}: the file is incomplete, or the config is of another model", part.name)
@@ -295,7 +303,7 @@ fn read_parameters(
     Ok((parameters, left))
 }
 
-/// Refuses tensors that a model of ours has no place for.
+/// Refuses tensors for which our models have no place.
 fn refuse_rest(left: &[String], is_known: impl Fn(&str) -> bool) -> Result<()> {
     match left.iter().find(|name| !is_known(name)) {
         None => Ok(()),

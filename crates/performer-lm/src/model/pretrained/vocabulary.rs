@@ -1,22 +1,22 @@
-//! Vocabularies of other formats as a `tokenizer.json`.
+//! This module writes vocabularies of other formats as a `tokenizer.json`.
 
 use std::collections::HashMap;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-/// How a vocabulary of SentencePiece spells a space.
+/// `Spaces` says how a SentencePiece vocabulary spells a space.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Spaces {
-    /// As a space, one put before every text.
+    /// A space is a space, and one is put before every text.
     Plain,
-    /// As `▁`, one put before every text.
+    /// A space is `▁`, and one is put before every text.
     Marked,
-    /// As `▁`, none put before a text.
+    /// A space is `▁`, and none is put before a text.
     MarkedOnly,
 }
 
-/// Tokens that stand for no text of their own, by id and spelling.
+/// `Added` lists tokens that stand for no text of their own, by id and spelling.
 #[derive(Default)]
 struct Added(Vec<Value>);
 
@@ -28,16 +28,18 @@ impl Added {
     }
 }
 
-/// A vocabulary with a score for each token, as SentencePiece makes them: a text is its characters, those that have no token being their
-/// UTF-8 bytes; then of all neighbours that make a token together, those of the best score are merged, the first of equals, until
-/// nothing can be.
+/// A `Scored` vocabulary has a score for each token, as SentencePiece makes them. A text is split
+/// into its characters, and characters that have no token into their UTF-8 bytes. Then, of all
+/// neighbours that make a token together, those with the best score are merged, the first of
+/// equals, until nothing can be merged.
 ///
-/// In `tokenizer.json` merges are pairs in an order. Two ways to split a token score alike here and not there, so where both occur and
-/// overlap in a text, the tokens may differ: that takes a token such as `aaa` and its parts `aa` and `a`.
+/// In `tokenizer.json` merges are pairs in an order. Two ways to split a token have equal scores
+/// here but different ranks there, so where both occur and overlap in a text, the tokens may
+/// differ: that takes a token such as `aaa` and its parts `aa` and `a`.
 pub(super) struct Scored {
     spaces: Spaces,
     ids: HashMap<String, usize>,
-    /// Tokens that merges make, with their scores.
+    /// The tokens that merges make, with their scores.
     scores: Vec<(String, f32)>,
     unknown: Option<String>,
     added: Added,
@@ -58,33 +60,33 @@ impl Scored {
         }
     }
 
-    /// The next token: a text.
+    /// Appends a token that is a text.
     pub(super) fn push(&mut self, text: String, score: f32) {
-        // Of tokens spelled alike only the first can be found.
+        // Of tokens with equal spelling, only the first can be found.
         if !self.ids.contains_key(&text) {
             self.scores.push((text.clone(), score));
         }
         self.name(text);
     }
 
-    /// The next token: a byte.
+    /// Appends a token that is a byte.
     pub(super) fn push_byte(&mut self, byte: u8) {
         self.name(format!("<0x{byte:02X}>"));
     }
 
-    /// The next token: what stands for characters that have none.
+    /// Appends the token that stands for characters that have none.
     pub(super) fn push_unknown(&mut self, text: &str) {
         self.unknown = Some(text.to_owned());
         self.push_control(text);
     }
 
-    /// The next token: one that stands for no text.
+    /// Appends a token that stands for no text.
     pub(super) fn push_control(&mut self, text: &str) {
         self.added.push(self.tokens.len(), text, true);
         self.name(text.to_owned());
     }
 
-    /// The next token: one that is found before all others.
+    /// Appends a token that is found before all others.
     pub(super) fn push_user_defined(&mut self, text: &str) {
         self.added.push(self.tokens.len(), text, false);
         self.name(text.to_owned());
@@ -149,10 +151,10 @@ impl Scored {
     }
 }
 
-/// A byte-level vocabulary with its merges in order, as GPT-2's.
+/// A `ByteLevel` vocabulary has its merges in order, as GPT-2's has.
 pub(super) struct ByteLevel<'a> {
     pub(super) tokens: Vec<String>,
-    /// Pairs with a space between.
+    /// The merges, as pairs with a space between.
     pub(super) merges: Vec<String>,
     /// Ids of tokens that stand for no text.
     pub(super) control: Vec<usize>,
@@ -210,7 +212,7 @@ impl ByteLevel<'_> {
     }
 }
 
-/// A post-processor that puts a token before every text.
+/// Makes a post-processor that puts a token before every text.
 fn template(begin: Option<u32>, tokens: &[String]) -> Result<Value> {
     let Some(id) = begin else { return Ok(Value::Null) };
     let token = tokens.get(id as usize).with_context(|| format!("token {id}, which begins a text, does not exist"))?;

@@ -1,7 +1,7 @@
 use super::*;
 use serde_json::json;
 
-/// A checkpoint in which every file says which one it belongs to.
+/// Returns a checkpoint in which every file says to which checkpoint it belongs.
 fn sample(id: u32) -> (Checkpoint, TrainingState) {
     let tensor = |x: u32| Tensor::full(x as f32, (3, 5), &Device::Cpu).unwrap();
     let checkpoint = Checkpoint {
@@ -20,7 +20,8 @@ fn first_value(tensors: &HashMap<String, Tensor>) -> u32 {
     tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()[0] as u32
 }
 
-/// The ids that the parts of the checkpoint in `dir` carry; those of the training state too where there should be one.
+/// Returns the ids in the parts of the checkpoint in `dir`, with those of the training state if
+/// there should be one.
 fn ids(dir: &Path, trained: impl Fn(u32) -> bool) -> Result<Vec<u32>> {
     let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
     let id = |json: &Value| json["id"].as_u64().unwrap() as u32;
@@ -39,7 +40,7 @@ fn ids(dir: &Path, trained: impl Fn(u32) -> bool) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
-/// The one checkpoint that all parts in `dir` belong to.
+/// Returns the id of the one checkpoint to which all parts in `dir` belong.
 #[track_caller]
 fn whole(dir: &Path, trained: impl Fn(u32) -> bool) -> u32 {
     let ids = ids(dir, trained).unwrap();
@@ -52,8 +53,8 @@ fn leftovers(dir: &Path) -> usize {
     names.filter(|n| n.to_string_lossy().ends_with(".new")).count()
 }
 
-/// Saves and is killed before the stage of that number, in the middle of the file if it writes one. False where the save had
-/// fewer stages.
+/// Saves and is killed before the stage of that number, in the middle of the file if it writes one.
+/// Returns false if the save had fewer stages.
 fn killed_save(dir: &Path, id: u32, trained: bool, kill_at: usize) -> bool {
     let (checkpoint, training) = sample(id);
     let mut count = 0;
@@ -270,7 +271,8 @@ fn a_save_that_fails_says_why_and_leaves_the_old_checkpoint() -> Result<()> {
 
     let dir = root.path().join("run");
     checkpoint.save(&dir, Some(&training))?;
-    // A folder in the way of a file that is to be written: fails for every user, root included.
+    // A folder is in the way of a file that is to be written, which fails for every user, even
+    // root.
     fs::create_dir(pending(&dir, TOKENIZER))?;
     let (next, _) = sample(2);
     let error = format!("{:#}", next.save(&dir, None).unwrap_err());
@@ -296,7 +298,7 @@ fn a_full_disk_leaves_the_old_checkpoint_and_no_litter() -> Result<()> {
         });
         let error = format!("{:#}", result.unwrap_err());
         assert!(error.contains(name) && error.contains("No space left"), "{error}");
-        // The device is endless to read; what a full disk leaves is the beginning of a file.
+        // Reading the device would not end; a full disk leaves the beginning of a file.
         fs::remove_file(pending(dir, name))?;
         fs::write(pending(dir, name), "{")?;
         assert_eq!(whole(dir, |_| true), 1);

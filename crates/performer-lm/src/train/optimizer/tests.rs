@@ -1,6 +1,6 @@
 use super::*;
 
-/// Plain AdamW in `f64`, one number at a time: the truth that the tests compare with.
+/// `Scalar` is plain AdamW in `f64`, one number at a time, with which the tests compare.
 struct Scalar {
     p: f64,
     m: f64,
@@ -34,7 +34,8 @@ fn params(dtype: DType) -> Result<Vec<(String, Var)>> {
         .collect()
 }
 
-/// The gradient of `½ Σ c (p − 1)²` with a curvature `c` that differs from parameter to parameter.
+/// Returns the gradient of `½ Σ c (p − 1)²` with a curvature `c` that differs from parameter to
+/// parameter.
 fn gradients(params: &[(String, Var)]) -> Result<Gradients> {
     let mut loss = Tensor::zeros((), params[0].1.dtype(), &Device::Cpu)?;
     for (k, (_, var)) in params.iter().enumerate() {
@@ -113,7 +114,8 @@ fn fused_and_composed_updates_agree() -> Result<()> {
 
 #[test]
 fn half_precision_parameters_keep_small_gradients() -> Result<()> {
-    // The square of this gradient is zero in f16: with half-precision moments the step would be lr·g/ε, not lr.
+    // The square of this gradient is zero in f16: with half-precision moments the step would be
+    // lr·g/ε, not lr.
     let var = Var::from_tensor(&Tensor::ones(3, DType::F16, &Device::Cpu)?)?;
     let mut optimizer = AdamW::new(vec![("p".to_owned(), var)], AdamWConfig::default())?;
     let g = Tensor::full(2f32.powi(-14), 3, &Device::Cpu)?.to_dtype(DType::F16)?;
@@ -126,7 +128,8 @@ fn half_precision_parameters_keep_small_gradients() -> Result<()> {
 
 #[test]
 fn clipping_scales_to_the_global_norm_and_reports_the_norm_before() -> Result<()> {
-    // A first step of AdamW does not depend on the gradient's size, so look at the first moment.
+    // A first step of AdamW does not depend on the gradient's size, so the test compares the first
+    // moment.
     let clip = 0.25;
     let mut free = AdamW::new(params(DType::F32)?, AdamWConfig::default())?;
     let mut clipped = AdamW::new(params(DType::F32)?, AdamWConfig::default())?;
