@@ -1,5 +1,6 @@
-//! Retention (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>): linear attention whose past fades by a
-//! constant factor a token, `o_t = D^-½ Σ_{j≤t} γ^{t−j} (q_t·k_j) v_j`, with a `γ` for each head.
+//! Retention (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>): linear attention whose past
+//! fades by a constant factor a token, `o_t = D^-½ Σ_{j≤t} γ^{t−j} (q_t·k_j) v_j`, with a `γ` for
+//! each head.
 
 use candle_core::{Result, Tensor, bail};
 use performer_core::attention::{Identity, Memory, StateRecord};
@@ -22,7 +23,8 @@ impl Retention {
         Tensor::from_vec(logs, (self.heads, 1, 1), like.device())?.to_dtype(like.dtype())
     }
 
-    /// Retention of `T` tokens after those whose sum is `before`, and the sum after the last of them.
+    /// Retention of `T` tokens after those whose sum is `before`, and the sum after the last of
+    /// them.
     fn retain(&self, inputs: Inputs<'_>, before: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         inputs.refuse_gates("retention with constant decay")?;
         let sizes = inputs.sizes()?;

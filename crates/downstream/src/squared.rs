@@ -1,4 +1,5 @@
-//! A feature map: `φ(x) = (x² + 1/4)`, elementwise. It is positive, so its logarithms go to the attention.
+//! A feature map: `φ(x) = (x² + 1/4)`, elementwise. It is positive, so its logarithms go to the
+//! attention.
 
 use candle_core::{Result, Tensor};
 use performer_core::{FeatureMap, Features};

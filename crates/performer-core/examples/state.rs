@@ -1,5 +1,5 @@
-//! What the state of decoding can do: it goes through a file into another process, is forked, and has rows of its
-//! batch dropped, reordered and joined, always with the same bits.
+//! What the state of decoding can do: it goes through a file into another process, is forked, and
+//! has rows of its batch dropped, reordered and joined, always with the same bits.
 //!
 //! ```text
 //! cargo run --release -p performer-core --example state
@@ -14,7 +14,7 @@ const HEADS: usize = 4;
 const HEAD_DIM: usize = 32;
 const PROMPT: usize = 200;
 
-/// The same numbers in every process: rows `(B, H, T, D)` of tokens `start..`.
+/// Returns numbers that are the same in every process: rows `(B, H, T, D)` of tokens `start..`.
 fn tokens(batch: usize, start: usize, count: usize) -> Result<Tensor> {
     let number = |i: usize| (((i * 2_654_435_761) % 10_007) as f32 / 10_007.0 - 0.5) * 2.0;
     let row = |b: usize, h: usize, t: usize| (0..HEAD_DIM).map(move |d| number(((b * HEADS + h) * 9973 + t) * 64 + d));

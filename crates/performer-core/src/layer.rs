@@ -1,5 +1,5 @@
-//! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads, and rotary
-//! positions, around any [`Attention`].
+//! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads,
+//! and rotary positions, around any [`Attention`].
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
@@ -31,7 +31,8 @@ pub struct MultiHeadConfig {
 impl MultiHeadConfig {
     /// `heads` equal heads of dimension `hidden / heads`, no biases.
     ///
-    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses it.
+    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses
+    /// it.
     pub fn new(hidden: usize, heads: usize) -> Self {
         Self {
             hidden,
@@ -44,16 +45,17 @@ impl MultiHeadConfig {
     }
 }
 
-/// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and any
-/// attention.
+/// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and
+/// any attention.
 ///
 /// # Weights and buffers
-/// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging Face
-/// checkpoints. What the attention draws or fits, its [buffers](Attention::buffers), lives beside them:
-/// `projection` for FAVOR+. So a `VarMap` saves a layer completely, and a `VarBuilder` over the file loads
-/// it completely; a file without the buffers is refused, since other random features would give other
-/// outputs without a word. An optimiser over `VarMap::all_vars` trains the maps that are meant to be trained
-/// and leaves random projections alone, for they get no gradient.
+/// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging
+/// Face checkpoints. What the attention draws or fits, its [buffers](Attention::buffers), lives
+/// beside them: `projection` for FAVOR+. So a `VarMap` saves a layer completely, and a `VarBuilder`
+/// over the file loads it completely; a file without the buffers is refused, since other random
+/// features would give other outputs without a word. An optimiser over `VarMap::all_vars` trains
+/// the maps that are meant to be trained and leaves random projections alone, for they get no
+/// gradient.
 ///
 /// # Example
 /// ```
@@ -109,8 +111,9 @@ struct Registered {
 impl MultiHeadAttention {
     /// Makes the layer's weights and buffers, or reads them, from `vb`.
     ///
-    /// Over a fresh `VarMap` both are made: weights are drawn by Candle, buffers are those of `attention`.
-    /// Where `vb` has the layer's weights already, such as a file, it must have the buffers too.
+    /// Over a fresh `VarMap` both are made: weights are drawn by Candle, buffers are those of
+    /// `attention`. Where `vb` has the layer's weights already, such as a file, it must have the
+    /// buffers too.
     ///
     /// # Errors
     /// If the head counts do not fit, or `vb` lacks a weight or a buffer.
@@ -126,9 +129,9 @@ impl MultiHeadAttention {
         Ok(layer)
     }
 
-    /// Makes or reads the layer's weights alone; the attention stays as it was made, and its buffers are
-    /// neither read nor registered. For putting a fresh attention around pretrained weights, and for
-    /// programs that save and load [`Attention::buffers`] by themselves.
+    /// Makes or reads the layer's weights alone; the attention stays as it was made, and its
+    /// buffers are neither read nor registered. For putting a fresh attention around pretrained
+    /// weights, and for programs that save and load [`Attention::buffers`] by themselves.
     ///
     /// # Errors
     /// If the head counts do not fit, or `vb` lacks a weight.
@@ -180,7 +183,8 @@ impl MultiHeadAttention {
                     buffer.dims()
                 );
             }
-            // A VarMap hands tensors out by shape only; of a file's tensor, the attention looks at the shape.
+            // A VarMap hands tensors out by shape only; of a file's tensor, the attention looks at
+            // the shape.
             let unchecked = if known { vb.get_unchecked_dtype(&name, buffer.dtype()).ok() } else { None };
             let tensor = match unchecked {
                 Some(tensor) => tensor,
@@ -210,8 +214,8 @@ impl MultiHeadAttention {
     /// Self-attention over `x` `(B, T, E)` → `(B, T, E)`.
     ///
     /// # Errors
-    /// If `x` has another shape, as [`Attention::forward`], or if the `VarMap` of this layer was loaded
-    /// since (see [`Self::reload_buffers`]).
+    /// If `x` has another shape, as [`Attention::forward`], or if the `VarMap` of this layer was
+    /// loaded since (see [`Self::reload_buffers`]).
     pub fn forward(&self, x: &Tensor, mask: &Mask) -> Result<Tensor> {
         self.cross(x, x, mask)
     }
@@ -236,9 +240,9 @@ impl MultiHeadAttention {
         self.merge(&self.attention.extend(Inputs::new(&q, &k, &v), state)?)
     }
 
-    /// Self-attention with `attend` in place of the attention inside, which is given queries `(B, H, T, D)`,
-    /// keys and values `(B, Hkv, T, D)` after rotary positions. For looking at what an attention is given,
-    /// and for trying another in its place.
+    /// Self-attention with `attend` in place of the attention inside, which is given queries
+    /// `(B, H, T, D)`, keys and values `(B, Hkv, T, D)` after rotary positions. For looking at what
+    /// an attention is given, and for trying another in its place.
     ///
     /// # Errors
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.
@@ -252,14 +256,15 @@ impl MultiHeadAttention {
         &*self.attention
     }
 
-    /// Puts another attention inside. Its buffers are not registered in a `VarMap`: whoever exchanges the
-    /// attention of a layer saves and loads them.
+    /// Puts another attention inside. Its buffers are not registered in a `VarMap`: whoever
+    /// exchanges the attention of a layer saves and loads them.
     pub fn set_attention(&mut self, attention: Box<dyn Attention>) {
         self.attention = attention;
         self.registered.clear();
     }
 
-    /// Draws new random features from `seed`, in the layer's `VarMap` too; nothing where there are none.
+    /// Draws new random features from `seed`, in the layer's `VarMap` too; nothing where there are
+    /// none.
     ///
     /// # Errors
     /// As [`Attention::redraw`].
@@ -268,8 +273,8 @@ impl MultiHeadAttention {
         self.update_registered()
     }
 
-    /// Takes over saved buffers, into the layer's `VarMap` too; `get` returns the tensor of a name in
-    /// [`Attention::buffers`], if it was saved.
+    /// Takes over saved buffers, into the layer's `VarMap` too; `get` returns the tensor of a name
+    /// in [`Attention::buffers`], if it was saved.
     ///
     /// # Errors
     /// As [`Attention::load_buffers`].
@@ -278,9 +283,9 @@ impl MultiHeadAttention {
         self.update_registered()
     }
 
-    /// Takes over the buffers that the layer's `VarMap` holds by now. Call it after `VarMap::load` of a map
-    /// over which this layer has been made; until then the layer refuses to compute (on the CPU, where
-    /// looking is cheap).
+    /// Takes over the buffers that the layer's `VarMap` holds by now. Call it after `VarMap::load`
+    /// of a map over which this layer has been made; until then the layer refuses to compute (on
+    /// the CPU, where looking is cheap).
     ///
     /// # Errors
     /// As [`Attention::load_buffers`].

@@ -1,8 +1,9 @@
 //! Linear attention for [Candle](candle_core): FAVOR+ of the Performer, with gradients.
 //!
-//! Softmax attention, `o_i = Σ_j e^{q_i·k_j/√D} v_j / Σ_j e^{q_i·k_j/√D}`, costs `O(T²)`. The Performer (Choromanski et al.
-//! 2020, <https://arxiv.org/abs/2009.14794>) writes the kernel as `φ(q)·φ(k)` with random features φ and reorders the sums:
-//! `φ(q_i) · Σ_j φ(k_j) [v_j, 1]`. Time and memory become linear in `T`, and the state of decoding constant.
+//! Softmax attention, `o_i = Σ_j e^{q_i·k_j/√D} v_j / Σ_j e^{q_i·k_j/√D}`, costs `O(T²)`. The
+//! Performer (Choromanski et al. 2020, <https://arxiv.org/abs/2009.14794>) writes the kernel as
+//! `φ(q)·φ(k)` with random features φ and reorders the sums: `φ(q_i) · Σ_j φ(k_j) [v_j, 1]`. Time
+//! and memory become linear in `T`, and the state of decoding constant.
 //!
 //! Data flows one way, from the equation's inside outwards:
 //!
@@ -45,7 +46,8 @@
 
 pub mod attention;
 pub mod features;
-// Not part of the interface: performer-lm measures and prepares devices through it, at its own risk.
+// Not part of the interface: performer-lm measures and prepares devices through it, at its own
+// risk.
 #[doc(hidden)]
 pub mod kernels;
 pub mod layer;

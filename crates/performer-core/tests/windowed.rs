@@ -180,8 +180,8 @@ fn what_cannot_be_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A window of softmax alone is its definition in the f64 reference, with its gradients, at lengths within,
-/// at and beyond the kernels' tiles.
+/// A window of softmax alone is its definition in the f64 reference, with its gradients, at lengths
+/// within, at and beyond the kernels' tiles.
 #[test]
 fn a_window_of_softmax_is_the_reference() -> Result<()> {
     use common::{Layout, Problem};
@@ -214,8 +214,8 @@ fn a_window_of_softmax_is_the_reference() -> Result<()> {
     Ok(())
 }
 
-/// Decoding in any pieces is one pass, the state stops growing at the window, and what left it is forgotten to
-/// the bit.
+/// Decoding in any pieces is one pass, the state stops growing at the window, and what left it is
+/// forgotten to the bit.
 #[test]
 fn a_window_of_softmax_decodes_with_a_constant_state() -> Result<()> {
     let softmax = Softmax::new().with_window(7)?;

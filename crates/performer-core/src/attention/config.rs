@@ -65,7 +65,8 @@ impl AttentionConfig {
         }
     }
 
-    /// Makes the attention for heads of dimension `head_dim`, its random features drawn from `seed`.
+    /// Makes the attention for heads of dimension `head_dim`, its random features drawn from
+    /// `seed`.
     ///
     /// # Errors
     /// As [`Favor::new`] and [`Windowed::new`].
@@ -120,9 +121,10 @@ impl fmt::Display for AttentionConfig {
     }
 }
 
-/// Reads `softmax`, `softmax:window=32`, `favor`, `favor:m=64`, `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`,
-/// and two variants by name: `favor-learned` is `favor:map=learned`, and `favor-window` is
-/// `favor:map=learned,window=32`. All but `softmax` take settings.
+/// Reads `softmax`, `softmax:window=32`, `favor`, `favor:m=64`,
+/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`, and two variants by name:
+/// `favor-learned` is `favor:map=learned`, and `favor-window` is `favor:map=learned,window=32`. All
+/// but `softmax` take settings.
 impl FromStr for AttentionConfig {
     type Err = String;
 

@@ -6,7 +6,8 @@ use candle_core::{DType, Result, Tensor, bail};
 
 /// What an attention is: its name, its settings, and a digest of its random or trained numbers.
 ///
-/// A [`State`](super::State) keeps the identity of the attention that made it, and others refuse it.
+/// A [`State`](super::State) keeps the identity of the attention that made it, and others refuse
+/// it.
 #[derive(Clone)]
 pub struct Identity(Arc<BTreeMap<String, String>>);
 

@@ -5,13 +5,13 @@ use candle_core::{D, DType, Result, Storage, Tensor};
 use super::{Inputs, Mask};
 use crate::kernels;
 
-/// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so that `−∞ − c` is `−∞`
-/// and not NaN.
+/// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so
+/// that `−∞ − c` is `−∞` and not NaN.
 pub(super) const FLOOR: f64 = -1e37;
 
-/// Inputs in the layout that all composed operations compute in: heads folded into the batch,
-/// `N = B·Hkv`, the `G = H/Hkv` query heads of a group as neighbouring rows, f32 or f64, contiguous,
-/// queries and keys scaled by `D^-1/4`.
+/// `Folded` holds inputs in the layout that all composed operations compute in: heads folded into
+/// the batch, `N = B·Hkv`, the `G = H/Hkv` query heads of a group as neighbouring rows, f32 or f64,
+/// contiguous, queries and keys scaled by `D^-1/4`.
 pub(super) struct Folded {
     /// `D^-1/4 q`, shape `(N, Tq, G, D)`.
     pub(super) q: Tensor,
@@ -48,12 +48,13 @@ impl Folded {
         };
         let visible = visible.to_dtype(compute)?;
         let keys = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
-        // What a hidden key holds must not reach a feature map: a large one would come back as ∞ · 0.
+        // What a hidden key holds must not reach a feature map: a large one would come back as ∞ ·
+        // 0.
         let (k, v) = (k.broadcast_mul(&keys)?, v.broadcast_mul(&keys)?);
         Ok(Self { q, k, v, keys: Some(keys), batch: b, heads: h, dtype })
     }
 
-    /// Rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.
+    /// Brings rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.
     pub(super) fn output(&self, rows: &Tensor) -> Result<Tensor> {
         let (n, tq, g, _) = self.q.dims4()?;
         let dv = rows.dim(D::Minus1)?;
@@ -61,7 +62,8 @@ impl Folded {
     }
 }
 
-/// `[v, 1]`: the values with a column of ones that turns into the normaliser; rows of hidden keys are zero.
+/// Returns `[v, 1]`: the values with a column of ones that turns into the normaliser; rows of
+/// hidden keys are zero.
 pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
     let ones = match keys {
         None => &v.narrow(D::Minus1, 0, 1)?.ones_like()?,
@@ -70,7 +72,8 @@ pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor
     Tensor::cat(&[v, ones], D::Minus1)
 }
 
-/// Splits `[num, den]` and divides. A denominator of exactly zero means that no key was visible: the row is zero.
+/// Splits `[num, den]` and divides. A denominator of exactly zero means that no key was visible:
+/// the row is zero.
 pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
     let dv = num_den.dim(D::Minus1)? - 1;
     let num = num_den.narrow(D::Minus1, 0, dv)?;
@@ -79,7 +82,8 @@ pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
     num.broadcast_div(&(den + empty)?)
 }
 
-/// Quotients, and where all features are positive the logarithms of their denominators.
+/// `Rows` holds quotients, and where all features are positive the logarithms of their
+/// denominators.
 pub(super) struct Rows {
     /// `(N, T·G, Dv)`.
     pub(super) values: Tensor,
@@ -88,7 +92,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// `num_den` divided by `e^m`.
+    /// Takes rows `[num, den]` that were divided by `e^m`.
     pub(super) fn new(num_den: &Tensor, m: Option<&Tensor>) -> Result<Self> {
         let values = normalise(num_den)?;
         let Some(m) = m else { return Ok(Self { values, logs: None }) };
@@ -108,7 +112,7 @@ pub(super) fn check_finite(t: &Tensor, name: &str) -> Result<()> {
     }
 }
 
-/// The type that is computed in: f64 for f64, f32 for all others.
+/// Returns the type that is computed in: f64 for f64, f32 for all others.
 pub(super) fn compute(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

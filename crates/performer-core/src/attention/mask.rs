@@ -50,8 +50,8 @@ impl Mask {
     /// queries; `B` may be 1 for all sequences of a batch.
     ///
     /// # Errors
-    /// If the shape is another one, or the numbers are those of neither kind of mask. Floats that are
-    /// all 0 are refused too, since they hide every key in one kind and none in the other.
+    /// If the shape is another one, or the numbers are those of neither kind of mask. Floats that
+    /// are all 0 are refused too, since they hide every key in one kind and none in the other.
     pub fn with_keys(mut self, keys: &Tensor) -> Result<Self> {
         let dims = keys.dims();
         let rows = match *dims {
@@ -92,7 +92,7 @@ impl Mask {
         self.visible_of(batch)?.map(flags).transpose()
     }
 
-    /// The same mask over the first `keys` keys.
+    /// Returns this mask over the first `keys` keys only.
     pub(crate) fn first_keys(&self, keys: usize) -> Result<Self> {
         let visible = self.visible.as_ref().map(|visible| visible.narrow(1, 0, keys)).transpose()?;
         Ok(Self { causal: self.causal, visible })

@@ -1,13 +1,14 @@
-//! Attention behind one trait: exact softmax and FAVOR; bidirectional, causal, and decoding with a state.
+//! Attention behind one trait: exact softmax and FAVOR; bidirectional, causal, and decoding with a
+//! state.
 //!
-//! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that the
-//! [`Mask`] lets row `i` see. They differ in `K` and in cost: [`Softmax`] takes `K = e^{q·k/√D}` at
-//! `O(T²)`; [`Favor`] takes `φ(q)·φ(k)`, which lets the sums be reordered, at `O(T)`; [`Windowed`] takes
-//! the first for near keys and the second for far ones.
+//! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that
+//! the [`Mask`] lets row `i` see. They differ in `K` and in cost: [`Softmax`] takes
+//! `K = e^{q·k/√D}` at `O(T²)`; [`Favor`] takes `φ(q)·φ(k)`, which lets the sums be reordered, at
+//! `O(T)`; [`Windowed`] takes the first for near keys and the second for far ones.
 //!
 //! # An attention of your own
-//! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`] for
-//! whatever it remembers while decoding. Here, each output is the mean of all values so far:
+//! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`]
+//! for whatever it remembers while decoding. Here, each output is the mean of all values so far:
 //! ```
 //! use candle_core::{D, DType, Device, Result, Tensor};
 //! use performer_core::attention::{Memory, StateRecord};
@@ -94,39 +95,41 @@ pub use windowed::Windowed;
 
 /// Multi-head attention over given queries, keys and values, in one pass or token by token.
 ///
-/// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of the
-/// inputs. Half types are widened: features, sums and states are f32 (f64 for f64).
+/// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of
+/// the inputs. Half types are widened: features, sums and states are f32 (f64 for f64).
 ///
-/// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`] and
-/// [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to save;
-/// the [module's page](self) has a complete example.
+/// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`]
+/// and [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to
+/// save; the [module's page](self) has a complete example.
 ///
 /// # Errors
-/// Shapes or dtypes that do not fit, and on the CPU NaN or infinite values in `q`, `k`, `v`. (On a GPU
-/// looking would stall the queue, so there they pass through.) The message names the argument, what it
-/// was and what it must be.
+/// Shapes or dtypes that do not fit, and on the CPU NaN or infinite values in `q`, `k`, `v`. (On a
+/// GPU looking would stall the queue, so there they pass through.) The message names the argument,
+/// what it was and what it must be.
 pub trait Attention: fmt::Debug + Send + Sync {
     /// Computes attention in one pass, with gradients to the inputs.
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor>;
 
-    /// Computes causal attention of the next tokens after those that `state` has seen, and brings the
-    /// state's memory up to the last of them. This is what an implementation provides;
-    /// [`Self::extend`] is what callers use, and an attention that wraps another one calls this of it.
+    /// Computes causal attention of the next tokens after those that `state` has seen, and brings
+    /// the state's memory up to the last of them. This is what an implementation provides;
+    /// [`Self::extend`] is what callers use, and an attention that wraps another one calls this of
+    /// it.
     ///
-    /// `extend` has already checked that the inputs fit each other and the state, detached them from
-    /// gradients, and counts the tokens afterwards, so that [`State::tokens`] is the number of earlier
-    /// tokens here. After an error the memory must be what it was.
+    /// `extend` has already checked that the inputs fit each other and the state, detached them
+    /// from gradients, and counts the tokens afterwards, so that [`State::tokens`] is the number of
+    /// earlier tokens here. After an error the memory must be what it was.
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor>;
 
-    /// Computes causal attention that goes on where `state` stands: of a whole prompt, or of one token.
+    /// Computes causal attention that goes on where `state` stands: of a whole prompt, or of one
+    /// token.
     ///
-    /// Splitting a sequence in any way and extending piece by piece gives what one causal pass gives,
-    /// up to rounding. It is for inference: the state carries no gradient. A fresh [`State`] starts a
-    /// sequence.
+    /// Splitting a sequence in any way and extending piece by piece gives what one causal pass
+    /// gives, up to rounding. It is for inference: the state carries no gradient. A fresh [`State`]
+    /// starts a sequence.
     ///
     /// # Errors
-    /// As for [`Self::forward`], and if the state was made by another attention, with another seed, or
-    /// for inputs of other sizes or another dtype. The state is then what it was.
+    /// As for [`Self::forward`], and if the state was made by another attention, with another seed,
+    /// or for inputs of other sizes or another dtype. The state is then what it was.
     fn extend(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
         let sizes = inputs.sizes_under(&Mask::causal())?;
         let (identity, dtype) = (self.identity()?, inputs.q.dtype());
@@ -139,9 +142,9 @@ pub trait Attention: fmt::Debug + Send + Sync {
         Ok(out)
     }
 
-    /// What this attention is: states that an attention of another identity made are refused. Unless
-    /// overridden, it is the type's name and a digest of [`Self::buffers`], which is made at each call of
-    /// [`Self::extend`]; keep it where that is too slow.
+    /// What this attention is: states that an attention of another identity made are refused.
+    /// Unless overridden, it is the type's name and a digest of [`Self::buffers`], which is made at
+    /// each call of [`Self::extend`]; keep it where that is too slow.
     ///
     /// # Errors
     /// If the buffers cannot be read.
@@ -159,14 +162,14 @@ pub trait Attention: fmt::Debug + Send + Sync {
         Ok(Path::Composed { why: "this attention has no fused kernels".into() })
     }
 
-    /// What to save with the model beside the parameters of its layers: random projections, feature maps
-    /// that were fitted or trained.
+    /// What to save with the model beside the parameters of its layers: random projections, feature
+    /// maps that were fitted or trained.
     fn buffers(&self) -> Vec<(String, Tensor)> {
         Vec::new()
     }
 
-    /// Takes over what was saved; `get` returns the tensor of a name in [`Self::buffers`], if it was
-    /// saved. A feature map of given variables passes gradients to them.
+    /// Takes over what was saved; `get` returns the tensor of a name in [`Self::buffers`], if it
+    /// was saved. A feature map of given variables passes gradients to them.
     ///
     /// # Errors
     /// If a buffer is missing or has another shape.

@@ -1,5 +1,5 @@
-//! Exact softmax attention: the baseline, and the truth FAVOR approximates. It is fused on the CPU and on
-//! CUDA, and made of differentiable Candle operations elsewhere.
+//! Exact softmax attention: the baseline, and the truth FAVOR approximates. It is fused on the CPU
+//! and on CUDA, and made of differentiable Candle operations elsewhere.
 
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ use crate::kernels::{self, softmax};
 /// First capacity of a key-value cache, in tokens; it grows by as much.
 const CACHE_TOKENS: usize = 256;
 
-/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and bf16,
-/// on the CPU and on CUDA up to 128 dimensions), `O(T²)` elsewhere.
+/// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and
+/// bf16, on the CPU and on CUDA up to 128 dimensions), `O(T²)` elsewhere.
 ///
-/// With [`Self::with_window`], causal attention to the last tokens alone, in linear time and with a state of
-/// constant size: what linear attention has to be better than.
+/// With [`Self::with_window`], causal attention to the last tokens alone, in linear time and with a
+/// state of constant size: what linear attention has to be better than.
 #[derive(Clone, Debug, Default)]
 pub struct Softmax {
     composed: bool,
@@ -34,8 +34,9 @@ impl Softmax {
         Self::default()
     }
 
-    /// Lets each query see the last `window` tokens only, its own among them: `O(T·W)` time on the CPU, where
-    /// tiles of keys outside the window are never read, and a decoding state of `W − 1` keys and values.
+    /// Lets each query see the last `window` tokens only, its own among them: `O(T·W)` time on the
+    /// CPU, where tiles of keys outside the window are never read, and a decoding state of `W − 1`
+    /// keys and values.
     ///
     /// # Errors
     /// If `window` is 0.
@@ -52,13 +53,15 @@ impl Softmax {
         self.window
     }
 
-    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
+    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a
+    /// second opinion on them.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self
     }
 
-    /// Attention to the keys of `mask`; with an offset, query `t` sees keys `0..=offset + t` of them.
+    /// Computes attention to the keys of `mask`; with an offset, query `t` sees keys
+    /// `0..=offset + t` of them.
     fn attend(&self, inputs: Inputs<'_>, sizes: Sizes, mask: &Mask, offset: Option<usize>) -> Result<Tensor> {
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
@@ -82,7 +85,7 @@ impl Softmax {
         }
     }
 
-    /// The kernel that takes these inputs, or why there is none.
+    /// Returns the kernel that takes these inputs, or why there is none.
     fn kernel(&self, inputs: Inputs<'_>) -> std::result::Result<Kernel, String> {
         let q = inputs.q;
         if self.composed {
@@ -110,8 +113,8 @@ impl Softmax {
         })
     }
 
-    /// Attention of query `t` to the last `window` of the keys `0..=offset + t`, and the logarithms of its
-    /// denominators: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Nothing is empty.
+    /// Computes attention of query `t` to the last `window` of the keys `0..=offset + t`, and the
+    /// logarithms of its denominators: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Nothing is empty.
     pub(super) fn with_logs(
         &self,
         inputs: Inputs<'_>,
@@ -205,7 +208,7 @@ impl Attention for Softmax {
 }
 
 impl Softmax {
-    /// [`Attention::advance`] with a window.
+    /// Computes [`Attention::advance`] where there is a window.
     fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
         let past = state.take::<LastKeysAndValues>()?;
         let attended = (|| {
@@ -239,7 +242,8 @@ impl Softmax {
     }
 }
 
-/// The keys and values that the next token of a window sees beside its own.
+/// `LastKeysAndValues` holds the keys and values that the next token of a window sees beside its
+/// own.
 #[derive(Clone, Debug)]
 struct LastKeysAndValues {
     /// `(B, Hkv, W − 1, D)`, fewer at the beginning.
@@ -276,12 +280,12 @@ impl Memory for LastKeysAndValues {
     }
 }
 
-/// Every key and value so far, in buffers with room for more.
+/// `KeysAndValues` holds every key and value so far, in buffers with room for more.
 #[derive(Debug)]
 struct KeysAndValues {
     cache: KvCache,
-    /// Counts who holds the buffers: new tokens are written into them in place, so whoever shares them
-    /// copies them first.
+    /// Counts who holds the buffers: new tokens are written into them in place, so whoever shares
+    /// them copies them first.
     shared: Arc<()>,
 }
 
@@ -338,8 +342,8 @@ impl Memory for KeysAndValues {
     }
 }
 
-/// `(N, Tq·G, Dv)` and the logarithms of the denominators, `(N, Tq·G, 1)`. With `offset`, query `t` sees keys `0..=offset + t`; with
-/// `window`, the last so many of them.
+/// Computes attention `(N, Tq·G, Dv)` and the logarithms of the denominators, `(N, Tq·G, 1)`. With
+/// `offset`, query `t` sees keys `0..=offset + t`; with `window`, the last so many of them.
 fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Result<(Tensor, Tensor)> {
     let (n, tq, g, d) = inputs.q.dims4()?;
     let tk = inputs.k.dim(1)?;
@@ -365,7 +369,8 @@ fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Resu
     Ok((rows.values, rows.logs.unwrap_or(max)))
 }
 
-/// `(Tq·G, Tk)`: 0 where query `t` may see key `j <= offset + t` among the last `window`, else `−∞`.
+/// Returns `(Tq·G, Tk)`, which is 0 where query `t` may see key `j <= offset + t` among the last
+/// `window`, else `−∞`.
 fn causal_bias([tq, g, tk]: [usize; 3], offset: usize, window: Option<usize>, like: &Tensor) -> Result<Tensor> {
     let (dtype, device) = (like.dtype(), like.device());
     // Row t·G + g belongs to query t.

@@ -11,8 +11,8 @@ use super::{Identity, inputs::Sizes};
 ///
 /// Implement it for a type of your own to write an [`Attention`](super::Attention) that decodes.
 pub trait Memory: Any + fmt::Debug + Send + Sync {
-    /// A name for this kind of memory, in words, such as `"keys and values"`. It is saved with a state
-    /// and named when a state meets an attention that has another kind.
+    /// A name for this kind of memory, in words, such as `"keys and values"`. It is saved with a
+    /// state and named when a state meets an attention that has another kind.
     fn kind() -> &'static str
     where
         Self: Sized;
@@ -105,8 +105,8 @@ impl StateRecord {
         }
     }
 
-    /// Writes the record as a safetensors file, its fields as the file's metadata. An earlier file of
-    /// this name is replaced only when the new one is complete on disk.
+    /// Writes the record as a safetensors file, its fields as the file's metadata. An earlier file
+    /// of this name is replaced only when the new one is complete on disk.
     ///
     /// # Errors
     /// Whatever keeps the file from being written; the message names it.
@@ -125,7 +125,8 @@ impl StateRecord {
             std::fs::rename(&pending, path)
         };
         write().map_err(|e| {
-            // The space of half a file is of no use to anybody; the error to report is the first one.
+            // The space of half a file is of no use to anybody; the error to report is the first
+            // one.
             let _ = std::fs::remove_file(&pending);
             named(&e)
         })
@@ -145,8 +146,8 @@ impl StateRecord {
     }
 }
 
-/// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer and
-/// one batch of sequences.
+/// Everything an [`Attention`](super::Attention) must remember of the tokens so far, for one layer
+/// and one batch of sequences.
 ///
 /// Exact softmax keeps every key and value; FAVOR keeps prefix sums of constant size. A clone is
 /// independent: both go on from where they were. A state can be saved and loaded, and rows of its
@@ -384,8 +385,8 @@ impl State {
             .map_err(|e| candle_core::Error::Msg(format!("cannot load {}: {e}", path.display())))
     }
 
-    /// A state of some of the batch's rows, by number and in this order: to drop sequences that have
-    /// ended, to reorder them, or to repeat one (beam search).
+    /// A state of some of the batch's rows, by number and in this order: to drop sequences that
+    /// have ended, to reorder them, or to repeat one (beam search).
     ///
     /// # Errors
     /// If a row lies beyond the batch, or nothing was seen yet.
@@ -453,7 +454,8 @@ impl State {
         self.with_rows(batch, kind, record)
     }
 
-    /// This state with other rows, whose memory `record` is. States inside it have other batches too.
+    /// This state with other rows, whose memory `record` is. States inside it have other batches
+    /// too.
     fn with_rows(&self, batch: usize, kind: String, mut record: StateRecord) -> Result<Self> {
         for (name, value) in &mut record.fields {
             if name == "batch" || name.ends_with(".batch") {

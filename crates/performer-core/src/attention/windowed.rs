@@ -1,9 +1,11 @@
 //! Exact attention to the near, FAVOR to the far, in one normalisation.
 //!
-//! With a window of `W` tokens, query `i` weighs keys `j > i − W` by `e^{q·k/√D}` and all earlier ones by `φ(q)·φ(k)`:
-//! `o_i = (Σ_near e^{s_ij} v_j + Σ_far φ_i·φ_j v_j) / (Σ_near e^{s_ij} + Σ_far φ_i·φ_j)`. The window slides a token at a time: what is near
-//! depends on the distance alone, not on chunks of a kernel. Both parts are fused operations that return the logarithms of their
-//! denominators; the far one gets queries `W..` over keys `..T − W`, which is causal attention between them.
+//! With a window of `W` tokens, query `i` weighs keys `j > i − W` by `e^{q·k/√D}` and all earlier
+//! ones by `φ(q)·φ(k)`:
+//! `o_i = (Σ_near e^{s_ij} v_j + Σ_far φ_i·φ_j v_j) / (Σ_near e^{s_ij} + Σ_far φ_i·φ_j)`. The
+//! window slides a token at a time: what is near depends on the distance alone, not on chunks of a
+//! kernel. Both parts are fused operations that return the logarithms of their denominators; the
+//! far one gets queries `W..` over keys `..T − W`, which is causal attention between them.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -13,8 +15,8 @@ use super::{
 };
 use crate::features::Features;
 
-/// Causal attention, exact to the last `window` tokens and by FAVOR to those before: `O(T·(W + F))` time, decoding state of `W` keys and
-/// values and FAVOR's sums. Features must be positive.
+/// Causal attention, exact to the last `window` tokens and by FAVOR to those before: `O(T·(W + F))`
+/// time, decoding state of `W` keys and values and FAVOR's sums. Features must be positive.
 #[derive(Debug)]
 pub struct Windowed {
     window: usize,
@@ -28,7 +30,8 @@ impl Windowed {
     /// Exact to `window` tokens, the query's own among them, and `far` beyond.
     ///
     /// # Errors
-    /// If `window` is 0, or the features of `far` are signed: a sum of theirs cannot be joined with a positive one.
+    /// If `window` is 0, or the features of `far` are signed: a sum of theirs cannot be joined with
+    /// a positive one.
     pub fn new(window: usize, far: Favor) -> Result<Self> {
         if window == 0 {
             bail!("window is 0; it must be at least 1, the query's own token");
@@ -61,12 +64,12 @@ impl Windowed {
     }
 }
 
-/// Tokens `start..start + len` of `(B, H, T, D)`.
+/// Returns tokens `start..start + len` of `(B, H, T, D)`.
 fn tokens(x: &Tensor, start: usize, len: usize) -> Result<Tensor> {
     x.narrow(2, start, len)
 }
 
-/// Two parts of one attention, each its quotients and logarithms of denominators.
+/// Joins two parts of one attention, each given by its quotients and logarithms of denominators.
 fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)) -> Result<Tensor> {
     // Cancels: a constant to the gradient.
     let max = near_log.maximum(far_log)?.detach();
@@ -160,7 +163,8 @@ impl Windowed {
         Ok(())
     }
 
-    /// Attention from what `past` remembers on, and what is to be remembered. Nothing is empty.
+    /// Computes attention from what `past` remembers on, and what is to be remembered. Nothing is
+    /// empty.
     fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
         let (dtype, wide) = (inputs.q.dtype(), compute(inputs.q.dtype()));
         let (q, mut k, mut v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
@@ -189,7 +193,7 @@ impl Windowed {
     }
 }
 
-/// The keys and values of the window, and what is remembered of all before them.
+/// `Window` holds the keys and values of the window, and what is remembered of all before them.
 #[derive(Clone, Debug)]
 struct Window {
     /// The last keys, `(B, Hkv, W, D)`, fewer at the beginning.

@@ -19,7 +19,8 @@ pub struct Exp {
 }
 
 impl Exp {
-    /// Makes the map for rows of width `dim`, the head dimension `D`; its constants live on `device`.
+    /// Makes the map for rows of width `dim`, the head dimension `D`; its constants live on
+    /// `device`.
     ///
     /// # Errors
     /// If they cannot be made there.

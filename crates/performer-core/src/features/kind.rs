@@ -60,7 +60,8 @@ pub enum MapNumbers {
     Drawn,
     /// A projection Ω and phase offsets `b` are drawn from a seed.
     DrawnWithOffsets,
-    /// They begin as what was drawn, and can be fitted to queries and keys (see [`fit`](super::fit)).
+    /// They begin as what was drawn, and can be fitted to queries and keys (see
+    /// [`fit`](super::fit)).
     Fitted,
     /// They begin as what was drawn, can be fitted, and are meant to be trained.
     FittedAndTrained,

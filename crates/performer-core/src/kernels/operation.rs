@@ -1,8 +1,8 @@
 //! One adapter between the kernels and Candle's custom operations.
 //!
-//! Candle has a trait for operations of one, two and three tensors each, with a storage and a layout for
-//! every tensor as arguments of their own. Here an operation of `N` tensors takes arrays of `N`, and what
-//! a device has no kernel for is refused in one place.
+//! Candle has a trait for operations of one, two and three tensors each, with a storage and a
+//! layout for every tensor as arguments of their own. Here an operation of `N` tensors takes arrays
+//! of `N`, and what a device has no kernel for is refused in one place.
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape, Tensor, bail,
@@ -34,8 +34,8 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
         bail!("{}: this operation has no kernel for Metal", self.name())
     }
 
-    /// Computes the gradients of the inputs from the output and its gradient; `None` for an input that
-    /// gets none.
+    /// Computes the gradients of the inputs from the output and its gradient; `None` for an input
+    /// that gets none.
     fn backward(&self, inputs: [&Tensor; N], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]>;
 }
 
@@ -71,7 +71,8 @@ impl<O: Operation<3>> Operands<O> for [&Tensor; 3] {
     }
 }
 
-/// Defines a forward pass of one of Candle's traits: `$candle` calls `$ours` on storages of a device.
+/// Defines a forward pass of one of Candle's traits: `$candle` calls `$ours` on storages of a
+/// device.
 macro_rules! forward {
     ($candle:ident, $ours:ident, $storage:ident, $($s:ident $l:ident),+) => {
         fn $candle(&self, $($s: &$storage, $l: &Layout),+) -> Result<($storage, Shape)> {

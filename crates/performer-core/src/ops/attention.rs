@@ -9,7 +9,8 @@ use crate::attention::{Attention, Inputs, Mask, Softmax};
 ///
 /// # Shapes
 /// `q` is `(B, H, Tq, D)`, `k` is `(B, Hkv, Tk, D)`, `v` is `(B, Hkv, Tk, Dv)`, and the output is
-/// `(B, H, Tq, Dv)`; `H` is a multiple of `Hkv`, so keys and values of grouped heads need no copies.
+/// `(B, H, Tq, Dv)`; `H` is a multiple of `Hkv`, so keys and values of grouped heads need no
+/// copies.
 ///
 /// # Errors
 /// If shapes or types do not fit each other or the mask, and on the CPU if a value is not finite.

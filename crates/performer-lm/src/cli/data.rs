@@ -24,7 +24,7 @@ pub(super) struct Args {
 enum Action {
     /// Fetch and encode a corpus into the cache.
     Prepare(Options),
-    /// The same, and show what is in it.
+    /// Prepare the data and show what is in it.
     Inspect(Options),
 }
 

@@ -1,5 +1,5 @@
-//! The ways of computing FAVOR, behind one trait: fused kernels for a kind of device, and Candle's own
-//! operations, which take everything that is left.
+//! The ways of computing FAVOR, behind one trait: fused kernels for a kind of device, and Candle's
+//! own operations, which take everything that is left.
 
 use std::fmt;
 
@@ -16,14 +16,16 @@ use crate::{
     features::FeatureMap,
 };
 
-/// One call of FAVOR attention, whose inputs fit each other, the mask and the map. Nothing is empty.
+/// One call of FAVOR attention, whose inputs fit each other, the mask and the map. Nothing is
+/// empty.
 #[derive(Clone, Copy)]
 pub(super) struct Call<'a> {
     pub(super) map: &'a dyn FeatureMap,
     pub(super) inputs: Inputs<'a>,
     pub(super) mask: &'a Mask,
     pub(super) sizes: Sizes,
-    /// Whether the logarithms of the denominators are wanted as well. Features must be positive then.
+    /// Whether the logarithms of the denominators are wanted as well. Features must be positive
+    /// then.
     pub(super) logs: bool,
     /// Whether it goes on from a state; and whether the state has seen tokens.
     pub(super) decoding: Option<Begun>,
@@ -56,8 +58,8 @@ pub(super) trait Backend: fmt::Debug + Send + Sync {
     /// Computes attention in one pass, with gradients.
     fn forward(&self, call: &Call<'_>) -> Result<Output>;
 
-    /// Computes causal attention from a state on, without gradients, and brings the state's memory up
-    /// to the last token. After an error the memory is what it was.
+    /// Computes causal attention from a state on, without gradients, and brings the state's memory
+    /// up to the last token. After an error the memory is what it was.
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output>;
 }
 

@@ -1,4 +1,5 @@
-//! FAVOR by the fused kernels for the CPU: where they have a map's features from, and what they remember.
+//! FAVOR by the fused kernels for the CPU: where they have a map's features from, and what they
+//! remember.
 
 use std::sync::Arc;
 
@@ -26,8 +27,8 @@ pub(super) struct Cpu {
 /// Where the kernels have features from.
 #[derive(Debug)]
 enum Source {
-    /// The kernels compute features, by numbers that do not change: one map for all key heads, or one
-    /// for each.
+    /// The kernels compute features, by numbers that do not change: one map for all key heads, or
+    /// one for each.
     Constant(Arc<[Map]>),
     /// The kernels compute features by variables, which are read at every call and given gradients.
     Trained,
@@ -69,7 +70,8 @@ impl Source {
     }
 }
 
-/// The parameters of a form whose gradients the kernels know: queries' rows, keys' rows, keys' weights.
+/// The parameters of a form whose gradients the kernels know: queries' rows, keys' rows, keys'
+/// weights.
 fn trained(form: &ExponentialForm) -> Option<[&Tensor; 3]> {
     match form {
         ExponentialForm {
@@ -122,14 +124,15 @@ impl Cpu {
         }
         let dv = call.sizes.value_dim;
         let (values, logs) = (rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?);
-        // Ready features hold all of a feature; where the kernels make them, they leave out what all
-        // features of a query share.
+        // Ready features hold all of a feature; where the kernels make them, they leave out what
+        // all features of a query share.
         let logs = if matches!(self.source, Source::Ready) { logs } else { (logs - query_offset(call)?)? };
         Ok(Output { values, logs: Some(logs) })
     }
 }
 
-/// What the kernels leave out of a query's log-features, since all of them share it: `(B, H, T, 1)`.
+/// What the kernels leave out of a query's log-features, since all of them share it:
+/// `(B, H, T, 1)`.
 fn query_offset(call: &Call<'_>) -> Result<Tensor> {
     let (b, h, t, d) = call.inputs.q.dims4()?;
     let hkv = call.sizes.key_heads;

@@ -17,7 +17,8 @@ use crate::{
 /// The fused kernels for CUDA, prepared for one feature map.
 #[derive(Debug)]
 pub(super) struct Cuda {
-    /// Ω on the card, where the kernels compute the map's features; Candle's operations do otherwise.
+    /// Ω on the card, where the kernels compute the map's features; Candle's operations do
+    /// otherwise.
     projection: Option<Arc<Projection>>,
 }
 
@@ -27,7 +28,8 @@ impl Cuda {
         let Some(ExponentialForm { projection, hyperbolic, keys }) = map.exponential_form() else {
             return Ok(Self { projection: None });
         };
-        // Maps of several heads, and those whose keys differ, come to these kernels as ready features.
+        // Maps of several heads, and those whose keys differ, come to these kernels as ready
+        // features.
         if keys.is_some() || projection.dim(0)? != 1 || !projection.device().is_cuda() {
             return Ok(Self { projection: None });
         }

@@ -1,4 +1,5 @@
-//! FAVOR by the fused kernel for Metal: when it is taken. Its sums are those of composed operations.
+//! FAVOR by the fused kernel for Metal: when it is taken. Its sums are those of composed
+//! operations.
 
 use candle_core::{DType, Result};
 
@@ -20,8 +21,8 @@ pub(super) struct Metal {
 }
 
 impl Metal {
-    /// Prepares the kernel for `map`. It computes positive features of one projection for all heads,
-    /// which is no variable.
+    /// Prepares the kernel for `map`. It computes positive features of one projection for all
+    /// heads, which is no variable.
     pub(super) fn new(map: &dyn FeatureMap) -> Result<Self> {
         let Some(ExponentialForm { projection, hyperbolic, keys: None }) = map.exponential_form() else {
             return Ok(Self { projection: None });

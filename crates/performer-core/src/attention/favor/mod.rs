@@ -1,8 +1,8 @@
 //! FAVOR: attention through feature maps, `O(T)`.
 //!
-//! [`Favor`] holds a feature map and, prepared for it, the [`backend`]s: fused kernels for the CPU, CUDA
-//! and Metal, and composed operations for all else. The first backend that takes a call computes it;
-//! [`Attention::path`] says which that is.
+//! [`Favor`] holds a feature map and, prepared for it, the [`backend`]s: fused kernels for the CPU,
+//! CUDA and Metal, and composed operations for all else. The first backend that takes a call
+//! computes it; [`Attention::path`] says which that is.
 
 mod backend;
 mod composed;
@@ -50,7 +50,8 @@ impl Default for FavorConfig {
     }
 }
 
-/// FAVOR attention (Choromanski et al. 2020): any [`FeatureMap`], linear time and memory, constant decoding state.
+/// FAVOR attention (Choromanski et al. 2020): any [`FeatureMap`], linear time and memory, constant
+/// decoding state.
 ///
 /// # Example
 /// ```
@@ -78,7 +79,7 @@ pub struct Favor {
     parameters: Parameters,
 }
 
-/// What the map is made from, so that it can be saved, loaded and drawn again.
+/// `Parameters` are what the map is made from, so that it can be saved, loaded and drawn again.
 #[derive(Debug)]
 enum Parameters {
     /// Drawn from a seed.
@@ -90,7 +91,8 @@ enum Parameters {
 impl Favor {
     /// Draws the random features of `config` from `seed`, for heads of dimension `head_dim`.
     ///
-    /// The projection is kept in f64 if `dtype` is f64, else in f32. The same seed gives the same features on every platform.
+    /// The projection is kept in f64 if `dtype` is f64, else in f32. The same seed gives the same
+    /// features on every platform.
     ///
     /// # Errors
     /// If `features` or `head_dim` is 0, or the map cannot be built for that dimension.
@@ -118,7 +120,8 @@ impl Favor {
         Ok(favor)
     }
 
-    /// FAVOR over any feature map, one of yours included. [`FeatureMap::parameters`] are its buffers, and redrawing leaves it alone.
+    /// FAVOR over any feature map, one of yours included. [`FeatureMap::parameters`] are its
+    /// buffers, and redrawing leaves it alone.
     pub fn with_map(map: Box<dyn FeatureMap>) -> Result<Self> {
         let head_dim = map.input_dim();
         if head_dim == 0 || map.feature_dim() == 0 {
@@ -127,7 +130,8 @@ impl Favor {
                 map.feature_dim()
             );
         }
-        // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token: about even at C = D.
+        // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token:
+        // about even at C = D.
         let chunk = head_dim.next_power_of_two().clamp(16, 64);
         let backends = Backends::new(&*map, chunk)?;
         let mut favor = Self {
@@ -142,7 +146,8 @@ impl Favor {
         Ok(favor)
     }
 
-    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a second opinion on them.
+    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a
+    /// second opinion on them.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self.backends = Backends::only_composed(self.chunk);
@@ -154,7 +159,8 @@ impl Favor {
         &*self.map
     }
 
-    /// Sets the tokens a chunk of causal attention takes in composed operations: cost and rounding change, the result does not.
+    /// Sets the tokens a chunk of causal attention takes in composed operations: cost and rounding
+    /// change, the result does not.
     ///
     /// # Errors
     /// If `chunk` is no power of two.
@@ -195,8 +201,9 @@ impl Favor {
         Ok(Call { map: &*self.map, inputs, mask, sizes, logs, decoding: None })
     }
 
-    /// Causal attention and the logarithms of its denominators, in the scale of the kernel that the map
-    /// estimates: `(B, H, T, Dv)` and `(B, H, T, 1)`. With `state`, from there on. Nothing is empty.
+    /// Causal attention and the logarithms of its denominators, in the scale of the kernel that the
+    /// map estimates: `(B, H, T, Dv)` and `(B, H, T, 1)`. With `state`, from there on. Nothing is
+    /// empty.
     pub(super) fn with_logs(
         &self,
         inputs: Inputs<'_>,
@@ -340,7 +347,8 @@ impl Attention for Favor {
                 let parameters = self.map.parameters();
                 let Some((_, like)) = parameters.first() else { return Ok(()) };
                 let (dtype, device) = (like.dtype(), like.device());
-                // Of how many heads they are, only what was saved can tell: the map looks at the shapes.
+                // Of how many heads they are, only what was saved can tell: the map looks at the
+                // shapes.
                 let map = self.map.with_parameters(&|name| {
                     let tensor = get(&format!("feature_map.{name}"))?;
                     tensor.to_dtype(dtype).ok()?.to_device(device).ok()

@@ -122,8 +122,8 @@ impl Sums {
         }
     }
 
-    /// Returns the sums with these log-scales (one a feature, or one for all), norms (one a feature) and sums
-    /// `(F, Dv)`.
+    /// Returns the sums with these log-scales (one a feature, or one for all), norms (one a
+    /// feature) and sums `(F, Dv)`.
     pub(crate) fn of(scale: &[f32], norm: &[f32], sums: &[f32], values: usize) -> Self {
         let mut new = Self::new(norm.len(), scale.len(), values);
         new.scale.copy_from_slice(scale);

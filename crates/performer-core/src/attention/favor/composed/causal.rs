@@ -1,18 +1,32 @@
-//! Causal linear attention: chunked prefix sums, exact in every exponent, and without a look ahead.
+//! Causal linear attention in Candle's operations: chunked prefix sums, exact in every exponent,
+//! and without a look ahead.
 //!
-//! Time and memory are linear in `T`: nothing of size `T·F·D` or `T·T` is made. A sequence is cut into chunks of `C` tokens.
-//! A row reads the keys of earlier chunks through a state `Σ_j φ(k_j)[v_j, 1]`, and those of its own chunk through
-//! `φ(q_i)·φ(k_j)`.
+//! # Shapes
 //!
-//! **Scale.** Positive features come as logarithms `l_r`. What scales them must be visible to the row that uses it, or the
-//! future leaks into the past through rounding and underflow. For the earlier chunks that is a running maximum per feature.
-//! Inside the chunk, the lower triangle is halved again and again: at each level the rows of a block's second half read the
-//! keys of its first half, scaled by that half's own maximum per feature; what remains is the diagonal. Row `i` divides by
-//! `e^{m_i}`, `m_i = max_r(l_r(q_i) + max_{j≤i} l_r(k_j))`. So every exponent is at most 0, the largest term of every
-//! row is exactly 1, and rows at positions `≤ t` are bit-identical whatever comes after `t`. The levels cost as many products
-//! as the triangle has entries, and `log₂ C` exponentials per feature.
+//! ```text
+//! N = B·Hkv key heads, G query heads a key head, chunks of C tokens, F features
+//! log-features q (N, T, G, F), k (N, T, F), values with a column of ones v1 (N, T, Dv + 1)
+//!   -> split into chunks: q (N, chunks, C·G, F), k (N, chunks, C, F), v1 (N, chunks, C, Dv + 1)
+//!   -> prefix sums before each chunk (N, chunks, F, Dv + 1)
+//!   -> rows [num, den] (N, chunks, C·G, Dv + 1) -> quotients (N, T·G, Dv)
+//! ```
 //!
-//! Signed features carry one log-scale a row instead, and the triangle is weighted by `exp(s_j − max_{j≤i} s_j)`.
+//! Time and memory are linear in `T`: nothing of size `T·F·D` or `T·T` is made. A sequence is cut
+//! into chunks of `C` tokens. A row reads the keys of earlier chunks through a state
+//! `Σ_j φ(k_j)[v_j, 1]`, and those of its own chunk through `φ(q_i)·φ(k_j)`.
+//!
+//! **Scale.** Positive features come as logarithms `l_r`. What scales them must be visible to the
+//! row that uses it, or the future leaks into the past through rounding and underflow. For the
+//! earlier chunks that is a running maximum per feature. Inside the chunk, the lower triangle is
+//! halved again and again: at each level the rows of a block's second half read the keys of its
+//! first half, scaled by that half's own maximum per feature; what remains is the diagonal. Row `i`
+//! divides by `e^{m_i}`, `m_i = max_r(l_r(q_i) + max_{j≤i} l_r(k_j))`. So every exponent is at most
+//! 0, the largest term of every row is exactly 1, and rows at positions `≤ t` are bit-identical
+//! whatever comes after `t`. The levels cost as many products as the triangle has entries, and
+//! `log₂ C` exponentials per feature.
+//!
+//! Signed features carry one log-scale a row instead, and the triangle is weighted by
+//! `exp(s_j − max_{j≤i} s_j)`.
 //!
 //! All scales are constants to the gradient, since they cancel in the quotient.
 
@@ -27,12 +41,12 @@ use crate::{
     features::{FeatureMap, Features},
 };
 
-/// Causal attention in one pass.
+/// Computes causal attention in one pass.
 pub(super) fn forward(map: &dyn FeatureMap, inputs: &Folded, chunk: usize) -> Result<Rows> {
     Ok(attend(Mapped::new(map, inputs)?, inputs, chunk, None)?.0)
 }
 
-/// Causal attention from `state` on, and the state after the last token.
+/// Computes causal attention from `state` on, and the state after the last token.
 pub(super) fn extend(
     map: &dyn FeatureMap,
     inputs: &Folded,
@@ -42,7 +56,7 @@ pub(super) fn extend(
     attend(Mapped::new(map, inputs)?, inputs, chunk, state)
 }
 
-/// Features of queries and keys, hidden keys at scale `−∞`.
+/// `Mapped` holds the features of queries and keys; hidden keys have scale `−∞`.
 struct Mapped {
     /// Log-features or, if there is a scale, values: `(N, T, G, F)`.
     q: Tensor,
@@ -79,7 +93,8 @@ fn attend(
     if let Some(state) = state {
         let scales = scale.as_ref().unwrap_or(&k).dim(D::Minus1)?;
         state.check([n, f, inputs.v.dim(2)? + 1], [n, 1, scales], v1.dtype())?;
-        // The first token goes the way of all sequences, or it would depend in its last bit on whether others follow.
+        // The first token goes the way of all sequences, or it would depend in its last bit on
+        // whether others follow.
         if t == 1 {
             return step(&q, &k, scale.as_ref(), &v1, state);
         }
@@ -102,7 +117,8 @@ fn attend(
     }
 }
 
-/// How a sequence is cut: `count` chunks of `size` tokens, `group` query rows a token.
+/// `Chunks` says how a sequence is cut: `count` chunks of `size` tokens, `group` query rows a
+/// token.
 struct Chunks {
     count: usize,
     size: usize,
@@ -110,7 +126,7 @@ struct Chunks {
 }
 
 impl Chunks {
-    /// `(N, T, X) → (N, count, size, X)`, padded at the end with `fill`.
+    /// Cuts `(N, T, X)` into `(N, count, size, X)`, padded at the end with `fill`.
     fn split(&self, x: &Tensor, fill: f64) -> Result<Tensor> {
         let (n, t, width) = x.dims3()?;
         let padded = self.count * self.size;
@@ -123,7 +139,7 @@ impl Chunks {
         x.reshape((n, self.count, self.size, width))
     }
 
-    /// One row a token `(.., C, X)` to one a query row `(.., C·G, X)`.
+    /// Repeats one row a token `(.., C, X)` to one a query row `(.., C·G, X)`.
     fn repeat_rows(&self, x: &Tensor) -> Result<Tensor> {
         if self.group == 1 {
             return Ok(x.clone());
@@ -138,8 +154,9 @@ impl Chunks {
     }
 }
 
-/// `k` are log-features `(N, chunks, C, F)`, `q` likewise `(N, chunks, C·G, F)`; `v1` is `(N, chunks, C, Dv+1)`.
-/// Returns `[num, den]` rows `(N, chunks, C·G, Dv+1)`, and the logarithms `(N, chunks, C·G, 1)` of what they are divided by.
+/// Computes the rows of positive features. `k` are log-features `(N, chunks, C, F)`, `q` too,
+/// `(N, chunks, C·G, F)`; `v1` is `(N, chunks, C, Dv+1)`. Returns `[num, den]` rows
+/// `(N, chunks, C·G, Dv+1)`, and the logarithms `(N, chunks, C·G, 1)` of what they are divided by.
 fn positive(
     chunks: &Chunks,
     q: &Tensor,
@@ -167,7 +184,8 @@ fn positive(
     Ok((rows, m, last))
 }
 
-/// One level of the triangle: in each block of `2·half` tokens, rows of the second half over keys of the first.
+/// Computes one level of the triangle: in each block of `2·half` tokens, rows of the second half
+/// over keys of the first.
 fn halves(chunks: &Chunks, q: &Tensor, k: &Tensor, v1: &Tensor, half: usize) -> Result<Tensor> {
     let (n, count, rows, f) = q.dims4()?;
     let blocks = n * count * (chunks.size / (2 * half));
@@ -183,7 +201,8 @@ fn halves(chunks: &Chunks, q: &Tensor, k: &Tensor, v1: &Tensor, half: usize) -> 
     Tensor::cat(&[&products.zeros_like()?, &products], 1)?.reshape((n, count, rows, e))
 }
 
-/// `k` are feature values `(N, chunks, C, F)` with log-scales `(N, chunks, C, 1)`.
+/// Computes the rows of signed features. `k` are feature values `(N, chunks, C, F)` with log-scales
+/// `(N, chunks, C, 1)`.
 fn signed(
     chunks: &Chunks,
     q: &Tensor,
@@ -199,21 +218,23 @@ fn signed(
     let start = scan.before.unsqueeze(2)?;
     let running = chunks.repeat_rows(&running_max(&scale.detach(), &start)?)?;
     let earlier = q.matmul(&before)?.broadcast_mul(&start.broadcast_sub(&running)?.exp()?)?;
-    // s_j − max_{j≤i} s_j is at most 0 in the triangle; outside it is hidden before it can overflow.
+    // s_j − max_{j≤i} s_j is at most 0 in the triangle; outside it is hidden before it can
+    // overflow.
     let exponents = scale.transpose(2, 3)?.broadcast_sub(&running)?;
     let weights = hide(&exponents, Some(&triangle(chunks, q)?.broadcast_as(exponents.shape())?))?.exp()?;
     let own = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * weights)?.matmul(v1)?;
     Ok(((earlier + own)?, last))
 }
 
-/// `(C·G, C)`: 1 where the row's token is not before the key.
+/// Returns `(C·G, C)`, which is 1 where the row's token is not before the key.
 fn triangle(chunks: &Chunks, like: &Tensor) -> Result<Tensor> {
     let (c, g) = (chunks.size, chunks.group);
     let visible: Vec<u8> = (0..c * g).flat_map(|row| (0..c).map(move |key| u8::from(key <= row / g))).collect();
     Tensor::from_vec(visible, (c * g, c), like.device())
 }
 
-/// Running maxima at the chunks' borders: `before` and `after` each chunk, shape `(N, chunks, F or 1)`.
+/// `Scan` holds running maxima at the chunks' borders: `before` and `after` each chunk, shape
+/// `(N, chunks, F or 1)`.
 struct Scan {
     before: Tensor,
     after: Tensor,
@@ -237,7 +258,8 @@ impl Scan {
         Ok(Self { before: Tensor::cat(&borders[..count], 1)?, after: Tensor::cat(&borders[1..], 1)? })
     }
 
-    /// Prefix sums before each chunk `(N, chunks, F, Dv+1)`, and the state after the last. `k`: features divided by `e^after`.
+    /// Prefix sums before each chunk `(N, chunks, F, Dv+1)`, and the state after the last. `k`:
+    /// features divided by `e^after`.
     fn sums(&self, k: &Tensor, v1: &Tensor, state: Option<&PrefixSums>) -> Result<(Tensor, PrefixSums)> {
         let inside = k.transpose(2, 3)?.contiguous()?.matmul(v1)?;
         let (_, count, ..) = inside.dims4()?;
@@ -256,7 +278,8 @@ impl Scan {
     }
 }
 
-/// Maximum over positions `≤ i` of the chunk and over `start`: `(N, chunks, C, X)` from `(N, chunks, 1, X)`.
+/// Computes the maximum over positions `≤ i` of the chunk and over `start`: `(N, chunks, C, X)`
+/// from `(N, chunks, 1, X)`.
 ///
 /// Doubles the reach `log₂ C` times.
 fn running_max(log: &Tensor, start: &Tensor) -> Result<Tensor> {
@@ -272,7 +295,7 @@ fn running_max(log: &Tensor, start: &Tensor) -> Result<Tensor> {
     Ok(max)
 }
 
-/// One more token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
+/// Adds one more token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
 fn step(q: &Tensor, k: &Tensor, scale: Option<&Tensor>, v1: &Tensor, state: &PrefixSums) -> Result<(Rows, PrefixSums)> {
     let q = q.squeeze(1)?;
     let log = scale.unwrap_or(k);

@@ -1,9 +1,10 @@
-//! Linear attention over all keys at once: `φ(Q) (φ(K)ᵀ [V, 1])`, bidirectional or across sequences.
+//! Linear attention over all keys at once: `φ(Q) (φ(K)ᵀ [V, 1])`, bidirectional or across
+//! sequences.
 //!
-//! The whole key sequence is visible to every row, so one maximum over the keys scales each feature: with
-//! `c_r = max_j l_r(k_j)` the state's entries are at most 1 in each feature, and a query's weights
-//! `exp(l_r(q) + c_r − max_r(l_r(q) + c_r))` are at most 1 with the largest exactly 1. Nothing overflows, the denominator
-//! of a positive map is at least 1, and no ε is needed.
+//! The whole key sequence is visible to every row, so one maximum over the keys scales each
+//! feature: with `c_r = max_j l_r(k_j)` the state's entries are at most 1 in each feature, and a
+//! query's weights `exp(l_r(q) + c_r − max_r(l_r(q) + c_r))` are at most 1 with the largest exactly
+//! 1. Nothing overflows, the denominator of a positive map is at least 1, and no ε is needed.
 
 use candle_core::{D, Result, Tensor};
 
@@ -12,7 +13,7 @@ use crate::{
     features::{FeatureMap, Features},
 };
 
-/// `(N, Tq·G, Dv)`.
+/// Computes attention of all queries over all visible keys, `(N, Tq·G, Dv)`.
 pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
     let (n, tq, g, _) = inputs.q.dims4()?;
     let f = map.feature_dim();
@@ -40,7 +41,8 @@ pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
     normalise(&num_den)
 }
 
-/// `exp(lq + c − max_r(lq + c))`: rows of features relative to the keys' scale `c`; and that maximum, which cancels.
+/// Computes `exp(lq + c − max_r(lq + c))`: rows of features relative to the keys' scale `c`; and
+/// that maximum, which cancels.
 pub(super) fn query_weights(lq: &Tensor, c: &Tensor) -> Result<(Tensor, Tensor)> {
     let shifted = lq.broadcast_add(c)?;
     let max = shifted.detach().max_keepdim(D::Minus1)?;

@@ -1,5 +1,5 @@
-//! FAVOR in Candle's own operations: every device, every type and every feature map, slower and with more
-//! memory than the kernels.
+//! FAVOR in Candle's own operations: every device, every type and every feature map, slower and
+//! with more memory than the kernels.
 
 mod causal;
 mod full;
