@@ -44,7 +44,7 @@ pub enum FeatureMapKind {
     /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without
     /// a fit the map is [`Self::Optimal`].
     Dense,
-    /// A trained linear map in place of Ω, see [`Fitted`]. Untrained it is [`Self::Positive`].
+    /// A trained linear map in place of Ω, see [`Fitted`](super::Fitted). Untrained it is [`Self::Positive`].
     Learned,
     /// Trained softmax features, see [`Hedgehog`] (Zhang et al. 2024).
     Hedgehog,

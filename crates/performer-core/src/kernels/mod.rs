@@ -3,7 +3,7 @@
 //!
 //! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `rotary`
 //! and `linear` are the other operations of a decoder. They are built from `gemm` (products of
-//! small tiles), [`vector`] (elementwise functions), `rows` (reading tensors), `transpose` and
+//! small tiles), `vector` (elementwise functions), `rows` (reading tensors), `transpose` and
 //! `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2 and NEON beside plain
 //! Rust, and the version is chosen when the program runs.
 //!
