@@ -1,4 +1,11 @@
 //! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
+//!
+//! Nothing here computes, and nothing here imports from the rest of the crate: every other module may
+//! import from this one.
+
+mod borders;
+mod optimizer;
+mod schedule;
 
 use std::collections::BTreeMap;
 
@@ -6,11 +13,10 @@ use anyhow::{Result, bail, ensure};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    data::Borders,
-    train::{AdamWConfig, Schedule},
-};
+pub use borders::Borders;
+pub use optimizer::AdamWConfig;
 pub use performer_core::AttentionConfig;
+pub use schedule::Schedule;
 
 /// Bounds that a damaged config exceeds and no model does.
 const MAX_SIZE: usize = 1 << 24;

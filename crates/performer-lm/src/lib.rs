@@ -5,6 +5,7 @@
 //! arguments and output.
 
 pub mod bench;
+pub mod checkpoint;
 pub mod cli;
 pub mod compare;
 pub mod config;
@@ -19,5 +20,7 @@ pub mod lab;
 pub mod machine;
 pub mod memory;
 pub mod model;
+mod parallel;
 pub mod plot;
+mod revision;
 pub mod train;

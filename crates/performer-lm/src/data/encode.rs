@@ -128,9 +128,9 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::borders::Borders;
     use super::super::tokenizer::tests::documents;
     use super::*;
+    use crate::config::Borders;
 
     /// A tokenizer with tokens for runs of white space, whose borders show in the tokens.
     fn tokenizer() -> Tokenizer {

@@ -4,7 +4,6 @@
 //! Tokenizers and token files are kept in a cache under the hash of what they were made from; see [`cache_dir`].
 
 mod batches;
-mod borders;
 mod cache;
 mod corpus;
 mod encode;
@@ -22,8 +21,8 @@ use std::sync::Arc;
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 
+pub use crate::config::Borders;
 pub use batches::{Batch, Batches, EvalWindows, eval_windows};
-pub use borders::Borders;
 pub use cache::cache_dir;
 pub use corpus::{Corpus, DataSpec, load_text};
 pub use text::{Documents, SEPARATOR};

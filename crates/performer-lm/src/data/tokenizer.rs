@@ -10,9 +10,9 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, EncodeInput};
 
-use super::borders::Borders;
 use super::notice;
 use super::text::{Documents, SEPARATOR, pieces};
+use crate::config::Borders;
 
 /// The vocabulary size trained by default.
 pub const DEFAULT_VOCAB_SIZE: usize = 4096;

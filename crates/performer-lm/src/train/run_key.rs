@@ -24,8 +24,9 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{git_revision, write_safetensors};
+use super::git_revision;
 use crate::{
+    checkpoint::write_safetensors,
     config::{ModelConfig, TrainingConfig},
     data::Prepared,
 };

@@ -30,9 +30,9 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::Decoder;
 use crate::{
+    checkpoint::Checkpoint,
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
     data::{Tokenizer, hub::Hub},
-    train::Checkpoint,
 };
 pub use export::export;
 

@@ -25,7 +25,8 @@
 //! are used. The next save first completes step 3 for those and removes the rest. Where nothing was interrupted there are no
 //! `.new` files and nothing is compared, so a `config.json` edited by hand is taken as it is.
 
-use super::weights_file::{write_durably, write_safetensors};
+mod weights_file;
+
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use safetensors::SafeTensors;
@@ -35,6 +36,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+
+pub(crate) use weights_file::{write_durably, write_safetensors};
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
@@ -195,15 +198,6 @@ impl TrainingState {
     pub fn progress_as<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.progress)
             .with_context(|| format!("{TRAIN_STATE} was not written by this program, or by another version of it"))
-    }
-}
-
-/// The revision this program was built from: a git commit (with `-dirty` where files had been changed), or the version of
-/// the package where it was built outside its repository.
-pub fn git_revision() -> &'static str {
-    match option_env!("PERFORMER_GIT_REVISION") {
-        Some(revision) => revision,
-        None => concat!("v", env!("CARGO_PKG_VERSION")),
     }
 }
 
