@@ -11,6 +11,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
     files,
+    listener::Listener,
     machine::Machine,
     model::Decoder,
     plot::{Axis, Chart, Scale, Series},
@@ -37,6 +38,8 @@ pub struct Comparison<'a> {
     pub threads: usize,
     /// Set from outside to stop.
     pub stop: &'a std::sync::atomic::AtomicBool,
+    /// Is told of steps, validations, and what a person should know.
+    pub listener: &'a dyn Listener,
     /// The command that runs this, for the record.
     pub command: String,
 }
@@ -127,6 +130,7 @@ impl Comparison<'_> {
             threads: self.threads,
             stop: self.stop,
             samples: false,
+            listener: self.listener,
         }
     }
 

@@ -3,8 +3,11 @@
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 
+use crate::errors::Cause;
+
 /// A kind of device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum DeviceKind {
     /// CUDA or Metal where this build has it and finds one, else the CPU.
     Auto,
@@ -66,19 +69,15 @@ fn metal() -> Result<Device> {
     Device::new_metal(0).context("no Metal device can be opened; --device cpu does without")
 }
 
-/// Adds what helps to an error that says that a GPU's memory ran out; `lower` says which settings decide how much is needed.
-pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: &str) -> anyhow::Error {
-    const EXPLAINED: &str = "the device's memory ran out";
+/// Adds the cause to an error that says that a GPU's memory ran out, unless it has one; `lower`
+/// says what decides how much is needed.
+pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: String, in_training: bool) -> anyhow::Error {
     let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
-    let explained = error.chain().any(|e| e.to_string().contains(EXPLAINED));
+    let explained = matches!(error.downcast_ref(), Some(Cause::OutOfMemory { .. }));
     if device.is_cpu() || explained || !error.chain().any(|e| ran_out(e.to_string())) {
         return error;
     }
-    let left = match free_memory(device) {
-        Some((free, all)) => format!(" ({} of {} MiB are free)", free >> 20, all >> 20),
-        None => String::new(),
-    };
-    error.context(format!("{EXPLAINED}{left}: lower {lower}"))
+    error.context(Cause::OutOfMemory { free: free_memory(device), lower, in_training })
 }
 
 #[cfg(feature = "cuda")]
@@ -123,7 +122,7 @@ mod tests {
 
     #[test]
     fn other_errors_stay_as_they_are() {
-        let error = explain_memory(anyhow::anyhow!("out of memory"), &Device::Cpu, "nothing");
+        let error = explain_memory(anyhow::anyhow!("out of memory"), &Device::Cpu, "nothing".into(), false);
         assert_eq!(error.chain().count(), 1);
     }
 }

@@ -1,7 +1,7 @@
 //! The revision of this program, for whatever it writes.
 
-/// The revision this program was built from: a git commit (with `-dirty` where files had been changed), or the version of
-/// the package where it was built outside its repository.
+/// The revision this program was built from: a git commit (with `-dirty` where files had been
+/// changed), or the version of the package where it was built outside its repository.
 pub fn git_revision() -> &'static str {
     match option_env!("PERFORMER_GIT_REVISION") {
         Some(revision) => revision,

@@ -119,6 +119,23 @@ fn imports_go_one_way() {
     assert!(heavy.is_empty(), "a model needs no charts and no measurements: {heavy:?}");
 }
 
+/// The printer, which alone writes to stdout and stderr and draws bars.
+const PRINTER: &str = "cli/output.rs";
+
+#[test]
+fn only_the_printer_prints() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let prints = |path: &PathBuf| {
+        let text = fs::read_to_string(path).expect("a source can be read");
+        let mut code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+        code.any(|line| {
+            ["print!(", "println!(", "io::stdout", "io::stderr", "indicatif"].iter().any(|word| line.contains(word))
+        })
+    };
+    let printing: Vec<PathBuf> = sources(&root).into_iter().filter(prints).collect();
+    assert_eq!(printing, [root.join(PRINTER)]);
+}
+
 #[test]
 fn imports_are_found_however_they_are_written() {
     let text = "// crate::comment\nuse crate::{a::{B, c::D}, e, f::g};\nuse crate::h;\nfn i() { crate::j::k() }";

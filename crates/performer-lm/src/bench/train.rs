@@ -8,6 +8,7 @@ use super::{Effort, matmul_rate};
 use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
+    listener::Listener,
     machine::Machine,
     train::{NEVER, RunOptions, Trainer},
 };
@@ -43,7 +44,7 @@ pub struct Report {
 }
 
 /// What is measured, and on what.
-pub struct Plan {
+pub struct Plan<'a> {
     /// The model; its attention is replaced by each of `attentions`.
     pub config: ModelConfig,
     /// The training.
@@ -56,6 +57,8 @@ pub struct Plan {
     pub device: Device,
     /// Worker threads on the CPU.
     pub threads: usize,
+    /// Is told of steps and validations.
+    pub listener: &'a dyn Listener,
 }
 
 /// Trains each attention for some steps and throws the models away; `progress` is told what comes next.
@@ -84,6 +87,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             threads: plan.threads,
             stop: &NEVER,
             samples: false,
+            listener: plan.listener,
         };
         let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
         let run = Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")?;

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use tempfile::{NamedTempFile, TempDir};
 
-use super::notice;
 use super::text::Documents;
 use super::tokenizer::Tokenizer;
 use super::tokens::{TokenFile, content_hash};
+use crate::listener::Listener;
 
 /// Where tokenizers and token files are kept: `$PERFORMER_CACHE`, or else `performer-lm` in the platform's cache folder
 /// (`~/.cache` on Linux). It can be deleted at any time.
@@ -35,10 +35,10 @@ pub(crate) struct Cache {
 
 impl Cache {
     /// The cache at [`cache_dir`]; if nothing can be written there, a temporary folder, and a notice that says so.
-    pub(crate) fn from_env() -> Result<Self> {
+    pub(crate) fn from_env(listener: &dyn Listener) -> Result<Self> {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
             let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
-            notice(format_args!("cache: tokens are not kept for the next time: {error:#}"));
+            listener.note(&format!("cache: tokens are not kept for the next time: {error:#}"));
             Ok(Self { dir: scratch.path().into(), _scratch: Some(scratch) })
         })
     }
@@ -52,19 +52,33 @@ impl Cache {
     }
 
     /// The tokenizer of `vocab_size` trained on documents.
-    pub(crate) fn tokenizer(&self, documents: &Documents, vocab_size: usize) -> Result<Tokenizer> {
+    pub(crate) fn tokenizer(
+        &self,
+        documents: &Documents,
+        vocab_size: usize,
+        listener: &dyn Listener,
+    ) -> Result<Tokenizer> {
         let hash = documents.hash().to_hex();
         let path = self.dir.join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
-        self.get(&path, Tokenizer::load, |file| {
-            notice(format_args!("tokenizer: training one of {vocab_size} tokens"));
+        self.get(&path, listener, Tokenizer::load, |file| {
+            listener.note(&format!("tokenizer: training one of {vocab_size} tokens"));
             let tokenizer = Tokenizer::train(documents, vocab_size)?;
+            let size = tokenizer.vocab_size();
+            if size < vocab_size {
+                listener.note(&format!("tokenizer: the text is enough for a vocabulary of {size}, not {vocab_size}"));
+            }
             std::io::Write::write_all(file, tokenizer.as_bytes())?;
             Ok(())
         })
     }
 
     /// The tokens of documents.
-    pub(crate) fn tokens(&self, documents: &Documents, tokenizer: &Tokenizer) -> Result<TokenFile> {
+    pub(crate) fn tokens(
+        &self,
+        documents: &Documents,
+        tokenizer: &Tokenizer,
+        listener: &dyn Listener,
+    ) -> Result<TokenFile> {
         let content = content_hash(documents, tokenizer);
         let path = self.dir.join(format!("tokens-{}.bin", &content.to_hex()[..32]));
         let open = |path: &Path| {
@@ -74,7 +88,7 @@ impl Cache {
             }
             Ok(file)
         };
-        self.get(&path, open, |file| TokenFile::write(file, documents, tokenizer))
+        self.get(&path, listener, open, |file| TokenFile::write(file, documents, tokenizer, listener))
     }
 
     /// What is at `path`, made anew if it is missing or damaged. Others never see half a file: it is written beside and
@@ -82,13 +96,14 @@ impl Cache {
     fn get<T>(
         &self,
         path: &Path,
+        listener: &dyn Listener,
         open: impl Fn(&Path) -> Result<T>,
         make: impl FnOnce(&mut File) -> Result<()>,
     ) -> Result<T> {
         if path.exists() {
             match open(path) {
                 Ok(found) => return Ok(found),
-                Err(error) => notice(format_args!("cache: made anew: {error:#}")),
+                Err(error) => listener.note(&format!("cache: made anew: {error:#}")),
             }
         }
         let mut file = NamedTempFile::new_in(&self.dir)
@@ -110,6 +125,7 @@ impl Cache {
 mod tests {
     use super::super::tokenizer::tests::{documents, stories};
     use super::*;
+    use crate::listener::Silent;
 
     fn only_file(dir: &Path, prefix: &str) -> PathBuf {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
@@ -131,20 +147,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(&dir.path().join("new/folder")).unwrap();
         let docs = stories();
-        let tokenizer = cache.tokenizer(&docs, 300).unwrap();
-        let tokens = cache.tokens(&docs, &tokenizer).unwrap();
+        let tokenizer = cache.tokenizer(&docs, 300, &Silent).unwrap();
+        let tokens = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
         let paths = ["tokenizer-", "tokens-"].map(|prefix| only_file(&cache.dir, prefix));
         let ages = paths.each_ref().map(|path| age(path));
-        assert_eq!(cache.tokenizer(&docs, 300).unwrap().hash(), tokenizer.hash());
-        let again = cache.tokens(&docs, &tokenizer).unwrap();
+        assert_eq!(cache.tokenizer(&docs, 300, &Silent).unwrap().hash(), tokenizer.hash());
+        let again = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
         assert_eq!(again.read(0..again.len()), tokens.read(0..tokens.len()));
         for (path, age) in paths.iter().zip(ages) {
             assert_eq!(fs::metadata(path).unwrap().modified().unwrap(), age);
         }
         // Another vocabulary and another text are other files; no temporary file stays.
-        let other = cache.tokenizer(&docs, 310).unwrap();
-        cache.tokens(&docs, &other).unwrap();
-        cache.tokens(&documents("Other text."), &tokenizer).unwrap();
+        let other = cache.tokenizer(&docs, 310, &Silent).unwrap();
+        cache.tokens(&docs, &other, &Silent).unwrap();
+        cache.tokens(&documents("Other text."), &tokenizer, &Silent).unwrap();
         assert_eq!(fs::read_dir(&cache.dir).unwrap().count(), 5);
     }
 
@@ -153,8 +169,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
         let docs = stories();
-        let tokenizer = cache.tokenizer(&docs, 300).unwrap();
-        let tokens = cache.tokens(&docs, &tokenizer).unwrap();
+        let tokenizer = cache.tokenizer(&docs, 300, &Silent).unwrap();
+        let tokens = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
         let expected = tokens.read(0..tokens.len());
         let path = only_file(dir.path(), "tokens-");
         let good = fs::read(&path).unwrap();
@@ -162,17 +178,17 @@ mod tests {
         *changed.last_mut().unwrap() ^= 1;
         let foreign = documents("Some other text.");
         let mut stranger = tempfile::NamedTempFile::new().unwrap();
-        TokenFile::write(stranger.as_file_mut(), &foreign, &tokenizer).unwrap();
+        TokenFile::write(stranger.as_file_mut(), &foreign, &tokenizer, &Silent).unwrap();
         let stranger = fs::read(stranger.path()).unwrap();
         for bad in [&good[..good.len() / 2], &good[..10], &[], &changed, &stranger] {
             fs::write(&path, bad).unwrap();
-            let rebuilt = cache.tokens(&docs, &tokenizer).unwrap();
+            let rebuilt = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
             assert_eq!(rebuilt.read(0..rebuilt.len()), expected);
             assert_eq!(fs::read(&path).unwrap(), good);
         }
         let path = only_file(dir.path(), "tokenizer-");
         fs::write(&path, &tokenizer.as_bytes()[..100]).unwrap();
-        assert_eq!(cache.tokenizer(&docs, 300).unwrap().hash(), tokenizer.hash());
+        assert_eq!(cache.tokenizer(&docs, 300, &Silent).unwrap().hash(), tokenizer.hash());
         assert_eq!(fs::read(&path).unwrap(), tokenizer.as_bytes());
     }
 
@@ -180,7 +196,7 @@ mod tests {
     fn a_failure_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
-        assert!(cache.tokenizer(&stories(), 3).is_err());
+        assert!(cache.tokenizer(&stories(), 3, &Silent).is_err());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         // A file where the folder should be.
         let file = dir.path().join("file");

@@ -1,9 +1,7 @@
 //! TinyStories and models from the Hugging Face hub, through the cache that all Hugging Face tools share.
 
 use std::any::Any;
-use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
@@ -12,18 +10,13 @@ use hf_hub::api::Progress;
 use hf_hub::api::sync::ApiBuilder;
 use hf_hub::{Cache, Repo};
 
-use super::{notice, progress_bar};
+use super::corpus::TinyStories;
+use super::weights_index::shards;
+use crate::listener::{Listener, Unit};
 
 const DATASET: &str = "roneneldan/TinyStories";
 /// Validation first: it is small, so a hub that does not work is found out before the two gigabytes.
 const FILES: [&str; 2] = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"];
-
-/// The text files of TinyStories.
-#[derive(Debug)]
-pub(crate) struct TinyStories {
-    pub(crate) train: PathBuf,
-    pub(crate) valid: PathBuf,
-}
 
 /// Where to look for a dataset or model, and how long to wait for it.
 #[derive(Debug, Clone)]
@@ -65,7 +58,7 @@ impl Hub {
     }
 
     /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
-    pub(crate) fn tinystories(&self) -> Result<TinyStories> {
+    pub(crate) fn tinystories(&self, listener: &dyn Listener) -> Result<TinyStories> {
         if let Some(files) = self.cached() {
             return Ok(files);
         }
@@ -73,7 +66,10 @@ impl Hub {
             bail!("TinyStories is not in the {}", self.forbidden());
         }
         let [valid, train] = FILES;
-        Ok(TinyStories { valid: self.fetch(&dataset(), valid)?, train: self.fetch(&dataset(), train)? })
+        Ok(TinyStories {
+            valid: self.fetch(&dataset(), valid, listener)?,
+            train: self.fetch(&dataset(), train, listener)?,
+        })
     }
 
     fn forbidden(&self) -> String {
@@ -81,24 +77,24 @@ impl Hub {
     }
 
     /// The folder of a model in the cache, after whatever it lacks of the files that loading needs has been downloaded.
-    pub(crate) fn model(&self, id: &str) -> Result<PathBuf> {
+    pub(crate) fn model(&self, id: &str, listener: &dyn Listener) -> Result<PathBuf> {
         let repo = Repo::model(id.into());
-        let config = self.fetch(&repo, "config.json")?;
-        self.fetch(&repo, "tokenizer.json")?;
-        if let Err(error) = self.fetch(&repo, "model.safetensors") {
+        let config = self.fetch(&repo, "config.json", listener)?;
+        self.fetch(&repo, "tokenizer.json", listener)?;
+        if let Err(error) = self.fetch(&repo, "model.safetensors", listener) {
             // Large models come in several files, and a list of them.
-            let index = self.fetch(&repo, "model.safetensors.index.json").map_err(|_| error)?;
+            let index = self.fetch(&repo, "model.safetensors.index.json", listener).map_err(|_| error)?;
             for shard in shards(&index)? {
-                self.fetch(&repo, &shard)?;
+                self.fetch(&repo, &shard, listener)?;
             }
         }
         // Not every model has one.
-        let _ = self.fetch(&repo, "generation_config.json");
+        let _ = self.fetch(&repo, "generation_config.json", listener);
         let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
         Ok(folder.into())
     }
 
-    fn fetch(&self, repo: &Repo, file: &str) -> Result<PathBuf> {
+    fn fetch(&self, repo: &Repo, file: &str, listener: &dyn Listener) -> Result<PathBuf> {
         if let Some(path) = self.in_cache(repo, file) {
             return Ok(path);
         }
@@ -113,7 +109,7 @@ impl Hub {
             let api = ApiBuilder::from_cache(Cache::new(hub.cache)).with_endpoint(hub.endpoint).build()?;
             api.repo(repo).download_with_progress(&wanted, Reporter(sender))
         });
-        self.watch(file, &name, &events)?;
+        self.watch(file, &name, &events, listener)?;
         match worker.join() {
             Ok(result) => result.map_err(|error| anyhow!("cannot download {file} of {name}: {error}")),
             Err(panic) => bail!("cannot download {file} of {name}: {}", panic_message(panic.as_ref())),
@@ -121,21 +117,23 @@ impl Hub {
     }
 
     /// Shows the progress until the worker hangs up; an error if it falls silent.
-    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>) -> Result<()> {
-        let mut bar = None;
+    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>, listener: &dyn Listener) -> Result<()> {
+        let (mut bar, mut received) = (None, 0);
         loop {
             let limit = if bar.is_some() { self.stall } else { self.answer };
             match events.recv_timeout(limit) {
                 Ok(Event::Size(size)) => {
                     let bar = bar.get_or_insert_with(|| {
-                        notice(format_args!("downloading {file} of {name}: {:.1} MB", size as f64 / 1e6));
-                        progress_bar(size, "downloading")
+                        listener.note(&format!("downloading {file} of {name}: {:.1} MB", size as f64 / 1e6));
+                        listener.begin("downloading", Unit::Bytes, 0, size)
                     });
-                    bar.set_position(0);
+                    received = 0;
+                    bar.advance(received);
                 }
                 Ok(Event::Received(bytes)) => {
+                    received += bytes;
                     if let Some(bar) = &bar {
-                        bar.inc(bytes);
+                        bar.advance(received);
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -153,28 +151,6 @@ impl Hub {
 
 fn dataset() -> Repo {
     Repo::dataset(DATASET.into())
-}
-
-/// The files that an index of weights names, each once.
-///
-/// # Errors
-/// A file that cannot be read or is no such index.
-pub(crate) fn shards(index: &Path) -> Result<BTreeSet<String>> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
-    }
-    let json = std::fs::read(index).with_context(|| format!("cannot read {}", index.display()))?;
-    let Index { weight_map } = serde_json::from_slice(&json)
-        .with_context(|| format!("{} is no index of weights: copy it again", index.display()))?;
-    let files: BTreeSet<String> = weight_map.into_values().collect();
-    match files.iter().find(|file| Path::new(file).file_name() != Some(OsStr::new(file))) {
-        None => Ok(files),
-        Some(file) => bail!(
-            "{} names {file}, which is no file beside this index of weights: copy the model again",
-            index.display()
-        ),
-    }
 }
 
 /// What the downloading thread reports: the size of the file when the transfer starts, then the bytes as they come.
@@ -219,6 +195,7 @@ pub(crate) mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::listener::Silent;
 
     /// A hub at an address of this machine where nobody listens (the discard port).
     pub(crate) fn nowhere(cache: &Path) -> Hub {
@@ -297,14 +274,14 @@ pub(crate) mod tests {
         hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
         // Requests: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
         std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
-        hub.fetch(&dataset(), FILES[0]).unwrap_err();
+        hub.fetch(&dataset(), FILES[0], &Silent).unwrap_err();
         let part = dir.path().join("datasets--roneneldan--TinyStories/blobs/tag.part");
         assert_eq!(std::fs::read(part).unwrap(), BODY[..BODY.len() / 2]);
         assert!(hub.cached().is_none());
-        let path = hub.fetch(&dataset(), FILES[0]).unwrap();
+        let path = hub.fetch(&dataset(), FILES[0], &Silent).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), BODY);
         // Once in the cache it is not asked for again, with a hub or without.
-        assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0]).unwrap(), path);
+        assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0], &Silent).unwrap(), path);
     }
 
     #[test]
@@ -314,7 +291,7 @@ pub(crate) mod tests {
         let mut hub = nowhere(dir.path());
         hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
         hub.answer = Duration::from_millis(100);
-        let error = hub.tinystories().unwrap_err().to_string();
+        let error = hub.tinystories(&Silent).unwrap_err().to_string();
         assert!(error.contains("no answer") || behind_proxy(), "{error}");
     }
 
@@ -329,7 +306,7 @@ pub(crate) mod tests {
         let mut hub = nowhere(dir.path());
         hub.offline = true;
         let lacks = |file: &str| {
-            let error = hub.model("someone/model").unwrap_err().to_string();
+            let error = hub.model("someone/model", &Silent).unwrap_err().to_string();
             assert!(error.starts_with(file) && error.contains("HF_HUB_OFFLINE"), "{error}");
         };
         let index = r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}}"#;
@@ -345,21 +322,21 @@ pub(crate) mod tests {
         }
         lacks("one.safetensors");
         std::fs::write(snapshot.join("one.safetensors"), "").unwrap();
-        assert_eq!(hub.model("someone/model").unwrap(), snapshot);
+        assert_eq!(hub.model("someone/model", &Silent).unwrap(), snapshot);
     }
 
     #[test]
     fn an_unreachable_hub_and_a_forbidden_one_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let mut hub = nowhere(dir.path());
-        let error = hub.tinystories().unwrap_err().to_string();
+        let error = hub.tinystories(&Silent).unwrap_err().to_string();
         assert!(error.contains("cannot download"), "{error}");
         hub.offline = true;
-        let error = hub.tinystories().unwrap_err().to_string();
+        let error = hub.tinystories(&Silent).unwrap_err().to_string();
         assert!(error.contains("HF_HUB_OFFLINE"), "{error}");
-        let error = hub.model("someone/model").unwrap_err().to_string();
+        let error = hub.model("someone/model", &Silent).unwrap_err().to_string();
         assert!(error.contains("config.json of someone/model") && error.contains("HF_HUB_OFFLINE"), "{error}");
         fill(dir.path(), "train", "valid");
-        assert!(hub.tinystories().unwrap().train.exists());
+        assert!(hub.tinystories(&Silent).unwrap().train.exists());
     }
 }

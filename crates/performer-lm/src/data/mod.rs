@@ -7,19 +7,18 @@ mod batches;
 mod cache;
 mod corpus;
 mod encode;
+#[cfg_attr(not(feature = "hub"), path = "no_hub.rs")]
 pub(crate) mod hub;
 mod split;
 mod text;
 mod tokenizer;
 mod tokens;
+pub(crate) mod weights_index;
 
-use std::fmt::Display;
-use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use indicatif::{ProgressBar, ProgressStyle};
 
 pub use crate::config::Borders;
 pub use batches::{Batch, Batches, EvalWindows, eval_windows};
@@ -29,6 +28,7 @@ pub use text::{Documents, SEPARATOR};
 pub use tokenizer::{DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, StreamDecoder, Tokenizer};
 pub use tokens::TokenFile;
 
+use crate::listener::Listener;
 use cache::Cache;
 
 /// Data to train on: a tokenizer and the tokens of both splits. Counts of documents, bytes and tokens are the
@@ -52,30 +52,41 @@ pub struct Prepared {
 ///
 /// # Errors
 /// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is full.
-pub fn prepare(spec: &DataSpec, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
-    prepare_in(&Cache::from_env()?, Corpus::load(spec)?, vocab_size, tokenizer)
+pub fn prepare(
+    spec: &DataSpec,
+    vocab_size: usize,
+    tokenizer: Option<&Path>,
+    listener: &dyn Listener,
+) -> Result<Prepared> {
+    prepare_in(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, vocab_size, tokenizer, listener)
 }
 
 /// [`prepare`] with a tokenizer at hand.
 ///
 /// # Errors
 /// Those of [`Corpus::load`], and a disk that is full.
-pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer) -> Result<Prepared> {
-    encoded(&Cache::from_env()?, Corpus::load(spec)?, tokenizer.clone())
+pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
+    encoded(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, tokenizer.clone(), listener)
 }
 
-fn prepare_in(cache: &Cache, corpus: Corpus, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
+fn prepare_in(
+    cache: &Cache,
+    corpus: Corpus,
+    vocab_size: usize,
+    tokenizer: Option<&Path>,
+    listener: &dyn Listener,
+) -> Result<Prepared> {
     let tokenizer = match tokenizer {
         Some(path) => Tokenizer::load(path)?,
-        None => cache.tokenizer(&corpus.train, vocab_size)?,
+        None => cache.tokenizer(&corpus.train, vocab_size, listener)?,
     };
-    encoded(cache, corpus, tokenizer)
+    encoded(cache, corpus, tokenizer, listener)
 }
 
-fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer) -> Result<Prepared> {
+fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
     Ok(Prepared {
-        train: Arc::new(cache.tokens(&corpus.train, &tokenizer)?),
-        valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer)?),
+        train: Arc::new(cache.tokens(&corpus.train, &tokenizer, listener)?),
+        valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer, listener)?),
         corpus_name: corpus.name,
         description: corpus.description,
         tokenizer,
@@ -86,36 +97,24 @@ fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer) -> Result<Prepar
 ///
 /// # Errors
 /// Those of [`load_text`], and a disk that is full.
-pub fn prepare_text(path: &Path, tokenizer: &Tokenizer) -> Result<TokenFile> {
-    Cache::from_env()?.tokens(&load_text(path)?, tokenizer)
-}
-
-/// Tells the person at the terminal something they should know; results go elsewhere.
-fn notice(message: impl Display) {
-    // If stderr is closed, there is nobody to tell.
-    let _ = writeln!(std::io::stderr(), "{message}");
-}
-
-/// A bar over `bytes` on stderr; shows nothing where that is no terminal.
-fn progress_bar(bytes: u64, what: &'static str) -> ProgressBar {
-    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
-    let style = ProgressStyle::with_template(template);
-    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())).with_message(what)
+pub fn prepare_text(path: &Path, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<TokenFile> {
+    Cache::from_env(listener)?.tokens(&load_text(path)?, tokenizer, listener)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::listener::Silent;
 
     #[test]
     fn the_sample_from_text_to_batches() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
-        let corpus = Corpus::load(&DataSpec::Sample).unwrap();
+        let corpus = Corpus::load(&DataSpec::Sample, &Silent).unwrap();
         let (documents, bytes) = (corpus.train.len() as u64, corpus.train.bytes());
         let first = corpus.valid.iter().next().unwrap().to_string();
 
-        let data = prepare_in(&cache, corpus.clone(), 1024, None).unwrap();
+        let data = prepare_in(&cache, corpus.clone(), 1024, None, &Silent).unwrap();
         assert_eq!(data.corpus_name, "sample");
         assert_eq!(data.tokenizer.vocab_size(), 1024);
         assert_eq!((data.train.documents(), data.train.bytes()), (documents, bytes));
@@ -130,7 +129,7 @@ mod tests {
         // The same with the tokenizer given: a vocabulary size asked for does not matter then.
         let path = dir.path().join("mine.json");
         data.tokenizer.save(&path).unwrap();
-        let given = prepare_in(&cache, corpus, 5000, Some(&path)).unwrap();
+        let given = prepare_in(&cache, corpus, 5000, Some(&path), &Silent).unwrap();
         assert_eq!(given.train.hash(), data.train.hash());
     }
 }

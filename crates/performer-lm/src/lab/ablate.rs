@@ -14,6 +14,7 @@ use super::{Findings, Section, Table};
 use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
+    listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     train::{RunKey, RunOptions, find, find_or_run},
 };
@@ -41,6 +42,8 @@ pub struct Plan<'a> {
     pub threads: usize,
     /// Set from outside to stop.
     pub stop: &'a AtomicBool,
+    /// Is told of steps, validations, and what a person should know.
+    pub listener: &'a dyn Listener,
 }
 
 /// One thing changed.
@@ -219,6 +222,7 @@ impl Plan<'_> {
             threads: self.threads,
             stop: self.stop,
             samples: false,
+            listener: self.listener,
         }
     }
 }

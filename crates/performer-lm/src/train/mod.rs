@@ -19,12 +19,13 @@ pub use crate::{
 pub use gradients::Gradients;
 pub use log::{Record, read_log};
 pub use optimizer::AdamW;
-pub(crate) use progress::Bar;
+pub(crate) use progress::StepBar;
+#[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
 pub use run::{
     Found, Report, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
     training_batches,
 };
 pub use run_key::{Earlier, Leg, RunKey};
-pub(crate) use run_key::{digests, model_digest, warn};
+pub(crate) use run_key::{digests, model_digest};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

@@ -18,13 +18,13 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Findings;
 use crate::{
     config::AttentionConfig,
     files,
+    listener::Listener,
     train::{Earlier, run_name},
 };
 use example::Source;
@@ -51,7 +51,8 @@ pub const ATTENTIONS: [&str; 7] = [
 ];
 
 /// What is learned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
     /// Write a random string from memory.
@@ -67,6 +68,9 @@ pub enum Task {
 }
 
 impl Task {
+    /// Every task.
+    pub const ALL: [Self; 5] = [Self::Copying, Self::Recall, Self::Listops, Self::Text, Self::Protein];
+
     fn title(self) -> &'static str {
         match self {
             Self::Copying => "Long-range copying",
@@ -131,6 +135,8 @@ pub struct Plan<'a> {
     pub threads: usize,
     /// Set from outside to stop.
     pub stop: &'a AtomicBool,
+    /// Is told of steps and finished runs, and of what a person should know.
+    pub listener: &'a dyn Listener,
     /// Folder that keeps finished runs, which are not made again.
     pub out: Option<&'a Path>,
 }
@@ -219,7 +225,7 @@ impl Plan<'_> {
             Task::Text => Box::new(text::Text::new(&self.texts, length)?),
             Task::Protein => Box::new(protein::Protein::new(self.proteins.as_deref(), length)?),
         };
-        Ok(Setting::new(task, recipe, source, &self.device, self.threads, self.stop))
+        Ok(Setting::new(task, recipe, source, &self.device, self.threads, self.stop, self.listener))
     }
 }
 
