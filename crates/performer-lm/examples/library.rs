@@ -13,13 +13,13 @@ use performer_lm::{
 };
 
 /// A checkpoint of this crate; a folder of the Hugging Face format opens in the same way.
-pub const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/stories/performer");
+pub(crate) const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/stories/performer");
 
 /// The first sentence that the model in `folder` writes after `prompt`, with the prompt.
 ///
 /// # Errors
 /// A folder that holds no model.
-pub fn sentence(folder: &Path, prompt: &str) -> Result<String> {
+pub(crate) fn sentence(folder: &Path, prompt: &str) -> Result<String> {
     let (model, tokenizer) = pretrained::load(&folder.to_string_lossy(), &Device::Cpu)?;
     let mut text = prompt.to_string();
     generate(&model, &tokenizer, prompt, 60, Sampling::default(), |piece| {

@@ -48,15 +48,16 @@ impl DeviceKind {
 
 fn cuda() -> Result<Device> {
     if !candle_core::utils::cuda_is_available() {
-        bail!(
-            "this build has no CUDA: make one that has with scripts/cuda-build.sh (or cargo build --features cuda), \
-             or use --device cpu"
-        );
+        bail!(Cause::Device(
+            "this build has no CUDA: make one that has with scripts/cuda-build.sh (or cargo build --features cuda)"
+                .into()
+        ));
     }
-    let device = Device::new_cuda(0).context(
+    let device = Device::new_cuda(0).context(Cause::Device(
         "no CUDA device can be opened: nvidia-smi must list one, and a driver of at least the version that the CUDA libraries \
-         here need (580 for CUDA 13); --device cpu does without",
-    )?;
+         here need (580 for CUDA 13)"
+            .into(),
+    ))?;
     #[cfg(feature = "cuda")]
     performer_core::kernels::cuda::keep_memory(device.as_cuda_device()?).context("the CUDA device cannot be set up")?;
     Ok(device)
@@ -64,9 +65,9 @@ fn cuda() -> Result<Device> {
 
 fn metal() -> Result<Device> {
     if !candle_core::utils::metal_is_available() {
-        bail!("this build has no Metal: build it with --features metal on a Mac, or use --device cpu");
+        bail!(Cause::Device("this build has no Metal: build it with --features metal on a Mac".into()));
     }
-    Device::new_metal(0).context("no Metal device can be opened; --device cpu does without")
+    Device::new_metal(0).context(Cause::Device("no Metal device can be opened".into()))
 }
 
 /// Adds the cause to an error that says that a GPU's memory ran out, unless it has one; `lower`
@@ -114,8 +115,9 @@ mod tests {
             (DeviceKind::Metal, candle_core::utils::metal_is_available()),
         ] {
             if !available {
-                let error = kind.open(|_| ()).unwrap_err().to_string();
-                assert!(error.contains("this build has no") && error.contains("--device cpu"), "{error}");
+                let error = kind.open(|_| ()).unwrap_err();
+                assert!(matches!(error.downcast_ref(), Some(Cause::Device(_))));
+                assert!(error.to_string().contains("this build has no"), "{error}");
             }
         }
     }

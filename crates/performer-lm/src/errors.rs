@@ -26,6 +26,12 @@ pub enum Cause {
     },
     /// A folder holds what belongs to something else, as the text says.
     AnotherFolder(String),
+    /// The device asked for cannot be had, as the text says.
+    Device(String),
+    /// The data asked for cannot be had, as the text says.
+    Data(String),
+    /// A run began with other data than it is to go on with, as the text says.
+    OtherData(String),
 }
 
 impl fmt::Display for Cause {
@@ -45,7 +51,9 @@ impl fmt::Display for Cause {
                 }
                 f.write_str(" failed: values are not finite; lower the learning rate")
             }
-            Self::AnotherFolder(text) => f.write_str(text),
+            Self::AnotherFolder(text) | Self::Device(text) | Self::Data(text) | Self::OtherData(text) => {
+                f.write_str(text)
+            }
         }
     }
 }

@@ -121,6 +121,11 @@ fn options(cause: &Cause) -> Option<&'static str> {
             _ => "--learning-rate sets it",
         }),
         Cause::AnotherFolder(_) => Some("--out FOLDER chooses another one"),
+        Cause::Device(_) => Some("--device cpu does without"),
+        Cause::OtherData(_) => Some("--data and --tokenizer name what the run began with"),
+        Cause::Data(_) => {
+            Some("--data PATH gives a text file of yours, --data sample the stories that come with the program")
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use super::hub::Hub;
 use super::split::{split, without_shared};
 use super::text::{Documents, Text};
+use crate::errors::Cause;
 use crate::listener::Listener;
 
 /// Short stories that come with the program, so that everything works without a network.
@@ -93,9 +94,9 @@ impl Corpus {
             DataSpec::Path(path) if path.is_dir() => folder(path, listener),
             DataSpec::Path(path) => single_file(path, listener),
             DataSpec::TinyStories => {
-                let files = hub
-                    .and_then(|hub| hub.tinystories(listener))
-                    .context("TinyStories is not available; give a text file with --data PATH, or use --data sample")?;
+                let files = hub.and_then(|hub| hub.tinystories(listener)).context(Cause::Data(
+                    "TinyStories is not available; use a text file, or the embedded sample".into(),
+                ))?;
                 tinystories(&files, listener)
             }
             DataSpec::Auto => match hub.and_then(|hub| hub.tinystories(listener)) {
@@ -256,7 +257,7 @@ mod tests {
     fn auto_falls_back_to_the_sample_and_tinystories_does_not() {
         assert_eq!(load("auto").unwrap().name, "sample");
         let error = format!("{:#}", load("tinystories").unwrap_err());
-        assert!(error.contains("--data sample"), "{error}");
+        assert!(error.contains("embedded sample"), "{error}");
         let homeless = Corpus::load_with(&DataSpec::Auto, Err(anyhow::anyhow!("no home")), &Silent);
         assert_eq!(homeless.unwrap().name, "sample");
     }

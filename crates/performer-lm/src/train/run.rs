@@ -25,6 +25,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
+    errors::Cause,
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
     generate::{Sampling, generate},
     listener::Listener,
@@ -202,9 +203,11 @@ impl<'a> Trainer<'a> {
         let state = RunState::of(&saved, options.out)?;
         ensure!(
             state.key.as_ref().is_none_or(|key| key.data == digests(data)),
-            "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with",
-            options.out.display(),
-            state.corpus
+            Cause::OtherData(format!(
+                "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with",
+                options.out.display(),
+                state.corpus
+            ))
         );
         let config: ModelConfig = checkpoint.config_as()?;
         let key = RunKey::of_training(&config, &state.training, data, &options.device)?;
