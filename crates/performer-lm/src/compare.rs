@@ -12,6 +12,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
     files,
+    listener::Listener,
     machine::Machine,
     model::Decoder,
     plot::{Axis, Chart, Scale, Series},
@@ -38,7 +39,9 @@ pub struct Comparison<'a> {
     pub threads: usize,
     /// Flag that is set from outside to stop.
     pub stop: &'a std::sync::atomic::AtomicBool,
-    /// The command that runs this comparison, for the record.
+    /// Is told of steps, validations, and what a person should know.
+    pub listener: &'a dyn Listener,
+    /// The command that runs this, for the record.
     pub command: String,
 }
 
@@ -130,6 +133,7 @@ impl Comparison<'_> {
             threads: self.threads,
             stop: self.stop,
             samples: false,
+            listener: self.listener,
         }
     }
 

@@ -1,5 +1,11 @@
-//! This module has the configuration of models and of training, the structs behind `config.json`
-//! and `training.json`, and the presets.
+//! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
+//!
+//! Nothing here computes, and nothing here imports from the rest of the crate: every other module may
+//! import from this one.
+
+mod borders;
+mod optimizer;
+mod schedule;
 
 use std::collections::BTreeMap;
 
@@ -7,11 +13,10 @@ use anyhow::{Result, bail, ensure};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    data::Borders,
-    train::{AdamWConfig, Schedule},
-};
+pub use borders::Borders;
+pub use optimizer::AdamWConfig;
 pub use performer_core::AttentionConfig;
+pub use schedule::Schedule;
 
 /// Bounds on sizes that a damaged configuration exceeds and no model does.
 const MAX_SIZE: usize = 1 << 24;
@@ -189,8 +194,9 @@ impl ModelConfig {
     }
 }
 
-/// `Precision` is the type of activations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+/// Type of activations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
     /// 32 bits.
@@ -269,8 +275,9 @@ impl TrainingConfig {
     }
 }
 
-/// A `Preset` is a model and how to train it, by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+/// A model and how to train it, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum Preset {
     /// 2 layers, dim 64, 4 heads, context 80: the published experiment; minutes.
     Seed,
@@ -296,13 +303,11 @@ impl Preset {
 
 #[cfg(test)]
 mod tests {
-    use clap::ValueEnum;
-
     use super::*;
 
     #[test]
     fn presets_are_valid() {
-        for preset in Preset::value_variants() {
+        for preset in [Preset::Seed, Preset::Small, Preset::Stories15m] {
             let (model, training) = preset.load().unwrap();
             model.validate().unwrap();
             training.validate().unwrap();

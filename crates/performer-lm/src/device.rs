@@ -3,8 +3,11 @@
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 
-/// `DeviceKind` is a kind of device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+use crate::errors::Cause;
+
+/// A kind of device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum DeviceKind {
     /// CUDA or Metal where this build has it and finds one, else the CPU.
     Auto,
@@ -46,15 +49,16 @@ impl DeviceKind {
 
 fn cuda() -> Result<Device> {
     if !candle_core::utils::cuda_is_available() {
-        bail!(
-            "this build has no CUDA: make one that has with scripts/cuda-build.sh (or cargo build --features cuda), \
-             or use --device cpu"
-        );
+        bail!(Cause::Device(
+            "this build has no CUDA: make one that has with scripts/cuda-build.sh (or cargo build --features cuda)"
+                .into()
+        ));
     }
-    let device = Device::new_cuda(0).context(
+    let device = Device::new_cuda(0).context(Cause::Device(
         "no CUDA device can be opened: nvidia-smi must list one, and a driver of at least the version that the CUDA libraries \
-         here need (580 for CUDA 13); --device cpu does without",
-    )?;
+         here need (580 for CUDA 13)"
+            .into(),
+    ))?;
     #[cfg(feature = "cuda")]
     performer_core::kernels::cuda::keep_memory(device.as_cuda_device()?).context("the CUDA device cannot be set up")?;
     Ok(device)
@@ -62,25 +66,20 @@ fn cuda() -> Result<Device> {
 
 fn metal() -> Result<Device> {
     if !candle_core::utils::metal_is_available() {
-        bail!("this build has no Metal: build it with --features metal on a Mac, or use --device cpu");
+        bail!(Cause::Device("this build has no Metal: build it with --features metal on a Mac".into()));
     }
-    Device::new_metal(0).context("no Metal device can be opened; --device cpu does without")
+    Device::new_metal(0).context(Cause::Device("no Metal device can be opened".into()))
 }
 
-/// Adds an explanation to an error that says that a GPU's memory ran out; `lower` names the
-/// settings that decide how much is needed.
-pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: &str) -> anyhow::Error {
-    const EXPLAINED: &str = "the device's memory ran out";
+/// Adds the cause to an error that says that a GPU's memory ran out, unless it has one; `lower`
+/// says what decides how much is needed.
+pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: String, in_training: bool) -> anyhow::Error {
     let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
-    let explained = error.chain().any(|e| e.to_string().contains(EXPLAINED));
+    let explained = matches!(error.downcast_ref(), Some(Cause::OutOfMemory { .. }));
     if device.is_cpu() || explained || !error.chain().any(|e| ran_out(e.to_string())) {
         return error;
     }
-    let left = match free_memory(device) {
-        Some((free, all)) => format!(" ({} of {} MiB are free)", free >> 20, all >> 20),
-        None => String::new(),
-    };
-    error.context(format!("{EXPLAINED}{left}: lower {lower}"))
+    error.context(Cause::OutOfMemory { free: free_memory(device), lower, in_training })
 }
 
 #[cfg(feature = "cuda")]
@@ -117,15 +116,16 @@ mod tests {
             (DeviceKind::Metal, candle_core::utils::metal_is_available()),
         ] {
             if !available {
-                let error = kind.open(|_| ()).unwrap_err().to_string();
-                assert!(error.contains("this build has no") && error.contains("--device cpu"), "{error}");
+                let error = kind.open(|_| ()).unwrap_err();
+                assert!(matches!(error.downcast_ref(), Some(Cause::Device(_))));
+                assert!(error.to_string().contains("this build has no"), "{error}");
             }
         }
     }
 
     #[test]
     fn other_errors_stay_as_they_are() {
-        let error = explain_memory(anyhow::anyhow!("out of memory"), &Device::Cpu, "nothing");
+        let error = explain_memory(anyhow::anyhow!("out of memory"), &Device::Cpu, "nothing".into(), false);
         assert_eq!(error.chain().count(), 1);
     }
 }

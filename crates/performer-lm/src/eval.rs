@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     data::{Batch, TokenFile, eval_windows},
     model::Decoder,
-    train::in_order,
+    parallel::in_order,
 };
 
 /// An `Evaluation` is a model's loss over a text, each token but the first predicted once, from at

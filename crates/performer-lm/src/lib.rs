@@ -1,26 +1,60 @@
-//! This crate trains, evaluates, converts and compares small language models with softmax or
-//! Performer attention, and generates text with them.
+//! Small language models with softmax or Performer attention: training, evaluation, comparison,
+//! generation.
 //!
-//! Data flow one way: [`data`] (text to batches) → [`model`] (the decoder, on `performer-core`'s
-//! attention) → [`train`] → [`eval`] and [`generate`]. [`compare`] trains several models,
-//! [`convert`] turns softmax models into Performers, [`lab`] runs experiments on the attention
-//! itself, [`mod@bench`] measures speed, and [`plot`] draws charts. The command line, [`cli`], adds
-//! arguments and output.
+//! Data flows one way: [`config`] (settings) → [`data`] (text to batches) → [`model`] (the decoder,
+//! on `performer-core`'s attention) → [`eval`] and [`generate`] → [`train`] → [`convert`]. What
+//! stands here needs no feature of this crate, prints nothing, and tells a [`listener`] of its
+//! progress.
+//!
+//! ```no_run
+//! use performer_lm::{generate::{Sampling, generate}, model::pretrained};
+//!
+//! let (model, tokenizer) = pretrained::load("runs/mine", &candle_core::Device::Cpu)?;
+//! generate(&model, &tokenizer, "Once upon a time", 100, Sampling::default(), |piece| {
+//!     print!("{piece}");
+//!     Ok(true)
+//! })?;
+//! # anyhow::Ok(())
+//! ```
+//!
+//! # Features
+//!
+//! | feature | what it adds |
+//! |---|---|
+//! | `hub` | models and TinyStories from the Hugging Face hub and its cache |
+//! | `plot` | the module `plot`: charts as SVG and PNG |
+//! | `lab` | `compare`, `bench`, `lab`, `gpu_check`, `machine`: experiments; implies `plot` |
+//! | `cli` (default) | the program `performer-lm`; implies the other three |
+//! | `cuda`, `metal`, `mkl`, `accelerate` | what Candle computes on |
+//!
+//! A library depends on this crate with `default-features = false`.
 
+#[cfg(feature = "lab")]
 pub mod bench;
+pub mod checkpoint;
+#[cfg(feature = "cli")]
 pub mod cli;
+#[cfg(feature = "lab")]
 pub mod compare;
 pub mod config;
 pub mod convert;
 pub mod data;
 pub mod device;
+pub mod errors;
 pub mod eval;
 mod files;
 pub mod generate;
+#[cfg(feature = "lab")]
 pub mod gpu_check;
+#[cfg(feature = "lab")]
 pub mod lab;
+pub mod listener;
+#[cfg(feature = "lab")]
 pub mod machine;
 pub mod memory;
 pub mod model;
+mod parallel;
+#[cfg(feature = "plot")]
 pub mod plot;
+mod revision;
 pub mod train;

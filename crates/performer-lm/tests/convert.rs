@@ -12,6 +12,7 @@ use performer_lm::{
     config::{AttentionConfig, ModelConfig, Preset},
     convert::{Plan, Report, Tuning, inspect, run},
     data::{Prepared, TokenFile, Tokenizer},
+    listener::{Listener, Silent},
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, git_revision},
 };
@@ -91,11 +92,12 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         measure_tokens: 600,
         points: 2,
         seed: 3,
+        listener: &Silent,
     }
 }
 
 fn convert(plan: &Plan, data: &Prepared) -> Result<Report> {
-    run(plan, data, &mut |_| ())?.context("nobody stopped it")
+    run(plan, data)?.context("nobody stopped it")
 }
 
 #[test]
@@ -112,6 +114,7 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     assert!(agreement(4) > agreement(3), "tune: {} after {}", agreement(4), agreement(3));
     assert_eq!(report.stages[3].tokens, 1000 + 40 * 4 * 48);
     assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
+    #[cfg(feature = "plot")]
     assert!(report.chart().to_svg()?.contains("teacher"));
 
     // The saved model is the one that was measured, and decodes well beyond its context.
@@ -146,7 +149,7 @@ fn it_goes_on_after_the_last_finished_stage_on_any_number_of_threads() -> Result
     let first = Plan { transfer_steps: 0, tuning: None, ..large(parts.path(), 1) };
     assert_eq!(convert(&first, &data)?.stages.len(), 3);
     let stopped = AtomicBool::new(true);
-    assert!(run(&plan(&teacher, attention, parts.path(), &stopped), &data, &mut |_| ())?.is_none());
+    assert!(run(&plan(&teacher, attention, parts.path(), &stopped), &data)?.is_none());
     let report = convert(&large(parts.path(), 1), &data)?;
     let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
     assert_eq!(losses(&report), losses(&expected));
@@ -179,7 +182,7 @@ fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
             let done = std::thread::scope(|scope| {
                 let run = scope.spawn(|| {
                     let plan = with_control(plan(&teacher, attention, parts.path(), &now), calibrate_tokens, tuning);
-                    run(&plan, &data, &mut |_| ())
+                    run(&plan, &data)
                 });
                 std::thread::sleep(std::time::Duration::from_millis(40 + 150 * stops));
                 now.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -213,7 +216,7 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     assert_eq!(*saved.config.attention_of(0), AttentionConfig::Softmax);
 
     let refused = |plan: &Plan, word: &str| {
-        let error = format!("{:#}", run(plan, &data, &mut |_| ()).expect_err(word));
+        let error = format!("{:#}", run(plan, &data).expect_err(word));
         assert!(error.contains(word), "{error}");
     };
     let other = tempfile::tempdir()?;
@@ -222,7 +225,7 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "favor:m=8,map=dense", other.path(), &stop), "cannot be trained");
     refused(&plan(&teacher, "favor:m=8,map=hedgehog", other.path(), &stop), "cannot be fitted");
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have linear attention");
-    refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another --out");
+    refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
     Ok(())
 }
 
@@ -325,7 +328,7 @@ fn a_conversion_of_other_settings_is_not_given_back() -> Result<()> {
     assert!(given_back.is_empty(), "the earlier result was given back for another {given_back:?}");
     for (field, error) in refused {
         assert!(error.contains(field), "{field} is not in: {error}");
-        assert!(error.contains("convert.json") && error.contains("--out"), "{error}");
+        assert!(error.contains("convert.json") && error.contains("another folder"), "{error}");
     }
     let again = asked()?.convert(folder.path())?;
     assert_eq!(serde_json::to_string(&again)?, serde_json::to_string(&first)?);
@@ -354,7 +357,7 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
     let longer = Plan { transfer_steps: 2, ..plan(&teacher, "favor:m=2,map=learned", out, &stop) };
     let short = Plan { tuning: None, ..plan(&teacher, "favor:m=2,map=learned", out, &stop) };
     let short = Plan { transfer_steps: 2, ..short };
-    let go = |plan: &Plan| run(plan, &data, &mut |_| ());
+    let go = |plan: &Plan| run(plan, &data);
     let first = convert(&short, &data)?;
     assert_eq!(first.key.as_ref().map(|key| &key.revision[..]), Some(git_revision()));
 
@@ -374,7 +377,7 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
         report["stages"].as_array_mut().unwrap().pop();
         report["key"]["settings"].as_object_mut().unwrap().remove("transfer");
     })?;
-    refused(go(&short), &["weights after the stage 'transfer'", "ends with 'calibrate'", "another --out"]);
+    refused(go(&short), &["weights after the stage 'transfer'", "ends with 'calibrate'", "another folder"]);
 
     // A conversion that an older revision began is continued, and the report says so.
     std::fs::write(&report, &report_before)?;
@@ -401,14 +404,18 @@ fn a_stage_in_progress_belongs_to_its_settings() -> Result<()> {
         let plan = plan(&teacher, "favor:m=2,map=learned", out, &stop);
         Plan { transfer_steps: 2, transfer_rate: rate, tuning: None, ..plan }
     };
-    let stopped = run(&of(folder.path(), 1e-2), &data, &mut |what| stop.store(what == "transfer", Ordering::Relaxed));
+    struct StopAtTransfer<'a>(&'a AtomicBool);
+    impl Listener for StopAtTransfer<'_> {
+        fn note(&self, text: &str) {
+            self.0.store(text == "transfer", Ordering::Relaxed);
+        }
+    }
+    let listener = StopAtTransfer(&stop);
+    let stopped = run(&Plan { listener: &listener, ..of(folder.path(), 1e-2) }, &data);
     assert!(stopped?.is_none());
     stop.store(false, Ordering::Relaxed);
     let changed = of(folder.path(), 2e-2);
-    refused(
-        run(&changed, &data, &mut |_| ()),
-        &["train_state.json", "settings.transfer.rate was 0.01 and is now 0.02"],
-    );
+    refused(run(&changed, &data), &["train_state.json", "settings.transfer.rate was 0.01 and is now 0.02"]);
 
     // Without the state, the stage begins again. A report that is behind the weights, because the
     // process was killed, is corrected.
@@ -437,7 +444,7 @@ fn a_model_that_is_no_conversion_is_not_lost() -> Result<()> {
     checkpoint.save(folder.path(), None)?;
     let before = std::fs::read(folder.path().join("model.safetensors"))?;
     let plan = plan(&teacher, "favor:m=2,map=learned", folder.path(), &stop);
-    refused(run(&plan, &data, &mut |_| ()), &["no conversion", "another --out"]);
+    refused(run(&plan, &data), &["no conversion", "another folder"]);
     assert_eq!(std::fs::read(folder.path().join("model.safetensors"))?, before);
     Ok(())
 }

@@ -9,6 +9,7 @@ use super::{Effort, matmul_rate};
 use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
+    listener::Listener,
     machine::Machine,
     train::{NEVER, RunOptions, Trainer},
 };
@@ -44,9 +45,9 @@ pub struct Report {
     pub points: Vec<Point>,
 }
 
-/// A `Plan` says what is measured, and on what.
-pub struct Plan {
-    /// Configuration of the model; its attention is replaced by each of `attentions`.
+/// What is measured, and on what.
+pub struct Plan<'a> {
+    /// The model; its attention is replaced by each of `attentions`.
     pub config: ModelConfig,
     /// Training settings.
     pub training: TrainingConfig,
@@ -58,6 +59,8 @@ pub struct Plan {
     pub device: Device,
     /// Number of worker threads on the CPU.
     pub threads: usize,
+    /// Is told of steps and validations.
+    pub listener: &'a dyn Listener,
 }
 
 /// Trains each attention for some steps and discards the models; `progress` is called with what
@@ -88,6 +91,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             threads: plan.threads,
             stop: &NEVER,
             samples: false,
+            listener: plan.listener,
         };
         let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
         let run = Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")?;

@@ -86,7 +86,7 @@ impl DataArgs {
     }
 
     pub(super) fn prepare(&self, vocab_size: usize) -> Result<Prepared> {
-        prepare(&self.spec(), self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref())
+        prepare(&self.spec(), self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref(), &output::TERMINAL)
     }
 }
 

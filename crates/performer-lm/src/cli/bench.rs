@@ -302,6 +302,7 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         steps: args.steps,
         device: machine.device.clone(),
         threads: machine.threads,
+        listener: &output::TERMINAL,
     };
     let report = train::run(&plan, &data, |what| output::note(&what))?;
     let rows: Vec<Vec<String>> = report

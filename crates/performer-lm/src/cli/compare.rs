@@ -57,6 +57,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         device: machine.device.clone(),
         threads: machine.threads,
         stop,
+        listener: &output::TERMINAL,
         command: format!("performer-lm {}", words.join(" ")),
     };
     let outcome = comparison.run(&data)?;

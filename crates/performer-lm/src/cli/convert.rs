@@ -102,7 +102,7 @@ fn layer(text: &str) -> Result<(usize, AttentionConfig), String> {
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
-    let teacher = Pretrained::open(&args.model)?;
+    let teacher = Pretrained::open_with(&args.model, &output::TERMINAL)?;
     let context = args.context.unwrap_or(teacher.config.context.min(512));
     let mut teacher = teacher;
     if context != teacher.config.context && teacher.tensors.contains_key("model.embed_positions.weight") {
@@ -112,8 +112,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     if !(0.0..=1.0).contains(&args.distillation) {
         bail!("--distillation is {}; it is a share, from 0 to 1", args.distillation);
     }
-    let data =
-        prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer).context("cannot prepare the text")?;
+    let data = prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer, &output::TERMINAL)
+        .context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
     if args.inspect {
         let Some(favor) = args.attention.favor() else { bail!("--inspect needs --attention favor:...") };
@@ -158,8 +158,9 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         measure_tokens: args.measure_tokens.max(1),
         points: args.points,
         seed: args.seed,
+        listener: &output::TERMINAL,
     };
-    let report = convert(&plan, &data, &mut |what| output::note(what))?;
+    let report = convert(&plan, &data)?;
     let Some(report) = report else {
         output::note("stopped; the same command goes on from here");
         return Ok(());

@@ -55,15 +55,14 @@ struct Scored {
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
-    let (model, tokenizer) = pretrained::load(&args.model, &machine.device)?;
-    paths::warn(&model, false)?;
+    let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     let path = PathBuf::from(&args.data);
     let (corpus, tokens) = if path.is_file() {
         let name = path.file_name().map_or_else(|| args.data.clone(), |n| n.to_string_lossy().into_owned());
-        (format!("file:{name}"), prepare_text(&path, &tokenizer)?.into())
+        (format!("file:{name}"), prepare_text(&path, &tokenizer, &output::TERMINAL)?.into())
     } else {
         let spec: DataSpec = args.data.parse().map_err(|e| anyhow::anyhow!("--data {}: {e}", args.data))?;
-        let data = prepare_for(&spec, &tokenizer).context("cannot prepare the text")?;
+        let data = prepare_for(&spec, &tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
         (data.corpus_name, data.valid)
     };
     let mut evaluation = {

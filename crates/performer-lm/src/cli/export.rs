@@ -33,7 +33,7 @@ enum Format {
 }
 
 pub(super) fn run(args: Args) -> Result<()> {
-    let model = Pretrained::open(&args.model)?;
+    let model = Pretrained::open_with(&args.model, &output::TERMINAL)?;
     match args.format {
         Format::Hf => export(&model, &args.out)?,
     }

@@ -106,8 +106,10 @@ fn run(cli: Cli) -> Result<()> {
         _ => true,
     };
     let global = cli.global.configure(side_by_side)?;
-    perform(cli.command, &global)
-        .map_err(|error| explain_memory(error, &global.device, "the batch, the context or the length of the text"))
+    perform(cli.command, &global).map_err(|error| {
+        let lower = "the batch, the context or the length of the text".to_string();
+        explain_memory(error, &global.device, lower, false)
+    })
 }
 
 fn perform(command: Command, global: &Machine) -> Result<()> {

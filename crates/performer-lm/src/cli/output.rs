@@ -1,22 +1,88 @@
-//! This module prints results to stdout and everything else to stderr.
+//! The printer, which alone writes to stdout and stderr and draws bars: results to stdout,
+//! everything else to stderr.
 
-use std::io::{ErrorKind, Write};
+use std::{
+    io::{ErrorKind, Write},
+    sync::LazyLock,
+    time::Duration,
+};
 
 use anyhow::Result;
 use comfy_table::{CellAlignment, Table, presets};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-/// Prints a result as text.
+use crate::{
+    errors::Cause,
+    listener::{Bar, Listener, Unit},
+};
+
+/// All bars, on stderr; they show nothing where that is no terminal.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+
+/// Shows a person at the terminal what the library says.
+pub(super) static TERMINAL: Terminal = Terminal;
+
+/// See [`TERMINAL`].
+pub(super) struct Terminal;
+
+impl Listener for Terminal {
+    fn note(&self, text: &str) {
+        note(text);
+    }
+
+    fn begin(&self, name: &str, unit: Unit, done: u64, total: u64) -> Box<dyn Bar + '_> {
+        let template = match unit {
+            Unit::Bytes => "{prefix} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})",
+            Unit::Steps => "{prefix} [{bar:30}] step {pos}/{len}  {msg}  left {eta}",
+        };
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let bar = ProgressBar::new(total).with_position(done).with_prefix(name.to_string());
+        let bar = BARS.add(bar.with_style(if unit == Unit::Steps { style.progress_chars("=> ") } else { style }));
+        bar.reset_eta();
+        bar.enable_steady_tick(Duration::from_millis(500));
+        Box::new(Drawn(bar))
+    }
+}
+
+/// A bar on the terminal, which goes when the work ends.
+struct Drawn(ProgressBar);
+
+impl Bar for Drawn {
+    fn advance(&self, done: u64) {
+        self.0.set_position(done);
+    }
+
+    fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
+        self.0.set_position(number as u64);
+        self.0.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", tokens_per_second / 1000.0));
+    }
+
+    fn message(&self, text: &str) {
+        self.0.set_message(text.to_string());
+    }
+}
+
+impl Drop for Drawn {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+        BARS.remove(&self.0);
+    }
+}
+
+/// A result for a person or a machine.
 pub(super) fn result(text: &str) -> Result<()> {
     bytes(format!("{}\n", text.trim_end_matches('\n')).as_bytes())
 }
 
 /// Prints a result as raw bytes.
 pub(super) fn bytes(bytes: &[u8]) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(bytes)?;
-    out.flush()?;
-    Ok(())
+    BARS.suspend(|| {
+        let mut out = std::io::stdout().lock();
+        out.write_all(bytes)?;
+        out.flush()?;
+        Ok(())
+    })
 }
 
 /// Prints a result as one line of JSON.
@@ -26,7 +92,9 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 
 /// Prints a message for the user. If stderr is closed, there is nobody to tell.
 pub(super) fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    BARS.suspend(|| {
+        let _ = writeln!(std::io::stderr(), "{text}");
+    });
 }
 
 /// Prints an error with its causes.
@@ -36,6 +104,28 @@ pub(super) fn error(error: &anyhow::Error) {
         // Candle adds a backtrace to its messages; the first line is the message.
         let cause = cause.to_string();
         note(&format!("  because: {}", cause.lines().next().unwrap_or_default()));
+    }
+    if let Some(options) = error.downcast_ref().and_then(options) {
+        note(&format!("  help: {options}"));
+    }
+}
+
+/// The options that mend what went wrong.
+fn options(cause: &Cause) -> Option<&'static str> {
+    match cause {
+        Cause::OutOfMemory { in_training: false, .. } => None,
+        Cause::OutOfMemory { .. } => Some("--micro-batch, --context and --dtype set these"),
+        Cause::Diverged { training, .. } => Some(match training.as_str() {
+            "transfer" => "--transfer-rate sets it",
+            "tune" | "control" => "--tune-rate sets it",
+            _ => "--learning-rate sets it",
+        }),
+        Cause::AnotherFolder(_) => Some("--out FOLDER chooses another one"),
+        Cause::Device(_) => Some("--device cpu does without"),
+        Cause::OtherData(_) => Some("--data and --tokenizer name what the run began with"),
+        Cause::Data(_) => {
+            Some("--data PATH gives a text file of yours, --data sample the stories that come with the program")
+        }
     }
 }
 
@@ -73,6 +163,22 @@ pub(super) fn thousands(n: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_of_the_library_gets_its_option() {
+        let diverged =
+            |training: &str| Cause::Diverged { training: training.into(), step: 3, loss: Some(f64::INFINITY) };
+        for (training, option) in
+            [("training", "--learning-rate"), ("transfer", "--transfer-rate"), ("control", "--tune-rate")]
+        {
+            // The cause may stand anywhere among what led to the error.
+            let error = anyhow::anyhow!("a value is not finite").context(diverged(training)).context("this run");
+            assert!(!format!("{error:#}").contains("--"));
+            assert!(error.downcast_ref().and_then(options).unwrap().starts_with(option));
+        }
+        let folder = anyhow::Error::from(Cause::AnotherFolder("runs/a is taken".into()));
+        assert!(folder.downcast_ref().and_then(options).unwrap().contains("--out"));
+    }
 
     #[test]
     fn thousands_are_grouped() {

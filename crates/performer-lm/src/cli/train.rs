@@ -63,7 +63,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             None => saved_data(dir)?,
         };
         let own = dir.join("tokenizer.json");
-        let data = prepare(&spec, 0, Some(args.data.tokenizer.as_ref().unwrap_or(&own)))?;
+        let data = prepare(&spec, 0, Some(args.data.tokenizer.as_ref().unwrap_or(&own)), &output::TERMINAL)?;
         let spec = spec.to_string();
         let trainer = Trainer::resume(&data, options(dir, &spec, machine, stop))?;
         return finish(&args, trainer, &data, dir);
@@ -88,7 +88,15 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
 }
 
 fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, stop: &'a AtomicBool) -> RunOptions<'a> {
-    RunOptions { out, data, device: machine.device.clone(), threads: machine.threads, stop, samples: true }
+    RunOptions {
+        out,
+        data,
+        device: machine.device.clone(),
+        threads: machine.threads,
+        stop,
+        samples: true,
+        listener: &output::TERMINAL,
+    }
 }
 
 fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<()> {

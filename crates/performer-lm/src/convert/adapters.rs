@@ -43,7 +43,7 @@ impl Adapters {
             let (rows, columns) = var.dims2()?;
             ensure!(
                 rank < rows.min(columns),
-                "--adapters {rank}: {name} is a matrix of {rows}×{columns}; factors must be smaller than that"
+                "adapters of rank {rank}: {name} is a matrix of {rows}×{columns}; factors must be smaller than that"
             );
             let seed = derive_seed(seed, pairs.len() as u64);
             let normal = draw(ProjectionKind::Gaussian, Radii::Chi, rank, columns, seed)?;

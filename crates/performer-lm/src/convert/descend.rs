@@ -10,7 +10,7 @@ use candle_core::{Tensor, Var};
 use super::{Plan, Point, stage::Bookmark};
 use crate::{
     data::{Batches, Prepared},
-    train::{AdamW, AdamWConfig, Bar, Gradients, Pace, Schedule, Step, Steps, take_steps},
+    train::{AdamW, AdamWConfig, Gradients, Pace, Schedule, Step, StepBar, Steps, take_steps},
 };
 
 /// Sequences of one pass. The number is fixed, so that results do not depend on the number of
@@ -23,8 +23,8 @@ const SAVE_AFTER: Duration = Duration::from_secs(60);
 /// `Descent` holds the settings in which the stages of training differ.
 pub(super) struct Descent {
     pub(super) steps: usize,
-    /// Peak learning rate, and the option that sets it.
-    pub(super) rate: (f64, &'static str),
+    /// Peak learning rate.
+    pub(super) rate: f64,
     pub(super) weight_decay: f64,
     /// Seed of the order of the text.
     pub(super) seed: u64,
@@ -48,7 +48,7 @@ pub(super) fn descend(
     let mut optimizer = AdamW::new(parameters, AdamWConfig { weight_decay, ..AdamWConfig::default() })?;
     let points = bookmark.restore(&mut optimizer)?;
     let batches = Batches::new(data.train.clone(), plan.config.context, plan.batch_size, seed)?;
-    let bar = Bar::new(bookmark.name, steps);
+    let bar = StepBar::new(plan.listener, bookmark.name, steps);
     let mut stage = InProgress { plan, bookmark, optimizer, batches, loss, measure, measure_every, steps, points, bar };
     let pace = Pace {
         name: bookmark.name,
@@ -75,7 +75,7 @@ struct InProgress<'a, L, M> {
     measure_every: usize,
     steps: usize,
     points: Vec<Point>,
-    bar: Bar,
+    bar: StepBar<'a>,
 }
 
 impl<L, M> InProgress<'_, L, M> {

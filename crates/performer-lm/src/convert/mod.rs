@@ -33,16 +33,20 @@ use performer_core::{Attention, Favor, Windowed};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+#[cfg(feature = "plot")]
+use crate::plot::{At, Axis, Chart, Marker, Scale, Series};
 use crate::{
     config::{AttentionConfig, ModelConfig},
     data::Prepared,
+    errors::Cause,
     files,
+    listener::Listener,
     model::{Decoder, pretrained::Pretrained},
-    plot::{At, Axis, Chart, Marker, Scale, Series},
-    train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest, warn},
+    train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest},
 };
 pub use measure::Measured;
 use stage::{Bookmark, Progress};
+#[cfg(feature = "lab")]
 pub(crate) use statistics::moments;
 pub use statistics::{HeadReport, inspect};
 pub use tune::Tuning;
@@ -98,6 +102,8 @@ pub struct Plan<'a> {
     pub points: usize,
     /// Seed of features and data order.
     pub seed: u64,
+    /// Is told of stages and steps, and of what a person should know.
+    pub listener: &'a dyn Listener,
 }
 
 /// `Trained` is what a stage returns.
@@ -163,13 +169,12 @@ pub struct Report {
     pub earlier_legs: Vec<Leg>,
 }
 
-/// Converts the teacher; `progress` is called with the name of what comes next. Returns `None` if
-/// the conversion was stopped: run again, it resumes where it was saved.
+/// Converts. `None` if it was stopped: run it again to go on after the last finished stage.
 ///
 /// # Errors
-/// If the teacher is not all softmax, if a stage needs feature maps that can be fitted or trained
-/// and there are none, or if files cannot be written.
-pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Result<Option<Report>> {
+/// A teacher that is not all softmax, attention without feature maps that can be fitted where stages need them, and what keeps files from
+/// being written.
+pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     check(plan)?;
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
     let key = plan.key(data)?;
@@ -192,7 +197,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
     let measure =
         |student: &Decoder| measure::measure(&teacher, student, &data.valid, plan.measure_tokens, plan.threads);
     if report.stages.is_empty() {
-        progress("the teacher, and features drawn at random in it");
+        plan.listener.note("the teacher, and features drawn at random in it");
         let started = Instant::now();
         let mut add = |name: &str, student: &Decoder| -> Result<()> {
             let (measured, without_window) =
@@ -214,7 +219,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         if stopped() {
             return Ok(None);
         }
-        progress(name);
+        plan.listener.note(name);
         let started = Instant::now();
         let checkpoint = student_after(plan, &report)?;
         let before = student(plan, checkpoint.tensors.clone())?;
@@ -240,7 +245,7 @@ pub fn run(plan: &Plan, data: &Prepared, progress: &mut dyn FnMut(&str)) -> Resu
         save(plan, &student, &report)?;
     }
     if let Some(tuning) = plan.tuning.filter(|_| plan.control && report.control.is_none()) {
-        progress("control: the teacher, tuned likewise");
+        plan.listener.note("control: the teacher, tuned likewise");
         let started = Instant::now();
         let copy = plan.teacher.decoder(&plan.device)?;
         let checkpoint = student_after(plan, &report)?;
@@ -287,6 +292,7 @@ impl Plan<'_> {
             out: _,
             threads: _,
             stop: _,
+            listener: _,
         } = self;
         let settings = json!({ "measured_tokens": measure_tokens });
         let teacher = model_digest(&teacher.config, &teacher.tensors)?;
@@ -386,8 +392,10 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     } else {
         ensure!(
             !out.join("model.safetensors").exists(),
-            "{} holds a model that is no conversion, and would be lost: give another --out",
-            out.display()
+            Cause::AnotherFolder(format!(
+                "{} holds a model that is no conversion, and would be lost: choose another folder",
+                out.display()
+            ))
         );
         return Ok(None);
     };
@@ -398,7 +406,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     if plan.is_done(report) {
         now.check(found)?;
     } else if let Some(text) = now.check_interrupted(found)? {
-        warn(&text);
+        plan.listener.note(&text);
         let old = report.key.take();
         report.earlier_legs.extend(old.map(|key| key.leg(last)));
         report.revision = git_revision().to_string();
@@ -408,7 +416,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
         let file = out.join("train_state.json");
         let found = Earlier { key: progress.key.as_ref(), file: &file, remove: &file };
         if let Some(text) = plan.key_after(key, &stage.name).check_interrupted(found)? {
-            warn(&text);
+            plan.listener.note(&text);
             let leg = progress.key.as_ref().map(|key| key.leg(format!("step {} of {}", stage.steps, stage.name)));
             progress.report.earlier_legs.extend(leg);
         }
@@ -429,9 +437,11 @@ fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
     let found = checkpoint.metadata.get(STAGE).map_or("", String::as_str);
     ensure!(
         found == last,
-        "{} holds weights after the stage '{found}', but a report that ends with '{last}': give another --out, or remove it to convert from \
-         the start",
-        plan.out.display()
+        Cause::AnotherFolder(format!(
+            "{} holds weights after the stage '{found}', but a report that ends with '{last}': choose another folder, or remove it to \
+             convert from the start",
+            plan.out.display()
+        ))
     );
     Ok(checkpoint)
 }
@@ -488,6 +498,7 @@ fn attention(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>>
     })
 }
 
+#[cfg(feature = "plot")]
 impl Report {
     /// Draws loss against tokens used, with the teacher's loss as a line.
     pub fn chart(&self) -> Chart {

@@ -13,6 +13,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{CONVERSION, Plan, Point, Report};
+use crate::errors::Cause;
 use crate::train::{AdamW, Checkpoint, RunKey, TrainingState};
 
 /// Prefix of the names of parameters among the tensors of the optimiser.
@@ -50,8 +51,10 @@ impl Progress {
         let state = TrainingState::load(dir, device)?;
         ensure!(
             state.progress["key"]["run"] == CONVERSION,
-            "{} holds a model in training that is no conversion, and would be lost: give another --out",
-            dir.display()
+            Cause::AnotherFolder(format!(
+                "{} holds a model in training that is no conversion, and would be lost: choose another folder",
+                dir.display()
+            ))
         );
         let mut progress: Self = state.progress_as()?;
         if let Some(stage) = &mut progress.stage {

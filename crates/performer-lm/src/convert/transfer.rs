@@ -27,7 +27,7 @@ pub(super) fn transfer(
     let maps = student.named_parameters()?.into_iter().filter(|(name, _)| name.contains(".feature_map.")).collect();
     let descent = Descent {
         steps: plan.transfer_steps,
-        rate: (plan.transfer_rate, "--transfer-rate"),
+        rate: plan.transfer_rate,
         weight_decay: 0.0,
         seed: plan.seed,
         measure_every: plan.transfer_steps / (plan.points + 1),

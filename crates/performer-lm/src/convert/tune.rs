@@ -51,7 +51,7 @@ pub(super) fn tune(
     };
     let descent = Descent {
         steps: tuning.steps,
-        rate: (tuning.rate, "--tune-rate"),
+        rate: tuning.rate,
         weight_decay: 0.01,
         // Another seed gives this stage other text than the transfer began with.
         seed: plan.seed.wrapping_add(1),

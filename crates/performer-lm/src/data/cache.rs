@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use tempfile::{NamedTempFile, TempDir};
 
-use super::notice;
 use super::text::Documents;
 use super::tokenizer::Tokenizer;
 use super::tokens::{TokenFile, content_hash};
+use crate::listener::Listener;
 
 /// Returns the folder of the cache: `$PERFORMER_CACHE`, or else `performer-lm` in the platform's
 /// cache folder (`~/.cache` on Linux). It can be deleted at any time.
@@ -35,12 +35,11 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    /// Opens the cache at [`cache_dir`]; if that cannot be written, a temporary folder, and says so
-    /// on stderr.
-    pub(crate) fn from_env() -> Result<Self> {
+    /// The cache at [`cache_dir`]; if nothing can be written there, a temporary folder, and a notice that says so.
+    pub(crate) fn from_env(listener: &dyn Listener) -> Result<Self> {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
             let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
-            notice(format_args!("cache: tokens are not kept for the next time: {error:#}"));
+            listener.note(&format!("cache: tokens are not kept for the next time: {error:#}"));
             Ok(Self { dir: scratch.path().into(), _scratch: Some(scratch) })
         })
     }
@@ -53,20 +52,34 @@ impl Cache {
         Ok(Self { dir: dir.into(), _scratch: None })
     }
 
-    /// Returns the tokenizer of `vocab_size` tokens trained on `documents`.
-    pub(crate) fn tokenizer(&self, documents: &Documents, vocab_size: usize) -> Result<Tokenizer> {
+    /// The tokenizer of `vocab_size` trained on documents.
+    pub(crate) fn tokenizer(
+        &self,
+        documents: &Documents,
+        vocab_size: usize,
+        listener: &dyn Listener,
+    ) -> Result<Tokenizer> {
         let hash = documents.hash().to_hex();
         let path = self.dir.join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
-        self.get(&path, Tokenizer::load, |file| {
-            notice(format_args!("tokenizer: training one of {vocab_size} tokens"));
+        self.get(&path, listener, Tokenizer::load, |file| {
+            listener.note(&format!("tokenizer: training one of {vocab_size} tokens"));
             let tokenizer = Tokenizer::train(documents, vocab_size)?;
+            let size = tokenizer.vocab_size();
+            if size < vocab_size {
+                listener.note(&format!("tokenizer: the text is enough for a vocabulary of {size}, not {vocab_size}"));
+            }
             std::io::Write::write_all(file, tokenizer.as_bytes())?;
             Ok(())
         })
     }
 
-    /// Returns the tokens of `documents`.
-    pub(crate) fn tokens(&self, documents: &Documents, tokenizer: &Tokenizer) -> Result<TokenFile> {
+    /// The tokens of documents.
+    pub(crate) fn tokens(
+        &self,
+        documents: &Documents,
+        tokenizer: &Tokenizer,
+        listener: &dyn Listener,
+    ) -> Result<TokenFile> {
         let content = content_hash(documents, tokenizer);
         let path = self.dir.join(format!("tokens-{}.bin", &content.to_hex()[..32]));
         let open = |path: &Path| {
@@ -76,7 +89,7 @@ impl Cache {
             }
             Ok(file)
         };
-        self.get(&path, open, |file| TokenFile::write(file, documents, tokenizer))
+        self.get(&path, listener, open, |file| TokenFile::write(file, documents, tokenizer, listener))
     }
 
     /// Returns the content of `path`, made anew if it is missing or damaged. Other processes never
@@ -84,13 +97,14 @@ impl Cache {
     fn get<T>(
         &self,
         path: &Path,
+        listener: &dyn Listener,
         open: impl Fn(&Path) -> Result<T>,
         make: impl FnOnce(&mut File) -> Result<()>,
     ) -> Result<T> {
         if path.exists() {
             match open(path) {
                 Ok(found) => return Ok(found),
-                Err(error) => notice(format_args!("cache: made anew: {error:#}")),
+                Err(error) => listener.note(&format!("cache: made anew: {error:#}")),
             }
         }
         let mut file = NamedTempFile::new_in(&self.dir)
@@ -112,6 +126,7 @@ impl Cache {
 mod tests {
     use super::super::tokenizer::tests::{documents, stories};
     use super::*;
+    use crate::listener::Silent;
 
     fn only_file(dir: &Path, prefix: &str) -> PathBuf {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
@@ -134,21 +149,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(&dir.path().join("new/folder")).unwrap();
         let docs = stories();
-        let tokenizer = cache.tokenizer(&docs, 300).unwrap();
-        let tokens = cache.tokens(&docs, &tokenizer).unwrap();
+        let tokenizer = cache.tokenizer(&docs, 300, &Silent).unwrap();
+        let tokens = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
         let paths = ["tokenizer-", "tokens-"].map(|prefix| only_file(&cache.dir, prefix));
         let ages = paths.each_ref().map(|path| age(path));
-        assert_eq!(cache.tokenizer(&docs, 300).unwrap().hash(), tokenizer.hash());
-        let again = cache.tokens(&docs, &tokenizer).unwrap();
+        assert_eq!(cache.tokenizer(&docs, 300, &Silent).unwrap().hash(), tokenizer.hash());
+        let again = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
         assert_eq!(again.read(0..again.len()), tokens.read(0..tokens.len()));
         for (path, age) in paths.iter().zip(ages) {
             assert_eq!(fs::metadata(path).unwrap().modified().unwrap(), age);
         }
-        // Another vocabulary and another text get files of their own, and no temporary file
-        // remains.
-        let other = cache.tokenizer(&docs, 310).unwrap();
-        cache.tokens(&docs, &other).unwrap();
-        cache.tokens(&documents("Other text."), &tokenizer).unwrap();
+        // Another vocabulary and another text are other files; no temporary file stays.
+        let other = cache.tokenizer(&docs, 310, &Silent).unwrap();
+        cache.tokens(&docs, &other, &Silent).unwrap();
+        cache.tokens(&documents("Other text."), &tokenizer, &Silent).unwrap();
         assert_eq!(fs::read_dir(&cache.dir).unwrap().count(), 5);
     }
 
@@ -157,8 +171,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
         let docs = stories();
-        let tokenizer = cache.tokenizer(&docs, 300).unwrap();
-        let tokens = cache.tokens(&docs, &tokenizer).unwrap();
+        let tokenizer = cache.tokenizer(&docs, 300, &Silent).unwrap();
+        let tokens = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
         let expected = tokens.read(0..tokens.len());
         let path = only_file(dir.path(), "tokens-");
         let good = fs::read(&path).unwrap();
@@ -166,17 +180,17 @@ mod tests {
         *changed.last_mut().unwrap() ^= 1;
         let foreign = documents("Some other text.");
         let mut stranger = tempfile::NamedTempFile::new().unwrap();
-        TokenFile::write(stranger.as_file_mut(), &foreign, &tokenizer).unwrap();
+        TokenFile::write(stranger.as_file_mut(), &foreign, &tokenizer, &Silent).unwrap();
         let stranger = fs::read(stranger.path()).unwrap();
         for bad in [&good[..good.len() / 2], &good[..10], &[], &changed, &stranger] {
             fs::write(&path, bad).unwrap();
-            let rebuilt = cache.tokens(&docs, &tokenizer).unwrap();
+            let rebuilt = cache.tokens(&docs, &tokenizer, &Silent).unwrap();
             assert_eq!(rebuilt.read(0..rebuilt.len()), expected);
             assert_eq!(fs::read(&path).unwrap(), good);
         }
         let path = only_file(dir.path(), "tokenizer-");
         fs::write(&path, &tokenizer.as_bytes()[..100]).unwrap();
-        assert_eq!(cache.tokenizer(&docs, 300).unwrap().hash(), tokenizer.hash());
+        assert_eq!(cache.tokenizer(&docs, 300, &Silent).unwrap().hash(), tokenizer.hash());
         assert_eq!(fs::read(&path).unwrap(), tokenizer.as_bytes());
     }
 
@@ -184,7 +198,7 @@ mod tests {
     fn a_failure_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
-        assert!(cache.tokenizer(&stories(), 3).is_err());
+        assert!(cache.tokenizer(&stories(), 3, &Silent).is_err());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         // There is a file where the folder should be.
         let file = dir.path().join("file");

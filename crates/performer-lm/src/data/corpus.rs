@@ -7,15 +7,23 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 
-use super::hub::{Hub, TinyStories};
-use super::notice;
+use super::hub::Hub;
 use super::split::{split, without_shared};
 use super::text::{Documents, Text};
+use crate::errors::Cause;
+use crate::listener::Listener;
 
 /// Short stories embedded in the program, so that everything works without a network.
 const SAMPLE: &str = include_str!("../../assets/sample.txt");
 
-/// `DataSpec` says what to train on, as spelled on the command line.
+/// The text files of TinyStories.
+#[derive(Debug)]
+pub(crate) struct TinyStories {
+    pub(crate) train: PathBuf,
+    pub(crate) valid: PathBuf,
+}
+
+/// What to train on, as spelled on the command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum DataSpec {
     /// `auto`: TinyStories if it is available, else the embedded sample.
@@ -71,35 +79,35 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Finds the text and splits it. What is used instead of the text asked for, and which
-    /// documents are left out, is said on stderr.
+    /// Finds the text and splits it. What is taken instead of what was asked for, and
+    /// what is left out, is said to `listener`.
     ///
     /// # Errors
-    /// If the text is missing, unreadable, not UTF-8, empty, or too short to be split, or if
-    /// TinyStories is asked for by name and not available.
-    pub fn load(spec: &DataSpec) -> Result<Self> {
-        Self::load_with(spec, Hub::from_env())
+    /// Text that is missing, unreadable, not UTF-8, empty, or too little to be split; TinyStories asked for by name and
+    /// not to be had.
+    pub fn load(spec: &DataSpec, listener: &dyn Listener) -> Result<Self> {
+        Self::load_with(spec, Hub::from_env(), listener)
     }
 
-    pub(crate) fn load_with(spec: &DataSpec, hub: Result<Hub>) -> Result<Self> {
+    pub(crate) fn load_with(spec: &DataSpec, hub: Result<Hub>, listener: &dyn Listener) -> Result<Self> {
         match spec {
-            DataSpec::Sample => sample(),
-            DataSpec::Path(path) if path.is_dir() => folder(path),
-            DataSpec::Path(path) => single_file(path),
+            DataSpec::Sample => sample(listener),
+            DataSpec::Path(path) if path.is_dir() => folder(path, listener),
+            DataSpec::Path(path) => single_file(path, listener),
             DataSpec::TinyStories => {
-                let files = hub
-                    .and_then(|hub| hub.tinystories())
-                    .context("TinyStories is not available; give a text file with --data PATH, or use --data sample")?;
-                tinystories(&files)
+                let files = hub.and_then(|hub| hub.tinystories(listener)).context(Cause::Data(
+                    "TinyStories is not available; use a text file, or the embedded sample".into(),
+                ))?;
+                tinystories(&files, listener)
             }
-            DataSpec::Auto => match hub.and_then(|hub| hub.tinystories()) {
+            DataSpec::Auto => match hub.and_then(|hub| hub.tinystories(listener)) {
                 Ok(files) => {
-                    notice("data: TinyStories, from the Hugging Face cache");
-                    tinystories(&files)
+                    listener.note("data: TinyStories, from the Hugging Face cache");
+                    tinystories(&files, listener)
                 }
                 Err(error) => {
-                    let corpus = sample()?;
-                    notice(format_args!(
+                    let corpus = sample(listener)?;
+                    listener.note(&format!(
                         "data: {}, because TinyStories is not available: {error:#}\n\
                          data: for more, give a text file with --data PATH",
                         corpus.description
@@ -128,16 +136,16 @@ pub fn load_text(path: &Path) -> Result<Documents> {
     Ok(Documents::new(text, spans))
 }
 
-fn sample() -> Result<Corpus> {
+fn sample(listener: &dyn Listener) -> Result<Corpus> {
     let text = Arc::new(Text::Embedded(SAMPLE));
     let spans = text.documents();
     let description = format!("the embedded sample of {} short stories", spans.len());
-    let (train, valid) = split(&Documents::new(text, spans)).context("the embedded sample")?;
+    let (train, valid) = split(&Documents::new(text, spans), listener).context("the embedded sample")?;
     Ok(Corpus { name: "sample".into(), description, train, valid })
 }
 
-fn tinystories(files: &TinyStories) -> Result<Corpus> {
-    let (train, valid) = pair(&files.train, &files.valid)?;
+fn tinystories(files: &TinyStories, listener: &dyn Listener) -> Result<Corpus> {
+    let (train, valid) = pair(&files.train, &files.valid, listener)?;
     Ok(Corpus {
         name: "tinystories".into(),
         description: format!("TinyStories, {} stories", train.len() + valid.len()),
@@ -146,7 +154,7 @@ fn tinystories(files: &TinyStories) -> Result<Corpus> {
     })
 }
 
-fn single_file(path: &Path) -> Result<Corpus> {
+fn single_file(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
     if !path.exists() {
         bail!(
             "there is no file or folder {}; give the path of a text file or folder, or one of auto, tinystories, sample",
@@ -154,7 +162,7 @@ fn single_file(path: &Path) -> Result<Corpus> {
         );
     }
     let documents = load_text(path)?;
-    let (train, valid) = split(&documents).with_context(|| path.display().to_string())?;
+    let (train, valid) = split(&documents, listener).with_context(|| path.display().to_string())?;
     Ok(Corpus {
         name: name_of(path),
         description: format!("{}, split into training and validation", path.display()),
@@ -163,7 +171,7 @@ fn single_file(path: &Path) -> Result<Corpus> {
     })
 }
 
-fn folder(path: &Path) -> Result<Corpus> {
+fn folder(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
     let find = |names: &[&str]| {
         let candidates = names.iter().map(|name| path.join(name));
         candidates.into_iter().find(|file| file.is_file())
@@ -171,14 +179,14 @@ fn folder(path: &Path) -> Result<Corpus> {
     let train = find(&["train.txt", "train"]);
     let valid = find(&["valid.txt", "valid", "validation.txt", "validation"]);
     let (train, valid) = match (train, valid) {
-        (Some(train), Some(valid)) => pair(&train, &valid)?,
+        (Some(train), Some(valid)) => pair(&train, &valid, listener)?,
         (Some(train), None) => {
-            notice(format_args!(
+            listener.note(&format!(
                 "data: {} has no valid.txt: a part of {} is held out instead",
                 path.display(),
                 train.display()
             ));
-            split(&load_text(&train)?).with_context(|| train.display().to_string())?
+            split(&load_text(&train)?, listener).with_context(|| train.display().to_string())?
         }
         (None, _) => bail!(
             "{} has no train.txt; a folder needs train.txt and, better, valid.txt, or give the path of one text file",
@@ -188,14 +196,14 @@ fn folder(path: &Path) -> Result<Corpus> {
     Ok(Corpus { name: name_of(path), description: path.display().to_string(), train, valid })
 }
 
-/// Loads a training and a validation file; documents in both are dropped from validation.
-fn pair(train: &Path, valid: &Path) -> Result<(Documents, Documents)> {
+/// A training and a validation file; what stands in both is dropped from the second.
+fn pair(train: &Path, valid: &Path, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     let train = load_text(train)?;
     let all = load_text(valid)?;
     let rest = without_shared(&all, &train);
     let dropped = all.len() - rest.len();
     if dropped > 0 {
-        notice(format_args!(
+        listener.note(&format!(
             "data: {dropped} documents of {} stand in the training text too and are left out of validation",
             valid.display()
         ));
@@ -216,15 +224,16 @@ fn name_of(path: &Path) -> String {
     format!("file:{}", name.unwrap_or_default().to_string_lossy())
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "hub"))]
 mod tests {
     use super::super::hub::tests::{fill, nowhere};
     use super::*;
+    use crate::listener::Silent;
     use std::collections::HashSet;
 
     fn load(spec: &str) -> Result<Corpus> {
         let nothing = tempfile::tempdir().unwrap();
-        Corpus::load_with(&spec.parse().unwrap(), Ok(nowhere(nothing.path())))
+        Corpus::load_with(&spec.parse().unwrap(), Ok(nowhere(nothing.path())), &Silent)
     }
 
     fn write(dir: &Path, name: &str, text: &str) -> String {
@@ -250,8 +259,8 @@ mod tests {
     fn auto_falls_back_to_the_sample_and_tinystories_does_not() {
         assert_eq!(load("auto").unwrap().name, "sample");
         let error = format!("{:#}", load("tinystories").unwrap_err());
-        assert!(error.contains("--data sample"), "{error}");
-        let homeless = Corpus::load_with(&DataSpec::Auto, Err(anyhow::anyhow!("no home")));
+        assert!(error.contains("embedded sample"), "{error}");
+        let homeless = Corpus::load_with(&DataSpec::Auto, Err(anyhow::anyhow!("no home")), &Silent);
         assert_eq!(homeless.unwrap().name, "sample");
     }
 
@@ -260,7 +269,7 @@ mod tests {
         let cache = tempfile::tempdir().unwrap();
         let train = "Tom ran.<|endoftext|>Sue ran.<|endoftext|>Sue ran.";
         fill(cache.path(), train, "Ann ran.<|endoftext|>Sue ran.");
-        let corpus = Corpus::load_with(&DataSpec::Auto, Ok(nowhere(cache.path()))).unwrap();
+        let corpus = Corpus::load_with(&DataSpec::Auto, Ok(nowhere(cache.path())), &Silent).unwrap();
         assert_eq!(corpus.name, "tinystories");
         assert_eq!(corpus.train.len(), 3);
         assert_eq!(corpus.valid.iter().collect::<Vec<_>>(), ["Ann ran."]);

@@ -130,9 +130,9 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::borders::Borders;
     use super::super::tokenizer::tests::documents;
     use super::*;
+    use crate::config::Borders;
 
     /// Returns a tokenizer that has tokens for runs of white space, so that wrong word borders
     /// change the tokens.

@@ -2,9 +2,7 @@
 //! Hugging Face tools share.
 
 use std::any::Any;
-use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
@@ -13,21 +11,16 @@ use hf_hub::api::Progress;
 use hf_hub::api::sync::ApiBuilder;
 use hf_hub::{Cache, Repo};
 
-use super::{notice, progress_bar};
+use super::corpus::TinyStories;
+use super::weights_index::shards;
+use crate::listener::{Listener, Unit};
 
 const DATASET: &str = "roneneldan/TinyStories";
 /// The validation file comes first: it is small, so a hub that does not work is found out before
 /// the two gigabytes of the training file.
 const FILES: [&str; 2] = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"];
 
-/// `TinyStories` holds the paths of the text files of TinyStories.
-#[derive(Debug)]
-pub(crate) struct TinyStories {
-    pub(crate) train: PathBuf,
-    pub(crate) valid: PathBuf,
-}
-
-/// `Hub` says where to look for a dataset or model, and how long to wait for it.
+/// Where to look for a dataset or model, and how long to wait for it.
 #[derive(Debug, Clone)]
 pub(crate) struct Hub {
     endpoint: String,
@@ -66,9 +59,8 @@ impl Hub {
         Cache::new(self.cache.clone()).repo(repo.clone()).get(file)
     }
 
-    /// Returns TinyStories from the cache, or downloads it; an interrupted download resumes where
-    /// it stopped.
-    pub(crate) fn tinystories(&self) -> Result<TinyStories> {
+    /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
+    pub(crate) fn tinystories(&self, listener: &dyn Listener) -> Result<TinyStories> {
         if let Some(files) = self.cached() {
             return Ok(files);
         }
@@ -76,33 +68,35 @@ impl Hub {
             bail!("TinyStories is not in the {}", self.forbidden());
         }
         let [valid, train] = FILES;
-        Ok(TinyStories { valid: self.fetch(&dataset(), valid)?, train: self.fetch(&dataset(), train)? })
+        Ok(TinyStories {
+            valid: self.fetch(&dataset(), valid, listener)?,
+            train: self.fetch(&dataset(), train, listener)?,
+        })
     }
 
     fn forbidden(&self) -> String {
         format!("Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it", self.cache.display())
     }
 
-    /// Returns the folder of a model in the cache, after downloading the files that loading needs
-    /// and the cache lacks.
-    pub(crate) fn model(&self, id: &str) -> Result<PathBuf> {
+    /// The folder of a model in the cache, after whatever it lacks of the files that loading needs has been downloaded.
+    pub(crate) fn model(&self, id: &str, listener: &dyn Listener) -> Result<PathBuf> {
         let repo = Repo::model(id.into());
-        let config = self.fetch(&repo, "config.json")?;
-        self.fetch(&repo, "tokenizer.json")?;
-        if let Err(error) = self.fetch(&repo, "model.safetensors") {
-            // Large models come in several files, with an index that lists them.
-            let index = self.fetch(&repo, "model.safetensors.index.json").map_err(|_| error)?;
+        let config = self.fetch(&repo, "config.json", listener)?;
+        self.fetch(&repo, "tokenizer.json", listener)?;
+        if let Err(error) = self.fetch(&repo, "model.safetensors", listener) {
+            // Large models come in several files, and a list of them.
+            let index = self.fetch(&repo, "model.safetensors.index.json", listener).map_err(|_| error)?;
             for shard in shards(&index)? {
-                self.fetch(&repo, &shard)?;
+                self.fetch(&repo, &shard, listener)?;
             }
         }
-        // This file is optional.
-        let _ = self.fetch(&repo, "generation_config.json");
+        // Not every model has one.
+        let _ = self.fetch(&repo, "generation_config.json", listener);
         let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
         Ok(folder.into())
     }
 
-    fn fetch(&self, repo: &Repo, file: &str) -> Result<PathBuf> {
+    fn fetch(&self, repo: &Repo, file: &str, listener: &dyn Listener) -> Result<PathBuf> {
         if let Some(path) = self.in_cache(repo, file) {
             return Ok(path);
         }
@@ -118,29 +112,31 @@ impl Hub {
             let api = ApiBuilder::from_cache(Cache::new(hub.cache)).with_endpoint(hub.endpoint).build()?;
             api.repo(repo).download_with_progress(&wanted, Reporter(sender))
         });
-        self.watch(file, &name, &events)?;
+        self.watch(file, &name, &events, listener)?;
         match worker.join() {
             Ok(result) => result.map_err(|error| anyhow!("cannot download {file} of {name}: {error}")),
             Err(panic) => bail!("cannot download {file} of {name}: {}", panic_message(panic.as_ref())),
         }
     }
 
-    /// Shows the progress until the worker ends; fails if the worker falls silent.
-    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>) -> Result<()> {
-        let mut bar = None;
+    /// Shows the progress until the worker hangs up; an error if it falls silent.
+    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>, listener: &dyn Listener) -> Result<()> {
+        let (mut bar, mut received) = (None, 0);
         loop {
             let limit = if bar.is_some() { self.stall } else { self.answer };
             match events.recv_timeout(limit) {
                 Ok(Event::Size(size)) => {
                     let bar = bar.get_or_insert_with(|| {
-                        notice(format_args!("downloading {file} of {name}: {:.1} MB", size as f64 / 1e6));
-                        progress_bar(size, "downloading")
+                        listener.note(&format!("downloading {file} of {name}: {:.1} MB", size as f64 / 1e6));
+                        listener.begin("downloading", Unit::Bytes, 0, size)
                     });
-                    bar.set_position(0);
+                    received = 0;
+                    bar.advance(received);
                 }
                 Ok(Event::Received(bytes)) => {
+                    received += bytes;
                     if let Some(bar) = &bar {
-                        bar.inc(bytes);
+                        bar.advance(received);
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -160,30 +156,7 @@ fn dataset() -> Repo {
     Repo::dataset(DATASET.into())
 }
 
-/// Returns the files that an index of weights names, each once.
-///
-/// # Errors
-/// If the file cannot be read or is no index of weights.
-pub(crate) fn shards(index: &Path) -> Result<BTreeSet<String>> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
-    }
-    let json = std::fs::read(index).with_context(|| format!("cannot read {}", index.display()))?;
-    let Index { weight_map } = serde_json::from_slice(&json)
-        .with_context(|| format!("{} is no index of weights: copy it again", index.display()))?;
-    let files: BTreeSet<String> = weight_map.into_values().collect();
-    match files.iter().find(|file| Path::new(file).file_name() != Some(OsStr::new(file))) {
-        None => Ok(files),
-        Some(file) => bail!(
-            "{} names {file}, which is no file beside this index of weights: copy the model again",
-            index.display()
-        ),
-    }
-}
-
-/// `Event` is what the downloading thread reports: the size of the file when the transfer starts,
-/// then the number of bytes of each read.
+/// What the downloading thread reports: the size of the file when the transfer starts, then the bytes as they come.
 enum Event {
     Size(u64),
     Received(u64),
@@ -226,6 +199,7 @@ pub(crate) mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::listener::Silent;
 
     /// Returns a hub at an address of this machine where nobody listens (the discard port).
     pub(crate) fn nowhere(cache: &Path) -> Hub {
@@ -306,14 +280,14 @@ pub(crate) mod tests {
         hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
         // The requests are: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
         std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
-        hub.fetch(&dataset(), FILES[0]).unwrap_err();
+        hub.fetch(&dataset(), FILES[0], &Silent).unwrap_err();
         let part = dir.path().join("datasets--roneneldan--TinyStories/blobs/tag.part");
         assert_eq!(std::fs::read(part).unwrap(), BODY[..BODY.len() / 2]);
         assert!(hub.cached().is_none());
-        let path = hub.fetch(&dataset(), FILES[0]).unwrap();
+        let path = hub.fetch(&dataset(), FILES[0], &Silent).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), BODY);
-        // A file in the cache is not asked for again, whether or not the hub answers.
-        assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0]).unwrap(), path);
+        // Once in the cache it is not asked for again, with a hub or without.
+        assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0], &Silent).unwrap(), path);
     }
 
     #[test]
@@ -323,7 +297,7 @@ pub(crate) mod tests {
         let mut hub = nowhere(dir.path());
         hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
         hub.answer = Duration::from_millis(100);
-        let error = hub.tinystories().unwrap_err().to_string();
+        let error = hub.tinystories(&Silent).unwrap_err().to_string();
         assert!(error.contains("no answer") || behind_proxy(), "{error}");
     }
 
@@ -338,7 +312,7 @@ pub(crate) mod tests {
         let mut hub = nowhere(dir.path());
         hub.offline = true;
         let lacks = |file: &str| {
-            let error = hub.model("someone/model").unwrap_err().to_string();
+            let error = hub.model("someone/model", &Silent).unwrap_err().to_string();
             assert!(error.starts_with(file) && error.contains("HF_HUB_OFFLINE"), "{error}");
         };
         let index = r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}}"#;
@@ -354,21 +328,21 @@ pub(crate) mod tests {
         }
         lacks("one.safetensors");
         std::fs::write(snapshot.join("one.safetensors"), "").unwrap();
-        assert_eq!(hub.model("someone/model").unwrap(), snapshot);
+        assert_eq!(hub.model("someone/model", &Silent).unwrap(), snapshot);
     }
 
     #[test]
     fn an_unreachable_hub_and_a_forbidden_one_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let mut hub = nowhere(dir.path());
-        let error = hub.tinystories().unwrap_err().to_string();
+        let error = hub.tinystories(&Silent).unwrap_err().to_string();
         assert!(error.contains("cannot download"), "{error}");
         hub.offline = true;
-        let error = hub.tinystories().unwrap_err().to_string();
+        let error = hub.tinystories(&Silent).unwrap_err().to_string();
         assert!(error.contains("HF_HUB_OFFLINE"), "{error}");
-        let error = hub.model("someone/model").unwrap_err().to_string();
+        let error = hub.model("someone/model", &Silent).unwrap_err().to_string();
         assert!(error.contains("config.json of someone/model") && error.contains("HF_HUB_OFFLINE"), "{error}");
         fill(dir.path(), "train", "valid");
-        assert!(hub.tinystories().unwrap().train.exists());
+        assert!(hub.tinystories(&Silent).unwrap().train.exists());
     }
 }

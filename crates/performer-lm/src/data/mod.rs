@@ -6,32 +6,31 @@
 //! [`cache_dir`].
 
 mod batches;
-mod borders;
 mod cache;
 mod corpus;
 mod encode;
+#[cfg_attr(not(feature = "hub"), path = "no_hub.rs")]
 pub(crate) mod hub;
 mod split;
 mod text;
 mod tokenizer;
 mod tokens;
+pub(crate) mod weights_index;
 
-use std::fmt::Display;
-use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use indicatif::{ProgressBar, ProgressStyle};
 
+pub use crate::config::Borders;
 pub use batches::{Batch, Batches, EvalWindows, eval_windows};
-pub use borders::Borders;
 pub use cache::cache_dir;
 pub use corpus::{Corpus, DataSpec, load_text};
 pub use text::{Documents, SEPARATOR};
 pub use tokenizer::{DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, StreamDecoder, Tokenizer};
 pub use tokens::TokenFile;
 
+use crate::listener::Listener;
 use cache::Cache;
 
 /// `Prepared` holds data that is ready for training: a tokenizer and the tokens of both splits. The
@@ -54,31 +53,42 @@ pub struct Prepared {
 /// whatever its size), and encodes both splits. Whatever is in the cache is taken from there.
 ///
 /// # Errors
-/// As [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`]; also if the disk is full.
-pub fn prepare(spec: &DataSpec, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
-    prepare_in(&Cache::from_env()?, Corpus::load(spec)?, vocab_size, tokenizer)
+/// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is full.
+pub fn prepare(
+    spec: &DataSpec,
+    vocab_size: usize,
+    tokenizer: Option<&Path>,
+    listener: &dyn Listener,
+) -> Result<Prepared> {
+    prepare_in(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, vocab_size, tokenizer, listener)
 }
 
 /// Finds the corpus and encodes both splits with the given tokenizer; see [`prepare`].
 ///
 /// # Errors
-/// As [`Corpus::load`]; also if the disk is full.
-pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer) -> Result<Prepared> {
-    encoded(&Cache::from_env()?, Corpus::load(spec)?, tokenizer.clone())
+/// Those of [`Corpus::load`], and a disk that is full.
+pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
+    encoded(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, tokenizer.clone(), listener)
 }
 
-fn prepare_in(cache: &Cache, corpus: Corpus, vocab_size: usize, tokenizer: Option<&Path>) -> Result<Prepared> {
+fn prepare_in(
+    cache: &Cache,
+    corpus: Corpus,
+    vocab_size: usize,
+    tokenizer: Option<&Path>,
+    listener: &dyn Listener,
+) -> Result<Prepared> {
     let tokenizer = match tokenizer {
         Some(path) => Tokenizer::load(path)?,
-        None => cache.tokenizer(&corpus.train, vocab_size)?,
+        None => cache.tokenizer(&corpus.train, vocab_size, listener)?,
     };
-    encoded(cache, corpus, tokenizer)
+    encoded(cache, corpus, tokenizer, listener)
 }
 
-fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer) -> Result<Prepared> {
+fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
     Ok(Prepared {
-        train: Arc::new(cache.tokens(&corpus.train, &tokenizer)?),
-        valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer)?),
+        train: Arc::new(cache.tokens(&corpus.train, &tokenizer, listener)?),
+        valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer, listener)?),
         corpus_name: corpus.name,
         description: corpus.description,
         tokenizer,
@@ -88,37 +98,25 @@ fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer) -> Result<Prepar
 /// Returns the tokens of one text file, which is not split; it is meant for evaluation.
 ///
 /// # Errors
-/// As [`load_text`]; also if the disk is full.
-pub fn prepare_text(path: &Path, tokenizer: &Tokenizer) -> Result<TokenFile> {
-    Cache::from_env()?.tokens(&load_text(path)?, tokenizer)
-}
-
-/// Prints a message for the user to stderr; results are printed to stdout.
-fn notice(message: impl Display) {
-    // If stderr is closed, there is nobody to tell.
-    let _ = writeln!(std::io::stderr(), "{message}");
-}
-
-/// Returns a progress bar over `bytes` on stderr; it shows nothing if stderr is not a terminal.
-fn progress_bar(bytes: u64, what: &'static str) -> ProgressBar {
-    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
-    let style = ProgressStyle::with_template(template);
-    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())).with_message(what)
+/// Those of [`load_text`], and a disk that is full.
+pub fn prepare_text(path: &Path, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<TokenFile> {
+    Cache::from_env(listener)?.tokens(&load_text(path)?, tokenizer, listener)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::listener::Silent;
 
     #[test]
     fn the_sample_from_text_to_batches() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
-        let corpus = Corpus::load(&DataSpec::Sample).unwrap();
+        let corpus = Corpus::load(&DataSpec::Sample, &Silent).unwrap();
         let (documents, bytes) = (corpus.train.len() as u64, corpus.train.bytes());
         let first = corpus.valid.iter().next().unwrap().to_string();
 
-        let data = prepare_in(&cache, corpus.clone(), 1024, None).unwrap();
+        let data = prepare_in(&cache, corpus.clone(), 1024, None, &Silent).unwrap();
         assert_eq!(data.corpus_name, "sample");
         assert_eq!(data.tokenizer.vocab_size(), 1024);
         assert_eq!((data.train.documents(), data.train.bytes()), (documents, bytes));
@@ -133,7 +131,7 @@ mod tests {
         // With a tokenizer given, the vocabulary size asked for (5000) has no effect.
         let path = dir.path().join("mine.json");
         data.tokenizer.save(&path).unwrap();
-        let given = prepare_in(&cache, corpus, 5000, Some(&path)).unwrap();
+        let given = prepare_in(&cache, corpus, 5000, Some(&path), &Silent).unwrap();
         assert_eq!(given.train.hash(), data.train.hash());
     }
 }

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use anyhow::{Result, bail};
 
-use super::notice;
 use super::text::{Documents, pieces, trim};
+use crate::listener::Listener;
 
 /// One document in ten is held out, but never more than this number.
 const MAX_VALID: usize = 2000;
@@ -37,10 +37,10 @@ fn held_out(n: usize) -> usize {
 /// kB instead, and its end is held out: both parts remain continuous text.
 ///
 /// # Errors
-/// If there are fewer than two different documents or blocks.
-pub(crate) fn split(documents: &Documents) -> Result<(Documents, Documents)> {
+/// Fewer than two different documents or blocks.
+pub(crate) fn split(documents: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     if documents.len() == 1 {
-        return split_document(documents);
+        return split_document(documents, listener);
     }
     let prints: Vec<_> = documents.iter().map(fingerprint).collect();
     let mut distinct = prints.clone();
@@ -57,14 +57,13 @@ pub(crate) fn split(documents: &Documents) -> Result<(Documents, Documents)> {
     let valid = documents.filter(|_| print.next().is_some_and(|print| *print <= limit && seen.insert(*print)));
     let repeated = documents.len() - train.len() - valid.len();
     if repeated > 0 {
-        notice(format_args!("data: {repeated} repeated documents are left out of validation"));
+        listener.note(&format!("data: {repeated} repeated documents are left out of validation"));
     }
     Ok((train, valid))
 }
 
-/// Splits a single document: `valid` is the last tenth of its blocks, without the blocks that are
-/// in `train` too.
-fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
+/// Splits a single document: `valid` is the last tenth of its blocks, without those that stand in `train` too.
+fn split_document(document: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     let text = document.iter().next().unwrap_or_default();
     let mut end = 0;
     let blocks: Vec<Range<usize>> = pieces(text, BLOCK)
@@ -96,7 +95,7 @@ fn split_document(document: &Documents) -> Result<(Documents, Documents)> {
         }
     }
     if dropped > 0 {
-        notice(format_args!(
+        listener.note(&format!(
             "data: {dropped} blocks of text stand in the training part too and are left out of validation"
         ));
     }
@@ -121,6 +120,7 @@ pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents 
 mod tests {
     use super::*;
     use crate::data::text::Text;
+    use crate::listener::Silent;
     use std::sync::Arc;
 
     fn documents(text: String) -> Documents {
@@ -137,21 +137,21 @@ mod tests {
     fn no_story_on_both_sides_even_when_repeated() {
         let stories: Vec<_> = (0..300).map(|i| format!("Story {}.", i % 150)).collect();
         let all = documents(stories.join("<|endoftext|>"));
-        let (train, valid) = split(&all).unwrap();
+        let (train, valid) = split(&all, &Silent).unwrap();
         assert_eq!(train.len(), 2 * 135);
         assert_eq!(valid.len(), 15);
         assert_eq!(set(&valid).len(), 15);
         assert!(set(&train).is_disjoint(&set(&valid)));
         // The split depends on content alone: in another order the same stories are held out.
         let reversed: Vec<_> = stories.iter().rev().cloned().collect();
-        let (_, again) = split(&documents(reversed.join("<|endoftext|>"))).unwrap();
+        let (_, again) = split(&documents(reversed.join("<|endoftext|>")), &Silent).unwrap();
         assert_eq!(set(&valid), set(&again));
     }
 
     #[test]
     fn validation_is_capped() {
         let stories: Vec<_> = (0..30_000).map(|i| i.to_string()).collect();
-        let (train, valid) = split(&documents(stories.join("<|endoftext|>"))).unwrap();
+        let (train, valid) = split(&documents(stories.join("<|endoftext|>")), &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (28_000, 2000));
     }
 
@@ -159,7 +159,7 @@ mod tests {
     fn one_document_is_split_at_its_end() {
         let text: String = (0..20_000).map(|i| format!("Line {i}.\n")).collect();
         let all = documents(text.clone());
-        let (train, valid) = split(&all).unwrap();
+        let (train, valid) = split(&all, &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (1, 1));
         let (train, valid) = (train.iter().next().unwrap(), valid.iter().next().unwrap());
         assert_eq!(format!("{train}\n{valid}\n"), text);
@@ -169,10 +169,10 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_split_too() {
-        let (train, valid) = split(&documents("word ".repeat(5000).to_string() + "end")).unwrap();
+        let (train, valid) = split(&documents("word ".repeat(5000).to_string() + "end"), &Silent).unwrap();
         assert!(train.bytes() > 0 && valid.bytes() > 0);
         let letters: String = ('a'..='z').cycle().take(30_000).collect();
-        assert!(split(&documents(letters)).is_ok());
+        assert!(split(&documents(letters), &Silent).is_ok());
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         let paragraph = |i: usize| format!("{i:04} ").repeat(450);
         let mut paragraphs: Vec<_> = (0..30).map(paragraph).collect();
         paragraphs[28] = paragraph(0);
-        let (train, valid) = split(&documents(paragraphs.join("\n\n"))).unwrap();
+        let (train, valid) = split(&documents(paragraphs.join("\n\n")), &Silent).unwrap();
         assert!(train.iter().all(|part| part.contains("0000")));
         assert!(valid.iter().all(|part| !part.contains("0000")));
         assert_eq!(valid.len(), 2);
@@ -191,10 +191,10 @@ mod tests {
     #[test]
     fn too_little_text_is_an_error() {
         for text in ["Hello.".to_string(), "a<|endoftext|>a".into()] {
-            assert!(split(&documents(text)).is_err());
+            assert!(split(&documents(text), &Silent).is_err());
         }
         let repeated = format!("{}\n\n", "same ".repeat(500)).repeat(20);
-        assert!(split(&documents(repeated)).is_err());
+        assert!(split(&documents(repeated), &Silent).is_err());
     }
 
     #[test]

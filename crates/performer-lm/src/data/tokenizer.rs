@@ -10,9 +10,8 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, EncodeInput};
 
-use super::borders::Borders;
-use super::notice;
 use super::text::{Documents, SEPARATOR, pieces};
+use crate::config::Borders;
 
 /// The default size of a vocabulary that is trained.
 pub const DEFAULT_VOCAB_SIZE: usize = 4096;
@@ -46,9 +45,9 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. Equal
-    /// text always gives an equal tokenizer. Only the first 64 MB of text are used; too little text
-    /// gives a smaller vocabulary, which is said on stderr.
+    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. The same text always gives the same
+    /// tokenizer. Only the first 64 MB of text are used; too little text gives a smaller
+    /// vocabulary.
     ///
     /// # Errors
     /// If `vocab_size` is below [`MIN_VOCAB_SIZE`].
@@ -79,14 +78,7 @@ impl Tokenizer {
         });
         inner.train(&mut trainer, text).map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
         let json = inner.to_string(false).map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
-        let trained = Self::from_bytes(json.into_bytes())?;
-        if trained.vocab_size < vocab_size {
-            notice(format_args!(
-                "tokenizer: the text is enough for a vocabulary of {}, not {vocab_size}",
-                trained.vocab_size
-            ));
-        }
-        Ok(trained)
+        Self::from_bytes(json.into_bytes())
     }
 
     /// Loads a `tokenizer.json`.

@@ -15,9 +15,9 @@ use anyhow::{Context, Result, bail};
 use memmap2::{Mmap, MmapMut};
 
 use super::encode::encode_documents;
-use super::progress_bar;
 use super::text::Documents;
 use super::tokenizer::Tokenizer;
+use crate::listener::{Listener, Unit};
 
 const MAGIC: [u8; 8] = *b"PERFTOKS";
 const VERSION: u32 = 1;
@@ -151,10 +151,15 @@ impl TokenFile {
         Self::from_map(map.make_read_only().context("no memory for tokens")?)
     }
 
-    /// Encodes documents and writes their tokens, with a progress bar.
-    pub(crate) fn write(file: &mut File, documents: &Documents, tokenizer: &Tokenizer) -> Result<()> {
+    /// Encodes documents and writes the tokens; `listener` is told how much of the text is done.
+    pub(crate) fn write(
+        file: &mut File,
+        documents: &Documents,
+        tokenizer: &Tokenizer,
+        listener: &dyn Listener,
+    ) -> Result<()> {
         let width = width(tokenizer.vocab_size());
-        let bar = progress_bar(documents.bytes(), "tokenizing");
+        let bar = listener.begin("tokenizing", Unit::Bytes, 0, documents.bytes());
         let mut payload = blake3::Hasher::new();
         let (mut tokens, mut covered) = (0, 0);
         // The header is written last, when its numbers are known.
@@ -170,9 +175,9 @@ impl TokenFile {
             file.write_all(&buffer)?;
             tokens += batch.len() as u64;
             covered += bytes as u64;
-            bar.inc(bytes as u64);
+            bar.advance(covered);
         }
-        bar.finish_and_clear();
+        drop(bar);
         let header = Header {
             width,
             tokens,
@@ -260,7 +265,7 @@ mod tests {
         let path = dir.path().join("tokens");
         let docs = stories();
         let tokenizer = Tokenizer::train(&docs, 400).unwrap();
-        TokenFile::write(&mut File::create(&path).unwrap(), &docs, &tokenizer).unwrap();
+        TokenFile::write(&mut File::create(&path).unwrap(), &docs, &tokenizer, &crate::listener::Silent).unwrap();
         let file = TokenFile::open(&path).unwrap();
         let mut expected = Vec::new();
         for story in docs.iter() {

@@ -9,6 +9,7 @@ use super::{Extent, unless_skipped};
 use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, prepare},
+    listener::Silent,
     train::{NEVER, RunOptions, Trainer},
 };
 
@@ -46,7 +47,7 @@ pub(super) fn run(
     };
     let (config, training) = preset.load()?;
     let dtype = if device.is_cpu() { Precision::F32 } else { Precision::Bf16 };
-    let data = prepare(&DataSpec::Sample, vocabulary, None)?;
+    let data = prepare(&DataSpec::Sample, vocabulary, None, &Silent)?;
     let mut all = Vec::new();
     for attention in ["softmax", "favor:m=128"] {
         let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
@@ -70,6 +71,7 @@ pub(super) fn run(
                 threads: 1,
                 stop: &NEVER,
                 samples: false,
+                listener: &Silent,
             };
             Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
         };

@@ -15,6 +15,7 @@ use super::{Findings, Section, Table};
 use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
+    listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     train::{RunKey, RunOptions, find, find_or_run},
 };
@@ -43,6 +44,8 @@ pub struct Plan<'a> {
     pub threads: usize,
     /// Flag that is set from outside to stop.
     pub stop: &'a AtomicBool,
+    /// Is told of steps, validations, and what a person should know.
+    pub listener: &'a dyn Listener,
 }
 
 /// A `Variant` is the model with one thing changed.
@@ -221,6 +224,7 @@ impl Plan<'_> {
             threads: self.threads,
             stop: self.stop,
             samples: false,
+            listener: self.listener,
         }
     }
 }

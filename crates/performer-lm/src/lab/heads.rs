@@ -15,6 +15,7 @@ use crate::{
     config::AttentionConfig,
     convert::moments,
     data::{DataSpec, Prepared, eval_windows, prepare_for},
+    listener::Listener,
     model::pretrained::Pretrained,
     train::{digests, model_digest},
 };
@@ -66,10 +67,9 @@ impl Heads {
     /// Reads a model and runs it on text.
     ///
     /// # Errors
-    /// If the model or the text cannot be read, the model is not all softmax, or the context does
-    /// not suit the model or is too short.
-    pub fn read(source: &Source, device: &Device) -> Result<Self> {
-        let mut model = Pretrained::open(&source.model)?;
+    /// What keeps the model or the text from being read; a model that is not all softmax; a context of nothing.
+    pub fn read(source: &Source, device: &Device, listener: &dyn Listener) -> Result<Self> {
+        let mut model = Pretrained::open_with(&source.model, listener)?;
         let context = source.context.unwrap_or(model.config.context.min(512));
         ensure!(context >= 16, "a context of {context} tokens says nothing about attention; give at least 16");
         if context != model.config.context && model.tensors.contains_key("model.embed_positions.weight") {
@@ -85,7 +85,7 @@ impl Heads {
                 model.config.attention_of(layer)
             );
         }
-        let data = prepare_for(&source.data, &model.tokenizer).context("cannot prepare the text")?;
+        let data = prepare_for(&source.data, &model.tokenizer, listener).context("cannot prepare the text")?;
         let mut digests = digests(&data);
         digests.insert("model".to_string(), model_digest(&model.config, &model.tensors)?);
         let decoder = model.decoder(device)?;

@@ -18,8 +18,9 @@ use crate::{
 /// The numbers of features that are tried.
 const FEATURES: [usize; 13] = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
 
-/// `Criterion` is the error that is to be kept small.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+/// Which error is to be met.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum Criterion {
     /// Total variation between rows of attention, the mean over heads and queries.
     #[default]

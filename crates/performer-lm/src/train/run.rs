@@ -19,15 +19,17 @@ use super::{
     AdamW, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Step, Steps, TrainingState, git_revision,
     log::{Log, Record},
     progress::Progress,
-    run_key::{TRAINING, digests, warn},
+    run_key::{TRAINING, digests},
     take_steps,
 };
 use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
+    errors::Cause,
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
     generate::{Sampling, generate},
+    listener::Listener,
     model::{Decoder, Dropout, pretrained},
 };
 
@@ -43,7 +45,8 @@ const STATE: &str = "train_state.json";
 /// The stream of the seed from which dropout draws.
 const DROPOUT_STREAM: u64 = 3;
 
-/// A stop flag that is never set, for runs that are over soon and keep nothing to resume from.
+/// For runs that are over soon, and keep nothing that could go on.
+#[cfg(feature = "lab")]
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// `RunOptions` says where and how a run takes place; nothing here changes its result.
@@ -60,6 +63,8 @@ pub struct RunOptions<'a> {
     pub stop: &'a AtomicBool,
     /// Whether to generate a few words at every validation.
     pub samples: bool,
+    /// Is told of steps, validations, and what a person should know.
+    pub listener: &'a dyn Listener,
 }
 
 /// A `Report` is the result of a run, with the stable names of `--json`.
@@ -202,9 +207,11 @@ impl<'a> Trainer<'a> {
         let state = RunState::of(&saved, options.out)?;
         ensure!(
             state.key.as_ref().is_none_or(|key| key.data == digests(data)),
-            "{} was trained on other data (corpus {}): resume with the --data and --tokenizer it began with",
-            options.out.display(),
-            state.corpus
+            Cause::OtherData(format!(
+                "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with",
+                options.out.display(),
+                state.corpus
+            ))
         );
         let config: ModelConfig = checkpoint.config_as()?;
         let key = RunKey::of_training(&config, &state.training, data, &options.device)?;
@@ -212,7 +219,7 @@ impl<'a> Trainer<'a> {
         let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
         let mixed = key.check_interrupted(earlier)?;
         if let Some(text) = &mixed {
-            warn(text);
+            options.listener.note(text);
         }
         let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
             .compute_in(state.training.dtype.dtype());
@@ -271,12 +278,13 @@ impl<'a> Trainer<'a> {
     /// If a loss or gradient is not finite, or the checkpoint cannot be written.
     pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
-        let progress = Progress::new(&self.model.config().attention.to_string(), self.step(), total);
+        let progress =
+            Progress::new(self.options.listener, &self.model.config().attention.to_string(), self.step(), total);
         let training = self.training.clone();
         let pace = Pace {
             name: "training",
             steps: total,
-            rate: (training.learning_rate, "--learning-rate"),
+            rate: training.learning_rate,
             schedule: training.schedule,
             clip: training.clip,
             // The run saves by steps and epochs: see `after`.
@@ -291,7 +299,7 @@ impl<'a> Trainer<'a> {
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
         let report = self.report(&evaluation)?;
-        progress.finish(self.step(), &evaluation, &self.sample()?);
+        progress.validation(self.step(), &evaluation, &self.sample()?);
         Ok(Some(report))
     }
 
@@ -303,8 +311,8 @@ impl<'a> Trainer<'a> {
     /// Names the settings that decide how much memory a step needs.
     fn memory_settings(&self) -> String {
         let (t, model) = (&self.training, self.model.config());
-        let bf16 = if t.dtype == Precision::F32 { ", or use --dtype bf16" } else { "" };
-        format!("--micro-batch (it is {}) or --context (it is {}){bf16}", t.micro_batch, model.context)
+        let bf16 = if t.dtype == Precision::F32 { ", or compute in bf16" } else { "" };
+        format!("the micro-batch (it is {}) or the context (it is {}){bf16}", t.micro_batch, model.context)
     }
 
     /// Computes the gradients of a step's micro-batches side by side, and adds them in order.
@@ -400,7 +408,7 @@ impl<'a> Trainer<'a> {
 /// `InProgress` is a run with its progress display.
 struct InProgress<'r, 'a> {
     run: &'r mut Trainer<'a>,
-    progress: &'r Progress,
+    progress: &'r Progress<'r>,
     total: usize,
 }
 
@@ -419,12 +427,7 @@ impl Steps for InProgress<'_, '_> {
         let batch = run.batches.batch(epoch, index)?;
         check_vocabulary(&batch, &run.model)?;
         run.batch_gradients(step, &batch)
-            .map_err(|e| explain_memory(e, &run.options.device, &run.memory_settings()))
-            .map_err(|e| {
-                let diverged = e.chain().any(|cause| cause.to_string().contains("must be finite"));
-                let why = if diverged { ": values are not finite; lower the learning rate" } else { "" };
-                e.context(format!("step {} failed{why}", step + 1))
-            })
+            .map_err(|e| explain_memory(e, &run.options.device, run.memory_settings(), true))
     }
 
     fn after(&mut self, step: &Step) -> Result<()> {
@@ -444,7 +447,7 @@ impl Steps for InProgress<'_, '_> {
             val_loss: None,
             whole: None,
         };
-        self.progress.step(step.number, &record, run.batches.tokens_per_batch(), step.seconds);
+        self.progress.step(step.number, step.loss, run.batches.tokens_per_batch(), step.seconds);
         run.log.write(&record)?;
         if step.number == self.total {
             return Ok(());

@@ -15,7 +15,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    io::Write,
     path::Path,
 };
 
@@ -24,10 +23,12 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{git_revision, write_safetensors};
+use super::git_revision;
 use crate::{
+    checkpoint::write_safetensors,
     config::{ModelConfig, TrainingConfig},
     data::Prepared,
+    errors::Cause,
 };
 
 /// Value of [`RunKey::run`] for a training run.
@@ -56,8 +57,8 @@ const SHOWN_CHARACTERS: usize = 60;
 ///
 /// A finished result of another revision is refused: a table has results of one revision only. A
 /// training that another revision began goes on, for hours of work should not be lost to an
-/// upgrade; it is said on stderr, and recorded as a [`Leg`]. The same holds for another kind of
-/// device. A revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot
+/// upgrade; it is said to the listener, and recorded as a [`Leg`]. The same holds for another kind
+/// of device. A revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot
 /// tell them apart: for results that count, commit first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -169,12 +170,12 @@ impl RunKey {
     pub fn check(&self, earlier: Earlier) -> Result<()> {
         let key = earlier.require_key()?;
         let differences = self.differences(key)?;
-        ensure!(differences.is_empty(), "{}", refusal(&differences, earlier));
+        ensure!(differences.is_empty(), refusal(&differences, earlier));
         Ok(())
     }
 
-    /// Checks that an interrupted run may be resumed as this run. The revision and the kind of
-    /// device may differ: then the result is a sentence that says so, to be shown to the user.
+    /// Allows an interrupted run to be gone on with as this run. The revision and the kind of
+    /// device may differ: then the answer is a warning that says so, to be shown to the user.
     ///
     /// # Errors
     /// As [`Self::check`], for every other field.
@@ -182,10 +183,10 @@ impl RunKey {
         let key = earlier.require_key()?;
         let is_program = |d: &Difference| d.field == "revision" || d.field == "device";
         let (program, others): (Vec<_>, Vec<_>) = self.differences(key)?.into_iter().partition(is_program);
-        ensure!(others.is_empty(), "{}", refusal(&others, earlier));
+        ensure!(others.is_empty(), refusal(&others, earlier));
         let (file, listed) = (earlier.file.display(), listed(&program));
         Ok((!program.is_empty()).then(|| {
-            format!("{file} was begun otherwise: {listed}. Rounding may differ from then on, which the result records")
+            format!("warning: {file} was begun otherwise: {listed}. Rounding may differ from then on, which the result records")
         }))
     }
 
@@ -206,23 +207,17 @@ impl RunKey {
 impl<'a> Earlier<'a> {
     fn require_key(&self) -> Result<&'a RunKey> {
         self.key.with_context(|| {
-            format!(
+            Cause::AnotherFolder(format!(
                 "{} has no key that says what determined it: an older version of this program wrote it, so it \
-                 cannot be told whether it belongs to this run. Give another --out, or remove {} to make it again",
+                 cannot be told whether it belongs to this run. Choose another folder, or remove {} to make it again",
                 self.file.display(),
                 self.remove.display()
-            )
+            ))
         })
     }
 }
 
-/// Says on stderr that a run is resumed under other conditions than it began.
-pub(crate) fn warn(text: &str) {
-    // If stderr is closed, there is nobody to tell.
-    let _ = writeln!(std::io::stderr(), "warning: {text}");
-}
-
-/// Returns the digests of prepared data: the tokens of both splits, and the tokenizer.
+/// Digests of prepared data: the tokens of both splits, and the tokenizer.
 pub(crate) fn digests(data: &Prepared) -> BTreeMap<String, String> {
     let digests = [
         ("training tokens", data.train.digest()),
@@ -255,13 +250,13 @@ fn compare(field: &str, earlier: &Value, now: &Value, differences: &mut Vec<Diff
     }
 }
 
-fn refusal(differences: &[Difference], earlier: Earlier) -> String {
+fn refusal(differences: &[Difference], earlier: Earlier) -> Cause {
     let mut text = format!("{} belongs to another run: {}", earlier.file.display(), listed(differences));
-    text += &format!(". Give another --out, or remove {} to make it again", earlier.remove.display());
+    text += &format!(". Choose another folder, or remove {} to make it again", earlier.remove.display());
     if differences.iter().any(|d| d.field == "revision") {
         text += "; results of two revisions of this program are not put together";
     }
-    text
+    Cause::AnotherFolder(text)
 }
 
 fn listed(differences: &[Difference]) -> String {
@@ -312,7 +307,7 @@ mod tests {
         assert_eq!(
             refused(&one),
             "runs/a/metrics.json belongs to another run: data.training tokens was 0123456789ab and is now \
-             abababababab. Give another --out, or remove runs/a to make it again"
+             abababababab. Choose another folder, or remove runs/a to make it again"
         );
         let mut many = one.clone();
         many.model.dropout += 0.1;

@@ -12,9 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Error, Result};
 
 use super::{AdamW, Gradients, Schedule};
+use crate::errors::Cause;
 
 /// `Pace` says how long and at which learning rates a training runs.
 pub(crate) struct Pace<'a> {
@@ -22,8 +23,8 @@ pub(crate) struct Pace<'a> {
     pub(crate) name: &'a str,
     /// Number of steps in all, including those already taken.
     pub(crate) steps: usize,
-    /// Peak learning rate, and the option that sets it.
-    pub(crate) rate: (f64, &'static str),
+    /// Peak learning rate.
+    pub(crate) rate: f64,
     /// Course of the learning rate.
     pub(crate) schedule: Schedule,
     /// Norm to which gradients are clipped.
@@ -68,10 +69,8 @@ pub(crate) trait Steps {
 /// is saved then.
 ///
 /// # Errors
-/// If a gradient is not finite, with the step and the option that sets the learning rate; also if a
-/// method of the training fails.
+/// [`Cause::Diverged`] where values are not finite; and whatever the training returns.
 pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool> {
-    let (peak, option) = pace.rate;
     let mut saved = Instant::now();
     loop {
         let step = training.optimizer().steps();
@@ -87,12 +86,19 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
             return Ok(false);
         }
         let started = Instant::now();
-        let (loss, gradients) = training.gradients(step)?;
-        let (number, rate) = (step + 1, pace.schedule.lr(peak, step, pace.steps));
-        let norm = training
-            .optimizer()
-            .step(&gradients, rate, pace.clip)
-            .with_context(|| format!("{}, step {number}, loss {loss}: lower {option}", pace.name))?;
+        let (number, rate) = (step + 1, pace.schedule.lr(pace.rate, step, pace.steps));
+        let (loss, gradients) = training.gradients(step).map_err(|e| failed(e, pace, number, None))?;
+        let norm =
+            training.optimizer().step(&gradients, rate, pace.clip).map_err(|e| failed(e, pace, number, Some(loss)))?;
         training.after(&Step { number, loss, rate, norm, seconds: started.elapsed().as_secs_f64() })?;
     }
+}
+
+/// An error of a step, with the step; the cause is named where values are not finite.
+fn failed(error: Error, pace: &Pace, step: usize, loss: Option<f64>) -> Error {
+    let is_diverged = |text: String| text.contains("must be finite") || text.contains("is not finite");
+    if error.chain().any(|cause| is_diverged(cause.to_string())) {
+        return error.context(Cause::Diverged { training: pace.name.to_string(), step, loss });
+    }
+    error.context(format!("{}, step {step} failed", pace.name))
 }

@@ -10,7 +10,10 @@ use candle_core::{
         gguf_file::{self, Value},
     },
 };
-use performer_lm::data::{Corpus, DataSpec, Tokenizer};
+use performer_lm::{
+    data::{Corpus, DataSpec, Tokenizer},
+    listener::Silent,
+};
 
 use crate::{llama2c::run_c_encode, support::*};
 
@@ -86,7 +89,7 @@ fn strings(list: &[String]) -> Value {
 /// Returns a byte-level tokenizer trained on the sample, and its metadata with the pre-tokenizer
 /// `words`.
 fn byte_level(words: &str) -> Result<(Tokenizer, Metadata)> {
-    let tokenizer = Tokenizer::train(&Corpus::load(&DataSpec::Sample)?.train, 400)?;
+    let tokenizer = Tokenizer::train(&Corpus::load(&DataSpec::Sample, &Silent)?.train, 400)?;
     let json: serde_json::Value = serde_json::from_slice(tokenizer.as_bytes())?;
     let vocab: HashMap<String, usize> = serde_json::from_value(json["model"]["vocab"].clone())?;
     let merges: Vec<[String; 2]> = serde_json::from_value(json["model"]["merges"].clone())?;

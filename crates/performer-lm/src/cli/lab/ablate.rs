@@ -92,6 +92,7 @@ impl Args {
             device: machine.device.clone(),
             threads: machine.threads,
             stop,
+            listener: &output::TERMINAL,
         };
         ablate::run(&plan, &data, |what| output::note(&what))
     }

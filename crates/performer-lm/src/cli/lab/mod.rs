@@ -89,7 +89,7 @@ impl Text {
             calibrate_tokens: self.calibrate_tokens,
             seed: self.seed,
         };
-        Heads::read(&source, &machine.device).with_context(|| format!("cannot look into {model}"))
+        Heads::read(&source, &machine.device, &output::TERMINAL).with_context(|| format!("cannot look into {model}"))
     }
 }
 

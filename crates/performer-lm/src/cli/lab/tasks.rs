@@ -3,7 +3,6 @@
 use std::{path::PathBuf, sync::atomic::AtomicBool};
 
 use anyhow::Result;
-use clap::ValueEnum;
 
 use super::Common;
 use crate::{
@@ -63,8 +62,7 @@ impl Args {
                 Task::Protein => self.proteins.is_some(),
                 _ => true,
             };
-            let (tasks, left): (Vec<Task>, Vec<Task>) =
-                Task::value_variants().iter().copied().partition(|&task| given(task));
+            let (tasks, left): (Vec<Task>, Vec<Task>) = Task::ALL.into_iter().partition(|&task| given(task));
             for task in left {
                 output::note(&format!("without {task}, for it needs a file: see --help"));
             }
@@ -84,6 +82,7 @@ impl Args {
             device: machine.device.clone(),
             threads: machine.threads,
             stop,
+            listener: &output::TERMINAL,
             out: self.common.out.as_deref(),
         })
     }

@@ -15,10 +15,11 @@ use super::{
 };
 use crate::{
     config::{AttentionConfig, ModelConfig},
+    listener::Listener,
     model::Decoder,
     train::{
-        AdamW, AdamWConfig, Bar, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Schedule, Step, Steps,
-        TrainingState, in_order, take_steps, warn,
+        AdamW, AdamWConfig, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Schedule, Step, StepBar, Steps,
+        TrainingState, in_order, take_steps,
     },
 };
 
@@ -103,6 +104,7 @@ pub(super) struct Setting<'a> {
     pub(super) device: &'a Device,
     pub(super) threads: usize,
     pub(super) stop: &'a AtomicBool,
+    pub(super) listener: &'a dyn Listener,
 }
 
 impl<'a> Setting<'a> {
@@ -113,10 +115,11 @@ impl<'a> Setting<'a> {
         device: &'a Device,
         threads: usize,
         stop: &'a AtomicBool,
+        listener: &'a dyn Listener,
     ) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(HELD_OUT_SEED);
         let held_out = (0..recipe.held_out).map(|_| source.draw(Split::HeldOut, &mut rng)).collect();
-        Self { task, recipe, source, held_out, device, threads, stop }
+        Self { task, recipe, source, held_out, device, threads, stop, listener }
     }
 
     fn config(&self, attention: &AttentionConfig) -> ModelConfig {
@@ -145,11 +148,11 @@ impl<'a> Setting<'a> {
     pub(super) fn run(&self, attention: &AttentionConfig, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
         let Recipe { steps, learning_rate, .. } = self.recipe;
         let name = format!("{} {attention} seed {seed}", self.task);
-        let mut lesson = Lesson::new(self, attention, seed, folder, Bar::new(&name, steps))?;
+        let mut lesson = Lesson::new(self, attention, seed, folder, StepBar::new(self.listener, &name, steps))?;
         let pace = Pace {
             name: &name,
             steps,
-            rate: (learning_rate, "--learning-rate"),
+            rate: learning_rate,
             schedule: Schedule::WarmupCosine { warmup_steps: (steps / 10).max(1), min_fraction: 0.05 },
             clip: Some(CLIP),
             save_after: Some(SAVE_AFTER),
@@ -161,7 +164,8 @@ impl<'a> Setting<'a> {
         let Lesson { model, state, bar, .. } = lesson;
         let State { key, earlier_legs, seconds, tokens, curve, .. } = state;
         let score = curve.last().context("--steps is 0; it must be at least 1")?.score;
-        bar.finish(&format!("{name}: {}, {seconds:.0} s", self.task.metric().show(&[score])));
+        drop(bar);
+        self.listener.note(&format!("{name}: {}, {seconds:.0} s", self.task.metric().show(&[score])));
         Ok(Some(Run {
             task: self.task,
             attention: attention.to_string(),
@@ -280,7 +284,7 @@ struct Lesson<'a> {
     state: State,
     /// Number of tokens of the step in progress.
     read: usize,
-    bar: Bar,
+    bar: StepBar<'a>,
 }
 
 impl<'a> Lesson<'a> {
@@ -290,7 +294,7 @@ impl<'a> Lesson<'a> {
         attention: &AttentionConfig,
         seed: u64,
         folder: Option<&'a Path>,
-        bar: Bar,
+        bar: StepBar<'a>,
     ) -> Result<Self> {
         let key = setting.key(attention, seed)?;
         let interrupted = folder.map(|folder| setting.interrupted(attention, seed, folder)).transpose()?.flatten();
@@ -304,7 +308,7 @@ impl<'a> Lesson<'a> {
             model.train_maps()?;
             state = saved.progress_as()?;
             if let Some(text) = warning {
-                warn(&text);
+                setting.listener.note(&text);
                 state.earlier_legs.extend(state.key.take().map(|key| key.leg(format!("step {}", state.steps))));
             }
             moments = Some(saved.optimizer);

@@ -19,13 +19,13 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Findings;
 use crate::{
     config::AttentionConfig,
     files,
+    listener::Listener,
     train::{Earlier, run_name},
 };
 use example::Source;
@@ -51,8 +51,9 @@ pub const ATTENTIONS: [&str; 7] = [
     "favor:m=64,window=32",
 ];
 
-/// A `Task` is what a model learns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+/// What is learned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
     /// Write a random string from memory.
@@ -68,6 +69,9 @@ pub enum Task {
 }
 
 impl Task {
+    /// Every task.
+    pub const ALL: [Self; 5] = [Self::Copying, Self::Recall, Self::Listops, Self::Text, Self::Protein];
+
     fn title(self) -> &'static str {
         match self {
             Self::Copying => "Long-range copying",
@@ -132,7 +136,9 @@ pub struct Plan<'a> {
     pub threads: usize,
     /// Flag that is set from outside to stop.
     pub stop: &'a AtomicBool,
-    /// Folder that keeps finished runs, which are not run again.
+    /// Is told of steps and finished runs, and of what a person should know.
+    pub listener: &'a dyn Listener,
+    /// Folder that keeps finished runs, which are not made again.
     pub out: Option<&'a Path>,
 }
 
@@ -222,7 +228,7 @@ impl Plan<'_> {
             Task::Text => Box::new(text::Text::new(&self.texts, length)?),
             Task::Protein => Box::new(protein::Protein::new(self.proteins.as_deref(), length)?),
         };
-        Ok(Setting::new(task, recipe, source, &self.device, self.threads, self.stop))
+        Ok(Setting::new(task, recipe, source, &self.device, self.threads, self.stop, self.listener))
     }
 }
 

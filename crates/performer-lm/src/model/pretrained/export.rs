@@ -15,9 +15,10 @@ use super::{
     hugging_face::{CONFIG, GENERATION, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
+    checkpoint::{write_durably, write_safetensors},
     data::Tokenizer,
     files,
-    train::{git_revision, write_durably, write_safetensors},
+    revision::git_revision,
 };
 
 /// Writes a model as a Hugging Face folder, weights last.

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{Pretrained, Source, families::Family, fields::Fields, read_parameters, refuse_rest};
 use crate::{
     config::AttentionConfig,
-    data::{Borders, Tokenizer, hub::shards},
+    data::{Borders, Tokenizer, weights_index::shards},
 };
 
 pub(super) const CONFIG: &str = "config.json";

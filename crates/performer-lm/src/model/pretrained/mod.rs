@@ -33,9 +33,10 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::Decoder;
 use crate::{
+    checkpoint::Checkpoint,
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
     data::{Tokenizer, hub::Hub},
-    train::Checkpoint,
+    listener::{Listener, Silent},
 };
 pub use export::export;
 
@@ -58,13 +59,21 @@ impl Pretrained {
     /// If anything is missing, damaged or not supported; the message names the file and the field,
     /// and says what to do.
     pub fn open(source: &str) -> Result<Self> {
+        Self::open_with(source, &Silent)
+    }
+
+    /// [`Self::open`]; `listener` is told of a download from the hub.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub fn open_with(source: &str, listener: &dyn Listener) -> Result<Self> {
         let path = Path::new(source);
         let opened = if path.is_dir() {
             folder(path)?
         } else if path.is_file() {
             file(path)?
         } else if is_hub_id(source) {
-            let folder = Hub::from_env().and_then(|hub| hub.model(source)).with_context(|| {
+            let folder = Hub::from_env().and_then(|hub| hub.model(source, listener)).with_context(|| {
                 format!(
                     "there is no file or folder {source}, and the Hugging Face hub does not give a model of that name"
                 )
@@ -95,7 +104,15 @@ impl Pretrained {
 /// # Errors
 /// As [`Pretrained::open`] and [`Pretrained::decoder`].
 pub fn load(source: &str, device: &Device) -> Result<(Decoder, Tokenizer)> {
-    let opened = Pretrained::open(source)?;
+    load_with(source, device, &Silent)
+}
+
+/// [`load`]; `listener` is told of a download from the hub.
+///
+/// # Errors
+/// Those of [`load`].
+pub fn load_with(source: &str, device: &Device, listener: &dyn Listener) -> Result<(Decoder, Tokenizer)> {
+    let opened = Pretrained::open_with(source, listener)?;
     let model = opened.decoder(device).with_context(|| format!("cannot build the model in {source}"))?;
     Ok((model, opened.tokenizer))
 }

@@ -30,7 +30,8 @@
 //! 3 for those and removes the rest. Where nothing was interrupted there are no `.new` files and
 //! nothing is compared, so a `config.json` edited by hand is taken as it is.
 
-use super::weights_file::{write_durably, write_safetensors};
+mod weights_file;
+
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use safetensors::SafeTensors;
@@ -40,6 +41,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+
+pub(crate) use weights_file::{write_durably, write_safetensors};
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
@@ -208,16 +211,7 @@ impl TrainingState {
     }
 }
 
-/// Returns the revision from which this program was built: a git commit (with `-dirty` where files
-/// had been changed), or the version of the package if it was built outside its repository.
-pub fn git_revision() -> &'static str {
-    match option_env!("PERFORMER_GIT_REVISION") {
-        Some(revision) => revision,
-        None => concat!("v", env!("CARGO_PKG_VERSION")),
-    }
-}
-
-/// A `Stage` is called with what is about to happen; an error stops the save there.
+/// Told what is about to happen; an error stops the save there.
 type Stage<'a> = &'a mut dyn FnMut(&str) -> Result<()>;
 
 type Content<'a> = &'a dyn Fn(&mut dyn Write) -> io::Result<()>;

@@ -1,0 +1,30 @@
+//! In place of the Hugging Face hub where this crate was built without the feature `hub`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+
+use super::corpus::TinyStories;
+use crate::listener::Listener;
+
+/// The hub, of which there is none.
+pub(crate) enum Hub {}
+
+impl Hub {
+    /// # Errors
+    /// Always, with the feature that is missing.
+    pub(crate) fn from_env() -> Result<Self> {
+        bail!(
+            "this build does not ask the Hugging Face hub or read its cache: build performer-lm with the feature `hub`, or give a file \
+             or folder"
+        )
+    }
+
+    pub(crate) fn tinystories(&self, _: &dyn Listener) -> Result<TinyStories> {
+        match *self {}
+    }
+
+    pub(crate) fn model(&self, _id: &str, _: &dyn Listener) -> Result<PathBuf> {
+        match *self {}
+    }
+}

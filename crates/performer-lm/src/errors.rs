@@ -1,0 +1,61 @@
+//! What goes wrong and is mended by a setting that the caller has. The library says what is wrong
+//! in its own terms; a command line finds the [`Cause`] in the error and says which option helps.
+
+use std::fmt;
+
+/// Why something failed, in an [`anyhow::Error`]: `error.downcast_ref::<Cause>()`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Cause {
+    /// The memory of the device ran out.
+    OutOfMemory {
+        /// Bytes that are free, and bytes in all, where the device says so.
+        free: Option<(usize, usize)>,
+        /// What should be less, in words.
+        lower: String,
+        /// Whether it ran out in a training step, whose size is the caller's choice.
+        in_training: bool,
+    },
+    /// The values of a training are no longer finite: its learning rate is too high.
+    Diverged {
+        /// The training: `training`, the stage of a conversion, or a task with its attention.
+        training: String,
+        /// The step, counted from 1.
+        step: usize,
+        /// The loss of its batch, where that is known.
+        loss: Option<f64>,
+    },
+    /// A folder holds what belongs to something else, as the text says.
+    AnotherFolder(String),
+    /// The device asked for cannot be had, as the text says.
+    Device(String),
+    /// The data asked for cannot be had, as the text says.
+    Data(String),
+    /// A run began with other data than it is to go on with, as the text says.
+    OtherData(String),
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OutOfMemory { free, lower, .. } => {
+                f.write_str("the device's memory ran out")?;
+                if let Some((free, all)) = free {
+                    write!(f, " ({} of {} MiB are free)", free >> 20, all >> 20)?;
+                }
+                write!(f, ": lower {lower}")
+            }
+            Self::Diverged { training, step, loss } => {
+                write!(f, "{training}, step {step}")?;
+                if let Some(loss) = loss {
+                    write!(f, ", loss {loss}")?;
+                }
+                f.write_str(" failed: values are not finite; lower the learning rate")
+            }
+            Self::AnotherFolder(text) | Self::Device(text) | Self::Data(text) | Self::OtherData(text) => {
+                f.write_str(text)
+            }
+        }
+    }
+}
+
+impl std::error::Error for Cause {}

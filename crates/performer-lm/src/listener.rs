@@ -1,0 +1,74 @@
+//! What the library says while it works. It prints nothing itself: every function that has
+//! something to say takes a [`Listener`], and the caller decides what becomes of it.
+
+/// Is told what goes on. Every method does nothing unless it is written, so that a caller writes
+/// only those that it wants.
+///
+/// ```
+/// use performer_lm::listener::{Bar, Listener, Unit};
+///
+/// /// Prints the loss of every step.
+/// struct Losses;
+///
+/// impl Listener for Losses {
+///     fn begin(&self, _name: &str, _unit: Unit, _done: u64, _total: u64) -> Box<dyn Bar + '_> {
+///         Box::new(Losses)
+///     }
+/// }
+///
+/// impl Bar for Losses {
+///     fn step(&self, number: usize, loss: f64, _tokens_per_second: f64) {
+///         println!("step {number}: {loss}");
+///     }
+/// }
+/// ```
+pub trait Listener: Sync {
+    /// Something that a person should know: what was taken instead of what was asked for, the loss
+    /// of a validation, a warning.
+    fn note(&self, text: &str) {
+        let _ = text;
+    }
+
+    /// Work of a known size begins, of which `done` is done already. It ends when the answer is
+    /// dropped.
+    fn begin(&self, name: &str, unit: Unit, done: u64, total: u64) -> Box<dyn Bar + '_> {
+        let _ = (name, unit, done, total);
+        Box::new(Silent)
+    }
+}
+
+/// What the size of some work is counted in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Bytes of a text or a file.
+    Bytes,
+    /// Optimiser steps.
+    Steps,
+}
+
+/// Is told how far some work has come.
+pub trait Bar {
+    /// So much of the total is done.
+    fn advance(&self, done: u64) {
+        let _ = done;
+    }
+
+    /// An optimiser step was taken: its number, counted from 1, the loss of its batch, and the
+    /// tokens that are trained on in a second.
+    fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
+        let _ = (number, loss, tokens_per_second);
+    }
+
+    /// What is done now, in a few words.
+    fn message(&self, text: &str) {
+        let _ = text;
+    }
+}
+
+/// Does nothing with what it is told.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Silent;
+
+impl Listener for Silent {}
+
+impl Bar for Silent {}

@@ -1,0 +1,98 @@
+//! The crate as a library: what is here needs none of its features.
+
+use std::{
+    path::Path,
+    sync::{Mutex, atomic::AtomicBool},
+};
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use performer_lm::{
+    config::Preset,
+    data::{DataSpec, prepare},
+    eval::evaluate,
+    listener::{Bar, Listener, Unit},
+    model::pretrained,
+    train::{RunOptions, Trainer},
+};
+
+#[path = "../examples/library.rs"]
+mod library;
+
+#[test]
+fn the_example_writes_a_sentence() -> Result<()> {
+    let folder = Path::new(library::MODEL);
+    if !folder.join("model.safetensors").exists() {
+        println!("skipped: {} holds no model", folder.display());
+        return Ok(());
+    }
+    let text = library::sentence(folder, "Once upon a time")?;
+    let rest = text.strip_prefix("Once upon a time").context("the prompt comes first")?;
+    assert!(rest.len() > 10 && rest.contains('.'), "{text}");
+    assert_eq!(text, library::sentence(folder, "Once upon a time")?);
+    Ok(())
+}
+
+/// Keeps what it is told.
+#[derive(Default)]
+struct Kept {
+    begun: Mutex<Vec<(String, Unit, u64)>>,
+    steps: Mutex<Vec<(usize, f64)>>,
+    notes: Mutex<Vec<String>>,
+}
+
+/// A bar of [`Kept`].
+struct Steps<'a>(&'a Kept);
+
+impl Listener for Kept {
+    fn note(&self, text: &str) {
+        self.notes.lock().unwrap().push(text.to_string());
+    }
+
+    fn begin(&self, name: &str, unit: Unit, _done: u64, total: u64) -> Box<dyn Bar + '_> {
+        self.begun.lock().unwrap().push((name.to_string(), unit, total));
+        Box::new(Steps(self))
+    }
+}
+
+impl Bar for Steps<'_> {
+    fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
+        assert!(tokens_per_second > 0.0);
+        self.0.steps.lock().unwrap().push((number, loss));
+    }
+}
+
+#[test]
+fn a_model_is_trained_with_a_listener_evaluated_and_opened() -> Result<()> {
+    let (kept, folder) = (Kept::default(), tempfile::tempdir()?);
+    let data = prepare(&DataSpec::Sample, 300, None, &kept)?;
+    let (mut model, mut training) = Preset::Seed.load()?;
+    (model.context, training.batch_size, training.max_steps) = (16, 4, Some(3));
+    let options = RunOptions {
+        out: folder.path(),
+        data: "sample",
+        device: Device::Cpu,
+        threads: 2,
+        stop: &AtomicBool::new(false),
+        samples: false,
+        listener: &kept,
+    };
+    let report = Trainer::new(&model, &training, &data, options)?.run()?.context("nobody stopped it")?;
+
+    let steps = kept.steps.into_inner().unwrap();
+    assert_eq!(steps.iter().map(|step| step.0).collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(steps.iter().all(|step| step.1.is_finite()));
+    assert!(kept.begun.into_inner().unwrap().iter().any(|(_, unit, total)| *unit == Unit::Steps && *total == 3));
+    assert!(kept.notes.into_inner().unwrap().iter().any(|note| note.contains("validation")));
+
+    let (model, _) = pretrained::load(&folder.path().to_string_lossy(), &Device::Cpu)?;
+    assert_eq!(evaluate(&model, &data.valid, 2)?.val_loss, report.val_loss);
+    Ok(())
+}
+
+#[cfg(not(feature = "hub"))]
+#[test]
+fn a_model_of_the_hub_needs_a_feature() {
+    let error = format!("{:#}", pretrained::Pretrained::open("someone/model").unwrap_err());
+    assert!(error.contains("feature `hub`"), "{error}");
+}
