@@ -56,6 +56,7 @@ struct Scored {
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
+    paths::warn(&model, false)?;
     let path = PathBuf::from(&args.data);
     let (corpus, tokens) = if path.is_file() {
         let name = path.file_name().map_or_else(|| args.data.clone(), |n| n.to_string_lossy().into_owned());

@@ -54,6 +54,7 @@ struct Written {
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
+    paths::warn(&model, false)?;
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
     let mut text = String::new();
