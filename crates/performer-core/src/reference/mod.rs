@@ -206,8 +206,10 @@ impl<'a> Head<'a> {
         let queries: Vec<_> = (0..shape.q_len).map(|i| scaled(inputs.q, q_rows + i)).collect();
         let keys: Vec<_> = (0..shape.k_len).map(|j| scaled(inputs.k, kv_rows + j)).collect();
         let visible = |i, j| {
-            let own = i + (shape.k_len - shape.q_len);
-            let past = !inputs.causal || (j <= own && inputs.window.is_none_or(|window| j + window > own));
+            let past = !inputs.causal || {
+                let own = i + (shape.k_len - shape.q_len);
+                j <= own && inputs.window.is_none_or(|window| j + window > own)
+            };
             past && inputs.key_mask.is_none_or(|mask| mask[batch * shape.k_len + j])
         };
         Head {
