@@ -217,6 +217,48 @@ fn gpu_check_passes_on_the_cpu_and_leaves_json() {
 }
 
 #[test]
+fn gpu_check_loses_one_piece_of_work_to_a_crash_and_goes_on_after_a_stop() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |more: &[&str]| {
+        let words = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "f16", "--out", "out.json"];
+        performer(dir.path(), &[&words[..], more].concat())
+    };
+    let saved = || -> Value { serde_json::from_slice(&std::fs::read(dir.path().join("out.json")).unwrap()).unwrap() };
+    let lines = || std::fs::read_to_string(dir.path().join("out.jsonl")).unwrap();
+
+    let output = check(&["--crash", "gelu f16"]);
+    assert!(!output.status.success());
+    let report = saved();
+    let lost = report["lost"].as_array().unwrap();
+    assert!(lost.len() == 1 && lost[0].as_str().unwrap().starts_with("gelu f16: ended with signal"), "{lost:?}");
+    let names = |report: &Value| -> Vec<String> {
+        report["checks"].as_array().unwrap().iter().map(|c| c["what"].as_str().unwrap().to_string()).collect()
+    };
+    let whole: Value = {
+        assert!(check(&[]).status.success());
+        saved()
+    };
+    let others: Vec<String> = names(&whole).into_iter().filter(|name| name != "gelu f16").collect();
+    assert_eq!(names(&report), others);
+
+    // Stopped after the first pieces, in the middle of a line.
+    let text = lines();
+    let third = text.match_indices("{\"begin\"").nth(3).unwrap().0;
+    std::fs::write(dir.path().join("out.jsonl"), &text[..third + 10]).unwrap();
+    assert!(check(&["--resume"]).status.success());
+    assert_eq!(names(&saved()), names(&whole));
+    // No time: nothing is done, and the report says what is left.
+    assert!(check(&["--minutes", "0"]).status.success());
+    assert!(saved()["checks"].as_array().unwrap().is_empty());
+    assert!(!saved()["not_reached"].as_array().unwrap().is_empty());
+    // Lines of something else, and names of nothing.
+    std::fs::write(dir.path().join("out.jsonl"), "{}\n").unwrap();
+    fails(&check(&["--resume"]), &["out.jsonl", "--resume"]);
+    let words = ["gpu-check", "--device", "cpu", "--quick", "--only", "no such thing"];
+    fails(&performer(dir.path(), &words), &["no such thing"]);
+}
+
+#[test]
 fn completions_and_manual_print() {
     let dir = tempfile::tempdir().unwrap();
     for args in [

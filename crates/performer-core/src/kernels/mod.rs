@@ -29,6 +29,8 @@ pub(crate) mod operation;
 pub(crate) mod rotary;
 mod rows;
 pub(crate) mod softmax;
+#[cfg(any(feature = "cuda", test))]
+mod store;
 pub(crate) mod tiled_cross_entropy;
 mod transpose;
 pub(crate) mod vector;

@@ -1,71 +1,266 @@
 //! This module is the command `performer-lm gpu-check`.
 
-use std::path::PathBuf;
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, ExitStatus},
+    time::{Duration, Instant, SystemTime},
+};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use super::{args::Machine, bench::read_others, output};
 use crate::{
     files,
-    gpu_check::{self, Extent, Report},
+    gpu_check::{About, Extent, Item, Line, Part, Report, State, items, perform},
 };
 
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
   performer-lm gpu-check --device cuda
-  performer-lm gpu-check --device cuda --out h100.json
-  performer-lm gpu-check --device cpu --quick
+  performer-lm gpu-check --device cuda --only-checks --only bf16 --out bf16.json
+  performer-lm gpu-check --device cuda --minutes 8 --out h100.json
+  performer-lm gpu-check --device cuda --resume --out h100.json
   performer-lm gpu-check --device cuda --against torch.json
-
-The last puts PyTorch's FlashAttention beside, as scripts/torch_attention.py timed it on this card:
-
-  python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > torch.json
+  performer-lm gpu-check --device cpu --quick
 
 Every kernel against a reference in f64, timings of attention, a short training run: minutes on a GPU. It fails if a result is
-wrong.")]
+wrong.
+
+Each result is written to a file of lines (h100.jsonl for h100.json) as soon as it is known, and another process does the work. A
+kernel that makes the device fail, or hangs, therefore costs only what was being done: the next process goes on after it.
+--resume goes on after this program was stopped.
+
+--against puts PyTorch's FlashAttention beside, as scripts/torch_attention.py timed it on this card:
+
+  python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > torch.json")]
 pub(super) struct Args {
     /// Small sizes: half a minute on a CPU.
     #[arg(long)]
     quick: bool,
-    /// Leave out timings and training.
-    #[arg(long, conflicts_with = "against")]
+    /// Only the comparisons with the reference.
+    #[arg(long, conflicts_with_all = ["against", "only_timings"])]
     only_checks: bool,
+    /// Only the timings of attention.
+    #[arg(long)]
+    only_timings: bool,
+    /// Only what has this text in its name, such as `bf16` or `favor, 4096 tokens`; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
+    /// Stop beginning new work after this many minutes; what is left is listed.
+    #[arg(long, value_name = "N")]
+    minutes: Option<f64>,
+    /// The most seconds that one piece of work may take before its process is ended.
+    #[arg(long, value_name = "N", default_value_t = 240)]
+    patience: u64,
+    /// Go on from the lines of a check that was stopped.
+    #[arg(long)]
+    resume: bool,
     /// Measurements of scripts/torch_attention.py to put beside ours.
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
-    /// File for the results as JSON.
+    /// File for the results as JSON; the lines go beside it.
     #[arg(long, default_value = "gpu-check.json")]
     out: PathBuf,
     /// Print the results as JSON.
     #[arg(long)]
     json: bool,
+    /// Do the work for as many seconds and add it to the lines: this program starts processes of itself with it.
+    #[arg(long, hide = true, value_name = "SECONDS")]
+    work: Option<f64>,
+    /// Name an item whose process is ended in its middle, to test that nothing else is lost.
+    #[arg(long, hide = true, value_name = "TEXT")]
+    crash: Option<String>,
+}
+
+impl Args {
+    fn extent(&self) -> Extent {
+        if self.quick { Extent::Quick } else { Extent::Full }
+    }
+
+    fn lines(&self) -> PathBuf {
+        self.out.with_extension("jsonl")
+    }
+
+    fn wants(&self, item: &Item) -> bool {
+        let part = match item.part {
+            Part::Checks => !self.only_timings,
+            Part::Timings => !self.only_checks,
+            Part::Training => !self.only_checks && !self.only_timings,
+        };
+        part && (self.only.is_empty() || self.only.iter().any(|text| item.name.contains(text)))
+    }
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
-    let extent = if args.quick { Extent::Quick } else { Extent::Full };
-    if machine.device.is_cpu() && extent == Extent::Full {
+    let about = About::new(&machine.device, args.extent());
+    let mut items = items(&machine.device, args.extent());
+    items.retain(|item| args.wants(item));
+    if items.is_empty() {
+        bail!("nothing has a name with {}", args.only.join(" or "));
+    }
+    if let Some(seconds) = args.work {
+        return work(&args, seconds, machine, &items);
+    }
+    if machine.device.is_cpu() && args.extent() == Extent::Full {
         output::note("there is no GPU here: the CPU takes long for these sizes (--quick for small ones)");
     }
     let pytorch = args.against.as_deref().map(read_others).transpose()?;
-    let report = gpu_check::run(&machine.device, extent, args.only_checks, pytorch.as_ref(), output::note)?;
+    let path = args.lines();
+    begin(&path, &about, args.resume)?;
+    oversee(&args, &path, &items)?;
+
+    let report = Report::of(about, &read_lines(&path)?, &items, pytorch.as_ref());
     if let Some(path) = &args.against
         && report.speed.iter().all(|s| s.pytorch_milliseconds.is_none())
     {
         output::note(&format!("{} has none of the sizes that were timed: see --help", path.display()));
     }
     files::write_json(&args.out, &report)?;
-    output::note(&format!("saved {}", args.out.display()));
+    output::note(&format!("saved {}, and each result as a line in {}", args.out.display(), path.display()));
     if args.json {
         output::json(&report)?
     } else {
         output::result(&tables(&report))?
     }
     let failed = report.checks.iter().filter(|c| !c.passed).count();
-    if failed > 0 {
-        bail!("{failed} of {} checks failed on {}", report.checks.len(), report.device);
+    if failed > 0 || !report.lost.is_empty() {
+        let lost = report.lost.len();
+        bail!(
+            "{failed} of {} checks failed and {lost} pieces of work were lost on {}",
+            report.checks.len(),
+            report.device
+        );
     }
     Ok(())
+}
+
+/// Starts the file of lines, or makes sure that it can be gone on with.
+fn begin(path: &Path, about: &About, resume: bool) -> Result<()> {
+    if !resume {
+        let mut line = serde_json::to_vec(&Line::About(about.clone()))?;
+        line.push(b'\n');
+        return files::write(path, &line);
+    }
+    match read_lines(path)?.first() {
+        Some(Line::About(before)) if before == about => Ok(()),
+        Some(Line::About(before)) => bail!(
+            "{} is of another check ({} on {}, {:?}; here {} on {}, {:?}): leave out --resume to begin anew",
+            path.display(),
+            before.revision,
+            before.device,
+            before.extent,
+            about.revision,
+            about.device,
+            about.extent
+        ),
+        _ => bail!("{} does not begin as a check's lines do: leave out --resume to begin anew", path.display()),
+    }
+}
+
+/// Reads the lines that are whole. The last may not be, where a process was ended while it wrote.
+fn read_lines(path: &Path) -> Result<Vec<Line>> {
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && line.trim() != "");
+    // A line that was cut off has the next process's first line behind it.
+    Ok(whole.filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+fn add_line(path: &Path, line: &Line) -> Result<()> {
+    let mut text = serde_json::to_vec(line)?;
+    text.push(b'\n');
+    let added = fs::File::options().append(true).open(path).and_then(|mut file| file.write_all(&text));
+    added.with_context(|| format!("cannot write {}: check free space and permissions", path.display()))
+}
+
+/// Starts processes that do the work until nothing is left, or time is up.
+fn oversee(args: &Args, path: &Path, items: &[Item]) -> Result<()> {
+    let started = Instant::now();
+    let time = args.minutes.map(|minutes| Duration::from_secs_f64(minutes.clamp(0.0, 1e6) * 60.0));
+    loop {
+        let before = State::of(&read_lines(path)?);
+        let left = time.map(|time| time.saturating_sub(started.elapsed()));
+        if items.iter().all(|item| before.done.contains(&item.name)) || left.is_some_and(|left| left.is_zero()) {
+            return Ok(());
+        }
+        let ended = watch(worker(left)?, path, Duration::from_secs(args.patience))?;
+        let after = State::of(&read_lines(path)?);
+        match (after.running, ended) {
+            (None, Ended::Itself(status)) if status.success() => return Ok(()),
+            (Some(item), ended) => {
+                let because = ended.to_string();
+                output::note(&format!("lost: {item}: {because}; going on after it"));
+                // A line that was cut off ends here.
+                fs::File::options().append(true).open(path).and_then(|mut file| file.write_all(b"\n"))?;
+                add_line(path, &Line::Lost { item, because })?;
+            }
+            // Nothing had begun.
+            (None, ended) if after.done.len() == before.done.len() => bail!("the process that does the work {ended}"),
+            (None, _) => {}
+        }
+    }
+}
+
+/// Starts a process that does what is left.
+fn worker(left: Option<Duration>) -> Result<std::process::Child> {
+    let program = std::env::current_exe().context("cannot find this program's own file")?;
+    let mut command = Command::new(program);
+    let seconds = left.map_or(f64::INFINITY, |left| left.as_secs_f64());
+    command.args(std::env::args_os().skip(1)).args(["--work", &seconds.to_string()]);
+    command.stdin(std::process::Stdio::null()).spawn().context("cannot start another process of this program")
+}
+
+/// How a process came to its end.
+enum Ended {
+    Itself(ExitStatus),
+    TookTooLong(Duration),
+}
+
+impl std::fmt::Display for Ended {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        match self {
+            Self::Itself(status) => write!(f, "ended with {status}"),
+            Self::TookTooLong(time) => write!(f, "was ended after {} s (--patience)", time.as_secs()),
+        }
+    }
+}
+
+/// Waits for a process, and ends it if it adds no line for longer than `patience`.
+fn watch(mut process: std::process::Child, path: &Path, patience: Duration) -> Result<Ended> {
+    let started = SystemTime::now();
+    loop {
+        if let Some(status) = process.try_wait()? {
+            return Ok(Ended::Itself(status));
+        }
+        let last = fs::metadata(path).and_then(|about| about.modified()).unwrap_or(started).max(started);
+        if last.elapsed().is_ok_and(|silent| silent > patience) {
+            process.kill()?;
+            process.wait()?;
+            return Ok(Ended::TookTooLong(patience));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Does what is left, and adds it to the lines.
+fn work(args: &Args, seconds: f64, machine: &Machine, items: &[Item]) -> Result<()> {
+    let path = args.lines();
+    let done = State::of(&read_lines(&path)?).done;
+    let left = items.iter().filter(|item| !done.contains(&item.name));
+    let started = Instant::now();
+    let stop = || started.elapsed().as_secs_f64() > seconds;
+    perform(left, &machine.device, stop, |line| {
+        add_line(&path, line)?;
+        if let Line::Begin { item } = line {
+            output::note(item);
+            if args.crash.as_ref().is_some_and(|text| item.contains(text)) {
+                std::process::abort();
+            }
+        }
+        Ok(())
+    })
 }
 
 fn tables(report: &Report) -> String {
@@ -126,12 +321,18 @@ fn tables(report: &Report) -> String {
         "times as fast",
         "MiB",
     ];
-    if report.speed.is_empty() && report.training.is_empty() && report.skipped.is_empty() {
-        return text;
+    for (what, all) in [("lost", &report.lost), ("skipped", &report.skipped), ("not reached", &report.not_reached)] {
+        for one in all {
+            text += &format!("\n{what}: {one}");
+        }
+        text += if all.is_empty() { "" } else { "\n" };
     }
-    text += &format!("\n{}\n", output::table(&header, &speed));
-    for skipped in &report.skipped {
-        text += &format!("\nskipped: {skipped}\n");
+    if !speed.is_empty() {
+        text += &format!("\n{}\n", output::table(&header, &speed));
     }
-    text + &format!("\n{}", output::table(&["training", "parameters", "type", "tokens/s", "val loss"], &training))
+    if !training.is_empty() {
+        let header = ["training", "parameters", "type", "tokens/s", "val loss"];
+        text += &format!("\n{}", output::table(&header, &training));
+    }
+    text
 }

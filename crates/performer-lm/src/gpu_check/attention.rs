@@ -8,7 +8,7 @@ use performer_core::{
     reference::{self, Kernel, Shape},
 };
 
-use super::{Check, Extent, Random, numbers, relative_error, tolerance};
+use super::{Check, Extent, Item, Random, numbers, relative_error, tolerance};
 
 /// A `Case` is one problem; its sizes are no multiples of what kernels take at a time.
 #[derive(Clone, Copy, Debug)]
@@ -94,35 +94,33 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
     all
 }
 
-/// Runs all cases.
-pub(super) fn check(
-    device: &Device,
-    extent: Extent,
-    checks: &mut Vec<Check>,
-    progress: &mut impl FnMut(&str),
-) -> Result<()> {
-    for (i, case) in cases(extent, !device.is_cpu()).into_iter().enumerate() {
-        progress(&case.name());
-        let problem = Problem::new(case, i as u64, device)?;
-        let name = case.name();
-        let tolerance = tolerance(case.dtype);
-        match problem.against_reference() {
-            Ok(errors) => {
-                for (part, error) in errors {
-                    checks.push(Check::of(format!("{name}: {part}"), Ok(error), tolerance));
-                }
+/// Returns an item for each case.
+pub(super) fn items(extent: Extent, gpu: bool) -> Vec<Item> {
+    let item = |(i, case): (usize, Case)| Item::checks(case.name(), move |device| check(case, i as u64, device));
+    cases(extent, gpu).into_iter().enumerate().map(item).collect()
+}
+
+/// Makes all comparisons for a case.
+fn check(case: Case, seed: u64, device: &Device) -> Result<Vec<Check>> {
+    let problem = Problem::new(case, seed, device)?;
+    let (name, tolerance) = (case.name(), tolerance(case.dtype));
+    let mut checks = Vec::new();
+    match problem.against_reference() {
+        Ok(errors) => {
+            for (part, error) in errors {
+                checks.push(Check::of(format!("{name}: {part}"), Ok(error), tolerance));
             }
-            Err(error) => checks.push(Check::of(name.clone(), Err(error), tolerance)),
         }
-        checks.push(Check::of(format!("{name}: q, k 30 times as long"), problem.large_inputs(), tolerance));
-        if case.causal && case.tokens > 1 {
-            checks.push(Check::of(format!("{name}: bits that the future changes"), problem.leak(), 0.0));
-            if !case.masked {
-                checks.push(Check::of(format!("{name}: decoding against one pass"), problem.decoding(), tolerance));
-            }
+        Err(error) => checks.push(Check::of(name.clone(), Err(error), tolerance)),
+    }
+    checks.push(Check::of(format!("{name}: q, k 30 times as long"), problem.large_inputs(), tolerance));
+    if case.causal && case.tokens > 1 {
+        checks.push(Check::of(format!("{name}: bits that the future changes"), problem.leak(), 0.0));
+        if !case.masked {
+            checks.push(Check::of(format!("{name}: decoding against one pass"), problem.decoding(), tolerance));
         }
     }
-    Ok(())
+    Ok(checks)
 }
 
 struct Problem<'a> {
@@ -303,7 +301,9 @@ mod tests {
     #[ignore = "minutes without optimisation; gpu-check --quick has the small cases"]
     fn all_cases_pass_on_the_cpu() -> Result<()> {
         let mut checks = Vec::new();
-        check(&Device::Cpu, Extent::Full, &mut checks, &mut |_: &str| ())?;
+        for (i, case) in cases(Extent::Full, false).into_iter().enumerate() {
+            checks.extend(check(case, i as u64, &Device::Cpu)?);
+        }
         let failed: Vec<&Check> = checks.iter().filter(|c| !c.passed).collect();
         assert!(failed.is_empty(), "{failed:#?}");
         Ok(())

@@ -1,8 +1,14 @@
 //! This module checks whether this machine's GPU computes correct results, and measures how fast:
 //! it compares every kernel with a reference in f64, then takes timings, then trains briefly with
 //! either attention. It needs nothing but the program, and runs on the CPU too.
+//!
+//! The work is a list of [`Item`]s. [`perform`] does them one after the other and gives each result
+//! away as a [`Line`] as soon as it is known, so that nothing is lost when a kernel makes the device
+//! or the process fail: what is missing is done by another process, and [`Report::of`] puts
+//! the lines of all processes together.
 
 mod attention;
+mod lines;
 mod parts;
 mod speed;
 mod training;
@@ -17,10 +23,9 @@ use rand_chacha::{
 };
 use serde::{Deserialize, Serialize};
 
+pub use lines::{About, Line, Report, State};
 pub use speed::{Speed, Work};
 pub use training::Training;
-
-use crate::{bench::attention::Others, device::describe, machine::Machine, train::git_revision};
 
 /// A `Check` is one comparison with a reference.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -39,31 +44,9 @@ pub struct Check {
     pub because: Option<String>,
 }
 
-/// A `Report` holds all results.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
-    /// Name of the GPU, or `cpu`.
-    pub device: String,
-    /// The machine that has the device.
-    pub machine: Machine,
-    /// Revision of this program.
-    pub revision: String,
-    /// Whether every check passed.
-    pub passed: bool,
-    /// The comparisons with references.
-    pub checks: Vec<Check>,
-    /// The timings of attention.
-    pub speed: Vec<Speed>,
-    /// The training runs.
-    pub training: Vec<Training>,
-    /// What could not be timed, and why, for instance for lack of memory.
-    pub skipped: Vec<String>,
-    /// Seconds that all of it took.
-    pub seconds: f64,
-}
-
 /// An `Extent` says how much is checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Extent {
     /// Small sizes, which take half a minute on a CPU.
     Quick,
@@ -71,50 +54,96 @@ pub enum Extent {
     Full,
 }
 
-/// Runs everything, or only the comparisons with references if `only_checks`; `progress` is called
-/// with what comes next. PyTorch's times, if given, are put beside ours.
+/// A `Part` is a kind of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Comparisons with a reference.
+    Checks,
+    /// Timings of attention.
+    Timings,
+    /// Training runs.
+    Training,
+}
+
+/// An `Item` is a piece of work that is done whole or not at all.
+pub struct Item {
+    /// What is done, which no other item says.
+    pub name: String,
+    /// The kind of work.
+    pub part: Part,
+    work: Perform,
+}
+
+type Perform = Box<dyn Fn(&Device) -> Result<Vec<Line>>>;
+
+impl Item {
+    fn new(part: Part, name: impl Into<String>, work: impl Fn(&Device) -> Result<Vec<Line>> + 'static) -> Self {
+        Self { name: name.into(), part, work: Box::new(work) }
+    }
+
+    fn checks(name: impl Into<String>, work: impl Fn(&Device) -> Result<Vec<Check>> + 'static) -> Self {
+        let work = move |device: &Device| {
+            poison(true);
+            let checks = work(device);
+            poison(false);
+            Ok(checks?.into_iter().map(Line::Check).collect())
+        };
+        Self::new(Part::Checks, name, work)
+    }
+}
+
+/// Returns everything that there is to do on a device, in order: what needs little time comes first.
+pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
+    let mut items = attention::items(extent, !device.is_cpu());
+    items.extend(parts::items());
+    #[cfg(feature = "metal")]
+    items.push(Item::checks("Metal's own kernel", |_| {
+        let failure = performer_core::kernels::metal::failure().map(anyhow::Error::msg);
+        Ok(vec![Check::of("Metal's own kernel".to_string(), failure.map_or(Ok(0.0), Err), 0.0)])
+    }));
+    items.extend(speed::items(device, extent));
+    items.extend(training::items(extent));
+    items
+}
+
+/// Does the items one after the other, until all are done or `stop` returns true, and gives every
+/// line to `write` as soon as it is known. An item that fails is a line too.
 ///
 /// # Errors
-/// If a part cannot run at all. A wrong result is no error: it is in the report.
-pub fn run(
+/// If the device no longer answers, as after a kernel that read memory that is not its own: nothing
+/// works then until the process ends, and another process must go on. Or if `write` fails.
+pub fn perform<'a>(
+    items: impl IntoIterator<Item = &'a Item>,
     device: &Device,
-    extent: Extent,
-    only_checks: bool,
-    pytorch: Option<&Others>,
-    mut progress: impl FnMut(&str),
-) -> Result<Report> {
-    let started = Instant::now();
-    let mut checks = Vec::new();
-    poison(true);
-    progress("attention against the reference");
-    attention::check(device, extent, &mut checks, &mut progress)?;
-    progress("the other operations against f64");
-    parts::check(device, &mut checks);
-    #[cfg(feature = "metal")]
-    if let Some(because) = performer_core::kernels::metal::failure() {
-        checks.push(Check::of("Metal's own kernel".to_string(), Err(anyhow::Error::msg(because)), 0.0));
-    }
-    poison(false);
-    let (mut speed, mut training, mut skipped) = (Vec::new(), Vec::new(), Vec::new());
-    if !only_checks {
-        progress("timing attention");
-        speed = speed::run(device, extent, &mut skipped, &mut progress)?;
-        if let Some(pytorch) = pytorch {
-            speed.iter_mut().for_each(|speed| speed.set_beside(pytorch));
+    stop: impl Fn() -> bool,
+    mut write: impl FnMut(&Line) -> Result<()>,
+) -> Result<()> {
+    for item in items {
+        if stop() {
+            break;
         }
-        training = training::run(device, extent, &mut skipped, &mut progress)?;
+        write(&Line::Begin { item: item.name.clone() })?;
+        let started = Instant::now();
+        let lines = (item.work)(device).unwrap_or_else(|error| {
+            let (what, because) = (item.name.clone(), first_line(&error));
+            vec![match item.part {
+                Part::Checks => {
+                    Line::Check(Check { what, error: None, tolerance: 0.0, passed: false, because: Some(because) })
+                }
+                Part::Timings | Part::Training => Line::Skipped { what, because },
+            }]
+        });
+        for line in &lines {
+            write(line)?;
+        }
+        if let Err(error) = device.synchronize() {
+            let error = anyhow::Error::new(error).context("the device failed");
+            write(&Line::Lost { item: item.name.clone(), because: first_line(&error) })?;
+            return Err(error.context(item.name.clone()));
+        }
+        write(&Line::End { item: item.name.clone(), seconds: started.elapsed().as_secs_f64() })?;
     }
-    Ok(Report {
-        device: describe(device),
-        machine: Machine::with(device),
-        revision: git_revision().to_string(),
-        passed: checks.iter().all(|c| c.passed),
-        checks,
-        speed,
-        training,
-        skipped,
-        seconds: started.elapsed().as_secs_f64(),
-    })
+    Ok(())
 }
 
 /// Sets whether outputs on CUDA are filled with NaN before kernels write them.
@@ -123,11 +152,6 @@ fn poison(on: bool) {
     performer_core::kernels::cuda::poison_outputs(on);
     #[cfg(not(feature = "cuda"))]
     let _ = on;
-}
-
-/// Returns the result, or adds a line to `skipped`.
-fn unless_skipped<T>(what: &str, result: Result<T>, skipped: &mut Vec<String>) -> Option<T> {
-    result.map_err(|error| skipped.push(format!("{what}: {}", first_line(&error)))).ok()
 }
 
 /// Returns an error with its causes, without the backtrace that Candle adds.

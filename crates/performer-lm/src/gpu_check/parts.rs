@@ -5,36 +5,47 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{Rotary, ops};
 
-use super::{Check, Random, numbers, relative_error, tolerance};
+use super::{Check, Item, Random, numbers, relative_error, tolerance};
 use crate::train::{AdamW, AdamWConfig, Gradients};
 
-/// Runs all operations in every type.
-pub(super) fn check(device: &Device, checks: &mut Vec<Check>) {
+/// An operation and the shapes of its inputs.
+type Operation = (&'static str, &'static [&'static [usize]], fn(&[Tensor]) -> candle_core::Result<Tensor>);
+
+const OPERATIONS: &[Operation] = &[
+    ("layer norm", &[&[3, 37, 72], &[72], &[72]], |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5)),
+    ("rms norm", &[&[1100, 288], &[288]], |t| ops::rms_norm(&t[0], &t[1], 1e-5)),
+    ("linear with bias", &[&[5, 9, 24], &[40, 24], &[40]], |t| ops::linear(&t[0], &t[1], Some(&t[2]))),
+    ("gelu", &[&[7, 333]], |t| ops::gelu(&t[0])),
+    ("swiglu", &[&[7, 333], &[7, 333]], |t| ops::swiglu(&t[0], &t[1])),
+    ("embedding", &[&[50, 24]], |t| {
+        let ids: Vec<u32> = (0..700).map(|i| i * 31 % 47).collect();
+        ops::embedding(&t[0], &Tensor::from_vec(ids, (7, 100), t[0].device())?)
+    }),
+    ("rotary", &[&[2, 50, 3, 16]], |t| Rotary::new(16, 80, 1e4, t[0].device())?.apply(&t[0].transpose(1, 2)?, 7)),
+    ("cross-entropy", &[&[65, 20], &[2100, 20]], |t| {
+        let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2100).collect();
+        // The logits are of order one, as language models have them: in bf16 their error is 1/256
+        // of their size.
+        ops::linear_cross_entropy(&t[0], &(&t[1] * 0.2)?, &targets[..].into())
+    }),
+];
+
+/// Returns an item for each operation in each type, and one for the optimiser.
+pub(super) fn items() -> Vec<Item> {
+    let mut items = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        let mut compare = |what: &str, shapes: &[&[usize]], op: &dyn Fn(&[Tensor]) -> candle_core::Result<Tensor>| {
+        for &(what, shapes, op) in OPERATIONS {
             let name = format!("{what} {}", format!("{dtype:?}").to_lowercase());
-            checks.push(Check::of(name, compare(device, dtype, shapes, op), tolerance(dtype)));
-        };
-        compare("layer norm", &[&[3, 37, 72], &[72], &[72]], &|t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5));
-        compare("rms norm", &[&[1100, 288], &[288]], &|t| ops::rms_norm(&t[0], &t[1], 1e-5));
-        compare("linear with bias", &[&[5, 9, 24], &[40, 24], &[40]], &|t| ops::linear(&t[0], &t[1], Some(&t[2])));
-        compare("gelu", &[&[7, 333]], &|t| ops::gelu(&t[0]));
-        compare("swiglu", &[&[7, 333], &[7, 333]], &|t| ops::swiglu(&t[0], &t[1]));
-        compare("embedding", &[&[50, 24]], &|t| {
-            let ids: Vec<u32> = (0..700).map(|i| i * 31 % 47).collect();
-            ops::embedding(&t[0], &Tensor::from_vec(ids, (7, 100), t[0].device())?)
-        });
-        compare("rotary", &[&[2, 50, 3, 16]], &|t| {
-            Rotary::new(16, 80, 1e4, t[0].device())?.apply(&t[0].transpose(1, 2)?, 7)
-        });
-        compare("cross-entropy", &[&[65, 20], &[2100, 20]], &|t| {
-            let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2100).collect();
-            // The logits are of order one, as language models have them: in bf16 their error is
-            // 1/256 of their size.
-            ops::linear_cross_entropy(&t[0], &(&t[1] * 0.2)?, &targets[..].into())
-        });
+            items.push(one(name, tolerance(dtype), move |device| compare(device, dtype, shapes, &op)));
+        }
     }
-    checks.push(Check::of("AdamW, five steps".into(), adamw(device), tolerance(DType::F32)));
+    items.push(one("AdamW, five steps".into(), tolerance(DType::F32), adamw));
+    items
+}
+
+/// Returns an item of one comparison, which has the item's name.
+fn one(name: String, tolerance: f64, error: impl Fn(&Device) -> Result<f64> + 'static) -> Item {
+    Item::checks(name.clone(), move |device| Ok(vec![Check::of(name.clone(), error(device), tolerance)]))
 }
 
 /// Returns the largest error of an operation's output and its gradients.

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State};
 use serde::{Deserialize, Serialize};
 
-use super::{Extent, unless_skipped};
+use super::{Extent, Item, Line, Part};
 use crate::bench::attention::Others;
 
 /// `Work` says what was timed.
@@ -63,87 +63,109 @@ const LARGEST: usize = 1 << 28;
 /// Bytes of inputs that are used before any is used again: more than second-level caches hold.
 const ROUND: usize = 256 << 20;
 
-pub(super) fn run(
-    device: &Device,
-    extent: Extent,
-    skipped: &mut Vec<String>,
-    progress: &mut impl FnMut(&str),
-) -> Result<Vec<Speed>> {
-    let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
+/// Returns an item for each timing.
+pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
+    let cpu = device.is_cpu();
     let (heads, lengths, contexts) = match extent {
         Extent::Quick => (2, &[128, 256][..], &[500][..]),
         Extent::Full => (64, &[512, 1024, 2048, 4096, 8192, 16384][..], &[1_000, 16_000, 64_000][..]),
     };
-    let bench = Bench { device, dtype, heads, round: if device.is_cpu() { 0 } else { ROUND } };
-    let favor =
-        || Favor::new(&FavorConfig { features: FEATURES, ..FavorConfig::default() }, HEAD_DIM, 1, DType::F32, device);
-    let mut all = Vec::new();
+    let bench = move |device: &Device, heads: usize| Bench {
+        device: device.clone(),
+        dtype: if cpu { DType::F32 } else { DType::BF16 },
+        heads,
+        round: if cpu { 0 } else { ROUND },
+    };
+    let mut items = Vec::new();
     // One long sequence comes first, while the device's memory is almost empty.
-    if extent == Extent::Full && !device.is_cpu() {
-        let long = Bench { heads: 8, round: 0, ..bench };
-        let free = free_memory(device);
-        let what = "favor, a million tokens";
-        progress(what);
-        let speed = long.pass("favor", Some(FEATURES), &favor()?, 1 << 20, Work::Both);
-        // Memory that was used stays with the program, so the loss of free memory is the most in
-        // use.
-        let used = free.zip(free_memory(device)).map(|(before, after)| (before.saturating_sub(after) >> 20) as u64);
-        all.extend(unless_skipped(what, speed, skipped).map(|speed| Speed { memory_mib: used, ..speed }));
+    if extent == Extent::Full && !cpu {
+        items.push(Item::new(Part::Timings, "favor, a million tokens", move |device| {
+            let free = free_memory(device);
+            let long = Bench { round: 0, ..bench(device, 8) };
+            let speed = long.pass(Timed::Favor, 1 << 20, Work::Both)?;
+            // Memory that was used stays with the program, so the loss of free memory is the most
+            // in use.
+            let used = free.zip(free_memory(device)).map(|(before, after)| (before.saturating_sub(after) >> 20) as u64);
+            Ok(vec![Line::Speed(Speed { memory_mib: used, ..speed })])
+        }));
     }
-    for &tokens in lengths {
-        let scores = heads * tokens * tokens;
-        let features = heads * tokens * 2 * FEATURES;
-        let mut attentions: Vec<(&str, Option<usize>, Box<dyn Attention>)> =
-            vec![("favor", Some(FEATURES), Box::new(favor()?)), ("softmax", None, Box::new(Softmax::new()))];
-        if features <= LARGEST {
-            attentions.push(("favor composed", Some(FEATURES), Box::new(favor()?.composed())));
-        }
-        if scores <= LARGEST {
-            attentions.push(("softmax composed", None, Box::new(Softmax::new().composed())));
-        }
-        for (name, features, attention) in attentions {
-            for work in [Work::Forward, Work::Both] {
-                let what = format!("{name}, {tokens} tokens, {work:?}");
-                progress(&what);
-                all.extend(unless_skipped(&what, bench.pass(name, features, &*attention, tokens, work), skipped));
+    for work in [Work::Forward, Work::Both] {
+        for &tokens in lengths {
+            for timed in [Timed::Favor, Timed::Softmax, Timed::FavorComposed, Timed::SoftmaxComposed] {
+                let largest = match timed {
+                    Timed::FavorComposed => heads * tokens * 2 * FEATURES,
+                    Timed::SoftmaxComposed => heads * tokens * tokens,
+                    Timed::Favor | Timed::Softmax => 0,
+                };
+                if largest <= LARGEST {
+                    let name = format!("{}, {tokens} tokens, {}", timed.name(), format!("{work:?}").to_lowercase());
+                    items.push(Item::new(Part::Timings, name, move |device| {
+                        Ok(vec![Line::Speed(bench(device, heads).pass(timed, tokens, work)?)])
+                    }));
+                }
             }
         }
     }
     for &context in contexts {
-        for (name, features, attention) in [
-            ("favor", Some(FEATURES), Box::new(favor()?) as Box<dyn Attention>),
-            ("softmax", None, Box::new(Softmax::new())),
-        ] {
-            let what = format!("{name}, decoding after {context} tokens");
-            progress(&what);
-            let speed = Bench { heads: 8.min(heads), ..bench }.decode(name, features, &*attention, context);
-            all.extend(unless_skipped(&what, speed, skipped));
+        for timed in [Timed::Favor, Timed::Softmax] {
+            let name = format!("{}, decoding after {context} tokens", timed.name());
+            items.push(Item::new(Part::Timings, name, move |device| {
+                Ok(vec![Line::Speed(bench(device, 8.min(heads)).decode(timed, context)?)])
+            }));
         }
     }
-    Ok(all)
+    items
 }
 
-#[derive(Clone, Copy)]
-struct Bench<'a> {
-    device: &'a Device,
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Timed {
+    Favor,
+    Softmax,
+    FavorComposed,
+    SoftmaxComposed,
+}
+
+impl Timed {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Favor => "favor",
+            Self::Softmax => "softmax",
+            Self::FavorComposed => "favor composed",
+            Self::SoftmaxComposed => "softmax composed",
+        }
+    }
+
+    fn features(self) -> Option<usize> {
+        matches!(self, Self::Favor | Self::FavorComposed).then_some(FEATURES)
+    }
+
+    fn build(self, device: &Device) -> Result<Box<dyn Attention>> {
+        let config = FavorConfig { features: FEATURES, ..FavorConfig::default() };
+        let favor = || Favor::new(&config, HEAD_DIM, 1, DType::F32, device);
+        Ok(match self {
+            Self::Favor => Box::new(favor()?),
+            Self::FavorComposed => Box::new(favor()?.composed()),
+            Self::Softmax => Box::new(Softmax::new()),
+            Self::SoftmaxComposed => Box::new(Softmax::new().composed()),
+        })
+    }
+}
+
+struct Bench {
+    device: Device,
     dtype: DType,
     heads: usize,
     round: usize,
 }
 
-impl Bench<'_> {
+impl Bench {
     fn random(&self, tokens: usize) -> candle_core::Result<Tensor> {
-        Tensor::randn(0f32, 1.0, (1, self.heads, tokens, HEAD_DIM), self.device)?.to_dtype(self.dtype)
+        Tensor::randn(0f32, 1.0, (1, self.heads, tokens, HEAD_DIM), &self.device)?.to_dtype(self.dtype)
     }
 
-    fn pass(
-        &self,
-        name: &str,
-        features: Option<usize>,
-        attention: &dyn Attention,
-        tokens: usize,
-        work: Work,
-    ) -> Result<Speed> {
+    fn pass(&self, timed: Timed, tokens: usize, work: Work) -> Result<Speed> {
+        let attention = timed.build(&self.device)?;
         let bytes = 3 * self.heads * tokens * HEAD_DIM * self.dtype.size_in_bytes();
         let sets = (0..(self.round / bytes).clamp(1, 64))
             .map(|_| {
@@ -152,7 +174,7 @@ impl Bench<'_> {
             })
             .collect::<candle_core::Result<Vec<_>>>()?;
         let mut next = 0;
-        let times = time(self.device, || {
+        let times = time(&self.device, || {
             let [q, k, v] = &sets[next % sets.len()];
             next += 1;
             if work == Work::Both {
@@ -163,10 +185,11 @@ impl Bench<'_> {
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
             attention.forward(Inputs::new(&q, &k, &v), &Mask::causal()).map(drop)
         })?;
-        Ok(self.speed(name, features, work, tokens, tokens, times))
+        Ok(self.speed(timed, work, tokens, tokens, times))
     }
 
-    fn decode(&self, name: &str, features: Option<usize>, attention: &dyn Attention, context: usize) -> Result<Speed> {
+    fn decode(&self, timed: Timed, context: usize) -> Result<Speed> {
+        let attention = timed.build(&self.device)?;
         let mut state = State::new();
         for start in (0..context).step_by(4096) {
             let count = 4096.min(context - start);
@@ -174,26 +197,18 @@ impl Bench<'_> {
                 .extend(Inputs::new(&self.random(count)?, &self.random(count)?, &self.random(count)?), &mut state)?;
         }
         let (q, k, v) = (self.random(1)?, self.random(1)?, self.random(1)?);
-        let times = time(self.device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
-        Ok(self.speed(name, features, Work::Decode, context, 1, times))
+        let times = time(&self.device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
+        Ok(self.speed(timed, Work::Decode, context, 1, times))
     }
 
-    fn speed(
-        &self,
-        name: &str,
-        features: Option<usize>,
-        work: Work,
-        tokens: usize,
-        per_pass: usize,
-        [low, median, high]: [f64; 3],
-    ) -> Speed {
+    fn speed(&self, timed: Timed, work: Work, tokens: usize, per_pass: usize, [low, median, high]: [f64; 3]) -> Speed {
         Speed {
-            attention: name.to_string(),
+            attention: timed.name().to_string(),
             work,
             tokens,
             heads: self.heads,
             head_dim: HEAD_DIM,
-            features,
+            features: timed.features(),
             dtype: format!("{:?}", self.dtype).to_lowercase(),
             milliseconds: median * 1e3,
             quartiles: (low * 1e3, high * 1e3),

@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use super::{Extent, unless_skipped};
+use super::{Extent, Item, Line, Part};
 use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, prepare},
@@ -35,12 +35,20 @@ pub struct Training {
     pub val_loss: f64,
 }
 
-pub(super) fn run(
-    device: &Device,
-    extent: Extent,
-    skipped: &mut Vec<String>,
-    progress: &mut impl FnMut(&str),
-) -> Result<Vec<Training>> {
+/// Returns an item for each attention.
+pub(super) fn items(extent: Extent) -> Vec<Item> {
+    ["softmax", "favor:m=128"]
+        .map(|attention| {
+            Item::new(Part::Training, format!("training with {attention}"), move |device| {
+                Ok(vec![Line::Training(run(attention, device, extent)?)])
+            })
+        })
+        .into_iter()
+        .collect()
+}
+
+/// Trains a model with one attention.
+fn run(attention: &str, device: &Device, extent: Extent) -> Result<Training> {
     let (preset, vocabulary, batch, steps) = match extent {
         Extent::Quick => (Preset::Seed, 512, 8, 5),
         Extent::Full => (Preset::Stories15m, 2048, 64, 40),
@@ -48,48 +56,42 @@ pub(super) fn run(
     let (config, training) = preset.load()?;
     let dtype = if device.is_cpu() { Precision::F32 } else { Precision::Bf16 };
     let data = prepare(&DataSpec::Sample, vocabulary, None, &Silent)?;
-    let mut all = Vec::new();
-    for attention in ["softmax", "favor:m=128"] {
-        let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
-        let config = ModelConfig { attention, ..config.clone() };
-        let train = |steps: usize| {
-            let training = TrainingConfig {
-                epochs: steps,
-                max_steps: Some(steps),
-                batch_size: batch,
-                micro_batch: if device.is_cpu() { training.micro_batch.min(batch) } else { batch },
-                dtype,
-                eval_every: 0,
-                save_every: 0,
-                ..training.clone()
-            };
-            let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
-            let options = RunOptions {
-                out: folder.path(),
-                data: "sample",
-                device: device.clone(),
-                threads: 1,
-                stop: &NEVER,
-                samples: false,
-                listener: &Silent,
-            };
-            Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
-        };
-        let what = format!("training with {}", config.attention);
-        progress(&what);
-        // The first steps compile kernels and allocate memory.
-        let result = train(2).and_then(|_| train(steps));
-        let Some(report) = unless_skipped(&what, result, skipped) else { continue };
-        all.push(Training {
-            preset: format!("{preset:?}").to_lowercase(),
-            attention_spec: report.attention_spec,
-            params: report.params,
+    let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
+    let config = ModelConfig { attention, ..config };
+    let train = |steps: usize| {
+        let training = TrainingConfig {
+            epochs: steps,
+            max_steps: Some(steps),
+            batch_size: batch,
+            micro_batch: if device.is_cpu() { training.micro_batch.min(batch) } else { batch },
             dtype,
-            batch: (batch, config.context),
-            steps: report.steps,
-            tokens_per_second: report.tokens_per_second,
-            val_loss: report.val_loss,
-        });
-    }
-    Ok(all)
+            eval_every: 0,
+            save_every: 0,
+            ..training.clone()
+        };
+        let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
+        let options = RunOptions {
+            out: folder.path(),
+            data: "sample",
+            device: device.clone(),
+            threads: 1,
+            stop: &NEVER,
+            samples: false,
+            listener: &Silent,
+        };
+        Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
+    };
+    // The first steps compile kernels and allocate memory.
+    train(2)?;
+    let report = train(steps)?;
+    Ok(Training {
+        preset: format!("{preset:?}").to_lowercase(),
+        attention_spec: report.attention_spec,
+        params: report.params,
+        dtype,
+        batch: (batch, config.context),
+        steps: report.steps,
+        tokens_per_second: report.tokens_per_second,
+        val_loss: report.val_loss,
+    })
 }

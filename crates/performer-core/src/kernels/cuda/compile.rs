@@ -1,4 +1,5 @@
-//! Compiles CUDA sources to machine code with NVRTC, which needs no device.
+//! Compiles CUDA sources to machine code with NVRTC, which needs no device, or finds the machine
+//! code on disk.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int},
@@ -11,6 +12,10 @@ use candle_core::{
 };
 
 use super::Source;
+use crate::kernels::store::{self, Store};
+
+/// The most bytes of compiled kernels that a user's folder keeps; one kernel has 20 to 200 KB.
+const LIMIT: u64 = 256 << 20;
 
 /// `Target` is what NVRTC is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,12 +47,54 @@ impl Target {
     }
 }
 
-/// Compiles a source with macros, each `NAME=VALUE`, for devices of a compute capability.
+/// Returns a source compiled with macros, each `NAME=VALUE`, for devices of a compute capability:
+/// from the folder that came with the program, else from the user's folder, else from NVRTC, and
+/// then it is kept in the user's folder. See [`store::folder`].
 ///
 /// # Errors
-/// The compiler's log, with the source, macros and architecture it is about; or that NVRTC knows no
-/// such device.
-pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Ptx> {
+/// As [`compile`] has them. A folder that cannot be read or written is none.
+pub(super) fn compiled(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Ptx> {
+    let native = Target { arch: capability.0 * 10 + capability.1, native: true };
+    let shipped = store::shipped().map(|folder| Store::new(folder, u64::MAX));
+    if let Some(image) = shipped.and_then(|store| store.get(&shipped_name(source, &options(native, macros)))) {
+        return Ok(Ptx::from_binary(image));
+    }
+    let Some(kept) = store::folder().map(|folder| Store::new(folder, LIMIT)) else {
+        return Ok(compile(source, macros, capability)?.into_ptx());
+    };
+    let version = version()?;
+    let name = name(source, &options(target(capability)?, macros), Some(&version));
+    if let Some(bytes) = kept.get(&name) {
+        return Ok(Image::from_bytes(bytes).into_ptx());
+    }
+    let image = compile(source, macros, capability)?;
+    // Without the folder the next process compiles again, which is slower and no failure.
+    let _ = kept.put(&name, image.bytes());
+    Ok(image.into_ptx())
+}
+
+/// Returns the name of a kernel in a folder that comes with the program. The compiler's version is
+/// no part of it, because the machine that runs the program may have another compiler, or none.
+fn shipped_name(source: &Source, options: &[String]) -> String {
+    name(source, options, None)
+}
+
+/// Returns the name under which a store has a kernel.
+fn name(source: &Source, options: &[String], version: Option<&str>) -> String {
+    let headers = source.headers.iter().flat_map(|&(name, text)| [name, text]);
+    let parts = [source.name, source.text, "headers"].into_iter().chain(headers);
+    let options = ["options"].into_iter().chain(options.iter().map(String::as_str));
+    store::name(parts.chain(options).chain(version))
+}
+
+/// Returns the options for NVRTC.
+fn options(target: Target, macros: &[String]) -> Vec<String> {
+    let macros = macros.iter().map(|m| format!("--define-macro={m}"));
+    [target.option(), "--std=c++17".to_owned()].into_iter().chain(macros).collect()
+}
+
+/// Returns what to compile for devices of a compute capability.
+fn target(capability: (i32, i32)) -> Result<Target> {
     let supported = supported()?;
     let Some(target) = Target::choose(capability, &supported) else {
         bail!(
@@ -56,8 +103,52 @@ pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Re
             capability.1
         );
     };
-    let mut options = vec![target.option(), "--std=c++17".to_owned()];
-    options.extend(macros.iter().map(|m| format!("--define-macro={m}")));
+    Ok(target)
+}
+
+/// An `Image` is what NVRTC makes.
+#[derive(Clone, Debug)]
+pub enum Image {
+    /// Machine code of one architecture.
+    Cubin(Vec<u8>),
+    /// Text that the driver translates.
+    Ptx(String),
+}
+
+impl Image {
+    /// Tells machine code, which is an ELF file, from text.
+    fn from_bytes(bytes: Vec<u8>) -> Self {
+        match String::from_utf8(bytes) {
+            Ok(text) if !text.starts_with("\x7fELF") => Self::Ptx(text),
+            Ok(text) => Self::Cubin(text.into_bytes()),
+            Err(error) => Self::Cubin(error.into_bytes()),
+        }
+    }
+
+    /// The machine code or the text.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Cubin(code) => code,
+            Self::Ptx(text) => text.as_bytes(),
+        }
+    }
+
+    fn into_ptx(self) -> Ptx {
+        match self {
+            Self::Cubin(code) => Ptx::from_binary(code),
+            Self::Ptx(text) => Ptx::from_src(text),
+        }
+    }
+}
+
+/// Compiles a source with macros, each `NAME=VALUE`, for devices of a compute capability.
+///
+/// # Errors
+/// The compiler's log, with the source, macros and architecture it is about; or that NVRTC knows no
+/// such device.
+pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Image> {
+    let target = target(capability)?;
+    let options = options(target, macros);
     let program = Program::new(source)?;
     program.compile(&options).map_err(|(error, log)| {
         // The log becomes one line: that is what programs show of an error.
@@ -67,17 +158,27 @@ pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Re
     program.image(target.native).map_err(|e| Error::msg(format!("{}: NVRTC keeps its result back: {e}", source.name)))
 }
 
+/// Returns NVRTC's version.
+fn version() -> Result<String> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: NVRTC writes two numbers.
+    unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(no_answer)?;
+    Ok(format!("NVRTC {major}.{minor}"))
+}
+
+fn no_answer(error: NvrtcError) -> Error {
+    Error::msg(format!("NVRTC, the compiler of CUDA kernels, does not answer ({error}): is libnvrtc complete?"))
+}
+
 /// Returns the architectures that NVRTC compiles for. This is the first call to NVRTC: if the
 /// libraries do not fit together, it shows here.
 fn supported() -> Result<Vec<i32>> {
-    let failed =
-        |e| Error::msg(format!("NVRTC, the compiler of CUDA kernels, does not answer ({e}): is libnvrtc complete?"));
     let mut count: c_int = 0;
     // SAFETY: NVRTC writes one number, then as many as it said.
     unsafe {
-        sys::nvrtcGetNumSupportedArchs(&mut count).result().map_err(failed)?;
+        sys::nvrtcGetNumSupportedArchs(&mut count).result().map_err(no_answer)?;
         let mut archs = vec![0; count.max(0) as usize];
-        sys::nvrtcGetSupportedArchs(archs.as_mut_ptr()).result().map_err(failed)?;
+        sys::nvrtcGetSupportedArchs(archs.as_mut_ptr()).result().map_err(no_answer)?;
         Ok(archs)
     }
 }
@@ -136,7 +237,7 @@ impl Program {
     }
 
     /// Returns the compiled machine code, or PTX if it is not `native`.
-    fn image(&self, native: bool) -> std::result::Result<Ptx, NvrtcError> {
+    fn image(&self, native: bool) -> std::result::Result<Image, NvrtcError> {
         let mut size = 0;
         // SAFETY: NVRTC says how much it writes.
         unsafe {
@@ -144,13 +245,13 @@ impl Program {
                 sys::nvrtcGetCUBINSize(self.0, &mut size).result()?;
                 let mut image = vec![0u8; size];
                 sys::nvrtcGetCUBIN(self.0, image.as_mut_ptr().cast()).result()?;
-                return Ok(Ptx::from_binary(image));
+                return Ok(Image::Cubin(image));
             }
             sys::nvrtcGetPTXSize(self.0, &mut size).result()?;
             let mut text = vec![0u8; size];
             sys::nvrtcGetPTX(self.0, text.as_mut_ptr().cast()).result()?;
             text.retain(|&byte| byte != 0);
-            Ok(Ptx::from_src(String::from_utf8_lossy(&text)))
+            Ok(Image::Ptx(String::from_utf8_lossy(&text).into_owned()))
         }
     }
 }

@@ -1,5 +1,5 @@
 //! CUDA kernels, compiled when they are first used: NVRTC turns a source, with macros for the
-//! shape, into machine code of the device at hand. So nothing of CUDA is needed to build without
+//! shape, into machine code of the device at hand, which is kept on disk for the next process. So nothing of CUDA is needed to build without
 //! the feature, and no shape that is not used is ever compiled.
 //!
 //! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none
@@ -40,7 +40,7 @@ use cudarc::driver::{
     sys::{CUdevice_attribute, CUfunction_attribute_enum},
 };
 
-pub use compile::compile;
+pub use compile::{Image, compile};
 use memory::on_slice;
 pub use memory::{allocate, free_memory, keep_memory, poison_outputs, synchronize};
 pub use stopwatch::Stopwatch;
@@ -141,7 +141,7 @@ impl Source {
         let (loaded, functions) = match cache.entry((device.id(), module.clone())) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(vacant) => {
-                let image = compile(self, &macros, capability(device)?)?;
+                let image = compile::compiled(self, &macros, capability(device)?)?;
                 let loaded =
                     device.cuda_stream().context().load_module(image).map_err(|e| context("cannot be loaded", &e))?;
                 vacant.insert((loaded, HashMap::new()))

@@ -1,0 +1,219 @@
+//! Compiled kernels on disk: a compiler's result is kept in a folder, so that the next process that
+//! asks for the same kernel reads it instead of waiting for the compiler.
+//!
+//! A file is named by the digest of everything that its contents depend on, and begins with the
+//! digest of its contents. A file that is damaged is therefore ignored and written anew. Files are
+//! written beside their place and then renamed, so that processes that share a folder never read
+//! half a file.
+
+use std::{
+    ffi::OsString,
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+    time::SystemTime,
+};
+
+/// The bytes of a digest.
+const DIGEST: usize = blake3::OUT_LEN;
+
+/// A `Store` is a folder of compiled kernels.
+#[derive(Clone, Debug)]
+pub(super) struct Store {
+    folder: PathBuf,
+    /// The most bytes that all files may have together.
+    limit: u64,
+}
+
+/// Returns the name of the kernel that `parts` describe. The same parts in the same order give the
+/// same name; the length of each part is a part of the name too, so no two lists are confused.
+pub(super) fn name<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
+    let mut digest = blake3::Hasher::new();
+    for part in parts {
+        digest.update(&(part.len() as u64).to_le_bytes());
+        digest.update(part.as_bytes());
+    }
+    digest.finalize().to_hex()[..40].to_string()
+}
+
+impl Store {
+    /// Describes the store in `folder`, which is made when the first kernel is kept.
+    pub(super) fn new(folder: impl Into<PathBuf>, limit: u64) -> Self {
+        Self { folder: folder.into(), limit }
+    }
+
+    /// Returns the kernel of a name, if the store has it whole.
+    pub(super) fn get(&self, name: &str) -> Option<Vec<u8>> {
+        let path = self.folder.join(name);
+        let mut bytes = fs::read(&path).ok().filter(|bytes| bytes.len() > DIGEST)?;
+        let contents = bytes.split_off(DIGEST);
+        if blake3::hash(&contents).as_bytes()[..] != bytes[..] {
+            return None;
+        }
+        // The files that were used longest ago are the ones that go. Where the folder is
+        // read-only, nothing goes either.
+        let _ = fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
+        Some(contents)
+    }
+
+    /// Keeps a kernel under a name, and removes those that were used longest ago while all
+    /// together are larger than the limit.
+    ///
+    /// # Errors
+    /// If the file cannot be written: the folder is read-only, say, or the disk is full. Nothing is
+    /// left behind then.
+    pub(super) fn put(&self, name: &str, contents: &[u8]) -> io::Result<()> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        fs::create_dir_all(&self.folder)?;
+        let unique = format!("{name}.{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let beside = self.folder.join(unique);
+        let written = fs::File::create(&beside).and_then(|mut file| {
+            file.write_all(blake3::hash(contents).as_bytes())?;
+            file.write_all(contents)?;
+            file.sync_all()
+        });
+        let renamed = written.and_then(|()| fs::rename(&beside, self.folder.join(name)));
+        if renamed.is_err() {
+            let _ = fs::remove_file(&beside);
+        }
+        renamed?;
+        self.shrink(name)
+    }
+
+    /// Removes the files that were used longest ago, but not `newest`, until the limit holds.
+    fn shrink(&self, newest: &str) -> io::Result<()> {
+        let mut files: Vec<(SystemTime, u64, OsString)> = fs::read_dir(&self.folder)?
+            .filter_map(|entry| {
+                let entry = entry.ok()?;
+                let about = entry.metadata().ok()?;
+                Some((about.modified().ok()?, about.len(), entry.file_name()))
+            })
+            .collect();
+        let mut all: u64 = files.iter().map(|(_, size, _)| size).sum();
+        files.sort();
+        for (_, size, name) in files {
+            if all <= self.limit {
+                break;
+            }
+            if name != newest {
+                // Another process may have been faster.
+                let _ = fs::remove_file(self.folder.join(name));
+                all -= size;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the folder for compiled kernels: `$PERFORMER_KERNELS`, or `performer/kernels` in the
+/// user's folder for caches. An empty variable turns the store off.
+pub(super) fn folder() -> Option<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    if let Some(folder) = variable("PERFORMER_KERNELS") {
+        return Some(folder).filter(|folder| !folder.as_os_str().is_empty());
+    }
+    let absolute = |path: PathBuf| path.is_absolute().then_some(path);
+    let caches = variable("XDG_CACHE_HOME")
+        .and_then(absolute)
+        .or_else(|| variable("LOCALAPPDATA").and_then(absolute))
+        .or_else(|| Some(variable("HOME").and_then(absolute)?.join(".cache")))?;
+    Some(caches.join("performer").join("kernels"))
+}
+
+/// Returns the folder of kernels that were compiled elsewhere and came with the program: `kernels`
+/// beside it.
+pub(super) fn shipped() -> Option<PathBuf> {
+    let program = std::env::current_exe().ok()?;
+    Some(program.parent()?.join("kernels")).filter(|folder: &PathBuf| Path::is_dir(folder))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("performer-store-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&folder);
+        folder
+    }
+
+    #[test]
+    fn a_kernel_comes_back_and_a_damaged_one_does_not() {
+        let store = Store::new(folder("damaged"), 1 << 20);
+        assert_eq!(store.get("a"), None);
+        store.put("a", b"machine code").unwrap();
+        assert_eq!(store.get("a").as_deref(), Some(&b"machine code"[..]));
+        let path = store.folder.join("a");
+        let whole = fs::read(&path).unwrap();
+        for damaged in [&whole[..whole.len() - 1], &whole[..DIGEST], &[], &[&whole[..], b"x"].concat()] {
+            fs::write(&path, damaged).unwrap();
+            assert_eq!(store.get("a"), None, "{} bytes of {}", damaged.len(), whole.len());
+        }
+        store.put("a", b"again").unwrap();
+        assert_eq!(store.get("a").as_deref(), Some(&b"again"[..]));
+        fs::remove_dir_all(&store.folder).unwrap();
+    }
+
+    #[test]
+    fn what_was_used_longest_ago_goes_first() {
+        let store = Store::new(folder("limit"), 3 * (DIGEST as u64 + 10));
+        let back = |name: &str, seconds: u64| {
+            let time = SystemTime::now() - std::time::Duration::from_secs(seconds);
+            fs::File::options().append(true).open(store.folder.join(name)).unwrap().set_modified(time).unwrap();
+        };
+        for (name, seconds) in [("a", 300), ("b", 200), ("c", 100)] {
+            store.put(name, &[1; 10]).unwrap();
+            back(name, seconds);
+        }
+        // This read makes `b` the oldest.
+        assert!(store.get("a").is_some());
+        store.put("d", &[1; 10]).unwrap();
+        assert!(store.get("b").is_none());
+        for name in ["a", "c", "d"] {
+            assert!(store.get(name).is_some(), "{name}");
+        }
+        // A kernel that is larger than the limit is kept: it was asked for last.
+        store.put("large", &[1; 1000]).unwrap();
+        assert!(store.get("large").is_some() && store.get("a").is_none());
+        fs::remove_dir_all(&store.folder).unwrap();
+    }
+
+    #[test]
+    fn readers_beside_writers_see_whole_kernels_or_none() {
+        let store = Store::new(folder("beside"), 1 << 30);
+        std::thread::scope(|scope| {
+            for writer in 0..4u8 {
+                let store = &store;
+                scope.spawn(move || {
+                    for _ in 0..50 {
+                        store.put("same", &vec![writer; 5000]).unwrap();
+                        let read = store.get("same").unwrap();
+                        assert!(read.len() == 5000 && read.iter().all(|&x| x == read[0]));
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(&store.folder).unwrap().count(), 1, "something was left behind");
+        fs::remove_dir_all(&store.folder).unwrap();
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_an_error() {
+        let folder = folder("file");
+        fs::write(&folder, "a file").unwrap();
+        let store = Store::new(folder.join("kernels"), 1 << 20);
+        assert!(store.put("a", b"code").is_err());
+        assert_eq!(store.get("a"), None);
+        fs::remove_file(&folder).unwrap();
+    }
+
+    #[test]
+    fn names_tell_lists_of_parts_apart() {
+        let names = [name(["ab", "c"]), name(["a", "bc"]), name(["abc"]), name(["abc", ""])];
+        for (i, a) in names.iter().enumerate() {
+            assert!(names[i + 1..].iter().all(|b| a != b));
+        }
+        assert_eq!(names[0], name(["ab", "c"]));
+    }
+}

@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Measures a machine's NVIDIA card with the program that lies beside this script, and keeps all results in one folder:
+#
+#     FOLDER/gpu-run.sh [--out RESULTS] [STAGE...]
+#
+# Stages, in order; without a name, the first five:
+#
+#     quick      every kernel against the f64 reference at small sizes (1 minute)
+#     full       the same at all sizes and in all types (3 minutes)
+#     torch      PyTorch's FlashAttention and training steps, if python3 has PyTorch (1 minute)
+#     timings    attention over lengths, beside PyTorch's where that ran (1 minute)
+#     training   whole training steps at the preset's own vocabulary, beside PyTorch's where that ran (1 minute)
+#     sanitize   compute-sanitizer over the quick checks of attention: memory accesses, then races (5 minutes)
+#     profile    ncu over attention and over a training step: how long each kernel runs, and what holds it up (3 minutes)
+#
+# scripts/cuda-pack.sh makes the folder. It needs a driver and CUDA 13's libraries, which PyTorch's packages have too. One stage that
+# fails does not stop the others; each result is written as soon as it is known.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+results=$PWD/gpu-results
+if [ "${1:-}" = --out ]; then
+    results=$2
+    shift 2
+fi
+mkdir -p "$results"
+results=$(cd "$results" && pwd)
+
+# The program as it is, or compressed for the journey.
+program=$here/performer-lm
+if [ ! -x "$program" ] && [ -f "$program.xz" ]; then
+    if command -v xz >/dev/null; then
+        xz -dk "$program.xz"
+    else
+        python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$program.xz" "$program"
+    fi
+    chmod +x "$program"
+fi
+
+# CUDA's libraries: beside the program, where the linker looks, or wherever a toolkit or PyTorch put them.
+for name in libcublas.so.13 libcublasLt.so.13 libcudart.so.13 libnvrtc.so.13 libcurand.so.10; do
+    if [ -e "$here/$name" ] || ldconfig -p 2>/dev/null | grep -q "$name"; then
+        continue
+    fi
+    found=$(find /usr/local /usr/lib /opt "${HOME:-/root}" -name "$name" -not -path '*/stubs/*' 2>/dev/null | head -1)
+    if [ -z "$found" ]; then
+        echo "this machine has no $name: install CUDA 13's libraries, or pack them with the program" >&2
+        exit 1
+    fi
+    LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$found")
+done
+export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
+export PERFORMER_KERNELS=${PERFORMER_KERNELS:-$results/kernels}
+
+check() {
+    "$program" gpu-check --device "${DEVICE:-cuda}" "$@"
+}
+
+# The work of one item without the process that oversees it, for tools that look at a process.
+item() {
+    local name=$1
+    shift
+    : >"$results/item.jsonl"
+    "$@" "$program" gpu-check --device "${DEVICE:-cuda}" $extent --only "$name" --out "$results/item.json" --work inf
+}
+
+has_torch() {
+    python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+}
+
+stage() {
+    local against=()
+    case $1 in
+        quick) check --quick --only-checks --out "$results/quick.json" ;;
+        full) check --only-checks --minutes "${MINUTES:-10}" --out "$results/full.json" ;;
+        torch)
+            if ! has_torch; then
+                echo 'python3 has no PyTorch with CUDA: no timings of it' >&2
+                return 0
+            fi
+            python3 "$here/torch_attention.py" --device cuda --dtype bf16 --heads 64 --features 128 --milliseconds 200 \
+                --tokens 512,1024,2048,4096,8192,16384 >"$results/torch-attention.json" || rm -f "$results/torch-attention.json"
+            ;;
+        timings)
+            if [ -f "$results/torch-attention.json" ]; then
+                against=(--against "$results/torch-attention.json")
+            fi
+            check --only-timings --minutes "${MINUTES:-10}" "${against[@]}" --out "$results/timings.json"
+            ;;
+        training)
+            "$program" bench train --device "${DEVICE:-cuda}" --dtype bf16 --preset stories15m --attention softmax --attention favor:m=128 \
+                --batch-size 64 --micro-batch 64 --json >"$results/train.json" || return
+            if has_torch; then
+                python3 "$here/torch_train.py" --preset stories15m --device cuda --dtype bf16 --features 128 --batch-size 64 \
+                    --against "$results/train.json" >"$results/torch-train.json"
+            fi
+            ;;
+        sanitize)
+            command -v compute-sanitizer >/dev/null || { echo 'there is no compute-sanitizer here' >&2; return 1; }
+            local tool extent=--quick
+            for tool in memcheck racecheck; do
+                item 'causal, 1x2' timeout "${SECONDS_EACH:-150}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+                    --log-file "$results/sanitizer-$tool.txt"
+                echo "$tool: exit code $?" | tee -a "$results/sanitizer-$tool.txt"
+            done
+            ;;
+        profile)
+            command -v ncu >/dev/null || { echo 'there is no ncu here' >&2; return 1; }
+            local work extent=
+            for work in 'favor, 8192 tokens, both' 'softmax, 8192 tokens, both'; do
+                # After the warm-up; every kernel of two passes.
+                item "$work" timeout "${SECONDS_EACH:-150}" ncu --clock-control none --kernel-name 'regex:favor|softmax' --launch-skip 16 \
+                    --launch-count 8 --set full --page details --log-file "$results/profile-${work%%,*}.txt"
+            done
+            ;;
+        *) echo "there is no stage $1: see the head of $0" >&2; return 2 ;;
+    esac
+}
+
+[ $# -gt 0 ] || set -- quick full torch timings training
+failed=0
+for name in "$@"; do
+    printf '== %s, %s\n' "$name" "$(date +%T)" >&2
+    stage "$name" || { echo "stage $name failed" >&2; failed=1; }
+done
+printf '== done, %s\n' "$(date +%T)" >&2
+exit $failed
