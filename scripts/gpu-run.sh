@@ -90,8 +90,11 @@ stage() {
             "$program" bench train --device "${DEVICE:-cuda}" --dtype bf16 --preset stories15m --attention softmax --attention favor:m=128 \
                 --batch-size 64 --micro-batch 64 --json >"$results/train.json" || return
             if has_torch; then
-                python3 "$here/torch_train.py" --preset stories15m --device cuda --dtype bf16 --features 128 --batch-size 64 \
-                    --against "$results/train.json" >"$results/torch-train.json"
+                local how
+                for how in '' --compile; do
+                    timeout "${SECONDS_EACH:-150}" python3 "$here/torch_train.py" --preset stories15m --device cuda --dtype bf16 \
+                        --features 128 --batch-size 64 --against "$results/train.json" $how >"$results/torch-train$how.json"
+                done
             fi
             ;;
         sanitize)
@@ -110,6 +113,12 @@ stage() {
                 # After the warm-up; every kernel of two passes.
                 item "$work" timeout "${SECONDS_EACH:-150}" ncu --clock-control none --kernel-name 'regex:favor|softmax' --launch-skip 16 \
                     --launch-count 8 --set full --page details --log-file "$results/profile-${work%%,*}.txt"
+            done
+            # How long each kernel of training steps runs.
+            for work in softmax favor:m=128; do
+                timeout "${SECONDS_EACH:-150}" ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 2000 --launch-count 2000 \
+                    --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train --device "${DEVICE:-cuda}" \
+                    --dtype bf16 --preset stories15m --attention "$work" --batch-size 64 --micro-batch 64 --steps 4 --json >/dev/null
             done
             ;;
         *) echo "there is no stage $1: see the head of $0" >&2; return 2 ;;

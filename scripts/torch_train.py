@@ -9,7 +9,7 @@ On a GPU, beside `performer-lm bench train --preset stories15m --device cuda --d
 
 Needs PyTorch (`pip install torch`). Prints JSON on stdout, with the ratio to the file of `performer-lm bench train` where one is
 given, and progress on stderr. The model is written as one writes it in PyTorch: scaled_dot_product_attention, or the chunked
-FAVOR+ of torch_attention.py; one batch at a time; AdamW in its fused form; gradients clipped to norm 1. With --dtype bf16, weights stay f32 and autocast does the rest.
+FAVOR+ of torch_attention.py; one batch at a time; AdamW in its fused form; gradients clipped to norm 1; --compile gives all of it to torch.compile. With --dtype bf16, weights stay f32 and autocast does the rest.
 """
 
 import argparse
@@ -102,9 +102,12 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def measure(c, batch, micro, features, steps, device, dtype):
+def measure(c, batch, micro, features, steps, device, dtype, compiled):
     torch.manual_seed(1)
     model = Decoder(c, features).to(device)
+    # Compiled in place, with the parameters that it has.
+    if compiled:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     times = []
     for step in range(steps + 2):
@@ -135,6 +138,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model's kernels")
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
     parser.add_argument("--against", type=argparse.FileType(), help="JSON of `performer-lm bench train` for the same preset")
     args = parser.parse_args()
@@ -149,13 +153,13 @@ def main():
     points = []
     for features in [None, *args.features]:
         name = "softmax" if features is None else f"favor:m={features}"
-        rate, params = measure(c, batch, micro, features, args.steps, args.device, args.dtype)
+        rate, params = measure(c, batch, micro, features, args.steps, args.device, args.dtype, args.compile)
         point = {"attention": name, "params": params, "tokens_per_second": rate}
         if name in ours:
             point["performer_lm_over_torch"] = ours[name] / rate
         print(f"{name}: {rate:.0f} tokens/s", file=sys.stderr)
         points.append(point)
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device, "dtype": args.dtype}
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device, "dtype": args.dtype, "compile": args.compile}
     sizes = {"preset": args.preset, "batch_size": batch, "micro_batch": micro, "steps": args.steps}
     json.dump({"about": about, "sizes": sizes, "points": points}, sys.stdout, indent=1)
     print()

@@ -66,8 +66,7 @@ pub struct Plan<'a> {
 /// Trains each attention for some steps and discards the models; `progress` is called with what
 /// comes next.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
-    let training =
-        TrainingConfig { max_steps: Some(plan.steps), eval_every: 0, save_every: 0, ..plan.training.clone() };
+    let training = TrainingConfig { eval_every: 0, save_every: 0, ..plan.training.clone() };
     let mut report = Report {
         machine: Machine::with(&plan.device),
         threads: plan.threads,
@@ -83,18 +82,26 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     };
     for attention in &plan.attentions {
         progress(attention.to_string());
-        let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
-        let options = RunOptions {
-            out: folder.path(),
-            data: "bench",
-            device: plan.device.clone(),
-            threads: plan.threads,
-            stop: &NEVER,
-            samples: false,
-            listener: plan.listener,
-        };
         let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
-        let run = Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")?;
+        let train = |steps: usize| {
+            let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
+            let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
+            let options = RunOptions {
+                out: folder.path(),
+                data: "bench",
+                device: plan.device.clone(),
+                threads: plan.threads,
+                stop: &NEVER,
+                samples: false,
+                listener: plan.listener,
+            };
+            Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")
+        };
+        if !plan.device.is_cpu() {
+            // The first steps on a GPU compile kernels and allocate memory.
+            train(2)?;
+        }
+        let run = train(plan.steps)?;
         // An embedding is looked up, not multiplied; a tied output head does multiply by it.
         let embeddings = if config.tied_head { 0 } else { report.config.vocab_size * config.hidden_size };
         let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;
