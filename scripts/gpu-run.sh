@@ -87,7 +87,7 @@ stage() {
             check --only-timings --minutes "${MINUTES:-10}" "${against[@]}" --out "$results/timings.json"
             ;;
         training)
-            "$program" bench train --device "${DEVICE:-cuda}" --dtype bf16 --preset stories15m --attention softmax --attention favor:m=128 \
+            "$program" bench train --data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset stories15m --attention softmax --attention favor:m=128 \
                 --batch-size 64 --micro-batch 64 --json >"$results/train.json" || return
             if has_torch; then
                 local how
@@ -117,7 +117,7 @@ stage() {
             # How long each kernel of training steps runs.
             for work in softmax favor:m=128; do
                 timeout "${SECONDS_EACH:-150}" ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 2000 --launch-count 2000 \
-                    --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train --device "${DEVICE:-cuda}" \
+                    --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train --data sample --device "${DEVICE:-cuda}" \
                     --dtype bf16 --preset stories15m --attention "$work" --batch-size 64 --micro-batch 64 --steps 4 --json >/dev/null
             done
             ;;
