@@ -184,6 +184,7 @@ pub(crate) fn tensor(omega: Vec<f64>, shape: (usize, usize), dtype: DType, devic
 
 /// The relative distance from a number of bf16 within which [`factor_is_bf16`] takes a number for
 /// it: f32's rounding, and a little more.
+#[cfg(any(feature = "cuda", test))]
 const NEAR: f64 = 1.0 / (1u64 << 20) as f64;
 
 /// Returns the number by which exponential maps multiply a row of `Ω` for heads of dimension `d`:
@@ -246,4 +247,26 @@ fn zeros(m: usize, d: usize) -> Result<Vec<f64>> {
         _ => bail!("projection: m = {m} rows of d = {d} numbers do not fit in memory; use a smaller m or d"),
     }
     Ok(zeros)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rounded_factor_is_exact_in_bf16_and_near_what_was_drawn() {
+        let single = |omega: &[f64]| omega.iter().map(|&w| w as f32).collect::<Vec<_>>();
+        for d in [8, 24, 40, 64, 128] {
+            let drawn = draw(ProjectionKind::default(), Radii::default(), 48, d, 7).unwrap();
+            assert!(!factor_is_bf16(&single(&drawn), d));
+            let mut rounded = drawn.clone();
+            round_factor(&mut rounded, d);
+            assert!(factor_is_bf16(&single(&rounded), d), "d = {d}");
+            let far = drawn.iter().zip(&rounded).find(|(a, b)| (*a - *b).abs() > a.abs() / 512.0);
+            assert_eq!(far, None, "d = {d}");
+            let mut again = rounded.clone();
+            round_factor(&mut again, d);
+            assert_eq!(single(&again), single(&rounded), "d = {d}");
+        }
+    }
 }
