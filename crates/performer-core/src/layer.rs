@@ -220,6 +220,18 @@ impl MultiHeadAttention {
         self.cross(x, x, mask)
     }
 
+    /// Self-attention added to a residual, `residual + forward(x)`: `x` and `residual` `(B, T, E)` →
+    /// `(B, T, E)`, with a gradient to each. Where the output projection has no bias, the addition
+    /// is a part of it, which spares autograd the additions of gradients that it would cost.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and if the residual has another shape or type than the output.
+    pub fn forward_residual(&self, x: &Tensor, mask: &Mask, residual: &Tensor) -> Result<Tensor> {
+        self.check_registered()?;
+        let (q, k, v) = self.project(x, x, 0)?;
+        self.merge(&self.attention.forward(Inputs::new(&q, &k, &v), mask)?, Some(residual))
+    }
+
     /// Attention of `x` `(B, Tq, E)` over `context` `(B, Tk, E)` → `(B, Tq, E)`.
     ///
     /// # Errors
@@ -227,7 +239,7 @@ impl MultiHeadAttention {
     pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask) -> Result<Tensor> {
         self.check_registered()?;
         let (q, k, v) = self.project(x, context, 0)?;
-        self.merge(&self.attention.forward(Inputs::new(&q, &k, &v), mask)?)
+        self.merge(&self.attention.forward(Inputs::new(&q, &k, &v), mask)?, None)
     }
 
     /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
@@ -237,7 +249,7 @@ impl MultiHeadAttention {
     pub fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
         self.check_registered()?;
         let (q, k, v) = self.project(x, x, state.tokens())?;
-        self.merge(&self.attention.extend(Inputs::new(&q, &k, &v), state)?)
+        self.merge(&self.attention.extend(Inputs::new(&q, &k, &v), state)?, None)
     }
 
     /// Self-attention with `attend` in place of the attention inside, which is given queries
@@ -248,7 +260,7 @@ impl MultiHeadAttention {
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.
     pub fn forward_through(&self, x: &Tensor, attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>) -> Result<Tensor> {
         let (q, k, v) = self.project(x, x, 0)?;
-        self.merge(&attend(Inputs::new(&q, &k, &v))?)
+        self.merge(&attend(Inputs::new(&q, &k, &v))?, None)
     }
 
     /// The attention inside.
@@ -340,20 +352,19 @@ impl MultiHeadAttention {
                 bail!("{name} has shape {:?}; it must be (batch, tokens, {})", t.dims(), c.hidden);
             }
         }
-        let split = |linear: &Linear, x: &Tensor, heads: usize| -> Result<Tensor> {
-            ops::linear_to_heads(x, linear.weight(), linear.bias(), heads)
+        let split = |linear: &Linear, x: &Tensor, heads: usize, rotary: Option<&Rotary>| -> Result<Tensor> {
+            let (b, t, _) = x.dims3()?;
+            let rotary = rotary.map(|rotary| rotary.at(&[b, heads, t, c.head_dim], start)).transpose()?;
+            ops::linear_to_heads(x, linear.weight(), linear.bias(), heads, rotary)
         };
-        let q = split(&self.q_proj, x, c.heads)?;
-        let k = split(&self.k_proj, context, c.kv_heads)?;
-        let v = split(&self.v_proj, context, c.kv_heads)?;
-        match &self.rotary {
-            None => Ok((q, k, v)),
-            Some(rotary) => Ok((rotary.apply(&q, start)?, rotary.apply(&k, start)?, v)),
-        }
+        let q = split(&self.q_proj, x, c.heads, self.rotary.as_ref())?;
+        let k = split(&self.k_proj, context, c.kv_heads, self.rotary.as_ref())?;
+        let v = split(&self.v_proj, context, c.kv_heads, None)?;
+        Ok((q, k, v))
     }
 
-    fn merge(&self, heads: &Tensor) -> Result<Tensor> {
-        ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias())
+    fn merge(&self, heads: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias(), residual)
     }
 }
 

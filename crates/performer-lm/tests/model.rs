@@ -272,3 +272,29 @@ fn an_invalid_config_is_named() {
     }
     assert_eq!(AttentionConfig::Softmax.kind(), "softmax");
 }
+
+/// Candle adds the gradient of every edge of the graph to zeros, so that every further node of a
+/// block costs a training step a pass or more over a tensor of the size of the activations. A block
+/// of Llama's kind has a node for each of: two norms, queries, keys, values, attention, its output
+/// with the residual, gates and their product, the layer's output with the residual; and one for
+/// each of its nine weights.
+#[test]
+fn a_block_is_few_nodes_of_the_graph() -> Result<()> {
+    for attention in ["softmax", "favor:m=24"] {
+        let nodes = |layers| -> Result<usize> {
+            let config = ModelConfig {
+                layers,
+                feed_forward: FeedForwardKind::Swiglu,
+                norm: NormKind::RmsNorm,
+                positions: Positions::Rotary { base: 10_000.0 },
+                bias: false,
+                ..base(attention)
+            };
+            let model = Decoder::new(&config, 1, &Device::Cpu)?;
+            let losses = model.losses(&Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?, &[2, 3, 4], None)?;
+            Ok(losses.sorted_nodes().len())
+        };
+        assert_eq!(nodes(3)? - nodes(2)?, 9 + 9, "{attention}");
+    }
+    Ok(())
+}

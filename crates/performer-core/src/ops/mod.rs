@@ -40,7 +40,7 @@ use crate::kernels::cuda;
 pub use activation::{gelu, softmax, swiglu};
 pub use attention::softmax_attention;
 pub use embedding::embedding;
-pub use linear::linear;
+pub use linear::{linear, linear_residual, swiglu_linear};
 pub(crate) use linear::{linear_of_heads, linear_to_heads, matmul};
 pub use loss::{Targets, cross_entropy, linear_cross_entropy, linear_distillation};
 pub(crate) use norm::normalise;
