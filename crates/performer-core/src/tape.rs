@@ -18,14 +18,24 @@ use candle_core::{Result, Tensor, TensorId, backprop::GradStore};
 /// input that gets none.
 type Backward = Box<dyn Fn(&Tensor) -> Result<Vec<Option<Tensor>>>>;
 
+/// Adds an operation's contribution to the gradient of its one input, if there is a gradient yet.
+type AddTo = Box<dyn Fn(Option<Tensor>, &Tensor) -> Result<Tensor>>;
+
 /// A `Record` is what the tape knows of one tensor: the inputs of the operation that made it, and
 /// that operation's backward pass.
 struct Record {
     inputs: Vec<Tensor>,
-    backward: Backward,
-    /// Whether `backward` returns memory that nothing else holds; a view of the gradient it was
-    /// given is not.
-    fresh: bool,
+    backward: Pass,
+}
+
+/// A `Pass` is the backward pass of one operation.
+enum Pass {
+    /// It returns memory that nothing else holds.
+    Fresh(Backward),
+    /// It may return the gradient that it was given, or views of it.
+    View(Backward),
+    /// It adds to the gradient itself, number by number.
+    AddTo(AddTo),
 }
 
 thread_local! {
@@ -75,11 +85,7 @@ impl Tape {
     /// Counts the tensors between `loss` and its variables that no operation of this crate made.
     /// If there are any, [`Self::backward`] is [`Tensor::backward`].
     pub fn unrecorded(&self, loss: &Tensor) -> usize {
-        let nodes = loss.sorted_nodes();
-        RECORDS.with_borrow(|records| {
-            let recorded = |node: &Tensor| records.as_ref().is_some_and(|records| records.contains_key(&node.id()));
-            nodes.iter().filter(|node| !node.is_variable() && !recorded(node)).count()
-        })
+        RECORDS.with_borrow(|records| records.as_ref().map_or(0, |records| Order::of(loss, records).unrecorded))
     }
 
     /// Computes the gradients of all variables that `loss` depends on, as [`Tensor::backward`]
@@ -88,12 +94,12 @@ impl Tape {
     /// # Errors
     /// Those of the operations' backward passes.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        if self.unrecorded(loss) > 0 {
-            return loss.backward();
-        }
         // While gradients are computed nothing is recorded.
         let mut records = RECORDS.with_borrow_mut(|records| records.replace(HashMap::new())).unwrap_or_default();
-        let nodes = loss.sorted_nodes();
+        let Order { nodes, unrecorded, .. } = Order::of(loss, &records);
+        if unrecorded > 0 {
+            return loss.backward();
+        }
         let position: HashMap<TensorId, usize> = nodes.iter().enumerate().map(|(i, node)| (node.id(), i)).collect();
         let mut gradients: Vec<Option<Tensor>> = vec![None; nodes.len()];
         let mut store = GradStore::default();
@@ -109,19 +115,70 @@ impl Tape {
                 continue;
             }
             let Some(record) = records.remove(&node.id()) else { continue };
-            let contributions = (record.backward)(&gradient.contiguous()?)?;
+            let gradient = gradient.contiguous()?;
+            let (contributions, fresh) = match &record.backward {
+                Pass::AddTo(add) => {
+                    if let Some(&at) = position.get(&record.inputs[0].id()) {
+                        gradients[at] = Some(add(gradients[at].take(), &gradient)?.detach());
+                    }
+                    continue;
+                }
+                Pass::Fresh(backward) => (backward(&gradient)?, true),
+                Pass::View(backward) => (backward(&gradient)?, false),
+            };
             for (input, contribution) in record.inputs.iter().zip(contributions) {
                 let (Some(&at), Some(contribution)) = (position.get(&input.id()), contribution) else { continue };
                 let contribution = contribution.detach();
                 gradients[at] = Some(match gradients[at].take() {
                     Some(sum) => sum.add(&contribution)?.detach(),
                     // Whoever has the gradients of variables may write to them in place.
-                    None if input.is_variable() && !record.fresh => contribution.copy()?.detach(),
+                    None if input.is_variable() && !fresh => contribution.copy()?.detach(),
                     None => contribution,
                 });
             }
         }
         Ok(store)
+    }
+}
+
+/// An `Order` lists the tensors that gradients pass through, each before the inputs of the
+/// operation that made it. It is the order of [`Tensor::sorted_nodes`], so that sums of several
+/// gradients have the bits that Candle gives them.
+struct Order {
+    nodes: Vec<Tensor>,
+    /// Whether gradients pass through the tensors seen so far.
+    seen: HashMap<TensorId, bool>,
+    unrecorded: usize,
+}
+
+impl Order {
+    fn of(loss: &Tensor, records: &HashMap<TensorId, Record>) -> Self {
+        let mut order = Self { nodes: Vec::new(), seen: HashMap::new(), unrecorded: 0 };
+        order.walk(loss, records);
+        order.nodes.reverse();
+        order
+    }
+
+    /// Adds the tensors below `node`, then `node`; returns whether gradients pass through it.
+    fn walk(&mut self, node: &Tensor, records: &HashMap<TensorId, Record>) -> bool {
+        if let Some(&passes) = self.seen.get(&node.id()) {
+            return passes;
+        }
+        let passes = match records.get(&node.id()) {
+            _ if node.is_variable() => true,
+            Some(record) => record.inputs.iter().fold(false, |passes, input| self.walk(input, records) | passes),
+            // An operation of Candle: of constants, or of something that must have gradients.
+            None => {
+                let passes = node.track_op() && !node.sorted_nodes().is_empty();
+                self.unrecorded += usize::from(passes);
+                passes
+            }
+        };
+        self.seen.insert(node.id(), passes);
+        if passes {
+            self.nodes.push(node.clone());
+        }
+        passes
     }
 }
 
@@ -140,25 +197,30 @@ pub(crate) fn record(
     inputs: &[&Tensor],
     backward: impl Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + 'static,
 ) {
-    add(out, inputs, true, backward);
+    add(out, inputs, || Pass::Fresh(Box::new(backward)));
 }
 
-/// Records that `out` was made of `inputs`, if there is a tape and one of them is tracked.
-/// `backward` may return its argument or views of it.
+/// Does what [`record`] does for an operation whose `backward` may return its argument, or views
+/// of it.
 pub(crate) fn record_view(
     out: &Tensor,
     inputs: &[&Tensor],
     backward: impl Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + 'static,
 ) {
-    add(out, inputs, false, backward);
+    add(out, inputs, || Pass::View(Box::new(backward)));
 }
 
-fn add(
+/// Does what [`record`] does for an operation of one input, which adds to the input's gradient by
+/// itself: `add_to(gradient so far, gradient of out)`.
+pub(crate) fn record_sum(
     out: &Tensor,
-    inputs: &[&Tensor],
-    fresh: bool,
-    backward: impl Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + 'static,
+    input: &Tensor,
+    add_to: impl Fn(Option<Tensor>, &Tensor) -> Result<Tensor> + 'static,
 ) {
+    add(out, &[input], || Pass::AddTo(Box::new(add_to)));
+}
+
+fn add(out: &Tensor, inputs: &[&Tensor], backward: impl FnOnce() -> Pass) {
     RECORDS.with_borrow_mut(|records| {
         if let Some(records) = records
             && inputs.iter().any(|input| input.track_op())
@@ -166,7 +228,7 @@ fn add(
             && inputs.iter().all(|input| input.id() != out.id())
         {
             let inputs = inputs.iter().map(|&input| input.clone()).collect();
-            records.insert(out.id(), Record { inputs, backward: Box::new(backward), fresh });
+            records.insert(out.id(), Record { inputs, backward: backward() });
         }
     });
 }

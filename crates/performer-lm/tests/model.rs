@@ -3,8 +3,9 @@
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
+use performer_core::{Tape, ops};
 use performer_lm::{
-    config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
+    config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions, Preset},
     model::{Decoder, Dropout},
 };
 
@@ -295,6 +296,25 @@ fn a_block_is_few_nodes_of_the_graph() -> Result<()> {
             Ok(losses.sorted_nodes().len())
         };
         assert_eq!(nodes(3)? - nodes(2)?, 9 + 9, "{attention}");
+    }
+    Ok(())
+}
+
+/// The backward pass of training is a tape's: no operation in between makes it Candle's, which adds
+/// every gradient to zeros.
+#[test]
+fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
+    for preset in [Preset::Seed, Preset::Small, Preset::Stories15m] {
+        for attention in ["softmax", "softmax:window=8", "favor:m=16", "favor:m=16,map=learned"] {
+            let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
+            let (config, _) = preset.load()?;
+            let config = ModelConfig { attention, vocab_size: 300, layers: 2, ..config };
+            let model = Decoder::new(&config, 1, &Device::Cpu)?;
+            let ids = Tensor::arange(0, 40u32, &Device::Cpu)?.reshape((2, 20))?;
+            let tape = Tape::start();
+            let loss = ops::sum_all(&model.losses(&ids, &(1..41).collect::<Vec<u32>>(), None)?)?;
+            assert_eq!(tape.unrecorded(&loss), 0, "{preset:?} {}", config.attention);
+        }
     }
     Ok(())
 }

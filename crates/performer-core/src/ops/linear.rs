@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::{activation::swiglu, is_fused, rotary::turn};
+use super::{activation::swiglu, add, contiguous, is_fused, rotary::turn};
 use crate::kernels::{
     gated::SwigluLinear,
     heads::ToHeads,
@@ -26,7 +26,7 @@ pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If the shapes do not fit.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    map_rows(&x.contiguous()?, weight, bias, None, mapped(x, weight)?, false)
+    map_rows(&contiguous(x)?, weight, bias, None, mapped(x, weight)?, false)
 }
 
 /// A linear map added to a residual, `r + x Wᵀ + b`: [`linear`], with a `residual` of the shape and
@@ -36,7 +36,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// # Errors
 /// If shapes or types do not fit.
 pub fn linear_residual(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, residual: &Tensor) -> Result<Tensor> {
-    map_rows(&x.contiguous()?, weight, bias, Some(residual), mapped(x, weight)?, false)
+    map_rows(&contiguous(x)?, weight, bias, Some(residual), mapped(x, weight)?, false)
 }
 
 /// The two linear maps of a gated feed-forward layer with their gate, [`swiglu`] of `x W_gᵀ` and
@@ -70,7 +70,7 @@ pub fn swiglu_linear(x: &Tensor, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         return swiglu(&linear(x, gate, None)?, &linear(x, up, None)?);
     }
     let shape = mapped(x, gate)?;
-    let x = x.contiguous()?;
+    let x = contiguous(x)?;
     apply(SwigluLinear::new([&x, gate, up], shape), [&x, gate, up])
 }
 
@@ -101,7 +101,7 @@ pub(crate) fn linear_to_heads(
 ) -> Result<Tensor> {
     let ((b, t, _), n) = (x.dims3()?, weight.dim(0)?);
     let shape = Shape::from((b, t, heads, n / heads));
-    let x = x.contiguous()?;
+    let x = contiguous(x)?;
     if x.elem_count() == 0 || weight.elem_count() == 0 {
         return map_rows(&x, weight, bias, None, shape, false)?.transpose(1, 2);
     }
@@ -115,7 +115,7 @@ pub(crate) fn linear_to_heads(
     check_bias(weight, bias)?;
     match bias {
         None => apply(map, [&x, weight]),
-        Some(bias) => apply(map, [&x, weight, &bias.contiguous()?]),
+        Some(bias) => apply(map, [&x, weight, &contiguous(bias)?]),
     }
 }
 
@@ -159,7 +159,7 @@ fn map_rows(
             shape.dims()
         );
     }
-    let plus = |y: Tensor| residual.map_or(Ok(y.clone()), |residual| residual + y);
+    let plus = |y: Tensor| residual.map_or(Ok(y.clone()), |residual| add(residual, &y));
     if x.elem_count() == 0 || weight.elem_count() == 0 {
         let zeros = Tensor::zeros(shape, x.dtype(), x.device())?;
         return match bias {
@@ -171,7 +171,7 @@ fn map_rows(
     match (bias, residual) {
         (None, None) => apply(map, [x, weight]),
         (None, Some(residual)) => apply(LinearResidual(map), [x, weight, residual]),
-        (Some(bias), _) => plus(apply(map, [x, weight, &bias.contiguous()?])?),
+        (Some(bias), _) => plus(apply(map, [x, weight, &contiguous(bias)?])?),
     }
 }
 

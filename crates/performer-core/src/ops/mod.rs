@@ -45,7 +45,9 @@ pub(crate) use linear::{linear_of_heads, linear_to_heads, matmul};
 pub use loss::{Targets, cross_entropy, linear_cross_entropy, linear_distillation};
 pub(crate) use norm::normalise;
 pub use norm::{layer_norm, rms_norm};
-pub use plain::{add, narrow, reshape, scale, to_dtype, transpose};
+pub use plain::{
+    add, add_to_each, cat, contiguous, index_select, narrow, reshape, rows, scale, sum_all, to_dtype, transpose,
+};
 pub use rotary::{rotary, rotary_interleaved};
 
 /// Whether a fused CPU kernel takes the tensor.

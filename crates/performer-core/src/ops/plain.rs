@@ -4,9 +4,9 @@
 //! gives it. A model that is made of these and the other operations of this module has a backward
 //! pass without additions to zeros.
 
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{D, DType, Result, Shape, Tensor};
 
-use crate::tape::{record, record_view};
+use crate::tape::{record, record_sum, record_view};
 
 /// Computes `a + b` for tensors of one shape.
 ///
@@ -66,4 +66,79 @@ pub fn narrow(x: &Tensor, dim: usize, start: usize, length: usize) -> Result<Ten
     let (out, all) = (x.narrow(dim, start, length)?, x.dim(dim)?);
     record(&out, &[x], move |grad| Ok(vec![Some(grad.pad_with_zeros(dim, start, all - start - length)?)]));
     Ok(out)
+}
+
+/// Puts tensors one after the other along a dimension.
+///
+/// # Errors
+/// If they differ in another dimension.
+pub fn cat(parts: &[&Tensor], dim: usize) -> Result<Tensor> {
+    let out = Tensor::cat(parts, dim)?;
+    let lengths = parts.iter().map(|part| part.dim(dim)).collect::<Result<Vec<_>>>()?;
+    record_view(&out, parts, move |grad| {
+        let mut start = 0;
+        let part = |&length: &usize| {
+            start += length;
+            grad.narrow(dim, start - length, length).map(Some)
+        };
+        lengths.iter().map(part).collect()
+    });
+    Ok(out)
+}
+
+/// Copies `x` if its numbers do not lie in the order of its shape.
+///
+/// # Errors
+/// If memory runs out.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    let out = x.contiguous()?;
+    record_view(&out, &[x], |grad| Ok(vec![Some(grad.clone())]));
+    Ok(out)
+}
+
+/// Takes the entries `ids` `(N)` of dimension 0 of `x`.
+///
+/// # Errors
+/// If an id lies beyond the dimension.
+pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let (out, shape, ids) = (x.index_select(ids, 0)?, x.shape().clone(), ids.clone());
+    record_sum(&out, x, move |sum, grad| {
+        let sum = sum.map_or_else(|| Tensor::zeros(&shape, grad.dtype(), grad.device()), Ok)?;
+        sum.index_add(&ids, grad, 0)
+    });
+    Ok(out)
+}
+
+/// Adds `b` to all that the leading dimensions of `a` count: `a` `(.., S)` and `b` of shape `S`.
+///
+/// # Errors
+/// If the last dimensions of `a` are not those of `b`.
+pub fn add_to_each(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let out = a.broadcast_add(b)?;
+    let leading: Vec<usize> = (0..a.rank().saturating_sub(b.rank())).collect();
+    let shape = b.shape().clone();
+    record_view(&out, &[a, b], move |grad| {
+        let of_b = if leading.is_empty() { grad.clone() } else { grad.sum_keepdim(&leading[..])?.reshape(&shape)? };
+        Ok(vec![Some(grad.clone()), Some(of_b)])
+    });
+    Ok(out)
+}
+
+/// Computes the sum of all numbers of `x`, a scalar.
+///
+/// # Errors
+/// Those of [`Tensor::sum_all`].
+pub fn sum_all(x: &Tensor) -> Result<Tensor> {
+    let (out, shape) = (x.sum_all()?, x.shape().clone());
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.broadcast_as(&shape)?.contiguous()?)]));
+    Ok(out)
+}
+
+/// Flattens all but the last dimension of `x` into one: `(.., E)` → `(N, E)`.
+///
+/// # Errors
+/// If `x` is a scalar.
+pub fn rows(x: &Tensor) -> Result<Tensor> {
+    let width = x.dim(D::Minus1)?;
+    if x.rank() == 2 { Ok(x.clone()) } else { reshape(x, (x.elem_count() / width.max(1), width)) }
 }

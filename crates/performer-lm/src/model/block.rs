@@ -80,7 +80,7 @@ impl Block {
             dropout.is_none().then_some(x)
         }
         let after = |x: &Tensor, y: Tensor| match dropout {
-            Some(dropout) => x + dropout.apply(&y)?,
+            Some(dropout) => ops::add(x, &dropout.apply(&y)?),
             None => Ok(y),
         };
         let feed_forward = |x: &Tensor, inner: &Tensor| after(x, self.feed_forward.forward(inner, before(x, dropout))?);
@@ -152,7 +152,7 @@ impl FeedForward {
 /// Adds a branch to its residual, if there is one.
 fn plus(residual: Option<&Tensor>, branch: Tensor) -> Result<Tensor> {
     match residual {
-        Some(residual) => residual + branch,
+        Some(residual) => ops::add(residual, &branch),
         None => Ok(branch),
     }
 }

@@ -14,6 +14,7 @@ use super::{
     op::Passes,
     padded,
 };
+use crate::ops;
 
 /// `Trained` holds the parameters of positive features as they are at one call.
 pub(crate) struct Trained {
@@ -30,8 +31,9 @@ impl Trained {
     /// number of heads.
     pub(crate) fn new(queries: &Tensor, keys: &Tensor, log_weights: &Tensor) -> Result<Self> {
         let (_, m, d) = queries.dims3()?;
-        let blocks = [&queries.flatten_from(1)?, &keys.flatten_from(1)?, log_weights];
-        let parameters = Tensor::cat(&blocks, 1)?.to_dtype(DType::F32)?;
+        let flat = |rows: &Tensor| ops::reshape(rows, (rows.dim(0)?, m * d));
+        let blocks = [&flat(queries)?, &flat(keys)?, log_weights];
+        let parameters = ops::to_dtype(&ops::cat(&blocks, 1)?, DType::F32)?;
         let map = |block: &Vec<f32>| {
             let (queries, of_keys) = block.split_at(m * d);
             let (keys, log_weights) = of_keys.split_at(m * d);
@@ -59,7 +61,7 @@ impl Trained {
         // An operation takes at most three tensors, so keys and values become one. Both are made
         // contiguous first: Candle's concatenation of strided tensors has rows that are not
         // contiguous.
-        let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
+        let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
         let of = [q, &keys_values, &self.parameters];
         let passes = Passes::new(Form { maps: self.maps, logs }, causal, visible, of);
         apply(TrainedFavor { passes, sizes: self.sizes }, of)
