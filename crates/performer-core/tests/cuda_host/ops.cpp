@@ -127,7 +127,7 @@ static void check_norm(long long rows, int width) {
     check("norm, gradient of bias", bias, db);
 }
 
-static void check_activations(long long count) {
+static void check_activations(long long count, bool wide) {
     Numbers x = random_numbers(count), up = random_numbers(count), g = random_numbers(count);
     x[0] = 40, x[1] = -40, x[2] = 0;
     Numbers gelu(count), dgelu(count), swiglu(count), dgate(count), dup(count);
@@ -142,11 +142,13 @@ static void check_activations(long long count) {
     }
     auto xs = stored(x), us = stored(up), gs = stored(g);
     auto a = room<Stored>(count), b = room<Stored>(count), c = room<Stored>(count), d = room<Stored>(count), e = room<Stored>(count);
-    Dim grid = {blocks(count, activation::THREADS), 1, 1};
-    host::launch(grid, activation::THREADS, activation::gelu_forward, count, xs.data(), a.data());
-    host::launch(grid, activation::THREADS, activation::gelu_backward, count, xs.data(), gs.data(), b.data());
-    host::launch(grid, activation::THREADS, activation::swiglu_forward, count, xs.data(), us.data(), c.data());
-    host::launch(grid, activation::THREADS, activation::swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
+    using namespace activation;
+    Dim grid = {blocks(count / (wide ? WIDE : 1), activation::THREADS), 1, 1};
+    int threads = activation::THREADS;
+    host::launch(grid, threads, wide ? gelu_forward_wide : gelu_forward, count, xs.data(), a.data());
+    host::launch(grid, threads, wide ? gelu_backward_wide : gelu_backward, count, xs.data(), gs.data(), b.data());
+    host::launch(grid, threads, wide ? swiglu_forward_wide : swiglu_forward, count, xs.data(), us.data(), c.data());
+    host::launch(grid, threads, wide ? swiglu_backward_wide : swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
     check("gelu", a, gelu);
     check("gelu, gradient", b, dgelu);
     check("swiglu", c, swiglu);
@@ -204,7 +206,7 @@ static void check_heads(int batch, int heads, int tokens, int half, bool neighbo
     check("heads, turned back", back, split);
 }
 
-static void check_cross_entropy(int rows, int vocabulary) {
+static void check_cross_entropy(int rows, int vocabulary, bool wide) {
     Numbers logits = random_numbers((size_t)rows * vocabulary), g = random_numbers(rows, false);
     for (int i = 0; i < vocabulary; i++) logits[i] *= 64;
     if (rows > 1) logits[vocabulary] = -INFINITY;
@@ -224,8 +226,9 @@ static void check_cross_entropy(int rows, int vocabulary) {
     auto ls = stored(logits);
     auto gs = floats(g), got = room<float>(rows), logs = room<float>(rows);
     Dim grid = {(unsigned)rows, 1, 1};
-    host::launch(grid, 256, cross_entropy::cross_entropy_forward, vocabulary, ls.data(), targets.data(), got.data(), logs.data());
-    host::launch(grid, 256, cross_entropy::cross_entropy_backward, vocabulary, ls.data(), targets.data(), logs.data(), gs.data());
+    using namespace cross_entropy;
+    host::launch(grid, 256, wide ? cross_entropy_forward_wide : cross_entropy_forward, vocabulary, ls.data(), targets.data(), got.data(), logs.data());
+    host::launch(grid, 256, wide ? cross_entropy_backward_wide : cross_entropy_backward, vocabulary, ls.data(), targets.data(), logs.data(), gs.data());
     check("cross-entropy", got, losses);
     check("cross-entropy, gradient", ls, gradients);
 }
@@ -240,7 +243,8 @@ static void check_embedding(int count, int width, int vocabulary) {
     }
     auto gs = stored(g);
     auto out = room<float>(want.size());
-    host::launch({(unsigned)vocabulary, 1, 1}, 256, embedding::embedding_backward, count, width, ids.data(), gs.data(), out.data());
+    host::launch({blocks(vocabulary, embedding::TOKENS), 1, 1}, 256, embedding::embedding_backward, count, vocabulary, width, ids.data(),
+                 gs.data(), out.data());
     check("embedding, gradient", out, want);
 }
 
@@ -274,16 +278,19 @@ int main() {
         check_norm(1, 5);
         check_norm(37, 72);
         check_norm(70, 33);
-        check_activations(777);
+        check_activations(777, false);
+        check_activations(4200, true);
         for (bool neighbours : {false, true}) {
             for (bool tables : {false, true}) {
                 check_heads(2, 3, 19, 7, neighbours, tables, false);
                 check_heads(2, 3, 19, 16, neighbours, tables, true);
             }
         }
-        check_cross_entropy(1, 1);
-        check_cross_entropy(5, 700);
+        check_cross_entropy(1, 1, false);
+        check_cross_entropy(5, 700, false);
+        check_cross_entropy(5, 2512, true);
         check_embedding(600, 40, 23);
+        check_embedding(5000, 400, 7);
         check_embedding(1, 300, 2);
         check_adamw(5000);
     }

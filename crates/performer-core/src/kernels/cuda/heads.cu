@@ -12,14 +12,6 @@
 
 constexpr int THREADS = 256;
 
-// The numbers of 16 bytes.
-constexpr int WIDE = 16 / sizeof(Stored);
-
-union Vector {
-    uint4 bits;
-    Stored numbers[WIDE];
-};
-
 // The rows of the result, (batch, outer, inner, width) and contiguous; from one batch entry, outer
 // and inner index to the next the input goes on by the strides, in numbers.
 struct Rows {
@@ -35,28 +27,6 @@ struct Turn {
     float direction;
     long long table_stride;
 };
-
-// Loads or stores N numbers: 16 bytes at once, or a number at a time.
-template <int N>
-__device__ inline void load(const Stored* from, float (&x)[N]) {
-    if (N == WIDE) {
-        Vector all;
-        all.bits = *(const uint4*)from;
-        for (int i = 0; i < N; i++) x[i] = widen(all.numbers[i % WIDE]);
-    } else {
-        for (int i = 0; i < N; i++) x[i] = widen(from[i]);
-    }
-}
-template <int N>
-__device__ inline void store(const float (&x)[N], Stored* to) {
-    if (N == WIDE) {
-        Vector all;
-        for (int i = 0; i < N; i++) narrow(x[i], all.numbers[i % WIDE]);
-        *(uint4*)to = all.bits;
-    } else {
-        for (int i = 0; i < N; i++) narrow(x[i], to[i]);
-    }
-}
 
 // Finds the row of a thread and where in it the thread begins, if it has one: `parts` threads share
 // a row.
