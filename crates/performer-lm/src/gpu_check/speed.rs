@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
-use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State};
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State, Tape};
 use serde::{Deserialize, Serialize};
 
 use super::{Extent, Item, Line, Part};
@@ -17,8 +17,10 @@ use crate::bench::attention::Others;
 pub enum Work {
     /// The forward pass.
     Forward,
-    /// The forward and the backward pass.
+    /// The forward and the backward pass, by a [`Tape`](performer_core::Tape).
     Both,
+    /// The forward and the backward pass, by Candle's own, which adds every gradient to zeros.
+    Autograd,
     /// One token after a context.
     Decode,
 }
@@ -89,7 +91,7 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
             Ok(vec![Line::Speed(Speed { memory_mib: used, ..speed })])
         }));
     }
-    for work in [Work::Forward, Work::Both] {
+    for work in [Work::Forward, Work::Both, Work::Autograd] {
         for &tokens in lengths {
             for timed in [Timed::Favor, Timed::Softmax, Timed::FavorComposed, Timed::SoftmaxComposed] {
                 let largest = match timed {
@@ -97,7 +99,8 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
                     Timed::SoftmaxComposed => heads * tokens * tokens,
                     Timed::Favor | Timed::Softmax => 0,
                 };
-                if largest <= LARGEST {
+                // Composed operations have no other backward pass than Candle's.
+                if largest <= LARGEST && (largest == 0 || work != Work::Both) {
                     let name = format!("{}, {tokens} tokens, {}", timed.name(), format!("{work:?}").to_lowercase());
                     items.push(Item::new(Part::Timings, name, move |device| {
                         Ok(vec![Line::Speed(bench(device, heads).pass(timed, tokens, work)?)])
@@ -177,9 +180,13 @@ impl Bench {
         let times = time(&self.device, || {
             let [q, k, v] = &sets[next % sets.len()];
             next += 1;
+            // The gradient of the output is ones: a loss of its own would read and write outputs
+            // several times more.
             if work == Work::Both {
-                // The gradient of the output is ones: a loss of its own would read and write
-                // outputs several times more.
+                let tape = Tape::start();
+                return tape.backward(&attention.forward(Inputs::new(q, k, v), &Mask::causal())?).map(drop);
+            }
+            if work == Work::Autograd {
                 return attention.forward(Inputs::new(q, k, v), &Mask::causal())?.backward().map(drop);
             }
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
@@ -224,7 +231,7 @@ impl Speed {
     pub(super) fn set_beside(&mut self, others: &Others) {
         let backward = match self.work {
             Work::Forward => false,
-            Work::Both => true,
+            Work::Both | Work::Autograd => true,
             Work::Decode => return,
         };
         self.pytorch_milliseconds = others.sdpa(self.heads, self.head_dim, self.tokens, backward);
