@@ -165,6 +165,18 @@ impl Problem {
         [s.batch, s.kv_heads, s.k_len, s.value_dim]
     }
 
+    /// The shape of the gates, `(B, Hkv, Tk, 1)`.
+    pub(crate) fn gate_dims(&self) -> [usize; 4] {
+        let s = self.shape;
+        [s.batch, s.kv_heads, s.k_len, 1]
+    }
+
+    /// The gates as a tensor `(B, Hkv, Tk)`, f64 or f32.
+    pub(crate) fn gate_tensor(&self, dtype: DType) -> Result<Tensor> {
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        tensor(self.gates.as_ref().expect("gates"), &self.gate_dims()[..3], wide, &Device::Cpu)
+    }
+
     /// The shape of the output, `(B, H, Tq, Dv)`.
     pub(crate) fn output_dims(&self) -> [usize; 4] {
         let s = self.shape;

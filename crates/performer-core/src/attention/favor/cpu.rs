@@ -153,6 +153,8 @@ impl Backend for Cpu {
             Some("the CPU's kernels take tensors on the CPU".into())
         } else if !kernels::takes(q) {
             Some(format!("the CPU's kernels take f32, f16 and bf16, not {:?}", q.dtype()))
+        } else if call.inputs.gates.is_some() {
+            Some("the CPU's kernels have no forget gates".into())
         } else {
             None
         }
