@@ -266,8 +266,7 @@ impl<'a> Head<'a> {
         let (decays, keys) = (&self.decays[i], &self.key_codes);
         let exponents = seen.iter().map(|&j| self.form.exponent(a, &keys[j]) + decays[j]);
         let shift = exponents.fold(f64::NEG_INFINITY, f64::max);
-        let kernel: Vec<_> =
-            seen.iter().map(|&j| (j, self.form.combine(a, &keys[j], shift - decays[j]))).collect();
+        let kernel: Vec<_> = seen.iter().map(|&j| (j, self.form.combine(a, &keys[j], shift - decays[j]))).collect();
         let denominator = kernel.iter().map(|(_, value)| value).sum();
         Weights { kernel, shift, denominator }
     }
