@@ -71,7 +71,8 @@ impl Softmax {
             Ok(Kernel::Cpu) => {
                 let visible = mask.visible_flags(sizes.batch)?;
                 let seen = softmax::Seen { offset, window: self.window, visible };
-                softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, false)
+                inputs.gates.map(gates::check).transpose()?;
+                softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, false)
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) => {
@@ -91,14 +92,12 @@ impl Softmax {
         if self.composed {
             return Err("it was asked for".into());
         }
-        if inputs.gates.is_some() {
-            return Err("the kernels of exact attention have no forget gates".into());
-        }
         #[cfg(feature = "cuda")]
         if kernels::cuda::softmax::takes(q, inputs.v) {
-            return match self.window {
-                None => Ok(Kernel::Cuda),
-                Some(_) => Err("the CUDA kernels have no windows".into()),
+            return match (self.window, inputs.gates) {
+                (None, None) => Ok(Kernel::Cuda),
+                (Some(_), _) => Err("the CUDA kernels have no windows".into()),
+                (_, Some(_)) => Err("the CUDA kernels have no forget gates".into()),
             };
         }
         if kernels::takes(q) {
@@ -134,7 +133,8 @@ impl Softmax {
         let dv = v.dim(3)?;
         let visible = mask.visible_flags(q.dim(0)?)?;
         let seen = softmax::Seen { offset: Some(offset), window: Some(window), visible };
-        let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, true)?;
+        inputs.gates.map(gates::check).transpose()?;
+        let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
         Ok((rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?))
     }
 
@@ -185,7 +185,7 @@ impl Attention for Softmax {
         let all = Inputs::new(q, &k, &v).with_gates_of(gates.as_ref());
         // Keys and values were checked when they came.
         if sizes.queries == 1 && sizes.batch > 0 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
-            return softmax::step(&rows(q)?, &k, &v);
+            return softmax::step(&rows(q)?, &k, &v, all.gates);
         }
         self.attend(all, all.sizes()?, &Mask::full(), Some(past))
     }
@@ -226,7 +226,7 @@ impl Softmax {
             let inputs = Inputs::new(inputs.q, &k, &v).with_gates_of(gates.as_ref());
             let fused = matches!(self.kernel(inputs), Ok(Kernel::Cpu));
             let out = if sizes.queries == 1 && sizes.batch > 0 && fused {
-                softmax::step(&rows(inputs.q)?, &k, &v)?
+                softmax::step(&rows(inputs.q)?, &k, &v, inputs.gates)?
             } else {
                 self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(all - sizes.queries))?
             };
