@@ -54,15 +54,16 @@ impl MultiHeadConfig {
 ///
 /// # Weights and buffers
 /// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging
-/// Face checkpoints; those of a forget gate, if there is one, are `gate.weight` `(Hkv, E)` and
-/// `gate.bias` `(Hkv)`. New ones forget at a constant pace, half of everything in about 2, 11, 44 and
-/// 177 tokens by heads in turn: weights are 0, and biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time
-/// constants τ of 4, 16, 64 and 256 tokens. What the attention draws or fits, its [buffers](Attention::buffers), lives
+/// Face checkpoints. What the attention draws or fits, its [buffers](Attention::buffers), lives
 /// beside them: `projection` for FAVOR+. So a `VarMap` saves a layer completely, and a `VarBuilder`
 /// over the file loads it completely; a file without the buffers is refused, since other random
 /// features would give other outputs without a word. An optimiser over `VarMap::all_vars` trains
 /// the maps that are meant to be trained and leaves random projections alone, for they get no
 /// gradient.
+///
+/// A forget gate, if there is one, has `gate.weight` `(Hkv, E)` and `gate.bias` `(Hkv)`. New gates
+/// forget at a constant pace: weights are 0, and biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time
+/// constants τ of 4, 16, 64 and 256 tokens, which the key heads take in turn.
 ///
 /// # Example
 /// ```
@@ -251,8 +252,8 @@ impl MultiHeadAttention {
 
     /// Self-attention with `attend` in place of the attention inside, which is given queries
     /// `(B, H, T, D)`, keys and values `(B, Hkv, T, D)` after rotary positions, and gates
-    /// `(B, Hkv, T)` if the layer has them. For looking at what
-    /// an attention is given, and for trying another in its place.
+    /// `(B, Hkv, T)` if the layer has them. For looking at what an attention is given, and for
+    /// trying another in its place.
     ///
     /// # Errors
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.

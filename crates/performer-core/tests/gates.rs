@@ -116,10 +116,8 @@ fn constant_gates_are_the_decay_of_retnet() -> Result<()> {
         let favor = problem.favor(DType::F64)?;
         let scale = 5f64.powf(-0.25);
         let kernel = favor.map().kernel(&(&q * scale)?, &(&k * scale)?)?;
-        let decay: Vec<f64> = (0..80 * 80)
-            .map(|n| (n / 80, n % 80))
-            .map(|(i, j)| if j <= i { gamma.powi((i - j) as i32) } else { 0.0 })
-            .collect();
+        let decay: Vec<f64> =
+            (0..80 * 80).map(|n| (n / 80, n % 80)).map(|(i, j)| if j <= i { gamma.powi(i - j) } else { 0.0 }).collect();
         let weights = kernel.broadcast_mul(&tensor(&decay, &[80, 80], DType::F64, &Device::Cpu)?)?;
         let expected = weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(3)?)?;
         let gates = problem.gate_tensor(DType::F64)?;

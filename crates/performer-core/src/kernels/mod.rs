@@ -30,6 +30,7 @@ pub(crate) mod rotary;
 mod rows;
 pub(crate) mod softmax;
 #[cfg(any(feature = "cuda", test))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod store;
 pub(crate) mod tiled_cross_entropy;
 mod transpose;

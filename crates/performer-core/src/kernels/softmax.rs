@@ -188,8 +188,7 @@ impl Head<'_> {
         [i, queries]: [usize; 2],
         [j, keys]: [usize; 2],
         k: &Matrix,
-        columns: &[f32],
-        forgotten: &Forgotten,
+        (columns, forgotten): (&[f32], &Forgotten),
         to: &mut [f32],
     ) {
         let right = Right { values: columns, stride: QUERIES };
@@ -251,7 +250,7 @@ impl WithSimd for Forward<'_> {
             head.forget([i, queries], head.first(i), &mut forgotten);
             for j in (head.first(i)..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
-                head.scores(simd, [i, queries], [j, keys], &k, &columns, &forgotten, &mut scores);
+                head.scores(simd, [i, queries], [j, keys], &k, (&columns, &forgotten), &mut scores);
                 let before = largest;
                 for row in scores.chunks_exact(QUERIES).take(keys) {
                     max_each(simd, &mut largest, row);
@@ -414,7 +413,7 @@ impl WithSimd for Backward<'_> {
             head.forget([i, queries], seen.start.max(head.first(i)), &mut forgotten);
             for j in (seen.start.max(head.first(i))..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
-                head.scores(simd, [i, queries], [j, keys], &k, &query_columns, &forgotten, &mut weights);
+                head.scores(simd, [i, queries], [j, keys], &k, (&query_columns, &forgotten), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
                 gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));

@@ -364,7 +364,7 @@ impl<'a> KeyScan<'a> {
         }
         let (dk, dv) = (to.dk.take_last(n * kd), to.dv.take_last(n * vd));
         let dlog = to.dlog.as_deref_mut().map(|dlog| &mut dlog[start..start + n]);
-        tile.write_key_gradients(simd, [start, n], rows, dphi, [dk, dv], dlog, to.linear.as_deref_mut());
+        tile.write_key_gradients(simd, [start, n], rows, dphi, ([dk, dv], dlog), to.linear.as_deref_mut());
     }
 }
 

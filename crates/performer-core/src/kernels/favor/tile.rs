@@ -373,8 +373,7 @@ impl<'a> Tile<'a> {
         [start, n]: [usize; 2],
         rows: &[f32],
         dphi: &mut [f32],
-        [dk, dv]: [&mut [f32]; 2],
-        dlog: Option<&mut [f32]>,
+        ([dk, dv], dlog): ([&mut [f32]; 2], Option<&mut [f32]>),
         linear: Option<&mut LinearGradient>,
     ) {
         let (columns, vd) = (padded(n), self.head.v.width);
