@@ -37,6 +37,8 @@ fi
 
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
     cargo rustc --locked -p performer-lm --bin performer-lm --features cuda -- -L "native=$toolkit/lib64"
+# Images of this compiler are kept where EMULATED_CACHE says, not where those of NVRTC are.
+export PERFORMER_KERNELS=
 # Not left where the ordinary program belongs: it starts with these libraries only.
 rm -f "$toolkit/performer-lm"
 mv "$target/debug/performer-lm" "$toolkit/performer-lm"

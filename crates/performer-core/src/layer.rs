@@ -230,6 +230,18 @@ impl MultiHeadAttention {
         self.cross(x, x, mask)
     }
 
+    /// Self-attention added to a residual, `residual + forward(x)`: `x` and `residual` `(B, T, E)` →
+    /// `(B, T, E)`, with a gradient to each. Where the output projection has no bias, the addition
+    /// is a part of it, which spares autograd the additions of gradients that it would cost.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and if the residual has another shape or type than the output.
+    pub fn forward_residual(&self, x: &Tensor, mask: &Mask, residual: &Tensor) -> Result<Tensor> {
+        self.check_registered()?;
+        let projected = self.project(x, x, 0)?;
+        self.merge(&self.attention.forward(projected.inputs(), mask)?, Some(residual))
+    }
+
     /// Attention of `x` `(B, Tq, E)` over `context` `(B, Tk, E)` → `(B, Tq, E)`.
     ///
     /// # Errors
@@ -237,7 +249,7 @@ impl MultiHeadAttention {
     pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask) -> Result<Tensor> {
         self.check_registered()?;
         let projected = self.project(x, context, 0)?;
-        self.merge(&self.attention.forward(projected.inputs(), mask)?)
+        self.merge(&self.attention.forward(projected.inputs(), mask)?, None)
     }
 
     /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
@@ -247,7 +259,7 @@ impl MultiHeadAttention {
     pub fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
         self.check_registered()?;
         let projected = self.project(x, x, state.tokens())?;
-        self.merge(&self.attention.extend(projected.inputs(), state)?)
+        self.merge(&self.attention.extend(projected.inputs(), state)?, None)
     }
 
     /// Self-attention with `attend` in place of the attention inside, which is given queries
@@ -259,7 +271,7 @@ impl MultiHeadAttention {
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.
     pub fn forward_through(&self, x: &Tensor, attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>) -> Result<Tensor> {
         let projected = self.project(x, x, 0)?;
-        self.merge(&attend(projected.inputs())?)
+        self.merge(&attend(projected.inputs())?, None)
     }
 
     /// The attention inside.
@@ -351,21 +363,20 @@ impl MultiHeadAttention {
                 bail!("{name} has shape {:?}; it must be (batch, tokens, {})", t.dims(), c.hidden);
             }
         }
-        let split = |linear: &Linear, x: &Tensor, heads: usize| -> Result<Tensor> {
-            ops::linear_to_heads(x, linear.weight(), linear.bias(), heads)
+        let split = |linear: &Linear, x: &Tensor, heads: usize, rotary: Option<&Rotary>| -> Result<Tensor> {
+            let (b, t, _) = x.dims3()?;
+            let rotary = rotary.map(|rotary| rotary.at(&[b, heads, t, c.head_dim], start)).transpose()?;
+            ops::linear_to_heads(x, linear.weight(), linear.bias(), heads, rotary)
         };
-        let q = split(&self.q_proj, x, c.heads)?;
-        let k = split(&self.k_proj, context, c.kv_heads)?;
-        let v = split(&self.v_proj, context, c.kv_heads)?;
+        let q = split(&self.q_proj, x, c.heads, self.rotary.as_ref())?;
+        let k = split(&self.k_proj, context, c.kv_heads, self.rotary.as_ref())?;
+        let v = split(&self.v_proj, context, c.kv_heads, None)?;
         let gates = self.gate.as_ref().map(|gate| gates(gate, context)).transpose()?;
-        Ok(match &self.rotary {
-            None => Projected { q, k, v, gates },
-            Some(rotary) => Projected { q: rotary.apply(&q, start)?, k: rotary.apply(&k, start)?, v, gates },
-        })
+        Ok(Projected { q, k, v, gates })
     }
 
-    fn merge(&self, heads: &Tensor) -> Result<Tensor> {
-        ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias())
+    fn merge(&self, heads: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias(), residual)
     }
 }
 

@@ -15,6 +15,7 @@
 //! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
 //! | norms, rotary positions and feed-forward layers, in place of Candle's that give no gradient | [`nn`] |
 //! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
+//! | a backward pass without the additions to zeros that Candle's makes | [`Tape`] |
 //! | the truth it is all held to, in plain f64 | [`mod@reference`] |
 //!
 //! # Example
@@ -55,11 +56,13 @@ pub mod nn;
 pub mod ops;
 pub mod projection;
 pub mod reference;
+mod tape;
 
 pub use attention::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, Path, Softmax, State, Windowed};
 pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};
+pub use tape::Tape;
 
 // The examples of these pages are tests as well.
 #[cfg(doctest)]

@@ -31,6 +31,8 @@ struct Build {
     partial: bool,
     /// Whether the kernels are those for bf16, whose thread blocks are teams.
     teams: bool,
+    /// Whether the projection's factor is exact in bf16 and the kernels are told so.
+    exact: bool,
 }
 
 /// `Run` says how the kernels are launched.
@@ -73,6 +75,7 @@ impl Build {
             causal: true,
             partial: false,
             teams: false,
+            exact: false,
         }
     }
 
@@ -82,6 +85,10 @@ impl Build {
         p.causal = self.causal;
         for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
             round(self.dtype, x);
+        }
+        if self.exact {
+            let scale = (self.head_dim as f64).powf(-0.25) * std::f64::consts::LOG2_E;
+            p.projection.iter_mut().for_each(|w| *w = half::bf16::from_f64(*w * scale).to_f64() / scale);
         }
         round(DType::F32, &mut p.projection);
         p
@@ -98,7 +105,7 @@ impl Build {
     }
 
     /// Returns the macros of the kernels; `group` is the number of query heads of a key head.
-    fn macros(&self, group: usize) -> [(&'static str, usize); 12] {
+    fn macros(&self, group: usize) -> [(&'static str, usize); 13] {
         [
             ("STORAGE", storage(self.dtype)),
             ("MAP", 0),
@@ -112,6 +119,7 @@ impl Build {
             ("HYPERBOLIC", usize::from(self.map == Hyperbolic)),
             ("GROUP", group),
             ("TEAMS", usize::from(self.teams)),
+            ("EXACT", usize::from(self.exact)),
         ]
     }
 
@@ -330,30 +338,33 @@ fn causal_bf16() {
 
 #[test]
 fn causal_bf16_by_teams() {
-    let build = |dim, rows| Build { teams: true, ..Build::new(DType::BF16, dim, rows) };
-    // These sizes show rounding of the sums, or of what weights sum to.
-    for (dim, rows, tokens, segments) in
-        [(64, 128, 1, 1), (64, 128, 65, 1), (64, 128, 200, 1), (32, 64, 63, 1), (48, 64, 65, 2), (48, 64, 200, 3)]
-    {
-        let build = build(dim, rows);
-        build.check(&build.problem(11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
-    }
-    let build = build(64, 128);
-    build.check(&build.problem(2, build.shape([1, 2, 2], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
-    // Features and values are not whole tiles, features are few, heads are grouped and keys hidden.
-    for (dim, rows, values) in [(24, 20, 40), (16, 48, 16), (60, 33, 30)] {
-        let build = Build {
-            teams: true,
-            partial: true,
-            map: Hyperbolic,
-            values,
-            slice: values.next_multiple_of(16),
-            ..Build::new(DType::BF16, dim, rows)
-        };
-        let mut problem = build.problem(3, build.shape([2, 2, 1], 130, 130));
-        build.check(&problem, Run { split: 33, ..BOTH });
-        problem.key_mask = Some(Random::new(4).mask(2 * 130, 0.7));
-        build.check(&problem, Run { segments: 2, ..BOTH });
+    for exact in [false, true] {
+        let build = |dim, rows| Build { teams: true, exact, ..Build::new(DType::BF16, dim, rows) };
+        // These sizes show rounding of the sums, or of what weights sum to.
+        for (dim, rows, tokens, segments) in
+            [(64, 128, 1, 1), (64, 128, 65, 1), (64, 128, 200, 1), (32, 64, 63, 1), (48, 64, 65, 2), (48, 64, 200, 3)]
+        {
+            let build = build(dim, rows);
+            build.check(&build.problem(11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
+        }
+        let build = build(64, 128);
+        build.check(&build.problem(2, build.shape([1, 2, 2], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
+        // Features and values are not whole tiles, features are few, heads are grouped and keys hidden.
+        for (dim, rows, values) in [(24, 20, 40), (16, 48, 16), (60, 33, 30)] {
+            let build = Build {
+                teams: true,
+                exact,
+                partial: true,
+                map: Hyperbolic,
+                values,
+                slice: values.next_multiple_of(16),
+                ..Build::new(DType::BF16, dim, rows)
+            };
+            let mut problem = build.problem(3, build.shape([2, 2, 1], 130, 130));
+            build.check(&problem, Run { split: 33, ..BOTH });
+            problem.key_mask = Some(Random::new(4).mask(2 * 130, 0.7));
+            build.check(&problem, Run { segments: 2, ..BOTH });
+        }
     }
 }
 
@@ -388,7 +399,7 @@ fn large_queries_and_keys() {
     for (dtype, dim, rows, teams) in
         [(DType::BF16, 64, 128, false), (DType::F32, 16, 48, false), (DType::BF16, 64, 128, true)]
     {
-        let build = Build { teams, ..Build::new(dtype, dim, rows) };
+        let build = Build { teams, exact: teams, ..Build::new(dtype, dim, rows) };
         for factor in [3.0, 30.0] {
             let mut problem = build.problem(8, build.shape([1, 1, 1], 100, 100)).scale_qk(factor);
             round(dtype, &mut problem.q);
@@ -406,7 +417,7 @@ fn the_past_has_the_same_bits() {
     for (dtype, dim, rows, teams) in
         [(DType::BF16, 64, 128, false), (DType::F32, 16, 32, false), (DType::BF16, 64, 128, true)]
     {
-        let build = Build { teams, ..Build::new(dtype, dim, rows) };
+        let build = Build { teams, exact: teams, ..Build::new(dtype, dim, rows) };
         let run = Run { segments: 2, ..Run::default() };
         let problem = build.problem(9, build.shape([1, 1, 1], 150, 150)).scale_qk(2.0);
         let Some(whole) = build.run(&problem, run) else { return };
@@ -469,7 +480,7 @@ fn check_all_sizes(dtype: DType, length: f64) {
         return;
     }
     for (head_dim, rows) in [(16, 24), (32, 64), (48, 64), (64, 16), (64, 64), (64, 96), (64, 128), (40, 100)] {
-        let build = Build { teams: true, ..Build::new(dtype, head_dim, rows) };
+        let build = Build { teams: true, exact: true, ..Build::new(dtype, head_dim, rows) };
         for (tokens, segments) in runs {
             build.check(&problem(&build, 11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
         }

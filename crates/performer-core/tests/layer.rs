@@ -126,6 +126,32 @@ fn a_layer_is_its_formula_with_the_same_gradients() -> Result<()> {
     Ok(())
 }
 
+/// With a residual the layer computes the sum of both, to the bit, and so do the gradients.
+#[test]
+fn a_layer_adds_to_its_residual() -> Result<()> {
+    for bias in [false, true] {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
+        let config = MultiHeadConfig { output_bias: bias, ..config() };
+        let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?.interleaved();
+        let layer = MultiHeadAttention::new(&config, Box::new(Softmax::new()), Some(rotary), vb)?;
+        let x = Var::from_tensor(&random(3, &[2, 9, HIDDEN])?)?;
+        let residual = Var::from_tensor(&random(5, &[2, 9, HIDDEN])?)?;
+        let weight = random(4, &[2, 9, HIDDEN])?;
+        let run = |out: Tensor| -> Result<Vec<Vec<f64>>> {
+            let gradients = (&out * &weight)?.sum_all()?.backward()?;
+            let mut all = vec![values(&out)?];
+            for var in [&x, &residual].into_iter().chain(&vars.all_vars()) {
+                all.push(values(gradients.get(var).expect("everything has a gradient"))?);
+            }
+            Ok(all)
+        };
+        let one = run(layer.forward_residual(&x, &Mask::causal(), &residual)?)?;
+        assert_eq!(one, run((residual.as_tensor() + layer.forward(&x, &Mask::causal())?)?)?, "bias {bias}");
+    }
+    Ok(())
+}
+
 fn clone(attention: &dyn Attention, name: &str) -> Result<Box<dyn Attention>> {
     let Ok(map) = name.parse() else { return Ok(Box::new(Softmax::new())) };
     let mut copy = favor(map, 99)?;

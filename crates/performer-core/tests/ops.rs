@@ -286,6 +286,66 @@ fn swiglu_matches_its_formula() -> Result<()> {
 }
 
 #[test]
+fn gated_maps_are_their_parts_in_one() -> Result<()> {
+    let separate = |t: &[Tensor]| ops::swiglu(&ops::linear(&t[0], &t[1], None)?, &ops::linear(&t[0], &t[2], None)?);
+    let one = |t: &[Tensor]| ops::swiglu_linear(&t[0], &t[1], &t[2]);
+    for (rows, k, n) in [(1, 1, 1), (5, 3, 17), (4, 64, 32)] {
+        let inputs = [numbers(&[2, rows, k], 0)?, numbers(&[n, k], 5)?, numbers(&[n, k], 9)?];
+        assert_same(&format!("{rows}x{k}x{n}"), &inputs, 1e-5, one);
+        // There are two gradients of the rows, whose sum does not depend on their order.
+        assert_eq!(outcome(&inputs, DType::F32, one)?, outcome(&inputs, DType::F32, separate)?);
+    }
+    let strided = [numbers(&[4, 3, 2], 0)?, numbers(&[5, 4], 5)?, numbers(&[5, 4], 9)?];
+    assert_same("strided", &strided, 1e-5, |t| ops::swiglu_linear(&t[0].transpose(0, 2)?, &t[1], &t[2]));
+    let f32s = |shape: &[usize]| numbers(shape, 0)?.to_dtype(DType::F32);
+    assert_eq!(ops::swiglu_linear(&f32s(&[2, 0, 3])?, &f32s(&[4, 3])?, &f32s(&[4, 3])?)?.dims(), [2, 0, 4]);
+    for (gate, up, part) in [([4, 3], [5, 3], "[5, 3]"), ([4, 2], [4, 2], "last dimension must be 2")] {
+        let error = ops::swiglu_linear(&f32s(&[2, 3])?, &f32s(&gate)?, &f32s(&up)?).expect_err("they do not fit");
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    // The backward pass may run again, and weights that are fixed get nothing.
+    let [x, gate, up] =
+        [Var::from_tensor(&f32s(&[2, 3])?)?, Var::from_tensor(&f32s(&[4, 3])?)?, Var::from_tensor(&f32s(&[4, 3])?)?];
+    let loss = ops::swiglu_linear(&x, &gate.detach(), &up)?.sqr()?.sum_all()?;
+    let gradient = || -> Result<Vec<Vec<f32>>> {
+        let gradients = loss.backward()?;
+        assert!(gradients.get(&gate).is_none() && gradients.get(&up).is_some());
+        gradients.get(&x).expect("rows have a gradient").to_vec2()
+    };
+    assert_eq!(gradient()?, gradient()?);
+    Ok(())
+}
+
+#[test]
+fn linear_maps_add_to_residuals() -> Result<()> {
+    for with_bias in [false, true] {
+        let bias = |t: &[Tensor]| with_bias.then(|| t[2].clone());
+        let one = |t: &[Tensor]| ops::linear_residual(&t[0], &t[1], bias(t).as_ref(), &t[t.len() - 1]);
+        let separate = |t: &[Tensor]| &t[t.len() - 1] + ops::linear(&t[0], &t[1], bias(t).as_ref())?;
+        for (rows, k, n) in [(1, 1, 1), (5, 3, 17), (4, 64, 32)] {
+            let mut inputs = vec![numbers(&[2, rows, k], 0)?, numbers(&[n, k], 5)?];
+            inputs.extend(with_bias.then(|| numbers(&[n], 9)).transpose()?);
+            inputs.push(numbers(&[2, rows, n], 3)?);
+            assert_same(&format!("{rows}x{k}x{n}"), &inputs, 1e-5, one);
+            assert_eq!(outcome(&inputs, DType::F32, one)?, outcome(&inputs, DType::F32, separate)?);
+        }
+    }
+    let inputs = [numbers(&[3, 2], 0)?, numbers(&[5, 2], 5)?, numbers(&[5, 3], 3)?];
+    assert_same("strided", &inputs, 1e-5, |t| ops::linear_residual(&t[0], &t[1], None, &t[2].t()?));
+    let f32s = |shape: &[usize]| numbers(shape, 0)?.to_dtype(DType::F32);
+    let empty = ops::linear_residual(&f32s(&[2, 0, 3])?, &f32s(&[4, 3])?, None, &f32s(&[2, 0, 4])?)?;
+    assert_eq!(empty.dims(), [2, 0, 4]);
+    let nothing = ops::linear_residual(&f32s(&[2, 0])?, &f32s(&[4, 0])?, None, &f32s(&[2, 4])?)?;
+    assert_eq!(nothing.to_vec2::<f32>()?, f32s(&[2, 4])?.to_vec2::<f32>()?);
+    for residual in [f32s(&[1, 4])?, f32s(&[2, 4])?.to_dtype(DType::F64)?] {
+        let error =
+            ops::linear_residual(&f32s(&[2, 3])?, &f32s(&[4, 3])?, None, &residual).expect_err("it does not fit");
+        assert!(error.to_string().contains("cannot be added"), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn rotary_positions_match_their_formula() -> Result<()> {
     for [b, h, t, d] in [[1, 1, 1, 2], [2, 3, 5, 6], [1, 2, 63, 64]] {
         let rotary = Rotary::new(d, 100, 1e4, &Device::Cpu)?;
@@ -519,11 +579,13 @@ fn half_types_meet_f32_weights() -> Result<()> {
     let (x, w, b) = (f32s(&[3, 8], 0)?, f32s(&[5, 8], 5)?, f32s(&[5], 9)?);
     let gain = f32s(&[8], 3)?;
     type Op<'a> = (&'a str, Box<dyn Fn(&Tensor, &Var) -> Result<Tensor> + 'a>);
-    let ops: [Op; 5] = [
+    let ops: [Op; 7] = [
         ("linear", Box::new(|x, w| ops::linear(x, w, Some(&b)))),
         ("layer norm", Box::new(|x, w| ops::layer_norm(x, &w.get(0)?, &gain, 1e-5))),
         ("rms norm", Box::new(|x, w| ops::rms_norm(x, &w.get(0)?, 1e-5))),
         ("cross-entropy", Box::new(|x, w| ops::linear_cross_entropy(x, w, &[0, 4, 2][..].into()))),
+        ("linear with residual", Box::new(|x, w| ops::linear_residual(x, w, None, &x.narrow(1, 0, 5)?))),
+        ("gated maps", Box::new(|x, w| ops::swiglu_linear(x, w, &(w.as_tensor() * 0.5)?))),
         ("swiglu", Box::new(|x, w| ops::swiglu(x, &w.narrow(0, 0, 3)?.to_dtype(x.dtype())?))),
     ];
     for (name, op) in ops {

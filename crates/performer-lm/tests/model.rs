@@ -3,8 +3,9 @@
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
+use performer_core::{Tape, ops};
 use performer_lm::{
-    config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
+    config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions, Preset},
     model::{Decoder, Dropout},
 };
 
@@ -277,4 +278,49 @@ fn an_invalid_config_is_named() {
         assert!(error.contains(word), "{error}");
     }
     assert_eq!(AttentionConfig::Softmax.kind(), "softmax");
+}
+
+/// Candle adds the gradient of every edge of the graph to zeros, so that every further node of a
+/// block costs a training step a pass or more over a tensor of the size of the activations. A block
+/// of Llama's kind has a node for each of: two norms, queries, keys, values, attention, its output
+/// with the residual, gates and their product, the layer's output with the residual; and one for
+/// each of its nine weights.
+#[test]
+fn a_block_is_few_nodes_of_the_graph() -> Result<()> {
+    for attention in ["softmax", "favor:m=24"] {
+        let nodes = |layers| -> Result<usize> {
+            let config = ModelConfig {
+                layers,
+                feed_forward: FeedForwardKind::Swiglu,
+                norm: NormKind::RmsNorm,
+                positions: Positions::Rotary { base: 10_000.0 },
+                bias: false,
+                ..base(attention)
+            };
+            let model = Decoder::new(&config, 1, &Device::Cpu)?;
+            let losses = model.losses(&Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?, &[2, 3, 4], None)?;
+            Ok(losses.sorted_nodes().len())
+        };
+        assert_eq!(nodes(3)? - nodes(2)?, 9 + 9, "{attention}");
+    }
+    Ok(())
+}
+
+/// The backward pass of training is a tape's: no operation in between makes it Candle's, which adds
+/// every gradient to zeros.
+#[test]
+fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
+    for preset in [Preset::Seed, Preset::Small, Preset::Stories15m] {
+        for attention in ["softmax", "softmax:window=8", "favor:m=16", "favor:m=16,map=learned"] {
+            let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
+            let (config, _) = preset.load()?;
+            let config = ModelConfig { attention, vocab_size: 300, layers: 2, ..config };
+            let model = Decoder::new(&config, 1, &Device::Cpu)?;
+            let ids = Tensor::arange(0, 40u32, &Device::Cpu)?.reshape((2, 20))?;
+            let tape = Tape::start();
+            let loss = ops::sum_all(&model.losses(&ids, &(1..41).collect::<Vec<u32>>(), None)?)?;
+            assert_eq!(tape.unrecorded(&loss), 0, "{preset:?} {}", config.attention);
+        }
+    }
+    Ok(())
 }

@@ -3,6 +3,7 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::Mask;
+use crate::ops;
 
 /// The tensors that attention is computed from.
 ///
@@ -196,5 +197,5 @@ impl Sizes {
 
 /// The tensor with contiguous rows, as all kernels read it.
 pub(super) fn rows(x: &Tensor) -> Result<Tensor> {
-    if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { x.contiguous() }
+    if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { ops::contiguous(x) }
 }

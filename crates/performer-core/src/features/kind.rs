@@ -166,6 +166,11 @@ impl FeatureMapKind {
         self.is_fitted() || self.is_trained()
     }
 
+    /// Whether features are `exp(±ω·x − ‖x‖²/2)` of an Ω that stays as it was drawn.
+    pub(crate) fn is_exponential(self) -> bool {
+        matches!(self, Self::Positive | Self::Hyperbolic)
+    }
+
     /// Whether the map draws phase offsets `b` besides Ω.
     pub fn has_offsets(self) -> bool {
         self.describe().numbers == MapNumbers::DrawnWithOffsets

@@ -1,8 +1,8 @@
 //! Fused kernels behind [`crate::attention`] and [`crate::ops`]: each computes in one pass what
 //! Candle's operations would in many.
 //!
-//! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `rotary`
-//! and `linear` are the other operations of a decoder. They are built from `gemm` (products of
+//! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `gated`,
+//! `rotary`, `linear` and `heads` are the other operations of a decoder. They are built from `gemm` (products of
 //! small tiles), `vector` (elementwise functions), `rows` (reading tensors), `transpose` and
 //! `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2 and NEON beside plain
 //! Rust, and the version is chosen when the program runs.
@@ -17,7 +17,9 @@ pub(crate) mod cross_entropy;
 pub mod cuda;
 pub(crate) mod favor;
 mod fresh;
+pub(crate) mod gated;
 mod gemm;
+pub(crate) mod heads;
 pub(crate) mod linear;
 #[cfg(feature = "metal")]
 pub mod metal;

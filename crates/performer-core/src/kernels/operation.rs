@@ -4,9 +4,13 @@
 //! layout for every tensor as arguments of their own. Here an operation of `N` tensors takes arrays
 //! of `N`, and what a device has no kernel for is refused in one place.
 
+use std::sync::Arc;
+
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape, Tensor, bail,
 };
+
+use crate::tape;
 
 /// The numbers of a tensor on a device, and where they lie.
 pub(crate) type Stored<'a, S> = (&'a S, &'a Layout);
@@ -39,8 +43,8 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     fn backward(&self, inputs: [&Tensor; N], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]>;
 }
 
-/// An [`Operation`] as Candle takes it.
-struct Adapter<O>(O);
+/// An [`Operation`] as Candle takes it. A tape has it too.
+struct Adapter<O>(Arc<O>);
 
 /// Tensors that an operation can be applied to: arrays of one, two or three.
 pub(crate) trait Operands<O> {
@@ -55,19 +59,37 @@ pub(crate) fn apply<O, I: Operands<O>>(operation: O, inputs: I) -> Result<Tensor
 
 impl<O: Operation<1>> Operands<O> for [&Tensor; 1] {
     fn apply(self, operation: O) -> Result<Tensor> {
-        self[0].apply_op1(Adapter(operation))
+        let operation = Arc::new(operation);
+        let out = self[0].apply_op1(Adapter(Arc::clone(&operation)))?;
+        record(operation, self, &out);
+        Ok(out)
     }
 }
 
 impl<O: Operation<2>> Operands<O> for [&Tensor; 2] {
     fn apply(self, operation: O) -> Result<Tensor> {
-        self[0].apply_op2(self[1], Adapter(operation))
+        let operation = Arc::new(operation);
+        let out = self[0].apply_op2(self[1], Adapter(Arc::clone(&operation)))?;
+        record(operation, self, &out);
+        Ok(out)
     }
 }
 
 impl<O: Operation<3>> Operands<O> for [&Tensor; 3] {
     fn apply(self, operation: O) -> Result<Tensor> {
-        self[0].apply_op3(self[1], self[2], Adapter(operation))
+        let operation = Arc::new(operation);
+        let out = self[0].apply_op3(self[1], self[2], Adapter(Arc::clone(&operation)))?;
+        record(operation, self, &out);
+        Ok(out)
+    }
+}
+
+/// Records an operation on the tape, if there is one.
+fn record<const N: usize, O: Operation<N>>(operation: Arc<O>, inputs: [&Tensor; N], out: &Tensor) {
+    if tape::is_recording() {
+        let (tensors, result) = (inputs.map(Tensor::clone), out.clone());
+        let backward = move |grad: &Tensor| Ok(operation.backward(tensors.each_ref(), &result, grad)?.to_vec());
+        tape::record(out, &inputs, backward);
     }
 }
 

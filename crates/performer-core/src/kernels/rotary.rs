@@ -11,6 +11,7 @@ use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 use super::cuda;
 use super::{
     contiguous,
+    heads::arrange,
     operation::{Operation, Stored},
     rows::Heads,
     with_storages,
@@ -39,30 +40,23 @@ impl Operation<1> for Rotary {
     }
 
     fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(self.turn(storage, layout, 1.0)?), layout.shape().clone()))
+        Ok((CpuStorage::F32(self.turn(storage, layout, 1.0, false)?), layout.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda(&self, [(storage, layout)]: [Stored<'_, CudaStorage>; 1]) -> Result<(CudaStorage, Shape)> {
-        cuda::rotary::turn(self, (storage, layout), 1.0)
+    fn cuda(&self, [x]: [Stored<'_, CudaStorage>; 1]) -> Result<(CudaStorage, Shape)> {
+        Ok((cuda::heads::arrange(x, false, Some((self, 1.0)))?, x.1.shape().clone()))
     }
 
     fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        let grad = grad.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if grad.device().is_cuda() {
-            let turned = cuda::with_storages([&grad], |[grad]| cuda::rotary::turn(self, grad, -1.0));
-            let (back, shape) = turned?;
-            return Ok([Some(cuda::tensor(back, shape))]);
-        }
-        let back = with_storages([&grad], |[(storage, layout)]| self.turn(storage, layout, -1.0))?;
-        Ok([Some(Tensor::from_vec(back, grad.shape(), grad.device())?)])
+        Ok([Some(arrange(&grad.contiguous()?, false, Some((self, -1.0)))?)])
     }
 }
 
 impl Rotary {
-    /// Turns the rows, or back if `direction` is −1.
-    fn turn(&self, storage: &CpuStorage, layout: &Layout, direction: f32) -> Result<Vec<f32>> {
+    /// Turns the rows of heads `(B, H, T, D)`, or back if `direction` is −1; the result is
+    /// contiguous, `(B, T, H, D)` if `merged`.
+    pub(super) fn turn(&self, storage: &CpuStorage, layout: &Layout, direction: f32, merged: bool) -> Result<Vec<f32>> {
         let (b, h, tokens, width) = layout.shape().dims4()?;
         let (x, half) = (Heads::new(storage, layout)?, width / 2);
         self.check(layout)?;
@@ -71,29 +65,37 @@ impl Rotary {
         let mut out = Vec::with_capacity(layout.shape().elem_count());
         with_storages([&self.cos, &self.sin], |[cos, sin]| {
             let (cos, sin) = (contiguous(cos.0, cos.1)?, contiguous(sin.0, sin.1)?);
-            for head in 0..b * h {
-                let first = head / h * step;
-                let (head, mut scratch) = (x.head(head), Vec::new());
-                let (rows, stride) = head.read(0, tokens, &mut scratch);
-                for t in 0..tokens {
-                    let row = &rows[t * stride..][..width];
-                    let angles = first + t * half;
-                    let angles = || cos[angles..][..half].iter().zip(&sin[angles..][..half]);
-                    match self.pairs {
-                        Pairs::Halves => {
-                            let (first, second) = row.split_at(half);
-                            let pairs = || first.iter().zip(second).zip(angles());
-                            out.extend(pairs().map(|((a, b), (c, s))| a * c - direction * s * b));
-                            out.extend(pairs().map(|((a, b), (c, s))| direction * s * a + b * c));
-                        }
-                        Pairs::Neighbours => {
-                            let pairs = row.as_chunks::<2>().0.iter().zip(angles());
-                            out.extend(
-                                pairs.flat_map(|([a, b], (c, s))| {
-                                    [a * c - direction * s * b, direction * s * a + b * c]
-                                }),
-                            );
-                        }
+            let mut turn = |batch: usize, rows: &[f32], t: usize| {
+                let row = &rows[..width];
+                let angles = batch * step + t * half;
+                let angles = || cos[angles..][..half].iter().zip(&sin[angles..][..half]);
+                match self.pairs {
+                    Pairs::Halves => {
+                        let (first, second) = row.split_at(half);
+                        let pairs = || first.iter().zip(second).zip(angles());
+                        out.extend(pairs().map(|((a, b), (c, s))| a * c - direction * s * b));
+                        out.extend(pairs().map(|((a, b), (c, s))| direction * s * a + b * c));
+                    }
+                    Pairs::Neighbours => {
+                        let pairs = row.as_chunks::<2>().0.iter().zip(angles());
+                        out.extend(
+                            pairs.flat_map(|([a, b], (c, s))| [a * c - direction * s * b, direction * s * a + b * c]),
+                        );
+                    }
+                }
+            };
+            for batch in 0..b {
+                let heads = x.heads(batch * h, h);
+                let mut scratch = vec![Vec::new(); h];
+                let rows = heads.iter().zip(&mut scratch).map(|(head, scratch)| head.read(0, tokens, scratch));
+                let rows: Vec<_> = rows.collect();
+                if merged {
+                    for t in 0..tokens {
+                        rows.iter().for_each(|(rows, stride)| turn(batch, &rows[t * stride..], t));
+                    }
+                } else {
+                    for (rows, stride) in &rows {
+                        (0..tokens).for_each(|t| turn(batch, &rows[t * stride..], t));
                     }
                 }
             }

@@ -49,6 +49,7 @@ use super::{
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, subtract, sum},
     with_storages,
 };
+use crate::ops;
 
 /// The queries of a tile.
 const QUERIES: usize = 64;
@@ -86,8 +87,8 @@ pub(crate) fn softmax(
     let softmax = Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
     // An operation takes at most three tensors, so keys and values become one.
-    let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
-    let gates = gates.to_dtype(DType::F32)?.contiguous()?;
+    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
+    let gates = ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?;
     apply(GatedSoftmax { softmax, head_dim: k.dim(3)? }, [q, &keys_values, &gates])
 }
 

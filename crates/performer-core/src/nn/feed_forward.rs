@@ -54,8 +54,7 @@ impl SwiGlu {
 
 impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gate = ops::linear(x, self.gate.weight(), None)?;
-        let up = ops::linear(x, self.up.weight(), None)?;
-        ops::linear(&ops::swiglu(&gate, &up)?, self.down.weight(), None)
+        let inner = ops::swiglu_linear(x, self.gate.weight(), self.up.weight())?;
+        ops::linear(&inner, self.down.weight(), None)
     }
 }

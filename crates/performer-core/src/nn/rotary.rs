@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use crate::ops;
+use crate::{kernels::rotary as kernels, ops};
 
 /// `Rotary` holds the angles of rotary position embeddings (Su et al. 2021,
 /// <https://arxiv.org/abs/2104.09864>) and turns queries and keys by them.
@@ -72,18 +72,30 @@ impl Rotary {
     /// # Errors
     /// If `x` has another shape, or a position lies beyond `max_tokens`.
     pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
+        let kernels::Rotary { cos, sin, pairs } = self.at(x.dims(), start)?;
+        let (cos, sin) = (cos.squeeze(0)?, sin.squeeze(0)?);
+        match pairs {
+            kernels::Pairs::Halves => ops::rotary(x, &cos, &sin),
+            kernels::Pairs::Neighbours => ops::rotary_interleaved(x, &cos, &sin),
+        }
+    }
+
+    /// The angles for heads `(B, H, T, D)` of these dimensions, whose first token stands at
+    /// position `start`: tables `(1, T, D/2)`.
+    pub(crate) fn at(&self, dims: &[usize], start: usize) -> Result<kernels::Rotary> {
         let (max, half) = self.cos.dims2()?;
-        let &[_, _, t, d] = x.dims() else {
-            bail!("x has shape {:?}; it must be (batch, heads, tokens, {})", x.dims(), 2 * half);
+        let &[_, _, t, d] = dims else {
+            bail!("x has shape {dims:?}; it must be (batch, heads, tokens, {})", 2 * half);
         };
         if d != 2 * half {
-            bail!("x has shape {:?}; its head dim must be {}, for which the rotary table was made", x.dims(), 2 * half);
+            bail!("x has shape {dims:?}; its head dim must be {}, for which the rotary table was made", 2 * half);
         }
         let end = start.saturating_add(t);
         if end > max {
             bail!("positions {start}..{end} lie beyond the {max} that the rotary table covers");
         }
-        let turn = if self.interleaved { ops::rotary_interleaved } else { ops::rotary };
-        turn(x, &self.cos.narrow(0, start, t)?, &self.sin.narrow(0, start, t)?)
+        let table = |t: &Tensor| t.narrow(0, start, dims[2])?.unsqueeze(0);
+        let pairs = if self.interleaved { kernels::Pairs::Neighbours } else { kernels::Pairs::Halves };
+        Ok(kernels::Rotary { cos: table(&self.cos)?, sin: table(&self.sin)?, pairs })
     }
 }

@@ -2,7 +2,9 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::wide;
+#[cfg(feature = "cuda")]
+use super::contiguous;
+use super::{index_select, reshape, to_dtype, wide};
 #[cfg(feature = "cuda")]
 use crate::kernels::{cuda, operation::apply};
 
@@ -17,8 +19,9 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let ids = ids.flatten_all()?.contiguous()?;
     #[cfg(feature = "cuda")]
     if cuda::takes(table) && ids.elem_count() > 0 && ids.dtype() == candle_core::DType::U32 {
-        return apply(cuda::embedding::Embedding { ids }, [&table.contiguous()?])?.reshape(shape);
+        return reshape(&apply(cuda::embedding::Embedding { ids }, [&contiguous(table)?])?, shape);
     }
     // Its gradient adds up rows, for which half types are too coarse.
-    table.to_dtype(wide(table))?.index_select(&ids, 0)?.to_dtype(table.dtype())?.reshape(shape)
+    let rows = index_select(&to_dtype(table, wide(table))?, &ids)?;
+    reshape(&to_dtype(&rows, table.dtype())?, shape)
 }

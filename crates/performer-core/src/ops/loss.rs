@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Shape, Tensor, bail};
 
-use super::{is_fused_on_cpu, matmul, wide};
+use super::{contiguous, index_select, is_fused_on_cpu, matmul, reshape, scale, sum_all, wide};
 use crate::kernels::{
     cross_entropy::{CrossEntropy, Teacher},
     operation::apply,
@@ -93,7 +93,7 @@ impl Targets {
                 self.shape.dims()
             );
         }
-        losses.sum_all()? / self.ids.len() as f64
+        scale(&sum_all(losses)?, 1.0 / self.ids.len() as f64)
     }
 
     /// Refuses rows `(.., E)` that are not one for each target, and targets beyond the vocabulary.
@@ -119,17 +119,17 @@ impl Targets {
         let count = self.shape.elem_count();
         // A reshape is a node of the graph, whose gradient Candle adds to zeros: none where it does
         // nothing.
-        let rows = if rows.rank() == 2 { rows.clone() } else { rows.reshape((count, rows.dim(D::Minus1)?))? };
+        let rows = if rows.rank() == 2 { rows.clone() } else { reshape(rows, (count, rows.dim(D::Minus1)?))? };
         let all = match &self.places {
             _ if self.ids.is_empty() => Tensor::zeros(count, wide(&rows), rows.device())?,
             None => losses(&rows, &self.ids)?,
             Some(places) => {
                 let places = Tensor::from_slice(places, places.len(), rows.device())?;
-                let some = losses(&rows.index_select(&places, 0)?, &self.ids)?;
+                let some = losses(&index_select(&rows, &places)?, &self.ids)?;
                 Tensor::zeros(count, some.dtype(), some.device())?.index_add(&places, &some, 0)?
             }
         };
-        if self.shape.rank() == 1 { Ok(all) } else { all.reshape(&self.shape) }
+        if self.shape.rank() == 1 { Ok(all) } else { reshape(&all, &self.shape) }
     }
 }
 
@@ -209,7 +209,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Targets) -> R
     targets.losses(x, |x, ids| {
         if is_fused_on_cpu(x) && weight.dtype() == DType::F32 {
             let operation = CrossEntropy::new(x, weight, ids, None);
-            return apply(operation, [&x.contiguous()?, &weight.contiguous()?]);
+            return apply(operation, [&contiguous(x)?, &contiguous(weight)?]);
         }
         tiled_cross_entropy::cross_entropy(x, weight, Tensor::from_slice(ids, ids.len(), x.device())?)
     })
@@ -245,7 +245,7 @@ pub fn linear_distillation(
     if [x, weight, &states, &head].iter().all(|t| is_fused_on_cpu(t)) {
         let teacher = Teacher { states: states.contiguous()?, head: head.contiguous()?, share: share as f32 };
         let operation = CrossEntropy::new(x, weight, targets, Some(teacher));
-        return apply(operation, [&x.contiguous()?, &weight.contiguous()?]);
+        return apply(operation, [&contiguous(x)?, &contiguous(weight)?]);
     }
     let logits = |x: &Tensor, w: &Tensor| -> Result<Tensor> {
         let logits = matmul(x, &w.to_dtype(x.dtype())?.t()?)?;

@@ -29,6 +29,7 @@ mod embedding;
 mod linear;
 mod loss;
 mod norm;
+mod plain;
 mod rotary;
 
 use candle_core::{DType, Tensor};
@@ -39,11 +40,14 @@ use crate::kernels::cuda;
 pub use activation::{gelu, softmax, swiglu};
 pub use attention::softmax_attention;
 pub use embedding::embedding;
-pub use linear::linear;
+pub use linear::{linear, linear_residual, swiglu_linear};
 pub(crate) use linear::{linear_of_heads, linear_to_heads, matmul};
 pub use loss::{Targets, cross_entropy, linear_cross_entropy, linear_distillation};
 pub(crate) use norm::normalise;
 pub use norm::{layer_norm, rms_norm};
+pub use plain::{
+    add, add_to_each, cat, contiguous, index_select, narrow, reshape, rows, scale, sum_all, to_dtype, transpose,
+};
 pub use rotary::{rotary, rotary_interleaved};
 
 /// Whether a fused CPU kernel takes the tensor.

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use super::{is_fused, is_half, wide};
+use super::{contiguous, is_fused, is_half, to_dtype, wide};
 use crate::kernels::{norm::Norm, operation::apply};
 
 /// LayerNorm computes `w ∘ (x − mean x)/√(var x + ε) + b` over the last dimension (Ba et al. 2016,
@@ -75,13 +75,13 @@ pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps:
             bail!("norm: x has shape {:?}, so its {name} must have shape [{width}], not {:?}", x.dims(), t.dims());
         }
     }
-    let weight = weight.to_dtype(wide(x))?;
-    let bias = bias.map(|bias| bias.to_dtype(wide(x))).transpose()?;
+    let weight = to_dtype(weight, wide(x))?;
+    let bias = bias.map(|bias| to_dtype(bias, wide(x))).transpose()?;
     if is_fused(x) {
         let norm = Norm { eps: eps as f32, center };
         return match bias {
-            None => apply(norm, [&x.contiguous()?, &weight.contiguous()?]),
-            Some(bias) => apply(norm, [&x.contiguous()?, &weight.contiguous()?, &bias.contiguous()?]),
+            None => apply(norm, [&contiguous(x)?, &contiguous(&weight)?]),
+            Some(bias) => apply(norm, [&contiguous(x)?, &contiguous(&weight)?, &contiguous(&bias)?]),
         };
     }
     if is_half(x) {

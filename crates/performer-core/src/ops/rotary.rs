@@ -56,7 +56,8 @@ pub fn rotary_interleaved(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tens
     turn(x, cos, sin, Pairs::Neighbours)
 }
 
-fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+/// Turns heads by tables as [`rotary`] takes them.
+pub(super) fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
     let &[batch, _, tokens, width] = x.dims() else {
         bail!("rotary: x has shape {:?}; it must be (batch, heads, tokens, head dim)", x.dims());
     };

@@ -173,9 +173,46 @@ pub fn draw_tensor(
     if !dtype.is_float() {
         bail!("projection: dtype is {}; it must be a floating-point type", dtype.as_str());
     }
+    tensor(draw(kind, radii, m, d, seed)?, (m, d), dtype, device)
+}
+
+/// Makes a tensor of numbers, rounded once from `f64` to `dtype`.
+pub(crate) fn tensor(omega: Vec<f64>, shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
     // Rounded on the CPU: not every device has f64.
-    let omega = draw(kind, radii, m, d, seed)?;
-    Tensor::from_vec(omega, (m, d), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+    Tensor::from_vec(omega, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
+/// The relative distance from a number of bf16 within which [`factor_is_bf16`] takes a number for
+/// it: f32's rounding, and a little more.
+#[cfg(any(feature = "cuda", test))]
+const NEAR: f64 = 1.0 / (1u64 << 20) as f64;
+
+/// Returns the number by which exponential maps multiply a row of `Ω` for heads of dimension `d`:
+/// `d^-¼ log₂ e`. The first factor is that of [`Favor`](crate::Favor), which approximates
+/// `e^{q·k/√d}`; the second turns powers of e into powers of 2.
+fn factor_scale(d: usize) -> f64 {
+    (d as f64).powf(-0.25) * std::f64::consts::LOG2_E
+}
+
+/// Moves the numbers of an `Ω` for heads of dimension `d` to the nearest for which
+/// `d^-¼ log₂ e Ω` is exact in bf16. Tensor cores then multiply rows in bf16 by that factor in one
+/// product; any other `Ω` takes two, one of what rounding to bf16 leaves over.
+///
+/// Each number moves by at most 1/512 of itself, independently of its sign, so features keep the
+/// kernel that they estimate up to that.
+pub(crate) fn round_factor(omega: &mut [f64], d: usize) {
+    let scale = factor_scale(d);
+    omega.iter_mut().for_each(|w| *w = half::bf16::from_f64(*w * scale).to_f64() / scale);
+}
+
+/// Whether `d^-¼ log₂ e Ω` is exact in bf16, as [`round_factor`] makes it and f32 keeps it.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn factor_is_bf16(omega: &[f32], d: usize) -> bool {
+    let scale = factor_scale(d);
+    omega.iter().all(|&w| {
+        let factor = f64::from(w) * scale;
+        (factor - half::bf16::from_f64(factor).to_f64()).abs() <= NEAR * factor.abs()
+    })
 }
 
 /// Draws the `m` phases `b_r ~ U[0, 2π)` of the random Fourier map `√(2/m) cos(ω_r·x + b_r)`
@@ -210,4 +247,26 @@ fn zeros(m: usize, d: usize) -> Result<Vec<f64>> {
         _ => bail!("projection: m = {m} rows of d = {d} numbers do not fit in memory; use a smaller m or d"),
     }
     Ok(zeros)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rounded_factor_is_exact_in_bf16_and_near_what_was_drawn() {
+        let single = |omega: &[f64]| omega.iter().map(|&w| w as f32).collect::<Vec<_>>();
+        for d in [8, 24, 40, 64, 128] {
+            let drawn = draw(ProjectionKind::default(), Radii::default(), 48, d, 7).unwrap();
+            assert!(!factor_is_bf16(&single(&drawn), d));
+            let mut rounded = drawn.clone();
+            round_factor(&mut rounded, d);
+            assert!(factor_is_bf16(&single(&rounded), d), "d = {d}");
+            let far = drawn.iter().zip(&rounded).find(|(a, b)| (*a - *b).abs() > a.abs() / 512.0);
+            assert_eq!(far, None, "d = {d}");
+            let mut again = rounded.clone();
+            round_factor(&mut again, d);
+            assert_eq!(single(&again), single(&rounded), "d = {d}");
+        }
+    }
 }

@@ -77,7 +77,7 @@ int main() {
     std::vector<uint4> columns = poison<uint4>(STORAGE != 0 ? 2 * packed_count : packed_count), rows = poison<uint4>(packed_count);
     for (int back = 0; back < 2 && !READY; back++) {
         Dim grid = {(unsigned)divide((int)(back ? rows : columns).size(), THREADS), 1, 1};
-        host::launch(grid, THREADS, favor_pack, (const float*)projection.data(), FEATURES, DIM, HYPERBOLIC, back ? factor : factor * LOG2E, back,
+        host::launch(grid, THREADS, favor_pack, (const float*)projection.data(), FEATURES, DIM, HYPERBOLIC, back && !EXACT ? factor : factor * LOG2E, back,
                      back ? rows.data() : columns.data());
     }
 

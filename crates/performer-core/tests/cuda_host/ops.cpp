@@ -1,4 +1,4 @@
-// Compares the kernels of norms, activations, rotary positions, embedding, cross-entropy and AdamW,
+// Compares the kernels of norms, activations, heads, embedding, cross-entropy and AdamW,
 // on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
 
 #include "device.h"
@@ -17,8 +17,8 @@ namespace norm {
 namespace activation {
 #include "activation.cu"
 }
-namespace rotary_positions {
-#include "rotary.cu"
+namespace heads_of_rows {
+#include "heads.cu"
 }
 namespace cross_entropy {
 #include "cross_entropy.cu"
@@ -127,7 +127,7 @@ static void check_norm(long long rows, int width) {
     check("norm, gradient of bias", bias, db);
 }
 
-static void check_activations(long long count) {
+static void check_activations(long long count, bool wide) {
     Numbers x = random_numbers(count), up = random_numbers(count), g = random_numbers(count);
     x[0] = 40, x[1] = -40, x[2] = 0;
     Numbers gelu(count), dgelu(count), swiglu(count), dgate(count), dup(count);
@@ -142,11 +142,13 @@ static void check_activations(long long count) {
     }
     auto xs = stored(x), us = stored(up), gs = stored(g);
     auto a = room<Stored>(count), b = room<Stored>(count), c = room<Stored>(count), d = room<Stored>(count), e = room<Stored>(count);
-    Dim grid = {blocks(count, activation::THREADS), 1, 1};
-    host::launch(grid, activation::THREADS, activation::gelu_forward, count, xs.data(), a.data());
-    host::launch(grid, activation::THREADS, activation::gelu_backward, count, xs.data(), gs.data(), b.data());
-    host::launch(grid, activation::THREADS, activation::swiglu_forward, count, xs.data(), us.data(), c.data());
-    host::launch(grid, activation::THREADS, activation::swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
+    using namespace activation;
+    Dim grid = {blocks(count / (wide ? WIDE : 1), activation::THREADS), 1, 1};
+    int threads = activation::THREADS;
+    host::launch(grid, threads, wide ? gelu_forward_wide : gelu_forward, count, xs.data(), a.data());
+    host::launch(grid, threads, wide ? gelu_backward_wide : gelu_backward, count, xs.data(), gs.data(), b.data());
+    host::launch(grid, threads, wide ? swiglu_forward_wide : swiglu_forward, count, xs.data(), us.data(), c.data());
+    host::launch(grid, threads, wide ? swiglu_backward_wide : swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
     check("gelu", a, gelu);
     check("gelu, gradient", b, dgelu);
     check("swiglu", c, swiglu);
@@ -155,19 +157,22 @@ static void check_activations(long long count) {
 }
 
 // x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map. Pairs are halves
-// apart or neighbours; angles are one table, or one for each sequence.
-static void check_rotary(int batch, int heads, int tokens, int half, bool neighbours, bool tables) {
+// apart or neighbours; angles are one table, or one for each sequence; `wide` threads have 16 bytes.
+static void check_heads(int batch, int heads, int tokens, int half, bool neighbours, bool tables, bool wide) {
+    using namespace heads_of_rows;
     int width = 2 * half, next = neighbours ? 2 : 1, second = neighbours ? 1 : half;
     long long table = tables ? (long long)tokens * half : 0;
     Numbers x = random_numbers((size_t)batch * tokens * heads * width);
     Numbers angles = random_numbers((size_t)(tables ? batch : 1) * tokens * half, false);
-    Numbers c(angles.size()), s(angles.size()), want(x.size());
+    Numbers c(angles.size()), s(angles.size()), want(x.size()), split(x.size());
     for (size_t i = 0; i < angles.size(); i++) c[i] = std::cos(angles[i]), s[i] = std::sin(angles[i]);
     for (int b = 0; b < batch; b++) {
         for (int h = 0; h < heads; h++) {
             for (int t = 0; t < tokens; t++) {
                 const double* from = &x[(((size_t)b * tokens + t) * heads + h) * width];
-                double* to = &want[(((size_t)b * heads + h) * tokens + t) * width];
+                size_t at = (((size_t)b * heads + h) * tokens + t) * width;
+                for (int i = 0; i < width; i++) split[at + i] = from[i];
+                double* to = &want[at];
                 for (int i = 0; i < half; i++) {
                     double cosine = c[b * table + t * half + i], sine = s[b * table + t * half + i];
                     int one = neighbours ? 2 * i : i, other = neighbours ? 2 * i + 1 : i + half;
@@ -179,23 +184,29 @@ static void check_rotary(int batch, int heads, int tokens, int half, bool neighb
     }
     auto xs = stored(x), out = room<Stored>(x.size()), back = room<Stored>(x.size());
     auto cs = floats(c), ss = floats(s);
-    long long pairs = x.size() / 2, token = (long long)heads * width;
-    Dim grid = {blocks(pairs, 256), 1, 1};
-    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, next, second, tokens * token, (long long)width, token,
-                 table, 1.0f, xs.data(), cs.data(), ss.data(), out.data());
-    check("rotary", out, want);
-    // Turned back: the numbers it came from, in the order of heads.
-    host::launch(grid, 256, rotary_positions::rotary, pairs, heads, tokens, half, next, second, (long long)heads * tokens * width,
-                 (long long)tokens * width, (long long)width, table, -1.0f, out.data(), cs.data(), ss.data(), back.data());
-    Numbers start(x.size());
-    for (size_t i = 0; i < x.size(); i++) {
-        size_t d = i % width, t = i / width % tokens, h = i / width / tokens % heads, b = i / width / tokens / heads;
-        start[i] = x[((b * tokens + t) * heads + h) * width + d];
-    }
-    check("rotary, back", back, start);
+    long long token = (long long)heads * width, head = (long long)tokens * width;
+    Rows forth = {heads, tokens, width, tokens * token, width, token}, merge = {tokens, heads, width, heads * head, width, head};
+    unsigned numbers = (unsigned)(x.size() / (wide ? WIDE : 1)), pairs = numbers / (wide && !neighbours ? 2 : 1) / (wide ? 1 : 2);
+    Dim grid = {blocks(numbers, 256), 1, 1}, turning = {blocks(pairs, 256), 1, 1};
+    host::launch(grid, 256, wide ? copy_heads_wide : copy_heads, numbers, forth, xs.data(), out.data());
+    check("heads", out, split);
+    host::launch(grid, 256, wide ? copy_heads_wide : copy_heads, numbers, merge, out.data(), back.data());
+    check("heads, merged", back, x);
+    Turn turn = {1, next, second, 1.0f, table};
+    auto kernel = wide ? turn_heads_wide : turn_heads;
+    host::launch(turning, 256, kernel, pairs, forth, turn, cs.data(), ss.data(), xs.data(), out.data());
+    check("heads, turned", out, want);
+    // Turned back, the numbers are those that it came from, in either order.
+    turn = {0, next, second, -1.0f, table};
+    host::launch(turning, 256, kernel, pairs, merge, turn, cs.data(), ss.data(), out.data(), back.data());
+    check("heads, turned back and merged", back, x);
+    turn.token_is_inner = 1;
+    Rows same = {heads, tokens, width, heads * head, head, width};
+    host::launch(turning, 256, kernel, pairs, same, turn, cs.data(), ss.data(), out.data(), back.data());
+    check("heads, turned back", back, split);
 }
 
-static void check_cross_entropy(int rows, int vocabulary) {
+static void check_cross_entropy(int rows, int vocabulary, bool wide) {
     Numbers logits = random_numbers((size_t)rows * vocabulary), g = random_numbers(rows, false);
     for (int i = 0; i < vocabulary; i++) logits[i] *= 64;
     if (rows > 1) logits[vocabulary] = -INFINITY;
@@ -215,8 +226,9 @@ static void check_cross_entropy(int rows, int vocabulary) {
     auto ls = stored(logits);
     auto gs = floats(g), got = room<float>(rows), logs = room<float>(rows);
     Dim grid = {(unsigned)rows, 1, 1};
-    host::launch(grid, 256, cross_entropy::cross_entropy_forward, vocabulary, ls.data(), targets.data(), got.data(), logs.data());
-    host::launch(grid, 256, cross_entropy::cross_entropy_backward, vocabulary, ls.data(), targets.data(), logs.data(), gs.data());
+    using namespace cross_entropy;
+    host::launch(grid, 256, wide ? cross_entropy_forward_wide : cross_entropy_forward, vocabulary, ls.data(), targets.data(), got.data(), logs.data());
+    host::launch(grid, 256, wide ? cross_entropy_backward_wide : cross_entropy_backward, vocabulary, ls.data(), targets.data(), logs.data(), gs.data());
     check("cross-entropy", got, losses);
     check("cross-entropy, gradient", ls, gradients);
 }
@@ -231,7 +243,8 @@ static void check_embedding(int count, int width, int vocabulary) {
     }
     auto gs = stored(g);
     auto out = room<float>(want.size());
-    host::launch({(unsigned)vocabulary, 1, 1}, 256, embedding::embedding_backward, count, width, ids.data(), gs.data(), out.data());
+    host::launch({blocks(vocabulary, embedding::TOKENS), 1, 1}, 256, embedding::embedding_backward, count, vocabulary, width, ids.data(),
+                 gs.data(), out.data());
     check("embedding, gradient", out, want);
 }
 
@@ -265,14 +278,19 @@ int main() {
         check_norm(1, 5);
         check_norm(37, 72);
         check_norm(70, 33);
-        check_activations(777);
+        check_activations(777, false);
+        check_activations(4200, true);
         for (bool neighbours : {false, true}) {
-            check_rotary(2, 3, 19, 7, neighbours, false);
-            check_rotary(2, 3, 19, 7, neighbours, true);
+            for (bool tables : {false, true}) {
+                check_heads(2, 3, 19, 7, neighbours, tables, false);
+                check_heads(2, 3, 19, 16, neighbours, tables, true);
+            }
         }
-        check_cross_entropy(1, 1);
-        check_cross_entropy(5, 700);
+        check_cross_entropy(1, 1, false);
+        check_cross_entropy(5, 700, false);
+        check_cross_entropy(5, 2512, true);
         check_embedding(600, 40, 23);
+        check_embedding(5000, 400, 7);
         check_embedding(1, 300, 2);
         check_adamw(5000);
     }

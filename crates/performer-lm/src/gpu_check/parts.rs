@@ -3,7 +3,8 @@
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
-use performer_core::{Rotary, ops};
+use candle_nn::VarBuilder;
+use performer_core::{MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, ops};
 
 use super::{Check, Item, Random, numbers, relative_error, tolerance};
 use crate::train::{AdamW, AdamWConfig, Gradients};
@@ -15,13 +16,34 @@ const OPERATIONS: &[Operation] = &[
     ("layer norm", &[&[3, 37, 72], &[72], &[72]], |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5)),
     ("rms norm", &[&[1100, 288], &[288]], |t| ops::rms_norm(&t[0], &t[1], 1e-5)),
     ("linear with bias", &[&[5, 9, 24], &[40, 24], &[40]], |t| ops::linear(&t[0], &t[1], Some(&t[2]))),
+    ("linear with residual", &[&[5, 9, 24], &[40, 24], &[5, 9, 40]], |t| {
+        ops::linear_residual(&t[0], &t[1], None, &t[2])
+    }),
+    ("gated maps", &[&[5, 9, 24], &[40, 24], &[40, 24]], |t| {
+        ops::swiglu_linear(&t[0], &(&t[1] * 0.2)?, &(&t[2] * 0.2)?)
+    }),
     ("gelu", &[&[7, 333]], |t| ops::gelu(&t[0])),
     ("swiglu", &[&[7, 333], &[7, 333]], |t| ops::swiglu(&t[0], &t[1])),
+    ("gelu, 16 bytes at a time", &[&[8, 333]], |t| ops::gelu(&t[0])),
+    ("swiglu, 16 bytes at a time", &[&[8, 333], &[8, 333]], |t| ops::swiglu(&t[0], &t[1])),
     ("embedding", &[&[50, 24]], |t| {
         let ids: Vec<u32> = (0..700).map(|i| i * 31 % 47).collect();
         ops::embedding(&t[0], &Tensor::from_vec(ids, (7, 100), t[0].device())?)
     }),
     ("rotary", &[&[2, 50, 3, 16]], |t| Rotary::new(16, 80, 1e4, t[0].device())?.apply(&t[0].transpose(1, 2)?, 7)),
+    ("linear to heads and back", &[&[2, 33, 40], &[64, 40], &[64, 40], &[64, 40], &[40, 64]], |t| {
+        let rotary = Rotary::new(16, 40, 1e4, t[0].device())?;
+        projected(t, MultiHeadConfig { head_dim: 16, ..MultiHeadConfig::new(40, 4) }, rotary)
+    }),
+    // Rows of heads are no multiple of 16 bytes.
+    ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
+        let rotary = Rotary::new(10, 9, 1e4, t[0].device())?.interleaved();
+        projected(t, MultiHeadConfig { head_dim: 10, ..MultiHeadConfig::new(20, 3) }, rotary)
+    }),
+    ("cross-entropy, 16 bytes at a time", &[&[65, 20], &[2104, 20]], |t| {
+        let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2104).collect();
+        ops::linear_cross_entropy(&t[0], &(&t[1] * 0.2)?, &targets[..].into())
+    }),
     ("cross-entropy", &[&[65, 20], &[2100, 20]], |t| {
         let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2100).collect();
         // The logits are of order one, as language models have them: in bf16 their error is 1/256
@@ -29,6 +51,16 @@ const OPERATIONS: &[Operation] = &[
         ops::linear_cross_entropy(&t[0], &(&t[1] * 0.2)?, &targets[..].into())
     }),
 ];
+
+/// Computes a layer with the sum of queries, keys and values in place of its attention, from its
+/// input and four weights.
+fn projected(t: &[Tensor], config: MultiHeadConfig, rotary: Rotary) -> candle_core::Result<Tensor> {
+    let names = ["q_proj", "k_proj", "v_proj", "o_proj"];
+    let weights = names.iter().zip(&t[1..]).map(|(name, weight)| (format!("{name}.weight"), weight.clone()));
+    let vb = VarBuilder::from_tensors(weights.collect(), t[0].dtype(), t[0].device());
+    MultiHeadAttention::without_buffers(&config, Box::new(Softmax::new()), Some(rotary), vb)?
+        .forward_through(&t[0], |inputs| (inputs.q + inputs.k)? + inputs.v)
+}
 
 /// Returns an item for each operation in each type, and one for the optimiser.
 pub(super) fn items() -> Vec<Item> {

@@ -48,7 +48,10 @@ impl Block {
     }
 
     pub(super) fn forward(&self, x: &Tensor, mask: &Mask, dropout: Option<&Dropout>) -> Result<Tensor> {
-        self.residuals(x, dropout, |x| self.attention.forward(x, mask))
+        self.residuals(x, dropout, |x, residual| match residual {
+            Some(residual) => self.attention.forward_residual(x, mask, residual),
+            None => self.attention.forward(x, mask),
+        })
     }
 
     pub(super) fn forward_through(
@@ -56,7 +59,7 @@ impl Block {
         x: &Tensor,
         attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        self.residuals(x, None, |x| self.attention.forward_through(x, attend))
+        self.residuals(x, None, |x, residual| plus(residual, self.attention.forward_through(x, attend)?))
     }
 
     pub(super) fn set_attention(&mut self, attention: Box<dyn Attention>) {
@@ -64,29 +67,33 @@ impl Block {
     }
 
     pub(super) fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
-        self.residuals(x, None, |x| self.attention.extend(x, state))
+        self.residuals(x, None, |x, residual| plus(residual, self.attention.extend(x, state)?))
     }
 
+    /// Computes the block with `attend(x, residual)`, which adds the residual to what it computes.
     fn residuals(
         &self,
         x: &Tensor,
         dropout: Option<&Dropout>,
-        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        attend: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let drop = |t: Tensor| match dropout {
-            Some(dropout) => dropout.apply(&t),
-            None => Ok(t),
+        // Only what dropout has been applied to can be added afterwards.
+        fn before<'a>(x: &'a Tensor, dropout: Option<&Dropout>) -> Option<&'a Tensor> {
+            dropout.is_none().then_some(x)
+        }
+        let after = |x: &Tensor, y: Tensor| match dropout {
+            Some(dropout) => ops::add(x, &dropout.apply(&y)?),
+            None => Ok(y),
         };
+        let feed_forward = |x: &Tensor, inner: &Tensor| after(x, self.feed_forward.forward(inner, before(x, dropout))?);
         match self.position {
             NormPosition::Pre => {
-                let x = (x + drop(attend(&self.attention_norm.forward(x)?)?)?)?;
-                let inner = self.feed_forward.forward(&self.feed_forward_norm.forward(&x)?)?;
-                x + drop(inner)?
+                let x = &after(x, attend(&self.attention_norm.forward(x)?, before(x, dropout))?)?;
+                feed_forward(x, &self.feed_forward_norm.forward(x)?)
             }
             NormPosition::Post => {
-                let x = self.attention_norm.forward(&(x + drop(attend(x)?)?)?)?;
-                let inner = self.feed_forward.forward(&x)?;
-                self.feed_forward_norm.forward(&(&x + drop(inner)?)?)
+                let x = &self.attention_norm.forward(&after(x, attend(x, before(x, dropout))?)?)?;
+                self.feed_forward_norm.forward(&feed_forward(x, x)?)
             }
         }
     }
@@ -127,15 +134,28 @@ impl FeedForward {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let apply = |linear: &Linear, x: &Tensor| ops::linear(x, linear.weight(), linear.bias());
-        let up = apply(&self.up, x)?;
         let inner = match (&self.gate, self.kind) {
-            (Some(gate), _) => ops::swiglu(&apply(gate, x)?, &up)?,
-            (None, FeedForwardKind::GeluExact) => up.gelu_erf()?,
-            (None, _) => ops::gelu(&up)?,
+            (Some(gate), _) if gate.bias().is_none() && self.up.bias().is_none() => {
+                ops::swiglu_linear(x, gate.weight(), self.up.weight())?
+            }
+            (Some(gate), _) => ops::swiglu(&apply(gate, x)?, &apply(&self.up, x)?)?,
+            (None, FeedForwardKind::GeluExact) => apply(&self.up, x)?.gelu_erf()?,
+            (None, _) => ops::gelu(&apply(&self.up, x)?)?,
         };
-        apply(&self.down, &inner)
+        match residual {
+            Some(residual) => ops::linear_residual(&inner, self.down.weight(), self.down.bias(), residual),
+            None => apply(&self.down, &inner),
+        }
+    }
+}
+
+/// Adds a branch to its residual, if there is one.
+fn plus(residual: Option<&Tensor>, branch: Tensor) -> Result<Tensor> {
+    match residual {
+        Some(residual) => ops::add(residual, &branch),
+        None => Ok(branch),
     }
 }
 

@@ -289,7 +289,7 @@ impl Decoder {
     /// As [`Self::forward`], and if a target lies beyond the vocabulary.
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
         let x = self.last_norm(&self.hidden(ids, &Mask::causal(), dropout)?)?;
-        Ok(ops::linear_cross_entropy(&x.flatten_to(1)?, self.head.weight(), &targets.into())?)
+        Ok(ops::linear_cross_entropy(&ops::rows(&x)?, self.head.weight(), &targets.into())?)
     }
 
     /// Computes the cross-entropy, in nats, against a mixture of each target and the distribution
@@ -299,7 +299,7 @@ impl Decoder {
     /// As [`Self::losses`], and if the teacher has another vocabulary.
     pub fn distillation_losses(&self, ids: &Tensor, targets: &[u32], teacher: &Decoder, share: f64) -> Result<Tensor> {
         let states = |model: &Decoder| -> Result<Tensor> {
-            Ok(model.last_norm(&model.hidden(ids, &Mask::causal(), None)?)?.flatten_to(1)?)
+            Ok(ops::rows(&model.last_norm(&model.hidden(ids, &Mask::causal(), None)?)?)?)
         };
         let theirs = (&states(teacher)?.detach(), teacher.head.weight());
         Ok(ops::linear_distillation(&states(self)?, self.head.weight(), targets, theirs, share)?)
@@ -327,7 +327,7 @@ impl Decoder {
 
     fn normed_at(&self, ids: &Tensor, mask: &Mask, places: &[u32]) -> Result<Tensor> {
         let places = Tensor::from_slice(places, places.len(), &self.device)?;
-        self.last_norm(&self.hidden(ids, mask, None)?.flatten_to(1)?.index_select(&places, 0)?)
+        self.last_norm(&ops::index_select(&ops::rows(&self.hidden(ids, mask, None)?)?, &places)?)
     }
 
     /// Runs the forward pass without the output head, with `attend(layer, q, k, v)` in place of
@@ -390,7 +390,7 @@ impl Decoder {
     }
 
     fn embed(&self, ids: &Tensor, start: usize) -> Result<Tensor> {
-        let x = ops::embedding(self.embed_tokens.embeddings(), ids)?.to_dtype(self.compute)?;
+        let x = ops::to_dtype(&ops::embedding(self.embed_tokens.embeddings(), ids)?, self.compute)?;
         let Some(positions) = &self.embed_positions else { return Ok(x) };
         let (t, max) = (ids.dim(1)?, self.config.context);
         ensure!(
@@ -399,7 +399,8 @@ impl Decoder {
              positions",
             start + t
         );
-        Ok(x.broadcast_add(&positions.embeddings().narrow(0, start, t)?.to_dtype(self.compute)?)?)
+        let positions = ops::narrow(positions.embeddings(), 0, start, t)?;
+        Ok(ops::add_to_each(&x, &ops::to_dtype(&positions, self.compute)?)?)
     }
 
     fn logits(&self, x: &Tensor) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
+use performer_core::Tape;
 use rayon::prelude::*;
 
 use super::in_order;
@@ -45,8 +46,9 @@ impl Gradients {
             parts,
             threads,
             |i| {
+                let tape = Tape::start();
                 let loss = loss(i)?;
-                let gradients = Self::from_store(&loss.backward()?, params)?;
+                let gradients = Self::from_store(&tape.backward(&loss)?, params)?;
                 Ok((loss.detach(), gradients))
             },
             |(loss, gradients)| {

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::projection::derive_seed;
+use performer_core::{ops, projection::derive_seed};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -327,7 +327,7 @@ impl<'a> Trainer<'a> {
             let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (step * count + i) as u64);
             let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
             let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
-            Ok((losses.sum_all()? / batch.inputs.len() as f64)?)
+            Ok(ops::scale(&ops::sum_all(&losses)?, 1.0 / batch.inputs.len() as f64)?)
         })
     }
 

@@ -1,5 +1,6 @@
 // GELU (tanh form) and SwiGLU, element by element, and their gradients. All tensors of a kernel
-// have one shape; a thread has one element.
+// have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple of 16 bytes; a
+// thread of the others has one element.
 
 #include "stored.cuh"
 
@@ -15,39 +16,96 @@ __device__ inline float sigmoid(float x) {
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f, CUBIC = 0.044715f;
 
 // Computes out = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
-extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(long long count, const Stored* x, Stored* out) {
-    long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
+template <int N>
+__device__ inline void gelu(long long count, const Stored* x, Stored* out) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
     if (i >= count) return;
-    float a = widen(x[i]);
-    narrow(a * sigmoid(TWICE_SQRT_2_OVER_PI * (a + CUBIC * a * a * a)), out[i]);
+    float a[N];
+    load<N>(x + i, a);
+    for (int k = 0; k < N; k++) a[k] *= sigmoid(TWICE_SQRT_2_OVER_PI * (a[k] + CUBIC * a[k] * a[k] * a[k]));
+    store<N>(a, out + i);
 }
 
 // Computes dx, the gradient of GELU.
-extern "C" __global__ void __launch_bounds__(THREADS)
-gelu_backward(long long count, const Stored* x, const Stored* grad, Stored* dx) {
-    long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
+template <int N>
+__device__ inline void gelu_gradient(long long count, const Stored* x, const Stored* grad, Stored* dx) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
     if (i >= count) return;
-    float a = widen(x[i]);
-    float s = sigmoid(TWICE_SQRT_2_OVER_PI * (a + CUBIC * a * a * a));
-    float slope = s + a * s * (1.0f - s) * TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * CUBIC * a * a);
-    narrow(widen(grad[i]) * slope, dx[i]);
+    float a[N], g[N];
+    load<N>(x + i, a);
+    load<N>(grad + i, g);
+    for (int k = 0; k < N; k++) {
+        float s = sigmoid(TWICE_SQRT_2_OVER_PI * (a[k] + CUBIC * a[k] * a[k] * a[k]));
+        g[k] *= s + a[k] * s * (1.0f - s) * TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * CUBIC * a[k] * a[k]);
+    }
+    store<N>(g, dx + i);
 }
 
 // Computes out = gate sigmoid(gate) up.
-extern "C" __global__ void __launch_bounds__(THREADS)
-swiglu_forward(long long count, const Stored* gate, const Stored* up, Stored* out) {
-    long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
+template <int N>
+__device__ inline void swiglu(long long count, const Stored* gate, const Stored* up, Stored* out) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
     if (i >= count) return;
-    float a = widen(gate[i]);
-    narrow(a * sigmoid(a) * widen(up[i]), out[i]);
+    float a[N], u[N];
+    load<N>(gate + i, a);
+    load<N>(up + i, u);
+    for (int k = 0; k < N; k++) u[k] *= a[k] * sigmoid(a[k]);
+    store<N>(u, out + i);
 }
 
 // Computes the gradients of SwiGLU's gate and up.
+template <int N>
+__device__ inline void
+swiglu_gradients(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
+    if (i >= count) return;
+    float a[N], u[N], g[N];
+    load<N>(gate + i, a);
+    load<N>(up + i, u);
+    load<N>(grad + i, g);
+    for (int k = 0; k < N; k++) {
+        float s = sigmoid(a[k]);
+        u[k] *= g[k] * (s + a[k] * s * (1.0f - s));
+        g[k] *= a[k] * s;
+    }
+    store<N>(u, dgate + i);
+    store<N>(g, dup + i);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(long long count, const Stored* x, Stored* out) {
+    gelu<1>(count, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward_wide(long long count, const Stored* x, Stored* out) {
+    gelu<WIDE>(count, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+gelu_backward(long long count, const Stored* x, const Stored* grad, Stored* dx) {
+    gelu_gradient<1>(count, x, grad, dx);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+gelu_backward_wide(long long count, const Stored* x, const Stored* grad, Stored* dx) {
+    gelu_gradient<WIDE>(count, x, grad, dx);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+swiglu_forward(long long count, const Stored* gate, const Stored* up, Stored* out) {
+    swiglu<1>(count, gate, up, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+swiglu_forward_wide(long long count, const Stored* gate, const Stored* up, Stored* out) {
+    swiglu<WIDE>(count, gate, up, out);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_backward(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
-    long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= count) return;
-    float a = widen(gate[i]), s = sigmoid(a), g = widen(grad[i]);
-    narrow(g * a * s, dup[i]);
-    narrow(g * widen(up[i]) * (s + a * s * (1.0f - s)), dgate[i]);
+    swiglu_gradients<1>(count, gate, up, grad, dgate, dup);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+swiglu_backward_wide(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
+    swiglu_gradients<WIDE>(count, gate, up, grad, dgate, dup);
 }

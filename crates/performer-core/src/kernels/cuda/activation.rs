@@ -10,11 +10,16 @@ const SOURCE: Source = Source {
     headers: STORED,
 };
 
-/// Runs a kernel that makes `OUT` tensors from `N` tensors, all of one shape and type.
-fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Result<[CudaStorage; OUT]> {
+/// Runs the kernel `entry[0]`, or `entry[1]` where it can read 16 bytes at a time, that makes `OUT`
+/// tensors from `N` tensors, all of one shape and type.
+fn run<const N: usize, const OUT: usize>(entry: [&str; 2], inputs: [View; N]) -> Result<[CudaStorage; OUT]> {
     contiguous(inputs)?;
     let (first, layout) = inputs[0];
     let (shape, dtype, device) = (layout.shape(), first.dtype(), first.device());
+    let wide = 16 / dtype.size_in_bytes();
+    let starts = inputs.iter().all(|(_, layout)| layout.start_offset().is_multiple_of(wide));
+    let is_wide = starts && shape.elem_count().is_multiple_of(wide);
+    let entry = entry[usize::from(is_wide)];
     if inputs.iter().any(|(s, l)| l.shape() != shape || s.dtype() != dtype) {
         bail!("{entry}: inputs must have one shape and type, not {:?}", inputs.map(|(s, l)| (s.dtype(), l.dims())));
     }
@@ -29,32 +34,34 @@ fn run<const N: usize, const OUT: usize>(entry: &str, inputs: [View; N]) -> Resu
     for output in &mut outputs {
         launch = launch.output(output)?;
     }
+    let threads = if is_wide { count / wide } else { count };
     // SAFETY: all tensors have as many numbers as the kernel is told.
-    unsafe { launch.run([count.div_ceil(THREADS), 1, 1], THREADS) }?;
+    unsafe { launch.run([threads.div_ceil(THREADS), 1, 1], THREADS) }?;
     Ok(outputs)
 }
 
 /// Computes GELU.
 pub(in crate::kernels) fn gelu(x: View) -> Result<(CudaStorage, Shape)> {
-    let [out] = run("gelu_forward", [x])?;
+    let [out] = run(["gelu_forward", "gelu_forward_wide"], [x])?;
     Ok((out, x.1.shape().clone()))
 }
 
 /// Computes the gradient of GELU's input.
 pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let [dx] = with_storages([x, &grad.contiguous()?], |inputs| run("gelu_backward", inputs))?;
+    let [dx] = with_storages([x, &grad.contiguous()?], |inputs| run(["gelu_backward", "gelu_backward_wide"], inputs))?;
     Ok(tensor(dx, x.shape()))
 }
 
 /// Computes SwiGLU.
 pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
-    let [out] = run("swiglu_forward", [gate, x])?;
+    let [out] = run(["swiglu_forward", "swiglu_forward_wide"], [gate, x])?;
     Ok((out, x.1.shape().clone()))
 }
 
 /// Computes the gradients of the gates and of the numbers.
 pub(in crate::kernels) fn swiglu_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
-    let gradients: [CudaStorage; 2] =
-        with_storages([gate, x, &grad.contiguous()?], |inputs| run("swiglu_backward", inputs))?;
+    let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| {
+        run(["swiglu_backward", "swiglu_backward_wide"], inputs)
+    })?;
     Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
 }

@@ -2,6 +2,9 @@
 //
 //   forward:  logits (rows, V), targets (rows) -> losses (rows), logs (rows)
 //   backward: logits, targets, logs, grads (rows) -> gradients in place of the logits (rows, V)
+//
+// The kernels `_wide` read and write 16 bytes at a time: V is a multiple of as many numbers, and the
+// logits lie at a multiple of 16 bytes.
 
 #include "stored.cuh"
 
@@ -20,19 +23,18 @@ __device__ inline void merge(float& m, float& s, float m2, float s2) {
 }
 
 // Computes logs, the logarithms of the sums of e^logit, and losses = logs - the target's logit.
-extern "C" __global__ void __launch_bounds__(THREADS)
-cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
+template <int N>
+__device__ inline void forward(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
     __shared__ float maxima[WARPS], sums[WARPS];
     logits += (long long)blockIdx.x * vocabulary;
     float m = FLOOR, s = 0.0f;
-    for (int i = threadIdx.x; i < vocabulary; i += THREADS) {
-        float x = widen(logits[i]);
-        if (x > m) {
-            s = s * power_of_two((m - x) * LOG2E) + 1.0f;
-            m = x;
-        } else {
-            s += power_of_two((x - m) * LOG2E);
-        }
+    for (int i = threadIdx.x * N; i < vocabulary; i += THREADS * N) {
+        float x[N], larger = m;
+        load<N>(logits + i, x);
+        for (int k = 0; k < N; k++) larger = fmaxf(larger, x[k]);
+        s *= power_of_two((m - larger) * LOG2E);
+        for (int k = 0; k < N; k++) s += power_of_two((x[k] - larger) * LOG2E);
+        m = larger;
     }
     for (int mask = 16; mask > 0; mask /= 2) {
         float m2 = from_lane_xor(m, mask), s2 = from_lane_xor(s, mask);
@@ -52,13 +54,38 @@ cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targ
 }
 
 // Replaces logits by their gradients, grad (softmax - onehot).
-extern "C" __global__ void __launch_bounds__(THREADS)
-cross_entropy_backward(int vocabulary, Stored* logits, const unsigned* targets, const float* logs, const float* grads) {
+template <int N>
+__device__ inline void backward(int vocabulary, Stored* logits, const unsigned* targets, const float* logs, const float* grads) {
     logits += (long long)blockIdx.x * vocabulary;
     float log = logs[blockIdx.x], grad = grads[blockIdx.x];
     int target = (int)targets[blockIdx.x];
-    for (int i = threadIdx.x; i < vocabulary; i += THREADS) {
-        float p = power_of_two((widen(logits[i]) - log) * LOG2E);
-        narrow(grad * (i == target ? p - 1.0f : p), logits[i]);
+    for (int i = threadIdx.x * N; i < vocabulary; i += THREADS * N) {
+        float x[N];
+        load<N>(logits + i, x);
+        for (int k = 0; k < N; k++) {
+            float p = power_of_two((x[k] - log) * LOG2E);
+            x[k] = grad * (i + k == target ? p - 1.0f : p);
+        }
+        store<N>(x, logits + i);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_forward(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
+    forward<1>(vocabulary, logits, targets, losses, logs);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_forward_wide(int vocabulary, const Stored* logits, const unsigned* targets, float* losses, float* logs) {
+    forward<WIDE>(vocabulary, logits, targets, losses, logs);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_backward(int vocabulary, Stored* logits, const unsigned* targets, const float* logs, const float* grads) {
+    backward<1>(vocabulary, logits, targets, logs, grads);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_backward_wide(int vocabulary, Stored* logits, const unsigned* targets, const float* logs, const float* grads) {
+    backward<WIDE>(vocabulary, logits, targets, logs, grads);
 }

@@ -2,13 +2,19 @@
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 
-use super::{STORED, Source, THREADS, allocate, contiguous, storage, tensor, with_storages};
+use super::{STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
 
 const SOURCE: Source = Source {
     name: "performer-core/src/kernels/cuda/cross_entropy.cu",
     text: include_str!("cross_entropy.cu"),
     headers: STORED,
 };
+
+/// Whether all rows begin at multiples of 16 bytes.
+fn is_wide((storage, layout): View) -> bool {
+    let wide = 16 / storage.dtype().size_in_bytes();
+    layout.start_offset().is_multiple_of(wide) && layout.dims()[1].is_multiple_of(wide)
+}
 
 /// Computes losses and logarithms of the denominators, f32 `(N)` each, from logits `(N, V)` and u32
 /// targets `(N)` below V.
@@ -17,9 +23,10 @@ pub(in crate::kernels) fn losses(logits: &Tensor, targets: &Tensor) -> Result<[T
     with_storages([logits, targets], |[logits, targets]| {
         contiguous([logits, targets])?;
         let (device, shape) = (logits.0.device(), Shape::from(n));
+        let entry = if is_wide(logits) { "cross_entropy_forward_wide" } else { "cross_entropy_forward" };
         let mut losses = allocate(device, &shape, DType::F32)?;
         let mut logs = allocate(device, &shape, DType::F32)?;
-        let kernel = SOURCE.kernel(device, "cross_entropy_forward", &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
+        let kernel = SOURCE.kernel(device, entry, &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(vocabulary as i32);
         let launch = launch.input(logits.0, logits.1)?.input(targets.0, targets.1)?;
         // SAFETY: there is a thread block for each row, and targets are checked to lie in it.
@@ -36,7 +43,8 @@ pub(in crate::kernels) fn gradients(logits: Tensor, targets: &Tensor, logs: &Ten
         contiguous(views)?;
         let [logits, targets, logs, grad] = views;
         let device = logits.0.device();
-        let kernel = SOURCE.kernel(device, "cross_entropy_backward", &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
+        let entry = if is_wide(logits) { "cross_entropy_backward_wide" } else { "cross_entropy_backward" };
+        let kernel = SOURCE.kernel(device, entry, &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(vocabulary as i32).input(logits.0, logits.1)?;
         let launch = launch.input(targets.0, targets.1)?.input(logs.0, logs.1)?.input(grad.0, grad.1)?;
         // SAFETY: there is a thread block for each row, which alone reads and writes it; the tensor

@@ -12,6 +12,9 @@ const SOURCE: Source = Source {
     headers: STORED,
 };
 
+/// The tokens of a thread block, as in `embedding.cu`.
+const TOKENS: usize = 4;
+
 /// `Embedding` takes the rows `ids` (u32 and contiguous, `(N)`) of a table `(V, E)` → `(N, E)`.
 pub(crate) struct Embedding {
     pub(crate) ids: Tensor,
@@ -43,10 +46,10 @@ fn backward(ids: &Tensor, grad: &Tensor, vocabulary: usize) -> Result<Tensor> {
         let (device, shape) = (grad.0.device(), Shape::from((vocabulary, width)));
         let mut out = allocate(device, &shape, DType::F32)?;
         let kernel = SOURCE.kernel(device, "embedding_backward", &[("STORAGE", &storage(grad.0.dtype())?)], 0)?;
-        let launch = kernel.launch().value(n as i32).value(width as i32);
+        let launch = kernel.launch().value(n as i32).value(vocabulary as i32).value(width as i32);
         let launch = launch.input(ids.0, ids.1)?.input(grad.0, grad.1)?;
-        // SAFETY: a thread block for each token of the vocabulary writes its row.
-        unsafe { launch.output(&mut out)?.run([vocabulary, 1, 1], THREADS) }?;
+        // SAFETY: the thread blocks write the rows of their tokens, all of the vocabulary together.
+        unsafe { launch.output(&mut out)?.run([vocabulary.div_ceil(TOKENS), 1, 1], THREADS) }?;
         Ok(tensor(out, shape))
     })
 }

@@ -19,7 +19,10 @@ use super::{
     favor_call::{Call, HEADERS, Saved},
     with_storages,
 };
-use crate::kernels::favor::blocks::{Blocks, MOST_FEATURES, MOST_WIDTH};
+use crate::{
+    kernels::favor::blocks::{Blocks, MOST_FEATURES, MOST_WIDTH},
+    projection::factor_is_bf16,
+};
 
 /// The kernel that packs the projection for the others.
 const PACK: Source = Source {
@@ -82,9 +85,23 @@ pub(crate) struct Projection {
     hyperbolic: bool,
     features: usize,
     dim: usize,
-    /// The packed projection, for f32 (`true`) and for half types: the factor that makes features,
-    /// and the factor that makes gradients of rows.
-    packed: Mutex<HashMap<bool, Arc<[Buffer; 2]>>>,
+    /// Whether the factor that makes features is exact in bf16.
+    exact: bool,
+    /// The packed projection: the factor that makes features, and the factor that makes gradients
+    /// of rows.
+    packed: Mutex<HashMap<Packing, Arc<[Buffer; 2]>>>,
+}
+
+/// `Packing` says how a projection is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Packing {
+    /// For f32.
+    Single,
+    /// For half types: every number in two parts.
+    Parts,
+    /// For half types, where the first part of the factor for features is all of it. The factor
+    /// for gradients is in base 2 as well, so that this holds for it too.
+    Exact,
 }
 
 impl Projection {
@@ -92,7 +109,8 @@ impl Projection {
         let (m, dim) = omega.dims2()?;
         let omega = omega.detach().to_dtype(DType::F32)?.contiguous()?;
         let features = if hyperbolic { 2 * m } else { m };
-        Ok(Self { omega, hyperbolic, features, dim, packed: Mutex::default() })
+        let exact = factor_is_bf16(&omega.flatten_all()?.to_vec1::<f32>()?, dim);
+        Ok(Self { omega, hyperbolic, features, dim, exact, packed: Mutex::default() })
     }
 
     /// The factor `D^-1/4`.
@@ -100,10 +118,17 @@ impl Projection {
         (self.dim as f64).powf(-0.25) as f32
     }
 
-    /// Returns the packed projection for a `STORAGE`, packing it at the first call.
-    pub(super) fn packed(&self, storage: u8) -> Result<Arc<[Buffer; 2]>> {
+    /// Whether the factor that makes features is exact in bf16.
+    pub(super) fn is_exact(&self) -> bool {
+        self.exact
+    }
+
+    /// Returns the packed projection, packing it at the first call.
+    pub(super) fn packed(&self, packing: Packing) -> Result<Arc<[Buffer; 2]>> {
+        // Half types share their operands, which are bf16.
+        let storage = if packing == Packing::Single { 0 } else { 2 };
         let mut all = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(packed) = all.get(&(storage == 0)) {
+        if let Some(packed) = all.get(&packing) {
             return Ok(Arc::clone(packed));
         }
         let packed = with_storages([&self.omega], |[omega]| {
@@ -122,9 +147,11 @@ impl Projection {
                 unsafe { launch.output(&mut packed.storage)?.run([pieces.div_ceil(THREADS), 1, 1], THREADS) }?;
                 Ok(packed)
             };
-            Ok(Arc::new([pack(self.scale() * std::f32::consts::LOG2_E, 0)?, pack(self.scale(), 1)?]))
+            let in_base_2 = self.scale() * std::f32::consts::LOG2_E;
+            let back = if packing == Packing::Exact { in_base_2 } else { self.scale() };
+            Ok(Arc::new([pack(in_base_2, 0)?, pack(back, 1)?]))
         })?;
-        all.insert(storage == 0, Arc::clone(&packed));
+        all.insert(packing, Arc::clone(&packed));
         Ok(packed)
     }
 }

@@ -15,6 +15,12 @@
 // Rows of the next chunk are copied while the current one is computed: those of the builder once it
 // has entered, the reader's own once their weights are known.
 
+// Macro EXACT: the projection's rounded numbers are all of it, in base 2 for gradients too, so that
+// one product is enough where otherwise a second multiplies what rounding left over.
+//
+// A product waits for the one before that adds to the same sums, some 30 cycles, and a warp has few
+// others beside it to fill them. So loops go over different sums inside, over terms outside.
+
 #ifndef PERFORMER_FAVOR_BF16
 #define PERFORMER_FAVOR_BF16
 
@@ -74,22 +80,22 @@ struct TeamBuilder {
 };
 
 // Own is what a warp holds in registers for its features: the sums of [y, u] before the chunk,
-// scales and running maxima, and the chunk's features. If EXACT, for gradients, sums are of
+// scales and running maxima, and the chunk's features. If WHOLE, for gradients, sums are of
 // features that are not rounded: `rest` is what rounding lost.
-template <bool EXACT>
+template <bool WHOLE>
 struct Own {
     Tile sums[MINE][V / 16];
     float units[MINE][4];
     float scale[MINE][2], running[MINE][2];
-    Left features[MINE][C / 16], rest[EXACT ? MINE : 1][EXACT ? C / 16 : 1];
+    Left features[MINE][C / 16], rest[WHOLE ? MINE : 1][WHOLE ? C / 16 : 1];
 
     __device__ static int tile(int m) { return warp() * MINE + m; }
     __device__ static int row(int m, int half) { return 16 * tile(m) + lane() / 4 + 8 * half; }
 };
 
 // Begins with the sums of `record`, or with sums over nothing.
-template <bool EXACT>
-__device__ void begin(Own<EXACT>& own, float* record) {
+template <bool WHOLE>
+__device__ void begin(Own<WHOLE>& own, float* record) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
 #pragma unroll
@@ -108,8 +114,8 @@ __device__ void begin(Own<EXACT>& own, float* record) {
 }
 
 // Writes the sums to `record`, at the scale of the running maximum.
-template <bool EXACT>
-__device__ void leave(Own<EXACT>& own, float* record) {
+template <bool WHOLE>
+__device__ void leave(Own<WHOLE>& own, float* record) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
         float factor[2];
@@ -166,8 +172,8 @@ __device__ void each_feature(Left (&features)[MINE][C / 16], F_ f) {
 }
 
 // Copies the warp's features of the chunk to shared memory.
-template <bool EXACT>
-__device__ void store_features(TeamBuilder& b, const Own<EXACT>& own) {
+template <bool WHOLE>
+__device__ void store_features(TeamBuilder& b, const Own<WHOLE>& own) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
 #pragma unroll
@@ -177,8 +183,8 @@ __device__ void store_features(TeamBuilder& b, const Own<EXACT>& own) {
 
 // Ends the chunk before the first row with a feature above 2^LIMIT, if there is one; returns how
 // many rows the chunk has then.
-template <bool EXACT>
-__device__ int break_chunk(TeamBuilder& b, Own<EXACT>& own, int count) {
+template <bool WHOLE>
+__device__ int break_chunk(TeamBuilder& b, Own<WHOLE>& own, int count) {
     int first = C;
     each_feature(own.features, [&](int, int, int token, unsigned pair) {
         float limit = power_of_two(LIMIT);
@@ -192,7 +198,7 @@ __device__ int break_chunk(TeamBuilder& b, Own<EXACT>& own, int count) {
     for (int i = 0; i < TEAM; i++) n = min(n, b.breaks[i]);
     float largest[MINE][2] = {};
     auto counting = [&](int token) { return (token < n ? 0x0000ffffu : 0u) | (token + 1 < n ? 0xffff0000u : 0u); };
-    if constexpr (EXACT) each_feature(own.rest, [&](int, int, int token, unsigned& pair) { pair &= counting(token); });
+    if constexpr (WHOLE) each_feature(own.rest, [&](int, int, int token, unsigned& pair) { pair &= counting(token); });
     each_feature(own.features, [&](int m, int h, int token, unsigned& pair) {
         pair &= counting(token);
         largest[m][h] = fmaxf(largest[m][h], fmaxf(low_half(pair), high_half(pair)));
@@ -212,8 +218,8 @@ __device__ int break_chunk(TeamBuilder& b, Own<EXACT>& own, int count) {
 // Afterwards a reader may begin (if READ). The chunk itself is not in the sums before `absorb`.
 // `rest` gets what rounding the sums lost, `before` the sums of the features before each run of 16
 // rows.
-template <bool READ = true, bool EXACT>
-__device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& projection, Operand* rest = nullptr,
+template <bool READ = true, bool WHOLE>
+__device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& projection, Operand* rest = nullptr,
                      float (*before)[P] = nullptr) {
     Tile x[MINE][C / 16];
 #pragma unroll
@@ -230,7 +236,9 @@ __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& p
         Left high[MINE], low[MINE];
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
-            if (P == F || own.tile(m) < F / 16) projection.load_transposed(high[m], low[m], k, 16 * own.tile(m), F);
+            if (P != F && own.tile(m) >= F / 16) continue;
+            projection.load_transposed(high[m], false, k, 16 * own.tile(m), F);
+            if (!EXACT) projection.load_transposed(low[m], true, k, 16 * own.tile(m), F);
         }
 #pragma unroll
         for (int j = 0; j < C / 16; j++) {
@@ -238,9 +246,12 @@ __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& p
             load<true>(right, &b.x[0][0], D + PAD, k, 16 * j);
 #pragma unroll
             for (int m = 0; m < MINE; m++) {
-                if (P != F && own.tile(m) >= F / 16) continue;
-                multiply(x[m][j], high[m], right);
-                multiply(x[m][j], low[m], right);
+                if (P == F || own.tile(m) < F / 16) multiply(x[m][j], high[m], right);
+            }
+            if (EXACT) continue;
+#pragma unroll
+            for (int m = 0; m < MINE; m++) {
+                if (P == F || own.tile(m) < F / 16) multiply(x[m][j], low[m], right);
             }
         }
     }
@@ -268,7 +279,7 @@ __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& p
 #pragma unroll
         for (int j = 0; j < C / 16; j++) {
             own.features[m][j] = as_left(x[m][j]);
-            if constexpr (EXACT) own.rest[m][j] = lost(x[m][j], own.features[m][j]);
+            if constexpr (WHOLE) own.rest[m][j] = lost(x[m][j], own.features[m][j]);
         }
     }
     if (READ) store_features(b, own);
@@ -315,8 +326,8 @@ __device__ int enter(TeamBuilder& b, Own<EXACT>& own, int count, const Packed& p
 
 // Adds the chunk that has entered to the sums: by additions in f32, since tensor cores truncate
 // what they add up, and a sequence is long.
-template <bool EXACT>
-__device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
+template <bool WHOLE>
+__device__ void absorb(const TeamBuilder& b, Own<WHOLE>& own) {
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
         Tile chunk[MINE];
@@ -326,9 +337,10 @@ __device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
             Right y;
             load<false>(y, &b.y[0][0], W, 16 * k, 16 * n);
 #pragma unroll
-            for (int m = 0; m < MINE; m++) {
-                multiply(chunk[m], own.features[m][k], y);
-                if constexpr (EXACT) multiply(chunk[m], own.rest[m][k], y);
+            for (int m = 0; m < MINE; m++) multiply(chunk[m], own.features[m][k], y);
+            if constexpr (WHOLE) {
+#pragma unroll
+                for (int m = 0; m < MINE; m++) multiply(chunk[m], own.rest[m][k], y);
             }
         }
 #pragma unroll
@@ -340,7 +352,7 @@ __device__ void absorb(const TeamBuilder& b, Own<EXACT>& own) {
 #pragma unroll
         for (int k = 0; k < C / 16; k += 2) {
             multiply_units(chunk, own.features[m][k], own.features[m][k + 1], &b.y[0][0], 16 * k);
-            if constexpr (EXACT) multiply_units(chunk, own.rest[m][k], own.rest[m][k + 1], &b.y[0][0], 16 * k);
+            if constexpr (WHOLE) multiply_units(chunk, own.rest[m][k], own.rest[m][k + 1], &b.y[0][0], 16 * k);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) own.units[m][i] += chunk[i];
@@ -357,10 +369,16 @@ __device__ inline void add_logarithms(Tile (&x)[P / 16], const Operand* rows, co
         load<false>(left, rows, D + PAD, 16 * warp(), k);
 #pragma unroll
         for (int n = 0; n < F / 16; n++) {
-            Right right[2];
-            projection.load(right, k, 16 * n);
-            multiply(x[n], left, right[0]);
-            multiply(x[n], left, right[1]);
+            Right right;
+            projection.load_rounded(right, k, 16 * n);
+            multiply(x[n], left, right);
+        }
+        if (EXACT) continue;
+#pragma unroll
+        for (int n = 0; n < F / 16; n++) {
+            Right right;
+            projection.load_rest(right, k, 16 * n);
+            multiply(x[n], left, right);
         }
     }
 }

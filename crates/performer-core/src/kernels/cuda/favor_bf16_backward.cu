@@ -53,11 +53,11 @@ __device__ inline void multiply_values(Tile (&x)[P / 16], const Operand* y, cons
         hide_later(pairs[0], j);
         Left high = as_left(pairs[0]), low = lost(pairs[0], high);
 #pragma unroll
-        for (int n = 0; n < P / 16; n++) {
-            Right right;
-            load<true>(right, &b.features[0][0], C + PAD, 16 * j, 16 * n);
-            multiply(x[n], high, right);
-            multiply(x[n], low, right);
+        for (int n = 0; n < P / 16; n += 2) {
+            Right right[2];
+            for (int i = 0; i < 2; i++) load<true>(right[i], &b.features[0][0], C + PAD, 16 * j, 16 * (n + i));
+            for (int i = 0; i < 2; i++) multiply(x[n + i], high, right[i]);
+            for (int i = 0; i < 2; i++) multiply(x[n + i], low, right[i]);
         }
     }
 }
@@ -85,15 +85,23 @@ __device__ inline void multiply_back(Tile (&x)[D / 16], const Tile (&logarithms)
 #pragma unroll
     for (int k = 0; k < F / 16; k++) {
         Left high = as_left(logarithms[k]), low = lost(logarithms[k], high);
+        Right right[D / 16];
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
-            Right right[2];
-            back.load(right, 16 * k, 16 * n);
-            multiply(x[n], high, right[0]);
-            multiply(x[n], high, right[1]);
-            multiply(x[n], low, right[0]);
+            back.load_rounded(right[n], 16 * k, 16 * n);
+            multiply(x[n], high, right[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) multiply(x[n], low, right[n]);
+        if (EXACT) continue;
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            back.load_rest(right[n], 16 * k, 16 * n);
+            multiply(x[n], high, right[n]);
         }
     }
+    // The exact factor is in base 2.
+    if (EXACT) each(x, [](int, int, float& y) { y *= 0.6931471805599453f; });
 }
 
 // Computes the gradients of queries, or (KEYS) of keys and values.

@@ -26,7 +26,7 @@ use candle_core::{
 use super::{
     CudaDevice, Kernel, Launch, Macro, Source, THREADS, View, attribute,
     buffer::{Buffer, Strides, address, optional},
-    favor::Map,
+    favor::{Map, Packing},
     source, storage, with_storages,
 };
 use crate::kernels::favor::blocks::{Blocks, TEAM, Team};
@@ -107,6 +107,8 @@ pub(super) struct Call<'a> {
     v: View<'a>,
     visible: Option<View<'a>>,
     packed: Option<Arc<[Buffer; 2]>>,
+    /// Whether the packed projection is exact in its first part; only kernels of teams ask.
+    exact: bool,
 }
 
 impl<'a> Call<'a> {
@@ -122,21 +124,27 @@ impl<'a> Call<'a> {
                 "favor on CUDA: {batch} sequences of {heads} heads with {queries} queries and {keys} keys are too many"
             );
         }
-        let packed = match map {
-            Map::Exponential(projection) if projection.omega.device().same_device(&Device::Cuda(device.clone())) => {
-                Some(projection.packed(storage(dtype)?)?)
-            }
-            Map::Exponential(_) => {
-                bail!("favor: q is on another device than the projection; build the attention on that of q")
-            }
-            _ => None,
-        };
         // Only two sizes are distinguished, so that all cards of data centres divide problems
         // alike.
         let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let most = if most >= 163 << 10 { 163 << 10 } else { most };
         let blocks = Blocks::choose(causal, storage(dtype)?, map.kind(), [dim, map.features(), values], most);
         let hyperbolic = map.hyperbolic();
+        let (packed, exact) = match map {
+            Map::Exponential(projection) if projection.omega.device().same_device(&Device::Cuda(device.clone())) => {
+                let exact = blocks.teams && projection.is_exact();
+                let packing = match blocks.storage {
+                    0 => Packing::Single,
+                    _ if exact => Packing::Exact,
+                    _ => Packing::Parts,
+                };
+                (Some(projection.packed(packing)?), exact)
+            }
+            Map::Exponential(_) => {
+                bail!("favor: q is on another device than the projection; build the attention on that of q")
+            }
+            _ => (None, false),
+        };
         Ok(Self {
             device,
             dtype,
@@ -153,6 +161,7 @@ impl<'a> Call<'a> {
             v,
             visible,
             packed,
+            exact,
         })
     }
 
@@ -203,7 +212,11 @@ impl<'a> Call<'a> {
         shared: usize,
     ) -> Result<(Kernel, usize)> {
         Ok(match self.blocks.teams {
-            true => (self.kernel(team, &format!("favor_bf16_{name}"), more, shared)?, TEAM),
+            true => {
+                let exact = u8::from(self.exact);
+                let more = [more, &[("EXACT", &exact as &dyn std::fmt::Display)]].concat();
+                (self.kernel(team, &format!("favor_bf16_{name}"), &more, shared)?, TEAM)
+            }
             false => (self.kernel(general, &format!("favor_{name}"), more, shared)?, THREADS),
         })
     }

@@ -21,26 +21,44 @@ favor_combine(int heads, int segments, float* records, const float* initial, flo
         int c = lane() + 32 * i;
         sums[i] = start && c < WIDTH ? sums_of(start, 0)[r * WIDTH + c] : 0.0f;
     }
-    for (int step = 0; step < segments; step++) {
-        float* record = records + ((long long)(reverse ? segments - 1 - step : step) * heads + head) * RECORD;
-        float next_scale = scales_of(record)[r], next_norm = norms_of(record)[r];
-        float largest = fmaxf(scale, next_scale);
-        float keep = power_of_two(scale - largest), add = power_of_two(next_scale - largest);
+    // Records are read some at a time, before any of them is written: reads that follow each other
+    // do not wait for each other.
+    constexpr int AT_A_TIME = divide(WIDTH, 32) <= 2 ? 4 : 2;
+    for (int step = 0; step < segments; step += AT_A_TIME) {
+        float next_scale[AT_A_TIME], next_norm[AT_A_TIME], next[AT_A_TIME][divide(WIDTH, 32)];
+        auto record_of = [&](int s) { return records + ((long long)(reverse ? segments - 1 - s : s) * heads + head) * RECORD; };
+#pragma unroll
+        for (int s = 0; s < AT_A_TIME; s++) {
+            bool has = step + s < segments;
+            float* record = record_of(has ? step + s : step);
+            next_scale[s] = has ? scales_of(record)[r] : FLOOR;
+            next_norm[s] = has ? norms_of(record)[r] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < divide(WIDTH, 32); i++) {
+                int c = lane() + 32 * i;
+                next[s][i] = has && c < WIDTH ? sums_of(record, 0)[r * WIDTH + c] : 0.0f;
+            }
+        }
         __syncwarp();
-        if (exclusive && lane() == 0) {
-            scales_of(record)[r] = scale;
-            norms_of(record)[r] = norm;
+#pragma unroll
+        for (int s = 0; s < AT_A_TIME; s++) {
+            if (step + s >= segments) break;
+            float* record = record_of(step + s);
+            float largest = fmaxf(scale, next_scale[s]);
+            float keep = power_of_two(scale - largest), add = power_of_two(next_scale[s] - largest);
+            if (exclusive && lane() == 0) {
+                scales_of(record)[r] = scale;
+                norms_of(record)[r] = norm;
+            }
+#pragma unroll
+            for (int i = 0; i < divide(WIDTH, 32); i++) {
+                int c = lane() + 32 * i;
+                if (exclusive && c < WIDTH) sums_of(record, 0)[r * WIDTH + c] = sums[i];
+                sums[i] = sums[i] * keep + next[s][i] * add;
+            }
+            norm = norm * keep + next_norm[s] * add;
+            scale = largest;
         }
-        for (int i = 0; i < divide(WIDTH, 32); i++) {
-            int c = lane() + 32 * i;
-            if (c >= WIDTH) continue;
-            float* at = sums_of(record, 0) + r * WIDTH + c;
-            float next = *at;
-            if (exclusive) *at = sums[i];
-            sums[i] = sums[i] * keep + next * add;
-        }
-        norm = norm * keep + next_norm * add;
-        scale = largest;
     }
     if (total) {
         float* record = total + (long long)head * RECORD;

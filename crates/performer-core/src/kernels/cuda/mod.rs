@@ -17,9 +17,9 @@ pub(super) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod favor;
 mod favor_call;
+pub(super) mod heads;
 mod memory;
 pub(super) mod norm;
-pub(crate) mod rotary;
 pub(crate) mod softmax;
 mod stopwatch;
 

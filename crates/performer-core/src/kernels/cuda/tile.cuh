@@ -201,13 +201,26 @@ struct Packed {
     }
 
 #if STORAGE != 0
-    // Loads from the transposed factor (C, R), which follows the first in memory: its rows from
-    // `column` on and columns from `row` on, as left factors.
-    __device__ void load_transposed(Left& high, Left& low, int row, int column, int columns) const {
-        const uint4* at = tiles + ((columns / 16 + column / 16) * depth + row / 16) * 64 + lane();
-        uint4 x = load_constant(at), y = load_constant(at + 32);
-        high = {{x.x, x.y, x.z, x.w}}, low = {{y.x, y.y, y.z, y.w}};
+    // Loads the rounded numbers of the tile at (row, column) alone.
+    __device__ void load_rounded(Right& to, int row, int column) const {
+        uint4 x = load_constant(tiles + ((column / 16 * depth + row / 16) * 2) * 32 + lane());
+        to.x[0][0] = x.x, to.x[0][1] = x.y, to.x[1][0] = x.z, to.x[1][1] = x.w;
     }
+
+    // Loads the rest of the tile at (row, column) alone.
+    __device__ void load_rest(Right& to, int row, int column) const {
+        uint4 x = load_constant(tiles + ((column / 16 * depth + row / 16) * 2 + 1) * 32 + lane());
+        to.x[0][0] = x.x, to.x[0][1] = x.y, to.x[1][0] = x.z, to.x[1][1] = x.w;
+    }
+
+    // Loads from the transposed factor (C, R), which follows the first in memory: its rows from
+    // `column` on and columns from `row` on, as left factors; the rounded numbers alone, or
+    // (`rest`) what rounding left over.
+    __device__ void load_transposed(Left& to, bool rest, int row, int column, int columns) const {
+        uint4 x = load_constant(tiles + ((columns / 16 + column / 16) * depth + row / 16) * 64 + 32 * rest + lane());
+        to = {{x.x, x.y, x.z, x.w}};
+    }
+
 #endif
 };
 

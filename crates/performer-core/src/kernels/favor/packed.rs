@@ -9,6 +9,7 @@ use super::super::{
     operation::{Operation, Stored, apply},
 };
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
+use crate::ops;
 
 /// Computes [`super::favor`] under a causal mask with gates `(B, Hkv, Tk)`.
 pub(crate) fn gated(form: Form, qkv: [&Tensor; 3], gates: &Tensor, visible: Option<Vec<bool>>) -> Result<Tensor> {
@@ -28,14 +29,17 @@ pub(super) fn packed(
     // An operation takes at most three tensors, so keys and values become one, and parameters and
     // gates another. Keys and values are made contiguous first: Candle's concatenation of strided
     // tensors has rows that are not contiguous.
-    let keys_values = Tensor::cat(&[k.contiguous()?, v.contiguous()?], 3)?;
-    let gates = gates.map(|gates| gates.to_dtype(DType::F32)?.flatten_all()?.contiguous()).transpose()?;
+    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
+    let numbers = |gates: &Tensor| ops::reshape(&ops::to_dtype(gates, DType::F32)?, gates.elem_count());
+    let gates = gates.map(numbers).transpose()?;
     let sizes = parameters.map(|(_, sizes)| sizes);
     let rest = match (parameters, gates) {
         (None, None) => bail!("favor: there are neither parameters nor gates"),
         (Some((parameters, _)), None) => parameters.clone(),
         (None, Some(gates)) => gates,
-        (Some((parameters, _)), Some(gates)) => Tensor::cat(&[parameters.flatten_all()?, gates], 0)?,
+        (Some((parameters, _)), Some(gates)) => {
+            ops::cat(&[&ops::reshape(parameters, parameters.elem_count())?, &gates], 0)?
+        }
     };
     let parameters = sizes.map_or(0, |[m, d]| form.maps.len() * (2 * m * d + m));
     let of = [q, &keys_values, &rest];

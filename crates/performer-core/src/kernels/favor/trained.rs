@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::{Form, exponential::Exponential, map::Map, packed::packed};
+use crate::ops;
 
 /// `Trained` holds the parameters of positive features as they are at one call.
 pub(crate) struct Trained {
@@ -22,8 +23,9 @@ impl Trained {
     /// number of heads.
     pub(crate) fn new(queries: &Tensor, keys: &Tensor, log_weights: &Tensor) -> Result<Self> {
         let (_, m, d) = queries.dims3()?;
-        let blocks = [&queries.flatten_from(1)?, &keys.flatten_from(1)?, log_weights];
-        let parameters = Tensor::cat(&blocks, 1)?.to_dtype(DType::F32)?;
+        let flat = |rows: &Tensor| ops::reshape(rows, (rows.dim(0)?, m * d));
+        let blocks = [&flat(queries)?, &flat(keys)?, log_weights];
+        let parameters = ops::to_dtype(&ops::cat(&blocks, 1)?, DType::F32)?;
         let map = |block: &Vec<f32>| {
             let (queries, of_keys) = block.split_at(m * d);
             let (keys, log_weights) = of_keys.split_at(m * d);

@@ -1,0 +1,114 @@
+// Rows of heads in another order, and turned by rotary positions on the way: (batch, heads, tokens)
+// to (batch, tokens, heads) and back. The pairs of each row turn by the angles of their token, or
+// back for the gradient.
+//
+// A thread of the kernels `_wide` has 16 bytes of a row, or twice 16 bytes where pairs lie half a
+// row apart; then all addresses are multiples of 16 bytes. A thread of the others has one number or
+// one pair.
+//
+// Macro: STORAGE as in stored.cuh.
+
+#include "stored.cuh"
+
+constexpr int THREADS = 256;
+
+// The rows of the result, (batch, outer, inner, width) and contiguous; from one batch entry, outer
+// and inner index to the next the input goes on by the strides, in numbers.
+struct Rows {
+    int outer, inner, width;
+    long long batch_stride, outer_stride, inner_stride;
+};
+
+// Angles: half of `width` for each token, the next sequence's `table_stride` further on. The token
+// is the inner index of a row or the outer one. The d-th pair of a row is the numbers `next` d and
+// `next` d + `second`.
+struct Turn {
+    int token_is_inner, next, second;
+    float direction;
+    long long table_stride;
+};
+
+// Finds the row of a thread and where in it the thread begins, if it has one: `parts` threads share
+// a row.
+struct Place {
+    bool has;
+    int batch, outer, inner, part;
+    long long from, to;
+};
+__device__ inline Place place(unsigned count, int parts, Rows rows) {
+    Place at;
+    unsigned i = blockIdx.x * THREADS + threadIdx.x;
+    at.has = i < count;
+    unsigned row = i / parts, line = row / rows.inner;
+    at.part = (int)(i % parts);
+    at.inner = (int)(row % rows.inner);
+    at.outer = (int)(line % rows.outer);
+    at.batch = (int)(line / rows.outer);
+    at.from = at.batch * rows.batch_stride + at.outer * rows.outer_stride + at.inner * rows.inner_stride;
+    at.to = (long long)row * rows.width;
+    return at;
+}
+
+template <int N>
+__device__ inline void copy(unsigned count, Rows rows, const Stored* x, Stored* out) {
+    Place at = place(count, rows.width / N, rows);
+    if (!at.has) return;
+    if (N == WIDE) {
+        *(uint4*)(out + at.to + at.part * N) = *(const uint4*)(x + at.from + at.part * N);
+    } else {
+        out[at.to + at.part] = x[at.from + at.part];
+    }
+}
+
+// N pairs (N/2 where neighbours are turned 16 bytes at a time).
+template <int N>
+__device__ inline void turn(unsigned count, Rows rows, Turn turn, const float* cos, const float* sin, const Stored* x, Stored* out) {
+    int half = rows.width / 2;
+    bool neighbours = turn.next == 2;
+    int pairs = N > 1 && neighbours ? N / 2 : N;
+    Place at = place(count, half / pairs, rows);
+    if (!at.has) return;
+    int first = at.part * pairs;
+    long long angle = at.batch * turn.table_stride + (long long)(turn.token_is_inner ? at.inner : at.outer) * half + first;
+    x += at.from + turn.next * first;
+    out += at.to + turn.next * first;
+    if (N > 1 && neighbours) {
+        float both[N], turned[N];
+        load<N>(x, both);
+        for (int i = 0; i + 1 < N; i += 2) {
+            float c = cos[angle + i / 2], s = turn.direction * sin[angle + i / 2];
+            turned[i] = both[i] * c - both[i + 1] * s;
+            turned[i + 1] = both[i] * s + both[i + 1] * c;
+        }
+        store<N>(turned, out);
+        return;
+    }
+    float a[N], b[N], first_turned[N], second_turned[N];
+    load<N>(x, a);
+    load<N>(x + turn.second, b);
+    for (int i = 0; i < N; i++) {
+        float c = cos[angle + i], s = turn.direction * sin[angle + i];
+        first_turned[i] = a[i] * c - b[i] * s;
+        second_turned[i] = a[i] * s + b[i] * c;
+    }
+    store<N>(first_turned, out);
+    store<N>(second_turned, out + turn.second);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) copy_heads(unsigned count, Rows rows, const Stored* x, Stored* out) {
+    copy<1>(count, rows, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) copy_heads_wide(unsigned count, Rows rows, const Stored* x, Stored* out) {
+    copy<WIDE>(count, rows, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+turn_heads(unsigned count, Rows rows, Turn how, const float* cos, const float* sin, const Stored* x, Stored* out) {
+    turn<1>(count, rows, how, cos, sin, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+turn_heads_wide(unsigned count, Rows rows, Turn how, const float* cos, const float* sin, const Stored* x, Stored* out) {
+    turn<WIDE>(count, rows, how, cos, sin, x, out);
+}

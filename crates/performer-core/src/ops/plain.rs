@@ -1,0 +1,144 @@
+//! Candle's plain operations, which a [`Tape`](crate::Tape) records as well.
+//!
+//! Each returns what the method of [`Tensor`] of that name returns, with the gradient that Candle
+//! gives it. A model that is made of these and the other operations of this module has a backward
+//! pass without additions to zeros.
+
+use candle_core::{D, DType, Result, Shape, Tensor};
+
+use crate::tape::{record, record_sum, record_view};
+
+/// Computes `a + b` for tensors of one shape.
+///
+/// # Errors
+/// If the shapes or types differ.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let out = a.add(b)?;
+    record_view(&out, &[a, b], |grad| Ok(vec![Some(grad.clone()), Some(grad.clone())]));
+    Ok(out)
+}
+
+/// Computes `factor · x`.
+///
+/// # Errors
+/// Those of [`Tensor::affine`].
+pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    let out = x.affine(factor, 0.0)?;
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.affine(factor, 0.0)?)]));
+    Ok(out)
+}
+
+/// Converts `x` to another type; its gradient is converted back.
+///
+/// # Errors
+/// If the device cannot convert between the types.
+pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let (out, from) = (x.to_dtype(dtype)?, x.dtype());
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.to_dtype(from)?)]));
+    Ok(out)
+}
+
+/// Gives `x` another shape of as many numbers.
+///
+/// # Errors
+/// If the number of elements differs.
+pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
+    let (out, from) = (x.reshape(shape.into())?, x.shape().clone());
+    record_view(&out, &[x], move |grad| Ok(vec![Some(grad.reshape(&from)?)]));
+    Ok(out)
+}
+
+/// Exchanges two dimensions of `x`, without copying.
+///
+/// # Errors
+/// If `x` has no such dimensions.
+pub fn transpose(x: &Tensor, first: usize, second: usize) -> Result<Tensor> {
+    let out = x.transpose(first, second)?;
+    record_view(&out, &[x], move |grad| Ok(vec![Some(grad.transpose(first, second)?)]));
+    Ok(out)
+}
+
+/// Takes `length` entries of dimension `dim` of `x` from `start` on, without copying.
+///
+/// # Errors
+/// If `x` has no such entries.
+pub fn narrow(x: &Tensor, dim: usize, start: usize, length: usize) -> Result<Tensor> {
+    let (out, all) = (x.narrow(dim, start, length)?, x.dim(dim)?);
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.pad_with_zeros(dim, start, all - start - length)?)]));
+    Ok(out)
+}
+
+/// Puts tensors one after the other along a dimension.
+///
+/// # Errors
+/// If they differ in another dimension.
+pub fn cat(parts: &[&Tensor], dim: usize) -> Result<Tensor> {
+    let out = Tensor::cat(parts, dim)?;
+    let lengths = parts.iter().map(|part| part.dim(dim)).collect::<Result<Vec<_>>>()?;
+    record_view(&out, parts, move |grad| {
+        let mut start = 0;
+        let part = |&length: &usize| {
+            start += length;
+            grad.narrow(dim, start - length, length).map(Some)
+        };
+        lengths.iter().map(part).collect()
+    });
+    Ok(out)
+}
+
+/// Copies `x` if its numbers do not lie in the order of its shape.
+///
+/// # Errors
+/// If memory runs out.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    let out = x.contiguous()?;
+    record_view(&out, &[x], |grad| Ok(vec![Some(grad.clone())]));
+    Ok(out)
+}
+
+/// Takes the entries `ids` `(N)` of dimension 0 of `x`.
+///
+/// # Errors
+/// If an id lies beyond the dimension.
+pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let (out, shape, ids) = (x.index_select(ids, 0)?, x.shape().clone(), ids.clone());
+    record_sum(&out, x, move |sum, grad| {
+        let sum = sum.map_or_else(|| Tensor::zeros(&shape, grad.dtype(), grad.device()), Ok)?;
+        sum.index_add(&ids, grad, 0)
+    });
+    Ok(out)
+}
+
+/// Adds `b` to all that the leading dimensions of `a` count: `a` `(.., S)` and `b` of shape `S`.
+///
+/// # Errors
+/// If the last dimensions of `a` are not those of `b`.
+pub fn add_to_each(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let out = a.broadcast_add(b)?;
+    let leading: Vec<usize> = (0..a.rank().saturating_sub(b.rank())).collect();
+    let shape = b.shape().clone();
+    record_view(&out, &[a, b], move |grad| {
+        let of_b = if leading.is_empty() { grad.clone() } else { grad.sum_keepdim(&leading[..])?.reshape(&shape)? };
+        Ok(vec![Some(grad.clone()), Some(of_b)])
+    });
+    Ok(out)
+}
+
+/// Computes the sum of all numbers of `x`, a scalar.
+///
+/// # Errors
+/// Those of [`Tensor::sum_all`].
+pub fn sum_all(x: &Tensor) -> Result<Tensor> {
+    let (out, shape) = (x.sum_all()?, x.shape().clone());
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.broadcast_as(&shape)?.contiguous()?)]));
+    Ok(out)
+}
+
+/// Flattens all but the last dimension of `x` into one: `(.., E)` → `(N, E)`.
+///
+/// # Errors
+/// If `x` is a scalar.
+pub fn rows(x: &Tensor) -> Result<Tensor> {
+    let width = x.dim(D::Minus1)?;
+    if x.rank() == 2 { Ok(x.clone()) } else { reshape(x, (x.elem_count() / width.max(1), width)) }
+}

@@ -1,0 +1,140 @@
+//! The tape's backward pass against Candle's: the same bits, for fewer additions.
+
+mod common;
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use performer_core::{Attention, Favor, FavorConfig, Mask, MultiHeadAttention, MultiHeadConfig, Softmax, Tape, ops};
+
+fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
+    let count = shape.iter().product::<usize>() as u64;
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let numbers: Vec<f32> = (0..count)
+        .map(|_| {
+            x = x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (x >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        })
+        .collect();
+    Tensor::from_vec(numbers, shape, &Device::Cpu)
+}
+
+fn bits(t: &Tensor) -> Result<Vec<u32>> {
+    // Candle turns a gradient of −0 into +0.
+    Ok(t.flatten_all()?.to_vec1::<f32>()?.into_iter().map(|x| (x + 0.0).to_bits()).collect())
+}
+
+/// Compares the gradients of all variables, and says how many tensors the tape does not know.
+fn compare(vars: &[Var], loss: impl Fn() -> Result<Tensor>) -> Result<usize> {
+    let want = loss()?.backward()?;
+    let tape = Tape::start();
+    let loss = loss()?;
+    let unrecorded = tape.unrecorded(&loss);
+    let got = tape.backward(&loss)?;
+    for (i, var) in vars.iter().enumerate() {
+        let (want, got) = (want.get(var).map(bits).transpose()?, got.get(var).map(bits).transpose()?);
+        assert!(want == got, "gradients of variable {i} differ");
+    }
+    Ok(unrecorded)
+}
+
+#[test]
+fn plain_operations_have_candles_gradients() -> Result<()> {
+    let vars = [(&[2, 3, 8][..], 1), (&[6, 8], 2), (&[6], 3), (&[2, 6, 2], 4)]
+        .map(|(shape, seed)| Var::from_tensor(&random(shape, seed).unwrap()).unwrap());
+    let [x, w, b, z] = &vars;
+    let unrecorded = compare(&vars, || {
+        let y = ops::linear(x, w, Some(b))?;
+        // `y` is used three times, and so are the views of it.
+        let swapped = ops::transpose(&y, 1, 2)?;
+        let part = ops::narrow(&swapped, 2, 1, 2)?;
+        let sum = ops::add(&ops::scale(&part, -1.5)?, z)?;
+        let flat = ops::reshape(&sum, (4, 6))?;
+        let wide = ops::reshape(&y, (6, 6))?;
+        let other = ops::linear(&flat, &ops::reshape(&ops::narrow(&wide, 0, 2, 1)?, (1, 6))?, None)?;
+        let gated = ops::swiglu(&y, &y)?;
+        let norm = ops::rms_norm(&gated, b, 1e-5)?;
+        let last = ops::linear(&norm, &ops::reshape(&ops::narrow(&wide, 0, 0, 1)?, (1, 6))?, None)?;
+        ops::add(&ops::narrow(&ops::reshape(&last, 6)?, 0, 0, 4)?, &ops::reshape(&other, 4)?)
+    })?;
+    assert_eq!(unrecorded, 0);
+    Ok(())
+}
+
+#[test]
+fn an_operation_that_is_not_recorded_makes_it_candles_backward_pass() -> Result<()> {
+    let vars = [Var::from_tensor(&random(&[3, 4], 5)?)?, Var::from_tensor(&random(&[2, 4], 6)?)?];
+    let unrecorded = compare(&vars, || {
+        let y = ops::linear(&vars[0], &vars[1], None)?;
+        ops::scale(&y.sqr()?, 0.5)
+    })?;
+    assert_eq!(unrecorded, 1);
+    Ok(())
+}
+
+/// Whoever gets gradients may write to them, so no two variables share memory.
+#[test]
+fn gradients_of_variables_are_memory_of_their_own() -> Result<()> {
+    let (a, b) = (Var::from_tensor(&random(&[4], 7)?)?, Var::from_tensor(&random(&[4], 8)?)?);
+    let tape = Tape::start();
+    let gradients = tape.backward(&ops::add(&a, &ops::reshape(&b, 4)?)?)?;
+    let address = |var: &Var| -> Result<*const f32> {
+        let (storage, _) = gradients.get(var).unwrap().storage_and_layout();
+        match &*storage {
+            candle_core::Storage::Cpu(storage) => Ok(storage.as_slice::<f32>()?.as_ptr()),
+            _ => unreachable!("on the CPU"),
+        }
+    };
+    assert_ne!(address(&a)?, address(&b)?);
+    Ok(())
+}
+
+#[test]
+fn tapes_may_lie_in_each_other_and_end() -> Result<()> {
+    let x = Var::from_tensor(&random(&[2, 2], 9)?)?;
+    let outer = Tape::start();
+    let first = ops::scale(&x, 2.0)?;
+    {
+        let inner = Tape::start();
+        let second = ops::scale(&x, 3.0)?;
+        assert_eq!((inner.unrecorded(&second), inner.unrecorded(&first)), (0, 1));
+    }
+    assert_eq!(outer.unrecorded(&first), 0);
+    assert_eq!(outer.unrecorded(&ops::to_dtype(&first, DType::F64)?), 0);
+    drop(outer);
+    assert_eq!(Tape::start().unrecorded(&first), 1);
+    // A tensor that no variable made has no gradients.
+    let constant = random(&[2], 1)?;
+    let tape = Tape::start();
+    assert!(tape.backward(&ops::scale(&constant, 2.0)?)?.get(&x).is_none());
+    Ok(())
+}
+
+#[test]
+fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> {
+    let attentions: [(&str, Box<dyn Attention>); 2] = [
+        ("softmax", Box::new(Softmax::new())),
+        (
+            "favor",
+            Box::new(Favor::new(
+                &FavorConfig { features: 16, ..FavorConfig::default() },
+                8,
+                3,
+                DType::F32,
+                &Device::Cpu,
+            )?),
+        ),
+    ];
+    for (name, attention) in attentions {
+        let map = VarMap::new();
+        let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+        let layer = MultiHeadAttention::new(&MultiHeadConfig::new(32, 4), attention, None, vb)?;
+        let x = Var::from_tensor(&random(&[2, 70, 32], 10)?)?;
+        let vars: Vec<Var> = map.all_vars().into_iter().chain([x.clone()]).collect();
+        let ones = Tensor::ones((1, 32), DType::F32, &Device::Cpu)?;
+        let loss = || ops::linear(&layer.forward(&x, &Mask::causal())?, &ones, None);
+        assert_eq!(loss()?.dim(D::Minus1)?, 1);
+        let unrecorded = compare(&vars, loss)?;
+        assert_eq!(unrecorded, 0, "{name}");
+    }
+    Ok(())
+}
