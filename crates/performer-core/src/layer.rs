@@ -1,7 +1,7 @@
 //! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads,
 //! and rotary positions, around any [`Attention`].
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
@@ -26,10 +26,13 @@ pub struct MultiHeadConfig {
     pub qkv_bias: bool,
     /// Whether the output projection has one.
     pub output_bias: bool,
+    /// Whether the attention is given forget gates ([`Inputs::gates`]), one number a token and key
+    /// head: `g = log σ(w·x + b)`.
+    pub gate: bool,
 }
 
 impl MultiHeadConfig {
-    /// `heads` equal heads of dimension `hidden / heads`, no biases.
+    /// `heads` equal heads of dimension `hidden / heads`, no biases, no gate.
     ///
     /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses
     /// it.
@@ -41,6 +44,7 @@ impl MultiHeadConfig {
             head_dim: if hidden.is_multiple_of(heads) { hidden / heads.max(1) } else { 0 },
             qkv_bias: false,
             output_bias: false,
+            gate: false,
         }
     }
 }
@@ -56,6 +60,10 @@ impl MultiHeadConfig {
 /// features would give other outputs without a word. An optimiser over `VarMap::all_vars` trains
 /// the maps that are meant to be trained and leaves random projections alone, for they get no
 /// gradient.
+///
+/// A forget gate, if there is one, has `gate.weight` `(Hkv, E)` and `gate.bias` `(Hkv)`. New gates
+/// forget at a constant pace: weights are 0, and biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time
+/// constants τ of 4, 16, 64 and 256 tokens, which the key heads take in turn.
 ///
 /// # Example
 /// ```
@@ -91,6 +99,7 @@ pub struct MultiHeadAttention {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
+    gate: Option<Linear>,
     rotary: Option<Rotary>,
     attention: Box<dyn Attention>,
     /// The attention's buffers that a `VarMap` holds.
@@ -154,6 +163,7 @@ impl MultiHeadAttention {
             k_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("k_proj"))?,
             v_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("v_proj"))?,
             o_proj: linear_b(q, hidden, config.output_bias, vb.pp("o_proj"))?,
+            gate: if config.gate { Some(forget_gate(hidden, kv_heads, &vb.pp("gate"))?) } else { None },
             rotary,
             attention,
             registered: Vec::new(),
@@ -228,8 +238,8 @@ impl MultiHeadAttention {
     /// As [`Self::forward`], and if the residual has another shape or type than the output.
     pub fn forward_residual(&self, x: &Tensor, mask: &Mask, residual: &Tensor) -> Result<Tensor> {
         self.check_registered()?;
-        let (q, k, v) = self.project(x, x, 0)?;
-        self.merge(&self.attention.forward(Inputs::new(&q, &k, &v), mask)?, Some(residual))
+        let projected = self.project(x, x, 0)?;
+        self.merge(&self.attention.forward(projected.inputs(), mask)?, Some(residual))
     }
 
     /// Attention of `x` `(B, Tq, E)` over `context` `(B, Tk, E)` → `(B, Tq, E)`.
@@ -238,8 +248,8 @@ impl MultiHeadAttention {
     /// As [`Self::forward`].
     pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask) -> Result<Tensor> {
         self.check_registered()?;
-        let (q, k, v) = self.project(x, context, 0)?;
-        self.merge(&self.attention.forward(Inputs::new(&q, &k, &v), mask)?, None)
+        let projected = self.project(x, context, 0)?;
+        self.merge(&self.attention.forward(projected.inputs(), mask)?, None)
     }
 
     /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
@@ -248,19 +258,20 @@ impl MultiHeadAttention {
     /// As [`Self::forward`] and [`Attention::extend`].
     pub fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
         self.check_registered()?;
-        let (q, k, v) = self.project(x, x, state.tokens())?;
-        self.merge(&self.attention.extend(Inputs::new(&q, &k, &v), state)?, None)
+        let projected = self.project(x, x, state.tokens())?;
+        self.merge(&self.attention.extend(projected.inputs(), state)?, None)
     }
 
     /// Self-attention with `attend` in place of the attention inside, which is given queries
-    /// `(B, H, T, D)`, keys and values `(B, Hkv, T, D)` after rotary positions. For looking at what
-    /// an attention is given, and for trying another in its place.
+    /// `(B, H, T, D)`, keys and values `(B, Hkv, T, D)` after rotary positions, and gates
+    /// `(B, Hkv, T)` if the layer has them. For looking at what an attention is given, and for
+    /// trying another in its place.
     ///
     /// # Errors
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.
     pub fn forward_through(&self, x: &Tensor, attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>) -> Result<Tensor> {
-        let (q, k, v) = self.project(x, x, 0)?;
-        self.merge(&attend(Inputs::new(&q, &k, &v))?, None)
+        let projected = self.project(x, x, 0)?;
+        self.merge(&attend(projected.inputs())?, None)
     }
 
     /// The attention inside.
@@ -345,7 +356,7 @@ impl MultiHeadAttention {
         Ok(())
     }
 
-    fn project(&self, x: &Tensor, context: &Tensor, start: usize) -> Result<(Tensor, Tensor, Tensor)> {
+    fn project(&self, x: &Tensor, context: &Tensor, start: usize) -> Result<Projected> {
         let c = &self.config;
         for (name, t) in [("x", x), ("context", context)] {
             if t.rank() != 3 || t.dims()[2] != c.hidden {
@@ -360,12 +371,63 @@ impl MultiHeadAttention {
         let q = split(&self.q_proj, x, c.heads, self.rotary.as_ref())?;
         let k = split(&self.k_proj, context, c.kv_heads, self.rotary.as_ref())?;
         let v = split(&self.v_proj, context, c.kv_heads, None)?;
-        Ok((q, k, v))
+        let gates = self.gate.as_ref().map(|gate| gates(gate, context)).transpose()?;
+        Ok(Projected { q, k, v, gates })
     }
 
     fn merge(&self, heads: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias(), residual)
     }
+}
+
+/// What a layer gives to its attention.
+struct Projected {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Option<Tensor>,
+}
+
+impl Projected {
+    fn inputs(&self) -> Inputs<'_> {
+        let inputs = Inputs::new(&self.q, &self.k, &self.v);
+        match &self.gates {
+            Some(gates) => inputs.with_gates(gates),
+            None => inputs,
+        }
+    }
+}
+
+/// Time constants of new gates in tokens, which the heads take in turn.
+const TIME_CONSTANTS: [f64; 4] = [4.0, 16.0, 64.0, 256.0];
+
+/// The weights of a forget gate, made or read.
+fn forget_gate(hidden: usize, heads: usize, vb: &VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((heads, hidden), "weight", Init::Const(0.0))?;
+    let known = vb.contains_tensor("bias");
+    let bias = vb.get_with_hints(heads, "bias", Init::Const(0.0))?;
+    if !known {
+        let biases = TIME_CONSTANTS.iter().cycle().take(heads).map(|tau| (tau - 1.0).ln());
+        let biases = Tensor::from_iter(biases, bias.device())?.to_dtype(bias.dtype())?;
+        bias.slice_set(&biases, 0, 0)?;
+    }
+    Ok(Linear::new(weight, Some(bias)))
+}
+
+/// Computes gates `(B, Hkv, T)` of `x` `(B, T, E)`, in f32 (f64 for f64): half types have too few
+/// digits for gates near 0, which remember for long.
+fn gates(gate: &Linear, x: &Tensor) -> Result<Tensor> {
+    let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let bias = gate.bias().map(|bias| bias.to_dtype(wide)).transpose()?;
+    let z = ops::linear(&x.to_dtype(wide)?, &gate.weight().to_dtype(wide)?, bias.as_ref())?;
+    log_sigmoid(&z)?.transpose(1, 2)?.contiguous()
+}
+
+/// Computes `log σ(z) = −log(1 + e^{−z})` without overflow. Both terms have a kink at 0, and their
+/// sum and its gradient have none.
+fn log_sigmoid(z: &Tensor) -> Result<Tensor> {
+    let size = z.abs()?;
+    ((z - &size)? * 0.5)? - (size.neg()?.exp()? + 1.0)?.log()?
 }
 
 /// Whether two contiguous tensors on the CPU, f32 or f64, have the same numbers.

@@ -346,3 +346,64 @@ fn empty_sequences_stay_empty() -> Result<()> {
     }
     Ok(())
 }
+
+/// A gated layer begins with gates of its time constants, is saved and loaded whole, decodes as one
+/// pass, and gives its gates a gradient.
+#[test]
+fn a_layer_makes_its_own_gates() -> Result<()> {
+    let config = MultiHeadConfig { gate: true, kv_heads: 4, ..config() };
+    for (name, attention) in attentions()? {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
+        let mut layer = MultiHeadAttention::new(&config, attention, None, vb)?;
+        let x = random(4, &[2, 20, HIDDEN])?;
+        layer.forward_through(&x, |inputs| {
+            let gates = values(inputs.gates.expect("gates"))?;
+            for (head, gates) in gates.chunks(20).enumerate() {
+                let tau = [4.0f64, 16.0, 64.0, 256.0][head % 4];
+                assert!(gates.iter().all(|g| (g - (1.0 - 1.0 / tau).ln()).abs() < 1e-6), "{gates:?}");
+            }
+            Softmax::new().forward(inputs, &Mask::causal())
+        })?;
+        {
+            let data = vars.data().lock().unwrap();
+            data["gate.weight"].set(&random(5, &[4, HIDDEN])?)?;
+            for name in ["q_proj", "k_proj"] {
+                let var = &data[&format!("{name}.weight")];
+                var.set(&(var.as_tensor() * 0.3)?)?;
+            }
+        }
+        let y = layer.forward(&x, &Mask::causal())?;
+        let gradients = (&y * random(6, &[2, 20, HIDDEN])?)?.sum_all()?.backward()?;
+        for (name, var) in vars.data().lock().unwrap().iter().filter(|(name, _)| name.starts_with("gate.")) {
+            let size = gradients.get(var).expect("a gradient").abs()?.sum_all()?.to_scalar::<f32>()?;
+            assert!(size > 1e-6, "{name}: {size}");
+        }
+        let mut state = State::new();
+        let pieces = [(0, 7), (7, 1), (8, 12)].map(|(start, n)| layer.extend(&x.narrow(1, start, n)?, &mut state));
+        let pieces = pieces.into_iter().collect::<Result<Vec<_>>>()?;
+        assert_tensor_close(&name, &Tensor::cat(&pieces, 1)?, &values(&y)?, 1e-5);
+        assert!(layer.forward(&x, &Mask::full()).is_err_and(|e| e.to_string().contains("forget gates")), "{name}");
+
+        let saved: HashMap<String, Tensor> = vars
+            .data()
+            .lock()
+            .unwrap()
+            .iter()
+            .map(|(name, var)| (name.clone(), var.as_tensor().copy().unwrap()))
+            .collect();
+        let other = attentions()?.into_iter().find(|(other, _)| *other == name).expect("there").1;
+        let loaded =
+            MultiHeadAttention::new(&config, other, None, VarBuilder::from_tensors(saved, DType::F32, &DEVICE))?;
+        assert_eq!(values(&loaded.forward(&x, &Mask::causal())?)?, values(&y)?, "{name}");
+        // Gates without an attention that has them are refused by name.
+        layer.set_attention("none".parse::<performer_core::AttentionConfig>().expect("a name").build(
+            HEAD_DIM,
+            1,
+            DType::F32,
+            &DEVICE,
+        )?);
+        assert!(layer.forward(&x, &Mask::causal()).is_err_and(|e| e.to_string().contains("no forget gates")));
+    }
+    Ok(())
+}

@@ -24,21 +24,35 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 #[test]
 fn gradients_are_those_of_finite_differences() {
     for map in all_kernels() {
-        for (causal, masked) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (causal, masked, gated) in [
+            (false, false, false),
+            (false, true, false),
+            (true, false, false),
+            (true, true, false),
+            (true, false, true),
+            (true, true, true),
+        ] {
             let mut problem = Problem::random(1, SMALL, map, 32).scale_qk(0.5);
             problem.causal = causal;
             problem.key_mask = masked.then(|| Random::new(2).mask(SMALL.batch * SMALL.k_len, 0.7));
+            if gated {
+                problem = problem.gated(3);
+            }
             let analytic = attention_backward(problem.kernel(), problem.inputs(), &problem.grad_output);
 
             type Field = fn(&mut Problem) -> &mut Vec<f64>;
-            let fields: [(&str, [usize; 4], Field, &[f64]); 3] = [
-                ("q", problem.q_dims(), |p| &mut p.q, &analytic.q),
-                ("k", problem.k_dims(), |p| &mut p.k, &analytic.k),
-                ("v", problem.v_dims(), |p| &mut p.v, &analytic.v),
+            let mut fields: Vec<(&str, Vec<usize>, Field, &[f64])> = vec![
+                ("q", problem.q_dims().to_vec(), |p| &mut p.q, &analytic.q),
+                ("k", problem.k_dims().to_vec(), |p| &mut p.k, &analytic.k),
+                ("v", problem.v_dims().to_vec(), |p| &mut p.v, &analytic.v),
             ];
+            if gated {
+                let dims = vec![SMALL.batch, SMALL.kv_heads, SMALL.k_len];
+                fields.push(("gates", dims, |p| p.gates.as_mut().expect("gates"), &analytic.gates));
+            }
             for (name, dims, field, gradient) in fields {
                 let numeric = finite_differences(&problem, field);
-                let what = format!("{map:?}, causal {causal}, masked {masked}: gradient of {name}");
+                let what = format!("{map:?}, causal {causal}, masked {masked}, gated {gated}: gradient of {name}");
                 assert_close(&what, &dims, gradient, &numeric, 1e-7);
             }
         }
@@ -102,6 +116,60 @@ fn softmax_attention_is_that_of_plain_tensors() -> Result<()> {
         assert_tensor_close(&format!("causal {causal}"), &expected, &output, 1e-13);
     }
     Ok(())
+}
+
+/// A window hides keys from the gated weights as from others.
+#[test]
+fn gradients_in_a_window_are_those_of_finite_differences() {
+    let mut problem = Problem::random(11, SMALL, None, 0).gated(12);
+    let window = Some(3);
+    let analytic = attention_backward(
+        problem.kernel(),
+        performer_core::reference::Inputs { window, ..problem.inputs() },
+        &problem.grad_output,
+    );
+    let count = analytic.gates.len();
+    let numeric: Vec<f64> = (0..count)
+        .map(|index| {
+            let mut loss = |change: f64| {
+                problem.gates.as_mut().expect("gates")[index] += change;
+                let inputs = performer_core::reference::Inputs { window, ..problem.inputs() };
+                let loss = dot(&attention(problem.kernel(), inputs), &problem.grad_output);
+                problem.gates.as_mut().expect("gates")[index] -= change;
+                loss
+            };
+            (loss(1e-5) - loss(-1e-5)) / 2e-5
+        })
+        .collect();
+    assert_close("gradient of gates", &[count], &analytic.gates, &numeric, 1e-7);
+}
+
+/// With gates of one number, the weights fall with the distance as those of RetNet do: a sum of
+/// `γ^{i−j}` over the values, normalised.
+#[test]
+fn constant_gates_are_a_decay_with_the_distance() {
+    let shape = Shape { q_len: 7, ..SMALL };
+    let mut problem = Problem::random(13, shape, None, 0);
+    problem.causal = true;
+    let count = shape.batch * shape.kv_heads * shape.k_len;
+    let decay = 0.8f64;
+    problem.gates = Some(vec![decay.ln(); count]);
+    let output = attention(Kernel::Uniform, problem.inputs());
+    let mut expected = Vec::new();
+    for head in 0..shape.batch * shape.heads {
+        for i in 0..shape.q_len {
+            for d in 0..shape.value_dim {
+                let (mut num, mut den) = (0.0, 0.0);
+                for j in 0..=i {
+                    let weight = decay.powi((i - j) as i32);
+                    num += weight * problem.v[(head / 2 * shape.k_len + j) * shape.value_dim + d];
+                    den += weight;
+                }
+                expected.push(num / den);
+            }
+        }
+    }
+    assert_close("decay", &problem.output_dims(), &output, &expected, 1e-13);
 }
 
 #[test]

@@ -18,28 +18,51 @@ struct Case {
     name: String,
     attention: Box<dyn Attention>,
     inputs: [Tensor; 3],
+    gates: Option<Tensor>,
 }
 
-/// Returns softmax, every feature map and a window, fused and composed, in f32 and bf16.
+/// Returns softmax, every feature map and a window, fused and composed, in f32 and bf16; and all of
+/// them with forget gates.
 fn cases() -> Result<Vec<Case>> {
+    let gates = Problem::random(1, SHAPE, None, 0).gated(2).gate_tensor(DType::F32)?;
+    let gated = |case: Case| Case { name: format!("{}, gated", case.name), gates: Some(gates.clone()), ..case };
+    Ok(plain_cases()?.into_iter().chain(plain_cases()?.into_iter().map(gated)).collect())
+}
+
+fn plain_cases() -> Result<Vec<Case>> {
     let mut all = Vec::new();
     for dtype in [DType::F32, DType::BF16] {
         for map in all_kernels() {
             let problem = Problem::random(1, SHAPE, map, 8).scale_qk(conditioned_scale(map));
             let inputs = problem.tensors(dtype)?;
             let name = format!("{map:?} {dtype:?}");
-            all.push(Case { name: name.clone(), attention: problem.attention(dtype)?, inputs: inputs.clone() });
-            all.push(Case { name: format!("{name}, composed"), attention: problem.composed(dtype)?, inputs });
+            all.push(Case {
+                name: name.clone(),
+                attention: problem.attention(dtype)?,
+                inputs: inputs.clone(),
+                gates: None,
+            });
+            all.push(Case {
+                name: format!("{name}, composed"),
+                attention: problem.composed(dtype)?,
+                inputs,
+                gates: None,
+            });
         }
         let problem = Problem::random(1, SHAPE, Some(FeatureMapKind::Positive), 8);
         let inputs = problem.tensors(dtype)?;
         let last = Softmax::new().with_window(9)?;
-        all.push(Case { name: format!("softmax of 9 {dtype:?}"), attention: Box::new(last), inputs: inputs.clone() });
+        all.push(Case {
+            name: format!("softmax of 9 {dtype:?}"),
+            attention: Box::new(last),
+            inputs: inputs.clone(),
+            gates: None,
+        });
         // One state has only its window to remember, and the other has more.
         for window in [8, 64] {
             let windowed = Windowed::new(window, problem.favor(dtype)?)?;
             let name = format!("window of {window} {dtype:?}");
-            all.push(Case { name, attention: Box::new(windowed), inputs: inputs.clone() });
+            all.push(Case { name, attention: Box::new(windowed), inputs: inputs.clone(), gates: None });
         }
     }
     Ok(all)
@@ -52,7 +75,10 @@ impl Case {
         let rows = Tensor::from_slice(&rows, rows.len(), &DEVICE)?;
         let part = |t: &Tensor| t.narrow(2, start, end - start)?.contiguous()?.index_select(&rows, 0);
         let [q, k, v] = &self.inputs;
-        values(&self.attention.extend(Inputs::new(&part(q)?, &part(k)?, &part(v)?), state)?)
+        let (q, k, v, gates) = (part(q)?, part(k)?, part(v)?, self.gates.as_ref().map(part).transpose()?);
+        let mut inputs = Inputs::new(&q, &k, &v);
+        inputs.gates = gates.as_ref();
+        values(&self.attention.extend(inputs, state)?)
     }
 
     /// Returns the state after the prompt of the sequences `rows`.

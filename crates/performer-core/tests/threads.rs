@@ -19,6 +19,7 @@ fn copies(one: &Problem, batch: usize) -> Problem {
         k: of(&one.k),
         v: of(&one.v),
         grad_output: of(&one.grad_output),
+        gates: one.gates.as_ref().map(of),
         key_mask: one.key_mask.as_ref().map(|mask| mask.repeat(batch)),
         ..one.clone()
     }
@@ -41,6 +42,9 @@ fn one_head_alone_has_the_bits_it_has_among_many() -> Result<()> {
                 let mut one = Problem::random(3, shape, map, 6).scale_qk(conditioned_scale(map));
                 (one.causal, one.key_mask) = (causal, key_mask);
                 same_bits(&one, &format!("{map:?}, causal {causal}, masked {}", one.key_mask.is_some()))?;
+                if causal && one.key_mask.is_none() {
+                    same_bits(&one.gated(4), &format!("{map:?}, gated"))?;
+                }
             }
         }
     }
@@ -60,7 +64,8 @@ fn many_small_chunks_have_the_same_bits() -> Result<()> {
         let wanted = (2.0 * 50.0 * (60 - t) as f64).sqrt() * (shape.head_dim as f64).powf(0.25);
         key.iter_mut().for_each(|x| *x *= wanted / norm);
     }
-    same_bits(&one, "falling norms")
+    same_bits(&one, "falling norms")?;
+    same_bits(&one.gated(6), "falling norms, gated")
 }
 
 fn same_bits(one: &Problem, name: &str) -> Result<()> {
@@ -70,6 +75,7 @@ fn same_bits(one: &Problem, name: &str) -> Result<()> {
         ("q", &alone.q, &among.q),
         ("k", &alone.k, &among.k),
         ("v", &alone.v, &among.v),
+        ("gates", &alone.gates, &among.gates),
     ] {
         assert!(a.iter().all(|x| x.is_finite()), "{name}: {what}");
         let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());

@@ -10,7 +10,7 @@ use performer_core::{Attention, Favor, Inputs, Mask, Windowed};
 
 const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
-const NAMES: [&str; 6] = ["q", "k", "v", "queries", "keys", "log_weights"];
+const NAMES: [&str; 7] = ["q", "k", "v", "queries", "keys", "log_weights", "gates"];
 
 /// `Sizes` are the sizes of a case.
 #[derive(Clone, Copy, Debug)]
@@ -21,11 +21,12 @@ struct Sizes {
     /// The number of heads that have parameters; 1 serves all.
     sets: usize,
     window: Option<usize>,
+    gated: bool,
 }
 
-/// Draws inputs and parameters, in the order of [`NAMES`].
+/// Draws inputs and parameters, in the order of [`NAMES`]; gates only where there are to be some.
 fn inputs(sizes: Sizes) -> Result<Vec<Tensor>> {
-    let Sizes { tokens: t, head_dim: d, features: m, sets, .. } = sizes;
+    let Sizes { tokens: t, head_dim: d, features: m, sets, gated, .. } = sizes;
     let shapes: [&[usize]; 6] = [
         &[BATCH, 2 * KEY_HEADS, t, d],
         &[BATCH, KEY_HEADS, t, d],
@@ -36,7 +37,14 @@ fn inputs(sizes: Sizes) -> Result<Vec<Tensor>> {
     ];
     let mut random = Random::new((t * 31 + m) as u64);
     let draw = |shape: &&[usize]| tensor(&random.normal(shape.iter().product(), 0.9), shape, DType::F64, &Device::Cpu);
-    shapes.iter().map(draw).collect()
+    let mut all: Vec<Tensor> = shapes.iter().map(draw).collect::<Result<_>>()?;
+    if gated {
+        // Most forget over many tokens, and a few forget everything.
+        let gates = random.normal(BATCH * KEY_HEADS * t, 1.0);
+        let gates: Vec<f64> = gates.iter().map(|x| if *x > 1.8 { -40.0 } else { -(2.0 * x - 3.0).exp() }).collect();
+        all.push(tensor(&gates, &[BATCH, KEY_HEADS, t], DType::F64, &Device::Cpu)?);
+    }
+    Ok(all)
 }
 
 /// Returns the randomly weighted sum of the outputs, and the outputs.
@@ -53,7 +61,9 @@ fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)
         Some(window) => Box::new(Windowed::new(window, favor)?),
         None => Box::new(favor),
     };
-    let out = attention.forward(Inputs::new(&inputs[0], &inputs[1], &inputs[2]), mask)?;
+    let mut given = Inputs::new(&inputs[0], &inputs[1], &inputs[2]);
+    given.gates = inputs.get(6);
+    let out = attention.forward(given, mask)?;
     let weights = Random::new(2).normal(out.elem_count(), 1.0);
     let weights = tensor(&weights, out.dims(), out.dtype(), &Device::Cpu)?;
     Ok(((&out * weights)?.sum_all()?, out))
@@ -65,7 +75,9 @@ fn run(sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
 }
 
 fn run_on(inputs: &[Tensor], sizes: Sizes, mask: &Mask, dtype: DType) -> Result<Vec<Vec<f64>>> {
-    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<_>>()?;
+    let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let var = |(i, x): (usize, &Tensor)| Var::from_tensor(&x.to_dtype(if i == 6 { wide } else { dtype })?);
+    let vars: Vec<Var> = inputs.iter().enumerate().map(var).collect::<Result<_>>()?;
     let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let (loss, out) = loss(&tensors, sizes, mask)?;
     let gradients = loss.backward()?;
@@ -95,8 +107,9 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
     for (tokens, head_dim, features, sets) in
         [(1, 6, 3, 1), (2, 8, 16, 2), (63, 6, 20, 2), (130, 16, 32, 1), (500, 8, 5, 2), (1000, 4, 33, 1)]
     {
-        let sizes = Sizes { tokens, head_dim, features, sets, window: None };
+        let sizes = Sizes { tokens, head_dim, features, sets, window: None, gated: false };
         compare(sizes, &Mask::causal(), "causal")?;
+        compare(Sizes { gated: true, ..sizes }, &Mask::causal(), "gated")?;
         compare(sizes, &Mask::full(), "full")?;
     }
     Ok(())
@@ -106,13 +119,14 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
 /// gradients to that type is lost.
 #[test]
 fn half_types_lose_their_rounding_only() -> Result<()> {
-    let sizes = Sizes { tokens: 130, head_dim: 16, features: 20, sets: 2, window: None };
-    for dtype in [DType::F16, DType::BF16] {
+    let sizes = Sizes { tokens: 130, head_dim: 16, features: 20, sets: 2, window: None, gated: false };
+    for (dtype, gated) in [(DType::F16, false), (DType::BF16, false), (DType::F16, true), (DType::BF16, true)] {
+        let sizes = Sizes { gated, ..sizes };
         let rounded: Vec<Tensor> = inputs(sizes)?.iter().map(|x| x.to_dtype(dtype)).collect::<Result<_>>()?;
-        for mask in [Mask::causal(), Mask::full()] {
+        for mask in [Mask::causal(), Mask::full()].into_iter().take(if gated { 1 } else { 2 }) {
             let (half, truth) = (run_on(&rounded, sizes, &mask, dtype)?, run_on(&rounded, sizes, &mask, DType::F64)?);
             for (name, (half, truth)) in ["output"].iter().chain(&NAMES).zip(half.iter().zip(&truth)) {
-                let what = format!("{dtype:?} causal {} {name}", mask.is_causal());
+                let what = format!("{dtype:?} gated {gated} causal {} {name}", mask.is_causal());
                 assert_close(&what, &[half.len()], half, truth, 1e-2);
             }
         }
@@ -122,7 +136,7 @@ fn half_types_lose_their_rounding_only() -> Result<()> {
 
 #[test]
 fn hidden_keys_give_parameters_nothing() -> Result<()> {
-    let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
+    let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None, gated: false };
     let visible: Vec<f64> = (0..BATCH * 70).map(|i| f64::from(i % 5 != 0 && i % 70 < 60)).collect();
     let mask = |causal: Mask| causal.with_keys(&tensor(&visible, &[BATCH, 70], DType::F32, &Device::Cpu)?);
     compare(sizes, &mask(Mask::causal())?, "causal, hidden keys")?;
@@ -132,8 +146,9 @@ fn hidden_keys_give_parameters_nothing() -> Result<()> {
 #[test]
 fn a_window_before_trained_features_trains_them_too() -> Result<()> {
     for (tokens, window) in [(20, 4), (90, 32)] {
-        let sizes = Sizes { tokens, head_dim: 6, features: 12, sets: 2, window: Some(window) };
+        let sizes = Sizes { tokens, head_dim: 6, features: 12, sets: 2, window: Some(window), gated: false };
         compare(sizes, &Mask::causal(), "window")?;
+        compare(Sizes { gated: true, ..sizes }, &Mask::causal(), "gated window")?;
     }
     Ok(())
 }
@@ -174,11 +189,12 @@ fn sums_over_tokens_do_not_tell_how_the_work_was_split() -> Result<()> {
 
 #[test]
 fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
-    let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None };
-    let all = inputs(sizes)?;
+    let sizes = Sizes { tokens: 70, head_dim: 6, features: 9, sets: 2, window: None, gated: false };
     for mask in [Mask::causal(), Mask::full()] {
+        let sizes = Sizes { gated: mask.is_causal(), ..sizes };
+        let all = inputs(sizes)?;
         let gradients = run(sizes, &mask, DType::F32)?;
-        for i in 3..6 {
+        for i in 3..all.len() {
             let direction = Random::new(i as u64).normal(all[i].elem_count(), 1.0);
             let along: f64 = direction.iter().zip(&gradients[i + 1]).map(|(x, g)| x * g).sum();
             let step = 1e-5;

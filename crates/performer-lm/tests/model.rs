@@ -9,7 +9,7 @@ use performer_lm::{
     model::{Decoder, Dropout},
 };
 
-const ATTENTIONS: [&str; 10] = [
+const ATTENTIONS: [&str; 16] = [
     "softmax",
     "favor:m=24",
     "favor:m=8,map=hyperbolic,projection=gaussian",
@@ -20,6 +20,12 @@ const ATTENTIONS: [&str; 10] = [
     "favor:m=64,map=hermite-tail,radii=sqrt",
     "favor:m=8,map=hedgehog",
     "favor:m=8,map=learned,window=4",
+    "favor:m=16,gate",
+    "favor:m=8,map=learned,window=4,gate",
+    "softmax:gate",
+    "softmax:window=4,gate",
+    "uniform:gate",
+    "none",
 ];
 
 fn base(attention: &str) -> ModelConfig {
@@ -87,7 +93,7 @@ fn tensor(ids: &[u32], rows: usize) -> Result<Tensor> {
 
 #[test]
 fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
-    for attention in ["softmax", "favor:m=24", "favor:m=16,map=relu"] {
+    for attention in ["softmax", "favor:m=24", "favor:m=16,map=relu", "favor:m=24,gate", "softmax:gate"] {
         for config in variants(attention) {
             let model = Decoder::new(&config, 1, &Device::Cpu)?;
             let loss = model.losses(&tensor(&ids(2, 40, 0), 2)?, &ids(2, 40, 1), None)?.mean_all()?;
@@ -97,7 +103,7 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
                 let size = gradient.abs()?.sum_all()?.to_scalar::<f32>()?;
                 // A key bias adds one constant to all logits of a row, on which softmax does not
                 // depend, so what is left is rounding.
-                let unseen = attention == "softmax" && name.ends_with("k_proj.bias");
+                let unseen = attention.starts_with("softmax") && name.ends_with("k_proj.bias");
                 assert!(size.is_finite() && (size > 1e-9 || unseen), "{name} has gradient {size} in {config:?}");
             }
         }

@@ -85,7 +85,7 @@ fn weights(dir: &Path) -> Result<Vec<(String, Vec<f32>)>> {
 
 #[test]
 fn both_attentions_learn() -> Result<()> {
-    for attention in ["softmax", "favor:m=32"] {
+    for attention in ["softmax", "favor:m=32", "favor-gated:m=32", "softmax:gate"] {
         let dir = tempfile::tempdir()?;
         let (_, training) = recipe(attention);
         let report = run(attention, &training, dir.path(), 2)?;
@@ -119,9 +119,19 @@ fn bf16_learns_with_f32_weights() -> Result<()> {
 
 #[test]
 fn a_resumed_run_is_the_unbroken_one() -> Result<()> {
-    let (model, training) = recipe("favor:m=8");
+    resume("favor:m=8")
+}
+
+/// Gates are weights like others: they are saved, and their moments with them.
+#[test]
+fn a_resumed_run_with_gates_is_the_unbroken_one() -> Result<()> {
+    resume("favor-gated:m=8")
+}
+
+fn resume(attention: &str) -> Result<()> {
+    let (model, training) = recipe(attention);
     let whole = tempfile::tempdir()?;
-    run("favor:m=8", &training, whole.path(), 2)?;
+    run(attention, &training, whole.path(), 2)?;
 
     // The run stops in the middle of an epoch, after a redraw, with dropout on. The step limit is
     // not part of what resumes.

@@ -5,8 +5,8 @@ use std::{fmt, str::FromStr};
 use candle_core::{DType, Device, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{Attention, Favor, FavorConfig, Softmax, Windowed};
-use crate::features::FeatureMapKind;
+use super::{Attention, Favor, FavorConfig, Softmax, Windowed, none::NoAttention};
+use crate::features::{Constant, FeatureMapKind};
 
 /// An attention by its settings, as a configuration file or a command line gives it.
 ///
@@ -44,25 +44,47 @@ pub enum AttentionConfig {
         /// Attention to the others.
         far: FavorConfig,
     },
+    /// Attention with a forget gate for each key head, which a layer computes from its input; see
+    /// [`Inputs::gates`](super::Inputs::gates). The gates are inputs of an attention, so this builds
+    /// what it holds, and [`Self::is_gated`] tells the layer to make the gates.
+    Gated {
+        /// Attention to what was not forgotten.
+        of: Box<AttentionConfig>,
+    },
+    /// Causal means of the values, all of one weight: attention without queries, keys and features,
+    /// in linear time and with a state of constant size. It is the control of feature maps, and with
+    /// a gate, that of gated ones.
+    Uniform,
+    /// Outputs of zero: the control without attention.
+    None,
 }
 
 impl AttentionConfig {
-    /// `softmax`, `favor` or `windowed`: the stable name in JSON output.
+    /// `softmax`, `favor` or `windowed`, say: the stable name in JSON output.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Softmax => "softmax",
             Self::SoftmaxWindow { .. } => "softmax-window",
             Self::Favor(_) => "favor",
             Self::Windowed { .. } => "windowed",
+            Self::Gated { .. } => "gated",
+            Self::Uniform => "uniform",
+            Self::None => "none",
         }
     }
 
     /// Linear attention in it, if any.
     pub fn favor(&self) -> Option<&FavorConfig> {
         match self {
-            Self::Softmax | Self::SoftmaxWindow { .. } => None,
+            Self::Softmax | Self::SoftmaxWindow { .. } | Self::Uniform | Self::None => None,
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
+            Self::Gated { of } => of.favor(),
         }
+    }
+
+    /// Whether the attention is to be given forget gates.
+    pub fn is_gated(&self) -> bool {
+        matches!(self, Self::Gated { .. })
     }
 
     /// Makes the attention for heads of dimension `head_dim`, its random features drawn from
@@ -77,6 +99,9 @@ impl AttentionConfig {
             Self::SoftmaxWindow { window } => Box::new(Softmax::new().with_window(*window)?),
             Self::Favor(config) => Box::new(favor(config)?),
             Self::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
+            Self::Gated { of } => of.build(head_dim, seed, dtype, device)?,
+            Self::Uniform => Box::new(Favor::with_map(Box::new(Constant::new(head_dim)))?),
+            Self::None => Box::new(NoAttention),
         })
     }
 
@@ -84,7 +109,8 @@ impl AttentionConfig {
     pub fn window(&self) -> Option<usize> {
         match self {
             Self::SoftmaxWindow { window } | Self::Windowed { window, .. } => Some(*window),
-            Self::Softmax | Self::Favor(_) => None,
+            Self::Softmax | Self::Favor(_) | Self::Uniform | Self::None => None,
+            Self::Gated { of } => of.window(),
         }
     }
 }
@@ -98,6 +124,12 @@ impl fmt::Display for AttentionConfig {
         let c = match self {
             Self::Softmax => return f.write_str("softmax"),
             Self::SoftmaxWindow { window } => return write!(f, "softmax:window={window}"),
+            Self::Uniform => return f.write_str("uniform"),
+            Self::None => return f.write_str("none"),
+            Self::Gated { of } => {
+                let of = of.to_string();
+                return write!(f, "{of}{}gate", if of.contains(':') { ',' } else { ':' });
+            }
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => favor,
         };
         let d = FavorConfig::default();
@@ -122,23 +154,42 @@ impl fmt::Display for AttentionConfig {
 }
 
 /// Reads `softmax`, `softmax:window=32`, `favor`, `favor:m=64`,
-/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`, and two variants by name:
-/// `favor-learned` is `favor:map=learned`, and `favor-window` is `favor:map=learned,window=32`. All
-/// but `softmax` take settings.
+/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`, `uniform`, `none`, and three
+/// variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
+/// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the setting
+/// `gate`, for forget gates.
 impl FromStr for AttentionConfig {
     type Err = String;
 
     fn from_str(s: &str) -> std::result::Result<Self, String> {
         let (kind, settings) = s.split_once(':').unwrap_or((s, ""));
+        let (gates, others): (Vec<&str>, Vec<&str>) = settings.split(',').partition(|setting| *setting == "gate");
+        let (kind, named) = if kind == "favor-gated" { ("favor", 1) } else { (kind, 0) };
+        let of = Self::without_gate(kind, &others.join(","))?;
+        match gates.len() + named {
+            0 => Ok(of),
+            1 if of == Self::None => Err("the attention none has nothing to forget; leave gate out".into()),
+            1 => Ok(Self::Gated { of: Box::new(of) }),
+            _ => Err(format!("attention setting gate is given twice, in '{s}'; give it once")),
+        }
+    }
+}
+
+impl AttentionConfig {
+    /// Reads an attention whose settings have no gate among them.
+    fn without_gate(kind: &str, settings: &str) -> std::result::Result<Self, String> {
         let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
+            "uniform" if settings.is_empty() => return Ok(Self::Uniform),
+            "none" if settings.is_empty() => return Ok(Self::None),
+            "uniform" | "none" => return Err(format!("{kind} takes no such settings as '{settings}'")),
             "softmax" => {
                 return match settings.strip_prefix("window=").map(str::parse) {
                     Some(Ok(window)) if window > 0 => Ok(Self::SoftmaxWindow { window }),
                     _ => Err(format!(
-                        "softmax takes one setting, window= with a whole number of tokens of at least 1, but '{settings}' \
-                         was given"
+                        "softmax takes one setting beside gate, window= with a whole number of tokens of at least 1, \
+                         but '{settings}' was given"
                     )),
                 };
             }
@@ -147,8 +198,8 @@ impl FromStr for AttentionConfig {
             "favor-window" => (learned, Some(WINDOW)),
             _ => {
                 return Err(format!(
-                    "unknown attention '{kind}'; known are softmax, favor, favor-learned and favor-window, the latter three with settings \
-                     such as :m=128,map=...,projection=...,radii=...,window=..."
+                    "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
+                     those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,gate"
                 ));
             }
         };
@@ -156,7 +207,7 @@ impl FromStr for AttentionConfig {
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
             let (key, value) = setting
                 .split_once('=')
-                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64"))?;
+                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or gate"))?;
             let key = if key == "features" { "m" } else { key };
             if seen.contains(&key) {
                 return Err(format!("attention setting {key} is given twice, in '{settings}'; give it once"));
@@ -180,7 +231,7 @@ impl FromStr for AttentionConfig {
                 },
                 _ => {
                     return Err(format!(
-                        "unknown attention setting '{key}'; known are m, map, projection, radii, window"
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, gate"
                     ));
                 }
             }
@@ -196,6 +247,17 @@ impl FromStr for AttentionConfig {
 mod tests {
     use super::*;
 
+    /// Settings survive JSON, and the JSON of attentions without gates is that of earlier versions.
+    #[test]
+    fn attention_survives_json() {
+        for text in ["softmax", "softmax:window=32,gate", "favor:m=64,window=32,gate", "uniform:gate", "none"] {
+            let config: AttentionConfig = text.parse().unwrap();
+            let json = serde_json::to_string(&config).unwrap();
+            assert_eq!(serde_json::from_str::<AttentionConfig>(&json).unwrap(), config, "{json}");
+        }
+        assert_eq!(serde_json::to_string(&AttentionConfig::Softmax).unwrap(), r#"{"kind":"softmax"}"#);
+    }
+
     #[test]
     fn attention_reads_back_what_it_shows() {
         for text in [
@@ -206,6 +268,12 @@ mod tests {
             "favor:map=elu",
             "favor:m=128,radii=sqrt",
             "favor:m=64,map=learned,window=32",
+            "softmax:gate",
+            "softmax:window=32,gate",
+            "favor:m=64,window=32,gate",
+            "uniform",
+            "uniform:gate",
+            "none",
         ] {
             assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
         }
@@ -214,6 +282,9 @@ mod tests {
             ("favor-learned:m=64", "favor:m=64,map=learned"),
             ("favor-window", "favor:m=128,map=learned,window=32"),
             ("favor-window:map=positive,window=8", "favor:m=128,window=8"),
+            ("favor-gated", "favor:m=128,gate"),
+            ("favor-gated:m=64,window=8", "favor:m=64,window=8,gate"),
+            ("favor:gate,m=64", "favor:m=64,gate"),
         ] {
             assert_eq!(name.parse::<AttentionConfig>().unwrap().to_string(), same);
         }
@@ -227,6 +298,11 @@ mod tests {
             ("softmax:window=0", "at least 1"),
             ("favor:m=4,features=8", "m is given twice"),
             ("favor:window=4,window=4", "window is given twice"),
+            ("favor:gate,gate", "gate is given twice"),
+            ("favor-gated:gate", "gate is given twice"),
+            ("favor:gate=1", "unknown attention setting 'gate'"),
+            ("none:gate", "nothing to forget"),
+            ("uniform:m=4", "no such settings"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();
             assert!(error.contains(word), "{bad}: {error}");

@@ -13,7 +13,9 @@ use crate::ops;
 /// `gates` is `(B, Hkv, Tk)`. Any strides are accepted.
 ///
 /// # Numbers
-/// `q`, `k` and `v` have one type, which is f32, f64, f16 or bf16; gates are f32 or f64.
+/// `q`, `k` and `v` have one type, which is f32, f64, f16 or bf16. Gates are f32 or f64, since the
+/// half types have too few digits for a sum over many tokens; they are computed with in f64 where
+/// `q` is f64, else in f32.
 ///
 /// # Example
 /// ```
@@ -37,7 +39,13 @@ pub struct Inputs<'a> {
     /// Values, `(B, Hkv, Tk, Dv)`.
     pub v: &'a Tensor,
     /// Forget gates `g ≤ 0`, `(B, Hkv, Tk)`: before token `t` is taken in, everything that a key
-    /// head remembers is multiplied by `e^{g_t}`. An attention without gates refuses them.
+    /// head remembers is multiplied by `e^{g_t}`. So key `j` counts for query `i` by the factor
+    /// `e^{c_i − c_j}`, where `c_t` is the sum of the gates up to `t`: added to the logits of
+    /// softmax this is the forgetting transformer (Lin et al. 2025,
+    /// <https://arxiv.org/abs/2503.02130>), and constant gates are the decay of RetNet (Sun et al.
+    /// 2023, <https://arxiv.org/abs/2307.08621>). Without gates nothing is forgotten, which is what
+    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates are finite and
+    /// at most 0. An attention that has no gates refuses them.
     pub gates: Option<&'a Tensor>,
 }
 
@@ -110,8 +118,8 @@ impl<'a> Inputs<'a> {
     /// The sizes of these inputs, which must fit `mask` as well.
     ///
     /// # Errors
-    /// As [`Self::sizes`], if a causal mask meets another number of queries than of keys, or if the
-    /// mask hides keys of another batch or length.
+    /// As [`Self::sizes`], if a causal mask meets another number of queries than of keys, if there
+    /// are gates and no causal mask, or if the mask hides keys of another batch or length.
     pub fn sizes_under(&self, mask: &Mask) -> Result<Sizes> {
         let sizes = self.sizes()?;
         let Sizes { batch, queries, keys, .. } = sizes;
@@ -120,6 +128,9 @@ impl<'a> Inputs<'a> {
                 "causal attention of {queries} queries over {keys} keys; it needs as many of each (to go on from \
                  earlier keys, use extend with a state)"
             );
+        }
+        if self.gates.is_some() && !mask.is_causal() {
+            bail!("the inputs have forget gates, which say what is forgotten from token to token; give Mask::causal()");
         }
         if let Some(visible) = mask.visible()
             && (visible.dim(1)? != keys || ![1, batch].contains(&visible.dim(0)?))
@@ -138,6 +149,11 @@ impl<'a> Inputs<'a> {
             bail!("{attention} has no forget gates, but the inputs have some; leave them out");
         }
         Ok(())
+    }
+
+    /// These inputs with the gates of others.
+    pub(crate) fn with_gates_of(self, gates: Option<&'a Tensor>) -> Self {
+        Self { gates, ..self }
     }
 
     /// Whether a gradient may be asked of any of these tensors.

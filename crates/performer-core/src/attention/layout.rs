@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Result, Storage, Tensor};
 
-use super::{Inputs, Mask};
+use super::{Inputs, Mask, gates};
 use crate::kernels;
 
 /// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so
@@ -21,6 +21,8 @@ pub(super) struct Folded {
     pub(super) v: Tensor,
     /// Visible keys as 1 and hidden keys as 0, of the type that is computed in, shape `(N, Tk, 1)`.
     pub(super) keys: Option<Tensor>,
+    /// Forget gates, shape `(N, Tk)`.
+    pub(super) gates: Option<Tensor>,
     batch: usize,
     heads: usize,
     dtype: DType,
@@ -43,15 +45,20 @@ impl Folded {
         let q = (lay_out(inputs.q, "q")? * scale)?.reshape((b * hkv, g, tq, d))?.transpose(1, 2)?.contiguous()?;
         let k = (lay_out(inputs.k, "k")? * scale)?.reshape((b * hkv, tk, d))?;
         let v = lay_out(inputs.v, "v")?.reshape((b * hkv, tk, dv))?;
+        let lay_out_gates = |gates: &Tensor| -> Result<Tensor> {
+            gates::check(gates)?;
+            gates.to_dtype(compute)?.contiguous()?.reshape((b * hkv, tk))
+        };
+        let gates = inputs.gates.map(lay_out_gates).transpose()?;
         let Some(visible) = mask.visible_of(b)? else {
-            return Ok(Self { q, k, v, keys: None, batch: b, heads: h, dtype });
+            return Ok(Self { q, k, v, keys: None, gates, batch: b, heads: h, dtype });
         };
         let visible = visible.to_dtype(compute)?;
         let keys = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
         // What a hidden key holds must not reach a feature map: a large one would come back as ∞ ·
         // 0.
         let (k, v) = (k.broadcast_mul(&keys)?, v.broadcast_mul(&keys)?);
-        Ok(Self { q, k, v, keys: Some(keys), batch: b, heads: h, dtype })
+        Ok(Self { q, k, v, keys: Some(keys), gates, batch: b, heads: h, dtype })
     }
 
     /// Brings rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.

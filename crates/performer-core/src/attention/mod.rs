@@ -70,10 +70,12 @@
 
 mod config;
 mod favor;
+mod gates;
 mod identity;
 mod inputs;
 mod layout;
 mod mask;
+mod none;
 mod path;
 mod softmax;
 mod state;

@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
-    Attention, Identity, Inputs, Mask, Memory, Path, State, StateRecord,
+    Attention, Identity, Inputs, Mask, Memory, Path, State, StateRecord, gates,
     inputs::{Sizes, rows},
     layout::{FLOOR, Folded, Rows, check_finite, values_and_one},
     state::bytes_of,
@@ -71,7 +71,8 @@ impl Softmax {
             Ok(Kernel::Cpu) => {
                 let visible = mask.visible_flags(sizes.batch)?;
                 let seen = softmax::Seen { offset, window: self.window, visible };
-                softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, false)
+                inputs.gates.map(gates::check).transpose()?;
+                softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, false)
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) => {
@@ -93,9 +94,10 @@ impl Softmax {
         }
         #[cfg(feature = "cuda")]
         if kernels::cuda::softmax::takes(q, inputs.v) {
-            return match self.window {
-                None => Ok(Kernel::Cuda),
-                Some(_) => Err("the CUDA kernels have no windows".into()),
+            return match (self.window, inputs.gates) {
+                (None, None) => Ok(Kernel::Cuda),
+                (Some(_), _) => Err("the CUDA kernels have no windows".into()),
+                (_, Some(_)) => Err("the CUDA kernels have no forget gates".into()),
             };
         }
         if kernels::takes(q) {
@@ -123,7 +125,7 @@ impl Softmax {
         window: usize,
     ) -> Result<(Tensor, Tensor)> {
         let Inputs { q, k, v, .. } = inputs;
-        if self.composed || !kernels::takes(q) {
+        if !matches!(self.kernel(inputs), Ok(Kernel::Cpu)) {
             let folded = Folded::new(inputs, mask)?;
             let (values, logs) = attend(&folded, Some(offset), Some(window))?;
             return Ok((folded.output(&values)?, folded.output(&logs)?));
@@ -131,7 +133,8 @@ impl Softmax {
         let dv = v.dim(3)?;
         let visible = mask.visible_flags(q.dim(0)?)?;
         let seen = softmax::Seen { offset: Some(offset), window: Some(window), visible };
-        let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen, true)?;
+        inputs.gates.map(gates::check).transpose()?;
+        let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
         Ok((rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?))
     }
 
@@ -155,7 +158,6 @@ enum Kernel {
 
 impl Attention for Softmax {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
-        inputs.refuse_gates("softmax attention")?;
         let sizes = inputs.sizes_under(mask)?;
         if self.window.is_some() && !mask.is_causal() {
             bail!("softmax attention with a window is causal; give it Mask::causal()");
@@ -164,25 +166,26 @@ impl Attention for Softmax {
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
-        inputs.refuse_gates("softmax attention")?;
         let sizes = inputs.sizes()?;
         let Inputs { q, k, v, .. } = inputs;
         // The new part, before the cache is touched.
         for (name, t) in [("q", q), ("k", k), ("v", v)] {
             check_finite(t, name)?;
         }
+        inputs.gates.map(gates::check).transpose()?;
         if let Some(window) = self.window {
             return self.advance_window(inputs, sizes, state, window);
         }
         let past = state.tokens();
         let mut memory = state.take::<KeysAndValues>()?.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
-        let appended = memory.append(k, v);
+        let appended = memory.append(k, v, inputs.gates, past);
+        let gates = memory.gates.clone();
         state.set(memory);
         let (k, v) = appended?;
-        let all = Inputs::new(q, &k, &v);
+        let all = Inputs::new(q, &k, &v).with_gates_of(gates.as_ref());
         // Keys and values were checked when they came.
-        if sizes.queries == 1 && sizes.batch > 0 && !self.composed && kernels::takes(q) {
-            return softmax::step(&rows(q)?, &k, &v);
+        if sizes.queries == 1 && sizes.batch > 0 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
+            return softmax::step(&rows(q)?, &k, &v, all.gates);
         }
         self.attend(all, all.sizes()?, &Mask::full(), Some(past))
     }
@@ -213,21 +216,25 @@ impl Softmax {
         let past = state.take::<LastKeysAndValues>()?;
         let attended = (|| {
             let (mut k, mut v) = (inputs.k.contiguous()?, inputs.v.contiguous()?);
+            let kept = past.as_ref().map_or(Ok(0), |past| past.keys.dim(2))?;
+            let gates = gates::append(past.as_ref().and_then(|past| past.gates.as_ref()), kept, inputs.gates, &k)?;
             if let Some(past) = &past {
                 k = Tensor::cat(&[&past.keys, &k], 2)?;
                 v = Tensor::cat(&[&past.values, &v], 2)?;
             }
             let all = k.dim(2)?;
-            let out = if sizes.queries == 1 && sizes.batch > 0 && !self.composed && kernels::takes(inputs.q) {
-                softmax::step(&rows(inputs.q)?, &k, &v)?
+            let inputs = Inputs::new(inputs.q, &k, &v).with_gates_of(gates.as_ref());
+            let fused = matches!(self.kernel(inputs), Ok(Kernel::Cpu));
+            let out = if sizes.queries == 1 && sizes.batch > 0 && fused {
+                softmax::step(&rows(inputs.q)?, &k, &v, inputs.gates)?
             } else {
-                let inputs = Inputs::new(inputs.q, &k, &v);
                 self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(all - sizes.queries))?
             };
             // The next token sees these and itself.
             let kept = all.min(window - 1);
             let last = |t: &Tensor| t.narrow(2, all - kept, kept)?.contiguous();
-            Ok((out, LastKeysAndValues { keys: last(&k)?, values: last(&v)? }))
+            let gates = gates.as_ref().map(last).transpose()?;
+            Ok((out, LastKeysAndValues { keys: last(&k)?, values: last(&v)?, gates }))
         })();
         match attended {
             Ok((out, memory)) => {
@@ -250,6 +257,8 @@ struct LastKeysAndValues {
     keys: Tensor,
     /// `(B, Hkv, W − 1, Dv)`, fewer at the beginning.
     values: Tensor,
+    /// `(B, Hkv, W − 1)`, fewer at the beginning; `None` if no token had a gate.
+    gates: Option<Tensor>,
 }
 
 impl Memory for LastKeysAndValues {
@@ -258,7 +267,7 @@ impl Memory for LastKeysAndValues {
     }
 
     fn bytes(&self) -> usize {
-        bytes_of(&self.keys) + bytes_of(&self.values)
+        bytes_of(&self.keys) + bytes_of(&self.values) + self.gates.as_ref().map_or(0, bytes_of)
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
@@ -267,7 +276,8 @@ impl Memory for LastKeysAndValues {
     }
 
     fn save(&self) -> Result<StateRecord> {
-        Ok(StateRecord::new().with_tensor("keys", self.keys.clone()).with_tensor("values", self.values.clone()))
+        let record = StateRecord::new().with_tensor("keys", self.keys.clone());
+        Ok(record.with_tensor("values", self.values.clone()).with_gates(self.gates.as_ref()))
     }
 
     fn load(record: &StateRecord) -> Result<Self> {
@@ -276,7 +286,7 @@ impl Memory for LastKeysAndValues {
         if (b, h, w) != (vb, vh, vw) {
             bail!("saved state: keys {:?} and values {:?} do not belong together", keys.dims(), values.dims());
         }
-        Ok(Self { keys, values })
+        Ok(Self { gates: record.gates(&keys)?, keys, values })
     }
 }
 
@@ -287,16 +297,19 @@ struct KeysAndValues {
     /// Counts who holds the buffers: new tokens are written into them in place, so whoever shares
     /// them copies them first.
     shared: Arc<()>,
+    /// `(B, Hkv, T)`; `None` if no token had a gate.
+    gates: Option<Tensor>,
 }
 
 impl KeysAndValues {
     /// An empty cache, for `tokens` to begin with.
     fn new(tokens: usize) -> Self {
-        Self { cache: KvCache::new(2, CACHE_TOKENS.max(tokens)), shared: Arc::default() }
+        Self { cache: KvCache::new(2, CACHE_TOKENS.max(tokens)), shared: Arc::default(), gates: None }
     }
 
-    /// Adds tokens `(B, Hkv, T, ·)`; returns all keys and all values.
-    fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// Adds tokens `(B, Hkv, T, ·)` to `past` others; returns all keys and all values.
+    fn append(&mut self, k: &Tensor, v: &Tensor, gates: Option<&Tensor>, past: usize) -> Result<(Tensor, Tensor)> {
+        let gates = gates::append(self.gates.as_ref(), past, gates, k)?;
         if Arc::strong_count(&self.shared) > 1 {
             let mut own = Self::new(self.cache.k_cache().max_seq_len());
             if let (Some(k), Some(v)) = (self.cache.k()?, self.cache.v()?) {
@@ -304,6 +317,7 @@ impl KeysAndValues {
             }
             *self = own;
         }
+        self.gates = gates;
         self.cache.append(&k.contiguous()?, &v.contiguous()?)
     }
 }
@@ -315,11 +329,11 @@ impl Memory for KeysAndValues {
 
     fn bytes(&self) -> usize {
         let current = [self.cache.k_cache(), self.cache.v_cache()].map(|cache| cache.current_data().ok().flatten());
-        current.iter().flatten().map(bytes_of).sum()
+        current.iter().flatten().chain(&self.gates).map(bytes_of).sum()
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
-        Box::new(Self { cache: self.cache.clone(), shared: Arc::clone(&self.shared) })
+        Box::new(Self { cache: self.cache.clone(), shared: Arc::clone(&self.shared), gates: self.gates.clone() })
     }
 
     fn save(&self) -> Result<StateRecord> {
@@ -327,7 +341,7 @@ impl Memory for KeysAndValues {
         if let (Some(k), Some(v)) = (self.cache.k()?, self.cache.v()?) {
             record = record.with_tensor("keys", k.copy()?).with_tensor("values", v.copy()?);
         }
-        Ok(record)
+        Ok(record.with_gates(self.gates.as_ref()))
     }
 
     fn load(record: &StateRecord) -> Result<Self> {
@@ -337,7 +351,7 @@ impl Memory for KeysAndValues {
             bail!("saved state: keys {:?} and values {:?} do not belong together", k.dims(), v.dims());
         }
         let mut memory = Self::new(t);
-        memory.append(k, v)?;
+        memory.append(k, v, record.gates(k)?.as_ref(), 0)?;
         Ok(memory)
     }
 }
@@ -353,6 +367,10 @@ fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Resu
     }
     let rows = inputs.q.reshape((n, tq * g, d))?;
     let mut scores = rows.matmul(&inputs.k.transpose(1, 2)?.contiguous()?)?;
+    if let Some(gates) = &inputs.gates {
+        let between = gates::between(gates, tq)?.unsqueeze(2)?.expand((n, tq, g, tk))?;
+        scores = (scores + between.contiguous()?.reshape((n, tq * g, tk))?)?;
+    }
     if let Some(offset) = offset {
         scores = scores.broadcast_add(&causal_bias([tq, g, tk], offset, window, &scores)?)?;
     }

@@ -66,6 +66,24 @@ impl StateRecord {
         self
     }
 
+    /// Adds the gates of keys, if there are any.
+    pub(super) fn with_gates(self, gates: Option<&Tensor>) -> Self {
+        match gates {
+            Some(gates) => self.with_tensor("gates", gates.clone()),
+            None => self,
+        }
+    }
+
+    /// The gates of `keys` `(B, Hkv, T, D)`, if they have any.
+    pub(super) fn gates(&self, keys: &Tensor) -> Result<Option<Tensor>> {
+        match self.tensors.get("gates") {
+            Some(gates) if gates.dims() != &keys.dims()[..3] => {
+                bail!("saved state: keys {:?} and gates {:?} do not belong together", keys.dims(), gates.dims())
+            }
+            gates => Ok(gates.cloned()),
+        }
+    }
+
     /// Adds everything in `inner` under names that begin with `prefix` and a dot.
     pub fn with_nested(mut self, prefix: &str, inner: Self) -> Self {
         self.tensors.extend(inner.tensors.into_iter().map(|(name, tensor)| (format!("{prefix}.{name}"), tensor)));

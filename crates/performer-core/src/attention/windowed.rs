@@ -10,7 +10,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, layout::compute,
+    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, gates, layout::compute,
     state::bytes_of,
 };
 use crate::features::Features;
@@ -78,9 +78,16 @@ fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)
     sum.broadcast_div(&(near_weight + far_weight)?)
 }
 
+/// Adds to the logarithms `(B, H, T − W, 1)` of the far part what was forgotten within the window:
+/// the far part knows the gates up to the token that has just left it.
+fn forget(logs: Tensor, gates: Option<&Tensor>, window: usize) -> Result<Tensor> {
+    let Some(gates) = gates else { return Ok(logs) };
+    let heads = logs.dim(1)?;
+    logs + gates::for_queries(&gates::sums_of_window(gates, window)?, heads)?
+}
+
 impl Attention for Windowed {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
-        inputs.refuse_gates("attention with a window")?;
         let sizes = inputs.sizes_under(mask)?;
         if !mask.is_causal() {
             bail!("attention with a window is causal; give it Mask::causal()");
@@ -93,19 +100,23 @@ impl Attention for Windowed {
         // Logarithms of denominators need more digits than half types have.
         let wide = compute(dtype);
         let [q, k, v] = [inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?];
-        let (near, near_log) = self.near.with_logs(Inputs::new(&q, &k, &v), mask, 0, w)?;
+        let gates = inputs.gates.map(|gates| gates.to_dtype(wide)).transpose()?;
+        let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
+        let (near, near_log) = self.near.with_logs(inputs, mask, 0, w)?;
         if t <= w {
             return near.to_dtype(dtype);
         }
         let far = t - w;
         let (far_q, far_k, far_v) = (tokens(&q, w, far)?, tokens(&k, 0, far)?, tokens(&v, 0, far)?);
-        let (rows, logs) = self.far.with_logs(Inputs::new(&far_q, &far_k, &far_v), &mask.first_keys(far)?, None)?;
+        let far_gates = gates.as_ref().map(|gates| gates.narrow(2, 0, far)).transpose()?;
+        let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
+        let (rows, logs) = self.far.with_logs(far_inputs, &mask.first_keys(far)?, None)?;
+        let logs = forget(logs, gates.as_ref(), w)?;
         let joined = join((&tokens(&near, w, far)?, &tokens(&near_log, w, far)?), (&rows, &logs))?;
         Tensor::cat(&[&tokens(&near, 0, w)?, &joined], 2)?.to_dtype(dtype)
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
-        inputs.refuse_gates("attention with a window")?;
         let sizes = inputs.sizes()?;
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
@@ -169,27 +180,33 @@ impl Windowed {
         let (dtype, wide) = (inputs.q.dtype(), compute(inputs.q.dtype()));
         let (q, mut k, mut v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
         let mut far = State::new();
-        if let Some(Window { keys, values, far: before }) = past {
+        let kept = past.map_or(Ok(0), |past| past.keys.dim(2))?;
+        let gates = gates::append(past.and_then(|past| past.gates.as_ref()), kept, inputs.gates, &k)?;
+        if let Some(Window { keys, values, far: before, .. }) = past {
             far = before.clone();
             k = Tensor::cat(&[keys, &k], 2)?;
             v = Tensor::cat(&[values, &v], 2)?;
         }
         let (w, t, all) = (self.window, q.dim(2)?, k.dim(2)?);
-        let (mut out, near_log) = self.near.with_logs(Inputs::new(&q, &k, &v), &Mask::full(), all - t, w)?;
+        let near_inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
+        let (mut out, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, w)?;
         // Keys that leave the window, one with each of the last queries.
         let leaving = all.saturating_sub(w);
         if leaving > 0 {
             let first = t - leaving;
             let (far_q, far_k, far_v) = (tokens(&q, first, leaving)?, tokens(&k, 0, leaving)?, tokens(&v, 0, leaving)?);
-            let inputs = Inputs::new(&far_q, &far_k, &far_v);
+            let far_gates = gates.as_ref().map(|gates| gates.narrow(2, 0, leaving)).transpose()?;
+            let inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
             let (rows, logs) = self.far.with_logs(inputs, &Mask::causal(), Some(&mut far))?;
+            let logs = forget(logs, gates.as_ref(), w)?;
             let near = (&tokens(&out, first, leaving)?, &tokens(&near_log, first, leaving)?);
             let joined = join(near, (&rows, &logs))?;
             out = if first == 0 { joined } else { Tensor::cat(&[&tokens(&out, 0, first)?, &joined], 2)? };
         }
         let kept = all.min(w);
         let keep = |x: &Tensor| tokens(x, all - kept, kept)?.contiguous();
-        Ok((out.to_dtype(dtype)?, Window { keys: keep(&k)?, values: keep(&v)?, far }))
+        let gates = gates.as_ref().map(keep).transpose()?;
+        Ok((out.to_dtype(dtype)?, Window { keys: keep(&k)?, values: keep(&v)?, gates, far }))
     }
 }
 
@@ -200,6 +217,8 @@ struct Window {
     keys: Tensor,
     /// The last values, `(B, Hkv, W, Dv)`.
     values: Tensor,
+    /// Their gates, `(B, Hkv, W)`; `None` if no token had one.
+    gates: Option<Tensor>,
     far: State,
 }
 
@@ -209,7 +228,8 @@ impl Memory for Window {
     }
 
     fn bytes(&self) -> usize {
-        bytes_of(&self.keys) + bytes_of(&self.values) + self.far.bytes()
+        let gates = self.gates.as_ref().map_or(0, bytes_of);
+        bytes_of(&self.keys) + bytes_of(&self.values) + gates + self.far.bytes()
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
@@ -219,7 +239,8 @@ impl Memory for Window {
 
     fn save(&self) -> Result<StateRecord> {
         let record = StateRecord::new().with_tensor("keys", self.keys.clone());
-        Ok(record.with_tensor("values", self.values.clone()).with_nested("far", self.far.record()?))
+        let record = record.with_tensor("values", self.values.clone()).with_gates(self.gates.as_ref());
+        Ok(record.with_nested("far", self.far.record()?))
     }
 
     fn load(record: &StateRecord) -> Result<Self> {
@@ -228,6 +249,6 @@ impl Memory for Window {
         if (b, h, w) != (vb, vh, vw) {
             bail!("saved state: keys {:?} and values {:?} do not belong together", keys.dims(), values.dims());
         }
-        Ok(Self { keys, values, far: State::from_record(&record.nested("far"))? })
+        Ok(Self { gates: record.gates(&keys)?, keys, values, far: State::from_record(&record.nested("far"))? })
     }
 }

@@ -10,6 +10,7 @@
 //! A feature of a softmax kernel spans hundreds of orders of magnitude. A map therefore returns
 //! [`Features`] in a form from which the attention can take the scale before it exponentiates.
 
+mod constant;
 mod elementwise;
 mod elu;
 mod exponential;
@@ -26,6 +27,7 @@ use std::fmt;
 
 use candle_core::{D, Result, Tensor, bail};
 
+pub(crate) use constant::Constant;
 pub use elementwise::Exp;
 pub use elu::Elu;
 pub use exponential::{Hyperbolic, Positive};

@@ -23,17 +23,22 @@
 //!   g, v, delta           -> ds = p ∘ (v gᵀ − delta) (K, Q)
 //!   p, ds                 -> dv (K, Dv) += p g, dk (K, D) += ds q/√D, dq (Q, D) += dsᵀ k/√D
 //! ```
+//!
+//! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both. Sums
+//! are made anew for each tile of queries, from its first query on in both directions, since
+//! differences of long sums would lose digits. The gradient of a gate sums over the keys from it on:
+//! `dg_t = Σ_{j≥t} (dlog_j − Σ_i ds_ij)`.
 
 use std::{
     ops::Range,
     sync::{Mutex, PoisonError},
 };
 
-use candle_core::{CpuStorage, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 use pulp::{Arch, Simd, WithSimd};
 
 use super::{
-    check_finite, for_heads,
+    check_finite, contiguous, for_heads,
     fresh::{Fresh, Part},
     gemm::{Into, Left, Right, gemm},
     narrow,
@@ -41,9 +46,10 @@ use super::{
     padded,
     rows::{Heads, Matrix, Rows},
     spare_threads,
-    vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, subtract, sum},
+    vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, subtract, sum},
     with_storages,
 };
+use crate::ops;
 
 /// The queries of a tile.
 const QUERIES: usize = 64;
@@ -68,9 +74,22 @@ pub(crate) struct Seen {
 /// Computes `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v`
 /// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
 /// empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
-/// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`.
-pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen, logs: bool) -> Result<Tensor> {
-    apply(Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) }, [q, k, v])
+/// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`. `gates`
+/// `(B, Hkv, Tk)` need an offset.
+pub(crate) fn softmax(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: Option<&Tensor>,
+    seen: Seen,
+    logs: bool,
+) -> Result<Tensor> {
+    let softmax = Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) };
+    let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
+    // An operation takes at most three tensors, so keys and values become one.
+    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
+    let gates = ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?;
+    apply(GatedSoftmax { softmax, head_dim: k.dim(3)? }, [q, &keys_values, &gates])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -90,9 +109,59 @@ struct Head<'a> {
     offset: Option<usize>,
     window: Option<usize>,
     visible: Option<&'a [bool]>,
+    /// Forget gates, `(Tk)`; only with an offset.
+    gates: Option<&'a [f32]>,
+}
+
+/// `Forgotten` holds sums of gates around the first query of a tile.
+#[derive(Default)]
+struct Forgotten {
+    /// After the first query, up to each.
+    queries: Vec<f32>,
+    /// After each key, up to the first query: from the key `first` on, up to that of the query.
+    keys: Vec<f32>,
+    first: usize,
+    /// The position of the first query among the keys.
+    own: usize,
 }
 
 impl Head<'_> {
+    /// Sums the gates around the `queries` queries from `i` on, for keys from `first` on.
+    fn forget(&self, [i, queries]: [usize; 2], first: usize, to: &mut Forgotten) {
+        let (Some(gates), Some(offset)) = (self.gates, self.offset) else { return };
+        let own = offset + i;
+        (to.first, to.own) = (first, own);
+        to.queries.clear();
+        to.queries.resize(QUERIES, 0.0);
+        for t in 1..queries {
+            to.queries[t] = to.queries[t - 1] + gates[own + t];
+        }
+        to.keys.clear();
+        to.keys.resize((own + 1).saturating_sub(first), 0.0);
+        let mut sum = 0f64;
+        for (key, gate) in to.keys.iter_mut().rev().skip(1).zip(gates[..=own].iter().rev()) {
+            sum += f64::from(*gate);
+            *key = sum as f32;
+        }
+    }
+
+    /// Adds the sums of the gates after key `j` up to each of the queries to the key's scores.
+    #[inline(always)]
+    fn add_forgotten<S: Simd>(&self, simd: S, j: usize, forgotten: &Forgotten, to: &mut [f32]) {
+        let Some(gates) = self.gates else { return };
+        if j <= forgotten.own {
+            add(simd, to, &forgotten.queries);
+            shift(simd, to, forgotten.keys[j - forgotten.first]);
+        } else {
+            // The key stands among the tile's own queries; earlier ones do not see it.
+            let mut sum = 0.0;
+            for (to, gate) in to[j + 1 - forgotten.own..].iter_mut().zip(&gates[j + 1..]) {
+                sum += gate;
+                *to += sum;
+            }
+        }
+    }
+
     /// The first key that queries from `start` on may see, rounded down to a whole tile.
     fn first(&self, start: usize) -> usize {
         match (self.offset, self.window) {
@@ -120,7 +189,7 @@ impl Head<'_> {
         [i, queries]: [usize; 2],
         [j, keys]: [usize; 2],
         k: &Matrix,
-        columns: &[f32],
+        (columns, forgotten): (&[f32], &Forgotten),
         to: &mut [f32],
     ) {
         let right = Right { values: columns, stride: QUERIES };
@@ -129,6 +198,7 @@ impl Head<'_> {
             if self.visible.is_some_and(|visible| !visible[j + row]) {
                 to.fill(f32::NEG_INFINITY);
             } else if let Some(offset) = self.offset {
+                self.add_forgotten(simd, j + row, forgotten, to);
                 let hidden = (j + row).saturating_sub(offset + i).min(QUERIES);
                 to[..hidden].fill(f32::NEG_INFINITY);
                 if let Some(window) = self.window {
@@ -169,6 +239,7 @@ impl WithSimd for Forward<'_> {
         let mut scores = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
+        let mut forgotten = Forgotten::default();
         for i in (start..end).step_by(QUERIES) {
             let queries = QUERIES.min(end - i);
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
@@ -177,9 +248,10 @@ impl WithSimd for Forward<'_> {
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let reach = head.reach(i + queries);
+            head.forget([i, queries], head.first(i), &mut forgotten);
             for j in (head.first(i)..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
-                head.scores(simd, [i, queries], [j, keys], &k, &columns, &mut scores);
+                head.scores(simd, [i, queries], [j, keys], &k, (&columns, &forgotten), &mut scores);
                 let before = largest;
                 for row in scores.chunks_exact(QUERIES).take(keys) {
                     max_each(simd, &mut largest, row);
@@ -234,6 +306,13 @@ impl WithSimd for Step<'_> {
         for (j, weight) in weights.iter_mut().enumerate().take(keys) {
             *weight = dot(simd, &k.values[j * k.stride..j * k.stride + d], &query) * head.scale();
         }
+        if let Some(gates) = head.gates {
+            let mut sum = 0f64;
+            for (weight, gate) in weights[..keys].iter_mut().rev().skip(1).zip(gates[..keys].iter().rev()) {
+                sum += f64::from(*gate);
+                *weight += sum as f32;
+            }
+        }
         let largest = max(simd, &weights);
         exp_minus(simd, &mut weights, largest);
         let den = sum(simd, &weights);
@@ -244,14 +323,15 @@ impl WithSimd for Step<'_> {
 }
 
 /// Computes `softmax(q·kᵀ/√D) v` for one more query, `(B, H, 1, D)`, which sees every key. Inputs
-/// are finite; no gradient is recorded.
-pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+/// are finite; no gradient is recorded. `gates` are `(B, Hkv, Tk)`.
+pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor, gates: Option<&Tensor>) -> Result<Tensor> {
     let (b, h, _, _) = q.dims4()?;
     let dv = v.dim(3)?;
     let mut out = vec![0f32; b * h * dv];
+    let gates = gates.map(|gates| gates.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()).transpose()?;
     with_storages([q, k, v], |[q, k, v]| {
         let seen = Seen::default();
-        let inputs = Inputs::new(q, k, v, &seen)?;
+        let inputs = Inputs::new([q, k, v], gates.as_deref(), &seen)?;
         let work = out.chunks_exact_mut(dv).enumerate().collect();
         for_heads(work, |(n, out)| Arch::new().dispatch(Step { head: &inputs.head(n), out }));
         Ok(())
@@ -271,9 +351,18 @@ struct Backward<'a> {
     keys: Range<usize>,
     /// The gradients of the queries, `(·, D)`, to be filled.
     dq: Option<&'a mut [f32]>,
-    /// The gradients of the keys and values, `(·, D)` and `(·, Dv)` with padded rows, to be added
-    /// to.
-    dkv: Option<(&'a mut [f32], &'a mut [f32])>,
+    /// The gradients of the keys and values, to be added to.
+    of_keys: Option<OfKeys<'a>>,
+}
+
+/// `OfKeys` are the gradients of some keys.
+struct OfKeys<'a> {
+    /// `(·, D)`, with padded rows.
+    dk: &'a mut [f32],
+    /// `(·, Dv)`, with padded rows.
+    dv: &'a mut [f32],
+    /// The gradients of the keys' scores, summed over queries: `(·)`; only with gates.
+    dlog: Option<&'a mut [f32]>,
 }
 
 impl WithSimd for Backward<'_> {
@@ -281,7 +370,7 @@ impl WithSimd for Backward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, out, grad, logs, queries: span, keys: seen, mut dq, mut dkv } = self;
+        let Self { head, out, grad, logs, queries: span, keys: seen, mut dq, mut of_keys } = self;
         let (d, vd) = (head.q.width, head.v.width);
         let (width, value_width) = (padded(d), padded(vd));
         let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
@@ -294,6 +383,7 @@ impl WithSimd for Backward<'_> {
         let mut products = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
+        let mut forgotten = Forgotten::default();
         for i in span.clone().step_by(QUERIES) {
             let queries = QUERIES.min(span.end - i);
             let reach = head.reach(i + queries).min(seen.end);
@@ -321,9 +411,10 @@ impl WithSimd for Backward<'_> {
                 *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
+            head.forget([i, queries], seen.start.max(head.first(i)), &mut forgotten);
             for j in (seen.start.max(head.first(i))..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
-                head.scores(simd, [i, queries], [j, keys], &k, &query_columns, &mut weights);
+                head.scores(simd, [i, queries], [j, keys], &k, (&query_columns, &forgotten), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
                 gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
@@ -332,7 +423,11 @@ impl WithSimd for Backward<'_> {
                     subtract(simd, &mut product[..columns], &delta[..columns]);
                     multiply(simd, &mut product[..columns], &weight[..columns]);
                 }
-                if let Some((dk, dv)) = &mut dkv {
+                if let Some(OfKeys { dk, dv, dlog }) = &mut of_keys {
+                    if let Some(dlog) = dlog {
+                        let dlog = dlog[j - seen.start..].iter_mut().zip(products.chunks_exact(QUERIES)).take(keys);
+                        dlog.for_each(|(dlog, products)| *dlog += sum(simd, &products[..columns]));
+                    }
                     let right = Right { values: &grad_rows, stride: value_width };
                     let left = Left::rows(&weights, QUERIES);
                     let to = &mut dv[(j - seen.start) * value_width..];
@@ -375,12 +470,12 @@ impl Pass<'_> {
         queries: Range<usize>,
         keys: Range<usize>,
         dq: Option<&mut [f32]>,
-        dkv: Option<(&mut [f32], &mut [f32])>,
+        of_keys: Option<OfKeys>,
     ) {
         let head = &self.inputs.head(n);
         let logs = &self.logs[n * head.q.tokens..(n + 1) * head.q.tokens];
         let (out, grad) = (&self.out.head(n), &self.grad.head(n));
-        Arch::new().dispatch(Backward { head, out, grad, logs, queries, keys, dq, dkv });
+        Arch::new().dispatch(Backward { head, out, grad, logs, queries, keys, dq, of_keys });
     }
 }
 
@@ -388,7 +483,7 @@ impl Pass<'_> {
 /// `n`-th head from a token on.
 enum Work<'a> {
     Queries(usize, usize, Part<'a>),
-    Keys(usize, usize, Part<'a>, Part<'a>),
+    Keys(usize, usize, Part<'a>, Part<'a>, Option<&'a mut [f32]>),
 }
 
 /// `Inputs` gives access to `q`, `k` and `v` head by head.
@@ -396,6 +491,8 @@ struct Inputs<'a> {
     q: Heads<'a>,
     k: Heads<'a>,
     v: Heads<'a>,
+    /// `(B, Hkv, Tk)`.
+    gates: Option<&'a [f32]>,
     seen: &'a Seen,
     /// The number of query heads that share a key head.
     group: usize,
@@ -404,17 +501,13 @@ struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    fn new(
-        q: Stored<'a, CpuStorage>,
-        k: Stored<'a, CpuStorage>,
-        v: Stored<'a, CpuStorage>,
-        seen: &'a Seen,
-    ) -> Result<Self> {
+    fn new([q, k, v]: [Stored<'a, CpuStorage>; 3], gates: Option<&'a [f32]>, seen: &'a Seen) -> Result<Self> {
         let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
         Ok(Self {
             q: Heads::new(q.0, q.1)?,
             k: Heads::new(k.0, k.1)?,
             v: Heads::new(v.0, v.1)?,
+            gates,
             seen,
             group: heads / key_heads,
             key_heads,
@@ -433,17 +526,16 @@ impl<'a> Inputs<'a> {
             offset: self.seen.offset,
             window: self.seen.window,
             visible: self.seen.visible.as_deref().map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
+            gates: self.gates.map(|gates| &gates[key * self.keys..(key + 1) * self.keys]),
         }
     }
 }
 
-impl Operation<3> for Softmax {
-    fn name(&self) -> &'static str {
-        "softmax-attention"
-    }
-
-    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        let inputs = Inputs::new((s1, l1), (s2, l2), (s3, l3), &self.seen)?;
+impl Softmax {
+    /// The forward pass, see [`softmax`].
+    fn forward(&self, [q, k, v]: [Stored<'_, CpuStorage>; 3], gates: Option<&[f32]>) -> Result<(CpuStorage, Shape)> {
+        let ((s1, l1), (s2, l2), (s3, l3)) = (q, k, v);
+        let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
         let (mut out, mut logs) = (Fresh::new(b * h * t * dv), vec![0f32; b * h * t]);
@@ -465,7 +557,15 @@ impl Operation<3> for Softmax {
         Ok((narrow(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
     }
 
-    fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
+    /// The backward pass: the gradients of `q`, `k` and `v`, and those of the gates `(B, Hkv, Tk)`,
+    /// which are empty without.
+    fn backward(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        gates: Option<&[f32]>,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<([Tensor; 3], Vec<f32>)> {
         let grad = grad.contiguous()?;
         let (_, h, t, d) = q.dims4()?;
         let (b, hkv, keys, vd) = v.dims4()?;
@@ -473,21 +573,25 @@ impl Operation<3> for Softmax {
         let mut dq = Fresh::new(q.elem_count());
         let mut dk = Fresh::new(b * hkv * keys * width);
         let mut dv = Fresh::new(b * hkv * keys * value_width);
+        let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
         let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
         if logs.is_empty() {
             bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
         }
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
-            let inputs = Inputs::new(q, k, v, &self.seen)?;
+            let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs: &logs };
+            let mut dlogs = dlog.chunks_exact_mut(keys);
             let heads = dk.parts(keys * width).into_iter().zip(dv.parts(keys * value_width)).enumerate();
+            let heads = heads.map(|(n, (dk, dv))| (n, dk, dv, dlogs.next()));
             if !spare_threads(b * hkv) {
                 let work = dq.parts(group * t * d).into_iter().zip(heads).collect();
-                for_heads(work, |(dq, (n, (dk, dv)))| {
+                for_heads(work, |(dq, (n, dk, dv, mut dlog))| {
                     let (dk, dv) = (dk.take(), dv.take());
                     for (g, dq) in dq.parts(t * d).into_iter().enumerate() {
-                        pass.add(n * group + g, 0..t, 0..keys, Some(dq.take()), Some((dk, dv)));
+                        let of_keys = OfKeys { dk, dv, dlog: dlog.as_deref_mut() };
+                        pass.add(n * group + g, 0..t, 0..keys, Some(dq.take()), Some(of_keys));
                     }
                 });
                 return Ok(());
@@ -499,22 +603,40 @@ impl Operation<3> for Softmax {
                 let pieces = dq.parts(PIECE * d).into_iter().enumerate();
                 work.extend(pieces.map(|(i, dq)| Work::Queries(n, i * PIECE, dq)));
             }
-            for (n, (dk, dv)) in heads {
+            for (n, dk, dv, dlog) in heads {
+                let mut dlogs = dlog.map(|dlog| dlog.chunks_mut(PIECE));
                 let pieces = dk.parts(PIECE * width).into_iter().zip(dv.parts(PIECE * value_width)).enumerate();
-                work.extend(pieces.map(|(j, (dk, dv))| Work::Keys(n, j * PIECE, dk, dv)));
+                work.extend(pieces.map(|(j, (dk, dv))| {
+                    let dlog = dlogs.as_mut().and_then(Iterator::next);
+                    Work::Keys(n, j * PIECE, dk, dv, dlog)
+                }));
             }
             for_heads(work, |work| match work {
                 Work::Queries(n, start, dq) => pass.add(n, start..start + dq.len() / d, 0..keys, Some(dq.take()), None),
-                Work::Keys(n, start, dk, dv) => {
+                Work::Keys(n, start, dk, dv, mut dlog) => {
                     let (dk, dv) = (dk.take(), dv.take());
                     for n in n * group..(n + 1) * group {
                         let keys = start..start + dv.len() / value_width;
-                        pass.add(n, 0..t, keys, None, Some((dk, dv)));
+                        let of_keys = OfKeys { dk, dv, dlog: dlog.as_deref_mut() };
+                        pass.add(n, 0..t, keys, None, Some(of_keys));
                     }
                 }
             });
             Ok(())
         })?;
+        if gates.is_some() && keys > 0 {
+            let offset = self.seen.offset.unwrap_or(0);
+            // The gradients of the logarithms that rows end with, (B, H, Tq).
+            let of_logs = if self.with_logs {
+                grad.narrow(3, vd, 1)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?
+            } else {
+                Vec::new()
+            };
+            for (n, dlog) in dlog.chunks_exact_mut(keys).enumerate() {
+                let of_logs = of_logs.chunks_exact(t).skip(n * group).take(group).collect::<Vec<&[f32]>>();
+                sum_from_each(dlog, &of_logs, offset);
+            }
+        }
         let tensor = |values: Vec<f32>, width: usize, like: &Tensor| -> Result<Tensor> {
             let last = like.dim(3)?;
             let values = if last == width {
@@ -524,10 +646,71 @@ impl Operation<3> for Softmax {
             };
             Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
         };
-        Ok([
-            Some(tensor(dq.finish(), d, q)?),
-            Some(tensor(dk.finish(), width, k)?),
-            Some(tensor(dv.finish(), value_width, v)?),
-        ])
+        let gradients =
+            [tensor(dq.finish(), d, q)?, tensor(dk.finish(), width, k)?, tensor(dv.finish(), value_width, v)?];
+        Ok((gradients, dlog))
+    }
+}
+
+/// Turns the gradients of the scores of keys, summed over queries, into those of gates: `c_t`, the
+/// sum of the gates up to `t`, is taken from the scores of key `t` and added to the logarithms of
+/// the queries at `t`, whose gradients are `of_logs` from token `offset` on; and
+/// `dg_t = Σ_{j≥t} dc_j`.
+fn sum_from_each(dlog: &mut [f32], of_logs: &[&[f32]], offset: usize) {
+    // Most of the sum over all keys cancels.
+    let mut sum = 0f64;
+    for (t, dlog) in dlog.iter_mut().enumerate().rev() {
+        if t >= offset {
+            sum += of_logs.iter().map(|of_logs| f64::from(of_logs[t - offset])).sum::<f64>();
+        }
+        sum -= f64::from(*dlog);
+        *dlog = sum as f32;
+    }
+}
+
+impl Operation<3> for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax-attention"
+    }
+
+    fn cpu(&self, inputs: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
+        self.forward(inputs, None)
+    }
+
+    fn backward(&self, inputs: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        Ok(Softmax::backward(self, inputs, None, out, grad)?.0.map(Some))
+    }
+}
+
+/// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, v], gates)`.
+struct GatedSoftmax {
+    softmax: Softmax,
+    /// The width of a row of keys, before the values.
+    head_dim: usize,
+}
+
+impl Operation<3> for GatedSoftmax {
+    fn name(&self) -> &'static str {
+        "gated-softmax-attention"
+    }
+
+    fn cpu(&self, [q, (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
+        let d = self.head_dim;
+        let (k, v) = (l2.narrow(3, 0, d)?, l2.narrow(3, d, l2.dims()[3] - d)?);
+        self.softmax.forward([q, (s2, &k), (s2, &v)], Some(contiguous(s3, l3)?))
+    }
+
+    fn backward(
+        &self,
+        [q, keys_values, gates]: [&Tensor; 3],
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let (d, width) = (self.head_dim, keys_values.dim(3)?);
+        let (k, v) = (keys_values.narrow(3, 0, d)?, keys_values.narrow(3, d, width - d)?);
+        let numbers = gates.flatten_all()?.to_vec1::<f32>()?;
+        let ([dq, dk, dv], dgates) = self.softmax.backward([q, &k, &v], Some(&numbers), out, grad)?;
+        let dgates = Tensor::from_vec(dgates, gates.shape(), gates.device())?;
+        Ok([Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), Some(dgates)])
     }
 }

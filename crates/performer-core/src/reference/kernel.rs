@@ -9,6 +9,8 @@ use crate::features::FeatureMapKind;
 pub enum Kernel<'a> {
     /// `e^{x·y}`: exact attention.
     Softmax,
+    /// 1: means of the values, whatever queries and keys are.
+    Uniform,
     /// `φ(x)·φ(y)`.
     Features {
         /// φ.
@@ -30,6 +32,7 @@ impl Kernel<'_> {
     pub(super) fn form(&self) -> Form {
         match self {
             Kernel::Softmax => Form::ExpOfDot,
+            Kernel::Uniform => Form::SumOfExps,
             Kernel::Features { map, .. } => match map {
                 FeatureMapKind::Positive
                 | FeatureMapKind::Hyperbolic
@@ -45,6 +48,7 @@ impl Kernel<'_> {
     pub(super) fn code<S: Scalar>(&self, x: &[S]) -> Vec<S> {
         match *self {
             Kernel::Softmax => x.to_vec(),
+            Kernel::Uniform => vec![S::from(0.0)],
             Kernel::Features { map, projection, offsets } => match self.form() {
                 Form::SumOfExps => log_features(map, projection, x),
                 _ => generic_features(map, projection, offsets, x),
@@ -96,12 +100,12 @@ impl Form {
         }
     }
 
-    /// Computes `e^-shift κ(x, y)`; for [`Form::Dot`] the shift must be 0.
+    /// Computes `e^-shift κ(x, y)`.
     pub(super) fn combine(self, a: &[f64], b: &[f64], shift: f64) -> f64 {
         match self {
             Form::ExpOfDot => (dot(a, b) - shift).exp(),
             Form::SumOfExps => a.iter().zip(b).map(|(a, b)| (a + b - shift).exp()).sum(),
-            Form::Dot => dot(a, b),
+            Form::Dot => dot(a, b) * (-shift).exp(),
         }
     }
 
@@ -127,6 +131,7 @@ impl Form {
                 }
             }
             Form::Dot => {
+                let grad = grad * (-shift).exp();
                 add_scaled(grad_a, grad, b);
                 add_scaled(grad_b, grad, a);
             }

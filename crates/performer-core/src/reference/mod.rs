@@ -7,8 +7,8 @@
 //! o_i = Σ_j κ(x_i, y_j) v_j / Σ_j κ(x_i, y_j)
 //! ```
 //!
-//! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ. Time is
-//! quadratic in the number of tokens. Nothing here is shared with the fast attention that it
+//! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ. With gates
+//! `g`, κ(x_i, y_j) is multiplied by `e^{Σ_{j<s≤i} g_s}`. Time is quadratic in the number of tokens. Nothing here is shared with the fast attention that it
 //! judges: no tensors, no chunks, no running sums, no ε, and no derivative of a feature map worked
 //! out by hand (derivatives come from dual numbers).
 //!
@@ -84,6 +84,9 @@ pub struct Inputs<'a> {
     pub window: Option<usize>,
     /// `(B, Tk)`, true for the keys that may be seen; `None` if all may.
     pub key_mask: Option<&'a [bool]>,
+    /// Logarithms `(B, Hkv, Tk)` of what each token multiplies the weights of all keys before it
+    /// by; only under `causal`. The gate of a hidden key counts.
+    pub gates: Option<&'a [f64]>,
 }
 
 /// Computes the attention output, `(B, H, Tq, Dv)`. A query that sees no key gives zeros.
@@ -115,6 +118,8 @@ pub struct Gradients {
     pub k: Vec<f64>,
     /// `(B, Hkv, Tk, Dv)`.
     pub v: Vec<f64>,
+    /// `(B, Hkv, Tk)`; empty without gates.
+    pub gates: Vec<f64>,
 }
 
 /// Computes the gradients of a loss whose gradient with respect to [`attention`]'s output is
@@ -130,8 +135,12 @@ pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -
     let (dim, value_dim) = (shape.head_dim, shape.value_dim);
     let form = kernel.form();
     let scale = scale(dim);
-    let mut grads =
-        Gradients { q: vec![0.0; shape.q_count()], k: vec![0.0; shape.k_count()], v: vec![0.0; shape.v_count()] };
+    let mut grads = Gradients {
+        q: vec![0.0; shape.q_count()],
+        k: vec![0.0; shape.k_count()],
+        v: vec![0.0; shape.v_count()],
+        gates: vec![0.0; inputs.gates.map_or(0, <[f64]>::len)],
+    };
     for batch in 0..shape.batch {
         for head in 0..shape.heads {
             let head = Head::new(kernel, &inputs, batch, head);
@@ -142,6 +151,7 @@ pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -
                 let weights = head.weights(i);
                 let output = head.output(&weights);
                 let mut grad_query_code = vec![0.0; head.query_codes[i].len()];
+                let mut grad_decay = vec![0.0; shape.k_len];
                 for &(j, kernel_value) in &weights.kernel {
                     // With o = Σ_j κ_j v_j / Σ_j κ_j:
                     // ∂(g·o)/∂v_j = g κ_j / Σκ  and  ∂(g·o)/∂κ_j = (g·v_j − g·o) / Σκ.
@@ -150,10 +160,21 @@ pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -
                     let grad_kernel = (dot(g, head.values[j]) - dot(g, &output)) / weights.denominator;
                     form.combine_backward(
                         (&head.query_codes[i], &head.key_codes[j]),
-                        weights.shift,
+                        weights.shift - head.decays[i][j],
                         grad_kernel,
                         (&mut grad_query_code, &mut grad_key_codes[j]),
                     );
+                    grad_decay[j] = grad_kernel * kernel_value;
+                }
+                if inputs.gates.is_some() {
+                    // The gate of token s is part of the weights of all keys before s.
+                    let grad_gates = row_mut(&mut grads.gates, head.kv_rows / shape.k_len, shape.k_len);
+                    let own = i + (shape.k_len - shape.q_len);
+                    let mut before = 0.0;
+                    for s in 1..=own {
+                        before += grad_decay[s - 1];
+                        grad_gates[s] += before;
+                    }
                 }
                 let grad_x = kernel.code_backward(&head.queries[i], &grad_query_code);
                 add_scaled(row_mut(&mut grads.q, head.q_rows + i, dim), scale, &grad_x);
@@ -179,6 +200,8 @@ struct Head<'a> {
     values: Vec<&'a [f64]>,
     value_dim: usize,
     visible: Vec<Vec<bool>>,
+    /// The sum of the gates after key j, up to that of query i; 0 without gates.
+    decays: Vec<Vec<f64>>,
     /// The number of query rows before this head's in `q`, and of key rows in `k` and `v`.
     q_rows: usize,
     kv_rows: usize,
@@ -212,6 +235,16 @@ impl<'a> Head<'a> {
             };
             past && inputs.key_mask.is_none_or(|mask| mask[batch * shape.k_len + j])
         };
+        let decays = |i| {
+            let mut decays = vec![0.0; shape.k_len];
+            if let Some(gates) = inputs.gates {
+                let own = i + (shape.k_len - shape.q_len);
+                for j in (0..own).rev() {
+                    decays[j] = decays[j + 1] + gates[kv_rows + j + 1];
+                }
+            }
+            decays
+        };
         Head {
             form: kernel.form(),
             query_codes: queries.iter().map(|x| kernel.code(x)).collect(),
@@ -221,6 +254,7 @@ impl<'a> Head<'a> {
             values: (0..shape.k_len).map(|j| row(inputs.v, kv_rows + j, shape.value_dim)).collect(),
             value_dim: shape.value_dim,
             visible: (0..shape.q_len).map(|i| (0..shape.k_len).map(|j| visible(i, j)).collect()).collect(),
+            decays: (0..shape.q_len).map(decays).collect(),
             q_rows,
             kv_rows,
         }
@@ -229,8 +263,10 @@ impl<'a> Head<'a> {
     fn weights(&self, i: usize) -> Weights {
         let a = &self.query_codes[i];
         let seen: Vec<usize> = (0..self.keys.len()).filter(|&j| self.visible[i][j]).collect();
-        let shift = seen.iter().map(|&j| self.form.exponent(a, &self.key_codes[j])).fold(f64::NEG_INFINITY, f64::max);
-        let kernel: Vec<_> = seen.iter().map(|&j| (j, self.form.combine(a, &self.key_codes[j], shift))).collect();
+        let (decays, keys) = (&self.decays[i], &self.key_codes);
+        let exponents = seen.iter().map(|&j| self.form.exponent(a, &keys[j]) + decays[j]);
+        let shift = exponents.fold(f64::NEG_INFINITY, f64::max);
+        let kernel: Vec<_> = seen.iter().map(|&j| (j, self.form.combine(a, &keys[j], shift - decays[j]))).collect();
         let denominator = kernel.iter().map(|(_, value)| value).sum();
         Weights { kernel, shift, denominator }
     }
@@ -264,6 +300,10 @@ impl Inputs<'_> {
         assert_eq!(self.v.len(), shape.v_count(), "elements of v");
         if let Some(mask) = self.key_mask {
             assert_eq!(mask.len(), shape.batch * shape.k_len, "elements of key_mask");
+        }
+        if let Some(gates) = self.gates {
+            assert!(self.causal, "gates need a causal mask");
+            assert_eq!(gates.len(), shape.batch * shape.kv_heads * shape.k_len, "elements of gates");
         }
     }
 }

@@ -80,6 +80,8 @@ pub(crate) struct Problem {
     pub(crate) grad_output: Vec<f64>,
     pub(crate) causal: bool,
     pub(crate) key_mask: Option<Vec<bool>>,
+    /// Gates `(B, Hkv, Tk)`.
+    pub(crate) gates: Option<Vec<f64>>,
 }
 
 impl Problem {
@@ -100,6 +102,7 @@ impl Problem {
             offsets: random.uniform(phases, 0.0, std::f64::consts::TAU),
             causal: false,
             key_mask: None,
+            gates: None,
         }
     }
 
@@ -109,6 +112,18 @@ impl Problem {
         for value in self.q.iter_mut().chain(&mut self.k) {
             *value *= factor;
         }
+        self
+    }
+
+    /// Makes the problem causal, with gates that forget at every pace: from the past of a thousand
+    /// tokens to everything, e^-40, in one token of 32.
+    pub(crate) fn gated(mut self, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let count = self.shape.batch * self.shape.kv_heads * self.shape.k_len;
+        let exponents = random.uniform(count, -7.0, 1.0);
+        let gate = |exponent: f64| if random.unit() < 1.0 / 32.0 { -40.0 } else { -exponent.exp() };
+        self.gates = Some(exponents.into_iter().map(gate).collect());
+        self.causal = true;
         self
     }
 
@@ -128,6 +143,7 @@ impl Problem {
             causal: self.causal,
             window: None,
             key_mask: self.key_mask.as_deref(),
+            gates: self.gates.as_deref(),
         }
     }
 
@@ -147,6 +163,18 @@ impl Problem {
     pub(crate) fn v_dims(&self) -> [usize; 4] {
         let s = self.shape;
         [s.batch, s.kv_heads, s.k_len, s.value_dim]
+    }
+
+    /// The shape of the gates, `(B, Hkv, Tk, 1)`.
+    pub(crate) fn gate_dims(&self) -> [usize; 4] {
+        let s = self.shape;
+        [s.batch, s.kv_heads, s.k_len, 1]
+    }
+
+    /// The gates as a tensor `(B, Hkv, Tk)`, f64 or f32.
+    pub(crate) fn gate_tensor(&self, dtype: DType) -> Result<Tensor> {
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        tensor(self.gates.as_ref().expect("gates"), &self.gate_dims()[..3], wide, &Device::Cpu)
     }
 
     /// The shape of the output, `(B, H, Tq, Dv)`.

@@ -77,6 +77,8 @@ pub(crate) struct Outcome {
     pub(crate) q: Vec<f64>,
     pub(crate) k: Vec<f64>,
     pub(crate) v: Vec<f64>,
+    /// The gradient of the gates, which it is empty without.
+    pub(crate) gates: Vec<f64>,
 }
 
 impl Problem {
@@ -139,10 +141,17 @@ impl Problem {
         let (q_var, q) = layout.place(&self.q, self.q_dims(), dtype)?;
         let (k_var, k) = layout.place(&self.k, self.k_dims(), dtype)?;
         let (v_var, v) = layout.place(&self.v, self.v_dims(), dtype)?;
-        let output = attention.forward(Inputs::new(&q, &k, &v), &self.mask()?)?;
-        assert_eq!((output.dims(), output.dtype()), (&self.output_dims()[..], dtype), "{:?}", self.map);
-        // Half types would overflow in this sum.
+        // Half types would overflow in the sum below, and gates have too many digits for them.
         let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let gates = match &self.gates {
+            Some(gates) => Some(layout.place(gates, self.gate_dims(), wide)?),
+            None => None,
+        };
+        let rows = gates.as_ref().map(|(_, gates)| gates.squeeze(3)).transpose()?;
+        let mut inputs = Inputs::new(&q, &k, &v);
+        inputs.gates = rows.as_ref();
+        let output = attention.forward(inputs, &self.mask()?)?;
+        assert_eq!((output.dims(), output.dtype()), (&self.output_dims()[..], dtype), "{:?}", self.map);
         let grad_output = tensor(&self.grad_output, &self.output_dims(), wide, &Device::Cpu)?;
         let gradients = (output.to_dtype(wide)? * grad_output)?.sum_all()?.backward()?;
         let gradient = |var: &Var, dims: [usize; 4]| -> Result<Vec<f64>> {
@@ -156,6 +165,7 @@ impl Problem {
             q: gradient(&q_var, self.q_dims())?,
             k: gradient(&k_var, self.k_dims())?,
             v: gradient(&v_var, self.v_dims())?,
+            gates: gates.map_or(Ok(Vec::new()), |(var, _)| gradient(&var, self.gate_dims()))?,
         })
     }
 
@@ -163,7 +173,7 @@ impl Problem {
     pub(crate) fn expected(&self) -> Outcome {
         let gradients = attention_backward(self.kernel(), self.inputs(), &self.grad_output);
         let output = attention(self.kernel(), self.inputs());
-        Outcome { output, q: gradients.q, k: gradients.k, v: gradients.v }
+        Outcome { output, q: gradients.q, k: gradients.k, v: gradients.v, gates: gradients.gates }
     }
 
     /// Fails if `actual` is further from `expected` than `tolerance`, relative to the largest
@@ -178,6 +188,15 @@ impl Problem {
             ("gradient of v", self.v_dims(), &actual.v, &expected.v),
         ] {
             assert_close(&format!("{what}: {name}"), &dims, actual, expected, tolerance);
+        }
+        if self.gates.is_some() {
+            assert_close(
+                &format!("{what}: gradient of gates"),
+                &self.gate_dims(),
+                &actual.gates,
+                &expected.gates,
+                tolerance,
+            );
         }
     }
 

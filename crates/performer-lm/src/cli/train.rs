@@ -25,12 +25,16 @@ Examples:
   performer-lm train --attention favor:m=64,radii=sqrt --seed 7 --out runs/mine
   performer-lm train --preset small --attention favor-window         an exact window before the features
   performer-lm train --preset small --attention softmax:window=32    its control: the window alone
+  performer-lm train --preset small --attention favor-gated          forgets at a pace that it learns
+  performer-lm train --preset small --attention uniform:gate         its control: the gate alone
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
     /// features trained too) or favor-window (and exact to the last 32 tokens; what its features add
     /// to the window alone has not been measured yet), with settings:
-    /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor].
+    /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor]. The
+    /// setting gate, as in softmax:gate or favor-gated, adds forget gates. Controls: uniform (means of
+    /// the values, without queries and keys) and none.
     #[arg(long)]
     attention: Option<AttentionConfig>,
     #[command(flatten)]

@@ -358,6 +358,13 @@ fn check(plan: &Plan) -> Result<()> {
             teacher.attention_of(layer)
         );
     }
+    if let Some(layer) = layers.clone().find(|&i| plan.config.attention_of(i).is_gated()) {
+        bail!(
+            "layer {layer} is to have attention {}; a softmax model has no forget gates to begin with, so train one \
+             with gates from the start, or leave gate out",
+            plan.config.attention_of(layer)
+        );
+    }
     let favor: Vec<_> = layers.filter_map(|i| plan.config.attention_of(i).favor()).collect();
     ensure!(!favor.is_empty(), "no layer is to have linear attention: give --attention favor:...");
     if plan.calibrate_tokens > 0 {

@@ -220,6 +220,7 @@ impl<'a> Problem<'a> {
             window: None,
             causal: self.case.causal,
             key_mask: self.keys.as_deref(),
+            gates: None,
         };
         let output = reference::attention(kernel, inputs);
         let gradients = reference::attention_backward(kernel, inputs, &self.gradient);

@@ -26,6 +26,7 @@ impl Block {
     pub(super) fn new(
         config: &ModelConfig,
         attention: Box<dyn Attention>,
+        gate: bool,
         rotary: Option<Rotary>,
         vb: VarBuilder,
     ) -> Result<Self> {
@@ -34,6 +35,7 @@ impl Block {
             head_dim: config.head_dim(),
             qkv_bias: config.bias || config.qkv_bias,
             output_bias: config.bias,
+            gate,
             ..MultiHeadConfig::new(config.hidden_size, config.heads)
         };
         Ok(Self {

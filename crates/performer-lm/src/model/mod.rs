@@ -93,7 +93,8 @@ impl Decoder {
         let mut blocks = Vec::with_capacity(config.layers);
         for i in 0..config.layers {
             let attention = build_attention(config, i, layer_seed(seed, i, 0), device)?;
-            blocks.push(Block::new(config, attention, rotary.clone(), model_vb.pp(format!("layers.{i}")))?);
+            let (gate, vb) = (config.attention_of(i).is_gated(), model_vb.pp(format!("layers.{i}")));
+            blocks.push(Block::new(config, attention, gate, rotary.clone(), vb)?);
         }
         let norm = match config.norm_position {
             NormPosition::Pre => Some(Norm::new(config, model_vb.pp("norm"))?),
@@ -226,8 +227,13 @@ impl Decoder {
             Ok(if training { Var::from_tensor(&x)?.into_inner() } else { x })
         };
         let (q, kv) = (probe(self.config.heads)?, probe(self.config.kv_heads)?);
-        let path = |block: &Block| block.attention().path(Inputs::new(&q, &kv, &kv), &Mask::causal());
-        Ok(self.blocks.iter().map(path).collect::<candle_core::Result<_>>()?)
+        let gates = Tensor::zeros((1, self.config.kv_heads, 2), DType::F32, &self.device)?;
+        let path = |(layer, block): (usize, &Block)| {
+            let inputs = Inputs::new(&q, &kv, &kv);
+            let gated = self.config.attention_of(layer).is_gated();
+            block.attention().path(if gated { inputs.with_gates(&gates) } else { inputs }, &Mask::causal())
+        };
+        Ok(self.blocks.iter().enumerate().map(path).collect::<candle_core::Result<_>>()?)
     }
 
     /// Returns the buffers of a new model of this configuration: random features, by name.

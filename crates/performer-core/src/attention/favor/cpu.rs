@@ -10,7 +10,7 @@ use super::{
     ready::{Ready, ReadyForm},
 };
 use crate::{
-    attention::{Memory, Path, State, StateRecord, inputs::rows},
+    attention::{Memory, Path, State, StateRecord, gates, inputs::rows},
     features::{ExponentialForm, FeatureMap, KeyForm},
     kernels::{
         self,
@@ -162,16 +162,21 @@ impl Backend for Cpu {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let (sizes, causal) = (call.sizes, call.mask.is_causal());
         let visible = || call.mask.visible_flags(sizes.batch);
+        let gates = call.inputs.gates;
+        gates.map(gates::check).transpose()?;
         let rows = match &self.source {
             Source::Constant(maps) => {
                 check_heads(maps, k)?;
                 let form = Form { maps: Arc::clone(maps), logs: call.logs };
-                favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible()?, causal)?
+                match gates {
+                    None => favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible()?, causal)?,
+                    Some(gates) => favor::gated(form, [&rows(q)?, k, v], gates, visible()?)?,
+                }
             }
             Source::Trained => {
                 let trained = parameters(call.map)?;
                 check_heads(trained.maps(), k)?;
-                trained.favor(&rows(q)?, k, v, visible()?, causal, call.logs)?
+                trained.favor([&rows(q)?, k, v], gates, visible()?, causal, call.logs)?
             }
             Source::Ready => {
                 let ready = Ready::new(call)?;
@@ -179,9 +184,12 @@ impl Backend for Cpu {
                     |t: &Tensor| Ok::<_, candle_core::Error>(t.to_vec1::<u8>()?.iter().map(|&x| x != 0).collect());
                 let visible = ready.visible.as_ref().map(flags).transpose()?;
                 let width = sizes.value_dim + usize::from(call.logs);
-                favor::favor(&form(&ready, call.logs), &ready.q, &ready.k, &ready.v, visible, causal)?
-                    .reshape((sizes.batch, sizes.heads, sizes.queries, width))?
-                    .to_dtype(q.dtype())?
+                let form = form(&ready, call.logs);
+                let rows = match gates {
+                    None => favor::favor(&form, &ready.q, &ready.k, &ready.v, visible, causal)?,
+                    Some(gates) => favor::gated(form, [&ready.q, &ready.k, &ready.v], gates, visible)?,
+                };
+                rows.reshape((sizes.batch, sizes.heads, sizes.queries, width))?.to_dtype(q.dtype())?
             }
         };
         self.output(call, rows)
@@ -190,6 +198,11 @@ impl Backend for Cpu {
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let sizes = call.sizes;
+        let numbers = |gates: &Tensor| -> Result<Vec<f32>> {
+            gates::check(gates)?;
+            gates.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+        };
+        let gates = call.inputs.gates.map(numbers).transpose()?;
         let constant = match &self.source {
             Source::Constant(maps) => Some(Arc::clone(maps)),
             Source::Trained => Some(Arc::clone(parameters(call.map)?.maps())),
@@ -227,7 +240,7 @@ impl Backend for Cpu {
         };
         let begun = call.decoding == Some(Begun::Yes);
         // After an error the sums are what they were.
-        let out = favor::extend(form, q, k, v, &mut memory.heads, begun);
+        let out = favor::extend(form, [q, k, v], gates.as_deref(), &mut memory.heads, begun);
         if begun || out.is_ok() {
             state.set(memory);
         }

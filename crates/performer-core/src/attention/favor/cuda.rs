@@ -55,6 +55,8 @@ impl Backend for Cuda {
         let (q, v) = (call.inputs.q, call.inputs.v);
         if !q.device().is_cuda() {
             Some("the CUDA kernels take tensors on a CUDA device".into())
+        } else if call.inputs.gates.is_some() {
+            Some("the CUDA kernels have no forget gates".into())
         } else if call.logs {
             Some("the CUDA kernels return no logarithms of denominators, which a window needs".into())
         } else if !favor::takes(q, v, call.map.feature_dim()) {

@@ -52,6 +52,8 @@ impl Backend for Metal {
             "the Metal kernel takes tensors on a Metal device"
         } else if self.projection.is_none() {
             "the Metal kernel takes positive features of one projection for all heads only"
+        } else if call.inputs.gates.is_some() {
+            "the Metal kernel has no forget gates"
         } else if call.logs {
             "the Metal kernel returns no logarithms of denominators, which a window needs"
         } else if !call.mask.is_causal() {

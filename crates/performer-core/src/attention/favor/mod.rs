@@ -192,7 +192,6 @@ impl Favor {
 
     /// Checks inputs, and puts what a backend needs into a call.
     fn call<'a>(&'a self, inputs: Inputs<'a>, mask: &'a Mask, logs: bool) -> Result<Call<'a>> {
-        inputs.refuse_gates("FAVOR attention")?;
         let sizes = inputs.sizes_under(mask)?;
         if sizes.head_dim != self.map.input_dim() {
             bail!(

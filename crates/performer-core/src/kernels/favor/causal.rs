@@ -10,7 +10,9 @@
 //! it by more begins a chunk of its own. So where a chunk ends depends on the past alone, and the
 //! numbers of a row do not depend on where its chunk ends: rows at positions `≤ t` are
 //! bit-identical whatever comes after `t`. The weights of a query are divided by their largest, so
-//! that its denominator is at least 1.
+//! that its denominator is at least 1. With forget gates all of this holds of log-features as they
+//! are weighed from the chunk's first token: a strong gate lifts the keys after it, and they begin
+//! a new chunk.
 
 use std::{
     ops::Range,
@@ -175,6 +177,9 @@ impl WithSimd for Scan<'_, '_> {
         while start < tokens {
             let count = limit.min(tokens - start);
             finite &= head.k.are_finite(start, count) & head.v.are_finite(start, count);
+            if let Some(gates) = head.gates {
+                tile.forget(sums, gates[start]);
+            }
             tile.load_keys(simd, start, count);
             let n = tile.enter(simd, sums, count);
             limit = if n < count { LANES } else { (2 * limit).min(CHUNK) };
@@ -183,6 +188,7 @@ impl WithSimd for Scan<'_, '_> {
             }
             tile.weigh_keys(simd, &sums.scale, n);
             tile.load_values(start, n);
+            let forgotten = tile.forgotten(n);
             let outputs: Vec<Output> = outputs.iter_mut().map(|output| output.take(n, width)).collect();
             match &helpers {
                 Some(helpers) if helpers.busy.load(Ordering::Relaxed) < most => {
@@ -201,6 +207,9 @@ impl WithSimd for Scan<'_, '_> {
                     finite &= read(simd, head, &mut tile, sums, start, outputs, &mut work);
                     tile.add_keys(simd, n, sums);
                 }
+            }
+            if head.gates.is_some() {
+                tile.forget(sums, forgotten);
             }
             start += n;
         }

@@ -49,6 +49,8 @@ pub(super) struct Gradients<'a> {
     pub(super) dk: Part<'a>,
     /// The gradients of values, `(T, Dv)`.
     pub(super) dv: Part<'a>,
+    /// The gradients of the log-weights of keys, `(T)`, which those of gates are made of.
+    pub(super) dlog: Option<&'a mut [f32]>,
     /// The gradients of the map's parameters for queries and for keys, where it is trained.
     pub(super) linear: Option<&'a mut [LinearGradient; 2]>,
 }
@@ -56,14 +58,14 @@ pub(super) struct Gradients<'a> {
 /// The backward pass. With `spare` threads, both scans run side by side, with the same bits.
 pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
     let chunks = given.saved.chunks.as_ref().expect("a tracked forward pass keeps its chunks");
-    let Gradients { dq, dk, dv, linear } = gradients;
+    let Gradients { dq, dk, dv, dlog, linear } = gradients;
     let (of_queries, of_keys) = match linear {
         Some([queries, keys]) => (Some(queries), Some(keys)),
         None => (None, None),
     };
     let dq = dq.parts(given.head.k.tokens * given.head.q[0].width);
     let queries = Some(OfQueries { dq, linear: of_queries });
-    let keys = Some(OfKeys { dk, dv, linear: of_keys });
+    let keys = Some(OfKeys { dk, dv, dlog, linear: of_keys });
     let scans = |queries, keys, kept| Arch::new().dispatch(Scans { given, chunks, queries, keys, kept });
     if spare {
         rayon::join(|| scans(queries, None, 0), || scans(None, keys, 0));
@@ -83,6 +85,7 @@ struct OfQueries<'a> {
 struct OfKeys<'a> {
     dk: Part<'a>,
     dv: Part<'a>,
+    dlog: Option<&'a mut [f32]>,
     linear: Option<&'a mut LinearGradient>,
 }
 
@@ -192,6 +195,8 @@ struct QueryScan<'a> {
     sums: Vec<f32>,
     norm: Vec<f32>,
     scale: Vec<f32>,
+    /// The token that `scale` is as of.
+    at: usize,
     values: Vec<f32>,
     dphi: Vec<f32>,
 }
@@ -210,6 +215,7 @@ impl<'a> QueryScan<'a> {
             sums: vec![0f32; given.head.v.width * features],
             norm: vec![0f32; features],
             scale: Vec::new(),
+            at: 0,
             values: vec![0f32; width * CHUNK],
             dphi: vec![0f32; CHUNK * features],
         }
@@ -231,18 +237,24 @@ impl<'a> QueryScan<'a> {
         }
         self.scale.clear();
         self.scale.extend_from_slice(self.chunks.scale(from.first));
+        self.at = self.chunks.start(from.first);
     }
 
     /// Computes the gradients of the next chunk's queries and leaves its features in `of_chunk`.
     #[inline(always)]
     fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features) {
-        let Self { given, chunks, to, dq, tile, keys, sums, norm, scale, values, dphi } = self;
+        let Self { given, chunks, to, dq, tile, keys, sums, norm, scale, at, values, dphi } = self;
         let head = given.head;
         let (f, vd) = (head.map.features(), head.v.width);
         let (features, width) = (tile.features, tile.width);
         let [start, n] = chunks.chunk(chunk, head.k.tokens);
         let new = chunks.scale(chunk);
         of_chunk.fill(simd, *given, [start, n], new, tile, values);
+        if head.gates.is_some() {
+            let forgotten = head.forgotten(*at, start);
+            scale.iter_mut().for_each(|scale| *scale += forgotten);
+            *at = start;
+        }
         decay_columns(simd, scale, new, sums, norm);
         scale.copy_from_slice(new);
         transpose(&tile.keys, CHUNK, [f, n], keys, features);
@@ -279,6 +291,8 @@ struct KeyScan<'a> {
     tile: Tile<'a>,
     /// `R`, the sums over the queries after a chunk, with their normaliser.
     future: Sums,
+    /// The token that the scale of `future` is as of.
+    at: usize,
     values: Vec<f32>,
     rows: Vec<f32>,
     dphi: Vec<f32>,
@@ -296,6 +310,7 @@ impl<'a> KeyScan<'a> {
             chunks,
             to,
             future,
+            at: chunks.start(chunks.count() - 1),
             values: vec![0f32; tile.width * CHUNK],
             rows: vec![0f32; CHUNK * tile.width],
             tile,
@@ -308,7 +323,7 @@ impl<'a> KeyScan<'a> {
     /// `of_chunk` already holds its features.
     #[inline(always)]
     fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features, filled: bool) {
-        let Self { given, chunks, to, tile, future, values, rows, dphi, products } = self;
+        let Self { given, chunks, to, tile, future, at, values, rows, dphi, products } = self;
         let head = given.head;
         let (kd, vd, f) = (head.k.width, head.v.width, head.map.features());
         let (features, width) = (tile.features, tile.width);
@@ -321,6 +336,11 @@ impl<'a> KeyScan<'a> {
             tile.transpose_values(n, values);
         } else {
             of_chunk.fill(simd, *given, [start, n], scale, tile, values);
+        }
+        if head.gates.is_some() {
+            // The sums over queries have the keys' scale as a factor, so they go back by adding.
+            future.forget(-head.forgotten(start, *at));
+            *at = start;
         }
         future.rescale_queries(simd, scale);
 
@@ -343,7 +363,8 @@ impl<'a> KeyScan<'a> {
             tile.add_output_gradient(simd, n, weights, output, future);
         }
         let (dk, dv) = (to.dk.take_last(n * kd), to.dv.take_last(n * vd));
-        tile.write_key_gradients(simd, [start, n], rows, dphi, [dk, dv], to.linear.as_deref_mut());
+        let dlog = to.dlog.as_deref_mut().map(|dlog| &mut dlog[start..start + n]);
+        tile.write_key_gradients(simd, [start, n], rows, dphi, ([dk, dv], dlog), to.linear.as_deref_mut());
     }
 }
 

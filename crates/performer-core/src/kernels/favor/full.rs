@@ -224,7 +224,7 @@ impl WithSimd for KeyGradients<'_> {
             tile.read_future(simd, n, &values, future, &mut rows, &mut dphi);
             let at = start - first;
             let (dk, dv) = (&mut dk[at * kd..(at + n) * kd], &mut dv[at * vd..(at + n) * vd]);
-            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, [dk, dv], linear.as_deref_mut());
+            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, ([dk, dv], None), linear.as_deref_mut());
         }
     }
 }

@@ -293,13 +293,14 @@ impl Map {
     }
 
     /// Computes the gradient of the rows of keys from that of their features, a feature a row;
-    /// `scale` is the gradient of the log-scales. The gradient of a positive map's own parameters
-    /// is added to `linear`.
+    /// `scale` is the gradient of the log-scales, and `weights` are the factors of signed features,
+    /// with which `phi` are multiplied. The gradient of a positive map's own parameters is added to
+    /// `linear`.
     #[inline(always)]
     pub(super) fn key_gradients<S: Simd>(
         &self,
         simd: S,
-        (dl, phi, scale): (&mut [f32], &[f32], &[f32; CHUNK]),
+        (dl, phi, scale, weights): (&mut [f32], &[f32], &[f32; CHUNK], &[f32; CHUNK]),
         (k, [start, count]): (&Rows, [usize; 2]),
         to: &mut [f32],
         linear: Option<&mut LinearGradient>,
@@ -310,7 +311,7 @@ impl Map {
             Self::Exponential(e) => e,
             Self::Rectified(r) => {
                 for (dl, phi) in dl.chunks_exact_mut(CHUNK).zip(phi.chunks_exact(CHUNK)) {
-                    r.gradients(simd, &mut dl[..columns], &phi[..columns]);
+                    r.weighted_gradients(&mut dl[..columns], &phi[..columns], weights);
                 }
                 let (width, left) = (padded(r.d), Left::transposed(dl, CHUNK));
                 let tile = at_least(&mut scratch.tile, count * width);

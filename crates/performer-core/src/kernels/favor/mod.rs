@@ -35,6 +35,13 @@
 //! φ(q), dn, e         -> R += φ(q)ᵀ dn (F, Dv), r += φ(q)ᵀ e (F)
 //! ```
 //!
+//! Forget gates `g (T)` give key `j` the factor `e^{c_i − c_j}` for query `i`, where `c` sums the
+//! gates up to a token. The part `e^{c_i}` cancels in the quotient, so a gate is a shift of a key's
+//! log-features and nothing else: `l(k_j) −= c_j − c_start`, counted from the first token of the
+//! chunk, since a long sum would lose digits. From chunk to chunk `S` forgets by its scale,
+//! `c += Σ g`, without a product. The gradient of a gate sums over the keys from it on:
+//! `dg_t = −Σ_{j≥t} Σ_r dl_r(k_j)`.
+//!
 //! Without a causal mask `P` falls away: `S` and `z` are sums over all keys, `R` and `r` over all
 //! queries.
 
@@ -47,6 +54,7 @@ mod exponential;
 mod full;
 mod map;
 mod op;
+mod packed;
 mod rectified;
 mod step;
 mod tile;
@@ -60,6 +68,7 @@ use pulp::{Arch, Simd};
 pub(crate) use exponential::Exponential;
 pub(crate) use map::Map;
 pub(crate) use op::favor;
+pub(crate) use packed::gated;
 pub(crate) use rectified::Rectified;
 pub(crate) use trained::Trained;
 
@@ -166,6 +175,11 @@ impl Sums {
         format!("{} scales, {} features and {} values", self.scale.len(), self.features, self.values)
     }
 
+    /// Multiplies the sums by `e^by`, by their scale alone.
+    fn forget(&mut self, by: f32) {
+        self.scale.iter_mut().for_each(|scale| *scale += by);
+    }
+
     /// Brings sums over keys to the new `scale`: multiplies them by `e^{old − new}`.
     #[inline(always)]
     fn rescale<S: Simd>(&mut self, simd: S, scale: &[f32]) {
@@ -211,9 +225,16 @@ struct Head<'a> {
     v: Rows<'a>,
     /// Which keys count, `(Tk)`; all where it is `None`.
     visible: Option<&'a [bool]>,
+    /// Forget gates, `(Tk)`.
+    gates: Option<&'a [f32]>,
 }
 
 impl Head<'_> {
+    /// The sum of the gates after token `from` up to token `to`.
+    fn forgotten(&self, from: usize, to: usize) -> f32 {
+        self.gates.map_or(0.0, |gates| gates[from + 1..=to].iter().sum())
+    }
+
     /// The length of a row of outputs.
     fn out_width(&self) -> usize {
         self.v.width + usize::from(self.logs)
@@ -254,12 +275,11 @@ impl Form {
 
 /// Computes causal FAVOR of tokens that follow those in `sums` (one entry for each key head), and
 /// adds the new tokens to `sums`. `begun` says that `sums` hold earlier tokens. For inference: no
-/// gradient is recorded.
+/// gradient is recorded. `gates` are `(B, Hkv, T)`.
 pub(crate) fn extend(
     form: &Form,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    [q, k, v]: [&Tensor; 3],
+    gates: Option<&[f32]>,
     sums: &mut [Sums],
     begun: bool,
 ) -> Result<Tensor> {
@@ -267,7 +287,7 @@ pub(crate) fn extend(
     let width = v.dim(3)? + usize::from(form.logs);
     let mut out = Fresh::new(b * h * t * width);
     with_storages([q, k, v], |[q, k, v]| {
-        let inputs = Inputs::new(form, q, k, v, None)?;
+        let inputs = Inputs::new(form, [q, k, v], None, gates)?;
         let spare = spare_threads(sums.len());
         // The inputs are checked before the sums are touched, so that an error leaves the state as
         // it was.
@@ -296,6 +316,8 @@ struct Inputs<'a> {
     k: Heads<'a>,
     v: Heads<'a>,
     visible: Option<&'a [bool]>,
+    /// Forget gates, `(B, Hkv, Tk)`.
+    gates: Option<&'a [f32]>,
     /// The number of query heads that share a key head.
     group: usize,
     key_heads: usize,
@@ -305,10 +327,9 @@ struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     fn new(
         form: &'a Form,
-        q: Stored<'a, CpuStorage>,
-        k: Stored<'a, CpuStorage>,
-        v: Stored<'a, CpuStorage>,
+        [q, k, v]: [Stored<'a, CpuStorage>; 3],
         visible: Option<&'a [bool]>,
+        gates: Option<&'a [f32]>,
     ) -> Result<Self> {
         let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
         Ok(Self {
@@ -318,6 +339,7 @@ impl<'a> Inputs<'a> {
             k: Heads::new(k.0, k.1)?,
             v: Heads::new(v.0, v.1)?,
             visible,
+            gates,
             group: heads / key_heads,
             key_heads,
             keys,
@@ -335,6 +357,7 @@ impl<'a> Inputs<'a> {
             k: self.k.head(n),
             v: self.v.head(n),
             visible: self.visible.map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
+            gates: self.gates.map(|gates| &gates[n * self.keys..(n + 1) * self.keys]),
         }
     }
 

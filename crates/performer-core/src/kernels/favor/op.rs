@@ -10,7 +10,7 @@ use super::{
         fresh::{Fresh, Part},
         narrow,
         operation::{Operation, Stored, apply},
-        rows::Heads,
+        rows::{Heads, Rows},
         spare_threads, with_storages,
     },
     Form, Inputs, causal, causal_backward,
@@ -65,9 +65,14 @@ impl Passes {
         Self { form, causal, visible, tracked, saved: Mutex::new(Vec::new()), out: Mutex::new(None) }
     }
 
-    /// The forward pass: the outputs `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms.
-    pub(super) fn forward(&self, [q, k, v]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
+    /// The forward pass: the outputs `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. `gates` are
+    /// `(B, Hkv, Tk)`, of causal attention only.
+    pub(super) fn forward(
+        &self,
+        [q, k, v]: [Stored<'_, CpuStorage>; 3],
+        gates: Option<&[f32]>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let inputs = Inputs::new(&self.form, [q, k, v], self.visible.as_deref(), gates)?;
         let (b, h, t, _) = q.1.shape().dims4()?;
         let dv = v.1.dims()[3];
         let width = dv + usize::from(self.form.logs);
@@ -102,13 +107,15 @@ impl Passes {
 
     /// The backward pass: the gradients of `q`, `k` and `v`. The gradients of a trained map, for
     /// queries and for keys, are added to `linear`, one pair for each key head; it is empty where
-    /// the map is not trained.
+    /// the map is not trained. With gates, `dgates` receives theirs, `(B, Hkv, Tk)`; it is empty
+    /// without.
     pub(super) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
         out: &Tensor,
         grad: &Tensor,
         linear: &mut [[LinearGradient; 2]],
+        (gates, dgates): (Option<&[f32]>, &mut [f32]),
     ) -> Result<[Tensor; 3]> {
         let grad = grad.contiguous()?;
         let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
@@ -118,7 +125,7 @@ impl Passes {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
         }
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
-            let inputs = Inputs::new(&self.form, q, k, v, self.visible.as_deref())?;
+            let inputs = Inputs::new(&self.form, [q, k, v], self.visible.as_deref(), gates)?;
             let exact = self.out.lock().unwrap_or_else(PoisonError::into_inner);
             let out = exact.as_ref().map_or(out, |(out, layout)| (out, layout));
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
@@ -126,22 +133,28 @@ impl Passes {
             let keys = inputs.keys;
             let spare = spare_threads(saved.len());
             let mut linear = linear.iter_mut();
+            let mut dgates = dgates.chunks_exact_mut(keys);
             let work = dq
                 .parts(group * t * inputs.q.width)
                 .into_iter()
                 .zip(dk.parts(keys * inputs.k.width))
                 .zip(dv_.parts(keys * dv))
                 .zip(saved.iter())
-                .map(|of_head| (of_head, linear.next()))
+                .map(|of_head| (of_head, linear.next(), dgates.next()))
                 .enumerate()
                 .collect();
-            for_heads(work, |(n, ((((dq, dk), dv), saved), linear))| {
+            for_heads(work, |(n, ((((dq, dk), dv), saved), linear, mut dgates))| {
                 let head = &inputs.head(n);
                 let (out, grad) = (&out.heads(n * group, group)[..], &grad.heads(n * group, group)[..]);
                 match saved {
                     Saved::Causal(saved) => {
                         let given = causal_backward::Given { head, saved, out, grad };
-                        causal_backward::backward(given, causal_backward::Gradients { dq, dk, dv, linear }, spare);
+                        let dlog = dgates.as_deref_mut();
+                        let gradients = causal_backward::Gradients { dq, dk, dv, dlog, linear };
+                        causal_backward::backward(given, gradients, spare);
+                        if let Some(dgates) = dgates {
+                            sum_from_each(dgates, grad, self.form.logs);
+                        }
                     }
                     Saved::Full(saved) => {
                         let [dq, dk, dv] = [dq, dk, dv].map(Part::take);
@@ -158,17 +171,30 @@ impl Passes {
     }
 }
 
+/// Turns the gradients of the log-weights of keys into those of gates: `c_t`, the sum of the gates
+/// up to `t`, is taken from the log-weight of key `t` and added to the logarithms of the queries'
+/// denominators, which `grad` ends with if there are `logs`; and `dg_t = Σ_{j≥t} dc_j`.
+fn sum_from_each(dlog: &mut [f32], grad: &[Rows], logs: bool) {
+    // Most of the sum over all keys cancels.
+    let mut sum = 0f64;
+    for (t, dlog) in dlog.iter_mut().enumerate().rev() {
+        let of_logs: f64 = if logs { grad.iter().map(|g| f64::from(g.number(t, g.width - 1))).sum() } else { 0.0 };
+        sum += of_logs - f64::from(*dlog);
+        *dlog = sum as f32;
+    }
+}
+
 impl Operation<3> for Favor {
     fn name(&self) -> &'static str {
         "favor"
     }
 
     fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        self.0.forward([(s1, l1), (s2, l2), (s3, l3)])
+        self.0.forward([(s1, l1), (s2, l2), (s3, l3)], None)
     }
 
     fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [])?;
+        let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [], (None, &mut []))?;
         Ok([dq, dk, dv].map(Some))
     }
 }

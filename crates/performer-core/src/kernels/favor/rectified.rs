@@ -7,7 +7,7 @@ use super::super::{
     rows::Rows,
     vector::{affine, rectify, scale, where_above},
 };
-use super::{exponential::Linear, padded};
+use super::{CHUNK, exponential::Linear, padded};
 
 /// `Rectified` is the map `φ(x)_r = M^-½ max(ω_r·x, 0) + ε` with `x = D^-1/4 q`.
 #[derive(Clone, Debug)]
@@ -41,6 +41,16 @@ impl Rectified {
     pub(super) fn gradients<S: Simd>(&self, simd: S, d: &mut [f32], phi: &[f32]) {
         where_above(simd, d, phi, self.epsilon);
         scale(simd, d, self.norm());
+    }
+
+    /// Turns gradients of the features of keys into gradients of the projections, in place, where
+    /// `phi` are features times weights.
+    #[inline(always)]
+    pub(super) fn weighted_gradients(&self, d: &mut [f32], phi: &[f32], weights: &[f32; CHUNK]) {
+        let norm = self.norm();
+        for ((d, &phi), &weight) in d.iter_mut().zip(phi).zip(weights) {
+            *d = if phi > self.epsilon * weight { *d * norm } else { 0.0 };
+        }
     }
 
     /// Computes the features of rows of `x`, a row of features for each, with 0 in the padding.

@@ -30,6 +30,9 @@ impl WithSimd for Step<'_> {
         let (weights, rest) = rest.split_at_mut(head.q.len() * features);
         let (value, rows) = rest.split_at_mut(width);
 
+        if let Some(gates) = head.gates {
+            sums.forget(gates[0]);
+        }
         let log = head.map.key(simd, &head.k, key, &mut scratch.map);
         if head.map.is_signed() {
             let new = sums.scale[0].max(log);

@@ -8,8 +8,8 @@ use super::super::{
     rows::Rows,
     transpose::transpose,
     vector::{
-        self, LANES, add_max, add_scaled, column_excess, dot, exp, exp_minus, exp_minus_both, max_difference, multiply,
-        shift, sum,
+        self, LANES, add_max, add_scaled, column_excess, column_sums, dot, exp, exp_minus, exp_minus_both,
+        max_difference, multiply, shift, sum,
     },
 };
 use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded};
@@ -41,6 +41,8 @@ pub(super) struct Tile<'a> {
     highest: Vec<f32>,
     /// The logarithm of what the weights of each query were divided by: its largest log-feature.
     largest: [f32; CHUNK],
+    /// The sums of the gates after the first loaded key up to each; 0 without gates.
+    forgotten: [f32; CHUNK],
     pub(super) scratch: Scratch,
 }
 
@@ -58,6 +60,7 @@ impl<'a> Tile<'a> {
             running: Vec::new(),
             highest: Vec::new(),
             largest: [0.0; CHUNK],
+            forgotten: [0.0; CHUNK],
             scratch: Scratch::default(),
         }
     }
@@ -79,8 +82,26 @@ impl<'a> Tile<'a> {
                 }
             }
         }
-        let Self { head, keys, scale, scratch, .. } = self;
+        let Self { head, keys, scale, scratch, forgotten, .. } = self;
         head.map.keys(simd, &head.k, [start, count], &hidden, (keys, scale), scratch);
+        let Some(gates) = head.gates else { return };
+        for j in 1..count {
+            forgotten[j] = forgotten[j - 1] + gates[start + j];
+        }
+        // Later keys are forgotten by so much less; see `scale` for its sign.
+        let sign = if head.map.is_signed() { -1.0 } else { 1.0 };
+        scale.iter_mut().zip(forgotten).take(count).for_each(|(scale, forgotten)| *scale += sign * *forgotten);
+    }
+
+    /// What is forgotten from the first to the `n`-th loaded key.
+    pub(super) fn forgotten(&self, n: usize) -> f32 {
+        self.forgotten[n - 1]
+    }
+
+    /// Goes on to a token before which sums and maxima are multiplied by `e^by`.
+    pub(super) fn forget(&mut self, sums: &mut Sums, by: f32) {
+        sums.forget(by);
+        self.running.iter_mut().for_each(|running| *running += by);
     }
 
     /// Loads `n` values from token `start` on; those of hidden keys are 0.
@@ -253,8 +274,8 @@ impl<'a> Tile<'a> {
     /// visible: the row is zero.
     pub(super) fn write(&self, n: usize, rows: &[f32], dens: &[f32], out: &mut [f32]) {
         let (dv, width) = (self.head.v.width, self.head.out_width());
-        let outs = out.chunks_exact_mut(width).zip(&self.largest);
-        for (((out, largest), row), &den) in outs.zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
+        let outs = out.chunks_exact_mut(width).zip(&self.largest).zip(&self.forgotten);
+        for ((((out, largest), forgotten), row), &den) in outs.zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
             for (out, &x) in out[..dv].iter_mut().zip(row) {
                 // A sum of underflown terms may be −0, which must not reveal how many terms it had.
@@ -262,6 +283,10 @@ impl<'a> Tile<'a> {
             }
             if let Some(log) = out.get_mut(dv) {
                 *log = log_of(den, *largest);
+                if self.head.gates.is_some() {
+                    // The weights count from the chunk's first token.
+                    *log += forgotten;
+                }
             }
         }
     }
@@ -339,7 +364,8 @@ impl<'a> Tile<'a> {
     }
 
     /// Writes the gradients of the chunk's keys and values from those of features (`dphi`, a
-    /// feature a row) and of padded values (`rows`, a key a row).
+    /// feature a row) and of padded values (`rows`, a key a row); `dlog` receives those of the keys'
+    /// log-weights, which all features of a key share.
     #[inline(always)]
     pub(super) fn write_key_gradients<S: Simd>(
         &mut self,
@@ -347,7 +373,7 @@ impl<'a> Tile<'a> {
         [start, n]: [usize; 2],
         rows: &[f32],
         dphi: &mut [f32],
-        [dk, dv]: [&mut [f32]; 2],
+        ([dk, dv], dlog): ([&mut [f32]; 2], Option<&mut [f32]>),
         linear: Option<&mut LinearGradient>,
     ) {
         let (columns, vd) = (padded(n), self.head.v.width);
@@ -366,9 +392,16 @@ impl<'a> Tile<'a> {
                 multiply(simd, &mut dphi[..columns], &keys[..columns]);
             }
         }
+        if let Some(dlog) = dlog {
+            let mut total = scales;
+            if !self.head.map.is_signed() {
+                column_sums(simd, dphi, CHUNK, &mut total[..columns]);
+            }
+            dlog.copy_from_slice(&total[..n]);
+        }
         self.head.map.key_gradients(
             simd,
-            (dphi, &self.keys, &scales),
+            (dphi, &self.keys, &scales, &self.scale),
             (&self.head.k, [start, n]),
             dk,
             linear,

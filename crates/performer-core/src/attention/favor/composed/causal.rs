@@ -28,6 +28,11 @@
 //! Signed features carry one log-scale a row instead, and the triangle is weighted by
 //! `exp(s_j − max_{j≤i} s_j)`.
 //!
+//! **Gates.** With forget gates `g`, key `j` counts for row `i` by `e^{Σ_{j<s≤i} g_s}`. Every
+//! maximum and every sum is then one as of its own token: a key is shifted by the gates after it, a
+//! row by those up to it, each counted from the border between them, so that sums of gates begin
+//! again at every border and are never subtracted. All exponents remain at most 0.
+//!
 //! All scales are constants to the gradient, since they cancel in the quotient.
 
 use candle_core::{D, Result, Tensor};
@@ -37,7 +42,10 @@ use super::{
     full::{hide, query_weights},
 };
 use crate::{
-    attention::layout::{FLOOR, Folded, Rows, values_and_one},
+    attention::{
+        gates::{between, sums_after, sums_up_to},
+        layout::{FLOOR, Folded, Rows, values_and_one},
+    },
     features::{FeatureMap, Features},
 };
 
@@ -96,7 +104,7 @@ fn attend(
         // The first token goes the way of all sequences, or it would depend in its last bit on
         // whether others follow.
         if t == 1 {
-            return step(&q, &k, scale.as_ref(), &v1, state);
+            return step(&q, &k, scale.as_ref(), &v1, inputs.gates.as_ref(), state);
         }
     }
     let chunks = Chunks { count: t.div_ceil(chunk), size: chunk, group: g };
@@ -104,14 +112,16 @@ fn attend(
     let q = chunks.split(&q.reshape((n, t, g * f))?, 0.0)?.reshape((n, chunks.count, chunk * g, f))?;
     let v1 = chunks.split(&v1, 0.0)?;
     let real = |rows: &Tensor| rows.reshape((n, chunks.count * chunk * g, ()))?.narrow(1, 0, t * g);
+    let decay = inputs.gates.as_ref().map(|gates| Decay::new(&chunks, gates)).transpose()?;
+    let decay = decay.as_ref();
     match scale {
         None => {
-            let (rows, m, state) = positive(&chunks, &q, &chunks.split(&k, f64::NEG_INFINITY)?, &v1, state)?;
+            let (rows, m, state) = positive(&chunks, &q, &chunks.split(&k, f64::NEG_INFINITY)?, &v1, decay, state)?;
             Ok((Rows::new(&real(&rows)?, Some(&real(&m)?))?, state))
         }
         Some(scale) => {
             let (k, scale) = (chunks.split(&k, 0.0)?, chunks.split(&scale, f64::NEG_INFINITY)?);
-            let (rows, state) = signed(&chunks, &q, &k, &scale, &v1, state)?;
+            let (rows, state) = signed(&chunks, &q, &k, &scale, &v1, decay, state)?;
             Ok((Rows::new(&real(&rows)?, None)?, state))
         }
     }
@@ -154,6 +164,36 @@ impl Chunks {
     }
 }
 
+/// `Decay` holds the gates of chunks, and sums of them inside each chunk.
+struct Decay {
+    /// `(N, chunks, C, 1)`; 0 for padding.
+    gates: Tensor,
+    /// The sums up to each token, `(N, chunks, C, 1)`.
+    up_to: Tensor,
+    /// The sums after each token, `(N, chunks, C, 1)`.
+    after: Tensor,
+    /// The sums over whole chunks, `(N, chunks, 1)`.
+    whole: Tensor,
+}
+
+impl Decay {
+    /// `gates`: `(N, T)`.
+    fn new(chunks: &Chunks, gates: &Tensor) -> Result<Self> {
+        let gates = chunks.split(&gates.unsqueeze(2)?, 0.0)?;
+        let (up_to, after) = (sums_up_to(&gates, 2)?, sums_after(&gates, 2)?);
+        let whole = up_to.narrow(2, chunks.size - 1, 1)?.squeeze(3)?;
+        Ok(Self { gates, up_to, after, whole })
+    }
+}
+
+/// Adds sums of gates to logarithms, where there are any.
+fn add(log: &Tensor, sums: Option<&Tensor>) -> Result<Tensor> {
+    match sums {
+        Some(sums) => log.broadcast_add(sums),
+        None => Ok(log.clone()),
+    }
+}
+
 /// Computes the rows of positive features. `k` are log-features `(N, chunks, C, F)`, `q` too,
 /// `(N, chunks, C·G, F)`; `v1` is `(N, chunks, C, Dv+1)`. Returns `[num, den]` rows
 /// `(N, chunks, C·G, Dv+1)`, and the logarithms `(N, chunks, C·G, 1)` of what they are divided by.
@@ -162,21 +202,24 @@ fn positive(
     q: &Tensor,
     k: &Tensor,
     v1: &Tensor,
+    decay: Option<&Decay>,
     state: Option<&PrefixSums>,
 ) -> Result<(Tensor, Tensor, PrefixSums)> {
-    let scan = Scan::new(&k.detach(), state)?;
-    let k_state = k.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?;
-    let (before, last) = scan.sums(&k_state, v1, state)?;
+    let at_end = add(k, decay.map(|decay| &decay.after))?;
+    let scan = Scan::new(&at_end.detach(), decay, state)?;
+    let k_state = at_end.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?;
+    let (before, last) = scan.sums(&k_state, v1, decay, state)?;
 
-    let running = chunks.repeat_rows(&running_max(&k.detach(), &scan.before.unsqueeze(2)?)?)?;
+    let running = chunks.repeat_rows(&running_max(&k.detach(), &scan.before.unsqueeze(2)?, decay)?)?;
     let m = (q.detach() + running)?.max_keepdim(D::Minus1)?;
     let q = q.broadcast_sub(&m)?;
 
-    let earlier = q.broadcast_add(&scan.before.unsqueeze(2)?)?.exp()?;
+    let forgotten = decay.map(|decay| chunks.repeat_rows(&decay.up_to)).transpose()?;
+    let earlier = add(&q.broadcast_add(&scan.before.unsqueeze(2)?)?, forgotten.as_ref())?.exp()?;
     let mut rows = earlier.matmul(&before)?;
     let mut half = chunks.size / 2;
     while half >= 1 {
-        rows = (rows + halves(chunks, &q, k, v1, half)?)?;
+        rows = (rows + halves(chunks, &q, k, v1, decay, half)?)?;
         half /= 2;
     }
     let own = (q + chunks.repeat_rows(k)?)?.exp()?.sum_keepdim(D::Minus1)?;
@@ -186,14 +229,21 @@ fn positive(
 
 /// Computes one level of the triangle: in each block of `2·half` tokens, rows of the second half
 /// over keys of the first.
-fn halves(chunks: &Chunks, q: &Tensor, k: &Tensor, v1: &Tensor, half: usize) -> Result<Tensor> {
+fn halves(chunks: &Chunks, q: &Tensor, k: &Tensor, v1: &Tensor, decay: Option<&Decay>, half: usize) -> Result<Tensor> {
     let (n, count, rows, f) = q.dims4()?;
     let blocks = n * count * (chunks.size / (2 * half));
     let e = v1.dim(D::Minus1)?;
     let first = |x: &Tensor, width| x.reshape((blocks, 2, half, width))?.narrow(1, 0, 1)?.squeeze(1)?.contiguous();
-    let k = first(k, f)?;
+    let mut k = first(k, f)?;
     let v1 = first(v1, e)?;
-    let q = q.reshape((blocks, 2, half * chunks.group, f))?.narrow(1, 1, 1)?.squeeze(1)?.contiguous()?;
+    let mut q = q.reshape((blocks, 2, half * chunks.group, f))?.narrow(1, 1, 1)?.squeeze(1)?.contiguous()?;
+    if let Some(decay) = decay {
+        // Both sides count from the border between the halves.
+        let gates = decay.gates.reshape((blocks, 2, half, 1))?;
+        k = k.broadcast_add(&sums_after(&gates.narrow(1, 0, 1)?.squeeze(1)?, 1)?)?;
+        let up_to = sums_up_to(&gates.narrow(1, 1, 1)?, 2)?;
+        q = q.broadcast_add(&chunks.repeat_rows(&up_to)?.squeeze(1)?)?;
+    }
     let a = k.detach().max_keepdim(1)?.maximum(FLOOR)?;
     let weights = q.broadcast_add(&a)?.exp()?;
     let keys = k.broadcast_sub(&a)?.exp()?;
@@ -209,18 +259,28 @@ fn signed(
     k: &Tensor,
     scale: &Tensor,
     v1: &Tensor,
+    decay: Option<&Decay>,
     state: Option<&PrefixSums>,
 ) -> Result<(Tensor, PrefixSums)> {
-    let scan = Scan::new(&scale.detach(), state)?;
-    let k_state = k.broadcast_mul(&scale.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?)?;
-    let (before, last) = scan.sums(&k_state, v1, state)?;
+    let at_end = add(scale, decay.map(|decay| &decay.after))?;
+    let scan = Scan::new(&at_end.detach(), decay, state)?;
+    let k_state = k.broadcast_mul(&at_end.broadcast_sub(&scan.after.unsqueeze(2)?)?.exp()?)?;
+    let (before, last) = scan.sums(&k_state, v1, decay, state)?;
 
     let start = scan.before.unsqueeze(2)?;
-    let running = chunks.repeat_rows(&running_max(&scale.detach(), &start)?)?;
-    let earlier = q.matmul(&before)?.broadcast_mul(&start.broadcast_sub(&running)?.exp()?)?;
+    let running = chunks.repeat_rows(&running_max(&scale.detach(), &start, decay)?)?;
+    let forgotten = decay.map(|decay| chunks.repeat_rows(&decay.up_to)).transpose()?;
+    let at_row = add(&start, forgotten.as_ref())?;
+    let earlier = q.matmul(&before)?.broadcast_mul(&at_row.broadcast_sub(&running)?.exp()?)?;
     // s_j − max_{j≤i} s_j is at most 0 in the triangle; outside it is hidden before it can
     // overflow.
-    let exponents = scale.transpose(2, 3)?.broadcast_sub(&running)?;
+    let mut at_rows = scale.transpose(2, 3)?;
+    if let Some(Decay { gates, .. }) = decay {
+        let (n, count, c, _) = gates.dims4()?;
+        let between = between(&gates.reshape((n * count, c))?, c)?.reshape((n, count, c, c))?;
+        at_rows = chunks.repeat_rows(&at_rows.broadcast_add(&between)?)?;
+    }
+    let exponents = at_rows.broadcast_sub(&running)?;
     let weights = hide(&exponents, Some(&triangle(chunks, q)?.broadcast_as(exponents.shape())?))?.exp()?;
     let own = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * weights)?.matmul(v1)?;
     Ok(((earlier + own)?, last))
@@ -241,8 +301,8 @@ struct Scan {
 }
 
 impl Scan {
-    /// `log`: detached scales `(N, chunks, C, F or 1)`.
-    fn new(log: &Tensor, state: Option<&PrefixSums>) -> Result<Self> {
+    /// `log`: detached scales `(N, chunks, C, F or 1)`, as of the ends of their chunks.
+    fn new(log: &Tensor, decay: Option<&Decay>, state: Option<&PrefixSums>) -> Result<Self> {
         let inside = log.max(2)?.maximum(FLOOR)?;
         let count = inside.dim(1)?;
         let first = inside.narrow(1, 0, 1)?;
@@ -251,8 +311,10 @@ impl Scan {
             None => first.zeros_like()?.affine(1.0, FLOOR)?,
         };
         let mut borders = vec![running.clone()];
+        let whole = decay.map(|decay| decay.whole.detach());
         for i in 0..count {
-            running = running.maximum(&inside.narrow(1, i, 1)?)?;
+            let forgotten = whole.as_ref().map(|whole| whole.narrow(1, i, 1)).transpose()?;
+            running = add(&running, forgotten.as_ref())?.maximum(&inside.narrow(1, i, 1)?)?;
             borders.push(running.clone());
         }
         Ok(Self { before: Tensor::cat(&borders[..count], 1)?, after: Tensor::cat(&borders[1..], 1)? })
@@ -260,10 +322,17 @@ impl Scan {
 
     /// Prefix sums before each chunk `(N, chunks, F, Dv+1)`, and the state after the last. `k`:
     /// features divided by `e^after`.
-    fn sums(&self, k: &Tensor, v1: &Tensor, state: Option<&PrefixSums>) -> Result<(Tensor, PrefixSums)> {
+    fn sums(
+        &self,
+        k: &Tensor,
+        v1: &Tensor,
+        decay: Option<&Decay>,
+        state: Option<&PrefixSums>,
+    ) -> Result<(Tensor, PrefixSums)> {
         let inside = k.transpose(2, 3)?.contiguous()?.matmul(v1)?;
         let (_, count, ..) = inside.dims4()?;
-        let decay = (&self.before - &self.after)?.exp()?.unsqueeze(3)?;
+        let kept = add(&self.before, decay.map(|decay| &decay.whole))?;
+        let decay = (kept - &self.after)?.exp()?.unsqueeze(3)?;
         let mut sum = match state {
             Some(state) => state.sums.unsqueeze(1)?,
             None => inside.narrow(1, 0, 1)?.zeros_like()?,
@@ -279,33 +348,52 @@ impl Scan {
 }
 
 /// Computes the maximum over positions `≤ i` of the chunk and over `start`: `(N, chunks, C, X)`
-/// from `(N, chunks, 1, X)`.
+/// from `(N, chunks, 1, X)`, each as of position `i`.
 ///
 /// Doubles the reach `log₂ C` times.
-fn running_max(log: &Tensor, start: &Tensor) -> Result<Tensor> {
+fn running_max(log: &Tensor, start: &Tensor, decay: Option<&Decay>) -> Result<Tensor> {
     let c = log.dim(2)?;
-    let mut max = log.broadcast_maximum(start)?;
+    let start = add(start, decay.map(|decay| &decay.up_to))?.detach();
+    let mut max = log.broadcast_maximum(&start)?;
+    // The gates of as many tokens as a maximum reaches over, or of all so far.
+    let mut gates = decay.map(|decay| decay.gates.detach());
     let mut reach = 1;
     while reach < c {
         let head = max.narrow(2, 0, reach)?;
-        let tail = max.narrow(2, reach, c - reach)?.maximum(&max.narrow(2, 0, c - reach)?)?;
+        let later = |x: &Tensor| x.narrow(2, reach, c - reach);
+        let forgotten = gates.as_ref().map(later).transpose()?;
+        let tail = later(&max)?.maximum(&add(&max.narrow(2, 0, c - reach)?, forgotten.as_ref())?)?;
         max = Tensor::cat(&[&head, &tail], 2)?;
+        if let Some(sums) = &gates {
+            let longer = (later(sums)? + sums.narrow(2, 0, c - reach)?)?;
+            gates = Some(Tensor::cat(&[&sums.narrow(2, 0, reach)?, &longer], 2)?);
+        }
         reach *= 2;
     }
     Ok(max)
 }
 
-/// Adds one more token: `S ← e^{c − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`. `O(F·Dv)`.
-fn step(q: &Tensor, k: &Tensor, scale: Option<&Tensor>, v1: &Tensor, state: &PrefixSums) -> Result<(Rows, PrefixSums)> {
+/// Adds one more token: `S ← e^{c + g − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`.
+/// `O(F·Dv)`.
+fn step(
+    q: &Tensor,
+    k: &Tensor,
+    scale: Option<&Tensor>,
+    v1: &Tensor,
+    gate: Option<&Tensor>,
+    state: &PrefixSums,
+) -> Result<(Rows, PrefixSums)> {
     let q = q.squeeze(1)?;
     let log = scale.unwrap_or(k);
-    let after = state.log_scale.maximum(&log.detach())?;
+    let gate = gate.map(|gate| gate.unsqueeze(2)).transpose()?;
+    let before = add(&state.log_scale, gate.as_ref())?;
+    let after = before.detach().maximum(&log.detach())?;
     let weight = log.broadcast_sub(&after)?.exp()?;
     let phi = match scale {
         None => weight,
         Some(_) => k.broadcast_mul(&weight)?,
     };
-    let decay = (&state.log_scale - &after)?.exp()?.transpose(1, 2)?;
+    let decay = (before - &after)?.exp()?.transpose(1, 2)?;
     let sums = (phi.transpose(1, 2)?.contiguous()?.matmul(v1)? + state.sums.broadcast_mul(&decay)?)?;
     let (weights, m) = match scale {
         None => {

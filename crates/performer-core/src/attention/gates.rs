@@ -1,0 +1,121 @@
+//! Forget gates in Candle's operations: sums of gates that lose no digits.
+//!
+//! Between query `i` and key `j` stands the factor `e^{Σ_{j<s≤i} g_s}`. A difference of two long
+//! cumulative sums would lose digits in f32: after a thousand tokens, or after one gate of −40, by
+//! far more than a weight rounds. So every sum here is made of the gates between its ends alone, by
+//! additions of numbers of one sign, and each doubles its reach `log₂ T` times.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::layout::compute;
+
+/// The lowest gate that is taken: sums of them are still far from overflow in f32.
+const LOWEST: f64 = -1e30;
+
+/// Refuses gates outside `-1e30..=0`, on the CPU. Elsewhere this would wait for the device on every
+/// call.
+pub(super) fn check(gates: &Tensor) -> Result<()> {
+    if !matches!(gates.device(), Device::Cpu) {
+        return Ok(());
+    }
+    let numbers = gates.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+    let Some(at) = numbers.iter().position(|g| !(LOWEST..=0.0).contains(g)) else { return Ok(()) };
+    let (_, heads, tokens) = gates.dims3()?;
+    bail!(
+        "gates hold {} at {:?} of shape {:?}; a forget gate is the logarithm of a factor, at most 0 and at least \
+         {LOWEST:e}",
+        numbers[at],
+        [at / (heads * tokens), at / tokens % heads, at % tokens],
+        gates.dims()
+    )
+}
+
+/// Computes the sums over positions `≤ t` of a dimension.
+pub(super) fn sums_up_to(x: &Tensor, dim: usize) -> Result<Tensor> {
+    let n = x.dim(dim)?;
+    let mut sums = x.clone();
+    let mut reach = 1;
+    while reach < n {
+        let longer = (sums.narrow(dim, reach, n - reach)? + sums.narrow(dim, 0, n - reach)?)?;
+        sums = Tensor::cat(&[&sums.narrow(dim, 0, reach)?, &longer], dim)?;
+        reach *= 2;
+    }
+    Ok(sums)
+}
+
+/// Computes the sums over positions `> t` of a dimension.
+pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
+    let n = x.dim(dim)?;
+    let mut sums = x.clone();
+    let mut reach = 1;
+    while reach < n {
+        let longer = (sums.narrow(dim, 0, n - reach)? + sums.narrow(dim, reach, n - reach)?)?;
+        sums = Tensor::cat(&[&longer, &sums.narrow(dim, n - reach, reach)?], dim)?;
+        reach *= 2;
+    }
+    let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;
+    Tensor::cat(&[&sums.narrow(dim, 1, n - 1)?, &none], dim)
+}
+
+/// Computes the sums of the gates after key `j` up to query `t`, for the last `queries` of the
+/// tokens: `(N, Tk)` → `(N, Tq, Tk)`; 0 where the key is not before the query.
+pub(super) fn between(gates: &Tensor, queries: usize) -> Result<Tensor> {
+    let (_, keys) = gates.dims2()?;
+    let offset = keys - queries;
+    let before: Vec<f32> = (0..queries * keys).map(|n| if n % keys < offset + n / keys { 1.0 } else { 0.0 }).collect();
+    let before = Tensor::from_vec(before, (queries, keys), gates.device())?.to_dtype(gates.dtype())?;
+    let rows = gates.narrow(1, offset, queries)?.unsqueeze(2)?.broadcast_mul(&before)?;
+    // The first row sums over the keys, and each of the others adds its own gate to the row above.
+    let first = sums_after(&gates.narrow(1, 0, offset + 1)?, 1)?.pad_with_zeros(1, 0, queries - 1)?;
+    sums_up_to(&Tensor::cat(&[&first.unsqueeze(1)?, &rows.narrow(1, 1, queries - 1)?], 1)?, 1)
+}
+
+/// Computes the sums over each `window` neighbours but the first `window`: `(B, Hkv, T)` →
+/// `(B, Hkv, T − window)`, of which entry `t` sums over `t + 1..=t + window`.
+pub(super) fn sums_of_window(gates: &Tensor, window: usize) -> Result<Tensor> {
+    let count = gates.dim(2)? - window;
+    // Entry u of `part` sums over `reach` numbers from u on.
+    let (mut part, mut reach, mut start) = (gates.clone(), 1, 1);
+    let mut sums = part.narrow(2, 0, count)?.zeros_like()?;
+    loop {
+        if window & reach != 0 {
+            sums = (sums + part.narrow(2, start, count)?)?;
+            start += reach;
+        }
+        if 2 * reach > window {
+            return Ok(sums);
+        }
+        let longer = part.dim(2)? - reach;
+        part = (part.narrow(2, 0, longer)? + part.narrow(2, reach, longer)?)?;
+        reach *= 2;
+    }
+}
+
+/// Returns one row a query head, `(B, H, T, 1)`, of numbers `(B, Hkv, T)`.
+pub(super) fn for_queries(x: &Tensor, heads: usize) -> Result<Tensor> {
+    let (b, key_heads, t) = x.dims3()?;
+    let group = heads / key_heads;
+    x.unsqueeze(2)?.expand((b, key_heads, group, t))?.contiguous()?.reshape((b, heads, t, 1))
+}
+
+/// Appends the gates of tokens with keys `k` `(B, Hkv, T, D)` to those of `past` tokens before:
+/// `(B, Hkv, past + T)`, in the type that is computed in. Tokens without gates keep everything, and
+/// `None` says that all do.
+pub(super) fn append(
+    before: Option<&Tensor>,
+    past: usize,
+    gates: Option<&Tensor>,
+    k: &Tensor,
+) -> Result<Option<Tensor>> {
+    if before.is_none() && gates.is_none() {
+        return Ok(None);
+    }
+    let (b, heads, tokens, _) = k.dims4()?;
+    let dtype = compute(k.dtype());
+    let or_zeros = |gates: Option<&Tensor>, tokens| match gates {
+        Some(gates) => gates.to_dtype(dtype),
+        None => Tensor::zeros((b, heads, tokens), dtype, k.device()),
+    };
+    let new = or_zeros(gates, tokens)?;
+    if past == 0 { new.contiguous().map(Some) } else { Tensor::cat(&[&or_zeros(before, past)?, &new], 2).map(Some) }
+}

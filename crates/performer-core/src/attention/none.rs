@@ -1,0 +1,36 @@
+//! No attention: the control that says what a model does without any.
+
+use candle_core::{Result, Tensor};
+
+use super::{Attention, Inputs, Mask, State, inputs::Sizes};
+
+/// Outputs of zero, whatever the inputs are. All gradients are zero too, and none is missing, so
+/// that a layer around it can be trained like others.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NoAttention;
+
+impl NoAttention {
+    fn zeros(inputs: Inputs<'_>, sizes: Sizes) -> Result<Tensor> {
+        let zeros = sizes.zeros(inputs.q)?;
+        if sizes.is_empty() {
+            return Ok(zeros);
+        }
+        // Candle gives no gradient through a product with the number 0, but through one with a tensor.
+        [inputs.q, inputs.k, inputs.v].into_iter().try_fold(zeros, |zeros, t| {
+            let first = t.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(2, 0, 1)?.narrow(3, 0, 1)?;
+            zeros.broadcast_add(&(&first * first.zeros_like()?)?)
+        })
+    }
+}
+
+impl Attention for NoAttention {
+    fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
+        inputs.refuse_gates("no attention")?;
+        Self::zeros(inputs, inputs.sizes_under(mask)?)
+    }
+
+    fn advance(&self, inputs: Inputs<'_>, _: &mut State) -> Result<Tensor> {
+        inputs.refuse_gates("no attention")?;
+        Self::zeros(inputs, inputs.sizes()?)
+    }
+}

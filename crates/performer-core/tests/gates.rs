@@ -1,0 +1,418 @@
+//! Forget gates: every attention that has them is compared with the f64 reference, outputs and
+//! gradients, at every pace of forgetting; decoded in pieces; and kept from the future to the bit.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use common::{
+    Layout, Problem, Random, all_kernels, assert_close, assert_tensor_close, conditioned_scale, is_positive,
+    mask_tensor, tensor, values,
+};
+use performer_core::reference::{self, Kernel, Shape};
+use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, State, Windowed};
+
+/// The tolerances of attention without gates, relative to the largest element.
+const TOLERANCES: [(DType, f64); 2] = [(DType::F64, 1e-9), (DType::F32, 1e-4)];
+
+const fn shape(batch: usize, heads: usize, kv_heads: usize, tokens: usize, head_dim: usize, value_dim: usize) -> Shape {
+    Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim, value_dim }
+}
+
+fn problem(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Problem {
+    Problem::random(seed, shape, map, m).scale_qk(conditioned_scale(map)).gated(seed + 100)
+}
+
+/// Checks a problem in f64 and f32, as it is computed by default and in composed operations.
+#[track_caller]
+fn check(problem: &Problem, layout: Layout) -> Result<()> {
+    let expected = problem.expected();
+    for (dtype, tolerance) in TOLERANCES {
+        for (how, attention) in [("", problem.attention(dtype)?), (" composed", problem.composed(dtype)?)] {
+            let actual = problem.run(&*attention, dtype, layout)?;
+            problem.assert_outcome(&format!("{dtype:?}{how} {layout:?}"), &actual, &expected, tolerance);
+        }
+    }
+    Ok(())
+}
+
+/// Lengths are within a chunk, at its border, and beyond several; heads are single and grouped.
+#[test]
+fn every_map_is_the_reference() -> Result<()> {
+    for map in all_kernels() {
+        for (shape, m) in [
+            (shape(2, 2, 2, 1, 4, 4), 8),
+            (shape(1, 4, 2, 2, 3, 5), 8),
+            (shape(2, 1, 1, 63, 8, 4), 5),
+            (shape(1, 4, 2, 65, 5, 3), 16),
+            (shape(3, 3, 1, 20, 2, 1), 4),
+            (shape(1, 2, 1, 500, 4, 4), 8),
+        ] {
+            check(&problem(1, shape, map, m), Layout::Contiguous)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn long_sequences_and_wide_heads_are_the_reference() -> Result<()> {
+    for map in [None, Some(FeatureMapKind::Positive), Some(FeatureMapKind::Relu)] {
+        check(&problem(2, shape(1, 2, 1, 1000, 4, 4), map, 8), Layout::Contiguous)?;
+        check(&problem(3, shape(1, 2, 1, 200, 64, 64), map, 128), Layout::Contiguous)?;
+        check(&problem(4, shape(1, 4, 2, 130, 40, 8), map, 24), Layout::Contiguous)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn strided_inputs_and_hidden_keys_are_the_reference() -> Result<()> {
+    for map in all_kernels() {
+        let mut problem = problem(5, shape(2, 4, 2, 75, 4, 3), map, 8);
+        let mut mask = Random::new(6).mask(2 * 75, 0.7);
+        mask[..10].fill(false);
+        problem.key_mask = Some(mask);
+        for layout in Layout::ALL {
+            check(&problem, layout)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn half_precision_inputs_are_the_reference() -> Result<()> {
+    for map in all_kernels() {
+        for dtype in [DType::F16, DType::BF16] {
+            let problem = problem(7, shape(2, 4, 2, 65, 6, 4), map, 16).rounded(dtype)?;
+            for attention in [problem.attention(dtype)?, problem.composed(dtype)?] {
+                let actual = problem.run(&*attention, dtype, Layout::Contiguous)?;
+                problem.assert_outcome(&format!("{dtype:?}"), &actual, &problem.expected(), 1e-2);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Every gate forgets everything but e^-40, or nothing: sums of a thousand of them have no digits
+/// left for the weights of neighbours, unless they begin again.
+#[test]
+fn strong_gates_lose_no_digits() -> Result<()> {
+    for map in all_kernels().filter(|&map| is_positive(map)) {
+        let mut problem = problem(8, shape(1, 2, 1, 300, 4, 4), map, 8);
+        for (t, gate) in problem.gates.as_mut().expect("gates").iter_mut().enumerate() {
+            *gate = if t % 4 == 0 || t < 40 { -40.0 } else { -0.01 };
+        }
+        check(&problem, Layout::Contiguous)?;
+    }
+    Ok(())
+}
+
+/// Constant gates `ln γ` are the decay of RetNet, here with its weights `γ^{i−j}` written out.
+#[test]
+fn constant_gates_are_the_decay_of_retnet() -> Result<()> {
+    let gamma = 0.9f64;
+    for map in [FeatureMapKind::Positive, FeatureMapKind::Elu, FeatureMapKind::Relu] {
+        let mut problem = problem(9, shape(1, 1, 1, 80, 5, 3), Some(map), 8);
+        problem.gates = Some(vec![gamma.ln(); 80]);
+        let [q, k, v] = problem.tensors(DType::F64)?;
+        let favor = problem.favor(DType::F64)?;
+        let scale = 5f64.powf(-0.25);
+        let kernel = favor.map().kernel(&(&q * scale)?, &(&k * scale)?)?;
+        let decay: Vec<f64> =
+            (0..80 * 80).map(|n| (n / 80, n % 80)).map(|(i, j)| if j <= i { gamma.powi(i - j) } else { 0.0 }).collect();
+        let weights = kernel.broadcast_mul(&tensor(&decay, &[80, 80], DType::F64, &Device::Cpu)?)?;
+        let expected = weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(3)?)?;
+        let gates = problem.gate_tensor(DType::F64)?;
+        let actual = favor.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
+        assert_tensor_close(&format!("{map}"), &actual, &values(&expected)?, 1e-12);
+    }
+    Ok(())
+}
+
+/// The attentions of the tests below, each with its name.
+fn attentions(problem: &Problem, dtype: DType) -> Result<Vec<(String, Box<dyn Attention>)>> {
+    let mut all: Vec<(String, Box<dyn Attention>)> = vec![
+        (format!("{:?}", problem.map), problem.attention(dtype)?),
+        (format!("{:?} composed", problem.map), problem.composed(dtype)?),
+    ];
+    match problem.map {
+        None => all.push(("softmax of 9".into(), Box::new(Softmax::new().with_window(9)?))),
+        Some(FeatureMapKind::Positive) => {
+            all.push(("window of 9".into(), Box::new(Windowed::new(9, problem.favor(dtype)?)?)));
+            all.push(("window of 64".into(), Box::new(Windowed::new(64, problem.favor(dtype)?)?)));
+        }
+        _ => {}
+    }
+    Ok(all)
+}
+
+const T: usize = 100;
+const SHAPE: Shape = shape(2, 4, 2, T, 6, 3);
+
+/// Another future of queries, keys, values and gates does not change a bit of the past.
+#[test]
+fn the_future_leaves_the_past_alone() -> Result<()> {
+    for map in all_kernels() {
+        for dtype in [DType::F32, DType::F64] {
+            let problem = problem(10, SHAPE, map, 12);
+            let ([q, k, v], gates) = (problem.tensors(dtype)?, problem.gate_tensor(dtype)?);
+            for (name, attention) in attentions(&problem, dtype)? {
+                let forward = |q: &Tensor, k: &Tensor, v: &Tensor, gates: &Tensor| {
+                    attention.forward(Inputs::new(q, k, v).with_gates(gates), &Mask::causal())
+                };
+                let whole = forward(&q, &k, &v, &gates)?;
+                for cut in [1, 2, 7, 15, 16, 17, 31, 32, 64, 90, 99] {
+                    let change = |x: &Tensor, by: f64| {
+                        let future = (x.narrow(2, cut, T - cut)? * by)?;
+                        Tensor::cat(&[&x.narrow(2, 0, cut)?, &future], 2)
+                    };
+                    for (by, of_gates) in [(-1.7, 30.0), (1.0, 0.0), (0.3, 1e6)] {
+                        let (q, k, v) = (change(&q, by)?, change(&k, by)?, change(&v, by)?);
+                        let out = forward(&q, &k, &v, &change(&gates, of_gates)?)?;
+                        let past = |x: &Tensor| values(&x.narrow(2, 0, cut)?);
+                        let pairs = past(&out)?.into_iter().zip(past(&whole)?);
+                        let different = pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                        assert_eq!(different, 0, "{name} {dtype:?}: outputs before token {cut}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Any split is one pass; a state goes on with the same bits after it was saved.
+#[test]
+fn decoding_is_one_pass() -> Result<()> {
+    for map in all_kernels() {
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+            let problem = problem(11, SHAPE, map, 8);
+            let ([q, k, v], gates) = (problem.tensors(dtype)?, problem.gate_tensor(dtype)?);
+            for (name, attention) in attentions(&problem, dtype)? {
+                let whole = values(&attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?)?;
+                for split in [&[T][..], &[1; T], &[1, 99], &[33, 1, 1, 65], &[2, 3, 5, 7, 11, 13, 17, 42]] {
+                    let (mut state, mut start, mut outs) = (State::new(), 0, Vec::new());
+                    for &length in split {
+                        let part = |x: &Tensor| x.narrow(2, start, length);
+                        let (q, k, v, gates) = (part(&q)?, part(&k)?, part(&v)?, part(&gates)?);
+                        outs.push(attention.extend(Inputs::new(&q, &k, &v).with_gates(&gates), &mut state)?);
+                        start += length;
+                        state = State::from_record(&state.record()?)?;
+                    }
+                    let what = format!("{name} {dtype:?} in {split:?}");
+                    assert_tensor_close(&what, &Tensor::cat(&outs, 2)?, &whole, tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Tokens without gates keep everything, before and after tokens that have some.
+#[test]
+fn tokens_without_gates_forget_nothing() -> Result<()> {
+    for map in [None, Some(FeatureMapKind::Positive)] {
+        let mut problem = problem(12, SHAPE, map, 8);
+        let with_gates = 30..60;
+        for (n, gate) in problem.gates.as_mut().expect("gates").iter_mut().enumerate() {
+            if !with_gates.contains(&(n % T)) {
+                *gate = 0.0;
+            }
+        }
+        let ([q, k, v], gates) = (problem.tensors(DType::F64)?, problem.gate_tensor(DType::F64)?);
+        for (name, attention) in attentions(&problem, DType::F64)? {
+            let whole = values(&attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?)?;
+            let (mut state, mut outs) = (State::new(), Vec::new());
+            for (start, length) in [(0, 30), (30, 30), (60, 40)] {
+                let part = |x: &Tensor| x.narrow(2, start, length);
+                let (q, k, v, gates) = (part(&q)?, part(&k)?, part(&v)?, part(&gates)?);
+                let inputs = Inputs::new(&q, &k, &v);
+                let inputs = if start == 30 { inputs.with_gates(&gates) } else { inputs };
+                outs.push(attention.extend(inputs, &mut state)?);
+            }
+            assert_tensor_close(&name, &Tensor::cat(&outs, 2)?, &whole, 1e-12);
+        }
+    }
+    Ok(())
+}
+
+/// A window of softmax alone, with the gradients of the reference.
+#[test]
+fn a_window_of_softmax_is_the_reference() -> Result<()> {
+    for (t, window) in [(1, 1), (63, 7), (130, 64), (300, 129)] {
+        let problem = problem(13, shape(2, 4, 2, t, 8, 5), None, 1);
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+            let problem = problem.clone().rounded(dtype)?;
+            let inputs = reference::Inputs { window: Some(window), ..problem.inputs() };
+            let output = reference::attention(problem.kernel(), inputs);
+            let gradients = reference::attention_backward(problem.kernel(), inputs, &problem.grad_output);
+            for softmax in [Softmax::new(), Softmax::new().composed()] {
+                let outcome = problem.run(&softmax.with_window(window)?, dtype, Layout::Transposed)?;
+                let expected = common::Outcome {
+                    output: output.clone(),
+                    q: gradients.q.clone(),
+                    k: gradients.k.clone(),
+                    v: gradients.v.clone(),
+                    gates: gradients.gates.clone(),
+                };
+                problem.assert_outcome(&format!("{dtype:?} W={window}"), &outcome, &expected, tolerance);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Computes exact attention to the last `window` tokens and FAVOR to those before, row by row.
+fn plain_window(problem: &Problem, favor: &Favor, window: usize) -> Result<Vec<f64>> {
+    let Shape { heads, kv_heads, k_len: t, head_dim, value_dim, .. } = problem.shape;
+    let [q, k, v] = problem.tensors(DType::F64)?;
+    let gates = problem.gate_tensor(DType::F64)?.to_vec3::<f64>()?;
+    let mut out = Vec::new();
+    for (b, gates) in gates.iter().enumerate() {
+        for h in 0..heads {
+            let of_keys = h / (heads / kv_heads);
+            let scale = (head_dim as f64).powf(-0.25);
+            let (q, k) = ((q.get(b)?.get(h)? * scale)?, (k.get(b)?.get(of_keys)? * scale)?);
+            let exact = q.matmul(&k.t()?)?.exp()?.to_vec2::<f64>()?;
+            let estimated = favor.map().kernel(&q, &k)?.to_vec2::<f64>()?;
+            let v = v.get(b)?.get(of_keys)?.to_vec2::<f64>()?;
+            for i in 0..t {
+                let (mut num, mut den, mut log) = (vec![0.0; value_dim], 0.0, 0.0f64);
+                for j in (0..=i).rev() {
+                    let weight = log.exp() * if j + window > i { exact[i][j] } else { estimated[i][j] };
+                    den += weight;
+                    num.iter_mut().zip(&v[j]).for_each(|(num, v)| *num += weight * v);
+                    log += gates[of_keys][j];
+                }
+                out.extend(num.iter().map(|num| num / den));
+            }
+        }
+    }
+    Ok(out)
+}
+
+#[test]
+fn a_window_before_favor_is_what_it_says() -> Result<()> {
+    for map in [FeatureMapKind::Positive, FeatureMapKind::Hedgehog, FeatureMapKind::Learned] {
+        for (t, window) in [(1, 1), (2, 1), (63, 5), (130, 64), (300, 7), (40, 200)] {
+            let problem = problem(14, shape(2, 4, 2, t, 8, 5), Some(map), 12);
+            let expected = plain_window(&problem, &problem.favor(DType::F64)?, window)?;
+            for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+                let windowed = Windowed::new(window, problem.favor(dtype)?)?;
+                for attention in [Windowed::new(window, problem.favor(dtype)?)?.composed(), windowed] {
+                    let ([q, k, v], gates) = (problem.tensors(dtype)?, problem.gate_tensor(dtype)?);
+                    let out = attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
+                    assert_tensor_close(&format!("{map} {dtype:?} T={t} W={window}"), &out, &expected, tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The gradients of the window before FAVOR are compared with finite differences in f64, and those
+/// of f32 with those of f64.
+#[test]
+fn a_window_before_favor_has_the_right_gradients() -> Result<()> {
+    let (t, window) = (70, 9);
+    let problem = problem(15, shape(1, 2, 1, t, 4, 3), Some(FeatureMapKind::Positive), 8);
+    let run = |dtype| problem.run(&Windowed::new(window, problem.favor(dtype)?)?, dtype, Layout::Contiguous);
+    let exact = run(DType::F64)?;
+    let mut changed = problem.clone();
+    let mut loss = |t: usize, change: f64| -> Result<f64> {
+        changed.gates.as_mut().expect("gates")[t] += change;
+        let output = plain_window(&changed, &changed.favor(DType::F64)?, window)?;
+        changed.gates.as_mut().expect("gates")[t] -= change;
+        Ok(output.iter().zip(&problem.grad_output).map(|(a, b)| a * b).sum())
+    };
+    let numeric: Vec<f64> = (0..t).map(|t| Ok((loss(t, 1e-5)? - loss(t, -1e-5)?) / 2e-5)).collect::<Result<_>>()?;
+    assert_close("gradient of gates", &[t], &exact.gates, &numeric, 1e-7);
+    problem.assert_outcome("F32", &run(DType::F32)?, &exact, 1e-4);
+    Ok(())
+}
+
+/// Gates of 0 are no gates, up to rounding.
+#[test]
+fn gates_of_zero_are_no_gates() -> Result<()> {
+    for map in all_kernels() {
+        let mut problem = problem(16, SHAPE, map, 8);
+        problem.gates.as_mut().expect("gates").fill(0.0);
+        let ([q, k, v], gates) = (problem.tensors(DType::F64)?, problem.gate_tensor(DType::F64)?);
+        for (name, attention) in attentions(&problem, DType::F64)? {
+            let without = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
+            let with = attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
+            assert_tensor_close(&name, &with, &values(&without)?, 1e-12);
+        }
+    }
+    Ok(())
+}
+
+/// Means of the values, with gates and without: attention without queries, keys and features.
+#[test]
+fn uniform_attention_is_the_reference() -> Result<()> {
+    for gated in [false, true] {
+        for shape in [shape(2, 4, 2, 63, 4, 3), shape(1, 2, 1, 500, 4, 4)] {
+            let mut problem = problem(17, shape, None, 1);
+            if !gated {
+                problem.gates = None;
+            }
+            let output = reference::attention(Kernel::Uniform, problem.inputs());
+            let gradients = reference::attention_backward(Kernel::Uniform, problem.inputs(), &problem.grad_output);
+            for (dtype, tolerance) in TOLERANCES {
+                let config: performer_core::AttentionConfig = "uniform".parse().expect("a name");
+                let uniform = config.build(4, 1, dtype, &Device::Cpu)?;
+                let actual = problem.run(&*uniform, dtype, Layout::Transposed)?;
+                let expected = common::Outcome {
+                    output: output.clone(),
+                    q: gradients.q.clone(),
+                    k: gradients.k.clone(),
+                    v: gradients.v.clone(),
+                    gates: gradients.gates.clone(),
+                };
+                problem.assert_outcome(&format!("uniform {dtype:?}"), &actual, &expected, tolerance);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_is_refused() -> Result<()> {
+    let problem = problem(18, SHAPE, Some(FeatureMapKind::Positive), 8);
+    let ([q, k, v], gates) = (problem.tensors(DType::F32)?, problem.gate_tensor(DType::F32)?);
+    let softmax: Box<dyn Attention> = Box::new(Softmax::new());
+    let windowed: Box<dyn Attention> = Box::new(Windowed::new(9, problem.favor(DType::F32)?)?);
+    for attention in [problem.attention(DType::F32)?, problem.composed(DType::F32)?, softmax, windowed] {
+        let error = |gates: &Tensor, mask: &Mask| {
+            let result = attention.forward(Inputs::new(&q, &k, &v).with_gates(gates), mask);
+            result.expect_err("an error").to_string()
+        };
+        assert!(error(&gates, &Mask::full()).contains("give Mask::causal()"));
+        let numbers = gates.to_vec3::<f32>()?;
+        for bad in [0.5, f32::NAN, f32::NEG_INFINITY] {
+            let mut numbers = numbers.clone();
+            numbers[1][0][7] = bad;
+            let gates = Tensor::new(numbers, &Device::Cpu)?;
+            let message = error(&gates, &Mask::causal());
+            assert!(message.contains("[1, 0, 7]") && message.contains("at most 0"), "{message}");
+            let mut state = State::new();
+            let extended = attention.extend(Inputs::new(&q, &k, &v).with_gates(&gates), &mut state);
+            assert!(extended.is_err() && state.tokens() == 0);
+        }
+        assert!(error(&gates.narrow(2, 0, 5)?, &Mask::causal()).contains("(batch, key heads, keys)"));
+    }
+    Ok(())
+}
+
+/// A mask with keys hides keys, and the gates of hidden keys count.
+#[test]
+fn gates_of_hidden_keys_count() -> Result<()> {
+    let device = &Device::Cpu;
+    let v = Tensor::new(&[[[[1f32], [5.0], [2.0]]]], device)?;
+    let gates = Var::from_tensor(&Tensor::new(&[[[0f32, -1.0, -1.0]]], device)?)?;
+    let mask = Mask::causal().with_keys(&mask_tensor(&[true, false, true], &[1, 3], device)?)?;
+    let favor = Favor::new(&FavorConfig::default(), 1, 1, DType::F32, device)?;
+    let zeros = v.zeros_like()?;
+    let out = favor.forward(Inputs::new(&zeros, &zeros, &v).with_gates(&gates), &mask)?;
+    let weight = (-2f64).exp();
+    assert_close("hidden", &[1], &values(&out)?[2..], &[(weight + 2.0) / (weight + 1.0)], 1e-6);
+    Ok(())
+}
