@@ -311,7 +311,16 @@ fn a_block_is_few_nodes_of_the_graph() -> Result<()> {
 #[test]
 fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
     for preset in [Preset::Seed, Preset::Small, Preset::Stories15m] {
-        for attention in ["softmax", "softmax:window=8", "favor:m=16", "favor:m=16,map=learned"] {
+        for attention in [
+            "softmax",
+            "softmax:window=8",
+            "favor:m=16",
+            "favor:m=16,map=learned",
+            "softmax:gate",
+            "softmax:window=8,gate",
+            "favor:m=16,gate",
+            "favor:m=16,map=learned,gate",
+        ] {
             let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
             let (config, _) = preset.load()?;
             let config = ModelConfig { attention, vocab_size: 300, layers: 2, ..config };

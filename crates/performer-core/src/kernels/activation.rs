@@ -92,6 +92,31 @@ impl Operation<1> for Gelu {
     }
 }
 
+/// `LogSigmoid` computes `log σ(z) = −log(1 + e^{−z})` of contiguous numbers, on the CPU. Near 0 it
+/// has all its digits, which `log(1 + e^{−z})` loses where `e^{−z}` is small.
+pub(crate) struct LogSigmoid;
+
+impl Operation<1> for LogSigmoid {
+    fn name(&self) -> &'static str {
+        "log-sigmoid"
+    }
+
+    fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
+        let z = contiguous(storage, layout)?;
+        let out = z.iter().map(|z| z.min(0.0) - (-z.abs()).exp().ln_1p()).collect();
+        Ok((CpuStorage::F32(out), layout.shape().clone()))
+    }
+
+    fn backward(&self, [z]: [&Tensor; 1], _out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        let grad = grad.contiguous()?;
+        let of_z = with_storages([z, &grad], |[z, grad]| {
+            let pairs = contiguous(z.0, z.1)?.iter().zip(contiguous(grad.0, grad.1)?);
+            Ok(pairs.map(|(z, g)| g * sigmoid(-z)).collect::<Vec<f32>>())
+        })?;
+        Ok([Some(Tensor::from_vec(of_z, z.shape(), z.device())?)])
+    }
+}
+
 /// `Swiglu` computes `g σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
 pub(crate) struct Swiglu;
 
