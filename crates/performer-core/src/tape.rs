@@ -131,14 +131,22 @@ impl Tape {
                 let contribution = contribution.detach();
                 gradients[at] = Some(match gradients[at].take() {
                     Some(sum) => sum.add(&contribution)?.detach(),
-                    // Whoever has the gradients of variables may write to them in place.
-                    None if input.is_variable() && !fresh => contribution.copy()?.detach(),
+                    // Whoever has the gradients of variables may write to them in place, and take
+                    // all of their memory for theirs.
+                    None if input.is_variable() && (!fresh || !is_whole(&contribution)) => {
+                        contribution.force_contiguous()?.detach()
+                    }
                     None => contribution,
                 });
             }
         }
         Ok(store)
     }
+}
+
+/// Whether a tensor's numbers lie in order from the beginning of its memory on.
+fn is_whole(t: &Tensor) -> bool {
+    t.is_contiguous() && t.layout().start_offset() == 0
 }
 
 /// An `Order` lists the tensors that gradients pass through, each before the inputs of the

@@ -88,6 +88,22 @@ fn gradients_of_variables_are_memory_of_their_own() -> Result<()> {
     Ok(())
 }
 
+/// The gradients of a norm's weight and bias come as two halves of one tensor.
+#[test]
+fn gradients_of_variables_begin_where_their_memory_begins() -> Result<()> {
+    let vars = [(&[6, 8][..], 1), (&[8], 2), (&[8], 3)]
+        .map(|(shape, seed)| Var::from_tensor(&random(shape, seed).unwrap()).unwrap());
+    let tape = Tape::start();
+    let gradients = tape.backward(&ops::sum_all(&ops::layer_norm(&vars[0], &vars[1], &vars[2], 1e-5)?)?)?;
+    for var in &vars {
+        let gradient = gradients.get(var).unwrap();
+        let (storage, layout) = gradient.storage_and_layout();
+        let candle_core::Storage::Cpu(storage) = &*storage else { unreachable!("on the CPU") };
+        assert_eq!((layout.start_offset(), storage.as_slice::<f32>()?.len()), (0, gradient.elem_count()));
+    }
+    Ok(())
+}
+
 #[test]
 fn tapes_may_lie_in_each_other_and_end() -> Result<()> {
     let x = Var::from_tensor(&random(&[2, 2], 9)?)?;

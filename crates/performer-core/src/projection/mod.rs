@@ -198,7 +198,7 @@ fn factor_scale(d: usize) -> f64 {
 /// `d^-¼ log₂ e Ω` is exact in bf16. Tensor cores then multiply rows in bf16 by that factor in one
 /// product; any other `Ω` takes two, one of what rounding to bf16 leaves over.
 ///
-/// Each number moves by at most 1/512 of itself, independently of its sign, so features keep the
+/// Each number moves by at most 1/256 of itself, independently of its sign, so features keep the
 /// kernel that they estimate up to that.
 pub(crate) fn round_factor(omega: &mut [f64], d: usize) {
     let scale = factor_scale(d);
@@ -262,7 +262,7 @@ mod tests {
             let mut rounded = drawn.clone();
             round_factor(&mut rounded, d);
             assert!(factor_is_bf16(&single(&rounded), d), "d = {d}");
-            let far = drawn.iter().zip(&rounded).find(|(a, b)| (*a - *b).abs() > a.abs() / 512.0);
+            let far = drawn.iter().zip(&rounded).find(|(a, b)| (*a - *b).abs() > a.abs() / 256.0);
             assert_eq!(far, None, "d = {d}");
             let mut again = rounded.clone();
             round_factor(&mut again, d);

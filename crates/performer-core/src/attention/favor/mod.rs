@@ -93,7 +93,7 @@ impl Favor {
     ///
     /// The projection is kept in f64 if `dtype` is f64, else in f32. The same seed gives the same
     /// features on every platform. For the maps `positive` and `hyperbolic`, the numbers of Ω that
-    /// were drawn are moved by at most 1/512 of themselves, to where `d^-¼ log₂ e Ω` is exact in
+    /// were drawn are moved by at most 1/256 of themselves, to where `d^-¼ log₂ e Ω` is exact in
     /// bf16: fused kernels for half types then need one matrix product where they need two
     /// otherwise. A projection that is loaded stays as it is.
     ///
