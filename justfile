@@ -69,6 +69,10 @@ metal-check:
 cuda-build FOLDER='target/performer-cuda':
     scripts/cuda-build.sh {{ FOLDER }}
 
+# The same and the scripts that measure a card, small enough to send: `FOLDER/gpu-run.sh` there.
+cuda-pack FOLDER='target/performer-gpu':
+    scripts/cuda-pack.sh {{ FOLDER }}
+
 # This machine's GPU: right? how fast? Beside PyTorch's attention, if the Python given has it.
 gpu-check PYTHON='': cuda-build
     {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > target/torch.json' } }}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures a machine's NVIDIA card with the program that lies beside this script, and keeps all results in one folder:
+# Measures a machine's NVIDIA card with the program that lies beside this script, and keeps all
+# results in one folder:
 #
 #     FOLDER/gpu-run.sh [--out RESULTS] [STAGE...]
 #
@@ -9,12 +10,16 @@
 #     full       the same at all sizes and in all types (3 minutes)
 #     torch      PyTorch's FlashAttention and training steps, if python3 has PyTorch (1 minute)
 #     timings    attention over lengths, beside PyTorch's where that ran (1 minute)
-#     training   whole training steps at the preset's own vocabulary, beside PyTorch's where that ran (1 minute)
-#     sanitize   compute-sanitizer over the quick checks of attention: memory accesses, then races (5 minutes)
-#     profile    ncu over attention and over a training step: how long each kernel runs, and what holds it up (3 minutes)
+#     training   whole training steps at the preset's own vocabulary, beside PyTorch's, plain and with
+#                torch.compile, if python3 has it (2 minutes)
+#     sanitize   compute-sanitizer over the quick checks of attention: memory accesses, then races
+#                (1 minute)
+#     profile    ncu over attention and over a training step: how long each kernel runs, and what
+#                holds it up (3 minutes)
 #
-# scripts/cuda-pack.sh makes the folder. It needs a driver and CUDA 13's libraries, which PyTorch's packages have too. One stage that
-# fails does not stop the others; each result is written as soon as it is known.
+# MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. scripts/cuda-pack.sh
+# makes the folder. The machine needs a driver and CUDA 13's libraries, which PyTorch's packages have
+# too. One stage that fails does not stop the others; each result is written as soon as it is known.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 results=$PWD/gpu-results

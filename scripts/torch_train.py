@@ -25,7 +25,9 @@ from torch import nn
 
 from torch_attention import favor
 
-MODELS = pathlib.Path(__file__).resolve().parent.parent / "models"
+# Beside this script in a folder of scripts/cuda-pack.sh, else where the repository has them.
+HERE = pathlib.Path(__file__).resolve().parent
+MODELS = next(p for p in (HERE / "models", HERE.parent / "models") if p.is_dir())
 
 
 class Attention(nn.Module):
