@@ -43,6 +43,11 @@ compare-small:
     {{ program }} compare --preset small --data "{{ data }}" \
         --attention softmax --attention favor:m=128 --seeds 1 --out benchmarks/small
 
+# Long real text: the Rust source of this project's dependencies, as train.txt, valid.txt and test.txt in a folder.
+code-corpus OUT:
+    cargo fetch --locked
+    python3 scripts/code_corpus.py "{{ OUT }}"
+
 # Attention over lengths and features; beside PyTorch where the Python given has it: `just bench-attention .venv/bin/python`.
 bench-attention PYTHON='':
     {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py > benchmarks/attention/torch.json' } }}
