@@ -17,8 +17,8 @@ ci:
 # The unsafe code under valgrind, which emulates AVX2: minutes.
 memcheck:
     CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER='valgrind --quiet --error-exitcode=9' \
-        cargo test -p performer-core --lib --test ops --test decoding --test trained --test against_reference -- kernels:: one_pass norms linear \
-        cross_entropy strided keys_far across hidden_keys swiglu rotary
+        cargo test -p performer-core --lib --test suite -- kernels:: decoding:: ops:: trained::hidden_keys against_reference::strided \
+        against_reference::keys_far against_reference::across against_reference::with_hidden_keys
 
 # Formatting and lints.
 lint:

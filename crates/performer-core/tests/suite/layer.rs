@@ -1,12 +1,10 @@
 //! These tests check the layer around attention: gradients, positions, decoding, saving, redrawing.
 
-mod common;
-
 use std::collections::HashMap;
 
+use crate::common::{ALL_MAPS, Random, assert_tensor_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
 use candle_nn::{VarBuilder, VarMap};
-use common::{ALL_MAPS, Random, assert_tensor_close, tensor, values};
 use performer_core::features::FeatureMapKind;
 use performer_core::{
     Attention, Favor, FavorConfig, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, State,
@@ -316,7 +314,7 @@ fn cross_attention_reads_the_context() -> Result<()> {
         let (layer, _) = layer(attention, false)?;
         let (x, context) = (random(10, &[2, 7, HIDDEN])?, random(11, &[2, 12, HIDDEN])?);
         let mask: Vec<bool> = (0..24).map(|n| n % 12 < 9).collect();
-        let mask = Mask::full().with_keys(&common::mask_tensor(&mask, &[2, 12], &DEVICE)?)?;
+        let mask = Mask::full().with_keys(&crate::common::mask_tensor(&mask, &[2, 12], &DEVICE)?)?;
         let whole = layer.cross(&x, &context, &mask)?;
         assert_eq!(whole.dims(), [2, 7, HIDDEN]);
         let short = context.narrow(1, 0, 9)?;

@@ -4,7 +4,7 @@ use anyhow::Result;
 use candle_core::DType;
 use serde_json::{Value, json};
 
-use crate::support::*;
+use super::support::*;
 
 const E: usize = 16;
 const HEADS: usize = 4;

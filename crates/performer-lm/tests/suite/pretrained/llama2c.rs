@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_transformers::models::{llama2_c, llama2_c_weights::TransformerWeights};
 
-use crate::support::*;
+use super::support::*;
 
 /// A `Vocabulary` lists the scores and spellings of tokens.
 pub(crate) type Vocabulary = Vec<(f32, Vec<u8>)>;

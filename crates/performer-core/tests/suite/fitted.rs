@@ -1,10 +1,8 @@
 //! These tests check features fitted to data: they are unbiased whatever is fitted, have less
 //! variance where that is promised, have one set of parameters for each head, and can be trained.
 
-mod common;
-
+use crate::common::{Random, assert_close, assert_tensor_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use common::{Random, assert_close, assert_tensor_close, tensor, values};
 use performer_core::features::{
     FeatureMap, FeatureMapKind, Fitted,
     fit::{Moments, Options, fit},

@@ -1,16 +1,14 @@
 //! The Metal kernel of FAVOR is compared with the reference, without an Apple device: its source is
 //! compiled for the CPU with `metal_host/device.h` in place of Metal's language and hardware.
 //!
-//! Sizes here are few, to keep the time short; `cargo test --test metal_host -- --ignored` runs
+//! Sizes here are few, to keep the time short; `cargo test --test devices metal_host -- --ignored` runs
 //! many. Without a C++ compiler nothing can be tested, and the tests say so.
 
-mod common;
-
-use candle_core::DType;
-use common::{
+use crate::common::{
     Problem, Random, assert_close,
     emulated::{compile, execute, round, storage},
 };
+use candle_core::DType;
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
 use performer_core::reference::{Shape, attention};
 

@@ -16,7 +16,7 @@ use performer_lm::{
     train::{RunOptions, Trainer},
 };
 
-#[path = "../examples/library.rs"]
+#[path = "../../examples/library.rs"]
 mod library;
 
 #[test]

@@ -15,7 +15,7 @@ use performer_lm::{
     listener::Silent,
 };
 
-use crate::{llama2c::run_c_encode, support::*};
+use super::{llama2c::run_c_encode, support::*};
 
 /// Returns sizes that fit the blocks of 32 numbers of quantised types.
 fn sizes(vocab: usize) -> Sizes {

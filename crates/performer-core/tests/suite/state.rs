@@ -1,10 +1,8 @@
 //! These tests treat the decoding state as an object: it is saved, loaded, forked, cut into rows
 //! and joined without changing a bit, and refused wherever it does not belong.
 
-mod common;
-
+use crate::common::{Problem, all_kernels, conditioned_scale, values};
 use candle_core::{DType, Device, Result, Tensor};
-use common::{Problem, all_kernels, conditioned_scale, values};
 use performer_core::reference::Shape;
 use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Path, Softmax, State, Windowed};
 

@@ -1,7 +1,5 @@
 //! The tape's backward pass against Candle's: the same bits, for fewer additions.
 
-mod common;
-
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use performer_core::{Attention, Favor, FavorConfig, Mask, MultiHeadAttention, MultiHeadConfig, Softmax, Tape, ops};

@@ -1,10 +1,8 @@
 //! The reference is compared with what is known without it: finite differences, closed forms, plain
 //! tensors.
 
-mod common;
-
+use crate::common::{ALL_MAPS, Problem, Random, assert_close, assert_tensor_close, tensor};
 use candle_core::{D, DType, Device, Result};
-use common::{ALL_MAPS, Problem, Random, assert_close, assert_tensor_close, tensor};
 use performer_core::features::{FeatureMapKind, RELU_EPSILON};
 use performer_core::reference::{Kernel, Shape, attention, attention_backward, features};
 

@@ -11,7 +11,7 @@ use performer_lm::{
     model::pretrained::{self, export},
 };
 
-use crate::{
+use super::{
     llama2c::{read_vocabulary, run_c_encode},
     support::open,
 };

@@ -1,13 +1,11 @@
 //! Forget gates: every attention that has them is compared with the f64 reference, outputs and
 //! gradients, at every pace of forgetting; decoded in pieces; and kept from the future to the bit.
 
-mod common;
-
-use candle_core::{DType, Device, Result, Tensor, Var};
-use common::{
+use crate::common::{
     Layout, Problem, Random, all_kernels, assert_close, assert_tensor_close, conditioned_scale, is_positive,
     mask_tensor, tensor, values,
 };
+use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::reference::{self, Kernel, Shape};
 use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, State, Windowed};
 
@@ -246,7 +244,7 @@ fn a_window_of_softmax_is_the_reference() -> Result<()> {
             let gradients = reference::attention_backward(problem.kernel(), inputs, &problem.grad_output);
             for softmax in [Softmax::new(), Softmax::new().composed()] {
                 let outcome = problem.run(&softmax.with_window(window)?, dtype, Layout::Transposed)?;
-                let expected = common::Outcome {
+                let expected = crate::common::Outcome {
                     output: output.clone(),
                     q: gradients.q.clone(),
                     k: gradients.k.clone(),
@@ -360,7 +358,7 @@ fn uniform_attention_is_the_reference() -> Result<()> {
                 let config: performer_core::AttentionConfig = "uniform".parse().expect("a name");
                 let uniform = config.build(4, 1, dtype, &Device::Cpu)?;
                 let actual = problem.run(&*uniform, dtype, Layout::Transposed)?;
-                let expected = common::Outcome {
+                let expected = crate::common::Outcome {
                     output: output.clone(),
                     q: gradients.q.clone(),
                     k: gradients.k.clone(),

@@ -1,10 +1,8 @@
 //! These tests decode from a state: any split of a sequence gives what one pass gives, and a state
 //! is refused where it does not belong.
 
-mod common;
-
+use crate::common::{Problem, all_kernels, assert_tensor_close, conditioned_scale, values};
 use candle_core::{DType, Device, Result, Tensor};
-use common::{Problem, all_kernels, assert_tensor_close, conditioned_scale, values};
 use performer_core::features::FeatureMapKind;
 use performer_core::reference::Shape;
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State};
@@ -81,7 +79,7 @@ fn growing_keys_are_one_pass() -> Result<()> {
             let token = (i / SHAPE.head_dim) % T;
             *k *= 1.0 + token as f64 / 4.0;
         }
-        if !common::is_positive(map) {
+        if !crate::common::is_positive(map) {
             continue;
         }
         let attention = problem.attention(DType::F64)?;
@@ -131,7 +129,7 @@ fn favor_states_have_constant_size_and_softmax_states_grow() -> Result<()> {
         assert_eq!(state.tokens(), tokens);
         Ok(state.bytes())
     };
-    for map in common::ALL_MAPS {
+    for map in crate::common::ALL_MAPS {
         let config = FavorConfig { map, features: 8, ..FavorConfig::default() };
         let favor = Favor::new(&config, 5, 1, DType::F32, &Device::Cpu)?;
         let (one, many) = (bytes(&favor, 1)?, bytes(&favor, 2000)?);

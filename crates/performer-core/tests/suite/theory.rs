@@ -13,10 +13,8 @@
 //! the mean squared error of independent rows is `e^s − 1` for positive features, `cosh s − 1` for
 //! hyperbolic and `cosh δ − 1` for trigonometric ones.
 
-mod common;
-
+use crate::common::{Random, tensor};
 use candle_core::{DType, Device, Result, Tensor};
-use common::{Random, tensor};
 use performer_core::features::{FeatureMapKind, RandomParameters};
 use performer_core::projection::{derive_seed, draw_tensor};
 use performer_core::{ProjectionKind, Radii};

@@ -1,13 +1,11 @@
 //! These tests check causality: what comes after a token does not change a bit of its output, and
 //! large inputs do not break attention.
 
-mod common;
-
-use candle_core::{DType, Result, Tensor};
-use common::{
+use crate::common::{
     Layout, Problem, Random, all_kernels, assert_close, assert_tensor_close, conditioned_scale, is_positive, tensor,
     values,
 };
+use candle_core::{DType, Result, Tensor};
 use performer_core::reference::Shape;
 use performer_core::{FeatureMapKind, Inputs, Mask};
 

@@ -1,10 +1,8 @@
 //! These tests check feature maps that are trained inside the fused kernels: the gradients of their
 //! parameters are compared with those of composed operations in f64, and with finite differences.
 
-mod common;
-
+use crate::common::{Random, assert_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use common::{Random, assert_close, tensor, values};
 use performer_core::features::Fitted;
 use performer_core::{Attention, Favor, Inputs, Mask, Windowed};
 

@@ -6,10 +6,8 @@
 //! squared error are at least 2.9 of its standard errors (which are measured, and asserted to be
 //! that small): once in 270 at worst.
 
-mod common;
-
+use crate::common::{assert_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor};
-use common::{assert_close, tensor, values};
 use performer_core::features::{FeatureMapKind, RandomParameters};
 use performer_core::projection::{derive_seed, draw_offsets, draw_tensor};
 use performer_core::{ProjectionKind, Radii};

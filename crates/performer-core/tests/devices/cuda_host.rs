@@ -1,16 +1,14 @@
 //! The CUDA kernels of FAVOR and softmax are compared with the reference, without a card: their
 //! sources are compiled for the CPU with `cuda_host/device.h` in place of the hardware.
 //!
-//! Sizes here are few, to keep the time short; `cargo test --test cuda_host -- --ignored` runs
+//! Sizes here are few, to keep the time short; `cargo test --test devices cuda_host -- --ignored` runs
 //! many. Without a C++ compiler nothing can be tested, and the tests say so.
 
-mod common;
-
-use candle_core::DType;
-use common::{
+use crate::common::{
     Problem, Random, assert_close,
     emulated::{compile, execute, round, storage},
 };
+use candle_core::DType;
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
 use performer_core::reference::{Kernel, Shape, attention, attention_backward};
 

@@ -3,7 +3,7 @@
 
 // The test runs the table, the example prints it.
 #[allow(dead_code)]
-#[path = "../examples/gradients.rs"]
+#[path = "../../examples/gradients.rs"]
 mod example;
 
 use std::{fs, path::Path};

@@ -1,10 +1,8 @@
 //! Bits do not depend on how the work is divided: where heads are fewer than threads they are cut
 //! into pieces, and the results are the same.
 
-mod common;
-
+use crate::common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
 use candle_core::{DType, Result};
-use common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
 use performer_core::{FeatureMapKind, reference::Shape};
 
 /// A number of heads above most machines' number of threads, so that nothing is cut.

@@ -3,20 +3,20 @@
 
 // The examples use more of these modules than the tests do.
 #[allow(dead_code)]
-#[path = "../examples/bert/agreement.rs"]
+#[path = "../../examples/bert/agreement.rs"]
 mod agreement;
 #[allow(dead_code)]
-#[path = "../examples/bert/attentions.rs"]
+#[path = "../../examples/bert/attentions.rs"]
 mod attentions;
-#[path = "../examples/bert/model.rs"]
+#[path = "../../examples/bert/model.rs"]
 mod bert_model;
 #[allow(dead_code)]
-#[path = "../examples/bert/embed.rs"]
+#[path = "../../examples/bert/embed.rs"]
 mod embed;
 #[allow(dead_code)]
-#[path = "../examples/shared/folder.rs"]
+#[path = "../../examples/shared/folder.rs"]
 mod folder;
-#[path = "../examples/llama/model.rs"]
+#[path = "../../examples/llama/model.rs"]
 mod llama_model;
 
 use std::{collections::HashMap, fs, path::Path, sync::Arc};

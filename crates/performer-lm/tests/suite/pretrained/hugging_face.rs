@@ -17,7 +17,7 @@ use performer_lm::{
 };
 use serde_json::{Value, json};
 
-use crate::support::*;
+use super::support::*;
 
 fn builder(weights: &Weights) -> VarBuilder<'static> {
     VarBuilder::from_tensors(weights.clone(), DType::F32, &Device::Cpu)

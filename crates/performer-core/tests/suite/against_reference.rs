@@ -1,13 +1,11 @@
 //! Every attention, forward and backward, is compared with the f64 reference: maps × projections ×
 //! masks × lengths × layouts × dtypes.
 
-mod common;
-
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::ops::softmax_last_dim;
-use common::{
+use crate::common::{
     Layout, Problem, Random, all_kernels, assert_tensor_close, conditioned_scale, is_positive, tensor, values,
 };
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::ops::softmax_last_dim;
 use performer_core::features::FeatureMapKind;
 use performer_core::reference::Shape;
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, ProjectionKind, Radii, Softmax};

@@ -1,13 +1,11 @@
 //! These tests check masks: whatever hidden keys and values hold, the outputs of real tokens do not
 //! change; and inputs of length zero work.
 
-mod common;
-
-use candle_core::{DType, Device, Result, Tensor};
-use common::{
+use crate::common::{
     Layout, Problem, Random, all_kernels, assert_close, assert_tensor_close, conditioned_scale, is_positive,
     mask_tensor, values,
 };
+use candle_core::{DType, Device, Result, Tensor};
 use performer_core::reference::Shape;
 use performer_core::{FeatureMapKind, Inputs, Mask, State};
 

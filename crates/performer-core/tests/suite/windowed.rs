@@ -1,10 +1,8 @@
 //! These tests check windowed attention, which is exact for near keys and FAVOR for far ones: it is
 //! compared with its plain definition, tested for leaks, and decoded step by step.
 
-mod common;
-
+use crate::common::{Random, assert_tensor_close, mask_tensor, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use common::{Random, assert_tensor_close, mask_tensor, tensor, values};
 use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, State, Windowed};
 
 const D: usize = 8;
@@ -104,7 +102,7 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
         let truth = run(&windowed(window, DType::F64, map)?, DType::F64)?;
         let fused = run(&windowed(window, DType::F32, map)?, DType::F32)?;
         for (name, (actual, expected)) in ["q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
-            common::assert_close(&format!("T={t} W={window} {name}"), &[actual.len()], actual, expected, 1e-4);
+            crate::common::assert_close(&format!("T={t} W={window} {name}"), &[actual.len()], actual, expected, 1e-4);
         }
     }
     Ok(())
@@ -184,7 +182,7 @@ fn what_cannot_be_is_refused() -> Result<()> {
 /// within, at and beyond the kernels' tiles.
 #[test]
 fn a_window_of_softmax_is_the_reference() -> Result<()> {
-    use common::{Layout, Problem};
+    use crate::common::{Layout, Problem};
     use performer_core::reference::{Shape, attention, attention_backward};
     for (t, window) in [(1, 1), (5, 1), (63, 7), (130, 64), (300, 128), (500, 129), (40, 100)] {
         let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: t, k_len: t, head_dim: D, value_dim: 5 };
@@ -200,13 +198,13 @@ fn a_window_of_softmax_is_the_reference() -> Result<()> {
                 let softmax = softmax.with_window(window)?;
                 let outcome = problem.run(&softmax, dtype, Layout::Transposed)?;
                 let what = format!("{dtype:?} T={t} W={window}");
-                common::assert_close(&what, &problem.output_dims(), &outcome.output, &output, tolerance);
+                crate::common::assert_close(&what, &problem.output_dims(), &outcome.output, &output, tolerance);
                 for (name, got, want, dims) in [
                     ("dq", &outcome.q, &gradients.q, problem.q_dims()),
                     ("dk", &outcome.k, &gradients.k, problem.k_dims()),
                     ("dv", &outcome.v, &gradients.v, problem.v_dims()),
                 ] {
-                    common::assert_close(&format!("{what}, {name}"), &dims, got, want, tolerance);
+                    crate::common::assert_close(&format!("{what}, {name}"), &dims, got, want, tolerance);
                 }
             }
         }

@@ -1,0 +1,9 @@
+//! Kernels for GPUs, run without one: their sources are compiled for the CPU with a stand-in for the
+//! hardware.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod cuda_host;
+mod cuda_host_ops;
+mod metal_host;

@@ -1,0 +1,28 @@
+//! What performer-core promises, one module a promise. They are one program, because each program
+//! would be linked with all of Candle: `cargo test -p performer-core --test suite gates::` runs one
+//! module of it.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod against_reference;
+mod candle_models;
+mod causality;
+mod decoding;
+mod errors;
+mod fitted;
+mod gates;
+mod gradients;
+mod layer;
+mod masks;
+mod ops;
+mod projection;
+mod projection_statistics;
+mod reference;
+mod state;
+mod statistics;
+mod tape;
+mod theory;
+mod threads;
+mod trained;
+mod windowed;
