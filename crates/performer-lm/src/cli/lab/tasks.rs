@@ -20,6 +20,7 @@ Examples:
   performer-lm lab tasks --out report/tasks                     copying, recall and ListOps, which need no files
   performer-lm lab tasks --text war_and_peace.txt --proteins proteome.fasta --out report/tasks
   performer-lm lab tasks --task listops --length 2000           ListOps at the lengths of Long Range Arena
+  performer-lm lab tasks --task mqar --length 256 --pairs 16    recall in the setting of Zoology
   performer-lm lab tasks --task recall --attention softmax --attention favor:m=256
 
 With --out, finished runs are kept there, and the same command again goes on where a stopped one left off.")]
@@ -40,10 +41,13 @@ pub(in crate::cli) struct Args {
     /// Protein sequences for the task protein, in FASTA.
     #[arg(long)]
     pub(super) proteins: Option<PathBuf>,
-    /// Size of an example, with one --task: symbols to copy, pairs to recall, the longest
-    /// expression, bytes of context, residues of a window.
+    /// Size of an example, with one --task: symbols to copy, pairs to recall, tokens of mqar, the
+    /// longest expression, bytes of context, residues of a window.
     #[arg(long)]
     length: Option<usize>,
+    /// Pairs of keys and values in a sequence of mqar [default: 4].
+    #[arg(long)]
+    pairs: Option<usize>,
     /// Optimiser steps [default: the task's].
     #[arg(long)]
     pub(super) steps: Option<usize>,
@@ -77,6 +81,7 @@ impl Args {
             texts: self.text,
             proteins: self.proteins,
             length: self.length,
+            pairs: self.pairs,
             steps: self.steps,
             learning_rate: self.learning_rate,
             device: machine.device.clone(),

@@ -5,6 +5,7 @@ mod copying;
 mod example;
 mod learn;
 mod listops;
+mod mqar;
 mod protein;
 mod recall;
 mod recipe;
@@ -60,6 +61,8 @@ pub enum Task {
     Copying,
     /// Answer keys with the values they stood with.
     Recall,
+    /// Answer keys with the values that followed them, two tokens a pair, among random tokens.
+    Mqar,
     /// The value of a nested expression (Long Range Arena).
     Listops,
     /// The next byte of a long text.
@@ -70,12 +73,13 @@ pub enum Task {
 
 impl Task {
     /// Every task.
-    pub const ALL: [Self; 5] = [Self::Copying, Self::Recall, Self::Listops, Self::Text, Self::Protein];
+    pub const ALL: [Self; 6] = [Self::Copying, Self::Recall, Self::Mqar, Self::Listops, Self::Text, Self::Protein];
 
     fn title(self) -> &'static str {
         match self {
             Self::Copying => "Long-range copying",
             Self::Recall => "Associative recall",
+            Self::Mqar => "Multi-query associative recall",
             Self::Listops => "ListOps",
             Self::Text => "Long text, byte by byte",
             Self::Protein => "Proteins, masked residues",
@@ -85,14 +89,14 @@ impl Task {
     /// Whether attention is causal in this task.
     fn is_causal(self) -> bool {
         match self {
-            Self::Copying | Self::Recall | Self::Text => true,
+            Self::Copying | Self::Recall | Self::Mqar | Self::Text => true,
             Self::Listops | Self::Protein => false,
         }
     }
 
     fn metric(self) -> Metric {
         match self {
-            Self::Copying | Self::Recall | Self::Listops => Metric::Accuracy,
+            Self::Copying | Self::Recall | Self::Mqar | Self::Listops => Metric::Accuracy,
             Self::Text => Metric::BitsPerByte,
             Self::Protein => Metric::Perplexity,
         }
@@ -105,6 +109,7 @@ impl fmt::Display for Task {
         f.write_str(match self {
             Self::Copying => "copying",
             Self::Recall => "recall",
+            Self::Mqar => "mqar",
             Self::Listops => "listops",
             Self::Text => "text",
             Self::Protein => "protein",
@@ -126,6 +131,8 @@ pub struct Plan<'a> {
     pub proteins: Option<PathBuf>,
     /// Size of an example, if it is not the task's own.
     pub length: Option<usize>,
+    /// Pairs of a sequence of [`Task::Mqar`], if it is not the task's own number.
+    pub pairs: Option<usize>,
     /// Number of optimiser steps, if it is not the task's own.
     pub steps: Option<usize>,
     /// Peak learning rate, if it is not the task's own.
@@ -152,6 +159,10 @@ pub fn run(plan: &Plan) -> Result<Findings> {
     ensure!(
         plan.length.is_none() || plan.tasks.len() == 1,
         "--length means something else in every task: give it with one --task"
+    );
+    ensure!(
+        plan.pairs.is_none() || plan.tasks.contains(&Task::Mqar),
+        "--pairs is a setting of the task mqar, which is not among those to learn"
     );
     for (name, zero) in [("--steps", plan.steps == Some(0)), ("--length", plan.length == Some(0))] {
         ensure!(!zero, "{name} is 0; it must be at least 1");
@@ -221,9 +232,11 @@ impl Plan<'_> {
         recipe.steps = self.steps.unwrap_or(recipe.steps);
         recipe.learning_rate = self.learning_rate.unwrap_or(recipe.learning_rate);
         let length = recipe.length;
+        recipe.pairs = recipe.pairs.map(|own| self.pairs.unwrap_or(own));
         let source: Box<dyn Source> = match task {
             Task::Copying => Box::new(copying::Copying { length }),
             Task::Recall => Box::new(recall::Recall { pairs: length }),
+            Task::Mqar => Box::new(mqar::Mqar::new(recipe.pairs.unwrap_or_default(), length)?),
             Task::Listops => Box::new(listops::Listops::new(length)?),
             Task::Text => Box::new(text::Text::new(&self.texts, length)?),
             Task::Protein => Box::new(protein::Protein::new(self.proteins.as_deref(), length)?),

@@ -8,9 +8,12 @@ use crate::config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, Nor
 /// A `Recipe` has the length of sequences, the size of the model, and the budget of training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {
-    /// Size of an example: symbols to copy, pairs to recall, length that expressions stay below,
-    /// bytes of context, residues of a window.
+    /// Size of an example: symbols to copy, pairs to recall, tokens of multi-query recall, length
+    /// that expressions stay below, bytes of context, residues of a window.
     pub length: usize,
+    /// Pairs of keys and values in a sequence of [`Task::Mqar`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pairs: Option<usize>,
     /// Number of optimiser steps.
     pub steps: usize,
     /// Number of examples in a step.
@@ -33,6 +36,7 @@ impl Recipe {
     pub(super) fn of(task: Task) -> Self {
         let small = Self {
             length: 0,
+            pairs: None,
             steps: 200,
             batch_size: 32,
             learning_rate: 3e-3,
@@ -44,6 +48,7 @@ impl Recipe {
         match task {
             Task::Copying => Self { length: 128, batch_size: 8, held_out: 64, ..small },
             Task::Recall => Self { length: 32, steps: 300, ..small },
+            Task::Mqar => Self { length: 64, pairs: Some(4), steps: 600, ..small },
             Task::Listops => Self { length: 200, held_out: 500, ..small },
             Task::Text => Self { length: 1024, steps: 500, batch_size: 4, held_out: 32, ..small },
             Task::Protein => Self { length: 256, steps: 500, batch_size: 16, held_out: 256, ..small },

@@ -257,6 +257,7 @@ fn chart_name(setting: &Setting) -> &'static str {
     match setting.task {
         Task::Copying => "copying",
         Task::Recall => "recall",
+        Task::Mqar => "mqar",
         Task::Listops => "listops",
         Task::Text => "text",
         Task::Protein => "protein",

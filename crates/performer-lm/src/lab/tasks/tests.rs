@@ -31,6 +31,7 @@ fn plan<'a>(folder: &'a Path, attentions: &[&str]) -> Plan<'a> {
         texts: vec![text],
         proteins: Some(proteins),
         length: None,
+        pairs: None,
         steps: Some(2),
         learning_rate: None,
         device: Device::Cpu,
