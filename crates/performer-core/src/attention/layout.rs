@@ -1,35 +1,42 @@
-//! The layout that composed operations compute in: heads folded into the batch.
+//! The layout of inputs for attention that is composed of Candle's own operations, in contrast to
+//! the fused kernels: heads are folded into the batch.
 
 use candle_core::{D, DType, Result, Storage, Tensor};
 
 use super::{Inputs, Mask, gates};
 use crate::kernels;
 
-/// Stands for `−∞` in running maxima: low enough to lose to any real log-feature, and finite, so
-/// that `−∞ − c` is `−∞` and not NaN.
+/// Stands for `−∞` in running maxima `c` where no key has been seen. It is below every real
+/// log-feature, and it is finite, so that `−∞ − c` is `−∞`; with `c = −∞` it would be NaN.
 pub(super) const FLOOR: f64 = -1e37;
 
-/// `Folded` holds inputs in the layout that all composed operations compute in: heads folded into
-/// the batch, `N = B·Hkv`, the `G = H/Hkv` query heads of a group as neighbouring rows, f32 or f64,
-/// contiguous, queries and keys scaled by `D^-1/4`.
+/// `Folded` holds the inputs of an attention, laid out for composed operations. Batch `B` and key
+/// heads `Hkv` become one dimension `N = B·Hkv`; the `G = H/Hkv` query heads that share a key head
+/// become neighbouring rows. Numbers are f32 or f64 and contiguous, and queries and keys are scaled
+/// by `D^-1/4`.
 pub(super) struct Folded {
     /// `D^-1/4 q`, shape `(N, Tq, G, D)`.
     pub(super) q: Tensor,
-    /// `D^-1/4 k`, shape `(N, Tk, D)`; hidden rows are zero.
+    /// `D^-1/4 k`, shape `(N, Tk, D)`; the rows of masked keys are zero.
     pub(super) k: Tensor,
-    /// Values, shape `(N, Tk, Dv)`; hidden rows are zero.
+    /// Values, shape `(N, Tk, Dv)`; the rows of masked keys are zero.
     pub(super) v: Tensor,
-    /// Visible keys as 1 and hidden keys as 0, of the type that is computed in, shape `(N, Tk, 1)`.
+    /// 1 for visible and 0 for masked keys, in the type of the computation, shape `(N, Tk, 1)`.
     pub(super) keys: Option<Tensor>,
-    /// Forget gates, shape `(N, Tk)`.
+    /// Logarithms of forget gates, at most 0, shape `(N, Tk)`.
     pub(super) gates: Option<Tensor>,
     batch: usize,
+    /// The number of query heads.
     heads: usize,
+    /// The caller's type, which the output gets.
     dtype: DType,
 }
 
 impl Folded {
-    /// Lays out inputs whose sizes fit each other and the mask.
+    /// Lays out inputs, whose sizes the caller has checked against each other and the mask.
+    ///
+    /// # Errors
+    /// If an input on the CPU is not finite, or a gate is above 0.
     pub(super) fn new(inputs: Inputs<'_>, mask: &Mask) -> Result<Self> {
         let (b, h, tq, d) = inputs.q.dims4()?;
         let (_, hkv, tk, dv) = inputs.v.dims4()?;
@@ -55,8 +62,9 @@ impl Folded {
         };
         let visible = visible.to_dtype(compute)?;
         let keys = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
-        // What a hidden key holds must not reach a feature map: a large one would come back as ∞ ·
-        // 0.
+        // Masked keys and values become zero before the feature map. The features of a large masked
+        // key would be infinite, and infinity times the zero of the mask is NaN. On other devices
+        // than the CPU, where nothing is checked, infinity and NaN in masked rows stay NaN.
         let (k, v) = (k.broadcast_mul(&keys)?, v.broadcast_mul(&keys)?);
         Ok(Self { q, k, v, keys: Some(keys), gates, batch: b, heads: h, dtype })
     }
@@ -69,8 +77,8 @@ impl Folded {
     }
 }
 
-/// Returns `[v, 1]`: the values with a column of ones that turns into the normaliser; rows of
-/// hidden keys are zero.
+/// Returns `[v, 1]`: the values with a column of ones, whose weighted sum is the denominator. The
+/// rows of masked keys are zero.
 pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
     let ones = match keys {
         None => &v.narrow(D::Minus1, 0, 1)?.ones_like()?,
@@ -89,17 +97,17 @@ pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
     num.broadcast_div(&(den + empty)?)
 }
 
-/// `Rows` holds quotients, and where all features are positive the logarithms of their
-/// denominators.
+/// `Rows` holds the outputs of attention, and where all features are positive the logarithms of
+/// their denominators.
 pub(super) struct Rows {
     /// `(N, T·G, Dv)`.
     pub(super) values: Tensor,
-    /// `(N, T·G, 1)`; low but finite where no key is seen.
+    /// `(N, T·G, 1)`; very negative, but finite, where no key is seen.
     pub(super) logs: Option<Tensor>,
 }
 
 impl Rows {
-    /// Takes rows `[num, den]` that were divided by `e^m`.
+    /// Takes rows `[num, den]` that were divided by `e^m`, with `m` `(N, T·G, 1)` for each row.
     pub(super) fn new(num_den: &Tensor, m: Option<&Tensor>) -> Result<Self> {
         let values = normalise(num_den)?;
         let Some(m) = m else { return Ok(Self { values, logs: None }) };
@@ -110,7 +118,8 @@ impl Rows {
     }
 }
 
-/// Refuses NaN and infinity, on the CPU. Elsewhere this would wait for the device on every call.
+/// Refuses NaN and infinity on the CPU. On another device it checks nothing, since it would have to
+/// wait for the device on every call.
 pub(super) fn check_finite(t: &Tensor, name: &str) -> Result<()> {
     let (storage, layout) = t.storage_and_layout();
     match &*storage {
@@ -119,7 +128,7 @@ pub(super) fn check_finite(t: &Tensor, name: &str) -> Result<()> {
     }
 }
 
-/// Returns the type that is computed in: f64 for f64, f32 for all others.
+/// Returns the type of the computation for a caller's type: f64 for f64, f32 for all others.
 pub(super) fn compute(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

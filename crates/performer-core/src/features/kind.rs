@@ -44,7 +44,8 @@ pub enum FeatureMapKind {
     /// Dense exponential random features, FAVOR# (Likhosherstov et al. 2023), see [`fit`]. Without
     /// a fit the map is [`Self::Optimal`].
     Dense,
-    /// A trained linear map in place of Ω, see [`Fitted`](super::Fitted). Untrained it is [`Self::Positive`].
+    /// A trained linear map in place of the random rows Ω, see [`Fitted`](super::Fitted). Untrained
+    /// it is [`Self::Positive`].
     Learned,
     /// Trained softmax features, see [`Hedgehog`] (Zhang et al. 2024).
     Hedgehog,
@@ -69,27 +70,32 @@ pub enum MapNumbers {
     Trained,
 }
 
-/// What there is to know of a feature map before it is built: a row of the table on the
+/// The description of a feature map that is known before the map is built: its formula, kernel,
+/// number of features, sign, and where its parameters come from. It is a row of the table on the
 /// [module's page](super).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MapDescription {
-    /// The name that configurations and command lines use.
+    /// The name on the command line. For [`FeatureMapKind::Limit`] this is the placeholder
+    /// `limit-n`: the command line takes `limit-4`, and a configuration file takes `{"limit": 4}`.
     pub name: &'static str,
     /// `φ(x)`, for rows `x` that are scaled by `D^-¼`.
     pub formula: &'static str,
     /// The kernel `K(x, y)` that `φ(x)·φ(y)` estimates.
     pub kernel: &'static str,
-    /// The number of features `F`, by `M` and `D`.
+    /// The number of features `F`, as a formula in the number of random rows `M` and the head
+    /// dimension `D`.
     pub features: &'static str,
-    /// Whether all features are positive; the denominators of signed ones can come near zero.
+    /// Whether no feature is negative. Where features have both signs, denominators can come near
+    /// zero, except for `taylor2`, whose kernel is at least ½.
     pub positive: bool,
     /// Where its numbers come from.
     pub numbers: MapNumbers,
 }
 
 impl FeatureMapKind {
-    /// Every map that takes no number, for help texts and sweeps.
+    /// Every map but [`Self::Limit`], which has a number of its own: for help texts, and for
+    /// experiments over all maps.
     pub const NAMED: [Self; 14] = [
         Self::Positive,
         Self::Hyperbolic,
@@ -107,7 +113,7 @@ impl FeatureMapKind {
         Self::Hedgehog,
     ];
 
-    /// What there is to know of the map: everything else that this type tells follows from it.
+    /// Returns the description of the map, from which most other methods follow.
     pub fn describe(self) -> MapDescription {
         use MapNumbers::{Drawn, DrawnWithOffsets, Fitted, FittedAndTrained, None, Trained};
         let unbiased = "softmax, unbiased";
@@ -161,12 +167,13 @@ impl FeatureMapKind {
         matches!(self.describe().numbers, MapNumbers::Trained | MapNumbers::FittedAndTrained)
     }
 
-    /// Whether the map has parameters that began as what was drawn: redrawing leaves them alone.
+    /// Whether the map has parameters that can be fitted or trained. They begin as what was drawn
+    /// from the seed, and drawing new random rows later leaves them as they are.
     pub fn has_parameters(self) -> bool {
         self.is_fitted() || self.is_trained()
     }
 
-    /// Whether features are `exp(±ω·x − ‖x‖²/2)` of an Ω that stays as it was drawn.
+    /// Whether features are `exp(±ω·x − ‖x‖²/2)` with an Ω that is neither fitted nor trained.
     pub(crate) fn is_exponential(self) -> bool {
         matches!(self, Self::Positive | Self::Hyperbolic)
     }
@@ -281,14 +288,14 @@ mod tests {
         table
     }
 
-    /// What people read is what the code says.
+    /// The tables in `maps.md` and the README are the table that the descriptions make.
     #[test]
     fn the_tables_in_the_documentation_are_those_of_the_descriptions() {
         assert_eq!(include_str!("maps.md"), table(), "features/maps.md must be:\n{}", table());
         assert!(include_str!("../../README.md").contains(&table()), "README.md must have this table:\n{}", table());
     }
 
-    /// What a description says of signs and sizes is what the map computes.
+    /// The sign, the number of features and the parameters in a description are those of the map.
     #[test]
     fn descriptions_are_true_of_the_maps() -> Result<()> {
         use candle_core::{DType, Tensor};

@@ -1,6 +1,6 @@
 //! Cross-entropy of a linear head, computed from hidden states. The logits, the largest tensor of a
-//! language model's step, are made in tiles that stay in the cache. Where there are few enough of
-//! them, their exponentials are kept for the backward pass; otherwise it computes them again.
+//! language model's step, are made in tiles that stay in the cache. If there are few enough logits,
+//! their exponentials are kept for the backward pass; otherwise that pass computes the logits again.
 //!
 //! # Shapes
 //!
@@ -14,7 +14,9 @@
 //!   dlogits                  -> dx (R, E) += dlogitsᵀ W, dW (Vt, E) += dlogits x
 //! ```
 //!
-//! A teacher's probabilities `(Vt, R)` are computed in the same tiles from its own states and head.
+//! Here N is the number of hidden states, E their dimension and V the vocabulary. Where there is a
+//! teacher, its probabilities `(Vt, R)` are computed from its own states and head for the same tiles
+//! as the student's logits.
 
 use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use std::{
@@ -35,16 +37,17 @@ use super::{
     with_storages,
 };
 
-/// The hidden states of a tile.
+/// The number of hidden states of a tile.
 const ROWS: usize = 64;
-/// The most tokens of the vocabulary of a tile.
+/// The largest number of tokens of the vocabulary in a tile.
 const TOKENS: usize = 1024;
-/// The most numbers of a tile of the head: with as many of its gradient they stay in the
-/// second-level cache while all rows pass by, so that a large head is read from memory once and not
-/// once for every few rows.
+/// The aimed size of a tile of the head, in numbers. The tile and the equally large tile of its
+/// gradient stay in the second-level cache while all hidden states are processed, so that a large
+/// head is read from memory only once. A tile has at least `ROWS` tokens, so it is larger than this
+/// where E is above 2,048.
 const HEAD: usize = 1 << 17;
-/// The most exponentials that are kept, 128 MiB. Keeping them saves one product of the head's size,
-/// a quarter of all.
+/// The largest number of exponentials that are kept, 128 MiB. Keeping them saves one of the four
+/// matrix products of the two passes.
 const KEPT: usize = 1 << 25;
 
 /// `CrossEntropy` computes `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a
@@ -88,34 +91,45 @@ impl CrossEntropy {
         Self { targets: targets.to_vec(), teacher, keep, saved: Mutex::default() }
     }
 
-    /// Calls `work` with the teacher's tiles and share, if there is a teacher.
-    fn with_teacher<R>(&self, work: impl FnOnce(Option<(Tiles, f32)>) -> Result<R>) -> Result<R> {
+    /// Returns the number of tokens of a tile for a student of dimension `e`. It is the same for the
+    /// student and the teacher, since their tiles are combined number by number; the wider of the
+    /// two determines it.
+    fn tokens(&self, e: usize) -> usize {
+        let widest = self.teacher.as_ref().map_or(e, |teacher| e.max(teacher.states.dims()[1]));
+        (HEAD / padded(widest) / ROWS * ROWS).clamp(ROWS, TOKENS)
+    }
+
+    /// Calls `work` with the teacher's tiles, each of at most `tokens` tokens, and the teacher's
+    /// share, if there is a teacher.
+    fn with_teacher<R>(&self, tokens: usize, work: impl FnOnce(Option<(Tiles, f32)>) -> Result<R>) -> Result<R> {
         let Some(Teacher { states, head, share }) = &self.teacher else { return work(None) };
         let e = states.dim(1)?;
         with_storages([states, head], |[x, w]| {
-            let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, &self.targets);
+            let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, tokens, &self.targets);
             work(Some((tiles, *share)))
         })
     }
 }
 
-/// `Tiles` computes logits tile by tile: a token of the vocabulary a row, a hidden state a column.
+/// `Tiles` computes the logits tile by tile. In memory, each row of a tile belongs to a token of
+/// the vocabulary, and each column to a hidden state.
 struct Tiles<'a> {
     x: &'a [f32],
     w: Matrix<'a>,
     e: usize,
     vocabulary: usize,
-    /// The tokens of a tile.
+    /// The number of tokens of a tile; the last tile may have fewer.
     tokens: usize,
     targets: &'a [u32],
-    /// The hidden states transposed, `(E, ROWS)` for each tile of rows, one tile after the other.
+    /// The hidden states transposed, `(E, ROWS)` for each block of `ROWS` states, one block after the
+    /// other.
     columns: Vec<f32>,
 }
 
 impl<'a> Tiles<'a> {
-    fn new(x: &'a [f32], w: &'a [f32], e: usize, targets: &'a [u32]) -> Self {
+    fn new(x: &'a [f32], w: &'a [f32], e: usize, tokens: usize, targets: &'a [u32]) -> Self {
         let vocabulary = w.len() / e;
-        let tokens = (HEAD / padded(e) / ROWS * ROWS).clamp(ROWS, TOKENS).min(vocabulary);
+        let tokens = tokens.min(vocabulary);
         let mut columns = vec![0f32; targets.len().div_ceil(ROWS) * e * ROWS];
         for (x, columns) in x.chunks(ROWS * e).zip(columns.chunks_exact_mut(ROWS * e)) {
             transpose(x, e, [x.len() / e, e], columns, ROWS);
@@ -128,13 +142,13 @@ impl<'a> Tiles<'a> {
         (0..self.vocabulary).step_by(self.tokens)
     }
 
-    /// The first row of each tile of rows, and how many rows it has.
+    /// The first hidden state of each block of `ROWS` states, and how many states it has.
     fn blocks(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
         let all = self.targets.len();
         (0..all).step_by(ROWS).map(move |i| [i, ROWS.min(all - i)])
     }
 
-    /// The number of logits of all tiles.
+    /// The number of logits of all tiles, those of missing states in the last block included.
     fn numbers(&self) -> usize {
         self.vocabulary * self.blocks().count() * ROWS
     }
@@ -144,7 +158,7 @@ impl<'a> Tiles<'a> {
         self.tokens.min(self.vocabulary - v)
     }
 
-    /// Computes the logits of the rows from `i` on for the tokens from `v` on.
+    /// Computes the logits of the hidden states from `i` on for the tokens from `v` on.
     #[inline(always)]
     fn compute<S: Simd>(&self, simd: S, i: usize, v: usize, logits: &mut [f32]) {
         let right = Right { values: &self.columns[i * self.e..(i + ROWS) * self.e], stride: ROWS };
@@ -173,7 +187,8 @@ impl<'a> Soft<'a> {
         Self { shares: vec![0f32; tiles.tokens * ROWS], tiles, logs, share }
     }
 
-    /// Computes the teacher's probabilities of the tokens from `v` on.
+    /// Computes the teacher's probabilities of the tokens from `v` on, for the hidden states from `i`
+    /// on. Those of missing states are 0, since their denominators are infinite.
     #[inline(always)]
     fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> &mut [f32] {
         self.tiles.compute(simd, i, v, &mut self.shares);
@@ -196,8 +211,8 @@ struct Forward<'a> {
     logs: &'a mut [f32],
 }
 
-/// `Running` holds what a tile of rows has accumulated over the tokens so far: the largest logits
-/// and the sums of exponentials below them.
+/// `Running` holds what a block of hidden states has accumulated over the tokens so far: the largest
+/// logits and the sums of `e^{logit − largest}`.
 #[derive(Clone)]
 struct Running {
     largest: [f32; ROWS],
@@ -349,16 +364,18 @@ impl Operation<2> for CrossEntropy {
         let (x, w) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let n = self.targets.len();
         let (mut losses, mut saved) = (vec![0f32; n], Saved { logs: vec![0f32; n], ..Saved::default() });
-        self.with_teacher(|teacher| {
+        let (e, tokens) = (l1.dims()[1], self.tokens(l1.dims()[1]));
+        // This pass makes the teacher's denominators; its losses are overwritten by the next.
+        self.with_teacher(tokens, |teacher| {
             let Some((tiles, _)) = teacher else { return Ok(()) };
             saved.teacher_logs.resize(n, 0.0);
             let logs = &mut saved.teacher_logs;
             Arch::new().dispatch(Forward { tiles, soft: None, weights: None, losses: &mut losses, logs });
             Ok(())
         })?;
-        self.with_teacher(|teacher| {
+        self.with_teacher(tokens, |teacher| {
             let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
-            let tiles = Tiles::new(x, w, l1.dims()[1], &self.targets);
+            let tiles = Tiles::new(x, w, e, tokens, &self.targets);
             let keep = self.keep && tiles.numbers() <= KEPT;
             let weights = keep.then_some(&mut saved.weights);
             Arch::new().dispatch(Forward { tiles, soft, weights, losses: &mut losses, logs: &mut saved.logs });
@@ -379,8 +396,9 @@ impl Operation<2> for CrossEntropy {
         }
         let weights = take(&mut saved.weights);
         with_storages([x, w], |[x, w]| {
-            let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, &self.targets);
-            self.with_teacher(|teacher| {
+            let tokens = self.tokens(e);
+            let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, tokens, &self.targets);
+            self.with_teacher(tokens, |teacher| {
                 let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
                 let (logs, dx, dw) = (&saved.logs[..], &mut dx[..], &mut dw[..]);
                 Arch::new().dispatch(Backward { tiles, soft, weights, grad: &grad, logs, dx, dw });

@@ -3,7 +3,7 @@
 
 use std::ops::{Add, Mul, Sub};
 
-/// Arithmetic enough to write every feature map once, for values and for derivatives.
+/// The arithmetic that is needed to write every feature map once, for values and for derivatives.
 pub(super) trait Scalar:
     Copy + From<f64> + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self>
 {

@@ -413,9 +413,14 @@ fn logits_of_any_size_do_not_overflow() -> Result<()> {
 
 #[test]
 fn distillation_matches_its_formula() -> Result<()> {
-    for (n, e, theirs, vocabulary) in [(1, 3, 5, 2), (70, 20, 9, 1500), (130, 16, 16, 40)] {
-        let inputs = [numbers(&[n, e], 0)?, numbers(&[vocabulary, e], 5)?];
-        let teacher = [numbers(&[n, theirs], 3)?, numbers(&[vocabulary, theirs], 8)?];
+    // By themselves, a teacher and a student of such different widths would be cut into different
+    // tiles. Heads are scaled, so that the logits of wide states are not so large that f32 has few
+    // digits left for their differences.
+    let wide = [(9, 20, 300, 1500, 0.1), (9, 300, 20, 1500, 0.1)];
+    let sizes = [(1, 3, 5, 2, 1.0), (70, 20, 9, 1500, 1.0), (130, 16, 16, 40, 1.0)];
+    for (n, e, theirs, vocabulary, scale) in sizes.into_iter().chain(wide) {
+        let inputs = [numbers(&[n, e], 0)?, (numbers(&[vocabulary, e], 5)? * scale)?];
+        let teacher = [numbers(&[n, theirs], 3)?, (numbers(&[vocabulary, theirs], 8)? * scale)?];
         let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
         for share in [0.0, 0.3, 1.0] {
             assert_same(&format!("{n} of {e} over {vocabulary}, share {share}"), &inputs, 2e-5, |t| {

@@ -1,5 +1,5 @@
-//! Compiles CUDA sources to machine code with NVRTC, which needs no device, or finds the machine
-//! code on disk.
+//! This module gets the machine code of CUDA sources: from the folder that came with the program,
+//! from the user's folder of earlier results, or by compiling with NVRTC, which needs no device.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int},
@@ -14,10 +14,11 @@ use candle_core::{
 use super::Source;
 use crate::kernels::store::{self, Store};
 
-/// The most bytes of compiled kernels that a user's folder keeps; one kernel has 20 to 200 KB.
+/// The largest number of bytes of compiled kernels that the user's folder keeps; one kernel has 20 to
+/// 200 KB.
 const LIMIT: u64 = 256 << 20;
 
-/// `Target` is what NVRTC is asked for.
+/// `Target` is what NVRTC is asked to compile for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Target {
     /// The architecture, `major · 10 + minor`.
@@ -27,9 +28,9 @@ struct Target {
 }
 
 impl Target {
-    /// Chooses machine code for the device if this NVRTC knows it: it runs on any driver of the
-    /// toolkit's major version, while PTX needs a driver at least as new as the toolkit. A device
-    /// newer than this NVRTC gets PTX of the newest architecture below it.
+    /// Chooses machine code for the device if this NVRTC knows the device: machine code runs on any
+    /// driver of the toolkit's major version, while PTX needs a driver at least as new as the toolkit.
+    /// A device whose architecture this NVRTC does not list gets PTX of the newest one below it.
     fn choose((major, minor): (i32, i32), supported: &[i32]) -> Option<Self> {
         let device = major * 10 + minor;
         let best = supported.iter().copied().filter(|&arch| arch <= device).max()?;
@@ -52,7 +53,8 @@ impl Target {
 /// then it is kept in the user's folder. See [`store::folder`].
 ///
 /// # Errors
-/// As [`compile`] has them. A folder that cannot be read or written is none.
+/// Returns the errors of [`compile`]. A folder that cannot be read or written is treated as if it
+/// did not exist.
 pub(super) fn compiled(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Ptx> {
     let native = Target { arch: capability.0 * 10 + capability.1, native: true };
     let shipped = store::shipped().map(|folder| Store::new(folder, u64::MAX));
@@ -170,8 +172,8 @@ fn no_answer(error: NvrtcError) -> Error {
     Error::msg(format!("NVRTC, the compiler of CUDA kernels, does not answer ({error}): is libnvrtc complete?"))
 }
 
-/// Returns the architectures that NVRTC compiles for. This is the first call to NVRTC: if the
-/// libraries do not fit together, it shows here.
+/// Returns the architectures that NVRTC compiles for. If the libraries do not fit together, this or
+/// [`version`] shows it, since they are called first.
 fn supported() -> Result<Vec<i32>> {
     let mut count: c_int = 0;
     // SAFETY: NVRTC writes one number, then as many as it said.

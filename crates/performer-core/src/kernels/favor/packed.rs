@@ -1,6 +1,7 @@
-//! FAVOR of more tensors than an operation takes: with forget gates, with the parameters of a map
-//! that is trained, or with both. The passes are those of [`super::favor`], whose backward pass also
-//! sums the gradients of gates and parameters.
+//! FAVOR with forget gates, with the parameters of a map that is trained, or with both. These are
+//! more tensors than the three that a custom operation of Candle takes, so some are packed into one.
+//! The forward and backward passes are those of [`super::favor`], whose backward pass also sums the
+//! gradients of gates and parameters.
 
 use candle_core::{CpuStorage, DType, Result, Shape, Tensor, bail};
 
@@ -11,13 +12,15 @@ use super::super::{
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
 use crate::ops;
 
-/// Computes [`super::favor`] under a causal mask with gates `(B, Hkv, Tk)`.
+/// Computes the attention of [`super::favor`] under a causal mask with gates `(B, Hkv, Tk)`.
 pub(crate) fn gated(form: Form, qkv: [&Tensor; 3], gates: &Tensor, visible: Option<Vec<bool>>) -> Result<Tensor> {
     packed(form, None, Some(gates), qkv, visible, true)
 }
 
-/// Computes [`super::favor`] with parameters `(H, 2·M·D + M)` of the sizes `M` and `D`, see
-/// [`super::Trained`], and gates `(B, Hkv, Tk)`; one of them at least.
+/// Computes the attention of [`super::favor`] with parameters, gates, or both. Parameters are
+/// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows for
+/// keys, and the logarithms of the features' weights, see [`super::Trained`]. The sizes given with
+/// them are `M` and `D`. Gates are `(B, Hkv, Tk)`.
 pub(super) fn packed(
     form: Form,
     parameters: Option<(&Tensor, [usize; 2])>,
@@ -27,8 +30,8 @@ pub(super) fn packed(
     causal: bool,
 ) -> Result<Tensor> {
     // An operation takes at most three tensors, so keys and values become one, and parameters and
-    // gates another. Keys and values are made contiguous first: Candle's concatenation of strided
-    // tensors has rows that are not contiguous.
+    // gates another. Keys and values are made contiguous first, because the result of Candle's
+    // concatenation is otherwise not contiguous.
     let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
     let numbers = |gates: &Tensor| ops::reshape(&ops::to_dtype(gates, DType::F32)?, gates.elem_count());
     let gates = gates.map(numbers).transpose()?;
@@ -103,11 +106,12 @@ impl Operation<3> for PackedFavor {
     }
 }
 
-/// Adds the gradients of the maps of all heads to those of the parameters, `(H, 2·M·D + M)`.
+/// Adds the gradients of the maps of all heads to those of the parameters, `(maps, 2·M·D + M)`.
 fn add_parameters([m, d]: [usize; 2], linear: &[[LinearGradient; 2]], to: &mut [f32]) {
     let numbers = 2 * m * d + m;
     let heads = to.len() / numbers;
-    // The kernels' rows are Ω times this.
+    // The rows that the kernels multiply by are the parameters times D^-¼, which scales queries and
+    // keys; so the gradient of the parameters has the factor too.
     let scale = (d as f64).powf(-0.25) as f32;
     for (n, [of_queries, of_keys]) in linear.iter().enumerate() {
         let (queries, rest) = to[n % heads * numbers..][..numbers].split_at_mut(m * d);
