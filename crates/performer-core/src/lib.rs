@@ -58,7 +58,9 @@ pub mod projection;
 pub mod reference;
 mod tape;
 
-pub use attention::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, Path, Softmax, State, Windowed};
+pub use attention::{
+    Attention, AttentionConfig, Favor, FavorConfig, Inputs, LayerParts, Mask, Path, Softmax, State, Windowed,
+};
 pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};
