@@ -95,10 +95,12 @@ impl MultiHeadConfig {
 ///   they are divided into heads and turned by rotary positions: `q_conv1d.weight` `(H·D, 4)`,
 ///   `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The names are
 ///   those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
-/// - **Norms of outputs**: each head's output is divided by its root mean square (ε is 1e-5) and
-///   multiplied by `output_norm.weight` `(D)`, at first 1. This changes a trained layer.
+/// - **Norms of outputs**: each head's output is divided by its root mean square (ε is 1e-5), as in
+///   RetNet (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>), and multiplied by
+///   `output_norm.weight` `(D)`, at first 1. This changes a trained layer.
 /// - **Output gates** multiply the outputs of all heads by `2σ(W x)`, where `W` is
-///   `output_gate.weight` `(H·D, E)`. It is 0 at first, which changes nothing.
+///   `output_gate.weight` `(H·D, E)` (Qiu et al. 2025, <https://arxiv.org/abs/2505.06708>, without
+///   the 2). It is 0 at first, which changes nothing.
 ///
 /// Convolutions look back whatever the mask says; in cross-attention queries are convolved along
 /// `x`, keys and values along `context`. A key that the mask hides counts as zeros in the
