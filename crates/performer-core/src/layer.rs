@@ -1,12 +1,12 @@
 //! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads,
-//! and rotary positions, around any [`Attention`].
+//! rotary positions and [`LayerParts`], around any [`Attention`].
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
-    attention::{Attention, Inputs, Mask, State},
-    kernels::{activation::LogSigmoid, operation::apply},
+    attention::{Attention, Inputs, LayerParts, Mask, Memory, State, StateRecord},
+    kernels::{activation::LogSigmoid, convolution::TAPS, operation::apply},
     ops,
 };
 
@@ -27,13 +27,12 @@ pub struct MultiHeadConfig {
     pub qkv_bias: bool,
     /// Whether the output projection has one.
     pub output_bias: bool,
-    /// Whether the attention is given forget gates ([`Inputs::gates`]), one number a token and key
-    /// head: `g = log σ(w·x + b)`.
-    pub gate: bool,
+    /// What the layer has beside its projections.
+    pub parts: LayerParts,
 }
 
 impl MultiHeadConfig {
-    /// `heads` equal heads of dimension `hidden / heads`, no biases, no gate.
+    /// `heads` equal heads of dimension `hidden / heads`, no biases, no further parts.
     ///
     /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses
     /// it.
@@ -45,8 +44,29 @@ impl MultiHeadConfig {
             head_dim: if hidden.is_multiple_of(heads) { hidden / heads.max(1) } else { 0 },
             qkv_bias: false,
             output_bias: false,
-            gate: false,
+            parts: LayerParts::default(),
         }
+    }
+
+    /// The weights of new convolutions and output gates, if the layer is to have them, by the names
+    /// that [`MultiHeadAttention`] reads: they change nothing, so a trained layer is given these
+    /// parts by putting them beside its weights. Forget gates and norms would change it, and are
+    /// left out.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn neutral_parts(&self, device: &Device) -> Result<Vec<(String, Tensor)>> {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let mut weights = Vec::new();
+        if self.parts.convolution {
+            for (name, channels) in CONVOLUTIONS.into_iter().zip([q, kv, kv]) {
+                weights.push((format!("{name}.weight"), identity(channels, DType::F32, device)?));
+            }
+        }
+        if self.parts.output_gate {
+            weights.push(("output_gate.weight".into(), Tensor::zeros((q, self.hidden), DType::F32, device)?));
+        }
+        Ok(weights)
     }
 }
 
@@ -62,9 +82,32 @@ impl MultiHeadConfig {
 /// the maps that are meant to be trained and leaves random projections alone, for they get no
 /// gradient.
 ///
-/// A forget gate, if there is one, has `gate.weight` `(Hkv, E)` and `gate.bias` `(Hkv)`. New gates
-/// forget at a constant pace: weights are 0, and biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time
-/// constants τ of 4, 16, 64 and 256 tokens, which the key heads take in turn.
+/// # Parts
+/// With all [`LayerParts`] the layer is `o_proj(norm(attention(..)) ∘ 2σ(output_gate x))` of
+/// convolved projections. Each part begins, over a fresh `VarMap`, with weights of its own that are
+/// not drawn:
+///
+/// - **Forget gates**, one number a token and key head, `g = log σ(w·x + b)`: `gate.weight`
+///   `(Hkv, E)` and `gate.bias` `(Hkv)`. New gates forget at a constant pace: weights are 0, and
+///   biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time constants τ of 4, 16, 64 and 256 tokens, which
+///   the key heads take in turn.
+/// - **Short convolutions** ([`ops::short_convolution`]) of the projected rows of q, k and v, before
+///   they are divided into heads and turned by rotary positions: `q_conv1d.weight` `(H·D, 4)`,
+///   `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The names are
+///   those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
+/// - **Norms of outputs**: each head's output is divided by its root mean square (ε is 1e-5), as in
+///   RetNet (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>), and multiplied by
+///   `output_norm.weight` `(D)`, at first 1. This changes a trained layer.
+/// - **Output gates** multiply the outputs of all heads by `2σ(W x)`, where `W` is
+///   `output_gate.weight` `(H·D, E)` (Qiu et al. 2025, <https://arxiv.org/abs/2505.06708>, without
+///   the 2). It is 0 at first, which changes nothing.
+///
+/// Convolutions look back whatever the mask says; in cross-attention queries are convolved along
+/// `x`, keys and values along `context`. A key that the mask hides counts as zeros in the
+/// convolution of its neighbours, and so does the query of its token in self-attention: what padding
+/// holds changes nothing on either side of it, and a sequence after padding on its left begins as
+/// one without. (Queries of cross-attention have no mask.) While decoding, the layer keeps its last
+/// three projected rows of q, k and v in the [`State`].
 ///
 /// # Example
 /// ```
@@ -101,6 +144,10 @@ pub struct MultiHeadAttention {
     v_proj: Linear,
     o_proj: Linear,
     gate: Option<Linear>,
+    /// The filters of q, k and v.
+    convolutions: Option<[Tensor; 3]>,
+    output_norm: Option<Tensor>,
+    output_gate: Option<Tensor>,
     rotary: Option<Rotary>,
     attention: Box<dyn Attention>,
     /// The attention's buffers that a `VarMap` holds.
@@ -151,7 +198,7 @@ impl MultiHeadAttention {
         rotary: Option<Rotary>,
         vb: VarBuilder,
     ) -> Result<Self> {
-        let MultiHeadConfig { hidden, heads, kv_heads, head_dim, .. } = *config;
+        let MultiHeadConfig { hidden, heads, kv_heads, head_dim, parts, .. } = *config;
         if hidden == 0 || head_dim == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) || heads == 0 {
             bail!(
                 "multi-head attention: hidden {hidden}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}; all must be \
@@ -159,12 +206,23 @@ impl MultiHeadAttention {
             );
         }
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+        let weight = |there: bool, name: &str, shape: Shape, initial| {
+            there.then(|| vb.pp(name).get_with_hints(shape, "weight", Init::Const(initial))).transpose()
+        };
         Ok(Self {
             q_proj: linear_b(hidden, q, config.qkv_bias, vb.pp("q_proj"))?,
             k_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("k_proj"))?,
             v_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("v_proj"))?,
             o_proj: linear_b(q, hidden, config.output_bias, vb.pp("o_proj"))?,
-            gate: if config.gate { Some(forget_gate(hidden, kv_heads, &vb.pp("gate"))?) } else { None },
+            gate: if parts.gate { Some(forget_gate(hidden, kv_heads, &vb.pp("gate"))?) } else { None },
+            convolutions: if parts.convolution {
+                let [q_name, k_name, v_name] = CONVOLUTIONS.map(|name| vb.pp(name));
+                Some([filters(q, &q_name)?, filters(kv, &k_name)?, filters(kv, &v_name)?])
+            } else {
+                None
+            },
+            output_norm: weight(parts.output_norm, "output_norm", head_dim.into(), 1.0)?,
+            output_gate: weight(parts.output_gate, "output_gate", (q, hidden).into(), 0.0)?,
             rotary,
             attention,
             registered: Vec::new(),
@@ -228,7 +286,7 @@ impl MultiHeadAttention {
     /// If `x` has another shape, as [`Attention::forward`], or if the `VarMap` of this layer was
     /// loaded since (see [`Self::reload_buffers`]).
     pub fn forward(&self, x: &Tensor, mask: &Mask) -> Result<Tensor> {
-        self.cross(x, x, mask)
+        self.attend(x, None, mask, None)
     }
 
     /// Self-attention added to a residual, `residual + forward(x)`: `x` and `residual` `(B, T, E)` →
@@ -238,9 +296,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`Self::forward`], and if the residual has another shape or type than the output.
     pub fn forward_residual(&self, x: &Tensor, mask: &Mask, residual: &Tensor) -> Result<Tensor> {
-        self.check_registered()?;
-        let projected = self.project(x, x, 0)?;
-        self.merge(&self.attention.forward(projected.inputs(), mask)?, Some(residual))
+        self.attend(x, None, mask, Some(residual))
     }
 
     /// Attention of `x` `(B, Tq, E)` over `context` `(B, Tk, E)` → `(B, Tq, E)`.
@@ -248,31 +304,84 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`Self::forward`].
     pub fn cross(&self, x: &Tensor, context: &Tensor, mask: &Mask) -> Result<Tensor> {
+        self.attend(x, Some(context), mask, None)
+    }
+
+    /// Attention of `x` over `context`, or over `x` itself if there is none.
+    fn attend(&self, x: &Tensor, context: Option<&Tensor>, mask: &Mask, residual: Option<&Tensor>) -> Result<Tensor> {
         self.check_registered()?;
-        let projected = self.project(x, context, 0)?;
-        self.merge(&self.attention.forward(projected.inputs(), mask)?, None)
+        let projected = self.project(x, context, 0, Around::Mask(mask))?;
+        self.merge(&self.attention.forward(projected.inputs(), mask)?, x, residual)
     }
 
     /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
+    /// A state belongs to one layer: where the layer has convolutions, it holds what they need of
+    /// the last tokens.
     ///
     /// # Errors
-    /// As [`Self::forward`] and [`Attention::extend`].
+    /// As [`Self::forward`] and [`Attention::extend`], and if the state was made by a layer with
+    /// convolutions and this one has none, or the other way round. The state is then what it was.
     pub fn extend(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
         self.check_registered()?;
-        let projected = self.project(x, x, state.tokens())?;
-        self.merge(&self.attention.extend(projected.inputs(), state)?, None)
+        let before = match self.convolutions {
+            Some(_) => state.take_of_layer::<LastRows>()?,
+            None if state.has_memory_of_layer() => {
+                bail!("state: it was made by a layer with short convolutions, and this one has none; begin a new state")
+            }
+            None => None,
+        };
+        let extended = self.extend_after(before.as_ref(), x, state);
+        let after = match &extended {
+            Ok((_, after)) => after.clone(),
+            Err(_) => before,
+        };
+        if let Some(rows) = after {
+            state.set_of_layer(rows);
+        }
+        Ok(extended?.0)
+    }
+
+    /// Goes on from `state` and the rows `before`; also returns the rows that are now the last, if
+    /// there are any to keep.
+    fn extend_after(
+        &self,
+        before: Option<&LastRows>,
+        x: &Tensor,
+        state: &mut State,
+    ) -> Result<(Tensor, Option<LastRows>)> {
+        let seen = state.tokens();
+        match before {
+            None if self.convolutions.is_some() && seen > 0 => bail!(
+                "state: it has seen {seen} tokens without short convolutions, which this layer has: another layer or an \
+                 attention alone made it; begin a new state"
+            ),
+            Some(before) if before.tokens != seen => bail!(
+                "state: the attention in it has seen {seen} tokens and the layer's convolutions {}; extend it by the layer \
+                 alone",
+                before.tokens
+            ),
+            _ => {}
+        }
+        let mut rows = before.map_or_else(Default::default, |before| before.rows.clone().map(Some));
+        let projected = self.project(x, None, seen, Around::Past(&mut rows))?;
+        let out = self.merge(&self.attention.extend(projected.inputs(), state)?, x, None)?;
+        let last = match (rows, state.tokens()) {
+            ([Some(q), Some(k), Some(v)], tokens @ 1..) => Some(LastRows { tokens, rows: [q, k, v] }),
+            _ => None,
+        };
+        Ok((out, last))
     }
 
     /// Self-attention with `attend` in place of the attention inside, which is given queries
     /// `(B, H, T, D)`, keys and values `(B, Hkv, T, D)` after rotary positions, and gates
     /// `(B, Hkv, T)` if the layer has them. For looking at what an attention is given, and for
-    /// trying another in its place.
+    /// trying another in its place. Convolutions go over all tokens here, since no mask is given.
     ///
     /// # Errors
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.
     pub fn forward_through(&self, x: &Tensor, attend: impl FnOnce(Inputs<'_>) -> Result<Tensor>) -> Result<Tensor> {
-        let projected = self.project(x, x, 0)?;
-        self.merge(&attend(projected.inputs())?, None)
+        let projected = self.project(x, None, 0, Around::Mask(&Mask::full()))?;
+        self.merge(&attend(projected.inputs())?, x, None)
     }
 
     /// The attention inside.
@@ -357,27 +466,141 @@ impl MultiHeadAttention {
         Ok(())
     }
 
-    fn project(&self, x: &Tensor, context: &Tensor, start: usize) -> Result<Projected> {
+    /// What the attention is given of `x` and of `context`, which is `x` itself if there is none;
+    /// the first token stands at position `start`.
+    fn project(&self, x: &Tensor, context: Option<&Tensor>, start: usize, mut around: Around<'_>) -> Result<Projected> {
         let c = &self.config;
-        for (name, t) in [("x", x), ("context", context)] {
-            if t.rank() != 3 || t.dims()[2] != c.hidden {
+        for (name, t) in [("x", Some(x)), ("context", context)] {
+            if let Some(t) = t
+                && (t.rank() != 3 || t.dims()[2] != c.hidden)
+            {
                 bail!("{name} has shape {:?}; it must be (batch, tokens, {})", t.dims(), c.hidden);
             }
         }
-        let split = |linear: &Linear, x: &Tensor, heads: usize, rotary: Option<&Rotary>| -> Result<Tensor> {
+        let keys = context.unwrap_or(x);
+        let mut split = |which: usize, linear: &Linear, x: &Tensor, heads: usize, rotary: Option<&Rotary>| {
             let (b, t, _) = x.dims3()?;
             let rotary = rotary.map(|rotary| rotary.at(&[b, heads, t, c.head_dim], start)).transpose()?;
-            ops::linear_to_heads(x, linear.weight(), linear.bias(), heads, rotary)
+            let Some(filters) = &self.convolutions else {
+                return ops::linear_to_heads(x, linear.weight(), linear.bias(), heads, rotary);
+            };
+            let rows = ops::linear(x, linear.weight(), linear.bias())?;
+            let (rows, past) = around.rows(which, rows, which == Q && context.is_some())?;
+            ops::convolved_heads(&rows, &filters[which], heads, rotary, past)
         };
-        let q = split(&self.q_proj, x, c.heads, self.rotary.as_ref())?;
-        let k = split(&self.k_proj, context, c.kv_heads, self.rotary.as_ref())?;
-        let v = split(&self.v_proj, context, c.kv_heads, None)?;
-        let gates = self.gate.as_ref().map(|gate| gates(gate, context)).transpose()?;
+        let q = split(Q, &self.q_proj, x, c.heads, self.rotary.as_ref())?;
+        let k = split(K, &self.k_proj, keys, c.kv_heads, self.rotary.as_ref())?;
+        let v = split(V, &self.v_proj, keys, c.kv_heads, None)?;
+        let gates = self.gate.as_ref().map(|gate| gates(gate, keys)).transpose()?;
         Ok(Projected { q, k, v, gates })
     }
 
-    fn merge(&self, heads: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        ops::linear_of_heads(heads, self.o_proj.weight(), self.o_proj.bias(), residual)
+    /// The layer's output for `x`, of the attention's outputs `(B, H, T, D)`.
+    fn merge(&self, heads: &Tensor, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let mut heads = heads.clone();
+        if let Some(weight) = &self.output_norm {
+            heads = ops::rms_norm(&heads, weight, OUTPUT_NORM_EPS)?;
+        }
+        if let Some(weight) = &self.output_gate {
+            let gates = ops::linear_to_heads(x, weight, None, self.config.heads, None)?;
+            heads = ops::sigmoid_gate(&gates, &heads)?;
+        }
+        ops::linear_of_heads(&heads, self.o_proj.weight(), self.o_proj.bias(), residual)
+    }
+}
+
+/// ε of the norm of outputs.
+const OUTPUT_NORM_EPS: f64 = 1e-5;
+
+/// The indices of queries, keys and values where a layer has something for each.
+const Q: usize = 0;
+const K: usize = 1;
+const V: usize = 2;
+
+/// Where the filters of q, k and v lie beside the layer's weights.
+const CONVOLUTIONS: [&str; 3] = ["q_conv1d", "k_conv1d", "v_conv1d"];
+
+/// The names of rows in a saved state.
+const ROWS: [&str; 3] = ["q", "k", "v"];
+
+/// Earlier tokens that a convolution looks at.
+const PAST: usize = TAPS - 1;
+
+/// What lies around the tokens that are convolved.
+enum Around<'a> {
+    /// They are whole sequences, of which the mask may hide tokens.
+    Mask(&'a Mask),
+    /// They follow tokens whose last projected rows of q, k and v these are, `None` before the
+    /// first token; they leave their own last rows in the place of those.
+    Past(&'a mut [Option<Tensor>; 3]),
+}
+
+impl Around<'_> {
+    /// The projected rows `(B, T, C)` of q, k or v as they are convolved, and how many rows of
+    /// earlier tokens are now before them. `unmasked` are rows that the mask says nothing about.
+    fn rows(&mut self, which: usize, rows: Tensor, unmasked: bool) -> Result<(Tensor, usize)> {
+        match self {
+            Self::Mask(mask) => match mask.visible() {
+                Some(visible) if !unmasked => {
+                    mask.check_keys(rows.dim(0)?, rows.dim(1)?)?;
+                    Ok((ops::hide(&rows, visible)?, 0))
+                }
+                _ => Ok((rows, 0)),
+            },
+            Self::Past(last) => {
+                let (batch, _, channels) = rows.dims3()?;
+                let (shape, dtype) = ([batch, PAST, channels], rows.dtype());
+                let before = match last[which].take() {
+                    None => Tensor::zeros(&shape, dtype, rows.device())?,
+                    Some(before) if before.dims() == shape && before.dtype() == dtype => before,
+                    Some(before) => bail!(
+                        "state: its last rows are {:?} {:?}, but these tokens need {dtype:?} {shape:?}, (batch, tokens, \
+                         channels); a state belongs to one layer and one batch",
+                        before.dtype(),
+                        before.dims()
+                    ),
+                };
+                let all = if rows.elem_count() == 0 { before } else { Tensor::cat(&[&before, &rows], 1)? };
+                // A view would keep all rows of a prompt in memory.
+                last[which] = Some(all.narrow(1, all.dim(1)? - PAST, PAST)?.force_contiguous()?.detach());
+                Ok((all, PAST))
+            }
+        }
+    }
+}
+
+/// What a layer with convolutions remembers of the tokens so far.
+#[derive(Clone, Debug)]
+struct LastRows {
+    /// Tokens seen.
+    tokens: usize,
+    /// The last projected rows of q, k and v, before convolution, `(B, 3, C)` each.
+    rows: [Tensor; 3],
+}
+
+impl Memory for LastRows {
+    fn kind() -> &'static str {
+        "the last projected rows"
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.iter().map(|rows| rows.elem_count() * rows.dtype().size_in_bytes()).sum()
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory> {
+        // Nothing writes to these tensors.
+        Box::new(self.clone())
+    }
+
+    fn save(&self) -> Result<StateRecord> {
+        let record = StateRecord::new().with_field("tokens", self.tokens);
+        let rows = ROWS.into_iter().zip(&self.rows);
+        Ok(rows.fold(record, |record, (name, rows)| record.with_tensor(name, rows.clone())))
+    }
+
+    fn load(record: &StateRecord) -> Result<Self> {
+        let [q, k, v] = ROWS.map(|name| record.tensor(name).cloned());
+        Ok(Self { tokens: record.field("tokens")?, rows: [q?, k?, v?] })
     }
 }
 
@@ -415,6 +638,21 @@ fn forget_gate(hidden: usize, heads: usize, vb: &VarBuilder) -> Result<Linear> {
     Ok(Linear::new(weight, Some(bias)))
 }
 
+/// The filters of a convolution `(channels, 4)`, read, or made to change nothing.
+fn filters(channels: usize, vb: &VarBuilder) -> Result<Tensor> {
+    let known = vb.contains_tensor("weight");
+    let weight = vb.get_with_hints((channels, TAPS), "weight", Init::Const(0.0))?;
+    if !known {
+        weight.slice_set(&identity(channels, weight.dtype(), weight.device())?, 0, 0)?;
+    }
+    Ok(weight)
+}
+
+/// Filters `(channels, 4)` that change nothing.
+fn identity(channels: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    Tensor::ones((channels, 1), dtype, device)?.pad_with_zeros(1, PAST, 0)?.contiguous()
+}
+
 /// Computes gates `(B, Hkv, T)` of `x` `(B, T, E)`, in f32 (f64 for f64): half types have too few
 /// digits for gates near 0, which remember for long.
 fn gates(gate: &Linear, x: &Tensor) -> Result<Tensor> {
@@ -449,7 +687,7 @@ fn same_numbers(a: &Tensor, b: &Tensor) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{Device, Var};
+    use candle_core::Var;
 
     use super::*;
 

@@ -12,7 +12,7 @@
 //! | Ω, the random rows `ω` | [`projection`] |
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
-//! | `Wq, Wk, Wv, Wo` around it | [`layer`] |
+//! | `Wq, Wk, Wv, Wo` around it, and further parts | [`layer`] |
 //! | norms, rotary positions and feed-forward layers, in place of Candle's that give no gradient | [`nn`] |
 //! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
 //! | a backward pass without the additions to zeros that Candle's makes | [`Tape`] |
@@ -58,7 +58,9 @@ pub mod projection;
 pub mod reference;
 mod tape;
 
-pub use attention::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, Path, Softmax, State, Windowed};
+pub use attention::{
+    Attention, AttentionConfig, Favor, FavorConfig, Inputs, LayerParts, Mask, Path, Softmax, State, Windowed,
+};
 pub use features::{FeatureMap, FeatureMapKind, Features};
 pub use layer::{MultiHeadAttention, MultiHeadConfig, Rotary};
 pub use projection::{ProjectionKind, Radii};

@@ -2,10 +2,10 @@
 
 use std::{fmt, str::FromStr};
 
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{Attention, Favor, FavorConfig, Softmax, Windowed, none::NoAttention};
+use super::{Attention, Favor, FavorConfig, LayerParts, Softmax, Windowed, none::NoAttention};
 use crate::features::{Constant, FeatureMapKind};
 
 /// An attention by its settings, as a configuration file or a command line gives it.
@@ -44,11 +44,12 @@ pub enum AttentionConfig {
         /// Attention to the others.
         far: FavorConfig,
     },
-    /// Attention with a forget gate for each key head, which a layer computes from its input; see
-    /// [`Inputs::gates`](super::Inputs::gates). The gates are inputs of an attention, so this builds
-    /// what it holds, and [`Self::is_gated`] tells the layer to make the gates.
-    Gated {
-        /// Attention to what was not forgotten.
+    /// Attention in a layer with further parts. The parts belong to the layer, so this builds what
+    /// it holds, and [`Self::parts`] tells the layer what to put around it.
+    Equipped {
+        /// The parts, at least one.
+        parts: LayerParts,
+        /// The attention, which has no parts of its own.
         of: Box<AttentionConfig>,
     },
     /// Causal means of the values, all of one weight: attention without queries, keys and features,
@@ -67,7 +68,7 @@ impl AttentionConfig {
             Self::SoftmaxWindow { .. } => "softmax-window",
             Self::Favor(_) => "favor",
             Self::Windowed { .. } => "windowed",
-            Self::Gated { .. } => "gated",
+            Self::Equipped { .. } => "equipped",
             Self::Uniform => "uniform",
             Self::None => "none",
         }
@@ -78,20 +79,36 @@ impl AttentionConfig {
         match self {
             Self::Softmax | Self::SoftmaxWindow { .. } | Self::Uniform | Self::None => None,
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
-            Self::Gated { of } => of.favor(),
+            Self::Equipped { of, .. } => of.favor(),
+        }
+    }
+
+    /// The parts that the layer around the attention is to have.
+    pub fn parts(&self) -> LayerParts {
+        match self {
+            Self::Equipped { parts, .. } => *parts,
+            _ => LayerParts::default(),
+        }
+    }
+
+    /// The attention without the parts of its layer.
+    pub fn without_parts(&self) -> &Self {
+        match self {
+            Self::Equipped { of, .. } => of,
+            _ => self,
         }
     }
 
     /// Whether the attention is to be given forget gates.
     pub fn is_gated(&self) -> bool {
-        matches!(self, Self::Gated { .. })
+        self.parts().gate
     }
 
     /// Makes the attention for heads of dimension `head_dim`, its random features drawn from
     /// `seed`.
     ///
     /// # Errors
-    /// As [`Favor::new`] and [`Windowed::new`].
+    /// As [`Favor::new`] and [`Windowed::new`], and if parts are around parts.
     pub fn build(&self, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Box<dyn Attention>> {
         let favor = |config: &FavorConfig| Favor::new(config, head_dim, seed, dtype, device);
         Ok(match self {
@@ -99,7 +116,10 @@ impl AttentionConfig {
             Self::SoftmaxWindow { window } => Box::new(Softmax::new().with_window(*window)?),
             Self::Favor(config) => Box::new(favor(config)?),
             Self::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
-            Self::Gated { of } => of.build(head_dim, seed, dtype, device)?,
+            Self::Equipped { parts, of } if !of.parts().is_empty() => {
+                bail!("attention: {parts} is around {of}, which has parts already; put all parts in one place")
+            }
+            Self::Equipped { of, .. } => of.build(head_dim, seed, dtype, device)?,
             Self::Uniform => Box::new(Favor::with_map(Box::new(Constant::new(head_dim)))?),
             Self::None => Box::new(NoAttention),
         })
@@ -110,7 +130,7 @@ impl AttentionConfig {
         match self {
             Self::SoftmaxWindow { window } | Self::Windowed { window, .. } => Some(*window),
             Self::Softmax | Self::Favor(_) | Self::Uniform | Self::None => None,
-            Self::Gated { of } => of.window(),
+            Self::Equipped { of, .. } => of.window(),
         }
     }
 }
@@ -126,9 +146,9 @@ impl fmt::Display for AttentionConfig {
             Self::SoftmaxWindow { window } => return write!(f, "softmax:window={window}"),
             Self::Uniform => return f.write_str("uniform"),
             Self::None => return f.write_str("none"),
-            Self::Gated { of } => {
+            Self::Equipped { parts, of } => {
                 let of = of.to_string();
-                return write!(f, "{of}{}gate", if of.contains(':') { ',' } else { ':' });
+                return write!(f, "{of}{}{parts}", if of.contains(':') { ',' } else { ':' });
             }
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => favor,
         };
@@ -156,28 +176,43 @@ impl fmt::Display for AttentionConfig {
 /// Reads `softmax`, `softmax:window=32`, `favor`, `favor:m=64`,
 /// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`, `uniform`, `none`, and three
 /// variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
-/// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the setting
-/// `gate`, for forget gates.
+/// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names of
+/// [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`.
 impl FromStr for AttentionConfig {
     type Err = String;
 
     fn from_str(s: &str) -> std::result::Result<Self, String> {
         let (kind, settings) = s.split_once(':').unwrap_or((s, ""));
-        let (gates, others): (Vec<&str>, Vec<&str>) = settings.split(',').partition(|setting| *setting == "gate");
-        let (kind, named) = if kind == "favor-gated" { ("favor", 1) } else { (kind, 0) };
-        let of = Self::without_gate(kind, &others.join(","))?;
-        match gates.len() + named {
-            0 => Ok(of),
-            1 if of == Self::None => Err("the attention none has nothing to forget; leave gate out".into()),
-            1 => Ok(Self::Gated { of: Box::new(of) }),
-            _ => Err(format!("attention setting gate is given twice, in '{s}'; give it once")),
+        let mut parts = LayerParts::default();
+        let kind = if kind == "favor-gated" {
+            parts.gate = true;
+            "favor"
+        } else {
+            kind
+        };
+        let mut others = Vec::new();
+        for setting in settings.split(',') {
+            match parts.by_name(setting) {
+                None => others.push(setting),
+                Some(true) => {
+                    return Err(format!("attention setting {setting} is given twice, in '{s}'; give it once"));
+                }
+                Some(part) => *part = true,
+            }
+        }
+        match Self::without_settings_of_layer(kind, &others.join(","))? {
+            of if parts.is_empty() => Ok(of),
+            Self::None => {
+                Err(format!("the attention none has nothing to forget, to mix or to scale; leave {parts} out"))
+            }
+            of => Ok(Self::Equipped { parts, of: Box::new(of) }),
         }
     }
 }
 
 impl AttentionConfig {
-    /// Reads an attention whose settings have no gate among them.
-    fn without_gate(kind: &str, settings: &str) -> std::result::Result<Self, String> {
+    /// Reads an attention whose settings have no parts of the layer among them.
+    fn without_settings_of_layer(kind: &str, settings: &str) -> std::result::Result<Self, String> {
         let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
@@ -188,7 +223,7 @@ impl AttentionConfig {
                 return match settings.strip_prefix("window=").map(str::parse) {
                     Some(Ok(window)) if window > 0 => Ok(Self::SoftmaxWindow { window }),
                     _ => Err(format!(
-                        "softmax takes one setting beside gate, window= with a whole number of tokens of at least 1, \
+                        "softmax takes one setting beside parts of the layer, window= with a whole number of tokens of at least 1, \
                          but '{settings}' was given"
                     )),
                 };
@@ -199,7 +234,8 @@ impl AttentionConfig {
             _ => {
                 return Err(format!(
                     "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
-                     those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,gate"
+                     those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=..., and all but none \
+                     with gate, conv, output-gate, output-norm"
                 ));
             }
         };
@@ -207,7 +243,7 @@ impl AttentionConfig {
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
             let (key, value) = setting
                 .split_once('=')
-                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or gate"))?;
+                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or one of gate, conv, output-gate, output-norm"))?;
             let key = if key == "features" { "m" } else { key };
             if seen.contains(&key) {
                 return Err(format!("attention setting {key} is given twice, in '{settings}'; give it once"));
@@ -231,7 +267,7 @@ impl AttentionConfig {
                 },
                 _ => {
                     return Err(format!(
-                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, gate"
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, gate, conv, output-gate, output-norm"
                     ));
                 }
             }
@@ -247,15 +283,32 @@ impl AttentionConfig {
 mod tests {
     use super::*;
 
-    /// Settings survive JSON, and the JSON of attentions without gates is that of earlier versions.
+    /// Settings survive JSON, and the JSON of attentions without parts is that of earlier versions.
     #[test]
     fn attention_survives_json() {
-        for text in ["softmax", "softmax:window=32,gate", "favor:m=64,window=32,gate", "uniform:gate", "none"] {
+        for text in
+            ["softmax", "softmax:window=32,gate", "favor:m=64,window=32,gate,output-norm", "uniform:gate", "none"]
+        {
             let config: AttentionConfig = text.parse().unwrap();
             let json = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<AttentionConfig>(&json).unwrap(), config, "{json}");
         }
-        assert_eq!(serde_json::to_string(&AttentionConfig::Softmax).unwrap(), r#"{"kind":"softmax"}"#);
+        let json = |text: &str| serde_json::to_string(&text.parse::<AttentionConfig>().unwrap()).unwrap();
+        assert_eq!(json("softmax"), r#"{"kind":"softmax"}"#);
+        assert_eq!(json("softmax:conv"), r#"{"kind":"equipped","parts":{"convolution":true},"of":{"kind":"softmax"}}"#);
+        // A part of a later version is not passed over.
+        let unknown = r#"{"kind":"equipped","parts":{"new":true},"of":{"kind":"softmax"}}"#;
+        assert!(serde_json::from_str::<AttentionConfig>(unknown).is_err());
+    }
+
+    /// Parts belong to one layer, so that they are said in one place.
+    #[test]
+    fn parts_are_not_nested() {
+        let inner: AttentionConfig = "softmax:gate".parse().unwrap();
+        let parts = LayerParts { convolution: true, ..LayerParts::default() };
+        let nested = AttentionConfig::Equipped { parts, of: Box::new(inner) };
+        let error = nested.build(8, 1, DType::F32, &Device::Cpu).unwrap_err().to_string();
+        assert!(error.contains("conv is around softmax:gate"), "{error}");
     }
 
     #[test]
@@ -270,7 +323,11 @@ mod tests {
             "favor:m=64,map=learned,window=32",
             "softmax:gate",
             "softmax:window=32,gate",
+            "softmax:window=32,gate,conv,output-gate,output-norm",
             "favor:m=64,window=32,gate",
+            "favor:m=64,gate,conv",
+            "favor:map=elu,output-norm",
+            "uniform:conv,output-gate",
             "uniform",
             "uniform:gate",
             "none",
@@ -285,6 +342,7 @@ mod tests {
             ("favor-gated", "favor:m=128,gate"),
             ("favor-gated:m=64,window=8", "favor:m=64,window=8,gate"),
             ("favor:gate,m=64", "favor:m=64,gate"),
+            ("favor-gated:output-norm,conv,m=64", "favor:m=64,gate,conv,output-norm"),
         ] {
             assert_eq!(name.parse::<AttentionConfig>().unwrap().to_string(), same);
         }
@@ -301,7 +359,11 @@ mod tests {
             ("favor:gate,gate", "gate is given twice"),
             ("favor-gated:gate", "gate is given twice"),
             ("favor:gate=1", "unknown attention setting 'gate'"),
+            ("softmax:conv,window=4,conv", "conv is given twice"),
+            ("favor:conv=3", "unknown attention setting 'conv'"),
+            ("softmax:m=4,gate", "one setting"),
             ("none:gate", "nothing to forget"),
+            ("none:conv,output-norm", "leave conv,output-norm out"),
             ("uniform:m=4", "no such settings"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();

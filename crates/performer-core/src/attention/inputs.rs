@@ -132,11 +132,7 @@ impl<'a> Inputs<'a> {
         if self.gates.is_some() && !mask.is_causal() {
             bail!("the inputs have forget gates, which say what is forgotten from token to token; give Mask::causal()");
         }
-        if let Some(visible) = mask.visible()
-            && (visible.dim(1)? != keys || ![1, batch].contains(&visible.dim(0)?))
-        {
-            bail!("key mask has shape {:?}; it must be ({batch}, {keys}) = (batch, keys)", visible.dims());
-        }
+        mask.check_keys(batch, keys)?;
         Ok(sizes)
     }
 

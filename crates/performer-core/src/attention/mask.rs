@@ -78,6 +78,16 @@ impl Mask {
         self.visible.as_ref()
     }
 
+    /// Refuses a mask that does not fit `(batch, keys)`.
+    pub(crate) fn check_keys(&self, batch: usize, keys: usize) -> Result<()> {
+        if let Some(visible) = &self.visible
+            && (visible.dim(1)? != keys || ![1, batch].contains(&visible.dim(0)?))
+        {
+            bail!("key mask has shape {:?}; it must be ({batch}, {keys}) = (batch, keys)", visible.dims());
+        }
+        Ok(())
+    }
+
     /// [`Self::visible`] with one row for each of `batch` sequences, contiguous.
     pub(crate) fn visible_of(&self, batch: usize) -> Result<Option<Tensor>> {
         let expand = |visible: &Tensor| visible.expand((batch, visible.dim(1)?))?.contiguous();

@@ -196,12 +196,15 @@ impl StateRecord {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct State {
     tokens: usize,
     /// What the first tokens settled; `None` before any.
     origin: Option<Origin>,
+    /// What the attention remembers.
     memory: Slot,
+    /// What the layer around the attention remembers, if it remembers anything.
+    layer: Slot,
 }
 
 /// What a state belongs to.
@@ -215,26 +218,119 @@ struct Origin {
     dtype: DType,
 }
 
-/// The memory of a state.
+/// A place for the memory of one owner.
 #[derive(Debug, Default)]
 enum Slot {
     /// Nothing yet.
     #[default]
     Empty,
-    /// Memory in the form that its attention works with, and its kind.
+    /// Memory in the form that its owner works with, and its kind.
     Live(&'static str, Box<dyn Memory>),
-    /// Memory that was loaded, selected or joined, and its kind: its attention makes it live.
+    /// Memory that was loaded, selected or joined, and its kind: its owner makes it live.
     Saved(String, StateRecord),
 }
 
-impl Clone for State {
+impl Clone for Slot {
     fn clone(&self) -> Self {
-        let memory = match &self.memory {
-            Slot::Empty => Slot::Empty,
-            Slot::Live(kind, memory) => Slot::Live(kind, memory.duplicate()),
-            Slot::Saved(kind, record) => Slot::Saved(kind.clone(), record.clone()),
+        match self {
+            Self::Empty => Self::Empty,
+            Self::Live(kind, memory) => Self::Live(kind, memory.duplicate()),
+            Self::Saved(kind, record) => Self::Saved(kind.clone(), record.clone()),
+        }
+    }
+}
+
+impl Slot {
+    /// The memory of a record that has it under a name.
+    fn of(record: &StateRecord, name: &str) -> Self {
+        match record.fields.get(name) {
+            None => Self::Empty,
+            Some(kind) => Self::Saved(kind.clone(), record.nested(name)),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Empty => 0,
+            Self::Live(_, memory) => memory.bytes(),
+            Self::Saved(_, record) => record.tensors.values().map(bytes_of).sum(),
+        }
+    }
+
+    /// Takes the memory out; memory of another kind stays, with an error.
+    fn take<M: Memory>(&mut self) -> Result<Option<M>> {
+        match std::mem::take(self) {
+            Self::Empty => Ok(None),
+            Self::Live(kind, memory) => {
+                if (&*memory as &dyn Any).is::<M>() {
+                    let memory: Box<dyn Any> = memory;
+                    return Ok(memory.downcast::<M>().ok().map(|memory| *memory));
+                }
+                let error = other_kind::<M>(kind);
+                *self = Self::Live(kind, memory);
+                Err(error)
+            }
+            Self::Saved(kind, record) => {
+                let loaded = if kind == M::kind() { M::load(&record) } else { Err(other_kind::<M>(&kind)) };
+                if loaded.is_err() {
+                    *self = Self::Saved(kind, record);
+                }
+                loaded.map(Some)
+            }
+        }
+    }
+
+    /// The kind of the memory and its record, if there is any.
+    fn record(&self) -> Result<Option<(String, StateRecord)>> {
+        Ok(match self {
+            Self::Empty => None,
+            Self::Live(kind, memory) => Some(((*kind).to_string(), memory.save()?)),
+            Self::Saved(kind, record) => Some((kind.clone(), record.clone())),
+        })
+    }
+
+    /// The memory with every tensor replaced, for `batch` sequences. States inside it have other
+    /// batches too.
+    fn with_rows(&self, batch: usize, of: impl Fn(&str, &Tensor) -> Result<Tensor>) -> Result<Self> {
+        let Some((kind, mut record)) = self.record()? else { return Ok(Self::Empty) };
+        for (name, tensor) in &mut record.tensors {
+            *tensor = of(name, tensor)?;
+        }
+        for (name, value) in &mut record.fields {
+            if name == "batch" || name.ends_with(".batch") {
+                *value = batch.to_string();
+            }
+        }
+        Ok(Self::Saved(kind, record))
+    }
+
+    /// The memory of the sequences of several, one after the other.
+    fn join(slots: &[&Self], batch: usize) -> Result<Self> {
+        let records = slots.iter().map(|slot| slot.record()).collect::<Result<Vec<_>>>()?;
+        let kind = |record: &Option<(String, StateRecord)>| {
+            record.as_ref().map_or_else(|| "nothing".to_string(), |(kind, _)| kind.clone())
         };
-        Self { tokens: self.tokens, origin: self.origin.clone(), memory }
+        if let Some(other) = records.iter().find(|record| kind(record) != kind(&records[0])) {
+            bail!("state: one of {} cannot be joined with one of {}", kind(&records[0]), kind(other));
+        }
+        slots[0].with_rows(batch, |name, _| {
+            let parts = records.iter().flatten().map(|(_, record)| record.tensor(name));
+            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+        })
+    }
+
+    /// Refuses saved memory whose tensors are not of this batch.
+    fn check_rows(&self, batch: usize) -> Result<()> {
+        let Self::Saved(_, record) = self else { return Ok(()) };
+        for (name, tensor) in &record.tensors {
+            if tensor.dims().first() != Some(&batch) {
+                bail!(
+                    "saved state: tensor {name} has shape {:?}, but its first dimension must be the batch, {batch}",
+                    tensor.dims()
+                );
+            }
+        }
+        Ok(())
     }
 }
 
@@ -257,11 +353,7 @@ impl State {
     /// Bytes of what is remembered: constant in the number of tokens for FAVOR, linear for softmax
     /// (whose cache is allocated in larger pieces).
     pub fn bytes(&self) -> usize {
-        match &self.memory {
-            Slot::Empty => 0,
-            Slot::Live(_, memory) => memory.bytes(),
-            Slot::Saved(_, record) => record.tensors.values().map(bytes_of).sum(),
-        }
+        self.memory.bytes() + self.layer.bytes()
     }
 
     /// Takes the memory out, for an attention to go on from; `None` before the first token. Put it
@@ -270,30 +362,28 @@ impl State {
     /// # Errors
     /// If it is memory of another kind, which stays in the state, or was loaded and is damaged.
     pub fn take<M: Memory>(&mut self) -> Result<Option<M>> {
-        match std::mem::take(&mut self.memory) {
-            Slot::Empty => Ok(None),
-            Slot::Live(kind, memory) => {
-                if (&*memory as &dyn Any).is::<M>() {
-                    let memory: Box<dyn Any> = memory;
-                    return Ok(memory.downcast::<M>().ok().map(|memory| *memory));
-                }
-                let error = other_kind::<M>(kind);
-                self.memory = Slot::Live(kind, memory);
-                Err(error)
-            }
-            Slot::Saved(kind, record) => {
-                let loaded = if kind == M::kind() { M::load(&record) } else { Err(other_kind::<M>(&kind)) };
-                if loaded.is_err() {
-                    self.memory = Slot::Saved(kind, record);
-                }
-                loaded.map(Some)
-            }
-        }
+        self.memory.take()
     }
 
     /// Puts memory in.
     pub fn set<M: Memory>(&mut self, memory: M) {
         self.memory = Slot::Live(M::kind(), Box::new(memory));
+    }
+
+    /// Takes out what the layer around the attention remembers, as [`Self::take`] does for the
+    /// attention.
+    pub(crate) fn take_of_layer<M: Memory>(&mut self) -> Result<Option<M>> {
+        self.layer.take()
+    }
+
+    /// Puts in what the layer around the attention remembers.
+    pub(crate) fn set_of_layer<M: Memory>(&mut self, memory: M) {
+        self.layer = Slot::Live(M::kind(), Box::new(memory));
+    }
+
+    /// Whether the layer around the attention remembers something.
+    pub(crate) fn has_memory_of_layer(&self) -> bool {
+        !matches!(self.layer, Slot::Empty)
     }
 
     /// Refuses inputs that do not belong to the tokens so far.
@@ -349,11 +439,12 @@ impl State {
                 record = record.with_field(&format!("attention.{name}"), value);
             }
         }
-        match &self.memory {
-            Slot::Empty => Ok(record),
-            Slot::Live(kind, memory) => Ok(record.with_field("memory", kind).with_nested("memory", memory.save()?)),
-            Slot::Saved(kind, inner) => Ok(record.with_field("memory", kind).with_nested("memory", inner.clone())),
+        for (name, slot) in [("memory", &self.memory), ("layer", &self.layer)] {
+            if let Some((kind, inner)) = slot.record()? {
+                record = record.with_field(name, kind).with_nested(name, inner);
+            }
         }
+        Ok(record)
     }
 
     /// The state of a record. The attention that goes on from it checks that it is its own.
@@ -373,11 +464,7 @@ impl State {
                 dtype: record.field("dtype")?,
             }),
         };
-        let memory = match record.fields.get("memory") {
-            None => Slot::Empty,
-            Some(kind) => Slot::Saved(kind.clone(), record.nested("memory")),
-        };
-        let state = Self { tokens, origin, memory };
+        let state = Self { tokens, origin, memory: Slot::of(record, "memory"), layer: Slot::of(record, "layer") };
         if state.origin.is_none() && tokens > 0 {
             bail!("saved state: it has {tokens} tokens but no batch; the file is damaged or holds something else");
         }
@@ -418,7 +505,8 @@ impl State {
             let index = Tensor::from_slice(&index, index.len(), t.device())?;
             t.contiguous()?.index_select(&index, 0)
         };
-        self.map_rows(rows.len(), select)
+        let of = |slot: &Slot| slot.with_rows(rows.len(), |_, tensor| select(tensor));
+        self.with_rows(rows.len(), of(&self.memory)?, of(&self.layer)?)
     }
 
     /// One state of the sequences of several, one after the other: they must come from the same
@@ -442,64 +530,25 @@ impl State {
                 );
             }
         }
-        let records = states.iter().map(|state| state.memory_record()).collect::<Result<Vec<_>>>()?;
-        if records.iter().any(|(kind, _)| *kind != records[0].0) {
-            bail!("state: one of {} cannot be joined with one of {}", records[0].0, records[states.len() - 1].0);
-        }
         let batch = states.iter().filter_map(|state| state.batch()).sum();
-        let mut joined = records[0].1.clone();
-        for (name, tensor) in &mut joined.tensors {
-            let parts = records.iter().map(|(_, record)| record.tensor(name)).collect::<Result<Vec<_>>>()?;
-            *tensor = Tensor::cat(&parts, 0)?;
-        }
-        first.with_rows(batch, records[0].0.clone(), joined)
+        let of =
+            |slot: fn(&Self) -> &Slot| Slot::join(&states.iter().map(|state| slot(state)).collect::<Vec<_>>(), batch);
+        first.with_rows(batch, of(|state| &state.memory)?, of(|state| &state.layer)?)
     }
 
-    /// The kind of the memory, and its record.
-    fn memory_record(&self) -> Result<(String, StateRecord)> {
-        Ok(match &self.memory {
-            Slot::Empty => (String::new(), StateRecord::new()),
-            Slot::Live(kind, memory) => ((*kind).to_string(), memory.save()?),
-            Slot::Saved(kind, record) => (kind.clone(), record.clone()),
-        })
-    }
-
-    fn map_rows(&self, batch: usize, of: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let (kind, mut record) = self.memory_record()?;
-        for tensor in record.tensors.values_mut() {
-            *tensor = of(tensor)?;
-        }
-        self.with_rows(batch, kind, record)
-    }
-
-    /// This state with other rows, whose memory `record` is. States inside it have other batches
-    /// too.
-    fn with_rows(&self, batch: usize, kind: String, mut record: StateRecord) -> Result<Self> {
-        for (name, value) in &mut record.fields {
-            if name == "batch" || name.ends_with(".batch") {
-                *value = batch.to_string();
-            }
-        }
+    /// This state with other rows, whose memory is given.
+    fn with_rows(&self, batch: usize, memory: Slot, layer: Slot) -> Result<Self> {
         let origin = self.origin.clone().map(|origin| Origin { batch, ..origin });
-        let memory = if kind.is_empty() { Slot::Empty } else { Slot::Saved(kind, record) };
-        let state = Self { tokens: self.tokens, origin, memory };
+        let state = Self { tokens: self.tokens, origin, memory, layer };
         state.check_rows()?;
         Ok(state)
     }
 
     /// Refuses saved memory whose tensors are not of this batch.
     fn check_rows(&self) -> Result<()> {
-        let (Slot::Saved(_, record), Some(origin)) = (&self.memory, &self.origin) else { return Ok(()) };
-        for (name, tensor) in &record.tensors {
-            if tensor.dims().first() != Some(&origin.batch) {
-                bail!(
-                    "saved state: tensor {name} has shape {:?}, but its first dimension must be the batch, {}",
-                    tensor.dims(),
-                    origin.batch
-                );
-            }
-        }
-        Ok(())
+        let Some(origin) = &self.origin else { return Ok(()) };
+        self.memory.check_rows(origin.batch)?;
+        self.layer.check_rows(origin.batch)
     }
 }
 

@@ -1,5 +1,5 @@
 //! Activation functions: GELU in its tanh form (Hendrycks & Gimpel 2016), `x σ(2u)` with
-//! `u = √(2/π) (x + 0.044715 x³)`, and SwiGLU (Shazeer 2020), `g σ(g) x`.
+//! `u = √(2/π) (x + 0.044715 x³)`, SwiGLU (Shazeer 2020), `g σ(g) x`, and gates of outputs, `2σ(g) x`.
 //!
 //! On the CPU, Candle's call a scalar `tanh` and `powf`, or `exp`, for each element: GELU was a
 //! fifth of a whole training step of a small model. Here each is one vectorised operation, forward
@@ -167,6 +167,56 @@ impl Operation<2> for Swiglu {
                         let s = sigmoid(g);
                         *dgate = grad * x * s * (1.0 + g * (1.0 - s));
                         *dx = grad * g * s;
+                    }
+                },
+            );
+            Ok(())
+        })?;
+        let tensor = |values| Tensor::from_vec(values, x.shape(), x.device()).map(Some);
+        Ok([tensor(dgate)?, tensor(dx)?])
+    }
+}
+
+/// `SigmoidGate` computes `2σ(g) x` for contiguous gates `g` and numbers `x` of one shape, on the
+/// CPU.
+pub(crate) struct SigmoidGate;
+
+impl Operation<2> for SigmoidGate {
+    fn name(&self) -> &'static str {
+        "sigmoid-gate"
+    }
+
+    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
+        if l1.dims() != l2.dims() {
+            bail!("sigmoid-gate: gates {:?} and numbers {:?} must have one shape", l1.dims(), l2.dims());
+        }
+        let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
+        let mut out = vec![0f32; xs.len()];
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            || {
+                for ((o, &g), &x) in out.iter_mut().zip(gates).zip(xs) {
+                    *o = 2.0 * sigmoid(g) * x;
+                }
+            },
+        );
+        Ok((CpuStorage::F32(out), l1.shape().clone()))
+    }
+
+    fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let grad = grad.contiguous()?;
+        let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
+        with_storages([gate, x, &grad], |[gate, x, grad]| {
+            let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
+            let grads = contiguous(grad.0, grad.1)?;
+            pulp::Arch::new().dispatch(
+                #[inline(always)]
+                || {
+                    let outputs = dgate.iter_mut().zip(&mut dx);
+                    for ((((dgate, dx), &g), &x), &grad) in outputs.zip(gates).zip(xs).zip(grads) {
+                        let s = sigmoid(g);
+                        *dgate = 2.0 * grad * x * s * (1.0 - s);
+                        *dx = 2.0 * grad * s;
                     }
                 },
             );

@@ -2,16 +2,17 @@
 //! Candle's operations would in many.
 //!
 //! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `gated`,
-//! `rotary`, `linear` and `heads` are the other operations of a decoder. They are built from `gemm` (products of
-//! small tiles), `vector` (elementwise functions), `rows` (reading tensors), `transpose` and
-//! `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2 and NEON beside plain
-//! Rust, and the version is chosen when the program runs.
+//! `rotary`, `linear`, `heads` and `convolution` are the other operations of a decoder. They are
+//! built from `gemm` (products of small tiles), `vector` (elementwise functions), `rows` (reading
+//! tensors), `transpose` and `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2
+//! and NEON beside plain Rust, and the version is chosen when the program runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
 //! first used; Metal's have not been run on hardware. The terms of the kernels (chunk, segment,
 //! tile, block, part, piece, team) are defined in `docs/terms.md` of the repository.
 
 pub(crate) mod activation;
+pub(crate) mod convolution;
 pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -2,10 +2,13 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::{is_fused, wide};
-use crate::kernels::{
-    activation::{Gelu, Swiglu},
-    operation::apply,
+use super::{contiguous, is_fused, is_fused_on_cpu, is_half, to_dtype, wide};
+use crate::{
+    kernels::{
+        activation::{Gelu, SigmoidGate, Swiglu},
+        operation::apply,
+    },
+    tape::record,
 };
 
 /// GELU takes every number `x` to `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, its tanh form
@@ -27,6 +30,28 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// If `gate` and `x` differ in shape or type.
 pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     if is_fused(gate) { apply(Swiglu, [&gate.contiguous()?, &x.contiguous()?]) } else { gate.silu()? * x }
+}
+
+/// A gate multiplies `x` by `2σ(g)`, which is 1 where the gate `g` is 0. Both have one shape and
+/// type, and both get gradients.
+pub(crate) fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
+    if is_fused_on_cpu(x) && gate.dtype() == x.dtype() {
+        return apply(SigmoidGate, [&contiguous(gate)?, &contiguous(x)?]);
+    }
+    if is_half(x) {
+        let (gate, wide) = (to_dtype(gate, wide(x))?, to_dtype(x, wide(x))?);
+        return to_dtype(&sigmoid_gate(&gate, &wide)?, x.dtype());
+    }
+    // 2σ(g) = 1 + tanh(g/2), with the derivative (1 − tanh²(g/2))/2.
+    let tanh = (gate * 0.5)?.tanh()?;
+    let factor = (&tanh + 1.0)?;
+    let out = (x * &factor)?;
+    let (tanh, factor, of) = (tanh.detach(), factor.detach(), x.detach());
+    record(&out, &[gate, x], move |grad| {
+        let slope = ((tanh.sqr()? * -0.5)? + 0.5)?;
+        Ok(vec![Some(((grad * &of)? * slope)?), Some((grad * &factor)?)])
+    });
+    Ok(out)
 }
 
 /// Softmax computes `e^{x_i} / Σ_j e^{x_j}` over the last dimension.

@@ -25,6 +25,7 @@
 
 mod activation;
 mod attention;
+mod convolution;
 mod embedding;
 mod linear;
 mod loss;
@@ -37,8 +38,11 @@ use candle_core::{DType, Tensor};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 
+pub(crate) use activation::sigmoid_gate;
 pub use activation::{gelu, softmax, swiglu};
 pub use attention::softmax_attention;
+pub use convolution::short_convolution;
+pub(crate) use convolution::{convolved_heads, hide};
 pub use embedding::embedding;
 pub use linear::{linear, linear_residual, swiglu_linear};
 pub(crate) use linear::{linear_of_heads, linear_to_heads, matmul};

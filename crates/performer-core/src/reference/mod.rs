@@ -14,10 +14,12 @@
 //!
 //! The functions panic on slices that do not fit their shape, as an index out of bounds would.
 
+mod convolution;
 mod features;
 mod kernel;
 mod scalar;
 
+pub use convolution::{short_convolution, short_convolution_backward};
 pub use features::features;
 pub use kernel::Kernel;
 

@@ -7,7 +7,8 @@ use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
 use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::FeatureMapKind;
 use performer_core::{
-    Attention, Favor, FavorConfig, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, State,
+    Attention, Favor, FavorConfig, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
+    State,
 };
 
 const DEVICE: Device = Device::Cpu;
@@ -349,7 +350,7 @@ fn empty_sequences_stay_empty() -> Result<()> {
 /// pass, and gives its gates a gradient.
 #[test]
 fn a_layer_makes_its_own_gates() -> Result<()> {
-    let config = MultiHeadConfig { gate: true, kv_heads: 4, ..config() };
+    let config = MultiHeadConfig { parts: LayerParts { gate: true, ..LayerParts::default() }, kv_heads: 4, ..config() };
     for (name, attention) in attentions()? {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);

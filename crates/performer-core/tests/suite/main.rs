@@ -8,6 +8,7 @@ mod common;
 mod against_reference;
 mod candle_models;
 mod causality;
+mod convolution;
 mod decoding;
 mod errors;
 mod fitted;

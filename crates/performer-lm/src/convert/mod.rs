@@ -358,10 +358,14 @@ fn check(plan: &Plan) -> Result<()> {
             teacher.attention_of(layer)
         );
     }
-    if let Some(layer) = layers.clone().find(|&i| plan.config.attention_of(i).is_gated()) {
+    let changes = |i: &usize| {
+        let parts = plan.config.attention_of(*i).parts();
+        parts.gate || parts.output_norm
+    };
+    if let Some(layer) = layers.clone().find(changes) {
         bail!(
-            "layer {layer} is to have attention {}; a softmax model has no forget gates to begin with, so train one \
-             with gates from the start, or leave gate out",
+            "layer {layer} is to have attention {}; a softmax model has no forget gates and no norms of outputs to begin \
+             with, so train one with them from the start, or leave gate and output-norm out",
             plan.config.attention_of(layer)
         );
     }
@@ -453,10 +457,11 @@ fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// Makes the student of these tensors; feature maps that are not among them are drawn at random.
+/// Makes the student of these tensors; feature maps that are not among them are drawn at random, and
+/// convolutions and output gates begin without effect.
 fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) -> Result<Decoder> {
     let fresh = Decoder::buffers(&plan.config, plan.seed, &plan.device)?;
-    for (name, tensor) in fresh {
+    for (name, tensor) in fresh.into_iter().chain(Decoder::neutral_parts(&plan.config, &plan.device)?) {
         tensors.entry(name).or_insert(tensor);
     }
     Decoder::from_tensors(&plan.config, &tensors, &plan.device)
@@ -485,10 +490,15 @@ fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
     if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
         return Ok(None);
     }
-    let bare = |attention: &AttentionConfig| match attention {
-        AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
-        other => other.clone(),
-    };
+    fn bare(attention: &AttentionConfig) -> AttentionConfig {
+        match attention {
+            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
+            AttentionConfig::Equipped { parts, of } => {
+                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
+            }
+            other => other.clone(),
+        }
+    }
     let config = ModelConfig {
         attention: bare(&config.attention),
         attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),

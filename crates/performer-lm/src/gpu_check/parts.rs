@@ -26,6 +26,7 @@ const OPERATIONS: &[Operation] = &[
     ("swiglu", &[&[7, 333], &[7, 333]], |t| ops::swiglu(&t[0], &t[1])),
     ("gelu, 16 bytes at a time", &[&[8, 333]], |t| ops::gelu(&t[0])),
     ("swiglu, 16 bytes at a time", &[&[8, 333], &[8, 333]], |t| ops::swiglu(&t[0], &t[1])),
+    ("short convolution", &[&[3, 37, 24], &[24, 4]], |t| ops::short_convolution(&t[0], &(&t[1] * 0.5)?)),
     ("embedding", &[&[50, 24]], |t| {
         let ids: Vec<u32> = (0..700).map(|i| i * 31 % 47).collect();
         ops::embedding(&t[0], &Tensor::from_vec(ids, (7, 100), t[0].device())?)

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Linear, VarBuilder, linear_b};
-use performer_core::{Attention, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, ops};
+use performer_core::{Attention, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, ops};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -26,18 +26,11 @@ impl Block {
     pub(super) fn new(
         config: &ModelConfig,
         attention: Box<dyn Attention>,
-        gate: bool,
+        parts: LayerParts,
         rotary: Option<Rotary>,
         vb: VarBuilder,
     ) -> Result<Self> {
-        let heads = MultiHeadConfig {
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim(),
-            qkv_bias: config.bias || config.qkv_bias,
-            output_bias: config.bias,
-            gate,
-            ..MultiHeadConfig::new(config.hidden_size, config.heads)
-        };
+        let heads = heads(config, parts);
         Ok(Self {
             attention: MultiHeadAttention::without_buffers(&heads, attention, rotary, vb.pp("self_attn"))?,
             feed_forward: FeedForward::new(config, vb.pp("mlp"))?,
@@ -108,6 +101,18 @@ impl Block {
 
     pub(super) fn redraw(&mut self, seed: u64) -> Result<()> {
         self.attention.redraw(seed)
+    }
+}
+
+/// Returns the sizes of the attention of a layer with these parts.
+pub(super) fn heads(config: &ModelConfig, parts: LayerParts) -> MultiHeadConfig {
+    MultiHeadConfig {
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim(),
+        qkv_bias: config.bias || config.qkv_bias,
+        output_bias: config.bias,
+        parts,
+        ..MultiHeadConfig::new(config.hidden_size, config.heads)
     }
 }
 

@@ -21,10 +21,12 @@ const QUERY_KEY_STD: f64 = 0.1;
 /// Draws the initial weights. Matrices are normal with standard deviation `0.5 / √fan_in`, those of
 /// queries and keys with `0.1 / √fan_in`; those that write into the residual stream are divided by
 /// `√(2·layers)` (Radford et al. 2019). Embeddings have 0.02, biases are 0 and norm weights 1.
-/// Forget gates begin as their layer made them, without drawn numbers.
+/// Forget gates, convolutions and output gates begin as their layer made them, without drawn
+/// numbers.
 pub(super) fn initialise(parameters: &[(String, Var)], config: &ModelConfig, seed: u64) -> Result<()> {
     for (name, var) in parameters {
-        if name.contains(".self_attn.gate.") {
+        let made = [".self_attn.gate.", "_conv1d.weight", ".output_gate.weight"];
+        if made.iter().any(|part| name.contains(part)) {
             continue;
         }
         if var.rank() != 2 {

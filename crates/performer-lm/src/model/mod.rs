@@ -19,7 +19,7 @@ use performer_core::{Attention, Inputs, Mask, Path, Rotary, State, ops, projecti
 
 use crate::config::{ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
-use block::{Block, Norm};
+use block::{Block, Norm, heads};
 use given::Given;
 
 /// The least number of positions of a rotary table: a model may generate well beyond its training
@@ -93,8 +93,8 @@ impl Decoder {
         let mut blocks = Vec::with_capacity(config.layers);
         for i in 0..config.layers {
             let attention = build_attention(config, i, layer_seed(seed, i, 0), device)?;
-            let (gate, vb) = (config.attention_of(i).is_gated(), model_vb.pp(format!("layers.{i}")));
-            blocks.push(Block::new(config, attention, gate, rotary.clone(), vb)?);
+            let (parts, vb) = (config.attention_of(i).parts(), model_vb.pp(format!("layers.{i}")));
+            blocks.push(Block::new(config, attention, parts, rotary.clone(), vb)?);
         }
         let norm = match config.norm_position {
             NormPosition::Pre => Some(Norm::new(config, model_vb.pp("norm"))?),
@@ -247,6 +247,17 @@ impl Decoder {
                     .into_iter()
                     .map(|(name, buffer)| (format!("{}{name}", buffer_prefix(layer)), buffer)),
             );
+        }
+        Ok(all)
+    }
+
+    /// Returns the weights, by name, of the parts of layers in this configuration that change
+    /// nothing while they are new; a model without these parts is given them by adding the weights.
+    pub(crate) fn neutral_parts(config: &ModelConfig, device: &Device) -> Result<Vec<(String, Tensor)>> {
+        let mut all = Vec::new();
+        for layer in 0..config.layers {
+            let weights = heads(config, config.attention_of(layer).parts()).neutral_parts(device)?;
+            all.extend(weights.into_iter().map(|(name, weight)| (format!("{}{name}", buffer_prefix(layer)), weight)));
         }
         Ok(all)
     }

@@ -9,9 +9,10 @@
 //! ```
 //!
 //! **Which parameters decay.** `λ` applies to parameters of rank two or more whose name has no
-//! segment (the parts between dots) that is `bias`, ends in `_bias`, contains `norm` or is
-//! `feature_map`; it is zero for all others. Decay shrinks the weights of linear maps and
-//! embeddings; gains, offsets and the rows of feature maps have no reason to be near zero.
+//! segment (the parts between dots) that is `bias`, ends in `_bias` or `_conv1d`, contains `norm`
+//! or is `feature_map`; it is zero for all others. Decay shrinks the weights of linear maps and
+//! embeddings; gains, offsets, filters of convolutions and the rows of feature maps have no reason
+//! to be near zero.
 //!
 //! **Why not the optimiser of `candle-nn`.** That one makes some fifteen passes and three copies
 //! per parameter, skips a parameter without a gradient silently (so an operation without a backward
@@ -286,8 +287,10 @@ fn host_values(tensor: &Tensor) -> Result<Vec<f32>> {
 
 /// Whether weight decay applies to a parameter: see the [module documentation](self).
 fn decays(name: &str, parameter: &Tensor) -> bool {
-    let spared =
-        |part: &str| matches!(part, "bias" | "feature_map") || part.ends_with("_bias") || part.contains("norm");
+    let spared = |part: &str| {
+        let ends = ["_bias", "_conv1d"].iter().any(|end| part.ends_with(end));
+        matches!(part, "bias" | "feature_map") || ends || part.contains("norm")
+    };
     parameter.rank() >= 2 && !name.split('.').any(spared)
 }
 

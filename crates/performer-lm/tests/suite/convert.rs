@@ -226,6 +226,31 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "favor:m=8,map=hedgehog", other.path(), &stop), "cannot be fitted");
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have linear attention");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
+    for part in ["gate", "output-norm"] {
+        let attention = format!("favor:m=8,map=learned,conv,{part}");
+        refused(&plan(&teacher, &attention, other.path(), &stop), "leave gate and output-norm out");
+    }
+    Ok(())
+}
+
+/// Convolutions and output gates begin without effect, and learn in the last stage.
+#[test]
+fn a_student_may_have_parts_that_change_nothing_at_first() -> Result<()> {
+    let (data, stop) = (data()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let (plain, equipped) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let of = |attention: &str, folder: &Path| convert(&plan(&teacher, attention, folder, &stop), &data);
+    let without = of("favor:m=8,map=learned,window=4", plain.path())?;
+    let with = of("favor:m=8,map=learned,window=4,conv,output-gate", equipped.path())?;
+    let measured = |report: &Report, i: usize| (report.stages[i].measured, report.stages[i].without_window);
+    for i in 0..4 {
+        assert_eq!(measured(&with, i), measured(&without, i), "{}", with.stages[i].name);
+    }
+    assert!(with.stages[1].without_window.is_some_and(|bare| bare != with.stages[1].measured));
+    assert_ne!(measured(&with, 4), measured(&without, 4));
+    let saved = Pretrained::open(&equipped.path().to_string_lossy())?;
+    let filters = saved.tensors["model.layers.0.self_attn.k_conv1d.weight"].to_vec2::<f32>()?;
+    assert!(filters.iter().all(|filter| filter[3] > 0.9) && filters.iter().any(|filter| filter[0] != 0.0));
     Ok(())
 }
 

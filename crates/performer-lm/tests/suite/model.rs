@@ -9,7 +9,7 @@ use performer_lm::{
     model::{Decoder, Dropout},
 };
 
-const ATTENTIONS: [&str; 16] = [
+const ATTENTIONS: [&str; 20] = [
     "softmax",
     "favor:m=24",
     "favor:m=8,map=hyperbolic,projection=gaussian",
@@ -25,6 +25,10 @@ const ATTENTIONS: [&str; 16] = [
     "softmax:gate",
     "softmax:window=4,gate",
     "uniform:gate",
+    "softmax:conv",
+    "favor:m=16,conv",
+    "favor:m=8,map=learned,window=4,gate,conv,output-gate,output-norm",
+    "uniform:conv,output-gate",
     "none",
 ];
 
@@ -93,7 +97,15 @@ fn tensor(ids: &[u32], rows: usize) -> Result<Tensor> {
 
 #[test]
 fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
-    for attention in ["softmax", "favor:m=24", "favor:m=16,map=relu", "favor:m=24,gate", "softmax:gate"] {
+    for attention in [
+        "softmax",
+        "favor:m=24",
+        "favor:m=16,map=relu",
+        "favor:m=24,gate",
+        "softmax:gate",
+        "softmax:conv",
+        "favor:m=24,gate,conv,output-gate,output-norm",
+    ] {
         for config in variants(attention) {
             let model = Decoder::new(&config, 1, &Device::Cpu)?;
             let loss = model.losses(&tensor(&ids(2, 40, 0), 2)?, &ids(2, 40, 1), None)?.mean_all()?;
@@ -280,6 +292,31 @@ fn an_invalid_config_is_named() {
     assert_eq!(AttentionConfig::Softmax.kind(), "softmax");
 }
 
+/// Parts begin with weights of their own, and leave those of everything else alone. Convolutions and
+/// output gates change nothing at first.
+#[test]
+fn parts_are_counted_and_begin_without_drawn_numbers() -> Result<()> {
+    let model = |attention: &str| Decoder::new(&ModelConfig { kv_heads: 2, ..base(attention) }, 1, &Device::Cpu);
+    let plain = model("favor:m=8")?;
+    let logits = |model: &Decoder| -> Result<Vec<f32>> {
+        Ok(model.forward(&tensor(&ids(2, 40, 0), 2)?, None)?.flatten_all()?.to_vec1()?)
+    };
+    // Two layers of 32 channels, 2 key heads of 8 dimensions each.
+    let (filters, gates) = (2 * 4 * (32 + 16 + 16), 2 * 32 * 32);
+    for (parts, more) in [("conv", filters), ("output-gate", gates), ("output-norm", 2 * 8), ("gate", 2 * 2 * 33)] {
+        let with = model(&format!("favor:m=8,{parts}"))?;
+        assert_eq!(with.parameter_count()?, plain.parameter_count()? + more, "{parts}");
+        let weights = |model: &Decoder| -> Result<Vec<(String, Vec<f32>)>> {
+            let own = plain.named_parameters()?;
+            let shared = model.named_parameters()?.into_iter().filter(|(name, _)| own.iter().any(|(n, _)| n == name));
+            shared.map(|(name, var)| Ok((name, var.flatten_all()?.to_vec1()?))).collect()
+        };
+        assert_eq!(weights(&with)?, weights(&plain)?, "{parts}");
+        assert_eq!(logits(&with)? == logits(&plain)?, ["conv", "output-gate"].contains(&parts), "{parts}");
+    }
+    Ok(())
+}
+
 /// Candle adds the gradient of every edge of the graph to zeros, so that every further node of a
 /// block costs a training step a pass or more over a tensor of the size of the activations. A block
 /// of Llama's kind has a node for each of: two norms, queries, keys, values, attention, its output
@@ -320,6 +357,9 @@ fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
             "softmax:window=8,gate",
             "favor:m=16,gate",
             "favor:m=16,map=learned,gate",
+            "softmax:conv",
+            "softmax:window=8,gate,conv,output-gate,output-norm",
+            "favor:m=16,gate,conv,output-gate,output-norm",
         ] {
             let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
             let (config, _) = preset.load()?;

@@ -85,7 +85,9 @@ fn weights(dir: &Path) -> Result<Vec<(String, Vec<f32>)>> {
 
 #[test]
 fn both_attentions_learn() -> Result<()> {
-    for attention in ["softmax", "favor:m=32", "favor-gated:m=32", "softmax:gate"] {
+    for attention in
+        ["softmax", "favor:m=32", "favor-gated:m=32", "softmax:gate", "favor:m=32,gate,conv,output-gate,output-norm"]
+    {
         let dir = tempfile::tempdir()?;
         let (_, training) = recipe(attention);
         let report = run(attention, &training, dir.path(), 2)?;
@@ -122,10 +124,10 @@ fn a_resumed_run_is_the_unbroken_one() -> Result<()> {
     resume("favor:m=8")
 }
 
-/// Gates are weights like others: they are saved, and their moments with them.
+/// The parts of a layer are weights like others: they are saved, and their moments with them.
 #[test]
-fn a_resumed_run_with_gates_is_the_unbroken_one() -> Result<()> {
-    resume("favor-gated:m=8")
+fn a_resumed_run_with_parts_is_the_unbroken_one() -> Result<()> {
+    resume("favor-gated:m=8,conv,output-gate,output-norm")
 }
 
 fn resume(attention: &str) -> Result<()> {

@@ -18,8 +18,13 @@ impl Scalar {
     }
 }
 
-const SHAPES: [(&str, &[usize]); 4] =
-    [("w.weight", &[3, 5]), ("embed.weight", &[4, 2]), ("final_norm.weight", &[7]), ("w.map.bias", &[2, 2])];
+const SHAPES: [(&str, &[usize]); 5] = [
+    ("w.weight", &[3, 5]),
+    ("embed.weight", &[4, 2]),
+    ("final_norm.weight", &[7]),
+    ("q_conv1d.weight", &[3, 4]),
+    ("w.map.bias", &[2, 2]),
+];
 
 fn params(dtype: DType) -> Result<Vec<(String, Var)>> {
     SHAPES
