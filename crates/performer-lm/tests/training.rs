@@ -265,7 +265,18 @@ impl Asked {
             stop: &AtomicBool::new(false),
             listener: &Silent,
         };
-        Ok(ablate::run(&plan, &self.data, |_| ())?.data["outcomes"].clone())
+        let found = ablate::run(&plan, &self.data, |_| ())?;
+        let outcomes = found.data["outcomes"].clone();
+        // Every variant with features is measured without them, and the table has a row for windows.
+        for outcome in outcomes.as_array().context("outcomes")? {
+            let controls = outcome["features_off"].as_array().map_or(0, Vec::len);
+            assert_eq!(controls, usize::from(outcome["attention_spec"] != "softmax"), "{outcome}");
+        }
+        let tables = found.sections.iter().filter_map(|section| section.table.as_ref());
+        let names: Vec<&String> = tables.flat_map(|table| &table.rows).map(|row| &row[0]).collect();
+        let of_window = names.iter().position(|name| name.starts_with("window of 32")).context("a window")?;
+        assert_eq!(names[of_window + 1], "↳ features off: softmax:window=32");
+        Ok(outcomes)
     }
 }
 

@@ -129,6 +129,16 @@ impl AttentionConfig {
         }
     }
 
+    /// Whether a decoding state of it grows with every token, as exact attention to all of them
+    /// needs.
+    pub fn state_grows(&self) -> bool {
+        match self {
+            Self::Softmax => true,
+            Self::SoftmaxWindow { .. } | Self::Favor(_) | Self::Windowed { .. } | Self::Uniform | Self::None => false,
+            Self::Gated { of } => of.state_grows(),
+        }
+    }
+
     /// The control of linear attention, without its features: the window and the sinks alone where
     /// there is a window, else means of the values ([`Self::Uniform`]), with the gates where there
     /// are gates. It has the same weights in a layer, so a trained model can be measured with it.
