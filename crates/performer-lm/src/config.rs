@@ -84,6 +84,12 @@ pub struct ModelConfig {
     pub borders: Option<Borders>,
 }
 
+/// Whether a setting has its default, and is left out of JSON.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(n: &usize) -> bool {
+    *n == 0
+}
+
 fn default_norm_eps() -> f64 {
     1e-5
 }
@@ -300,6 +306,11 @@ pub struct TrainingConfig {
     pub clip: Option<f64>,
     /// Steps after which random features are drawn anew; 0 never.
     pub redraw_every: usize,
+    /// Steps after which features that can be fitted, and are not trained (the maps `dense` and
+    /// `optimal`), are fitted to the model's own queries and keys, before the first step and from
+    /// then on; 0 never, which leaves them as if queries and keys were unit normal.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub fit_every: usize,
     /// Steps between validations; 0 validates after each epoch only.
     pub eval_every: usize,
     /// Steps between checkpoints; 0 saves after each epoch only.

@@ -50,7 +50,7 @@ pub(super) struct Args {
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size", "micro_batch",
-        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed",
+        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "fit_every", "eval_every", "save_every", "seed",
         "out", "vocab_size"])]
     resume: Option<PathBuf>,
     /// Replace a run that the folder holds.

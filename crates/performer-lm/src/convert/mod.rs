@@ -29,7 +29,6 @@ use std::{path::Path, sync::atomic::AtomicBool, time::Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::{Attention, Favor, Windowed};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -504,14 +503,6 @@ fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
         ..config.clone()
     };
     Ok(Some(Decoder::from_tensors(&config, &student.tensors()?, student.device())?))
-}
-
-/// Builds the attention of a configuration over a given feature map.
-fn attention(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>> {
-    Ok(match config.window() {
-        None => Box::new(map),
-        Some(window) => Box::new(Windowed::new(window, map)?.with_sinks(config.sinks())?),
-    })
 }
 
 #[cfg(feature = "plot")]

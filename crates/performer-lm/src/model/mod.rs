@@ -6,6 +6,7 @@
 //! buffers, `model.layers.0.self_attn.projection`, and never trained.
 
 mod block;
+pub(crate) mod fit;
 mod given;
 mod init;
 pub mod pretrained;

@@ -36,6 +36,12 @@ use crate::{
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
 
+/// Number of tokens, at least, whose queries and keys features are fitted to.
+const FIT_TOKENS: usize = 8192;
+
+/// Sequences of a pass over these: their keys and queries are all in memory at once.
+const FIT_ROWS: usize = 16;
+
 /// File name of the [`Report`].
 const REPORT: &str = "metrics.json";
 
@@ -360,6 +366,23 @@ impl<'a> Trainer<'a> {
         })
     }
 
+    /// Fits features to the model's queries and keys of the batches from this step on.
+    fn fit_features(&mut self, step: usize) -> Result<()> {
+        let mut moments = self.model.no_moments();
+        for later in 0..FIT_TOKENS.div_ceil(self.batches.tokens_per_batch()) {
+            let (epoch, index) = self.batches.position((step + later) as u64);
+            let batch = self.batches.batch(epoch, index)?;
+            check_vocabulary(&batch, &self.model)?;
+            let tokens = batch.inputs.len().min(FIT_TOKENS.div_ceil(batch.context) * batch.context);
+            for part in batch.inputs[..tokens].chunks(FIT_ROWS * batch.context) {
+                let ids = Tensor::from_slice(part, (part.len() / batch.context, batch.context), self.model.device())?;
+                self.model.add_moments(&ids, &mut moments)?;
+            }
+        }
+        let count = step / self.training.fit_every;
+        self.model.fit_features(&moments, self.training.seed, count as u64)
+    }
+
     fn tokens(&self) -> u64 {
         (self.step() * self.batches.tokens_per_batch()) as u64
     }
@@ -465,6 +488,10 @@ impl Steps for InProgress<'_, '_> {
         let redraw = run.training.redraw_every;
         if redraw > 0 && step > 0 && step.is_multiple_of(redraw) {
             run.model.redraw(run.training.seed, (step / redraw) as u64)?;
+        }
+        let fit = run.training.fit_every;
+        if fit > 0 && step.is_multiple_of(fit) {
+            run.fit_features(step)?;
         }
         let (epoch, index) = run.batches.position(step as u64);
         let batch = run.batches.batch(epoch, index)?;
