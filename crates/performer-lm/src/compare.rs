@@ -9,14 +9,14 @@ use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    config::{AttentionConfig, ModelConfig, TrainingConfig},
+    config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::Prepared,
     files,
     listener::Listener,
     machine::Machine,
     model::Decoder,
     plot::{Axis, Chart, Scale, Series},
-    train::{Record, Report, RunOptions, find, find_or_run, read_log, run_name, training_batches},
+    train::{Control, Record, Report, RunOptions, find, find_or_run, read_log, run_name, training_batches},
 };
 
 /// A `Comparison` says what is compared, and where the results go.
@@ -26,7 +26,7 @@ pub struct Comparison<'a> {
     /// Training settings; the seed is replaced by each of `seeds`.
     pub training: TrainingConfig,
     /// The attentions to compare.
-    pub attentions: Vec<AttentionConfig>,
+    pub attentions: Vec<AttentionPattern>,
     /// The seeds with which each attention is trained.
     pub seeds: Vec<u64>,
     /// Folder for the results and for one checkpoint folder per run.
@@ -71,6 +71,15 @@ pub struct Summary {
     pub attention_spec: String,
     /// The seeds run.
     pub seeds: Vec<u64>,
+    /// Number of trained parameters.
+    #[serde(default)]
+    pub params: usize,
+    /// Bytes of decoding state of one sequence of the model's context, in all layers.
+    #[serde(default)]
+    pub state_bytes: usize,
+    /// Whether that state grows with every token.
+    #[serde(default)]
+    pub state_grows: bool,
     /// Mean validation loss, in nats per token.
     pub val_loss: f64,
     /// Standard deviation of the validation loss over the seeds; 0 for one seed.
@@ -79,6 +88,9 @@ pub struct Summary {
     pub perplexity: f64,
     /// Mean bits per byte.
     pub bits_per_byte: f64,
+    /// The trained models with their features off, means over the seeds; `None` if they have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub features_off: Option<Control>,
     /// Mean perplexity divided by that of the first attention, minus 1, over the seeds that both
     /// have.
     pub perplexity_gap: f64,
@@ -104,7 +116,7 @@ impl Comparison<'_> {
         let mut runs = Vec::new();
         for &seed in &self.seeds {
             for attention in &self.attentions {
-                let (config, training) = self.recipe(attention, seed);
+                let (config, training) = self.recipe(attention, seed)?;
                 let out = self.folder(attention, seed);
                 let report = find_or_run(&config, &training, data, self.options(&out))?;
                 let Some(report) = report else { bail!("stopped; the same command goes on from here") };
@@ -116,12 +128,12 @@ impl Comparison<'_> {
     }
 
     /// Returns the configuration and the training settings of a run.
-    fn recipe(&self, attention: &AttentionConfig, seed: u64) -> (ModelConfig, TrainingConfig) {
-        let config = ModelConfig { attention: attention.clone(), ..self.config.clone() };
-        (config, TrainingConfig { seed, ..self.training.clone() })
+    fn recipe(&self, attention: &AttentionPattern, seed: u64) -> Result<(ModelConfig, TrainingConfig)> {
+        let config = self.config.clone().with_attention(attention)?;
+        Ok((config, TrainingConfig { seed, ..self.training.clone() }))
     }
 
-    fn folder(&self, attention: &AttentionConfig, seed: u64) -> PathBuf {
+    fn folder(&self, attention: &AttentionPattern, seed: u64) -> PathBuf {
         self.out.join(run_name(attention, seed))
     }
 
@@ -143,7 +155,7 @@ impl Comparison<'_> {
             ensure!(!self.attentions[..i].contains(attention), "attention {attention} is given twice");
             for (j, &seed) in self.seeds.iter().enumerate() {
                 ensure!(!self.seeds[..j].contains(&seed), "seed {seed} is given twice");
-                let (config, training) = self.recipe(attention, seed);
+                let (config, training) = self.recipe(attention, seed)?;
                 if j == 0 {
                     Decoder::new(&config, 0, &self.device).with_context(|| format!("attention {attention}"))?;
                 }
@@ -247,8 +259,21 @@ fn summarise(runs: &[Report], epoch_tokens: usize) -> Vec<Summary> {
             .collect();
         let ratio = pairs.iter().map(|p| p.0).sum::<f64>() / pairs.iter().map(|p| p.1).sum::<f64>();
         let tokens_per_second = median(of(|r| r.tokens_per_second));
+        let run = runs.iter().find(|r| r.attention_spec == spec);
+        let controls: Vec<&Control> =
+            runs.iter().filter(|r| r.attention_spec == spec).filter_map(|r| r.features_off.as_ref()).collect();
+        let mean_of = |f: fn(&Control) -> f64| mean(&controls.iter().map(|c| f(c)).collect::<Vec<_>>());
         summary.push(Summary {
             attention_spec: spec.to_string(),
+            params: run.map_or(0, |r| r.params),
+            state_bytes: run.map_or(0, |r| r.state_bytes),
+            state_grows: run.is_some_and(|r| r.state_grows),
+            features_off: controls.first().map(|control| Control {
+                attention_spec: control.attention_spec.clone(),
+                val_loss: mean_of(|c| c.val_loss),
+                perplexity: mean_of(|c| c.perplexity),
+                bits_per_byte: mean_of(|c| c.bits_per_byte),
+            }),
             seeds: runs.iter().filter(|r| r.attention_spec == spec).map(|r| r.seed).collect(),
             val_loss,
             val_loss_std: if losses.len() > 1 { (spread / (losses.len() - 1) as f64).sqrt() } else { 0.0 },
@@ -285,6 +310,14 @@ mod tests {
             attention_spec: spec.into(),
             seed,
             params: 1,
+            state_bytes: 100,
+            state_grows: spec == "softmax",
+            features_off: spec.starts_with("favor").then(|| Control {
+                attention_spec: "uniform".into(),
+                val_loss: val_loss + 1.0,
+                perplexity: (val_loss + 1.0).exp(),
+                bits_per_byte: (val_loss + 1.0) / 3.0,
+            }),
             val_loss,
             perplexity: val_loss.exp(),
             bits_per_byte: val_loss / 3.0,
@@ -317,6 +350,11 @@ mod tests {
         assert_eq!(summary[1].val_loss_std, 0.0);
         assert_eq!(summary[0].epoch_seconds, 10.0);
         assert_eq!(summary[0].tokens_per_second, 150.0);
+        assert_eq!((summary[0].state_grows, summary[1].state_grows, summary[1].state_bytes), (true, false, 100));
+        assert_eq!(summary[0].features_off, None);
+        let control = summary[1].features_off.as_ref().unwrap();
+        assert_eq!(control.attention_spec, "uniform");
+        assert!((control.val_loss - 4.1).abs() < 1e-12);
         let expected = 3.1f64.exp() / ((3.0f64.exp() + 3.2f64.exp()) / 2.0) - 1.0;
         assert!((summary[1].perplexity_gap - expected).abs() < 1e-12);
     }

@@ -5,6 +5,7 @@
 
 mod borders;
 mod optimizer;
+mod pattern;
 mod schedule;
 
 use std::collections::BTreeMap;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub use borders::Borders;
 pub use optimizer::AdamWConfig;
+pub use pattern::AttentionPattern;
 pub use performer_core::AttentionConfig;
 pub use schedule::Schedule;
 
@@ -82,6 +84,12 @@ pub struct ModelConfig {
     pub borders: Option<Borders>,
 }
 
+/// Whether a setting has its default, and is left out of JSON.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(n: &usize) -> bool {
+    *n == 0
+}
+
 fn default_norm_eps() -> f64 {
     1e-5
 }
@@ -141,6 +149,55 @@ impl ModelConfig {
     /// Returns the attention of a layer, counted from 0.
     pub fn attention_of(&self, layer: usize) -> &AttentionConfig {
         self.attention_by_layer.get(&layer).unwrap_or(&self.attention)
+    }
+
+    /// Returns this model with the attention of a pattern in all its layers.
+    ///
+    /// # Errors
+    /// If every n-th layer is to have another attention, and there are fewer layers than n.
+    pub fn with_attention(mut self, pattern: &AttentionPattern) -> Result<Self> {
+        self.attention = pattern.most.clone();
+        self.attention_by_layer.clear();
+        if let Some((attention, n)) = &pattern.every {
+            ensure!(
+                *n <= self.layers,
+                "attention {pattern}: the model has {} layers, so none would have {attention}; the number after / must be at \
+                 most {0}",
+                self.layers
+            );
+            self.attention_by_layer =
+                (n - 1..self.layers).step_by(*n).map(|layer| (layer, attention.clone())).collect();
+        }
+        Ok(self)
+    }
+
+    /// Returns the pattern of attention: a hybrid if layers at regular distances have an attention
+    /// of their own and that is the same one, else the attention of the layers that have none.
+    pub fn pattern(&self) -> AttentionPattern {
+        let own = &self.attention_by_layer;
+        let every = own.first_key_value().map(|(first, attention)| (attention.clone(), first + 1));
+        let every = every.filter(|(attention, n)| {
+            *n > 1 && own.values().all(|a| a == attention) && own.keys().copied().eq((n - 1..self.layers).step_by(*n))
+        });
+        AttentionPattern { most: self.attention.clone(), every }
+    }
+
+    /// Returns this model with the features of all linear attention off
+    /// ([`AttentionConfig::features_off`]), or `None` if no layer has linear attention. It has the
+    /// weights of this one.
+    pub fn features_off(&self) -> Option<Self> {
+        let any = (0..self.layers).any(|layer| self.attention_of(layer).features_off().is_some());
+        let off = |attention: &AttentionConfig| attention.features_off().unwrap_or_else(|| attention.clone());
+        any.then(|| Self {
+            attention: off(&self.attention),
+            attention_by_layer: self.attention_by_layer.iter().map(|(&layer, own)| (layer, off(own))).collect(),
+            ..self.clone()
+        })
+    }
+
+    /// Returns the number of layers whose decoding state grows with every token.
+    pub fn growing_layers(&self) -> usize {
+        (0..self.layers).filter(|&layer| self.attention_of(layer).state_grows()).count()
     }
 
     /// Whether the attention of every layer is exact.
@@ -249,6 +306,11 @@ pub struct TrainingConfig {
     pub clip: Option<f64>,
     /// Steps after which random features are drawn anew; 0 never.
     pub redraw_every: usize,
+    /// Steps after which features that can be fitted, and are not trained (the maps `dense` and
+    /// `optimal`), are fitted to the model's own queries and keys, before the first step and from
+    /// then on; 0 never, which leaves them as if queries and keys were unit normal.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub fit_every: usize,
     /// Steps between validations; 0 validates after each epoch only.
     pub eval_every: usize,
     /// Steps between checkpoints; 0 saves after each epoch only.

@@ -30,17 +30,23 @@ use crate::features::{Constant, FeatureMapKind};
 pub enum AttentionConfig {
     /// Exact softmax attention.
     Softmax,
-    /// Exact softmax attention to the last tokens, and to nothing else.
+    /// Exact softmax attention to the last tokens and the sinks, and to nothing else.
     SoftmaxWindow {
         /// Tokens that a query sees, its own among them.
         window: usize,
+        /// Tokens at the beginning that every query sees too; see [`Softmax::with_sinks`].
+        #[serde(default, skip_serializing_if = "is_zero")]
+        sinks: usize,
     },
     /// Linear attention through feature maps.
     Favor(FavorConfig),
-    /// Exact attention to the last tokens, linear attention to those before.
+    /// Exact attention to the last tokens and the sinks, linear attention to the others.
     Windowed {
         /// Tokens of exact attention, the query's own among them.
         window: usize,
+        /// Tokens at the beginning to which attention is exact too; see [`Windowed::with_sinks`].
+        #[serde(default, skip_serializing_if = "is_zero")]
+        sinks: usize,
         /// Attention to the others.
         far: FavorConfig,
     },
@@ -113,9 +119,9 @@ impl AttentionConfig {
         let favor = |config: &FavorConfig| Favor::new(config, head_dim, seed, dtype, device);
         Ok(match self {
             Self::Softmax => Box::new(Softmax::new()),
-            Self::SoftmaxWindow { window } => Box::new(Softmax::new().with_window(*window)?),
+            Self::SoftmaxWindow { window, sinks } => Box::new(Softmax::new().with_window(*window)?.with_sinks(*sinks)?),
             Self::Favor(config) => Box::new(favor(config)?),
-            Self::Windowed { window, far } => Box::new(Windowed::new(*window, favor(far)?)?),
+            Self::Windowed { window, sinks, far } => Box::new(Windowed::new(*window, favor(far)?)?.with_sinks(*sinks)?),
             Self::Equipped { parts, of } if !of.parts().is_empty() => {
                 bail!("attention: {parts} is around {of}, which has parts already; put all parts in one place")
             }
@@ -128,11 +134,49 @@ impl AttentionConfig {
     /// Tokens of exact attention, where they are limited.
     pub fn window(&self) -> Option<usize> {
         match self {
-            Self::SoftmaxWindow { window } | Self::Windowed { window, .. } => Some(*window),
+            Self::SoftmaxWindow { window, .. } | Self::Windowed { window, .. } => Some(*window),
             Self::Softmax | Self::Favor(_) | Self::Uniform | Self::None => None,
             Self::Equipped { of, .. } => of.window(),
         }
     }
+
+    /// Tokens at the beginning of a sequence that are seen exactly beside a window.
+    pub fn sinks(&self) -> usize {
+        match self {
+            Self::SoftmaxWindow { sinks, .. } | Self::Windowed { sinks, .. } => *sinks,
+            Self::Softmax | Self::Favor(_) | Self::Uniform | Self::None => 0,
+            Self::Equipped { of, .. } => of.sinks(),
+        }
+    }
+
+    /// Whether a decoding state of it grows with every token, as exact attention to all of them
+    /// needs.
+    pub fn state_grows(&self) -> bool {
+        match self {
+            Self::Softmax => true,
+            Self::SoftmaxWindow { .. } | Self::Favor(_) | Self::Windowed { .. } | Self::Uniform | Self::None => false,
+            Self::Equipped { of, .. } => of.state_grows(),
+        }
+    }
+
+    /// The control of linear attention, without its features: the window and the sinks alone where
+    /// there is a window, else means of the values ([`Self::Uniform`]), in a layer with the same
+    /// parts. It has the same weights in a layer, so a trained model can be measured with it.
+    /// `None` where there is no linear attention to leave out.
+    pub fn features_off(&self) -> Option<Self> {
+        match self {
+            Self::Softmax | Self::SoftmaxWindow { .. } | Self::Uniform | Self::None => None,
+            Self::Favor(_) => Some(Self::Uniform),
+            Self::Windowed { window, sinks, .. } => Some(Self::SoftmaxWindow { window: *window, sinks: *sinks }),
+            Self::Equipped { parts, of } => Some(Self::Equipped { parts: *parts, of: Box::new(of.features_off()?) }),
+        }
+    }
+}
+
+/// Whether a setting has its default, and is left out of JSON.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(n: &usize) -> bool {
+    *n == 0
 }
 
 /// Exact tokens of `favor-window`.
@@ -143,7 +187,8 @@ impl fmt::Display for AttentionConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let c = match self {
             Self::Softmax => return f.write_str("softmax"),
-            Self::SoftmaxWindow { window } => return write!(f, "softmax:window={window}"),
+            Self::SoftmaxWindow { window, sinks: 0 } => return write!(f, "softmax:window={window}"),
+            Self::SoftmaxWindow { window, sinks } => return write!(f, "softmax:window={window},sinks={sinks}"),
             Self::Uniform => return f.write_str("uniform"),
             Self::None => return f.write_str("none"),
             Self::Equipped { parts, of } => {
@@ -169,12 +214,15 @@ impl fmt::Display for AttentionConfig {
         if let Some(window) = self.window() {
             parts.push(format!("window={window}"));
         }
+        if self.sinks() > 0 {
+            parts.push(format!("sinks={}", self.sinks()));
+        }
         write!(f, "favor:{}", parts.join(","))
     }
 }
 
-/// Reads `softmax`, `softmax:window=32`, `favor`, `favor:m=64`,
-/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32`, `uniform`, `none`, and three
+/// Reads `softmax`, `softmax:window=32,sinks=4`, `favor`, `favor:m=64`,
+/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4`, `uniform`, `none`, and three
 /// variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
 /// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names of
 /// [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`.
@@ -219,26 +267,19 @@ impl AttentionConfig {
             "uniform" if settings.is_empty() => return Ok(Self::Uniform),
             "none" if settings.is_empty() => return Ok(Self::None),
             "uniform" | "none" => return Err(format!("{kind} takes no such settings as '{settings}'")),
-            "softmax" => {
-                return match settings.strip_prefix("window=").map(str::parse) {
-                    Some(Ok(window)) if window > 0 => Ok(Self::SoftmaxWindow { window }),
-                    _ => Err(format!(
-                        "softmax takes one setting beside parts of the layer, window= with a whole number of tokens of at least 1, \
-                         but '{settings}' was given"
-                    )),
-                };
-            }
+            "softmax" => (FavorConfig::default(), None),
             "favor" => (FavorConfig::default(), None),
             "favor-learned" => (learned, None),
             "favor-window" => (learned, Some(WINDOW)),
             _ => {
                 return Err(format!(
                     "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
-                     those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=..., and all but none \
+                     those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,sinks=..., and all but none \
                      with gate, conv, output-gate, output-norm"
                 ));
             }
         };
+        let mut sinks = None;
         let mut seen: Vec<&str> = Vec::new();
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
             let (key, value) = setting
@@ -249,6 +290,11 @@ impl AttentionConfig {
                 return Err(format!("attention setting {key} is given twice, in '{settings}'; give it once"));
             }
             seen.push(key);
+            if kind == "softmax" && !matches!(key, "window" | "sinks") {
+                return Err(format!(
+                    "softmax takes the settings window and sinks, and those of its layer: gate, conv, output-gate, output-norm; but '{setting}' was given"
+                ));
+            }
             match key {
                 "m" => match value.parse() {
                     Ok(m) if m > 0 => config.features = m,
@@ -265,16 +311,28 @@ impl AttentionConfig {
                     Ok(w) if w > 0 => window = Some(w),
                     _ => return Err(format!("window={value}: it must be a whole number of tokens, at least 1")),
                 },
+                "sinks" => match value.parse() {
+                    Ok(n) if n > 0 => sinks = Some(n),
+                    _ => return Err(format!("sinks={value}: it must be a whole number of tokens, at least 1")),
+                },
                 _ => {
                     return Err(format!(
-                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, gate, conv, output-gate, output-norm"
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, sinks, gate, conv, output-gate, output-norm"
                     ));
                 }
             }
         }
-        Ok(match window {
-            None => Self::Favor(config),
-            Some(window) => Self::Windowed { window, far: config },
+        let Some(window) = window else {
+            return match sinks {
+                None => Ok(Self::Favor(config)),
+                Some(n) => Err(format!("sinks={n}: sinks are seen beside a window; give window= too")),
+            };
+        };
+        let sinks = sinks.unwrap_or(0);
+        Ok(if kind == "softmax" {
+            Self::SoftmaxWindow { window, sinks }
+        } else {
+            Self::Windowed { window, sinks, far: config }
         })
     }
 }
@@ -286,15 +344,22 @@ mod tests {
     /// Settings survive JSON, and the JSON of attentions without parts is that of earlier versions.
     #[test]
     fn attention_survives_json() {
-        for text in
-            ["softmax", "softmax:window=32,gate", "favor:m=64,window=32,gate,output-norm", "uniform:gate", "none"]
-        {
+        for text in [
+            "softmax",
+            "softmax:window=32,gate",
+            "softmax:window=32,sinks=4,gate",
+            "favor:m=64,window=32,gate,output-norm",
+            "favor:m=64,window=32,sinks=4",
+            "uniform:gate",
+            "none",
+        ] {
             let config: AttentionConfig = text.parse().unwrap();
             let json = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<AttentionConfig>(&json).unwrap(), config, "{json}");
         }
         let json = |text: &str| serde_json::to_string(&text.parse::<AttentionConfig>().unwrap()).unwrap();
         assert_eq!(json("softmax"), r#"{"kind":"softmax"}"#);
+        assert_eq!(json("softmax:window=32"), r#"{"kind":"softmax-window","window":32}"#);
         assert_eq!(json("softmax:conv"), r#"{"kind":"equipped","parts":{"convolution":true},"of":{"kind":"softmax"}}"#);
         // A part of a later version is not passed over.
         let unknown = r#"{"kind":"equipped","parts":{"new":true},"of":{"kind":"softmax"}}"#;
@@ -312,6 +377,23 @@ mod tests {
     }
 
     #[test]
+    fn features_off_leaves_the_window_the_sinks_and_the_gates() {
+        for (text, off) in [
+            ("favor:m=64,window=32", Some("softmax:window=32")),
+            ("favor:map=learned,window=32,sinks=4,gate", Some("softmax:window=32,sinks=4,gate")),
+            ("favor", Some("uniform")),
+            ("favor-gated", Some("uniform:gate")),
+            ("softmax", None),
+            ("softmax:window=8,gate", None),
+            ("uniform:gate", None),
+            ("none", None),
+        ] {
+            let config: AttentionConfig = text.parse().unwrap();
+            assert_eq!(config.features_off().map(|off| off.to_string()).as_deref(), off, "{text}");
+        }
+    }
+
+    #[test]
     fn attention_reads_back_what_it_shows() {
         for text in [
             "softmax",
@@ -324,10 +406,13 @@ mod tests {
             "softmax:gate",
             "softmax:window=32,gate",
             "softmax:window=32,gate,conv,output-gate,output-norm",
-            "favor:m=64,window=32,gate",
             "favor:m=64,gate,conv",
             "favor:map=elu,output-norm",
             "uniform:conv,output-gate",
+            "softmax:window=32,sinks=4",
+            "softmax:window=32,sinks=4,gate",
+            "favor:m=64,window=32,gate",
+            "favor:m=64,window=32,sinks=4,gate",
             "uniform",
             "uniform:gate",
             "none",
@@ -352,8 +437,12 @@ mod tests {
             ("favor:64", "KEY=VALUE"),
             ("favor:map=x", "unknown feature map"),
             ("favor:window=0", "at least 1"),
-            ("softmax:m=1", "one setting"),
+            ("softmax:m=1", "the settings window, sinks and gate"),
             ("softmax:window=0", "at least 1"),
+            ("softmax:sinks=4", "beside a window"),
+            ("favor:sinks=4", "beside a window"),
+            ("softmax:window=4,sinks=0", "at least 1"),
+            ("softmax:window=4,sinks=1,sinks=1", "sinks is given twice"),
             ("favor:m=4,features=8", "m is given twice"),
             ("favor:window=4,window=4", "window is given twice"),
             ("favor:gate,gate", "gate is given twice"),

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::layout::compute;
 
 /// The lowest gate that is taken: sums of them are still far from overflow in f32.
-const LOWEST: f64 = -1e30;
+pub(super) const LOWEST: f64 = -1e30;
 
 /// Refuses gates outside `-1e30..=0`, on the CPU. Elsewhere this would wait for the device on every
 /// call.

@@ -102,9 +102,9 @@ impl Mask {
         self.visible_of(batch)?.map(flags).transpose()
     }
 
-    /// Returns this mask over the first `keys` keys only.
-    pub(crate) fn first_keys(&self, keys: usize) -> Result<Self> {
-        let visible = self.visible.as_ref().map(|visible| visible.narrow(1, 0, keys)).transpose()?;
+    /// Returns this mask over the keys `start..start + count` only.
+    pub(crate) fn of_keys(&self, start: usize, count: usize) -> Result<Self> {
+        let visible = self.visible.as_ref().map(|visible| visible.narrow(1, start, count)).transpose()?;
         Ok(Self { causal: self.causal, visible })
     }
 }

@@ -69,6 +69,7 @@
 //! ```
 
 mod config;
+mod exact;
 mod favor;
 mod gates;
 mod identity;

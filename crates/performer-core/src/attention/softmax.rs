@@ -7,7 +7,9 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
-    Attention, Identity, Inputs, Mask, Memory, Path, State, StateRecord, gates,
+    Attention, Identity, Inputs, Mask, Memory, Path, State, StateRecord,
+    exact::Exact,
+    gates,
     inputs::{Sizes, rows},
     layout::{FLOOR, Folded, Rows, check_finite, values_and_one},
     state::bytes_of,
@@ -26,6 +28,7 @@ const CACHE_TOKENS: usize = 256;
 pub struct Softmax {
     composed: bool,
     window: Option<usize>,
+    sinks: usize,
 }
 
 impl Softmax {
@@ -48,9 +51,30 @@ impl Softmax {
         Ok(self)
     }
 
-    /// Tokens that a query sees, where they are limited.
+    /// Lets each query also see the first `sinks` tokens of the sequence that came before it, however
+    /// far they are: attention sinks (Xiao et al. 2023, <https://arxiv.org/abs/2309.17453>), on
+    /// which trained models lay weight that they have no other use for. The decoding state has as
+    /// many more keys and values. Sinks are positions: one that a mask hides is hidden, and no other
+    /// token takes its place. Forget gates act on sinks as on every key.
+    ///
+    /// # Errors
+    /// If there is no window, without which every token is seen anyway.
+    pub fn with_sinks(mut self, sinks: usize) -> Result<Self> {
+        if self.window.is_none() && sinks > 0 {
+            bail!("sinks are {sinks}, but there is no window; call with_window first, or leave sinks out");
+        }
+        self.sinks = sinks;
+        Ok(self)
+    }
+
+    /// Tokens that a query sees, where they are limited, beside [`Self::sinks`].
     pub fn window(&self) -> Option<usize> {
         self.window
+    }
+
+    /// Tokens at the beginning that every query sees beside its window.
+    pub fn sinks(&self) -> usize {
+        self.sinks
     }
 
     /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a
@@ -70,7 +94,7 @@ impl Softmax {
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => {
                 let visible = mask.visible_flags(sizes.batch)?;
-                let seen = softmax::Seen { offset, window: self.window, visible };
+                let seen = softmax::Seen { offset, window: self.window, sinks: self.sinks, visible };
                 inputs.gates.map(gates::check).transpose()?;
                 softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, false)
             }
@@ -81,7 +105,7 @@ impl Softmax {
             }
             Err(_) => {
                 let folded = Folded::new(inputs, mask)?;
-                folded.output(&attend(&folded, offset, self.window)?.0)
+                folded.output(&attend(&folded, offset, self.window, self.sinks)?.0)
             }
         }
     }
@@ -115,24 +139,25 @@ impl Softmax {
         })
     }
 
-    /// Computes attention of query `t` to the last `window` of the keys `0..=offset + t`, and the
-    /// logarithms of its denominators: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Nothing is empty.
+    /// Computes attention of query `t` to the last `window` of the keys `0..=offset + t` and the
+    /// first `sinks`, and the logarithms of its denominators: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`.
+    /// Nothing is empty.
     pub(super) fn with_logs(
         &self,
         inputs: Inputs<'_>,
         mask: &Mask,
         offset: usize,
-        window: usize,
+        (window, sinks): (usize, usize),
     ) -> Result<(Tensor, Tensor)> {
         let Inputs { q, k, v, .. } = inputs;
         if !matches!(self.kernel(inputs), Ok(Kernel::Cpu)) {
             let folded = Folded::new(inputs, mask)?;
-            let (values, logs) = attend(&folded, Some(offset), Some(window))?;
+            let (values, logs) = attend(&folded, Some(offset), Some(window), sinks)?;
             return Ok((folded.output(&values)?, folded.output(&logs)?));
         }
         let dv = v.dim(3)?;
         let visible = mask.visible_flags(q.dim(0)?)?;
-        let seen = softmax::Seen { offset: Some(offset), window: Some(window), visible };
+        let seen = softmax::Seen { offset: Some(offset), window: Some(window), sinks, visible };
         inputs.gates.map(gates::check).transpose()?;
         let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
         Ok((rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?))
@@ -193,10 +218,11 @@ impl Attention for Softmax {
     fn identity(&self) -> Result<Identity> {
         static WHOLE: std::sync::OnceLock<Identity> = std::sync::OnceLock::new();
         let whole = WHOLE.get_or_init(|| Identity::new("softmax")).clone();
-        Ok(match self.window {
+        let identity = match self.window {
             None => whole,
             Some(window) => whole.with("window", window),
-        })
+        };
+        Ok(if self.sinks > 0 { identity.with("sinks", self.sinks) } else { identity })
     }
 
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
@@ -215,26 +241,17 @@ impl Softmax {
     fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
         let past = state.take::<LastKeysAndValues>()?;
         let attended = (|| {
-            let (mut k, mut v) = (inputs.k.contiguous()?, inputs.v.contiguous()?);
-            let kept = past.as_ref().map_or(Ok(0), |past| past.keys.dim(2))?;
-            let gates = gates::append(past.as_ref().and_then(|past| past.gates.as_ref()), kept, inputs.gates, &k)?;
-            if let Some(past) = &past {
-                k = Tensor::cat(&[&past.keys, &k], 2)?;
-                v = Tensor::cat(&[&past.values, &v], 2)?;
-            }
-            let all = k.dim(2)?;
-            let inputs = Inputs::new(inputs.q, &k, &v).with_gates_of(gates.as_ref());
+            let seen = Exact::append(past.as_ref().map(|past: &LastKeysAndValues| &past.0), inputs)?;
+            let gates = if sizes.queries > 0 { seen.gates_with_missing(self.sinks)? } else { None };
+            let inputs = Inputs::new(inputs.q, &seen.keys, &seen.values).with_gates_of(gates.as_ref());
             let fused = matches!(self.kernel(inputs), Ok(Kernel::Cpu));
             let out = if sizes.queries == 1 && sizes.batch > 0 && fused {
-                softmax::step(&rows(inputs.q)?, &k, &v, inputs.gates)?
+                softmax::step(&rows(inputs.q)?, &seen.keys, &seen.values, inputs.gates)?
             } else {
-                self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(all - sizes.queries))?
+                self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(seen.len()? - sizes.queries))?
             };
             // The next token sees these and itself.
-            let kept = all.min(window - 1);
-            let last = |t: &Tensor| t.narrow(2, all - kept, kept)?.contiguous();
-            let gates = gates.as_ref().map(last).transpose()?;
-            Ok((out, LastKeysAndValues { keys: last(&k)?, values: last(&v)?, gates }))
+            Ok((out, LastKeysAndValues(seen.keep(self.sinks, window - 1)?)))
         })();
         match attended {
             Ok((out, memory)) => {
@@ -250,16 +267,9 @@ impl Softmax {
 }
 
 /// `LastKeysAndValues` holds the keys and values that the next token of a window sees beside its
-/// own.
+/// own: `W − 1` and those of the sinks, fewer at the beginning.
 #[derive(Clone, Debug)]
-struct LastKeysAndValues {
-    /// `(B, Hkv, W − 1, D)`, fewer at the beginning.
-    keys: Tensor,
-    /// `(B, Hkv, W − 1, Dv)`, fewer at the beginning.
-    values: Tensor,
-    /// `(B, Hkv, W − 1)`, fewer at the beginning; `None` if no token had a gate.
-    gates: Option<Tensor>,
-}
+struct LastKeysAndValues(Exact);
 
 impl Memory for LastKeysAndValues {
     fn kind() -> &'static str {
@@ -267,7 +277,7 @@ impl Memory for LastKeysAndValues {
     }
 
     fn bytes(&self) -> usize {
-        bytes_of(&self.keys) + bytes_of(&self.values) + self.gates.as_ref().map_or(0, bytes_of)
+        self.0.bytes()
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
@@ -276,17 +286,11 @@ impl Memory for LastKeysAndValues {
     }
 
     fn save(&self) -> Result<StateRecord> {
-        let record = StateRecord::new().with_tensor("keys", self.keys.clone());
-        Ok(record.with_tensor("values", self.values.clone()).with_gates(self.gates.as_ref()))
+        Ok(self.0.save())
     }
 
     fn load(record: &StateRecord) -> Result<Self> {
-        let (keys, values) = (record.tensor("keys")?.clone(), record.tensor("values")?.clone());
-        let ((b, h, w, _), (vb, vh, vw, _)) = (keys.dims4()?, values.dims4()?);
-        if (b, h, w) != (vb, vh, vw) {
-            bail!("saved state: keys {:?} and values {:?} do not belong together", keys.dims(), values.dims());
-        }
-        Ok(Self { gates: record.gates(&keys)?, keys, values })
+        Exact::load(record).map(Self)
     }
 }
 
@@ -357,8 +361,9 @@ impl Memory for KeysAndValues {
 }
 
 /// Computes attention `(N, Tq·G, Dv)` and the logarithms of the denominators, `(N, Tq·G, 1)`. With
-/// `offset`, query `t` sees keys `0..=offset + t`; with `window`, the last so many of them.
-fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Result<(Tensor, Tensor)> {
+/// `offset`, query `t` sees keys `0..=offset + t`; with `window`, the last so many of them and the
+/// first `sinks`.
+fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>, sinks: usize) -> Result<(Tensor, Tensor)> {
     let (n, tq, g, d) = inputs.q.dims4()?;
     let tk = inputs.k.dim(1)?;
     if n * tq == 0 || tk == 0 {
@@ -372,7 +377,7 @@ fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Resu
         scores = (scores + between.contiguous()?.reshape((n, tq * g, tk))?)?;
     }
     if let Some(offset) = offset {
-        scores = scores.broadcast_add(&causal_bias([tq, g, tk], offset, window, &scores)?)?;
+        scores = scores.broadcast_add(&causal_bias([tq, g, tk], offset, (window, sinks), &scores)?)?;
     }
     if let Some(keys) = &inputs.keys {
         let hidden = Tensor::full(f32::NEG_INFINITY, keys.shape(), keys.device())?.to_dtype(keys.dtype())?;
@@ -388,8 +393,13 @@ fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>) -> Resu
 }
 
 /// Returns `(Tq·G, Tk)`, which is 0 where query `t` may see key `j <= offset + t` among the last
-/// `window`, else `−∞`.
-fn causal_bias([tq, g, tk]: [usize; 3], offset: usize, window: Option<usize>, like: &Tensor) -> Result<Tensor> {
+/// `window` or the first `sinks`, else `−∞`.
+fn causal_bias(
+    [tq, g, tk]: [usize; 3],
+    offset: usize,
+    (window, sinks): (Option<usize>, usize),
+    like: &Tensor,
+) -> Result<Tensor> {
     let (dtype, device) = (like.dtype(), like.device());
     // Row t·G + g belongs to query t.
     let visible_to: Vec<u32> = (0..tq * g).map(|row| (row / g + offset) as u32).collect();
@@ -398,7 +408,7 @@ fn causal_bias([tq, g, tk]: [usize; 3], offset: usize, window: Option<usize>, li
     let mut hidden = keys.broadcast_gt(&visible_to)?;
     if let Some(window) = window {
         let far = (keys.to_dtype(DType::F64)? + window as f64)?.broadcast_le(&visible_to.to_dtype(DType::F64)?)?;
-        hidden = (hidden + far)?;
+        hidden = (hidden + far.broadcast_mul(&keys.ge(sinks.min(tk) as u32)?)?)?;
     }
     let shape = hidden.shape();
     hidden.where_cond(

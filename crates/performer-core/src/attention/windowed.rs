@@ -5,13 +5,15 @@
 //! `o_i = (Σ_near e^{s_ij} v_j + Σ_far φ_i·φ_j v_j) / (Σ_near e^{s_ij} + Σ_far φ_i·φ_j)`. The
 //! window slides a token at a time: what is near depends on the distance alone, not on chunks of a
 //! kernel. Both parts are fused operations that return the logarithms of their denominators; the
-//! far one gets queries `W..` over keys `..T − W`, which is causal attention between them.
+//! far one gets queries `W..` over keys `..T − W`, which is causal attention between them. `N` sinks,
+//! the first tokens, are near to every query and so never among the far keys: then the far part gets
+//! queries `W + N..` over keys `N..T − W`.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, gates, layout::compute,
-    state::bytes_of,
+    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, exact::Exact, gates,
+    layout::compute,
 };
 use crate::features::Features;
 
@@ -20,6 +22,7 @@ use crate::features::Features;
 #[derive(Debug)]
 pub struct Windowed {
     window: usize,
+    sinks: usize,
     near: Softmax,
     far: Favor,
     /// The far part's identity when it was last asked, and the whole's.
@@ -41,9 +44,20 @@ impl Windowed {
         if map.exponential_form().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
             bail!("feature map {map:?} has signed features; a window needs positive ones, such as map=positive");
         }
-        let mut windowed = Self { window, near: Softmax::new(), far, identity: None };
+        let mut windowed = Self { window, sinks: 0, near: Softmax::new(), far, identity: None };
         windowed.set_identity()?;
         Ok(windowed)
+    }
+
+    /// Makes attention to the first `sinks` tokens exact too, however far they are; see
+    /// [`Softmax::with_sinks`].
+    ///
+    /// # Errors
+    /// If the features cannot be read.
+    pub fn with_sinks(mut self, sinks: usize) -> Result<Self> {
+        self.sinks = sinks;
+        self.set_identity()?;
+        Ok(self)
     }
 
     /// Never uses the fused CPU kernels.
@@ -56,6 +70,11 @@ impl Windowed {
     /// Tokens of exact attention.
     pub fn window(&self) -> usize {
         self.window
+    }
+
+    /// Tokens at the beginning to which attention is exact too.
+    pub fn sinks(&self) -> usize {
+        self.sinks
     }
 
     /// What attends to the far.
@@ -95,25 +114,26 @@ impl Attention for Windowed {
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
         }
-        let (w, t) = (self.window, sizes.queries);
+        let (w, n, t) = (self.window, self.sinks, sizes.queries);
         let dtype = inputs.q.dtype();
         // Logarithms of denominators need more digits than half types have.
         let wide = compute(dtype);
         let [q, k, v] = [inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?];
         let gates = inputs.gates.map(|gates| gates.to_dtype(wide)).transpose()?;
         let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
-        let (near, near_log) = self.near.with_logs(inputs, mask, 0, w)?;
-        if t <= w {
+        let (near, near_log) = self.near.with_logs(inputs, mask, 0, (w, n))?;
+        if t <= w + n {
             return near.to_dtype(dtype);
         }
-        let far = t - w;
-        let (far_q, far_k, far_v) = (tokens(&q, w, far)?, tokens(&k, 0, far)?, tokens(&v, 0, far)?);
+        let far = t - w - n;
+        let (far_q, far_k, far_v) = (tokens(&q, w + n, far)?, tokens(&k, n, far)?, tokens(&v, n, far)?);
+        let gates = gates.as_ref().map(|gates| gates.narrow(2, n, t - n)).transpose()?;
         let far_gates = gates.as_ref().map(|gates| gates.narrow(2, 0, far)).transpose()?;
         let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
-        let (rows, logs) = self.far.with_logs(far_inputs, &mask.first_keys(far)?, None)?;
+        let (rows, logs) = self.far.with_logs(far_inputs, &mask.of_keys(n, far)?, None)?;
         let logs = forget(logs, gates.as_ref(), w)?;
-        let joined = join((&tokens(&near, w, far)?, &tokens(&near_log, w, far)?), (&rows, &logs))?;
-        Tensor::cat(&[&tokens(&near, 0, w)?, &joined], 2)?.to_dtype(dtype)
+        let joined = join((&tokens(&near, w + n, far)?, &tokens(&near_log, w + n, far)?), (&rows, &logs))?;
+        Tensor::cat(&[&tokens(&near, 0, w + n)?, &joined], 2)?.to_dtype(dtype)
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
@@ -137,7 +157,7 @@ impl Attention for Windowed {
     fn identity(&self) -> Result<Identity> {
         match &self.identity {
             Some((of_far, identity)) if *of_far == self.far.identity()? => Ok(identity.clone()),
-            _ => Ok(self.far.identity()?.with("window", self.window)),
+            _ => self.identity_over(self.far.identity()?),
         }
     }
 
@@ -169,32 +189,34 @@ impl Windowed {
     /// Keeps the identity that belongs to the far part's.
     fn set_identity(&mut self) -> Result<()> {
         let of_far = self.far.identity()?;
-        let identity = of_far.clone().with("window", self.window);
+        let identity = self.identity_over(of_far.clone())?;
         self.identity = Some((of_far, identity));
         Ok(())
+    }
+
+    /// The identity over that of the far part.
+    fn identity_over(&self, of_far: Identity) -> Result<Identity> {
+        let identity = of_far.with("window", self.window);
+        Ok(if self.sinks > 0 { identity.with("sinks", self.sinks) } else { identity })
     }
 
     /// Computes attention from what `past` remembers on, and what is to be remembered. Nothing is
     /// empty.
     fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
         let (dtype, wide) = (inputs.q.dtype(), compute(inputs.q.dtype()));
-        let (q, mut k, mut v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
-        let mut far = State::new();
-        let kept = past.map_or(Ok(0), |past| past.keys.dim(2))?;
-        let gates = gates::append(past.and_then(|past| past.gates.as_ref()), kept, inputs.gates, &k)?;
-        if let Some(Window { keys, values, far: before, .. }) = past {
-            far = before.clone();
-            k = Tensor::cat(&[keys, &k], 2)?;
-            v = Tensor::cat(&[values, &v], 2)?;
-        }
-        let (w, t, all) = (self.window, q.dim(2)?, k.dim(2)?);
-        let near_inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
-        let (mut out, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, w)?;
+        let (q, k, v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
+        let exact = Exact::append(past.map(|past| &past.exact), Inputs::new(&q, &k, &v).with_gates_of(inputs.gates))?;
+        let mut far = past.map_or_else(State::new, |past| past.far.clone());
+        let (k, v, gates) = (&exact.keys, &exact.values, exact.gates_with_missing(self.sinks)?);
+        let (w, n, t, all) = (self.window, self.sinks, q.dim(2)?, exact.len()?);
+        let near_inputs = Inputs::new(&q, k, v).with_gates_of(gates.as_ref());
+        let (mut out, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, (w, n))?;
         // Keys that leave the window, one with each of the last queries.
-        let leaving = all.saturating_sub(w);
+        let leaving = all.saturating_sub(w + n);
         if leaving > 0 {
             let first = t - leaving;
-            let (far_q, far_k, far_v) = (tokens(&q, first, leaving)?, tokens(&k, 0, leaving)?, tokens(&v, 0, leaving)?);
+            let (far_q, far_k, far_v) = (tokens(&q, first, leaving)?, tokens(k, n, leaving)?, tokens(v, n, leaving)?);
+            let gates = exact.gates.as_ref().map(|gates| gates.narrow(2, n, all - n)).transpose()?;
             let far_gates = gates.as_ref().map(|gates| gates.narrow(2, 0, leaving)).transpose()?;
             let inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
             let (rows, logs) = self.far.with_logs(inputs, &Mask::causal(), Some(&mut far))?;
@@ -203,22 +225,16 @@ impl Windowed {
             let joined = join(near, (&rows, &logs))?;
             out = if first == 0 { joined } else { Tensor::cat(&[&tokens(&out, 0, first)?, &joined], 2)? };
         }
-        let kept = all.min(w);
-        let keep = |x: &Tensor| tokens(x, all - kept, kept)?.contiguous();
-        let gates = gates.as_ref().map(keep).transpose()?;
-        Ok((out.to_dtype(dtype)?, Window { keys: keep(&k)?, values: keep(&v)?, gates, far }))
+        Ok((out.to_dtype(dtype)?, Window { exact: exact.keep(n, w)?, far }))
     }
 }
 
-/// `Window` holds the keys and values of the window, and what is remembered of all before them.
+/// `Window` holds the keys and values of the window and of the sinks, and what is remembered of all
+/// others.
 #[derive(Clone, Debug)]
 struct Window {
-    /// The last keys, `(B, Hkv, W, D)`, fewer at the beginning.
-    keys: Tensor,
-    /// The last values, `(B, Hkv, W, Dv)`.
-    values: Tensor,
-    /// Their gates, `(B, Hkv, W)`; `None` if no token had one.
-    gates: Option<Tensor>,
+    /// The last `W` tokens and the sinks, fewer at the beginning.
+    exact: Exact,
     far: State,
 }
 
@@ -228,8 +244,7 @@ impl Memory for Window {
     }
 
     fn bytes(&self) -> usize {
-        let gates = self.gates.as_ref().map_or(0, bytes_of);
-        bytes_of(&self.keys) + bytes_of(&self.values) + gates + self.far.bytes()
+        self.exact.bytes() + self.far.bytes()
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
@@ -238,17 +253,10 @@ impl Memory for Window {
     }
 
     fn save(&self) -> Result<StateRecord> {
-        let record = StateRecord::new().with_tensor("keys", self.keys.clone());
-        let record = record.with_tensor("values", self.values.clone()).with_gates(self.gates.as_ref());
-        Ok(record.with_nested("far", self.far.record()?))
+        Ok(self.exact.save().with_nested("far", self.far.record()?))
     }
 
     fn load(record: &StateRecord) -> Result<Self> {
-        let (keys, values) = (record.tensor("keys")?.clone(), record.tensor("values")?.clone());
-        let ((b, h, w, _), (vb, vh, vw, _)) = (keys.dims4()?, values.dims4()?);
-        if (b, h, w) != (vb, vh, vw) {
-            bail!("saved state: keys {:?} and values {:?} do not belong together", keys.dims(), values.dims());
-        }
-        Ok(Self { gates: record.gates(&keys)?, keys, values, far: State::from_record(&record.nested("far"))? })
+        Ok(Self { exact: Exact::load(record)?, far: State::from_record(&record.nested("far"))? })
     }
 }

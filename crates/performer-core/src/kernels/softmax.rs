@@ -26,8 +26,9 @@
 //!
 //! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both. Sums
 //! are made anew for each tile of queries, from its first query on in both directions, since
-//! differences of long sums would lose digits. The gradient of a gate sums over the keys from it on:
-//! `dg_t = Σ_{j≥t} (dlog_j − Σ_i ds_ij)`.
+//! differences of long sums would lose digits. Sinks stand far before a tile's window: for them one
+//! sum, of the gates after the sinks, goes on from tile to tile. The gradient of a gate sums over the
+//! keys from it on: `dg_t = Σ_{j≥t} (dlog_j − Σ_i ds_ij)`.
 
 use std::{
     ops::Range,
@@ -60,13 +61,15 @@ const KEYS: usize = 128;
 const PIECE: usize = 2 * KEYS;
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
-/// keys up to `offset + t`; with a window, only the last `window` of those.
+/// keys up to `offset + t`; with a window, only the last `window` of those and the first `sinks`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     /// The position of the first query among the keys; `None` where there is no causal mask.
     pub(crate) offset: Option<usize>,
     /// How many keys a query sees at most, its own among them.
     pub(crate) window: Option<usize>,
+    /// How many of the first keys a query sees beside its window.
+    pub(crate) sinks: usize,
     /// Which keys count, `(B, Tk)`; all where it is `None`.
     pub(crate) visible: Option<Vec<bool>>,
 }
@@ -108,6 +111,7 @@ struct Head<'a> {
     v: Rows<'a>,
     offset: Option<usize>,
     window: Option<usize>,
+    sinks: usize,
     visible: Option<&'a [bool]>,
     /// Forget gates, `(Tk)`; only with an offset.
     gates: Option<&'a [f32]>,
@@ -123,13 +127,18 @@ struct Forgotten {
     first: usize,
     /// The position of the first query among the keys.
     own: usize,
+    /// After each sink before the key `first`, up to the first query.
+    sinks: Vec<f32>,
+    /// The sum of the gates from the first key after the sinks on, and the key that it ends before.
+    /// It only ever grows to the right, so it has the same bits wherever a piece begins.
+    since_sinks: (f64, usize),
 }
 
 impl Head<'_> {
-    /// Sums the gates around the `queries` queries from `i` on, for keys from `first` on.
-    fn forget(&self, [i, queries]: [usize; 2], first: usize, to: &mut Forgotten) {
+    /// Sums the gates around the `queries` queries from `i` on, for keys from `start` on.
+    fn forget(&self, [i, queries]: [usize; 2], start: usize, to: &mut Forgotten) {
         let (Some(gates), Some(offset)) = (self.gates, self.offset) else { return };
-        let own = offset + i;
+        let (own, first) = (offset + i, self.first(i).max(start));
         (to.first, to.own) = (first, own);
         to.queries.clear();
         to.queries.resize(QUERIES, 0.0);
@@ -143,6 +152,22 @@ impl Head<'_> {
             sum += f64::from(*gate);
             *key = sum as f32;
         }
+        // Sinks from `first` on are among the keys above.
+        let sinks = self.sinks.min(first);
+        if sinks <= start {
+            return;
+        }
+        let (mut since, end) = to.since_sinks;
+        for gate in &gates[end.max(self.sinks)..(own + 1).max(self.sinks)] {
+            since += f64::from(*gate);
+        }
+        to.since_sinks = (since, own + 1);
+        let mut sum = gates[sinks..self.sinks.min(own + 1)].iter().fold(since, |sum, &gate| sum + f64::from(gate));
+        to.sinks.resize(sinks, 0.0);
+        for (sink, gate) in to.sinks.iter_mut().zip(&gates[..sinks]).rev() {
+            *sink = sum as f32;
+            sum += f64::from(*gate);
+        }
     }
 
     /// Adds the sums of the gates after key `j` up to each of the queries to the key's scores.
@@ -150,8 +175,9 @@ impl Head<'_> {
     fn add_forgotten<S: Simd>(&self, simd: S, j: usize, forgotten: &Forgotten, to: &mut [f32]) {
         let Some(gates) = self.gates else { return };
         if j <= forgotten.own {
+            let sum = if j < forgotten.first { forgotten.sinks[j] } else { forgotten.keys[j - forgotten.first] };
             add(simd, to, &forgotten.queries);
-            shift(simd, to, forgotten.keys[j - forgotten.first]);
+            shift(simd, to, sum);
         } else {
             // The key stands among the tile's own queries; earlier ones do not see it.
             let mut sum = 0.0;
@@ -168,6 +194,15 @@ impl Head<'_> {
             (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window) / KEYS * KEYS,
             _ => 0,
         }
+    }
+
+    /// The tiles of those of `keys` that queries `i..end` may see, each as its first key and its
+    /// length: tiles of sinks, then those of the window.
+    fn tiles(&self, [i, end]: [usize; 2], keys: Range<usize>) -> impl Iterator<Item = [usize; 2]> {
+        let tiles = |span: Range<usize>| span.clone().step_by(KEYS).map(move |j| [j, KEYS.min(span.end - j)]);
+        let (first, reach) = (self.first(i).max(keys.start), self.reach(end).min(keys.end));
+        let sinks = self.sinks.min(first).min(keys.end).min(reach);
+        tiles(keys.start..sinks.max(keys.start)).chain(tiles(first..reach.max(first)))
     }
 
     /// The factor `1/√D`.
@@ -201,7 +236,7 @@ impl Head<'_> {
                 self.add_forgotten(simd, j + row, forgotten, to);
                 let hidden = (j + row).saturating_sub(offset + i).min(QUERIES);
                 to[..hidden].fill(f32::NEG_INFINITY);
-                if let Some(window) = self.window {
+                if let Some(window) = self.window.filter(|_| j + row >= self.sinks) {
                     let far = (j + row + window).saturating_sub(offset + i).min(QUERIES);
                     to[far..].fill(f32::NEG_INFINITY);
                 }
@@ -247,10 +282,8 @@ impl WithSimd for Forward<'_> {
             // The maximum begins low, but finite: −∞ − m is then −∞ and not NaN.
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
-            let reach = head.reach(i + queries);
-            head.forget([i, queries], head.first(i), &mut forgotten);
-            for j in (head.first(i)..reach).step_by(KEYS) {
-                let keys = KEYS.min(reach - j);
+            head.forget([i, queries], 0, &mut forgotten);
+            for [j, keys] in head.tiles([i, i + queries], 0..head.k.tokens) {
                 head.scores(simd, [i, queries], [j, keys], &k, (&columns, &forgotten), &mut scores);
                 let before = largest;
                 for row in scores.chunks_exact(QUERIES).take(keys) {
@@ -411,9 +444,8 @@ impl WithSimd for Backward<'_> {
                 *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
-            head.forget([i, queries], seen.start.max(head.first(i)), &mut forgotten);
-            for j in (seen.start.max(head.first(i))..reach).step_by(KEYS) {
-                let keys = KEYS.min(reach - j);
+            head.forget([i, queries], seen.start, &mut forgotten);
+            for [j, keys] in head.tiles([i, i + queries], seen.clone()) {
                 head.scores(simd, [i, queries], [j, keys], &k, (&query_columns, &forgotten), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
                 gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
@@ -525,6 +557,7 @@ impl<'a> Inputs<'a> {
             v: self.v.head(key),
             offset: self.seen.offset,
             window: self.seen.window,
+            sinks: self.seen.sinks.min(self.keys),
             visible: self.seen.visible.as_deref().map(|visible| &visible[batch * self.keys..(batch + 1) * self.keys]),
             gates: self.gates.map(|gates| &gates[key * self.keys..(key + 1) * self.keys]),
         }

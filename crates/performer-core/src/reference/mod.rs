@@ -84,6 +84,9 @@ pub struct Inputs<'a> {
     pub causal: bool,
     /// How many keys a query sees at most under `causal`: the last so many, its own among them.
     pub window: Option<usize>,
+    /// How many of the first keys every later query sees beside its window, the attention sinks of
+    /// Xiao et al. 2023, <https://arxiv.org/abs/2309.17453>; without a window they change nothing.
+    pub sinks: usize,
     /// `(B, Tk)`, true for the keys that may be seen; `None` if all may.
     pub key_mask: Option<&'a [bool]>,
     /// Logarithms `(B, Hkv, Tk)` of what each token multiplies the weights of all keys before it
@@ -233,7 +236,7 @@ impl<'a> Head<'a> {
         let visible = |i, j| {
             let past = !inputs.causal || {
                 let own = i + (shape.k_len - shape.q_len);
-                j <= own && inputs.window.is_none_or(|window| j + window > own)
+                j <= own && (j < inputs.sinks || inputs.window.is_none_or(|window| j + window > own))
             };
             past && inputs.key_mask.is_none_or(|mask| mask[batch * shape.k_len + j])
         };

@@ -142,6 +142,7 @@ impl Problem {
             v: &self.v,
             causal: self.causal,
             window: None,
+            sinks: 0,
             key_mask: self.key_mask.as_deref(),
             gates: self.gates.as_deref(),
         }

@@ -1,9 +1,9 @@
 //! These tests hold short convolutions to their reference, alone and inside a layer: gradients,
 //! types, layouts, causality, padding, and decoding from a state.
 
+use crate::common::{Random, assert_tensor_close, mask_tensor, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use crate::common::{Random, assert_tensor_close, mask_tensor, tensor, values};
 use performer_core::{
     Attention, AttentionConfig, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, Tape,
     ops,

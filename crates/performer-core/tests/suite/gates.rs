@@ -132,10 +132,17 @@ fn attentions(problem: &Problem, dtype: DType) -> Result<Vec<(String, Box<dyn At
         (format!("{:?} composed", problem.map), problem.composed(dtype)?),
     ];
     match problem.map {
-        None => all.push(("softmax of 9".into(), Box::new(Softmax::new().with_window(9)?))),
+        None => {
+            all.push(("softmax of 9".into(), Box::new(Softmax::new().with_window(9)?)));
+            let sinks = |window, sinks| Softmax::new().with_window(window)?.with_sinks(sinks);
+            all.push(("softmax of 9 and 3 sinks".into(), Box::new(sinks(9, 3)?)));
+            all.push(("softmax of 1 and 5 sinks".into(), Box::new(sinks(1, 5)?)));
+        }
         Some(FeatureMapKind::Positive) => {
             all.push(("window of 9".into(), Box::new(Windowed::new(9, problem.favor(dtype)?)?)));
             all.push(("window of 64".into(), Box::new(Windowed::new(64, problem.favor(dtype)?)?)));
+            let sinks = Windowed::new(9, problem.favor(dtype)?)?.with_sinks(3)?;
+            all.push(("window of 9 and 3 sinks".into(), Box::new(sinks)));
         }
         _ => {}
     }
@@ -235,15 +242,18 @@ fn tokens_without_gates_forget_nothing() -> Result<()> {
 /// A window of softmax alone, with the gradients of the reference.
 #[test]
 fn a_window_of_softmax_is_the_reference() -> Result<()> {
-    for (t, window) in [(1, 1), (63, 7), (130, 64), (300, 129)] {
+    for (t, window, sinks) in
+        [(1, 1, 0), (63, 7, 0), (130, 64, 0), (300, 129, 0), (63, 7, 4), (300, 3, 1), (400, 129, 7), (1000, 5, 130)]
+    {
         let problem = problem(13, shape(2, 4, 2, t, 8, 5), None, 1);
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
             let problem = problem.clone().rounded(dtype)?;
-            let inputs = reference::Inputs { window: Some(window), ..problem.inputs() };
+            let inputs = reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
             let output = reference::attention(problem.kernel(), inputs);
             let gradients = reference::attention_backward(problem.kernel(), inputs, &problem.grad_output);
             for softmax in [Softmax::new(), Softmax::new().composed()] {
-                let outcome = problem.run(&softmax.with_window(window)?, dtype, Layout::Transposed)?;
+                let outcome =
+                    problem.run(&softmax.with_window(window)?.with_sinks(sinks)?, dtype, Layout::Transposed)?;
                 let expected = crate::common::Outcome {
                     output: output.clone(),
                     q: gradients.q.clone(),
@@ -251,15 +261,17 @@ fn a_window_of_softmax_is_the_reference() -> Result<()> {
                     v: gradients.v.clone(),
                     gates: gradients.gates.clone(),
                 };
-                problem.assert_outcome(&format!("{dtype:?} W={window}"), &outcome, &expected, tolerance);
+                let what = format!("{dtype:?} W={window}, {sinks} sinks");
+                problem.assert_outcome(&what, &outcome, &expected, tolerance);
             }
         }
     }
     Ok(())
 }
 
-/// Computes exact attention to the last `window` tokens and FAVOR to those before, row by row.
-fn plain_window(problem: &Problem, favor: &Favor, window: usize) -> Result<Vec<f64>> {
+/// Computes exact attention to the last `window` tokens and the first `sinks`, and FAVOR to the
+/// others, row by row.
+fn plain_window(problem: &Problem, favor: &Favor, window: usize, sinks: usize) -> Result<Vec<f64>> {
     let Shape { heads, kv_heads, k_len: t, head_dim, value_dim, .. } = problem.shape;
     let [q, k, v] = problem.tensors(DType::F64)?;
     let gates = problem.gate_tensor(DType::F64)?.to_vec3::<f64>()?;
@@ -275,7 +287,8 @@ fn plain_window(problem: &Problem, favor: &Favor, window: usize) -> Result<Vec<f
             for i in 0..t {
                 let (mut num, mut den, mut log) = (vec![0.0; value_dim], 0.0, 0.0f64);
                 for j in (0..=i).rev() {
-                    let weight = log.exp() * if j + window > i { exact[i][j] } else { estimated[i][j] };
+                    let near = j + window > i || j < sinks;
+                    let weight = log.exp() * if near { exact[i][j] } else { estimated[i][j] };
                     den += weight;
                     num.iter_mut().zip(&v[j]).for_each(|(num, v)| *num += weight * v);
                     log += gates[of_keys][j];
@@ -290,15 +303,18 @@ fn plain_window(problem: &Problem, favor: &Favor, window: usize) -> Result<Vec<f
 #[test]
 fn a_window_before_favor_is_what_it_says() -> Result<()> {
     for map in [FeatureMapKind::Positive, FeatureMapKind::Hedgehog, FeatureMapKind::Learned] {
-        for (t, window) in [(1, 1), (2, 1), (63, 5), (130, 64), (300, 7), (40, 200)] {
+        for (t, window, sinks) in
+            [(1, 1, 0), (2, 1, 0), (63, 5, 0), (130, 64, 0), (300, 7, 0), (40, 200, 0), (63, 5, 3), (300, 7, 1)]
+        {
             let problem = problem(14, shape(2, 4, 2, t, 8, 5), Some(map), 12);
-            let expected = plain_window(&problem, &problem.favor(DType::F64)?, window)?;
+            let expected = plain_window(&problem, &problem.favor(DType::F64)?, window, sinks)?;
             for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
-                let windowed = Windowed::new(window, problem.favor(dtype)?)?;
-                for attention in [Windowed::new(window, problem.favor(dtype)?)?.composed(), windowed] {
+                let windowed = || Windowed::new(window, problem.favor(dtype)?)?.with_sinks(sinks);
+                for attention in [windowed()?.composed(), windowed()?] {
                     let ([q, k, v], gates) = (problem.tensors(dtype)?, problem.gate_tensor(dtype)?);
                     let out = attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
-                    assert_tensor_close(&format!("{map} {dtype:?} T={t} W={window}"), &out, &expected, tolerance);
+                    let what = format!("{map} {dtype:?} T={t} W={window}, {sinks} sinks");
+                    assert_tensor_close(&what, &out, &expected, tolerance);
                 }
             }
         }
@@ -310,14 +326,22 @@ fn a_window_before_favor_is_what_it_says() -> Result<()> {
 /// of f32 with those of f64.
 #[test]
 fn a_window_before_favor_has_the_right_gradients() -> Result<()> {
+    for sinks in [0, 4] {
+        gradients_with_sinks(sinks)?;
+    }
+    Ok(())
+}
+
+fn gradients_with_sinks(sinks: usize) -> Result<()> {
     let (t, window) = (70, 9);
     let problem = problem(15, shape(1, 2, 1, t, 4, 3), Some(FeatureMapKind::Positive), 8);
-    let run = |dtype| problem.run(&Windowed::new(window, problem.favor(dtype)?)?, dtype, Layout::Contiguous);
+    let windowed = |dtype| Windowed::new(window, problem.favor(dtype)?)?.with_sinks(sinks);
+    let run = |dtype| problem.run(&windowed(dtype)?, dtype, Layout::Contiguous);
     let exact = run(DType::F64)?;
     let mut changed = problem.clone();
     let mut loss = |t: usize, change: f64| -> Result<f64> {
         changed.gates.as_mut().expect("gates")[t] += change;
-        let output = plain_window(&changed, &changed.favor(DType::F64)?, window)?;
+        let output = plain_window(&changed, &changed.favor(DType::F64)?, window, sinks)?;
         changed.gates.as_mut().expect("gates")[t] -= change;
         Ok(output.iter().zip(&problem.grad_output).map(|(a, b)| a * b).sum())
     };

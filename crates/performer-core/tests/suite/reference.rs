@@ -120,26 +120,51 @@ fn softmax_attention_is_that_of_plain_tensors() -> Result<()> {
 #[test]
 fn gradients_in_a_window_are_those_of_finite_differences() {
     let mut problem = Problem::random(11, SMALL, None, 0).gated(12);
-    let window = Some(3);
-    let analytic = attention_backward(
-        problem.kernel(),
-        performer_core::reference::Inputs { window, ..problem.inputs() },
-        &problem.grad_output,
-    );
-    let count = analytic.gates.len();
-    let numeric: Vec<f64> = (0..count)
-        .map(|index| {
-            let mut loss = |change: f64| {
-                problem.gates.as_mut().expect("gates")[index] += change;
-                let inputs = performer_core::reference::Inputs { window, ..problem.inputs() };
-                let loss = dot(&attention(problem.kernel(), inputs), &problem.grad_output);
-                problem.gates.as_mut().expect("gates")[index] -= change;
-                loss
-            };
-            (loss(1e-5) - loss(-1e-5)) / 2e-5
-        })
-        .collect();
-    assert_close("gradient of gates", &[count], &analytic.gates, &numeric, 1e-7);
+    for (window, sinks) in [(Some(3), 0), (Some(1), 1), (Some(1), 2)] {
+        let analytic = attention_backward(
+            problem.kernel(),
+            performer_core::reference::Inputs { window, sinks, ..problem.inputs() },
+            &problem.grad_output,
+        );
+        let count = analytic.gates.len();
+        let numeric: Vec<f64> = (0..count)
+            .map(|index| {
+                let mut loss = |change: f64| {
+                    problem.gates.as_mut().expect("gates")[index] += change;
+                    let inputs = performer_core::reference::Inputs { window, sinks, ..problem.inputs() };
+                    let loss = dot(&attention(problem.kernel(), inputs), &problem.grad_output);
+                    problem.gates.as_mut().expect("gates")[index] -= change;
+                    loss
+                };
+                (loss(1e-5) - loss(-1e-5)) / 2e-5
+            })
+            .collect();
+        let what = format!("gradient of gates, W={window:?}, {sinks} sinks");
+        assert_close(&what, &[count], &analytic.gates, &numeric, 1e-7);
+    }
+}
+
+/// Sinks are the first keys, and are seen beside the window: here by their definition, as a mask
+/// over the weights of all keys.
+#[test]
+fn sinks_are_seen_beside_the_window() {
+    let shape = Shape { q_len: 9, k_len: 9, ..SMALL };
+    let mut problem = Problem::random(14, shape, None, 0);
+    problem.causal = true;
+    let (window, sinks) = (3, 2);
+    let inputs = performer_core::reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
+    let output = attention(Kernel::Uniform, inputs);
+    let mut expected = Vec::new();
+    for head in 0..shape.batch * shape.heads {
+        for i in 0..9 {
+            let seen: Vec<usize> = (0..=i).filter(|&j| j < sinks || i - j < window).collect();
+            for d in 0..shape.value_dim {
+                let sum: f64 = seen.iter().map(|j| problem.v[(head / 2 * 9 + j) * shape.value_dim + d]).sum();
+                expected.push(sum / seen.len() as f64);
+            }
+        }
+    }
+    assert_close("sinks", &problem.output_dims(), &output, &expected, 1e-13);
 }
 
 /// With gates of one number, the weights fall with the distance as those of RetNet do: a sum of

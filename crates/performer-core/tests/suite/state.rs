@@ -49,17 +49,18 @@ fn plain_cases() -> Result<Vec<Case>> {
         }
         let problem = Problem::random(1, SHAPE, Some(FeatureMapKind::Positive), 8);
         let inputs = problem.tensors(dtype)?;
-        let last = Softmax::new().with_window(9)?;
-        all.push(Case {
-            name: format!("softmax of 9 {dtype:?}"),
-            attention: Box::new(last),
-            inputs: inputs.clone(),
-            gates: None,
-        });
-        // One state has only its window to remember, and the other has more.
-        for window in [8, 64] {
-            let windowed = Windowed::new(window, problem.favor(dtype)?)?;
-            let name = format!("window of {window} {dtype:?}");
+        for sinks in [0, 4] {
+            all.push(Case {
+                name: format!("softmax of 9 and {sinks} sinks {dtype:?}"),
+                attention: Box::new(Softmax::new().with_window(9)?.with_sinks(sinks)?),
+                inputs: inputs.clone(),
+                gates: None,
+            });
+        }
+        // One state has only its window to remember, and the others have more.
+        for (window, sinks) in [(8, 0), (64, 0), (8, 4)] {
+            let windowed = Windowed::new(window, problem.favor(dtype)?)?.with_sinks(sinks)?;
+            let name = format!("window of {window} and {sinks} sinks {dtype:?}");
             all.push(Case { name, attention: Box::new(windowed), inputs: inputs.clone(), gates: None });
         }
     }
@@ -197,6 +198,7 @@ fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Re
     refused(&favor(16, 1, FeatureMapKind::Relu)?, &x, &["map Positive and not Relu"]);
     refused(&Softmax::new(), &x, &["another attention", "FAVOR"]);
     refused(&Windowed::new(4, favor(16, 1, positive)?)?, &x, &["window none and not 4"]);
+    refused(&Windowed::new(4, favor(16, 1, positive)?)?.with_sinks(2)?, &x, &["sinks none and not 2"]);
     refused(&favor(16, 1, positive)?, &x.to_dtype(DType::BF16)?, &["F32", "BF16"]);
     refused(&favor(16, 1, positive)?.composed(), &x, &["fused CPU kernels", "another path", "composed operations"]);
     // Learned maps are identified by their numbers.

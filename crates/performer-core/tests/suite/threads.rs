@@ -3,7 +3,7 @@
 
 use crate::common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
 use candle_core::{DType, Result};
-use performer_core::{FeatureMapKind, reference::Shape};
+use performer_core::{Attention, FeatureMapKind, Softmax, reference::Shape};
 
 /// A number of heads above most machines' number of threads, so that nothing is cut.
 const MANY: usize = 64;
@@ -23,9 +23,8 @@ fn copies(one: &Problem, batch: usize) -> Problem {
     }
 }
 
-fn outcome(problem: &Problem) -> Result<Outcome> {
-    let attention = problem.attention(DType::F32)?;
-    problem.run(&*attention, DType::F32, Layout::Contiguous)
+fn outcome(problem: &Problem, attention: &dyn Attention) -> Result<Outcome> {
+    problem.run(attention, DType::F32, Layout::Contiguous)
 }
 
 #[test]
@@ -66,8 +65,27 @@ fn many_small_chunks_have_the_same_bits() -> Result<()> {
     same_bits(&one.gated(6), "falling norms, gated")
 }
 
+/// Pieces begin within the sinks, between sinks and window, and in the window.
+#[test]
+fn a_window_with_sinks_has_the_same_bits() -> Result<()> {
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 800, k_len: 800, head_dim: 4, value_dim: 3 };
+    let mut one = Problem::random(8, shape, None, 1);
+    one.causal = true;
+    for (window, sinks) in [(9, 3), (200, 300)] {
+        let softmax = Softmax::new().with_window(window)?.with_sinks(sinks)?;
+        for one in [one.clone(), one.clone().gated(9)] {
+            same_bits_of(&one, &softmax, &format!("window of {window}, {sinks} sinks, gated {}", one.gates.is_some()))?;
+        }
+    }
+    Ok(())
+}
+
 fn same_bits(one: &Problem, name: &str) -> Result<()> {
-    let (alone, among) = (outcome(one)?, outcome(&copies(one, MANY))?);
+    same_bits_of(one, &*one.attention(DType::F32)?, name)
+}
+
+fn same_bits_of(one: &Problem, attention: &dyn Attention, name: &str) -> Result<()> {
+    let (alone, among) = (outcome(one, attention)?, outcome(&copies(one, MANY), attention)?);
     for (what, a, b) in [
         ("output", &alone.output, &among.output),
         ("q", &alone.q, &among.q),

@@ -7,6 +7,9 @@ use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask
 
 const D: usize = 8;
 
+/// Windows with sinks: shorter than one, longer, and of as many tokens.
+const SINKS: [(usize, usize, usize); 5] = [(2, 1, 1), (63, 5, 4), (130, 64, 1), (300, 7, 20), (40, 20, 30)];
+
 fn windowed(window: usize, dtype: DType, map: FeatureMapKind) -> Result<Windowed> {
     let config = FavorConfig { map, features: 12, ..FavorConfig::default() };
     Windowed::new(window, Favor::new(&config, D, 3, dtype, &Device::Cpu)?)
@@ -36,7 +39,8 @@ fn plain(attention: &Windowed, [q, k, v]: &[Tensor; 3], visible: Option<&[bool]>
             for i in 0..t {
                 let (mut num, mut den) = (vec![0.0; 5], 0.0);
                 for j in (0..=i).filter(|j| visible.is_none_or(|seen| seen[b * t + j])) {
-                    let weight = if j + attention.window() > i { exact[i][j] } else { estimated[i][j] };
+                    let near = j + attention.window() > i || j < attention.sinks();
+                    let weight = if near { exact[i][j] } else { estimated[i][j] };
                     den += weight;
                     num.iter_mut().zip(&v[j]).for_each(|(n, v)| *n += weight * v);
                 }
@@ -69,6 +73,29 @@ fn it_is_what_it_says() -> Result<()> {
     Ok(())
 }
 
+/// Sinks are exact however far they are, and no far feature counts them a second time.
+#[test]
+fn sinks_are_exact_and_not_among_the_far() -> Result<()> {
+    for map in [FeatureMapKind::Positive, FeatureMapKind::Learned] {
+        for (t, window, sinks) in SINKS {
+            let truth = windowed(window, DType::F64, map)?.with_sinks(sinks)?;
+            let expected = plain(&truth, &inputs(t, DType::F64)?, None)?;
+            for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 4e-2)] {
+                let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+                let attention = windowed(window, wide, map)?.with_sinks(sinks)?;
+                for attention in [windowed(window, wide, map)?.with_sinks(sinks)?.composed(), attention] {
+                    let [q, k, v] = inputs(t, dtype)?;
+                    let out = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
+                    let what = format!("{map} {dtype:?} T={t} W={window} and {sinks} sinks");
+                    assert_tensor_close(&what, &out, &expected, tolerance);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A hidden sink is hidden too, and no other token takes its place.
 #[test]
 fn hidden_keys_count_on_neither_side() -> Result<()> {
     let (t, window) = (90, 9);
@@ -76,20 +103,22 @@ fn hidden_keys_count_on_neither_side() -> Result<()> {
     // This row sees nothing.
     visible[0] = false;
     let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
-    for dtype in [DType::F64, DType::F32] {
-        let attention = windowed(window, dtype, FeatureMapKind::Positive)?;
-        let [q, k, v] = inputs(t, dtype)?;
-        let expected =
-            plain(&windowed(window, DType::F64, FeatureMapKind::Positive)?, &inputs(t, DType::F64)?, Some(&visible))?;
-        let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
-        assert_tensor_close("masked", &attention.forward(Inputs::new(&q, &k, &v), &mask)?, &expected, tolerance);
+    for sinks in [0, 3] {
+        for dtype in [DType::F64, DType::F32] {
+            let windowed = |dtype| windowed(window, dtype, FeatureMapKind::Positive)?.with_sinks(sinks);
+            let [q, k, v] = inputs(t, dtype)?;
+            let expected = plain(&windowed(DType::F64)?, &inputs(t, DType::F64)?, Some(&visible))?;
+            let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+            let out = windowed(dtype)?.forward(Inputs::new(&q, &k, &v), &mask)?;
+            assert_tensor_close(&format!("masked, {sinks} sinks"), &out, &expected, tolerance);
+        }
     }
     Ok(())
 }
 
 #[test]
 fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
-    for (t, window) in [(50, 6), (150, 70)] {
+    for (t, window, sinks) in [(50, 6, 0), (150, 70, 0), (150, 9, 4)] {
         let run = |attention: &Windowed, dtype: DType| -> Result<Vec<Vec<f64>>> {
             let vars = inputs(t, dtype)?.map(|x| Var::from_tensor(&x));
             let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
@@ -99,10 +128,11 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
             [q, k, v].iter().map(|x| values(gradients.get(x).expect("a gradient"))).collect()
         };
         let map = FeatureMapKind::Positive;
-        let truth = run(&windowed(window, DType::F64, map)?, DType::F64)?;
-        let fused = run(&windowed(window, DType::F32, map)?, DType::F32)?;
+        let truth = run(&windowed(window, DType::F64, map)?.with_sinks(sinks)?, DType::F64)?;
+        let fused = run(&windowed(window, DType::F32, map)?.with_sinks(sinks)?, DType::F32)?;
         for (name, (actual, expected)) in ["q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
-            crate::common::assert_close(&format!("T={t} W={window} {name}"), &[actual.len()], actual, expected, 1e-4);
+            let what = format!("T={t} W={window}, {sinks} sinks, {name}");
+            crate::common::assert_close(&what, &[actual.len()], actual, expected, 1e-4);
         }
     }
     Ok(())
@@ -111,18 +141,25 @@ fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
 #[test]
 fn the_future_leaves_the_past_alone() -> Result<()> {
     let t = 200;
-    let attention = windowed(17, DType::F32, FeatureMapKind::Positive)?;
+    let positive = windowed(17, DType::F32, FeatureMapKind::Positive)?;
+    let attentions: [(&str, Box<dyn Attention>); 3] = [
+        ("features", Box::new(positive)),
+        ("features and sinks", Box::new(windowed(17, DType::F32, FeatureMapKind::Positive)?.with_sinks(3)?)),
+        ("softmax and sinks", Box::new(Softmax::new().with_window(17)?.with_sinks(3)?)),
+    ];
     let [q, k, v] = inputs(t, DType::F32)?;
-    let whole = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
-    for cut in [1, 16, 17, 18, 64, 81, 199] {
-        let changed = |x: &Tensor, by: f64| -> Result<Tensor> {
-            Tensor::cat(&[&x.narrow(2, 0, cut)?, &(x.narrow(2, cut, t - cut)? * by)?], 2)
-        };
-        let out = attention
-            .forward(Inputs::new(&changed(&q, -3.0)?, &changed(&k, 50.0)?, &changed(&v, 7.0)?), &Mask::causal())?;
-        let past = |x: &Tensor| x.narrow(2, 0, cut)?.contiguous()?.flatten_all()?.to_vec1::<f32>();
-        let same = past(&out)?.iter().zip(past(&whole)?).all(|(a, b)| a.to_bits() == b.to_bits());
-        assert!(same, "tokens before {cut} changed");
+    for (name, attention) in attentions {
+        let whole = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
+        for cut in [1, 2, 3, 16, 17, 18, 64, 81, 199] {
+            let changed = |x: &Tensor, by: f64| -> Result<Tensor> {
+                Tensor::cat(&[&x.narrow(2, 0, cut)?, &(x.narrow(2, cut, t - cut)? * by)?], 2)
+            };
+            let out = attention
+                .forward(Inputs::new(&changed(&q, -3.0)?, &changed(&k, 50.0)?, &changed(&v, 7.0)?), &Mask::causal())?;
+            let past = |x: &Tensor| x.narrow(2, 0, cut)?.contiguous()?.flatten_all()?.to_vec1::<f32>();
+            let same = past(&out)?.iter().zip(past(&whole)?).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{name}: tokens before {cut} changed");
+        }
     }
     Ok(())
 }
@@ -133,6 +170,8 @@ fn any_split_is_one_pass_and_the_state_stops_growing() -> Result<()> {
     for attention in [
         windowed(10, DType::F32, FeatureMapKind::Positive)?,
         windowed(10, DType::F32, FeatureMapKind::Positive)?.composed(),
+        windowed(7, DType::F32, FeatureMapKind::Positive)?.with_sinks(3)?,
+        windowed(1, DType::F32, FeatureMapKind::Positive)?.with_sinks(9)?,
     ] {
         let [q, k, v] = inputs(t, DType::F32)?;
         let whole = values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
@@ -184,20 +223,22 @@ fn what_cannot_be_is_refused() -> Result<()> {
 fn a_window_of_softmax_is_the_reference() -> Result<()> {
     use crate::common::{Layout, Problem};
     use performer_core::reference::{Shape, attention, attention_backward};
-    for (t, window) in [(1, 1), (5, 1), (63, 7), (130, 64), (300, 128), (500, 129), (40, 100)] {
+    let windows = [(1, 1), (5, 1), (63, 7), (130, 64), (300, 128), (500, 129), (40, 100)];
+    let windows = windows.map(|(t, window)| (t, window, 0)).into_iter().chain(SINKS);
+    for (t, window, sinks) in windows.chain([(500, 129, 4), (1000, 3, 130), (700, 100, 300)]) {
         let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: t, k_len: t, head_dim: D, value_dim: 5 };
         let mut problem = Problem::random(t as u64, shape, None, 1);
         problem.causal = true;
         problem.key_mask = (t > 2).then(|| Random::new(9).mask(2 * t, 0.8));
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)] {
             let problem = problem.clone().rounded(dtype)?;
-            let inputs = performer_core::reference::Inputs { window: Some(window), ..problem.inputs() };
+            let inputs = performer_core::reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
             let output = attention(problem.kernel(), inputs);
             let gradients = attention_backward(problem.kernel(), inputs, &problem.grad_output);
             for softmax in [Softmax::new(), Softmax::new().composed()] {
-                let softmax = softmax.with_window(window)?;
+                let softmax = softmax.with_window(window)?.with_sinks(sinks)?;
                 let outcome = problem.run(&softmax, dtype, Layout::Transposed)?;
-                let what = format!("{dtype:?} T={t} W={window}");
+                let what = format!("{dtype:?} T={t} W={window}, {sinks} sinks");
                 crate::common::assert_close(&what, &problem.output_dims(), &outcome.output, &output, tolerance);
                 for (name, got, want, dims) in [
                     ("dq", &outcome.q, &gradients.q, problem.q_dims()),
@@ -244,6 +285,31 @@ fn a_window_of_softmax_decodes_with_a_constant_state() -> Result<()> {
         let same = softmax.forward(Inputs::new(&q, &k, &v), &Mask::causal())?.narrow(2, 26, 14)?;
         assert_eq!(values(&changed)?, values(&same)?);
     }
+    // With sinks, so is what lies between them and the window; the sinks themselves count.
+    for (window, sinks) in [(7, 3), (1, 3), (3, 1)] {
+        let softmax = Softmax::new().with_window(window)?.with_sinks(sinks)?;
+        let [q, k, v] = inputs(40, DType::F32)?;
+        let whole = values(&softmax.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
+        for pieces in [&[1; 40][..], &[40], &[2, 20, 1, 1, 16], &[6, 1, 1, 32]] {
+            let (mut state, mut start, mut outs) = (State::new(), 0, Vec::new());
+            for &n in pieces {
+                let part = |x: &Tensor| x.narrow(2, start, n);
+                outs.push(softmax.extend(Inputs::new(&part(&q)?, &part(&k)?, &part(&v)?), &mut state)?);
+                start += n;
+                let kept = (sinks + window - 1).min(start);
+                assert_eq!(state.bytes(), 4 * 2 * 2 * kept * (D + 5), "after {start} tokens");
+            }
+            assert_tensor_close(&format!("W={window} in {pieces:?}"), &Tensor::cat(&outs, 2)?, &whole, 1e-5);
+        }
+        let last = |from: usize, to: usize| -> Result<Vec<f64>> {
+            let other = k.slice_assign(&[0..2, 0..2, from..to, 0..D], &(k.narrow(2, from, to - from)? * 3.0)?)?;
+            values(&softmax.forward(Inputs::new(&q, &other, &v), &Mask::causal())?.narrow(2, 26, 14)?)
+        };
+        assert_eq!(last(sinks, 20)?, last(sinks, sinks + 1)?);
+        assert_ne!(last(0, sinks)?, last(sinks, sinks + 1)?);
+    }
+    let error = Softmax::new().with_sinks(2).expect_err("no window").to_string();
+    assert!(error.contains("no window"), "{error}");
     let [q, k, v] = inputs(9, DType::F32)?;
     assert!(softmax.forward(Inputs::new(&q, &k, &v), &Mask::full()).is_err_and(|e| e.to_string().contains("causal")));
     assert!(Softmax::new().with_window(0).is_err());

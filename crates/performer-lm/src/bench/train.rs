@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Effort, matmul_rate};
 use crate::{
-    config::{AttentionConfig, ModelConfig, TrainingConfig},
+    config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::Prepared,
     listener::Listener,
     machine::Machine,
@@ -52,7 +52,7 @@ pub struct Plan<'a> {
     /// Training settings.
     pub training: TrainingConfig,
     /// The attentions to measure.
-    pub attentions: Vec<AttentionConfig>,
+    pub attentions: Vec<AttentionPattern>,
     /// Number of optimiser steps of each run.
     pub steps: usize,
     /// Device on which the models are trained.
@@ -82,7 +82,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     };
     for attention in &plan.attentions {
         progress(attention.to_string());
-        let config = ModelConfig { attention: attention.clone(), ..report.config.clone() };
+        let config = report.config.clone().with_attention(attention)?;
         let train = |steps: usize| {
             let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
             let folder = tempfile::tempdir().context("cannot make a folder for the run")?;

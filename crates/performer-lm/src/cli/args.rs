@@ -133,6 +133,10 @@ pub(super) struct RecipeArgs {
     /// Steps between redraws of random features; 0 never.
     #[arg(long)]
     redraw_every: Option<usize>,
+    /// Steps between fits of features that can be fitted (map=dense, map=optimal) to the model's own
+    /// queries and keys, the first before the first step; 0 never.
+    #[arg(long)]
+    fit_every: Option<usize>,
     /// Steps between validations; 0 after each epoch only.
     #[arg(long)]
     eval_every: Option<usize>,
@@ -176,6 +180,7 @@ impl RecipeArgs {
         change(&mut training.learning_rate, &self.learning_rate);
         change(&mut training.schedule, &self.schedule);
         change(&mut training.redraw_every, &self.redraw_every);
+        change(&mut training.fit_every, &self.fit_every);
         change(&mut training.eval_every, &self.eval_every);
         change(&mut training.save_every, &self.save_every);
         if !machine.device.is_cpu() && self.micro_batch.is_none() {

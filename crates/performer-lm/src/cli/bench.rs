@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     bench::{Effort, attention, decode, train},
-    config::AttentionConfig,
+    config::AttentionPattern,
     files,
     train::git_revision,
 };
@@ -120,7 +120,7 @@ Examples:
 pub(super) struct TrainArgs {
     /// An attention to measure; give it several times.
     #[arg(long, default_values = ["softmax", "favor:m=64", "favor:m=128"])]
-    attention: Vec<AttentionConfig>,
+    attention: Vec<AttentionPattern>,
     /// Optimiser steps of each.
     #[arg(long, default_value_t = 50)]
     steps: usize,

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     compare::{Comparison, Outcome},
-    config::AttentionConfig,
+    config::AttentionPattern,
 };
 
 #[derive(clap::Args)]
@@ -23,9 +23,9 @@ Examples:
 The same command again goes on where a stopped one left off.")]
 pub(super) struct Args {
     /// An attention to compare; give it several times. The first is what the others are measured
-    /// against.
+    /// against. A+B/n, as in favor-gated+softmax/4, has B in every n-th layer and A in the others.
     #[arg(long, default_values = ["softmax", "favor"])]
-    attention: Vec<AttentionConfig>,
+    attention: Vec<AttentionPattern>,
     /// Seeds to repeat each with.
     #[arg(long, value_delimiter = ',', default_value = "42")]
     seeds: Vec<u64>,
@@ -82,15 +82,37 @@ fn table(outcome: &Outcome) -> String {
                 format!("{:.2}", s.perplexity),
                 format!("{:+.1}%", 100.0 * s.perplexity_gap),
                 format!("{:.4}", s.bits_per_byte),
+                s.features_off.as_ref().map_or_else(|| "–".into(), |control| format!("{:.4}", control.val_loss)),
+                output::thousands(s.params as u64),
+                output::thousands(s.state_bytes as u64) + if s.state_grows { " +" } else { "" },
                 format!("{:.0}", s.epoch_seconds),
                 output::thousands(s.tokens_per_second as u64),
             ]
         })
         .collect();
-    let header = ["attention", "val loss (nats/token)", "perplexity", "vs first", "bits/byte", "s/epoch", "tokens/s"];
+    let header = [
+        "attention",
+        "val loss (nats/token)",
+        "perplexity",
+        "vs first",
+        "bits/byte",
+        "features off",
+        "parameters",
+        "state bytes",
+        "s/epoch",
+        "tokens/s",
+    ];
+    let mut notes = format!(
+        "state: what decoding keeps of one sequence of {} tokens, in f32; one that grows with every token has a +",
+        outcome.config.context
+    );
+    if outcome.summary.iter().any(|s| s.features_off.is_some()) {
+        notes +=
+            "\nfeatures off: loss of the same trained model with its window alone, or means of the values without one";
+    }
     let threads = outcome.runs.first().map_or(1, |r| r.threads);
     format!(
-        "{}\n\n{}, {} seed(s), {}",
+        "{}\n\n{notes}\n{}, {} seed(s), {}",
         output::table(&header, &rows),
         outcome.corpus,
         outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0),

@@ -7,7 +7,7 @@ use performer_core::FeatureMapKind;
 
 use super::{args::Machine, output};
 use crate::{
-    config::{AttentionConfig, ModelConfig},
+    config::{AttentionConfig, AttentionPattern},
     convert::{HeadReport, Plan, Report, Tuning, inspect, run as convert},
     data::{DataSpec, prepare_for},
     model::pretrained::Pretrained,
@@ -24,9 +24,10 @@ pub(super) struct Args {
     /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf
     /// file.
     model: String,
-    /// What its attention becomes.
+    /// What its attention becomes. A+B/n, as in favor-window+softmax/4, makes it B in every n-th
+    /// layer and A in the others.
     #[arg(long, default_value = "favor:m=64,map=learned,window=32")]
-    attention: AttentionConfig,
+    attention: AttentionPattern,
     /// A layer with an attention of its own, counted from 0; give it several times.
     #[arg(long, value_name = "LAYER=ATTENTION", value_parser = layer)]
     layer: Vec<(usize, AttentionConfig)>,
@@ -116,28 +117,30 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         .context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
     if args.inspect {
-        let Some(favor) = args.attention.favor() else { bail!("--inspect needs --attention favor:...") };
+        let Some(favor) = args.attention.most.favor() else { bail!("--inspect needs --attention favor:...") };
         let model = teacher.decoder(&machine.device)?;
         let calibrate = args.calibrate_tokens.unwrap_or(CALIBRATE).max(1);
         let heads = inspect(&model, &data, favor, args.balance, calibrate, args.seed)?;
-        return if args.json { output::json(&heads) } else { output::result(&inspection(&heads, &args.attention)) };
+        return if args.json {
+            output::json(&heads)
+        } else {
+            output::result(&inspection(&heads, &args.attention.most))
+        };
     }
     let Some(out) = &args.out else { bail!("give the converted model's folder by --out (or --inspect)") };
     let some = |is: fn(FeatureMapKind) -> bool| {
         let others = args.layer.iter().map(|(_, attention)| attention);
-        std::iter::once(&args.attention).chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
+        args.attention.attentions().chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
     };
     let calibrate = if some(FeatureMapKind::is_fitted) { CALIBRATE } else { 0 };
     let transfer = if some(FeatureMapKind::is_trained) { 300 } else { 0 };
     if args.adapters == Some(0) {
         bail!("--adapters is 0; it is a rank of at least 1, and 8 is usual");
     }
+    let mut config = teacher.config.clone().with_attention(&args.attention)?;
+    config.attention_by_layer.extend(args.layer.iter().cloned());
     let plan = Plan {
-        config: ModelConfig {
-            attention: args.attention.clone(),
-            attention_by_layer: args.layer.iter().cloned().collect(),
-            ..teacher.config.clone()
-        },
+        config,
         teacher: &teacher,
         out,
         device: machine.device.clone(),
@@ -191,6 +194,7 @@ fn table(report: &Report) -> String {
             if windows {
                 row.push(stage.without_window.map_or_else(String::new, |m| format!("{:.4}", m.val_loss)));
             }
+            row.push(stage.features_off.map_or_else(String::new, |m| format!("{:.4}", m.val_loss)));
             row
         })
         .collect();
@@ -198,6 +202,7 @@ fn table(report: &Report) -> String {
     if windows {
         header.push("window off");
     }
+    header.push("features off");
     format!("{}\n\n{}: {}", output::table(&header, &rows), report.attention_spec, report.corpus)
 }
 

@@ -2,14 +2,14 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 use super::{args::Machine, output, paths};
 use crate::{
     data::{DataSpec, prepare_for, prepare_text},
     eval::{Evaluation, evaluate_windows},
-    model::pretrained,
+    model::{Decoder, pretrained},
     plot::{Axis, Chart, Scale, Series},
 };
 
@@ -19,6 +19,7 @@ Examples:
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --json
   performer-lm eval runs/seed-favor-m128-seed42 --data tinystories
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --by-position --plot position
+  performer-lm eval runs/seed-favor-m64-window-32-seed42 --data book.txt --features-off
   performer-lm eval SmolLM2-135M.gguf --data book.txt --context 1024 --max-tokens 100000")]
 pub(super) struct Args {
     /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
@@ -33,6 +34,10 @@ pub(super) struct Args {
     /// Predict about so many tokens from the beginning of the text.
     #[arg(long)]
     max_tokens: Option<usize>,
+    /// Evaluate the model with its features off, too: with the exact windows alone, or means of the
+    /// values in layers without one. What the features are worth is the difference.
+    #[arg(long)]
+    features_off: bool,
     /// Report the loss at each position of the context, too.
     #[arg(long)]
     by_position: bool,
@@ -52,11 +57,28 @@ struct Scored {
     corpus: String,
     #[serde(flatten)]
     evaluation: Evaluation,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    features_off: Option<Control>,
+}
+
+/// `Control` is the evaluation of the same weights with the features off.
+#[derive(Serialize)]
+struct Control {
+    attention_spec: String,
+    #[serde(flatten)]
+    evaluation: Evaluation,
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
+    let control = if args.features_off { model.features_off()? } else { None };
+    ensure!(
+        control.is_some() || !args.features_off,
+        "--features-off: no layer of {} has linear attention; its attention is {}",
+        args.model,
+        model.config().pattern()
+    );
     let path = PathBuf::from(&args.data);
     let (corpus, tokens) = if path.is_file() {
         let name = path.file_name().map_or_else(|| args.data.clone(), |n| n.to_string_lossy().into_owned());
@@ -66,56 +88,82 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         let data = prepare_for(&spec, &tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
         (data.corpus_name, data.valid)
     };
-    let mut evaluation = {
+    let evaluate = |model: &Decoder| {
         let context = args.context.unwrap_or(model.config().context);
-        evaluate_windows(&model, &tokens, machine.threads, context, args.max_tokens.unwrap_or(usize::MAX))?
+        evaluate_windows(model, &tokens, machine.threads, context, args.max_tokens.unwrap_or(usize::MAX))
+    };
+    let mut evaluation = evaluate(&model)?;
+    let mut control = match control {
+        Some(control) => {
+            Some(Control { attention_spec: control.config().pattern().to_string(), evaluation: evaluate(&control)? })
+        }
+        None => None,
     };
     if let Some(stem) = &args.plot {
-        let points: Vec<(f64, f64)> =
-            evaluation.loss_by_position.iter().enumerate().map(|(i, &l)| (i as f64 + 1.0, l)).collect();
+        let series = |name: String, evaluation: &Evaluation| {
+            Series::new(name, evaluation.loss_by_position.iter().enumerate().map(|(i, &l)| (i as f64 + 1.0, l)))
+        };
+        let off = control.as_ref().map(|c| series(format!("features off: {}", c.attention_spec), &c.evaluation));
         let chart = Chart {
             title: format!("Loss by context position on {corpus}"),
             x: Axis::new("tokens of context", Scale::Linear),
             y: Axis::new("loss (nats per token)", Scale::Linear),
-            series: vec![Series::new(model.config().attention.to_string(), points)],
+            series: std::iter::once(series(model.config().pattern().to_string(), &evaluation)).chain(off).collect(),
             ..Chart::default()
         };
         chart.save(stem)?;
         output::note(&format!("saved {0}.svg and {0}.png", stem.display()));
     }
-    let positions = std::mem::take(&mut evaluation.loss_by_position);
-    if args.by_position {
-        evaluation.loss_by_position = positions;
+    if !args.by_position {
+        evaluation.loss_by_position.clear();
+        control.iter_mut().for_each(|control| control.evaluation.loss_by_position.clear());
     }
     let result = Scored {
-        attention: model.config().attention.kind().to_string(),
+        attention: model.config().pattern().kind().to_string(),
         params: model.parameter_count()?,
         corpus,
         evaluation,
+        features_off: control,
     };
     if args.json {
         return output::json(&result);
     }
+    output::result(&text(&result, &model))
+}
+
+fn text(result: &Scored, model: &Decoder) -> String {
     let e = &result.evaluation;
-    let mut text = output::table(
-        &["", "value"],
-        &[
-            vec!["attention".into(), model.config().attention.to_string()],
-            vec!["text".into(), result.corpus.clone()],
-            vec!["tokens".into(), output::thousands(e.tokens)],
-            vec!["loss (nats/token)".into(), format!("{:.4}", e.val_loss)],
-            vec!["perplexity".into(), format!("{:.3}", e.perplexity)],
-            vec!["bits/byte".into(), format!("{:.4}", e.bits_per_byte)],
-        ],
-    );
-    if args.by_position {
-        let rows: Vec<Vec<String>> = e
-            .loss_by_position
-            .iter()
-            .enumerate()
-            .map(|(i, loss)| vec![(i + 1).to_string(), format!("{loss:.4}")])
-            .collect();
-        text = format!("{text}\n\n{}", output::table(&["tokens of context", "loss (nats/token)"], &rows));
+    let mut rows = vec![
+        vec!["attention".into(), model.config().pattern().to_string()],
+        vec!["text".into(), result.corpus.clone()],
+        vec!["tokens".into(), output::thousands(e.tokens)],
+        vec!["loss (nats/token)".into(), format!("{:.4}", e.val_loss)],
+        vec!["perplexity".into(), format!("{:.3}", e.perplexity)],
+        vec!["bits/byte".into(), format!("{:.4}", e.bits_per_byte)],
+    ];
+    let mut header = vec!["", "value"];
+    // A column of its own for the model with its features off.
+    if let Some(Control { attention_spec, evaluation: off }) = &result.features_off {
+        header.push("features off");
+        let losses = [off.val_loss, off.perplexity, off.bits_per_byte];
+        let numbers = [format!("{:.4}", losses[0]), format!("{:.3}", losses[1]), format!("{:.4}", losses[2])];
+        let column = [attention_spec.clone(), String::new(), output::thousands(off.tokens)].into_iter().chain(numbers);
+        rows.iter_mut().zip(column).for_each(|(row, cell)| row.push(cell));
     }
-    output::result(&text)
+    let text = output::table(&header, &rows);
+    if e.loss_by_position.is_empty() {
+        return text;
+    }
+    let off = result.features_off.as_ref().map(|control| &control.evaluation.loss_by_position);
+    let rows: Vec<Vec<String>> = e
+        .loss_by_position
+        .iter()
+        .enumerate()
+        .map(|(i, loss)| {
+            let off = off.map(|off| format!("{:.4}", off[i]));
+            [(i + 1).to_string(), format!("{loss:.4}")].into_iter().chain(off).collect()
+        })
+        .collect();
+    let header = ["tokens of context", "loss (nats/token)", "features off"];
+    format!("{text}\n\n{}", output::table(&header[..if off.is_some() { 3 } else { 2 }], &rows))
 }

@@ -78,9 +78,13 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         output::note("(the model has no more positions)");
     }
     output::note(&format!(
-        "{} tokens, {tokens_per_second:.0} tokens/s, {} bytes of decoding state",
+        "{} tokens, {tokens_per_second:.0} tokens/s, {} bytes of decoding state{}",
         generation.tokens,
-        output::thousands(generation.state_bytes as u64)
+        output::thousands(generation.state_bytes as u64),
+        match model.config().growing_layers() {
+            0 => String::new(),
+            n => format!(", which grow with every token in {n} of {} layers", model.config().layers),
+        }
     ));
     if args.json {
         output::json(&Written {

@@ -12,7 +12,7 @@ use super::{
     output, paths,
 };
 use crate::{
-    config::AttentionConfig,
+    config::AttentionPattern,
     data::{Prepared, prepare},
     train::{Report, RunOptions, Trainer, default_out, saved_data},
 };
@@ -36,9 +36,11 @@ pub(super) struct Args {
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor]. The
     /// setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short convolutions
     /// of queries, keys and values; output-gate and output-norm scale what heads return. Controls:
-    /// uniform (means of the values, without queries and keys) and none.
+    /// uniform (means of the values, without queries and keys) and none. sinks=4 beside a window keeps
+    /// the first four tokens visible. A hybrid A+B/n, as in favor-gated+softmax/4, has B in every n-th
+    /// layer, A in the others.
     #[arg(long)]
-    attention: Option<AttentionConfig>,
+    attention: Option<AttentionPattern>,
     #[command(flatten)]
     recipe: RecipeArgs,
     #[command(flatten)]
@@ -51,7 +53,7 @@ pub(super) struct Args {
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["attention", "preset", "config", "epochs", "max_steps", "batch_size", "micro_batch",
-        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "eval_every", "save_every", "seed",
+        "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "fit_every", "eval_every", "save_every", "seed",
         "out", "vocab_size"])]
     resume: Option<PathBuf>,
     /// Replace a run that the folder holds.
@@ -76,7 +78,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     }
     let (mut model, mut training) = args.recipe.load(machine)?;
     if let Some(attention) = &args.attention {
-        model.attention = attention.clone();
+        model = model.with_attention(attention)?;
     }
     training.seed = args.seed.unwrap_or(training.seed);
     let out = args.out.clone().unwrap_or_else(|| default_out(args.recipe.preset, &model, training.seed));
@@ -109,7 +111,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     let config = trainer.model().config();
     output::note(&format!(
         "{} attention, {} parameters, {} layers, dim {}, {} heads, context {}, vocabulary {}; {} steps of {} sequences",
-        config.attention,
+        config.pattern(),
         output::thousands(trainer.model().parameter_count()? as u64),
         config.layers,
         config.hidden_size,
@@ -141,18 +143,22 @@ fn table(r: &Report) -> String {
         [_, _, _, _, _, ..] => format!("{} ... {}", epochs[..2].join(" "), epochs[epochs.len() - 2..].join(" ")),
         _ => epochs.join(" "),
     };
-    output::table(
-        &["", "value"],
-        &[
-            vec!["attention".into(), r.attention_spec.clone()],
-            vec!["corpus".into(), r.corpus.clone()],
-            vec!["parameters".into(), output::thousands(r.params as u64)],
-            vec!["tokens trained on".into(), output::thousands(r.tokens)],
-            vec!["validation loss (nats/token)".into(), format!("{:.4}", r.val_loss)],
-            vec!["perplexity".into(), format!("{:.3}", r.perplexity)],
-            vec!["bits/byte".into(), format!("{:.4}", r.bits_per_byte)],
-            vec!["seconds per epoch".into(), epochs],
-            vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
-        ],
-    )
+    let grows = if r.state_grows { ", and grows with every token" } else { "" };
+    let mut rows = vec![
+        vec!["attention".into(), r.attention_spec.clone()],
+        vec!["corpus".into(), r.corpus.clone()],
+        vec!["parameters".into(), output::thousands(r.params as u64)],
+        vec!["bytes of decoding state".into(), output::thousands(r.state_bytes as u64) + grows],
+        vec!["tokens trained on".into(), output::thousands(r.tokens)],
+        vec!["validation loss (nats/token)".into(), format!("{:.4}", r.val_loss)],
+        vec!["perplexity".into(), format!("{:.3}", r.perplexity)],
+        vec!["bits/byte".into(), format!("{:.4}", r.bits_per_byte)],
+        vec!["seconds per epoch".into(), epochs],
+        vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
+    ];
+    if let Some(control) = &r.features_off {
+        let what = format!("loss with features off ({})", control.attention_spec);
+        rows.insert(8, vec![what, format!("{:.4}", control.val_loss)]);
+    }
+    output::table(&["", "value"], &rows)
 }

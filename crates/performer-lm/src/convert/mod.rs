@@ -29,7 +29,6 @@ use std::{path::Path, sync::atomic::AtomicBool, time::Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::{Attention, Favor, Windowed};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -138,6 +137,10 @@ pub struct Stage {
     /// features do alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub without_window: Option<Measured>,
+    /// The student with its features off, which shows what they add to its windows, or to means of
+    /// the values where there are none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub features_off: Option<Measured>,
     /// The student during the stage, where it was measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub points: Vec<Point>,
@@ -182,7 +185,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         Some(Progress { report, stage, .. }) => (report, stage),
         None => {
             let report = Report {
-                attention_spec: plan.config.attention.to_string(),
+                attention_spec: plan.config.pattern().to_string(),
                 corpus: data.corpus_name.clone(),
                 measured_tokens: plan.measure_tokens,
                 stages: Vec::new(),
@@ -200,10 +203,12 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         plan.listener.note("the teacher, and features drawn at random in it");
         let started = Instant::now();
         let mut add = |name: &str, student: &Decoder| -> Result<()> {
-            let (measured, without_window) =
-                (measure(student)?, without_windows(student)?.map(|s| measure(&s)).transpose()?);
+            let measured = measure(student)?;
+            let without_window = without_windows(student)?.map(|s| measure(&s)).transpose()?;
+            let features_off = student.features_off()?.map(|s| measure(&s)).transpose()?;
             let (seconds, points) = (started.elapsed().as_secs_f64(), Vec::new());
-            report.stages.push(Stage { name: name.into(), tokens: 0, seconds, measured, without_window, points });
+            let name = name.into();
+            report.stages.push(Stage { name, tokens: 0, seconds, measured, without_window, features_off, points });
             Ok(())
         };
         add("teacher", &teacher)?;
@@ -233,12 +238,14 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
         let without_window = without_windows(&student)?.map(|s| measure(&s)).transpose()?;
+        let features_off = student.features_off()?.map(|s| measure(&s)).transpose()?;
         report.stages.push(Stage {
             name: name.into(),
             tokens: before + tokens,
             seconds: earlier_seconds + started.elapsed().as_secs_f64(),
             measured: measure(&student)?,
             without_window,
+            features_off,
             points,
         });
         report.key = Some(plan.key_after(&key, name));
@@ -261,6 +268,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
             seconds: earlier_seconds + started.elapsed().as_secs_f64(),
             measured: measure(&tuned)?,
             without_window: None,
+            features_off: None,
             points,
         });
         save(plan, &student(plan, checkpoint.tensors)?, &report)?;
@@ -507,14 +515,6 @@ fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
     Ok(Some(Decoder::from_tensors(&config, &student.tensors()?, student.device())?))
 }
 
-/// Builds the attention of a configuration over a given feature map.
-fn attention(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>> {
-    Ok(match config.window() {
-        None => Box::new(map),
-        Some(window) => Box::new(Windowed::new(window, map)?),
-    })
-}
-
 #[cfg(feature = "plot")]
 impl Report {
     /// Draws loss against tokens used, with the teacher's loss as a line.
@@ -537,6 +537,8 @@ impl Report {
             students.iter().filter_map(|s| Some((millions(s.tokens), s.without_window.as_ref()?.val_loss))).collect();
         if !bare.is_empty() {
             series.push(Series::new("student, window off", bare));
+            let off = students.iter().filter_map(|s| Some((millions(s.tokens), s.features_off.as_ref()?.val_loss)));
+            series.push(Series::new("student, features off", off));
         }
         let ends = students.iter().filter(|stage| matches!(&stage.name[..], "transfer" | "tune"));
         let teacher = self.stages.iter().find(|stage| stage.name == "teacher");

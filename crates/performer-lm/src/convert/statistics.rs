@@ -3,21 +3,20 @@
 
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
-use performer_core::{Attention, FavorConfig, Inputs, Mask, projection::derive_seed};
 use performer_core::{
-    Favor, Softmax,
-    features::{
-        FeatureMap, FeatureMapKind,
-        fit::{Moments, Options, fit},
-    },
-    projection,
+    Attention, Favor, FavorConfig, Inputs, Mask, Softmax,
+    features::{FeatureMap, fit::Moments},
+    projection::{self, derive_seed},
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Plan, Trained, attention};
+use super::{Plan, Trained};
 use crate::{
     data::{Batches, Prepared, TokenFile, eval_windows},
-    model::Decoder,
+    model::{
+        Decoder,
+        fit::{attention_over, fitted_to},
+    },
 };
 
 /// Number of sequences in a calibration pass.
@@ -28,18 +27,14 @@ const SAMPLED_QUERIES: usize = 32;
 
 /// Computes the moments of every layer over about `tokens` training tokens.
 pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
-    let config = teacher.config();
-    let mut all: Vec<Moments> = (0..config.layers).map(|_| Moments::new(config.kv_heads, config.head_dim())).collect();
-    let batches = Batches::new(data.train.clone(), config.context, ROWS, seed)?;
+    let mut all = teacher.no_moments();
+    let batches = Batches::new(data.train.clone(), teacher.config().context, ROWS, seed)?;
     let passes = tokens.div_ceil(batches.tokens_per_batch());
     for pass in 0..passes {
         let (epoch, index) = batches.position(pass as u64);
         let batch = batches.batch(epoch, index)?;
         let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
-        teacher.hidden_through(&ids, |layer, q, k, v| {
-            all[layer].add(q, k)?;
-            Softmax::new().forward(Inputs::new(q, k, v), &Mask::causal())
-        })?;
+        teacher.add_moments(&ids, &mut all)?;
     }
     Ok(all)
 }
@@ -52,26 +47,9 @@ pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, da
         let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
         let fitted = fitted_to(favor, moments, plan.balance, derive_seed(plan.seed, layer as u64), &plan.device)
             .with_context(|| format!("layer {layer}"))?;
-        student.set_attention(layer, attention(&config, Favor::with_map(Box::new(fitted))?)?);
+        student.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
     }
     Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
-}
-
-/// Fits the features of a configuration to moments; maps that are to be learned start as dense
-/// ones. Features are centred, which is exact and costs nothing. Balancing costs one matrix product
-/// for every key, and pays where queries and keys have different covariances.
-fn fitted_to(
-    favor: &FavorConfig,
-    moments: &Moments,
-    balance: bool,
-    seed: u64,
-    device: &Device,
-) -> candle_core::Result<performer_core::features::Fitted> {
-    let d = moments.head_dim();
-    let omega =
-        projection::draw_tensor(favor.projection, favor.radii, favor.features, d, seed, DType::F64, &Device::Cpu)?;
-    let map = if favor.map == FeatureMapKind::Learned { FeatureMapKind::Dense } else { favor.map };
-    fit(&omega, moments, Options { map, centre: true, balance })?.to(DType::F32, device)
 }
 
 /// A `HeadReport` describes one head of a softmax model, and how well features would approximate

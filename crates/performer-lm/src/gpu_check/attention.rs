@@ -218,6 +218,7 @@ impl<'a> Problem<'a> {
             k: &self.k,
             v: &self.v,
             window: None,
+            sinks: 0,
             causal: self.case.causal,
             key_mask: self.keys.as_deref(),
             gates: None,

@@ -67,6 +67,9 @@ struct Outcome {
     attention_spec: String,
     redraw_every: usize,
     val_losses: Vec<f64>,
+    /// The losses of the same trained models with their features off.
+    #[serde(default)]
+    features_off: Vec<f64>,
     tokens_per_second: Vec<f64>,
     /// The keys of the runs.
     #[serde(default)]
@@ -75,14 +78,22 @@ struct Outcome {
 
 impl Outcome {
     fn mean(&self) -> f64 {
-        self.val_losses.iter().sum::<f64>() / self.val_losses.len() as f64
+        mean(&self.val_losses)
     }
 
     /// Returns half the distance between the smallest and the largest loss.
     fn spread(&self) -> f64 {
-        let fold = |f: fn(f64, f64) -> f64, start| self.val_losses.iter().copied().fold(start, f);
-        0.5 * (fold(f64::max, f64::NEG_INFINITY) - fold(f64::min, f64::INFINITY))
+        spread(&self.val_losses)
     }
+}
+
+fn mean(losses: &[f64]) -> f64 {
+    losses.iter().sum::<f64>() / losses.len() as f64
+}
+
+fn spread(losses: &[f64]) -> f64 {
+    let fold = |f: fn(f64, f64) -> f64, start| losses.iter().copied().fold(start, f);
+    0.5 * (fold(f64::max, f64::NEG_INFINITY) - fold(f64::min, f64::INFINITY))
 }
 
 fn favor(features: usize) -> FavorConfig {
@@ -108,7 +119,7 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
             ),
             ("orthogonal, √D radii", AttentionConfig::Favor(FavorConfig { radii: Radii::Sqrt, ..favor(m) })),
             ("learned map", AttentionConfig::Favor(FavorConfig { map: FeatureMapKind::Learned, ..favor(m) })),
-            ("window of 32", AttentionConfig::Windowed { window: 32, far: favor(m) }),
+            ("window of 32", AttentionConfig::Windowed { window: 32, sinks: 0, far: favor(m) }),
         ];
         for (curve, attention) in curves {
             all.push(Variant { curve: Some((curve, m)), ..variant(format!("{curve}, M={m}"), attention) });
@@ -125,7 +136,11 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
         ("elu + 1".into(), map(FeatureMapKind::Elu, m)),
         (
             format!("learned map and window of 32, M={m}"),
-            AttentionConfig::Windowed { window: 32, far: FavorConfig { map: FeatureMapKind::Learned, ..favor(m) } },
+            AttentionConfig::Windowed {
+                window: 32,
+                sinks: 0,
+                far: FavorConfig { map: FeatureMapKind::Learned, ..favor(m) },
+            },
         ),
         (format!("quantile radii, M={m}"), AttentionConfig::Favor(FavorConfig { radii: Radii::Quantile, ..favor(m) })),
     ] {
@@ -175,6 +190,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             attention_spec: variant.attention.to_string(),
             redraw_every: variant.redraw_every,
             val_losses: Vec::new(),
+            features_off: Vec::new(),
             tokens_per_second: Vec::new(),
             keys: Vec::new(),
         };
@@ -193,6 +209,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
                 report.tokens_per_second
             ));
             outcome.val_losses.push(report.val_loss);
+            outcome.features_off.extend(report.features_off.map(|control| control.val_loss));
             outcome.tokens_per_second.push(report.tokens_per_second);
             outcome.keys.extend(report.key);
         }
@@ -234,16 +251,26 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
     let mut table = Table::new(["variant", "loss, nats/token", "± over seeds", "to softmax", "perplexity", "tokens/s"]);
     let mut ranked: Vec<&Outcome> = outcomes.iter().collect();
     ranked.sort_by(|a, b| a.mean().total_cmp(&b.mean()));
+    let row = |name: String, losses: &[f64], speed: String| {
+        let loss = mean(losses);
+        [
+            name,
+            format!("{loss:.4}"),
+            if losses.len() > 1 { format!("{:.4}", spread(losses)) } else { "–".into() },
+            format!("{:+.4}", loss - softmax),
+            format!("{:.2}", loss.exp()),
+            speed,
+        ]
+    };
     for o in &ranked {
         let speed = o.tokens_per_second.iter().sum::<f64>() / o.tokens_per_second.len() as f64;
-        table.push([
-            o.name.clone(),
-            format!("{:.4}", o.mean()),
-            if o.val_losses.len() > 1 { format!("{:.4}", o.spread()) } else { "–".into() },
-            format!("{:+.4}", o.mean() - softmax),
-            format!("{:.2}", o.mean().exp()),
-            format!("{speed:.0}"),
-        ]);
+        table.push(row(o.name.clone(), &o.val_losses, format!("{speed:.0}")));
+        // The control of a window with features: the same trained weights, and the window alone.
+        let attention = o.attention_spec.parse::<AttentionConfig>().ok();
+        let off = attention.filter(|a| a.window().is_some()).and_then(|a| a.features_off());
+        if let Some(off) = off.filter(|_| !o.features_off.is_empty()) {
+            table.push(row(format!("↳ features off: {off}"), &o.features_off, "–".into()));
+        }
     }
     let m = plan.features[plan.features.len() / 2];
     let plain = outcomes.iter().find(|o| o.curve == Some(("orthogonal, chi radii".into(), m)));

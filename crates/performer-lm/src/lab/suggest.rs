@@ -166,7 +166,7 @@ impl Plan {
         let Some((map, features, _)) = found else { return AttentionConfig::Softmax };
         let far = FavorConfig { map, features, ..FavorConfig::default() };
         match self.window {
-            Some(window) => AttentionConfig::Windowed { window, far },
+            Some(window) => AttentionConfig::Windowed { window, sinks: 0, far },
             None => AttentionConfig::Favor(far),
         }
     }

@@ -6,6 +6,7 @@
 //! buffers, `model.layers.0.self_attn.projection`, and never trained.
 
 mod block;
+pub(crate) mod fit;
 mod given;
 mod init;
 pub mod pretrained;
@@ -55,8 +56,9 @@ impl DecoderState {
         self.layers.first().map_or(0, State::tokens)
     }
 
-    /// Returns the size of the state in bytes: constant in the number of tokens for FAVOR, linear
-    /// for softmax.
+    /// Returns the size of the state in bytes: constant in the number of tokens for FAVOR and
+    /// windows, linear for softmax, and in a hybrid linear through its layers of softmax
+    /// ([`ModelConfig::growing_layers`]).
     pub fn bytes(&self) -> usize {
         self.layers.iter().map(State::bytes).sum()
     }
@@ -272,6 +274,28 @@ impl Decoder {
             }
         }
         Ok(tensors)
+    }
+
+    /// Returns a model with the same weights and its features off, the control of linear attention
+    /// ([`ModelConfig::features_off`]), or `None` if no layer has linear attention.
+    ///
+    /// # Errors
+    /// If there is no memory for another model.
+    pub fn features_off(&self) -> Result<Option<Self>> {
+        let Some(config) = self.config.features_off() else { return Ok(None) };
+        Ok(Some(Self::from_tensors(&config, &self.tensors()?, &self.device)?.compute_in(self.compute)))
+    }
+
+    /// Measures the decoding state of one sequence of the model's context: its bytes in all layers,
+    /// in f32, as the saved model keeps it.
+    ///
+    /// # Errors
+    /// If there is no memory for another model.
+    pub fn state_bytes(&self) -> Result<usize> {
+        let saved = Self::from_tensors(&self.config, &self.tensors()?, &self.device)?;
+        let mut state = saved.new_state();
+        saved.extend(&Tensor::zeros((1, self.config.context), DType::U32, &self.device)?, &mut state)?;
+        Ok(state.bytes())
     }
 
     /// Draws the random features of every layer anew: the `count`-th time in a run of this `seed`.

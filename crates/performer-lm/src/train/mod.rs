@@ -23,7 +23,7 @@ pub(crate) use progress::StepBar;
 #[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
 pub use run::{
-    Found, Report, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
+    Control, Found, Report, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
     training_batches,
 };
 pub use run_key::{Earlier, Leg, RunKey};

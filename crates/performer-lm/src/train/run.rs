@@ -23,7 +23,7 @@ use super::{
     take_steps,
 };
 use crate::{
-    config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
+    config::{AttentionPattern, ModelConfig, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
     errors::Cause,
@@ -35,6 +35,12 @@ use crate::{
 
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
+
+/// Number of tokens, at least, whose queries and keys features are fitted to.
+const FIT_TOKENS: usize = 8192;
+
+/// Sequences of a pass over these: their keys and queries are all in memory at once.
+const FIT_ROWS: usize = 16;
 
 /// File name of the [`Report`].
 const REPORT: &str = "metrics.json";
@@ -67,10 +73,24 @@ pub struct RunOptions<'a> {
     pub listener: &'a dyn Listener,
 }
 
+/// A `Control` is a trained model measured with its features off, without training: with the exact
+/// windows alone, or means of the values where there are none.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Control {
+    /// The attention that is left, as the command line takes it.
+    pub attention_spec: String,
+    /// Validation loss, in nats per token.
+    pub val_loss: f64,
+    /// Perplexity, `e^val_loss`.
+    pub perplexity: f64,
+    /// Validation loss in bits per byte of text.
+    pub bits_per_byte: f64,
+}
+
 /// A `Report` is the result of a run, with the stable names of `--json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// `softmax` or `favor`.
+    /// `softmax`, `favor` or `windowed`, say, or `hybrid`.
     pub attention: String,
     /// The attention with its settings, as the command line takes it.
     pub attention_spec: String,
@@ -78,12 +98,22 @@ pub struct Report {
     pub seed: u64,
     /// Number of trained parameters.
     pub params: usize,
+    /// Bytes of decoding state of one sequence of the model's context, in all layers; 0 in reports
+    /// of versions that did not measure it.
+    #[serde(default)]
+    pub state_bytes: usize,
+    /// Whether that state grows with every token.
+    #[serde(default)]
+    pub state_grows: bool,
     /// Validation loss, in nats per token.
     pub val_loss: f64,
     /// Perplexity, `e^val_loss`.
     pub perplexity: f64,
     /// Validation loss in bits per byte of text.
     pub bits_per_byte: f64,
+    /// The model with its features off; `None` if it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub features_off: Option<Control>,
     /// Seconds of training in each epoch, validation not counted.
     pub epoch_seconds: Vec<f64>,
     /// Training tokens per second of training.
@@ -279,7 +309,7 @@ impl<'a> Trainer<'a> {
     pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
         let progress =
-            Progress::new(self.options.listener, &self.model.config().attention.to_string(), self.step(), total);
+            Progress::new(self.options.listener, &self.model.config().pattern().to_string(), self.step(), total);
         let training = self.training.clone();
         let pace = Pace {
             name: "training",
@@ -298,7 +328,12 @@ impl<'a> Trainer<'a> {
         progress.message("validating on all of the held-out text");
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
-        let report = self.report(&evaluation)?;
+        let control = self.model.features_off()?;
+        if control.is_some() {
+            progress.message("validating with the features off");
+        }
+        let control = control.map(|model| self.control(&model)).transpose()?;
+        let report = self.report(&evaluation, control)?;
         progress.validation(self.step(), &evaluation, &self.sample()?);
         Ok(Some(report))
     }
@@ -329,6 +364,23 @@ impl<'a> Trainer<'a> {
             let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
             Ok(ops::scale(&ops::sum_all(&losses)?, 1.0 / batch.inputs.len() as f64)?)
         })
+    }
+
+    /// Fits features to the model's queries and keys of the batches from this step on.
+    fn fit_features(&mut self, step: usize) -> Result<()> {
+        let mut moments = self.model.no_moments();
+        for later in 0..FIT_TOKENS.div_ceil(self.batches.tokens_per_batch()) {
+            let (epoch, index) = self.batches.position((step + later) as u64);
+            let batch = self.batches.batch(epoch, index)?;
+            check_vocabulary(&batch, &self.model)?;
+            let tokens = batch.inputs.len().min(FIT_TOKENS.div_ceil(batch.context) * batch.context);
+            for part in batch.inputs[..tokens].chunks(FIT_ROWS * batch.context) {
+                let ids = Tensor::from_slice(part, (part.len() / batch.context, batch.context), self.model.device())?;
+                self.model.add_moments(&ids, &mut moments)?;
+            }
+        }
+        let count = step / self.training.fit_every;
+        self.model.fit_features(&moments, self.training.seed, count as u64)
     }
 
     fn tokens(&self) -> u64 {
@@ -378,13 +430,27 @@ impl<'a> Trainer<'a> {
             .save(self.options.out, Some(&training))
     }
 
-    fn report(&self, evaluation: &Evaluation) -> Result<Report> {
+    /// Measures the model with its features off, on all of the held-out text.
+    fn control(&self, model: &Decoder) -> Result<Control> {
+        let evaluation = evaluate(model, &self.data.valid, self.options.threads)?;
+        Ok(Control {
+            attention_spec: model.config().pattern().to_string(),
+            val_loss: evaluation.val_loss,
+            perplexity: evaluation.perplexity,
+            bits_per_byte: evaluation.bits_per_byte,
+        })
+    }
+
+    fn report(&self, evaluation: &Evaluation, features_off: Option<Control>) -> Result<Report> {
         let config = self.model.config();
         let report = Report {
-            attention: config.attention.kind().to_string(),
-            attention_spec: config.attention.to_string(),
+            attention: config.pattern().kind().to_string(),
+            attention_spec: config.pattern().to_string(),
             seed: self.training.seed,
             params: self.model.parameter_count()?,
+            state_bytes: self.model.state_bytes()?,
+            state_grows: config.growing_layers() > 0,
+            features_off,
             val_loss: evaluation.val_loss,
             perplexity: evaluation.perplexity,
             bits_per_byte: evaluation.bits_per_byte,
@@ -422,6 +488,10 @@ impl Steps for InProgress<'_, '_> {
         let redraw = run.training.redraw_every;
         if redraw > 0 && step > 0 && step.is_multiple_of(redraw) {
             run.model.redraw(run.training.seed, (step / redraw) as u64)?;
+        }
+        let fit = run.training.fit_every;
+        if fit > 0 && step.is_multiple_of(fit) {
+            run.fit_features(step)?;
         }
         let (epoch, index) = run.batches.position(step as u64);
         let batch = run.batches.batch(epoch, index)?;
@@ -574,12 +644,12 @@ pub fn saved_data(dir: &Path) -> Result<DataSpec> {
 
 /// Returns the default folder of a run: `runs/PRESET-ATTENTION-seed`.
 pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
-    let name = format!("{preset:?}-{}", run_name(&config.attention, seed));
+    let name = format!("{preset:?}-{}", run_name(&config.pattern(), seed));
     Path::new("runs").join(name.to_lowercase())
 }
 
 /// Returns `ATTENTION-seed` with characters that every file system takes.
-pub fn run_name(attention: &AttentionConfig, seed: u64) -> String {
+pub fn run_name(attention: &AttentionPattern, seed: u64) -> String {
     let name: String =
         attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();
     format!("{}-seed{seed}", name.replace("m-", "m"))

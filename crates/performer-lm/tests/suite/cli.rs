@@ -128,8 +128,20 @@ fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     assert!(table.status.success(), "{}", String::from_utf8_lossy(&table.stderr));
     let table = String::from_utf8(table.stdout).unwrap();
     assert!(table.contains("softmax") && table.contains("favor:m=8") && table.contains("vs first"), "{table}");
+    for part in ["features off", "parameters", "state bytes", "has a +"] {
+        assert!(table.contains(part), "{part} is not in {table}");
+    }
     let outcome: Value = serde_json::from_slice(&std::fs::read(dir.path().join("c/compare.json")).unwrap()).unwrap();
     assert_eq!(outcome["runs"].as_array().unwrap().len(), 4);
+    let [softmax, favor] = [&outcome["summary"][0], &outcome["summary"][1]];
+    // Keys and values of 16 tokens in 2 layers of 64 numbers, in f32.
+    assert_eq!((&softmax["state_bytes"], &softmax["state_grows"]), (&Value::from(2 * 2 * 16 * 64 * 4), &true.into()));
+    assert!(favor["state_bytes"].as_u64().unwrap() > 0 && favor["state_grows"] == false, "{favor}");
+    assert_eq!(softmax["params"], favor["params"]);
+    assert!(softmax.get("features_off").is_none(), "{softmax}");
+    assert_eq!(favor["features_off"]["attention_spec"], "uniform");
+    let of_runs = [1, 3].map(|i| outcome["runs"][i]["features_off"]["val_loss"].as_f64().unwrap());
+    assert_eq!(favor["features_off"]["val_loss"], (of_runs[0] + of_runs[1]) / 2.0);
     assert_eq!(std::fs::read_to_string(dir.path().join("c/table.md")).unwrap(), table);
     assert!(std::fs::read_to_string(dir.path().join("c/loss.svg")).unwrap().contains("favor:m=8"));
     assert!(std::fs::read(dir.path().join("c/loss.png")).unwrap().starts_with(b"\x89PNG"));
@@ -139,6 +151,40 @@ fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     assert_eq!(again["runs"], outcome["runs"], "nothing was run again");
     args.extend(["--learning-rate", "0.5"]);
     fails(&performer(dir.path(), &args), &["settings.learning_rate was", "is now 0.5", "--out"]);
+}
+
+/// A hybrid is named as it was given, everywhere; and is evaluated with its features off too.
+#[test]
+fn a_hybrid_is_trained_shown_and_evaluated_with_its_features_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    let hybrid = "favor:m=8,window=4,sinks=1+softmax/2";
+    let report = json(&run(&train(&["--attention", hybrid, "--json"])));
+    assert_eq!((&report["attention"], &report["attention_spec"]), (&"hybrid".into(), &hybrid.into()));
+    assert_eq!(report["key"]["model"]["attention_by_layer"]["1"]["kind"], "softmax");
+    assert_eq!(report["state_grows"], true);
+    let control = "softmax:window=4,sinks=1+softmax/2";
+    assert_eq!(report["features_off"]["attention_spec"], control);
+
+    let folder = "runs/seed-favor-m8-window-4-sinks-1-softmax-2-seed42";
+    assert!(dir.path().join(folder).join("model.safetensors").exists());
+    let eval = ["eval", folder, "--data", "sample", "--features-off"];
+    let found = json(&run(&[&eval[..], &["--json"]].concat()));
+    assert_eq!(found["features_off"]["val_loss"], report["features_off"]["val_loss"]);
+    assert_ne!(found["features_off"]["val_loss"], found["val_loss"]);
+    let table = run(&[&eval[..], &["--by-position"]].concat());
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(table.contains(hybrid) && table.contains(control), "{table}");
+    assert!(json(&run(&[&eval[..4], &["--json"]].concat())).get("features_off").is_none());
+    let words = run(&["generate", folder, "--max-tokens", "2"]);
+    let said = String::from_utf8_lossy(&words.stderr).into_owned();
+    assert!(said.contains("in 1 of 2 layers"), "{said}");
+
+    assert!(run(&train(&["--attention", "softmax", "--out", "exact"])).status.success());
+    let exact = run(&["eval", "exact", "--data", "sample", "--features-off"]);
+    fails(&exact, &["--features-off", "no layer of exact has linear attention"]);
+    fails(&run(&train(&["--attention", "favor+softmax/3"])), &["the model has 2 layers", "at most 2"]);
+    fails(&run(&train(&["--attention", "favor+softmax/1"])), &["give softmax alone"]);
 }
 
 #[test]

@@ -114,6 +114,10 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     assert!(agreement(4) > agreement(3), "tune: {} after {}", agreement(4), agreement(3));
     assert_eq!(report.stages[3].tokens, 1000 + 40 * 4 * 48);
     assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
+    // Before any stage the control is the teacher with a window; the fitting of features leaves it.
+    let off: Vec<Option<f64>> = report.stages.iter().map(|s| s.features_off.map(|m| m.val_loss)).collect();
+    assert!(off[0].is_none() && off[1..].iter().all(Option::is_some), "{off:?}");
+    assert!(off[1] == off[2] && off[2] == off[3] && off[3] != off[4], "only fine-tuning changes weights: {off:?}");
     #[cfg(feature = "plot")]
     assert!(report.chart().to_svg()?.contains("teacher"));
 

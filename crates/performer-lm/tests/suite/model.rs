@@ -9,7 +9,7 @@ use performer_lm::{
     model::{Decoder, Dropout},
 };
 
-const ATTENTIONS: [&str; 20] = [
+const ATTENTIONS: [&str; 22] = [
     "softmax",
     "favor:m=24",
     "favor:m=8,map=hyperbolic,projection=gaussian",
@@ -24,16 +24,18 @@ const ATTENTIONS: [&str; 20] = [
     "favor:m=8,map=learned,window=4,gate",
     "softmax:gate",
     "softmax:window=4,gate",
+    "softmax:window=4,sinks=2",
     "uniform:gate",
     "softmax:conv",
     "favor:m=16,conv",
     "favor:m=8,map=learned,window=4,gate,conv,output-gate,output-norm",
     "uniform:conv,output-gate",
     "none",
+    "favor:m=16,gate+softmax/2",
 ];
 
 fn base(attention: &str) -> ModelConfig {
-    ModelConfig {
+    let config = ModelConfig {
         vocab_size: 50,
         hidden_size: 32,
         layers: 2,
@@ -51,10 +53,11 @@ fn base(attention: &str) -> ModelConfig {
         bias: true,
         qkv_bias: false,
         dropout: 0.0,
-        attention: attention.parse().unwrap(),
+        attention: AttentionConfig::Softmax,
         attention_by_layer: Default::default(),
         borders: None,
-    }
+    };
+    config.with_attention(&attention.parse().unwrap()).unwrap()
 }
 
 /// Returns all combinations of the choices in a configuration.
@@ -97,6 +100,7 @@ fn tensor(ids: &[u32], rows: usize) -> Result<Tensor> {
 
 #[test]
 fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
+    let hybrid = "favor:m=24,gate+softmax/2";
     for attention in [
         "softmax",
         "favor:m=24",
@@ -104,6 +108,7 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
         "favor:m=24,gate",
         "softmax:gate",
         "softmax:conv",
+        hybrid,
         "favor:m=24,gate,conv,output-gate,output-norm",
     ] {
         for config in variants(attention) {
@@ -115,7 +120,7 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
                 let size = gradient.abs()?.sum_all()?.to_scalar::<f32>()?;
                 // A key bias adds one constant to all logits of a row, on which softmax does not
                 // depend, so what is left is rounding.
-                let unseen = attention.starts_with("softmax") && name.ends_with("k_proj.bias");
+                let unseen = attention.contains("softmax") && name.ends_with("k_proj.bias");
                 assert!(size.is_finite() && (size > 1e-9 || unseen), "{name} has gradient {size} in {config:?}");
             }
         }
@@ -225,6 +230,60 @@ fn favor_state_is_constant_and_softmax_cache_grows() -> Result<()> {
         }
         assert_eq!(state.bytes() == early, constant, "{attention}: {early} then {} bytes", state.bytes());
     }
+    Ok(())
+}
+
+/// A hybrid's state grows by what its layers of softmax keep of a token, and no faster.
+#[test]
+fn the_state_of_a_hybrid_grows_by_its_layers_of_softmax() -> Result<()> {
+    let rotary = |attention: &str| {
+        ModelConfig { layers: 5, positions: Positions::Rotary { base: 10_000.0 }, ..base("softmax") }
+            .with_attention(&attention.parse().unwrap())
+    };
+    // Keys and values of 4 heads of 8 numbers, in f32.
+    let token = 4 * 2 * 4 * 8;
+    for (attention, layers, constant) in
+        [("favor:m=16+softmax/2", 2, true), ("softmax+favor:m=16/5", 4, true), ("softmax", 5, false)]
+    {
+        let config = rotary(attention)?;
+        assert_eq!(config.growing_layers(), layers, "{attention}");
+        let bytes = |context| Decoder::new(&ModelConfig { context, ..config.clone() }, 5, &Device::Cpu)?.state_bytes();
+        let (short, long) = (bytes(30)?, bytes(90)?);
+        assert_eq!(long - short, layers * token * 60, "{attention}");
+        assert_eq!(short > layers * token * 30, constant, "{attention}: {short} bytes");
+    }
+    let config = rotary("softmax:window=8,sinks=2")?;
+    assert_eq!((config.growing_layers(), Decoder::new(&config, 5, &Device::Cpu)?.state_bytes()?), (0, 5 * token * 9));
+    Ok(())
+}
+
+/// With its features off, a model has its weights and computes what the control would: the window
+/// alone, and all that it computed anyway as long as the window holds all.
+#[test]
+fn features_off_keeps_the_weights_and_the_window() -> Result<()> {
+    let ids = |tokens| tensor(&ids(2, tokens, 0), 2);
+    let numbers = |model: &Decoder, tokens| -> Result<Vec<f32>> {
+        Ok(model.forward(&ids(tokens)?, None)?.flatten_all()?.to_vec1()?)
+    };
+    for (attention, control) in [
+        ("favor:m=8,map=learned,window=6,sinks=2,gate", "softmax:window=6,sinks=2,gate"),
+        ("favor:m=8,window=6", "softmax:window=6"),
+        ("favor:m=8,window=6+softmax/2", "softmax:window=6+softmax/2"),
+        ("favor:m=8,gate", "uniform:gate"),
+    ] {
+        let model = Decoder::new(&base(attention), 8, &Device::Cpu)?;
+        let off = model.features_off()?.expect("a control");
+        assert_eq!(off.config().pattern().to_string(), control);
+        // Weights depend on the seed and their names, so this is the control with the same weights.
+        assert_eq!(numbers(&off, 40)?, numbers(&Decoder::new(&base(control), 8, &Device::Cpu)?, 40)?, "{attention}");
+        assert_ne!(numbers(&off, 40)?, numbers(&model, 40)?, "{attention}");
+        if attention.contains("window") {
+            let pairs = numbers(&off, 6)?.into_iter().zip(numbers(&model, 6)?);
+            let worst = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(worst < 1e-5, "{attention}: {worst}");
+        }
+    }
+    assert!(Decoder::new(&base("softmax:window=6"), 8, &Device::Cpu)?.features_off()?.is_none());
     Ok(())
 }
 

@@ -121,17 +121,51 @@ fn bf16_learns_with_f32_weights() -> Result<()> {
 
 #[test]
 fn a_resumed_run_is_the_unbroken_one() -> Result<()> {
-    resume("favor:m=8")
+    resume("favor:m=8", |training| training)
 }
 
 /// The parts of a layer are weights like others: they are saved, and their moments with them.
 #[test]
 fn a_resumed_run_with_parts_is_the_unbroken_one() -> Result<()> {
-    resume("favor-gated:m=8,conv,output-gate,output-norm")
+    resume("favor-gated:m=8,conv,output-gate,output-norm", |training| training)
 }
 
-fn resume(attention: &str) -> Result<()> {
+/// A fit is a function of the weights, the step and the text, and what was fitted last is saved.
+#[test]
+fn a_resumed_run_with_fitted_features_is_the_unbroken_one() -> Result<()> {
+    resume("favor:m=8,map=dense,window=4,gate", |training| TrainingConfig { fit_every: 7, ..training })
+}
+
+/// Features are fitted before the first step, and again at each interval, to what the model's
+/// queries and keys are then; the model learns with them, and others are left alone.
+#[test]
+fn features_that_can_be_fitted_are_fitted_in_training() -> Result<()> {
+    let trained = |attention: &str, fit_every: usize, max_steps: Option<usize>| -> Result<_> {
+        let dir = tempfile::tempdir()?;
+        let (_, training) = recipe(attention);
+        let report = run(attention, &TrainingConfig { fit_every, max_steps, ..training }, dir.path(), 2)?;
+        let is_map = |(name, _): &(String, Vec<f32>)| name.contains(".feature_map.");
+        let (maps, others): (Vec<_>, Vec<_>) = weights(dir.path())?.into_iter().partition(is_map);
+        Ok((report.val_loss, maps, others))
+    };
+    for attention in ["favor:m=16,map=dense", "favor:m=16,map=optimal", "favor:m=16,map=dense,window=4,gate"] {
+        let (_, never, _) = trained(attention, 0, Some(2))?;
+        let (_, once, of_once) = trained(attention, 5, Some(2))?;
+        let (_, twice, _) = trained(attention, 1, Some(2))?;
+        assert!(!never.is_empty() && never != once && once != twice, "{attention}");
+        assert!(of_once.iter().flat_map(|(_, values)| values).all(|x| x.is_finite()), "{attention}");
+        let (loss, ..) = trained(attention, 10, None)?;
+        assert!(loss < 2.5, "{attention}: {loss}");
+    }
+    for attention in ["softmax", "favor:m=16", "favor:m=16,map=learned"] {
+        assert_eq!(trained(attention, 0, Some(3))?, trained(attention, 2, Some(3))?, "{attention}");
+    }
+    Ok(())
+}
+
+fn resume(attention: &str, change: fn(TrainingConfig) -> TrainingConfig) -> Result<()> {
     let (model, training) = recipe(attention);
+    let training = change(training);
     let whole = tempfile::tempdir()?;
     run(attention, &training, whole.path(), 2)?;
 
@@ -267,7 +301,18 @@ impl Asked {
             stop: &AtomicBool::new(false),
             listener: &Silent,
         };
-        Ok(ablate::run(&plan, &self.data, |_| ())?.data["outcomes"].clone())
+        let found = ablate::run(&plan, &self.data, |_| ())?;
+        let outcomes = found.data["outcomes"].clone();
+        // Every variant with features is measured without them, and the table has a row for windows.
+        for outcome in outcomes.as_array().context("outcomes")? {
+            let controls = outcome["features_off"].as_array().map_or(0, Vec::len);
+            assert_eq!(controls, usize::from(outcome["attention_spec"] != "softmax"), "{outcome}");
+        }
+        let tables = found.sections.iter().filter_map(|section| section.table.as_ref());
+        let names: Vec<&String> = tables.flat_map(|table| &table.rows).map(|row| &row[0]).collect();
+        let of_window = names.iter().position(|name| name.starts_with("window of 32")).context("a window")?;
+        assert_eq!(names[of_window + 1], "↳ features off: softmax:window=32");
+        Ok(outcomes)
     }
 }
 
@@ -275,7 +320,7 @@ impl Asked {
 /// what was asked for.
 type Change = (&'static str, fn(&mut Asked));
 
-const CHANGES: [Change; 14] = [
+const CHANGES: [Change; 15] = [
     ("settings.max_steps", |a| a.training.max_steps = Some(3)),
     ("settings.epochs", |a| a.training.epochs = 1),
     ("settings.max_train_tokens", |a| a.training.max_train_tokens = Some(1000)),
@@ -283,6 +328,7 @@ const CHANGES: [Change; 14] = [
     ("settings.micro_batch", |a| a.training.micro_batch = 2),
     ("settings.learning_rate", |a| a.training.learning_rate = 2e-2),
     ("settings.clip", |a| a.training.clip = None),
+    ("settings.fit_every", |a| a.training.fit_every = 1),
     ("settings.optimizer.weight_decay", |a| a.training.optimizer.weight_decay = 0.0),
     ("settings.dtype", |a| a.training.dtype = Precision::Bf16),
     ("model.context", |a| a.config.context = 36),

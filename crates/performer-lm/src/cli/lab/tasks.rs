@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::Common;
 use crate::{
     cli::{args::Machine, output},
-    config::AttentionConfig,
+    config::AttentionPattern,
     lab::{
         Findings,
         tasks::{self, ATTENTIONS, Plan, Task},
@@ -31,7 +31,7 @@ pub(in crate::cli) struct Args {
     /// An attention to compare; give it several times. The first is what the others are held
     /// against.
     #[arg(long, default_values = ATTENTIONS)]
-    attention: Vec<AttentionConfig>,
+    attention: Vec<AttentionPattern>,
     /// Seeds to repeat each with.
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     pub(super) seeds: Vec<u64>,

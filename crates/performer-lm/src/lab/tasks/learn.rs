@@ -14,7 +14,7 @@ use super::{
     recipe::Recipe,
 };
 use crate::{
-    config::{AttentionConfig, ModelConfig},
+    config::{AttentionPattern, ModelConfig},
     listener::Listener,
     model::Decoder,
     train::{
@@ -122,22 +122,22 @@ impl<'a> Setting<'a> {
         Self { task, recipe, source, held_out, device, threads, stop, listener }
     }
 
-    fn config(&self, attention: &AttentionConfig) -> ModelConfig {
+    fn config(&self, attention: &AttentionPattern) -> Result<ModelConfig> {
         let context = self.held_out.iter().map(|example| example.ids.len()).max().unwrap_or(1);
         self.recipe.model(&*self.source, attention, context)
     }
 
     /// Returns the key of a run.
-    pub(super) fn key(&self, attention: &AttentionConfig, seed: u64) -> Result<RunKey> {
+    pub(super) fn key(&self, attention: &AttentionPattern, seed: u64) -> Result<RunKey> {
         let mut data = BTreeMap::from([("examples".to_string(), self.source.describe())]);
         data.extend(self.source.files().map(|digest| ("files".to_string(), digest.to_hex().to_string())));
         let run = format!("task {}", self.task);
-        RunKey::new(run, &self.config(attention), &self.recipe, data, seed, self.device)
+        RunKey::new(run, &self.config(attention)?, &self.recipe, data, seed, self.device)
     }
 
     /// Returns the model of a run before training.
-    pub(super) fn model(&self, attention: &AttentionConfig, seed: u64) -> Result<Decoder> {
-        let mut model = Decoder::new(&self.config(attention), seed, self.device)
+    pub(super) fn model(&self, attention: &AttentionPattern, seed: u64) -> Result<Decoder> {
+        let mut model = Decoder::new(&self.config(attention)?, seed, self.device)
             .with_context(|| format!("attention {attention}"))?;
         model.train_maps()?;
         Ok(model)
@@ -145,7 +145,7 @@ impl<'a> Setting<'a> {
 
     /// Trains with one attention from one seed. Returns `None` if it was stopped; `folder`, if
     /// there is one, then holds what the run needs to resume.
-    pub(super) fn run(&self, attention: &AttentionConfig, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
+    pub(super) fn run(&self, attention: &AttentionPattern, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
         let Recipe { steps, learning_rate, .. } = self.recipe;
         let name = format!("{} {attention} seed {seed}", self.task);
         let mut lesson = Lesson::new(self, attention, seed, folder, StepBar::new(self.listener, &name, steps))?;
@@ -189,7 +189,7 @@ impl<'a> Setting<'a> {
     /// If the folder holds the state of a run with another key, or without one.
     pub(super) fn interrupted(
         &self,
-        attention: &AttentionConfig,
+        attention: &AttentionPattern,
         seed: u64,
         folder: &Path,
     ) -> Result<Option<(TrainingState, Option<String>)>> {
@@ -291,7 +291,7 @@ impl<'a> Lesson<'a> {
     /// Begins a run, or resumes it where it was stopped.
     fn new(
         setting: &'a Setting,
-        attention: &AttentionConfig,
+        attention: &AttentionPattern,
         seed: u64,
         folder: Option<&'a Path>,
         bar: StepBar<'a>,
@@ -304,7 +304,7 @@ impl<'a> Lesson<'a> {
         let mut moments = None;
         if let (Some(folder), Some((saved, warning))) = (folder, interrupted) {
             let checkpoint = Checkpoint::load(folder, setting.device)?;
-            model = Decoder::from_tensors(&setting.config(attention), &checkpoint.tensors, setting.device)?;
+            model = Decoder::from_tensors(&setting.config(attention)?, &checkpoint.tensors, setting.device)?;
             model.train_maps()?;
             state = saved.progress_as()?;
             if let Some(text) = warning {

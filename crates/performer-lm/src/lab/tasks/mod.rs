@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Findings;
 use crate::{
-    config::AttentionConfig,
+    config::AttentionPattern,
     files,
     listener::Listener,
     train::{Earlier, run_name},
@@ -122,7 +122,7 @@ pub struct Plan<'a> {
     /// The tasks.
     pub tasks: Vec<Task>,
     /// The attentions; the others are compared with the first.
-    pub attentions: Vec<AttentionConfig>,
+    pub attentions: Vec<AttentionPattern>,
     /// The seeds with which each run is repeated.
     pub seeds: Vec<u64>,
     /// Texts for [`Task::Text`].
@@ -216,13 +216,13 @@ pub fn run(plan: &Plan) -> Result<Findings> {
 
 /// Whether an attention can learn a task: attention with a window is causal, so it cannot learn a
 /// bidirectional task.
-fn can_learn(attention: &AttentionConfig, task: Task) -> bool {
-    task.is_causal() || attention.window().is_none()
+fn can_learn(attention: &AttentionPattern, task: Task) -> bool {
+    task.is_causal() || attention.attentions().all(|attention| attention.window().is_none())
 }
 
 impl Plan<'_> {
     /// Returns the folder in which a run is saved if it is stopped.
-    fn interrupted(&self, task: Task, attention: &AttentionConfig, seed: u64) -> Option<PathBuf> {
+    fn interrupted(&self, task: Task, attention: &AttentionPattern, seed: u64) -> Option<PathBuf> {
         Some(self.out?.join(INTERRUPTED).join(format!("{task}-{}", run_name(attention, seed))))
     }
 
@@ -268,7 +268,7 @@ impl Kept {
     ///
     /// # Errors
     /// If the run has other settings, other data, or another revision of this program.
-    fn find(&self, setting: &Setting, attention: &AttentionConfig, seed: u64) -> Result<Option<&Run>> {
+    fn find(&self, setting: &Setting, attention: &AttentionPattern, seed: u64) -> Result<Option<&Run>> {
         let name = attention.to_string();
         let is_wanted = |run: &&Run| (run.task, run.seed) == (setting.task, seed) && run.attention == name;
         let (Some(run), Some(path)) = (self.runs.iter().find(is_wanted), &self.path) else { return Ok(None) };

@@ -1,9 +1,12 @@
 //! This module sets the sizes and budgets of the tasks, which are the same for every attention.
 
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::{Task, example::Source};
-use crate::config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions};
+use crate::config::{
+    AttentionConfig, AttentionPattern, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions,
+};
 
 /// A `Recipe` has the length of sequences, the size of the model, and the budget of training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,8 +60,13 @@ impl Recipe {
 
     /// Returns the configuration of the model. Positions are rotary: relative, and without
     /// parameters.
-    pub(super) fn model(&self, source: &dyn Source, attention: &AttentionConfig, context: usize) -> ModelConfig {
-        ModelConfig {
+    pub(super) fn model(
+        &self,
+        source: &dyn Source,
+        attention: &AttentionPattern,
+        context: usize,
+    ) -> Result<ModelConfig> {
+        let config = ModelConfig {
             vocab_size: source.vocabulary(),
             hidden_size: self.hidden_size,
             layers: self.layers,
@@ -76,9 +84,10 @@ impl Recipe {
             bias: true,
             qkv_bias: false,
             dropout: 0.0,
-            attention: attention.clone(),
+            attention: AttentionConfig::Softmax,
             attention_by_layer: Default::default(),
             borders: None,
-        }
+        };
+        config.with_attention(attention)
     }
 }

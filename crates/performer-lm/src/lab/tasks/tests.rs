@@ -6,6 +6,7 @@ use super::{
     *,
 };
 use crate::{
+    config::AttentionConfig,
     listener::Silent,
     train::{Gradients, NEVER},
 };
@@ -150,7 +151,7 @@ fn runs_of_other_revisions_and_without_a_key_are_refused() {
 #[test]
 fn a_stopped_run_belongs_to_its_settings() {
     let folder = tempfile::tempdir().unwrap();
-    let (stopped, name) = (AtomicBool::new(true), run_name(&AttentionConfig::Softmax, 1));
+    let (stopped, name) = (AtomicBool::new(true), run_name(&AttentionConfig::Softmax.into(), 1));
     assert!(recall(folder.path(), "softmax", &stopped, 1).is_err());
     let file = folder.path().join(INTERRUPTED).join(format!("recall-{name}")).join("train_state.json");
     let edit = |field: &str, value: serde_json::Value| {
@@ -223,8 +224,8 @@ fn attentions_start_from_equal_weights() {
 }
 
 /// Returns the attentions that can be bidirectional.
-fn bidirectional() -> impl Iterator<Item = AttentionConfig> {
-    ATTENTIONS.iter().map(|a| a.parse::<AttentionConfig>().unwrap()).filter(|a| a.window().is_none())
+fn bidirectional() -> impl Iterator<Item = AttentionPattern> {
+    ATTENTIONS.iter().map(|a| a.parse::<AttentionPattern>().unwrap()).filter(|a| a.most.window().is_none())
 }
 
 #[test]
@@ -247,7 +248,7 @@ fn gradients_reach_every_parameter_of_a_bidirectional_model() {
             let largest = gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
             // The bias of keys adds one constant to all of a query's logits, on which exact
             // attention does not depend.
-            let blind = name.ends_with("k_proj.bias") && attention == AttentionConfig::Softmax;
+            let blind = name.ends_with("k_proj.bias") && attention.most == AttentionConfig::Softmax;
             assert!(largest.is_finite() && (largest > 0.0 || blind), "{attention}: {name} {largest}");
         }
     }

@@ -1,0 +1,78 @@
+//! This module fits feature maps to the queries and keys of a model, layer by layer.
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
+use performer_core::{
+    Attention, Favor, FavorConfig, Mask, Windowed,
+    features::{
+        FeatureMapKind, Fitted,
+        fit::{Moments, Options, fit},
+    },
+    projection,
+};
+
+use super::{Decoder, layer_seed};
+use crate::config::AttentionConfig;
+
+impl Decoder {
+    /// Returns moments of nothing yet, for each layer.
+    pub(crate) fn no_moments(&self) -> Vec<Moments> {
+        (0..self.config.layers).map(|_| Moments::new(self.config.kv_heads, self.config.head_dim())).collect()
+    }
+
+    /// Adds the queries and keys of each layer in one pass over ids `(B, T)` to its moments.
+    pub(crate) fn add_moments(&self, ids: &Tensor, to: &mut [Moments]) -> Result<()> {
+        let mut x = self.embed(ids, 0)?;
+        for (block, moments) in self.blocks.iter().zip(to) {
+            x = block
+                .forward_through(&x, |inputs| {
+                    moments.add(inputs.q, inputs.k)?;
+                    block.attention().forward(inputs, &Mask::causal())
+                })?
+                .detach();
+        }
+        Ok(())
+    }
+
+    /// Fits the maps that can be fitted and have no parameters in training to these moments of the
+    /// model itself, with random rows of their own for the `count`-th time in a run of this `seed`.
+    ///
+    /// # Errors
+    /// If a layer's queries and keys are too few or not finite.
+    pub(crate) fn fit_features(&mut self, moments: &[Moments], seed: u64, count: u64) -> Result<()> {
+        for (layer, moments) in moments.iter().enumerate() {
+            let config = self.config.attention_of(layer).clone();
+            let is_constant = |favor: &&FavorConfig| favor.map.is_fitted() && !favor.map.is_trained();
+            let Some(favor) = config.favor().filter(is_constant) else { continue };
+            let fitted = fitted_to(favor, moments, false, layer_seed(seed, layer, count), &self.device)
+                .with_context(|| format!("layer {layer}: its features cannot be fitted"))?;
+            self.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
+        }
+        Ok(())
+    }
+}
+
+/// Fits the features of a configuration to moments; maps that are to be learned start as dense
+/// ones. Features are centred, which is exact and costs nothing. Balancing costs one matrix product
+/// for every key, and pays where queries and keys have different covariances.
+pub(crate) fn fitted_to(
+    favor: &FavorConfig,
+    moments: &Moments,
+    balance: bool,
+    seed: u64,
+    device: &Device,
+) -> candle_core::Result<Fitted> {
+    let d = moments.head_dim();
+    let omega =
+        projection::draw_tensor(favor.projection, favor.radii, favor.features, d, seed, DType::F64, &Device::Cpu)?;
+    let map = if favor.map == FeatureMapKind::Learned { FeatureMapKind::Dense } else { favor.map };
+    fit(&omega, moments, Options { map, centre: true, balance })?.to(DType::F32, device)
+}
+
+/// Builds the attention of a configuration over a given feature map.
+pub(crate) fn attention_over(config: &AttentionConfig, map: Favor) -> Result<Box<dyn Attention>> {
+    Ok(match config.window() {
+        None => Box::new(map),
+        Some(window) => Box::new(Windowed::new(window, map)?.with_sinks(config.sinks())?),
+    })
+}
