@@ -129,16 +129,7 @@ fn tapes_may_lie_in_each_other_and_end() -> Result<()> {
 fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> {
     let attentions: [(&str, Box<dyn Attention>); 2] = [
         ("softmax", Box::new(Softmax::new())),
-        (
-            "favor",
-            Box::new(Favor::new(
-                &FavorConfig { features: 16, ..FavorConfig::default() },
-                8,
-                3,
-                DType::F32,
-                &Device::Cpu,
-            )?),
-        ),
+        ("favor", Box::new(Favor::new(&FavorConfig::default().with_features(16), 8, 3, DType::F32, &Device::Cpu)?)),
     ];
     for (name, attention) in attentions {
         let map = VarMap::new();

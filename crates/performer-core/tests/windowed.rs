@@ -10,7 +10,7 @@ use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask
 const D: usize = 8;
 
 fn windowed(window: usize, dtype: DType, map: FeatureMapKind) -> Result<Windowed> {
-    let config = FavorConfig { map, features: 12, ..FavorConfig::default() };
+    let config = FavorConfig::default().with_map(map).with_features(12);
     Windowed::new(window, Favor::new(&config, D, 3, dtype, &Device::Cpu)?)
 }
 

@@ -178,7 +178,7 @@ impl FromStr for AttentionConfig {
 impl AttentionConfig {
     /// Reads an attention whose settings have no gate among them.
     fn without_gate(kind: &str, settings: &str) -> std::result::Result<Self, String> {
-        let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
+        let learned = FavorConfig::default().with_map(FeatureMapKind::Learned);
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
             "uniform" if settings.is_empty() => return Ok(Self::Uniform),

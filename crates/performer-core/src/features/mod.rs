@@ -41,6 +41,7 @@ pub use trigonometric::{Phase, Trigonometric};
 
 /// The features of many rows, in the form that keeps them in range.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Features {
     /// Log-features `log φ(x)`, shape `(..., F)`, of maps whose features are all positive.
     Log(Tensor),

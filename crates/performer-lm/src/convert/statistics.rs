@@ -71,7 +71,7 @@ fn fitted_to(
     let omega =
         projection::draw_tensor(favor.projection, favor.radii, favor.features, d, seed, DType::F64, &Device::Cpu)?;
     let map = if favor.map == FeatureMapKind::Learned { FeatureMapKind::Dense } else { favor.map };
-    fit(&omega, moments, Options { map, centre: true, balance })?.to(DType::F32, device)
+    fit(&omega, moments, Options::new(map).with_centre(true).with_balance(balance))?.to(DType::F32, device)
 }
 
 /// A `HeadReport` describes one head of a softmax model, and how well features would approximate
@@ -111,7 +111,7 @@ pub fn inspect(
     let group = teacher.config().heads / teacher.config().kv_heads;
     let map_of = |layer: usize, m: usize| -> candle_core::Result<Box<dyn FeatureMap>> {
         let seed = derive_seed(seed, layer as u64);
-        let favor = FavorConfig { features: m, ..favor.clone() };
+        let favor = favor.clone().with_features(m);
         if favor.map.is_fitted() {
             return Ok(Box::new(fitted_to(&favor, &moments[layer], balance, seed, &Device::Cpu)?));
         }

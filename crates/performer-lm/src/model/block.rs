@@ -30,14 +30,12 @@ impl Block {
         rotary: Option<Rotary>,
         vb: VarBuilder,
     ) -> Result<Self> {
-        let heads = MultiHeadConfig {
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim(),
-            qkv_bias: config.bias || config.qkv_bias,
-            output_bias: config.bias,
-            gate,
-            ..MultiHeadConfig::new(config.hidden_size, config.heads)
-        };
+        let heads = MultiHeadConfig::new(config.hidden_size, config.heads)
+            .with_kv_heads(config.kv_heads)
+            .with_head_dim(config.head_dim())
+            .with_qkv_bias(config.bias || config.qkv_bias)
+            .with_output_bias(config.bias)
+            .with_gate(gate);
         Ok(Self {
             attention: MultiHeadAttention::without_buffers(&heads, attention, rotary, vb.pp("self_attn"))?,
             feed_forward: FeedForward::new(config, vb.pp("mlp"))?,
