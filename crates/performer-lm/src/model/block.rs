@@ -139,7 +139,7 @@ impl FeedForward {
                 ops::swiglu_linear(x, gate.weight(), self.up.weight())?
             }
             (Some(gate), _) => ops::swiglu(&apply(gate, x)?, &apply(&self.up, x)?)?,
-            (None, FeedForwardKind::GeluExact) => apply(&self.up, x)?.gelu_erf()?,
+            (None, FeedForwardKind::GeluExact) => ops::gelu_erf(&apply(&self.up, x)?)?,
             (None, _) => ops::gelu(&apply(&self.up, x)?)?,
         };
         match residual {
@@ -203,6 +203,6 @@ impl Dropout {
         let mask: Vec<f32> = (0..x.elem_count())
             .map(|_| if u64::from(rng.next_u32()) < threshold { keep.recip() } else { 0.0 })
             .collect();
-        x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
+        ops::mul(x, &Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?)
     }
 }
