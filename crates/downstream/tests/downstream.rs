@@ -185,7 +185,7 @@ fn both_train_with_candle_s_adamw() -> Result<()> {
 #[test]
 fn learned_maps_are_trained_and_random_features_are_not() -> Result<()> {
     for (map, trained) in [(FeatureMapKind::Learned, true), (FeatureMapKind::Positive, false)] {
-        let config = FavorConfig { map, features: 16, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_map(map).with_features(16);
         let favor = || Favor::new(&config, HEAD_DIM, 1, DType::F32, &DEVICE);
         let vars = VarMap::new();
         train(Box::new(favor()?), &vars, 5)?;

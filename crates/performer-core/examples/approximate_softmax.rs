@@ -32,7 +32,7 @@ fn main() -> Result<()> {
         let exact = Softmax::new().forward(Inputs::new(&q, &k, &v), &mask)?;
         let error = |output: &Tensor| -> Result<f32> { Ok(norm(&(output - &exact)?)? / norm(&exact)?) };
         let favor = |features: usize, projection: ProjectionKind| -> Result<f32> {
-            let config = FavorConfig { features, projection, ..FavorConfig::default() };
+            let config = FavorConfig::default().with_features(features).with_projection(projection);
             let mut sum = 0.0;
             for seed in 0..SEEDS {
                 let favor = Favor::new(&config, HEAD_DIM, seed, DType::F32, &device)?;

@@ -13,7 +13,17 @@ use crate::{
 pub use crate::nn::Rotary;
 
 /// The sizes of a [`MultiHeadAttention`].
+///
+/// # Example
+/// ```
+/// use performer_core::MultiHeadConfig;
+///
+/// // Eight query heads over two key heads, with biases as in Qwen2.
+/// let config = MultiHeadConfig::new(512, 8).with_kv_heads(2).with_qkv_bias(true);
+/// assert_eq!(config.head_dim, 64);
+/// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct MultiHeadConfig {
     /// Model dimension `E`.
     pub hidden: usize,
@@ -34,8 +44,8 @@ pub struct MultiHeadConfig {
 impl MultiHeadConfig {
     /// `heads` equal heads of dimension `hidden / heads`, no biases, no further parts.
     ///
-    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for you to set: a layer refuses
-    /// it.
+    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for
+    /// [`Self::with_head_dim`] to set: a layer refuses it.
     pub fn new(hidden: usize, heads: usize) -> Self {
         Self {
             hidden,
@@ -46,6 +56,41 @@ impl MultiHeadConfig {
             output_bias: false,
             parts: LayerParts::default(),
         }
+    }
+
+    /// Sets the key and value heads `Hkv`, a divisor of the query heads.
+    #[must_use]
+    pub fn with_kv_heads(mut self, kv_heads: usize) -> Self {
+        self.kv_heads = kv_heads;
+        self
+    }
+
+    /// Sets the head dimension `D`.
+    #[must_use]
+    pub fn with_head_dim(mut self, head_dim: usize) -> Self {
+        self.head_dim = head_dim;
+        self
+    }
+
+    /// Sets whether the projections of queries, keys and values have a bias.
+    #[must_use]
+    pub fn with_qkv_bias(mut self, qkv_bias: bool) -> Self {
+        self.qkv_bias = qkv_bias;
+        self
+    }
+
+    /// Sets whether the output projection has a bias.
+    #[must_use]
+    pub fn with_output_bias(mut self, output_bias: bool) -> Self {
+        self.output_bias = output_bias;
+        self
+    }
+
+    /// Sets the parts of the layer beside its linear maps and its attention.
+    #[must_use]
+    pub fn with_parts(mut self, parts: LayerParts) -> Self {
+        self.parts = parts;
+        self
     }
 
     /// The weights of new convolutions and output gates, if the layer is to have them, by the names

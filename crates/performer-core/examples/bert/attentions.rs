@@ -44,11 +44,15 @@ impl Kind {
         let seed = derive_seed(draw, layer as u64);
         let (kind, head_dim) = (ProjectionKind::Orthogonal, moments.head_dim());
         let Some(centre) = self.fitted else {
-            let config = FavorConfig { map: self.map, features, projection: kind, radii: self.radii };
+            let config = FavorConfig::default()
+                .with_map(self.map)
+                .with_features(features)
+                .with_projection(kind)
+                .with_radii(self.radii);
             return Ok(Arc::new(Favor::new(&config, head_dim, seed, DType::F32, &Device::Cpu)?));
         };
         let omega = draw_tensor(kind, self.radii, features, head_dim, seed, DType::F64, &Device::Cpu)?;
-        let fitted = fit(&omega, moments, Options { map: self.map, centre, balance: false })?;
+        let fitted = fit(&omega, moments, Options::new(self.map).with_centre(centre))?;
         Ok(Arc::new(Favor::with_map(Box::new(fitted.to(DType::F32, &Device::Cpu)?))?))
     }
 }

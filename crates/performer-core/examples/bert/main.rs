@@ -249,7 +249,7 @@ impl Models {
         let softmax = self.swapped(&tokens, &|_| Ok(Arc::new(Softmax::new())))?;
         let head_dim = self.config.hidden_size / self.config.num_attention_heads;
         let favor = |features| {
-            let config = FavorConfig { features, ..FavorConfig::default() };
+            let config = FavorConfig::default().with_features(features);
             self.swapped(&tokens, &|layer| {
                 Ok(Arc::new(Favor::new(&config, head_dim, derive_seed(42, layer as u64), DType::F32, &DEVICE)?))
             })

@@ -261,7 +261,7 @@ impl FromStr for AttentionConfig {
 impl AttentionConfig {
     /// Reads an attention whose settings have no parts of the layer among them.
     fn without_settings_of_layer(kind: &str, settings: &str) -> std::result::Result<Self, String> {
-        let learned = FavorConfig { map: FeatureMapKind::Learned, ..FavorConfig::default() };
+        let learned = FavorConfig::default().with_map(FeatureMapKind::Learned);
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
             "uniform" if settings.is_empty() => return Ok(Self::Uniform),
@@ -370,7 +370,7 @@ mod tests {
     #[test]
     fn parts_are_not_nested() {
         let inner: AttentionConfig = "softmax:gate".parse().unwrap();
-        let parts = LayerParts { convolution: true, ..LayerParts::default() };
+        let parts = LayerParts::default().with_convolution(true);
         let nested = AttentionConfig::Equipped { parts, of: Box::new(inner) };
         let error = nested.build(8, 1, DType::F32, &Device::Cpu).unwrap_err().to_string();
         assert!(error.contains("conv is around softmax:gate"), "{error}");

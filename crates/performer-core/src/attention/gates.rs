@@ -8,6 +8,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::layout::compute;
+use crate::ops;
 
 /// The lowest gate that is taken: sums of them are still far from overflow in f32.
 pub(super) const LOWEST: f64 = -1e30;
@@ -79,14 +80,14 @@ pub(super) fn sums_of_window(gates: &Tensor, window: usize) -> Result<Tensor> {
     let mut sums = part.narrow(2, 0, count)?.zeros_like()?;
     loop {
         if window & reach != 0 {
-            sums = (sums + part.narrow(2, start, count)?)?;
+            sums = ops::add(&sums, &ops::narrow(&part, 2, start, count)?)?;
             start += reach;
         }
         if 2 * reach > window {
             return Ok(sums);
         }
         let longer = part.dim(2)? - reach;
-        part = (part.narrow(2, 0, longer)? + part.narrow(2, reach, longer)?)?;
+        part = ops::add(&ops::narrow(&part, 2, 0, longer)?, &ops::narrow(&part, 2, reach, longer)?)?;
         reach *= 2;
     }
 }
@@ -95,7 +96,8 @@ pub(super) fn sums_of_window(gates: &Tensor, window: usize) -> Result<Tensor> {
 pub(super) fn for_queries(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (b, key_heads, t) = x.dims3()?;
     let group = heads / key_heads;
-    x.unsqueeze(2)?.expand((b, key_heads, group, t))?.contiguous()?.reshape((b, heads, t, 1))
+    let rows = ops::broadcast_as(&ops::reshape(x, (b, key_heads, 1, t))?, (b, key_heads, group, t))?;
+    ops::reshape(&ops::contiguous(&rows)?, (b, heads, t, 1))
 }
 
 /// Appends the gates of tokens with keys `k` `(B, Hkv, T, D)` to those of `past` tokens before:

@@ -12,12 +12,13 @@ use serde::{Deserialize, Serialize};
 /// ```
 /// use performer_core::LayerParts;
 ///
-/// let parts = LayerParts { gate: true, convolution: true, ..LayerParts::default() };
+/// let parts = LayerParts::default().with_gate(true).with_convolution(true);
 /// assert_eq!(parts.to_string(), "gate,conv");
 /// assert!(LayerParts::default().is_empty());
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
 pub struct LayerParts {
     /// `gate`: forget gates, which the layer computes from its input for
     /// [`Inputs::gates`](super::Inputs::gates).
@@ -43,6 +44,34 @@ impl LayerParts {
     /// Whether no part is there.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// Sets whether the layer has forget gates.
+    #[must_use]
+    pub const fn with_gate(mut self, gate: bool) -> Self {
+        self.gate = gate;
+        self
+    }
+
+    /// Sets whether the layer has short convolutions.
+    #[must_use]
+    pub const fn with_convolution(mut self, convolution: bool) -> Self {
+        self.convolution = convolution;
+        self
+    }
+
+    /// Sets whether the layer has output gates.
+    #[must_use]
+    pub const fn with_output_gate(mut self, output_gate: bool) -> Self {
+        self.output_gate = output_gate;
+        self
+    }
+
+    /// Sets whether the layer has a norm of each head's output.
+    #[must_use]
+    pub const fn with_output_norm(mut self, output_norm: bool) -> Self {
+        self.output_norm = output_norm;
+        self
     }
 
     /// The part of a name, as the text of an attention has it among its settings.

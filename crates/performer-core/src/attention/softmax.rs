@@ -14,7 +14,10 @@ use super::{
     layout::{FLOOR, Folded, Rows, check_finite, values_and_one},
     state::bytes_of,
 };
-use crate::kernels::{self, softmax};
+use crate::{
+    kernels::{self, softmax},
+    ops,
+};
 
 /// First capacity of a key-value cache, in tokens; it grows by as much.
 const CACHE_TOKENS: usize = 256;
@@ -160,7 +163,7 @@ impl Softmax {
         let seen = softmax::Seen { offset: Some(offset), window: Some(window), sinks, visible };
         inputs.gates.map(gates::check).transpose()?;
         let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
-        Ok((rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?))
+        Ok((ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?))
     }
 
     /// The path of [`Self::with_logs`].

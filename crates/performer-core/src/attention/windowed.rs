@@ -15,7 +15,7 @@ use super::{
     Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, exact::Exact, gates,
     layout::compute,
 };
-use crate::features::Features;
+use crate::{features::Features, ops};
 
 /// Causal attention, exact to the last `window` tokens and by FAVOR to those before: `O(T·(W + F))`
 /// time, decoding state of `W` keys and values and FAVOR's sums. Features must be positive.
@@ -83,18 +83,20 @@ impl Windowed {
     }
 }
 
-/// Returns tokens `start..start + len` of `(B, H, T, D)`.
+/// Returns tokens `start..start + len` of `(B, H, T, D)`, or of gates `(B, Hkv, T)`.
 fn tokens(x: &Tensor, start: usize, len: usize) -> Result<Tensor> {
-    x.narrow(2, start, len)
+    ops::narrow(x, 2, start, len)
 }
 
 /// Joins two parts of one attention, each given by its quotients and logarithms of denominators.
 fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)) -> Result<Tensor> {
     // Cancels: a constant to the gradient.
     let max = near_log.maximum(far_log)?.detach();
-    let (near_weight, far_weight) = ((near_log - &max)?.exp()?, (far_log - &max)?.exp()?);
-    let sum = (near.broadcast_mul(&near_weight)? + far.broadcast_mul(&far_weight)?)?;
-    sum.broadcast_div(&(near_weight + far_weight)?)
+    let weight = |log: &Tensor| ops::exp(&ops::sub(log, &max)?);
+    let (near_weight, far_weight) = (weight(near_log)?, weight(far_log)?);
+    let weighed = |part: &Tensor, weight: &Tensor| ops::mul(part, &ops::broadcast_as(weight, part.shape())?);
+    let sum = ops::add(&weighed(near, &near_weight)?, &weighed(far, &far_weight)?)?;
+    ops::div(&sum, &ops::broadcast_as(&ops::add(&near_weight, &far_weight)?, sum.shape())?)
 }
 
 /// Adds to the logarithms `(B, H, T − W, 1)` of the far part what was forgotten within the window:
@@ -102,7 +104,7 @@ fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)
 fn forget(logs: Tensor, gates: Option<&Tensor>, window: usize) -> Result<Tensor> {
     let Some(gates) = gates else { return Ok(logs) };
     let heads = logs.dim(1)?;
-    logs + gates::for_queries(&gates::sums_of_window(gates, window)?, heads)?
+    ops::add(&logs, &gates::for_queries(&gates::sums_of_window(gates, window)?, heads)?)
 }
 
 impl Attention for Windowed {
@@ -118,22 +120,23 @@ impl Attention for Windowed {
         let dtype = inputs.q.dtype();
         // Logarithms of denominators need more digits than half types have.
         let wide = compute(dtype);
-        let [q, k, v] = [inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?];
-        let gates = inputs.gates.map(|gates| gates.to_dtype(wide)).transpose()?;
+        let widen = |x| ops::to_dtype(x, wide);
+        let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
+        let gates = inputs.gates.map(widen).transpose()?;
         let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
         let (near, near_log) = self.near.with_logs(inputs, mask, 0, (w, n))?;
         if t <= w + n {
-            return near.to_dtype(dtype);
+            return ops::to_dtype(&near, dtype);
         }
         let far = t - w - n;
         let (far_q, far_k, far_v) = (tokens(&q, w + n, far)?, tokens(&k, n, far)?, tokens(&v, n, far)?);
-        let gates = gates.as_ref().map(|gates| gates.narrow(2, n, t - n)).transpose()?;
-        let far_gates = gates.as_ref().map(|gates| gates.narrow(2, 0, far)).transpose()?;
+        let gates = gates.as_ref().map(|gates| tokens(gates, n, t - n)).transpose()?;
+        let far_gates = gates.as_ref().map(|gates| tokens(gates, 0, far)).transpose()?;
         let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
         let (rows, logs) = self.far.with_logs(far_inputs, &mask.of_keys(n, far)?, None)?;
         let logs = forget(logs, gates.as_ref(), w)?;
         let joined = join((&tokens(&near, w + n, far)?, &tokens(&near_log, w + n, far)?), (&rows, &logs))?;
-        Tensor::cat(&[&tokens(&near, 0, w + n)?, &joined], 2)?.to_dtype(dtype)
+        ops::to_dtype(&ops::cat(&[&tokens(&near, 0, w + n)?, &joined], 2)?, dtype)
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
@@ -216,8 +219,8 @@ impl Windowed {
         if leaving > 0 {
             let first = t - leaving;
             let (far_q, far_k, far_v) = (tokens(&q, first, leaving)?, tokens(k, n, leaving)?, tokens(v, n, leaving)?);
-            let gates = exact.gates.as_ref().map(|gates| gates.narrow(2, n, all - n)).transpose()?;
-            let far_gates = gates.as_ref().map(|gates| gates.narrow(2, 0, leaving)).transpose()?;
+            let gates = exact.gates.as_ref().map(|gates| tokens(gates, n, all - n)).transpose()?;
+            let far_gates = gates.as_ref().map(|gates| tokens(gates, 0, leaving)).transpose()?;
             let inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
             let (rows, logs) = self.far.with_logs(inputs, &Mask::causal(), Some(&mut far))?;
             let logs = forget(logs, gates.as_ref(), w)?;

@@ -119,6 +119,7 @@ impl Moments {
 
 /// What is fitted, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Options {
     /// [`FeatureMapKind::Optimal`], [`FeatureMapKind::Dense`], or anything else for plain positive
     /// features.
@@ -127,6 +128,27 @@ pub struct Options {
     pub centre: bool,
     /// Whether both sides are given the same covariance.
     pub balance: bool,
+}
+
+impl Options {
+    /// Features of `map` for queries and keys as they are, neither centred nor balanced.
+    pub fn new(map: FeatureMapKind) -> Self {
+        Self { map, centre: false, balance: false }
+    }
+
+    /// Sets whether the means are subtracted.
+    #[must_use]
+    pub fn with_centre(mut self, centre: bool) -> Self {
+        self.centre = centre;
+        self
+    }
+
+    /// Sets whether both sides are given the same covariance.
+    #[must_use]
+    pub fn with_balance(mut self, balance: bool) -> Self {
+        self.balance = balance;
+        self
+    }
 }
 
 /// Fits features of Ω `(M, D)` to each head of `moments`.

@@ -5,9 +5,10 @@
 //! `log φ(y)_r = b_r·y + w_r − ‖Py‖²/2 − ln(M)/2` for keys. Random features that are scaled,
 //! centred or balanced are of this form ([`super::fit`]), and so are trained ones.
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{ExponentialForm, FeatureMap, Features, KeyForm, project_by_head};
+use crate::ops;
 
 /// The map of exponential features with parameters for each of `H` key heads, or one set for all
 /// (`H` = 1).
@@ -108,8 +109,8 @@ impl Fitted {
     /// `(.., D) → (.., 1)`.
     fn shared(&self, x: &Tensor, metric: Option<&Tensor>) -> Result<Tensor> {
         let turned = metric.map(|m| project_by_head(x, m)).transpose()?;
-        let square = turned.as_ref().unwrap_or(x).sqr()?.sum_keepdim(D::Minus1)?;
-        square.affine(0.5, 0.5 * (self.feature_dim() as f64).ln())
+        let square = ops::sum_last(&ops::sqr(turned.as_ref().unwrap_or(x))?)?;
+        ops::affine(&square, 0.5, 0.5 * (self.feature_dim() as f64).ln())
     }
 }
 

@@ -27,6 +27,8 @@ use std::fmt;
 
 use candle_core::{D, Result, Tensor, bail};
 
+use crate::ops;
+
 pub(crate) use constant::Constant;
 pub use elementwise::Exp;
 pub use elu::Elu;
@@ -41,6 +43,7 @@ pub use trigonometric::{Phase, Trigonometric};
 
 /// The features of many rows, in the form that keeps them in range.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Features {
     /// Log-features `log φ(x)`, shape `(..., F)`, of maps whose features are all positive.
     Log(Tensor),
@@ -142,7 +145,7 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// with [`Self::exponential_form`]: by this much they are less than the linear map. Kernels
     /// leave it out, since it cancels in attention.
     fn query_offset(&self, x: &Tensor) -> Result<Tensor> {
-        half_square_norm(x)?.affine(1.0, 0.5 * (self.feature_dim() as f64).ln())
+        ops::affine(&half_square_norm(x)?, 1.0, 0.5 * (self.feature_dim() as f64).ln())
     }
 
     /// Returns the tensors of a map that is fitted or trained, by name; they are saved with the
@@ -229,7 +232,7 @@ fn project_by_head(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// Computes `‖x‖²/2` of every row, `(..., D) → (..., 1)`.
 fn half_square_norm(x: &Tensor) -> Result<Tensor> {
-    x.sqr()?.sum_keepdim(D::Minus1)? * 0.5
+    ops::scale(&ops::sum_last(&ops::sqr(x)?)?, 0.5)
 }
 
 /// Returns Ωᵀ, contiguous and detached from any gradient.

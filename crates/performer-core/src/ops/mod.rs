@@ -50,7 +50,8 @@ pub use loss::{Targets, cross_entropy, linear_cross_entropy, linear_distillation
 pub(crate) use norm::normalise;
 pub use norm::{layer_norm, rms_norm};
 pub use plain::{
-    add, add_to_each, cat, contiguous, index_select, narrow, reshape, rows, scale, sum_all, to_dtype, transpose,
+    add, add_to_each, affine, broadcast_as, cat, contiguous, div, exp, gelu_erf, index_select, mul, narrow, reshape,
+    rows, scale, sqr, sub, sum_all, sum_last, to_dtype, transpose,
 };
 pub use rotary::{rotary, rotary_interleaved};
 

@@ -18,14 +18,96 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
+/// Computes `a − b` for tensors of one shape.
+///
+/// # Errors
+/// If the shapes or types differ.
+pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let out = a.sub(b)?;
+    record_view(&out, &[a, b], |grad| Ok(vec![Some(grad.clone()), Some(grad.neg()?)]));
+    Ok(out)
+}
+
+/// Computes `a · b`, number by number, for tensors of one shape.
+///
+/// # Errors
+/// If the shapes or types differ.
+pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (out, factors) = (a.mul(b)?, [a.clone(), b.clone()]);
+    record(&out, &[a, b], move |grad| {
+        let [a, b] = &factors;
+        Ok(vec![if_tracked(a, || grad.mul(b))?, if_tracked(b, || grad.mul(a))?])
+    });
+    Ok(out)
+}
+
+/// Computes `a / b`, number by number, for tensors of one shape.
+///
+/// # Errors
+/// If the shapes or types differ.
+pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (out, parts) = (a.div(b)?, [a.clone(), b.clone()]);
+    record(&out, &[a, b], move |grad| {
+        let [a, b] = &parts;
+        let of_b = || grad.mul(a)?.div(&b.sqr()?)?.neg();
+        Ok(vec![if_tracked(a, || grad.div(b))?, if_tracked(b, of_b)?])
+    });
+    Ok(out)
+}
+
+/// Computes `e^x`.
+///
+/// # Errors
+/// Those of [`Tensor::exp`].
+pub fn exp(x: &Tensor) -> Result<Tensor> {
+    let out = x.exp()?;
+    let result = out.clone();
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.mul(&result)?)]));
+    Ok(out)
+}
+
+/// Computes `x²`.
+///
+/// # Errors
+/// Those of [`Tensor::sqr`].
+pub fn sqr(x: &Tensor) -> Result<Tensor> {
+    let (out, of) = (x.sqr()?, x.clone());
+    record(&out, &[x], move |grad| Ok(vec![Some(of.mul(grad)?.affine(2.0, 0.0)?)]));
+    Ok(out)
+}
+
+/// Computes GELU in its exact form, `x Φ(x)` for the normal distribution function Φ; the tanh form
+/// is [`gelu`](super::gelu).
+///
+/// # Errors
+/// Those of [`Tensor::gelu_erf`].
+pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
+    let (out, of) = (x.gelu_erf()?, x.clone());
+    record(&out, &[x], move |grad| {
+        // Candle's formula with its digits, so that the bits are the same.
+        let density = (0.398942 * (of.sqr()?.neg()? / 2.0)?.exp()? * &of)?;
+        let distribution = (0.5 * (&of / 2f64.sqrt())?.erf()?)?;
+        Ok(vec![Some((grad * (0.5 + density + distribution)?)?)])
+    });
+    Ok(out)
+}
+
+/// Computes `factor · x + offset`.
+///
+/// # Errors
+/// Those of [`Tensor::affine`].
+pub fn affine(x: &Tensor, factor: f64, offset: f64) -> Result<Tensor> {
+    let out = x.affine(factor, offset)?;
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.affine(factor, 0.0)?)]));
+    Ok(out)
+}
+
 /// Computes `factor · x`.
 ///
 /// # Errors
 /// Those of [`Tensor::affine`].
 pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
-    let out = x.affine(factor, 0.0)?;
-    record(&out, &[x], move |grad| Ok(vec![Some(grad.affine(factor, 0.0)?)]));
-    Ok(out)
+    affine(x, factor, 0.0)
 }
 
 /// Converts `x` to another type; its gradient is converted back.
@@ -55,6 +137,34 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
 pub fn transpose(x: &Tensor, first: usize, second: usize) -> Result<Tensor> {
     let out = x.transpose(first, second)?;
     record_view(&out, &[x], move |grad| Ok(vec![Some(grad.transpose(first, second)?)]));
+    Ok(out)
+}
+
+/// Repeats `x` until it has the shape `shape`, without copying.
+///
+/// # Errors
+/// If the last dimensions of `shape` are neither those of `x` nor repeat dimensions of 1.
+pub fn broadcast_as(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
+    let (shape, from) = (shape.into(), x.shape().clone());
+    if shape == from {
+        return Ok(x.clone());
+    }
+    let out = x.broadcast_as(&shape)?;
+    let added = shape.rank() - from.rank();
+    let repeated = shape.dims()[added..].iter().zip(from.dims()).enumerate();
+    let repeated = repeated.filter(|(_, (all, one))| all != one).map(|(dim, _)| added + dim);
+    let dims: Vec<usize> = (0..added).chain(repeated).collect();
+    record_view(&out, &[x], move |grad| Ok(vec![Some(grad.sum_keepdim(&dims[..])?.reshape(&from)?)]));
+    Ok(out)
+}
+
+/// Computes the sums over the last dimension of `x`, which becomes 1.
+///
+/// # Errors
+/// If `x` is a scalar.
+pub fn sum_last(x: &Tensor) -> Result<Tensor> {
+    let (out, shape) = (x.sum_keepdim(D::Minus1)?, x.shape().clone());
+    record(&out, &[x], move |grad| Ok(vec![Some(grad.broadcast_as(&shape)?.contiguous()?)]));
     Ok(out)
 }
 
@@ -141,4 +251,9 @@ pub fn sum_all(x: &Tensor) -> Result<Tensor> {
 pub fn rows(x: &Tensor) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     if x.rank() == 2 { Ok(x.clone()) } else { reshape(x, (x.elem_count() / width.max(1), width)) }
+}
+
+/// Computes the gradient of an input that asks for one.
+fn if_tracked(input: &Tensor, gradient: impl FnOnce() -> Result<Tensor>) -> Result<Option<Tensor>> {
+    if input.track_op() { gradient().map(Some) } else { Ok(None) }
 }

@@ -6,6 +6,7 @@ use crate::features::FeatureMapKind;
 
 /// The kernel κ that weighs the values.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum Kernel<'a> {
     /// `e^{x·y}`: exact attention.
     Softmax,

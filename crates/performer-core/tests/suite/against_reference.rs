@@ -218,7 +218,11 @@ fn every_projection() -> Result<()> {
                 for causal in [false, true] {
                     let mut problem = problem(8, shape(1, 2, 1, 33, 6, 4), Some(map), 1);
                     problem.causal = causal;
-                    let config = FavorConfig { map, features: 20, projection, radii };
+                    let config = FavorConfig::default()
+                        .with_map(map)
+                        .with_features(20)
+                        .with_projection(projection)
+                        .with_radii(radii);
                     let favor = Favor::new(&config, 6, 7, DType::F64, &Device::Cpu)?;
                     for (name, buffer) in favor.buffers() {
                         match name.as_str() {
@@ -266,7 +270,7 @@ fn favor_approaches_softmax() -> Result<()> {
     let exact = Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
     let norm = |t: &Tensor| t.sqr()?.sum_all()?.sqrt()?.to_dtype(DType::F64)?.to_scalar::<f64>();
     let error = |features: usize| -> Result<f64> {
-        let config = FavorConfig { features, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_features(features);
         let favor = Favor::new(&config, 8, 11, DType::F32, &device)?;
         Ok(norm(&(favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())? - &exact)?)? / norm(&exact)?)
     };

@@ -82,7 +82,7 @@ fn difference(a: &Tensor, b: &Tensor) -> Result<f32> {
 }
 
 fn favor(features: usize, head_dim: usize, layer: usize) -> Result<Favor> {
-    let config = FavorConfig { features, ..FavorConfig::default() };
+    let config = FavorConfig::default().with_features(features);
     Favor::new(&config, head_dim, derive_seed(3, layer as u64), DType::F32, &DEVICE)
 }
 

@@ -23,8 +23,13 @@ const ATTENTIONS: [&str; 7] = [
     "uniform",
     "favor:m=16,map=learned,window=4",
 ];
-const ALL_PARTS: LayerParts = LayerParts { gate: true, convolution: true, output_gate: true, output_norm: true };
-const CONVOLUTION: LayerParts = LayerParts { gate: false, convolution: true, output_gate: false, output_norm: false };
+fn all_parts() -> LayerParts {
+    convolution().with_gate(true).with_output_gate(true).with_output_norm(true)
+}
+
+fn convolution() -> LayerParts {
+    LayerParts::default().with_convolution(true)
+}
 
 /// How rows `(B, T, C)` lie in memory.
 #[derive(Clone, Copy, Debug)]
@@ -184,7 +189,7 @@ fn random(seed: u64, dims: &[usize]) -> Result<Tensor> {
 
 /// A layer with these parts, whose variables are not the ones it begins with.
 fn layer(attention: &str, parts: LayerParts, rotary: bool) -> Result<(MultiHeadAttention, VarMap)> {
-    let config = MultiHeadConfig { kv_heads: 2, qkv_bias: true, parts, ..MultiHeadConfig::new(HIDDEN, 4) };
+    let config = MultiHeadConfig::new(HIDDEN, 4).with_kv_heads(2).with_qkv_bias(true).with_parts(parts);
     assert_eq!(config.head_dim, HEAD_DIM);
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
@@ -213,7 +218,7 @@ fn build(attention: &str) -> Result<Box<dyn Attention>> {
 /// heads and rotary positions, norms before gates.
 #[test]
 fn parts_stand_where_the_formula_has_them() -> Result<()> {
-    let (layer, vars) = layer("favor:m=16", ALL_PARTS, true)?;
+    let (layer, vars) = layer("favor:m=16", all_parts(), true)?;
     let attention = build("favor:m=16")?;
     // The features that the layer has.
     let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?;
@@ -258,12 +263,11 @@ fn parts_stand_where_the_formula_has_them() -> Result<()> {
 #[test]
 fn new_parts_change_nothing() -> Result<()> {
     for attention in ATTENTIONS {
-        let plain = MultiHeadConfig { kv_heads: 2, ..MultiHeadConfig::new(HIDDEN, 4) };
-        let parts = LayerParts { output_gate: true, ..CONVOLUTION };
+        let plain = MultiHeadConfig::new(HIDDEN, 4).with_kv_heads(2);
+        let parts = convolution().with_output_gate(true);
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
-        let with =
-            MultiHeadAttention::new(&MultiHeadConfig { parts, ..plain.clone() }, build(attention)?, None, vb.clone())?;
+        let with = MultiHeadAttention::new(&plain.clone().with_parts(parts), build(attention)?, None, vb.clone())?;
         let without = MultiHeadAttention::new(&plain, build(attention)?, None, vb)?;
         let x = random(1, &[2, 20, HIDDEN])?;
         let [with, without] = [with, without].map(|layer| values(&layer.forward(&x, &Mask::causal())?));
@@ -278,7 +282,7 @@ fn new_parts_change_nothing() -> Result<()> {
 #[test]
 fn every_parameter_of_every_part_has_a_gradient() -> Result<()> {
     for attention in ATTENTIONS {
-        let (layer, vars) = layer(attention, ALL_PARTS, true)?;
+        let (layer, vars) = layer(attention, all_parts(), true)?;
         let x = random(2, &[2, 20, HIDDEN])?;
         let grad = random(3, &[2, 20, HIDDEN])?;
         let loss = || (layer.forward(&x, &Mask::causal())? * &grad)?.sum_all();
@@ -293,7 +297,7 @@ fn every_parameter_of_every_part_has_a_gradient() -> Result<()> {
             assert!(largest.is_finite() && (largest > 1e-7 || unseen), "{attention}: {name}: largest {largest}");
         }
         // A tape knows all parts: if anything is unknown to it, it is in the attention.
-        let (gated, _) = self::layer(attention, LayerParts { gate: true, ..LayerParts::default() }, true)?;
+        let (gated, _) = self::layer(attention, LayerParts::default().with_gate(true), true)?;
         let bare = {
             let tape = Tape::start();
             tape.unrecorded(&gated.forward(&x, &Mask::causal())?)
@@ -319,7 +323,7 @@ fn is_buffer(name: &str) -> bool {
 #[test]
 fn a_layer_with_parts_is_causal_to_the_bit() -> Result<()> {
     for attention in ATTENTIONS {
-        let (layer, _) = layer(attention, ALL_PARTS, true)?;
+        let (layer, _) = layer(attention, all_parts(), true)?;
         let (x, other) = (random(7, &[2, 40, HIDDEN])?, random(8, &[2, 40, HIDDEN])?);
         let whole = layer.forward(&x, &Mask::causal())?;
         for t in [1, 2, 3, 17, 39] {
@@ -340,7 +344,7 @@ fn extend(layer: &MultiHeadAttention, x: &Tensor, start: usize, end: usize, stat
 fn any_split_is_one_pass() -> Result<()> {
     for attention in ATTENTIONS {
         for rotary in [false, true] {
-            let (layer, _) = layer(attention, ALL_PARTS, rotary)?;
+            let (layer, _) = layer(attention, all_parts(), rotary)?;
             let x = random(9, &[2, 30, HIDDEN])?;
             let whole = values(&layer.forward(&x, &Mask::causal())?)?;
             for cuts in [&[0, 30][..], &[0, 1, 2, 3, 4, 30], &[0, 20, 20, 21, 22, 25, 29, 30], &[0, 2, 5, 6, 30]] {
@@ -360,7 +364,7 @@ fn any_split_is_one_pass() -> Result<()> {
 #[test]
 fn states_go_on_with_the_same_bits() -> Result<()> {
     for (i, attention) in ATTENTIONS.into_iter().enumerate() {
-        let (layer, _) = layer(attention, ALL_PARTS, true)?;
+        let (layer, _) = layer(attention, all_parts(), true)?;
         let x = random(10, &[3, 30, HIDDEN])?;
         let prompt = |x: &Tensor| -> Result<State> {
             let mut state = State::new();
@@ -421,7 +425,7 @@ fn states_of_other_layers_are_refused() -> Result<()> {
         assert!(error.contains(word), "{error}");
     };
     for attention in ATTENTIONS {
-        let (with, _) = layer(attention, CONVOLUTION, false)?;
+        let (with, _) = layer(attention, convolution(), false)?;
         let (without, _) = layer(attention, LayerParts::default(), false)?;
         let x = random(11, &[2, 12, HIDDEN])?;
         let mut state = State::new();
@@ -457,7 +461,7 @@ fn states_of_other_layers_are_refused() -> Result<()> {
 fn padding_does_not_reach_its_neighbours() -> Result<()> {
     let attentions = ["softmax", "favor:m=16", "favor:m=16,map=relu", "uniform"];
     for (attention, mask) in attentions.into_iter().flat_map(|a| [(a, Mask::causal()), (a, Mask::full())]) {
-        let parts = LayerParts { gate: false, ..ALL_PARTS };
+        let parts = all_parts().with_gate(false);
         let (layer, _) = layer(attention, parts, false)?;
         let (x, padding) = (random(12, &[1, 12, HIDDEN])?, random(13, &[1, 5, HIDDEN])?);
         let alone = values(&layer.forward(&x, &mask)?)?;
@@ -486,7 +490,7 @@ fn padding_does_not_reach_its_neighbours() -> Result<()> {
         assert!(error.contains("key mask has shape [1, 16]"), "{error}");
     }
     // Gradients do not pass through hidden rows either.
-    let (layer, _) = layer("softmax", ALL_PARTS, true)?;
+    let (layer, _) = layer("softmax", all_parts(), true)?;
     let x = Var::from_tensor(&random(15, &[1, 10, HIDDEN])?)?;
     let visible: Vec<bool> = (0..10).map(|t| t != 4).collect();
     let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[1, 10], &DEVICE)?)?;
@@ -499,7 +503,7 @@ fn padding_does_not_reach_its_neighbours() -> Result<()> {
     // Forget gates of a hidden key count, and so their gradient is all there is.
     assert!(before? > 0.0);
     let gates_only = hidden?;
-    let (layer, _) = self::layer("softmax", LayerParts { gate: false, ..ALL_PARTS }, true)?;
+    let (layer, _) = self::layer("softmax", all_parts().with_gate(false), true)?;
     let out = layer.forward(&x, &mask)?.narrow(1, 5, 5)?.sum_all()?.backward()?;
     let hidden = out.get(&x).expect("a gradient").narrow(1, 4, 1)?.abs()?.sum_all()?.to_scalar::<f32>()?;
     assert!(hidden == 0.0 && gates_only > 0.0, "{hidden}, {gates_only}");
@@ -509,7 +513,7 @@ fn padding_does_not_reach_its_neighbours() -> Result<()> {
 /// Half types take the composed path around the same kernel, decoding included.
 #[test]
 fn layers_have_parts_in_bf16() -> Result<()> {
-    let (layer, vars) = layer("favor:m=16", ALL_PARTS, true)?;
+    let (layer, vars) = layer("favor:m=16", all_parts(), true)?;
     let x = random(16, &[2, 20, HIDDEN])?;
     let half = x.to_dtype(DType::BF16)?;
     let want = values(&layer.forward(&half.to_dtype(DType::F32)?, &Mask::causal())?)?;

@@ -130,7 +130,7 @@ fn favor_states_have_constant_size_and_softmax_states_grow() -> Result<()> {
         Ok(state.bytes())
     };
     for map in crate::common::ALL_MAPS {
-        let config = FavorConfig { map, features: 8, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_map(map).with_features(8);
         let favor = Favor::new(&config, 5, 1, DType::F32, &Device::Cpu)?;
         let (one, many) = (bytes(&favor, 1)?, bytes(&favor, 2000)?);
         assert_eq!(one, many, "{map}");

@@ -27,7 +27,7 @@ fn zeros(dims: &[usize]) -> Tensor {
 }
 
 fn favor(map: FeatureMapKind, head_dim: usize) -> Result<Favor> {
-    Favor::new(&FavorConfig { map, features: 8, ..FavorConfig::default() }, head_dim, 1, DType::F32, &DEVICE)
+    Favor::new(&FavorConfig::default().with_map(map).with_features(8), head_dim, 1, DType::F32, &DEVICE)
 }
 
 /// Returns softmax and two kinds of FAVOR, for a head dimension of 4.
@@ -138,7 +138,7 @@ fn values_that_are_not_finite() {
 #[test]
 fn feature_maps_that_cannot_be() {
     let with = |features, head_dim| {
-        let config = FavorConfig { features, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_features(features);
         Favor::new(&config, head_dim, 1, DType::F32, &DEVICE)
     };
     assert_error(with(0, 4), &["features", "is 0", "at least 1"]);
@@ -234,9 +234,9 @@ fn layers_that_cannot_be() {
         (MultiHeadConfig::new(0, 3), "hidden 0"),
         // 12 is no multiple of 5.
         (MultiHeadConfig::new(12, 5), "hidden 12, heads 5"),
-        (MultiHeadConfig { kv_heads: 2, ..good.clone() }, "heads 3, kv_heads 2"),
-        (MultiHeadConfig { kv_heads: 0, ..good.clone() }, "kv_heads 0"),
-        (MultiHeadConfig { head_dim: 0, ..good.clone() }, "head_dim 0"),
+        (good.clone().with_kv_heads(2), "heads 3, kv_heads 2"),
+        (good.clone().with_kv_heads(0), "kv_heads 0"),
+        (good.clone().with_head_dim(0), "head_dim 0"),
     ];
     for (config, part) in cases {
         assert_error(layer(&config, None), &["multi-head attention", part]);

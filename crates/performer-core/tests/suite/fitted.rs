@@ -50,7 +50,7 @@ fn all() -> Vec<Options> {
     let mut all = Vec::new();
     for map in [Positive, Optimal, Dense] {
         for (centre, balance) in [(false, false), (true, false), (false, true), (true, true)] {
-            all.push(Options { map, centre, balance });
+            all.push(Options::new(map).with_centre(centre).with_balance(balance));
         }
     }
     all
@@ -114,7 +114,7 @@ fn spread(options: Options, moments: &Moments) -> Result<f64> {
 fn what_is_fitted_lowers_the_error() -> Result<()> {
     let moments = moments()?;
     use FeatureMapKind::{Dense, Positive};
-    let error = |map, centre, balance| spread(Options { map, centre, balance }, &moments);
+    let error = |map, centre, balance| spread(Options::new(map).with_centre(centre).with_balance(balance), &moments);
     let plain = error(Positive, false, false)?;
     let centred = error(Positive, true, false)?;
     let dense = error(Dense, true, true)?;
@@ -125,7 +125,7 @@ fn what_is_fitted_lowers_the_error() -> Result<()> {
 
 /// Fits everything at once, in the dtype asked for.
 fn full_fit(dtype: DType) -> Result<Fitted> {
-    let options = Options { map: FeatureMapKind::Dense, centre: true, balance: true };
+    let options = Options::new(FeatureMapKind::Dense).with_centre(true).with_balance(true);
     let fitted = fit(&omega(20, 5)?, &moments()?, options)?;
     Fitted::from_tensors(&|name| {
         let tensors = fitted.tensors();
@@ -219,7 +219,7 @@ fn parameters_that_are_variables_get_gradients_and_give_the_same_outputs() -> Re
 #[test]
 fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
     for map in [FeatureMapKind::Learned, FeatureMapKind::Hedgehog] {
-        let config = performer_core::FavorConfig { map, features: 9, ..performer_core::FavorConfig::default() };
+        let config = performer_core::FavorConfig::default().with_map(map).with_features(9);
         let mut favor = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
         let [q, k, v] = qkv(70, DType::F32)?;
         let before = values(&favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
@@ -246,11 +246,7 @@ fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
 
 #[test]
 fn buffers_restore_a_fit_of_any_number_of_heads() -> Result<()> {
-    let config = performer_core::FavorConfig {
-        map: FeatureMapKind::Dense,
-        features: 20,
-        ..performer_core::FavorConfig::default()
-    };
+    let config = performer_core::FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(20);
     let fitted = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
     let saved = fitted.buffers();
     let mut fresh = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;

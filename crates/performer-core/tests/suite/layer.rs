@@ -19,11 +19,11 @@ const HEAD_DIM: usize = 6;
 fn config() -> MultiHeadConfig {
     let config = MultiHeadConfig::new(HIDDEN, 4);
     assert_eq!(config.head_dim, HEAD_DIM);
-    MultiHeadConfig { kv_heads: 2, qkv_bias: true, output_bias: true, ..config }
+    config.with_kv_heads(2).with_qkv_bias(true).with_output_bias(true)
 }
 
 fn favor(map: FeatureMapKind, seed: u64) -> Result<Box<dyn Attention>> {
-    let config = FavorConfig { map, features: 16, ..FavorConfig::default() };
+    let config = FavorConfig::default().with_map(map).with_features(16);
     Ok(Box::new(Favor::new(&config, HEAD_DIM, seed, DType::F32, &DEVICE)?))
 }
 
@@ -131,7 +131,7 @@ fn a_layer_adds_to_its_residual() -> Result<()> {
     for bias in [false, true] {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
-        let config = MultiHeadConfig { output_bias: bias, ..config() };
+        let config = config().with_output_bias(bias);
         let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?.interleaved();
         let layer = MultiHeadAttention::new(&config, Box::new(Softmax::new()), Some(rotary), vb)?;
         let x = Var::from_tensor(&random(3, &[2, 9, HIDDEN])?)?;
@@ -350,7 +350,7 @@ fn empty_sequences_stay_empty() -> Result<()> {
 /// pass, and gives its gates a gradient.
 #[test]
 fn a_layer_makes_its_own_gates() -> Result<()> {
-    let config = MultiHeadConfig { parts: LayerParts { gate: true, ..LayerParts::default() }, kv_heads: 4, ..config() };
+    let config = config().with_parts(LayerParts::default().with_gate(true)).with_kv_heads(4);
     for (name, attention) in attentions()? {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);

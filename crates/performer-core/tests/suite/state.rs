@@ -177,7 +177,7 @@ fn rows_that_do_not_exist_or_fit_are_refused() -> Result<()> {
 #[test]
 fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Result<()> {
     let favor = |m, seed, map| {
-        let config = FavorConfig { map, features: m, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_map(map).with_features(m);
         Favor::new(&config, 8, seed, DType::F32, &DEVICE)
     };
     let positive = FeatureMapKind::Positive;
@@ -253,7 +253,7 @@ fn damaged_files_are_refused() -> Result<()> {
 /// The path says which implementation computes a call, and why it is slow if it is.
 #[test]
 fn the_path_is_visible() -> Result<()> {
-    let favor = |map| Favor::new(&FavorConfig { map, ..FavorConfig::default() }, 8, 1, DType::F32, &DEVICE);
+    let favor = |map| Favor::new(&FavorConfig::default().with_map(map), 8, 1, DType::F32, &DEVICE);
     let x = Tensor::randn(0f32, 1.0, (1, 2, 20, 8), &DEVICE)?;
     let path = |attention: &dyn Attention, dtype| {
         let x = x.to_dtype(dtype)?;

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use performer_core::{Attention, Favor, FavorConfig, Mask, MultiHeadAttention, MultiHeadConfig, Softmax, Tape, ops};
+use performer_core::{AttentionConfig, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Tape, ops};
 
 fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
     let count = shape.iter().product::<usize>() as u64;
@@ -59,11 +59,30 @@ fn plain_operations_have_candles_gradients() -> Result<()> {
 }
 
 #[test]
+fn arithmetic_has_candles_gradients() -> Result<()> {
+    let vars = [(&[2, 3, 5][..], 11), (&[2, 3, 5], 12), (&[3, 1], 13)]
+        .map(|(shape, seed)| Var::from_tensor(&random(shape, seed).unwrap()).unwrap());
+    let [x, y, row] = &vars;
+    let constant = random(&[2, 3, 5], 14)?;
+    let unrecorded = compare(&vars, || {
+        // All are used several times, so that the order of additions counts.
+        let row = ops::broadcast_as(row, (2, 3, 5))?;
+        let weights = ops::exp(&ops::sub(x, &row)?)?;
+        let quotient = ops::div(&ops::mul(y, &weights)?, &ops::affine(&ops::sqr(x)?, 0.5, 1.5)?)?;
+        let sums = ops::broadcast_as(&ops::sum_last(&ops::mul(&quotient, &constant)?)?, (2, 3, 5))?;
+        let gelu = ops::gelu_erf(&ops::add(&quotient, &row)?)?;
+        ops::mul(&ops::sub(&sums, &gelu)?, &ops::div(&weights, &ops::affine(y, 0.5, 2.0)?)?)
+    })?;
+    assert_eq!(unrecorded, 0);
+    Ok(())
+}
+
+#[test]
 fn an_operation_that_is_not_recorded_makes_it_candles_backward_pass() -> Result<()> {
     let vars = [Var::from_tensor(&random(&[3, 4], 5)?)?, Var::from_tensor(&random(&[2, 4], 6)?)?];
     let unrecorded = compare(&vars, || {
         let y = ops::linear(&vars[0], &vars[1], None)?;
-        ops::scale(&y.sqr()?, 0.5)
+        ops::scale(&y.tanh()?, 0.5)
     })?;
     assert_eq!(unrecorded, 1);
     Ok(())
@@ -125,23 +144,28 @@ fn tapes_may_lie_in_each_other_and_end() -> Result<()> {
 
 #[test]
 fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> {
-    let attentions: [(&str, Box<dyn Attention>); 2] = [
-        ("softmax", Box::new(Softmax::new())),
-        (
-            "favor",
-            Box::new(Favor::new(
-                &FavorConfig { features: 16, ..FavorConfig::default() },
-                8,
-                3,
-                DType::F32,
-                &Device::Cpu,
-            )?),
-        ),
-    ];
-    for (name, attention) in attentions {
+    // Windows that are shorter than the text, as long, and longer; values are one number wide in the last layer.
+    for (name, gate, head_dim) in [
+        ("softmax", false, 8),
+        ("favor:m=16", false, 8),
+        ("favor:m=16,window=9", false, 8),
+        ("favor:m=16,window=70", false, 8),
+        ("favor:m=16,window=71", false, 8),
+        ("favor:m=16,window=9,map=hyperbolic", true, 8),
+        ("favor:m=16,window=9,map=learned", false, 8),
+        ("favor:m=16,window=9,map=learned", true, 8),
+        ("favor:m=16,window=9,map=exp", false, 8),
+        ("favor:m=16,window=9", true, 1),
+    ] {
+        let attention: AttentionConfig = name.parse().map_err(candle_core::Error::msg)?;
+        let attention = attention.build(head_dim, 3, DType::F32, &Device::Cpu)?;
         let map = VarMap::new();
         let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
-        let layer = MultiHeadAttention::new(&MultiHeadConfig::new(32, 4), attention, None, vb)?;
+        let config = MultiHeadConfig::new(32, 4)
+            .with_head_dim(head_dim)
+            .with_kv_heads(2)
+            .with_parts(LayerParts::default().with_gate(gate));
+        let layer = MultiHeadAttention::new(&config, attention, None, vb)?;
         let x = Var::from_tensor(&random(&[2, 70, 32], 10)?)?;
         let vars: Vec<Var> = map.all_vars().into_iter().chain([x.clone()]).collect();
         let ones = Tensor::ones((1, 32), DType::F32, &Device::Cpu)?;

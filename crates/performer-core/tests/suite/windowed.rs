@@ -11,7 +11,7 @@ const D: usize = 8;
 const SINKS: [(usize, usize, usize); 5] = [(2, 1, 1), (63, 5, 4), (130, 64, 1), (300, 7, 20), (40, 20, 30)];
 
 fn windowed(window: usize, dtype: DType, map: FeatureMapKind) -> Result<Windowed> {
-    let config = FavorConfig { map, features: 12, ..FavorConfig::default() };
+    let config = FavorConfig::default().with_map(map).with_features(12);
     Windowed::new(window, Favor::new(&config, D, 3, dtype, &Device::Cpu)?)
 }
 

@@ -71,7 +71,7 @@ pub fn run(
     if sweep.features == 0 || sweep.head_dim == 0 || sweep.heads == 0 {
         bail!("features, head dim and heads must be at least 1");
     }
-    let config = FavorConfig { features: sweep.features, ..FavorConfig::default() };
+    let config = FavorConfig::default().with_features(sweep.features);
     let favor = Favor::new(&config, sweep.head_dim, 1, DType::F32, device)?;
     let softmax = Softmax::new();
     let mut points = Vec::new();

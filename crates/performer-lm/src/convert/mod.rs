@@ -25,7 +25,7 @@ mod statistics;
 mod transfer;
 mod tune;
 
-use std::{path::Path, sync::atomic::AtomicBool, time::Instant};
+use std::{collections::HashMap, path::Path, sync::atomic::AtomicBool, time::Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
@@ -227,13 +227,15 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         plan.listener.note(name);
         let started = Instant::now();
         let checkpoint = student_after(plan, &report)?;
-        let before = student(plan, checkpoint.tensors.clone())?;
+        let tensors = checkpoint.tensors.clone();
         let bookmark = Bookmark::new(plan, plan.key_after(&key, name), name, checkpoint, &report, interrupted.take());
         let earlier_seconds = bookmark.seconds();
         let result = match (name, plan.tuning) {
-            ("calibrate", _) => Some(statistics::calibrate(plan, &teacher, before, data)?),
-            ("tune", Some(tuning)) => tune::tune(plan, &bookmark, tuning, &teacher, before, data, &loss)?,
-            _ => transfer::transfer(plan, &bookmark, &teacher, before, data, &loss)?,
+            ("calibrate", _) => Some(statistics::calibrate(plan, &teacher, student(plan, tensors)?, data)?),
+            ("tune", Some(tuning)) => {
+                tune::tune(plan, &bookmark, tuning, &teacher, pupil(plan, tensors)?, data, &loss)?
+            }
+            _ => transfer::transfer(plan, &bookmark, &teacher, pupil(plan, tensors)?, data, &loss)?,
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
@@ -254,7 +256,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     if let Some(tuning) = plan.tuning.filter(|_| plan.control && report.control.is_none()) {
         plan.listener.note("control: the teacher, tuned likewise");
         let started = Instant::now();
-        let copy = plan.teacher.decoder(&plan.device)?;
+        let copy = Decoder::from_tensors(&plan.teacher.config, &plan.teacher.tensors, &plan.device)?;
         let checkpoint = student_after(plan, &report)?;
         let of_all = plan.key_after(&key, CONTROL);
         let bookmark = Bookmark::new(plan, of_all, CONTROL, checkpoint, &report, interrupted.take());
@@ -465,14 +467,24 @@ fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// Makes the student of these tensors; feature maps that are not among them are drawn at random, and
-/// convolutions and output gates begin without effect.
-fn student(plan: &Plan, mut tensors: std::collections::HashMap<String, Tensor>) -> Result<Decoder> {
+/// Makes the student of these tensors, to be used.
+fn student(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
+    Decoder::frozen(&plan.config, &with_fresh(plan, tensors)?, &plan.device)
+}
+
+/// Makes the student of these tensors, to be trained.
+fn pupil(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
+    Decoder::from_tensors(&plan.config, &with_fresh(plan, tensors)?, &plan.device)
+}
+
+/// Adds what is not among the tensors: feature maps are drawn at random, and convolutions and output
+/// gates begin without effect.
+fn with_fresh(plan: &Plan, mut tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
     let fresh = Decoder::buffers(&plan.config, plan.seed, &plan.device)?;
     for (name, tensor) in fresh.into_iter().chain(Decoder::neutral_parts(&plan.config, &plan.device)?) {
         tensors.entry(name).or_insert(tensor);
     }
-    Decoder::from_tensors(&plan.config, &tensors, &plan.device)
+    Ok(tensors)
 }
 
 /// Saves the student and the report as one checkpoint, so that neither is ever without the other;
@@ -512,7 +524,7 @@ fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
         attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
         ..config.clone()
     };
-    Ok(Some(Decoder::from_tensors(&config, &student.tensors()?, student.device())?))
+    Ok(Some(Decoder::frozen(&config, &student.tensors()?, student.device())?))
 }
 
 #[cfg(feature = "plot")]

@@ -89,7 +89,7 @@ pub fn inspect(
     let group = teacher.config().heads / teacher.config().kv_heads;
     let map_of = |layer: usize, m: usize| -> candle_core::Result<Box<dyn FeatureMap>> {
         let seed = derive_seed(seed, layer as u64);
-        let favor = FavorConfig { features: m, ..favor.clone() };
+        let favor = favor.clone().with_features(m);
         if favor.map.is_fitted() {
             return Ok(Box::new(fitted_to(&favor, &moments[layer], balance, seed, &Device::Cpu)?));
         }

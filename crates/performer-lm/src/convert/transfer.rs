@@ -19,11 +19,10 @@ pub(super) fn transfer(
     plan: &Plan,
     bookmark: &Bookmark,
     teacher: &Decoder,
-    mut student: Decoder,
+    student: Decoder,
     data: &Prepared,
     measure: &dyn Fn(&Decoder) -> Result<f64>,
 ) -> Result<Option<Trained>> {
-    student.train_maps()?;
     let maps = student.named_parameters()?.into_iter().filter(|(name, _)| name.contains(".feature_map.")).collect();
     let descent = Descent {
         steps: plan.transfer_steps,
@@ -33,7 +32,7 @@ pub(super) fn transfer(
         measure_every: plan.transfer_steps / (plan.points + 1),
     };
     let loss = |ids: &Tensor, _: &[u32]| differences(plan, teacher, &student, ids);
-    let frozen = || Decoder::from_tensors(&plan.config, &student.tensors()?, &plan.device);
+    let frozen = || Decoder::frozen(&plan.config, &student.tensors()?, &plan.device);
     let done = descend(plan, bookmark, &descent, maps, data, loss, || measure(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))

@@ -33,11 +33,10 @@ pub(super) fn tune(
     bookmark: &Bookmark,
     tuning: Tuning,
     teacher: &Decoder,
-    mut student: Decoder,
+    student: Decoder,
     data: &Prepared,
     measure: &dyn Fn(&Decoder) -> Result<f64>,
 ) -> Result<Option<Trained>> {
-    student.train_maps()?;
     let config = student.config().clone();
     let adapters = tuning.adapters.map(|rank| Adapters::new(&student, rank, plan.seed)).transpose()?;
     let mut parameters = student.named_parameters()?;
@@ -73,7 +72,7 @@ pub(super) fn tune(
         };
         // Tensors are copied, so that later steps do not change them, and detached.
         let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, tensor.detach().copy()?)));
-        Decoder::from_tensors(&config, &tensors.collect::<Result<_>>()?, &plan.device)
+        Decoder::frozen(&config, &tensors.collect::<Result<_>>()?, &plan.device)
     };
     let done = descend(plan, bookmark, &descent, parameters, data, loss, || measure(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };

@@ -143,7 +143,7 @@ impl<'a> Problem<'a> {
         let (attention, projection): (Box<dyn Attention>, _) = match case.features {
             None => (Box::new(Softmax::new()), Vec::new()),
             Some(features) => {
-                let config = FavorConfig { features, map: case.map, ..FavorConfig::default() };
+                let config = FavorConfig::default().with_features(features).with_map(case.map);
                 let favor = Favor::new(&config, dim, seed, DType::F32, device)?;
                 let rows = favor.buffers().into_iter().find(|(name, _)| name == "projection");
                 let (_, rows) = rows.context("the feature map has no projection")?;

@@ -34,12 +34,12 @@ const OPERATIONS: &[Operation] = &[
     ("rotary", &[&[2, 50, 3, 16]], |t| Rotary::new(16, 80, 1e4, t[0].device())?.apply(&t[0].transpose(1, 2)?, 7)),
     ("linear to heads and back", &[&[2, 33, 40], &[64, 40], &[64, 40], &[64, 40], &[40, 64]], |t| {
         let rotary = Rotary::new(16, 40, 1e4, t[0].device())?;
-        projected(t, MultiHeadConfig { head_dim: 16, ..MultiHeadConfig::new(40, 4) }, rotary)
+        projected(t, MultiHeadConfig::new(40, 4).with_head_dim(16), rotary)
     }),
     // Rows of heads are no multiple of 16 bytes.
     ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
         let rotary = Rotary::new(10, 9, 1e4, t[0].device())?.interleaved();
-        projected(t, MultiHeadConfig { head_dim: 10, ..MultiHeadConfig::new(20, 3) }, rotary)
+        projected(t, MultiHeadConfig::new(20, 3).with_head_dim(10), rotary)
     }),
     ("cross-entropy, 16 bytes at a time", &[&[65, 20], &[2104, 20]], |t| {
         let targets: Vec<u32> = (0..65).map(|i| i * 31 % 2104).collect();

@@ -144,7 +144,7 @@ impl Timed {
     }
 
     fn build(self, device: &Device) -> Result<Box<dyn Attention>> {
-        let config = FavorConfig { features: FEATURES, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_features(FEATURES);
         let favor = || Favor::new(&config, HEAD_DIM, 1, DType::F32, device);
         Ok(match self {
             Self::Favor => Box::new(favor()?),

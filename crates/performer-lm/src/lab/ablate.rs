@@ -97,7 +97,7 @@ fn spread(losses: &[f64]) -> f64 {
 }
 
 fn favor(features: usize) -> FavorConfig {
-    FavorConfig { features, ..FavorConfig::default() }
+    FavorConfig::default().with_features(features)
 }
 
 /// Returns all variants, softmax first.
@@ -113,12 +113,9 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
     for &m in features {
         let curves: [(&'static str, AttentionConfig); 5] = [
             ("orthogonal, chi radii", AttentionConfig::Favor(favor(m))),
-            (
-                "independent rows",
-                AttentionConfig::Favor(FavorConfig { projection: ProjectionKind::Gaussian, ..favor(m) }),
-            ),
-            ("orthogonal, √D radii", AttentionConfig::Favor(FavorConfig { radii: Radii::Sqrt, ..favor(m) })),
-            ("learned map", AttentionConfig::Favor(FavorConfig { map: FeatureMapKind::Learned, ..favor(m) })),
+            ("independent rows", AttentionConfig::Favor(favor(m).with_projection(ProjectionKind::Gaussian))),
+            ("orthogonal, √D radii", AttentionConfig::Favor(favor(m).with_radii(Radii::Sqrt))),
+            ("learned map", AttentionConfig::Favor(favor(m).with_map(FeatureMapKind::Learned))),
             ("window of 32", AttentionConfig::Windowed { window: 32, sinks: 0, far: favor(m) }),
         ];
         for (curve, attention) in curves {
@@ -127,7 +124,7 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
     }
     let m = features[features.len() / 2];
     let half = (m / 2).max(1);
-    let map = |map: FeatureMapKind, features: usize| AttentionConfig::Favor(FavorConfig { map, ..favor(features) });
+    let map = |map: FeatureMapKind, features: usize| AttentionConfig::Favor(favor(features).with_map(map));
     for (name, attention) in [
         (format!("hyperbolic, M={half} (as many features)"), map(FeatureMapKind::Hyperbolic, half)),
         (format!("FAVOR++ for unit normal inputs, M={m}"), map(FeatureMapKind::Optimal, m)),
@@ -136,13 +133,9 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
         ("elu + 1".into(), map(FeatureMapKind::Elu, m)),
         (
             format!("learned map and window of 32, M={m}"),
-            AttentionConfig::Windowed {
-                window: 32,
-                sinks: 0,
-                far: FavorConfig { map: FeatureMapKind::Learned, ..favor(m) },
-            },
+            AttentionConfig::Windowed { window: 32, sinks: 0, far: favor(m).with_map(FeatureMapKind::Learned) },
         ),
-        (format!("quantile radii, M={m}"), AttentionConfig::Favor(FavorConfig { radii: Radii::Quantile, ..favor(m) })),
+        (format!("quantile radii, M={m}"), AttentionConfig::Favor(favor(m).with_radii(Radii::Quantile))),
     ] {
         all.push(variant(name, attention));
     }

@@ -164,7 +164,7 @@ impl Plan {
 
     fn attention(&self, found: Option<(FeatureMapKind, usize, Errors)>) -> AttentionConfig {
         let Some((map, features, _)) = found else { return AttentionConfig::Softmax };
-        let far = FavorConfig { map, features, ..FavorConfig::default() };
+        let far = FavorConfig::default().with_map(map).with_features(features);
         match self.window {
             Some(window) => AttentionConfig::Windowed { window, sinks: 0, far },
             None => AttentionConfig::Favor(far),

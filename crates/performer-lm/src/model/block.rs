@@ -106,14 +106,12 @@ impl Block {
 
 /// Returns the sizes of the attention of a layer with these parts.
 pub(super) fn heads(config: &ModelConfig, parts: LayerParts) -> MultiHeadConfig {
-    MultiHeadConfig {
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim(),
-        qkv_bias: config.bias || config.qkv_bias,
-        output_bias: config.bias,
-        parts,
-        ..MultiHeadConfig::new(config.hidden_size, config.heads)
-    }
+    MultiHeadConfig::new(config.hidden_size, config.heads)
+        .with_kv_heads(config.kv_heads)
+        .with_head_dim(config.head_dim())
+        .with_qkv_bias(config.bias || config.qkv_bias)
+        .with_output_bias(config.bias)
+        .with_parts(parts)
 }
 
 /// `FeedForward` computes `W₂ gelu(W₁ x)` or `W₂ (silu(W_g x) ∘ W₁ x)`.
@@ -146,7 +144,7 @@ impl FeedForward {
                 ops::swiglu_linear(x, gate.weight(), self.up.weight())?
             }
             (Some(gate), _) => ops::swiglu(&apply(gate, x)?, &apply(&self.up, x)?)?,
-            (None, FeedForwardKind::GeluExact) => apply(&self.up, x)?.gelu_erf()?,
+            (None, FeedForwardKind::GeluExact) => ops::gelu_erf(&apply(&self.up, x)?)?,
             (None, _) => ops::gelu(&apply(&self.up, x)?)?,
         };
         match residual {
@@ -210,6 +208,6 @@ impl Dropout {
         let mask: Vec<f32> = (0..x.elem_count())
             .map(|_| if u64::from(rng.next_u32()) < threshold { keep.recip() } else { 0.0 })
             .collect();
-        x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
+        ops::mul(x, &Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?)
     }
 }

@@ -66,7 +66,7 @@ pub(crate) fn fitted_to(
     let omega =
         projection::draw_tensor(favor.projection, favor.radii, favor.features, d, seed, DType::F64, &Device::Cpu)?;
     let map = if favor.map == FeatureMapKind::Learned { FeatureMapKind::Dense } else { favor.map };
-    fit(&omega, moments, Options { map, centre: true, balance })?.to(DType::F32, device)
+    fit(&omega, moments, Options::new(map).with_centre(true).with_balance(balance))?.to(DType::F32, device)
 }
 
 /// Builds the attention of a configuration over a given feature map.

@@ -1,14 +1,27 @@
 //! This module is a [`VarBuilder`](candle_nn::VarBuilder) over given weights.
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::{Init, VarMap, var_builder::SimpleBackend};
 
-/// `Given` makes a variable of `parameters` from each tensor that is asked for, and no other.
+use super::locked;
+
+/// `Given` hands out the tensors that are asked for, and keeps them by name.
 pub(super) struct Given<'a> {
     pub(super) tensors: &'a HashMap<String, Tensor>,
-    pub(super) parameters: VarMap,
+    pub(super) weights: Weights,
+}
+
+/// `Weights` is what becomes of the tensors that are asked for.
+pub(super) enum Weights {
+    /// Variables are made of them.
+    Parameters(VarMap),
+    /// They are weights themselves.
+    Constants(Arc<Mutex<HashMap<String, Tensor>>>),
 }
 
 impl SimpleBackend for Given<'_> {
@@ -19,12 +32,18 @@ impl SimpleBackend for Given<'_> {
         if tensor.shape() != &shape {
             bail!("weight {name} has shape {:?}; the config needs {:?}", tensor.dims(), shape.dims());
         }
-        let var = Var::from_tensor(&tensor.detach().to_dtype(dtype)?.to_device(device)?)?;
-        let Ok(mut parameters) = self.parameters.data().lock() else {
-            bail!("a thread died while it held the model's parameters")
-        };
-        parameters.insert(name.to_owned(), var.clone());
-        Ok(var.into_inner())
+        match &self.weights {
+            Weights::Parameters(parameters) => {
+                let var = Var::from_tensor(&tensor.detach().to_dtype(dtype)?.to_device(device)?)?;
+                locked(parameters.data()).insert(name.to_owned(), var.clone());
+                Ok(var.into_inner())
+            }
+            Weights::Constants(constants) => {
+                let weight = tensor.to_dtype(dtype)?.to_device(device)?;
+                locked(constants).insert(name.to_owned(), weight.detach());
+                Ok(weight)
+            }
+        }
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {

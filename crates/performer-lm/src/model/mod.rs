@@ -11,9 +11,12 @@ mod given;
 mod init;
 pub mod pretrained;
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear_no_bias};
 use performer_core::{Attention, Inputs, Mask, Path, Rotary, State, ops, projection::derive_seed};
@@ -21,7 +24,7 @@ use performer_core::{Attention, Inputs, Mask, Path, Rotary, State, ops, projecti
 use crate::config::{ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
 use block::{Block, Norm, heads};
-use given::Given;
+use given::{Given, Weights};
 
 /// The least number of positions of a rotary table: a model may generate well beyond its training
 /// context.
@@ -35,6 +38,8 @@ const FEATURES_STREAM: u64 = 2;
 pub struct Decoder {
     config: ModelConfig,
     parameters: VarMap,
+    /// The weights that are no parameters, by name.
+    constants: HashMap<String, Tensor>,
     embed_tokens: Embedding,
     embed_positions: Option<Embedding>,
     blocks: Vec<Block>,
@@ -66,15 +71,17 @@ impl DecoderState {
 
 impl Decoder {
     /// Makes a new f32 model. Its features depend on `seed`, and each weight on `seed` and its
-    /// name, so models that differ in their attention start from the same weights.
+    /// name, so models that differ in their attention start from the same weights. Feature maps that
+    /// are to be trained are parameters, a set for each key head.
     ///
     /// # Errors
     /// If the configuration is invalid.
     pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<Self> {
         let parameters = VarMap::new();
         let vb = VarBuilder::from_varmap(&parameters, DType::F32, device);
-        let model = Self::assemble(config, parameters, vb, seed, config.context.max(ROTARY_POSITIONS))?;
+        let mut model = Self::assemble(config, parameters, vb, seed, positions_of(config))?;
         init::initialise(&model.named_parameters()?, config, derive_seed(seed, INIT_STREAM))?;
+        model.register_maps()?;
         Ok(model)
     }
 
@@ -110,6 +117,7 @@ impl Decoder {
         Ok(Self {
             config: config.clone(),
             parameters,
+            constants: HashMap::new(),
             embed_tokens,
             embed_positions,
             blocks,
@@ -120,15 +128,31 @@ impl Decoder {
         })
     }
 
-    /// Makes a model with given weights and buffers, such as those that [`Self::tensors`] returned.
+    /// Makes a model with given weights and buffers, such as those that [`Self::tensors`] returned,
+    /// to be trained further: all that [`Self::new`] makes parameters are parameters. A model that
+    /// is used and not trained is faster if it is [`Self::frozen`].
     ///
     /// # Errors
     /// If a tensor is missing or has another shape; the message names the first one.
     pub fn from_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
         let parameters = VarMap::new();
-        let given = Given { tensors, parameters: parameters.clone() };
+        let given = Given { tensors, weights: Weights::Parameters(parameters.clone()) };
         let vb = VarBuilder::from_backend(Box::new(given), DType::F32, device.clone());
-        Self::assemble(config, parameters, vb, 0, config.context.max(ROTARY_POSITIONS))?.with_buffers(tensors)
+        let mut model = Self::assemble(config, parameters, vb, 0, positions_of(config))?.with_buffers(tensors)?;
+        model.register_maps()?;
+        Ok(model)
+    }
+
+    /// Makes a model of constants with given weights and buffers, such as those that
+    /// [`Self::tensors`] returned: it has no parameters, nothing is kept for a backward pass, and
+    /// fused kernels take its feature maps. It shares the memory of tensors that are on `device` in
+    /// f32 already.
+    ///
+    /// # Errors
+    /// As [`Self::from_tensors`].
+    pub fn frozen(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
+        let constants = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.detach())).collect();
+        Self::over(config, &constants, positions_of(config), device)
     }
 
     /// Makes a model whose weights are the given tensors themselves, so that gradients flow to
@@ -138,8 +162,21 @@ impl Decoder {
     /// # Errors
     /// As [`Self::from_tensors`].
     pub fn over_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
-        let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, device);
-        Self::assemble(config, VarMap::new(), vb, 0, config.context)?.with_buffers(tensors)
+        Self::over(config, tensors, config.context, device)
+    }
+
+    fn over(
+        config: &ModelConfig,
+        tensors: &HashMap<String, Tensor>,
+        positions: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let constants = Arc::new(Mutex::new(HashMap::new()));
+        let given = Given { tensors, weights: Weights::Constants(Arc::clone(&constants)) };
+        let vb = VarBuilder::from_backend(Box::new(given), DType::F32, device.clone());
+        let mut model = Self::assemble(config, VarMap::new(), vb, 0, positions)?.with_buffers(tensors)?;
+        model.constants = std::mem::take(&mut *locked(&constants));
+        Ok(model)
     }
 
     fn with_buffers(mut self, tensors: &HashMap<String, Tensor>) -> Result<Self> {
@@ -152,14 +189,11 @@ impl Decoder {
         Ok(self)
     }
 
-    /// Makes parameters of the feature maps that are to be trained, a set for each key head: from
-    /// now on they are among [`Self::named_parameters`], get gradients and are computed by
-    /// operations that have a backward pass. Trained and saved maps are loaded by
-    /// [`Self::from_tensors`] as constants, which fused kernels take.
-    pub fn train_maps(&mut self) -> Result<()> {
-        let Ok(mut parameters) = self.parameters.data().lock() else {
-            bail!("a thread died while it held the model's parameters")
-        };
+    /// Makes parameters of the feature maps that are to be trained, a set for each key head: they
+    /// are among [`Self::named_parameters`], get gradients and are computed by operations that have a
+    /// backward pass.
+    fn register_maps(&mut self) -> Result<()> {
+        let mut parameters = locked(self.parameters.data());
         for (i, block) in self.blocks.iter_mut().enumerate() {
             if self.config.attention_of(i).favor().is_none_or(|favor| !favor.map.is_trained()) {
                 continue;
@@ -200,17 +234,25 @@ impl Decoder {
 
     /// Returns the trained parameters in the order of their names.
     pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
-        let Ok(map) = self.parameters.data().lock() else {
-            bail!("a thread died while it held the model's parameters")
-        };
+        let map = locked(self.parameters.data());
         let mut named: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(named)
     }
 
-    /// Returns the number of trained parameters.
+    /// Returns the number of numbers that training moves or has moved: weights, and feature maps
+    /// that are trained. It is the same for a model that is frozen.
     pub fn parameter_count(&self) -> Result<usize> {
-        Ok(self.named_parameters()?.iter().map(|(_, var)| var.elem_count()).sum())
+        let mut counts: HashMap<String, usize> =
+            self.named_parameters()?.into_iter().map(|(name, var)| (name, var.elem_count())).collect();
+        counts.extend(self.constants.iter().map(|(name, weight)| (name.clone(), weight.elem_count())));
+        for (i, block) in self.blocks.iter().enumerate() {
+            let trained = block.attention().trained_buffers();
+            for (name, map) in block.attention().buffers().into_iter().filter(|(name, _)| trained.contains(name)) {
+                counts.insert(format!("{}{name}", buffer_prefix(i)), map.elem_count());
+            }
+        }
+        Ok(counts.values().sum())
     }
 
     /// Returns the attention of a layer, counted from 0.
@@ -266,8 +308,8 @@ impl Decoder {
 
     /// Returns everything to save: parameters and buffers by name.
     pub fn tensors(&self) -> Result<HashMap<String, Tensor>> {
-        let mut tensors: HashMap<String, Tensor> =
-            self.named_parameters()?.into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
+        let mut tensors = self.constants.clone();
+        tensors.extend(self.named_parameters()?.into_iter().map(|(name, var)| (name, var.as_detached_tensor())));
         for (i, block) in self.blocks.iter().enumerate() {
             for (name, buffer) in block.attention().buffers() {
                 tensors.insert(format!("{}{name}", buffer_prefix(i)), buffer);
@@ -382,8 +424,11 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Replaces the attention of a layer, counted from 0.
+    /// Replaces the attention of a layer, counted from 0. Parameters of the feature map that it had
+    /// are gone, and the new one's are constants until the model is made anew of [`Self::tensors`].
     pub fn set_attention(&mut self, layer: usize, attention: Box<dyn Attention>) {
+        let map = format!("{}feature_map.", buffer_prefix(layer));
+        locked(self.parameters.data()).retain(|name, _| !name.starts_with(&map));
         self.blocks[layer].set_attention(attention);
     }
 
@@ -405,7 +450,7 @@ impl Decoder {
     pub fn positions_left(&self, state: &DecoderState) -> usize {
         let all = match self.config.positions {
             Positions::Learned => self.config.context,
-            Positions::Rotary { .. } => self.config.context.max(ROTARY_POSITIONS),
+            Positions::Rotary { .. } => positions_of(&self.config),
         };
         all.saturating_sub(state.tokens())
     }
@@ -448,6 +493,16 @@ impl Decoder {
             None => Ok(x.clone()),
         }
     }
+}
+
+/// Locks what a thread may have died with; an insertion leaves a map whole.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the positions of the rotary table of a model that may generate.
+fn positions_of(config: &ModelConfig) -> usize {
+    config.context.max(ROTARY_POSITIONS)
 }
 
 fn buffer_prefix(layer: usize) -> String {

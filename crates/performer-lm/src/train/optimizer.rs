@@ -67,14 +67,18 @@ impl AdamW {
     /// Makes moments of zero for `params`, which are put in the order of their names.
     ///
     /// # Errors
-    /// If a constant is out of range, a name is given twice, or a parameter is not of a
-    /// floating-point type.
+    /// If there are no parameters, a constant is out of range, a name is given twice, or a parameter
+    /// is not of a floating-point type.
     pub fn new(params: Vec<(String, Var)>, config: AdamWConfig) -> Result<Self> {
         Self::with_fused_update(params, config, true)
     }
 
     fn with_fused_update(mut params: Vec<(String, Var)>, config: AdamWConfig, fuse: bool) -> Result<Self> {
         config.validate()?;
+        ensure!(
+            !params.is_empty(),
+            "there are no parameters to train: a frozen model has none; make it by Decoder::from_tensors instead"
+        );
         params.sort_by(|(a, _), (b, _)| a.cmp(b));
         if let Some(pair) = params.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             bail!("two parameters are named `{}`", pair[0].0);

@@ -264,13 +264,12 @@ impl<'a> Trainer<'a> {
     }
 
     fn assemble(
-        mut model: Decoder,
+        model: Decoder,
         training: TrainingConfig,
         data: &'a Prepared,
         options: RunOptions<'a>,
         step: usize,
     ) -> Result<Self> {
-        model.train_maps()?;
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;

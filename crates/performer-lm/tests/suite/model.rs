@@ -128,21 +128,21 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
     Ok(())
 }
 
-/// Maps that are trained are parameters like all others, and constants once they are saved.
+/// Maps that are trained are parameters like all others of a new model and of one that is trained
+/// further, and constants like all others of a frozen one.
 #[test]
 fn trained_maps_get_gradients_and_come_back_as_they_were() -> Result<()> {
     for attention in ["favor:m=8,map=learned", "favor:m=8,map=hedgehog", "favor:m=8,map=learned,window=4"] {
         let config = ModelConfig { kv_heads: 2, ..base(attention) };
-        let mut model = Decoder::new(&config, 1, &Device::Cpu)?;
+        let model = Decoder::new(&config, 1, &Device::Cpu)?;
         let ids_ = tensor(&ids(2, 40, 0), 2)?;
         let logits =
             |model: &Decoder| -> Result<Vec<f32>> { Ok(model.forward(&ids_, None)?.flatten_all()?.to_vec1()?) };
-        let (count, before) = (model.named_parameters()?.len(), logits(&model)?);
-        model.train_maps()?;
+        let before = logits(&model)?;
         let parameters = model.named_parameters()?;
+        let trained: usize = (0..config.layers).map(|layer| model.attention(layer).trained_buffers().len()).sum();
         let maps = parameters.iter().filter(|(name, _)| name.contains(".feature_map."));
-        assert_eq!(parameters.len() - count, maps.count(), "{attention}");
-        assert!(parameters.len() > count, "{attention}");
+        assert!(trained > 0 && maps.count() == trained, "{attention}");
         let gradients = model.losses(&ids_, &ids(2, 40, 1), None)?.mean_all()?.backward()?;
         for (name, var) in &parameters {
             let Some(gradient) = gradients.get(var) else { panic!("{name} has no gradient with {attention}") };
@@ -151,13 +151,28 @@ fn trained_maps_get_gradients_and_come_back_as_they_were() -> Result<()> {
             // Each parameter gets another value, so that the test sees whether it comes back.
             var.set(&(var.as_detached_tensor() * 1.1)?)?;
         }
-        let saved = Decoder::from_tensors(&config, &model.tensors()?, &Device::Cpu)?;
-        assert_eq!(saved.named_parameters()?.len(), count, "{attention}: constants again");
-        let over = Decoder::over_tensors(&config, &model.tensors()?, &Device::Cpu)?;
-        assert!(over.named_parameters()?.is_empty());
+        let tensors = model.tensors()?;
+        let further = Decoder::from_tensors(&config, &tensors, &Device::Cpu)?;
+        let names = |model: &Decoder| -> Result<Vec<String>> {
+            Ok(model.named_parameters()?.into_iter().map(|(name, _)| name).collect())
+        };
+        assert_eq!(names(&further)?, names(&model)?, "{attention}");
+        let frozen = Decoder::frozen(&config, &tensors, &Device::Cpu)?;
+        let over = Decoder::over_tensors(&config, &tensors, &Device::Cpu)?;
+        for constant in [&frozen, &over] {
+            assert!(constant.named_parameters()?.is_empty());
+            let mut saved: Vec<String> = constant.tensors()?.into_keys().collect();
+            let mut expected: Vec<String> = tensors.keys().cloned().collect();
+            saved.sort();
+            expected.sort();
+            assert_eq!((saved, constant.parameter_count()?), (expected, model.parameter_count()?), "{attention}");
+        }
+        assert!(!frozen.forward(&ids_, None)?.track_op(), "nothing is kept for a backward pass");
         let now = logits(&model)?;
         assert_ne!(before, now);
-        for (what, other) in [("saved", logits(&saved)?), ("over tensors", logits(&over)?)] {
+        for (what, other) in
+            [("further", logits(&further)?), ("frozen", logits(&frozen)?), ("over tensors", logits(&over)?)]
+        {
             let error = now.iter().zip(&other).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(error < 1e-4, "{attention}, {what}: {error}");
         }
@@ -295,6 +310,9 @@ fn weights_are_a_function_of_the_seed_and_not_of_the_attention() -> Result<()> {
         model.named_parameters()?.into_iter().map(read).collect()
     };
     assert_eq!(values("softmax", 1)?, values("favor:m=8", 1)?);
+    let mut learned = values("favor:m=8,map=learned", 1)?;
+    learned.retain(|(name, _)| !name.contains(".feature_map."));
+    assert_eq!(values("softmax", 1)?, learned);
     assert_ne!(values("softmax", 1)?, values("softmax", 2)?);
     Ok(())
 }
@@ -419,15 +437,24 @@ fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
             "softmax:conv",
             "softmax:window=8,gate,conv,output-gate,output-norm",
             "favor:m=16,gate,conv,output-gate,output-norm",
+            "favor:m=16,window=8",
+            "favor:m=16,map=learned,window=8",
+            "favor:m=16,map=learned,window=8,gate",
         ] {
             let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
             let (config, _) = preset.load()?;
-            let config = ModelConfig { attention, vocab_size: 300, layers: 2, ..config };
-            let model = Decoder::new(&config, 1, &Device::Cpu)?;
-            let ids = Tensor::arange(0, 40u32, &Device::Cpu)?.reshape((2, 20))?;
-            let tape = Tape::start();
-            let loss = ops::sum_all(&model.losses(&ids, &(1..41).collect::<Vec<u32>>(), None)?)?;
-            assert_eq!(tape.unrecorded(&loss), 0, "{preset:?} {}", config.attention);
+            let exact = ModelConfig { feed_forward: FeedForwardKind::GeluExact, ..config.clone() };
+            for config in [config, exact] {
+                let config = ModelConfig { attention: attention.clone(), vocab_size: 300, layers: 2, ..config };
+                let model = Decoder::new(&config, 1, &Device::Cpu)?;
+                let ids = Tensor::arange(0, 64u32, &Device::Cpu)?.reshape((2, 32))?;
+                for dropout in [None, Some(Dropout::new(0.1, 1))] {
+                    let tape = Tape::start();
+                    let losses = model.losses(&ids, &(1..65).collect::<Vec<u32>>(), dropout.as_ref())?;
+                    let unrecorded = tape.unrecorded(&ops::sum_all(&losses)?);
+                    assert_eq!(unrecorded, 0, "{preset:?} {} {:?}", config.attention, config.feed_forward);
+                }
+            }
         }
     }
     Ok(())

@@ -16,6 +16,7 @@ use crate::{
         self,
         favor::{self, Exponential, Form, Map, Rectified, Sums, Trained},
     },
+    ops,
 };
 
 /// The fused kernels for the CPU, prepared for one feature map.
@@ -123,10 +124,10 @@ impl Cpu {
             return Ok(Output { values: rows, logs: None });
         }
         let dv = call.sizes.value_dim;
-        let (values, logs) = (rows.narrow(3, 0, dv)?, rows.narrow(3, dv, 1)?);
+        let (values, logs) = (ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?);
         // Ready features hold all of a feature; where the kernels make them, they leave out what
         // all features of a query share.
-        let logs = if matches!(self.source, Source::Ready) { logs } else { (logs - query_offset(call)?)? };
+        let logs = if matches!(self.source, Source::Ready) { logs } else { ops::sub(&logs, &query_offset(call)?)? };
         Ok(Output { values, logs: Some(logs) })
     }
 }
@@ -136,10 +137,10 @@ impl Cpu {
 fn query_offset(call: &Call<'_>) -> Result<Tensor> {
     let (b, h, t, d) = call.inputs.q.dims4()?;
     let hkv = call.sizes.key_heads;
-    let scaled = (call.inputs.q.to_dtype(DType::F32)? * (d as f64).powf(-0.25))?;
+    let scaled = ops::scale(&ops::to_dtype(call.inputs.q, DType::F32)?, (d as f64).powf(-0.25))?;
     // As many rows of queries as there are key heads, see FeatureMap::features.
-    let rows = scaled.contiguous()?.reshape((b * hkv, (h / hkv) * t, d))?;
-    call.map.query_offset(&rows)?.reshape((b, h, t, 1))
+    let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
+    ops::reshape(&call.map.query_offset(&rows)?, (b, h, t, 1))
 }
 
 impl Backend for Cpu {

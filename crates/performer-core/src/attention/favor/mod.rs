@@ -26,8 +26,17 @@ use crate::{
 };
 
 /// What FAVOR attention is made of; the default is FAVOR+ with 128 orthogonal positive features.
+///
+/// # Example
+/// ```
+/// use performer_core::{FavorConfig, FeatureMapKind};
+///
+/// let config = FavorConfig::default().with_map(FeatureMapKind::Hyperbolic).with_features(64);
+/// assert_eq!(config.features, 64);
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct FavorConfig {
     /// The feature map φ.
     pub map: FeatureMapKind,
@@ -47,6 +56,36 @@ impl Default for FavorConfig {
             projection: ProjectionKind::default(),
             radii: Radii::default(),
         }
+    }
+}
+
+impl FavorConfig {
+    /// Sets the feature map φ.
+    #[must_use]
+    pub fn with_map(mut self, map: FeatureMapKind) -> Self {
+        self.map = map;
+        self
+    }
+
+    /// Sets `M`, the rows of the projection.
+    #[must_use]
+    pub fn with_features(mut self, features: usize) -> Self {
+        self.features = features;
+        self
+    }
+
+    /// Sets how the rows' directions are drawn.
+    #[must_use]
+    pub fn with_projection(mut self, projection: ProjectionKind) -> Self {
+        self.projection = projection;
+        self
+    }
+
+    /// Sets how the rows' lengths are drawn.
+    #[must_use]
+    pub fn with_radii(mut self, radii: Radii) -> Self {
+        self.radii = radii;
+        self
     }
 }
 

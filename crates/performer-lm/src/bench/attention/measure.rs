@@ -79,7 +79,7 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
         all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax::new(tokens, sweep.causal, device)?)));
     }
     for &features in &sweep.features {
-        let config = FavorConfig { features, ..FavorConfig::default() };
+        let config = FavorConfig::default().with_features(features);
         let favor = || Favor::new(&config, sweep.head_dim, 1, DType::F32, device);
         all.push((Implementation::FavorFused, Some(features), Box::new(favor()?)));
         if sweep.composed {

@@ -83,7 +83,11 @@ impl Estimator {
             Rows::Unsigned => Tensor::from_vec(unsigned::draw(m, d, seed)?, (m, d), &Device::Cpu)?,
         };
         if let Some((centre, balance)) = self.fitted {
-            return Ok(Box::new(fit(&projection, moments, Options { map: self.map, centre, balance })?));
+            return Ok(Box::new(fit(
+                &projection,
+                moments,
+                Options::new(self.map).with_centre(centre).with_balance(balance),
+            )?));
         }
         let offsets = match self.map.has_offsets() {
             true => Some(Tensor::new(draw_offsets(m, seed)?, &Device::Cpu)?),

@@ -137,10 +137,7 @@ impl<'a> Setting<'a> {
 
     /// Returns the model of a run before training.
     pub(super) fn model(&self, attention: &AttentionPattern, seed: u64) -> Result<Decoder> {
-        let mut model = Decoder::new(&self.config(attention)?, seed, self.device)
-            .with_context(|| format!("attention {attention}"))?;
-        model.train_maps()?;
-        Ok(model)
+        Decoder::new(&self.config(attention)?, seed, self.device).with_context(|| format!("attention {attention}"))
     }
 
     /// Trains with one attention from one seed. Returns `None` if it was stopped; `folder`, if
@@ -305,7 +302,6 @@ impl<'a> Lesson<'a> {
         if let (Some(folder), Some((saved, warning))) = (folder, interrupted) {
             let checkpoint = Checkpoint::load(folder, setting.device)?;
             model = Decoder::from_tensors(&setting.config(attention)?, &checkpoint.tensors, setting.device)?;
-            model.train_maps()?;
             state = saved.progress_as()?;
             if let Some(text) = warning {
                 setting.listener.note(&text);

@@ -90,12 +90,13 @@ impl Pretrained {
         Ok(opened)
     }
 
-    /// Builds the model on a device.
+    /// Builds the model on a device, to be used: its weights are constants
+    /// ([`Decoder::frozen`]). To train it further, make it by [`Decoder::from_tensors`].
     ///
     /// # Errors
     /// If a tensor is missing or has another shape; the message names the first one.
     pub fn decoder(&self, device: &Device) -> Result<Decoder> {
-        Decoder::from_tensors(&self.config, &self.tensors, device)
+        Decoder::frozen(&self.config, &self.tensors, device)
     }
 }
 

@@ -223,6 +223,8 @@ fn bad_parameters_and_constants_are_refused() -> Result<()> {
     let mut twice = params(DType::F32)?;
     twice.extend(params(DType::F32)?);
     assert!(AdamW::new(twice, AdamWConfig::default()).is_err());
+    let none = AdamW::new(Vec::new(), AdamWConfig::default()).unwrap_err().to_string();
+    assert!(none.contains("a frozen model has none"), "{none}");
     let whole = Var::from_tensor(&Tensor::zeros(2, DType::U32, &Device::Cpu)?)?;
     assert!(AdamW::new(vec![("ids".to_owned(), whole)], AdamWConfig::default()).is_err());
     for config in [
