@@ -22,8 +22,8 @@ const SHAPES: [(&str, &[usize]); 5] = [
     ("w.weight", &[3, 5]),
     ("embed.weight", &[4, 2]),
     ("final_norm.weight", &[7]),
-    ("q_conv1d.weight", &[3, 4]),
     ("w.map.bias", &[2, 2]),
+    ("x.k_conv1d.weight", &[3, 4]),
 ];
 
 fn params(dtype: DType) -> Result<Vec<(String, Var)>> {
