@@ -222,10 +222,10 @@ impl fmt::Display for AttentionConfig {
 }
 
 /// Reads `softmax`, `softmax:window=32,sinks=4`, `favor`, `favor:m=64`,
-/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4`, `uniform`, `none`, and three
-/// variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
-/// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names of
-/// [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`.
+/// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4`, `uniform`, `none`, and
+/// three variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
+/// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names
+/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`.
 impl FromStr for AttentionConfig {
     type Err = String;
 

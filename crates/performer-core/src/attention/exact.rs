@@ -39,8 +39,8 @@ impl Exact {
         self.keys.dim(2)
     }
 
-    /// The gates from which the sums of the first `sinks` keys come out as if no token were missing:
-    /// what is missing stands just after the sinks.
+    /// The gates from which the sums of the first `sinks` keys come out as if no token were
+    /// missing: what is missing stands just after the sinks.
     pub(super) fn gates_with_missing(&self, sinks: usize) -> Result<Option<Tensor>> {
         let (Some(gates), Some(forgotten)) = (&self.gates, &self.forgotten) else { return Ok(self.gates.clone()) };
         let first = (gates.narrow(2, sinks, 1)? + forgotten)?.maximum(gates::LOWEST)?;

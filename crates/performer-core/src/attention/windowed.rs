@@ -5,9 +5,9 @@
 //! `o_i = (Σ_near e^{s_ij} v_j + Σ_far φ_i·φ_j v_j) / (Σ_near e^{s_ij} + Σ_far φ_i·φ_j)`. The
 //! window slides a token at a time: what is near depends on the distance alone, not on chunks of a
 //! kernel. Both parts are fused operations that return the logarithms of their denominators; the
-//! far one gets queries `W..` over keys `..T − W`, which is causal attention between them. `N` sinks,
-//! the first tokens, are near to every query and so never among the far keys: then the far part gets
-//! queries `W + N..` over keys `N..T − W`.
+//! far one gets queries `W..` over keys `..T − W`, which is causal attention between them. `N`
+//! sinks, the first tokens, are near to every query and so never among the far keys: then the far
+//! part gets queries `W + N..` over keys `N..T − W`.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 

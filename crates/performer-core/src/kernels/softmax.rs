@@ -27,8 +27,8 @@
 //! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both. Sums
 //! are made anew for each tile of queries, from its first query on in both directions, since
 //! differences of long sums would lose digits. Sinks stand far before a tile's window: for them one
-//! sum, of the gates after the sinks, goes on from tile to tile. The gradient of a gate sums over the
-//! keys from it on: `dg_t = Σ_{j≥t} (dlog_j − Σ_i ds_ij)`.
+//! sum, of the gates after the sinks, goes on from tile to tile. The gradient of a gate sums over
+//! the keys from it on: `dg_t = Σ_{j≥t} (dlog_j − Σ_i ds_ij)`.
 
 use std::{
     ops::Range,

@@ -133,8 +133,8 @@ pub(super) struct RecipeArgs {
     /// Steps between redraws of random features; 0 never.
     #[arg(long)]
     redraw_every: Option<usize>,
-    /// Steps between fits of features that can be fitted (map=dense, map=optimal) to the model's own
-    /// queries and keys, the first before the first step; 0 never.
+    /// Steps between fits of features that can be fitted (map=dense, map=optimal) to the model's
+    /// own queries and keys, the first before the first step; 0 never.
     #[arg(long)]
     fit_every: Option<usize>,
     /// Steps between validations; 0 after each epoch only.

@@ -31,8 +31,8 @@ Examples:
   performer-lm train --resume runs/mine")]
 pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
-    /// features trained too) or favor-window (and exact to the last 32 tokens; in a first measurement
-    /// features that are not trained did worse than that window alone), with settings:
+    /// features trained too) or favor-window (and exact to the last 32 tokens; in a first
+    /// measurement features that are not trained did worse than that window alone), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor]. The
     /// setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short convolutions
     /// of queries, keys and values; output-gate and output-norm scale what heads return. Controls:

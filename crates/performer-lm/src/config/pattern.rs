@@ -5,9 +5,9 @@ use std::{fmt, str::FromStr};
 use super::AttentionConfig;
 
 /// An `AttentionPattern` says which attention each layer has, as the command line takes it: one
-/// name for all layers, such as `favor-gated`, or a hybrid `A+B/n`, such as `favor-gated+softmax/4`,
-/// in which every n-th layer has B and the others have A. Layers are counted from 0, so B has the
-/// layers n − 1, 2n − 1 and so on.
+/// name for all layers, such as `favor-gated`, or a hybrid `A+B/n`, such as
+/// `favor-gated+softmax/4`, in which every n-th layer has B and the others have A. Layers are
+/// counted from 0, so B has the layers n − 1, 2n − 1 and so on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionPattern {
     /// The attention of all layers, or of those that are not every n-th.

@@ -303,7 +303,8 @@ impl Asked {
         };
         let found = ablate::run(&plan, &self.data, |_| ())?;
         let outcomes = found.data["outcomes"].clone();
-        // Every variant with features is measured without them, and the table has a row for windows.
+        // Every variant with features is measured without them, and the table has a row for
+        // windows.
         for outcome in outcomes.as_array().context("outcomes")? {
             let controls = outcome["features_off"].as_array().map_or(0, Vec::len);
             assert_eq!(controls, usize::from(outcome["attention_spec"] != "softmax"), "{outcome}");
