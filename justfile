@@ -20,6 +20,10 @@ memcheck:
         cargo test -p performer-core --lib --test ops --test decoding --test trained --test against_reference -- kernels:: one_pass norms linear \
         cross_entropy strided keys_far across hidden_keys swiglu rotary
 
+# Write down the public interface of performer-core as it is now; CI refuses one that is not written down.
+public-api:
+    scripts/public-api.sh --write
+
 # Formatting and lints.
 lint:
     cargo fmt --all --check
