@@ -44,7 +44,7 @@ use super::{
     narrow,
     operation::{Operation, Stored, apply},
     padded,
-    rows::{Heads, Matrix, Rows},
+    rows::{Heads, Matrix, Rows, Span},
     spare_threads,
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, subtract, sum},
     with_storages,
@@ -127,7 +127,7 @@ struct Forgotten {
 
 impl Head<'_> {
     /// Sums the gates around the `queries` queries from `i` on, for keys from `first` on.
-    fn forget(&self, [i, queries]: [usize; 2], first: usize, to: &mut Forgotten) {
+    fn forget(&self, Span { start: i, count: queries }: Span, first: usize, to: &mut Forgotten) {
         let (Some(gates), Some(offset)) = (self.gates, self.offset) else { return };
         let own = offset + i;
         (to.first, to.own) = (first, own);
@@ -186,8 +186,8 @@ impl Head<'_> {
     fn scores<S: Simd>(
         &self,
         simd: S,
-        [i, queries]: [usize; 2],
-        [j, keys]: [usize; 2],
+        Span { start: i, count: queries }: Span,
+        Span { start: j, count: keys }: Span,
         k: &Matrix,
         (columns, forgotten): (&[f32], &Forgotten),
         to: &mut [f32],
@@ -248,10 +248,11 @@ impl WithSimd for Forward<'_> {
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let reach = head.reach(i + queries);
-            head.forget([i, queries], head.first(i), &mut forgotten);
+            let tile = Span { start: i, count: queries };
+            head.forget(tile, head.first(i), &mut forgotten);
             for j in (head.first(i)..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
-                head.scores(simd, [i, queries], [j, keys], &k, (&columns, &forgotten), &mut scores);
+                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&columns, &forgotten), &mut scores);
                 let before = largest;
                 for row in scores.chunks_exact(QUERIES).take(keys) {
                     max_each(simd, &mut largest, row);
@@ -411,10 +412,11 @@ impl WithSimd for Backward<'_> {
                 *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
-            head.forget([i, queries], seen.start.max(head.first(i)), &mut forgotten);
+            let tile = Span { start: i, count: queries };
+            head.forget(tile, seen.start.max(head.first(i)), &mut forgotten);
             for j in (seen.start.max(head.first(i))..reach).step_by(KEYS) {
                 let keys = KEYS.min(reach - j);
-                head.scores(simd, [i, queries], [j, keys], &k, (&query_columns, &forgotten), &mut weights);
+                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&query_columns, &forgotten), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
                 gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
