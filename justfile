@@ -20,6 +20,10 @@ memcheck:
         cargo test -p performer-core --lib --test suite -- kernels:: decoding:: ops:: trained::hidden_keys against_reference::strided \
         against_reference::keys_far against_reference::across against_reference::with_hidden_keys
 
+# Write down the public interface of performer-core as it is now; CI refuses one that is not written down.
+public-api:
+    scripts/public-api.sh --write
+
 # Formatting and lints.
 lint:
     cargo fmt --all --check

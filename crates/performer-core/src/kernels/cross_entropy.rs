@@ -31,7 +31,7 @@ use super::{
     gemm::{Into, Left, Right, gemm},
     operation::{Operation, Stored},
     padded,
-    rows::{Heads, Matrix},
+    rows::{Heads, Matrix, Span},
     transpose::transpose,
     vector::{add, exp_minus_each, max_each, multiply, subtract},
     with_storages,
@@ -142,10 +142,10 @@ impl<'a> Tiles<'a> {
         (0..self.vocabulary).step_by(self.tokens)
     }
 
-    /// The first hidden state of each block of `ROWS` states, and how many states it has.
-    fn blocks(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
+    /// The hidden states of each block of `ROWS` states.
+    fn blocks(&self) -> impl Iterator<Item = Span> + use<> {
         let all = self.targets.len();
-        (0..all).step_by(ROWS).map(move |i| [i, ROWS.min(all - i)])
+        (0..all).step_by(ROWS).map(move |start| Span { start, count: ROWS.min(all - start) })
     }
 
     /// The number of logits of all tiles, those of missing states in the last block included.
@@ -236,7 +236,7 @@ impl WithSimd for Forward<'_> {
         let mut logits = vec![0f32; tiles.tokens * ROWS];
         for v in tiles.starts() {
             let logits = &mut logits[..tiles.len(v) * ROWS];
-            for ([i, n], now) in tiles.blocks().zip(&mut running) {
+            for (Span { start: i, count: n }, now) in tiles.blocks().zip(&mut running) {
                 tiles.compute(simd, i, v, logits);
                 for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
                     let target = target as usize;
@@ -267,7 +267,7 @@ impl WithSimd for Forward<'_> {
                 }
             }
         }
-        for ([i, n], now) in tiles.blocks().zip(&running) {
+        for (Span { start: i, count: n }, now) in tiles.blocks().zip(&running) {
             for row in 0..n {
                 let log = now.largest[row] + now.sums[row].ln();
                 logs[i + row] = log;
@@ -309,7 +309,7 @@ impl WithSimd for Backward<'_> {
         for v in tiles.starts() {
             let tokens = tiles.len(v);
             let logits = &mut logits[..tokens * ROWS];
-            for [i, n] in tiles.blocks() {
+            for Span { start: i, count: n } in tiles.blocks() {
                 let (log, factor) = (block(logs, i, f32::INFINITY), block(grad, i, 0.0));
                 match weights.next() {
                     Some((weights, mut scale)) => {

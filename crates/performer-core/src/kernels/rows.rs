@@ -13,6 +13,20 @@ use super::{
     vector::LANES,
 };
 
+/// A `Span` is consecutive rows of a head, or tokens: `count` of them from `start` on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Span {
+    pub(super) start: usize,
+    pub(super) count: usize,
+}
+
+impl Span {
+    /// The span of one row.
+    pub(super) fn of(row: usize) -> Self {
+        Self { start: row, count: 1 }
+    }
+}
+
 /// `Heads` is a tensor `(B, H, T, X)` whose rows of `X` numbers are contiguous.
 #[derive(Clone, Copy)]
 pub(super) struct Heads<'a> {

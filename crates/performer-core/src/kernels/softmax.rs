@@ -45,7 +45,7 @@ use super::{
     narrow,
     operation::{Operation, Stored, apply},
     padded,
-    rows::{Heads, Matrix, Rows},
+    rows::{Heads, Matrix, Rows, Span},
     spare_threads,
     vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, subtract, sum},
     with_storages,
@@ -136,7 +136,7 @@ struct Forgotten {
 
 impl Head<'_> {
     /// Sums the gates around the `queries` queries from `i` on, for keys from `start` on.
-    fn forget(&self, [i, queries]: [usize; 2], start: usize, to: &mut Forgotten) {
+    fn forget(&self, Span { start: i, count: queries }: Span, start: usize, to: &mut Forgotten) {
         let (Some(gates), Some(offset)) = (self.gates, self.offset) else { return };
         let (own, first) = (offset + i, self.first(i).max(start));
         (to.first, to.own) = (first, own);
@@ -196,11 +196,14 @@ impl Head<'_> {
         }
     }
 
-    /// The tiles of those of `keys` that queries `i..end` may see, each as its first key and its
-    /// length: tiles of sinks, then those of the window.
-    fn tiles(&self, [i, end]: [usize; 2], keys: Range<usize>) -> impl Iterator<Item = [usize; 2]> {
-        let tiles = |span: Range<usize>| span.clone().step_by(KEYS).map(move |j| [j, KEYS.min(span.end - j)]);
-        let (first, reach) = (self.first(i).max(keys.start), self.reach(end).min(keys.end));
+    /// The tiles of those of `keys` that a span of queries may see: tiles of sinks, then those of the
+    /// window.
+    fn tiles(&self, queries: Span, keys: Range<usize>) -> impl Iterator<Item = Span> {
+        let tiles = |range: Range<usize>| {
+            range.clone().step_by(KEYS).map(move |start| Span { start, count: KEYS.min(range.end - start) })
+        };
+        let end = queries.start + queries.count;
+        let (first, reach) = (self.first(queries.start).max(keys.start), self.reach(end).min(keys.end));
         let sinks = self.sinks.min(first).min(keys.end).min(reach);
         tiles(keys.start..sinks.max(keys.start)).chain(tiles(first..reach.max(first)))
     }
@@ -221,8 +224,8 @@ impl Head<'_> {
     fn scores<S: Simd>(
         &self,
         simd: S,
-        [i, queries]: [usize; 2],
-        [j, keys]: [usize; 2],
+        Span { start: i, count: queries }: Span,
+        Span { start: j, count: keys }: Span,
         k: &Matrix,
         (columns, forgotten): (&[f32], &Forgotten),
         to: &mut [f32],
@@ -282,9 +285,10 @@ impl WithSimd for Forward<'_> {
             // The maximum begins low, but finite: −∞ − m is then −∞ and not NaN.
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
-            head.forget([i, queries], 0, &mut forgotten);
-            for [j, keys] in head.tiles([i, i + queries], 0..head.k.tokens) {
-                head.scores(simd, [i, queries], [j, keys], &k, (&columns, &forgotten), &mut scores);
+            let tile = Span { start: i, count: queries };
+            head.forget(tile, 0, &mut forgotten);
+            for Span { start: j, count: keys } in head.tiles(tile, 0..head.k.tokens) {
+                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&columns, &forgotten), &mut scores);
                 let before = largest;
                 for row in scores.chunks_exact(QUERIES).take(keys) {
                     max_each(simd, &mut largest, row);
@@ -444,9 +448,10 @@ impl WithSimd for Backward<'_> {
                 *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
-            head.forget([i, queries], seen.start, &mut forgotten);
-            for [j, keys] in head.tiles([i, i + queries], seen.clone()) {
-                head.scores(simd, [i, queries], [j, keys], &k, (&query_columns, &forgotten), &mut weights);
+            let tile = Span { start: i, count: queries };
+            head.forget(tile, seen.start, &mut forgotten);
+            for Span { start: j, count: keys } in head.tiles(tile, seen.clone()) {
+                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&query_columns, &forgotten), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
                 gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));

@@ -13,7 +13,10 @@ use candle_core::{
     CpuStorage, CudaStorage, D, DType, MetalStorage, Result, Shape, Storage, Tensor, backend::BackendStorage, bail,
 };
 
-use super::operation::{Operation, Stored, apply};
+use super::{
+    operation::{Operation, Stored, apply},
+    rows::Span,
+};
 use crate::ops::matmul;
 
 /// The most bytes of logits in memory at a time; a tile has one row at least.
@@ -33,7 +36,7 @@ pub(crate) fn cross_entropy(x: &Tensor, weight: &Tensor, targets: Tensor) -> Res
 fn in_tiles(x: &Tensor, weight: &Tensor, tiles: Tiles) -> Result<Tensor> {
     let (rows, head) = (x.detach(), weight.detach().to_dtype(x.dtype())?);
     let mut parts = [Vec::new(), Vec::new()];
-    for (start, count) in tiles.each(&rows)? {
+    for Span { start, count } in tiles.each(&rows)? {
         let logits = matmul(&rows.narrow(0, start, count)?, &head.t()?)?;
         let [loss, log] = losses(&logits, &tiles.targets.narrow(0, start, count)?)?;
         parts[0].push(loss);
@@ -50,11 +53,11 @@ struct Tiles {
 }
 
 impl Tiles {
-    /// The first row and the number of rows of each tile.
-    fn each(&self, x: &Tensor) -> Result<impl Iterator<Item = (usize, usize)>> {
+    /// The rows of each tile.
+    fn each(&self, x: &Tensor) -> Result<impl Iterator<Item = Span>> {
         let (all, rows) = (x.dim(0)?, self.rows);
         // An empty tensor is one empty tile.
-        Ok((0..all.max(1)).step_by(rows).map(move |start| (start, rows.min(all - start))))
+        Ok((0..all.max(1)).step_by(rows).map(move |start| Span { start, count: rows.min(all - start) }))
     }
 }
 
@@ -131,7 +134,7 @@ impl Operation<2> for TiledCrossEntropy {
         let (x, weight, grad) = (x.detach(), weight.detach(), grad.detach().contiguous()?);
         let head = weight.to_dtype(x.dtype())?;
         let (mut dx, mut dw) = (Vec::new(), None);
-        for (start, count) in self.tiles.each(&x)? {
+        for Span { start, count } in self.tiles.each(&x)? {
             let part = |t: &Tensor| t.narrow(0, start, count);
             let rows = part(&x)?;
             let logits = matmul(&rows, &head.t()?)?;

@@ -134,7 +134,7 @@ pub fn draw(kind: ProjectionKind, radii: Radii, m: usize, d: usize, seed: u64) -
     }
     let mut omega = zeros(m, d)?;
     if kind == ProjectionKind::Gaussian {
-        Stream::Block(0).open(seed).fill_normal(&mut omega);
+        fill_normal(&mut omega, seed);
         return Ok(omega);
     }
 
@@ -154,6 +154,25 @@ pub fn draw(kind: ProjectionKind, radii: Radii, m: usize, d: usize, seed: u64) -
         row.iter_mut().for_each(|w| *w *= radius);
     }
     Ok(omega)
+}
+
+/// Draws `count` independent standard normal numbers: initial weights, say, or inputs of tests.
+///
+/// Like all numbers of this module they are the same on every platform and in every version, by
+/// arithmetic that is written out here. The normal distribution of the crate `rand_distr`, which
+/// [`Tensor::randn`] takes, may change with a release and uses the platform's logarithm.
+///
+/// # Errors
+///
+/// When `count` numbers do not fit in memory.
+pub fn draw_normal(count: usize, seed: u64) -> Result<Vec<f64>> {
+    let mut normal = zeros(count, 1)?;
+    fill_normal(&mut normal, seed);
+    Ok(normal)
+}
+
+fn fill_normal(out: &mut [f64], seed: u64) {
+    Stream::Block(0).open(seed).fill_normal(out);
 }
 
 /// [`draw`] as a tensor of shape `(m, d)`, rounded once from `f64` to `dtype`.

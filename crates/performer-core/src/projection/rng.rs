@@ -53,7 +53,8 @@ impl Rng {
     }
 
     /// Fills `out` with independent standard normals, in pairs by Box and Muller's transform. It
-    /// can produce no zero and no infinity, as `uniform` stays off both ends.
+    /// can produce no zero and no infinity, as `uniform` stays off both ends. All normal numbers
+    /// whose bits count come from here; see [`super::draw_normal`] for why no other crate's do.
     pub(super) fn fill_normal(&mut self, out: &mut [f64]) {
         for pair in out.chunks_mut(2) {
             // A square root is exact everywhere.

@@ -27,7 +27,7 @@ use candle_transformers::models::{bert, llama};
 use performer_core::{
     Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State, Windowed,
     features::fit::Moments,
-    projection::{ProjectionKind, Radii, derive_seed, draw},
+    projection::{derive_seed, draw_normal},
 };
 
 use agreement::Agreement;
@@ -53,7 +53,7 @@ impl SimpleBackend for Drawn {
             [_, columns] => (0.0, 1.2 / (*columns as f64).sqrt()),
             other => candle_core::bail!("{name} has shape {other:?}"),
         };
-        let normal = draw(ProjectionKind::Gaussian, Radii::Chi, shape.elem_count(), 1, seed)?;
+        let normal = draw_normal(shape.elem_count(), seed)?;
         let numbers: Vec<f64> = normal.into_iter().map(|x| mean + deviation * x).collect();
         Tensor::from_vec(numbers, shape, device)?.to_dtype(dtype)
     }
@@ -72,7 +72,7 @@ fn drawn() -> VarBuilder<'static> {
 }
 
 fn tokens(count: usize, seed: u64, vocabulary: usize) -> Result<Vec<u32>> {
-    let normal = draw(ProjectionKind::Gaussian, Radii::Chi, count, 1, seed)?;
+    let normal = draw_normal(count, seed)?;
     Ok(normal.into_iter().map(|x| (x.abs() * 1e4) as u32 % vocabulary as u32).collect())
 }
 

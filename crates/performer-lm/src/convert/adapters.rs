@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor, Var};
-use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
+use performer_core::projection::{derive_seed, draw_normal};
 
 use crate::model::Decoder;
 
@@ -46,7 +46,7 @@ impl Adapters {
                 "adapters of rank {rank}: {name} is a matrix of {rows}×{columns}; factors must be smaller than that"
             );
             let seed = derive_seed(seed, pairs.len() as u64);
-            let normal = draw(ProjectionKind::Gaussian, Radii::Chi, rank, columns, seed)?;
+            let normal = draw_normal(rank * columns, seed)?;
             let scale = (columns as f64).powf(-0.5);
             let down =
                 Tensor::from_vec(normal, (rank, columns), var.device())?.affine(scale, 0.0)?.to_dtype(DType::F32)?;

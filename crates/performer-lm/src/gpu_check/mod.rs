@@ -17,6 +17,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
+use performer_core::projection::draw_normal;
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -205,14 +206,9 @@ impl Random {
         (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Draws normal numbers by the method of Box and Muller, rounded to `dtype`.
+    /// Draws normal numbers, rounded to `dtype`.
     fn normal(&mut self, count: usize, deviation: f64, dtype: DType) -> candle_core::Result<Vec<f64>> {
-        let values: Vec<f64> = (0..count)
-            .map(|_| {
-                let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
-                deviation * radius * (std::f64::consts::TAU * self.unit()).cos()
-            })
-            .collect();
-        numbers(&Tensor::from_vec(values, count, &Device::Cpu)?.to_dtype(dtype)?)
+        let normal = Tensor::from_vec(draw_normal(count, self.0.next_u64())?, count, &Device::Cpu)?;
+        numbers(&(normal * deviation)?.to_dtype(dtype)?)
     }
 }

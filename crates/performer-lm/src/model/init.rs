@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 use candle_core::{Tensor, Var};
-use performer_core::projection::{ProjectionKind, Radii, derive_seed, draw};
+use performer_core::projection::{derive_seed, draw_normal};
 
 use crate::config::ModelConfig;
 
@@ -46,7 +46,7 @@ pub(super) fn initialise(parameters: &[(String, Var)], config: &ModelConfig, see
         };
         let hash = blake3::hash(name.as_bytes());
         let stream = u64::from_le_bytes(std::array::from_fn(|i| hash.as_bytes()[i]));
-        let normal = draw(ProjectionKind::Gaussian, Radii::Chi, rows, columns, derive_seed(seed, stream))?;
+        let normal = draw_normal(rows * columns, derive_seed(seed, stream))?;
         let values: Vec<f32> = normal.into_iter().map(|x| (x * std) as f32).collect();
         var.set(&Tensor::from_vec(values, (rows, columns), var.device())?.to_dtype(var.dtype())?)?;
     }

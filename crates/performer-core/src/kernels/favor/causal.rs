@@ -23,6 +23,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::super::{
     fresh::Part,
+    rows::Span,
     vector::{LANES, sum},
 };
 use super::{CHUNK, Head, Sums, tile::Tile};
@@ -87,10 +88,10 @@ impl Chunks {
         self.starts[i]
     }
 
-    /// The first token and the length of chunk `i`, in a sequence of `tokens`.
-    pub(super) fn chunk(&self, i: usize, tokens: usize) -> [usize; 2] {
-        let end = self.starts.get(i + 1).copied().unwrap_or(tokens);
-        [self.starts[i], end - self.starts[i]]
+    /// The tokens of chunk `i`, in a sequence of `tokens`.
+    pub(super) fn chunk(&self, i: usize, tokens: usize) -> Span {
+        let (start, end) = (self.starts[i], self.starts.get(i + 1).copied().unwrap_or(tokens));
+        Span { start, count: end - start }
     }
 
     /// The scales of chunk `i`.

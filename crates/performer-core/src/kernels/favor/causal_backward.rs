@@ -14,7 +14,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::{
     fresh::Part,
     gemm::{Into, Left, Right, gemm},
-    rows::Rows,
+    rows::{Rows, Span},
     transpose::transpose,
     vector::{LANES, add, exp, multiply},
 };
@@ -162,7 +162,7 @@ impl Features {
         &mut self,
         simd: S,
         given: Given,
-        [start, n]: [usize; 2],
+        Span { start, count: n }: Span,
         scale: &[f32],
         tile: &mut Tile,
         values: &mut [f32],
@@ -175,7 +175,7 @@ impl Features {
         for (g, (q, to)) in head.q.iter().zip(&mut self.queries).enumerate() {
             tile.load_queries(simd, q, start, n, scale, &mut to.weights);
             let dens = &saved.dens[g * head.k.tokens..];
-            to.output.load(simd, (&out[g], &grad[g]), dens, [start, n], &mut tile.scratch.rows);
+            to.output.load(simd, (&out[g], &grad[g]), dens, Span { start, count: n }, &mut tile.scratch.rows);
             to.output.triangle(simd, n, values, &mut to.triangle);
         }
     }
@@ -247,9 +247,10 @@ impl<'a> QueryScan<'a> {
         let head = given.head;
         let (f, vd) = (head.map.features(), head.v.width);
         let (features, width) = (tile.features, tile.width);
-        let [start, n] = chunks.chunk(chunk, head.k.tokens);
+        let span = chunks.chunk(chunk, head.k.tokens);
+        let Span { start, count: n } = span;
         let new = chunks.scale(chunk);
-        of_chunk.fill(simd, *given, [start, n], new, tile, values);
+        of_chunk.fill(simd, *given, span, new, tile, values);
         if head.gates.is_some() {
             let forgotten = head.forgotten(*at, start);
             scale.iter_mut().for_each(|scale| *scale += forgotten);
@@ -270,7 +271,7 @@ impl<'a> QueryScan<'a> {
             }
             tile.query_logs(simd, n, weights, output, norm, dphi);
             let dq = dq.split_off_mut(..n * q.width).expect("as many rows as tokens");
-            let (linear, at) = (to.linear.as_deref_mut(), [start, n]);
+            let (linear, at) = (to.linear.as_deref_mut(), span);
             head.map.query_gradients(simd, (dphi, weights), (q, at), dq, linear, &mut tile.scratch);
         }
         let (left, right) = (Left::transposed(tile.values(), width), Right { values: keys, stride: features });
@@ -327,7 +328,8 @@ impl<'a> KeyScan<'a> {
         let head = given.head;
         let (kd, vd, f) = (head.k.width, head.v.width, head.map.features());
         let (features, width) = (tile.features, tile.width);
-        let [start, n] = chunks.chunk(chunk, head.k.tokens);
+        let span = chunks.chunk(chunk, head.k.tokens);
+        let Span { start, count: n } = span;
         let (columns, scale) = (padded(n), chunks.scale(chunk));
         if filled {
             std::mem::swap(&mut tile.keys, &mut of_chunk.keys);
@@ -335,7 +337,7 @@ impl<'a> KeyScan<'a> {
             tile.load_values(start, n);
             tile.transpose_values(n, values);
         } else {
-            of_chunk.fill(simd, *given, [start, n], scale, tile, values);
+            of_chunk.fill(simd, *given, span, scale, tile, values);
         }
         if head.gates.is_some() {
             // The sums over queries have the keys' scale as a factor, so they go back by adding.
@@ -364,7 +366,7 @@ impl<'a> KeyScan<'a> {
         }
         let (dk, dv) = (to.dk.take_last(n * kd), to.dv.take_last(n * vd));
         let dlog = to.dlog.as_deref_mut().map(|dlog| &mut dlog[start..start + n]);
-        tile.write_key_gradients(simd, [start, n], rows, dphi, ([dk, dv], dlog), to.linear.as_deref_mut());
+        tile.write_key_gradients(simd, span, rows, dphi, ([dk, dv], dlog), to.linear.as_deref_mut());
     }
 }
 

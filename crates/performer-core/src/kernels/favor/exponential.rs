@@ -5,7 +5,7 @@ use pulp::Simd;
 
 use super::super::{
     gemm::{Into, Left, Right, gemm},
-    rows::Rows,
+    rows::{Rows, Span},
 };
 use super::{
     CHUNK,
@@ -127,7 +127,7 @@ impl Exponential {
         simd: S,
         linear: &Linear,
         x: &Rows,
-        [start, count]: [usize; 2],
+        Span { start, count }: Span,
         (to, stride): (&mut [f32], usize),
         scratch: &mut Scratch,
     ) {
@@ -170,7 +170,7 @@ impl LinearGradient {
         simd: S,
         l: Left,
         x: &Rows,
-        [start, count]: [usize; 2],
+        Span { start, count }: Span,
         scratch: &mut Vec<f32>,
     ) {
         let width = padded(x.width);

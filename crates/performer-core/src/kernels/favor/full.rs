@@ -11,7 +11,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::{
     for_heads,
     gemm::{Into, Left, Right, gemm},
-    rows::Rows,
+    rows::{Rows, Span},
     transpose::transpose,
 };
 use super::{
@@ -65,7 +65,7 @@ impl WithSimd for Keys<'_> {
         let Self { head, sums } = self;
         let mut tile = Tile::new(head);
         let mut finite = true;
-        for (start, n) in chunks(0, head.k.tokens) {
+        for Span { start, count: n } in chunks(0, head.k.tokens) {
             finite &= head.k.are_finite(start, n) & head.v.are_finite(start, n);
             tile.load_keys(simd, start, n);
             tile.raise(simd, sums, n);
@@ -99,7 +99,7 @@ impl WithSimd for Queries<'_> {
         let mut weights = vec![0f32; CHUNK * tile.features];
         let mut rows = vec![0f32; CHUNK * tile.width];
         let mut finite = true;
-        for (start, n) in chunks(first, first + dens.len()) {
+        for Span { start, count: n } in chunks(first, first + dens.len()) {
             finite &= q.are_finite(start, n);
             tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
             tile.read_sums(simd, n, &weights, sums, &mut rows);
@@ -177,16 +177,16 @@ impl WithSimd for QueryGradients<'_> {
         let mut columns = vec![0f32; width * features];
         transpose(&sums.sums, width, [f, vd], &mut columns, features);
         for (g, q) in head.q.iter().enumerate() {
-            for (start, n) in chunks(0, q.tokens) {
+            for span @ Span { start, count: n } in chunks(0, q.tokens) {
                 tile.load_queries(simd, q, start, n, &sums.scale, &mut weights);
                 let dens = &dens[g * q.tokens..];
-                output.load(simd, (&out[g], &grad[g]), dens, [start, n], &mut tile.scratch.rows);
+                output.load(simd, (&out[g], &grad[g]), dens, span, &mut tile.scratch.rows);
                 let right = Right { values: &columns, stride: features };
                 gemm(simd, Into::Zero, [n, features, vd], Left::rows(&output.dn, width), right, &mut dphi, features);
                 tile.add_output_gradient(simd, n, &weights, &output, future);
                 tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];
-                let (linear, at) = (linear.as_deref_mut(), [start, n]);
+                let (linear, at) = (linear.as_deref_mut(), span);
                 head.map.query_gradients(simd, (&mut dphi, &weights), (q, at), to, linear, &mut tile.scratch);
             }
         }
@@ -216,7 +216,7 @@ impl WithSimd for KeyGradients<'_> {
         let mut dphi = vec![0f32; head.map.features() * CHUNK];
         let mut rows = vec![0f32; CHUNK * tile.width];
         let mut values = vec![0f32; tile.width * CHUNK];
-        for (start, n) in chunks(first, first + dv.len() / vd) {
+        for span @ Span { start, count: n } in chunks(first, first + dv.len() / vd) {
             tile.load_keys(simd, start, n);
             tile.weigh_keys(simd, &sums.scale, n);
             tile.load_values(start, n);
@@ -224,12 +224,12 @@ impl WithSimd for KeyGradients<'_> {
             tile.read_future(simd, n, &values, future, &mut rows, &mut dphi);
             let at = start - first;
             let (dk, dv) = (&mut dk[at * kd..(at + n) * kd], &mut dv[at * vd..(at + n) * vd]);
-            tile.write_key_gradients(simd, [start, n], &rows, &mut dphi, ([dk, dv], None), linear.as_deref_mut());
+            tile.write_key_gradients(simd, span, &rows, &mut dphi, ([dk, dv], None), linear.as_deref_mut());
         }
     }
 }
 
-/// The first token and the length of each chunk.
-fn chunks(start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
-    (start..end).step_by(CHUNK).map(move |start| (start, CHUNK.min(end - start)))
+/// Divides tokens into chunks.
+fn chunks(start: usize, end: usize) -> impl Iterator<Item = Span> {
+    (start..end).step_by(CHUNK).map(move |start| Span { start, count: CHUNK.min(end - start) })
 }

@@ -7,7 +7,7 @@ use pulp::Simd;
 
 use super::super::{
     gemm::{Into, Left, Right, gemm},
-    rows::Rows,
+    rows::{Rows, Span},
     vector::{LANES, add, affine, column_squares, column_sums, shift, subtract, sum},
 };
 use super::{
@@ -52,7 +52,7 @@ pub(super) struct Scratch {
 #[inline(always)]
 fn visible_columns<'s>(
     k: &Rows,
-    [start, count]: [usize; 2],
+    Span { start, count }: Span,
     hidden: &[f32; CHUNK],
     d: usize,
     (tile, rows): (&'s mut Vec<f32>, &mut Vec<f32>),
@@ -111,7 +111,7 @@ impl Map {
         &self,
         simd: S,
         k: &Rows,
-        [start, count]: [usize; 2],
+        Span { start, count }: Span,
         hidden: &[f32; CHUNK],
         (to, offset): (&mut [f32], &mut [f32; CHUNK]),
         scratch: &mut Scratch,
@@ -119,7 +119,7 @@ impl Map {
         let width = padded(count);
         match self {
             Self::Exponential(e) => {
-                let x = visible_columns(k, [start, count], hidden, e.d, (&mut scratch.tile, &mut scratch.rows));
+                let x = visible_columns(k, Span { start, count }, hidden, e.d, (&mut scratch.tile, &mut scratch.rows));
                 let right = Right { values: x, stride: CHUNK };
                 gemm(
                     simd,
@@ -155,7 +155,7 @@ impl Map {
                 }
             }
             Self::Rectified(r) => {
-                let x = visible_columns(k, [start, count], hidden, r.d, (&mut scratch.tile, &mut scratch.rows));
+                let x = visible_columns(k, Span { start, count }, hidden, r.d, (&mut scratch.tile, &mut scratch.rows));
                 let (left, right) = (Left::rows(&r.linear.rows, padded(r.d)), Right { values: x, stride: CHUNK });
                 gemm(simd, Into::Zero, [r.m, width, r.d], left, right, to, CHUNK);
                 for row in to.chunks_exact_mut(CHUNK).take(r.m) {
@@ -194,14 +194,14 @@ impl Map {
         &self,
         simd: S,
         q: &Rows,
-        [start, count]: [usize; 2],
+        Span { start, count }: Span,
         to: &mut [f32],
         scratch: &mut Scratch,
     ) {
         let stride = padded(self.features());
         match self {
-            Self::Exponential(e) => e.project(simd, &e.queries, q, [start, count], (to, stride), scratch),
-            Self::Rectified(r) => r.rows(simd, q, [start, count], to, &mut scratch.rows),
+            Self::Exponential(e) => e.project(simd, &e.queries, q, Span { start, count }, (to, stride), scratch),
+            Self::Rectified(r) => r.rows(simd, q, Span { start, count }, to, &mut scratch.rows),
             Self::Log { .. } | Self::Signed { .. } => q.copy(start, count, to, stride),
         }
     }
@@ -212,7 +212,7 @@ impl Map {
     pub(super) fn key<S: Simd>(&self, simd: S, k: &Rows, to: &mut [f32], scratch: &mut Scratch) -> f32 {
         match self {
             Self::Exponential(e) => {
-                e.project(simd, e.key_rows(), k, [0, 1], (&mut *to, padded(e.features())), scratch);
+                e.project(simd, e.key_rows(), k, Span::of(0), (&mut *to, padded(e.features())), scratch);
                 let (row, _) = k.read(0, 1, &mut scratch.rows);
                 let square: f32 = match e.metric() {
                     None => row[..e.d].iter().map(|x| x * x).sum(),
@@ -228,7 +228,7 @@ impl Map {
                 0.0
             }
             Self::Rectified(r) => {
-                r.rows(simd, k, [0, 1], to, &mut scratch.rows);
+                r.rows(simd, k, Span::of(0), to, &mut scratch.rows);
                 0.0
             }
             Self::Log { features } => {
@@ -252,7 +252,7 @@ impl Map {
         &self,
         simd: S,
         (dl, phi): (&mut [f32], &[f32]),
-        (q, [start, count]): (&Rows, [usize; 2]),
+        (q, Span { start, count }): (&Rows, Span),
         to: &mut [f32],
         linear: Option<&mut LinearGradient>,
         scratch: &mut Scratch,
@@ -279,7 +279,7 @@ impl Map {
             }
         }
         if let Some(linear) = linear {
-            linear.add(simd, Left::transposed(dl, stride), q, [start, count], &mut scratch.padded);
+            linear.add(simd, Left::transposed(dl, stride), q, Span { start, count }, &mut scratch.padded);
         }
         let width = padded(e.d);
         let (left, right) = (Left::rows(dl, stride), Right { values: &e.queries.rows, stride: width });
@@ -301,7 +301,7 @@ impl Map {
         &self,
         simd: S,
         (dl, phi, scale, weights): (&mut [f32], &[f32], &[f32; CHUNK], &[f32; CHUNK]),
-        (k, [start, count]): (&Rows, [usize; 2]),
+        (k, Span { start, count }): (&Rows, Span),
         to: &mut [f32],
         linear: Option<&mut LinearGradient>,
         scratch: &mut Scratch,
@@ -334,7 +334,7 @@ impl Map {
             subtract(simd, plus, &minus[..e.m * CHUNK]);
         }
         if let Some(linear) = linear {
-            linear.add(simd, Left::rows(dl, CHUNK), k, [start, count], &mut scratch.padded);
+            linear.add(simd, Left::rows(dl, CHUNK), k, Span { start, count }, &mut scratch.padded);
             for (weight, dl) in linear.log_weights.iter_mut().zip(dl.chunks_exact(CHUNK)) {
                 *weight += sum(simd, &dl[..columns]);
             }

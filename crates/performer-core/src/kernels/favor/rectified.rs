@@ -4,7 +4,7 @@ use pulp::Simd;
 
 use super::super::{
     gemm::{Into, Left, Right, gemm},
-    rows::Rows,
+    rows::{Rows, Span},
     vector::{affine, rectify, scale, where_above},
 };
 use super::{CHUNK, exponential::Linear, padded};
@@ -59,7 +59,7 @@ impl Rectified {
         &self,
         simd: S,
         x: &Rows,
-        [start, count]: [usize; 2],
+        Span { start, count }: Span,
         to: &mut [f32],
         scratch: &mut Vec<f32>,
     ) {

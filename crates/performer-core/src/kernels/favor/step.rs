@@ -3,7 +3,10 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::super::vector::{add, add_max, add_scaled, decay_add, dot, exp, exp_minus, multiply, scale};
+use super::super::{
+    rows::Span,
+    vector::{add, add_max, add_scaled, decay_add, dot, exp, exp_minus, multiply, scale},
+};
 use super::{Head, Sums, padded, tile::log_of};
 
 /// `Step` is a decoding step of one key head: the outputs `(G, 1, Dv)` from finite inputs of one
@@ -55,7 +58,7 @@ impl WithSimd for Step<'_> {
         let mut largest = std::mem::take(&mut scratch.largest);
         largest.clear();
         for (q, weights) in head.q.iter().zip(weights.chunks_exact_mut(features)) {
-            head.map.queries(simd, q, [0, 1], weights, &mut scratch.map);
+            head.map.queries(simd, q, Span::of(0), weights, &mut scratch.map);
             if head.map.is_signed() {
                 continue;
             }

@@ -5,7 +5,7 @@ use pulp::Simd;
 
 use super::super::{
     gemm::{Into, Left, Right, gemm},
-    rows::Rows,
+    rows::{Rows, Span},
     transpose::transpose,
     vector::{
         self, LANES, add_max, add_scaled, column_excess, column_sums, dot, exp, exp_minus, exp_minus_both,
@@ -83,7 +83,7 @@ impl<'a> Tile<'a> {
             }
         }
         let Self { head, keys, scale, scratch, forgotten, .. } = self;
-        head.map.keys(simd, &head.k, [start, count], &hidden, (keys, scale), scratch);
+        head.map.keys(simd, &head.k, Span { start, count }, &hidden, (keys, scale), scratch);
         let Some(gates) = head.gates else { return };
         for j in 1..count {
             forgotten[j] = forgotten[j - 1] + gates[start + j];
@@ -216,7 +216,7 @@ impl<'a> Tile<'a> {
         to: &mut [f32],
     ) {
         let Self { head, largest, scratch, .. } = self;
-        head.map.queries(simd, q, [start, n], to, scratch);
+        head.map.queries(simd, q, Span { start, count: n }, to, scratch);
         if head.map.is_signed() {
             return;
         }
@@ -370,7 +370,7 @@ impl<'a> Tile<'a> {
     pub(super) fn write_key_gradients<S: Simd>(
         &mut self,
         simd: S,
-        [start, n]: [usize; 2],
+        Span { start, count: n }: Span,
         rows: &[f32],
         dphi: &mut [f32],
         ([dk, dv], dlog): ([&mut [f32]; 2], Option<&mut [f32]>),
@@ -402,7 +402,7 @@ impl<'a> Tile<'a> {
         self.head.map.key_gradients(
             simd,
             (dphi, &self.keys, &scales, &self.scale),
-            (&self.head.k, [start, n]),
+            (&self.head.k, Span { start, count: n }),
             dk,
             linear,
             &mut self.scratch,
@@ -446,7 +446,7 @@ impl OutputGradient {
         simd: S,
         (out, grad): (&Rows, &Rows),
         dens: &[f32],
-        [start, n]: [usize; 2],
+        Span { start, count: n }: Span,
         scratch: &mut Vec<f32>,
     ) {
         // A row may end with the logarithm, after the values.

@@ -4,7 +4,7 @@ use std::{collections::HashMap, path::Path};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use performer_core::projection::{ProjectionKind, Radii, draw};
+use performer_core::projection::draw_normal;
 use performer_lm::model::pretrained::Pretrained;
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ pub(crate) type Weights = HashMap<String, Tensor>;
 pub(crate) fn random(name: &str, shape: &[usize], mean: f64, std: f64) -> Result<Tensor> {
     let seed = name.bytes().fold(7u64, |seed, byte| seed.wrapping_mul(31).wrapping_add(u64::from(byte)));
     let n = shape.iter().product();
-    let normal = draw(ProjectionKind::Gaussian, Radii::Chi, n, 1, seed)?;
+    let normal = draw_normal(n, seed)?;
     let values: Vec<f32> = normal.into_iter().map(|x| (mean + std * x) as f32).collect();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
