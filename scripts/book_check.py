@@ -14,7 +14,9 @@ Where numbers come from is said by a comment before a table or a paragraph:
 Every number of the block that follows, but for the header of a table and code spans, must be a
 number of one of these files, rounded to the digits that are printed. Behind # stand the keys of a
 JSON file below which numbers count; without, all do, those inside strings too. A number may also be
-one of the files' times one of the scales, and a percentage 100 times one. These may also come from
+one of the files' times one of the scales, and a percentage 100 times one. With by=KEY, a row of a
+table is compared only with those objects of the JSON files whose KEY is the code span (or else the
+whole text) of the row's first cell, so that no two rows can be exchanged. These may also come from
 two other numbers of the table, one of them in the same row, and a ratio must:
 
     1.35×          a ratio
@@ -50,7 +52,6 @@ class Checker:
     def __init__(self):
         self.failures = []
         self.counts = {"links": 0, "numbers": 0}
-        self.numbers_of = {}
         self.headings_of = {}
 
     def fail(self, path, line, message):
@@ -167,10 +168,10 @@ class Checker:
             block = lines[start:at]
             mark = DATA.fullmatch("\n".join(block).strip())
             if mark:
-                sources = self.sources(path, start + 1, mark.group(1))
+                sources = Source(self, path, start + 1, mark.group(1))
                 continue
             if sources is not None:
-                self.block(path, start + 1, block, *sources)
+                self.block(path, start + 1, block, sources)
             elif of_book and line.startswith("|") and any("." in n[0] for row in block for n in parse(row)):
                 self.fail(path, start + 1, "a table of numbers that does not say which file holds them")
             if not line.startswith("<!--"):
@@ -178,36 +179,20 @@ class Checker:
         if sources is not None:
             self.fail(path, len(lines), "a data comment without anything behind it")
 
-    def sources(self, path, line, mark):
-        values, scales = [], [1.0]
-        for word in mark.split():
-            if word.startswith("scale="):
-                scales += [float(scale) for scale in word.removeprefix("scale=").split(",")]
-                continue
-            name, _, keys = word.partition("#")
-            if not (ROOT / name).is_file():
-                self.fail(path, line, f"the data file {name} does not exist")
-                continue
-            if word not in self.numbers_of:
-                self.numbers_of[word] = numbers_in(ROOT / name, set(filter(None, keys.split(","))))
-            if not self.numbers_of[word]:
-                self.fail(path, line, f"{word} has no numbers")
-            values += self.numbers_of[word]
-        return sorted(values), scales
-
-    def block(self, path, line, block, values, scales):
+    def block(self, path, line, block, source):
         table = block[0].startswith("|")
         rows = [(line + i, row.strip().strip("|").split("|")) for i, row in enumerate(block)][2:]
         if not table:
             rows = [(line, ["\n".join(block)])]
         cells = [(n, parsed) for n, row in rows for cell in row for parsed in parse(cell)]
+        names = {n: row_name(row[0]) for n, row in rows}
         for n, (shown, sign, mark, value, half) in cells:
             self.counts["numbers"] += 1
             others = [(v, h, m == n) for m, (_, g, k, v, h) in cells if not g and k != "×"]
             if mark == "×":
                 right = related(others, lambda a, b: a / b if b else 0.0, value, half)
             else:
-                right = occurs(values, scales + [100.0] * (mark == "%"), value, half)
+                right = source.has(names[n], 100.0 if mark == "%" else 1.0, value, half)
                 if not right and sign and mark == "%":
                     right = related(others, lambda a, b: 100 * (a / b - 1) if b else 0.0, value, half)
                 elif not right and sign:
@@ -231,16 +216,6 @@ def parse(cell):
         yield match.group(), sign, mark, value, 0.5 * 10.0 ** (zeros - len(decimals)) * unit
 
 
-def occurs(values, scales, value, half):
-    for scale in scales:
-        low, high = (value - half) / scale, (value + half) / scale
-        slack = 1e-9 * max(abs(low), abs(high))
-        at = bisect.bisect_left(values, low - slack)
-        if at < len(values) and values[at] <= high + slack:
-            return True
-    return False
-
-
 def related(others, of, value, half):
     """Whether two of the others, within their rounding, give the value; one is of its own row."""
     for i, (a, da, near) in enumerate(others):
@@ -253,32 +228,75 @@ def related(others, of, value, half):
     return False
 
 
-def numbers_in(path, keys):
-    text = path.read_text(encoding="utf-8")
-    found = []
+def row_name(cell):
+    span = CODE.search(cell)
+    text = span.group(2) if span else cell.strip()
+    return text.replace(",", "") if re.fullmatch(r"[\d,]+", text) else text
 
-    def of_text(text):
-        found.extend(value for _, _, _, value, _ in parse(text.replace("`", " ")))
 
-    def walk(value, counts):
+class Source:
+    """The numbers that a data comment names."""
+
+    def __init__(self, checker, path, line, mark):
+        self.by = None
+        self.scales = [1.0]
+        # Numbers by the object that they stand in; all under None where objects do not matter.
+        self.values = {}
+        files = []
+        for word in mark.split():
+            if word.startswith("scale="):
+                self.scales += map(float, word.removeprefix("scale=").split(","))
+            elif word.startswith("by="):
+                self.by = word.removeprefix("by=")
+            else:
+                files.append(word)
+        for word in files:
+            name, _, keys = word.partition("#")
+            if not (ROOT / name).is_file():
+                checker.fail(path, line, f"the data file {name} does not exist")
+                continue
+            before = sum(map(len, self.values.values()))
+            self.read(ROOT / name, set(filter(None, keys.split(","))))
+            if sum(map(len, self.values.values())) == before:
+                checker.fail(path, line, f"{word} has no such numbers")
+        for values in self.values.values():
+            values.sort()
+
+    def has(self, row, percent, value, half):
+        values = self.values.get(row if self.by else None, [])
+        for scale in [*self.scales, percent]:
+            low, high = (value - half) / scale, (value + half) / scale
+            slack = 1e-9 * max(abs(low), abs(high))
+            at = bisect.bisect_left(values, low - slack)
+            if at < len(values) and values[at] <= high + slack:
+                return True
+        return False
+
+    def read(self, file, keys):
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            self.walk(json.loads(text), keys, not keys, None)
+        else:
+            self.add_text(None, text.replace("`", " "))
+
+    def add_text(self, row, text):
+        self.values.setdefault(row, []).extend(value for _, _, _, value, _ in parse(text))
+
+    def walk(self, value, keys, counts, row):
         if isinstance(value, dict):
+            if self.by in value:
+                row = str(value[self.by])
             for key, inner in value.items():
-                walk(inner, counts or key in keys)
+                self.walk(inner, keys, counts or key in keys, row)
                 if counts:
-                    of_text(key)
+                    self.add_text(row, key)
         elif isinstance(value, list):
             for inner in value:
-                walk(inner, counts)
+                self.walk(inner, keys, counts, row)
         elif counts and isinstance(value, str):
-            of_text(value.replace("=", " ").replace(":", " "))
+            self.add_text(row, value.replace("=", " ").replace(":", " "))
         elif counts and isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append(float(value))
-
-    if path.suffix == ".json":
-        walk(json.loads(text), not keys)
-    else:
-        of_text(text)
-    return found
+            self.values.setdefault(row, []).append(float(value))
 
 
 def main():
