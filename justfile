@@ -33,6 +33,15 @@ lint:
 doc *ARGS:
     RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps {{ ARGS }}
 
+# The book in book/book, where mdBook is installed (`cargo install mdbook --locked`); `just book --open` shows it.
+book *ARGS:
+    scripts/book_check.py
+    mdbook build book {{ ARGS }}
+
+# The book's page of commands and options, as the program prints it.
+book-reference:
+    cargo run -p performer-lm -- reference > book/src/reference.md
+
 # Train a model: `just train --data sample --attention favor:m=64`.
 train *ARGS='--attention favor':
     {{ program }} train {{ ARGS }}

@@ -73,3 +73,13 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../gradients.md")]
 struct Gradients;
+// Pages of the book, which are in the folder `book` of the repository.
+#[cfg(doctest)]
+#[doc = include_str!("../book/tutorials/swap.md")]
+struct Swap;
+#[cfg(doctest)]
+#[doc = include_str!("../book/tutorials/decode.md")]
+struct Decode;
+#[cfg(doctest)]
+#[doc = include_str!("../book/how/backward.md")]
+struct Backward;

@@ -13,6 +13,7 @@ mod gpu_check;
 mod lab;
 mod output;
 mod paths;
+mod reference;
 mod train;
 
 use std::{
@@ -83,6 +84,8 @@ enum Command {
     },
     /// Print the manual page.
     Man,
+    /// Print all commands and options as Markdown.
+    Reference,
 }
 
 /// Runs the command line. Exit codes are 0 for success, 1 for failure, and 2 for wrong usage.
@@ -134,6 +137,7 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
             clap_mangen::Man::new(Cli::command()).render(&mut buffer)?;
             output::bytes(&buffer)
         }
+        Command::Reference => output::result(&reference::markdown(Cli::command())),
     }
 }
 
@@ -152,10 +156,45 @@ fn stop_on_ctrl_c() -> Result<&'static AtomicBool> {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        fs,
+        path::{Path, PathBuf},
+    };
+
     use super::*;
 
     #[test]
     fn arguments_are_consistent() {
         Cli::command().debug_assert();
+    }
+
+    /// Returns the pages of a folder and of the folders in it.
+    fn pages(folder: &Path) -> Vec<PathBuf> {
+        let entries = fs::read_dir(folder).expect("the book is there").map(|entry| entry.expect("an entry").path());
+        entries.flat_map(|path| if path.is_dir() { pages(&path) } else { vec![path] }).collect()
+    }
+
+    /// Commands that the book shows to the reader are commands that the program takes.
+    #[test]
+    fn the_commands_of_the_book_are_understood() {
+        let mut commands = 0;
+        for path in pages(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/book"))) {
+            let page = fs::read_to_string(&path).expect("pages are text").replace("\\\n", " ");
+            for block in page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next()) {
+                for line in block.lines().filter(|line| line.starts_with("performer-lm ")) {
+                    let command = line.split(" #").next().unwrap_or(line);
+                    // Every second part stands between quotation marks and is one word.
+                    let words = command.split('"').enumerate().flat_map(|(i, part)| match i % 2 {
+                        0 => part.split_whitespace().collect(),
+                        _ => vec![part],
+                    });
+                    if let Err(error) = Cli::try_parse_from(words) {
+                        panic!("{}: {line}: {error}", path.display());
+                    }
+                    commands += 1;
+                }
+            }
+        }
+        assert!(commands > 20, "only {commands} commands were found");
     }
 }

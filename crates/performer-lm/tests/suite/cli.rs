@@ -320,6 +320,20 @@ fn completions_and_manual_print() {
     }
 }
 
+/// The book's page of commands and options is what the program prints.
+#[test]
+fn the_books_reference_is_up_to_date() {
+    let dir = tempfile::tempdir().unwrap();
+    let printed = performer(dir.path(), &["reference"]);
+    assert!(printed.status.success());
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/book/reference.md")).unwrap_or_default();
+    assert!(
+        String::from_utf8_lossy(&printed.stdout) == page,
+        "book/src/reference.md is not what the program prints; write it anew with\n    \
+         cargo run -p performer-lm -- reference > book/src/reference.md"
+    );
+}
+
 #[test]
 fn bench_measures_draws_and_refuses() {
     let dir = tempfile::tempdir().unwrap();
