@@ -20,7 +20,7 @@ use super::{
     with_storages,
 };
 use crate::{
-    kernels::favor::blocks::{Blocks, MOST_FEATURES, MOST_WIDTH},
+    kernels::favor::blocks::{Blocks, MOST_FEATURES, MOST_WIDTH, MapKind},
     projection::factor_is_bf16,
 };
 
@@ -51,11 +51,11 @@ pub(crate) enum Map {
 
 impl Map {
     /// The value of the macro `MAP` of `favor.cuh`.
-    pub(super) fn kind(&self) -> u8 {
+    pub(super) fn kind(&self) -> MapKind {
         match self {
-            Self::Exponential(_) => 0,
-            Self::Log { .. } => 1,
-            Self::Signed { .. } => 2,
+            Self::Exponential(_) => MapKind::Computed,
+            Self::Log { .. } => MapKind::Log,
+            Self::Signed { .. } => MapKind::Signed,
         }
     }
 
