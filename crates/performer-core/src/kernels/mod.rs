@@ -11,6 +11,18 @@
 //! first used; Metal's have not been run on hardware. The terms of the kernels (chunk, segment,
 //! tile, block, part, piece, team) are defined in `docs/terms.md` of the repository.
 
+/// Asserts the size of a `repr(C)` struct and where its fields lie. The source of the kernels that
+/// take it asserts the same numbers, so neither side can change alone.
+#[cfg(any(feature = "cuda", feature = "metal"))]
+macro_rules! assert_layout {
+    ($type:ident, $size:literal, $($field:ident: $offset:literal),+ $(,)?) => {
+        const _: () = {
+            assert!(size_of::<$type>() == $size);
+            $(assert!(std::mem::offset_of!($type, $field) == $offset);)+
+        };
+    };
+}
+
 pub(crate) mod activation;
 pub(crate) mod convolution;
 pub(crate) mod cross_entropy;

@@ -118,6 +118,10 @@ fn check(case: Case, seed: u64, device: &Device) -> Result<Vec<Check>> {
         checks.push(Check::of(format!("{name}: bits that the future changes"), problem.leak(), 0.0));
         if !case.masked {
             checks.push(Check::of(format!("{name}: decoding against one pass"), problem.decoding(), tolerance));
+            if case.features.is_some() {
+                let what = format!("{name}: bits that saving, selecting and joining states changes");
+                checks.push(Check::of(what, problem.states(), 0.0));
+            }
         }
     }
     Ok(checks)
@@ -270,6 +274,32 @@ impl<'a> Problem<'a> {
         let rows = before.chunks_exact(dim).zip(after.chunks_exact(dim)).enumerate();
         let past = rows.filter(|(i, _)| i % tokens < from).flat_map(|(_, (a, b))| a.iter().zip(b));
         Ok(past.filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64)
+    }
+
+    /// Returns how many outputs have other bits if the state before them was saved and loaded, its
+    /// rows taken apart and joined again.
+    fn states(&self) -> Result<f64> {
+        let (h, kv) = (self.case.heads, self.case.kv_heads);
+        let (q, k, v) = (self.tensor(&self.q, h)?, self.tensor(&self.k, kv)?, self.tensor(&self.v, kv)?);
+        let extend = |start: usize, count: usize, state: &mut State| {
+            let part = |t: &Tensor| t.narrow(2, start, count);
+            self.attention.extend(Inputs::new(&part(&q)?, &part(&k)?, &part(&v)?), state)
+        };
+        let seen = self.case.tokens.div_ceil(2);
+        let mut state = State::new();
+        extend(0, seen, &mut state)?;
+        let loaded = State::from_record(&state.record()?)?;
+        let rows = (0..self.case.batch).map(|row| loaded.select(&[row])).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut joined = State::join(&rows.iter().collect::<Vec<_>>())?;
+        let mut differing = 0;
+        // One token goes through the kernel of a step, and several through that of a pass.
+        for (start, count) in [(seen, 1), (seen + 1, self.case.tokens - seen - 1)] {
+            if count > 0 {
+                let [here, there] = [&mut state, &mut joined].map(|state| numbers(&extend(start, count, state)?));
+                differing += here?.iter().zip(&there?).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            }
+        }
+        Ok(differing as f64)
     }
 
     /// Compares a prefill and single tokens with one pass.

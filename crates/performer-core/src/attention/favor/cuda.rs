@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 
 use super::{
     backend::{Backend, Call, Output},
@@ -114,7 +114,8 @@ impl Backend for Cuda {
     }
 }
 
-/// Prefix sums of the CUDA kernels.
+/// Prefix sums of the CUDA kernels. Scales are logarithms to base 2 and sizes are padded, so a state
+/// goes on where it began: on CUDA, or on the CPU.
 #[derive(Clone, Debug)]
 struct CudaSums(Sums);
 
@@ -133,10 +134,11 @@ impl Memory for CudaSums {
     }
 
     fn save(&self) -> Result<StateRecord> {
-        bail!("state: sums of the CUDA kernels cannot be saved, selected or joined yet; decode on the CPU for that")
+        let [scale, norm, sums] = self.0.save()?;
+        Ok(StateRecord::new().with_tensor("scale", scale).with_tensor("norm", norm).with_tensor("sums", sums))
     }
 
-    fn load(_: &StateRecord) -> Result<Self> {
-        bail!("state: sums of the CUDA kernels cannot be loaded yet; decode on the CPU for that")
+    fn load(record: &StateRecord) -> Result<Self> {
+        Ok(Self(Sums::load([record.tensor("scale")?, record.tensor("norm")?, record.tensor("sums")?])?))
     }
 }

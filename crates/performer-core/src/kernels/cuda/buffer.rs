@@ -42,6 +42,8 @@ pub(super) struct Strides {
     token: i64,
 }
 
+assert_layout!(Strides, 24, batch: 0, head: 8, token: 16);
+
 impl Strides {
     /// The strides of a tensor of rank 4.
     pub(super) fn of(layout: &Layout) -> Self {

@@ -70,6 +70,7 @@ constexpr float FLOOR = -1e37f;
 
 // Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long long batch, head, token; };
+static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
 
 // Problem holds the sizes and strides of one call.
 struct Problem {
@@ -83,6 +84,10 @@ struct Problem {
     // |x|^2/2 in base 2 is this times |q|^2.
     float norm;
 };
+static_assert(sizeof(Problem) == 104 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
+                  OFFSET(Problem, segment) == 16 && OFFSET(Problem, segments) == 20 && OFFSET(Problem, q) == 24 &&
+                  OFFSET(Problem, k) == 48 && OFFSET(Problem, v) == 72 && OFFSET(Problem, norm) == 96,
+              "the host has another layout");
 
 // Tensors are the addresses that the gradient kernels take.
 struct Tensors {
@@ -96,6 +101,11 @@ struct Tensors {
     const float* denominators;
     float* before;
 };
+static_assert(sizeof(Tensors) == 88 && OFFSET(Tensors, k) == 8 && OFFSET(Tensors, v) == 16 && OFFSET(Tensors, grad) == 24 &&
+                  OFFSET(Tensors, visible) == 32 && OFFSET(Tensors, projection) == 40 && OFFSET(Tensors, back) == 48 &&
+                  OFFSET(Tensors, logs) == 56 && OFFSET(Tensors, delta) == 64 && OFFSET(Tensors, denominators) == 72 &&
+                  OFFSET(Tensors, before) == 80,
+              "the host has another layout");
 
 // A record is the sums of one head in global memory: scales (F), the sums of u (F), the sums of u y
 // (F, SPLITS V); each number f32.

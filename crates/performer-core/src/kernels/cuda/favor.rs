@@ -10,17 +10,24 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{
+    CpuStorage, DType, Device, Layout, Result, Shape, Tensor,
+    backend::{BackendDevice, BackendStorage},
+    bail,
+};
 
 use super::super::operation::{Operation, Stored, apply};
 use super::{
-    CudaStorage, Source, THREADS, View,
+    CudaDevice, CudaStorage, Source, THREADS, View,
     buffer::Buffer,
     favor_call::{Call, HEADERS, Saved},
     with_storages,
 };
 use crate::{
-    kernels::favor::blocks::{Blocks, MOST_FEATURES, MOST_WIDTH},
+    kernels::favor::{
+        blocks::{MOST_FEATURES, MOST_WIDTH, MapKind},
+        records,
+    },
     projection::factor_is_bf16,
 };
 
@@ -51,11 +58,11 @@ pub(crate) enum Map {
 
 impl Map {
     /// The value of the macro `MAP` of `favor.cuh`.
-    pub(super) fn kind(&self) -> u8 {
+    pub(super) fn kind(&self) -> MapKind {
         match self {
-            Self::Exponential(_) => 0,
-            Self::Log { .. } => 1,
-            Self::Signed { .. } => 2,
+            Self::Exponential(_) => MapKind::Computed,
+            Self::Log { .. } => MapKind::Log,
+            Self::Signed { .. } => MapKind::Signed,
         }
     }
 
@@ -217,16 +224,79 @@ impl Operation<3> for Favor {
 /// depend on the number of tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Sums {
-    /// One record for each key head. They are never written to again, so that a clone may go on
-    /// from them too.
-    records: Arc<Buffer>,
-    blocks: Blocks,
-    heads: usize,
+    records: Records,
+    shape: RecordShape,
+}
+
+/// Where the records of [`Sums`] are: one for each key head. They are never written to again, so
+/// that a clone may go on from them too.
+#[derive(Clone, Debug)]
+enum Records {
+    /// In the memory of the card that made them.
+    Card(Arc<Buffer>),
+    /// As they were saved, `(B, Hkv, F·(2 + Dv))`: the next tokens' card takes them.
+    Loaded(Tensor),
+}
+
+/// The sizes of records; those of features and values are padded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct RecordShape {
+    batch: usize,
+    key_heads: usize,
+    features: usize,
+    values: usize,
+}
+
+impl RecordShape {
+    fn of(call: &Call) -> Self {
+        let b = &call.blocks;
+        Self { batch: call.batch, key_heads: call.key_heads, features: b.f(), values: b.splits() * b.slice }
+    }
+
+    /// The number of numbers.
+    fn count(&self) -> usize {
+        self.batch * self.key_heads * self.features * (2 + self.values)
+    }
 }
 
 impl Sums {
     pub(crate) fn bytes(&self) -> usize {
-        4 * self.heads * self.blocks.record()
+        4 * self.shape.count()
+    }
+
+    /// Copies the sums to the host: scales and norms `(B, Hkv, 1, F)` and sums `(B, Hkv, F, Dv)`,
+    /// see [`records`].
+    pub(crate) fn save(&self) -> Result<[Tensor; 3]> {
+        let RecordShape { batch, key_heads, features, values } = self.shape;
+        let records = match &self.records {
+            Records::Card(buffer) => {
+                let CpuStorage::F32(numbers) = buffer.storage.to_cpu_storage()? else {
+                    bail!("state: the sums of the CUDA kernels are not f32")
+                };
+                Tensor::from_vec(numbers, (batch, key_heads, features * (2 + values)), &Device::Cpu)?
+            }
+            Records::Loaded(records) => records.to_device(&Device::Cpu)?,
+        };
+        records::apart(&records, features)
+    }
+
+    /// The sums that were saved.
+    pub(crate) fn load(saved: [&Tensor; 3]) -> Result<Self> {
+        let records = records::together(saved)?;
+        let (batch, key_heads, features, values) = saved[2].dims4()?;
+        Ok(Self { records: Records::Loaded(records), shape: RecordShape { batch, key_heads, features, values } })
+    }
+
+    /// The records in the memory of a card.
+    fn on(&self, device: &CudaDevice) -> Result<Arc<Buffer>> {
+        let records = match &self.records {
+            Records::Card(buffer) => return Ok(Arc::clone(buffer)),
+            Records::Loaded(records) => records,
+        };
+        let numbers = records.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
+        let layout = Layout::contiguous(numbers.len());
+        let storage = device.storage_from_cpu_storage_owned(CpuStorage::F32(numbers))?;
+        Ok(Arc::new(Buffer { storage, layout }))
     }
 }
 
@@ -235,26 +305,25 @@ impl Sums {
 pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut Option<Sums>) -> Result<Tensor> {
     let (out, next) = with_storages([q, k, v], |views| {
         let call = Call::new(map, views, None, true)?;
-        let heads = call.batch * call.key_heads;
+        let shape = RecordShape::of(&call);
         if let Some(sums) = sums
-            && (sums.blocks != call.blocks || sums.heads != heads)
+            && sums.shape != shape
         {
             bail!(
-                "state: it holds sums of {} heads, {:?}, but this input needs {heads}, {:?}; a state belongs to one layer and one batch",
-                sums.heads,
-                sums.blocks,
-                call.blocks
+                "state: it holds sums of {:?}, but this input needs {shape:?}; a state belongs to one layer and one batch",
+                sums.shape
             );
         }
-        let before = sums.as_ref().map(|sums| sums.records.view());
+        let before = sums.as_ref().map(|sums| sums.on(call.device)).transpose()?;
+        let before = before.as_ref().map(|before| before.view());
         // The new sums go to other memory: thread blocks may still read the old ones while another
         // writes.
-        let mut records = Buffer::new(call.device, heads * call.blocks.record())?;
+        let mut records = Buffer::new(call.device, shape.count())?;
         let out = match before {
             Some(before) if call.queries == 1 => call.step(map, before, &mut records)?,
             _ => call.forward(before, Some(&mut records))?.0,
         };
-        Ok((out, Sums { records: Arc::new(records), blocks: call.blocks, heads }))
+        Ok((out, Sums { records: Records::Card(Arc::new(records)), shape }))
     })?;
     sums.replace(next);
     Ok(out.tensor())

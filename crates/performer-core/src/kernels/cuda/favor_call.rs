@@ -29,7 +29,7 @@ use super::{
     favor::{Map, Packing},
     source, storage, with_storages,
 };
-use crate::kernels::favor::blocks::{Blocks, TEAM, Team};
+use crate::kernels::favor::blocks::{Blocks, MapKind, StoredType, TEAM, Team};
 
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("warp.cuh", include_str!("warp.cuh")),
@@ -67,6 +67,8 @@ struct Problem {
     norm: f32,
 }
 
+assert_layout!(Problem, 104, heads: 0, group: 4, queries: 8, keys: 12, segment: 16, segments: 20, q: 24, k: 48, v: 72, norm: 96);
+
 // SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Problem {}
 
@@ -86,6 +88,11 @@ struct Tensors {
     denominators: u64,
     before: u64,
 }
+
+assert_layout!(
+    Tensors, 88,
+    q: 0, k: 8, v: 16, grad: 24, visible: 32, projection: 40, back: 48, logs: 56, delta: 64, denominators: 72, before: 80
+);
 
 // SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Tensors {}
@@ -116,7 +123,7 @@ impl<'a> Call<'a> {
         let device = q.0.device();
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
         let dtype = q.0.dtype();
-        if k.0.dtype() != dtype || v.0.dtype() != dtype || (map.kind() != 0 && dtype != DType::F32) {
+        if k.0.dtype() != dtype || v.0.dtype() != dtype || (map.kind() != MapKind::Computed && dtype != DType::F32) {
             bail!("favor on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
         }
         if queries.max(keys) > i32::MAX as usize / 2 || batch * heads > i32::MAX as usize / 64 {
@@ -134,7 +141,7 @@ impl<'a> Call<'a> {
             Map::Exponential(projection) if projection.omega.device().same_device(&Device::Cuda(device.clone())) => {
                 let exact = blocks.teams && projection.is_exact();
                 let packing = match blocks.storage {
-                    0 => Packing::Single,
+                    StoredType::F32 => Packing::Single,
                     _ if exact => Packing::Exact,
                     _ => Packing::Parts,
                 };
@@ -298,7 +305,7 @@ impl<'a> Call<'a> {
         // them.
         let split = b.splits() > 1 && self.dtype != DType::F32;
         let mut exact = if split { Some(Buffer::new(self.device, rows * b.values)?) } else { None };
-        let mut denominators = if b.map == 2 { Some(Buffer::new(self.device, rows)?) } else { None };
+        let mut denominators = if b.map == MapKind::Signed { Some(Buffer::new(self.device, rows)?) } else { None };
         let shared = self.shared().forward;
         let more: [Macro; 1] = [("SHARED_FORWARD", &shared)];
         let (kernel, threads) = self.either([FORWARD, TEAM_FORWARD], "forward", &more, shared)?;
@@ -344,8 +351,8 @@ impl<'a> Call<'a> {
             }?;
         }
         let made = if partial == 1 { DType::F32 } else { self.dtype };
-        let width = if b.map == 0 { b.dim } else { b.features };
-        let key_width = width + usize::from(b.map == 2);
+        let width = if b.map == MapKind::Computed { b.dim } else { b.features };
+        let key_width = width + usize::from(b.map == MapKind::Signed);
 
         // Queries come first: their kernel leaves `delta` to the others.
         let (problem, segments) = self.problem(self.queries);

@@ -18,6 +18,8 @@ struct Rows {
     int outer, inner, width;
     long long batch_stride, outer_stride, inner_stride;
 };
+static_assert(sizeof(Rows) == 40 && OFFSET(Rows, inner) == 4 && OFFSET(Rows, width) == 8 && OFFSET(Rows, batch_stride) == 16,
+              "the host has another layout");
 
 // Angles: half of `width` for each token, the next sequence's `table_stride` further on. The token
 // is the inner index of a row or the outer one. The d-th pair of a row is the numbers `next` d and
@@ -27,6 +29,9 @@ struct Turn {
     float direction;
     long long table_stride;
 };
+static_assert(sizeof(Turn) == 24 && OFFSET(Turn, next) == 4 && OFFSET(Turn, second) == 8 && OFFSET(Turn, direction) == 12 &&
+                  OFFSET(Turn, table_stride) == 16,
+              "the host has another layout");
 
 // Finds the row of a thread and where in it the thread begins, if it has one: `parts` threads share
 // a row.

@@ -21,6 +21,8 @@ struct Rows {
     strides: [i64; 3],
 }
 
+assert_layout!(Rows, 40, outer: 0, inner: 4, width: 8, strides: 16);
+
 // SAFETY: a struct of numbers, as the kernel declares it.
 unsafe impl DeviceRepr for Rows {}
 
@@ -34,6 +36,8 @@ struct Turn {
     direction: f32,
     table_stride: i64,
 }
+
+assert_layout!(Turn, 24, token_is_inner: 0, next: 4, second: 8, direction: 12, table_stride: 16);
 
 // SAFETY: a struct of numbers, as the kernel declares it.
 unsafe impl DeviceRepr for Turn {}

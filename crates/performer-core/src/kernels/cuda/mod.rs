@@ -45,6 +45,8 @@ use memory::on_slice;
 pub use memory::{allocate, free_memory, keep_memory, poison_outputs, synchronize};
 pub use stopwatch::Stopwatch;
 
+use super::favor::blocks::StoredType;
+
 /// `Source` is a `.cu` file.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
@@ -73,11 +75,11 @@ pub(crate) const STORED: &[(&str, &str)] =
     &[("stored.cuh", include_str!("stored.cuh")), ("warp.cuh", include_str!("warp.cuh"))];
 
 /// The value of the macro `STORAGE` of `stored.cuh` and `tile.cuh` for a type.
-pub(crate) fn storage(dtype: DType) -> Result<u8> {
+pub(crate) fn storage(dtype: DType) -> Result<StoredType> {
     Ok(match dtype {
-        DType::F32 => 0,
-        DType::F16 => 1,
-        DType::BF16 => 2,
+        DType::F32 => StoredType::F32,
+        DType::F16 => StoredType::F16,
+        DType::BF16 => StoredType::Bf16,
         other => bail!("a CUDA kernel was given {other:?}; it takes f32, f16 and bf16"),
     })
 }

@@ -14,6 +14,7 @@ constexpr float FLOOR = -1e37f;
 
 // Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long long batch, head, token; };
+static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
 
 // Problem holds the sizes and strides of one call.
 struct Problem {
@@ -26,6 +27,10 @@ struct Problem {
     float scale, slope;
     Strides q, k, v;
 };
+static_assert(sizeof(Problem) == 104 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
+                  OFFSET(Problem, offset) == 16 && OFFSET(Problem, scale) == 20 && OFFSET(Problem, slope) == 24 &&
+                  OFFSET(Problem, q) == 32 && OFFSET(Problem, k) == 56 && OFFSET(Problem, v) == 80,
+              "the host has another layout");
 
 // Returns the rows of a head.
 template <class T>

@@ -71,6 +71,8 @@ struct Problem {
     v: Strides,
 }
 
+assert_layout!(Problem, 104, heads: 0, group: 4, queries: 8, keys: 12, offset: 16, scale: 20, slope: 24, q: 32, k: 56, v: 80);
+
 // SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Problem {}
 

@@ -1,6 +1,41 @@
 //! How the CUDA kernels divide FAVOR into thread blocks, chunks and segments: by sizes alone, so
 //! that results do not depend on the card.
 
+use std::fmt;
+
+/// The type of a tensor's numbers, as the macro `STORAGE` of the CUDA sources has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum StoredType {
+    F32 = 0,
+    F16 = 1,
+    Bf16 = 2,
+}
+
+impl fmt::Display for StoredType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (*self as u8).fmt(f)
+    }
+}
+
+/// Where features come from, as the macro `MAP` of `favor.cuh` has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum MapKind {
+    /// The kernel computes them.
+    Computed = 0,
+    /// Rows are log-features.
+    Log = 1,
+    /// Rows are signed features.
+    Signed = 2,
+}
+
+impl fmt::Display for MapKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (*self as u8).fmt(f)
+    }
+}
+
 /// The most features that the kernels take.
 pub(crate) const MOST_FEATURES: usize = 512;
 /// The largest head dimension and value dimension that the kernels take.
@@ -16,11 +51,9 @@ pub(crate) const TEAM: usize = 128;
 /// `Blocks` holds the sizes that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// What tensors hold: 0 f32, 1 f16, 2 bf16.
-    pub(crate) storage: u8,
-    /// The kind of map: 0, features are computed in the kernel; 1, rows are log-features; 2, rows
-    /// are signed features.
-    pub(crate) map: u8,
+    /// What tensors hold.
+    pub(crate) storage: StoredType,
+    pub(crate) map: MapKind,
     /// The head dimension, where features are computed in the kernel.
     pub(crate) dim: usize,
     /// The number of features `F`.
@@ -39,11 +72,17 @@ pub(crate) struct Blocks {
 impl Blocks {
     /// Chooses the largest slice and chunk whose sums fit the registers, and whose tiles fit the
     /// shared memory of a thread block, `most` bytes.
-    pub(crate) fn choose(causal: bool, storage: u8, map: u8, [dim, features, values]: [usize; 3], most: usize) -> Self {
+    pub(crate) fn choose(
+        causal: bool,
+        storage: StoredType,
+        map: MapKind,
+        [dim, features, values]: [usize; 3],
+        most: usize,
+    ) -> Self {
         let f = features.next_multiple_of(16);
         let chunk = match (storage, f) {
-            (0, 257..) => 16,
-            (0, _) | (_, 129..) => 32,
+            (StoredType::F32, 257..) => 16,
+            (StoredType::F32, _) | (_, 129..) => 32,
             _ => 64,
         };
         // A thread holds at most 64 sums.
@@ -51,7 +90,11 @@ impl Blocks {
         let slice = values.next_multiple_of(16).min(registers.max(16));
         let mut blocks = Self { storage, map, dim, features, values, slice, chunk, teams: false };
         let sizes = dim <= 64 && features <= 128 && values <= 64;
-        blocks.teams = causal && storage == 2 && map == 0 && sizes && blocks.team().backward <= most;
+        blocks.teams = causal
+            && storage == StoredType::Bf16
+            && map == MapKind::Computed
+            && sizes
+            && blocks.team().backward <= most;
         while !blocks.teams && blocks.shared_backward().max(blocks.shared_forward()) > most {
             if blocks.slice > 32 {
                 blocks.slice = (blocks.slice / 2).next_multiple_of(16);
@@ -93,7 +136,7 @@ impl Blocks {
 
     /// The bytes of an operand in shared memory, and the operands by which each row is padded.
     fn operand(&self) -> (usize, usize) {
-        if self.storage == 0 { (4, 4) } else { (2, 8) }
+        if self.storage == StoredType::F32 { (4, 4) } else { (2, 8) }
     }
 
     /// The bytes of a tile of operands.
@@ -115,8 +158,8 @@ impl Blocks {
     /// The bytes of `Side` in `favor.cuh`: the rows of queries or keys of a chunk, and an offset
     /// for each.
     fn side(&self) -> usize {
-        let parts = if self.storage == 1 { 2 } else { 1 };
-        let dim = if self.map == 0 { self.dim.next_multiple_of(16) } else { 16 };
+        let parts = if self.storage == StoredType::F16 { 2 } else { 1 };
+        let dim = if self.map == MapKind::Computed { self.dim.next_multiple_of(16) } else { 16 };
         parts * self.tile(self.chunk, dim) + 4 * self.chunk
     }
 
@@ -167,18 +210,29 @@ impl Blocks {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{MapKind::*, StoredType::*, *};
+
+    /// By their codes.
+    const STORAGES: [StoredType; 3] = [F32, F16, Bf16];
+    const MAPS: [MapKind; 3] = [Computed, Log, Signed];
+
+    #[test]
+    fn codes_are_those_of_the_sources() {
+        for (i, (storage, map)) in STORAGES.into_iter().zip(MAPS).enumerate() {
+            assert_eq!((storage.to_string(), map.to_string()), (i.to_string(), i.to_string()));
+        }
+    }
 
     /// The most shared memory of a thread block on A100 and on H100.
     const CARDS: [usize; 2] = [163 << 10, 227 << 10];
 
     #[test]
     fn every_size_fits() {
-        for storage in 0..3 {
+        for storage in STORAGES {
             for dim in [16, 64, MOST_WIDTH] {
                 for features in [16, 24, 128, 256, MOST_FEATURES] {
                     for most in CARDS {
-                        let b = Blocks::choose(false, storage, 0, [dim, features, dim], most);
+                        let b = Blocks::choose(false, storage, Computed, [dim, features, dim], most);
                         assert_eq!(b.record() % b.f(), 0);
                         assert!(b.shared_forward() <= most && b.shared_backward() <= most, "{b:?}");
                     }
@@ -193,25 +247,25 @@ mod tests {
     fn teams_take_whole_chunks_and_values() {
         for most in [99 << 10, CARDS[0], CARDS[1]] {
             for (dim, features) in [(16, 16), (24, 100), (64, 64), (64, 128)] {
-                let b = Blocks::choose(true, 2, 0, [dim, features, dim], most);
+                let b = Blocks::choose(true, Bf16, Computed, [dim, features, dim], most);
                 assert!(b.teams && b.chunk == 64 && b.splits() == 1, "{b:?}");
             }
         }
         for (causal, storage, map, dim, features) in [
-            (false, 2, 0, 64, 128),
-            (true, 1, 0, 64, 128),
-            (true, 0, 1, 64, 128),
-            (true, 2, 0, 80, 128),
-            (true, 2, 0, 64, 129),
+            (false, Bf16, Computed, 64, 128),
+            (true, F16, Computed, 64, 128),
+            (true, F32, Log, 64, 128),
+            (true, Bf16, Computed, 80, 128),
+            (true, Bf16, Computed, 64, 129),
         ] {
             assert!(!Blocks::choose(causal, storage, map, [dim, features, 64], CARDS[1]).teams);
         }
-        assert!(!Blocks::choose(true, 2, 0, [64, 128, 64], 64 << 10).teams);
+        assert!(!Blocks::choose(true, Bf16, Computed, [64, 128, 64], 64 << 10).teams);
     }
 
     #[test]
     fn segments_cover_all_tokens() {
-        let blocks = Blocks::choose(true, 2, 0, [64, 128, 64], CARDS[1]);
+        let blocks = Blocks::choose(true, Bf16, Computed, [64, 128, 64], CARDS[1]);
         assert_eq!(blocks.segments(256, 4096), (1, 4096));
         for (heads, tokens) in [(1, 1), (8, 1000), (8, 1 << 20), (64, 4096), (3, 777)] {
             let (count, length) = blocks.segments(heads, tokens);
@@ -231,7 +285,7 @@ mod tests {
             let size = |name: &str| value(name).unwrap_or_else(|| panic!("{line}: no {name}"));
             let sizes = [size("DIM"), size("FEATURES"), size("VALUES")];
             let team = line.contains("/favor_bf16_");
-            let blocks = Blocks::choose(team, size("STORAGE") as u8, size("MAP") as u8, sizes, CARDS[0]);
+            let blocks = Blocks::choose(team, STORAGES[size("STORAGE")], MAPS[size("MAP")], sizes, CARDS[0]);
             assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
             assert_eq!(team, blocks.teams, "{line}");
             let Team { sums, forward, backward } = if team {

@@ -55,6 +55,9 @@ mod full;
 mod map;
 mod op;
 mod packed;
+#[cfg(any(test, feature = "cuda"))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) mod records;
 mod rectified;
 mod step;
 mod tile;

@@ -127,7 +127,11 @@ struct Problem {
     // sqrt(F); `shift` is log2 of that, by which the logarithms here exceed theirs.
     float norm, shift;
 };
-static_assert(sizeof(Problem) == 104, "the host has another size");
+static_assert(sizeof(Strides) == 24 && __builtin_offsetof(Strides, head) == 8 && __builtin_offsetof(Strides, token) == 16, "the host has another layout");
+static_assert(sizeof(Problem) == 104 && __builtin_offsetof(Problem, k) == 24 && __builtin_offsetof(Problem, v) == 48 && __builtin_offsetof(Problem, heads) == 72 &&
+                  __builtin_offsetof(Problem, group) == 76 && __builtin_offsetof(Problem, tokens) == 80 && __builtin_offsetof(Problem, masked) == 84 &&
+                  __builtin_offsetof(Problem, resumes) == 88 && __builtin_offsetof(Problem, leaves) == 92 && __builtin_offsetof(Problem, norm) == 96 && __builtin_offsetof(Problem, shift) == 100,
+              "the host has another layout");
 
 // Loads rows of `width` numbers as a tile of C by `columns`, with zeros around them. The numbers of
 // hidden rows are not looked at.

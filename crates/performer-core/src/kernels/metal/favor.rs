@@ -45,8 +45,11 @@ struct Problem {
     shift: f32,
 }
 
-// The source asserts the same size.
-const _: () = assert!(size_of::<Problem>() == 104);
+assert_layout!(Strides, 24, batch: 0, head: 8, token: 16);
+assert_layout!(
+    Problem, 104,
+    q: 0, k: 24, v: 48, heads: 72, group: 76, tokens: 80, masked: 84, resumes: 88, leaves: 92, norm: 96, shift: 100
+);
 
 /// The value of the macro `STORAGE` for a type.
 fn storage(dtype: DType) -> Option<usize> {
