@@ -51,11 +51,12 @@ const STATE: &str = "train_state.json";
 /// The stream of the seed from which dropout draws.
 const DROPOUT_STREAM: u64 = 3;
 
-/// For runs that are over soon, and keep nothing that could go on.
+/// A flag to stop that is never set, for short runs that nobody needs to interrupt or to resume.
 #[cfg(feature = "lab")]
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
-/// `RunOptions` says where and how a run takes place; nothing here changes its result.
+/// `RunOptions` says where and how a run takes place. It holds no training setting; of all that is
+/// here, only the kind of device can change the result, by rounding.
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.
     pub out: &'a Path,
@@ -470,7 +471,7 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// `InProgress` is a run with its progress display.
+/// `InProgress` joins a [`Trainer`] to its progress display, for [`take_steps`].
 struct InProgress<'r, 'a> {
     run: &'r mut Trainer<'a>,
     progress: &'r Progress<'r>,
@@ -585,8 +586,8 @@ pub enum Found {
     Finished(Box<Report>),
 }
 
-/// Looks for a run in `options.out`. Called before the first of many runs, it finds now what would
-/// stop the last one hours later.
+/// Looks for a run in `options.out`. Whoever plans several runs calls it for each before the first
+/// begins, so that a folder that cannot be used is reported at once and not hours later.
 ///
 /// # Errors
 /// If the folder holds a run with another key or without one, or is damaged.

@@ -17,19 +17,19 @@ use performer_lm::{
 };
 
 #[path = "../../examples/library.rs"]
-mod library;
+mod example;
 
 #[test]
 fn the_example_writes_a_sentence() -> Result<()> {
-    let folder = Path::new(library::MODEL);
+    let folder = Path::new(example::MODEL);
     if !folder.join("model.safetensors").exists() {
         println!("skipped: {} holds no model", folder.display());
         return Ok(());
     }
-    let text = library::sentence(folder, "Once upon a time")?;
+    let text = example::sentence(folder, "Once upon a time")?;
     let rest = text.strip_prefix("Once upon a time").context("the prompt comes first")?;
     assert!(rest.len() > 10 && rest.contains('.'), "{text}");
-    assert_eq!(text, library::sentence(folder, "Once upon a time")?);
+    assert_eq!(text, example::sentence(folder, "Once upon a time")?);
     Ok(())
 }
 

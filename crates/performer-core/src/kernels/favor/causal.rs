@@ -214,7 +214,7 @@ impl WithSimd for Scan<'_, '_> {
             }
             start += n;
         }
-        sums.rescale(simd, tile.largest());
+        sums.rescale(simd, tile.running_maxima());
         finite
     }
 }

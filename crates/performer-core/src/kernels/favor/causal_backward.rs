@@ -127,9 +127,9 @@ impl WithSimd for Scans<'_> {
 
 /// `Features` is what both scans need of a chunk.
 struct Features {
-    /// The weights of the keys, see [`Tile::keys`] and [`Tile::scale`].
+    /// The weights of the keys, see [`Tile::keys`] and [`Tile::offsets`].
     keys: Vec<f32>,
-    scale: [f32; CHUNK],
+    offsets: [f32; CHUNK],
     /// One for each query head.
     queries: Vec<QueryFeatures>,
 }
@@ -152,7 +152,7 @@ impl Features {
             triangle: vec![0f32; CHUNK * CHUNK],
         };
         let queries = head.q.iter().map(|_| of_query()).collect();
-        Self { keys: vec![0f32; f * CHUNK], scale: [0.0; CHUNK], queries }
+        Self { keys: vec![0f32; f * CHUNK], offsets: [0.0; CHUNK], queries }
     }
 
     /// Computes them for `n` tokens from `start` on. The weights of the keys stay in `tile`, which
@@ -280,7 +280,7 @@ impl<'a> QueryScan<'a> {
             add(simd, norm, row);
         }
         std::mem::swap(&mut tile.keys, &mut of_chunk.keys);
-        of_chunk.scale = tile.scale;
+        of_chunk.offsets = tile.offsets;
     }
 }
 
@@ -333,7 +333,7 @@ impl<'a> KeyScan<'a> {
         let (columns, scale) = (padded(n), chunks.scale(chunk));
         if filled {
             std::mem::swap(&mut tile.keys, &mut of_chunk.keys);
-            tile.scale = of_chunk.scale;
+            tile.offsets = of_chunk.offsets;
             tile.load_values(start, n);
             tile.transpose_values(n, values);
         } else {

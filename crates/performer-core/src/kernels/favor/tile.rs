@@ -1,5 +1,7 @@
-//! `Tile`: one chunk of a key head in working memory, and the steps that the passes over a head are
-//! made of: loading its rows, weighing them, multiplying them.
+//! `Tile` is one chunk of a key head in working memory, on the CPU, with the steps that the forward
+//! and backward passes over a head are made of: it loads keys and values, turns the log-features
+//! `l(k)` of keys into weights `e^{l − c}`, where `c` is the running maximum of a feature, and
+//! multiplies weights, values and sums.
 
 use pulp::Simd;
 
@@ -14,7 +16,7 @@ use super::super::{
 };
 use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded};
 
-/// How far the log-feature of a key may exceed the scale of its chunk.
+/// How far the log-feature of a key may exceed the maximum with which its chunk begins.
 const LIMIT: f32 = 32.0;
 
 /// `Tile` holds the keys and values of one chunk.
@@ -24,24 +26,27 @@ pub(super) struct Tile<'a> {
     pub(super) features: usize,
     /// `padded(Dv)`: the length of a row of values.
     pub(super) width: usize,
-    /// Keys, a feature a row. When loaded: numbers `x` whose log-features are `l = x − scale_j`, or
-    /// signed values. When weighed: the weights `e^{l − c}`, or the values times the weight in
-    /// `scale`.
+    /// The features of the keys, `(F, CHUNK)`. Once loaded, they are numbers `x` whose log-features
+    /// are `x − offset_j` for the `j`-th key, or signed features. Once weighed, they are the weights
+    /// `e^{l − c}`, or the signed features times the weight of their key.
     pub(super) keys: Vec<f32>,
-    /// A number for each key. When loaded: what is to be subtracted from the numbers in `keys`; for
-    /// signed features the log-scales, which [`Self::weigh_keys`] turns into weights.
-    pub(super) scale: [f32; CHUNK],
+    /// One number for each key, which is subtracted from the numbers in `keys`. Where features are
+    /// signed, it is the logarithm of the key's weight, which [`Self::weigh_keys`] turns into the
+    /// weight.
+    pub(super) offsets: [f32; CHUNK],
     /// A padded copy of the rows of values, where those of the tensor cannot be used as they are.
     copied: Vec<f32>,
     /// The rows of values in the tensor itself, where they can.
     lent: Option<&'a [f32]>,
-    /// The running maximum of each log-feature over all keys so far.
+    /// The running maximum `c` of each log-feature over all keys so far.
     running: Vec<f32>,
-    /// The largest of each log-feature over the loaded keys.
+    /// The maximum of each log-feature over the loaded keys.
     highest: Vec<f32>,
-    /// The logarithm of what the weights of each query were divided by: its largest log-feature.
+    /// The largest `l(q) + c` over the features of each query; the weights of the query were divided
+    /// by its exponential.
     largest: [f32; CHUNK],
-    /// The sums of the gates after the first loaded key up to each; 0 without gates.
+    /// For each loaded key, the sum of the gates from the second loaded key to this one, at most 0,
+    /// since gates are logarithms; 0 without gates.
     forgotten: [f32; CHUNK],
     pub(super) scratch: Scratch,
 }
@@ -54,7 +59,7 @@ impl<'a> Tile<'a> {
             features: padded(f),
             width,
             keys: vec![0f32; f * CHUNK],
-            scale: [0.0; CHUNK],
+            offsets: [0.0; CHUNK],
             copied: vec![0f32; CHUNK * width],
             lent: None,
             running: Vec::new(),
@@ -65,7 +70,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// A tile for the chunks after this one: it takes the running maximum along.
+    /// Makes a tile for the chunks after this one, which takes the running maxima with it.
     pub(super) fn next(&mut self) -> Self {
         Self { running: std::mem::take(&mut self.running), ..Self::new(self.head) }
     }
@@ -82,23 +87,26 @@ impl<'a> Tile<'a> {
                 }
             }
         }
-        let Self { head, keys, scale, scratch, forgotten, .. } = self;
-        head.map.keys(simd, &head.k, Span { start, count }, &hidden, (keys, scale), scratch);
+        let Self { head, keys, offsets, scratch, forgotten, .. } = self;
+        head.map.keys(simd, &head.k, Span { start, count }, &hidden, (keys, offsets), scratch);
         let Some(gates) = head.gates else { return };
         for j in 1..count {
             forgotten[j] = forgotten[j - 1] + gates[start + j];
         }
-        // Later keys are forgotten by so much less; see `scale` for its sign.
+        // Weights are relative to the first loaded token. A later key has decayed less than the first
+        // by minus this sum, so its log-weight is larger by as much. Offsets are subtracted from
+        // log-features, but are themselves the log-weights where features are signed.
         let sign = if head.map.is_signed() { -1.0 } else { 1.0 };
-        scale.iter_mut().zip(forgotten).take(count).for_each(|(scale, forgotten)| *scale += sign * *forgotten);
+        offsets.iter_mut().zip(forgotten).take(count).for_each(|(offset, forgotten)| *offset += sign * *forgotten);
     }
 
-    /// What is forgotten from the first to the `n`-th loaded key.
+    /// The sum of the gates from the second to the `n`-th loaded key, counted from 1.
     pub(super) fn forgotten(&self, n: usize) -> f32 {
         self.forgotten[n - 1]
     }
 
-    /// Goes on to a token before which sums and maxima are multiplied by `e^by`.
+    /// Moves the token that weights are relative to: multiplies the sums by `e^by`, and adds `by` to
+    /// the running maxima, which are logarithms.
     pub(super) fn forget(&mut self, sums: &mut Sums, by: f32) {
         sums.forget(by);
         self.running.iter_mut().for_each(|running| *running += by);
@@ -120,12 +128,13 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// The loaded values, a key a row of `width` numbers.
+    /// The loaded values; each row of `width` numbers belongs to a key.
     pub(super) fn values(&self) -> &[f32] {
         self.lent.unwrap_or(&self.copied)
     }
 
-    /// Writes the loaded values transposed, a dimension a row, with 0 beyond the `n`-th key.
+    /// Writes the loaded values transposed, one row for each dimension, with 0 from the `n`-th key to
+    /// the end of the last vector.
     pub(super) fn transpose_values(&self, n: usize, to: &mut [f32]) {
         transpose(self.values(), self.width, [n, self.head.v.width], to, CHUNK);
         for row in to.chunks_exact_mut(CHUNK) {
@@ -133,14 +142,14 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Begins a causal chunk at the first of `count` loaded keys: brings the sums to the chunk's
-    /// scale and returns how many of the keys the chunk takes, those before the first that exceeds
-    /// the scale by more than [`LIMIT`].
+    /// Begins a causal chunk at the first of `count` loaded keys. The sums are brought to the maxima
+    /// of the earlier keys and the first of these. The chunk takes the keys before the first one that
+    /// exceeds these maxima by more than [`LIMIT`]; their number is returned.
     #[inline(always)]
     pub(super) fn enter<S: Simd>(&mut self, simd: S, sums: &mut Sums, count: usize) -> usize {
         let columns = padded(count);
-        let Self { head, keys, scale, running, highest, .. } = self;
-        let (logs, offset) = logs(head, keys, scale);
+        let Self { head, keys, offsets, running, highest, .. } = self;
+        let (logs, offset) = logs(head, keys, offsets);
         if running.is_empty() {
             running.clone_from(&sums.scale);
         }
@@ -165,12 +174,12 @@ impl<'a> Tile<'a> {
         n
     }
 
-    /// Raises the scale of the sums to the largest log-features of the first `n` loaded keys and
-    /// all keys before them.
+    /// Brings the sums to the maxima over the first `n` loaded keys and all keys before them, as
+    /// attention that is not causal needs.
     #[inline(always)]
     pub(super) fn raise<S: Simd>(&mut self, simd: S, sums: &mut Sums, n: usize) {
-        let Self { head, keys, scale, running, .. } = self;
-        let (logs, offset) = logs(head, keys, scale);
+        let Self { head, keys, offsets, running, .. } = self;
+        let (logs, offset) = logs(head, keys, offsets);
         running.clone_from(&sums.scale);
         for (running, row) in running.iter_mut().zip(logs.chunks_exact(CHUNK)) {
             *running = running.max(max_difference(simd, &row[..padded(n)], offset));
@@ -178,33 +187,34 @@ impl<'a> Tile<'a> {
         sums.rescale(simd, running);
     }
 
-    /// The running maximum of each log-feature over all keys so far.
-    pub(super) fn largest(&self) -> &[f32] {
+    /// The running maximum of each log-feature over all keys so far, for the chunk that follows.
+    pub(super) fn running_maxima(&self) -> &[f32] {
         &self.running
     }
 
-    /// Turns the loaded log-features into weights at `scale`; those of keys beyond the `n`-th
-    /// become 0.
+    /// Turns the loaded log-features into weights `e^{l − c}` with the maxima `c`. The weights of keys
+    /// beyond the `n`-th become 0. Signed features have a single maximum, that of the key's weights.
     #[inline(always)]
-    pub(super) fn weigh_keys<S: Simd>(&mut self, simd: S, scale: &[f32], n: usize) {
+    pub(super) fn weigh_keys<S: Simd>(&mut self, simd: S, maxima: &[f32], n: usize) {
         let columns = padded(n);
         if self.head.map.is_signed() {
-            for (j, s) in self.scale.iter_mut().enumerate() {
-                *s = if j < n { exp(*s - scale[0]) } else { 0.0 };
+            for (j, s) in self.offsets.iter_mut().enumerate() {
+                *s = if j < n { exp(*s - maxima[0]) } else { 0.0 };
             }
             for row in self.keys.chunks_exact_mut(CHUNK) {
-                multiply(simd, &mut row[..columns], &self.scale[..columns]);
+                multiply(simd, &mut row[..columns], &self.offsets[..columns]);
             }
             return;
         }
-        self.scale[n..columns].fill(f32::INFINITY);
-        for (row, &c) in self.keys.chunks_exact_mut(CHUNK).zip(scale) {
-            exp_minus_both(simd, &mut row[..columns], &self.scale[..columns], c);
+        self.offsets[n..columns].fill(f32::INFINITY);
+        for (row, &c) in self.keys.chunks_exact_mut(CHUNK).zip(maxima) {
+            exp_minus_both(simd, &mut row[..columns], &self.offsets[..columns], c);
         }
     }
 
-    /// Computes the weights `e^{l(q) + c − max_r(l(q) + c)}` of `n` queries, a query a row; for
-    /// signed features, their values.
+    /// Computes the weights `e^{l_r(q) + c_r − max_r(l_r(q) + c_r)}` of `n` queries, one row for each
+    /// query, where `r` counts features and `c` are the maxima; or the features themselves where they
+    /// are signed.
     #[inline(always)]
     pub(super) fn load_queries<S: Simd>(
         &mut self,
@@ -212,7 +222,7 @@ impl<'a> Tile<'a> {
         q: &Rows,
         start: usize,
         n: usize,
-        scale: &[f32],
+        maxima: &[f32],
         to: &mut [f32],
     ) {
         let Self { head, largest, scratch, .. } = self;
@@ -223,7 +233,7 @@ impl<'a> Tile<'a> {
         let f = head.map.features();
         for (row, m) in to.chunks_exact_mut(self.features).zip(largest).take(n) {
             row[f..].fill(f32::NEG_INFINITY);
-            *m = add_max(simd, &mut row[..f], scale);
+            *m = add_max(simd, &mut row[..f], maxima);
             exp_minus(simd, row, *m);
         }
     }
@@ -278,13 +288,14 @@ impl<'a> Tile<'a> {
         for ((((out, largest), forgotten), row), &den) in outs.zip(rows.chunks_exact(self.width)).zip(dens).take(n) {
             let scale = if den == 0.0 { 0.0 } else { den.recip() };
             for (out, &x) in out[..dv].iter_mut().zip(row) {
-                // A sum of underflown terms may be −0, which must not reveal how many terms it had.
+                // A sum of terms that underflow is −0 or 0, depending on how many keys were summed.
+                // Adding 0 makes it 0, so that later keys do not change a bit of the output.
                 *out = x * scale + 0.0;
             }
             if let Some(log) = out.get_mut(dv) {
                 *log = log_of(den, *largest);
                 if self.head.gates.is_some() {
-                    // The weights count from the chunk's first token.
+                    // Weights are relative to the chunk's first token; the query itself is later.
                     *log += forgotten;
                 }
             }
@@ -322,7 +333,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Adds queries to the sums over queries: `R += φ(Q)ᵀ dn`, and `φ(Q)ᵀ e` to its normaliser.
+    /// Adds queries to the sums over queries: `R += φ(Q)ᵀ dn`, and `φ(Q)ᵀ e` to their normaliser
+    /// column.
     #[inline(always)]
     pub(super) fn add_output_gradient<S: Simd>(
         &self,
@@ -340,8 +352,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Reads the sums over later queries: `dv = Rᵀ φ(k)`, a key a row, and `dφ(k) = R [v, 1]`, a
-    /// feature a row. `values` are the values, a dimension a row.
+    /// Reads the sums over later queries: `dv = Rᵀ φ(k)`, one row for each key, and
+    /// `dφ(k) = R [v, 1]`, one row for each feature. `values` has one row for each dimension.
     #[inline(always)]
     pub(super) fn read_future<S: Simd>(
         &self,
@@ -384,7 +396,7 @@ impl<'a> Tile<'a> {
             for (dphi, keys) in features {
                 for j in 0..columns {
                     scales[j] += keys[j] * dphi[j];
-                    dphi[j] *= self.scale[j];
+                    dphi[j] *= self.offsets[j];
                 }
             }
         } else {
@@ -401,7 +413,7 @@ impl<'a> Tile<'a> {
         }
         self.head.map.key_gradients(
             simd,
-            (dphi, &self.keys, &scales, &self.scale),
+            (dphi, &self.keys, &scales, &self.offsets),
             (&self.head.k, Span { start, count: n }),
             dk,
             linear,
@@ -412,8 +424,8 @@ impl<'a> Tile<'a> {
 
 /// The logarithms that scales are made of, and what is to be subtracted from each column: the
 /// log-features, or the log-scales where features are signed.
-fn logs<'t>(head: &Head, keys: &'t [f32], scale: &'t [f32; CHUNK]) -> (&'t [f32], &'t [f32; CHUNK]) {
-    if head.map.is_signed() { (scale, &[0.0; CHUNK]) } else { (keys, scale) }
+fn logs<'t>(head: &Head, keys: &'t [f32], offsets: &'t [f32; CHUNK]) -> (&'t [f32], &'t [f32; CHUNK]) {
+    if head.map.is_signed() { (offsets, &[0.0; CHUNK]) } else { (keys, offsets) }
 }
 
 /// The logarithm of a denominator that was divided by `e^largest`. It is finite even where no key
@@ -428,8 +440,9 @@ pub(super) struct OutputGradient {
     /// A query a row of `width` numbers.
     pub(super) dn: Vec<f32>,
     pub(super) e: [f32; CHUNK],
-    /// `Dv`, and the padded length of a row.
+    /// The dimension of values, `Dv`.
     values: usize,
+    /// `padded(Dv)`: the length of a row of `dn`.
     width: usize,
 }
 
