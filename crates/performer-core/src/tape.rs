@@ -12,7 +12,7 @@
 
 use std::{cell::RefCell, collections::HashMap, marker::PhantomData};
 
-use candle_core::{Result, Tensor, TensorId, backprop::GradStore};
+use candle_core::{Result, Tensor, TensorId, backprop::GradStore, bail};
 
 /// Computes the gradients of an operation's inputs from the gradient of its output; `None` for an
 /// input that gets none.
@@ -94,11 +94,39 @@ impl Tape {
     /// # Errors
     /// Those of the operations' backward passes.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        self.pass(loss, None)
+    }
+
+    /// Computes the gradients of all variables that `out` depends on, as [`Self::backward`] does of
+    /// a loss whose derivative by `out` is `gradient`, of the shape and type of `out`. The loss
+    /// itself is not needed. The tape is empty afterwards.
+    ///
+    /// # Errors
+    /// If the gradient has another shape or type than `out`, and those of the operations' backward
+    /// passes.
+    pub fn backward_from(&self, out: &Tensor, gradient: &Tensor) -> Result<GradStore> {
+        if out.dims() != gradient.dims() || out.dtype() != gradient.dtype() {
+            bail!(
+                "tape: the gradient is {:?} {:?}, but the tensor that it belongs to is {:?} {:?}",
+                gradient.dtype(),
+                gradient.dims(),
+                out.dtype(),
+                out.dims()
+            );
+        }
+        self.pass(out, Some(gradient))
+    }
+
+    /// The backward pass from `loss`, whose own gradient is ones if none is given.
+    fn pass(&self, loss: &Tensor, gradient: Option<&Tensor>) -> Result<GradStore> {
         // While gradients are computed nothing is recorded.
         let mut records = RECORDS.with_borrow_mut(|records| records.replace(HashMap::new())).unwrap_or_default();
         let Order { nodes, unrecorded, .. } = Order::of(loss, &records);
         if unrecorded > 0 {
-            return loss.backward();
+            return match gradient {
+                None => loss.backward(),
+                Some(gradient) => (loss * gradient)?.sum_all()?.backward(),
+            };
         }
         let position: HashMap<TensorId, usize> = nodes.iter().enumerate().map(|(i, node)| (node.id(), i)).collect();
         let mut gradients: Vec<Option<Tensor>> = vec![None; nodes.len()];
@@ -106,7 +134,11 @@ impl Tape {
         if nodes.is_empty() {
             return Ok(store);
         }
-        gradients[0] = Some(loss.ones_like()?.contiguous()?.detach());
+        gradients[0] = Some(match gradient {
+            None => loss.ones_like()?.contiguous()?.detach(),
+            Some(gradient) if loss.is_variable() => gradient.force_contiguous()?.detach(),
+            Some(gradient) => gradient.contiguous()?.detach(),
+        });
         for (i, node) in nodes.iter().enumerate() {
             // Every node but the first is an input of one before it.
             let Some(gradient) = gradients[i].take() else { continue };

@@ -35,6 +35,36 @@ fn compare(vars: &[Var], loss: impl Fn() -> Result<Tensor>) -> Result<usize> {
     Ok(unrecorded)
 }
 
+/// A gradient that is given goes back as that of a loss which has it, whether the tape knows all
+/// operations or not; it stays as it is, and one that does not fit is refused.
+#[test]
+fn a_given_gradient_goes_back() -> Result<()> {
+    let [x, w, given] = [(&[5, 8][..], 1), (&[6, 8], 2), (&[5, 6], 3)].map(|(shape, seed)| random(shape, seed));
+    let (x, w, given) = (Var::from_tensor(&x?)?, Var::from_tensor(&w?)?, given?);
+    let known = || ops::scale(&ops::linear(&x, &w, None)?, 1.5);
+    let unknown = || known()?.affine(1.0, 2.0);
+    for (out, unrecorded) in [(&known as &dyn Fn() -> Result<Tensor>, 0), (&unknown, 1)] {
+        let want = (out()? * &given)?.sum_all()?.backward()?;
+        let tape = Tape::start();
+        let out = out()?;
+        assert_eq!(tape.unrecorded(&out), unrecorded);
+        let got = tape.backward_from(&out, &given)?;
+        for var in [&x, &w] {
+            let [want, got] = [&want, &got].map(|store| bits(store.get(var).expect("a gradient")));
+            assert_eq!(want?, got?);
+        }
+    }
+    assert_eq!(bits(&given)?, bits(&random(&[5, 6], 3)?)?);
+    let tape = Tape::start();
+    let error = tape.backward_from(&known()?, &x).expect_err("a gradient of another shape").to_string();
+    assert!(error.contains("the gradient is F32 [5, 8]") && error.contains("F32 [5, 6]"), "{error}");
+    // A variable's gradient is memory of its own.
+    let tape = Tape::start();
+    let own = tape.backward_from(&x, &given.zeros_like()?.pad_with_zeros(1, 0, 2)?)?;
+    assert_eq!(own.get(&x).expect("a gradient").dims(), [5, 8]);
+    Ok(())
+}
+
 #[test]
 fn plain_operations_have_candles_gradients() -> Result<()> {
     let vars = [(&[2, 3, 8][..], 1), (&[6, 8], 2), (&[6], 3), (&[2, 6, 2], 4)]
