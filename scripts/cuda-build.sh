@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Builds the release binary with CUDA into a folder to copy to any Linux machine with an NVIDIA driver, 580 or newer, and a C
-# library at least as new as this machine's; neither toolkit nor Rust nor network is needed there:
+# Builds the release binary with CUDA into a folder to copy to any Linux machine with an NVIDIA
+# driver, 580 or newer, and a C library at least as new as this machine's; neither toolkit nor Rust
+# nor network is needed there:
 #
 #     scripts/cuda-build.sh [--without-libraries] [FOLDER]         (default: target/performer-cuda)
 #     FOLDER/performer-lm gpu-check
 #
-# A toolkit is assembled in $CUDA_TOOLKIT (default: ~/.cache/performer/cuda) unless CUDA_HOME names one. The first build takes 10 to 18
-# minutes on two cores. CUDA's libraries are 850 MB; --without-libraries leaves them out, for machines that have CUDA 13's own.
-# The binary is linked to libcuda, as Candle is: without a driver it does not start at all, so it is no replacement for the ordinary one.
+# A toolkit is assembled in $CUDA_TOOLKIT (default: ~/.cache/performer/cuda) unless CUDA_HOME names
+# one. The first build takes 10 to 18 minutes on two cores. CUDA's libraries are 850 MB;
+# --without-libraries leaves them out, for machines that have CUDA 13's own. The binary is linked to
+# libcuda, as Candle is: without a driver it does not start at all, so it is no replacement for the
+# ordinary one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,7 +27,8 @@ if [ -z "${CUDA_HOME:-}" ]; then
     eval "$settings"
 fi
 
-# A folder of its own: other builds stay as they are. The old kind of run path also holds for what the libraries load.
+# A folder of its own: other builds stay as they are. The old kind of run path also holds for what
+# the libraries load.
 target=${CARGO_TARGET_DIR:-target}/cuda
 cargo rustc --release --locked -p performer-lm --bin performer-lm --features cuda --target-dir "$target" -- \
     -C strip=symbols -C link-arg='-Wl,--disable-new-dtags,-rpath,$ORIGIN'

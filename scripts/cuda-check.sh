@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Checks the CUDA code on a machine with neither GPU nor toolkit: lints the Rust of it, with a stand-in for nvcc that compiles nothing, then
-# compiles every kernel for Ampere and Hopper with NVRTC (from its Python package, 100 MB, kept in $PERFORMER_NVRTC or
-# ~/.cache/performer/nvrtc) and reports registers, shared memory and spills.
+# Checks the CUDA code on a machine with neither GPU nor toolkit: lints the Rust of it, with a
+# stand-in for nvcc that compiles nothing, then compiles every kernel for Ampere and Hopper with
+# NVRTC (from its Python package, 100 MB, kept in $PERFORMER_NVRTC or ~/.cache/performer/nvrtc) and
+# reports registers, shared memory and spills.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Runs the program with CUDA on a Linux machine with neither card nor toolkit, but with a C++ compiler:
+# Runs the program with CUDA on a Linux machine with neither card nor toolkit, but with a C++
+# compiler:
 #
 #     scripts/cuda-emulate.sh gpu-check --device cuda --quick --only-checks
 #     scripts/cuda-emulate.sh train --device cuda --data sample --preset seed --max-steps 2 --out run
 #
-# Libraries of our own take the place of CUDA's (crates/performer-core/tests/cuda_driver) and run kernels on the CPU, as the tests of kernels
-# do. So everything around the kernels runs as well: which are chosen, their arguments, their grids and shared memory, the buffers. It
-# shows that results are right; nothing about speed. The first run builds the program.
+# Libraries of our own take the place of CUDA's (crates/performer-core/tests/cuda_driver) and run
+# kernels on the CPU, as the tests of kernels do. So everything around the kernels runs as well:
+# which are chosen, their arguments, their grids and shared memory, the buffers. It shows that
+# results are right; nothing about speed. The first run builds the program.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"

@@ -4,8 +4,9 @@
 #     scripts/cuda-pack.sh [FOLDER]          (default: target/performer-gpu)
 #     FOLDER/gpu-run.sh                      on that machine
 #
-# The folder has the program, compressed, and none of CUDA's libraries, which are 850 MB: the machine has them with
-# CUDA 13 or with PyTorch. It fails if the folder is larger than 60 MiB. The first build takes 6 to 18 minutes.
+# The folder has the program, compressed, and none of CUDA's libraries, which are 850 MB: the
+# machine has them with CUDA 13 or with PyTorch. It fails if the folder is larger than 60 MiB. The
+# first build takes 6 to 18 minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

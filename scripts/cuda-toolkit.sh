@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Assembles a CUDA toolkit on a Linux machine that has none, from Python packages (cuda-toolkit.txt; 1.2 GB):
+# Assembles a CUDA toolkit on a Linux machine that has none, from Python packages (cuda-toolkit.txt;
+# 1.2 GB):
 #
 #     scripts/cuda-toolkit.sh DIR
 #
-# and prints the settings that a build needs: eval "$(scripts/cuda-toolkit.sh DIR)". Nothing is done twice. To link needs
-# libcuda, which comes with a driver: a stand-in for it, whose functions all fail, lies in lib64/stubs, for the linker
-# alone. Never put that folder on LD_LIBRARY_PATH where there is a GPU.
+# and prints the settings that a build needs: eval "$(scripts/cuda-toolkit.sh DIR)". Nothing is done
+# twice. To link needs libcuda, which comes with a driver: a stand-in for it, whose functions all
+# fail, lies in lib64/stubs, for the linker alone. Never put that folder on LD_LIBRARY_PATH where
+# there is a GPU.
 set -euo pipefail
 
 if [ $# -ne 1 ]; then
@@ -49,5 +51,6 @@ for name in CUDA_HOME CUDA_ROOT CUDA_PATH; do
     printf 'export %s=%q\n' "$name" "$toolkit"
 done
 printf 'export PATH=%q:"$PATH"\n' "$toolkit/bin"
-# Kernels of Candle for this architecture and all later ones; ours are compiled on the device at hand, for it.
+# Kernels of Candle for this architecture and all later ones; ours are compiled on the device at
+# hand, for it.
 printf 'export CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-80}"\n'

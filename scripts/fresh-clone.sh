@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What a newcomer sees: clones HEAD, runs the README's two commands with empty caches and no dataset, prints the time of each.
-# Cargo's own cache of downloaded crates is used as it is.
+# What a newcomer sees: clones HEAD, runs the README's two commands with empty caches and no
+# dataset, prints the time of each. Cargo's own cache of downloaded crates is used as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -18,8 +18,9 @@
 #                holds it up (3 minutes)
 #
 # MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. scripts/cuda-pack.sh
-# makes the folder. The machine needs a driver and CUDA 13's libraries, which PyTorch's packages have
-# too. One stage that fails does not stop the others; each result is written as soon as it is known.
+# makes the folder. The machine needs a driver and CUDA 13's libraries, which PyTorch's packages
+# have too. One stage that fails does not stop the others; each result is written as soon as it is
+# known.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 results=$PWD/gpu-results
@@ -41,7 +42,8 @@ if [ ! -x "$program" ] && [ -f "$program.xz" ]; then
     chmod +x "$program"
 fi
 
-# CUDA's libraries: beside the program, where the linker looks, or wherever a toolkit or PyTorch put them.
+# CUDA's libraries: beside the program, where the linker looks, or wherever a toolkit or PyTorch put
+# them.
 for name in libcublas.so.13 libcublasLt.so.13 libcudart.so.13 libnvrtc.so.13 libcurand.so.10; do
     if [ -e "$here/$name" ] || ldconfig -p 2>/dev/null | grep -q "$name"; then
         continue

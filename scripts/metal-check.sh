@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lints the code for Metal (Apple's GPUs) on a machine that is no Mac: nothing is linked and nothing runs. C code of dependencies is not
-# compiled either; a stand-in for its compiler emits empty objects.
+# Lints the code for Metal (Apple's GPUs) on a machine that is no Mac: nothing is linked and nothing
+# runs. C code of dependencies is not compiled either; a stand-in for its compiler emits empty
+# objects.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"

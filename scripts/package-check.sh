@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Checks performer-core as those who depend on it get it: the package that would be published, unpacked. It must compile with
-# the lowest compiler and the lowest versions of its dependencies that its manifest admits, and an application (crates/downstream) must compile and
-# pass its tests with the newest ones; for wasm32, where a browser's application goes, both must compile.
+# Checks performer-core as those who depend on it get it: the package that would be published,
+# unpacked. It must compile with the lowest compiler and the lowest versions of its dependencies
+# that its manifest admits, and an application (crates/downstream) must compile and pass its tests
+# with the newest ones; for wasm32, where a browser's application goes, both must compile.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
@@ -31,7 +32,8 @@ echo "the lowest versions of performer-core's dependencies, with Rust $lowest:"
 (
     cd "$scratch/performer-core-$version"
     rm Cargo.lock
-    # The option that chooses lowest versions is not stable yet; nothing else here needs a newer compiler.
+    # The option that chooses lowest versions is not stable yet; nothing else here needs a newer
+    # compiler.
     RUSTC_BOOTSTRAP=1 cargo generate-lockfile --quiet -Z direct-minimal-versions
     cargo tree --depth 1 --edges normal --prefix none
     cargo +"$lowest" check --quiet --lib

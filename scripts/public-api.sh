@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Compares the public interface of performer-core with the one that is committed, crates/performer-core/public-api.txt, so that nothing of it
-# changes unnoticed. A line that goes breaks programs of others; a line that comes does not. `scripts/public-api.sh --write` takes the
+# Compares the public interface of performer-core with the one that is committed,
+# crates/performer-core/public-api.txt, so that nothing of it changes unnoticed. A line that goes
+# breaks programs of others; a line that comes does not. `scripts/public-api.sh --write` takes the
 # interface as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +14,8 @@ committed=crates/performer-core/public-api.txt
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# The JSON of rustdoc has another format in every few versions, so one version writes it: the lowest that the workspace takes.
+# The JSON of rustdoc has another format in every few versions, so one version writes it: the lowest
+# that the workspace takes.
 version=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
 cargo=(cargo)
 if ! rustc --version | grep -qF "rustc $version."; then
@@ -25,7 +27,8 @@ if ! rustc --version | grep -qF "rustc $version."; then
     cargo=(rustup run "$version.0" cargo)
 fi
 
-# The option is not stable. Rustdoc alone is told to take it: dependencies that look for the variable would be built anew.
+# The option is not stable. Rustdoc alone is told to take it: dependencies that look for the
+# variable would be built anew.
 cat >"$scratch/rustdoc" <<'RUSTDOC'
 #!/bin/sh
 case " $* " in *' --crate-name performer_core '*) ;; *) exit 0 ;; esac

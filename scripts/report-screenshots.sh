@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Screenshots of a report at the widths of a desktop and of a phone, light and dark, to look at:
 #   scripts/report-screenshots.sh docs/report/report.html /tmp/shots [ANCHOR...]
-# With anchors (error-3, ...) the parts of the page that begin there, else its beginning. Needs Chromium (CHROMIUM names another).
+# With anchors (error-3, ...) the parts of the page that begin there, else its beginning. Needs
+# Chromium (CHROMIUM names another).
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

@@ -134,12 +134,12 @@ impl MultiHeadConfig {
 ///
 /// - **Forget gates**, one number a token and key head, `g = log σ(w·x + b)`: `gate.weight`
 ///   `(Hkv, E)` and `gate.bias` `(Hkv)`. New gates forget at a constant pace: weights are 0, and
-///   biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time constants τ of 4, 16, 64 and 256 tokens, which
-///   the key heads take in turn.
-/// - **Short convolutions** ([`ops::short_convolution`]) of the projected rows of q, k and v, before
-///   they are divided into heads and turned by rotary positions: `q_conv1d.weight` `(H·D, 4)`,
-///   `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The names are
-///   those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
+///   biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time constants τ of 4, 16, 64 and 256 tokens,
+///   which the key heads take in turn.
+/// - **Short convolutions** ([`ops::short_convolution`]) of the projected rows of q, k and v,
+///   before they are divided into heads and turned by rotary positions: `q_conv1d.weight` `(H·D,
+///   4)`, `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The names
+///   are those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
 /// - **Norms of outputs**: each head's output is divided by its root mean square (ε is 1e-5), as in
 ///   RetNet (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>), and multiplied by
 ///   `output_norm.weight` `(D)`, at first 1. This changes a trained layer.
@@ -149,10 +149,10 @@ impl MultiHeadConfig {
 ///
 /// Convolutions look back whatever the mask says; in cross-attention queries are convolved along
 /// `x`, keys and values along `context`. A key that the mask hides counts as zeros in the
-/// convolution of its neighbours, and so does the query of its token in self-attention: what padding
-/// holds changes nothing on either side of it, and a sequence after padding on its left begins as
-/// one without. (Queries of cross-attention have no mask.) While decoding, the layer keeps its last
-/// three projected rows of q, k and v in the [`State`].
+/// convolution of its neighbours, and so does the query of its token in self-attention: what
+/// padding holds changes nothing on either side of it, and a sequence after padding on its left
+/// begins as one without. (Queries of cross-attention have no mask.) While decoding, the layer
+/// keeps its last three projected rows of q, k and v in the [`State`].
 ///
 /// # Example
 /// ```
@@ -334,9 +334,10 @@ impl MultiHeadAttention {
         self.attend(x, None, mask, None)
     }
 
-    /// Self-attention added to a residual, `residual + forward(x)`: `x` and `residual` `(B, T, E)` →
-    /// `(B, T, E)`, with a gradient to each. Where the output projection has no bias, the addition
-    /// is a part of it, which spares autograd the additions of gradients that it would cost.
+    /// Self-attention added to a residual, `residual + forward(x)`: `x` and `residual` `(B, T, E)`
+    /// → `(B, T, E)`, with a gradient to each. Where the output projection has no bias, the
+    /// addition is a part of it, which spares autograd the additions of gradients that it would
+    /// cost.
     ///
     /// # Errors
     /// As [`Self::forward`], and if the residual has another shape or type than the output.

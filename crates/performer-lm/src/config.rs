@@ -1,7 +1,8 @@
-//! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and the presets.
+//! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and
+//! the presets.
 //!
-//! Nothing here computes, and nothing here imports from the rest of the crate: every other module may
-//! import from this one.
+//! Nothing here computes, and nothing here imports from the rest of the crate: every other module
+//! may import from this one.
 
 mod borders;
 mod optimizer;

@@ -5,8 +5,8 @@ use std::{error::Error, process::ExitCode};
 use public_api::Builder;
 
 fn list(json: &str) -> Result<String, Box<dyn Error>> {
-    // What a type gets from blanket implementations and auto traits is not written in the crate, and
-    // changes with the compiler.
+    // What a type gets from blanket implementations and auto traits is not written in the crate,
+    // and changes with the compiler.
     let items = Builder::from_rustdoc_json(json).omit_blanket_impls(true).omit_auto_trait_impls(true).build()?;
     Ok(items.to_string())
 }

@@ -59,8 +59,8 @@ pub enum AttentionConfig {
         of: Box<AttentionConfig>,
     },
     /// Causal means of the values, all of one weight: attention without queries, keys and features,
-    /// in linear time and with a state of constant size. It is the control of feature maps, and with
-    /// a gate, that of gated ones.
+    /// in linear time and with a state of constant size. It is the control of feature maps, and
+    /// with a gate, that of gated ones.
     Uniform,
     /// Outputs of zero: the control without attention.
     None,

@@ -44,8 +44,8 @@ pub struct Inputs<'a> {
     /// softmax this is the forgetting transformer (Lin et al. 2025,
     /// <https://arxiv.org/abs/2503.02130>), and constant gates are the decay of RetNet (Sun et al.
     /// 2023, <https://arxiv.org/abs/2307.08621>). Without gates nothing is forgotten, which is what
-    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates are finite and
-    /// at most 0. An attention that has no gates refuses them.
+    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates are finite
+    /// and at most 0. An attention that has no gates refuses them.
     pub gates: Option<&'a Tensor>,
 }
 

@@ -15,7 +15,8 @@ impl NoAttention {
         if sizes.is_empty() {
             return Ok(zeros);
         }
-        // Candle gives no gradient through a product with the number 0, but through one with a tensor.
+        // Candle gives no gradient through a product with the number 0, but through one with a
+        // tensor.
         [inputs.q, inputs.k, inputs.v].into_iter().try_fold(zeros, |zeros, t| {
             let first = t.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(2, 0, 1)?.narrow(3, 0, 1)?;
             zeros.broadcast_add(&(&first * first.zeros_like()?)?)

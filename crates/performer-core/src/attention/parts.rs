@@ -5,8 +5,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// Parts that a [`MultiHeadAttention`](crate::MultiHeadAttention) may have around any attention.
-/// None is there unless it is asked for. [`MultiHeadAttention`](crate::MultiHeadAttention) says what
-/// each computes and which weights it has.
+/// None is there unless it is asked for. [`MultiHeadAttention`](crate::MultiHeadAttention) says
+/// what each computes and which weights it has.
 ///
 /// # Example
 /// ```

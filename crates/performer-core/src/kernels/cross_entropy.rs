@@ -1,6 +1,7 @@
 //! Cross-entropy of a linear head, computed from hidden states. The logits, the largest tensor of a
 //! language model's step, are made in tiles that stay in the cache. If there are few enough logits,
-//! their exponentials are kept for the backward pass; otherwise that pass computes the logits again.
+//! their exponentials are kept for the backward pass; otherwise that pass computes the logits
+//! again.
 //!
 //! # Shapes
 //!
@@ -15,8 +16,8 @@
 //! ```
 //!
 //! Here N is the number of hidden states, E their dimension and V the vocabulary. Where there is a
-//! teacher, its probabilities `(Vt, R)` are computed from its own states and head for the same tiles
-//! as the student's logits.
+//! teacher, its probabilities `(Vt, R)` are computed from its own states and head for the same
+//! tiles as the student's logits.
 
 use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use std::{
@@ -91,9 +92,9 @@ impl CrossEntropy {
         Self { targets: targets.to_vec(), teacher, keep, saved: Mutex::default() }
     }
 
-    /// Returns the number of tokens of a tile for a student of dimension `e`. It is the same for the
-    /// student and the teacher, since their tiles are combined number by number; the wider of the
-    /// two determines it.
+    /// Returns the number of tokens of a tile for a student of dimension `e`. It is the same for
+    /// the student and the teacher, since their tiles are combined number by number; the wider of
+    /// the two determines it.
     fn tokens(&self, e: usize) -> usize {
         let widest = self.teacher.as_ref().map_or(e, |teacher| e.max(teacher.states.dims()[1]));
         (HEAD / padded(widest) / ROWS * ROWS).clamp(ROWS, TOKENS)
@@ -121,8 +122,8 @@ struct Tiles<'a> {
     /// The number of tokens of a tile; the last tile may have fewer.
     tokens: usize,
     targets: &'a [u32],
-    /// The hidden states transposed, `(E, ROWS)` for each block of `ROWS` states, one block after the
-    /// other.
+    /// The hidden states transposed, `(E, ROWS)` for each block of `ROWS` states, one block after
+    /// the other.
     columns: Vec<f32>,
 }
 
@@ -187,8 +188,8 @@ impl<'a> Soft<'a> {
         Self { shares: vec![0f32; tiles.tokens * ROWS], tiles, logs, share }
     }
 
-    /// Computes the teacher's probabilities of the tokens from `v` on, for the hidden states from `i`
-    /// on. Those of missing states are 0, since their denominators are infinite.
+    /// Computes the teacher's probabilities of the tokens from `v` on, for the hidden states from
+    /// `i` on. Those of missing states are 0, since their denominators are infinite.
     #[inline(always)]
     fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> &mut [f32] {
         self.tiles.compute(simd, i, v, &mut self.shares);

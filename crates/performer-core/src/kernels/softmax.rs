@@ -196,8 +196,8 @@ impl Head<'_> {
         }
     }
 
-    /// The tiles of those of `keys` that a span of queries may see: tiles of sinks, then those of the
-    /// window.
+    /// The tiles of those of `keys` that a span of queries may see: tiles of sinks, then those of
+    /// the window.
     fn tiles(&self, queries: Span, keys: Range<usize>) -> impl Iterator<Item = Span> {
         let tiles = |range: Range<usize>| {
             range.clone().step_by(KEYS).map(move |start| Span { start, count: KEYS.min(range.end - start) })

@@ -45,10 +45,10 @@ impl Random {
         (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Draws `count` normal numbers of mean 0 and the given standard deviation (Box and Muller). Not
-    /// `projection::draw_normal`: the inputs of tests do not depend on what is tested, and with other
-    /// inputs two tests meet denominators of signed features near zero, and gradients that vanish,
-    /// where rounding is all that is left.
+    /// Draws `count` normal numbers of mean 0 and the given standard deviation (Box and Muller).
+    /// Not `projection::draw_normal`: the inputs of tests do not depend on what is tested, and with
+    /// other inputs two tests meet denominators of signed features near zero, and gradients that
+    /// vanish, where rounding is all that is left.
     pub(crate) fn normal(&mut self, count: usize, deviation: f64) -> Vec<f64> {
         (0..count)
             .map(|_| {

@@ -157,7 +157,8 @@ static void check_activations(long long count, bool wide) {
 }
 
 // x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map. Pairs are halves
-// apart or neighbours; angles are one table, or one for each sequence; `wide` threads have 16 bytes.
+// apart or neighbours; angles are one table, or one for each sequence; `wide` threads have 16
+// bytes.
 static void check_heads(int batch, int heads, int tokens, int half, bool neighbours, bool tables, bool wide) {
     using namespace heads_of_rows;
     int width = 2 * half, next = neighbours ? 2 : 1, second = neighbours ? 1 : half;

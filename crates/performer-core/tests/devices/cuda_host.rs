@@ -1,8 +1,8 @@
 //! The CUDA kernels of FAVOR and softmax are compared with the reference, without a card: their
 //! sources are compiled for the CPU with `cuda_host/device.h` in place of the hardware.
 //!
-//! Sizes here are few, to keep the time short; `cargo test --test devices cuda_host -- --ignored` runs
-//! many. Without a C++ compiler nothing can be tested, and the tests say so.
+//! Sizes here are few, to keep the time short; `cargo test --test devices cuda_host -- --ignored`
+//! runs many. Without a C++ compiler nothing can be tested, and the tests say so.
 
 use crate::common::{
     Problem, Random, assert_close,
@@ -347,7 +347,8 @@ fn causal_bf16_by_teams() {
         }
         let build = build(64, 128);
         build.check(&build.problem(2, build.shape([1, 2, 2], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
-        // Features and values are not whole tiles, features are few, heads are grouped and keys hidden.
+        // Features and values are not whole tiles, features are few, heads are grouped and keys
+        // hidden.
         for (dim, rows, values) in [(24, 20, 40), (16, 48, 16), (60, 33, 30)] {
             let build = Build {
                 teams: true,

@@ -1,5 +1,5 @@
-//! Kernels for GPUs, run without one: their sources are compiled for the CPU with a stand-in for the
-//! hardware.
+//! Kernels for GPUs, run without one: their sources are compiled for the CPU with a stand-in for
+//! the hardware.
 
 #[path = "../common/mod.rs"]
 mod common;

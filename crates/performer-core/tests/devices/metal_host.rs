@@ -1,8 +1,8 @@
 //! The Metal kernel of FAVOR is compared with the reference, without an Apple device: its source is
 //! compiled for the CPU with `metal_host/device.h` in place of Metal's language and hardware.
 //!
-//! Sizes here are few, to keep the time short; `cargo test --test devices metal_host -- --ignored` runs
-//! many. Without a C++ compiler nothing can be tested, and the tests say so.
+//! Sizes here are few, to keep the time short; `cargo test --test devices metal_host -- --ignored`
+//! runs many. Without a C++ compiler nothing can be tested, and the tests say so.
 
 use crate::common::{
     Problem, Random, assert_close,

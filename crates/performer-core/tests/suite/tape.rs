@@ -174,7 +174,8 @@ fn tapes_may_lie_in_each_other_and_end() -> Result<()> {
 
 #[test]
 fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> {
-    // Windows that are shorter than the text, as long, and longer; values are one number wide in the last layer.
+    // Windows that are shorter than the text, as long, and longer; values are one number wide in
+    // the last layer.
     for (name, gate, head_dim) in [
         ("softmax", false, 8),
         ("favor:m=16", false, 8),

@@ -46,7 +46,8 @@ pub(super) struct Args {
     /// Only the timings of attention.
     #[arg(long)]
     only_timings: bool,
-    /// Only what has this text in its name, such as `bf16` or `favor, 4096 tokens`; may be given several times.
+    /// Only what has this text in its name, such as `bf16` or `favor, 4096 tokens`; may be given
+    /// several times.
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
     /// Stop beginning new work after this many minutes; what is left is listed.
@@ -67,7 +68,8 @@ pub(super) struct Args {
     /// Print the results as JSON.
     #[arg(long)]
     json: bool,
-    /// Do the work for as many seconds and add it to the lines: this program starts processes of itself with it.
+    /// Do the work for as many seconds and add it to the lines: this program starts processes of
+    /// itself with it.
     #[arg(long, hide = true, value_name = "SECONDS")]
     work: Option<f64>,
     /// Name an item whose process is ended in its middle, to test that nothing else is lost.

@@ -34,11 +34,11 @@ pub(super) struct Args {
     /// features trained too) or favor-window (and exact to the last 32 tokens; in a first
     /// measurement features that are not trained did worse than that window alone), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor]. The
-    /// setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short convolutions
-    /// of queries, keys and values; output-gate and output-norm scale what heads return. Controls:
-    /// uniform (means of the values, without queries and keys) and none. sinks=4 beside a window keeps
-    /// the first four tokens visible. A hybrid A+B/n, as in favor-gated+softmax/4, has B in every n-th
-    /// layer, A in the others.
+    /// setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short
+    /// convolutions of queries, keys and values; output-gate and output-norm scale what heads
+    /// return. Controls: uniform (means of the values, without queries and keys) and none. sinks=4
+    /// beside a window keeps the first four tokens visible. A hybrid A+B/n, as in
+    /// favor-gated+softmax/4, has B in every n-th layer, A in the others.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
-    /// Decay rates of the two moments, each in `[0, 1)`. Default `(0.9, 0.95)`, usual for language models.
+    /// Decay rates of the two moments, each in `[0, 1)`. Default `(0.9, 0.95)`, usual for language
+    /// models.
     pub betas: (f64, f64),
     /// Added to the root of the second moment. Default `1e-8`.
     pub eps: f64,

@@ -175,8 +175,8 @@ pub struct Report {
 /// Converts. `None` if it was stopped: run it again to go on after the last finished stage.
 ///
 /// # Errors
-/// A teacher that is not all softmax, attention without feature maps that can be fitted where stages need them, and what keeps files from
-/// being written.
+/// A teacher that is not all softmax, attention without feature maps that can be fitted where
+/// stages need them, and what keeps files from being written.
 pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     check(plan)?;
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
@@ -477,8 +477,8 @@ fn pupil(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
     Decoder::from_tensors(&plan.config, &with_fresh(plan, tensors)?, &plan.device)
 }
 
-/// Adds what is not among the tensors: feature maps are drawn at random, and convolutions and output
-/// gates begin without effect.
+/// Adds what is not among the tensors: feature maps are drawn at random, and convolutions and
+/// output gates begin without effect.
 fn with_fresh(plan: &Plan, mut tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
     let fresh = Decoder::buffers(&plan.config, plan.seed, &plan.device)?;
     for (name, tensor) in fresh.into_iter().chain(Decoder::neutral_parts(&plan.config, &plan.device)?) {

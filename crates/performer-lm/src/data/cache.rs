@@ -35,7 +35,8 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    /// The cache at [`cache_dir`]; if nothing can be written there, a temporary folder, and a notice that says so.
+    /// The cache at [`cache_dir`]; if nothing can be written there, a temporary folder, and a
+    /// notice that says so.
     pub(crate) fn from_env(listener: &dyn Listener) -> Result<Self> {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
             let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;

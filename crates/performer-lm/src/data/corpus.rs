@@ -83,8 +83,8 @@ impl Corpus {
     /// what is left out, is said to `listener`.
     ///
     /// # Errors
-    /// Text that is missing, unreadable, not UTF-8, empty, or too little to be split; TinyStories asked for by name and
-    /// not to be had.
+    /// Text that is missing, unreadable, not UTF-8, empty, or too little to be split; TinyStories
+    /// asked for by name and not to be had.
     pub fn load(spec: &DataSpec, listener: &dyn Listener) -> Result<Self> {
         Self::load_with(spec, Hub::from_env(), listener)
     }

@@ -59,7 +59,8 @@ impl Hub {
         Cache::new(self.cache.clone()).repo(repo.clone()).get(file)
     }
 
-    /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up where it stopped.
+    /// TinyStories from the cache, or else downloaded into it; an interrupted download is taken up
+    /// where it stopped.
     pub(crate) fn tinystories(&self, listener: &dyn Listener) -> Result<TinyStories> {
         if let Some(files) = self.cached() {
             return Ok(files);
@@ -78,7 +79,8 @@ impl Hub {
         format!("Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it", self.cache.display())
     }
 
-    /// The folder of a model in the cache, after whatever it lacks of the files that loading needs has been downloaded.
+    /// The folder of a model in the cache, after whatever it lacks of the files that loading needs
+    /// has been downloaded.
     pub(crate) fn model(&self, id: &str, listener: &dyn Listener) -> Result<PathBuf> {
         let repo = Repo::model(id.into());
         let config = self.fetch(&repo, "config.json", listener)?;
@@ -156,7 +158,8 @@ fn dataset() -> Repo {
     Repo::dataset(DATASET.into())
 }
 
-/// What the downloading thread reports: the size of the file when the transfer starts, then the bytes as they come.
+/// What the downloading thread reports: the size of the file when the transfer starts, then the
+/// bytes as they come.
 enum Event {
     Size(u64),
     Received(u64),

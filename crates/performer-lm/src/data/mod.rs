@@ -53,7 +53,8 @@ pub struct Prepared {
 /// whatever its size), and encodes both splits. Whatever is in the cache is taken from there.
 ///
 /// # Errors
-/// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is full.
+/// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is
+/// full.
 pub fn prepare(
     spec: &DataSpec,
     vocab_size: usize,

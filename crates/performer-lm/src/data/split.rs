@@ -62,7 +62,8 @@ pub(crate) fn split(documents: &Documents, listener: &dyn Listener) -> Result<(D
     Ok((train, valid))
 }
 
-/// Splits a single document: `valid` is the last tenth of its blocks, without those that stand in `train` too.
+/// Splits a single document: `valid` is the last tenth of its blocks, without those that stand in
+/// `train` too.
 fn split_document(document: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     let text = document.iter().next().unwrap_or_default();
     let mut end = 0;

@@ -45,9 +45,9 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. The same text always gives the same
-    /// tokenizer. Only the first 64 MB of text are used; too little text gives a smaller
-    /// vocabulary.
+    /// Trains a byte-level BPE with GPT-2's pre-tokenization; `<|endoftext|>` is token 0. The same
+    /// text always gives the same tokenizer. Only the first 64 MB of text are used; too little text
+    /// gives a smaller vocabulary.
     ///
     /// # Errors
     /// If `vocab_size` is below [`MIN_VOCAB_SIZE`].

@@ -3,8 +3,8 @@
 //! either attention. It needs nothing but the program, and runs on the CPU too.
 //!
 //! The work is a list of [`Item`]s. [`perform`] does them one after the other and gives each result
-//! away as a [`Line`] as soon as it is known, so that nothing is lost when a kernel makes the device
-//! or the process fail: what is missing is done by another process, and [`Report::of`] puts
+//! away as a [`Line`] as soon as it is known, so that nothing is lost when a kernel makes the
+//! device or the process fail: what is missing is done by another process, and [`Report::of`] puts
 //! the lines of all processes together.
 
 mod attention;
@@ -93,7 +93,8 @@ impl Item {
     }
 }
 
-/// Returns everything that there is to do on a device, in order: what needs little time comes first.
+/// Returns everything that there is to do on a device, in order: what needs little time comes
+/// first.
 pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
     let mut items = attention::items(extent, !device.is_cpu());
     items.extend(parts::items());

@@ -67,7 +67,8 @@ impl Heads {
     /// Reads a model and runs it on text.
     ///
     /// # Errors
-    /// What keeps the model or the text from being read; a model that is not all softmax; a context of nothing.
+    /// What keeps the model or the text from being read; a model that is not all softmax; a context
+    /// of nothing.
     pub fn read(source: &Source, device: &Device, listener: &dyn Listener) -> Result<Self> {
         let mut model = Pretrained::open_with(&source.model, listener)?;
         let context = source.context.unwrap_or(model.config.context.min(512));

@@ -71,8 +71,8 @@ impl DecoderState {
 
 impl Decoder {
     /// Makes a new f32 model. Its features depend on `seed`, and each weight on `seed` and its
-    /// name, so models that differ in their attention start from the same weights. Feature maps that
-    /// are to be trained are parameters, a set for each key head.
+    /// name, so models that differ in their attention start from the same weights. Feature maps
+    /// that are to be trained are parameters, a set for each key head.
     ///
     /// # Errors
     /// If the configuration is invalid.
@@ -190,8 +190,8 @@ impl Decoder {
     }
 
     /// Makes parameters of the feature maps that are to be trained, a set for each key head: they
-    /// are among [`Self::named_parameters`], get gradients and are computed by operations that have a
-    /// backward pass.
+    /// are among [`Self::named_parameters`], get gradients and are computed by operations that have
+    /// a backward pass.
     fn register_maps(&mut self) -> Result<()> {
         let mut parameters = locked(self.parameters.data());
         for (i, block) in self.blocks.iter_mut().enumerate() {

@@ -67,8 +67,8 @@ impl AdamW {
     /// Makes moments of zero for `params`, which are put in the order of their names.
     ///
     /// # Errors
-    /// If there are no parameters, a constant is out of range, a name is given twice, or a parameter
-    /// is not of a floating-point type.
+    /// If there are no parameters, a constant is out of range, a name is given twice, or a
+    /// parameter is not of a floating-point type.
     pub fn new(params: Vec<(String, Var)>, config: AdamWConfig) -> Result<Self> {
         Self::with_fused_update(params, config, true)
     }

@@ -58,8 +58,8 @@ const SHOWN_CHARACTERS: usize = 60;
 /// A finished result of another revision is refused: a table has results of one revision only. A
 /// training that another revision began goes on, for hours of work should not be lost to an
 /// upgrade; it is said to the listener, and recorded as a [`Leg`]. The same holds for another kind
-/// of device. A revision that ends in `-dirty` names all uncommitted changes alike, and the key cannot
-/// tell them apart: for results that count, commit first.
+/// of device. A revision that ends in `-dirty` names all uncommitted changes alike, and the key
+/// cannot tell them apart: for results that count, commit first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunKey {

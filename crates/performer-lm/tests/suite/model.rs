@@ -369,8 +369,8 @@ fn an_invalid_config_is_named() {
     assert_eq!(AttentionConfig::Softmax.kind(), "softmax");
 }
 
-/// Parts begin with weights of their own, and leave those of everything else alone. Convolutions and
-/// output gates change nothing at first.
+/// Parts begin with weights of their own, and leave those of everything else alone. Convolutions
+/// and output gates change nothing at first.
 #[test]
 fn parts_are_counted_and_begin_without_drawn_numbers() -> Result<()> {
     let model = |attention: &str| Decoder::new(&ModelConfig { kv_heads: 2, ..base(attention) }, 1, &Device::Cpu);

@@ -114,8 +114,8 @@ impl Backend for Cuda {
     }
 }
 
-/// Prefix sums of the CUDA kernels. Scales are logarithms to base 2 and sizes are padded, so a state
-/// goes on where it began: on CUDA, or on the CPU.
+/// Prefix sums of the CUDA kernels. Scales are logarithms to base 2 and sizes are padded, so a
+/// state goes on where it began: on CUDA, or on the CPU.
 #[derive(Clone, Debug)]
 struct CudaSums(Sums);
 

@@ -1,6 +1,6 @@
 // GELU (tanh form) and SwiGLU, element by element, and their gradients. All tensors of a kernel
-// have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple of 16 bytes; a
-// thread of the others has one element.
+// have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple of 16 bytes;
+// a thread of the others has one element.
 
 #include "stored.cuh"
 

@@ -14,8 +14,8 @@ use candle_core::{
 use super::Source;
 use crate::kernels::store::{self, Store};
 
-/// The largest number of bytes of compiled kernels that the user's folder keeps; one kernel has 20 to
-/// 200 KB.
+/// The largest number of bytes of compiled kernels that the user's folder keeps; one kernel has 20
+/// to 200 KB.
 const LIMIT: u64 = 256 << 20;
 
 /// `Target` is what NVRTC is asked to compile for.
@@ -29,8 +29,9 @@ struct Target {
 
 impl Target {
     /// Chooses machine code for the device if this NVRTC knows the device: machine code runs on any
-    /// driver of the toolkit's major version, while PTX needs a driver at least as new as the toolkit.
-    /// A device whose architecture this NVRTC does not list gets PTX of the newest one below it.
+    /// driver of the toolkit's major version, while PTX needs a driver at least as new as the
+    /// toolkit. A device whose architecture this NVRTC does not list gets PTX of the newest one
+    /// below it.
     fn choose((major, minor): (i32, i32), supported: &[i32]) -> Option<Self> {
         let device = major * 10 + minor;
         let best = supported.iter().copied().filter(|&arch| arch <= device).max()?;

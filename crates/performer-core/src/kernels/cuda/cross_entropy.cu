@@ -3,8 +3,8 @@
 //   forward:  logits (rows, V), targets (rows) -> losses (rows), logs (rows)
 //   backward: logits, targets, logs, grads (rows) -> gradients in place of the logits (rows, V)
 //
-// The kernels `_wide` read and write 16 bytes at a time: V is a multiple of as many numbers, and the
-// logits lie at a multiple of 16 bytes.
+// The kernels `_wide` read and write 16 bytes at a time: V is a multiple of as many numbers, and
+// the logits lie at a multiple of 16 bytes.
 
 #include "stored.cuh"
 

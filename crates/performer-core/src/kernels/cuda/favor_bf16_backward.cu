@@ -3,16 +3,16 @@
 //
 // A kernel adds up one side of attention, the builder, and reads the sums from the other side, the
 // reader. For dq the builder holds keys and the reader queries; for dk and dv the builder holds
-// queries, from the last to the first, and the reader keys. A team of warps shares the builder; each
-// warp has 16 rows of the reader in a chunk:
+// queries, from the last to the first, and the reader keys. A team of warps shares the builder;
+// each warp has 16 rows of the reader in a chunk:
 //
 //   queries read: x (16, D), g (16, V) -> d (16, P) = g S^T + e norm + pairs -> dq (16, D), e (16)
 //   keys read:    x (16, D), v (16, V) -> dv (16, V), d (16, P) = v R^T + m + pairs -> dk (16, D)
 //
 // S is the sum of phi(k) v^T over the keys of earlier chunks and norm that of phi(k). R is the sum
 // of phi(q) g^T over the queries of later chunks and m that of e phi(q), where e is the gradient by
-// a query's denominator. `pairs` comes from the rows of the chunk itself. d is the derivative by the
-// features, before it is multiplied by them.
+// a query's denominator. `pairs` comes from the rows of the chunk itself. d is the derivative by
+// the features, before it is multiplied by them.
 
 #include "favor_bf16.cuh"
 
@@ -21,8 +21,8 @@
 struct TeamBackward {
     TeamBuilder builder;
     alignas(16) Operand rest[P][W];
-    // x holds the reader's rows, queries or keys; y holds the gradients of the outputs where queries
-    // read, and the values where keys read.
+    // x holds the reader's rows, queries or keys; y holds the gradients of the outputs where
+    // queries read, and the values where keys read.
     alignas(16) Operand x[C][D + PAD];
     alignas(16) Operand y[C][W];
     float before[C / 16][P];
@@ -136,8 +136,8 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     long long first_query = (long long)place.query_index * p.queries;
     int begins = place.segment * p.segment, ends = min(KEYS ? p.keys : p.queries, begins + p.segment);
 
-    // Returns the chunk after the first `done` tokens; where keys read, chunks go from the last token
-    // to the first.
+    // Returns the chunk after the first `done` tokens; where keys read, chunks go from the last
+    // token to the first.
     auto span_after = [&](int done) {
         return Span{KEYS ? ends - 1 - done : begins + done, max(0, min(C, ends - begins - done)), KEYS ? -1 : 1};
     };
@@ -164,8 +164,8 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             copy_rows<16, V, VALUES, 32>(&s.y[0][0], W, grads, span, 16 * warp(), always);
         }
     };
-    // These belong to the query in row threadIdx.x of the next chunk's builder: `offset` is minus the
-    // logarithm of its denominator, which the forward pass kept, and `unit` is its e, which the
+    // These belong to the query in row threadIdx.x of the next chunk's builder: `offset` is minus
+    // the logarithm of its denominator, which the forward pass kept, and `unit` is its e, which the
     // kernel for dq kept.
     float offset = 0, unit = 1;
     auto read_left = [&](Span span) {
@@ -236,16 +236,16 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, 16 * warp(), n);
         }
 
-        // Starts d with the column of the denominator, which is m where keys read, then adds the rows
-        // of the chunk itself and the sums of the other chunks.
+        // Starts d with the column of the denominator, which is m where keys read, then adds the
+        // rows of the chunk itself and the sums of the other chunks.
         each(d, [&](int, int column, float& x) { x = KEYS ? b.norm[column] : 0.0f; });
         multiply_values(d, &s.y[0][0], b, KEYS);
         multiply_sums(d, &s.y[0][0], &b.sums[0][0]);
         multiply_sums(d, &s.y[0][0], &s.rest[0][0]);
         if (!KEYS) {
             make_weights(w, b, rows, &s.x[0][0], packed);
-            // The gradients of a query's log-features sum to zero, since a common shift cancels in the
-            // quotient. This determines e, and is why dq has no term of the norm of q.
+            // The gradients of a query's log-features sum to zero, since a common shift cancels in
+            // the quotient. This determines e, and is why dq has no term of the norm of q.
             float sum[2] = {}, weight[2] = {}, e[2];
             Left diagonal;
             lower_ones(diagonal, 0, 0);
@@ -287,8 +287,8 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
         if (KEYS) {
             for (int h = 0; h < 2; h++) total[h] = over_row(total[h], Add());
             each(x, [&](int h, int column, float& y) {
-                // The log-features of a key contain -norm |k|^2, in base 2; its derivative is -2 norm k,
-                // and ln 2 takes it to base e.
+                // The log-features of a key contain -norm |k|^2, in base 2; its derivative is -2
+                // norm k, and ln 2 takes it to base e.
                 float key = widen(s.x[16 * warp() + lane() / 4 + 8 * h][column]);
                 y -= 2 * 0.6931471805599453f * p.norm * key * total[h];
             });

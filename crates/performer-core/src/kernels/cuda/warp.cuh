@@ -4,7 +4,8 @@
 //
 // The source is compiled at run time, where no toolkit's headers exist: nothing is included.
 
-// OFFSET is where a field lies in a struct, in bytes. The compiler at run time knows neither offsetof nor the header that defines it.
+// OFFSET is where a field lies in a struct, in bytes. The compiler at run time knows neither
+// offsetof nor the header that defines it.
 #ifdef __CUDACC_RTC__
 #define OFFSET(type, field) ((unsigned long long)__INTADDR__(&((type*)0)->field))
 #else

@@ -1,7 +1,7 @@
 //! FAVOR with forget gates, with the parameters of a map that is trained, or with both. These are
-//! more tensors than the three that a custom operation of Candle takes, so some are packed into one.
-//! The forward and backward passes are those of [`super::favor`], whose backward pass also sums the
-//! gradients of gates and parameters.
+//! more tensors than the three that a custom operation of Candle takes, so some are packed into
+//! one. The forward and backward passes are those of [`super::favor`], whose backward pass also
+//! sums the gradients of gates and parameters.
 
 use candle_core::{CpuStorage, DType, Result, Shape, Tensor, bail};
 

@@ -1,6 +1,6 @@
 //! The records of CUDA's prefix sums as tensors, to be saved: `favor.cuh` has a record of each key
-//! head, its `F` scales, `F` norms and `(F, Dv)` sums one after the other. `F` and `Dv` are padded to
-//! whole tiles, and scales are logarithms to base 2.
+//! head, its `F` scales, `F` norms and `(F, Dv)` sums one after the other. `F` and `Dv` are padded
+//! to whole tiles, and scales are logarithms to base 2.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 

@@ -27,8 +27,8 @@ pub(super) struct Tile<'a> {
     /// `padded(Dv)`: the length of a row of values.
     pub(super) width: usize,
     /// The features of the keys, `(F, CHUNK)`. Once loaded, they are numbers `x` whose log-features
-    /// are `x − offset_j` for the `j`-th key, or signed features. Once weighed, they are the weights
-    /// `e^{l − c}`, or the signed features times the weight of their key.
+    /// are `x − offset_j` for the `j`-th key, or signed features. Once weighed, they are the
+    /// weights `e^{l − c}`, or the signed features times the weight of their key.
     pub(super) keys: Vec<f32>,
     /// One number for each key, which is subtracted from the numbers in `keys`. Where features are
     /// signed, it is the logarithm of the key's weight, which [`Self::weigh_keys`] turns into the
@@ -42,8 +42,8 @@ pub(super) struct Tile<'a> {
     running: Vec<f32>,
     /// The maximum of each log-feature over the loaded keys.
     highest: Vec<f32>,
-    /// The largest `l(q) + c` over the features of each query; the weights of the query were divided
-    /// by its exponential.
+    /// The largest `l(q) + c` over the features of each query; the weights of the query were
+    /// divided by its exponential.
     largest: [f32; CHUNK],
     /// For each loaded key, the sum of the gates from the second loaded key to this one, at most 0,
     /// since gates are logarithms; 0 without gates.
@@ -93,9 +93,9 @@ impl<'a> Tile<'a> {
         for j in 1..count {
             forgotten[j] = forgotten[j - 1] + gates[start + j];
         }
-        // Weights are relative to the first loaded token. A later key has decayed less than the first
-        // by minus this sum, so its log-weight is larger by as much. Offsets are subtracted from
-        // log-features, but are themselves the log-weights where features are signed.
+        // Weights are relative to the first loaded token. A later key has decayed less than the
+        // first by minus this sum, so its log-weight is larger by as much. Offsets are subtracted
+        // from log-features, but are themselves the log-weights where features are signed.
         let sign = if head.map.is_signed() { -1.0 } else { 1.0 };
         offsets.iter_mut().zip(forgotten).take(count).for_each(|(offset, forgotten)| *offset += sign * *forgotten);
     }
@@ -105,8 +105,8 @@ impl<'a> Tile<'a> {
         self.forgotten[n - 1]
     }
 
-    /// Moves the token that weights are relative to: multiplies the sums by `e^by`, and adds `by` to
-    /// the running maxima, which are logarithms.
+    /// Moves the token that weights are relative to: multiplies the sums by `e^by`, and adds `by`
+    /// to the running maxima, which are logarithms.
     pub(super) fn forget(&mut self, sums: &mut Sums, by: f32) {
         sums.forget(by);
         self.running.iter_mut().for_each(|running| *running += by);
@@ -133,8 +133,8 @@ impl<'a> Tile<'a> {
         self.lent.unwrap_or(&self.copied)
     }
 
-    /// Writes the loaded values transposed, one row for each dimension, with 0 from the `n`-th key to
-    /// the end of the last vector.
+    /// Writes the loaded values transposed, one row for each dimension, with 0 from the `n`-th key
+    /// to the end of the last vector.
     pub(super) fn transpose_values(&self, n: usize, to: &mut [f32]) {
         transpose(self.values(), self.width, [n, self.head.v.width], to, CHUNK);
         for row in to.chunks_exact_mut(CHUNK) {
@@ -142,9 +142,9 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Begins a causal chunk at the first of `count` loaded keys. The sums are brought to the maxima
-    /// of the earlier keys and the first of these. The chunk takes the keys before the first one that
-    /// exceeds these maxima by more than [`LIMIT`]; their number is returned.
+    /// Begins a causal chunk at the first of `count` loaded keys. The sums are brought to the
+    /// maxima of the earlier keys and the first of these. The chunk takes the keys before the first
+    /// one that exceeds these maxima by more than [`LIMIT`]; their number is returned.
     #[inline(always)]
     pub(super) fn enter<S: Simd>(&mut self, simd: S, sums: &mut Sums, count: usize) -> usize {
         let columns = padded(count);
@@ -192,8 +192,9 @@ impl<'a> Tile<'a> {
         &self.running
     }
 
-    /// Turns the loaded log-features into weights `e^{l − c}` with the maxima `c`. The weights of keys
-    /// beyond the `n`-th become 0. Signed features have a single maximum, that of the key's weights.
+    /// Turns the loaded log-features into weights `e^{l − c}` with the maxima `c`. The weights of
+    /// keys beyond the `n`-th become 0. Signed features have a single maximum, that of the key's
+    /// weights.
     #[inline(always)]
     pub(super) fn weigh_keys<S: Simd>(&mut self, simd: S, maxima: &[f32], n: usize) {
         let columns = padded(n);
@@ -212,9 +213,9 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Computes the weights `e^{l_r(q) + c_r − max_r(l_r(q) + c_r)}` of `n` queries, one row for each
-    /// query, where `r` counts features and `c` are the maxima; or the features themselves where they
-    /// are signed.
+    /// Computes the weights `e^{l_r(q) + c_r − max_r(l_r(q) + c_r)}` of `n` queries, one row for
+    /// each query, where `r` counts features and `c` are the maxima; or the features themselves
+    /// where they are signed.
     #[inline(always)]
     pub(super) fn load_queries<S: Simd>(
         &mut self,
@@ -376,8 +377,8 @@ impl<'a> Tile<'a> {
     }
 
     /// Writes the gradients of the chunk's keys and values from those of features (`dphi`, a
-    /// feature a row) and of padded values (`rows`, a key a row); `dlog` receives those of the keys'
-    /// log-weights, which all features of a key share.
+    /// feature a row) and of padded values (`rows`, a key a row); `dlog` receives those of the
+    /// keys' log-weights, which all features of a key share.
     #[inline(always)]
     pub(super) fn write_key_gradients<S: Simd>(
         &mut self,

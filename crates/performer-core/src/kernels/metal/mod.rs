@@ -1,8 +1,8 @@
 //! The Metal kernel of FAVOR, compiled by the device when it is first used, from one source with
 //! macros for the shape in front of it.
 //!
-//! It has not been run on an Apple device: `tests/devices/metal_host.rs` runs the source on the CPU, and
-//! the code around it is only linted.
+//! It has not been run on an Apple device: `tests/devices/metal_host.rs` runs the source on the
+//! CPU, and the code around it is only linted.
 
 #[cfg(feature = "metal")]
 mod compile;

@@ -2,10 +2,10 @@
 //! <https://arxiv.org/abs/2312.04927>): pairs of a key token and a value token, then every key once
 //! more among random tokens, where its value is to be predicted.
 //!
-//! It is harder than [`recall`](super::recall): key and value are two tokens, so a model has to move
-//! what stands before a value to the value first, and then to look it up. As in the paper, queries
-//! come sooner rather than later: the share of those that come `g` places after the last pair falls
-//! as `g^(a−1)` with `a = 0.01`.
+//! It is harder than [`recall`](super::recall): key and value are two tokens, so a model has to
+//! move what stands before a value to the value first, and then to look it up. As in the paper,
+//! queries come sooner rather than later: the share of those that come `g` places after the last
+//! pair falls as `g^(a−1)` with `a = 0.01`.
 
 use anyhow::{Result, ensure};
 use rand_chacha::{ChaCha8Rng, rand_core::Rng};
