@@ -21,8 +21,7 @@ void launch_with(Dim grid, int block_threads, void (*kernel)(Parameters...), voi
 
 }  // namespace host
 
-# define LAUNCH(kernel)
-# \
+#define LAUNCH(kernel)                                                                                                       \
     extern "C" __attribute__((visibility("default"))) void launch_##kernel(                                                 \
         unsigned x, unsigned y, int threads, size_t shared, int order, void** arguments) {                                   \
         host::descending = order;                                                                                            \
