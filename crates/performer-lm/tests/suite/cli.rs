@@ -1,36 +1,8 @@
 //! These tests run the program as a user does, on the embedded sample.
 
-use std::{
-    path::Path,
-    process::{Command, Output},
-};
-
 use serde_json::Value;
 
-fn performer(cache: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_performer-lm"))
-        .args(args)
-        .env("PERFORMER_CACHE", cache)
-        .env("HF_HUB_OFFLINE", "1")
-        .current_dir(cache)
-        .output()
-        .expect("the program starts")
-}
-
-fn json(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
-}
-
-fn fails(output: &Output, words: &[&str]) {
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success(), "succeeded: {error}");
-    assert!(output.stdout.is_empty(), "an error is no result");
-    assert!(!error.contains("panicked"), "{error}");
-    for word in words {
-        assert!(error.contains(word), "'{word}' is not in: {error}");
-    }
-}
+use super::program::{fails, json, performer};
 
 const SMALL: [&str; 8] = ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4"];
 

@@ -8,29 +8,10 @@ use std::{
 
 use serde_json::Value;
 
+use super::program::{fails, json, performer};
+
 fn lab(folder: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_performer-lm"))
-        .arg("lab")
-        .args(args)
-        .env("PERFORMER_CACHE", folder)
-        .env("HF_HUB_OFFLINE", "1")
-        .current_dir(folder)
-        .output()
-        .expect("the program starts")
-}
-
-fn json(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
-}
-
-fn fails(output: &Output, words: &[&str]) {
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success(), "succeeded: {error}");
-    assert!(!error.contains("panicked"), "{error}");
-    for word in words {
-        assert!(error.contains(word), "'{word}' is not in: {error}");
-    }
+    performer(folder, &[&["lab"], args].concat())
 }
 
 /// Counts numbers and refuses null: JSON has no NaN and no infinity, which would be written as

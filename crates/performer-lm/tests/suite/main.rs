@@ -11,5 +11,7 @@ mod lab;
 mod library;
 mod model;
 mod pretrained;
+#[cfg(feature = "cli")]
+mod program;
 #[cfg(feature = "lab")]
 mod training;
