@@ -346,6 +346,8 @@ pub enum Preset {
     Seed,
     /// 4 layers, dim 128, context 256: writes stories; half an hour.
     Small,
+    /// 4 layers, dim 192, heads of 64, context 1,024: long text such as program source; an hour.
+    Code,
     /// The llama2.c 15M architecture: for a GPU or a long night.
     Stories15m,
 }
@@ -356,6 +358,7 @@ impl Preset {
         let (model, training) = match self {
             Self::Seed => (include_str!("../models/seed/config.json"), include_str!("../models/seed/training.json")),
             Self::Small => (include_str!("../models/small/config.json"), include_str!("../models/small/training.json")),
+            Self::Code => (include_str!("../models/code/config.json"), include_str!("../models/code/training.json")),
             Self::Stories15m => {
                 (include_str!("../models/stories15m/config.json"), include_str!("../models/stories15m/training.json"))
             }
@@ -370,7 +373,7 @@ mod tests {
 
     #[test]
     fn presets_are_valid() {
-        for preset in [Preset::Seed, Preset::Small, Preset::Stories15m] {
+        for preset in [Preset::Seed, Preset::Small, Preset::Code, Preset::Stories15m] {
             let (model, training) = preset.load().unwrap();
             model.validate().unwrap();
             training.validate().unwrap();

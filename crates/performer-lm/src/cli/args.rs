@@ -9,7 +9,7 @@ use clap::Args;
 use super::output;
 use crate::{
     config::{ModelConfig, Precision, Preset, TrainingConfig},
-    data::{DataSpec, Prepared, prepare},
+    data::{DataSpec, Prepared, prepare, prepare_with_test},
     device::DeviceKind,
     train::Schedule,
 };
@@ -68,6 +68,8 @@ pub(super) struct DataArgs {
     /// auto, tinystories, sample, a text file with <|endoftext|> lines, or a folder with train.txt
     /// and valid.txt [default: auto].
     ///
+    /// Where the folder has a test.txt, by which nothing is chosen, results are of that too.
+    ///
     /// auto takes TinyStories from the cache or the Hugging Face hub and, where there is neither,
     /// the embedded sample.
     #[arg(long)]
@@ -87,6 +89,12 @@ impl DataArgs {
 
     pub(super) fn prepare(&self, vocab_size: usize) -> Result<Prepared> {
         prepare(&self.spec(), self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref(), &output::TERMINAL)
+    }
+
+    /// Prepares the data with a test split in any case.
+    pub(super) fn prepare_with_test(&self, vocab_size: usize) -> Result<Prepared> {
+        let vocab_size = self.vocab_size.unwrap_or(vocab_size);
+        prepare_with_test(&self.spec(), vocab_size, self.tokenizer.as_deref(), &output::TERMINAL)
     }
 }
 

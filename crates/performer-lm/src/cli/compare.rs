@@ -9,7 +9,7 @@ use super::{
     output,
 };
 use crate::{
-    compare::{Comparison, Outcome},
+    compare::{Comparison, Outcome, Summary},
     config::AttentionPattern,
 };
 
@@ -19,6 +19,7 @@ Examples:
   performer-lm compare
   performer-lm compare --attention softmax --attention favor:m=64 --attention favor:m=128 --seeds 1,2,3
   performer-lm compare --preset small --epochs 1 --out runs/small --json
+  performer-lm compare --attention softmax --attention favor-gated --learning-rates 1e-3,3e-3,6e-3 --seeds 1,2,3
 
 The same command again goes on where a stopped one left off.")]
 pub(super) struct Args {
@@ -29,11 +30,18 @@ pub(super) struct Args {
     /// Seeds to repeat each with.
     #[arg(long, value_delimiter = ',', default_value = "42")]
     seeds: Vec<u64>,
+    /// Peak learning rates to choose from: each attention is trained with each of them at the first
+    /// seed, and the rate of the lowest validation loss is used for all seeds.
+    ///
+    /// Results are then of the test split: test.txt in the folder of the data, or else the second
+    /// half of the held-out text.
+    #[arg(long, value_delimiter = ',', conflicts_with = "learning_rate")]
+    learning_rates: Vec<f64>,
     #[command(flatten)]
     recipe: RecipeArgs,
     #[command(flatten)]
     data: DataArgs,
-    /// Folder for compare.json, table.md, loss.svg, loss.png and the runs.
+    /// Folder for compare.json, table.md, the charts loss and positions (SVG and PNG), and the runs.
     #[arg(long, default_value = "runs/compare")]
     out: PathBuf,
     /// Print the outcome as JSON.
@@ -43,7 +51,11 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
     let (config, training) = args.recipe.load(machine)?;
-    let data = args.data.prepare(config.vocab_size)?;
+    let data = if args.learning_rates.len() > 1 {
+        args.data.prepare_with_test(config.vocab_size)?
+    } else {
+        args.data.prepare(config.vocab_size)?
+    };
     output::note(&format!("training on {}", data.description));
     let training = args.recipe.for_data(&data, training);
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -52,6 +64,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         training,
         attentions: args.attention,
         seeds: args.seeds,
+        learning_rates: args.learning_rates,
         out: &args.out,
         data: args.data.spec().to_string(),
         device: machine.device.clone(),
@@ -63,36 +76,23 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     let outcome = comparison.run(&data)?;
     let table = table(&outcome);
     crate::files::write(&args.out.join("table.md"), format!("{table}\n").as_bytes())?;
-    output::note(&format!("saved compare.json, table.md, loss.svg and loss.png in {}", args.out.display()));
+    output::note(&format!("saved compare.json, table.md and the charts in {}", args.out.display()));
+    for tried in outcome.rates_at_the_edge() {
+        output::note(&format!(
+            "warning: the best learning rate of {} is {}, at the edge of those tried: try others beyond it",
+            tried.attention_spec, tried.learning_rate
+        ));
+    }
     if args.json { output::json(&outcome) } else { output::result(&table) }
 }
 
 fn table(outcome: &Outcome) -> String {
-    let rows: Vec<Vec<String>> = outcome
-        .summary
-        .iter()
-        .map(|s| {
-            vec![
-                s.attention_spec.clone(),
-                if s.seeds.len() > 1 {
-                    format!("{:.4} ± {:.4}", s.val_loss, s.val_loss_std)
-                } else {
-                    format!("{:.4}", s.val_loss)
-                },
-                format!("{:.2}", s.perplexity),
-                format!("{:+.1}%", 100.0 * s.perplexity_gap),
-                format!("{:.4}", s.bits_per_byte),
-                s.features_off.as_ref().map_or_else(|| "–".into(), |control| format!("{:.4}", control.val_loss)),
-                output::thousands(s.params as u64),
-                output::thousands(s.state_bytes as u64) + if s.state_grows { " +" } else { "" },
-                format!("{:.0}", s.epoch_seconds),
-                output::thousands(s.tokens_per_second as u64),
-            ]
-        })
-        .collect();
-    let header = [
+    // Losses are those of the test split where there is one.
+    let tested = outcome.summary.iter().all(|s| s.test.is_some());
+    let chosen = !outcome.learning_rates.is_empty();
+    let mut header = vec![
         "attention",
-        "val loss (nats/token)",
+        if tested { "test loss (nats/token)" } else { "val loss (nats/token)" },
         "perplexity",
         "vs first",
         "bits/byte",
@@ -102,6 +102,10 @@ fn table(outcome: &Outcome) -> String {
         "s/epoch",
         "tokens/s",
     ];
+    if chosen {
+        header.insert(1, "rate");
+    }
+    let rows: Vec<Vec<String>> = outcome.summary.iter().map(|s| row(s, chosen)).collect();
     let mut notes = format!(
         "state: what decoding keeps of one sequence of {} tokens, in f32; one that grows with every token has a +",
         outcome.config.context
@@ -109,6 +113,13 @@ fn table(outcome: &Outcome) -> String {
     if outcome.summary.iter().any(|s| s.features_off.is_some()) {
         notes +=
             "\nfeatures off: loss of the same trained model with its window alone, or means of the values without one";
+    }
+    if outcome.summary.iter().any(|s| s.seeds.len() > 1) {
+        notes += "\n±: standard deviation over the seeds";
+    }
+    if chosen {
+        notes += "\nrate: the peak learning rate of the lowest validation loss at the first seed; the other figures are of \
+                  text by which nothing was chosen";
     }
     let threads = outcome.runs.first().map_or(1, |r| r.threads);
     format!(
@@ -118,4 +129,30 @@ fn table(outcome: &Outcome) -> String {
         outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0),
         outcome.machine.in_full(threads)
     )
+}
+
+fn row(s: &Summary, chosen: bool) -> Vec<String> {
+    let (loss, deviation, perplexity, bits_per_byte, off) = match &s.test {
+        Some(test) => (test.loss, test.loss_std, test.perplexity, test.bits_per_byte, test.features_off),
+        None => {
+            let off = s.features_off.as_ref().map(|control| control.val_loss);
+            (s.val_loss, s.val_loss_std, s.perplexity, s.bits_per_byte, off)
+        }
+    };
+    let mut row = vec![
+        s.attention_spec.clone(),
+        if s.seeds.len() > 1 { format!("{loss:.4} ± {deviation:.4}") } else { format!("{loss:.4}") },
+        format!("{perplexity:.2}"),
+        format!("{:+.1}%", 100.0 * s.perplexity_gap),
+        format!("{bits_per_byte:.4}"),
+        off.map_or_else(|| "–".into(), |loss| format!("{loss:.4}")),
+        output::thousands(s.params as u64),
+        output::thousands(s.state_bytes as u64) + if s.state_grows { " +" } else { "" },
+        format!("{:.0}", s.epoch_seconds),
+        output::thousands(s.tokens_per_second as u64),
+    ];
+    if chosen {
+        row.insert(1, s.learning_rate.map_or_else(|| "–".into(), |rate| rate.to_string()));
+    }
+    row
 }

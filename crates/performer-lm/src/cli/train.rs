@@ -156,6 +156,10 @@ fn table(r: &Report) -> String {
         vec!["seconds per epoch".into(), epochs],
         vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
     ];
+    if let Some(test) = &r.test {
+        rows.insert(8, vec!["test loss (nats/token)".into(), format!("{:.4}", test.loss)]);
+        rows.insert(9, vec!["test perplexity".into(), format!("{:.3}", test.perplexity)]);
+    }
     if let Some(control) = &r.features_off {
         let what = format!("loss with features off ({})", control.attention_spec);
         rows.insert(8, vec![what, format!("{:.4}", control.val_loss)]);

@@ -1,4 +1,5 @@
-//! This module finds the text to train on and holds part of it out for validation.
+//! This module finds the text to train on and holds part of it out for validation, and another part
+//! for the test.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 
 use super::hub::Hub;
-use super::split::{split, without_shared};
+use super::split::{halves, split, without_shared};
 use super::text::{Documents, Text};
 use crate::errors::Cause;
 use crate::listener::Listener;
@@ -34,7 +35,7 @@ pub enum DataSpec {
     /// `sample`: the embedded sample.
     Sample,
     /// Anything else: a text file, or a folder with a training file and, optionally, a validation
-    /// file.
+    /// and a test file.
     Path(PathBuf),
 }
 
@@ -65,7 +66,9 @@ impl fmt::Display for DataSpec {
     }
 }
 
-/// A `Corpus` is text in two splits, training and held-out, that share no document.
+/// A `Corpus` is text in splits that share no document: training, validation and, where there is
+/// one, test. Settings are chosen by the validation split, so the loss over it favours whoever
+/// chooses among more of them; the test split is for the figures that are reported.
 #[derive(Debug, Clone)]
 pub struct Corpus {
     /// Short name for tables and metadata: `tinystories`, `sample`, or `file:NAME`.
@@ -74,8 +77,10 @@ pub struct Corpus {
     pub description: String,
     /// The training text.
     pub train: Documents,
-    /// The held-out text.
+    /// The held-out text for validation.
     pub valid: Documents,
+    /// The held-out text by which nothing is chosen: the file `test.txt` of a folder.
+    pub test: Option<Documents>,
 }
 
 impl Corpus {
@@ -87,6 +92,31 @@ impl Corpus {
     /// asked for by name and not to be had.
     pub fn load(spec: &DataSpec, listener: &dyn Listener) -> Result<Self> {
         Self::load_with(spec, Hub::from_env(), listener)
+    }
+
+    /// Returns the corpus with a test split: its own, or else the second half of the validation
+    /// split, which keeps the first. What is divided is said to `listener`.
+    ///
+    /// # Errors
+    /// If the validation split is too short to be divided.
+    pub fn with_test(self, listener: &dyn Listener) -> Result<Self> {
+        if self.test.is_some() {
+            return Ok(self);
+        }
+        let Some((valid, test)) = halves(&self.valid) else {
+            bail!(
+                "the held-out text of {} is too short to be divided into validation and test: give a folder with \
+                 train.txt, valid.txt and test.txt",
+                self.description
+            );
+        };
+        listener.note(&format!(
+            "data: there is no test.txt: the first half of the held-out text is for validation ({} documents), the \
+             second for the test ({})",
+            valid.len(),
+            test.len()
+        ));
+        Ok(Self { valid, test: Some(test), ..self })
     }
 
     pub(crate) fn load_with(spec: &DataSpec, hub: Result<Hub>, listener: &dyn Listener) -> Result<Self> {
@@ -141,7 +171,7 @@ fn sample(listener: &dyn Listener) -> Result<Corpus> {
     let spans = text.documents();
     let description = format!("the embedded sample of {} short stories", spans.len());
     let (train, valid) = split(&Documents::new(text, spans), listener).context("the embedded sample")?;
-    Ok(Corpus { name: "sample".into(), description, train, valid })
+    Ok(Corpus { name: "sample".into(), description, train, valid, test: None })
 }
 
 fn tinystories(files: &TinyStories, listener: &dyn Listener) -> Result<Corpus> {
@@ -151,6 +181,7 @@ fn tinystories(files: &TinyStories, listener: &dyn Listener) -> Result<Corpus> {
         description: format!("TinyStories, {} stories", train.len() + valid.len()),
         train,
         valid,
+        test: None,
     })
 }
 
@@ -168,6 +199,7 @@ fn single_file(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
         description: format!("{}, split into training and validation", path.display()),
         train,
         valid,
+        test: None,
     })
 }
 
@@ -193,28 +225,41 @@ fn folder(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
             path.display()
         ),
     };
-    Ok(Corpus { name: name_of(path), description: path.display().to_string(), train, valid })
+    let test = match find(&["test.txt", "test"]) {
+        Some(test) => {
+            let rest = unseen(&test, load_text(&test)?, &train, "training", listener)?;
+            Some(unseen(&test, rest, &valid, "validation", listener)?)
+        }
+        None => None,
+    };
+    Ok(Corpus { name: name_of(path), description: path.display().to_string(), train, valid, test })
 }
 
-/// A training and a validation file; what stands in both is dropped from the second.
+/// Returns a training and a validation file; what stands in both is dropped from the second.
 fn pair(train: &Path, valid: &Path, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     let train = load_text(train)?;
     let all = load_text(valid)?;
-    let rest = without_shared(&all, &train);
+    let valid = unseen(valid, all, &train, "training", listener)?;
+    Ok((train, valid))
+}
+
+/// Returns the documents of a held-out file that are not in an earlier split.
+///
+/// # Errors
+/// If all of them are.
+fn unseen(path: &Path, all: Documents, earlier: &Documents, split: &str, listener: &dyn Listener) -> Result<Documents> {
+    let rest = without_shared(&all, earlier);
     let dropped = all.len() - rest.len();
     if dropped > 0 {
         listener.note(&format!(
-            "data: {dropped} documents of {} stand in the training text too and are left out of validation",
-            valid.display()
+            "data: {dropped} documents of {} stand in the {split} text too and are left out",
+            path.display()
         ));
     }
     if rest.is_empty() {
-        bail!(
-            "every document of {} stands in the training text too; give a validation file of other documents",
-            valid.display()
-        );
+        bail!("every document of {} stands in the {split} text too; give a file of other documents", path.display());
     }
-    Ok((train, rest))
+    Ok(rest)
 }
 
 fn name_of(path: &Path) -> String {
@@ -295,6 +340,32 @@ mod tests {
         write(dir.path(), "valid.txt", "Story 7.");
         let error = load(path).unwrap_err().to_string();
         assert!(error.contains("every document"), "{error}");
+    }
+
+    #[test]
+    fn a_test_split_is_a_file_or_half_of_what_is_held_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_str().unwrap();
+        write(dir.path(), "train.txt", &["a", "b", "c"].join(SEP));
+        write(dir.path(), "valid.txt", &["d", "e", "f"].join(SEP));
+        assert!(load(path).unwrap().test.is_none());
+        let halved = load(path).unwrap().with_test(&Silent).unwrap();
+        assert_eq!(halved.valid.iter().collect::<Vec<_>>(), ["d", "e"]);
+        assert_eq!(halved.test.unwrap().iter().collect::<Vec<_>>(), ["f"]);
+
+        // What stands in an earlier split is no test.
+        write(dir.path(), "test.txt", &["b", "e", "g"].join(SEP));
+        let corpus = load(path).unwrap().with_test(&Silent).unwrap();
+        assert_eq!(corpus.valid.len(), 3);
+        assert_eq!(corpus.test.unwrap().iter().collect::<Vec<_>>(), ["g"]);
+        write(dir.path(), "test.txt", &["b", "e"].join(SEP));
+        let error = load(path).unwrap_err().to_string();
+        assert!(error.contains("test.txt") && error.contains("validation"), "{error}");
+
+        std::fs::remove_file(dir.path().join("test.txt")).unwrap();
+        write(dir.path(), "valid.txt", "d");
+        let error = load(path).unwrap().with_test(&Silent).unwrap_err().to_string();
+        assert!(error.contains("too short") && error.contains("test.txt"), "{error}");
     }
 
     const SEP: &str = "\n<|endoftext|>\n";

@@ -1,6 +1,6 @@
 //! This module turns text into batches. A [`Corpus`] is found and split into training text and
-//! held-out text, a [`Tokenizer`] is trained on the training text, both splits are encoded into a
-//! [`TokenFile`] each, and [`Batches`] are cut from those. [`prepare`] does all but the last step.
+//! held-out text, a [`Tokenizer`] is trained on the training text, each split is encoded into a
+//! [`TokenFile`], and [`Batches`] are cut from those. [`prepare`] does all but the last step.
 //!
 //! Tokenizers and token files are kept in a cache under the hash of what they were made from; see
 //! [`cache_dir`].
@@ -33,7 +33,7 @@ pub use tokens::TokenFile;
 use crate::listener::Listener;
 use cache::Cache;
 
-/// `Prepared` holds data that is ready for training: a tokenizer and the tokens of both splits. The
+/// `Prepared` holds data that is ready for training: a tokenizer and the tokens of all splits. The
 /// [`TokenFile`]s know the numbers of documents, bytes and tokens.
 #[derive(Debug, Clone)]
 pub struct Prepared {
@@ -41,16 +41,25 @@ pub struct Prepared {
     pub corpus_name: String,
     /// One line that describes the corpus to a reader.
     pub description: String,
-    /// The tokenizer with which both splits are encoded.
+    /// The tokenizer with which all splits are encoded.
     pub tokenizer: Tokenizer,
     /// The tokens of the training text.
     pub train: Arc<TokenFile>,
-    /// The tokens of the held-out text.
+    /// The tokens of the held-out text for validation.
     pub valid: Arc<TokenFile>,
+    /// The tokens of the held-out text by which nothing is chosen, where there is such a split.
+    pub test: Option<Arc<TokenFile>>,
+}
+
+impl Prepared {
+    /// Returns the held-out text that results are reported on: the test split, or else validation.
+    pub fn reported(&self) -> &TokenFile {
+        self.test.as_ref().unwrap_or(&self.valid)
+    }
 }
 
 /// Finds the corpus, trains a tokenizer of `vocab_size` tokens on it (or loads the given tokenizer,
-/// whatever its size), and encodes both splits. Whatever is in the cache is taken from there.
+/// whatever its size), and encodes all splits. Whatever is in the cache is taken from there.
 ///
 /// # Errors
 /// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is
@@ -64,7 +73,21 @@ pub fn prepare(
     prepare_in(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, vocab_size, tokenizer, listener)
 }
 
-/// Finds the corpus and encodes both splits with the given tokenizer; see [`prepare`].
+/// Prepares data as [`prepare`] does, with a test split in any case; see [`Corpus::with_test`].
+///
+/// # Errors
+/// Those of [`prepare`] and of [`Corpus::with_test`].
+pub fn prepare_with_test(
+    spec: &DataSpec,
+    vocab_size: usize,
+    tokenizer: Option<&Path>,
+    listener: &dyn Listener,
+) -> Result<Prepared> {
+    let corpus = Corpus::load(spec, listener)?.with_test(listener)?;
+    prepare_in(&Cache::from_env(listener)?, corpus, vocab_size, tokenizer, listener)
+}
+
+/// Finds the corpus and encodes all splits with the given tokenizer; see [`prepare`].
 ///
 /// # Errors
 /// Those of [`Corpus::load`], and a disk that is full.
@@ -90,6 +113,7 @@ fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer, listener: &dyn L
     Ok(Prepared {
         train: Arc::new(cache.tokens(&corpus.train, &tokenizer, listener)?),
         valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer, listener)?),
+        test: corpus.test.map(|test| cache.tokens(&test, &tokenizer, listener).map(Arc::new)).transpose()?,
         corpus_name: corpus.name,
         description: corpus.description,
         tokenizer,

@@ -108,6 +108,30 @@ fn split_document(document: &Documents, listener: &dyn Listener) -> Result<(Docu
     Ok((train, valid))
 }
 
+/// Divides documents into a first and a second half, by their number; a single document is cut near
+/// the middle of its text. Returns `None` if there is too little to divide.
+pub(crate) fn halves(documents: &Documents) -> Option<(Documents, Documents)> {
+    if documents.len() > 1 {
+        let (mut first, mut second) = (0..documents.len(), 0..documents.len());
+        let half = documents.len().div_ceil(2);
+        return Some((
+            documents.filter(|_| first.next().is_some_and(|i| i < half)),
+            documents.filter(|_| second.next().is_some_and(|i| i >= half)),
+        ));
+    }
+    let text = documents.iter().next()?;
+    let mut middle = 0;
+    for piece in pieces(text, BLOCK) {
+        middle += piece.len();
+        if middle >= text.len() / 2 {
+            break;
+        }
+    }
+    let part = |span| documents.within(trim(text, span));
+    let (first, second) = (part(0..middle), part(middle..text.len()));
+    (!first.is_empty() && !second.is_empty()).then_some((first, second))
+}
+
 /// Returns `valid` without the documents that are in `train` too.
 pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents {
     // The training text may be large, so only those of its fingerprints that occur in `valid` are
@@ -196,6 +220,19 @@ mod tests {
         }
         let repeated = format!("{}\n\n", "same ".repeat(500)).repeat(20);
         assert!(split(&documents(repeated), &Silent).is_err());
+    }
+
+    #[test]
+    fn halves_of_stories_and_of_one_text() {
+        let (first, second) = halves(&documents("a<|endoftext|>b<|endoftext|>c".into())).unwrap();
+        assert_eq!((first.iter().collect::<Vec<_>>(), second.iter().collect::<Vec<_>>()), (vec!["a", "b"], vec!["c"]));
+        let text: String = (0..2000).map(|i| format!("Line {i}.\n")).collect();
+        let (first, second) = halves(&documents(text.clone())).unwrap();
+        let (first, second) = (first.iter().next().unwrap(), second.iter().next().unwrap());
+        assert_eq!(format!("{first}\n{second}\n"), text);
+        let share = first.len() as f64 / text.len() as f64;
+        assert!((0.35..0.65).contains(&share), "{share}");
+        assert!(halves(&documents("Hello.".into())).is_none());
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod gradients;
 mod log;
 mod optimizer;
 mod progress;
+mod report;
 mod run;
 mod run_key;
 mod steps;
@@ -20,11 +21,11 @@ pub use gradients::Gradients;
 pub use log::{Record, read_log};
 pub use optimizer::AdamW;
 pub(crate) use progress::StepBar;
+pub use report::{Control, PositionLoss, Report, TestLoss};
 #[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
 pub use run::{
-    Control, Found, Report, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
-    training_batches,
+    Found, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data, training_batches,
 };
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};

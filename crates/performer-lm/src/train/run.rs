@@ -19,15 +19,16 @@ use super::{
     AdamW, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Step, Steps, TrainingState, git_revision,
     log::{Log, Record},
     progress::Progress,
+    report::{Control, Report, TestLoss, by_range},
     run_key::{TRAINING, digests},
     take_steps,
 };
 use crate::{
-    config::{AttentionPattern, ModelConfig, Precision, Preset, TrainingConfig},
+    config::{AttentionPattern, ModelConfig, Positions, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
     errors::Cause,
-    eval::{Evaluation, check_vocabulary, evaluate, evaluate_start},
+    eval::{Evaluation, check_vocabulary, evaluate, evaluate_start, evaluate_windows},
     generate::{Sampling, generate},
     listener::Listener,
     model::{Decoder, Dropout, pretrained},
@@ -41,6 +42,12 @@ const FIT_TOKENS: usize = 8192;
 
 /// Sequences of a pass over these: their keys and queries are all in memory at once.
 const FIT_ROWS: usize = 16;
+
+/// Number of tokens, at least, over which the loss by position is measured.
+const POSITION_TOKENS: usize = 1 << 18;
+
+/// Number of ranges of positions in that measurement, over one context.
+const POSITION_RANGES: usize = 16;
 
 /// File name of the [`Report`].
 const REPORT: &str = "metrics.json";
@@ -72,75 +79,6 @@ pub struct RunOptions<'a> {
     pub samples: bool,
     /// Is told of steps, validations, and what a person should know.
     pub listener: &'a dyn Listener,
-}
-
-/// A `Control` is a trained model measured with its features off, without training: with the exact
-/// windows alone, or means of the values where there are none.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Control {
-    /// The attention that is left, as the command line takes it.
-    pub attention_spec: String,
-    /// Validation loss, in nats per token.
-    pub val_loss: f64,
-    /// Perplexity, `e^val_loss`.
-    pub perplexity: f64,
-    /// Validation loss in bits per byte of text.
-    pub bits_per_byte: f64,
-}
-
-/// A `Report` is the result of a run, with the stable names of `--json`.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
-    /// `softmax`, `favor` or `windowed`, say, or `hybrid`.
-    pub attention: String,
-    /// The attention with its settings, as the command line takes it.
-    pub attention_spec: String,
-    /// Seed of weights, data order and features.
-    pub seed: u64,
-    /// Number of trained parameters.
-    pub params: usize,
-    /// Bytes of decoding state of one sequence of the model's context, in all layers; 0 in reports
-    /// of versions that did not measure it.
-    #[serde(default)]
-    pub state_bytes: usize,
-    /// Whether that state grows with every token.
-    #[serde(default)]
-    pub state_grows: bool,
-    /// Validation loss, in nats per token.
-    pub val_loss: f64,
-    /// Perplexity, `e^val_loss`.
-    pub perplexity: f64,
-    /// Validation loss in bits per byte of text.
-    pub bits_per_byte: f64,
-    /// The model with its features off; `None` if it has none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub features_off: Option<Control>,
-    /// Seconds of training in each epoch, validation not counted.
-    pub epoch_seconds: Vec<f64>,
-    /// Training tokens per second of training.
-    pub tokens_per_second: f64,
-    /// Name of the corpus.
-    pub corpus: String,
-    /// Optimiser steps taken.
-    pub steps: usize,
-    /// Tokens trained on.
-    pub tokens: u64,
-    /// Worker threads on the CPU.
-    pub threads: usize,
-    /// Kind of device: cpu, cuda or metal.
-    pub device: String,
-    /// Type of activations.
-    #[serde(default)]
-    pub dtype: Precision,
-    /// Revision of this program.
-    pub revision: String,
-    /// Key of the run; `None` in reports of versions that did not record it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub key: Option<RunKey>,
-    /// The parts of the run that other revisions of this program made, or that were made on other
-    /// kinds of device.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub earlier_legs: Vec<Leg>,
 }
 
 /// `RunState` is the content of `train_state.json`.
@@ -329,11 +267,7 @@ impl<'a> Trainer<'a> {
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
         let control = self.model.features_off()?;
-        if control.is_some() {
-            progress.message("validating with the features off");
-        }
-        let control = control.map(|model| self.control(&model)).transpose()?;
-        let report = self.report(&evaluation, control)?;
+        let report = self.report(&evaluation, control.as_ref(), &progress)?;
         progress.validation(self.step(), &evaluation, &self.sample()?);
         Ok(Some(report))
     }
@@ -430,19 +364,41 @@ impl<'a> Trainer<'a> {
             .save(self.options.out, Some(&training))
     }
 
-    /// Measures the model with its features off, on all of the held-out text.
-    fn control(&self, model: &Decoder) -> Result<Control> {
-        let evaluation = evaluate(model, &self.data.valid, self.options.threads)?;
-        Ok(Control {
-            attention_spec: model.config().pattern().to_string(),
-            val_loss: evaluation.val_loss,
-            perplexity: evaluation.perplexity,
-            bits_per_byte: evaluation.bits_per_byte,
-        })
-    }
-
-    fn report(&self, evaluation: &Evaluation, features_off: Option<Control>) -> Result<Report> {
+    /// Measures the trained model on all of the held-out text and by position, and reports. `off`
+    /// is the model with its features off.
+    fn report(&self, evaluation: &Evaluation, off: Option<&Decoder>, progress: &Progress) -> Result<Report> {
+        let threads = self.options.threads;
+        let features_off = match off {
+            Some(off) => {
+                progress.message("validating with the features off");
+                let evaluation = evaluate(off, &self.data.valid, threads)?;
+                Some(Control {
+                    attention_spec: off.config().pattern().to_string(),
+                    val_loss: evaluation.val_loss,
+                    perplexity: evaluation.perplexity,
+                    bits_per_byte: evaluation.bits_per_byte,
+                })
+            }
+            None => None,
+        };
+        let test = match &self.data.test {
+            Some(tokens) => {
+                progress.message("measuring on the test split");
+                let evaluation = evaluate(&self.model, tokens, threads)?;
+                Some(TestLoss {
+                    loss: evaluation.val_loss,
+                    perplexity: evaluation.perplexity,
+                    bits_per_byte: evaluation.bits_per_byte,
+                    features_off: off.map(|off| evaluate(off, tokens, threads)).transpose()?.map(|e| e.val_loss),
+                })
+            }
+            None => None,
+        };
+        progress.message("measuring the loss by position");
         let config = self.model.config();
+        let contexts = if config.positions == Positions::Learned { 1 } else { 2 };
+        let windows =
+            evaluate_windows(&self.model, self.data.reported(), threads, contexts * config.context, POSITION_TOKENS)?;
         let report = Report {
             attention: config.pattern().kind().to_string(),
             attention_spec: config.pattern().to_string(),
@@ -451,6 +407,8 @@ impl<'a> Trainer<'a> {
             state_bytes: self.model.state_bytes()?,
             state_grows: config.growing_layers() > 0,
             features_off,
+            test,
+            loss_by_position: by_range(&windows.loss_by_position, contexts * POSITION_RANGES),
             val_loss: evaluation.val_loss,
             perplexity: evaluation.perplexity,
             bits_per_byte: evaluation.bits_per_byte,

@@ -224,7 +224,8 @@ pub(crate) fn digests(data: &Prepared) -> BTreeMap<String, String> {
         ("held-out tokens", data.valid.digest()),
         ("tokenizer", data.tokenizer.hash()),
     ];
-    digests.into_iter().map(|(name, digest)| (name.to_string(), digest.to_hex().to_string())).collect()
+    let test = data.test.iter().map(|test| ("test tokens", test.digest()));
+    digests.into_iter().chain(test).map(|(name, digest)| (name.to_string(), digest.to_hex().to_string())).collect()
 }
 
 /// Returns the digest of a model's configuration and weights. The context is left out: it is the

@@ -125,6 +125,42 @@ fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     fails(&performer(dir.path(), &args), &["settings.learning_rate was", "is now 0.5", "--out"]);
 }
 
+/// The rate is chosen by the first half of the held-out text, at the first seed, and results are of
+/// the second half.
+#[test]
+fn compare_chooses_a_learning_rate_by_other_text_than_it_reports() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut args =
+        vec!["compare", "--attention", "softmax", "--attention", "favor:m=8", "--seeds", "1,2", "--out", "c"];
+    args.extend(["--learning-rates", "1e-6,3e-3", "--json"]);
+    args.extend(SMALL);
+    let output = performer(dir.path(), &args);
+    let notes = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(notes.contains("second for the test") && notes.contains("at the edge"), "{notes}");
+    let outcome = json(&output);
+    let tried = outcome["learning_rates"].as_array().unwrap();
+    let chosen: Vec<bool> = tried.iter().map(|rate| rate["chosen"].as_bool().unwrap()).collect();
+    assert_eq!(chosen, [false, true, false, true], "{tried:?}");
+    // Two seeds of two attentions, all at the chosen rate.
+    assert_eq!(outcome["runs"].as_array().unwrap().len(), 4);
+    for run in outcome["runs"].as_array().unwrap() {
+        assert_eq!(run["key"]["settings"]["learning_rate"], 3e-3);
+        assert_ne!(run["test"]["loss"], run["val_loss"]);
+        // Sixteen positions to a context of 16 tokens, and as many beyond it.
+        let positions = run["loss_by_position"].as_array().unwrap();
+        assert_eq!((positions.len(), &positions[31]["until"]), (32, &32.into()));
+    }
+    let mean = |i: usize, j: usize| {
+        let loss = |i: usize| outcome["runs"][i]["test"]["loss"].as_f64().unwrap();
+        (loss(i) + loss(j)) / 2.0
+    };
+    assert_eq!(outcome["summary"][1]["test"]["loss"], mean(1, 3));
+    assert_eq!(outcome["summary"][1]["learning_rate"], 3e-3);
+    let table = std::fs::read_to_string(dir.path().join("c/table.md")).unwrap();
+    assert!(table.contains("test loss") && table.contains("rate") && table.contains("0.003"), "{table}");
+    assert!(std::fs::read_to_string(dir.path().join("c/positions.svg")).unwrap().contains("context in training"));
+}
+
 /// A hybrid is named as it was given, everywhere; and is evaluated with its features off too.
 #[test]
 fn a_hybrid_is_trained_shown_and_evaluated_with_its_features_off() {

@@ -45,6 +45,7 @@ fn data() -> Result<Prepared> {
         tokenizer: Tokenizer::from_bytes(json.into_bytes())?,
         train: TokenFile::from_tokens(&tokens(6000, 1), 20_000)?.into(),
         valid: TokenFile::from_tokens(&tokens(600, 2), 2000)?.into(),
+        test: None,
     })
 }
 

@@ -424,7 +424,7 @@ fn a_block_is_few_nodes_of_the_graph() -> Result<()> {
 /// every gradient to zeros.
 #[test]
 fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
-    for preset in [Preset::Seed, Preset::Small, Preset::Stories15m] {
+    for preset in [Preset::Seed, Preset::Small, Preset::Code, Preset::Stories15m] {
         for attention in [
             "softmax",
             "softmax:window=8",

@@ -33,6 +33,7 @@ fn data() -> Prepared {
         tokenizer: Tokenizer::from_bytes(json.into_bytes()).unwrap(),
         train: TokenFile::from_tokens(&tokens(4000, 0), 12_000).unwrap().into(),
         valid: TokenFile::from_tokens(&tokens(400, 3), 1200).unwrap().into(),
+        test: None,
     }
 }
 
@@ -276,6 +277,7 @@ impl Asked {
             training: self.training.clone(),
             attentions: vec!["softmax".parse().unwrap(), attention.parse().unwrap()],
             seeds: vec![self.seed],
+            learning_rates: Vec::new(),
             out,
             data: "law".into(),
             device: Device::Cpu,

@@ -76,6 +76,13 @@ pub struct Run {
     pub data: String,
     /// Number of trained parameters.
     pub parameters: usize,
+    /// Bytes of decoding state of one sequence of the task's length, in all layers, in f32; 0 in runs
+    /// of versions that did not measure it.
+    #[serde(default)]
+    pub state_bytes: usize,
+    /// Whether that state grows with every token.
+    #[serde(default)]
+    pub state_grows: bool,
     /// Seconds of training, without measuring.
     pub seconds: f64,
     /// Training tokens per second.
@@ -170,6 +177,8 @@ impl<'a> Setting<'a> {
             recipe: self.recipe.clone(),
             data: self.source.describe(),
             parameters: model.parameter_count()?,
+            state_bytes: model.state_bytes()?,
+            state_grows: model.config().growing_layers() > 0,
             seconds,
             tokens_per_second: tokens as f64 / seconds.max(1e-9),
             score,

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     lab::{Findings, Section, Table},
-    plot::{At, Axis, Chart, Marker, Scale, Series},
+    plot::{At, Axis, Chart, Marker, Scale, Series, Style},
 };
 
 /// A `Metric` is the number by which a task is judged.
@@ -80,7 +80,10 @@ pub(super) fn findings(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Findings 
     if found.len() > 1 {
         sections.push(overview(plan, found));
     }
-    sections.extend(found.iter().map(|(setting, runs)| section(plan, setting, runs)));
+    for (setting, runs) in found {
+        sections.push(section(plan, setting, runs));
+        sections.extend(by_state(plan, setting, runs));
+    }
     let tasks = found.iter().map(|(setting, runs)| {
         json!({
             "task": setting.task,
@@ -215,24 +218,90 @@ fn numbers(plan: &Plan, setting: &Setting, runs: &[Run], metric: Metric) -> Tabl
     if with_accuracy {
         header.push(Metric::Accuracy.label());
     }
-    header.extend(["loss (nats)", "training tokens/s"]);
+    header.extend(["loss (nats)", "state (bytes)", "training tokens/s"]);
     let mut table = Table::new(header);
-    let row = |name: &str, scores: &[Score], speed: String| {
+    let row = |name: &str, scores: &[Score], state: String, speed: String| {
         let mut cells = vec![name.to_string(), metric.show(scores)];
         if with_accuracy {
             cells.push(Metric::Accuracy.show(scores));
         }
         cells.push(show(&scores.iter().map(|score| score.loss).collect::<Vec<_>>(), 4));
-        cells.push(speed);
+        cells.extend([state, speed]);
         cells
     };
-    table.push(row("chance", &[setting.chance()], "–".into()));
+    table.push(row("chance", &[setting.chance()], "–".into(), "–".into()));
     for spec in specs(plan, setting) {
         let runs = of(runs, &spec);
         let speeds: Vec<f64> = runs.iter().map(|run| run.tokens_per_second).collect();
-        table.push(row(&spec, &scores(&runs), show(&speeds, 0)));
+        let state = runs.first().map_or_else(String::new, |run| state_text(run));
+        table.push(row(&spec, &scores(&runs), state, show(&speeds, 0)));
     }
     table
+}
+
+/// Formats the bytes of state, with a + if they grow with every token.
+fn state_text(run: &Run) -> String {
+    match (run.state_bytes, run.state_grows) {
+        (0, _) => "–".into(),
+        (bytes, grows) => format!("{bytes}{}", if grows { " +" } else { "" }),
+    }
+}
+
+/// Shows the result over what each attention remembers: a window, a linear attention and softmax
+/// can be compared by the bytes that decoding keeps of a sequence. Only causal attention decodes.
+fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
+    let metric = setting.task.metric();
+    if !setting.task.is_causal() || runs.iter().any(|run| run.state_bytes == 0) {
+        return None;
+    }
+    let series = specs(plan, setting).into_iter().map(|spec| {
+        let runs = of(runs, &spec);
+        let values: Vec<f64> = runs.iter().map(|run| metric.value(&run.score)).collect();
+        let low = values.iter().copied().fold(f64::INFINITY, f64::min);
+        let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let bytes = runs.first().map_or(0, |run| run.state_bytes) as f64;
+        Series { style: Style::Points, band: Some(vec![(low, high)]), ..Series::new(spec, [(bytes, mean(&values))]) }
+    });
+    let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
+    if metric == Metric::Accuracy {
+        y.range = Some((0.0, 100.0));
+    }
+    Some(Section {
+        title: format!("{}: by bytes of state", setting.task.title()),
+        text: vec![
+            "The state is what decoding keeps of one sequence of this length, in all layers, in f32. That of softmax \
+             without a window grows with every token; the others' does not."
+                .into(),
+        ],
+        chart: Some((
+            state_chart_name(setting),
+            Chart {
+                title: format!("{}: by bytes of state", setting.task.title()),
+                subtitle: Some(format!(
+                    "{}; mean of {} seed(s), bar: smallest to largest",
+                    setting.source.describe(),
+                    plan.seeds.len()
+                )),
+                x: Axis::new("state of a sequence (bytes)", Scale::Log2),
+                y,
+                series: series.collect(),
+                lines: vec![Marker { at: At::Y(metric.value(&setting.chance())), label: "chance".into() }],
+            },
+        )),
+        table: None,
+    })
+}
+
+fn state_chart_name(setting: &Setting) -> &'static str {
+    use super::Task;
+    match setting.task {
+        Task::Copying => "copying-state",
+        Task::Recall => "recall-state",
+        Task::Mqar => "mqar-state",
+        Task::Listops => "listops-state",
+        Task::Text => "text-state",
+        Task::Protein => "protein-state",
+    }
 }
 
 fn summaries(plan: &Plan, setting: &Setting, runs: &[Run]) -> Vec<serde_json::Value> {
@@ -246,6 +315,8 @@ fn summaries(plan: &Plan, setting: &Setting, runs: &[Run]) -> Vec<serde_json::Va
             "mean": mean(&values),
             "standard_deviation": deviation(&values),
             "seeds": runs.iter().map(|run| run.seed).collect::<Vec<_>>(),
+            "state_bytes": runs.first().map_or(0, |run| run.state_bytes),
+            "state_grows": runs.first().is_some_and(|run| run.state_grows),
             "tokens_per_second": mean(&speeds),
         })
     };

@@ -1,0 +1,102 @@
+//! This module draws what a comparison measured: the loss over the tokens of training, and over the
+//! positions of the context.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::{Outcome, summary::mean};
+use crate::{
+    plot::{At, Axis, Chart, Marker, Scale, Series},
+    train::{Record, Report, read_log},
+};
+
+/// Draws validation loss against training tokens: for each attention the mean over seeds, with the
+/// range as a band. `folders` has the folder of each run.
+pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
+    let mut series = Vec::new();
+    for summary in &outcome.summary {
+        let logs: Vec<Vec<Record>> = outcome
+            .runs
+            .iter()
+            .zip(folders)
+            .filter(|(run, _)| run.attention_spec == summary.attention_spec)
+            .map(|(_, folder)| read_log(&folder.join("metrics.jsonl")))
+            .collect::<Result<_>>()?;
+        let curves: Vec<Vec<(f64, f64)>> = logs.iter().map(|log| validation_curve(log)).collect();
+        series.push(mean_and_range(&summary.attention_spec, &curves));
+    }
+    Ok(Chart {
+        title: format!("Validation loss on {}", outcome.corpus),
+        subtitle: Some(format!("{}; without the first quarter", subtitle(outcome))),
+        x: Axis::new("training tokens", Scale::Linear),
+        y: Axis::new("validation loss (nats per token)", Scale::Linear),
+        series: series.into_iter().map(without_first_quarter).collect(),
+        ..Chart::default()
+    })
+}
+
+/// Draws loss against the position in the window, to twice the context where positions reach so
+/// far. Returns `None` if the runs have no such measurement.
+pub(super) fn positions(outcome: &Outcome) -> Option<Chart> {
+    let curve =
+        |run: &Report| -> Vec<(f64, f64)> { run.loss_by_position.iter().map(|p| (p.until as f64, p.loss)).collect() };
+    let series: Vec<Series> = outcome
+        .summary
+        .iter()
+        .map(|summary| {
+            let runs = outcome.runs.iter().filter(|run| run.attention_spec == summary.attention_spec);
+            mean_and_range(&summary.attention_spec, &runs.map(curve).collect::<Vec<_>>())
+        })
+        .collect();
+    series.iter().any(|s| !s.points.is_empty()).then(|| Chart {
+        title: format!("Loss by position on {}", outcome.corpus),
+        subtitle: Some(subtitle(outcome)),
+        x: Axis::new("position in the window (tokens)", Scale::Linear),
+        y: Axis::new("loss (nats per token)", Scale::Linear),
+        series,
+        lines: vec![Marker { at: At::X(outcome.config.context as f64), label: "context in training".into() }],
+    })
+}
+
+fn subtitle(outcome: &Outcome) -> String {
+    let seeds = outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0);
+    let config = &outcome.config;
+    format!(
+        "{} layers, dim {}, context {}; mean of {seeds} seed(s), band: smallest to largest",
+        config.layers, config.hidden_size, config.context
+    )
+}
+
+/// Joins the curves of several seeds, as far as the shortest goes.
+fn mean_and_range(name: &str, curves: &[Vec<(f64, f64)>]) -> Series {
+    let shortest = curves.iter().map(Vec::len).min().unwrap_or(0);
+    let mut points = Vec::new();
+    let mut band = Vec::new();
+    for i in 0..shortest {
+        let losses: Vec<f64> = curves.iter().map(|curve| curve[i].1).collect();
+        points.push((curves[0][i].0, mean(&losses)));
+        let low = losses.iter().copied().fold(f64::INFINITY, f64::min);
+        let high = losses.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        band.push((low, high));
+    }
+    Series { band: (curves.len() > 1).then_some(band), ..Series::new(name, points) }
+}
+
+/// Drops the first quarter of a curve: the steep fall at the beginning would flatten the
+/// differences at the end.
+fn without_first_quarter(mut series: Series) -> Series {
+    let end = series.points.last().map_or(0.0, |p| p.0);
+    let skip = series.points.iter().take_while(|p| p.0 < end / 4.0).count();
+    series.points.drain(..skip);
+    if let Some(band) = &mut series.band {
+        band.drain(..skip);
+    }
+    series
+}
+
+/// Returns the points of validation loss against tokens: quick validations, and the whole
+/// validation at the end.
+fn validation_curve(log: &[Record]) -> Vec<(f64, f64)> {
+    log.iter().filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
+}
