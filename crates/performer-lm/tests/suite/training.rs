@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use candle_core::Device;
 use performer_lm::{
     compare::{Comparison, Outcome},
-    config::{ModelConfig, Precision, Preset, TrainingConfig},
+    config::{ModelConfig, Positions, Precision, Preset, TrainingConfig},
     convert,
     data::{Prepared, TokenFile, Tokenizer},
     eval::evaluate,
@@ -222,6 +222,22 @@ fn micro_batches_change_rounding_only() -> Result<()> {
         losses.push(report.context("nobody stopped the run")?.val_loss);
     }
     assert!((losses[0] - losses[1]).abs() < 1e-4, "{losses:?}");
+    Ok(())
+}
+
+/// Rotary positions reach beyond the context of training, and so does the loss by position.
+#[test]
+fn the_loss_by_position_goes_to_twice_the_context() -> Result<()> {
+    let (config, training) = recipe("softmax");
+    let config = ModelConfig { positions: Positions::Rotary { base: 1e4 }, ..config };
+    let training = TrainingConfig { max_steps: Some(1), ..training };
+    let dir = tempfile::tempdir()?;
+    let (data, stop) = (data(), AtomicBool::new(false));
+    let report = Trainer::new(&config, &training, &data, options(dir.path(), 1, &stop))?.run()?.unwrap();
+    let ends: Vec<usize> = report.loss_by_position.iter().map(|range| range.until).collect();
+    // Forty positions in at most 32 ranges are two each.
+    assert_eq!(ends, (1..=20).map(|i| 2 * i).collect::<Vec<_>>());
+    assert!(report.loss_by_position.iter().all(|range| range.loss.is_finite()));
     Ok(())
 }
 
