@@ -61,6 +61,10 @@ code-corpus OUT:
     cargo fetch --locked
     python3 scripts/code_corpus.py "{{ OUT }}"
 
+# The stories of the committed results, out of the public file (22 MB): OUT/train.txt, OUT/valid.txt, OUT/test.txt.
+stories OUT:
+    scripts/tinystories.py "{{ OUT }}"
+
 # The stories in FOLDER (train.txt, valid.txt) with half of the validation text kept for the last result, as OUT/test.txt.
 split-stories FOLDER OUT:
     scripts/tinystories.py --split "{{ FOLDER }}" "{{ OUT }}"
