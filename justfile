@@ -61,6 +61,14 @@ code-corpus OUT:
     cargo fetch --locked
     python3 scripts/code_corpus.py "{{ OUT }}"
 
+# The stories of the committed results, out of the public file (22 MB): OUT/train.txt, OUT/valid.txt, OUT/test.txt.
+stories OUT:
+    scripts/tinystories.py "{{ OUT }}"
+
+# The stories in FOLDER (train.txt, valid.txt) with half of the validation text kept for the last result, as OUT/test.txt.
+split-stories FOLDER OUT:
+    scripts/tinystories.py --split "{{ FOLDER }}" "{{ OUT }}"
+
 # Attention over lengths and features; beside PyTorch where the Python given has it: `just bench-attention .venv/bin/python`.
 bench-attention PYTHON='':
     {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py > benchmarks/attention/torch.json' } }}

@@ -73,6 +73,9 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../gradients.md")]
 struct Gradients;
+#[cfg(doctest)]
+#[doc = include_str!("../project.md")]
+struct Project;
 // Pages of the book, which are in the folder `book` of the repository.
 #[cfg(doctest)]
 #[doc = include_str!("../book/tutorials/swap.md")]

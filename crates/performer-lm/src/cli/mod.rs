@@ -174,11 +174,13 @@ mod tests {
         entries.flat_map(|path| if path.is_dir() { pages(&path) } else { vec![path] }).collect()
     }
 
-    /// Commands that the book shows to the reader are commands that the program takes.
+    /// Commands that the book and the project's README show to the reader are commands that the
+    /// program takes.
     #[test]
     fn the_commands_of_the_book_are_understood() {
         let mut commands = 0;
-        for path in pages(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/book"))) {
+        let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        for path in pages(&crate_folder.join("book")).into_iter().chain([crate_folder.join("project.md")]) {
             let page = fs::read_to_string(&path).expect("pages are text").replace("\\\n", " ");
             for block in page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next()) {
                 for line in block.lines().filter(|line| line.starts_with("performer-lm ")) {

@@ -79,7 +79,7 @@ fn findings(report: &Report) -> Findings {
                 report.matmul_gflops
             ),
             "Softmax takes every query to every key it sees, T/2 of them when causal; FAVOR+ takes it to M features, four products of M × D in \
-             all. They cost the same at about T = 4M tokens, and below that no implementation can make linear attention win except by being \
+             all. They cost the same at about T = 4·M tokens, and below that no implementation can make linear attention win except by being \
              better written than its rival."
                 .into(),
         ],
@@ -108,7 +108,7 @@ fn fit_in_words(report: &Report, backward: bool) -> String {
         report.crossovers.iter().filter(|c| c.backward == backward).map(|c| (c.features as f64, c.by_flop)).collect();
     match (slope(&found(report, backward)), slope(&flop)) {
         (Some(measured), Some(counted)) => {
-            format!("{}: T ≈ {measured:.1} M measured, {counted:.1} M by operations.", capitalised(pass))
+            format!("{}: T ≈ {measured:.1}·M measured, {counted:.1}·M by operations.", capitalised(pass))
         }
         _ => format!("{}: no crossover within the lengths measured.", capitalised(pass)),
     }
