@@ -56,6 +56,13 @@ compare-small:
     {{ program }} compare --preset small --data "{{ data }}" \
         --attention softmax --attention favor:m=128 --seeds 1 --out benchmarks/small
 
+# What features, gates, windows and convolutions are worth at 256 tokens, each at the best of three learning rates.
+compare-attentions SEEDS='1':
+    {{ program }} compare --preset small --epochs 1 --data "{{ data }}" --learning-rates 3e-3,6e-3,9e-3 --seeds {{ SEEDS }} \
+        --attention softmax --attention favor-gated --attention softmax:window=66 --attention softmax:gate \
+        --attention favor:gate,conv --attention softmax:gate,conv --attention uniform:gate --attention favor \
+        --out benchmarks/attentions
+
 # Long real text: the Rust source of this project's dependencies, as train.txt, valid.txt and test.txt in a folder.
 code-corpus OUT:
     cargo fetch --locked
