@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
+use serde_json::Value;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
@@ -22,6 +23,12 @@ pub const MIN_VOCAB_SIZE: usize = 257;
 /// A tokenizer is trained on at most the first 64 MB of a corpus: more text does not change the
 /// merges of a small vocabulary noticeably, and word counts take memory.
 const MAX_TRAINING_BYTES: usize = 64 << 20;
+
+/// The largest vocabulary that is trained; the largest of published models are a hundredth of it.
+const MAX_VOCAB_SIZE: usize = 1 << 24;
+
+/// The most bytes of a word that is learned from in one part.
+const MAX_WORD: usize = 1 << 10;
 
 /// Training text is handed over in pieces of about this many bytes, so that memory stays bounded.
 const PIECE: usize = 1 << 16;
@@ -49,20 +56,27 @@ impl Tokenizer {
     /// text always gives the same tokenizer. Only the first 64 MB of text are used; too little text
     /// gives a smaller vocabulary.
     ///
+    /// A word of more than a thousand bytes, as in a text without spaces, is learned from in parts:
+    /// no token is that long, and the time to learn grows with the square of a word's length.
+    ///
     /// # Errors
-    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`].
+    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`], or above any model's.
     pub fn train(documents: &Documents, vocab_size: usize) -> Result<Self> {
         if vocab_size < MIN_VOCAB_SIZE {
             bail!(
                 "a vocabulary of {vocab_size} is too small for a byte-level tokenizer; give at least {MIN_VOCAB_SIZE}"
             );
         }
+        if vocab_size > MAX_VOCAB_SIZE {
+            bail!("a vocabulary of {vocab_size} is larger than any model's; give at most {MAX_VOCAB_SIZE}");
+        }
         let mut inner = tokenizers::Tokenizer::new(BPE::default());
         let byte_level = ByteLevel::new(false, false, true);
         inner.with_pre_tokenizer(Some(byte_level));
         inner.with_decoder(Some(byte_level));
         let mut trainer: TrainerWrapper = BpeTrainer::builder()
-            .vocab_size(vocab_size)
+            // The trainer makes room for all of it, and no text has more tokens than bytes.
+            .vocab_size(vocab_size.min(MIN_VOCAB_SIZE + documents.bytes() as usize))
             // A pair of symbols that occurs once is noise.
             .min_frequency(2)
             .show_progress(false)
@@ -76,6 +90,7 @@ impl Tokenizer {
             left = left.saturating_sub(piece.len());
             more
         });
+        let text = text.flat_map(parts_of_words);
         inner.train(&mut trainer, text).map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
         let json = inner.to_string(false).map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
         Self::from_bytes(json.into_bytes())
@@ -143,6 +158,7 @@ impl Tokenizer {
     ) -> Result<Self> {
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
+        require_sound_decoder(&json)?;
         // Many published files carry the truncation and padding of some model; a corpus must
         // neither be cut nor padded.
         let limits = inner.with_truncation(None);
@@ -250,6 +266,12 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot decode the tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        // Not every decoder can do without tokens.
+        let special = self.inner.get_added_vocabulary();
+        let is_text = |&id: &u32| self.inner.id_to_token(id).is_some_and(|token| !special.is_special_token(&token));
+        if !tokens.iter().any(is_text) {
+            return Ok(String::new());
+        }
         self.inner.decode(tokens, true).map_err(|error| anyhow!("cannot decode tokens: {error}"))
     }
 
@@ -261,6 +283,42 @@ impl Tokenizer {
     /// Returns a decoder for tokens that follow `tokens`.
     pub fn stream_after(&self, tokens: &[u32]) -> StreamDecoder<'_> {
         StreamDecoder { tokenizer: self, tokens: tokens.to_vec(), shown: tokens.len() }
+    }
+}
+
+/// Yields a text in parts of which no word has much more than [`MAX_WORD`] bytes: it is cut inside
+/// longer ones alone.
+fn parts_of_words(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let mut word = 0;
+        let cut = rest.char_indices().find(|&(at, c)| {
+            if c.is_whitespace() {
+                word = at;
+            }
+            at - word > MAX_WORD
+        });
+        let (part, tail) = rest.split_at(cut.map_or(rest.len(), |(at, _)| at));
+        rest = tail;
+        (!part.is_empty()).then_some(part)
+    })
+}
+
+/// Refuses a decoder that cuts characters off the ends of tokens: the library fails on every token
+/// that has fewer.
+fn require_sound_decoder(json: &[u8]) -> Result<()> {
+    fn cut(decoder: &Value) -> Option<u64> {
+        let of_parts = decoder["decoders"].as_array().and_then(|parts| parts.iter().find_map(cut));
+        let own = decoder["stop"].as_u64().filter(|&stop| decoder["type"] == "Strip" && stop > 0);
+        own.or(of_parts)
+    }
+    let json: Value = serde_json::from_slice(json).context("not a tokenizer.json")?;
+    match cut(&json["decoder"]) {
+        Some(stop) => bail!(
+            "the tokenizer's decoder cuts {stop} characters off the end of each token (Strip, stop), which fails for shorter ones; \
+             set its stop to 0"
+        ),
+        None => Ok(()),
     }
 }
 
@@ -373,6 +431,52 @@ pub(crate) mod tests {
         }
         let sentence = "Once upon a time";
         assert!(tokenizer.encode(sentence).unwrap().len() < sentence.len() / 2);
+    }
+
+    /// The time to learn from a word grows with the square of its length, so that a text without
+    /// spaces took hours.
+    #[test]
+    fn long_words_are_learned_from_in_parts() {
+        let long = "añb".repeat(2000);
+        let text = format!("Two words. {long} and\n{long}");
+        let parts: Vec<&str> = parts_of_words(&text).collect();
+        assert_eq!(parts.concat(), text);
+        let longest = parts.iter().flat_map(|part| part.split_whitespace()).map(str::len).max();
+        assert!(longest <= Some(MAX_WORD + 2) && parts.len() == 2 * (long.len() / (MAX_WORD + 2)) + 1, "{longest:?}");
+        for text in ["", " ", "a text of short words\n\n", &"word ".repeat(9999)] {
+            assert_eq!(parts_of_words(text).collect::<String>(), text);
+            assert!(parts_of_words(text).count() <= 1);
+        }
+    }
+
+    #[test]
+    fn no_room_is_made_for_more_tokens_than_the_text_can_have() {
+        let most = Tokenizer::train(&stories(), MAX_VOCAB_SIZE).unwrap();
+        assert!(most.vocab_size() < 1000);
+        let error = Tokenizer::train(&stories(), MAX_VOCAB_SIZE + 1).unwrap_err().to_string();
+        assert!(error.contains("at most 16777216"), "{error}");
+    }
+
+    #[test]
+    fn decoders_that_fail_are_refused_and_nothing_is_decoded_to_nothing() {
+        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
+        let with = |decoder: Value| {
+            let mut json: Value = serde_json::from_slice(tokenizer.as_bytes()).unwrap();
+            json["decoder"] = decoder;
+            Tokenizer::from_bytes(json.to_string().into_bytes())
+        };
+        let strip = |stop: u32| serde_json::json!({"type": "Strip", "content": "a", "start": 1, "stop": stop});
+        let sequence = serde_json::json!({"type": "Sequence", "decoders": [{"type": "Fuse"}, strip(2)]});
+        for broken in [strip(1), sequence] {
+            let error = with(broken).unwrap_err().to_string();
+            assert!(error.contains("Strip") && error.contains("stop"), "{error}");
+        }
+        assert!(with(strip(0)).unwrap().decode(&[65]).is_ok());
+        let bpe = with(serde_json::json!({"type": "BPEDecoder", "suffix": "</w>"})).unwrap();
+        for nothing in [&[][..], &[0], &[0, 0], &[99_999]] {
+            assert_eq!(bpe.decode(nothing).unwrap(), "");
+        }
+        assert_eq!(bpe.stream().finish().unwrap(), "");
     }
 
     #[test]
