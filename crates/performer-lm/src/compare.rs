@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::Prepared,
+    errors::{Cause, STOPPED},
     files,
     listener::Listener,
     machine::Machine,
@@ -119,7 +120,7 @@ impl Comparison<'_> {
                 let (config, training) = self.recipe(attention, seed)?;
                 let out = self.folder(attention, seed);
                 let report = find_or_run(&config, &training, data, self.options(&out))?;
-                let Some(report) = report else { bail!("stopped; the same command goes on from here") };
+                let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
                 runs.push(report);
                 outcome = Some(self.save(data, &runs, epoch_tokens)?);
             }

@@ -11,6 +11,7 @@ use super::{
 use crate::{
     compare::{Comparison, Outcome},
     config::AttentionPattern,
+    eval::show_perplexity,
 };
 
 #[derive(clap::Args)]
@@ -79,7 +80,7 @@ fn table(outcome: &Outcome) -> String {
                 } else {
                     format!("{:.4}", s.val_loss)
                 },
-                format!("{:.2}", s.perplexity),
+                show_perplexity(s.perplexity, 2),
                 format!("{:+.1}%", 100.0 * s.perplexity_gap),
                 format!("{:.4}", s.bits_per_byte),
                 s.features_off.as_ref().map_or_else(|| "–".into(), |control| format!("{:.4}", control.val_loss)),

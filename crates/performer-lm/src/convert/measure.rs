@@ -1,12 +1,14 @@
 //! This module measures a student on held-out text and compares its predictions with its teacher's.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::Plan;
 use crate::{
     data::{Batch, TokenFile, eval_windows},
-    eval::check_vocabulary,
+    errors::Cause,
+    eval::{check_vocabulary, perplexity},
     model::Decoder,
     train::in_order,
 };
@@ -23,22 +25,27 @@ pub struct Measured {
     pub top1_agreement: f64,
 }
 
-/// Measures the student over about the first `limit` tokens, in windows of its context.
+/// Measures the student over about the first `limit` tokens of held-out text, in windows of its
+/// context. Returns `None` if the plan was stopped.
+///
+/// # Errors
+/// If a loss is not finite: which token is likeliest then means nothing.
 pub(super) fn measure(
+    plan: &Plan,
     teacher: &Decoder,
     student: &Decoder,
     tokens: &TokenFile,
-    limit: usize,
-    threads: usize,
-) -> Result<Measured> {
+) -> Result<Option<Measured>> {
+    let limit = plan.measure_tokens;
     let context = student.config().context.min(tokens.len().saturating_sub(1).max(1));
     let rows = (1024 / context).max(1);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(limit.div_ceil(rows * context)).collect();
     let (mut loss, mut same, mut count) = (0.0, 0.0, 0.0);
-    in_order(
+    let measured = in_order(
         windows.len(),
-        threads,
+        plan.threads,
         |i| {
+            ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
             let batch = &windows[i];
             check_vocabulary(batch, student)?;
             let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), student.device())?;
@@ -55,7 +62,15 @@ pub(super) fn measure(
             count += tokens as f64;
             Ok(())
         },
-    )?;
+    );
+    if measured.as_ref().is_err_and(|error| matches!(error.downcast_ref(), Some(Cause::Stopped(_)))) {
+        return Ok(None);
+    }
+    measured?;
     let val_loss = loss / count;
-    Ok(Measured { val_loss, perplexity: val_loss.exp(), top1_agreement: same / count })
+    ensure!(
+        val_loss.is_finite(),
+        "its loss on held-out text is {val_loss}: its weights hold values that are not finite, or too large"
+    );
+    Ok(Some(Measured { val_loss, perplexity: perplexity(val_loss), top1_agreement: same / count }))
 }

@@ -23,8 +23,8 @@ pub(crate) use progress::StepBar;
 #[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
 pub use run::{
-    Control, Found, Report, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
-    training_batches,
+    Control, Found, Report, RunOptions, SavedData, Trainer, default_out, find, find_or_run, load_model, run_name,
+    saved_data, training_batches,
 };
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};

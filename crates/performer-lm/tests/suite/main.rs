@@ -5,13 +5,23 @@
 #[cfg(feature = "cli")]
 mod cli;
 mod convert;
+#[cfg(feature = "cli")]
+mod damage;
+#[cfg(feature = "cli")]
+mod going_on;
 mod imports;
 #[cfg(feature = "cli")]
 mod lab;
 mod library;
+#[cfg(feature = "cli")]
+mod limits;
 mod model;
+#[cfg(feature = "cli")]
+mod overwriting;
 mod pretrained;
 #[cfg(feature = "cli")]
 mod program;
+#[cfg(feature = "cli")]
+mod stopping;
 #[cfg(feature = "lab")]
 mod training;

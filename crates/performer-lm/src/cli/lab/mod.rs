@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use clap::Subcommand;
 use serde_json::{Map, Value};
 
-use super::{args::Machine, output, stop_on_ctrl_c};
+use super::{STOP, args::Machine, output};
 use crate::{
     data::DataSpec,
     lab::{self, Findings, Heads, Provenance, Source},
@@ -49,8 +49,8 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
         Command::Error(args) => (args.common.clone(), vec![args.run(machine)?]),
         Command::Suggest(args) => (args.common.clone(), vec![args.run(machine)?]),
         Command::Crossover(args) => (args.common.clone(), vec![args.run(machine)?]),
-        Command::Tasks(args) => (args.common.clone(), vec![args.run(machine, stop_on_ctrl_c()?)?]),
-        Command::Ablate(args) => (args.common.clone(), vec![args.run(machine, stop_on_ctrl_c()?)?]),
+        Command::Tasks(args) => (args.common.clone(), vec![args.run(machine, &STOP)?]),
+        Command::Ablate(args) => (args.common.clone(), vec![args.run(machine, &STOP)?]),
         Command::All(args) => (args.common.clone(), args.run(machine)?),
     };
     common.finish(machine, begun, &findings)
