@@ -8,6 +8,8 @@ mod convert;
 #[cfg(feature = "cli")]
 mod damage;
 #[cfg(feature = "cli")]
+mod earlier_results;
+#[cfg(feature = "cli")]
 mod going_on;
 mod imports;
 #[cfg(feature = "cli")]
