@@ -4,8 +4,9 @@ use anyhow::{Result, ensure};
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::Plan;
+use super::{Plan, Point, Stage};
 use crate::{
+    config::{AttentionConfig, ModelConfig},
     data::{Batch, TokenFile, eval_windows},
     errors::Cause,
     eval::{check_vocabulary, perplexity},
@@ -73,4 +74,67 @@ pub(super) fn measure(
         "its loss on held-out text is {val_loss}: its weights hold values that are not finite, or too large"
     );
     Ok(Some(Measured { val_loss, perplexity: perplexity(val_loss), top1_agreement: same / count }))
+}
+
+/// What an error of a measurement is about.
+pub(super) fn about(stage: &str) -> String {
+    match stage {
+        "teacher" => "cannot measure the teacher".into(),
+        "swap" => "cannot measure the teacher with features drawn at random in it".into(),
+        _ => format!("cannot measure the model after the stage '{stage}'"),
+    }
+}
+
+/// `Measurements` are what a model is measured as after a stage.
+pub(super) struct Measurements {
+    pub(super) measured: Measured,
+    pub(super) without_window: Option<Measured>,
+    pub(super) features_off: Option<Measured>,
+}
+
+impl Measurements {
+    /// Measures a model, without its windows and with its features off too where it has them;
+    /// `None` if it was stopped.
+    pub(super) fn of(model: &Decoder, measure: &dyn Fn(&Decoder) -> Result<Option<Measured>>) -> Result<Option<Self>> {
+        let Some(measured) = measure(model)? else { return Ok(None) };
+        let mut whole = Self { measured, without_window: None, features_off: None };
+        let others =
+            [(&mut whole.without_window, without_windows(model)?), (&mut whole.features_off, model.features_off()?)];
+        for (place, model) in others {
+            let Some(model) = model else { continue };
+            *place = measure(&model)?;
+            if place.is_none() {
+                return Ok(None);
+            }
+        }
+        Ok(Some(whole))
+    }
+
+    pub(super) fn stage(self, name: &str, tokens: u64, seconds: f64, points: Vec<Point>) -> Stage {
+        let Self { measured, without_window, features_off } = self;
+        Stage { name: name.into(), tokens, seconds, measured, without_window, features_off, points }
+    }
+}
+
+/// Returns the student with its windows switched off, or `None` if it has none.
+fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
+    let config = student.config();
+    if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
+        return Ok(None);
+    }
+    fn bare(attention: &AttentionConfig) -> AttentionConfig {
+        match attention {
+            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
+            AttentionConfig::Equipped { parts, of } => {
+                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
+            }
+            other => other.clone(),
+        }
+    }
+    let config = ModelConfig {
+        attention: bare(&config.attention),
+        attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
+        ..config.clone()
+    };
+    Ok(Some(Decoder::frozen(&config, &student.tensors()?, student.device())?))
 }

@@ -45,6 +45,7 @@ use crate::{
     train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest},
 };
 pub use measure::Measured;
+use measure::{Measurements, about};
 use stage::{Bookmark, Progress};
 #[cfg(feature = "lab")]
 pub(crate) use statistics::moments;
@@ -206,7 +207,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         plan.listener.note("the teacher, and features drawn at random in it");
         for (name, student) in [("teacher", &teacher), ("swap", &student(plan, plan.teacher.tensors.clone())?)] {
             let started = Instant::now();
-            let Some(measurements) = Measurements::of(student, &measure).with_context(|| context(name))? else {
+            let Some(measurements) = Measurements::of(student, &measure).with_context(|| about(name))? else {
                 return Ok(None);
             };
             report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
@@ -236,7 +237,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
-        let Some(measurements) = Measurements::of(&student, &measure).with_context(|| context(name))? else {
+        let Some(measurements) = Measurements::of(&student, &measure).with_context(|| about(name))? else {
             return Ok(None);
         };
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
@@ -255,53 +256,13 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let tuned = tune::tune(plan, &bookmark, tuning, &teacher, copy, data, &loss)?;
         let Some(Trained { student: tuned, tokens, points }) = tuned else { return Ok(None) };
         let checkpoint = bookmark.into_checkpoint();
-        let Some(measured) = measure(&tuned).with_context(|| context(CONTROL))? else { return Ok(None) };
+        let Some(measured) = measure(&tuned).with_context(|| about(CONTROL))? else { return Ok(None) };
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
         let alone = Measurements { measured, without_window: None, features_off: None };
         report.control = Some(alone.stage(CONTROL, tokens, seconds, points));
         save(plan, &student(plan, checkpoint.tensors)?, &report)?;
     }
     Ok(Some(report))
-}
-
-/// What an error of a measurement is about.
-fn context(stage: &str) -> String {
-    match stage {
-        "teacher" => "cannot measure the teacher".into(),
-        "swap" => "cannot measure the teacher with features drawn at random in it".into(),
-        _ => format!("cannot measure the model after the stage '{stage}'"),
-    }
-}
-
-/// `Measurements` are what a model is measured as after a stage.
-struct Measurements {
-    measured: Measured,
-    without_window: Option<Measured>,
-    features_off: Option<Measured>,
-}
-
-impl Measurements {
-    /// Measures a model, without its windows and with its features off too where it has them;
-    /// `None` if it was stopped.
-    fn of(model: &Decoder, measure: &dyn Fn(&Decoder) -> Result<Option<Measured>>) -> Result<Option<Self>> {
-        let Some(measured) = measure(model)? else { return Ok(None) };
-        let mut whole = Self { measured, without_window: None, features_off: None };
-        let others =
-            [(&mut whole.without_window, without_windows(model)?), (&mut whole.features_off, model.features_off()?)];
-        for (place, model) in others {
-            let Some(model) = model else { continue };
-            *place = measure(&model)?;
-            if place.is_none() {
-                return Ok(None);
-            }
-        }
-        Ok(Some(whole))
-    }
-
-    fn stage(self, name: &str, tokens: u64, seconds: f64, points: Vec<Point>) -> Stage {
-        let Self { measured, without_window, features_off } = self;
-        Stage { name: name.into(), tokens, seconds, measured, without_window, features_off, points }
-    }
 }
 
 impl Plan<'_> {
@@ -545,29 +506,6 @@ fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
     let progress = Progress { key: report.key.clone(), report: report.clone(), stage: None };
     progress.save(&checkpoint, plan.out, Default::default())?;
     files::write_json(&plan.out.join(REPORT), report)
-}
-
-/// Returns the student with its windows switched off, or `None` if it has none.
-fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
-    let config = student.config();
-    if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
-        return Ok(None);
-    }
-    fn bare(attention: &AttentionConfig) -> AttentionConfig {
-        match attention {
-            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
-            AttentionConfig::Equipped { parts, of } => {
-                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
-            }
-            other => other.clone(),
-        }
-    }
-    let config = ModelConfig {
-        attention: bare(&config.attention),
-        attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
-        ..config.clone()
-    };
-    Ok(Some(Decoder::frozen(&config, &student.tensors()?, student.device())?))
 }
 
 #[cfg(feature = "plot")]

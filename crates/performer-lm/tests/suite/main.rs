@@ -23,7 +23,7 @@ mod overwriting;
 mod pretrained;
 #[cfg(feature = "cli")]
 mod program;
-#[cfg(feature = "cli")]
+#[cfg(all(feature = "cli", unix))]
 mod stopping;
 #[cfg(feature = "lab")]
 mod training;

@@ -37,7 +37,6 @@ impl Running {
     }
 
     /// Sends what Ctrl-C sends.
-    #[cfg(unix)]
     fn interrupt(&self) {
         let sent = Command::new("kill").args(["-INT", &self.child.id().to_string()]).status();
         assert!(sent.expect("kill starts").success());
@@ -63,7 +62,6 @@ fn succeeds(output: &Output) {
 
 /// A training in progress keeps others from its folder, and what it saves when it is stopped is
 /// what another one goes on from.
-#[cfg(unix)]
 #[test]
 fn a_training_has_its_folder_to_itself_and_is_saved_when_it_is_stopped() {
     let dir = tempfile::tempdir().unwrap();
@@ -118,7 +116,6 @@ fn a_training_has_its_folder_to_itself_and_is_saved_when_it_is_stopped() {
 }
 
 /// Nothing can be lost while data is prepared, so the first Ctrl-C ends it.
-#[cfg(unix)]
 #[test]
 fn preparation_ends_at_once_and_leaves_nothing_half_made() {
     let dir = tempfile::tempdir().unwrap();
@@ -140,7 +137,6 @@ fn preparation_ends_at_once_and_leaves_nothing_half_made() {
 }
 
 /// A conversion that is stopped between its steps has saved what it did.
-#[cfg(unix)]
 #[test]
 fn a_conversion_that_is_stopped_goes_on() {
     let dir = tempfile::tempdir().unwrap();
