@@ -152,6 +152,7 @@ impl Comparison<'_> {
 
     /// Fails now where a run would fail hours later.
     fn check(&self, data: &Prepared) -> Result<()> {
+        files::require_own(self.out, ("compare.json", "runs"), &["table.md", "loss.svg", "loss.png"])?;
         for (i, attention) in self.attentions.iter().enumerate() {
             ensure!(!self.attentions[..i].contains(attention), "attention {attention} is given twice");
             for (j, &seed) in self.seeds.iter().enumerate() {

@@ -65,6 +65,30 @@ pub(crate) fn require_free(dir: &Path, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a folder in which results would replace files that this program did not write. It knows
+/// its own by `record`, a JSON file with this field that stands beside the files `names`.
+///
+/// # Errors
+/// [`Cause::AnotherFolder`] with the first file that is not this program's.
+#[cfg(feature = "lab")]
+pub(crate) fn require_own(dir: &Path, (record, field): (&str, &str), names: &[&str]) -> Result<()> {
+    let foreign = match std::fs::read(dir.join(record)) {
+        Ok(text) => {
+            let is_own =
+                serde_json::from_slice::<serde_json::Value>(&text).is_ok_and(|found| found.get(field).is_some());
+            (!is_own).then_some(record)
+        }
+        Err(_) => names.iter().copied().find(|name| dir.join(name).exists()),
+    };
+    match foreign {
+        Some(name) => bail!(Cause::AnotherFolder(format!(
+            "{} holds a {name} that is no result of this kind, and would be replaced: choose another folder",
+            dir.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Returns the path that leads from the folder `from` to `to`, if both exist and are on one drive.
 pub(crate) fn between(from: &Path, to: &Path) -> Option<PathBuf> {
     let (from, to) = (from.canonicalize().ok()?, to.canonicalize().ok()?);

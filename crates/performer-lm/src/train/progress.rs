@@ -42,7 +42,8 @@ impl<'a> Progress<'a> {
         self.bar = Box::new(Silent);
     }
 
-    pub(super) fn note(&self, text: &str) {
+    /// Says what is done after the steps.
+    pub(super) fn message(&self, text: &str) {
         self.listener.note(&format!("{}  {text}", self.name));
     }
 

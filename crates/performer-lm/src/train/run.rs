@@ -406,12 +406,12 @@ impl<'a> Trainer<'a> {
             return Ok(None);
         }
         progress.end();
-        progress.note("validating on all of the held-out text");
+        progress.message("validating on all of the held-out text");
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
         let control = self.model.features_off()?;
         if control.is_some() {
-            progress.note("validating with the features off");
+            progress.message("validating with the features off");
         }
         let control = control.map(|model| self.control(&model)).transpose()?;
         let report = self.report(&evaluation, control)?;

@@ -131,3 +131,31 @@ fn a_comparison_replaces_no_foreign_file() {
     fails(&performer(dir.path(), &[&compare[..], &SMALL[..]].concat()), &["softmax-seed1 holds config.json"]);
     assert_eq!(fs::read_to_string(run.join("config.json")).unwrap(), "{\"mine\": 1}");
 }
+
+/// Results are written to a folder with results of the same kind, and to no other that has files of
+/// their names.
+#[test]
+fn results_replace_results_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let compare = ["compare", "--attention", "softmax", "--seeds", "1", "--out", "out"];
+    let compare = [&compare[..], &SMALL[..]].concat();
+    let tasks = ["lab", "tasks", "--task", "recall", "--length", "4", "--steps", "1", "--seeds", "1", "--out", "out"];
+    let tasks = [&tasks[..], &["--attention", "softmax"]].concat();
+    for (command, names) in
+        [(compare, &["compare.json", "table.md", "loss.svg", "loss.png"][..]), (tasks, &["data.json", "report.html"])]
+    {
+        for name in names {
+            let _ = fs::remove_dir_all(&out);
+            fs::create_dir(&out).unwrap();
+            fs::write(out.join(name), "{\"mine\": 1}").unwrap();
+            fails(&performer(dir.path(), &command), &[name, "no result of this kind", "--out"]);
+            assert_eq!(files(&out).len(), 1, "{name}");
+        }
+        fs::remove_dir_all(&out).unwrap();
+        for _ in 0..2 {
+            let done = performer(dir.path(), &command);
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        }
+    }
+}
