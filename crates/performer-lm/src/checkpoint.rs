@@ -15,7 +15,8 @@
 //! # How a save survives a kill
 //!
 //! Five files cannot be replaced in one system call, but one can. So `model.safetensors` is the
-//! commit, and its header lists the BLAKE3 digests of the files that belong to it:
+//! commit, and its header lists the BLAKE3 digests of the files that belong to it, that of
+//! `train_state.json` without the times in it, so that equal trainings give equal models:
 //!
 //! 1. write `config.json.new`, ..., and last `model.safetensors.new` with the digests of the
 //!    others; sync all of them;
@@ -27,8 +28,9 @@
 //! A reader takes a `.new` file if its digest is the one that `model.safetensors` lists, and the
 //! plain name otherwise. Hence a kill before step 2 leaves `.new` files that match nothing and are
 //! ignored; a kill after it leaves some that match and are used. The next save first completes step
-//! 3 for those and removes the rest. Where nothing was interrupted there are no `.new` files and
-//! nothing is compared, so a `config.json` edited by hand is taken as it is.
+//! 3 for those and removes the rest. Where nothing was interrupted there are no `.new` files. A
+//! `config.json` or `tokenizer.json` edited by hand is then taken as it is; the state of a training
+//! must be the one that `model.safetensors` lists.
 
 mod weights_file;
 
@@ -52,6 +54,9 @@ const TRAIN_STATE: &str = "train_state.json";
 
 /// The files whose digests `model.safetensors` lists, in the order in which they are written.
 const COMPANIONS: [&str; 4] = [CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE];
+
+/// Names of the fields of a training state that say how long something took.
+const TIMES: [&str; 2] = ["seconds", "epoch_seconds"];
 
 /// Header keys of `model.safetensors` that belong to this module: the digests, and the mark that
 /// other tools ask for.
@@ -79,6 +84,16 @@ pub struct TrainingState {
     pub optimizer: HashMap<String, Tensor>,
     /// Content of `train_state.json`.
     pub progress: Value,
+}
+
+/// Refuses a folder in which a saved model would replace something: one of the five files, the list
+/// of a model in several files, or one of `others`.
+///
+/// # Errors
+/// [`Cause::WouldReplace`](crate::errors::Cause) with the first such file.
+pub(crate) fn require_free(dir: &Path, others: &[&str]) -> Result<()> {
+    let own = [MODEL, CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE, "model.safetensors.index.json"];
+    crate::files::require_free(dir, &[&own, others].concat())
 }
 
 impl Checkpoint {
@@ -126,6 +141,7 @@ impl Checkpoint {
             let content = |out: &mut dyn Write| write_safetensors(out, tensors, &BTreeMap::new());
             write(OPTIMIZER, &content, stage)?;
             write(TRAIN_STATE, &|out| write_json(out, &training.progress), stage)?;
+            digests.insert(TRAIN_STATE, digest_without_times(&training.progress)?);
         }
 
         let mut metadata = self.metadata.clone();
@@ -187,7 +203,9 @@ impl TrainingState {
     /// Loads the training state that belongs to the model in `dir`.
     ///
     /// # Errors
-    /// As [`Checkpoint::load`]; also if the model was saved without a training state.
+    /// As [`Checkpoint::load`]; also if the model was saved without a training state, or with
+    /// another one than the folder holds: weights, optimiser and progress of different steps go on
+    /// as no run ever was.
     pub fn load(dir: &Path, device: &Device) -> Result<Self> {
         require_folder(dir)?;
         let digests = committed_digests(dir)?.unwrap_or_default();
@@ -196,8 +214,8 @@ impl TrainingState {
             "{} holds no training state: its model can be used, but its training cannot be resumed",
             dir.display()
         );
-        let optimizer = read_companion(dir, OPTIMIZER, &digests)?;
-        let progress = read_companion(dir, TRAIN_STATE, &digests)?;
+        let optimizer = read_as_saved(dir, OPTIMIZER, &digests)?;
+        let progress = read_as_saved(dir, TRAIN_STATE, &digests)?;
         Ok(Self {
             optimizer: parse_safetensors(&optimizer, &dir.join(OPTIMIZER), device)?,
             progress: parse_json(&progress, &dir.join(TRAIN_STATE))?,
@@ -231,7 +249,7 @@ fn settle(dir: &Path, stage: Stage<'_>) -> Result<()> {
     for name in COMPANIONS {
         let (path, pending) = (dir.join(name), pending(dir, name));
         let digest = committed.as_ref().and_then(|digests| digests.get(name));
-        if digest.is_some() && file_digest(&pending)?.as_ref() == digest {
+        if is_pending(name, &pending, digest)? {
             stage(&format!("rename {name}"))?;
             rename(&pending, &path)?;
         } else {
@@ -243,6 +261,18 @@ fn settle(dir: &Path, stage: Stage<'_>) -> Result<()> {
     }
     remove(&pending(dir, MODEL), stage)?;
     sync_folder(dir)
+}
+
+/// Whether a file that waits is the one of this digest. All but the state of a training may be
+/// large, and are not read into memory.
+fn is_pending(name: &str, pending: &Path, digest: Option<&String>) -> Result<bool> {
+    let Some(digest) = digest else { return Ok(false) };
+    if name == TRAIN_STATE
+        && let Ok(content) = fs::read(pending)
+    {
+        return Ok(is_of_digest(name, &content, digest));
+    }
+    Ok(file_digest(pending)?.as_ref() == Some(digest))
 }
 
 /// Returns the digests listed by `model.safetensors`; `None` if there is no such file or it was not
@@ -277,14 +307,30 @@ fn parse_digests(text: String) -> Option<Digests> {
 fn read_companion(dir: &Path, name: &str, digests: &Digests) -> Result<Vec<u8>> {
     if let Some(digest) = digests.get(name)
         && let Ok(bytes) = fs::read(pending(dir, name))
-        && blake3::hash(&bytes).to_hex().as_str() == digest
+        && is_of_digest(name, &bytes, digest)
     {
         return Ok(bytes);
     }
     read(&dir.join(name))
 }
 
-fn require_folder(dir: &Path) -> Result<()> {
+/// Reads a file beside the model that must be the one saved with it.
+fn read_as_saved(dir: &Path, name: &str, digests: &Digests) -> Result<Vec<u8>> {
+    let bytes = read_companion(dir, name, digests)?;
+    ensure!(
+        digests.get(name).is_some_and(|digest| is_of_digest(name, &bytes, digest)),
+        "{} was not saved together with {MODEL} beside it, or was changed or cut short since: copy both from the folder of \
+         one save; without it, the model can be used, and its training cannot be resumed",
+        dir.join(name).display()
+    );
+    Ok(bytes)
+}
+
+/// Refuses what is no folder.
+///
+/// # Errors
+/// If there is nothing, or a file.
+pub(crate) fn require_folder(dir: &Path) -> Result<()> {
     ensure!(dir.exists(), "there is no folder {}: check the path, or train a model there first", dir.display());
     ensure!(dir.is_dir(), "{} is a file: give the checkpoint folder that holds {MODEL}", dir.display());
     Ok(())
@@ -315,6 +361,35 @@ fn parse_json<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T> {
 fn write_json(out: &mut dyn Write, value: &Value) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, value)?;
     out.write_all(b"\n")
+}
+
+/// Removes the times that a training took from its state.
+fn remove_times(state: &mut Value) {
+    match state {
+        Value::Object(fields) => {
+            fields.retain(|name, _| !TIMES.contains(&name.as_str()));
+            fields.values_mut().for_each(remove_times);
+        }
+        Value::Array(all) => all.iter_mut().for_each(remove_times),
+        _ => {}
+    }
+}
+
+/// Returns the digest of a training state without the times that it has: they differ between two
+/// trainings that are equal otherwise, and so would the model's file, which lists the digest.
+fn digest_without_times(state: &Value) -> Result<String> {
+    let mut state = state.clone();
+    remove_times(&mut state);
+    let mut digest = blake3::Hasher::new();
+    write_json(&mut digest, &state)?;
+    Ok(digest.finalize().to_hex().to_string())
+}
+
+/// Whether the content of a file is that of which a model lists this digest. Models of earlier
+/// versions list the digest of a training state with its times.
+fn is_of_digest(name: &str, content: &[u8], digest: &str) -> bool {
+    let timeless = || digest_without_times(&serde_json::from_slice(content).ok()?).ok();
+    blake3::hash(content).to_hex().as_str() == digest || name == TRAIN_STATE && timeless().as_deref() == Some(digest)
 }
 
 fn file_digest(path: &Path) -> Result<Option<String>> {

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::Prepared,
+    errors::{Cause, STOPPED},
     files,
     listener::Listener,
     machine::Machine,
@@ -163,7 +164,7 @@ impl Comparison<'_> {
         let (config, training) = self.recipe(attention, seed, learning_rate)?;
         let folder = self.folder(attention, seed, learning_rate);
         let report = find_or_run(&config, &training, data, self.options(&folder))?;
-        let Some(report) = report else { bail!("stopped; the same command goes on from here") };
+        let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
         Ok(Chosen { report, learning_rate, folder })
     }
 
@@ -198,6 +199,8 @@ impl Comparison<'_> {
 
     /// Fails now where a run would fail hours later.
     fn check(&self, data: &Prepared) -> Result<()> {
+        let written = ["table.md", "loss.svg", "loss.png", "positions.svg", "positions.png"];
+        files::require_own(self.out, ("compare.json", "runs"), &written)?;
         let rates = self.rates();
         for (i, rate) in rates.iter().enumerate() {
             ensure!(!rates[..i].contains(rate), "learning rate {rate} is given twice");

@@ -196,6 +196,28 @@ impl ModelConfig {
         })
     }
 
+    /// Returns the first layer whose features are of no use in sequences of this context: they are
+    /// for what is beyond an exact window, and nothing is.
+    pub fn idle_features(&self) -> Option<usize> {
+        (0..self.layers).find(|&layer| {
+            let attention = self.attention_of(layer);
+            let exact = attention.window().map(|window| window.saturating_add(attention.sinks()));
+            attention.favor().is_some() && exact.is_some_and(|exact| exact >= self.context)
+        })
+    }
+
+    /// Says of a layer that [`Self::idle_features`] returned what is wrong and what to do.
+    pub(crate) fn of_idle_features(&self, layer: usize) -> String {
+        let attention = self.attention_of(layer);
+        let (window, sinks) = (attention.window().unwrap_or_default(), attention.sinks());
+        let sinks = if sinks > 0 { format!(" and sinks of {sinks}") } else { String::new() };
+        format!(
+            "attention {attention} of layer {layer}: with a window of {window} tokens{sinks}, sequences of {} tokens never reach \
+             its features; make the context longer than the window, or the window shorter, or take softmax",
+            self.context
+        )
+    }
+
     /// Returns the number of layers whose decoding state grows with every token.
     pub fn growing_layers(&self) -> usize {
         (0..self.layers).filter(|&layer| self.attention_of(layer).state_grows()).count()

@@ -26,6 +26,10 @@ pub enum Cause {
     },
     /// A folder holds what belongs to something else, as the text says.
     AnotherFolder(String),
+    /// A folder holds files that would be replaced, as the text says.
+    WouldReplace(String),
+    /// The work was stopped from outside and can go on, as the text says.
+    Stopped(String),
     /// The device asked for cannot be had, as the text says.
     Device(String),
     /// The data asked for cannot be had, as the text says.
@@ -33,6 +37,10 @@ pub enum Cause {
     /// A run began with other data than it is to go on with, as the text says.
     OtherData(String),
 }
+
+/// What [`Cause::Stopped`] says of work that is taken up by what began it.
+#[cfg(feature = "lab")]
+pub(crate) const STOPPED: &str = "stopped; the same command goes on from here";
 
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -51,9 +59,12 @@ impl fmt::Display for Cause {
                 }
                 f.write_str(" failed: values are not finite; lower the learning rate")
             }
-            Self::AnotherFolder(text) | Self::Device(text) | Self::Data(text) | Self::OtherData(text) => {
-                f.write_str(text)
-            }
+            Self::AnotherFolder(text)
+            | Self::WouldReplace(text)
+            | Self::Stopped(text)
+            | Self::Device(text)
+            | Self::Data(text)
+            | Self::OtherData(text) => f.write_str(text),
         }
     }
 }

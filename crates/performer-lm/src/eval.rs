@@ -17,7 +17,7 @@ use crate::{
 pub struct Evaluation {
     /// Mean cross-entropy (negative log-likelihood), in nats per token.
     pub val_loss: f64,
-    /// Perplexity, `e^val_loss`.
+    /// Perplexity, `e^val_loss`, or the largest number that there is.
     pub perplexity: f64,
     /// Bits per byte of text, which can be compared across tokenizers.
     pub bits_per_byte: f64,
@@ -38,15 +38,17 @@ pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<E
     evaluate_start(model, tokens, threads, usize::MAX)
 }
 
-/// Evaluates `model` over about the first `limit` tokens, in windows of the model's context.
+/// Evaluates `model` over the first `limit` tokens, in windows of the model's context.
 pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
     evaluate_windows(model, tokens, threads, model.config().context, limit)
 }
 
-/// Evaluates `model` over about the first `limit` tokens, in windows of `context` tokens.
+/// Evaluates `model` over the first `limit` tokens that can be predicted, in windows of `context`
+/// tokens.
 ///
 /// # Errors
-/// As [`evaluate`]; also if the context is 0, or longer than the learned positions of the model.
+/// As [`evaluate`]; also if the limit or the context is 0, or the context is longer than the learned
+/// positions of the model.
 pub fn evaluate_windows(
     model: &Decoder,
     tokens: &TokenFile,
@@ -55,12 +57,12 @@ pub fn evaluate_windows(
     limit: usize,
 ) -> Result<Evaluation> {
     ensure!(context > 0, "the context is 0; it must be at least 1");
+    ensure!(limit > 0, "0 tokens are to be predicted; it must be at least 1");
     // No window is longer than the text.
     let context = context.min(tokens.len().saturating_sub(1).max(1));
     // About 4096 tokens in a pass are enough rows for the matrix products.
     let rows = (4096 / context).max(1);
-    let passes = limit.div_ceil(rows * context);
-    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(passes).collect();
+    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.first(limit).collect();
     let mut sums = vec![(0f64, 0u64); context];
     in_order(
         windows.len(),
@@ -90,12 +92,37 @@ pub fn evaluate_windows(
     let bytes = (tokens.bytes() as f64 * count as f64 / (tokens.len() - 1) as f64).round() as u64;
     Ok(Evaluation {
         val_loss,
-        perplexity: val_loss.exp(),
+        perplexity: perplexity(val_loss),
         bits_per_byte: total / std::f64::consts::LN_2 / bytes.max(1) as f64,
         tokens: count,
         bytes,
         loss_by_position: sums.iter().filter(|s| s.1 > 0).map(|s| s.0 / s.1 as f64).collect(),
     })
+}
+
+/// Returns the perplexity of a loss in nats per token, `e^loss`; the largest number that there is
+/// where that is larger still, since JSON has no infinity.
+pub(crate) fn perplexity(loss: f64) -> f64 {
+    loss.exp().min(f64::MAX)
+}
+
+/// The least perplexity that is shown by its power of ten: more digits than that say nothing.
+const HUGE: f64 = 1e6;
+
+/// Formats a perplexity with so many digits after the point, or as 1.5e104 if it is huge.
+pub(crate) fn show_perplexity(perplexity: f64, digits: usize) -> String {
+    if perplexity < HUGE { format!("{perplexity:.digits$}") } else { format!("{perplexity:.1e}") }
+}
+
+/// Whether a loss, in nats per token, is well above that of a guess among all tokens of the
+/// vocabulary, which a model has before it learns anything.
+pub(crate) fn is_worse_than_guessing(loss: f64, vocabulary: usize) -> bool {
+    loss > 1.1 * guessing(vocabulary)
+}
+
+/// Returns the loss of a guess among all tokens of the vocabulary, in nats per token.
+pub(crate) fn guessing(vocabulary: usize) -> f64 {
+    (vocabulary as f64).ln()
 }
 
 /// Refuses tokens for which the model has no embedding.

@@ -1,10 +1,101 @@
 //! This module writes result files atomically: a process that is killed leaves the old file or the
-//! new one.
+//! new one. It also keeps two processes from working in one folder, and files from being replaced
+//! that nobody asked to replace.
 
-use std::{io::Write, path::Path};
+use std::{
+    fs::{File, TryLockError},
+    io::Write,
+    path::{Component, Path, PathBuf},
+};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde::Serialize;
+
+use crate::errors::Cause;
+
+/// Name of the empty file by which a folder is locked. It stays in the folder: to remove it while
+/// another process opens it would give each of the two a lock of its own.
+const LOCK: &str = ".lock";
+
+/// A `Lock` says that this process alone writes to a folder, until it is dropped or the process
+/// ends, however it ends.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// Locks a folder, which is created where needed.
+    ///
+    /// # Errors
+    /// If another process works in the folder, or the folder cannot be written to.
+    pub(crate) fn of(dir: &Path) -> Result<Self> {
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let path = dir.join(LOCK);
+        let file = File::options().create(true).truncate(false).write(true).open(&path);
+        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                bail!("another process works in {}: wait until it ends, or choose another folder", dir.display())
+            }
+            // Some file systems have no locks; work goes on there as it would without this module.
+            Ok(()) | Err(TryLockError::Error(_)) => Ok(Self { _file: file }),
+        }
+    }
+
+    /// Locks a folder if it was ever locked before. What is written there at once, and to be given
+    /// away, needs no lock of its own.
+    ///
+    /// # Errors
+    /// As [`Self::of`].
+    pub(crate) fn of_worked_in(dir: &Path) -> Result<Option<Self>> {
+        dir.join(LOCK).exists().then(|| Self::of(dir)).transpose()
+    }
+}
+
+/// Refuses a folder in which one of these files exists; an empty file holds nothing to lose.
+///
+/// # Errors
+/// [`Cause::WouldReplace`] with the first such file.
+pub(crate) fn require_free(dir: &Path, names: &[&str]) -> Result<()> {
+    let is_taken = |name: &&&str| dir.join(name).metadata().is_ok_and(|found| !found.is_file() || found.len() > 0);
+    if let Some(name) = names.iter().find(is_taken) {
+        bail!(Cause::WouldReplace(format!("{} holds {name}, which would be replaced", dir.display())));
+    }
+    Ok(())
+}
+
+/// Refuses a folder in which results would replace files that this program did not write. It knows
+/// its own by `record`, a JSON file with this field that stands beside the files `names`.
+///
+/// # Errors
+/// [`Cause::AnotherFolder`] with the first file that is not this program's.
+#[cfg(feature = "lab")]
+pub(crate) fn require_own(dir: &Path, (record, field): (&str, &str), names: &[&str]) -> Result<()> {
+    let foreign = match std::fs::read(dir.join(record)) {
+        Ok(text) => {
+            let is_own =
+                serde_json::from_slice::<serde_json::Value>(&text).is_ok_and(|found| found.get(field).is_some());
+            (!is_own).then_some(record)
+        }
+        Err(_) => names.iter().copied().find(|name| dir.join(name).exists()),
+    };
+    match foreign {
+        Some(name) => bail!(Cause::AnotherFolder(format!(
+            "{} holds a {name} that is no result of this kind, and would be replaced: choose another folder",
+            dir.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Returns the path that leads from the folder `from` to `to`, if both exist and are on one drive.
+pub(crate) fn between(from: &Path, to: &Path) -> Option<PathBuf> {
+    let (from, to) = (from.canonicalize().ok()?, to.canonicalize().ok()?);
+    let shared = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
+    let up = from.components().skip(shared).map(|_| Component::ParentDir);
+    (shared > 0).then(|| up.chain(to.components().skip(shared)).collect())
+}
 
 /// Writes `bytes` to `path` through a temporary file in the folder of `path`.
 pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
@@ -30,4 +121,24 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let mut json = serde_json::to_vec_pretty(value)?;
     json.push(b'\n');
     write(path, &json)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_leads_from_one_folder_to_another() {
+        let dir = tempfile::tempdir().unwrap();
+        for folder in ["a/b", "c"] {
+            std::fs::create_dir_all(dir.path().join(folder)).unwrap();
+        }
+        let between = |from: &str, to: &str| between(&dir.path().join(from), &dir.path().join(to));
+        for (from, to, path) in
+            [("a/b", "c", "../../c"), ("a", "a/b", "b"), ("a/b", "a", ".."), ("c", "c/../a", "../a")]
+        {
+            assert_eq!(between(from, to), Some(path.into()));
+        }
+        assert_eq!(between("a", "none"), None);
+    }
 }

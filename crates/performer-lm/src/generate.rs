@@ -47,7 +47,9 @@ impl Sampler {
         let Sampling { temperature, top_k, top_p, seed } = sampling;
         ensure!(temperature.is_finite() && temperature >= 0.0, "temperature is {temperature}; it must be at least 0");
         ensure!(top_k != Some(0), "top-k is 0; it must be at least 1");
-        ensure!(top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "top-p is {top_p:?}; it must be above 0 and at most 1");
+        if let Some(p) = top_p {
+            ensure!(p > 0.0 && p <= 1.0, "top-p is {p}; it must be above 0 and at most 1");
+        }
         Ok(Self { sampling, rng: ChaCha8Rng::seed_from_u64(seed) })
     }
 
@@ -115,54 +117,99 @@ pub struct Generation {
     pub state_bytes: usize,
 }
 
-/// Continues `prompt` and hands each piece of text to `emit` as soon as its last character is
-/// complete, until `emit` returns `false`.
+/// A `Continuation` is a text that is about to be continued: its settings are in range, and its
+/// prompt has room in the model.
+pub struct Continuation<'a> {
+    model: &'a Decoder,
+    tokenizer: &'a Tokenizer,
+    sampler: Sampler,
+    /// The token before a text, and those of the prompt.
+    ids: Vec<u32>,
+}
+
+impl<'a> Continuation<'a> {
+    /// Prepares to continue `prompt`.
+    ///
+    /// # Errors
+    /// If the prompt has more tokens than the model has positions, or a setting of `sampling` is
+    /// out of range.
+    pub fn new(model: &'a Decoder, tokenizer: &'a Tokenizer, prompt: &str, sampling: Sampling) -> Result<Self> {
+        let sampler = Sampler::new(sampling)?;
+        // A text begins after the token between documents.
+        let mut ids = vec![tokenizer.eot()];
+        ids.extend(tokenizer.encode(prompt)?);
+        let positions = model.positions_left(&model.new_state());
+        ensure!(
+            ids.len() <= positions,
+            "the prompt has {} tokens, and the model has positions for {} after the beginning of a text: leave out {} tokens of \
+             it, the first ones if what follows the last is asked for",
+            ids.len() - 1,
+            positions - 1,
+            ids.len() - positions
+        );
+        Ok(Self { model, tokenizer, sampler, ids })
+    }
+
+    /// Returns how many tokens can follow, until the model has no more positions.
+    pub fn room(&self) -> usize {
+        // The last token needs no position: nothing is predicted after it.
+        self.model.positions_left(&self.model.new_state()) - self.ids.len() + 1
+    }
+
+    /// Generates at most `max_tokens` tokens, and hands each piece of text to `emit` as soon as its
+    /// last character is complete, until `emit` returns `false`.
+    ///
+    /// # Errors
+    /// If no logit is finite, or `emit` fails.
+    pub fn write(self, max_tokens: usize, mut emit: impl FnMut(&str) -> Result<bool>) -> Result<Generation> {
+        let Self { model, tokenizer, mut sampler, mut ids } = self;
+        let mut stream = tokenizer.stream_after(&ids);
+        let mut state: DecoderState = model.new_state();
+        let mut tokens = 0;
+        let mut stop = Stop::MaxTokens;
+        while tokens < max_tokens {
+            if model.positions_left(&state) < ids.len() {
+                stop = Stop::PositionsUsedUp;
+                break;
+            }
+            let input = Tensor::from_slice(&ids, (1, ids.len()), model.device())?;
+            let logits = model.extend(&input, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            let next = sampler.sample(&logits)?;
+            if tokenizer.borders().is_end(next) {
+                stop = Stop::EndOfText;
+                break;
+            }
+            tokens += 1;
+            ids = vec![next];
+            if let Some(text) = stream.push(next)?
+                && !emit(&text)?
+            {
+                stop = Stop::Interrupted;
+                break;
+            }
+        }
+        let rest = stream.finish()?;
+        if !rest.is_empty() {
+            emit(&rest)?;
+        }
+        Ok(Generation { tokens, stop, state_bytes: state.bytes() })
+    }
+}
+
+/// Continues `prompt` by at most `max_tokens` tokens: [`Continuation::new`] and
+/// [`Continuation::write`].
 ///
 /// # Errors
-/// If the prompt is longer than a model with learned positions can take, or a setting of `sampling`
-/// is out of range.
+/// As these.
 pub fn generate(
     model: &Decoder,
     tokenizer: &Tokenizer,
     prompt: &str,
     max_tokens: usize,
     sampling: Sampling,
-    mut emit: impl FnMut(&str) -> Result<bool>,
+    emit: impl FnMut(&str) -> Result<bool>,
 ) -> Result<Generation> {
-    let mut sampler = Sampler::new(sampling)?;
-    // A text begins after the token between documents.
-    let mut ids = vec![tokenizer.eot()];
-    ids.extend(tokenizer.encode(prompt)?);
-    let mut stream = tokenizer.stream_after(&ids);
-    let mut state: DecoderState = model.new_state();
-    let mut tokens = 0;
-    let mut stop = Stop::MaxTokens;
-    while tokens < max_tokens {
-        if model.positions_left(&state) < ids.len() && tokens > 0 {
-            stop = Stop::PositionsUsedUp;
-            break;
-        }
-        let input = Tensor::from_slice(&ids, (1, ids.len()), model.device())?;
-        let logits = model.extend(&input, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        let next = sampler.sample(&logits)?;
-        if tokenizer.borders().is_end(next) {
-            stop = Stop::EndOfText;
-            break;
-        }
-        tokens += 1;
-        ids = vec![next];
-        if let Some(text) = stream.push(next)?
-            && !emit(&text)?
-        {
-            stop = Stop::Interrupted;
-            break;
-        }
-    }
-    let rest = stream.finish()?;
-    if !rest.is_empty() {
-        emit(&rest)?;
-    }
-    Ok(Generation { tokens, stop, state_bytes: state.bytes() })
+    Continuation::new(model, tokenizer, prompt, sampling)?.write(max_tokens, emit)
 }
 
 #[cfg(test)]
@@ -211,7 +258,8 @@ mod tests {
             (Sampling { top_k: Some(0), ..Sampling::default() }, "top-k"),
             (Sampling { top_p: Some(0.0), ..Sampling::default() }, "top-p"),
         ] {
-            assert!(Sampler::new(sampling).err().unwrap().to_string().contains(word));
+            let error = Sampler::new(sampling).err().unwrap().to_string();
+            assert!(error.contains(word) && !error.contains("Some"), "{error}");
         }
     }
 }

@@ -42,7 +42,8 @@ pub trait Listener: Sync {
 pub enum Unit {
     /// Bytes of a text or a file.
     Bytes,
-    /// Optimiser steps.
+    /// Optimiser steps. While such work lasts, what was learned since the last save would be lost;
+    /// the training looks at its flag to stop after every step, and saves.
     Steps,
 }
 
@@ -57,11 +58,6 @@ pub trait Bar {
     /// tokens that are trained on in a second.
     fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
         let _ = (number, loss, tokens_per_second);
-    }
-
-    /// What is done now, in a few words.
-    fn message(&self, text: &str) {
-        let _ = text;
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
     },
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 /// Runs `job(0..count)` on up to `threads` threads and passes the results to `fold` in order. Stops
 /// at the first error.
@@ -29,16 +29,23 @@ pub fn in_order<T: Send>(
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (sender, results) = mpsc::channel();
-        for _ in 0..threads.min(count) {
+        for started in 0..threads.min(count) {
             let (sender, next, stop, job) = (sender.clone(), &next, &stop, &job);
-            scope.spawn(move || {
+            let work = move || {
                 while !stop.load(Ordering::Relaxed) {
                     let i = next.fetch_add(1, Ordering::Relaxed);
                     if i >= count || sender.send((i, job(i))).is_err() {
                         break;
                     }
                 }
-            });
+            };
+            if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, work) {
+                // Results do not depend on the number of threads, so some are enough.
+                if started > 0 {
+                    break;
+                }
+                return Err(error).context("cannot start a thread");
+            }
         }
         drop(sender);
         let mut early = BTreeMap::new();

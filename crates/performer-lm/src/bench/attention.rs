@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use super::{Effort, Timing, matmul_rate};
+use super::{Effort, Timing, matmul_rate, require_room};
 use crate::{
     machine::Machine,
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
@@ -220,6 +220,11 @@ pub fn run(
     }
     if sweep.tokens.contains(&0) || sweep.features.contains(&0) {
         bail!("tokens and features must be at least 1");
+    }
+    let most = |sizes: &[usize]| sizes.iter().copied().max().unwrap_or(1);
+    for (name, size) in [("tokens", most(&sweep.tokens)), ("features", most(&sweep.features))] {
+        let heads = [("sequences", sweep.batch), ("heads", sweep.heads), ("numbers a head", sweep.head_dim)];
+        require_room(&[&[(name, size)], &heads[..]].concat())?;
     }
     progress("the rate of matrix products".into());
     let mut report = Report {

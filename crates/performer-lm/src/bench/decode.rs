@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Softmax, State};
 use serde::{Deserialize, Serialize};
 
-use super::{Effort, Timing, time};
+use super::{Effort, Timing, require_room, time};
 use crate::{
     machine::Machine,
     plot::{Axis, Chart, Scale, Series},
@@ -70,6 +70,9 @@ pub fn run(
 ) -> Result<Report> {
     if sweep.features == 0 || sweep.head_dim == 0 || sweep.heads == 0 {
         bail!("features, head dim and heads must be at least 1");
+    }
+    for (name, size) in [("tokens", PREFILL), ("features", sweep.features)] {
+        require_room(&[(name, size), ("heads", sweep.heads), ("numbers a head", sweep.head_dim)])?;
     }
     let config = FavorConfig::default().with_features(sweep.features);
     let favor = Favor::new(&config, sweep.head_dim, 1, DType::F32, device)?;

@@ -14,6 +14,21 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
+/// The most numbers of a tensor that is measured with, 64 GiB of them in f32.
+const MAX_NUMBERS: usize = 1 << 34;
+
+/// Refuses sizes of a tensor that no memory holds.
+fn require_room(sizes: &[(&str, usize)]) -> anyhow::Result<()> {
+    let numbers = sizes.iter().try_fold(1usize, |numbers, (_, size)| numbers.checked_mul(*size));
+    let named: Vec<String> = sizes.iter().map(|(name, size)| format!("{size} {name}")).collect();
+    anyhow::ensure!(
+        numbers.is_some_and(|numbers| numbers <= MAX_NUMBERS),
+        "{} make more numbers than memory holds; lower one of them",
+        named.join(" × ")
+    );
+    Ok(())
+}
+
 /// A `Timing` summarises repeated timings of the same work.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Timing {

@@ -245,11 +245,23 @@ fn broken_folders_are_reported_by_file_and_reason() -> Result<()> {
         for length in [0, 5, 40, bytes.len() - 1] {
             fs::write(dir.join(name), &bytes[..length])?;
             let error = error(if name == MODEL { &model } else { &training });
-            assert!(error.contains(&format!("{name} is damaged")), "{length}: {error}");
+            let why = if name == MODEL { "is damaged" } else { "was not saved together" };
+            assert!(error.contains(&format!("{name} {why}")), "{length}: {error}");
         }
     }
+    // Another state than the one that was saved with the model is no state of this model.
+    for name in [TRAIN_STATE, OPTIMIZER] {
+        checkpoint.save(&dir, Some(&state))?;
+        let other = tempfile::tempdir()?;
+        let (another, its_state) = sample(2);
+        another.save(other.path(), Some(&its_state))?;
+        fs::copy(other.path().join(name), dir.join(name))?;
+        let error = error(&training);
+        assert!(error.contains(&format!("{name} was not saved together with model.safetensors")), "{error}");
+        assert!(Checkpoint::load(&dir, &Device::Cpu).is_ok());
+    }
+    let state = TrainingState { progress: json!([]), ..state };
     checkpoint.save(&dir, Some(&state))?;
-    fs::write(dir.join(TRAIN_STATE), "[]")?;
     let progress = TrainingState::load(&dir, &Device::Cpu)?;
     let error = progress.progress_as::<HashMap<String, u32>>().unwrap_err();
     assert!(error.to_string().contains("train_state.json was not written"), "{error}");

@@ -1,16 +1,17 @@
 //! This module has the arguments that several commands share.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use clap::Args;
 
 use super::output;
 use crate::{
-    config::{ModelConfig, Precision, Preset, TrainingConfig},
+    config::{ModelConfig, Positions, Precision, Preset, TrainingConfig},
     data::{DataSpec, Prepared, prepare, prepare_with_test},
     device::DeviceKind,
+    errors::Cause,
     train::Schedule,
 };
 
@@ -31,6 +32,10 @@ pub(super) struct Machine {
     pub(super) threads: usize,
 }
 
+/// The most threads that are started where there are fewer cores: each takes memory, and time to
+/// start.
+const MAX_THREADS: usize = 1024;
+
 impl Global {
     /// Opens the device and sets up threads. It must run before anything else uses Candle.
     /// `side_by_side` says whether the command runs passes side by side, one on each thread, or one
@@ -39,6 +44,12 @@ impl Global {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = match self.threads {
             Some(0) => bail!("--threads is 0; it must be at least 1"),
+            Some(threads) if threads > MAX_THREADS.max(cores) => {
+                let most = MAX_THREADS.max(cores);
+                bail!(
+                    "--threads is {threads}; it must be at most {most}, and more than the {cores} cores make nothing faster"
+                )
+            }
             Some(threads) => threads,
             None => cores,
         };
@@ -60,6 +71,22 @@ impl Global {
         let threads = if device.is_cpu() { threads } else { 1 };
         Ok(Machine { device, threads })
     }
+}
+
+/// Refuses to write a model where the model lies that it is made from: half-way, there would be
+/// neither.
+pub(super) fn require_another_folder(model: &str, out: &Path) -> Result<()> {
+    let model = Path::new(model);
+    let folder = if model.is_file() { model.parent().filter(|p| !p.as_os_str().is_empty()) } else { Some(model) };
+    let same = |a: &Path, b: &Path| matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b);
+    ensure!(
+        !same(folder.unwrap_or(Path::new(".")), out),
+        Cause::AnotherFolder(format!(
+            "{} is the folder of the model itself, which would be lost: choose another folder",
+            out.display()
+        ))
+    );
+    Ok(())
 }
 
 /// What to train on.
@@ -169,11 +196,29 @@ impl RecipeArgs {
 
     /// Returns the configuration of the model and its training on a machine.
     pub(super) fn load(&self, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {
-        let (mut model, mut training) = self.preset.load()?;
+        let (mut model, _) = self.preset.load()?;
         if let Some(path) = &self.config {
             let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
             model = serde_json::from_str(&text).with_context(|| format!("{} is no model config", path.display()))?;
         }
+        self.of_model(model, machine)
+    }
+
+    /// Returns the configuration of a model that is to be trained further, and its training.
+    ///
+    /// # Errors
+    /// Also if a model with learned positions is to have another context.
+    pub(super) fn of_weights(&self, model: ModelConfig, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {
+        ensure!(
+            model.positions != Positions::Learned || self.context.is_none_or(|context| context == model.context),
+            "--context: a model with learned positions keeps its context of {}",
+            model.context
+        );
+        self.of_model(model, machine)
+    }
+
+    fn of_model(&self, mut model: ModelConfig, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {
+        let (_, mut training) = self.preset.load()?;
         fn change<T: Clone>(setting: &mut T, value: &Option<T>) {
             if let Some(value) = value {
                 *setting = value.clone();

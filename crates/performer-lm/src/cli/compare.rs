@@ -11,6 +11,7 @@ use super::{
 use crate::{
     compare::{Comparison, Outcome, Summary},
     config::AttentionPattern,
+    eval::show_perplexity,
 };
 
 #[derive(clap::Args)]
@@ -142,7 +143,7 @@ fn row(s: &Summary, chosen: bool) -> Vec<String> {
     let mut row = vec![
         s.attention_spec.clone(),
         if s.seeds.len() > 1 { format!("{loss:.4} ± {deviation:.4}") } else { format!("{loss:.4}") },
-        format!("{perplexity:.2}"),
+        show_perplexity(perplexity, 2),
         format!("{:+.1}%", 100.0 * s.perplexity_gap),
         format!("{bits_per_byte:.4}"),
         off.map_or_else(|| "–".into(), |loss| format!("{loss:.4}")),

@@ -5,11 +5,16 @@ use std::{path::PathBuf, sync::atomic::AtomicBool};
 use anyhow::{Context, Result, bail};
 use performer_core::FeatureMapKind;
 
-use super::{args::Machine, output};
+use super::{
+    args::{Machine, require_another_folder},
+    output,
+};
 use crate::{
     config::{AttentionConfig, AttentionPattern},
     convert::{HeadReport, Plan, Report, Tuning, inspect, run as convert},
     data::{DataSpec, prepare_for},
+    errors::Cause,
+    eval::show_perplexity,
     model::pretrained::Pretrained,
 };
 
@@ -38,6 +43,9 @@ pub(super) struct Args {
     /// Folder of the converted model. Run the same command again to go on after a stop.
     #[arg(long)]
     out: Option<PathBuf>,
+    /// Begin anew, and replace what the folder holds.
+    #[arg(long)]
+    overwrite: bool,
     /// Tokens that a sequence holds, and the position of the model's config from then on [default:
     /// the model's context, at most 512].
     #[arg(long)]
@@ -128,6 +136,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         };
     }
     let Some(out) = &args.out else { bail!("give the converted model's folder by --out (or --inspect)") };
+    require_another_folder(&args.model, out)?;
     let some = |is: fn(FeatureMapKind) -> bool| {
         let others = args.layer.iter().map(|(_, attention)| attention);
         args.attention.attentions().chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
@@ -143,6 +152,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         config,
         teacher: &teacher,
         out,
+        overwrite: args.overwrite,
         device: machine.device.clone(),
         threads: machine.threads,
         stop,
@@ -165,8 +175,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     };
     let report = convert(&plan, &data)?;
     let Some(report) = report else {
-        output::note("stopped; the same command goes on from here");
-        return Ok(());
+        let again = if args.overwrite { "the same command without --overwrite" } else { "the same command" };
+        bail!(Cause::Stopped(format!("stopped; {again} goes on from here")));
     };
     report.chart().save(&out.join("convert"))?;
     output::note(&format!("saved in {}", out.display()));
@@ -187,7 +197,7 @@ fn table(report: &Report) -> String {
                 output::thousands(stage.tokens),
                 format!("{:.4}", m.val_loss),
                 format!("{:+.4}", m.val_loss - teacher),
-                format!("{:.2}", m.perplexity),
+                show_perplexity(m.perplexity, 2),
                 format!("{:.1}%", 100.0 * m.top1_agreement),
                 format!("{:.0}", stage.seconds),
             ];

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{args::Machine, output, paths};
 use crate::{
     data::{DataSpec, prepare_for, prepare_text},
-    eval::{Evaluation, evaluate_windows},
+    eval::{Evaluation, evaluate_windows, show_perplexity},
     model::{Decoder, pretrained},
     plot::{Axis, Chart, Scale, Series},
 };
@@ -31,7 +31,7 @@ pub(super) struct Args {
     /// Tokens that a prediction sees at most [default: the model's context].
     #[arg(long)]
     context: Option<usize>,
-    /// Predict about so many tokens from the beginning of the text.
+    /// Predict so many tokens from the beginning of the text.
     #[arg(long)]
     max_tokens: Option<usize>,
     /// Evaluate the model with its features off, too: with the exact windows alone, or means of the
@@ -70,6 +70,7 @@ struct Control {
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
+    ensure!(args.max_tokens != Some(0), "--max-tokens is 0; it must be at least 1");
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
     let control = if args.features_off { model.features_off()? } else { None };
@@ -138,15 +139,15 @@ fn text(result: &Scored, model: &Decoder) -> String {
         vec!["text".into(), result.corpus.clone()],
         vec!["tokens".into(), output::thousands(e.tokens)],
         vec!["loss (nats/token)".into(), format!("{:.4}", e.val_loss)],
-        vec!["perplexity".into(), format!("{:.3}", e.perplexity)],
+        vec!["perplexity".into(), show_perplexity(e.perplexity, 3)],
         vec!["bits/byte".into(), format!("{:.4}", e.bits_per_byte)],
     ];
     let mut header = vec!["", "value"];
     // A column of its own for the model with its features off.
     if let Some(Control { attention_spec, evaluation: off }) = &result.features_off {
         header.push("features off");
-        let losses = [off.val_loss, off.perplexity, off.bits_per_byte];
-        let numbers = [format!("{:.4}", losses[0]), format!("{:.3}", losses[1]), format!("{:.4}", losses[2])];
+        let perplexity = show_perplexity(off.perplexity, 3);
+        let numbers = [format!("{:.4}", off.val_loss), perplexity, format!("{:.4}", off.bits_per_byte)];
         let column = [attention_spec.clone(), String::new(), output::thousands(off.tokens)].into_iter().chain(numbers);
         rows.iter_mut().zip(column).for_each(|(row, cell)| row.push(cell));
     }

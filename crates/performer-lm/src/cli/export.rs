@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::ValueEnum;
 
-use super::output;
-use crate::model::pretrained::{Pretrained, export};
+use super::{args::require_another_folder, output};
+use crate::model::pretrained::{Pretrained, export, export_over};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -22,6 +22,9 @@ pub(super) struct Args {
     /// Folder to write.
     #[arg(long)]
     out: PathBuf,
+    /// Replace what the folder holds.
+    #[arg(long)]
+    overwrite: bool,
 }
 
 /// A format to write.
@@ -33,8 +36,10 @@ enum Format {
 }
 
 pub(super) fn run(args: Args) -> Result<()> {
+    require_another_folder(&args.model, &args.out)?;
     let model = Pretrained::open_with(&args.model, &output::TERMINAL)?;
     match args.format {
+        Format::Hf if args.overwrite => export_over(&model, &args.out)?,
         Format::Hf => export(&model, &args.out)?,
     }
     let who = if model.config.is_softmax() {

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{args::Machine, output, paths};
 use crate::{
-    generate::{Sampling, Stop, generate},
+    generate::{Continuation, Sampling, Stop},
     model::pretrained,
 };
 
@@ -57,12 +57,20 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     paths::warn(&model, false)?;
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
+    let continuation = Continuation::new(&model, &tokenizer, &args.prompt, sampling)?;
+    let room = continuation.room();
+    if room < args.max_tokens {
+        output::note(&format!(
+            "the model has positions for {room} tokens after this prompt, not for {}",
+            args.max_tokens
+        ));
+    }
     let mut text = String::new();
     if !args.json {
         output::bytes(args.prompt.as_bytes())?;
     }
     let started = Instant::now();
-    let generation = generate(&model, &tokenizer, &args.prompt, args.max_tokens, sampling, |piece| {
+    let generation = continuation.write(args.max_tokens, |piece| {
         text.push_str(piece);
         if !args.json {
             output::bytes(piece.as_bytes())?;

@@ -22,14 +22,18 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use args::{Global, Machine};
 
-use crate::device::explain_memory;
+use crate::{data::remove_partial_files, device::explain_memory, errors::Cause};
 
-/// Flag that the first Ctrl-C sets; a second one ends the program at once.
+/// Flag that Ctrl-C sets while steps are taken, which are saved then; a second one ends the program
+/// at once.
 static STOP: AtomicBool = AtomicBool::new(false);
+
+/// Exit code of a program that Ctrl-C ends.
+const STOPPED: u8 = 130;
 
 /// Train, compare and run small language models with softmax or Performer (FAVOR+) attention.
 #[derive(Parser)]
@@ -88,17 +92,31 @@ enum Command {
     Reference,
 }
 
-/// Runs the command line. Exit codes are 0 for success, 1 for failure, and 2 for wrong usage.
+/// Runs the command line. Exit codes are 0 for success, 1 for failure, 2 for wrong usage, and 130
+/// for a command that was stopped, however much of it is saved.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let matches = with_negative_numbers(Cli::command()).get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            output::error(&error);
-            ExitCode::FAILURE
-        }
+        Err(error) => match error.downcast_ref() {
+            Some(Cause::Stopped(text)) => {
+                output::note(text);
+                ExitCode::from(STOPPED)
+            }
+            _ => {
+                output::error(&error);
+                ExitCode::FAILURE
+            }
+        },
     }
+}
+
+/// Takes what begins with a minus and a digit for a number, so that an error says what is wrong
+/// with it.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    command.allow_negative_numbers(true).mut_subcommands(with_negative_numbers)
 }
 
 fn run(cli: Cli) -> Result<()> {
@@ -109,6 +127,7 @@ fn run(cli: Cli) -> Result<()> {
         _ => true,
     };
     let global = cli.global.configure(side_by_side)?;
+    listen_for_ctrl_c()?;
     perform(cli.command, &global).map_err(|error| {
         let lower = "the batch, the context or the length of the text".to_string();
         explain_memory(error, &global.device, lower, false)
@@ -117,9 +136,9 @@ fn run(cli: Cli) -> Result<()> {
 
 fn perform(command: Command, global: &Machine) -> Result<()> {
     match command {
-        Command::Train(args) => train::run(args, global, stop_on_ctrl_c()?),
-        Command::Compare(args) => compare::run(args, global, stop_on_ctrl_c()?),
-        Command::Convert(args) => convert::run(args, global, stop_on_ctrl_c()?),
+        Command::Train(args) => train::run(args, global, &STOP),
+        Command::Compare(args) => compare::run(args, global, &STOP),
+        Command::Convert(args) => convert::run(args, global, &STOP),
         Command::Eval(args) => eval::run(args, global),
         Command::Generate(args) => generate::run(args, global),
         Command::Export(args) => export::run(args),
@@ -141,17 +160,19 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
     }
 }
 
-/// Handles Ctrl-C for commands that can resume where they were stopped; all others end at the first
-/// Ctrl-C.
-fn stop_on_ctrl_c() -> Result<&'static AtomicBool> {
+/// Handles Ctrl-C. Steps of a training would be lost, so they are saved first; everything else that
+/// a command does is saved already or is made again, and ends at once.
+fn listen_for_ctrl_c() -> Result<()> {
     ctrlc::set_handler(|| {
-        if STOP.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
+        if output::takes_steps() && !STOP.swap(true, Ordering::Relaxed) {
+            output::note("stopping after this step; once more to stop at once");
+            return;
         }
-        output::note("stopping after this step; once more to stop at once");
+        remove_partial_files();
+        output::note("stopped");
+        std::process::exit(STOPPED.into());
     })
-    .context("cannot listen for Ctrl-C")?;
-    Ok(&STOP)
+    .context("cannot listen for Ctrl-C")
 }
 
 #[cfg(test)]

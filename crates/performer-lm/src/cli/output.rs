@@ -3,7 +3,10 @@
 
 use std::{
     io::{ErrorKind, Write},
-    sync::LazyLock,
+    sync::{
+        LazyLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -19,6 +22,9 @@ use crate::{
 
 /// All bars, on stderr; they show nothing where that is no terminal.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+
+/// The number of bars of steps.
+static TRAININGS: AtomicUsize = AtomicUsize::new(0);
 
 /// Shows a person at the terminal what the library says.
 pub(super) static TERMINAL: Terminal = Terminal;
@@ -41,12 +47,20 @@ impl Listener for Terminal {
         let bar = BARS.add(bar.with_style(if unit == Unit::Steps { style.progress_chars("=> ") } else { style }));
         bar.reset_eta();
         bar.enable_steady_tick(Duration::from_millis(500));
-        Box::new(Drawn(bar))
+        if unit == Unit::Steps {
+            TRAININGS.fetch_add(1, Ordering::Relaxed);
+        }
+        Box::new(Drawn(bar, unit))
     }
 }
 
+/// Whether steps of a training are being taken.
+pub(super) fn takes_steps() -> bool {
+    TRAININGS.load(Ordering::Relaxed) > 0
+}
+
 /// A bar on the terminal, which goes when the work ends.
-struct Drawn(ProgressBar);
+struct Drawn(ProgressBar, Unit);
 
 impl Bar for Drawn {
     fn advance(&self, done: u64) {
@@ -57,14 +71,13 @@ impl Bar for Drawn {
         self.0.set_position(number as u64);
         self.0.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", tokens_per_second / 1000.0));
     }
-
-    fn message(&self, text: &str) {
-        self.0.set_message(text.to_string());
-    }
 }
 
 impl Drop for Drawn {
     fn drop(&mut self) {
+        if self.1 == Unit::Steps {
+            TRAININGS.fetch_sub(1, Ordering::Relaxed);
+        }
         self.0.finish_and_clear();
         BARS.remove(&self.0);
     }
@@ -121,6 +134,8 @@ fn options(cause: &Cause) -> Option<&'static str> {
             _ => "--learning-rate sets it",
         }),
         Cause::AnotherFolder(_) => Some("--out FOLDER chooses another one"),
+        Cause::WouldReplace(_) => Some("--out FOLDER chooses another one, --overwrite replaces what this one holds"),
+        Cause::Stopped(_) => None,
         Cause::Device(_) => Some("--device cpu does without"),
         Cause::OtherData(_) => Some("--data and --tokenizer name what the run began with"),
         Cause::Data(_) => {

@@ -5,15 +5,19 @@ use std::{
     sync::atomic::AtomicBool,
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use super::{
-    args::{DataArgs, Machine, RecipeArgs},
+    args::{DataArgs, Machine, RecipeArgs, require_another_folder},
     output, paths,
 };
 use crate::{
+    checkpoint::require_free,
     config::AttentionPattern,
-    data::{Prepared, prepare},
+    data::{Prepared, prepare, prepare_for},
+    errors::Cause,
+    eval::{guessing, is_worse_than_guessing, show_perplexity},
+    model::pretrained::Pretrained,
     train::{Report, RunOptions, Trainer, default_out, saved_data},
 };
 
@@ -28,7 +32,8 @@ Examples:
   performer-lm train --preset small --attention favor-gated          forgets at a pace that it learns
   performer-lm train --preset small --attention uniform:gate         its control: the gate alone
   performer-lm train --preset small --attention favor-gated:conv     and mixes neighbouring tokens first
-  performer-lm train --resume runs/mine")]
+  performer-lm train --resume runs/mine
+  performer-lm train --from runs/mine --max-steps 500 --learning-rate 1e-4 --out runs/more   on from its weights")]
 pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
     /// features trained too) or favor-window (and exact to the last 32 tokens; in a first
@@ -56,7 +61,12 @@ pub(super) struct Args {
         "dtype", "context", "learning_rate", "schedule", "max_train_tokens", "dropout", "redraw_every", "fit_every", "eval_every", "save_every", "seed",
         "out", "vocab_size"])]
     resume: Option<PathBuf>,
-    /// Replace a run that the folder holds.
+    /// Begin a new run with the weights of this model and its tokenizer: a checkpoint folder of a
+    /// finished run, say, to train it for more steps or at another rate; or a Hugging Face folder
+    /// or hub id, llama2.c .bin, or .gguf file. Of a preset, the training settings are taken.
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["attention", "config", "vocab_size", "tokenizer", "resume"])]
+    from: Option<String>,
+    /// Replace what the folder holds.
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
     /// Print the report as JSON.
@@ -66,32 +76,54 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
     if let Some(dir) = &args.resume {
-        let spec = match &args.data.data {
-            Some(spec) => spec.clone(),
-            None => saved_data(dir)?,
+        let saved = saved_data(dir)?;
+        let (spec, spelt) = match &args.data.data {
+            Some(spec) => (spec.clone(), spec.to_string()),
+            None => (saved.spec, saved.spelt),
         };
-        let own = dir.join("tokenizer.json");
-        let data = prepare(&spec, 0, Some(args.data.tokenizer.as_ref().unwrap_or(&own)), &output::TERMINAL)?;
-        let spec = spec.to_string();
-        let trainer = Trainer::resume(&data, options(dir, &spec, machine, stop))?;
+        let data = match &args.data.tokenizer {
+            Some(path) => prepare(&spec, 0, Some(path), &output::TERMINAL)?,
+            None => prepare_for(&spec, &saved.tokenizer, &output::TERMINAL)?,
+        };
+        let trainer = Trainer::resume(&data, options(dir, &spelt, machine, stop))?;
         return finish(&args, trainer, &data, dir);
     }
-    let (mut model, mut training) = args.recipe.load(machine)?;
+    let mut weights = args.from.as_ref().map(|from| Pretrained::open_with(from, &output::TERMINAL)).transpose()?;
+    let (mut model, mut training) = match &weights {
+        Some(weights) => args.recipe.of_weights(weights.config.clone(), machine)?,
+        None => args.recipe.load(machine)?,
+    };
     if let Some(attention) = &args.attention {
         model = model.with_attention(attention)?;
     }
     training.seed = args.seed.unwrap_or(training.seed);
     let out = args.out.clone().unwrap_or_else(|| default_out(args.recipe.preset, &model, training.seed));
-    ensure!(
-        args.overwrite || !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
-        "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
-        out.display()
-    );
-    let data = args.data.prepare(model.vocab_size)?;
+    if let Some(from) = &args.from {
+        require_another_folder(from, &out)?;
+    }
+    if !args.overwrite {
+        ensure!(
+            !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
+            "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
+            out.display()
+        );
+        require_free(&out, &["metrics.json", "metrics.jsonl"])?;
+    }
+    let data = match &weights {
+        Some(weights) => prepare_for(&args.data.spec(), &weights.tokenizer, &output::TERMINAL)?,
+        None => args.data.prepare(model.vocab_size)?,
+    };
     output::note(&format!("training on {}", data.description));
     let training = args.recipe.for_data(&data, training);
     let spec = args.data.spec().to_string();
-    let trainer = Trainer::new(&model, &training, &data, options(&out, &spec, machine, stop))?;
+    let options = options(&out, &spec, machine, stop);
+    let trainer = match &mut weights {
+        Some(weights) => {
+            weights.config = model;
+            Trainer::from_weights(weights, &training, &data, options)?
+        }
+        None => Trainer::new(&model, &training, &data, options)?,
+    };
     finish(&args, trainer, &data, &out)
 }
 
@@ -129,11 +161,21 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         output::thousands(all),
         if used * 2 < all { " (--max-train-tokens 0 for all)" } else { "" }
     ));
+    let vocabulary = config.vocab_size;
     let Some(report) = trainer.run()? else {
-        output::note(&format!("stopped and saved; go on with: performer-lm train --resume {}", out.display()));
-        return Ok(());
+        let text = format!("stopped and saved; go on with: performer-lm train --resume {}", out.display());
+        bail!(Cause::Stopped(text));
     };
-    output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
+    if is_worse_than_guessing(report.val_loss, vocabulary) {
+        output::note(&format!(
+            "saved in {}; its loss is above {:.4}, that of a guess among all {vocabulary} tokens: it has learned nothing (a lower \
+             --learning-rate, or more steps)",
+            out.display(),
+            guessing(vocabulary)
+        ));
+    } else {
+        output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
+    }
     if args.json { output::json(&report) } else { output::result(&table(&report)) }
 }
 
@@ -151,14 +193,14 @@ fn table(r: &Report) -> String {
         vec!["bytes of decoding state".into(), output::thousands(r.state_bytes as u64) + grows],
         vec!["tokens trained on".into(), output::thousands(r.tokens)],
         vec!["validation loss (nats/token)".into(), format!("{:.4}", r.val_loss)],
-        vec!["perplexity".into(), format!("{:.3}", r.perplexity)],
+        vec!["perplexity".into(), show_perplexity(r.perplexity, 3)],
         vec!["bits/byte".into(), format!("{:.4}", r.bits_per_byte)],
         vec!["seconds per epoch".into(), epochs],
         vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
     ];
     if let Some(test) = &r.test {
         rows.insert(8, vec!["test loss (nats/token)".into(), format!("{:.4}", test.loss)]);
-        rows.insert(9, vec!["test perplexity".into(), format!("{:.3}", test.perplexity)]);
+        rows.insert(9, vec!["test perplexity".into(), show_perplexity(test.perplexity, 3)]);
     }
     if let Some(control) = &r.features_off {
         let what = format!("loss with features off ({})", control.attention_spec);

@@ -141,7 +141,10 @@ impl FromStr for Schedule {
                 .with_context(|| format!("schedule setting `{setting}` is not of the form key=value"))?;
             let value = serde_json::from_str(value)
                 .with_context(|| format!("schedule setting `{key}` takes a number, got `{value}`"))?;
-            fields.insert(key.to_owned(), value);
+            ensure!(
+                fields.insert(key.to_owned(), value).is_none(),
+                "schedule setting `{key}` is given twice, in `{text}`; give it once"
+            );
         }
         ensure!(kind != "constant" || fields.is_empty(), "schedule `constant` takes no settings");
         fields.insert("kind".to_owned(), kind.into());
@@ -241,6 +244,7 @@ mod tests {
             "one-cycle:speed=1",
             "one-cycle:warmup_fraction=1.5",
             "one-cycle:div=0",
+            "one-cycle:div=10,div=20",
             "constant:div=2",
         ] {
             assert!(text.parse::<Schedule>().is_err(), "`{text}` was accepted");

@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor, Var};
 use performer_core::projection::{derive_seed, draw_normal};
 
-use crate::model::Decoder;
+use crate::model::{Decoder, pretrained::Pretrained};
 
 /// `Adapters` holds the tensors of a model, with a pair of low-rank factors for each of its
 /// matrices.
@@ -26,6 +26,27 @@ struct Pair {
     up: Var,
 }
 
+/// What the names of the matrices that get adapters end with.
+const ADAPTED: &str = "_proj.weight";
+
+/// Returns the sizes of a matrix that is to have factors of rank `rank`, and refuses one that they
+/// would not be smaller than.
+fn require_larger(name: &str, matrix: &Tensor, rank: usize) -> Result<(usize, usize)> {
+    let (rows, columns) = matrix.dims2()?;
+    ensure!(
+        rank < rows.min(columns),
+        "adapters of rank {rank}: {name} is a matrix of {rows}×{columns}; factors must be smaller than that"
+    );
+    Ok((rows, columns))
+}
+
+/// Refuses a rank that is too large for a matrix of the model.
+pub(super) fn check(model: &Pretrained, rank: usize) -> Result<()> {
+    let mut matrices: Vec<_> = model.tensors.iter().filter(|(name, _)| name.ends_with(ADAPTED)).collect();
+    matrices.sort_by_key(|(name, _)| *name);
+    matrices.into_iter().try_for_each(|(name, matrix)| require_larger(name, matrix, rank).map(drop))
+}
+
 impl Adapters {
     /// Makes factors of rank `rank` for the matrices of all blocks. Feature maps that are
     /// parameters of the model remain parameters.
@@ -37,14 +58,10 @@ impl Adapters {
                 tensors.insert(name, var.into_inner());
                 continue;
             }
-            if !name.ends_with("_proj.weight") {
+            if !name.ends_with(ADAPTED) {
                 continue;
             }
-            let (rows, columns) = var.dims2()?;
-            ensure!(
-                rank < rows.min(columns),
-                "adapters of rank {rank}: {name} is a matrix of {rows}×{columns}; factors must be smaller than that"
-            );
+            let (rows, columns) = require_larger(&name, &var, rank)?;
             let seed = derive_seed(seed, pairs.len() as u64);
             let normal = draw_normal(rank * columns, seed)?;
             let scale = (columns as f64).powf(-0.5);

@@ -33,8 +33,8 @@ pub(super) struct Descent {
 }
 
 /// Trains `parameters` on `loss(ids, targets)`, the mean loss over ids `(B, T)`, and calls
-/// `measure` at intervals. Returns the number of tokens seen and the points measured, or `None` if
-/// training was stopped.
+/// `measure` at intervals, which returns `None` if it was stopped. Returns the number of tokens
+/// seen and the points measured, or `None` if training was stopped.
 pub(super) fn descend(
     plan: &Plan,
     bookmark: &Bookmark,
@@ -42,7 +42,7 @@ pub(super) fn descend(
     parameters: Vec<(String, Var)>,
     data: &Prepared,
     loss: impl Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
-    measure: impl Fn() -> Result<f64>,
+    measure: impl Fn() -> Result<Option<f64>>,
 ) -> Result<Option<(u64, Vec<Point>)>> {
     let Descent { steps, rate, weight_decay, seed, measure_every } = *descent;
     let mut optimizer = AdamW::new(parameters, AdamWConfig { weight_decay, ..AdamWConfig::default() })?;
@@ -59,8 +59,15 @@ pub(super) fn descend(
         save_after: Some(SAVE_AFTER),
         stop: plan.stop,
     };
+    let begun = stage.optimizer.steps();
+    // The training may have been stopped in the middle of a measurement.
+    stage.measure_if_due(begun)?;
     if !take_steps(&mut stage, &pace)? {
         return Ok(None);
+    }
+    if begun < steps {
+        // The measurements of the whole stage take a while, and may be stopped.
+        stage.save()?;
     }
     Ok(Some((stage.tokens(steps), stage.points)))
 }
@@ -84,10 +91,25 @@ impl<L, M> InProgress<'_, L, M> {
     }
 }
 
+impl<L, M> InProgress<'_, L, M>
+where
+    M: Fn() -> Result<Option<f64>>,
+{
+    /// Measures the student after so many steps, where it is to be measured there and has not been.
+    fn measure_if_due(&mut self, steps: usize) -> Result<()> {
+        let is_due = self.measure_every > 0 && steps > 0 && steps.is_multiple_of(self.measure_every);
+        let tokens = self.tokens(steps);
+        if is_due && steps < self.steps && self.points.last().is_none_or(|point| point.tokens < tokens) {
+            self.points.extend((self.measure)()?.map(|val_loss| Point { tokens, val_loss }));
+        }
+        Ok(())
+    }
+}
+
 impl<L, M> Steps for InProgress<'_, L, M>
 where
     L: Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
-    M: Fn() -> Result<f64>,
+    M: Fn() -> Result<Option<f64>>,
 {
     fn optimizer(&mut self) -> &mut AdamW {
         &mut self.optimizer
@@ -108,10 +130,7 @@ where
 
     fn after(&mut self, step: &Step) -> Result<()> {
         self.bar.step(step.number, step.loss, self.batches.tokens_per_batch());
-        if self.measure_every > 0 && step.number.is_multiple_of(self.measure_every) && step.number < self.steps {
-            self.points.push(Point { tokens: self.tokens(step.number), val_loss: (self.measure)()? });
-        }
-        Ok(())
+        self.measure_if_due(step.number)
     }
 
     fn save(&mut self) -> Result<()> {

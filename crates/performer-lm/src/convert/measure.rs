@@ -1,12 +1,15 @@
 //! This module measures a student on held-out text and compares its predictions with its teacher's.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::{Plan, Point, Stage};
 use crate::{
+    config::{AttentionConfig, ModelConfig},
     data::{Batch, TokenFile, eval_windows},
-    eval::check_vocabulary,
+    errors::Cause,
+    eval::{check_vocabulary, perplexity},
     model::Decoder,
     train::in_order,
 };
@@ -23,22 +26,27 @@ pub struct Measured {
     pub top1_agreement: f64,
 }
 
-/// Measures the student over about the first `limit` tokens, in windows of its context.
+/// Measures the student over about the first `limit` tokens of held-out text, in windows of its
+/// context. Returns `None` if the plan was stopped.
+///
+/// # Errors
+/// If a loss is not finite: which token is likeliest then means nothing.
 pub(super) fn measure(
+    plan: &Plan,
     teacher: &Decoder,
     student: &Decoder,
     tokens: &TokenFile,
-    limit: usize,
-    threads: usize,
-) -> Result<Measured> {
+) -> Result<Option<Measured>> {
+    let limit = plan.measure_tokens;
     let context = student.config().context.min(tokens.len().saturating_sub(1).max(1));
     let rows = (1024 / context).max(1);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(limit.div_ceil(rows * context)).collect();
     let (mut loss, mut same, mut count) = (0.0, 0.0, 0.0);
-    in_order(
+    let measured = in_order(
         windows.len(),
-        threads,
+        plan.threads,
         |i| {
+            ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
             let batch = &windows[i];
             check_vocabulary(batch, student)?;
             let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), student.device())?;
@@ -55,7 +63,78 @@ pub(super) fn measure(
             count += tokens as f64;
             Ok(())
         },
-    )?;
+    );
+    if measured.as_ref().is_err_and(|error| matches!(error.downcast_ref(), Some(Cause::Stopped(_)))) {
+        return Ok(None);
+    }
+    measured?;
     let val_loss = loss / count;
-    Ok(Measured { val_loss, perplexity: val_loss.exp(), top1_agreement: same / count })
+    ensure!(
+        val_loss.is_finite(),
+        "its loss on held-out text is {val_loss}: its weights hold values that are not finite, or too large"
+    );
+    Ok(Some(Measured { val_loss, perplexity: perplexity(val_loss), top1_agreement: same / count }))
+}
+
+/// What an error of a measurement is about.
+pub(super) fn about(stage: &str) -> String {
+    match stage {
+        "teacher" => "cannot measure the teacher".into(),
+        "swap" => "cannot measure the teacher with features drawn at random in it".into(),
+        _ => format!("cannot measure the model after the stage '{stage}'"),
+    }
+}
+
+/// `Measurements` are what a model is measured as after a stage.
+pub(super) struct Measurements {
+    pub(super) measured: Measured,
+    pub(super) without_window: Option<Measured>,
+    pub(super) features_off: Option<Measured>,
+}
+
+impl Measurements {
+    /// Measures a model, without its windows and with its features off too where it has them;
+    /// `None` if it was stopped.
+    pub(super) fn of(model: &Decoder, measure: &dyn Fn(&Decoder) -> Result<Option<Measured>>) -> Result<Option<Self>> {
+        let Some(measured) = measure(model)? else { return Ok(None) };
+        let mut whole = Self { measured, without_window: None, features_off: None };
+        let others =
+            [(&mut whole.without_window, without_windows(model)?), (&mut whole.features_off, model.features_off()?)];
+        for (place, model) in others {
+            let Some(model) = model else { continue };
+            *place = measure(&model)?;
+            if place.is_none() {
+                return Ok(None);
+            }
+        }
+        Ok(Some(whole))
+    }
+
+    pub(super) fn stage(self, name: &str, tokens: u64, seconds: f64, points: Vec<Point>) -> Stage {
+        let Self { measured, without_window, features_off } = self;
+        Stage { name: name.into(), tokens, seconds, measured, without_window, features_off, points }
+    }
+}
+
+/// Returns the student with its windows switched off, or `None` if it has none.
+fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
+    let config = student.config();
+    if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
+        return Ok(None);
+    }
+    fn bare(attention: &AttentionConfig) -> AttentionConfig {
+        match attention {
+            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
+            AttentionConfig::Equipped { parts, of } => {
+                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
+            }
+            other => other.clone(),
+        }
+    }
+    let config = ModelConfig {
+        attention: bare(&config.attention),
+        attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
+        ..config.clone()
+    };
+    Ok(Some(Decoder::frozen(&config, &student.tensors()?, student.device())?))
 }

@@ -35,15 +35,17 @@ use serde_json::{Value, json};
 #[cfg(feature = "plot")]
 use crate::plot::{At, Axis, Chart, Marker, Scale, Series};
 use crate::{
+    checkpoint::require_free,
     config::{AttentionConfig, ModelConfig},
     data::Prepared,
     errors::Cause,
-    files,
+    files::{self, Lock},
     listener::Listener,
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest},
 };
 pub use measure::Measured;
+use measure::{Measurements, about};
 use stage::{Bookmark, Progress};
 #[cfg(feature = "lab")]
 pub(crate) use statistics::moments;
@@ -73,6 +75,8 @@ pub struct Plan<'a> {
     pub config: ModelConfig,
     /// Folder of the student.
     pub out: &'a Path,
+    /// Whether to begin anew, and to replace what the folder holds.
+    pub overwrite: bool,
     /// Device on which both models are.
     pub device: Device,
     /// Number of worker threads on the CPU.
@@ -181,6 +185,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     check(plan)?;
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
     let key = plan.key(data)?;
+    let _lock = Lock::of(plan.out)?;
     let (mut report, mut interrupted) = match earlier(plan, &key)? {
         Some(Progress { report, stage, .. }) => (report, stage),
         None => {
@@ -197,31 +202,24 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
             (report, None)
         }
     };
-    let measure =
-        |student: &Decoder| measure::measure(&teacher, student, &data.valid, plan.measure_tokens, plan.threads);
+    let measure = |student: &Decoder| measure::measure(plan, &teacher, student, &data.valid);
     if report.stages.is_empty() {
         plan.listener.note("the teacher, and features drawn at random in it");
-        let started = Instant::now();
-        let mut add = |name: &str, student: &Decoder| -> Result<()> {
-            let measured = measure(student)?;
-            let without_window = without_windows(student)?.map(|s| measure(&s)).transpose()?;
-            let features_off = student.features_off()?.map(|s| measure(&s)).transpose()?;
-            let (seconds, points) = (started.elapsed().as_secs_f64(), Vec::new());
-            let name = name.into();
-            report.stages.push(Stage { name, tokens: 0, seconds, measured, without_window, features_off, points });
-            Ok(())
-        };
-        add("teacher", &teacher)?;
-        add("swap", &student(plan, plan.teacher.tensors.clone())?)?;
+        for (name, student) in [("teacher", &teacher), ("swap", &student(plan, plan.teacher.tensors.clone())?)] {
+            let started = Instant::now();
+            let Some(measurements) = Measurements::of(student, &measure).with_context(|| about(name))? else {
+                return Ok(None);
+            };
+            report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
+        }
         save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
     }
-    let stopped = || plan.stop.load(std::sync::atomic::Ordering::Relaxed);
-    let loss = |student: &Decoder| Ok(measure(student)?.val_loss);
+    let loss = |student: &Decoder| Ok(measure(student)?.map(|measured| measured.val_loss));
     for name in STAGES {
         if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
             continue;
         }
-        if stopped() {
+        if plan.is_stopped() {
             return Ok(None);
         }
         plan.listener.note(name);
@@ -239,17 +237,11 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
-        let without_window = without_windows(&student)?.map(|s| measure(&s)).transpose()?;
-        let features_off = student.features_off()?.map(|s| measure(&s)).transpose()?;
-        report.stages.push(Stage {
-            name: name.into(),
-            tokens: before + tokens,
-            seconds: earlier_seconds + started.elapsed().as_secs_f64(),
-            measured: measure(&student)?,
-            without_window,
-            features_off,
-            points,
-        });
+        let Some(measurements) = Measurements::of(&student, &measure).with_context(|| about(name))? else {
+            return Ok(None);
+        };
+        let seconds = earlier_seconds + started.elapsed().as_secs_f64();
+        report.stages.push(measurements.stage(name, before + tokens, seconds, points));
         report.key = Some(plan.key_after(&key, name));
         save(plan, &student, &report)?;
     }
@@ -264,21 +256,20 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let tuned = tune::tune(plan, &bookmark, tuning, &teacher, copy, data, &loss)?;
         let Some(Trained { student: tuned, tokens, points }) = tuned else { return Ok(None) };
         let checkpoint = bookmark.into_checkpoint();
-        report.control = Some(Stage {
-            name: CONTROL.into(),
-            tokens,
-            seconds: earlier_seconds + started.elapsed().as_secs_f64(),
-            measured: measure(&tuned)?,
-            without_window: None,
-            features_off: None,
-            points,
-        });
+        let Some(measured) = measure(&tuned).with_context(|| about(CONTROL))? else { return Ok(None) };
+        let seconds = earlier_seconds + started.elapsed().as_secs_f64();
+        let alone = Measurements { measured, without_window: None, features_off: None };
+        report.control = Some(alone.stage(CONTROL, tokens, seconds, points));
         save(plan, &student(plan, checkpoint.tensors)?, &report)?;
     }
     Ok(Some(report))
 }
 
 impl Plan<'_> {
+    fn is_stopped(&self) -> bool {
+        self.stop.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
     /// Returns the key of a conversion without the settings of its stages.
     fn key(&self, data: &Prepared) -> Result<RunKey> {
         // Every field is named, so that a new one must be put in its place: here, among the
@@ -300,6 +291,7 @@ impl Plan<'_> {
             // The control is an additional stage, which depends on the settings of tuning.
             control: _,
             out: _,
+            overwrite: _,
             threads: _,
             stop: _,
             listener: _,
@@ -381,6 +373,12 @@ fn check(plan: &Plan) -> Result<()> {
     }
     let favor: Vec<_> = layers.filter_map(|i| plan.config.attention_of(i).favor()).collect();
     ensure!(!favor.is_empty(), "no layer is to have linear attention: give --attention favor:...");
+    if let Some(layer) = plan.config.idle_features() {
+        bail!(plan.config.of_idle_features(layer));
+    }
+    if let Some(rank) = plan.tuning.and_then(|tuning| tuning.adapters) {
+        adapters::check(plan.teacher, rank)?;
+    }
     if plan.calibrate_tokens > 0 {
         ensure!(
             favor.iter().any(|favor| favor.map.is_fitted()),
@@ -403,6 +401,9 @@ fn check(plan: &Plan) -> Result<()> {
 /// would be lost.
 fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     let (out, file) = (plan.out, plan.out.join(REPORT));
+    if plan.overwrite {
+        return Ok(None);
+    }
     let mut progress = if TrainingState::is_in(out)? {
         Progress::load(out, &plan.device)?
     } else if file.exists() {
@@ -413,11 +414,12 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     } else {
         ensure!(
             !out.join("model.safetensors").exists(),
-            Cause::AnotherFolder(format!(
+            Cause::WouldReplace(format!(
                 "{} holds a model that is no conversion, and would be lost: choose another folder",
                 out.display()
             ))
         );
+        require_free(out, &[])?;
         return Ok(None);
     };
     let report = &mut progress.report;
@@ -426,6 +428,8 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     let found = Earlier { key: report.key.as_ref(), file: &file, remove: out };
     if plan.is_done(report) {
         now.check(found)?;
+        // The model beside the report must be the one it tells of.
+        student_after(plan, report)?;
     } else if let Some(text) = now.check_interrupted(found)? {
         plan.listener.note(&text);
         let old = report.key.take();
@@ -502,29 +506,6 @@ fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
     let progress = Progress { key: report.key.clone(), report: report.clone(), stage: None };
     progress.save(&checkpoint, plan.out, Default::default())?;
     files::write_json(&plan.out.join(REPORT), report)
-}
-
-/// Returns the student with its windows switched off, or `None` if it has none.
-fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
-    let config = student.config();
-    if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
-        return Ok(None);
-    }
-    fn bare(attention: &AttentionConfig) -> AttentionConfig {
-        match attention {
-            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
-            AttentionConfig::Equipped { parts, of } => {
-                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
-            }
-            other => other.clone(),
-        }
-    }
-    let config = ModelConfig {
-        attention: bare(&config.attention),
-        attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
-        ..config.clone()
-    };
-    Ok(Some(Decoder::frozen(&config, &student.tensors()?, student.device())?))
 }
 
 #[cfg(feature = "plot")]

@@ -51,7 +51,7 @@ impl Progress {
         let state = TrainingState::load(dir, device)?;
         ensure!(
             state.progress["key"]["run"] == CONVERSION,
-            Cause::AnotherFolder(format!(
+            Cause::WouldReplace(format!(
                 "{} holds a model in training that is no conversion, and would be lost: choose another folder",
                 dir.display()
             ))

@@ -21,7 +21,7 @@ pub(super) fn transfer(
     teacher: &Decoder,
     student: Decoder,
     data: &Prepared,
-    measure: &dyn Fn(&Decoder) -> Result<f64>,
+    measure: &dyn Fn(&Decoder) -> Result<Option<f64>>,
 ) -> Result<Option<Trained>> {
     let maps = student.named_parameters()?.into_iter().filter(|(name, _)| name.contains(".feature_map.")).collect();
     let descent = Descent {
@@ -29,7 +29,7 @@ pub(super) fn transfer(
         rate: plan.transfer_rate,
         weight_decay: 0.0,
         seed: plan.seed,
-        measure_every: plan.transfer_steps / (plan.points + 1),
+        measure_every: plan.transfer_steps / plan.points.saturating_add(1),
     };
     let loss = |ids: &Tensor, _: &[u32]| differences(plan, teacher, &student, ids);
     let frozen = || Decoder::frozen(&plan.config, &student.tensors()?, &plan.device);

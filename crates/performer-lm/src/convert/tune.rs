@@ -35,7 +35,7 @@ pub(super) fn tune(
     teacher: &Decoder,
     student: Decoder,
     data: &Prepared,
-    measure: &dyn Fn(&Decoder) -> Result<f64>,
+    measure: &dyn Fn(&Decoder) -> Result<Option<f64>>,
 ) -> Result<Option<Trained>> {
     let config = student.config().clone();
     let adapters = tuning.adapters.map(|rank| Adapters::new(&student, rank, plan.seed)).transpose()?;
@@ -54,7 +54,7 @@ pub(super) fn tune(
         weight_decay: 0.01,
         // Another seed gives this stage other text than the transfer began with.
         seed: plan.seed.wrapping_add(1),
-        measure_every: tuning.steps / (plan.points + 1),
+        measure_every: tuning.steps / plan.points.saturating_add(1),
     };
     let loss = |ids: &Tensor, targets: &[u32]| -> Result<Tensor> {
         let adapted = adapted()?;

@@ -159,7 +159,7 @@ pub fn eval_windows(tokens: &TokenFile, context: usize, rows: usize) -> Result<E
     if tokens.len() < 2 {
         bail!("there is nothing to predict in a text of {} tokens", tokens.len());
     }
-    Ok(EvalWindows { tokens, context, rows, next: 0 })
+    Ok(EvalWindows { tokens, context, rows, next: 0, end: tokens.len() - 1 })
 }
 
 /// `EvalWindows` is the iterator that [`eval_windows`] returns.
@@ -170,13 +170,23 @@ pub struct EvalWindows<'a> {
     rows: usize,
     /// Position of the next input.
     next: usize,
+    /// Position after the last input.
+    end: usize,
+}
+
+impl EvalWindows<'_> {
+    /// Keeps only the first `targets` targets.
+    pub fn first(mut self, targets: usize) -> Self {
+        self.end = self.end.min(self.next.saturating_add(targets));
+        self
+    }
 }
 
 impl Iterator for EvalWindows<'_> {
     type Item = Batch;
 
     fn next(&mut self) -> Option<Batch> {
-        let left = self.tokens.len() - 1 - self.next;
+        let left = self.end - self.next;
         if left == 0 {
             return None;
         }
@@ -189,7 +199,7 @@ impl Iterator for EvalWindows<'_> {
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = self.tokens.len() - 1 - self.next;
+        let left = self.end - self.next;
         let whole = left / self.context;
         let batches = whole.div_ceil(self.rows) + usize::from(!left.is_multiple_of(self.context));
         (batches, Some(batches))

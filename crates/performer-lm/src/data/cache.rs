@@ -1,8 +1,16 @@
 //! This module is the cache of trained tokenizers and token files. Each is kept under the hash of
 //! what it is made from.
+//!
+//! A file that is being made has a name of its own, is locked by the process that makes it, and
+//! goes if the process fails or is stopped ([`remove_partial_files`]). What a killed process left
+//! is removed by the next one that opens the cache: nobody holds its lock.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use tempfile::{NamedTempFile, TempDir};
@@ -23,6 +31,101 @@ pub fn cache_dir() -> Result<PathBuf> {
         _ => Ok(dirs::cache_dir()
             .context("there is no home folder; set PERFORMER_CACHE to a folder of yours")?
             .join("performer-lm")),
+    }
+}
+
+/// What the names of files that are being made begin and end with.
+const PARTIAL: (&str, &str) = ("performer-lm-", ".partial");
+
+/// The age from which a file that nobody holds the lock of was left by a killed process: one that
+/// is younger may be about to be locked.
+const LEFT: Duration = Duration::from_secs(60);
+
+/// The files that this process is making.
+static IN_PROGRESS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// Locks the list; an insertion leaves it whole.
+fn in_progress() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    IN_PROGRESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes the files of the cache that this process is making, for a program that is about to end.
+/// What makes them fails if it goes on.
+pub fn remove_partial_files() {
+    for path in std::mem::take(&mut *in_progress()) {
+        // There is nobody left to tell.
+        let _ = fs::remove_file(path);
+    }
+}
+
+/// The time between two signs of work whose progress is not known.
+const SIGN: Duration = Duration::from_secs(20);
+
+/// Trains a tokenizer, and says at intervals that it is still being trained.
+fn patiently<T: Send>(listener: &dyn Listener, train: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let (ended, waiting) = std::sync::mpsc::channel::<()>();
+        scope.spawn(move || {
+            let mut seconds = 0;
+            while let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(SIGN) {
+                seconds += SIGN.as_secs();
+                listener.note(&format!("tokenizer: still training, {seconds} s"));
+            }
+        });
+        let trained = train();
+        drop(ended);
+        trained
+    })
+}
+
+/// Removes what killed processes left in the cache.
+fn sweep(dir: &Path) {
+    let is_partial = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with(PARTIAL.0) && name.ends_with(PARTIAL.1)
+    };
+    let paths = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    for path in paths.filter(is_partial) {
+        // What cannot be looked at or removed is no obstacle.
+        let Ok(file) = File::open(&path) else { continue };
+        let age = file.metadata().and_then(|found| found.modified()).ok().and_then(|time| time.elapsed().ok());
+        if age.is_some_and(|age| age > LEFT) && file.try_lock().is_ok() {
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+/// `Partial` is a file of the cache that is being made; it goes when this is dropped.
+struct Partial {
+    file: NamedTempFile,
+    listed: Listed,
+}
+
+/// An entry of the list of files that this process is making.
+struct Listed(PathBuf);
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        in_progress().remove(&self.0);
+    }
+}
+
+impl Partial {
+    fn new_in(dir: &Path) -> std::io::Result<Self> {
+        let file = tempfile::Builder::new().prefix(PARTIAL.0).suffix(PARTIAL.1).tempfile_in(dir)?;
+        // Some file systems have no locks; a file younger than a minute is safe there too.
+        let _ = file.as_file().try_lock();
+        in_progress().insert(file.path().into());
+        let listed = Listed(file.path().into());
+        Ok(Self { file, listed })
+    }
+
+    /// Gives the file its name.
+    fn persist(self, path: &Path) -> std::io::Result<()> {
+        let Self { file, listed } = self;
+        file.persist(path).map_err(|error| error.error)?;
+        drop(listed);
+        Ok(())
     }
 }
 
@@ -47,9 +150,10 @@ impl Cache {
 
     /// Opens the cache in `dir`, creating the folder if need be.
     pub(crate) fn at(dir: &Path) -> Result<Self> {
-        fs::create_dir_all(dir).and_then(|()| NamedTempFile::new_in(dir).map(drop)).with_context(|| {
+        fs::create_dir_all(dir).and_then(|()| Partial::new_in(dir).map(drop)).with_context(|| {
             format!("cannot write to the cache {}; set PERFORMER_CACHE to another folder", dir.display())
         })?;
+        sweep(dir);
         Ok(Self { dir: dir.into(), _scratch: None })
     }
 
@@ -64,7 +168,7 @@ impl Cache {
         let path = self.dir.join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
         self.get(&path, listener, Tokenizer::load, |file| {
             listener.note(&format!("tokenizer: training one of {vocab_size} tokens"));
-            let tokenizer = Tokenizer::train(documents, vocab_size)?;
+            let tokenizer = patiently(listener, || Tokenizer::train(documents, vocab_size))?;
             let size = tokenizer.vocab_size();
             if size < vocab_size {
                 listener.note(&format!("tokenizer: the text is enough for a vocabulary of {size}, not {vocab_size}"));
@@ -108,17 +212,17 @@ impl Cache {
                 Err(error) => listener.note(&format!("cache: made anew: {error:#}")),
             }
         }
-        let mut file = NamedTempFile::new_in(&self.dir)
-            .with_context(|| format!("cannot write to the cache {}", self.dir.display()))?;
-        make(file.as_file_mut())
-            .and_then(|()| Ok(file.persist(path).map(drop).map_err(|error| error.error)?))
-            .map_err(|error| match error.is::<std::io::Error>() {
-                true => error.context(format!(
-                    "cannot write to the cache {}; set PERFORMER_CACHE to a folder with more room",
-                    self.dir.display()
-                )),
-                false => error,
-            })?;
+        let mut partial =
+            Partial::new_in(&self.dir).with_context(|| format!("cannot write to the cache {}", self.dir.display()))?;
+        make(partial.file.as_file_mut()).and_then(|()| Ok(partial.persist(path)?)).map_err(|error| match error
+            .is::<std::io::Error>(
+        ) {
+            true => error.context(format!(
+                "cannot write to the cache {}; set PERFORMER_CACHE to a folder with more room",
+                self.dir.display()
+            )),
+            false => error,
+        })?;
         open(path)
     }
 }
@@ -193,6 +297,38 @@ mod tests {
         fs::write(&path, &tokenizer.as_bytes()[..100]).unwrap();
         assert_eq!(cache.tokenizer(&docs, 300, &Silent).unwrap().hash(), tokenizer.hash());
         assert_eq!(fs::read(&path).unwrap(), tokenizer.as_bytes());
+    }
+
+    /// A killed process leaves a file that it was making; the next one removes it, and neither what
+    /// another process is making nor what is not the cache's.
+    #[test]
+    fn what_a_killed_process_left_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path()).unwrap();
+        let long_ago = |name: &str| {
+            let path = dir.path().join(name);
+            fs::write(&path, "half").unwrap();
+            age(&path);
+            path
+        };
+        let (left, working, foreign) =
+            (long_ago("performer-lm-a1.partial"), long_ago("performer-lm-b2.partial"), long_ago(".tmpc3"));
+        let young = dir.path().join("performer-lm-d4.partial");
+        fs::write(&young, "").unwrap();
+        let lock = File::open(&working).unwrap();
+        lock.try_lock().unwrap();
+        drop(cache);
+        Cache::at(dir.path()).unwrap();
+        assert!(!left.exists() && working.exists() && foreign.exists() && young.exists());
+
+        // What this process makes is on the list of what to remove until it is whole or dropped.
+        let is_listed = |path: &Path| in_progress().contains(path);
+        let (whole, dropped) = (Partial::new_in(dir.path()).unwrap(), Partial::new_in(dir.path()).unwrap());
+        let paths = [&whole, &dropped].map(|partial| partial.file.path().to_path_buf());
+        assert!(paths.iter().all(|path| path.exists() && is_listed(path)));
+        whole.persist(&dir.path().join("whole")).unwrap();
+        drop(dropped);
+        assert!(!paths.iter().any(|path| path.exists() || is_listed(path)));
     }
 
     #[test]

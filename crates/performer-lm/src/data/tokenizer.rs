@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
+use serde_json::Value;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
@@ -22,6 +23,12 @@ pub const MIN_VOCAB_SIZE: usize = 257;
 /// A tokenizer is trained on at most the first 64 MB of a corpus: more text does not change the
 /// merges of a small vocabulary noticeably, and word counts take memory.
 const MAX_TRAINING_BYTES: usize = 64 << 20;
+
+/// The largest vocabulary that is trained; the largest of published models are a hundredth of it.
+const MAX_VOCAB_SIZE: usize = 1 << 24;
+
+/// The most bytes of a word that is learned from in one part.
+const MAX_WORD: usize = 1 << 10;
 
 /// Training text is handed over in pieces of about this many bytes, so that memory stays bounded.
 const PIECE: usize = 1 << 16;
@@ -49,20 +56,27 @@ impl Tokenizer {
     /// text always gives the same tokenizer. Only the first 64 MB of text are used; too little text
     /// gives a smaller vocabulary.
     ///
+    /// A word of more than a thousand bytes, as in a text without spaces, is learned from in parts:
+    /// no token is that long, and the time to learn grows with the square of a word's length.
+    ///
     /// # Errors
-    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`].
+    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`], or above any model's.
     pub fn train(documents: &Documents, vocab_size: usize) -> Result<Self> {
         if vocab_size < MIN_VOCAB_SIZE {
             bail!(
                 "a vocabulary of {vocab_size} is too small for a byte-level tokenizer; give at least {MIN_VOCAB_SIZE}"
             );
         }
+        if vocab_size > MAX_VOCAB_SIZE {
+            bail!("a vocabulary of {vocab_size} is larger than any model's; give at most {MAX_VOCAB_SIZE}");
+        }
         let mut inner = tokenizers::Tokenizer::new(BPE::default());
         let byte_level = ByteLevel::new(false, false, true);
         inner.with_pre_tokenizer(Some(byte_level));
         inner.with_decoder(Some(byte_level));
         let mut trainer: TrainerWrapper = BpeTrainer::builder()
-            .vocab_size(vocab_size)
+            // The trainer makes room for all of it, and no text has more tokens than bytes.
+            .vocab_size(vocab_size.min(MIN_VOCAB_SIZE + documents.bytes() as usize))
             // A pair of symbols that occurs once is noise.
             .min_frequency(2)
             .show_progress(false)
@@ -76,6 +90,7 @@ impl Tokenizer {
             left = left.saturating_sub(piece.len());
             more
         });
+        let text = text.flat_map(parts_of_words);
         inner.train(&mut trainer, text).map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
         let json = inner.to_string(false).map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
         Self::from_bytes(json.into_bytes())
@@ -143,6 +158,7 @@ impl Tokenizer {
     ) -> Result<Self> {
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
+        require_sound_decoder(&json)?;
         // Many published files carry the truncation and padding of some model; a corpus must
         // neither be cut nor padded.
         let limits = inner.with_truncation(None);
@@ -250,6 +266,12 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot decode the tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        // Not every decoder can do without tokens.
+        let special = self.inner.get_added_vocabulary();
+        let is_text = |&id: &u32| self.inner.id_to_token(id).is_some_and(|token| !special.is_special_token(&token));
+        if !tokens.iter().any(is_text) {
+            return Ok(String::new());
+        }
         self.inner.decode(tokens, true).map_err(|error| anyhow!("cannot decode tokens: {error}"))
     }
 
@@ -261,6 +283,42 @@ impl Tokenizer {
     /// Returns a decoder for tokens that follow `tokens`.
     pub fn stream_after(&self, tokens: &[u32]) -> StreamDecoder<'_> {
         StreamDecoder { tokenizer: self, tokens: tokens.to_vec(), shown: tokens.len() }
+    }
+}
+
+/// Yields a text in parts of which no word has much more than [`MAX_WORD`] bytes: it is cut inside
+/// longer ones alone.
+fn parts_of_words(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let mut word = 0;
+        let cut = rest.char_indices().find(|&(at, c)| {
+            if c.is_whitespace() {
+                word = at;
+            }
+            at - word > MAX_WORD
+        });
+        let (part, tail) = rest.split_at(cut.map_or(rest.len(), |(at, _)| at));
+        rest = tail;
+        (!part.is_empty()).then_some(part)
+    })
+}
+
+/// Refuses a decoder that cuts characters off the ends of tokens: the library fails on every token
+/// that has fewer.
+fn require_sound_decoder(json: &[u8]) -> Result<()> {
+    fn cut(decoder: &Value) -> Option<u64> {
+        let of_parts = decoder["decoders"].as_array().and_then(|parts| parts.iter().find_map(cut));
+        let own = decoder["stop"].as_u64().filter(|&stop| decoder["type"] == "Strip" && stop > 0);
+        own.or(of_parts)
+    }
+    let json: Value = serde_json::from_slice(json).context("not a tokenizer.json")?;
+    match cut(&json["decoder"]) {
+        Some(stop) => bail!(
+            "the tokenizer's decoder cuts {stop} characters off the end of each token (Strip, stop), which fails for shorter ones; \
+             set its stop to 0"
+        ),
+        None => Ok(()),
     }
 }
 
@@ -330,116 +388,4 @@ impl StreamDecoder<'_> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-    use crate::data::text::Text;
-    use std::sync::Arc;
-
-    pub(crate) fn documents(text: &str) -> Documents {
-        let text = Arc::new(Text::Embedded(text.to_string().leak()));
-        let spans = text.documents();
-        Documents::new(text, spans)
-    }
-
-    /// Returns a small corpus with enough repetition for some merges.
-    pub(crate) fn stories() -> Documents {
-        let story = |i| format!("Once upon a time, {i} little cats went to the park. They were happy.");
-        let all: Vec<_> = (0..50).map(story).collect();
-        documents(&all.join("\n<|endoftext|>\n"))
-    }
-
-    const UNICODE: &str = "Zoë said: «naïve» 日本語, 한국어 und ﷽! 👩‍👩‍👧‍👦 🇫🇷 e\u{301}\t\r\n  \u{0} <|endoftext|> \u{fffd}x";
-
-    #[test]
-    fn training_is_deterministic() {
-        let one = Tokenizer::train(&stories(), 400).unwrap();
-        let two = Tokenizer::train(&stories(), 400).unwrap();
-        assert_eq!(one.as_bytes(), two.as_bytes());
-        assert_eq!(one.eot(), 0);
-        assert!(one.vocab_size() > 300 && one.vocab_size() <= 400);
-        let small = Tokenizer::train(&stories(), 300).unwrap();
-        assert_eq!(small.vocab_size(), 300);
-        assert_ne!(small.hash(), one.hash());
-        assert!(Tokenizer::train(&stories(), 256).is_err());
-    }
-
-    #[test]
-    fn any_text_survives() {
-        let tokenizer = Tokenizer::train(&stories(), 400).unwrap();
-        for text in [UNICODE, "", " ", "\n\n", " lead and trail \n"] {
-            let tokens = tokenizer.encode(text).unwrap();
-            assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
-            assert!(!tokens.contains(&tokenizer.eot()));
-        }
-        let sentence = "Once upon a time";
-        assert!(tokenizer.encode(sentence).unwrap().len() < sentence.len() / 2);
-    }
-
-    #[test]
-    fn saved_and_loaded() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("tokenizer.json");
-        let tokenizer = Tokenizer::train(&stories(), 400).unwrap();
-        tokenizer.save(&path).unwrap();
-        let loaded = Tokenizer::load(&path).unwrap();
-        assert_eq!(loaded.hash(), tokenizer.hash());
-        assert_eq!(loaded.encode(UNICODE).unwrap(), tokenizer.encode(UNICODE).unwrap());
-
-        fs::write(&path, "{}").unwrap();
-        let error = format!("{:#}", Tokenizer::load(&path).unwrap_err());
-        assert!(error.contains("tokenizer.json"), "{error}");
-        assert!(Tokenizer::load(&dir.path().join("none")).is_err());
-    }
-
-    /// Returns a word-level tokenizer as other programs write them: with sparse ids, a truncation,
-    /// and a name of its own for the end of text.
-    fn foreign(end: &str) -> Vec<u8> {
-        let json = serde_json::json!({
-            "version": "1.0", "normalizer": null, "post_processor": null, "decoder": null, "padding": null,
-            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-            "pre_tokenizer": {"type": "Whitespace"},
-            "added_tokens": [{"id": 9, "content": end, "single_word": false, "lstrip": false, "rstrip": false,
-                              "normalized": false, "special": true}],
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2, end: 9}, "unk_token": "?"}
-        });
-        json.to_string().into_bytes()
-    }
-
-    #[test]
-    fn loads_what_others_wrote() {
-        let tokenizer = Tokenizer::from_bytes(foreign("</s>")).unwrap();
-        assert_eq!((tokenizer.eot(), tokenizer.vocab_size()), (9, 10));
-        assert_eq!(tokenizer.encode("a b a b").unwrap(), [0, 1, 0, 1]);
-        let error = Tokenizer::from_bytes(foreign("<stop>")).unwrap_err();
-        assert!(error.to_string().contains("end-of-text"), "{error}");
-    }
-
-    #[test]
-    fn streaming_is_decoding() {
-        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
-        // `broken` leaves out every second token, which breaks characters apart.
-        let tokens = tokenizer.encode(UNICODE).unwrap();
-        let broken: Vec<_> = tokens.iter().copied().step_by(2).collect();
-        let ended: Vec<_> = [0].iter().chain(&tokens).chain(&[0, 0]).copied().collect();
-        for tokens in [&tokens[..], &broken, &ended, &tokens[..tokens.len() - 1], &[]] {
-            let mut stream = tokenizer.stream();
-            let mut text = String::new();
-            for &token in tokens {
-                text.extend(stream.push(token).unwrap());
-            }
-            text += &stream.finish().unwrap();
-            assert_eq!(text, tokenizer.decode(tokens).unwrap());
-        }
-    }
-
-    #[test]
-    fn streaming_never_shows_half_a_character() {
-        let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
-        let mut stream = tokenizer.stream();
-        let mut shown = Vec::new();
-        for token in tokenizer.encode("a日👍b").unwrap() {
-            shown.extend(stream.push(token).unwrap());
-        }
-        assert_eq!(shown, ["a", "日", "👍", "b"]);
-    }
-}
+pub(crate) mod tests;

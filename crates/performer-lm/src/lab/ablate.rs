@@ -15,6 +15,7 @@ use super::{Findings, Section, Table};
 use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
+    errors::{Cause, STOPPED},
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     train::{RunKey, RunOptions, find, find_or_run},
@@ -192,7 +193,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             let folder = plan.folder(i, seed);
             let report = find_or_run(&config, &training, data, plan.options(&folder));
             let report = report.with_context(|| variant.name.clone())?;
-            let Some(report) = report else { bail!("stopped; the same command goes on from here") };
+            let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
             progress(format!(
                 "{}/{} {}, seed {seed}: {:.4} nats a token, {:.0} tokens/s",
                 i + 1,

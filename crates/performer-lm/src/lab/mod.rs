@@ -98,6 +98,14 @@ impl Provenance {
     }
 }
 
+/// Refuses a folder in which [`save`] would replace what is no report.
+///
+/// # Errors
+/// If there is such a file; the message names it.
+pub fn check(folder: &Path) -> Result<()> {
+    files::require_own(folder, ("data.json", "provenance"), &["report.html"])
+}
+
 /// Writes findings as a folder: `data.json`, `NAME-CHART.svg` and `.png`, `report.html`.
 ///
 /// # Errors

@@ -318,6 +318,25 @@ impl Decoder {
         Ok(tensors)
     }
 
+    /// Refuses tensors of which this model, made of them, has not used some: without its biases,
+    /// say, a model computes something else.
+    ///
+    /// # Errors
+    /// With the first tensor that is not used, in the order of names.
+    pub(crate) fn require_all_of(&self, tensors: &HashMap<String, Tensor>) -> Result<()> {
+        let used = self.tensors()?;
+        let mut left: Vec<&String> = tensors.keys().filter(|name| !used.contains_key(*name)).collect();
+        left.sort();
+        ensure!(
+            left.is_empty(),
+            "the weights hold {}, for which the model's config has no place ({} such tensors of {}): they belong to another config",
+            left[0],
+            left.len(),
+            tensors.len()
+        );
+        Ok(())
+    }
+
     /// Returns a model with the same weights and its features off, the control of linear attention
     /// ([`ModelConfig::features_off`]), or `None` if no layer has linear attention.
     ///

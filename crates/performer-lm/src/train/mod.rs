@@ -25,7 +25,8 @@ pub use report::{Control, PositionLoss, Report, TestLoss};
 #[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
 pub use run::{
-    Found, RunOptions, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data, training_batches,
+    Found, RunOptions, SavedData, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
+    training_batches,
 };
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};

@@ -4,8 +4,9 @@
 use std::{cell::Cell, time::Instant};
 
 use crate::{
-    eval::Evaluation,
-    listener::{Bar, Listener, Unit},
+    config::ModelConfig,
+    eval::{Evaluation, guessing, is_worse_than_guessing, show_perplexity},
+    listener::{Bar, Listener, Silent, Unit},
 };
 
 /// Weight of the newest step in the speed of a run.
@@ -16,13 +17,17 @@ pub(super) struct Progress<'a> {
     listener: &'a dyn Listener,
     bar: Box<dyn Bar + 'a>,
     name: String,
+    vocabulary: usize,
+    /// The loss of the last validation.
+    last: Cell<Option<f64>>,
     speed: Cell<f64>,
 }
 
 impl<'a> Progress<'a> {
-    pub(super) fn new(listener: &'a dyn Listener, name: &str, step: usize, total: usize) -> Self {
-        let bar = listener.begin(name, Unit::Steps, step as u64, total as u64);
-        Self { listener, bar, name: name.to_string(), speed: Cell::new(0.0) }
+    pub(super) fn new(listener: &'a dyn Listener, model: &ModelConfig, step: usize, total: usize) -> Self {
+        let name = model.pattern().to_string();
+        let bar = listener.begin(&name, Unit::Steps, step as u64, total as u64);
+        Self { listener, bar, name, vocabulary: model.vocab_size, last: Cell::new(None), speed: Cell::new(0.0) }
     }
 
     pub(super) fn step(&self, step: usize, loss: f64, tokens: usize, seconds: f64) {
@@ -32,18 +37,33 @@ impl<'a> Progress<'a> {
         self.bar.step(step, loss, self.speed.get());
     }
 
+    /// Ends the work of steps, all of which are saved; what follows is told in words.
+    pub(super) fn end(&mut self) {
+        self.bar = Box::new(Silent);
+    }
+
+    /// Says what is done after the steps.
     pub(super) fn message(&self, text: &str) {
-        self.bar.message(text);
+        self.listener.note(&format!("{}  {text}", self.name));
     }
 
     pub(super) fn validation(&self, step: usize, e: &Evaluation, sample: &str) {
         self.listener.note(&format!(
-            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {:.2}  {:.1}k tokens/s",
+            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {}  {:.1}k tokens/s",
             self.name,
             e.val_loss,
-            e.perplexity,
+            show_perplexity(e.perplexity, 2),
             self.speed.get() / 1000.0
         ));
+        let rises = self.last.replace(Some(e.val_loss)).is_none_or(|last| e.val_loss > last);
+        if rises && is_worse_than_guessing(e.val_loss, self.vocabulary) {
+            self.listener.note(&format!(
+                "warning: this is above {:.4}, the loss of a guess among all {} tokens{}: the model gets worse; lower the learning rate",
+                guessing(self.vocabulary),
+                self.vocabulary,
+                if e.val_loss > 2.0 * guessing(self.vocabulary) { " by far" } else { "" },
+            ));
+        }
         if !sample.is_empty() {
             self.listener.note(&format!("  | {}", sample.replace('\n', " ")));
         }

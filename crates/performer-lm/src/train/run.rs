@@ -6,11 +6,12 @@
 //! continues as if it had never been stopped.
 
 use std::{
+    collections::HashMap,
     path::{Path, PathBuf},
-    sync::atomic::AtomicBool,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use performer_core::{ops, projection::derive_seed};
 use serde::{Deserialize, Serialize};
@@ -20,18 +21,23 @@ use super::{
     log::{Log, Record},
     progress::Progress,
     report::{Control, Report, TestLoss, by_range},
-    run_key::{TRAINING, digests},
+    run_key::{TRAINING, digests, model_digest},
     take_steps,
 };
 use crate::{
+    checkpoint::{require_folder, require_free},
     config::{AttentionPattern, ModelConfig, Positions, Precision, Preset, TrainingConfig},
     data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
     device::{describe, explain_memory},
     errors::Cause,
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start, evaluate_windows},
+    files::{Lock, between},
     generate::{Sampling, generate},
     listener::Listener,
-    model::{Decoder, Dropout, pretrained},
+    model::{
+        Decoder, Dropout,
+        pretrained::{self, Pretrained},
+    },
 };
 
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
@@ -90,6 +96,9 @@ struct RunState {
     corpus: String,
     /// The data as the command line spelt it.
     data_spec: String,
+    /// The path from the run's folder to the data, where it was spelt relative to another folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    data_from_here: Option<PathBuf>,
     /// Key of the run; `None` in states of versions that did not record it.
     #[serde(default)]
     key: Option<RunKey>,
@@ -124,6 +133,9 @@ pub struct Trainer<'a> {
     epoch_seconds: Vec<f64>,
     key: RunKey,
     earlier_legs: Vec<Leg>,
+    data_from_here: Option<PathBuf>,
+    /// Keeps other processes from the folder.
+    _lock: Lock,
 }
 
 impl<'a> Trainer<'a> {
@@ -131,8 +143,8 @@ impl<'a> Trainer<'a> {
     /// so that a folder that cannot be written to is found out now.
     ///
     /// # Errors
-    /// If a configuration is invalid, there is too little data for one batch, or the folder cannot
-    /// be written.
+    /// If a configuration is invalid, its features are of no use at its context, there is too
+    /// little data for one batch, or the folder cannot be written.
     pub fn new(
         config: &ModelConfig,
         training: &TrainingConfig,
@@ -153,9 +165,47 @@ impl<'a> Trainer<'a> {
         data: &'a Prepared,
         options: RunOptions<'a>,
     ) -> Result<Self> {
+        Self::begin(config, training, data, options, None)
+    }
+
+    /// Begins a run with the weights of `model`, whatever trained them, in place of weights drawn
+    /// from the seed. The data must be encoded with its tokenizer.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; also if the weights are not those of the model's configuration.
+    pub fn from_weights(
+        model: &Pretrained,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+    ) -> Result<Self> {
+        Self::begin(&model.config, training, data, options, Some(&model.tensors))
+    }
+
+    fn begin(
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+        weights: Option<&HashMap<String, Tensor>>,
+    ) -> Result<Self> {
         training.validate()?;
-        let model = Decoder::new(config, training.seed, &options.device)?.compute_in(training.dtype.dtype());
-        let mut trainer = Self::assemble(model, training.clone(), data, options, 0)?;
+        config.validate()?;
+        require_features(config)?;
+        // Too little text is found out before a large model is made.
+        training_batches(config, training, data)?;
+        let (model, initial) = match weights {
+            None => (Decoder::new(config, training.seed, &options.device)?, None),
+            Some(weights) => {
+                let model = Decoder::from_tensors(config, weights, &options.device)?;
+                model.require_all_of(weights)?;
+                (model, Some(model_digest(config, weights)?))
+            }
+        };
+        let lock = Lock::of(options.out)?;
+        let model = model.compute_in(training.dtype.dtype());
+        let mut trainer = Self::assemble(model, training.clone(), data, options, 0, lock)?;
+        trainer.key.initial = initial;
         // A report of an earlier run in this folder would be mistaken for that of this run.
         let report = trainer.options.out.join(REPORT);
         if report.exists() {
@@ -171,6 +221,9 @@ impl<'a> Trainer<'a> {
     /// If there is no such checkpoint, it has no key, or training data, model or other settings
     /// differ from those with which the run began.
     pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
+        require_folder(options.out)?;
+        // What another process is about to replace must not be read.
+        let lock = Lock::of(options.out)?;
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
         let state = RunState::of(&saved, options.out)?;
@@ -183,7 +236,10 @@ impl<'a> Trainer<'a> {
             ))
         );
         let config: ModelConfig = checkpoint.config_as()?;
-        let key = RunKey::of_training(&config, &state.training, data, &options.device)?;
+        state.training.validate()?;
+        let mut key = RunKey::of_training(&config, &state.training, data, &options.device)?;
+        // What a run began with is no setting that could be changed on the way.
+        key.initial = state.key.as_ref().and_then(|key| key.initial.clone());
         let file = options.out.join(STATE);
         let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
         let mixed = key.check_interrupted(earlier)?;
@@ -192,8 +248,13 @@ impl<'a> Trainer<'a> {
         }
         let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
             .compute_in(state.training.dtype.dtype());
-        let mut trainer = Self::assemble(model, state.training, data, options, state.step)?;
+        model.require_all_of(&checkpoint.tensors)?;
+        let mut trainer = Self::assemble(model, state.training, data, options, state.step, lock)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
+        trainer.key.initial = key.initial;
+        if trainer.options.data == state.data_spec {
+            trainer.data_from_here = state.data_from_here;
+        }
         trainer.epoch_seconds = state.epoch_seconds;
         trainer.earlier_legs = state.earlier_legs;
         trainer
@@ -208,14 +269,31 @@ impl<'a> Trainer<'a> {
         data: &'a Prepared,
         options: RunOptions<'a>,
         step: usize,
+        lock: Lock,
     ) -> Result<Self> {
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
-        std::fs::create_dir_all(options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
         let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
-        Ok(Self { model, optimizer, batches, data, training, options, log, epoch_seconds, key, earlier_legs })
+        let data_from_here = match options.data.parse()? {
+            DataSpec::Path(path) if path.is_relative() => between(options.out, &path),
+            _ => None,
+        };
+        Ok(Self {
+            model,
+            optimizer,
+            batches,
+            data,
+            training,
+            options,
+            log,
+            epoch_seconds,
+            key,
+            earlier_legs,
+            data_from_here,
+            _lock: lock,
+        })
     }
 
     /// Returns the model as it is now.
@@ -235,7 +313,7 @@ impl<'a> Trainer<'a> {
 
     /// Returns the number of steps of the whole run.
     pub fn total_steps(&self) -> usize {
-        let all = self.training.epochs * self.batches.batches_per_epoch();
+        let all = self.training.epochs.saturating_mul(self.batches.batches_per_epoch());
         self.training.max_steps.map_or(all, |max| max.min(all))
     }
 
@@ -246,8 +324,7 @@ impl<'a> Trainer<'a> {
     /// If a loss or gradient is not finite, or the checkpoint cannot be written.
     pub fn run(mut self) -> Result<Option<Report>> {
         let total = self.total_steps();
-        let progress =
-            Progress::new(self.options.listener, &self.model.config().pattern().to_string(), self.step(), total);
+        let mut progress = Progress::new(self.options.listener, self.model.config(), self.step(), total);
         let training = self.training.clone();
         let pace = Pace {
             name: "training",
@@ -263,6 +340,10 @@ impl<'a> Trainer<'a> {
             return Ok(None);
         }
         self.save()?;
+        if self.options.stop.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        progress.end();
         progress.message("validating on all of the held-out text");
         let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
         self.log_validation(&evaluation, true)?;
@@ -286,7 +367,7 @@ impl<'a> Trainer<'a> {
 
     /// Computes the gradients of a step's micro-batches side by side, and adds them in order.
     fn batch_gradients(&self, step: usize, batch: &Batch) -> Result<(f64, Gradients)> {
-        let micro = self.training.micro_batch * batch.context;
+        let micro = self.training.micro_batch.min(batch.rows) * batch.context;
         let count = batch.inputs.len().div_ceil(micro);
         let dropout = self.model.config().dropout;
         Gradients::of_parts(count, self.options.threads, self.optimizer.parameters(), |i| {
@@ -356,6 +437,7 @@ impl<'a> Trainer<'a> {
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
             data_spec: self.options.data.to_string(),
+            data_from_here: self.data_from_here.clone(),
             key: Some(self.key.clone()),
             earlier_legs: self.earlier_legs.clone(),
         };
@@ -498,6 +580,14 @@ impl Steps for InProgress<'_, '_> {
     }
 }
 
+/// Refuses features that no sequence of the model's context is long enough for.
+fn require_features(config: &ModelConfig) -> Result<()> {
+    match config.idle_features() {
+        Some(layer) => bail!(config.of_idle_features(layer)),
+        None => Ok(()),
+    }
+}
+
 /// Returns the batches on which a run trains.
 ///
 /// # Errors
@@ -550,6 +640,7 @@ pub enum Found {
 /// # Errors
 /// If the folder holds a run with another key or without one, or is damaged.
 pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
+    require_features(config)?;
     let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
     let file = options.out.join(REPORT);
     if file.exists() {
@@ -561,6 +652,7 @@ pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, op
     }
     let file = options.out.join(STATE);
     if !TrainingState::is_in(options.out)? {
+        require_free(options.out, &[])?;
         return Ok(Found::Nothing);
     }
     let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;
@@ -591,13 +683,30 @@ fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
     ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
 }
 
-/// Returns the data on which the run in a folder trains.
+/// `SavedData` says what a run trains on.
+#[derive(Debug)]
+pub struct SavedData {
+    /// The data as the command line spelt it, for [`RunOptions::data`].
+    pub spelt: String,
+    /// Where it is for this process, which may be in another folder than the one that began it.
+    pub spec: DataSpec,
+    /// The tokenizer with which it is encoded.
+    pub tokenizer: Tokenizer,
+}
+
+/// Returns what the run in a folder trains on.
 ///
 /// # Errors
 /// If the folder holds no run.
-pub fn saved_data(dir: &Path) -> Result<DataSpec> {
+pub fn saved_data(dir: &Path) -> Result<SavedData> {
     let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
-    state.data_spec.parse().with_context(|| format!("{} names its data as {}", dir.display(), state.data_spec))
+    let spelt = state.data_spec;
+    let spec = spelt.parse().with_context(|| format!("{} names its data as {spelt}", dir.display()))?;
+    let from_here = state.data_from_here.map(|path| dir.join(path)).filter(|path| path.exists());
+    let spec = from_here.map_or(spec, DataSpec::Path);
+    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
+    let borders = checkpoint.config_as::<ModelConfig>()?.borders;
+    Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
 }
 
 /// Returns the default folder of a run: `runs/PRESET-ATTENTION-seed`.

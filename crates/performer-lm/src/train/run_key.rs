@@ -74,6 +74,10 @@ pub struct RunKey {
     /// Digest of the teacher's config and weights, where there is a teacher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub teacher: Option<String>,
+    /// Digest of the config and the weights that a training began with, where they are not drawn
+    /// from the seed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initial: Option<String>,
     /// Seed of everything random.
     pub seed: u64,
     /// Kind of device: `cpu`, `cuda` or `metal`.
@@ -137,6 +141,7 @@ impl RunKey {
             settings: serde_json::to_value(settings)?,
             data,
             teacher: None,
+            initial: None,
             seed,
             device: device.into(),
             revision: git_revision().into(),

@@ -12,9 +12,9 @@ use performer_lm::{
     config::{AttentionConfig, ModelConfig, Preset},
     convert::{Plan, Report, Tuning, inspect, run},
     data::{Prepared, TokenFile, Tokenizer},
-    listener::{Listener, Silent},
+    listener::{Bar, Listener, Silent, Unit},
     model::{Decoder, pretrained::Pretrained},
-    train::{Checkpoint, git_revision},
+    train::{Checkpoint, TrainingState, git_revision},
 };
 use serde_json::Value;
 
@@ -80,6 +80,7 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         teacher,
         config: ModelConfig { attention: attention.parse().expect("an attention"), ..teacher.config.clone() },
         out,
+        overwrite: false,
         device: Device::Cpu,
         threads: 2,
         stop,
@@ -238,6 +239,69 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     Ok(())
 }
 
+/// Tokens without a finite logit are all alike, so that student and teacher would agree in each.
+#[test]
+fn a_teacher_whose_loss_is_not_finite_is_refused() -> Result<()> {
+    let (data, stop) = (data()?, AtomicBool::new(false));
+    for bad in [f64::NAN, f64::INFINITY] {
+        let folder = tempfile::tempdir()?;
+        let mut teacher = teacher(&data)?;
+        let name = "model.layers.1.mlp.down_proj.weight";
+        teacher.tensors.insert(name.into(), (teacher.tensors[name].zeros_like()? + bad)?);
+        let plan = plan(&teacher, "favor:m=4,map=learned", folder.path(), &stop);
+        refused(run(&plan, &data), &["cannot measure the teacher", "is NaN", "not finite"]);
+        assert!(!folder.path().join("model.safetensors").exists());
+    }
+    Ok(())
+}
+
+/// Features are for what is beyond the window. A rank that no matrix has is no rank of adapters.
+#[test]
+fn what_would_fail_after_hours_is_refused_at_once() -> Result<()> {
+    let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let all = plan(&teacher, "favor:m=4,map=learned,window=48", folder.path(), &stop);
+    refused(run(&all, &data), &["sequences of 48 tokens never reach its features"]);
+    let wide = plan(&teacher, "favor:m=4,map=learned,window=47", folder.path(), &stop);
+    refused(run(&tuned(wide, |tuning| tuning.adapters = Some(32)), &data), &["adapters of rank 32"]);
+    assert_eq!(std::fs::read_dir(folder.path())?.count(), 0);
+    Ok(())
+}
+
+/// A measurement takes a while; one that is stopped is made when the conversion goes on, and the
+/// curve is that of a conversion that was never stopped.
+#[test]
+fn a_measurement_that_was_stopped_is_made_later() -> Result<()> {
+    /// Sets the flag when a step of that number has been taken, just before it is measured.
+    struct StopAt<'a>(usize, &'a AtomicBool);
+    impl Listener for StopAt<'_> {
+        fn begin(&self, _: &str, _: Unit, _: u64, _: u64) -> Box<dyn Bar + '_> {
+            Box::new(StopAt(self.0, self.1))
+        }
+    }
+    impl Bar for StopAt<'_> {
+        fn step(&self, number: usize, _: f64, _: f64) {
+            self.1.store(number == self.0, Ordering::Relaxed);
+        }
+    }
+    let (data, stop) = (data()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let of = |out| Plan { transfer_steps: 6, tuning: None, ..plan(&teacher, "favor:m=2,map=learned", out, &stop) };
+    let expected = convert(&of(whole.path()), &data)?;
+    assert_eq!(expected.stages[3].points.len(), 2);
+    // In the middle, where the curve has points, and at the end of the stage.
+    for step in [2, 4, 6] {
+        let listener = StopAt(step, &stop);
+        assert!(run(&Plan { listener: &listener, ..of(parts.path()) }, &data)?.is_none(), "{step}");
+        stop.store(false, Ordering::Relaxed);
+    }
+    let report = convert(&of(parts.path()), &data)?;
+    assert_eq!(report.stages[3].points, expected.stages[3].points);
+    assert_eq!(report.stages[3].measured, expected.stages[3].measured);
+    Ok(())
+}
+
 /// Convolutions and output gates begin without effect, and learn in the last stage.
 #[test]
 fn a_student_may_have_parts_that_change_nothing_at_first() -> Result<()> {
@@ -372,6 +436,14 @@ fn edit(file: &Path, change: impl FnOnce(&mut Value)) -> Result<()> {
     Ok(std::fs::write(file, serde_json::to_vec(&json)?)?)
 }
 
+/// Changes the state of the conversion in a folder, and saves it as a checkpoint that belongs
+/// together.
+fn edit_state(folder: &Path, change: impl FnOnce(&mut Value)) -> Result<()> {
+    let mut state = TrainingState::load(folder, &Device::Cpu)?;
+    change(&mut state.progress);
+    Checkpoint::load(folder, &Device::Cpu)?.save(folder, Some(&state))
+}
+
 fn refused(result: Result<Option<Report>>, words: &[&str]) {
     let error = format!("{:#}", result.expect_err("it was given back"));
     for word in words {
@@ -412,7 +484,7 @@ fn a_conversion_is_of_one_revision_and_says_so() -> Result<()> {
     // A conversion that an older revision began is continued, and the report says so.
     std::fs::write(&report, &report_before)?;
     std::fs::write(&state, &state_before)?;
-    edit(&state, |state| state["report"]["key"]["revision"] = "older".into())?;
+    edit_state(out, |state| state["report"]["key"]["revision"] = "older".into())?;
     refused(go(&short), &["revision was older"]);
     let carried = convert(&longer, &data)?;
     assert_eq!(carried.stages.len(), 5);

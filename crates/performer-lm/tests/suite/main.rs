@@ -5,13 +5,25 @@
 #[cfg(feature = "cli")]
 mod cli;
 mod convert;
+#[cfg(feature = "cli")]
+mod damage;
+#[cfg(feature = "cli")]
+mod earlier_results;
+#[cfg(feature = "cli")]
+mod going_on;
 mod imports;
 #[cfg(feature = "cli")]
 mod lab;
 mod library;
+#[cfg(feature = "cli")]
+mod limits;
 mod model;
+#[cfg(feature = "cli")]
+mod overwriting;
 mod pretrained;
 #[cfg(feature = "cli")]
 mod program;
+#[cfg(all(feature = "cli", unix))]
+mod stopping;
 #[cfg(feature = "lab")]
 mod training;

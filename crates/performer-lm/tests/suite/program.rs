@@ -7,15 +7,16 @@ use std::{
 
 use serde_json::Value;
 
-/// Runs the program in the folder `cache`, which also is its cache, without a network.
+/// The program in the folder `cache`, which also is its cache, without a network.
+pub(super) fn command(cache: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_performer-lm"));
+    command.args(args).env("PERFORMER_CACHE", cache).env("HF_HUB_OFFLINE", "1").current_dir(cache);
+    command
+}
+
+/// Runs the [`command`] to its end.
 pub(super) fn performer(cache: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_performer-lm"))
-        .args(args)
-        .env("PERFORMER_CACHE", cache)
-        .env("HF_HUB_OFFLINE", "1")
-        .current_dir(cache)
-        .output()
-        .expect("the program starts")
+    command(cache, args).output().expect("the program starts")
 }
 
 /// Reads the one JSON value on stdout of a run that has to succeed.

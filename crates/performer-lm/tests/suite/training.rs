@@ -13,7 +13,7 @@ use performer_lm::{
     eval::evaluate,
     lab::ablate,
     listener::Silent,
-    train::{Checkpoint, Report, RunOptions, Trainer, git_revision, load_model},
+    train::{Checkpoint, Report, RunOptions, Trainer, TrainingState, git_revision, load_model},
 };
 use serde_json::Value;
 
@@ -406,6 +406,13 @@ fn edit(file: &Path, change: impl FnOnce(&mut Value)) -> Result<()> {
     Ok(std::fs::write(file, serde_json::to_vec(&json)?)?)
 }
 
+/// Changes the state of the run in a folder, and saves it as a checkpoint that belongs together.
+fn edit_state(run: &Path, change: impl FnOnce(&mut Value)) -> Result<()> {
+    let mut state = TrainingState::load(run, &Device::Cpu)?;
+    change(&mut state.progress);
+    Checkpoint::load(run, &Device::Cpu)?.save(run, Some(&state))
+}
+
 fn refused(result: Result<Value>, words: &[&str]) {
     let error = format!("{:#}", result.expect_err("it was given back"));
     for word in words {
@@ -420,7 +427,7 @@ fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
     let first = asked.compare(out)?;
     assert_eq!(first[0]["key"]["revision"], git_revision());
     let run = out.join("softmax-seed1");
-    let (report, state) = (run.join("metrics.json"), run.join("train_state.json"));
+    let report = run.join("metrics.json");
 
     let written = std::fs::read(&report)?;
     edit(&report, |report| report["key"]["revision"] = "older".into())?;
@@ -433,9 +440,9 @@ fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
     // A run that an older revision began is continued, and the report says so; nothing else may
     // differ.
     std::fs::remove_file(&report)?;
-    edit(&state, |state| state["key"]["settings"]["clip"] = 7.into())?;
+    edit_state(&run, |state| state["key"]["settings"]["clip"] = 7.into())?;
     refused(asked.compare(out), &["train_state.json", "settings.clip was 7 and is now 1.0"]);
-    edit(&state, |state| {
+    edit_state(&run, |state| {
         state["key"]["settings"]["clip"] = 1.0.into();
         state["key"]["revision"] = "older".into();
     })?;
@@ -452,7 +459,7 @@ fn a_table_has_results_of_one_revision_that_say_what_they_are() -> Result<()> {
     let edited = Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null);
     refused(edited, &["train_state.json", "model.dropout was 0.1 and is now 0.3"]);
     edit(&run.join("config.json"), |config| config["dropout"] = 0.1.into())?;
-    edit(&state, |state| drop(state.as_object_mut().unwrap().remove("key")))?;
+    edit_state(&run, |state| drop(state.as_object_mut().unwrap().remove("key")))?;
     refused(Trainer::resume(&data, options(&run, 1, &stop)).map(|_| Value::Null), &["train_state.json has no key"]);
     Ok(())
 }
@@ -480,7 +487,7 @@ fn an_ablation_goes_on_in_the_middle_of_a_run() -> Result<()> {
     let steps = performer_lm::train::read_log(&run.join("metrics.jsonl"))?.len();
     // An older revision is recorded in the report if the run is resumed, and not if it begins
     // again.
-    edit(&run.join("train_state.json"), |state| state["key"]["revision"] = "older".into())?;
+    edit_state(&run, |state| state["key"]["revision"] = "older".into())?;
     let losses = |outcomes: &Value| -> Vec<Value> {
         outcomes.as_array().unwrap().iter().map(|outcome| outcome["val_losses"].clone()).collect()
     };

@@ -74,7 +74,7 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
     if sweep.softmax {
         all.push((Implementation::SoftmaxFused, None, Box::new(Softmax::new())));
     }
-    let scores = 4 * sweep.batch * sweep.heads * tokens * tokens;
+    let scores = [sweep.batch, sweep.heads, tokens, tokens].into_iter().fold(4, usize::saturating_mul);
     if sweep.softmax && sweep.composed && scores <= SCORES {
         all.push((Implementation::SoftmaxCandle, None, Box::new(CandleSoftmax::new(tokens, sweep.causal, device)?)));
     }

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{Common, ablate, crossover, error, tasks};
 use crate::{
-    cli::{args::Machine, output, stop_on_ctrl_c},
+    cli::{STOP, args::Machine, output},
     data::DataSpec,
     lab::Findings,
 };
@@ -50,7 +50,7 @@ impl Args {
         let error = error.run(machine)?;
         part("crossover");
         let crossover = crossover::apart(machine, self.quick)?;
-        let stop = stop_on_ctrl_c()?;
+        let stop = &STOP;
         let common = part("tasks");
         let mut tasks: tasks::Args = defaults()?;
         (tasks.text, tasks.proteins, tasks.common) = (self.text.clone(), self.proteins.clone(), common);

@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use clap::Subcommand;
 use serde_json::{Map, Value};
 
-use super::{args::Machine, output, stop_on_ctrl_c};
+use super::{STOP, args::Machine, output};
 use crate::{
     data::DataSpec,
     lab::{self, Findings, Heads, Provenance, Source},
@@ -45,13 +45,24 @@ impl Command {
 
 pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     let begun = Instant::now();
-    let (common, findings) = match command {
-        Command::Error(args) => (args.common.clone(), vec![args.run(machine)?]),
-        Command::Suggest(args) => (args.common.clone(), vec![args.run(machine)?]),
-        Command::Crossover(args) => (args.common.clone(), vec![args.run(machine)?]),
-        Command::Tasks(args) => (args.common.clone(), vec![args.run(machine, stop_on_ctrl_c()?)?]),
-        Command::Ablate(args) => (args.common.clone(), vec![args.run(machine, stop_on_ctrl_c()?)?]),
-        Command::All(args) => (args.common.clone(), args.run(machine)?),
+    let common = match &command {
+        Command::Error(args) => &args.common,
+        Command::Suggest(args) => &args.common,
+        Command::Crossover(args) => &args.common,
+        Command::Tasks(args) => &args.common,
+        Command::Ablate(args) => &args.common,
+        Command::All(args) => &args.common,
+    };
+    let common = common.clone();
+    // What cannot be written is found out now, and not after hours.
+    common.out.as_deref().map_or(Ok(()), lab::check)?;
+    let findings = match command {
+        Command::Error(args) => vec![args.run(machine)?],
+        Command::Suggest(args) => vec![args.run(machine)?],
+        Command::Crossover(args) => vec![args.run(machine)?],
+        Command::Tasks(args) => vec![args.run(machine, &STOP)?],
+        Command::Ablate(args) => vec![args.run(machine, &STOP)?],
+        Command::All(args) => args.run(machine)?,
     };
     common.finish(machine, begun, &findings)
 }

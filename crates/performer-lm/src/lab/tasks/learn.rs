@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path, sync::atomic::AtomicBool, time::Duration};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use performer_core::projection::derive_seed;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
@@ -144,7 +144,15 @@ impl<'a> Setting<'a> {
 
     /// Returns the model of a run before training.
     pub(super) fn model(&self, attention: &AttentionPattern, seed: u64) -> Result<Decoder> {
-        Decoder::new(&self.config(attention)?, seed, self.device).with_context(|| format!("attention {attention}"))
+        let config = self.config(attention)?;
+        // Features that are not trained are no obstacle, though they are of no use.
+        let idle = config
+            .idle_features()
+            .filter(|&layer| config.attention_of(layer).favor().is_some_and(|favor| favor.map.is_trained()));
+        if let Some(layer) = idle {
+            bail!("{}: {}", self.task, config.of_idle_features(layer));
+        }
+        Decoder::new(&config, seed, self.device).with_context(|| format!("attention {attention}"))
     }
 
     /// Trains with one attention from one seed. Returns `None` if it was stopped; `folder`, if

@@ -25,7 +25,8 @@ use serde::{Deserialize, Serialize};
 use super::Findings;
 use crate::{
     config::AttentionPattern,
-    files,
+    errors::Cause,
+    files::{self, Lock},
     listener::Listener,
     train::{Earlier, run_name},
 };
@@ -40,6 +41,9 @@ const RUNS: &str = "tasks-runs.json";
 
 /// Name of the folder that holds the checkpoints of stopped runs, each in a folder of its own.
 const INTERRUPTED: &str = "tasks-interrupted";
+
+/// The largest size of an example: a bound that mistakes exceed and no task does.
+const MAX_LENGTH: usize = 1 << 20;
 
 /// The attentions that are compared by default.
 pub const ATTENTIONS: [&str; 7] = [
@@ -164,8 +168,13 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         plan.pairs.is_none() || plan.tasks.contains(&Task::Mqar),
         "--pairs is a setting of the task mqar, which is not among those to learn"
     );
-    for (name, zero) in [("--steps", plan.steps == Some(0)), ("--length", plan.length == Some(0))] {
-        ensure!(!zero, "{name} is 0; it must be at least 1");
+    for (name, size) in [("--steps", plan.steps), ("--length", plan.length)] {
+        ensure!(size != Some(0), "{name} is 0; it must be at least 1");
+    }
+    for (name, size) in [("--length", plan.length), ("--pairs", plan.pairs)] {
+        if let Some(size) = size.filter(|&size| size > MAX_LENGTH) {
+            bail!("{name} is {size}; it must be at most {MAX_LENGTH}");
+        }
     }
     let settings: Vec<Setting> = plan.tasks.iter().map(|&task| plan.setting(task)).collect::<Result<_>>()?;
     // This fails now where a run would fail minutes later.
@@ -174,6 +183,8 @@ pub fn run(plan: &Plan) -> Result<Findings> {
             setting.model(attention, 0)?;
         }
     }
+    // Another process would write the finished runs of its own over those of this one.
+    let _lock = plan.out.map(Lock::of).transpose()?;
     let mut kept = Kept::open(plan.out)?;
     for setting in &settings {
         for &seed in &plan.seeds {
@@ -196,7 +207,9 @@ pub fn run(plan: &Plan) -> Result<Findings> {
                     None => {
                         let folder = plan.interrupted(setting.task, attention, seed);
                         let Some(run) = setting.run(attention, seed, folder.as_deref())? else {
-                            bail!("stopped; with the same --out, the same command goes on from here")
+                            bail!(Cause::Stopped(
+                                "stopped; with the same --out, the same command goes on from here".into()
+                            ))
                         };
                         kept.keep(&run)?;
                         if let Some(folder) = folder.filter(|folder| folder.exists()) {

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     config::AttentionConfig,
     listener::Silent,
-    train::{Gradients, NEVER},
+    train::{Checkpoint, Gradients, NEVER, TrainingState},
 };
 
 /// Plans all tasks at small sizes, with text and proteins of their own.
@@ -153,11 +153,11 @@ fn a_stopped_run_belongs_to_its_settings() {
     let folder = tempfile::tempdir().unwrap();
     let (stopped, name) = (AtomicBool::new(true), run_name(&AttentionConfig::Softmax.into(), 1));
     assert!(recall(folder.path(), "softmax", &stopped, 1).is_err());
-    let file = folder.path().join(INTERRUPTED).join(format!("recall-{name}")).join("train_state.json");
+    let run = folder.path().join(INTERRUPTED).join(format!("recall-{name}"));
     let edit = |field: &str, value: serde_json::Value| {
-        let mut state: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
-        *state.pointer_mut(field).unwrap() = value;
-        std::fs::write(&file, state.to_string()).unwrap();
+        let mut state = TrainingState::load(&run, &Device::Cpu).unwrap();
+        *state.progress.pointer_mut(field).unwrap() = value;
+        Checkpoint::load(&run, &Device::Cpu).unwrap().save(&run, Some(&state)).unwrap();
     };
     edit("/key/settings/steps", 31.into());
     let error = format!("{:#}", recall(folder.path(), "softmax", &NEVER, 1).unwrap_err());

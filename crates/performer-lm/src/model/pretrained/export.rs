@@ -6,20 +6,23 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{D, Tensor};
+use candle_core::{D, Device, Tensor};
 use serde_json::{Value, json};
 
 use super::{
     Pretrained,
     families::Family,
-    hugging_face::{CONFIG, GENERATION, PERFORMER, Performer, TOKENIZER, WEIGHTS},
+    hugging_face::{CONFIG, GENERATION, INDEX, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
     checkpoint::{write_durably, write_safetensors},
     data::Tokenizer,
-    files,
+    errors::Cause,
+    files::{self, Lock},
     revision::git_revision,
 };
+
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Writes a model as a Hugging Face folder, weights last.
 ///
@@ -29,25 +32,58 @@ use crate::{
 /// among the weights. [`Pretrained::open`] reads both kinds.
 ///
 /// # Errors
-/// If no such architecture describes the model, or the folder holds a model already or cannot be
-/// written to.
+/// If no such architecture describes the model, some of its tensors have no place in it, or the
+/// folder holds a file that would be replaced ([`Cause::WouldReplace`]) or cannot be written to.
 pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
     ensure!(
-        !dir.join(WEIGHTS).exists(),
-        "{} holds a model already: choose another folder, or remove it first",
+        ![WEIGHTS, INDEX].iter().any(|name| dir.join(name).exists()),
+        Cause::WouldReplace(format!(
+            "{} holds a model already: choose another folder, or remove it first",
+            dir.display()
+        ))
+    );
+    files::require_free(dir, &[CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG])?;
+    export_over(model, dir)
+}
+
+/// [`export`], over what the folder holds. At no moment are there files of two models that look
+/// like one: the old weights go first, and the new ones come last.
+///
+/// # Errors
+/// If no such architecture describes the model, some of its tensors have no place in it, the folder
+/// holds a model in several files, or it cannot be written to.
+pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
+    ensure!(
+        !dir.join(INDEX).exists(),
+        "{} holds a model in several files: choose another folder, or remove it first",
         dir.display()
     );
+    let _lock = Lock::of_worked_in(dir)?;
+    // A model whose config leaves tensors out would be exported without them.
+    model.decoder(&Device::Cpu)?;
     let family = Family::of_config(&model.config)?;
     let softmax = model.config.is_softmax();
     let weights = weights(family, model, softmax)?;
-    files::write_json(&dir.join(CONFIG), &config(family, model, softmax)?)?;
-    files::write_json(&dir.join(GENERATION), &tokens(&model.tokenizer))?;
-    files::write(&dir.join(TOKENIZER), model.tokenizer.as_bytes())?;
-    files::write_json(&dir.join("tokenizer_config.json"), &tokenizer_config(model))?;
+    let config = config(family, model, softmax)?;
+    std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let metadata =
         BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("revision".to_owned(), git_revision().to_owned())]);
-    write_durably(&dir.join(WEIGHTS), |out| write_safetensors(out, &weights, &metadata))?;
-    Ok(())
+    let (path, pending) = (dir.join(WEIGHTS), dir.join(format!("{WEIGHTS}.new")));
+    let write = || -> Result<()> {
+        write_durably(&pending, |out| write_safetensors(out, &weights, &metadata))?;
+        if path.exists() {
+            std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
+        }
+        files::write_json(&dir.join(CONFIG), &config)?;
+        files::write_json(&dir.join(GENERATION), &tokens(&model.tokenizer))?;
+        files::write(&dir.join(TOKENIZER), model.tokenizer.as_bytes())?;
+        files::write_json(&dir.join(TOKENIZER_CONFIG), &tokenizer_config(model))?;
+        std::fs::rename(&pending, &path).with_context(|| format!("cannot write {}", path.display()))
+    };
+    write().inspect_err(|_| {
+        // Frees the space; the error to report is the first one.
+        let _ = std::fs::remove_file(&pending);
+    })
 }
 
 fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {

@@ -20,7 +20,7 @@ pub(super) const CONFIG: &str = "config.json";
 pub(super) const GENERATION: &str = "generation_config.json";
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 pub(super) const WEIGHTS: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 /// The `model_type` of a model whose attention is not softmax, which no other program takes for a
 /// softmax model.

@@ -38,7 +38,7 @@ use crate::{
     data::{Tokenizer, hub::Hub},
     listener::{Listener, Silent},
 };
-pub use export::export;
+pub use export::{export, export_over};
 
 /// A `Pretrained` is a model that was read from a file or folder.
 #[derive(Clone, Debug)]
@@ -94,9 +94,12 @@ impl Pretrained {
     /// ([`Decoder::frozen`]). To train it further, make it by [`Decoder::from_tensors`].
     ///
     /// # Errors
-    /// If a tensor is missing or has another shape; the message names the first one.
+    /// If a tensor is missing, has another shape, or has no place in the configuration; the message
+    /// names the first one.
     pub fn decoder(&self, device: &Device) -> Result<Decoder> {
-        Decoder::frozen(&self.config, &self.tensors, device)
+        let model = Decoder::frozen(&self.config, &self.tensors, device)?;
+        model.require_all_of(&self.tensors)?;
+        Ok(model)
     }
 }
 

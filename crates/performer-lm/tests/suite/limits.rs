@@ -1,0 +1,126 @@
+//! Settings that cannot be used get an error before anything is done with them, and results that
+//! mean nothing are not shown as if they did.
+
+use std::fs;
+
+use serde_json::Value;
+
+use super::program::{fails, json, performer};
+
+const SMALL: [&str; 8] = ["--data", "sample", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+
+fn train<'a>(steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    [&["train", "--max-steps", steps], &SMALL[..], more].concat()
+}
+
+#[test]
+fn sizes_beyond_all_reason_are_refused_or_do_no_harm() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    fails(&run(&["--threads", "100000", "man"]), &["--threads is 100000", "at most"]);
+    let vocabulary = ["train", "--data", "sample", "--vocab-size", "1000000000"];
+    fails(&run(&vocabulary), &["1000000000", "larger than any model's"]);
+    let context = ["train", "--data", "sample", "--vocab-size", "300", "--context", "16777216"];
+    fails(&run(&context), &["fewer than one batch"]);
+
+    for size in ["--length", "--pairs"] {
+        let task = ["lab", "tasks", "--task", "mqar", "--steps", "1", size, "4611686018427387904"];
+        fails(&run(&task), &[size, "at most 1048576"]);
+    }
+
+    for bench in
+        [&["attention", "--tokens"][..], &["attention", "--heads"], &["attention", "--batch"], &["decode", "--heads"]]
+    {
+        fails(&run(&[&["bench"], bench, &["4611686018427387904"]].concat()), &["than memory holds; lower one"]);
+    }
+
+    // More sequences a pass than a step has are all of them.
+    let of_all = |passes: &str, out: &str| {
+        json(&run(&train("2", &["--attention", "softmax", "--micro-batch", passes, "--out", out, "--json"])))
+    };
+    let most = of_all("4611686018427387904", "most");
+    assert_eq!(most["val_loss"], of_all("4", "four")["val_loss"]);
+    // The same in a run that goes on.
+    let resumed = json(&run(&["train", "--resume", "most", "--json"]));
+    assert_eq!(resumed["val_loss"], most["val_loss"]);
+    let epochs = ["--attention", "softmax", "--epochs", "18446744073709551615", "--out", "epochs", "--json"];
+    assert_eq!(json(&run(&train("2", &epochs)))["steps"], 2);
+
+    let convert = ["convert", "four", "--attention", "favor:m=4,map=learned", "--data", "sample", "--out", "student"];
+    let adapted = ["--tune-steps", "2", "--adapters", "1000000000000"];
+    let refused = run(&[&convert[..], &adapted].concat());
+    fails(&refused, &["adapters of rank 1000000000000"]);
+    assert!(!String::from_utf8_lossy(&refused.stderr).contains("calibrate"), "it is refused before anything is done");
+    let tiny = ["--transfer-steps", "2", "--calibrate-tokens", "64", "--measure-tokens", "64"];
+    let points = run(&[&convert[..], &tiny, &["--points", "18446744073709551615"]].concat());
+    assert!(points.status.success(), "{}", String::from_utf8_lossy(&points.stderr));
+}
+
+#[test]
+fn a_tokenizer_that_cannot_decode_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    assert!(run(&train("1", &["--attention", "softmax", "--out", "run"])).status.success());
+    let path = dir.path().join("run/tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    tokenizer["decoder"] = serde_json::json!({"type": "Strip", "content": "a", "start": 0, "stop": 3});
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    fails(&run(&["generate", "run"]), &["tokenizer.json", "Strip"]);
+}
+
+/// Features are for what is beyond the window; a context that ends before has no use for them.
+#[test]
+fn features_that_are_never_used_are_refused_before_anything_is_done() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    for attention in ["favor:m=8,map=learned,window=16", "favor:m=8,window=12,sinks=4", "softmax+favor:window=99/2"] {
+        let words = ["a window of", "sequences of 16 tokens never reach its features"];
+        fails(&run(&train("2", &["--attention", attention, "--out", "run"])), &words);
+        let two = ["--attention", "softmax", "--attention", attention, "--out", "two"];
+        fails(&run(&[&["compare", "--max-steps", "2"], &SMALL[..], &two].concat()), &words);
+        assert!(!dir.path().join("run/config.json").exists() && !dir.path().join("two").exists());
+    }
+    let window = train("1", &["--attention", "favor:m=8,map=learned,window=15", "--out", "run"]);
+    assert!(run(&window).status.success());
+    let tasks = ["lab", "tasks", "--task", "recall", "--length", "4", "--steps", "2", "--seeds", "1", "--attention"];
+    fails(&run(&[&tasks[..], &["favor:map=learned,window=32"]].concat()), &["never reach"]);
+}
+
+#[test]
+fn a_training_that_learned_nothing_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let diverged = ["--attention", "softmax", "--learning-rate", "30", "--schedule", "constant", "--out", "run"];
+    let output = performer(dir.path(), &train("30", &diverged));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("warning: this is above 5.7038") && said.contains("lower the learning rate"), "{said}");
+    assert!(said.contains("learned nothing") && !said.contains("write a story"), "{said}");
+    let table = String::from_utf8(output.stdout).unwrap();
+    let row = table.lines().find(|line| line.contains("perplexity")).unwrap();
+    assert!(row.contains('e') && row.trim_end_matches('|').trim().len() < 80, "{row}");
+    // The report can be read back, though there is no infinity in JSON.
+    let report: Value = serde_json::from_slice(&fs::read(dir.path().join("run/metrics.json")).unwrap()).unwrap();
+    assert!(report["perplexity"].as_f64() > Some(1e6), "{report}");
+    let said = String::from_utf8(performer(dir.path(), &train("2", &["--out", "two"])).stderr).unwrap();
+    assert!(said.contains("write a story") && !said.contains("warning"), "{said}");
+}
+
+#[test]
+fn numbers_out_of_range_are_named_by_their_option() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    assert!(run(&train("1", &["--attention", "softmax", "--out", "run"])).status.success());
+    fails(&run(&["eval", "run", "--data", "sample", "--max-tokens", "0"]), &["--max-tokens is 0", "at least 1"]);
+    for count in [1, 5, 17, 1000] {
+        let count_text = count.to_string();
+        let eval = json(&run(&["eval", "run", "--data", "sample", "--max-tokens", &count_text, "--json"]));
+        assert_eq!(eval["tokens"], count);
+    }
+    fails(&run(&["generate", "run", "--top-p", "0"]), &["top-p is 0; it must be above 0"]);
+    fails(&run(&["generate", "run", "--temperature", "-1"]), &["temperature is -1; it must be at least 0"]);
+    fails(&run(&train("1", &["--learning-rate", "-0.5"])), &["learning_rate is -0.5; it must be positive"]);
+    let seed = run(&["generate", "run", "--seed", "-1"]);
+    fails(&seed, &["invalid value '-1' for '--seed"]);
+    fails(&run(&train("1", &["--attention", "favor:m=4,m=8"])), &["m is given twice"]);
+    fails(&run(&train("1", &["--schedule", "one-cycle:div=10,div=20"])), &["`div` is given twice"]);
+}

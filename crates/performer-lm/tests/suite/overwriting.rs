@@ -1,0 +1,161 @@
+//! No command replaces a file that nobody asked it to replace, and no model replaces itself.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use super::program::{fails, performer};
+
+const SMALL: [&str; 10] =
+    ["--data", "sample", "--max-steps", "1", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+
+/// A conversion of a few steps.
+const TINY: [&str; 8] =
+    ["--data", "sample", "--transfer-steps", "1", "--calibrate-tokens", "100", "--measure-tokens", "100"];
+
+/// The commands that write a model, each to the folder `out`, from the softmax model `teacher`.
+fn writers() -> [Vec<&'static str>; 3] {
+    let train = [&["train", "--attention", "softmax", "--out", "out"], &SMALL[..]].concat();
+    let attention = "favor:m=2,map=learned";
+    let convert = [&["convert", "teacher", "--attention", attention, "--out", "out"], &TINY[..]].concat();
+    [train, convert, vec!["export", "teacher", "--out", "out"]]
+}
+
+/// Returns the files of a folder by name, but for the one by which it is locked.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let paths = paths.filter(|path| !path.ends_with(".lock"));
+    paths.map(|path| (path.clone(), fs::read(&path).unwrap())).collect()
+}
+
+fn with_teacher() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let teacher = [&["train", "--attention", "softmax", "--out", "teacher"], &SMALL[..]].concat();
+    let done = performer(dir.path(), &teacher);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    dir
+}
+
+#[test]
+fn a_file_that_would_be_replaced_is_named_and_stays() {
+    let dir = with_teacher();
+    let out = dir.path().join("out");
+    for command in writers() {
+        let own = match command[0] {
+            "export" => ["generation_config.json", "tokenizer_config.json"],
+            _ => ["optimizer.safetensors", "train_state.json"],
+        };
+        let always = ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"];
+        for name in always.into_iter().chain(own) {
+            let _ = fs::remove_dir_all(&out);
+            fs::create_dir(&out).unwrap();
+            fs::write(out.join(name), "{\"mine\": 1}").unwrap();
+            let before = files(&out);
+            let refused = performer(dir.path(), &command);
+            fails(&refused, &["out holds", "--overwrite"]);
+            assert_eq!(files(&out), before, "{} with {name}", command[0]);
+        }
+        // What the command does not write is no obstacle.
+        fs::remove_dir_all(&out).unwrap();
+        fs::create_dir(&out).unwrap();
+        fs::write(out.join("README.md"), "mine").unwrap();
+        let done = performer(dir.path(), &command);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        assert_eq!(fs::read_to_string(out.join("README.md")).unwrap(), "mine");
+        // Neither is what it wrote, if that is said.
+        let over = performer(dir.path(), &[&command[..], &["--overwrite"]].concat());
+        assert!(over.status.success(), "{}", String::from_utf8_lossy(&over.stderr));
+    }
+}
+
+/// A conversion that goes on, or that is finished, is no accident; another model is.
+#[test]
+fn a_conversion_replaces_no_other_model_and_not_its_teacher() {
+    let dir = with_teacher();
+    let teacher = files(&dir.path().join("teacher"));
+    let to = |out: &str, more: &[&str]| {
+        let attention = "favor:m=2,map=learned";
+        let words = [&["convert", "teacher", "--attention", attention, "--out", out], &TINY[..], more].concat();
+        performer(dir.path(), &words)
+    };
+    for itself in ["teacher", "teacher/", "./teacher", "teacher/../teacher"] {
+        for more in [&[][..], &["--overwrite"]] {
+            fails(&to(itself, more), &["folder of the model itself", "--out"]);
+        }
+        fails(&performer(dir.path(), &["export", "teacher", "--out", itself, "--overwrite"]), &["the model itself"]);
+    }
+    assert_eq!(files(&dir.path().join("teacher")), teacher);
+
+    // A conversion that fails after its first stages leaves another model as it was.
+    let train = [&["train", "--attention", "softmax", "--seed", "7", "--out", "other"], &SMALL[..]].concat();
+    assert!(performer(dir.path(), &train).status.success());
+    let other = files(&dir.path().join("other"));
+    fails(&to("other", &["--transfer-rate", "1e30"]), &["other holds", "would be lost", "--overwrite"]);
+    assert_eq!(files(&dir.path().join("other")), other);
+    // Published models have no training state.
+    for name in ["train_state.json", "optimizer.safetensors"] {
+        fs::remove_file(dir.path().join("other").join(name)).unwrap();
+    }
+    let other = files(&dir.path().join("other"));
+    fails(&to("other", &[]), &["other holds", "would be lost", "--overwrite"]);
+    assert_eq!(files(&dir.path().join("other")), other);
+
+    assert!(to("student", &[]).status.success());
+    let student = files(&dir.path().join("student"));
+    assert!(to("student", &[]).status.success(), "it is finished");
+    assert_eq!(files(&dir.path().join("student"))[&dir.path().join("student/model.safetensors")], {
+        let name = dir.path().join("student/model.safetensors");
+        student[&name].clone()
+    });
+    // The report of a conversion beside another model tells of a model that is not there.
+    fs::copy(dir.path().join("teacher/model.safetensors"), dir.path().join("student/model.safetensors")).unwrap();
+    fails(&to("student", &[]), &["student"]);
+    assert!(to("student", &["--overwrite"]).status.success());
+    assert_eq!(
+        files(&dir.path().join("student"))[&dir.path().join("student/config.json")],
+        student[&dir.path().join("student/config.json")]
+    );
+}
+
+/// A run that a comparison is to make has a folder of its own, in which it finds what is not its
+/// own.
+#[test]
+fn a_comparison_replaces_no_foreign_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("out/softmax-seed1");
+    fs::create_dir_all(&run).unwrap();
+    fs::write(run.join("config.json"), "{\"mine\": 1}").unwrap();
+    let compare = ["compare", "--attention", "softmax", "--seeds", "1", "--out", "out"];
+    fails(&performer(dir.path(), &[&compare[..], &SMALL[..]].concat()), &["softmax-seed1 holds config.json"]);
+    assert_eq!(fs::read_to_string(run.join("config.json")).unwrap(), "{\"mine\": 1}");
+}
+
+/// Results are written to a folder with results of the same kind, and to no other that has files of
+/// their names.
+#[test]
+fn results_replace_results_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let compare = ["compare", "--attention", "softmax", "--seeds", "1", "--out", "out"];
+    let compare = [&compare[..], &SMALL[..]].concat();
+    let tasks = ["lab", "tasks", "--task", "recall", "--length", "4", "--steps", "1", "--seeds", "1", "--out", "out"];
+    let tasks = [&tasks[..], &["--attention", "softmax"]].concat();
+    for (command, names) in
+        [(compare, &["compare.json", "table.md", "loss.svg", "loss.png"][..]), (tasks, &["data.json", "report.html"])]
+    {
+        for name in names {
+            let _ = fs::remove_dir_all(&out);
+            fs::create_dir(&out).unwrap();
+            fs::write(out.join(name), "{\"mine\": 1}").unwrap();
+            fails(&performer(dir.path(), &command), &[name, "no result of this kind", "--out"]);
+            assert_eq!(files(&out).len(), 1, "{name}");
+        }
+        fs::remove_dir_all(&out).unwrap();
+        for _ in 0..2 {
+            let done = performer(dir.path(), &command);
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        }
+    }
+}
