@@ -165,6 +165,8 @@ fn compare() {
             ("--dtype", Some("bf16"), Refuse("settings.dtype")),
             ("--context", Some("15"), Refuse("model.context")),
             ("--learning-rate", Some("0.001"), Refuse("settings.learning_rate")),
+            ("--learning-rates", Some("0.001"), Refuse("settings.learning_rate")),
+            ("--learning-rates", Some("0.001,0.002"), MakeAnother),
             ("--schedule", Some("constant"), Refuse("settings.schedule")),
             ("--schedule", Some("one-cycle:div=26"), Refuse("settings.schedule.div")),
             ("--dropout", Some("0.1"), Refuse("model.dropout")),
