@@ -197,7 +197,8 @@ fn layer(attention: &str, parts: LayerParts, rotary: bool) -> Result<(MultiHeadA
     let layer = MultiHeadAttention::new(&config, build(attention)?, rotary, vb)?;
     {
         let data = vars.data().lock().unwrap();
-        let mut names: Vec<&String> = data.keys().filter(|name| name.ends_with(".weight")).collect();
+        let is_drawn = |name: &&String| name.ends_with(".weight") || name.ends_with("_proj.bias");
+        let mut names: Vec<&String> = data.keys().filter(is_drawn).collect();
         names.sort();
         for (seed, name) in names.into_iter().enumerate() {
             let scale = if name.contains("conv1d") { 0.5 } else { 0.1 };

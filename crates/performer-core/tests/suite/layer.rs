@@ -36,22 +36,26 @@ fn attentions() -> Result<Vec<(String, Box<dyn Attention>)>> {
     Ok(all)
 }
 
-/// Returns a layer and its variables, the same ones every time. Candle draws them without a seed,
-/// so they are set here, short enough to keep the signed maps near their kernels.
+/// Returns a layer and its variables, the same ones every time.
 fn layer(attention: Box<dyn Attention>, rotary: bool) -> Result<(MultiHeadAttention, VarMap)> {
     let vars = VarMap::new();
     let rotary = if rotary { Some(Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?) } else { None };
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
     let layer = MultiHeadAttention::new(&config(), attention, rotary, vb)?;
-    {
-        let data = vars.data().lock().unwrap();
-        let mut names: Vec<&String> = data.keys().filter(|name| is_weight(name)).collect();
-        names.sort();
-        for (seed, name) in names.into_iter().enumerate() {
-            data[name].set(&(random(100 + seed as u64, data[name].dims())? * 0.08)?)?;
-        }
-    }
+    set_weights(&vars)?;
     Ok((layer, vars))
+}
+
+/// Sets the weights of a layer, which Candle draws without a seed, to the same numbers every time,
+/// short enough to keep the signed maps near their kernels.
+fn set_weights(vars: &VarMap) -> Result<()> {
+    let data = vars.data().lock().unwrap();
+    let mut names: Vec<&String> = data.keys().filter(|name| is_weight(name)).collect();
+    names.sort();
+    for (seed, name) in names.into_iter().enumerate() {
+        data[name].set(&(random(100 + seed as u64, data[name].dims())? * 0.08)?)?;
+    }
+    Ok(())
 }
 
 /// Whether a variable is a weight of the layer; the others are buffers of its attention.
@@ -364,14 +368,8 @@ fn a_layer_makes_its_own_gates() -> Result<()> {
             }
             Softmax::new().forward(inputs, &Mask::causal())
         })?;
-        {
-            let data = vars.data().lock().unwrap();
-            data["gate.weight"].set(&random(5, &[4, HIDDEN])?)?;
-            for name in ["q_proj", "k_proj"] {
-                let var = &data[&format!("{name}.weight")];
-                var.set(&(var.as_tensor() * 0.3)?)?;
-            }
-        }
+        set_weights(&vars)?;
+        vars.data().lock().unwrap()["gate.weight"].set(&random(5, &[4, HIDDEN])?)?;
         let y = layer.forward(&x, &Mask::causal())?;
         let gradients = (&y * random(6, &[2, 20, HIDDEN])?)?.sum_all()?.backward()?;
         for (name, var) in vars.data().lock().unwrap().iter().filter(|(name, _)| name.starts_with("gate.")) {

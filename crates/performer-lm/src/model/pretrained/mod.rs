@@ -349,12 +349,8 @@ mod tests {
 
     #[test]
     fn parameter_names_are_those_of_the_decoder() -> Result<()> {
-        let presets = [
-            crate::config::Preset::Seed,
-            crate::config::Preset::Small,
-            crate::config::Preset::Code,
-            crate::config::Preset::Stories15m,
-        ];
+        // The preset `code` has forget gates, which no family of other programs has.
+        let presets = [crate::config::Preset::Seed, crate::config::Preset::Small, crate::config::Preset::Stories15m];
         for preset in presets {
             for qkv_bias in [false, true] {
                 for norm_position in [NormPosition::Pre, NormPosition::Post] {
