@@ -9,7 +9,7 @@ use anyhow::{Result, ensure};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
-    output, paths,
+    ending, output, paths,
 };
 use crate::{
     config::AttentionPattern,
@@ -89,7 +89,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     );
     let data = args.data.prepare(model.vocab_size)?;
     output::note(&format!("training on {}", data.description));
-    let training = args.recipe.for_data(&data, training);
+    let (model, training) = args.recipe.for_data(&data, model, training);
     let spec = args.data.spec().to_string();
     let trainer = Trainer::new(&model, &training, &data, options(&out, &spec, machine, stop))?;
     finish(&args, trainer, &data, &out)
@@ -133,8 +133,12 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         output::note(&format!("stopped and saved; go on with: performer-lm train --resume {}", out.display()));
         return Ok(());
     };
-    output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
-    if args.json { output::json(&report) } else { output::result(&table(&report)) }
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::result(&table(&report))?
+    }
+    ending::tell(out, &report, std::env::args())
 }
 
 fn table(r: &Report) -> String {
