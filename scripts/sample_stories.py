@@ -36,8 +36,8 @@ SHARED = 2
 # The most words and marks of a story: with these it fits the context of the run on the sample.
 LENGTH = 118
 
-SHE = "Ada Bella Clara Daisy Ella Fern Greta Hazel Ivy Juno Kitty Lily Mina Nell Olive Poppy Rosa Tilda".split()
-HE = "Albert Ben Chip Dan Emil Finn George Hugo Jack Karl Leo Max Nico Oscar Pip Rufus Sam Toby".split()
+SHE = "Ada Clara Daisy Ivy Lily Mina Poppy Rosa".split()
+HE = "Ben Finn Hugo Karl Leo Max Oscar Pip".split()
 
 HEROES = "fox mouse rabbit bear cat dog hedgehog squirrel duck goat lamb pig badger otter mole girl boy".split()
 NATURES = {

@@ -153,12 +153,19 @@ pub(super) struct RecipeArgs {
     save_every: Option<usize>,
 }
 
-/// Epochs over the embedded sample, a text of a quarter of a million tokens: enough for sentences,
-/// few enough for minutes.
-const SAMPLE_EPOCHS: usize = 34;
+/// Epochs over the embedded sample, which has a quarter of a million tokens: about a minute and a
+/// half of training on two cores.
+const SAMPLE_EPOCHS: usize = 32;
 
-/// The context of a run on the embedded sample, if the preset's is shorter: whole stories fit in.
+/// The context of the preset `seed` on the sample: whole stories fit in.
 const SAMPLE_CONTEXT: usize = 128;
+
+/// Sequences of a step there. With the preset's 128, a run of this length has too few steps to
+/// learn more than words.
+const SAMPLE_BATCH: usize = 32;
+
+/// The peak learning rate there.
+const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {
     /// Returns the settings for training on `data`: on the sample, those that suit it in place of the
@@ -172,14 +179,18 @@ impl RecipeArgs {
         if data.corpus_name != "sample" {
             return (model, training);
         }
-        if self.context.is_none() && self.config.is_none() {
-            model.context = model.context.max(SAMPLE_CONTEXT);
-        }
         training.epochs = self.epochs.unwrap_or(SAMPLE_EPOCHS);
+        if self.preset == Preset::Seed && self.config.is_none() {
+            model.context = self.context.unwrap_or(SAMPLE_CONTEXT);
+            training.batch_size = self.batch_size.unwrap_or(SAMPLE_BATCH);
+            training.micro_batch = training.micro_batch.min(training.batch_size);
+            training.learning_rate = self.learning_rate.unwrap_or(SAMPLE_RATE);
+        }
         output::note(&format!(
             "the sample's stories are composed from a grammar: they are easier than other text, and perplexities on \
-             them compare with no other text's; {} epochs, context {} (--epochs and --context change these)",
-            training.epochs, model.context
+             them compare with no other text's\nsettings for the sample: {} epochs, {} sequences of {} tokens a step, \
+             rate {:e} (--epochs, --batch-size, --context and --learning-rate change them)",
+            training.epochs, training.batch_size, model.context, training.learning_rate
         ));
         (model, training)
     }
