@@ -481,7 +481,7 @@ def compose(seed, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stories", type=int, default=2400)
+    parser.add_argument("--stories", type=int, default=2900)
     parser.add_argument("--check", metavar="FILE")
     args = parser.parse_args()
     text = SEPARATOR.join(compose(args.seed, args.stories)) + "\n"
