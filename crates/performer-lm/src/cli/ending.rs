@@ -58,16 +58,18 @@ fn comparison(words: &[String], attention: &str, seed: u64) -> String {
     let mut command = vec![program.to_string(), "compare".into()];
     command.extend(pair.iter().flat_map(|attention| ["--attention".to_string(), quoted(attention)]));
     let (mut own, mut seeded, mut resumed) = (false, false, false);
-    let mut before_command = true;
+    let mut at_options = false;
     for word in words.iter().skip(1) {
         let name = word.split_once('=').map_or(word.as_str(), |(name, _)| name);
-        if std::mem::take(&mut own) || OWN_FLAGS.contains(&word.as_str()) {
-        } else if OWN_OPTIONS.contains(&name) {
+        if std::mem::take(&mut own) || OWN_FLAGS.contains(&name) {
+            continue;
+        }
+        if OWN_OPTIONS.contains(&name) {
             own = name == word;
             seeded |= name == "--seed";
             resumed |= name == "--resume";
-        } else if before_command && word == "train" {
-            before_command = false;
+        } else if !at_options && word == "train" {
+            at_options = true;
         } else {
             command.push(quoted(word));
         }

@@ -65,8 +65,7 @@ fn a_run_on_the_sample_has_settings_of_its_own_and_ends_with_a_story() {
     let dir = tempfile::tempdir().unwrap();
     let read =
         |file: &str| -> Value { serde_json::from_slice(&std::fs::read(dir.path().join(file)).unwrap()).unwrap() };
-    let args =
-        |out| ["train", "--data", "sample", "--max-steps", "1", "--batch-size", "1", "--seed", "7", "--out", out];
+    let args = |out| ["train", "--data", "sample", "--max-steps", "1", "--seed", "7", "--out", out];
     let run = performer(dir.path(), &args("run"));
     let (result, rest) = (String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
     assert!(run.status.success() && result.starts_with('|') && !result.contains("Once upon"), "{result}{rest}");
