@@ -42,6 +42,10 @@ book *ARGS:
 book-reference:
     cargo run -p performer-lm -- reference > book/src/reference.md
 
+# The stories that come with the program, composed anew.
+sample:
+    scripts/sample_stories.py > crates/performer-lm/assets/sample.txt
+
 # Train a model: `just train --data sample --attention favor:m=64`.
 train *ARGS='--attention favor':
     {{ program }} train {{ ARGS }}

@@ -117,6 +117,24 @@ pub struct Generation {
     pub state_bytes: usize,
 }
 
+/// Returns what a model writes after the words with which stories begin, those words included, or
+/// `None` if it has too few learned positions for them.
+///
+/// # Errors
+/// As [`generate`].
+pub fn begin_story(model: &Decoder, tokenizer: &Tokenizer, max_tokens: usize) -> Result<Option<String>> {
+    let mut text = String::from("Once upon a time");
+    if model.positions_left(&model.new_state()) <= tokenizer.encode(&text)?.len() {
+        return Ok(None);
+    }
+    let prompt = text.clone();
+    generate(model, tokenizer, &prompt, max_tokens, Sampling::default(), |piece| {
+        text.push_str(piece);
+        Ok(true)
+    })?;
+    Ok(Some(text))
+}
+
 /// A `Continuation` is a text that is about to be continued: its settings are in range, and its
 /// prompt has room in the model.
 pub struct Continuation<'a> {

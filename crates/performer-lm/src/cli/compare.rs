@@ -58,7 +58,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         args.data.prepare(config.vocab_size)?
     };
     output::note(&format!("training on {}", data.description));
-    let training = args.recipe.for_data(&data, training);
+    let (config, training) = args.recipe.for_data(&data, config, training);
     let words: Vec<String> = std::env::args().skip(1).collect();
     let comparison = Comparison {
         config,

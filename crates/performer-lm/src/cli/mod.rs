@@ -6,6 +6,7 @@ mod bench;
 mod compare;
 mod convert;
 mod data;
+mod ending;
 mod eval;
 mod export;
 mod generate;

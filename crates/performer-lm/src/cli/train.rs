@@ -9,7 +9,7 @@ use anyhow::{Result, bail, ensure};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs, require_another_folder},
-    output, paths,
+    ending, output, paths,
 };
 use crate::{
     checkpoint::require_free,
@@ -114,7 +114,9 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         None => args.data.prepare(model.vocab_size)?,
     };
     output::note(&format!("training on {}", data.description));
-    let training = args.recipe.for_data(&data, training);
+    let (suited, training) = args.recipe.for_data(&data, model.clone(), training);
+    // Weights that are given keep the model that they were trained in.
+    let model = if weights.is_some() { model } else { suited };
     let spec = args.data.spec().to_string();
     let options = options(&out, &spec, machine, stop);
     let trainer = match &mut weights {
@@ -166,6 +168,11 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         let text = format!("stopped and saved; go on with: performer-lm train --resume {}", out.display());
         bail!(Cause::Stopped(text));
     };
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::result(&table(&report))?
+    }
     if is_worse_than_guessing(report.val_loss, vocabulary) {
         output::note(&format!(
             "saved in {}; its loss is above {:.4}, that of a guess among all {vocabulary} tokens: it has learned nothing (a lower \
@@ -173,10 +180,9 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
             out.display(),
             guessing(vocabulary)
         ));
-    } else {
-        output::note(&format!("saved; write a story with: performer-lm generate {}", out.display()));
+        return Ok(());
     }
-    if args.json { output::json(&report) } else { output::result(&table(&report)) }
+    ending::tell(out, &report, std::env::args())
 }
 
 fn table(r: &Report) -> String {

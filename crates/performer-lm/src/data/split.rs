@@ -9,8 +9,8 @@ use anyhow::{Result, bail};
 use super::text::{Documents, pieces, trim};
 use crate::listener::Listener;
 
-/// One document in ten is held out, but never more than this number.
-const MAX_VALID: usize = 2000;
+/// One document in ten of a user's text is held out, but never more than this number.
+pub(super) const MAX_VALID: usize = 2000;
 
 /// The smallest size in bytes of the blocks into which a text of one document is split; the largest
 /// is about twice that.
@@ -26,21 +26,21 @@ fn fingerprint(document: &str) -> Fingerprint {
 }
 
 /// Returns how many of `n` documents or blocks are held out.
-fn held_out(n: usize) -> usize {
-    n.div_ceil(10).min(MAX_VALID)
+fn held_out(n: usize, most: usize) -> usize {
+    n.div_ceil(10).min(most)
 }
 
 /// Splits documents into `(train, valid)`.
 ///
-/// The tenth (2000 at most) of the distinct documents with the smallest hashes is held out;
+/// The tenth (`most` at most) of the distinct documents with the smallest hashes is held out;
 /// repetitions of a held-out document are dropped. A single document is split by blocks of some 2
 /// kB instead, and its end is held out: both parts remain continuous text.
 ///
 /// # Errors
 /// Fewer than two different documents or blocks.
-pub(crate) fn split(documents: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
+pub(crate) fn split(documents: &Documents, most: usize, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     if documents.len() == 1 {
-        return split_document(documents, listener);
+        return split_document(documents, most, listener);
     }
     let prints: Vec<_> = documents.iter().map(fingerprint).collect();
     let mut distinct = prints.clone();
@@ -49,7 +49,7 @@ pub(crate) fn split(documents: &Documents, listener: &dyn Listener) -> Result<(D
     if distinct.len() < 2 {
         bail!("all documents are the same, so nothing can be held out; give other text");
     }
-    let limit = distinct[held_out(distinct.len()) - 1];
+    let limit = distinct[held_out(distinct.len(), most) - 1];
 
     let mut print = prints.iter();
     let train = documents.filter(|_| print.next().is_some_and(|print| *print > limit));
@@ -64,7 +64,7 @@ pub(crate) fn split(documents: &Documents, listener: &dyn Listener) -> Result<(D
 
 /// Splits a single document: `valid` is the last tenth of its blocks, without those that stand in
 /// `train` too.
-fn split_document(document: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
+fn split_document(document: &Documents, most: usize, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     let text = document.iter().next().unwrap_or_default();
     let mut end = 0;
     let blocks: Vec<Range<usize>> = pieces(text, BLOCK)
@@ -80,7 +80,7 @@ fn split_document(document: &Documents, listener: &dyn Listener) -> Result<(Docu
             text.len()
         );
     }
-    let (train, valid) = blocks.split_at(blocks.len() - held_out(blocks.len()));
+    let (train, valid) = blocks.split_at(blocks.len() - held_out(blocks.len(), most));
     let print = |block: &Range<usize>| fingerprint(text[block.clone()].trim());
     let seen: HashSet<_> = train.iter().map(print).collect();
 
@@ -143,7 +143,7 @@ pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents 
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{split as split_most, *};
     use crate::data::text::Text;
     use crate::listener::Silent;
     use std::sync::Arc;
@@ -152,6 +152,10 @@ mod tests {
         let text = Arc::new(Text::Embedded(text.leak()));
         let spans = text.documents();
         Documents::new(text, spans)
+    }
+
+    fn split(documents: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
+        split_most(documents, MAX_VALID, listener)
     }
 
     fn set(documents: &Documents) -> HashSet<&str> {
@@ -178,6 +182,8 @@ mod tests {
         let stories: Vec<_> = (0..30_000).map(|i| i.to_string()).collect();
         let (train, valid) = split(&documents(stories.join("<|endoftext|>")), &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (28_000, 2000));
+        let (train, valid) = split_most(&documents(stories.join("<|endoftext|>")), 80, &Silent).unwrap();
+        assert_eq!((train.len(), valid.len()), (29_920, 80));
     }
 
     #[test]

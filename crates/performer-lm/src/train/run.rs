@@ -32,7 +32,7 @@ use crate::{
     errors::Cause,
     eval::{Evaluation, check_vocabulary, evaluate, evaluate_start, evaluate_windows},
     files::{Lock, between},
-    generate::{Sampling, generate},
+    generate::begin_story,
     listener::Listener,
     model::{
         Decoder, Dropout,
@@ -81,7 +81,8 @@ pub struct RunOptions<'a> {
     pub threads: usize,
     /// Flag that is set from outside to save and stop.
     pub stop: &'a AtomicBool,
-    /// Whether to generate a few words at every validation.
+    /// Whether to generate a few words at every validation but the last, after which the whole model
+    /// is at hand.
     pub samples: bool,
     /// Is told of steps, validations, and what a person should know.
     pub listener: &'a dyn Listener,
@@ -349,7 +350,7 @@ impl<'a> Trainer<'a> {
         self.log_validation(&evaluation, true)?;
         let control = self.model.features_off()?;
         let report = self.report(&evaluation, control.as_ref(), &progress)?;
-        progress.validation(self.step(), &evaluation, &self.sample()?);
+        progress.validation(self.step(), &evaluation, "");
         Ok(Some(report))
     }
 
@@ -417,17 +418,10 @@ impl<'a> Trainer<'a> {
 
     /// Generates a few words, by which the user can follow what the model learns.
     fn sample(&self) -> Result<String> {
-        let mut text = String::new();
-        let prompt = "Once upon a time";
-        let needed = self.data.tokenizer.encode(prompt)?.len() + 1;
-        if self.options.samples && self.model.positions_left(&self.model.new_state()) >= needed {
-            text.push_str(prompt);
-            generate(&self.model, &self.data.tokenizer, prompt, 40, Sampling::default(), |piece| {
-                text.push_str(piece);
-                Ok(true)
-            })?;
+        if !self.options.samples {
+            return Ok(String::new());
         }
-        Ok(text)
+        Ok(begin_story(&self.model, &self.data.tokenizer, 40)?.unwrap_or_default())
     }
 
     fn save(&mut self) -> Result<()> {

@@ -61,6 +61,55 @@ fn train_eval_generate() {
 }
 
 #[test]
+fn a_run_on_the_sample_has_settings_of_its_own_and_ends_with_a_story() {
+    let dir = tempfile::tempdir().unwrap();
+    let read =
+        |file: &str| -> Value { serde_json::from_slice(&std::fs::read(dir.path().join(file)).unwrap()).unwrap() };
+    let args = |out| ["train", "--data", "sample", "--max-steps", "1", "--seed", "7", "--out", out];
+    let run = performer(dir.path(), &args("run"));
+    let (result, rest) = (String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
+    assert!(run.status.success() && result.starts_with('|') && !result.contains("Once upon"), "{result}{rest}");
+    assert_eq!(read("run/config.json")["context"], 128);
+    let training = &read("run/train_state.json")["training"];
+    assert!(training["epochs"].as_u64().unwrap() > 10, "{training}");
+    assert_eq!((&training["batch_size"], &training["learning_rate"]), (&32.into(), &4e-3.into()));
+    assert_eq!(rest.matches("| Once upon a time").count(), 1, "{rest}");
+    for part in [
+        "compare with no other text",
+        "generate run --seed 7",
+        "compare --attention softmax --attention favor:m=128 --data sample --max-steps 1 --seeds 7",
+        "runs/compare/softmax-seed7",
+    ] {
+        assert!(rest.contains(part), "{part} is not in {rest}");
+    }
+
+    // What is asked for is done, on the sample too.
+    let own = performer(
+        dir.path(),
+        &[&args("own")[..], &["--context", "48", "--epochs", "3", "--batch-size", "2", "--learning-rate", "1e-3"]]
+            .concat(),
+    );
+    assert!(own.status.success(), "{}", String::from_utf8_lossy(&own.stderr));
+    assert_eq!(read("own/config.json")["context"], 48);
+    let training = &read("own/train_state.json")["training"];
+    assert_eq!(
+        (&training["epochs"], &training["batch_size"], &training["learning_rate"]),
+        (&3.into(), &2.into(), &1e-3.into())
+    );
+
+    // A text of one's own is trained on as the preset says.
+    std::fs::write(dir.path().join("own.txt"), "A fox met a hen. They were glad.\n".repeat(400)).unwrap();
+    let data =
+        ["train", "--data", "own.txt", "--vocab-size", "300", "--max-steps", "1", "--batch-size", "1", "--out", "text"];
+    let text = performer(dir.path(), &data);
+    assert!(text.status.success(), "{}", String::from_utf8_lossy(&text.stderr));
+    assert_eq!(
+        (&read("text/config.json")["context"], &read("text/train_state.json")["training"]["epochs"]),
+        (&80.into(), &2.into())
+    );
+}
+
+#[test]
 fn exported_models_are_used_like_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
