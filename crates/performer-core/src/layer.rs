@@ -176,7 +176,9 @@ impl MultiHeadConfig {
 /// // Another seed, but the features come from the file.
 /// let loaded = layer(VarBuilder::from_tensors(file, DType::F32, &device), 2)?;
 /// let x = Tensor::randn(0f32, 1.0, (1, 9, 32), &device)?;
-/// let numbers = |layer: &MultiHeadAttention| layer.forward(&x, &Mask::causal())?.flatten_all()?.to_vec1::<f32>();
+/// let numbers = |layer: &MultiHeadAttention| {
+///     layer.forward(&x, &Mask::causal())?.flatten_all()?.to_vec1::<f32>()
+/// };
 /// assert_eq!(numbers(&saved)?, numbers(&loaded)?);
 /// # std::fs::remove_file(&path)?;
 /// # Ok(())

@@ -38,7 +38,8 @@
 //! let y = layer.forward(&x, &Mask::causal())?;
 //! assert_eq!(y.dims(), [2, 500, 256]);
 //! let gradients = y.sqr()?.mean_all()?.backward()?;
-//! // The weights of four projections have gradients; the random features, which are saved with them, have none.
+//! // The weights of four projections have gradients; the random features, which are saved with
+//! // them, have none.
 //! assert_eq!(vars.all_vars().iter().filter(|v| gradients.get(v).is_some()).count(), 4);
 //! # Ok(())
 //! # }

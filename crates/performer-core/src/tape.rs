@@ -54,11 +54,12 @@ thread_local! {
 /// backward pass.
 ///
 /// ```
-/// use candle_core::{Device, Tensor, Var};
+/// use candle_core::{DType, Device, Tensor, Var};
 /// use performer_core::{Tape, ops};
 ///
 /// # fn main() -> candle_core::Result<()> {
-/// let (x, w) = (Var::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?, Var::ones((4, 3), candle_core::DType::F32, &Device::Cpu)?);
+/// let x = Var::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let w = Var::ones((4, 3), DType::F32, &Device::Cpu)?;
 /// let tape = Tape::start();
 /// let loss = ops::linear(&x, &w, None)?;
 /// assert_eq!(tape.unrecorded(&loss), 0);

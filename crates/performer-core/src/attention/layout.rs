@@ -4,7 +4,7 @@
 use candle_core::{D, DType, Result, Storage, Tensor};
 
 use super::{Inputs, Mask, gates};
-use crate::kernels;
+use crate::{kernels, ops};
 
 /// Stands for `−∞` in running maxima `c` where no key has been seen. It is below every real
 /// log-feature, and it is finite, so that `−∞ − c` is `−∞`; with `c = −∞` it would be NaN.
@@ -116,6 +116,17 @@ impl Rows {
         let logs = (((den + &empty)?.log()? + m)? + (empty * FLOOR)?)?;
         Ok(Self { values, logs: Some(logs) })
     }
+}
+
+/// Joins two parts of one attention, each given by its quotients and logarithms of denominators.
+pub(super) fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)) -> Result<Tensor> {
+    // Cancels: a constant to the gradient.
+    let max = near_log.maximum(far_log)?.detach();
+    let weight = |log: &Tensor| ops::exp(&ops::sub(log, &max)?);
+    let (near_weight, far_weight) = (weight(near_log)?, weight(far_log)?);
+    let weighed = |part: &Tensor, weight: &Tensor| ops::mul(part, &ops::broadcast_as(weight, part.shape())?);
+    let sum = ops::add(&weighed(near, &near_weight)?, &weighed(far, &far_weight)?)?;
+    ops::div(&sum, &ops::broadcast_as(&ops::add(&near_weight, &far_weight)?, sum.shape())?)
 }
 
 /// Refuses NaN and infinity on the CPU. On another device it checks nothing, since it would have to

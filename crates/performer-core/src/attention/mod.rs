@@ -88,7 +88,7 @@ use std::fmt;
 use candle_core::{Result, Tensor};
 
 pub use config::AttentionConfig;
-pub use favor::{Favor, FavorConfig};
+pub use favor::{Favor, FavorConfig, SegmentSums};
 pub use identity::Identity;
 pub use inputs::{Inputs, Sizes};
 pub use mask::Mask;

@@ -125,7 +125,7 @@ impl Softmax {
             return match (self.window, inputs.gates) {
                 (None, None) => Ok(Kernel::Cuda),
                 (Some(_), _) => Err("the CUDA kernels have no windows".into()),
-                (_, Some(_)) => Err("the CUDA kernels have no forget gates".into()),
+                (_, Some(_)) => Err("the CUDA kernels of softmax have no forget gates".into()),
             };
         }
         if kernels::takes(q) {

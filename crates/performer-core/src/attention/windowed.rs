@@ -12,8 +12,10 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord, exact::Exact, gates,
-    layout::compute,
+    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord,
+    exact::Exact,
+    gates,
+    layout::{compute, join},
 };
 use crate::{features::Features, ops};
 
@@ -86,17 +88,6 @@ impl Windowed {
 /// Returns tokens `start..start + len` of `(B, H, T, D)`, or of gates `(B, Hkv, T)`.
 fn tokens(x: &Tensor, start: usize, len: usize) -> Result<Tensor> {
     ops::narrow(x, 2, start, len)
-}
-
-/// Joins two parts of one attention, each given by its quotients and logarithms of denominators.
-fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)) -> Result<Tensor> {
-    // Cancels: a constant to the gradient.
-    let max = near_log.maximum(far_log)?.detach();
-    let weight = |log: &Tensor| ops::exp(&ops::sub(log, &max)?);
-    let (near_weight, far_weight) = (weight(near_log)?, weight(far_log)?);
-    let weighed = |part: &Tensor, weight: &Tensor| ops::mul(part, &ops::broadcast_as(weight, part.shape())?);
-    let sum = ops::add(&weighed(near, &near_weight)?, &weighed(far, &far_weight)?)?;
-    ops::div(&sum, &ops::broadcast_as(&ops::add(&near_weight, &far_weight)?, sum.shape())?)
 }
 
 /// Adds to the logarithms `(B, H, T − W, 1)` of the far part what was forgotten within the window:

@@ -1,5 +1,5 @@
 //! Activation functions: GELU in its tanh form (Hendrycks & Gimpel 2016), `x σ(2u)` with
-//! `u = √(2/π) (x + 0.044715 x³)`, SwiGLU (Shazeer 2020), `g σ(g) x`, and gates of outputs, `2σ(g) x`.
+//! `u = √(2/π) (x + 0.044715 x³)`; SwiGLU (Shazeer 2020), `g σ(g) x`; and output gates, `2σ(g) x`.
 //!
 //! On the CPU, Candle's call a scalar `tanh` and `powf`, or `exp`, for each element: GELU was a
 //! fifth of a whole training step of a small model. Here each is one vectorised operation, forward

@@ -12,9 +12,13 @@
 //! backward: g (B, T, C) -> dx_s = Σ_j w_j ∘ g_{s+3−j} (B, T, C);  dw_j = Σ_s x_s ∘ g_{s+3−j} (C, 4)
 //! ```
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 use pulp::Arch;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{
     contiguous, for_heads,
     fresh::{Fresh, Part},
@@ -32,7 +36,8 @@ pub(crate) const TAPS: usize = 4;
 /// so its bits depend on this number, but not on the number of threads.
 const PIECE: usize = 128;
 
-/// `ShortConvolution` convolves contiguous rows `(B, T, C)` of f32 with filters `(C, 4)`.
+/// `ShortConvolution` convolves contiguous rows `(B, T, C)` with filters `(C, 4)` of f32; rows are
+/// f32 on the CPU, and of a type of the kernels on CUDA.
 pub(crate) struct ShortConvolution;
 
 /// `ConvolvedHeads` convolves like [`ShortConvolution`], and divides the rows into heads
@@ -125,6 +130,13 @@ fn forward(x: Stored<'_, CpuStorage>, weight: Stored<'_, CpuStorage>) -> Result<
 /// Computes the gradients of rows `x` `(B, T, C)` and of filters from the contiguous gradient of
 /// the convolution, `(B, T, C)`.
 fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return Ok(cuda::with_storages([x, weight, grad], |[x, weight, grad]| {
+            cuda::convolution::backward(x, weight, grad)
+        })?
+        .map(Some));
+    }
     let (of_x, of_weight) = with_storages([x, weight, grad], |[x, weight, grad]| {
         let (rows, grads, sequence) =
             (contiguous(x.0, x.1)?, contiguous(grad.0, grad.1)?, x.1.dims()[1] * x.1.dims()[2]);
@@ -158,8 +170,21 @@ impl Operation<2> for ShortConvolution {
         Ok((CpuStorage::F32(forward(x, weight)?), x.1.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, [x, weight]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        Ok((cuda::convolution::forward(x, weight)?, x.1.shape().clone()))
+    }
+
     fn backward(&self, [x, weight]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         backward(x, weight, &grad.contiguous()?)
+    }
+}
+
+impl ConvolvedHeads {
+    /// The rows `(B, T, C)`, contiguous, seen as heads `(B, H, T, C/H)`.
+    fn layout(&self, x: &Layout) -> Result<Layout> {
+        let (b, t, c) = x.shape().dims3()?;
+        Layout::contiguous((b, t, self.heads, c / self.heads)).transpose(1, 2)
     }
 }
 
@@ -169,14 +194,20 @@ impl Operation<2> for ConvolvedHeads {
     }
 
     fn cpu(&self, [x, weight]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        let (b, t, c) = x.1.shape().dims3()?;
-        let layout = Layout::contiguous((b, t, self.heads, c / self.heads)).transpose(1, 2)?;
+        let layout = self.layout(x.1)?;
         let rows = CpuStorage::F32(forward(x, weight)?);
         let heads = match &self.rotary {
             Some(rotary) => CpuStorage::F32(rotary.turn(&rows, &layout, 1.0, false)?),
             None => copy(&rows, &layout)?,
         };
         Ok((heads, layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, [x, weight]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        let (rows, layout) = (cuda::convolution::forward(x, weight)?, self.layout(x.1)?);
+        let turn = self.rotary.as_ref().map(|rotary| (rotary, 1.0));
+        Ok((cuda::heads::arrange((&rows, &layout), false, turn)?, layout.shape().clone()))
     }
 
     fn backward(&self, [x, weight]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {

@@ -1,5 +1,7 @@
 //! Rotary positions with their tables.
 
+use std::ops::Range;
+
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::{kernels::rotary as kernels, ops};
@@ -30,17 +32,24 @@ use crate::{kernels::rotary as kernels, ops};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// `(max_tokens, D/2)` each.
+    /// The angles of the first positions, `(min(max_tokens, TABLE), D/2)` each.
     cos: Tensor,
     sin: Tensor,
+    /// `base^{-2i/D}` for `i < D/2`.
+    frequencies: Vec<f64>,
+    max_tokens: usize,
     interleaved: bool,
 }
 
+/// Positions whose angles are kept. Those of later ones are computed where they are asked for: a
+/// configuration may claim millions of positions that no text ever has.
+const TABLE: usize = 1 << 15;
+
 impl Rotary {
-    /// Makes a table of the angles `t / base^{2i/D}` for `t < max_tokens`, in the half-split
-    /// layout.
+    /// The angles `t / base^{2i/D}` for `t < max_tokens`, in the half-split layout. Those of the
+    /// first 32,768 positions are kept in a table.
     ///
-    /// The table is rounded to f32, whatever it is applied to.
+    /// Angles are rounded to f32, whatever they are applied to.
     ///
     /// # Errors
     /// If `head_dim` is odd or zero, or `base` is not a positive number.
@@ -53,12 +62,8 @@ impl Rotary {
         }
         let half = head_dim / 2;
         let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect();
-        let angles = |f: fn(f64) -> f64| {
-            let table: Vec<f32> =
-                (0..max_tokens).flat_map(|t| frequencies.iter().map(move |w| f(t as f64 * w) as f32)).collect();
-            Tensor::from_vec(table, (max_tokens, half), device)
-        };
-        Ok(Self { cos: angles(f64::cos)?, sin: angles(f64::sin)?, interleaved: false })
+        let [cos, sin] = angles(&frequencies, 0..max_tokens.min(TABLE), device)?;
+        Ok(Self { cos, sin, frequencies, max_tokens, interleaved: false })
     }
 
     /// Takes the interleaved layout instead: the angles turn the neighbours `2i` and `2i + 1`.
@@ -83,7 +88,7 @@ impl Rotary {
     /// The angles for heads `(B, H, T, D)` of these dimensions, whose first token stands at
     /// position `start`: tables `(1, T, D/2)`.
     pub(crate) fn at(&self, dims: &[usize], start: usize) -> Result<kernels::Rotary> {
-        let (max, half) = self.cos.dims2()?;
+        let (max, half) = (self.max_tokens, self.frequencies.len());
         let &[_, _, t, d] = dims else {
             bail!("x has shape {dims:?}; it must be (batch, heads, tokens, {})", 2 * half);
         };
@@ -94,8 +99,20 @@ impl Rotary {
         if end > max {
             bail!("positions {start}..{end} lie beyond the {max} that the rotary table covers");
         }
-        let table = |t: &Tensor| t.narrow(0, start, dims[2])?.unsqueeze(0);
+        let [cos, sin] = match end <= TABLE {
+            true => [self.cos.narrow(0, start, t)?, self.sin.narrow(0, start, t)?],
+            false => angles(&self.frequencies, start..end, self.cos.device())?,
+        };
         let pairs = if self.interleaved { kernels::Pairs::Neighbours } else { kernels::Pairs::Halves };
-        Ok(kernels::Rotary { cos: table(&self.cos)?, sin: table(&self.sin)?, pairs })
+        Ok(kernels::Rotary { cos: cos.unsqueeze(0)?, sin: sin.unsqueeze(0)?, pairs })
     }
+}
+
+/// Computes cosines and sines of the angles of positions, `(T, D/2)` each.
+fn angles(frequencies: &[f64], positions: Range<usize>, device: &Device) -> Result<[Tensor; 2]> {
+    let of = |f: fn(f64) -> f64| {
+        let rows = positions.clone().flat_map(|t| frequencies.iter().map(move |w| f(t as f64 * w) as f32));
+        Tensor::from_vec(rows.collect::<Vec<f32>>(), (positions.len(), frequencies.len()), device)
+    };
+    Ok([of(f64::cos)?, of(f64::sin)?])
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{contiguous, is_fused_on_cpu, is_half, reshape, rotary::turn, to_dtype, transpose, wide};
+use super::{contiguous, is_fused, is_half, reshape, rotary::turn, to_dtype, transpose, wide};
 use crate::{
     kernels::{
         convolution::{ConvolvedHeads, ShortConvolution, TAPS},
@@ -54,7 +54,7 @@ pub fn short_convolution(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let weight = to_dtype(weight, wide(x))?;
-    if is_fused_on_cpu(x) {
+    if is_fused(x) {
         return apply(ShortConvolution, [&contiguous(x)?, &contiguous(&weight)?]);
     }
     if is_half(x) {
@@ -88,8 +88,8 @@ pub(crate) fn convolved_heads(
     past: usize,
 ) -> Result<Tensor> {
     let (b, t, c) = rows.dims3()?;
-    if is_fused_on_cpu(rows) && past == 0 && weight.dims() == [c, TAPS] {
-        let weight = contiguous(&to_dtype(weight, rows.dtype())?)?;
+    if is_fused(rows) && past == 0 && weight.dims() == [c, TAPS] {
+        let weight = contiguous(&to_dtype(weight, wide(rows))?)?;
         return apply(ConvolvedHeads { heads, rotary }, [&contiguous(rows)?, &weight]);
     }
     let tokens = t - past;

@@ -8,9 +8,10 @@
 //! ```
 //!
 //! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ. With gates
-//! `g`, κ(x_i, y_j) is multiplied by `e^{Σ_{j<s≤i} g_s}`. Time is quadratic in the number of tokens. Nothing here is shared with the fast attention that it
-//! judges: no tensors, no chunks, no running sums, no ε, and no derivative of a feature map worked
-//! out by hand (derivatives come from dual numbers).
+//! `g`, κ(x_i, y_j) is multiplied by `e^{Σ_{j<s≤i} g_s}`. Time is quadratic in the number of
+//! tokens. Nothing here is shared with the fast attention that it judges: no tensors, no chunks, no
+//! running sums, no ε, and no derivative of a feature map worked out by hand (derivatives come from
+//! dual numbers).
 //!
 //! The functions panic on slices that do not fit their shape, as an index out of bounds would.
 

@@ -13,6 +13,14 @@ use std::{
 use candle_core::DType;
 use half::{bf16, f16};
 
+/// Options of the compiler.
+const OPTIONS: [&str; 6] =
+    ["-std=c++17", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes", "-o"];
+/// With these, accesses of 16 bytes that are not aligned end the program.
+const ALIGNMENT: [&str; 2] = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"];
+/// With these, races end the program; see `cuda_host/races.h`.
+const RACES: [&str; 2] = ["-fsanitize=thread", "-DRACES=1"];
+
 /// Returns the C++ compiler, if there is one.
 fn compiler() -> Option<&'static str> {
     static COMPILER: OnceLock<Option<String>> = OnceLock::new();
@@ -33,10 +41,35 @@ fn compiler() -> Option<&'static str> {
 /// Compiles `source` of `KIND_host/` with the kernels of `KIND` and macros, once for each set of
 /// macros.
 pub(crate) fn compile(kind: &str, source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
+    compile_with(&ALIGNMENT, kind, source, macros)
+}
+
+/// Compiles a program as [`compile`] does, for the race mode. Returns nothing where the compiler
+/// has no ThreadSanitizer, or this machine runs none.
+pub(crate) fn compile_for_races(kind: &str, source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
+    static WORKS: OnceLock<bool> = OnceLock::new();
+    let works = || {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let (source, program) = (folder.join("thread_sanitizer.cpp"), folder.join("thread_sanitizer"));
+        fs::write(&source, "int main() {}").ok()?;
+        let mut compiler = Command::new(compiler()?);
+        let compiled = compiler.arg("-fsanitize=thread").arg(&source).arg("-o").arg(&program).stderr(Stdio::null());
+        let runs = compiled.status().ok()?.success() && Command::new(&program).status().ok()?.success();
+        runs.then_some(())
+    };
+    if !*WORKS.get_or_init(|| works().is_some()) {
+        eprintln!("skipped: the C++ compiler's ThreadSanitizer, by which races are found, does not run here");
+        return None;
+    }
+    compile_with(&RACES, kind, source, macros)
+}
+
+fn compile_with(more: &[&str], kind: &str, source: &str, macros: &[(&str, usize)]) -> Option<PathBuf> {
     static PROGRAMS: Mutex<BTreeMap<String, Arc<OnceLock<PathBuf>>>> = Mutex::new(BTreeMap::new());
     let compiler = compiler()?;
     let options: Vec<String> = macros.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-    let name = format!("{kind}-{source}{}", options.concat());
+    let mode = if more == RACES { "-races" } else { "" };
+    let name = format!("{kind}-{source}{mode}{}", options.concat());
     let program = Arc::clone(PROGRAMS.lock().unwrap().entry(name.clone()).or_default());
     let build = || {
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -44,7 +77,8 @@ pub(crate) fn compile(kind: &str, source: &str, macros: &[(&str, usize)]) -> Opt
         fs::create_dir_all(&folder).unwrap();
         let program = folder.join(&name);
         let output = Command::new(compiler)
-            .args(["-std=c++17", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes", "-o"])
+            .args(more)
+            .args(OPTIONS)
             .arg(&program)
             .arg("-I")
             .arg(here.join("src/kernels").join(kind))

@@ -3,9 +3,9 @@
 // their size (what is beyond the end faults), new memory holds NaN, freed memory is gone. All work
 // is done when it is asked for, so nothing about the order between streams is shown.
 //
-// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRACE (1:
-// prints launches and compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is
-// the time of the host).
+// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRUNCATE (1:
+// matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches and
+// compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host).
 
 #include "driver.h"
 
@@ -148,8 +148,14 @@ struct Module {
 
 static std::string running = "no kernel";
 
-static void on_fault(int, siginfo_t* info, void*) {
+static void on_fault(int signal, siginfo_t* info, void*) {
     char line[512];
+    if (signal == SIGILL) {
+        // Kernels are compiled so that they trap here.
+        int count = std::snprintf(line, sizeof(line), "emulated CUDA device: %s reads or writes several bytes at an address that is not aligned for them\n", running.c_str());
+        if (write(2, line, count) < 0) std::_Exit(4);
+        std::_Exit(3);
+    }
     const char* where = (const char*)info->si_addr;
     long distance = 0;
     size_t size = 0;
@@ -210,7 +216,8 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         candle_run(function->name, arguments);
     } else {
         if (z != 1 || threads_y != 1 || threads_z != 1) give_up(running + ": blocks of more than one dimension, or grids of three");
-        function->launcher(x, y, (int)threads, shared, (int)setting("EMULATED_ORDER", 0), arguments);
+        long mode = setting("EMULATED_ORDER", 0) + 2 * setting("EMULATED_TRUNCATE", 0);
+        function->launcher(x, y, (int)threads, shared, (int)mode, arguments);
     }
     running = "no kernel";
     return SUCCESS;
@@ -231,6 +238,7 @@ API cuInit(unsigned) {
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
+    sigaction(SIGILL, &action, nullptr);
     return SUCCESS;
 }
 API cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? SUCCESS : 101; }

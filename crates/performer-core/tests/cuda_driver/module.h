@@ -21,10 +21,10 @@ void launch_with(Dim grid, int block_threads, void (*kernel)(Parameters...), voi
 
 }  // namespace host
 
-#define LAUNCH(kernel)                                                                                                       \
+#define LAUNCH(kernel)                                                                                                      \
     extern "C" __attribute__((visibility("default"))) void launch_##kernel(                                                 \
-        unsigned x, unsigned y, int threads, size_t shared, int order, void** arguments) {                                   \
-        host::descending = order;                                                                                            \
-        host::shared_bytes = shared;                                                                                         \
-        host::launch_with({x, y, 1}, threads, kernel, arguments);                                                            \
+        unsigned x, unsigned y, int threads, size_t shared, int mode, void** arguments) {                                   \
+        host::descending = mode & 1, host::truncating = mode & 2;                                                           \
+        host::shared_bytes = shared;                                                                                        \
+        host::launch_with({x, y, 1}, threads, kernel, arguments);                                                           \
     }

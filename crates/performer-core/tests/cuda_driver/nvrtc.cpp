@@ -69,7 +69,7 @@ API nvrtcCompileProgram(Program* program, int count, const char* const* options)
         const char* compiler = std::getenv("CXX");
         std::string unfinished = library + std::to_string(getpid());
         std::string command = std::string(compiler ? compiler : "c++") +
-                              " -std=c++17 -O2 -fno-strict-aliasing -shared -fPIC -fvisibility=hidden -fno-gnu-unique -U_FORTIFY_SOURCE"
+                              " -std=c++17 -O2 -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error -shared -fPIC -fvisibility=hidden -fno-gnu-unique -U_FORTIFY_SOURCE"
                               " -Wno-unknown-pragmas -Wno-attributes -I '" +
                               folder + "' -I '" HOST "' -I '" HERE "'" + defines + " -o '" + unfinished + "' '" + folder +
                               "/kernels.cpp' 2>'" + folder + "/log'";

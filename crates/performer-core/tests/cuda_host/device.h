@@ -3,7 +3,11 @@
 // together is emulated lane by lane as the PTX ISA documents it (fragments of mma.m16n8k16 and
 // m16n8k8, ldmatrix), so a wrong index is a wrong number here too. Barriers that some threads miss
 // end the program; fibers may run in either of two orders (`descending`), so that a missing barrier
-// shows as two different results.
+// shows as two different results. Lanes of a warp that come to an instruction for all of them from
+// different lines of the source end it too: a card would hang or compute nonsense. Products may cut
+// off what tensor cores cut off (`truncating`). Accesses of 8 and 16 bytes that are not aligned are
+// left to the compiler: -fsanitize=alignment. races.h has a mode that reports races. planted.cpp has
+// an error of each kind.
 //
 // It stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing
 // about speed.
@@ -20,6 +24,11 @@
 #include <functional>
 #include <ucontext.h>
 #include <vector>
+
+#ifndef RACES
+#define RACES 0
+#endif
+#include "races.h"
 
 #define __device__
 #define __global__
@@ -56,6 +65,11 @@ struct Fiber {
     State state = FINISHED;
     bool started = false;
     std::vector<char> stack;
+    // In the race mode: where it stopped, and the sanitizer's name for it.
+    ucontext_t context;
+    void* of_sanitizer = nullptr;
+    // The barriers that it has come to: of the block, and of the warp.
+    int turn = 0, warp_turn = 0;
 };
 
 inline Fiber fibers[MOST_THREADS];
@@ -63,16 +77,21 @@ inline jmp_buf scheduler;
 inline ucontext_t home;
 inline int threads = 0, running = 0;
 inline bool descending = false;
+// Whether matrix products truncate as tensor cores do.
+inline bool truncating = false;
 inline const std::function<void()>* body = nullptr;
 
 // Warp holds what the lanes of a warp bring to an operation that they do together.
 struct Warp {
     const char* doing = nullptr;
-    int arrived = 0;
+    int line = 0, arrived = 0;
     void* slots[32];
 };
 inline Warp warps[MOST_THREADS / 32];
 inline int at_barrier = 0;
+// The lines of the source where threads wait at a barrier.
+inline int barrier_lines[MOST_THREADS];
+inline Order order_of_block, order_of_warps[MOST_THREADS / 32], order_of_launches;
 // What the threads at a barrier say, and what those at the last one said: for __syncthreads_or.
 inline int said = 0, heard = 0;
 
@@ -86,32 +105,53 @@ inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::m
     std::_Exit(3);
 }
 
+#if RACES
+inline void* sanitizer_home = nullptr;
+#endif
+
 // Runs the kernel in a new fiber.
 inline void trampoline() {
     (*body)();
+    order_of_launches.arrive(0);
+    const Quiet quiet;
     for (const auto& group : copies[running]) {
         if (!group.empty()) fail("ends while copies are under way");
     }
     fibers[running].state = FINISHED;
+#if RACES
+    quiet.~Quiet();
+    go_to_fiber(sanitizer_home);
+    setcontext(&home);
+    std::abort();
+#else
     _longjmp(scheduler, 1);
+#endif
 }
 
-// Starts a thread's fiber, or goes on where it stopped.
-inline void resume(int thread) {
+// Starts a thread's fiber, or goes on where it stopped. `from` is what stops here, for the race mode.
+inline void resume(int thread, ucontext_t& from) {
     running = thread;
     threadIdx = {(unsigned)thread, 0, 0};
     Fiber& fiber = fibers[thread];
-    if (fiber.started) _longjmp(fiber.at, 1);
+    if (!RACES && fiber.started) _longjmp(fiber.at, 1);
+    bool starts = !fiber.started;
     fiber.started = true;
-    ucontext_t context;
-    getcontext(&context);
-    fiber.stack.resize(STACK);
-    context.uc_stack.ss_sp = fiber.stack.data();
-    context.uc_stack.ss_size = STACK;
-    context.uc_link = nullptr;
-    makecontext(&context, trampoline, 0);
-    setcontext(&context);
+    if (starts) {
+        getcontext(&fiber.context);
+        fiber.stack.resize(STACK);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, trampoline, 0);
+    }
+#if RACES
+    go_to_fiber(fiber.of_sanitizer);
+    swapcontext(&from, &fiber.context);
+#else
+    (void)from;
+    setcontext(&fiber.context);
     std::abort();
+#endif
 }
 
 // Returns the next thread that can run, -1 if none can: in turn after the running one; or, if
@@ -131,18 +171,22 @@ inline int next() {
 
 // Stops the running thread and lets another run.
 inline void wait(State why) {
-    fibers[running].state = why;
+    Fiber& mine = fibers[running];
+    mine.state = why;
     int thread = next();
     if (thread < 0) fail("waits for threads that never come");
-    if (_setjmp(fibers[running].at) == 0) resume(thread);
+    if (RACES || _setjmp(mine.at) == 0) resume(thread, mine.context);
 }
 
-// All lanes of a warp come here with something of their own; the last one does the work for all.
+// All lanes of a warp come here with something of their own, from one line of the source; the last
+// one does the work for all.
 template <class T, class Work>
-void together(const char* doing, T& mine, Work work) {
+void together(const char* doing, int line, T& mine, Work work) {
+    const Quiet quiet;
     Warp& warp = warps[running / 32];
-    if (warp.arrived == 0) warp.doing = doing;
+    if (warp.arrived == 0) warp.doing = doing, warp.line = line;
     if (warp.doing != doing) fail("lanes of a warp do different things");
+    if (warp.line != line) fail("lanes of a warp do the same in different places");
     warp.slots[running % 32] = &mine;
     if (++warp.arrived < 32) return wait(WAITS_FOR_WARP);
     warp.arrived = 0;
@@ -158,6 +202,7 @@ void together(const char* doing, T& mine, Work work) {
 template <class... Parameters, class... Arguments>
 void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Arguments... arguments) {
     const std::function<void()> call = [&] { kernel(arguments...); };
+    const Quiet quiet;
     body = &call;
     threads = block_threads;
     gridDim = grid;
@@ -170,17 +215,29 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
                 fibers[i].state = READY_TO_RUN;
                 fibers[i].started = false;
                 copies[i].assign(1, {});
+#if RACES
+                fibers[i].of_sanitizer = new_fiber();
+#endif
             }
+#if RACES
+            sanitizer_home = this_fiber();
+#endif
             at_barrier = 0;
-            running = descending ? 0 : threads - 1;
+            // So the first thread begins, or the last lane of the last warp.
+            running = descending ? threads - 32 : threads - 1;
             volatile int left = threads;
             // Comes back here when a thread has finished.
-            if (_setjmp(scheduler) != 0) left = left - 1;
-            if (left > 0) {
+            if (!RACES && _setjmp(scheduler) != 0) left = left - 1;
+            while (left > 0) {
                 int thread = next();
                 if (thread < 0) fail("threads wait for one that has finished");
-                resume(thread);
+                resume(thread, home);
+                left = left - 1;
             }
+            order_of_launches.leave(0);
+#if RACES
+            for (int i = 0; i < threads; i++) delete_fiber(fibers[i].of_sanitizer);
+#endif
             for (size_t i = shared_bytes; i < SHARED_BYTES; i++) {
                 if (((unsigned char*)shared_memory)[i] != 0xff) fail("wrote beyond its shared memory");
             }
@@ -191,26 +248,45 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
 
 }  // namespace host
 
-inline void __syncthreads() {
-    if (++host::at_barrier < host::threads) return host::wait(host::WAITS_FOR_BLOCK);
-    host::at_barrier = 0;
-    host::heard = host::said;
-    host::said = 0;
-    for (int i = 0; i < host::threads; i++) {
-        if (host::fibers[i].state != host::WAITS_FOR_BLOCK && i != host::running) host::fail("a thread missed the barrier");
-        host::fibers[i].state = host::READY_TO_RUN;
+namespace host {
+
+// Waits for all threads of the block; the last one lets all go on.
+inline void block_barrier(int line) {
+    barrier_lines[running] = line;
+    if (++at_barrier < threads) return wait(WAITS_FOR_BLOCK);
+    at_barrier = 0;
+    heard = said;
+    said = 0;
+    for (int i = 0; i < threads; i++) {
+        if (fibers[i].state != WAITS_FOR_BLOCK && i != running) fail("a thread missed the barrier");
+        if (barrier_lines[i] != barrier_lines[i / 32 * 32]) fail("lanes of a warp wait at different barriers");
+        fibers[i].state = READY_TO_RUN;
     }
 }
 
-inline int __syncthreads_or(int condition) {
+}  // namespace host
+
+inline void __syncthreads(int line = __builtin_LINE()) {
+    const host::Quiet quiet;
+    int turn = host::fibers[host::running].turn++;
+    host::order_of_block.arrive(turn);
+    host::block_barrier(line);
+    host::order_of_block.leave(turn);
+}
+
+inline int __syncthreads_or(int condition, int line = __builtin_LINE()) {
+    const host::Quiet quiet;
     host::said |= condition;
-    __syncthreads();
+    __syncthreads(line);
     return host::heard;
 }
 
-inline void __syncwarp() {
-    int none = 0;
-    host::together("__syncwarp", none, [](int**) {});
+inline void __syncwarp(int line = __builtin_LINE()) {
+    const host::Quiet quiet;
+    int none = 0, turn = host::fibers[host::running].warp_turn++, warp = host::running / 32;
+    host::order_of_warps[warp].arrive(turn);
+    host::together("__syncwarp", line, none, [](int**) {});
+    host::order_of_warps[warp].leave(turn);
 }
 
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
@@ -295,39 +371,48 @@ inline void copy_on(void* to, const void* from, bool has) {
     if ((char*)to < (char*)shared_memory || (char*)to + 16 > (char*)shared_memory + SHARED_BYTES) host::fail("a copy to elsewhere than shared memory");
     host::Copy copy = {to, from, has};
     if (host::descending) return host::copy(copy);
+    const host::Quiet quiet;
     host::copies[host::running].back().push_back(copy);
 }
-inline void end_copies() { host::copies[host::running].push_back({}); }
+inline void end_copies() {
+    const host::Quiet quiet;
+    host::copies[host::running].push_back({});
+}
 template <int PENDING>
 void wait_for_copies() {
-    auto& groups = host::copies[host::running];
-    while ((int)groups.size() > PENDING + 1) {
-        for (const host::Copy& copy : groups.front()) host::copy(copy);
-        groups.erase(groups.begin());
+    std::vector<host::Copy> all;
+    {
+        const host::Quiet quiet;
+        auto& groups = host::copies[host::running];
+        while ((int)groups.size() > PENDING + 1) {
+            all.insert(all.end(), groups.front().begin(), groups.front().end());
+            groups.erase(groups.begin());
+        }
     }
+    for (const host::Copy& copy : all) host::copy(copy);
 }
 // Reads one byte, so that a memory checker sees addresses that do not exist.
 inline void ask_for(const void* at) { *(const volatile char*)at; }
 
-inline float from_lane_xor(float x, int mask) {
+inline float from_lane_xor(float x, int mask, int line = __builtin_LINE()) {
     struct { float x, got; int mask; } slot = {x, 0, mask};
-    host::together("shfl", slot, [](auto** all) {
+    host::together("shfl", line, slot, [](auto** all) {
         for (int lane = 0; lane < 32; lane++) all[lane]->got = all[lane ^ all[lane]->mask]->x;
     });
     return slot.got;
 }
 
-inline float from_lane(float x, int lane) {
+inline float from_lane(float x, int lane, int line = __builtin_LINE()) {
     struct { float x, got; int lane; } slot = {x, 0, lane};
-    host::together("shfl.idx", slot, [](auto** all) {
+    host::together("shfl.idx", line, slot, [](auto** all) {
         for (int lane = 0; lane < 32; lane++) all[lane]->got = all[all[lane]->lane]->x;
     });
     return slot.got;
 }
 
-inline unsigned lanes_where(bool condition) {
+inline unsigned lanes_where(bool condition, int line = __builtin_LINE()) {
     struct { bool condition; unsigned got; } slot = {condition, 0};
-    host::together("ballot", slot, [](auto** all) {
+    host::together("ballot", line, slot, [](auto** all) {
         unsigned bits = 0;
         for (int lane = 0; lane < 32; lane++) bits |= (unsigned)all[lane]->condition << lane;
         for (int lane = 0; lane < 32; lane++) all[lane]->got = bits;
@@ -335,12 +420,13 @@ inline unsigned lanes_where(bool condition) {
     return slot.got;
 }
 
-inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
+inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed, int line = __builtin_LINE()) {
     struct { unsigned* to; const unsigned short* row; bool transposed; } slot = {to, (const unsigned short*)row, transposed};
     if ((size_t)row % 16) host::fail("ldmatrix of a row that is not aligned to 16 bytes");
     const char* at = (const char*)row;
     if (at < (char*)shared_memory || at + 16 > (char*)shared_memory + SHARED_BYTES) host::fail("ldmatrix outside of shared memory");
-    host::together(transposed ? "ldmatrix.trans" : "ldmatrix", slot, [](auto** all) {
+    host::look_at(row);
+    host::together(transposed ? "ldmatrix.trans" : "ldmatrix", line, slot, [](auto** all) {
         for (int lane = 0; lane < 32; lane++) {
             for (int i = 0; i < 4; i++) {
                 int major = lane / 4, minor = lane % 4 * 2;
@@ -365,15 +451,43 @@ struct Fragments {
     const unsigned *a, *b;
 };
 
-// Computes c (16, 8) += a (16, K) b (K, 8); the products of a row are added to the sum one after
-// the other.
+// Rounds to f32 towards zero.
+inline float towards_zero(double x) {
+    float y = (float)x;
+    return std::fabs((double)y) > std::fabs(x) ? std::nextafter(y, 0.0f) : y;
+}
+
+// Adds products to a sum as tensor cores do (Fasi et al. 2021, https://doi.org/10.7717/peerj-cs.330):
+// all are exact, aligned to the largest and cut off below the last bit that it has in f32; what they
+// add up to is cut off as well. The cores of an A100 keep a bit or two more.
+template <int N>
+float truncated_sum(float sum, const double (&products)[N]) {
+    double largest = std::fabs(sum);
+    for (double x : products) largest = max(largest, std::fabs(x));
+    if (largest == 0 || !std::isfinite(largest)) {
+        for (double x : products) sum += (float)x;
+        return sum;
+    }
+    double unit = std::ldexp(1.0, std::ilogb(largest) - 23), total = std::trunc(sum / unit);
+    for (double x : products) total += std::trunc(x / unit);
+    return towards_zero(total * unit);
+}
+
+// Computes c (16, 8) += a (16, K) b (K, 8): the products of a row are added to the sum one after
+// the other; or, if truncating, as many at a time as an A100 does.
 template <int K>
 void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
+    constexpr int AT_A_TIME = K / 2;
     for (int lane = 0; lane < 32; lane++) {
         for (int i = 0; i < 4; i++) {
             int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
             float sum = all[lane]->c[i];
-            for (int k = 0; k < K; k++) sum += a[row][k] * b[k][column];
+            for (int k = 0; k < K && !truncating; k++) sum += a[row][k] * b[k][column];
+            for (int k = 0; k < K && truncating; k += AT_A_TIME) {
+                double products[AT_A_TIME];
+                for (int j = 0; j < AT_A_TIME; j++) products[j] = (double)a[row][k + j] * b[k + j][column];
+                sum = truncated_sum(sum, products);
+            }
             all[lane]->c[i] = sum;
         }
     }
@@ -383,9 +497,9 @@ void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
 
 // Emulates m16n8k16 on numbers that `half(word, i)` unpacks.
 template <class Unpack>
-void multiply_16(const char* doing, float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack half) {
+void multiply_16(const char* doing, int line, float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack half) {
     host::Fragments mine = {c, a, b};
-    host::together(doing, mine, [&](host::Fragments** all) {
+    host::together(doing, line, mine, [&](host::Fragments** all) {
         float left[16][16], right[16][8];
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, in_group = lane % 4;
@@ -405,16 +519,16 @@ void multiply_16(const char* doing, float (&c)[4], const unsigned (&a)[4], const
     });
 }
 
-inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    multiply_16("mma.bf16", c, a, b, [](unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); });
+inline void multiply_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], int line = __builtin_LINE()) {
+    multiply_16("mma.bf16", line, c, a, b, [](unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); });
 }
-inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    multiply_16("mma.f16", c, a, b, [](unsigned pair, int i) { return widen(Half{(unsigned short)(i ? pair >> 16 : pair)}); });
+inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], int line = __builtin_LINE()) {
+    multiply_16("mma.f16", line, c, a, b, [](unsigned pair, int i) { return widen(Half{(unsigned short)(i ? pair >> 16 : pair)}); });
 }
 
-inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], int line = __builtin_LINE()) {
     host::Fragments mine = {c, a, b};
-    host::together("mma.tf32", mine, [](host::Fragments** all) {
+    host::together("mma.tf32", line, mine, [](host::Fragments** all) {
         float left[16][8], right[8][8];
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, in_group = lane % 4;

@@ -24,6 +24,7 @@
 #include "favor_sums.cu"
 #undef favor_sums
 #include "favor_parts.cu"
+#include "favor_gates.cu"
 #define Shared BackwardShared
 #include "favor_backward.cu"
 #undef Shared
@@ -62,12 +63,14 @@ int main() {
     Reader in;
     int batch = in.integer(), heads = in.integer(), key_heads = in.integer(), queries = in.integer(), keys = in.integer();
     int segments = in.integer(), masked = in.integer(), backward = in.integer(), split = in.integer();
-    host::descending = in.integer();
+    int mode = in.integer();
+    host::descending = mode & 1, host::truncating = mode & 2;
     int width = READY ? FEATURES : DIM, key_width = width + SIGNED;
     std::vector<Stored> q = in.stored((size_t)batch * heads * queries * width), k = in.stored((size_t)batch * key_heads * keys * key_width);
     std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad;
     if (backward) grad = in.stored((size_t)batch * heads * queries * VALUES);
     std::vector<float> projection = READY ? std::vector<float>() : in.numbers((size_t)FEATURES / (1 + HYPERBOLIC) * DIM);
+    std::vector<float> gates = GATED ? in.numbers((size_t)batch * key_heads * keys) : std::vector<float>();
     std::vector<unsigned char> mask;
     if (masked) mask = in.bytes((size_t)batch * keys);
     const unsigned char* visible = masked ? mask.data() : nullptr;
@@ -83,12 +86,12 @@ int main() {
 
     auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
     Problem p = {heads, heads / key_heads, queries, keys, divide(queries, segments), segments, dense(heads, queries, width),
-                 dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E};
+                 dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E, gates.data()};
     // `of_keys` and `of_queries` are problems for `favor_sums`, in which every head builds its own
     // sums; `key_readers` is the problem for the gradients of keys.
     Problem of_keys = p, of_queries = p, key_readers = p;
     of_keys.heads = key_heads, of_keys.group = 1, of_keys.queries = keys, of_keys.q = p.k, of_keys.segment = divide(keys, segments);
-    of_queries.group = 1, of_queries.v = dense(heads, queries, VALUES);
+    of_queries.v = dense(heads, queries, VALUES);
     key_readers.segment = divide(keys, segments);
     unsigned blocks = batch * heads * SPLITS, key_blocks = batch * key_heads * SPLITS, parts = segments;
 
@@ -97,10 +100,11 @@ int main() {
     std::vector<float> exact = poison<float>(count * VALUES), logs = poison<float>(count), denominators = poison<float>(count);
     std::vector<float> sums = poison<float>((size_t)segments * batch * key_heads * RECORD), total = poison<float>((size_t)batch * key_heads * RECORD);
     auto combine_grid = [](int heads) { return Dim{(unsigned)divide(heads * F, WARPS), 1, 1}; };
+    std::vector<float> decays = poison<float>((size_t)segments * batch * key_heads);
     auto key_sums = [&](std::vector<float>& sums, float* initial) {
         host::launch({key_blocks, parts, 1}, BLOCK_THREADS, KERNEL(key_sums), of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
-                     (float*)nullptr, (float*)nullptr, sums.data());
-        host::launch(combine_grid(batch * key_heads), THREADS, favor_combine, batch * key_heads, segments, sums.data(), initial,
+                     (float*)nullptr, (float*)nullptr, sums.data(), decays.data());
+        host::launch(combine_grid(batch * key_heads), THREADS, favor_combine, batch * key_heads, segments, sums.data(), decays.data(), initial,
                      CAUSAL ? nullptr : total.data(), CAUSAL, 0);
     };
     float* before = nullptr;
@@ -125,6 +129,11 @@ int main() {
             int first = starts[part];
             some.queries = some.keys = some.segment = starts[part + 1] - first;
             some.segments = 1;
+            std::vector<float> of_part;
+            for (int head = 0; GATED && head < batch * key_heads; head++) {
+                of_part.insert(of_part.end(), gates.begin() + (size_t)head * keys + first, gates.begin() + (size_t)head * keys + starts[part + 1]);
+            }
+            some.gates = of_part.data();
             const Stored *at_q = q.data() + (size_t)first * width, *at_k = k.data() + (size_t)first * key_width, *at_v = v.data() + (size_t)first * VALUES;
             std::vector<Stored> piece = poison<Stored>((size_t)batch * heads * some.queries * VALUES);
             std::vector<float> next = poison<float>(state.size());
@@ -152,21 +161,24 @@ int main() {
         std::vector<float> delta = poison<float>(count);
         if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, exact.data(), grad.data(),
                      SIGNED ? denominators.data() : nullptr, delta.data());
-        Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before};
+        Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before, nullptr};
         std::vector<Result> dq = poison<Result>(count * width * (PARTIAL ? SPLITS : 1));
         host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(query_gradients), p, t, dq.data());
 
         std::vector<float> later = poison<float>((size_t)segments * batch * heads * RECORD), all = poison<float>((size_t)batch * heads * RECORD);
+        std::vector<float> later_decays = poison<float>((size_t)segments * batch * heads);
         t.before = nullptr;
         if (!CAUSAL || segments > 1) {
             host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(query_sums), of_queries, q.data(), grad.data(), (unsigned char*)nullptr, columns.data(),
-                         logs.data(), delta.data(), denominators.data(), later.data());
-            host::launch(combine_grid(batch * heads), THREADS, favor_combine, batch * heads, segments, later.data(), (float*)nullptr,
+                         logs.data(), delta.data(), denominators.data(), later.data(), later_decays.data());
+            host::launch(combine_grid(batch * heads), THREADS, favor_combine, batch * heads, segments, later.data(), later_decays.data(), (float*)nullptr,
                          CAUSAL ? nullptr : all.data(), CAUSAL, 1);
             t.before = CAUSAL ? later.data() : all.data();
         }
         size_t key_count = (size_t)batch * heads * keys;
         std::vector<Result> dk = poison<Result>(key_count * key_width * (PARTIAL ? SPLITS : 1)), dv = poison<Result>(key_count * VALUES);
+        std::vector<float> factors = poison<float>(GATED ? key_count * SPLITS : 0), of_gates = poison<float>(gates.size());
+        t.factors = factors.data();
         host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(key_gradients), key_readers, t, dk.data(), dv.data());
 #if PARTIAL
         auto reduce = [&](const std::vector<float>& from, int group, int parts, int tokens, int width) {
@@ -179,6 +191,15 @@ int main() {
         reduce(dv, p.group, 1, keys, VALUES);
 #else
         write(dq), write(dk), write(dv);
+#endif
+#if GATED
+        std::vector<float> borders = poison<float>((size_t)segments * batch * heads);
+        if (segments > 1) {
+            host::launch({(unsigned)(batch * heads), parts - 1, 1}, THREADS, favor_gate_borders, p, sums.data(), later.data(), borders.data());
+        }
+        host::launch({(unsigned)(batch * key_heads), parts, 1}, THREADS, favor_gate_gradients, p, batch * heads, SPLITS,
+                     (const float*)factors.data(), (const float*)borders.data(), of_gates.data());
+        write(of_gates);
 #endif
     }
 }

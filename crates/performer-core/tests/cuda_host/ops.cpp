@@ -1,4 +1,4 @@
-// Compares the kernels of norms, activations, heads, embedding, cross-entropy and AdamW,
+// Compares the kernels of norms, activations, heads, convolutions, embedding, cross-entropy and AdamW,
 // on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
 
 #include "device.h"
@@ -19,6 +19,10 @@ namespace activation {
 }
 namespace heads_of_rows {
 #include "heads.cu"
+}
+#define RUN_LENGTH 8
+namespace convolution {
+#include "convolution.cu"
 }
 namespace cross_entropy {
 #include "cross_entropy.cu"
@@ -207,6 +211,37 @@ static void check_heads(int batch, int heads, int tokens, int half, bool neighbo
     check("heads, turned back", back, split);
 }
 
+// Runs have 8 tokens, so that sequences have whole ones, parts of one, and several.
+static void check_convolution(int batch, int tokens, int channels, bool wide) {
+    using namespace convolution;
+    size_t count = (size_t)batch * tokens * channels;
+    int runs = (tokens + RUN_LENGTH - 1) / RUN_LENGTH;
+    Numbers x = random_numbers(count), g = random_numbers(count), w = random_numbers((size_t)channels * 4, false);
+    Numbers y(count), dx(count), dw(w.size());
+    for (size_t i = 0; i < count; i++) {
+        int c = (int)(i % channels), t = (int)(i / channels % tokens);
+        for (int j = 0; j < 4; j++) {
+            int back = 3 - j;
+            if (t < back) continue;
+            size_t from = i - (size_t)back * channels;
+            y[i] += w[c * 4 + j] * x[from];
+            dx[from] += w[c * 4 + j] * g[i];
+            dw[c * 4 + j] += x[from] * g[i];
+        }
+    }
+    auto xs = stored(x), gs = stored(g), ys = room<Stored>(count), dxs = room<Stored>(count);
+    auto ws = floats(w), sums = room<float>((size_t)batch * runs * channels * 4);
+    Dim grid = {blocks(batch * runs * channels / (wide ? WIDE : 1), 256), 1, 1};
+    host::launch(grid, 256, wide ? convolve_wide : convolve, batch, tokens, channels, xs.data(), ws.data(), ys.data());
+    host::launch(grid, 256, wide ? convolution_gradients_wide : convolution_gradients, batch, tokens, channels, xs.data(), ws.data(), gs.data(),
+                 dxs.data(), sums.data());
+    std::vector<float> dws(w.size());
+    for (size_t i = 0; i < sums.size(); i++) dws[i % w.size()] += sums[i];
+    check("convolution", ys, y);
+    check("convolution, gradient of rows", dxs, dx);
+    check("convolution, gradient of filters", dws, dw);
+}
+
 static void check_cross_entropy(int rows, int vocabulary, bool wide) {
     Numbers logits = random_numbers((size_t)rows * vocabulary), g = random_numbers(rows, false);
     for (int i = 0; i < vocabulary; i++) logits[i] *= 64;
@@ -286,6 +321,10 @@ int main() {
                 check_heads(2, 3, 19, 7, neighbours, tables, false);
                 check_heads(2, 3, 19, 16, neighbours, tables, true);
             }
+        }
+        for (int tokens : {1, 3, 8, 21}) {
+            check_convolution(2, tokens, 5, false);
+            check_convolution(3, tokens, 48, true);
         }
         check_cross_entropy(1, 1, false);
         check_cross_entropy(5, 700, false);

@@ -23,7 +23,8 @@ int main() {
     Reader in;
     int batch = in.integer(), heads = in.integer(), key_heads = in.integer(), queries = in.integer(), keys = in.integer();
     int offset = in.integer(), masked = in.integer();
-    host::descending = in.integer();
+    int mode = in.integer();
+    host::descending = mode & 1, host::truncating = mode & 2;
     std::vector<Stored> q = in.stored((size_t)batch * heads * queries * DIM), k = in.stored((size_t)batch * key_heads * keys * DIM);
     std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad = in.stored((size_t)batch * heads * queries * VALUES);
     std::vector<unsigned char> mask;

@@ -6,7 +6,7 @@
 
 use crate::common::{
     Problem, Random, assert_close,
-    emulated::{compile, execute, round, storage},
+    emulated::{compile, compile_for_races, execute, round, storage},
 };
 use candle_core::DType;
 use performer_core::FeatureMapKind::{self, Hyperbolic, Positive};
@@ -31,6 +31,8 @@ struct Build {
     teams: bool,
     /// Whether the projection's factor is exact in bf16 and the kernels are told so.
     exact: bool,
+    /// Whether there are forget gates.
+    gated: bool,
 }
 
 /// `Run` says how the kernels are launched.
@@ -43,6 +45,10 @@ struct Run {
     split: usize,
     /// Whether threads take turns in the other order.
     descending: bool,
+    /// Whether matrix products cut off what tensor cores cut off.
+    truncating: bool,
+    /// Whether races are looked for, which ends the program where there is one.
+    races: bool,
 }
 
 /// `Results` holds the results, which are empty where they were not asked for.
@@ -54,10 +60,22 @@ struct Results {
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
+    gates: Vec<f64>,
 }
 
 fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 1e-4 } else { 1e-2 }
+}
+
+impl Build {
+    /// The tolerance of the gradients of gates. Each is a sum of factors in which almost all
+    /// cancels, over at most the 1,024 tokens of a segment whose ends are known. Where kernels round
+    /// a chunk's features to half types, a factor is 2⁻⁹ of its size off, at random, and so the sum
+    /// by up to `√1024 / 2 · 2⁻⁹`, 3% of a factor; the largest gradient has a few times the size of
+    /// a factor.
+    fn tolerance_of_gates(&self) -> f64 {
+        if self.teams { tolerance(self.dtype) } else { 2.0 * tolerance(self.dtype) }
+    }
 }
 
 impl Build {
@@ -74,7 +92,12 @@ impl Build {
             partial: false,
             teams: false,
             exact: false,
+            gated: false,
         }
+    }
+
+    fn gated(self) -> Self {
+        Self { gated: true, ..self }
     }
 
     /// Draws a problem of this build, with numbers rounded to its type.
@@ -89,6 +112,10 @@ impl Build {
             p.projection.iter_mut().for_each(|w| *w = half::bf16::from_f64(*w * scale).to_f64() / scale);
         }
         round(DType::F32, &mut p.projection);
+        if self.gated {
+            p = p.gated(seed);
+            round(DType::F32, p.gates.as_mut().expect("gates"));
+        }
         p
     }
 
@@ -103,7 +130,7 @@ impl Build {
     }
 
     /// Returns the macros of the kernels; `group` is the number of query heads of a key head.
-    fn macros(&self, group: usize) -> [(&'static str, usize); 13] {
+    fn macros(&self, group: usize) -> [(&'static str, usize); 14] {
         [
             ("STORAGE", storage(self.dtype)),
             ("MAP", 0),
@@ -118,12 +145,14 @@ impl Build {
             ("GROUP", group),
             ("TEAMS", usize::from(self.teams)),
             ("EXACT", usize::from(self.exact)),
+            ("GATED", usize::from(self.gated)),
         ]
     }
 
     /// Runs the kernels on a problem; returns nothing without a C++ compiler.
     fn run(&self, p: &Problem, run: Run) -> Option<Results> {
         let macros = self.macros(p.shape.heads / p.shape.kv_heads);
+        let compile = if run.races { compile_for_races } else { compile };
         let program = compile("cuda", "favor", &macros)?;
         let s = p.shape;
         let header = [
@@ -136,10 +165,11 @@ impl Build {
             usize::from(p.key_mask.is_some()),
             usize::from(run.backward),
             run.split,
-            usize::from(run.descending),
+            usize::from(run.descending) + 2 * usize::from(run.truncating),
         ];
         let grad = if run.backward { &p.grad_output[..] } else { &[] };
-        let numbers = [&p.q[..], &p.k, &p.v, grad, &p.projection];
+        let gates = p.gates.as_deref().unwrap_or_default();
+        let numbers = [&p.q[..], &p.k, &p.v, grad, &p.projection, gates];
         let mut all = execute(&program, &header, &numbers, p.key_mask.as_deref()).into_iter();
         let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
         let out = take(s.output_count());
@@ -157,6 +187,7 @@ impl Build {
             q: take(backward(s.q_count())),
             k: take(backward(s.k_count())),
             v: take(backward(s.v_count())),
+            gates: take(backward(gates.len())),
         };
         assert_eq!(all.len(), 0, "more numbers than expected");
         Some(results)
@@ -179,6 +210,15 @@ impl Build {
             assert_close(&what("dq"), &p.q_dims(), &results.q, &expected.q, bound);
             assert_close(&what("dk"), &p.k_dims(), &results.k, &expected.k, bound);
             assert_close(&what("dv"), &p.v_dims(), &results.v, &expected.v, bound);
+            if self.gated {
+                assert_close(
+                    &what("gradient of gates"),
+                    &p.gate_dims(),
+                    &results.gates,
+                    &expected.gates,
+                    self.tolerance_of_gates(),
+                );
+            }
         }
     }
 }
@@ -243,10 +283,17 @@ fn exact_softmax() {
     }
 }
 
-/// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv.
-/// Rows of `q` are log-features; or, if `signed`, features, and rows of `k` have the logarithm of
-/// their scale as one more number.
-fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: bool, causal: bool) -> [Vec<f64>; 4] {
+/// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv
+/// and, with gates, theirs. Rows of `q` are log-features; or, if `signed`, features, and rows of `k`
+/// have the logarithm of their scale as one more number.
+fn given_features(
+    s: Shape,
+    [q, k, v, g]: [&[f64]; 4],
+    gates: Option<&[f64]>,
+    features: usize,
+    signed: bool,
+    causal: bool,
+) -> [Vec<f64>; 5] {
     let key_width = features + usize::from(signed);
     let phi = |x: &[f64]| -> Vec<f64> {
         let scale = if x.len() > features { x[features].exp() } else { 1.0 };
@@ -255,6 +302,7 @@ fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: 
     let dot = |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
     let add = |to: &mut [f64], factor: f64, x: &[f64]| to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
     let (mut out, mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut dgates = vec![0.0; gates.map_or(0, <[f64]>::len)];
     for n in 0..s.batch * s.heads {
         let rows = |x: &[f64], width: usize, tokens: usize| -> Vec<Vec<f64>> {
             x[n * tokens * width..(n + 1) * tokens * width].chunks(width).map(<[f64]>::to_vec).collect()
@@ -265,16 +313,25 @@ fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: 
         let (mut of_keys, mut of_values) = (vec![vec![0.0; features]; s.k_len], vec![vec![0.0; s.value_dim]; s.k_len]);
         for i in 0..s.q_len {
             let seen = if causal { i + 1 } else { s.k_len };
-            let kernel: Vec<f64> = phi_k[..seen].iter().map(|k| dot(&phi_q[i], k)).collect();
+            // What is left of each key at this query.
+            let mut left = vec![1.0; seen];
+            if let Some(gates) = gates {
+                (0..i).rev().for_each(|j| left[j] = left[j + 1] * gates[n * s.k_len + j + 1].exp());
+            }
+            let kernel: Vec<f64> = phi_k.iter().zip(&left).map(|(k, left)| dot(&phi_q[i], k) * left).collect();
             let den: f64 = kernel.iter().sum();
             let mut o = vec![0.0; s.value_dim];
             (0..seen).for_each(|j| add(&mut o, kernel[j] / den, &v[j]));
-            let mut of_query = vec![0.0; features];
+            let (mut of_query, mut before) = (vec![0.0; features], 0.0);
             for j in 0..seen {
                 add(&mut of_values[j], kernel[j] / den, &g[i]);
                 let gradient = (dot(&g[i], &v[j]) - dot(&g[i], &o)) / den;
-                add(&mut of_query, gradient, &phi_k[j]);
-                add(&mut of_keys[j], gradient, &phi_q[i]);
+                add(&mut of_query, gradient * left[j], &phi_k[j]);
+                add(&mut of_keys[j], gradient * left[j], &phi_q[i]);
+                if gates.is_some() {
+                    dgates[n * s.k_len + j] += before;
+                    before += gradient * kernel[j];
+                }
             }
             out.extend(o);
             dq.extend(of_query.iter().zip(&phi_q[i]).map(|(d, phi)| if signed { *d } else { d * phi }));
@@ -288,14 +345,20 @@ fn given_features(s: Shape, [q, k, v, g]: [&[f64]; 4], features: usize, signed: 
             dv.extend(&of_values[j]);
         }
     }
-    [out, dq, dk, dv]
+    [out, dq, dk, dv, dgates]
 }
 
 #[test]
 fn features_that_come_ready() {
-    for (signed, causal, tokens, segments) in [(false, true, 70, 1), (true, true, 70, 2), (true, false, 33, 1)] {
+    for (signed, causal, gated, tokens, segments) in [
+        (false, true, false, 70, 1),
+        (true, true, false, 70, 2),
+        (true, false, false, 33, 1),
+        (false, true, true, 70, 2),
+        (true, true, true, 70, 2),
+    ] {
         let features = 24;
-        let build = Build { causal, values: 16, slice: 16, ..Build::new(DType::F32, 16, features) };
+        let build = Build { causal, gated, values: 16, slice: 16, ..Build::new(DType::F32, 16, features) };
         let shape = build.shape([1, 2, 2], tokens, tokens);
         let mut random = Random::new(15);
         let rows = 2 * tokens;
@@ -307,23 +370,24 @@ fn features_that_come_ready() {
         let q = numbers(rows * features, deviation, mean);
         let k = numbers(rows * (features + usize::from(signed)), deviation, mean);
         let (v, g) = (numbers(rows * 16, 1.0, 0.0), numbers(rows * 16, 1.0, 0.0));
+        let gates = gated.then(|| build.problem(16, shape).gates.expect("gates"));
         let mut macros = build.macros(1).to_vec();
         macros[1].1 = if signed { 2 } else { 1 };
         let Some(program) = compile("cuda", "favor", &macros) else { return };
         let header = [1, 2, 2, tokens, tokens, segments, 0, 1, 0, 0];
-        let actual = execute(&program, &header, &[&q, &k, &v, &g], None);
-        let mut actual = actual.into_iter();
-        let expected = given_features(shape, [&q, &k, &v, &g], features, signed, causal);
-        for (what, expected) in ["outputs", "dq", "dk", "dv"].iter().zip(&expected) {
+        let numbers = [&q[..], &k, &v, &g, gates.as_deref().unwrap_or_default()];
+        let mut actual = execute(&program, &header, &numbers, None).into_iter();
+        let expected = given_features(shape, [&q, &k, &v, &g], gates.as_deref(), features, signed, causal);
+        for (what, expected) in ["outputs", "dq", "dk", "dv", "dgates"].iter().zip(&expected) {
             let actual: Vec<f64> = actual.by_ref().take(expected.len()).collect();
-            let what = format!("{what}, signed {signed}, causal {causal}");
+            let what = format!("{what}, signed {signed}, causal {causal}, gated {gated}");
             assert_close(&what, &[expected.len()], &actual, expected, 1e-4);
         }
         assert_eq!(actual.len(), 0);
     }
 }
 
-const BOTH: Run = Run { segments: 1, backward: true, split: 0, descending: false };
+const BOTH: Run = Run { segments: 1, backward: true, split: 0, descending: false, truncating: false, races: false };
 
 #[test]
 fn causal_bf16() {
@@ -367,6 +431,41 @@ fn causal_bf16_by_teams() {
     }
 }
 
+/// Gates forget at every pace, down to e^-40 in one token; some lengths begin and end inside chunks.
+#[test]
+fn gates_of_general_kernels() {
+    for (dtype, dim, rows, tokens, segments) in [
+        (DType::F32, 16, 48, 63, 1),
+        (DType::F32, 16, 48, 130, 3),
+        (DType::BF16, 64, 128, 130, 2),
+        (DType::F16, 48, 64, 100, 1),
+    ] {
+        let build = Build::new(dtype, dim, rows).gated();
+        build.check(&build.problem(21, build.shape([1, 2, 2], tokens, tokens)), Run { segments, split: 33, ..BOTH });
+    }
+    let build =
+        Build { values: 40, slice: 16, partial: true, map: Hyperbolic, ..Build::new(DType::F32, 24, 12) }.gated();
+    let mut problem = build.problem(22, build.shape([2, 3, 1], 63, 63));
+    problem.key_mask = Some(Random::new(4).mask(2 * 63, 0.7));
+    build.check(&problem, Run { segments: 2, ..BOTH });
+}
+
+#[test]
+fn gates_of_teams() {
+    for (exact, dim, rows, tokens, segments) in
+        [(true, 64, 128, 1, 1), (false, 64, 128, 65, 1), (true, 64, 128, 200, 3), (true, 48, 64, 130, 1)]
+    {
+        let build = Build { teams: true, exact, ..Build::new(DType::BF16, dim, rows) }.gated();
+        let split = if tokens > 100 { 70 } else { 0 };
+        build.check(&build.problem(23, build.shape([1, 2, 2], tokens, tokens)), Run { segments, split, ..BOTH });
+    }
+    let build =
+        Build { teams: true, exact: true, partial: true, values: 30, slice: 32, ..Build::new(DType::BF16, 60, 33) };
+    let mut problem = build.gated().problem(24, build.shape([2, 2, 1], 130, 130));
+    problem.key_mask = Some(Random::new(4).mask(2 * 130, 0.7));
+    build.gated().check(&problem, Run { segments: 2, ..BOTH });
+}
+
 #[test]
 fn causal_f32_in_slices_groups_and_segments_with_a_mask() {
     let build = Build { values: 40, slice: 16, partial: true, map: Hyperbolic, ..Build::new(DType::F32, 24, 12) };
@@ -392,6 +491,55 @@ fn over_all_keys() {
     }
 }
 
+/// Tensor cores cut off what they add up, always towards zero, so that a sum that stays in them
+/// shrinks with its length: here by 5e-5 if keys' sums did. Values are far from zero, so that sums
+/// grow.
+#[test]
+fn long_sums_of_f32_leave_the_tensor_cores() {
+    let build = Build::new(DType::F32, 16, 16);
+    let mut problem = build.problem(26, build.shape([1, 1, 1], 4000, 4000));
+    problem.v.iter_mut().for_each(|v| *v += 3.0);
+    round(DType::F32, &mut problem.v);
+    let Some(results) = build.run(&problem, Run { truncating: true, ..BOTH }) else { return };
+    let kernel = Kernel::Features { map: build.map, projection: &problem.projection, offsets: &[] };
+    let expected = attention(kernel, problem.inputs());
+    let gradients = attention_backward(kernel, problem.inputs(), &problem.grad_output);
+    assert_close("outputs", &problem.output_dims(), &results.out, &expected, 1e-5);
+    assert_close("dk", &problem.k_dims(), &results.k, &gradients.k, 1e-5);
+    assert_close("dv", &problem.v_dims(), &results.v, &gradients.v, 1e-5);
+}
+
+#[test]
+fn long_sums_of_f32_softmax_leave_the_tensor_cores() {
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 3000, k_len: 3000, head_dim: 16, value_dim: 16 };
+    let mut problem = Problem::random(28, shape, None, 0);
+    problem.causal = true;
+    problem.v.iter_mut().for_each(|v| *v += 3.0);
+    for x in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.grad_output] {
+        round(DType::F32, x);
+    }
+    let macros = [("STORAGE", 0), ("DIM", 16), ("VALUES", 16), ("TEAMS", 0)];
+    let Some(program) = compile("cuda", "softmax", &macros) else { return };
+    let header = [1, 1, 1, 3000, 3000, 0, 0, 2];
+    let numbers = [&problem.q[..], &problem.k, &problem.v, &problem.grad_output];
+    let mut all = execute(&program, &header, &numbers, None).into_iter();
+    let mut take = || all.by_ref().take(3000 * 16).collect::<Vec<_>>();
+    let (out, _, _, dv) = (take(), take(), take(), take());
+    assert_close("outputs", &problem.output_dims(), &out, &attention(Kernel::Softmax, problem.inputs()), 3e-6);
+    let gradients = attention_backward(Kernel::Softmax, problem.inputs(), &problem.grad_output);
+    assert_close("dv", &problem.v_dims(), &dv, &gradients.v, 3e-6);
+}
+
+/// Truncation is far below what half types round.
+#[test]
+fn half_types_bear_truncation() {
+    for (dtype, dim, rows, teams, gated) in [(DType::BF16, 64, 128, true, true), (DType::F16, 48, 64, false, false)] {
+        let build = Build { teams, exact: teams, gated, ..Build::new(dtype, dim, rows) };
+        let run = Run { segments: 2, truncating: true, ..BOTH };
+        build.check(&build.problem(27, build.shape([1, 1, 1], 200, 200)), run);
+    }
+}
+
 /// Queries and keys are long: chunks end early, and nothing overflows.
 #[test]
 fn large_queries_and_keys() {
@@ -413,10 +561,14 @@ fn large_queries_and_keys() {
 /// What comes after a token does not change a bit of its output, chunk borders included.
 #[test]
 fn the_past_has_the_same_bits() {
-    for (dtype, dim, rows, teams) in
-        [(DType::BF16, 64, 128, false), (DType::F32, 16, 32, false), (DType::BF16, 64, 128, true)]
-    {
-        let build = Build { teams, exact: teams, ..Build::new(dtype, dim, rows) };
+    for (dtype, dim, rows, teams, gated) in [
+        (DType::BF16, 64, 128, false, false),
+        (DType::F32, 16, 32, false, false),
+        (DType::BF16, 64, 128, true, false),
+        (DType::F32, 16, 32, false, true),
+        (DType::BF16, 64, 128, true, true),
+    ] {
+        let build = Build { teams, exact: teams, gated, ..Build::new(dtype, dim, rows) };
         let run = Run { segments: 2, ..Run::default() };
         let problem = build.problem(9, build.shape([1, 1, 1], 150, 150)).scale_qk(2.0);
         let Some(whole) = build.run(&problem, run) else { return };
@@ -425,6 +577,9 @@ fn the_past_has_the_same_bits() {
             changed.k[cut * dim..(cut + 1) * dim].iter_mut().for_each(|x| *x *= 50.0);
             for x in [&mut changed.q, &mut changed.k, &mut changed.v] {
                 x[(cut + 1) * dim..].iter_mut().for_each(|x| *x *= -1.5);
+            }
+            if let Some(gates) = &mut changed.gates {
+                gates[cut..].iter_mut().for_each(|gate| *gate = 3.0 * *gate - 1.0);
             }
             let Some(other) = build.run(&changed, run) else { return };
             let past = |r: &Results| r.out[..cut * dim].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -436,16 +591,70 @@ fn the_past_has_the_same_bits() {
 /// Results are the same whether threads run in one order or the other, so no barrier is missing.
 #[test]
 fn the_order_of_threads_does_not_matter() {
-    for (dtype, causal, teams) in
-        [(DType::BF16, true, false), (DType::F32, true, false), (DType::BF16, false, false), (DType::BF16, true, true)]
-    {
-        let build = Build { causal, teams, ..Build::new(dtype, 16, 48) };
+    for (dtype, causal, teams, gated) in [
+        (DType::BF16, true, false, false),
+        (DType::F32, true, false, false),
+        (DType::BF16, false, false, false),
+        (DType::BF16, true, true, false),
+        (DType::F32, true, false, true),
+        (DType::BF16, true, true, true),
+    ] {
+        let build = Build { causal, teams, gated, ..Build::new(dtype, 16, 48) };
         let problem = build.problem(10, build.shape([1, 1, 1], 130, 130));
         let run = Run { segments: 2, ..BOTH };
         let Some(one) = build.run(&problem, run) else { return };
         let Some(other) = build.run(&problem, Run { descending: true, ..run }) else { return };
         assert!(one.out == other.out && one.q == other.q && one.k == other.k && one.v == other.v, "{build:?}");
+        assert!(one.gates == other.gates, "{build:?}");
     }
+}
+
+/// The lengths that gates are to be checked at, f32 and bf16, by both kinds of kernels.
+#[test]
+#[ignore = "takes minutes"]
+fn gates_at_all_lengths() {
+    for (dtype, teams) in [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)] {
+        let build = Build { teams, exact: teams, ..Build::new(dtype, 64, 128) }.gated();
+        for (tokens, segments) in [(1, 1), (63, 1), (500, 1), (1000, 1), (1500, 2), (1500, 6)] {
+            let split = if tokens > 4 { tokens / 3 } else { 0 };
+            let run = Run { segments, split, ..BOTH };
+            build.check(&build.problem(25, build.shape([1, 1, 1], tokens, tokens)), run);
+        }
+    }
+}
+
+/// Between two accesses of one number, of which one writes, lies a barrier: in both orders of threads,
+/// with copies at their latest and at their earliest.
+fn check_races(build: Build, tokens: usize) {
+    for descending in [false, true] {
+        let run = Run { segments: 2, split: 33, descending, races: true, ..BOTH };
+        build.check(&build.problem(29, build.shape([1, 1, 1], tokens, tokens)), run);
+    }
+}
+
+#[test]
+fn teams_with_gates_have_no_races() {
+    check_races(Build { teams: true, exact: true, ..Build::new(DType::BF16, 32, 64) }.gated(), 70);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn kernels_have_no_races() {
+    for gated in [false, true] {
+        for (dtype, dim, rows, teams) in [
+            (DType::F32, 16, 48, false),
+            (DType::F32, 64, 128, false),
+            (DType::BF16, 16, 48, false),
+            (DType::F16, 48, 64, false),
+            (DType::BF16, 64, 128, true),
+            (DType::BF16, 40, 100, true),
+        ] {
+            check_races(Build { teams, gated, exact: teams, ..Build::new(dtype, dim, rows) }, 150);
+        }
+    }
+    let build = Build { causal: false, ..Build::new(DType::BF16, 16, 48) };
+    let problem = build.problem(30, build.shape([1, 1, 1], 70, 130));
+    build.check(&problem, Run { segments: 2, races: true, ..BOTH });
 }
 
 /// Checks every head dimension, number of features and length, of queries and keys of deviation

@@ -15,7 +15,14 @@ fn kernels_around_attention_match_their_formulas() {
     for (storage, center) in [(0, 0), (0, 1), (1, 0), (2, 1)] {
         let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda_host_ops_{storage}_{center}"));
         let compiled = Command::new(&compiler)
-            .args(["-std=c++17", "-O2", "-fno-strict-aliasing", "-o"])
+            .args([
+                "-std=c++17",
+                "-O2",
+                "-fno-strict-aliasing",
+                "-fsanitize=alignment",
+                "-fno-sanitize-recover=alignment",
+            ])
+            .arg("-o")
             .arg(&program)
             .arg(format!("-DSTORAGE={storage}"))
             .arg(format!("-DCENTER={center}"))

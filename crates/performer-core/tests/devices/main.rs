@@ -7,3 +7,4 @@ mod common;
 mod cuda_host;
 mod cuda_host_ops;
 mod metal_host;
+mod planted;

@@ -52,7 +52,7 @@ namespace host {
 template <class T, class Op>
 T reduce(const char* doing, T x, Op op) {
     T slot = x;
-    together(doing, slot, [&](T** all) {
+    together(doing, 0, slot, [&](T** all) {
         T result = *all[0];
         for (int lane = 1; lane < 32; lane++) result = op(result, *all[lane]);
         for (int lane = 0; lane < 32; lane++) *all[lane] = result;
@@ -114,7 +114,7 @@ inline void simdgroup_store(const simdgroup_float8x8& from, float* to, ulong str
 inline void simdgroup_multiply_accumulate(simdgroup_float8x8& to, const simdgroup_float8x8& a, const simdgroup_float8x8& b,
                                           const simdgroup_float8x8& c) {
     struct { simdgroup_float8x8 *to, a, b, c; } slot = {&to, a, b, c};
-    host::together("simdgroup_multiply_accumulate", slot, [](auto** all) {
+    host::together("simdgroup_multiply_accumulate", 0, slot, [](auto** all) {
         float left[64], right[64];
         for (int lane = 0; lane < 32; lane++) {
             for (int i = 0; i < 2; i++) {

@@ -191,6 +191,14 @@ fn random_parameters_that_do_not_fit() {
     }
 }
 
+/// A number of features by which memory would end is refused before it is drawn.
+#[test]
+fn features_beyond_all_memory() {
+    let config = FavorConfig::default().with_features(1 << 40);
+    let made = Favor::new(&config, 4, 1, DType::F32, &DEVICE);
+    assert_error(made, &["features (M) is 1099511627776", "at most 1048576"]);
+}
+
 /// Feature maps that are built by hand, without a kind, refuse a projection that does not fit.
 #[test]
 fn projections_that_do_not_fit() {

@@ -6,6 +6,7 @@
 mod common;
 
 mod against_reference;
+mod attacks;
 mod candle_models;
 mod causality;
 mod convolution;
@@ -15,11 +16,13 @@ mod fitted;
 mod gates;
 mod gradients;
 mod layer;
+mod long_causality;
 mod masks;
 mod ops;
 mod projection;
 mod projection_statistics;
 mod reference;
+mod segments;
 mod state;
 mod statistics;
 mod tape;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::Result;
+use candle_core::{DType, Result, Tensor};
 
 use super::{
     backend::{Backend, Call, Output},
@@ -12,6 +12,7 @@ use crate::{
     attention::{Memory, Path, State, StateRecord, inputs::rows},
     features::{ExponentialForm, FeatureMap},
     kernels::cuda::favor::{self, Map, Projection, Sums},
+    ops,
 };
 
 /// The fused kernels for CUDA, prepared for one feature map.
@@ -46,6 +47,19 @@ fn form(ready: &Ready) -> Map {
     }
 }
 
+/// Gates as the kernels take them: f32, contiguous. Heads of ready features are folded into the
+/// batch.
+fn gates(call: &Call<'_>, folded: bool) -> Result<Option<Tensor>> {
+    let sizes = call.sizes;
+    let shape = if folded {
+        (sizes.batch * sizes.key_heads, 1, sizes.keys)
+    } else {
+        (sizes.batch, sizes.key_heads, sizes.keys)
+    };
+    let take = |gates: &Tensor| ops::reshape(&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?, shape);
+    call.inputs.gates.map(take).transpose()
+}
+
 impl Backend for Cuda {
     fn path(&self) -> Path {
         Path::Fused { device: "CUDA" }
@@ -55,8 +69,6 @@ impl Backend for Cuda {
         let (q, v) = (call.inputs.q, call.inputs.v);
         if !q.device().is_cuda() {
             Some("the CUDA kernels take tensors on a CUDA device".into())
-        } else if call.inputs.gates.is_some() {
-            Some("the CUDA kernels have no forget gates".into())
         } else if call.logs {
             Some("the CUDA kernels return no logarithms of denominators, which a window needs".into())
         } else if !favor::takes(q, v, call.map.feature_dim()) {
@@ -80,11 +92,12 @@ impl Backend for Cuda {
                 let visible = call.mask.visible_of(sizes.batch)?;
                 let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
                 let map = Map::Exponential(Arc::clone(projection));
-                favor::favor(&map, &rows(q)?, &rows(k)?, &rows(v)?, visible, causal)?
+                favor::favor(&map, [&rows(q)?, &rows(k)?, &rows(v)?], gates(call, false)?.as_ref(), visible, causal)?
             }
             None => {
                 let ready = Ready::new(call)?;
-                favor::favor(&form(&ready), &ready.q, &ready.k, &ready.v, ready.visible.clone(), causal)?
+                let (map, visible) = (form(&ready), ready.visible.clone());
+                favor::favor(&map, [&ready.q, &ready.k, &ready.v], gates(call, true)?.as_ref(), visible, causal)?
                     .reshape((sizes.batch, sizes.heads, sizes.queries, sizes.value_dim))?
                     .to_dtype(q.dtype())?
             }
@@ -94,16 +107,20 @@ impl Backend for Cuda {
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
+        let heads = [call.sizes.batch, call.sizes.key_heads];
         let mut sums = state.take::<CudaSums>()?.map(|memory| memory.0);
         // After an error the sums are what they were.
         let out = match &self.projection {
             Some(projection) => {
                 let map = Map::Exponential(Arc::clone(projection));
-                rows(q).and_then(|q| favor::extend(&map, &q, &rows(k)?, &rows(v)?, &mut sums))
+                gates(call, false).and_then(|gates| {
+                    favor::extend(&map, [&rows(q)?, &rows(k)?, &rows(v)?], gates.as_ref(), heads, &mut sums)
+                })
             }
-            None => {
-                Ready::new(call).and_then(|ready| favor::extend(&form(&ready), &ready.q, &ready.k, &ready.v, &mut sums))
-            }
+            None => Ready::new(call).and_then(|ready| {
+                let qkv = [&ready.q, &ready.k, &ready.v];
+                favor::extend(&form(&ready), qkv, gates(call, true)?.as_ref(), heads, &mut sums)
+            }),
         };
         if let Some(sums) = sums {
             state.set(CudaSums(sums));

@@ -12,6 +12,7 @@ mod cuda;
 #[cfg(feature = "metal")]
 mod metal;
 mod ready;
+mod segment;
 
 use std::fmt;
 
@@ -19,6 +20,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use self::backend::{Backends, Begun, Call, Output};
+pub use self::segment::SegmentSums;
 use super::{Attention, Identity, Inputs, Mask, Path, State};
 use crate::{
     features::{FeatureMap, FeatureMapKind, RandomParameters},
@@ -127,6 +129,10 @@ enum Parameters {
     OfMap { trained: bool },
 }
 
+/// The most random features that are drawn: a number above it is a mistake, and would be found out
+/// by the end of the memory.
+const MAX_FEATURES: usize = 1 << 20;
+
 impl Favor {
     /// Draws the random features of `config` from `seed`, for heads of dimension `head_dim`.
     ///
@@ -137,7 +143,8 @@ impl Favor {
     /// otherwise. A projection that is loaded stays as it is.
     ///
     /// # Errors
-    /// If `features` or `head_dim` is 0, or the map cannot be built for that dimension.
+    /// If `features` or `head_dim` is 0, `features` is above 2²⁰, or the map cannot be built for
+    /// that dimension.
     pub fn new(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Self> {
         if !matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
             bail!("FAVOR: dtype is {dtype:?}; it must be f32, f64, f16 or bf16");
@@ -150,6 +157,9 @@ impl Favor {
         }
         if config.features == 0 {
             bail!("features (M) is 0; it must be at least 1, and 128 is a good start");
+        }
+        if config.features > MAX_FEATURES {
+            bail!("features (M) is {}; it must be at most {MAX_FEATURES}, and 128 is a good start", config.features);
         }
         let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let parameters = draw(config, head_dim, seed, dtype, device)?;

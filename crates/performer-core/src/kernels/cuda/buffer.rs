@@ -62,6 +62,14 @@ pub(super) fn address<'l>(launch: &mut Launch<'l>, view: Option<View<'l>>) -> Re
     view.map_or(Ok(0), |(storage, layout)| launch.address(storage, layout))
 }
 
+/// Adds memory for results that may be missing to the arguments of a launch.
+pub(super) fn optional_output<'l>(launch: Launch<'l>, buffer: Option<&'l mut Buffer>) -> Result<Launch<'l>> {
+    match buffer {
+        Some(buffer) => launch.output(&mut buffer.storage),
+        None => Ok(launch.nothing()),
+    }
+}
+
 /// Adds a tensor that may be missing to the arguments of a launch.
 pub(super) fn optional<'l>(mut launch: Launch<'l>, view: Option<View<'l>>) -> Result<Launch<'l>> {
     let address = address(&mut launch, view)?;

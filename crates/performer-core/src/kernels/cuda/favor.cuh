@@ -26,11 +26,20 @@
 // row may exceed it by 2^LIMIT; the first that exceeds it by more begins a chunk of its own. So
 // where a chunk ends depends on its past alone, and no row's numbers depend on what comes after it.
 //
+// Forget gates (GATED). Between a query and an earlier key stands the factor e^(sum of the gates
+// after the key, up to the query's own). A factor common to all that a query sees cancels in its
+// quotient, so a gate is a shift of logarithms and nothing else. In a chunk these are counted from
+// its first row: a row of the builder weighs more by what is forgotten from the first row to it,
+// since the rows that see it have forgotten that much less of it; a row of the reader weighs less
+// by that. Older sums forget from chunk to chunk by their scales, without a product. A strong gate
+// lifts the rows after it above the limit, and they begin a chunk of their own.
+//
 // Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
 // are signed features, and keys have the logarithm of their scale as one more number (1 and 2,
 // "ready" features, in f32). DIM, FEATURES, VALUES: the sizes of a query, of its features, of a
 // value. SLICE: the values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens.
-// STORAGE: see tile.cuh.
+// GATED: whether there are forget gates; only where a query sees the keys up to its own. STORAGE:
+// see tile.cuh.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR
@@ -39,6 +48,7 @@
 
 constexpr bool READY = MAP != 0, SIGNED = MAP == 2;
 static_assert(!READY || STORAGE == 0, "ready features are f32");
+static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token");
 
 constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V = SLICE;
 constexpr int SPLITS = divide(VALUES, V);
@@ -83,10 +93,13 @@ struct Problem {
     Strides q, k, v;
     // |x|^2/2 in base 2 is this times |q|^2.
     float norm;
+    // Forget gates of the keys, (B, Hkv, Tk), in base e.
+    const float* gates;
 };
-static_assert(sizeof(Problem) == 104 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
+static_assert(sizeof(Problem) == 112 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
                   OFFSET(Problem, segment) == 16 && OFFSET(Problem, segments) == 20 && OFFSET(Problem, q) == 24 &&
-                  OFFSET(Problem, k) == 48 && OFFSET(Problem, v) == 72 && OFFSET(Problem, norm) == 96,
+                  OFFSET(Problem, k) == 48 && OFFSET(Problem, v) == 72 && OFFSET(Problem, norm) == 96 &&
+                  OFFSET(Problem, gates) == 104,
               "the host has another layout");
 
 // Tensors are the addresses that the gradient kernels take.
@@ -100,11 +113,14 @@ struct Tensors {
     float* delta;
     const float* denominators;
     float* before;
+    // The gradients of a common factor of a key's features, (SPLITS, B, H, Tk): those of gates are
+    // made of them. Only with gates.
+    float* factors;
 };
-static_assert(sizeof(Tensors) == 88 && OFFSET(Tensors, k) == 8 && OFFSET(Tensors, v) == 16 && OFFSET(Tensors, grad) == 24 &&
+static_assert(sizeof(Tensors) == 96 && OFFSET(Tensors, k) == 8 && OFFSET(Tensors, v) == 16 && OFFSET(Tensors, grad) == 24 &&
                   OFFSET(Tensors, visible) == 32 && OFFSET(Tensors, projection) == 40 && OFFSET(Tensors, back) == 48 &&
                   OFFSET(Tensors, logs) == 56 && OFFSET(Tensors, delta) == 64 && OFFSET(Tensors, denominators) == 72 &&
-                  OFFSET(Tensors, before) == 80,
+                  OFFSET(Tensors, before) == 80 && OFFSET(Tensors, factors) == 88,
               "the host has another layout");
 
 // A record is the sums of one head in global memory: scales (F), the sums of u (F), the sums of u y
@@ -113,6 +129,11 @@ constexpr int RECORD = F * (2 + SPLITS * V);
 __device__ inline float* scales_of(float* record) { return record; }
 __device__ inline float* norms_of(float* record) { return record + F; }
 __device__ inline float* sums_of(float* record, int split) { return record + 2 * F + split * V; }
+
+// Returns the gates of a key head's tokens.
+__device__ inline const float* gates_of(const Problem& p, int key_index) {
+    return GATED ? p.gates + (long long)key_index * p.keys : nullptr;
+}
 
 // Place says which head, slice of the values and segment a block has.
 struct Place {
@@ -138,6 +159,89 @@ __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head
     return {first + batch * strides.batch + head * strides.head, strides.token};
 }
 
+// ---- Forget gates.
+
+// Gates holds what is forgotten between the rows of a chunk, as logarithms to base 2; without gates
+// it holds nothing.
+struct Gates {
+#if GATED
+    alignas(16) float of_rows[C];
+    alignas(16) float of_scales;
+    // What is forgotten from the chunk's first row to a row, at most 0. In a chunk that is counted
+    // from its last row, as `gather` does: minus what is forgotten from the row to the last.
+    __device__ float since(int row) const { return of_rows[row]; }
+    __device__ void set_since(int row, float x) { of_rows[row] = x; }
+    // What scales have still to forget.
+    __device__ float pending() const { return of_scales; }
+    __device__ void set_pending(float x) { of_scales = x; }
+#else
+    __device__ float since(int) const { return 0; }
+    __device__ void set_since(int, float) {}
+    __device__ float pending() const { return 0; }
+    __device__ void set_pending(float) {}
+#endif
+};
+
+// The signs with which `since` enters the logarithms of rows.
+constexpr int BUILDS = -1, READS = 1;
+
+// Steps are what one warp holds of the gates of a chunk: what is forgotten from each row to the
+// next that a pass takes, some of them in each lane. If TO_LAST, rows are counted from the last.
+template <bool TO_LAST>
+struct Steps {
+    static constexpr int EACH = divide(C, 32);
+    float x[EACH];
+    // From the row before the chunk to its first.
+    float first;
+
+    __device__ static int row(int i) {
+        int at = EACH * lane() + i;
+        return TO_LAST ? C - 1 - at : at;
+    }
+};
+
+// Loads what is forgotten between the rows of a chunk from the gates of a head's `tokens` tokens. A
+// token's gate lies between the token before and itself, in whichever order the rows are.
+template <bool TO_LAST>
+__device__ Steps<TO_LAST> load_steps(const float* gates, Span span, int tokens) {
+    Steps<TO_LAST> steps;
+    auto before = [&](int row) {
+        long long token = span.token(row) + (span.step < 0);
+        return row < span.count && token < tokens ? gates[token] * LOG2E : 0.0f;
+    };
+    for (int i = 0; i < steps.EACH; i++) {
+        int row = steps.row(i);
+        steps.x[i] = TO_LAST && row >= 0 ? before(row + 1) : !TO_LAST && row > 0 ? before(row) : 0.0f;
+    }
+    steps.first = before(0);
+    return steps;
+}
+
+// Adds up the steps, by one warp; the results are there after a barrier. Every sum is one of steps
+// that a row has behind it, so that nothing depends on rows after it, and digits are not lost.
+template <bool TO_LAST>
+__device__ void sum_steps(Gates& gates, Steps<TO_LAST> steps) {
+    for (int i = 1; i < steps.EACH; i++) steps.x[i] += steps.x[i - 1];
+    float sum = steps.x[steps.EACH - 1];
+    for (int reach = 1; reach < 32; reach *= 2) {
+        float other = from_lane(sum, lane() >= reach ? lane() - reach : lane());
+        if (lane() >= reach) sum += other;
+    }
+    float earlier = from_lane(sum, lane() ? lane() - 1 : 0), all = from_lane(sum, 31);
+    for (int i = 0; i < steps.EACH; i++) {
+        float x = steps.x[i] + (lane() ? earlier : 0.0f);
+        int row = steps.row(i);
+        if (row >= 0 && row < C) gates.set_since(row, TO_LAST ? -x : x);
+    }
+    if (lane() == 0) gates.set_pending(gates.pending() + steps.first + (TO_LAST ? all : 0.0f));
+}
+
+// Measures a chunk by the first warp.
+template <bool TO_LAST>
+__device__ void measure(Gates& gates, const float* of_tokens, Span span, int tokens) {
+    if (warp() == 0) sum_steps(gates, load_steps<TO_LAST>(of_tokens, span, tokens));
+}
+
 // ---- Rows, and the logarithms of their features.
 
 // Side holds the rows of queries or keys of one chunk.
@@ -159,8 +263,9 @@ __device__ void load_side(Side& side, Rows<const Stored> from, Span span, F_ kee
 
 // Computes the offsets of loaded keys: -|x|^2/2, or the logarithm of the scale that comes with a
 // key.
-template <class F_>
-__device__ void set_key_offsets(Side& side, Rows<const Stored> from, Span span, float norm, F_ keep) {
+// `since`, with what is forgotten, of rows that build or read (SIDE).
+template <int SIDE, class F_>
+__device__ void set_key_offsets(Side& side, const Gates& gates, Rows<const Stored> from, Span span, float norm, F_ keep) {
     constexpr int EACH = THREADS / C;
     int row = threadIdx.x / EACH, part = threadIdx.x % EACH;
     float square = 0;
@@ -176,8 +281,15 @@ __device__ void set_key_offsets(Side& side, Rows<const Stored> from, Span span, 
         float offset = -norm * square;
         bool counts = row < span.count && keep(span.token(row));
         if (SIGNED && counts) offset = widen(from.first[span.token(row) * from.stride + FEATURES]) * LOG2E;
+        if (GATED) offset += SIDE * gates.since(row);
         side.offset[row] = counts ? offset : -infinity();
     }
+}
+
+// Adds what is forgotten to the offsets of queries that build or read (SIDE).
+template <int SIDE>
+__device__ void forget_rows(Side& side, const Gates& gates) {
+    for (int row = threadIdx.x; GATED && row < C; row += THREADS) side.offset[row] += SIDE * gates.since(row);
 }
 
 // Computes the logarithms of features, with the rows' `offsets` where asked for; or signed
@@ -204,7 +316,7 @@ __device__ void take_features(Features& to, const Side& side, Rows<const Stored>
 
 // Builder is the shared memory of the builder: a chunk's rows, its features, and the sums before
 // it.
-struct Builder : Side {
+struct Builder : Side, Gates {
     // What the features weigh: y, values or gradients of outputs; and u, which stands beside y: 1
     // beside a value, e beside a gradient.
     alignas(16) Operand y[C][V + PAD];
@@ -230,8 +342,16 @@ __device__ inline void begin(Builder& b, Memory& memory, float* record, int spli
         b.norm[r] = record ? norms_of(record)[r] : 0.0f;
         for (int g = 0; g < ROW_GROUPS; g++) b.added[g][r] = 0;
     }
+    if (threadIdx.x == 0) b.set_pending(0);
     memory.zero();
     if (record) memory.each([&](int row, int column, float& x) { x = sums_of(record, split)[row * SPLITS * V + column]; });
+}
+
+// Makes sums forget, by their scales alone.
+__device__ inline void forget(Builder& b, int r) {
+    if (!GATED) return;
+    b.scale[r] += b.pending();
+    b.running[r] += b.pending();
 }
 
 // Brings `norm` to another scale, with what the last chunk added.
@@ -245,6 +365,7 @@ __device__ inline void set_scale(Builder& b, int r, float scale) {
 __device__ inline void leave(Builder& b, Memory& memory, float* record, int split) {
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) {
+        forget(b, r);
         set_scale(b, r, b.running[r]);
         if (split == 0) {
             scales_of(record)[r] = b.scale[r];
@@ -276,7 +397,10 @@ __device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from,
         if (row == 0) b.first[column] = SIGNED ? b.offset[0] : x;
     });
     __syncthreads();
-    for (int r = threadIdx.x; r < F; r += THREADS) set_scale(b, r, fmaxf(b.running[r], b.first[r]));
+    for (int r = threadIdx.x; r < F; r += THREADS) {
+        forget(b, r);
+        set_scale(b, r, fmaxf(b.running[r], b.first[r]));
+    }
     __syncthreads();
     f.over_columns(b.excess, Largest(), [&](int row, int column, float x) { return (SIGNED ? b.offset[row] : x) - b.scale[column]; });
     __syncthreads();
@@ -292,28 +416,32 @@ __device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from,
     memory.store(&b.sums[0][0], V + PAD);
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) b.running[r] = fmaxf(b.scale[r], together(b.largest, r, Largest()));
+    if (GATED && threadIdx.x == 0) b.set_pending(b.since(n - 1));
     return n;
 }
 
-// Adds the chunk that has entered to the sums.
+// Adds the chunk that has entered to the sums: by additions in f32, since a sequence is long.
 __device__ inline void absorb(Builder& b, Memory& memory) {
-    memory.add<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
+    memory.add_apart<true, false>(&b.features[0][0], F + PAD, &b.y[0][0], V + PAD, C);
 }
 
 // Takes a chunk of which all rows are seen at once: its scale is the running maximum with the
-// chunk.
+// chunk. With gates, logarithms are counted from the chunk's last row, where those that count most
+// lose no digits.
 __device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
     Features f;
     take_features(f, b, from, span, projection, true);
     f.over_rows(b.largest, Largest(), [&](int row, int, float x) { return SIGNED ? b.offset[row] : x; });
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) {
+        forget(b, r);
         b.running[r] = fmaxf(b.running[r], together(b.largest, r, Largest()));
         set_scale(b, r, b.running[r]);
     }
     __syncthreads();
     weigh(b, f, span.count);
     memory.each([&](int row, int, float& x) { x *= b.factor[row]; });
+    if (GATED && threadIdx.x == 0) b.set_pending(0);
     __syncthreads();
     absorb(b, memory);
 }

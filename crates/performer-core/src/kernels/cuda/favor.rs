@@ -20,7 +20,7 @@ use super::super::operation::{Operation, Stored, apply};
 use super::{
     CudaDevice, CudaStorage, Source, THREADS, View,
     buffer::Buffer,
-    favor_call::{Call, HEADERS, Saved},
+    favor_call::{Call, Given, HEADERS, Saved},
     with_storages,
 };
 use crate::{
@@ -163,40 +163,73 @@ impl Projection {
     }
 }
 
-/// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.
-struct Favor {
-    map: Map,
-    causal: bool,
-    /// Which keys count, `(B, Tk)`, u8, contiguous.
-    visible: Option<Tensor>,
-    saved: Mutex<Option<Saved>>,
-}
-
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
 /// `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is empty. `visible` is
-/// `(B, Tk)`. A row that sees no key is zero.
+/// `(B, Tk)`, u8, contiguous. A row that sees no key is zero. `gates` are `(B, Hkv, Tk)`, f32,
+/// contiguous, and need a causal mask.
 pub(crate) fn favor(
     map: &Map,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    qkv: [&Tensor; 3],
+    gates: Option<&Tensor>,
     visible: Option<Tensor>,
     causal: bool,
 ) -> Result<Tensor> {
-    apply(Favor { map: map.clone(), causal, visible, saved: Mutex::new(None) }, [q, k, v])
+    let tracked = qkv.into_iter().chain(gates).any(Tensor::track_op);
+    let passes = Passes { map: map.clone(), causal, visible, tracked, saved: Mutex::new(None) };
+    let Some(gates) = gates else { return apply(Favor(passes), qkv) };
+    let gradients = Arc::new(Mutex::new(None));
+    let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
+    apply(Gated { passes, qkv: qkv.map(Tensor::detach), gradients }, [&joined, gates])
 }
 
-impl Favor {
+/// `Passes` holds a forward pass and what its backward pass needs.
+struct Passes {
+    map: Map,
+    causal: bool,
+    visible: Option<Tensor>,
+    /// Whether a backward pass may follow.
+    tracked: bool,
+    saved: Mutex<Option<Saved>>,
+}
+
+impl Passes {
     /// Calls `work` with the problem of these tensors.
-    fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+    fn with_call<R>(&self, views: [View; 3], gates: Option<View>, work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+        let given = Given { visible: None, gates, tracked: self.tracked };
         match &self.visible {
-            None => work(&Call::new(&self.map, views, None, self.causal)?),
-            Some(visible) => {
-                with_storages([visible], |[visible]| work(&Call::new(&self.map, views, Some(visible), self.causal)?))
-            }
+            None => work(&Call::new(&self.map, views, given, self.causal)?),
+            Some(visible) => with_storages([visible], |[visible]| {
+                work(&Call::new(&self.map, views, Given { visible: Some(visible), ..given }, self.causal)?)
+            }),
         }
     }
+
+    fn forward(&self, views: [View; 3], gates: Option<View>) -> Result<(CudaStorage, Shape)> {
+        let (out, saved) = self.with_call(views, gates, |call| call.forward(None, None))?;
+        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
+        let shape = out.layout.shape().clone();
+        Ok((out.storage, shape))
+    }
+
+    /// Returns the gradients of queries, keys and values, and of gates where there are some.
+    fn backward(
+        &self,
+        views: [View; 3],
+        gates: Option<View>,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(saved) = &*saved else { bail!("favor: the backward pass needs a forward pass before it") };
+        let (gradients, of_gates) = with_storages([out, &grad.contiguous()?], |[out, grad]| {
+            self.with_call(views, gates, |call| call.backward(out, grad, saved))
+        })?;
+        Ok((gradients.map(Buffer::tensor), of_gates.map(Buffer::tensor)))
+    }
 }
+
+/// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.
+struct Favor(Passes);
 
 impl Operation<3> for Favor {
     fn name(&self) -> &'static str {
@@ -204,19 +237,63 @@ impl Operation<3> for Favor {
     }
 
     fn cuda(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
-        let (out, saved) = self.with_call([(s1, l1), (s2, l2), (s3, l3)], |call| call.forward(None, None))?;
-        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
-        let shape = out.layout.shape().clone();
-        Ok((out.storage, shape))
+        self.0.forward([(s1, l1), (s2, l2), (s3, l3)], None)
     }
 
-    fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(saved) = &*saved else { bail!("favor: the backward pass needs a forward pass before it") };
-        let gradients = with_storages([q, k, v, out, &grad.contiguous()?], |[q, k, v, out, grad]| {
-            self.with_call([q, k, v], |call| call.backward(out, grad, saved))
+    fn backward(&self, qkv: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let (gradients, _) = with_storages(qkv, |views| self.0.backward(views, None, out, grad))?;
+        Ok(gradients.map(Some))
+    }
+}
+
+/// The gradients of `(q, k, v)` on their way from [`Gated`] to [`Joined`].
+type Handover = Arc<Mutex<Option<[Tensor; 3]>>>;
+
+/// `Joined` stands for `(q, k, v)` as one operand: an operation takes three tensors, and with gates
+/// there are four. Its output is one number, which says nothing; its backward pass returns the
+/// gradients that [`Gated`] has left, which comes before it in every backward pass.
+struct Joined(Handover);
+
+impl Operation<3> for Joined {
+    fn name(&self) -> &'static str {
+        "favor-joined"
+    }
+
+    fn cuda(&self, [(q, _), ..]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
+        Ok((q.device().zeros_impl(&Shape::from(1), DType::F32)?, Shape::from(1)))
+    }
+
+    fn backward(&self, _: [&Tensor; 3], _: &Tensor, _: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        match self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(gradients) => Ok(gradients.map(Some)),
+            None => bail!("favor: the gradients of q, k and v are gone before they were asked for"),
+        }
+    }
+}
+
+/// `Gated` is FAVOR attention with gates as one differentiable operation on `(joined, gates)`.
+struct Gated {
+    passes: Passes,
+    qkv: [Tensor; 3],
+    gradients: Handover,
+}
+
+impl Operation<2> for Gated {
+    fn name(&self) -> &'static str {
+        "favor-gated"
+    }
+
+    fn cuda(&self, [_, (gates, layout)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        with_storages(self.qkv.each_ref(), |views| self.passes.forward(views, Some((gates, layout))))
+    }
+
+    fn backward(&self, [joined, gates]: [&Tensor; 2], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let [q, k, v] = &self.qkv;
+        let (gradients, of_gates) = with_storages([q, k, v, gates], |[q, k, v, gates]| {
+            self.passes.backward([q, k, v], Some(gates), out, grad)
         })?;
-        Ok(gradients.map(|gradient| Some(gradient.tensor())))
+        *self.gradients.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradients);
+        Ok([Some(joined.zeros_like()?), of_gates])
     }
 }
 
@@ -248,9 +325,9 @@ struct RecordShape {
 }
 
 impl RecordShape {
-    fn of(call: &Call) -> Self {
+    fn of(call: &Call, [batch, key_heads]: [usize; 2]) -> Self {
         let b = &call.blocks;
-        Self { batch: call.batch, key_heads: call.key_heads, features: b.f(), values: b.splits() * b.slice }
+        Self { batch, key_heads, features: b.f(), values: b.splits() * b.slice }
     }
 
     /// The number of numbers.
@@ -302,29 +379,54 @@ impl Sums {
 
 /// Computes causal FAVOR of tokens that follow those in `sums`, and replaces `sums` by those after
 /// the last token. For inference: no gradient is recorded.
-pub(crate) fn extend(map: &Map, q: &Tensor, k: &Tensor, v: &Tensor, sums: &mut Option<Sums>) -> Result<Tensor> {
-    let (out, next) = with_storages([q, k, v], |views| {
-        let call = Call::new(map, views, None, true)?;
-        let shape = RecordShape::of(&call);
-        if let Some(sums) = sums
-            && sums.shape != shape
-        {
-            bail!(
-                "state: it holds sums of {:?}, but this input needs {shape:?}; a state belongs to one layer and one batch",
-                sums.shape
-            );
+/// `gates` are those of [`favor`]; tokens without gates forget nothing. `heads` are the batch and its
+/// key heads, which tensors of ready features have folded into one.
+pub(crate) fn extend(
+    map: &Map,
+    qkv: [&Tensor; 3],
+    gates: Option<&Tensor>,
+    heads: [usize; 2],
+    sums: &mut Option<Sums>,
+) -> Result<Tensor> {
+    let (out, next) = match gates {
+        None => with_storages(qkv, |views| extended(map, views, None, heads, sums.as_ref())),
+        Some(gates) => {
+            let [q, k, v] = qkv;
+            with_storages([q, k, v, gates], |[q, k, v, gates]| {
+                extended(map, [q, k, v], Some(gates), heads, sums.as_ref())
+            })
         }
-        let before = sums.as_ref().map(|sums| sums.on(call.device)).transpose()?;
-        let before = before.as_ref().map(|before| before.view());
-        // The new sums go to other memory: thread blocks may still read the old ones while another
-        // writes.
-        let mut records = Buffer::new(call.device, shape.count())?;
-        let out = match before {
-            Some(before) if call.queries == 1 => call.step(map, before, &mut records)?,
-            _ => call.forward(before, Some(&mut records))?.0,
-        };
-        Ok((out, Sums { records: Records::Card(Arc::new(records)), shape }))
-    })?;
+    }?;
     sums.replace(next);
     Ok(out.tensor())
+}
+
+/// Computes the outputs of tokens that follow those in `sums`, and the sums after them.
+fn extended(
+    map: &Map,
+    views: [View; 3],
+    gates: Option<View>,
+    heads: [usize; 2],
+    sums: Option<&Sums>,
+) -> Result<(Buffer, Sums)> {
+    let call = Call::new(map, views, Given { gates, ..Given::default() }, true)?;
+    let shape = RecordShape::of(&call, heads);
+    if let Some(sums) = sums
+        && sums.shape != shape
+    {
+        bail!(
+            "state: it holds sums of {:?}, but this input needs {shape:?}; a state belongs to one layer and one batch",
+            sums.shape
+        );
+    }
+    let before = sums.map(|sums| sums.on(call.device)).transpose()?;
+    let before = before.as_ref().map(|before| before.view());
+    // The new sums go to other memory: thread blocks may still read the old ones while another
+    // writes.
+    let mut records = Buffer::new(call.device, shape.count())?;
+    let out = match before {
+        Some(before) if call.queries == 1 => call.step(map, before, &mut records)?,
+        _ => call.forward(before, Some(&mut records))?.0,
+    };
+    Ok((out, Sums { records: Records::Card(Arc::new(records)), shape }))
 }

@@ -11,10 +11,15 @@
 // there are several. For keys the scan runs from the last token to the first. For signed features
 // 1/denominator is kept too, and g comes multiplied by it.
 //
+// With gates, between a reader's row and a builder's stands the same factor whichever side reads,
+// so both scans forget alike, each in its own order. A gate enters by the logarithms of keys alone:
+//
+//     factor_j = sum_r d logarithm(k_j)_r,  d gate_t = -sum_{j >= t} factor_j
+//
 //   queries read: q (C, DIM), g (C, V), S (F, V), norm (F) -> d (C, F) -> dq (C, DIM), and e (C)
 //   keys read:    k (C, DIM), v (C, V), R (F, V), m (F)    -> dv (C, V), d (C, F) -> dk (C, DIM)
 //   results, of query heads: dq (SPLITS, B, H, Tq, DIM), dk (SPLITS, B, H, Tk, DIM),
-//                            dv (B, H, Tk, VALUES)
+//                            dv (B, H, Tk, VALUES), factors (SPLITS, B, H, Tk)
 //
 // where d is the gradient of the logarithms of features. `favor_reduce` adds up slices and groups.
 
@@ -82,6 +87,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     int tokens = KEYS ? p.keys : p.queries;
     // Units belong to the whole width of values and are counted in one slice only.
     float once = place.split == 0;
+    const float* gates = gates_of(p, place.key_index);
 
     int builders = gridDim.x / SPLITS / (KEYS ? 1 : p.group), builder = KEYS ? place.query_index : place.key_index;
     float* record = t.before ? t.before + ((long long)(CAUSAL ? place.segment : 0) * builders + builder) * RECORD : nullptr;
@@ -132,11 +138,14 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             ask_for_rows(queries, next, READY ? FEATURES : DIM);
             ask_for_rows({grads.first + column, grads.stride}, next, min(V, VALUES - column));
         }
+        if (GATED) measure<false>(b, gates, span, p.keys);
         __syncthreads();
         if (KEYS) {
-            set_key_offsets(s.reader, keys, span, p.norm, keep);
+            set_key_offsets<READS>(s.reader, b, keys, span, p.norm, keep);
+            forget_rows<BUILDS>(b, b);
         } else if (CAUSAL) {
-            set_key_offsets(b, keys, span, p.norm, keep);
+            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep);
+            forget_rows<READS>(s.reader, b);
         }
         __syncthreads();
         if (CAUSAL) n = enter(b, memory, KEYS ? queries : keys, span, packed);
@@ -269,6 +278,10 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
                 }
                 narrow(y, to[span.token(row) * width + column]);
             });
+        }
+        if (GATED && KEYS && (int)threadIdx.x < n) {
+            long long index = place.split * (long long)(gridDim.x / SPLITS) + place.query_index;
+            t.factors[index * p.keys + span.token(threadIdx.x)] = together(s.total, threadIdx.x, Add());
         }
         __syncthreads();
     }

@@ -68,7 +68,7 @@ __device__ inline void multiply_units(float (&sums)[4], const Left& a, const Lef
 // ---- The builder.
 
 // TeamBuilder is the shared memory of a team's builder.
-struct TeamBuilder {
+struct TeamBuilder : Gates {
     alignas(16) Operand x[C][D + PAD];
     // Values y with their units u.
     alignas(16) Operand y[C][W];
@@ -95,7 +95,8 @@ struct Own {
 
 // Begins with the sums of `record`, or with sums over nothing.
 template <bool WHOLE>
-__device__ void begin(Own<WHOLE>& own, float* record) {
+__device__ void begin(TeamBuilder& b, Own<WHOLE>& own, float* record) {
+    if (threadIdx.x == 0) b.set_pending(0);
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ void begin(Own<WHOLE>& own, float* record) {
 
 // Writes the sums to `record`, at the scale of the running maximum.
 template <bool WHOLE>
-__device__ void leave(Own<WHOLE>& own, float* record) {
+__device__ void leave(const TeamBuilder& b, Own<WHOLE>& own, float* record) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
         float factor[2];
@@ -124,7 +125,7 @@ __device__ void leave(Own<WHOLE>& own, float* record) {
             int r = own.row(m, h);
             factor[h] = power_of_two(own.scale[m][h] - own.running[m][h]);
             if (r < F && lane() % 4 == 0) {
-                scales_of(record)[r] = own.running[m][h];
+                scales_of(record)[r] = GATED ? own.running[m][h] + b.pending() : own.running[m][h];
                 norms_of(record)[r] = (own.units[m][2 * h] + own.units[m][2 * h + 1]) * factor[h];
             }
         }
@@ -154,7 +155,9 @@ __device__ void set_key_offsets(TeamBuilder& b, Span span, float norm, F_ keep) 
         for (int i = 0; i < 4; i++) square += low_half(pairs[i]) * low_half(pairs[i]) + high_half(pairs[i]) * high_half(pairs[i]);
     }
     square += from_lane_xor(square, 1);
-    if (threadIdx.x % 2 == 0) b.offset[row] = row < span.count && keep(span.token(row)) ? -norm * square : -infinity();
+    if (threadIdx.x % 2) return;
+    b.offset[row] = row < span.count && keep(span.token(row)) ? -norm * square : -infinity();
+    if (GATED) b.offset[row] -= b.since(row);
 }
 
 // Calls `f(m, half, token, pair)` for the features of the chunk that the thread holds; a pair is
@@ -171,20 +174,25 @@ __device__ void each_feature(Left (&features)[MINE][C / 16], F_ f) {
     }
 }
 
-// Copies the warp's features of the chunk to shared memory.
+// Copies the warp's features of the chunk to shared memory; `low` gets what rounding them lost.
 template <bool WHOLE>
-__device__ void store_features(TeamBuilder& b, const Own<WHOLE>& own) {
+__device__ void store_features(TeamBuilder& b, const Own<WHOLE>& own, Operand* low) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
 #pragma unroll
-        for (int j = 0; j < C / 16; j++) store(&b.features[0][0], C + PAD, 16 * own.tile(m), 16 * j, own.features[m][j]);
+        for (int j = 0; j < C / 16; j++) {
+            store(&b.features[0][0], C + PAD, 16 * own.tile(m), 16 * j, own.features[m][j]);
+            if constexpr (WHOLE && GATED) {
+                if (low) store(low, C + PAD, 16 * own.tile(m), 16 * j, own.rest[m][j]);
+            }
+        }
     }
 }
 
 // Ends the chunk before the first row with a feature above 2^LIMIT, if there is one; returns how
 // many rows the chunk has then.
 template <bool WHOLE>
-__device__ int break_chunk(TeamBuilder& b, Own<WHOLE>& own, int count) {
+__device__ int break_chunk(TeamBuilder& b, Own<WHOLE>& own, int count, Operand* low) {
     int first = C;
     each_feature(own.features, [&](int, int, int token, unsigned pair) {
         float limit = power_of_two(LIMIT);
@@ -209,18 +217,25 @@ __device__ int break_chunk(TeamBuilder& b, Own<WHOLE>& own, int count) {
             own.running[m][h] = most > 1.0f ? own.scale[m][h] + logarithm(most) : own.scale[m][h];
         }
     }
-    store_features(b, own);
+    store_features(b, own, low);
     __syncthreads();
     return n;
 }
 
 // Takes a chunk whose rows are loaded and offsets known; returns how many rows the chunk has.
 // Afterwards a reader may begin (if READ). The chunk itself is not in the sums before `absorb`.
-// `rest` gets what rounding the sums lost, `before` the sums of the features before each run of 16
-// rows.
+// `rest` gets what rounding the sums lost, `low` with gates what rounding the features lost, and
+// `before` the sums of the features before each run of 16 rows.
 template <bool READ = true, bool WHOLE>
 __device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& projection, Operand* rest = nullptr,
-                     float (*before)[P] = nullptr) {
+                     Operand* low = nullptr, float (*before)[P] = nullptr) {
+    if (GATED) {
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) own.scale[m][h] += b.pending(), own.running[m][h] += b.pending();
+        }
+    }
     Tile x[MINE][C / 16];
 #pragma unroll
     for (int j = 0; j < C / 16; j++) {
@@ -282,7 +297,7 @@ __device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& p
             if constexpr (WHOLE) own.rest[m][j] = lost(x[m][j], own.features[m][j]);
         }
     }
-    if (READ) store_features(b, own);
+    if (READ) store_features(b, own, low);
     if (lanes_where(changed)) {
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
@@ -317,11 +332,14 @@ __device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& p
             for (int j = 0; j < C / 16; j++) {
                 if (lane() % 4 == 0) before[j][own.row(m, 0)] = sums[0], before[j][own.row(m, 1)] = sums[2];
                 multiply_bf16(sums, own.features[m][j].x, {ONES, ONES});
+                if constexpr (WHOLE && GATED) multiply_bf16(sums, own.rest[m][j].x, {ONES, ONES});
             }
         }
     }
     wait_for_copies<0>();
-    return __syncthreads_or(over) ? break_chunk(b, own, count) : count;
+    int n = __syncthreads_or(over) ? break_chunk(b, own, count, low) : count;
+    if (GATED && threadIdx.x == 0) b.set_pending(b.since(n - 1));
+    return n;
 }
 
 // Adds the chunk that has entered to the sums: by additions in f32, since tensor cores truncate

@@ -39,7 +39,10 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
         copy_rows<16, D, DIM, 32>(&s.x[0][0], D + PAD, queries, span, 16 * warp(), [](long long) { return true; });
     };
 
+    const float* gates = gates_of(p, place.key_index);
     Span span = span_from(place.segment * p.segment);
+    Steps<false> steps;
+    if (GATED && warp() == 0) steps = load_steps<false>(gates, span, p.keys);
     copy_keys(span);
     copy_queries(span);
     end_copies();
@@ -47,17 +50,19 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
     end_copies();
     int key_heads = gridDim.x / p.group;
     Own<false> own;
-    begin(own, before ? before + ((long long)place.segment * key_heads + place.key_index) * RECORD : nullptr);
+    begin(b, own, before ? before + ((long long)place.segment * key_heads + place.key_index) * RECORD : nullptr);
     if (threadIdx.x < C) set_unit(b, threadIdx.x, 1);
 
     while (span.count > 0) {
         wait_for_copies<1>();
+        if (GATED && warp() == 0) sum_steps(b, steps);
         __syncthreads();
         set_key_offsets(b, span, p.norm, keep);
         __syncthreads();
         int n = enter(b, own, span.count, packed);
         Span next = span_from(span.first + n);
         copy_keys(next);
+        if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
         absorb(b, own);
 
         Tile w[P / 16];
@@ -86,7 +91,8 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
             inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
             int row = 16 * warp() + lane() / 4 + 8 * h;
             if (logs && row < n && lane() % 4 == 0) {
-                logs[(long long)place.query_index * p.queries + span.first + row] = sum == 0.0f ? infinity() : shift[h] + logarithm(sum);
+                float log = sum == 0.0f ? infinity() : shift[h] + logarithm(sum);
+                logs[(long long)place.query_index * p.queries + span.first + row] = GATED ? log + b.since(row) : log;
             }
         }
         // A sum of underflown terms may be -0, which must not reveal how many terms it had.
@@ -99,5 +105,5 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
     }
     // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
-    if (after && place.segment == p.segments - 1 && place.head % p.group == 0) leave(own, after + (long long)place.key_index * RECORD);
+    if (after && place.segment == p.segments - 1 && place.head % p.group == 0) leave(b, own, after + (long long)place.key_index * RECORD);
 }

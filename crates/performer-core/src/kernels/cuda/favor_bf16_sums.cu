@@ -1,7 +1,8 @@
 // The sums of segments in bf16: computes what favor_sums.cu does, for the sizes of favor_bf16.cuh
 // and with the same arguments.
 //
-//   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD)
+//   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD),
+//                                              decays (segments, B, H')
 
 #include "favor_bf16.cuh"
 
@@ -10,7 +11,7 @@ static_assert(sizeof(TeamBuilder) == SHARED_SUMS, "the host asks for another siz
 // Computes the sums of one segment of one head of the builder.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
-                const float* unit, const float* denominators, float* records) {
+                const float* unit, const float* denominators, float* records, float* decays) {
     extern __shared__ uint4 shared_memory[];
     TeamBuilder& b = *(TeamBuilder*)shared_memory;
     Place place(p);
@@ -19,8 +20,13 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     Packed packed = {projection, D / 16};
     const unsigned char* seen = visible ? visible + (long long)place.batch * p.queries : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
-    int end = min(p.queries, (place.segment + 1) * p.segment);
-    auto span_from = [&](int start) { return Span{start, max(0, min(C, end - start)), 1}; };
+    const float* gates = gates_of(p, place.key_index);
+    int begins = place.segment * p.segment, ends = min(p.queries, begins + p.segment);
+    // Returns the chunk that begins at a token; queries forget from the last token to the first.
+    constexpr bool reverse = GATED && QUERIES;
+    auto span_from = [&](int start) {
+        return reverse ? Span{start, max(0, min(C, start - begins + 1)), -1} : Span{start, max(0, min(C, ends - start)), 1};
+    };
     auto copy_built = [&](Span span) {
         copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, rows, span, 0, keep);
         end_copies();
@@ -34,29 +40,35 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     auto read_left = [&](Span span) {
         if (!QUERIES || threadIdx.x >= C) return;
         bool has = (int)threadIdx.x < span.count;
-        next_offset = has ? -logs[first + span.first + threadIdx.x] : -infinity();
-        next_unit = has ? unit[first + span.first + threadIdx.x] : 0.0f;
+        next_offset = has ? -logs[first + span.token(threadIdx.x)] : -infinity();
+        next_unit = has ? unit[first + span.token(threadIdx.x)] : 0.0f;
     };
 
-    Span span = span_from(place.segment * p.segment);
+    float decay = 0;
+    Span span = span_from(reverse ? ends - 1 : begins);
+    Steps<false> steps;
+    if (GATED && warp() == 0) steps = load_steps<false>(gates, span, p.keys);
     copy_built(span);
     copy_weighed(span);
     read_left(span);
     Own<true> own;
-    begin(own, nullptr);
+    begin(b, own, nullptr);
     while (span.count > 0) {
         wait_for_copies<1>();
+        if (GATED && warp() == 0) sum_steps(b, steps);
         __syncthreads();
         if (threadIdx.x < C) set_unit(b, threadIdx.x, next_unit);
         if (QUERIES) {
-            if (threadIdx.x < C) b.offset[threadIdx.x] = next_offset;
+            if (threadIdx.x < C) b.offset[threadIdx.x] = GATED ? next_offset - b.since(threadIdx.x) : next_offset;
         } else {
             set_key_offsets(b, span, p.norm, keep);
         }
         __syncthreads();
-        Span next = span_from(span.first + enter<false>(b, own, span.count, packed));
+        if (GATED) decay += b.pending();
+        Span next = span_from((int)span.token(enter<false>(b, own, span.count, packed)));
         copy_built(next);
         read_left(next);
+        if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
         absorb(b, own);
         __syncthreads();
         copy_weighed(next);
@@ -64,5 +76,7 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     }
     // No copy of this block may be under way when another block gets its memory.
     wait_for_copies<0>();
-    leave(own, records + ((long long)place.segment * gridDim.x + place.query_index) * RECORD);
+    long long index = (long long)place.segment * gridDim.x + place.query_index;
+    if (GATED && threadIdx.x == 0) decays[index] = decay + b.pending();
+    leave(b, own, records + index * RECORD);
 }

@@ -8,6 +8,7 @@
 //!           -> favor_query_gradients -> dq, delta
 //!           -> favor_sums, favor_combine over queries -> favor_key_gradients -> dk, dv
 //!           -> favor_reduce (over slices and the query heads of a group)
+//!           -> favor_gate_borders, favor_gate_gradients -> dgates (only with gates)
 //! step:     favor_step -> out, sums after the token
 //! ```
 //!
@@ -25,7 +26,7 @@ use candle_core::{
 
 use super::{
     CudaDevice, Kernel, Launch, Macro, Source, THREADS, View, attribute,
-    buffer::{Buffer, Strides, address, optional},
+    buffer::{Buffer, Strides, address, optional, optional_output},
     favor::{Map, Packing},
     source, storage, with_storages,
 };
@@ -43,6 +44,7 @@ const SUMS: Source = source!("favor_sums.cu", HEADERS);
 const FORWARD: Source = source!("favor_forward.cu", HEADERS);
 const BACKWARD: Source = source!("favor_backward.cu", HEADERS);
 const PARTS: Source = source!("favor_parts.cu", HEADERS);
+const GATES: Source = source!("favor_gates.cu", HEADERS);
 const STEP: Source = source!("favor_step.cu", HEADERS);
 const TEAM_SUMS: Source = source!("favor_bf16_sums.cu", HEADERS);
 const TEAM_FORWARD: Source = source!("favor_bf16_forward.cu", HEADERS);
@@ -65,9 +67,13 @@ struct Problem {
     k: Strides,
     v: Strides,
     norm: f32,
+    gates: u64,
 }
 
-assert_layout!(Problem, 104, heads: 0, group: 4, queries: 8, keys: 12, segment: 16, segments: 20, q: 24, k: 48, v: 72, norm: 96);
+assert_layout!(
+    Problem, 112,
+    heads: 0, group: 4, queries: 8, keys: 12, segment: 16, segments: 20, q: 24, k: 48, v: 72, norm: 96, gates: 104
+);
 
 // SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Problem {}
@@ -87,15 +93,28 @@ struct Tensors {
     delta: u64,
     denominators: u64,
     before: u64,
+    factors: u64,
 }
 
 assert_layout!(
-    Tensors, 88,
-    q: 0, k: 8, v: 16, grad: 24, visible: 32, projection: 40, back: 48, logs: 56, delta: 64, denominators: 72, before: 80
+    Tensors, 96,
+    q: 0, k: 8, v: 16, grad: 24, visible: 32, projection: 40, back: 48, logs: 56, delta: 64, denominators: 72, before: 80,
+    factors: 88
 );
 
 // SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Tensors {}
+
+/// `Given` is what a problem may have besides queries, keys and values.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Given<'a> {
+    /// Which keys count, `(B, Tk)`, u8.
+    pub(super) visible: Option<View<'a>>,
+    /// Forget gates, `(B, Hkv, Tk)`, f32.
+    pub(super) gates: Option<View<'a>>,
+    /// Whether a backward pass may follow.
+    pub(super) tracked: bool,
+}
 
 /// `Call` is one problem on one device.
 pub(super) struct Call<'a> {
@@ -112,14 +131,14 @@ pub(super) struct Call<'a> {
     q: View<'a>,
     k: View<'a>,
     v: View<'a>,
-    visible: Option<View<'a>>,
+    given: Given<'a>,
     packed: Option<Arc<[Buffer; 2]>>,
     /// Whether the packed projection is exact in its first part; only kernels of teams ask.
     exact: bool,
 }
 
 impl<'a> Call<'a> {
-    pub(super) fn new(map: &Map, [q, k, v]: [View<'a>; 3], visible: Option<View<'a>>, causal: bool) -> Result<Self> {
+    pub(super) fn new(map: &Map, [q, k, v]: [View<'a>; 3], given: Given<'a>, causal: bool) -> Result<Self> {
         let device = q.0.device();
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
         let dtype = q.0.dtype();
@@ -135,7 +154,14 @@ impl<'a> Call<'a> {
         // alike.
         let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let most = if most >= 163 << 10 { 163 << 10 } else { most };
-        let blocks = Blocks::choose(causal, storage(dtype)?, map.kind(), [dim, map.features(), values], most);
+        let blocks = Blocks::choose(
+            causal,
+            given.gates.is_some(),
+            storage(dtype)?,
+            map.kind(),
+            [dim, map.features(), values],
+            most,
+        );
         let hyperbolic = map.hyperbolic();
         let (packed, exact) = match map {
             Map::Exponential(projection) if projection.omega.device().same_device(&Device::Cuda(device.clone())) => {
@@ -166,7 +192,7 @@ impl<'a> Call<'a> {
             q,
             k,
             v,
-            visible,
+            given,
             packed,
             exact,
         })
@@ -175,7 +201,7 @@ impl<'a> Call<'a> {
     /// The sizes and strides of the problem, with `tokens` divided into segments, and how many
     /// there are.
     fn problem(&self, tokens: usize) -> (Problem, usize) {
-        let (segments, segment) = self.blocks.segments(self.batch * self.heads, tokens);
+        let (segments, segment) = self.blocks.segments(self.batch * self.heads, tokens, self.given.tracked);
         let problem = Problem {
             heads: self.heads as i32,
             group: (self.heads / self.key_heads) as i32,
@@ -187,14 +213,22 @@ impl<'a> Call<'a> {
             k: Strides::of(self.k.1),
             v: Strides::of(self.v.1),
             norm: (0.5 / (self.blocks.dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
+            gates: 0,
         };
         (problem, segments)
+    }
+
+    /// Begins a launch with a problem, to which the address of the gates is added.
+    fn launch<'l>(&'l self, kernel: &'l Kernel, problem: Problem) -> Result<Launch<'l>> {
+        let mut launch = kernel.launch();
+        let gates = address(&mut launch, self.given.gates)?;
+        Ok(launch.value(Problem { gates, ..problem }))
     }
 
     /// The kernel `entry`, compiled for the sizes of this problem.
     fn kernel(&self, source: Source, entry: &str, more: &[Macro], shared: usize) -> Result<Kernel> {
         let b = &self.blocks;
-        let causal = u8::from(self.causal);
+        let (causal, gated) = (u8::from(self.causal), u8::from(b.gated));
         let mut macros: Vec<Macro> = vec![
             ("STORAGE", &b.storage),
             ("MAP", &b.map),
@@ -204,6 +238,7 @@ impl<'a> Call<'a> {
             ("SLICE", &b.slice),
             ("CHUNK", &b.chunk),
             ("CAUSAL", &causal),
+            ("GATED", &gated),
         ];
         macros.extend(more);
         source.kernel(self.device, entry, &macros, shared)
@@ -254,37 +289,36 @@ impl<'a> Call<'a> {
         if self.causal && segments == 1 {
             return Ok(None);
         }
-        (problem.heads, problem.group, problem.queries) = (heads as i32, 1, tokens as i32);
+        (problem.heads, problem.queries) = (heads as i32, tokens as i32);
         if of_queries.is_none() {
-            problem.q = problem.k;
+            (problem.group, problem.q) = (1, problem.k);
         } else {
             problem.v = Strides::dense(self.heads, self.queries, self.blocks.values);
         }
         let (b, all) = (&self.blocks, self.batch * heads);
         let mut records = Buffer::new(self.device, segments * all * b.record())?;
+        let mut decays = if b.gated { Some(Buffer::new(self.device, segments * all)?) } else { None };
         let shared = self.shared().sums;
         let more: [Macro; 2] = [("QUERIES", &u8::from(of_queries.is_some())), ("SHARED_SUMS", &shared)];
         let (kernel, threads) = self.either([SUMS, TEAM_SUMS], "sums", &more, shared)?;
-        let launch = kernel.launch().value(problem);
+        let launch = self.launch(&kernel, problem)?;
         let (x, y) = of_queries.map_or((self.k, self.v), |of| (self.q, of.grad));
         let launch = launch.input(x.0, x.1)?.input(y.0, y.1)?;
-        let launch = optional(launch, self.visible.filter(|_| of_queries.is_none()))?;
+        let launch = optional(launch, self.given.visible.filter(|_| of_queries.is_none()))?;
         let launch = self.projection(launch)?;
         let launch = optional(launch, of_queries.map(|of| of.logs))?;
         let launch = optional(launch, of_queries.map(|of| of.delta))?;
         let launch = optional(launch, of_queries.and_then(|of| of.denominators))?;
+        let launch = optional_output(launch.output(&mut records.storage)?, decays.as_mut())?;
         // SAFETY: strides and sizes are those of the tensors, and there is a record for each
         // segment and head.
-        unsafe { launch.output(&mut records.storage)?.run([all * b.splits(), segments, 1], threads) }?;
+        unsafe { launch.run([all * b.splits(), segments, 1], threads) }?;
 
         let kernel = self.kernel(PARTS, "favor_combine", &[], 0)?;
         let launch = kernel.launch().value(all as i32).value(segments as i32).output(&mut records.storage)?;
-        let launch = optional(launch, initial)?;
+        let launch = optional(optional(launch, decays.as_ref().map(Buffer::view))?, initial)?;
         let mut total = if self.causal { None } else { Some(Buffer::new(self.device, all * b.record())?) };
-        let launch = match &mut total {
-            Some(total) => launch.output(&mut total.storage)?,
-            None => launch.nothing(),
-        };
+        let launch = optional_output(launch, total.as_mut())?;
         let launch = launch.value(i32::from(self.causal)).value(i32::from(of_queries.is_some()));
         // SAFETY: as many records as the kernel is told.
         unsafe { launch.run([(all * b.f()).div_ceil(WARPS), 1, 1], THREADS) }?;
@@ -309,30 +343,19 @@ impl<'a> Call<'a> {
         let shared = self.shared().forward;
         let more: [Macro; 1] = [("SHARED_FORWARD", &shared)];
         let (kernel, threads) = self.either([FORWARD, TEAM_FORWARD], "forward", &more, shared)?;
-        let launch = kernel.launch().value(problem);
+        let launch = self.launch(&kernel, problem)?;
         let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
-        let launch = self.projection(optional(launch, self.visible)?)?;
+        let launch = self.projection(optional(launch, self.given.visible)?)?;
         let launch = optional(launch, before)?.output(&mut out.storage)?;
-        let launch = match &mut exact {
-            Some(exact) => launch.output(&mut exact.storage)?,
-            None => launch.nothing(),
-        };
-        let launch = launch.output(&mut logs.storage)?;
-        let launch = match &mut denominators {
-            Some(denominators) => launch.output(&mut denominators.storage)?,
-            None => launch.nothing(),
-        };
-        let launch = match after {
-            Some(after) => launch.output(&mut after.storage)?,
-            None => launch.nothing(),
-        };
+        let launch = optional_output(launch, exact.as_mut())?.output(&mut logs.storage)?;
+        let launch = optional_output(optional_output(launch, denominators.as_mut())?, after)?;
         // SAFETY: strides and sizes are those of the tensors; every row of outputs is written.
         unsafe { launch.run([self.batch * self.heads * b.splits(), segments, 1], threads) }?;
         Ok((out, Saved { logs, exact, denominators, sums }))
     }
 
-    /// Computes the gradients of queries, keys and values.
-    pub(super) fn backward(&self, out: View, grad: View, saved: &Saved) -> Result<[Buffer; 3]> {
+    /// Computes the gradients of queries, keys and values, and of gates where there are some.
+    pub(super) fn backward(&self, out: View, grad: View, saved: &Saved) -> Result<([Buffer; 3], Option<Buffer>)> {
         let b = &self.blocks;
         let (splits, group) = (b.splits(), self.heads / self.key_heads);
         let rows = self.batch * self.heads * self.queries;
@@ -362,23 +385,29 @@ impl<'a> Call<'a> {
         };
         let mut dq = parts(self.queries, width, splits)?;
         let (kernel, threads) = self.either([BACKWARD, TEAM_BACKWARD], "query_gradients", &more, shared)?;
-        let mut launch = kernel.launch();
+        let mut launch = self.launch(&kernel, problem)?;
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, saved.sums.as_ref().map(Buffer::view))?;
         tensors.delta = launch.address_mut(&mut delta.storage)?;
         // SAFETY: strides and sizes are those of the tensors; every row of the gradient is written.
-        unsafe { launch.value(problem).value(tensors).output(&mut dq.storage)?.run(grid(segments), threads) }?;
+        unsafe { launch.value(tensors).output(&mut dq.storage)?.run(grid(segments), threads) }?;
 
         let of = OfQueries { grad, logs: saved.logs.view(), delta: delta.view(), denominators };
         let later = self.sums(Some(&of), None)?;
         let (problem, segments) = self.problem(self.keys);
         let (mut dk, mut dv) = (parts(self.keys, key_width, splits)?, parts(self.keys, b.values, 1)?);
+        let mut factors =
+            if b.gated { Some(Buffer::new(self.device, splits * self.batch * self.heads * self.keys)?) } else { None };
         let (kernel, threads) = self.either([BACKWARD, TEAM_BACKWARD], "key_gradients", &more, shared)?;
-        let mut launch = kernel.launch();
+        let mut launch = self.launch(&kernel, problem)?;
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, later.as_ref().map(Buffer::view))?;
         tensors.delta = launch.address(&delta.storage, &delta.layout)?;
-        let launch = launch.value(problem).value(tensors);
+        tensors.factors = match &mut factors {
+            Some(factors) => launch.address_mut(&mut factors.storage)?,
+            None => 0,
+        };
+        let launch = launch.value(tensors);
         // SAFETY: as above.
         unsafe { launch.output(&mut dk.storage)?.output(&mut dv.storage)?.run(grid(segments), threads) }?;
 
@@ -398,11 +427,36 @@ impl<'a> Call<'a> {
                 unsafe { launch.output(&mut to.storage)?.run([blocks, 1, 1], THREADS) }?;
                 Ok(to)
             };
-        Ok([
+        let sums = [&saved.sums, &later].map(|sums| sums.as_ref().map(Buffer::view));
+        let of_gates = factors.map(|factors| self.gate_gradients(problem, factors.view(), sums)).transpose()?;
+        let gradients = [
             reduce(dq, self.heads, 1, splits, self.queries, width)?,
             reduce(dk, self.key_heads, group, splits, self.keys, key_width)?,
             reduce(dv, self.key_heads, group, 1, self.keys, b.values)?,
-        ])
+        ];
+        Ok((gradients, of_gates))
+    }
+
+    /// Computes the gradients of gates from the factors' and from both sums at the borders of
+    /// segments, see `favor_gates.cu`.
+    fn gate_gradients(&self, problem: Problem, factors: View, [before, later]: [Option<View>; 2]) -> Result<Buffer> {
+        let (b, heads, segments) = (&self.blocks, self.batch * self.heads, problem.segments as usize);
+        let mut borders = None;
+        if let (Some(before), Some(later)) = (before, later) {
+            let of_segments = borders.insert(Buffer::new(self.device, segments * heads)?);
+            let kernel = self.kernel(GATES, "favor_gate_borders", &[], 4 * WARPS)?;
+            let launch = self.launch(&kernel, problem)?.input(before.0, before.1)?.input(later.0, later.1)?;
+            // SAFETY: both have a record for each segment and head, and so has the result a number.
+            unsafe { launch.output(&mut of_segments.storage)?.run([heads, segments - 1, 1], THREADS) }?;
+        }
+        let mut gradients = Buffer::of(self.device, (self.batch, self.key_heads, self.keys), DType::F32)?;
+        let kernel = self.kernel(GATES, "favor_gate_gradients", &[], 4 * THREADS)?;
+        let launch = self.launch(&kernel, problem)?.value(heads as i32).value(b.splits() as i32);
+        let launch = optional(launch.input(factors.0, factors.1)?, borders.as_ref().map(Buffer::view))?;
+        // SAFETY: as many factors as heads, slices and tokens, and every gradient is written: no
+        // segment is longer than a thread block takes.
+        unsafe { launch.output(&mut gradients.storage)?.run([self.batch * self.key_heads, segments, 1], THREADS) }?;
+        Ok(gradients)
     }
 
     /// The addresses that both gradient kernels take: all but `delta` and `before`.
@@ -413,7 +467,7 @@ impl<'a> Call<'a> {
             k: launch.address(self.k.0, self.k.1)?,
             v: launch.address(self.v.0, self.v.1)?,
             grad: launch.address(grad.0, grad.1)?,
-            visible: address(launch, self.visible)?,
+            visible: address(launch, self.given.visible)?,
             projection: address(launch, packed(0))?,
             back: address(launch, packed(1))?,
             logs: launch.address(&saved.logs.storage, &saved.logs.layout)?,
@@ -430,7 +484,7 @@ impl<'a> Call<'a> {
         let mut out = Buffer::of(self.device, (self.batch, self.heads, 1, b.values), self.dtype)?;
         let shared = 4 * (b.f() * (3 + group) + group + THREADS / b.slice * group * b.slice);
         let kernel = self.kernel(STEP, "favor_step", &[("GROUP", &group), ("SHARED_STEP", &shared)], shared)?;
-        let launch = kernel.launch().value(self.problem(1).0);
+        let launch = self.launch(&kernel, self.problem(1).0)?;
         let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
         let grid = [self.batch * self.key_heads * b.splits(), 1, 1];
         let run = |omega: Option<View>, scale: f32| {

@@ -14,6 +14,8 @@
 //   numerator = w S + pairs v (C, V), denominator = w norm + pairs 1 (C)
 //             -> out (B, H, Tq, VALUES), logs (B, H, Tq) = log2 of denominator and scale
 //
+// With gates, `logs` are of what a query sees at its own token, after its gate.
+//
 // `exact`, if given, gets outputs that are not rounded. `after`, if given, gets the sums after the
 // last token.
 
@@ -59,11 +61,13 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         recall(b, record, place.split);
     }
 
+    const float* gates = gates_of(p, place.key_index);
     int end = min(p.queries, (place.segment + 1) * p.segment);
     for (int start = place.segment * p.segment, n; start < end; start += n) {
         Span span = {start, min(C, end - start), 1};
         n = span.count;
         load_side(s.reader, queries, span, [](long long) { return true; });
+        if (GATED) measure<false>(b, gates, span, p.keys);
         if (CAUSAL) {
             load_side(b, keys, span, keep);
             load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, values, span, column, VALUES - column,
@@ -78,7 +82,7 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         }
         __syncthreads();
         if (CAUSAL) {
-            set_key_offsets(b, keys, span, p.norm, keep);
+            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep);
             __syncthreads();
             n = enter(b, memory, keys, span, packed);
             absorb(b, memory);
@@ -118,7 +122,8 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
             if (place.split == 0 && logs) {
                 long long at = (long long)place.query_index * p.queries + start + row;
                 bool none = SIGNED ? s.shift[row] <= FLOOR : sum == 0.0f;
-                logs[at] = none ? infinity() : SIGNED ? s.shift[row] : s.shift[row] + logarithm(sum);
+                float log = none ? infinity() : SIGNED ? s.shift[row] : s.shift[row] + logarithm(sum);
+                logs[at] = GATED ? log + b.since(row) : log;
                 if (SIGNED) denominators[at] = s.denominator[row];
             }
         }

@@ -6,9 +6,11 @@
 // Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads, RECORD),
 // from `initial` (heads, RECORD) on, if given. If `exclusive`, each record becomes the sum of those
 // before it (after it if `reverse`); `total`, if given, gets the sum of all. A warp has one head
-// and feature, so that it has read a scale before it overwrites it.
+// and feature, so that it has read a scale before it overwrites it. With gates, `decays` (segments,
+// heads) is what a segment makes the sums before it forget.
 extern "C" __global__ void __launch_bounds__(THREADS)
-favor_combine(int heads, int segments, float* records, const float* initial, float* total, int exclusive, int reverse) {
+favor_combine(int heads, int segments, float* records, const float* decays, const float* initial, float* total, int exclusive,
+              int reverse) {
     constexpr int WIDTH = SPLITS * V;
     long long index = (long long)blockIdx.x * WARPS + warp();
     if (index >= (long long)heads * F) return;
@@ -25,14 +27,16 @@ favor_combine(int heads, int segments, float* records, const float* initial, flo
     // do not wait for each other.
     constexpr int AT_A_TIME = divide(WIDTH, 32) <= 2 ? 4 : 2;
     for (int step = 0; step < segments; step += AT_A_TIME) {
-        float next_scale[AT_A_TIME], next_norm[AT_A_TIME], next[AT_A_TIME][divide(WIDTH, 32)];
-        auto record_of = [&](int s) { return records + ((long long)(reverse ? segments - 1 - s : s) * heads + head) * RECORD; };
+        float next_scale[AT_A_TIME], next_norm[AT_A_TIME], next[AT_A_TIME][divide(WIDTH, 32)], decay[AT_A_TIME];
+        auto index_of = [&](int s) { return (long long)(reverse ? segments - 1 - s : s) * heads + head; };
+        auto record_of = [&](int s) { return records + index_of(s) * RECORD; };
 #pragma unroll
         for (int s = 0; s < AT_A_TIME; s++) {
             bool has = step + s < segments;
             float* record = record_of(has ? step + s : step);
             next_scale[s] = has ? scales_of(record)[r] : FLOOR;
             next_norm[s] = has ? norms_of(record)[r] : 0.0f;
+            decay[s] = GATED && has ? decays[index_of(step + s)] : 0.0f;
 #pragma unroll
             for (int i = 0; i < divide(WIDTH, 32); i++) {
                 int c = lane() + 32 * i;
@@ -44,8 +48,8 @@ favor_combine(int heads, int segments, float* records, const float* initial, flo
         for (int s = 0; s < AT_A_TIME; s++) {
             if (step + s >= segments) break;
             float* record = record_of(step + s);
-            float largest = fmaxf(scale, next_scale[s]);
-            float keep = power_of_two(scale - largest), add = power_of_two(next_scale[s] - largest);
+            float old = GATED ? scale + decay[s] : scale, largest = fmaxf(old, next_scale[s]);
+            float keep = power_of_two(old - largest), add = power_of_two(next_scale[s] - largest);
             if (exclusive && lane() == 0) {
                 scales_of(record)[r] = scale;
                 norms_of(record)[r] = norm;

@@ -1,7 +1,7 @@
 // A decoding step: the key of one more token enters the sums and its queries read them, in one pass
 // over the sums. GROUP is the number of query heads of a key head.
 //
-//   k, v (B, Hkv, 1, .) -> features f (F), decay (F)
+//   k, v (B, Hkv, 1, .) -> features f (F), decay (F), in which the token's gate is
 //                       -> S (F, V) = decay S + f v, norm (F) = decay norm + f
 //   q (B, H, 1, DIM)    -> weights w (GROUP, F) -> out (B, H, 1, VALUES) = w S / w norm
 
@@ -59,7 +59,7 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     }
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) {
-        float c = scales_of(old)[r], log = SIGNED ? widen(key[FEATURES]) * LOG2E : s.key[r];
+        float c = scales_of(old)[r] + (GATED ? *gates_of(p, index) * LOG2E : 0.0f), log = SIGNED ? widen(key[FEATURES]) * LOG2E : s.key[r];
         float largest = fmaxf(c, log);
         float weight = power_of_two(log - largest);
         s.key[r] = SIGNED ? s.key[r] * weight : weight;

@@ -4,7 +4,9 @@
 //   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD)
 //
 // where x, y and H' are keys, values and key heads, or queries, gradients of outputs and query
-// heads.
+// heads. With gates, a record is what is left of the segment's rows at its last token (for queries,
+// its first), and `decays` (segments, B, H') gets what the whole segment makes the rows before it
+// forget (for queries, those after it).
 
 #include "favor.cuh"
 
@@ -14,7 +16,7 @@ static_assert(sizeof(Builder) == SHARED_SUMS, "the host asks for another size of
 // segment. `logs` and `unit` belong to queries, as the gradient kernels take them.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
-           const float* unit, const float* denominators, float* records) {
+           const float* unit, const float* denominators, float* records, float* decays) {
     extern __shared__ uint4 shared_memory[];
     Builder& b = *(Builder*)shared_memory;
     Place place(p);
@@ -28,31 +30,45 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
 
     Memory memory;
     begin(b, memory, nullptr, place.split);
-    int end = min(p.queries, (place.segment + 1) * p.segment);
-    for (int start = place.segment * p.segment; start < end; start += C) {
-        Span span = {start, min(C, end - start), 1};
+    const float* gates = gates_of(p, place.key_index);
+    float decay = 0;
+    int begins = place.segment * p.segment, ends = min(p.queries, begins + p.segment);
+    // Returns the chunk that begins at a token; queries forget from the last token to the first.
+    constexpr bool reverse = GATED && QUERIES;
+    auto span_from = [&](int start) {
+        return reverse ? Span{start, max(0, min(C, start - begins + 1)), -1} : Span{start, max(0, min(C, ends - start)), 1};
+    };
+    for (Span span = span_from(reverse ? ends - 1 : begins), next; span.count > 0; span = next) {
+        next = span_from((int)span.token(C));
         load_side(b, rows, span, keep);
         load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, weighed, span, column, VALUES - column, [&](int row) {
             long long token = span.token(row);
             return !keep(token) ? 0.0f : QUERIES && SIGNED ? denominators[first + token] : 1.0f;
         });
-        Span next = {start + C, max(0, min(C, end - start - C)), 1};
+        if (GATED) measure<true>(b, gates, span, p.keys);
         ask_for_rows(rows, next, READY ? FEATURES : DIM);
         ask_for_rows({weighed.first + column, weighed.stride}, next, min(V, VALUES - column));
         if (QUERIES) {
             for (int row = threadIdx.x; row < C; row += THREADS) {
-                b.offset[row] = row < span.count ? -logs[first + start + row] : -infinity();
-                b.unit[row] = row < span.count ? unit[first + start + row] : 0.0f;
+                b.offset[row] = row < span.count ? -logs[first + span.token(row)] : -infinity();
+                b.unit[row] = row < span.count ? unit[first + span.token(row)] : 0.0f;
             }
             __syncthreads();
+            if (GATED) {
+                forget_rows<BUILDS>(b, b);
+                __syncthreads();
+            }
         } else {
             for (int row = threadIdx.x; row < C; row += THREADS) b.unit[row] = 1;
             __syncthreads();
-            set_key_offsets(b, rows, span, p.norm, keep);
+            set_key_offsets<BUILDS>(b, b, rows, span, p.norm, keep);
             __syncthreads();
         }
+        if (GATED) decay += b.pending();
         gather(b, memory, rows, span, packed);
         __syncthreads();
     }
-    leave(b, memory, records + ((long long)place.segment * (gridDim.x / SPLITS) + place.query_index) * RECORD, place.split);
+    long long index = (long long)place.segment * (gridDim.x / SPLITS) + place.query_index;
+    if (GATED && place.split == 0 && threadIdx.x == 0) decays[index] = decay;
+    leave(b, memory, records + index * RECORD, place.split);
 }

@@ -14,6 +14,7 @@
 pub(crate) mod activation;
 mod buffer;
 mod compile;
+pub(super) mod convolution;
 pub(super) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod favor;

@@ -53,6 +53,20 @@ template <int ROWS, int COLUMNS>
 __device__ void load_all(Operand* to, Rows<const Stored> from, Span span, int width) {
     load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width, [](int) { return 1.0f; });
 }
+// Whether the sums over queries, of keys and of values, fit the registers twice.
+constexpr bool NARROW = D + V <= 128;
+
+// Computes sums += A B, A (R, depth) and B (depth, columns) in shared memory. If APART, the product
+// comes to the sums by additions in f32: tensor cores cut off what they add up, and a sequence is
+// long.
+template <bool APART, class T>
+__device__ void add_far(T& sums, const Operand* left, int left_stride, const Operand* right, int right_stride, int depth) {
+    if (!APART) return sums.template add<false, false>(left, left_stride, right, right_stride, depth);
+    T part;
+    part.zero();
+    part.template add<false, false>(left, left_stride, right, right_stride, depth);
+    sums.each_with(part, [](int, int, float& sum, float& x) { sum += x; });
+}
 // Says which keys of `span` are hidden.
 __device__ inline void hide(float* hidden, int count, Span span, const unsigned char* seen) {
     for (int i = threadIdx.x; i < count; i += THREADS) {
@@ -105,7 +119,7 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
         sums.each_of_mine([&](int i, int, int, float& x) { x *= decay[i]; });
         scores.store(&s.weights[0][0], K + PAD);
         __syncwarp();
-        sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
+        add_far<true>(sums, &s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
     }
     long long at = ((long long)blockIdx.x * p.queries + start);
     sums.each_of_mine([&](int i, int row, int column, float& x) {
@@ -163,7 +177,7 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
         });
         scores.store(&s.weights[0][0], K + PAD);
         __syncwarp();
-        sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
+        add_far<true>(sums, &s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
     }
     sums.each([&](int row, int column, float& x) {
         if (row < rows.count && column < DIM) narrow(x * p.slope, dq[(first_query + start + row) * DIM + column]);
@@ -214,11 +228,11 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
             });
             scores.store(&s.weights[0][0], K + PAD);
             __syncwarp();
-            value_sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
+            add_far<NARROW>(value_sums, &s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
             __syncwarp();
             products.store(&s.weights[0][0], K + PAD);
             __syncwarp();
-            key_sums.template add<false, false>(&s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
+            add_far<NARROW>(key_sums, &s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
         }
     }
     long long at = (long long)blockIdx.x * p.keys + start;

@@ -271,6 +271,33 @@ struct Sums {
         }
     }
 
+    // Computes what `add` does, but leaves the tensor cores once: they cut off what they add up,
+    // always towards zero, and a sum over many calls would shrink.
+    template <bool left_transposed, bool right_transposed>
+    __device__ void add_apart(const Operand* left, int left_stride, const Operand* right, int right_stride, int depth) {
+#pragma unroll
+        for (int n = 0; n < WIDE; n++) {
+            if (!has_column(n)) continue;
+            float sums[TALL][2][4];
+#pragma unroll
+            for (int i = 0; i < TALL * 8; i++) (&sums[0][0][0])[i] = 0;
+#pragma unroll 2
+            for (int k = 0; k < depth; k += 16) {
+                Right b;
+                load<right_transposed>(b, right, right_stride, k, tile_column(n));
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    if (!has_row(m)) continue;
+                    Left a;
+                    load<left_transposed>(a, left, left_stride, tile_row(m), k);
+                    multiply(sums[m], a, b);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < TALL * 8; i++) (&x[i / 8][n][0][0])[i % 8] += (&sums[0][0][0])[i];
+        }
+    }
+
     // Adds to each row the sum of that row of B and all rows before it.
     __device__ void add_prefixes(const Operand* right, int right_stride) {
 #pragma unroll 2

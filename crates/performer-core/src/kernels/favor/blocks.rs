@@ -41,6 +41,10 @@ pub(crate) const MOST_FEATURES: usize = 512;
 /// The largest head dimension and value dimension that the kernels take.
 pub(crate) const MOST_WIDTH: usize = 128;
 
+/// The most tokens of a segment of a pass that gives gates their gradients: `favor_gates.cu` takes
+/// a segment at a time, and gathers rounding errors within one.
+const MOST_GATED: usize = 1024;
+
 /// The number of thread blocks that keeps a large card busy.
 const ENOUGH: usize = 256;
 /// The warps of a thread block.
@@ -67,6 +71,8 @@ pub(crate) struct Blocks {
     /// Whether these are for the kernels for bf16 (`favor_bf16.cuh`), whose thread blocks are
     /// teams.
     pub(crate) teams: bool,
+    /// Whether there are forget gates.
+    pub(crate) gated: bool,
 }
 
 impl Blocks {
@@ -74,6 +80,7 @@ impl Blocks {
     /// shared memory of a thread block, `most` bytes.
     pub(crate) fn choose(
         causal: bool,
+        gated: bool,
         storage: StoredType,
         map: MapKind,
         [dim, features, values]: [usize; 3],
@@ -88,13 +95,15 @@ impl Blocks {
         // A thread holds at most 64 sums.
         let registers = 32 * WARPS * 64 / f.next_multiple_of(64) / 32 * 32;
         let slice = values.next_multiple_of(16).min(registers.max(16));
-        let mut blocks = Self { storage, map, dim, features, values, slice, chunk, teams: false };
+        let mut blocks = Self { storage, map, dim, features, values, slice, chunk, teams: false, gated };
         let sizes = dim <= 64 && features <= 128 && values <= 64;
         blocks.teams = causal
             && storage == StoredType::Bf16
             && map == MapKind::Computed
             && sizes
             && blocks.team().backward <= most;
+        // A state goes on with gates and without, so both divide the values alike.
+        blocks.gated = true;
         while !blocks.teams && blocks.shared_backward().max(blocks.shared_forward()) > most {
             if blocks.slice > 32 {
                 blocks.slice = (blocks.slice / 2).next_multiple_of(16);
@@ -106,7 +115,7 @@ impl Blocks {
                 break;
             }
         }
-        blocks
+        Self { gated, ..blocks }
     }
 
     /// The number of slices of the values; each is the work of one thread block.
@@ -126,11 +135,13 @@ impl Blocks {
     }
 
     /// The number of segments of a sequence and the tokens of each. There is more than one segment
-    /// where the heads alone are too few to keep a card busy.
-    pub(crate) fn segments(&self, heads: usize, tokens: usize) -> (usize, usize) {
+    /// where the heads alone are too few to keep a card busy, or where gates get gradients
+    /// (`tracked`) of a long sequence.
+    pub(crate) fn segments(&self, heads: usize, tokens: usize, tracked: bool) -> (usize, usize) {
         // A segment shorter than a few chunks costs more than it gains.
         let wanted = ENOUGH.div_ceil(heads * self.splits()).min(tokens / (8 * self.chunk)).max(1);
         let length = tokens.div_ceil(wanted).next_multiple_of(self.chunk);
+        let length = if self.gated && tracked { length.min(MOST_GATED) } else { length };
         (tokens.div_ceil(length), length)
     }
 
@@ -155,6 +166,11 @@ impl Blocks {
         WARPS / self.row_groups()
     }
 
+    /// The bytes of `Gates` in `favor.cuh`: a number for each row of a chunk, and one more, padded.
+    fn gates(&self) -> usize {
+        if self.gated { 4 * self.chunk + 16 } else { 0 }
+    }
+
     /// The bytes of `Side` in `favor.cuh`: the rows of queries or keys of a chunk, and an offset
     /// for each.
     fn side(&self) -> usize {
@@ -168,7 +184,7 @@ impl Blocks {
     pub(crate) fn shared_sums(&self) -> usize {
         let (c, f, v) = (self.chunk, self.f(), self.slice);
         let tiles = self.tile(c, v) + self.tile(c, f) + self.tile(f, v);
-        self.side() + tiles + 4 * (c + f * (5 + 2 * self.row_groups()) + self.turns() * c)
+        self.side() + self.gates() + tiles + 4 * (c + f * (5 + 2 * self.row_groups()) + self.turns() * c)
     }
 
     /// The shared memory of the forward kernel, in bytes.
@@ -203,8 +219,10 @@ impl Blocks {
         let (c, features) = (self.chunk, self.features.next_multiple_of(64));
         let (rows, values) = (self.tile(c, self.dim.next_multiple_of(16)), self.tile(c, self.slice));
         let rest = self.tile(features, self.slice);
-        let sums = rows + values + self.tile(features, c) + rest + 4 * (2 * c + 2 * features + 4);
-        Team { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 }
+        let chunk = self.tile(features, c);
+        let sums = self.gates() + rows + values + chunk + rest + 4 * (2 * c + 2 * features + 4);
+        let low = if self.gated { chunk } else { 0 };
+        Team { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 + low }
     }
 }
 
@@ -232,7 +250,7 @@ mod tests {
             for dim in [16, 64, MOST_WIDTH] {
                 for features in [16, 24, 128, 256, MOST_FEATURES] {
                     for most in CARDS {
-                        let b = Blocks::choose(false, storage, Computed, [dim, features, dim], most);
+                        let b = Blocks::choose(false, false, storage, Computed, [dim, features, dim], most);
                         assert_eq!(b.record() % b.f(), 0);
                         assert!(b.shared_forward() <= most && b.shared_backward() <= most, "{b:?}");
                     }
@@ -247,7 +265,7 @@ mod tests {
     fn teams_take_whole_chunks_and_values() {
         for most in [99 << 10, CARDS[0], CARDS[1]] {
             for (dim, features) in [(16, 16), (24, 100), (64, 64), (64, 128)] {
-                let b = Blocks::choose(true, Bf16, Computed, [dim, features, dim], most);
+                let b = Blocks::choose(true, false, Bf16, Computed, [dim, features, dim], most);
                 assert!(b.teams && b.chunk == 64 && b.splits() == 1, "{b:?}");
             }
         }
@@ -258,18 +276,41 @@ mod tests {
             (true, Bf16, Computed, 80, 128),
             (true, Bf16, Computed, 64, 129),
         ] {
-            assert!(!Blocks::choose(causal, storage, map, [dim, features, 64], CARDS[1]).teams);
+            assert!(!Blocks::choose(causal, false, storage, map, [dim, features, 64], CARDS[1]).teams);
         }
-        assert!(!Blocks::choose(true, Bf16, Computed, [64, 128, 64], 64 << 10).teams);
+        assert!(!Blocks::choose(true, false, Bf16, Computed, [64, 128, 64], 64 << 10).teams);
     }
 
     #[test]
     fn segments_cover_all_tokens() {
-        let blocks = Blocks::choose(true, Bf16, Computed, [64, 128, 64], CARDS[1]);
-        assert_eq!(blocks.segments(256, 4096), (1, 4096));
+        let blocks = |gated| Blocks::choose(true, gated, Bf16, Computed, [64, 128, 64], CARDS[1]);
+        assert_eq!(blocks(false).segments(256, 4096, true), (1, 4096));
+        assert_eq!(blocks(true).segments(256, 4096, false), (1, 4096));
+        assert_eq!(blocks(true).segments(256, 4096, true), (4, 1024));
         for (heads, tokens) in [(1, 1), (8, 1000), (8, 1 << 20), (64, 4096), (3, 777)] {
-            let (count, length) = blocks.segments(heads, tokens);
-            assert!(count * length >= tokens && (count - 1) * length < tokens, "{heads} {tokens}: {count} of {length}");
+            for gated in [false, true] {
+                let (count, length) = blocks(gated).segments(heads, tokens, true);
+                assert!(
+                    count * length >= tokens && (count - 1) * length < tokens,
+                    "{heads} {tokens}: {count} of {length}"
+                );
+            }
+        }
+    }
+
+    /// A state that was made without gates goes on with them: both have the same records.
+    #[test]
+    fn records_are_alike_with_gates_and_without() {
+        for storage in STORAGES {
+            for (dim, features) in [(16, 24), (40, 100), (64, 128), (128, 128), (128, 256), (48, 512)] {
+                for most in CARDS {
+                    let [without, with] = [false, true]
+                        .map(|gated| Blocks::choose(true, gated, storage, Computed, [dim, features, dim], most));
+                    assert_eq!((without.record(), without.teams), (with.record(), with.teams), "{without:?}");
+                    let backward = if with.teams { with.team().backward } else { with.shared_backward() };
+                    assert!(with.gated && !without.gated && backward <= most, "{with:?}");
+                }
+            }
         }
     }
 
@@ -285,7 +326,8 @@ mod tests {
             let size = |name: &str| value(name).unwrap_or_else(|| panic!("{line}: no {name}"));
             let sizes = [size("DIM"), size("FEATURES"), size("VALUES")];
             let team = line.contains("/favor_bf16_");
-            let blocks = Blocks::choose(team, STORAGES[size("STORAGE")], MAPS[size("MAP")], sizes, CARDS[0]);
+            let gated = size("GATED") == 1;
+            let blocks = Blocks::choose(team, gated, STORAGES[size("STORAGE")], MAPS[size("MAP")], sizes, CARDS[0]);
             assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
             assert_eq!(team, blocks.teams, "{line}");
             let Team { sums, forward, backward } = if team {

@@ -18,9 +18,9 @@ pub(crate) fn gated(form: Form, qkv: [&Tensor; 3], gates: &Tensor, visible: Opti
 }
 
 /// Computes the attention of [`super::favor`] with parameters, gates, or both. Parameters are
-/// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows for
-/// keys, and the logarithms of the features' weights, see [`super::Trained`]. The sizes given with
-/// them are `M` and `D`. Gates are `(B, Hkv, Tk)`.
+/// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows
+/// for keys, and the logarithms of the features' weights, see [`super::Trained`]. The sizes given
+/// with them are `M` and `D`. Gates are `(B, Hkv, Tk)`.
 pub(super) fn packed(
     form: Form,
     parameters: Option<(&Tensor, [usize; 2])>,

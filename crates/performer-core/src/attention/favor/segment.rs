@@ -1,0 +1,179 @@
+//! A sequence cut into segments that are computed apart: what the keys of a segment come to, and
+//! attention of a segment given what the segments before it come to.
+//!
+//! Prefix sums merge associatively. With scales `c` (a maximum per feature), sums
+//! `S = Σ_j φ(k_j) [v_j, 1] / e^c` and the sum `G` of the gates of a segment,
+//!
+//! ```text
+//! (c, S, G) ⊕ (c', S', G') = (m, e^{c + G' − m} S + e^{c' − m} S', G + G'),  m = max(c + G', c')
+//! ```
+//!
+//! so whoever holds a segment needs `F·(Dv + 2) + 1` numbers a key head from those before it,
+//! however long they are (Sun et al. 2025, <https://arxiv.org/abs/2502.07563>, for attention
+//! without a normaliser). Inside the segment attention is what it is for a whole sequence; the two
+//! parts are joined by the logarithms of their denominators.
+//!
+//! All scales are constants to the gradient, since they cancel. Gradients go to the sums of earlier
+//! segments and to the gates, and through [`SegmentSums::merge`].
+
+use candle_core::{D, Result, Tensor, bail};
+
+use super::Favor;
+use crate::{
+    attention::{
+        Inputs, Mask,
+        gates::{sums_after, sums_up_to},
+        layout::{FLOOR, Folded, Rows, compute, join, values_and_one},
+        state::bytes_of,
+    },
+    features::Features,
+    ops,
+};
+
+/// What the keys and values of a segment come to, for every key head: see
+/// [`Favor::sums_of_segment`].
+///
+/// # Example
+/// Two halves of a sequence, computed apart, are the whole:
+/// ```
+/// use candle_core::{DType, Device, Result, Tensor};
+/// use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask};
+///
+/// # fn main() -> Result<()> {
+/// let favor = Favor::new(&FavorConfig::default(), 16, 42, DType::F32, &Device::Cpu)?;
+/// let x = Tensor::randn(0f32, 1.0, (1, 4, 100, 16), &Device::Cpu)?;
+/// let whole = favor.forward(Inputs::new(&x, &x, &x), &Mask::causal())?;
+///
+/// let (first, second) = (x.narrow(2, 0, 60)?, x.narrow(2, 60, 40)?);
+/// let before = favor.sums_of_segment(Inputs::new(&first, &first, &first))?;
+/// let out = favor.forward_after(Inputs::new(&second, &second, &second), &before)?;
+/// let error = (whole.narrow(2, 60, 40)? - out)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(error < 1e-5, "{error}");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct SegmentSums {
+    /// `c`, `(B·Hkv, 1, F)`; very negative where there is no key. It has no gradient.
+    log_scale: Tensor,
+    /// `S`, `(B·Hkv, F, Dv + 1)`.
+    sums: Tensor,
+    /// `G`, `(B·Hkv, 1)`; `None` if there are no gates.
+    decay: Option<Tensor>,
+}
+
+impl SegmentSums {
+    /// What this segment and one directly after it come to together. Merging is associative up to
+    /// rounding, and does not commute.
+    ///
+    /// # Errors
+    /// If the two belong to different attentions or batches.
+    pub fn merge(&self, later: &Self) -> Result<Self> {
+        if self.log_scale.dims() != later.log_scale.dims() || self.sums.dims() != later.sums.dims() {
+            bail!(
+                "segments: sums {:?} and {:?} cannot be merged; they belong to different attentions or batches",
+                self.sums.dims(),
+                later.sums.dims()
+            );
+        }
+        let kept = match &later.decay {
+            Some(decay) => self.log_scale.broadcast_add(&decay.unsqueeze(2)?)?,
+            None => self.log_scale.clone(),
+        };
+        let log_scale = kept.detach().maximum(&later.log_scale)?;
+        let brought = |sums: &Tensor, scale: &Tensor| -> Result<Tensor> {
+            sums.broadcast_mul(&(scale - &log_scale)?.exp()?.transpose(1, 2)?)
+        };
+        let sums = (brought(&self.sums, &kept)? + brought(&later.sums, &later.log_scale)?)?;
+        let decay = match (&self.decay, &later.decay) {
+            (Some(a), Some(b)) => Some((a + b)?),
+            (a, b) => a.clone().or_else(|| b.clone()),
+        };
+        Ok(Self { log_scale, sums, decay })
+    }
+
+    /// Bytes of all numbers: constant in the length of the segment.
+    pub fn bytes(&self) -> usize {
+        [Some(&self.log_scale), Some(&self.sums), self.decay.as_ref()].into_iter().flatten().map(bytes_of).sum()
+    }
+}
+
+impl Favor {
+    /// Computes what the keys, values and gates of a segment come to, in `O(T)`. Gradients go back
+    /// to them. The feature map must be positive; no key is hidden.
+    ///
+    /// # Errors
+    /// As for [`Attention::forward`](crate::Attention::forward), and if features are signed or
+    /// there is no key.
+    pub fn sums_of_segment(&self, inputs: Inputs<'_>) -> Result<SegmentSums> {
+        let folded = self.folded(inputs)?;
+        let Features::Log(mut k) = self.map.key_features(&folded.k)? else { return Err(self.signed()) };
+        if let Some(gates) = &folded.gates {
+            k = k.broadcast_add(&sums_after(gates, 1)?.unsqueeze(2)?)?;
+        }
+        let log_scale = k.detach().max_keepdim(1)?.maximum(FLOOR)?;
+        let k = k.broadcast_sub(&log_scale)?.exp()?;
+        let sums = k.transpose(1, 2)?.contiguous()?.matmul(&values_and_one(&folded.v, None)?)?;
+        let decay = folded.gates.as_ref().map(|gates| gates.sum_keepdim(1)).transpose()?;
+        Ok(SegmentSums { log_scale, sums, decay })
+    }
+
+    /// Computes causal attention of a segment whose earlier segments come to `before`:
+    /// `(B, H, T, Dv)`, what [`Attention::forward`](crate::Attention::forward) over the whole
+    /// sequence has there, up to rounding. Gradients go to the inputs and to `before`. Outputs at a
+    /// token have the same bits whatever comes after it.
+    ///
+    /// The part that reads `before` is made of Candle's operations and keeps features of all
+    /// queries for the backward pass.
+    ///
+    /// # Errors
+    /// As for [`Self::sums_of_segment`], and if `before` belongs to another attention or batch.
+    pub fn forward_after(&self, inputs: Inputs<'_>, before: &SegmentSums) -> Result<Tensor> {
+        let dtype = inputs.q.dtype();
+        let widen = |x: &Tensor| ops::to_dtype(x, compute(dtype));
+        let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
+        let gates = inputs.gates.map(widen).transpose()?;
+        let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
+        let folded = self.folded(inputs)?;
+        let Features::Log(q) = self.map.features(&folded.q)? else { return Err(self.signed()) };
+        let (n, t, g, f) = q.dims4()?;
+        let e = folded.v.dim(2)? + 1;
+        if before.sums.dims() != [n, f, e] || before.sums.dtype() != q.dtype() {
+            bail!(
+                "segments: the sums before this one are {:?} {:?}, but it needs {:?} {:?}, (batch x key heads, \
+                 features, value dim + 1)",
+                before.sums.dtype(),
+                before.sums.dims(),
+                q.dtype(),
+                [n, f, e]
+            );
+        }
+        let mut q = q.broadcast_add(&before.log_scale.unsqueeze(1)?)?;
+        if let Some(gates) = &folded.gates {
+            q = q.broadcast_add(&sums_up_to(gates, 1)?.reshape((n, t, 1, 1))?)?;
+        }
+        let m = q.detach().max_keepdim(D::Minus1)?;
+        let weights = q.broadcast_sub(&m)?.exp()?.reshape((n, t * g, f))?;
+        let rows = Rows::new(&weights.matmul(&before.sums)?, Some(&m.reshape((n, t * g, 1))?))?;
+        let Some(logs) = rows.logs else { return Err(self.signed()) };
+        let far = (&folded.output(&rows.values)?, &folded.output(&logs)?);
+        let (values, logs) = self.with_logs(inputs, &Mask::causal(), None)?;
+        ops::to_dtype(&join((&values, &logs), far)?, dtype)
+    }
+
+    fn folded(&self, inputs: Inputs<'_>) -> Result<Folded> {
+        let mask = Mask::causal();
+        let call = self.call(inputs, &mask, true)?;
+        if call.sizes.is_empty() {
+            bail!("segments: q has shape {:?}; a segment has at least one token", inputs.q.dims());
+        }
+        Folded::new(inputs, &mask)
+    }
+
+    fn signed(&self) -> candle_core::Error {
+        candle_core::Error::Msg(format!(
+            "feature map {:?} has signed features; segments need positive ones, such as map=positive",
+            self.map
+        ))
+    }
+}
