@@ -30,7 +30,8 @@
 //! ignored; a kill after it leaves some that match and are used. The next save first completes step
 //! 3 for those and removes the rest. Where nothing was interrupted there are no `.new` files. A
 //! `config.json` or `tokenizer.json` edited by hand is then taken as it is; the state of a training
-//! must be the one that `model.safetensors` lists.
+//! must be the one that `model.safetensors` lists, and `model.safetensors` itself the bytes that
+//! were written, of which it holds a digest.
 
 mod weights_file;
 
@@ -44,7 +45,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
-pub(crate) use weights_file::{write_durably, write_safetensors};
+pub(crate) use weights_file::{check_digest, write_durably, write_safetensors, write_with_digest};
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
@@ -73,7 +74,7 @@ pub struct Checkpoint {
     /// Parameters and buffers by name.
     pub tensors: HashMap<String, Tensor>,
     /// Free text for the header of `model.safetensors`: program version, seed, source of the
-    /// data... The keys `format` and `checkpoint_files` are reserved.
+    /// data... The keys `format`, `checkpoint_files` and `blake3` are reserved.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -148,7 +149,7 @@ impl Checkpoint {
         metadata.insert(FORMAT_KEY.to_owned(), "pt".to_owned());
         metadata.insert(DIGESTS_KEY.to_owned(), serde_json::to_string(&digests)?);
         stage(&format!("write {MODEL}"))?;
-        write_durably(&pending(dir, MODEL), |out| write_safetensors(out, &self.tensors, &metadata))?;
+        write_durably(&pending(dir, MODEL), |out| write_with_digest(out, &self.tensors, &metadata))?;
         sync_folder(dir)?;
         stage("commit")?;
         rename(&pending(dir, MODEL), &dir.join(MODEL))?;
@@ -165,12 +166,14 @@ impl Checkpoint {
         require_folder(dir)?;
         let path = dir.join(MODEL);
         let bytes = read(&path)?;
+        check_digest(&bytes).with_context(|| damaged(&path))?;
         let header = SafeTensors::read_metadata(&bytes).with_context(|| damaged(&path))?;
         let metadata = header.1.metadata().clone().unwrap_or_default();
         let mut metadata: BTreeMap<_, _> = metadata.into_iter().collect();
         let digests = metadata.remove(DIGESTS_KEY);
         let digests = digests.and_then(parse_digests).unwrap_or_default();
         metadata.remove(FORMAT_KEY);
+        metadata.remove(weights_file::DIGEST_KEY);
         let tokenizer = read_companion(dir, TOKENIZER, &digests)?;
         parse_json::<IgnoredAny>(&tokenizer, &dir.join(TOKENIZER))?;
         let config = read_companion(dir, CONFIG, &digests)?;

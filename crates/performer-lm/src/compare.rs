@@ -19,7 +19,7 @@ use crate::{
     listener::Listener,
     machine::Machine,
     model::Decoder,
-    train::{Report, RunOptions, find, find_or_run, run_name, training_batches},
+    train::{Grid, Report, RunOptions, find, find_or_run, run_name, training_batches},
 };
 use summary::summarise;
 pub use summary::{Summary, TestSummary};
@@ -34,10 +34,10 @@ pub struct Comparison<'a> {
     pub attentions: Vec<AttentionPattern>,
     /// The seeds with which each attention is trained.
     pub seeds: Vec<u64>,
-    /// Peak learning rates to choose from, if there are several: each attention is trained with each
-    /// of them at the first seed, and the rate of the lowest validation loss is used for all seeds.
-    /// Results are then of the test split, which the data must have. With none or one, every run
-    /// has the rate of `training`, or that one.
+    /// Peak learning rates to choose from, if there are several: each attention is trained with
+    /// each of them at the first seed, and the rate of the lowest validation loss is used for all
+    /// seeds. Results are then of the test split, which the data must have. With none or one, every
+    /// run has the rate of `training`, or that one.
     pub learning_rates: Vec<f64>,
     /// Folder for the results and for one checkpoint folder per run.
     pub out: &'a Path,
@@ -110,12 +110,12 @@ struct Chosen {
 
 impl Comparison<'_> {
     /// Trains every run that has not been trained yet. `compare.json` and the charts are written
-    /// after every run, so that a comparison that is stopped keeps its results so far, and continues
-    /// there when started again.
+    /// after every run, so that a comparison that is stopped keeps its results so far, and
+    /// continues there when started again.
     ///
     /// # Errors
-    /// If a run fails or is stopped, a run of other settings is in the folder, or a learning rate is
-    /// to be chosen and the data has no test split.
+    /// If a run fails or is stopped, a run of other settings is in the folder, or a learning rate
+    /// is to be chosen and the data has no test split.
     pub fn run(&self, data: &Prepared) -> Result<Outcome> {
         ensure!(!self.attentions.is_empty() && !self.seeds.is_empty(), "nothing to compare: give attentions and seeds");
         ensure!(
@@ -194,6 +194,7 @@ impl Comparison<'_> {
             stop: self.stop,
             samples: false,
             listener: self.listener,
+            ranks: Grid::one(),
         }
     }
 

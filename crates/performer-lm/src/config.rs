@@ -83,6 +83,11 @@ pub struct ModelConfig {
     /// tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub borders: Option<Borders>,
+    /// Whether a token also attends to those after it, the one it is to predict among them: a
+    /// mistake of some implementations, here so that it can be measured. Such a model has low
+    /// losses and can generate nothing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leak: bool,
 }
 
 /// Whether a setting has its default, and is left out of JSON.
@@ -184,10 +189,11 @@ impl ModelConfig {
     }
 
     /// Returns this model with the features of all linear attention off
-    /// ([`AttentionConfig::features_off`]), or `None` if no layer has linear attention. It has the
-    /// weights of this one.
+    /// ([`AttentionConfig::features_off`]), or `None` if no layer has linear attention, or the model
+    /// leaks. It has the weights of this one.
     pub fn features_off(&self) -> Option<Self> {
-        let any = (0..self.layers).any(|layer| self.attention_of(layer).features_off().is_some());
+        // What is left without features is causal.
+        let any = !self.leak && (0..self.layers).any(|layer| self.attention_of(layer).features_off().is_some());
         let off = |attention: &AttentionConfig| attention.features_off().unwrap_or_else(|| attention.clone());
         any.then(|| Self {
             attention: off(&self.attention),
@@ -226,6 +232,19 @@ impl ModelConfig {
     /// Whether the attention of every layer is exact.
     pub fn is_softmax(&self) -> bool {
         (0..self.layers).all(|layer| *self.attention_of(layer) == AttentionConfig::Softmax)
+    }
+
+    /// Refuses a model that leaks, of which nothing can be used but its loss.
+    ///
+    /// # Errors
+    /// If [`Self::leak`] is set.
+    pub fn require_causal(&self) -> Result<()> {
+        ensure!(
+            !self.leak,
+            "this model was trained to see the tokens that it predicts (its config.json has \"leak\": true): it shows \
+             what such a loss is worth and can do nothing else; train one without leak"
+        );
+        Ok(())
     }
 
     /// Refuses sizes that make no model.

@@ -3,6 +3,7 @@
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
+use performer_dist::{One, Ranks, gather, share};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -35,26 +36,33 @@ pub struct Evaluation {
 /// # Errors
 /// If the text has fewer than two tokens, or a token lies beyond the model's vocabulary.
 pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<Evaluation> {
-    evaluate_start(model, tokens, threads, usize::MAX)
-}
-
-/// Evaluates `model` over the first `limit` tokens, in windows of the model's context.
-pub(crate) fn evaluate_start(model: &Decoder, tokens: &TokenFile, threads: usize, limit: usize) -> Result<Evaluation> {
-    evaluate_windows(model, tokens, threads, model.config().context, limit)
+    evaluate_over(&One, model, tokens, threads, (model.config().context, usize::MAX))
 }
 
 /// Evaluates `model` over the first `limit` tokens that can be predicted, in windows of `context`
 /// tokens.
 ///
 /// # Errors
-/// As [`evaluate`]; also if the limit or the context is 0, or the context is longer than the learned
-/// positions of the model.
+/// As [`evaluate`]; also if the limit or the context is 0, or the context is longer than the
+/// learned positions of the model.
 pub fn evaluate_windows(
     model: &Decoder,
     tokens: &TokenFile,
     threads: usize,
     context: usize,
     limit: usize,
+) -> Result<Evaluation> {
+    evaluate_over(&One, model, tokens, threads, (context, limit))
+}
+
+/// Does what [`evaluate_windows`] does on several ranks, each of which takes a part of the windows.
+/// All get the result, whose bits do not depend on the number of ranks.
+pub(crate) fn evaluate_over(
+    ranks: &dyn Ranks,
+    model: &Decoder,
+    tokens: &TokenFile,
+    threads: usize,
+    (context, limit): (usize, usize),
 ) -> Result<Evaluation> {
     ensure!(context > 0, "the context is 0; it must be at least 1");
     ensure!(limit > 0, "0 tokens are to be predicted; it must be at least 1");
@@ -63,25 +71,33 @@ pub fn evaluate_windows(
     // About 4096 tokens in a pass are enough rows for the matrix products.
     let rows = (4096 / context).max(1);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.first(limit).collect();
-    let mut sums = vec![(0f64, 0u64); context];
+    let own = &windows[share(windows.len(), ranks.rank(), ranks.size())];
+    let mut losses = Vec::new();
     in_order(
-        windows.len(),
+        own.len(),
         threads,
         |i| {
-            let batch = &windows[i];
+            let batch = &own[i];
             check_vocabulary(batch, model)?;
             let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
-            Ok((batch.context, model.losses(&ids, &batch.targets, None)?.to_vec1::<f32>()?))
+            Ok(model.losses(&ids, &batch.targets, None)?.to_vec1::<f32>()?)
         },
-        |(width, losses)| {
-            for row in losses.chunks_exact(width) {
-                for (sum, &loss) in sums.iter_mut().zip(row) {
-                    *sum = (sum.0 + f64::from(loss), sum.1 + 1);
-                }
-            }
+        |part| {
+            losses.extend(part);
             Ok(())
         },
     )?;
+    let bytes: Vec<u8> = losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
+    let all = gather(ranks, &bytes)?.concat();
+    let mut losses = all.chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+    let mut sums = vec![(0f64, 0u64); context];
+    for window in &windows {
+        for _ in 0..window.rows {
+            for (sum, loss) in sums[..window.context].iter_mut().zip(&mut losses) {
+                *sum = (sum.0 + f64::from(loss), sum.1 + 1);
+            }
+        }
+    }
     let (total, count) = sums.iter().fold((0.0, 0), |a, s| (a.0 + s.0, a.1 + s.1));
     let val_loss = total / count as f64;
     ensure!(

@@ -118,13 +118,13 @@ pub struct Generation {
 }
 
 /// Returns what a model writes after the words with which stories begin, those words included, or
-/// `None` if it has too few learned positions for them.
+/// `None` if it leaks or has too few learned positions for them.
 ///
 /// # Errors
 /// As [`generate`].
 pub fn begin_story(model: &Decoder, tokenizer: &Tokenizer, max_tokens: usize) -> Result<Option<String>> {
     let mut text = String::from("Once upon a time");
-    if model.positions_left(&model.new_state()) <= tokenizer.encode(&text)?.len() {
+    if model.config().leak || model.positions_left(&model.new_state()) <= tokenizer.encode(&text)?.len() {
         return Ok(None);
     }
     let prompt = text.clone();
@@ -149,9 +149,10 @@ impl<'a> Continuation<'a> {
     /// Prepares to continue `prompt`.
     ///
     /// # Errors
-    /// If the prompt has more tokens than the model has positions, or a setting of `sampling` is
-    /// out of range.
+    /// If the prompt has more tokens than the model has positions, a setting of `sampling` is out
+    /// of range, or the model leaks.
     pub fn new(model: &'a Decoder, tokenizer: &'a Tokenizer, prompt: &str, sampling: Sampling) -> Result<Self> {
+        model.config().require_causal()?;
         let sampler = Sampler::new(sampling)?;
         // A text begins after the token between documents.
         let mut ids = vec![tokenizer.eot()];

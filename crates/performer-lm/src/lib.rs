@@ -25,6 +25,7 @@
 //! | `plot` | the module `plot`: charts as SVG and PNG |
 //! | `lab` | `compare`, `bench`, `lab`, `gpu_check`, `machine`: experiments; implies `plot` |
 //! | `cli` (default) | the program `performer-lm`; implies the other three |
+//! | `mpi` | training by several processes, which `mpirun` starts |
 //! | `cuda`, `metal`, `mkl`, `accelerate` | what Candle computes on |
 //!
 //! A library depends on this crate with `default-features = false`.
@@ -57,4 +58,6 @@ mod parallel;
 #[cfg(feature = "plot")]
 pub mod plot;
 mod revision;
+#[cfg(feature = "lab")]
+mod seeds;
 pub mod train;

@@ -11,7 +11,7 @@ use crate::{
     data::Prepared,
     listener::Listener,
     machine::Machine,
-    train::{NEVER, RunOptions, Trainer},
+    train::{Grid, NEVER, RunOptions, Trainer},
 };
 
 /// A `Point` is one measurement.
@@ -94,6 +94,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
                 stop: &NEVER,
                 samples: false,
                 listener: plan.listener,
+                ranks: Grid::one(),
             };
             Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")
         };

@@ -1,10 +1,14 @@
 //! This module has the arguments that several commands share.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use clap::Args;
+use performer_dist::{One, Ranks, neighbours};
 
 use super::output;
 use crate::{
@@ -21,15 +25,18 @@ pub(super) struct Global {
     /// Where to compute.
     #[arg(long, value_enum, default_value_t = DeviceKind::Auto, global = true)]
     device: DeviceKind,
-    /// CPU threads [default: all cores]. Results do not depend on it.
+    /// CPU threads [default: all cores, divided among the processes of mpirun]. Results do not
+    /// depend on it.
     #[arg(long, global = true)]
     threads: Option<usize>,
 }
 
-/// `Machine` is the device and the number of threads that [`Global`] selects.
+/// `Machine` is the device and the number of threads that [`Global`] selects, and the processes
+/// that were started together.
 pub(super) struct Machine {
     pub(super) device: Device,
     pub(super) threads: usize,
+    pub(super) ranks: Arc<dyn Ranks>,
 }
 
 /// The most threads that are started where there are fewer cores: each takes memory, and time to
@@ -51,7 +58,7 @@ impl Global {
                 )
             }
             Some(threads) => threads,
-            None => cores,
+            None => (cores / neighbours()).max(1),
         };
         // While passes run side by side, Candle's own pools would only compete for the cores.
         let inside = if side_by_side { 1 } else { threads }.to_string();
@@ -69,7 +76,7 @@ impl Global {
         let device = self.device.open(output::note)?;
         // A GPU has one queue, so one thread feeds it.
         let threads = if device.is_cpu() { threads } else { 1 };
-        Ok(Machine { device, threads })
+        Ok(Machine { device, threads, ranks: Arc::new(One) })
     }
 }
 
@@ -195,8 +202,8 @@ const SAMPLE_BATCH: usize = 32;
 const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {
-    /// Returns the settings for training on `data`: on the sample, those that suit it in place of the
-    /// preset's. What an option says is kept.
+    /// Returns the settings for training on `data`: on the sample, those that suit it in place of
+    /// the preset's. What an option says is kept.
     pub(super) fn for_data(
         &self,
         data: &Prepared,

@@ -42,7 +42,8 @@ pub(super) struct Args {
     recipe: RecipeArgs,
     #[command(flatten)]
     data: DataArgs,
-    /// Folder for compare.json, table.md, the charts loss and positions (SVG and PNG), and the runs.
+    /// Folder for compare.json, table.md, the charts loss and positions (SVG and PNG), and the
+    /// runs.
     #[arg(long, default_value = "runs/compare")]
     out: PathBuf,
     /// Print the outcome as JSON.

@@ -19,11 +19,16 @@ mod train;
 
 use std::{
     process::ExitCode,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result, bail};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use performer_dist::{Disagreement, One, Ranks};
 
 use args::{Global, Machine};
 
@@ -32,6 +37,10 @@ use crate::{data::remove_partial_files, device::explain_memory, errors::Cause};
 /// Flag that Ctrl-C sets while steps are taken, which are saved then; a second one ends the program
 /// at once.
 static STOP: AtomicBool = AtomicBool::new(false);
+
+/// How long processes wait for each other until a command says otherwise: one of them may have data
+/// to prepare that the others wait for.
+const DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Exit code of a program that Ctrl-C ends.
 const STOPPED: u8 = 130;
@@ -96,15 +105,30 @@ enum Command {
 /// Runs the command line. Exit codes are 0 for success, 1 for failure, 2 for wrong usage, and 130
 /// for a command that was stopped, however much of it is saved.
 pub fn main() -> ExitCode {
-    let matches = with_negative_numbers(Cli::command()).get_matches();
-    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
-    match run(cli) {
+    // All processes have the same arguments; the first says what is wrong with them.
+    if performer_dist::launched_rank() > 0 {
+        output::be_silent();
+    }
+    let matches = with_negative_numbers(Cli::command()).try_get_matches();
+    let cli = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
+        Ok(cli) => cli,
+        Err(error) if performer_dist::launched_rank() > 0 => return ExitCode::from(error.exit_code() as u8),
+        Err(error) => error.exit(),
+    };
+    let mut ranks: Arc<dyn Ranks> = Arc::new(One);
+    match run(cli, &mut ranks) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => match error.downcast_ref() {
             Some(Cause::Stopped(text)) => {
                 output::note(text);
                 ExitCode::from(STOPPED)
+            }
+            _ if ranks.size() > 1 => {
+                if !output::error_of_rank(&error, ranks.rank(), ranks.size()) {
+                    ranks.abort();
+                }
+                ExitCode::FAILURE
             }
             _ => {
                 output::error(&error);
@@ -120,14 +144,23 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command.allow_negative_numbers(true).mut_subcommands(with_negative_numbers)
 }
 
-fn run(cli: Cli) -> Result<()> {
+/// Runs a command. `ranks` become the processes that were started with this one.
+fn run(cli: Cli, ranks: &mut Arc<dyn Ranks>) -> Result<()> {
     let side_by_side = match &cli.command {
         Command::Bench(bench) => !bench.is_one_at_a_time(),
         Command::Lab(lab) => !lab.is_one_at_a_time(),
         Command::GpuCheck(_) => false,
         _ => true,
     };
-    let global = cli.global.configure(side_by_side)?;
+    let is_shared = matches!(cli.command, Command::Train(_));
+    let mut global = cli.global.configure(side_by_side)?;
+    // MPI may start threads, so it comes after the environment is set.
+    *ranks = performer_dist::start(DEADLINE).map_err(Error::msg)?;
+    global.ranks = Arc::clone(ranks);
+    if ranks.size() > 1 && !is_shared {
+        let text = "only train works on several processes; start this command without mpirun".into();
+        bail!(Disagreement { rank: 0, size: ranks.size(), text });
+    }
     listen_for_ctrl_c()?;
     perform(cli.command, &global).map_err(|error| {
         let lower = "the batch, the context or the length of the text".to_string();

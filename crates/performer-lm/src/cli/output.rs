@@ -5,7 +5,7 @@ use std::{
     io::{ErrorKind, Write},
     sync::{
         LazyLock,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -13,6 +13,7 @@ use std::{
 use anyhow::Result;
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use performer_dist::Disagreement;
 use serde::Serialize;
 
 use crate::{
@@ -25,6 +26,14 @@ static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// The number of bars of steps.
 static TRAININGS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether this process says nothing but errors.
+static SILENT: AtomicBool = AtomicBool::new(false);
+
+/// Makes this process, one of several of which another speaks, say nothing but errors.
+pub(super) fn be_silent() {
+    SILENT.store(true, Ordering::Relaxed);
+}
 
 /// Shows a person at the terminal what the library says.
 pub(super) static TERMINAL: Terminal = Terminal;
@@ -43,7 +52,8 @@ impl Listener for Terminal {
             Unit::Steps => "{prefix} [{bar:30}] step {pos}/{len}  {msg}  left {eta}",
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = ProgressBar::new(total).with_position(done).with_prefix(name.to_string());
+        let bar = if SILENT.load(Ordering::Relaxed) { ProgressBar::hidden() } else { ProgressBar::new(total) };
+        let bar = bar.with_position(done).with_prefix(name.to_string());
         let bar = BARS.add(bar.with_style(if unit == Unit::Steps { style.progress_chars("=> ") } else { style }));
         bar.reset_eta();
         bar.enable_steady_tick(Duration::from_millis(500));
@@ -90,6 +100,9 @@ pub(super) fn result(text: &str) -> Result<()> {
 
 /// Prints a result as raw bytes.
 pub(super) fn bytes(bytes: &[u8]) -> Result<()> {
+    if SILENT.load(Ordering::Relaxed) {
+        return Ok(());
+    }
     BARS.suspend(|| {
         let mut out = std::io::stdout().lock();
         out.write_all(bytes)?;
@@ -105,6 +118,12 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 
 /// Prints a message for the user. If stderr is closed, there is nobody to tell.
 pub(super) fn note(text: &str) {
+    if !SILENT.load(Ordering::Relaxed) {
+        say(text);
+    }
+}
+
+fn say(text: &str) {
     BARS.suspend(|| {
         let _ = writeln!(std::io::stderr(), "{text}");
     });
@@ -112,14 +131,33 @@ pub(super) fn note(text: &str) {
 
 /// Prints an error with its causes.
 pub(super) fn error(error: &anyhow::Error) {
-    note(&format!("error: {error}"));
+    say(&format!("error: {error}"));
     for cause in error.chain().skip(1) {
         // Candle adds a backtrace to its messages; the first line is the message.
         let cause = cause.to_string();
-        note(&format!("  because: {}", cause.lines().next().unwrap_or_default()));
+        say(&format!("  because: {}", cause.lines().next().unwrap_or_default()));
     }
+    help(error);
+}
+
+/// Prints an error of one rank among several: the one that all of them return is printed by the rank
+/// that it names. Returns whether the others know of the error.
+pub(super) fn error_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> bool {
+    let Some(known) = error.downcast_ref::<Disagreement>() else {
+        say(&format!("error: rank {rank} of {size} ends all: {error:#}"));
+        help(error);
+        return false;
+    };
+    if known.rank == rank {
+        say(&format!("error: {known}"));
+        help(error);
+    }
+    true
+}
+
+fn help(error: &anyhow::Error) {
     if let Some(options) = error.downcast_ref().and_then(options) {
-        note(&format!("  help: {options}"));
+        say(&format!("  help: {options}"));
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::AtomicBool,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
 };
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs, require_another_folder},
@@ -13,12 +14,12 @@ use super::{
 };
 use crate::{
     checkpoint::require_free,
-    config::AttentionPattern,
+    config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::{Prepared, prepare, prepare_for},
     errors::Cause,
     eval::{guessing, is_worse_than_guessing, show_perplexity},
     model::pretrained::Pretrained,
-    train::{Report, RunOptions, Trainer, default_out, saved_data},
+    train::{Grid, Report, RunOptions, Trainer, agreed, default_out, led, saved_data},
 };
 
 #[derive(clap::Args)]
@@ -32,7 +33,9 @@ Examples:
   performer-lm train --preset small --attention favor-gated          forgets at a pace that it learns
   performer-lm train --preset small --attention uniform:gate         its control: the gate alone
   performer-lm train --preset small --attention favor-gated:conv     and mixes neighbouring tokens first
+  performer-lm train --preset seed --attention favor --leak           what a forgotten causal mask measures
   performer-lm train --resume runs/mine
+  mpirun -n 4 performer-lm train --attention favor       four processes, on one machine or several
   performer-lm train --from runs/mine --max-steps 500 --learning-rate 1e-4 --out runs/more   on from its weights")]
 pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
@@ -66,59 +69,56 @@ pub(super) struct Args {
     /// or hub id, llama2.c .bin, or .gguf file. Of a preset, the training settings are taken.
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["attention", "config", "vocab_size", "tokenizer", "resume"])]
     from: Option<String>,
+    /// Let every token see the whole sequence, the token that it is to predict too. This is a
+    /// mistake, here to be measured: losses fall towards 0, and the model can generate nothing.
+    #[arg(long, conflicts_with_all = ["resume", "from"])]
+    leak: bool,
     /// Replace what the folder holds.
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
+    /// Seconds for which the processes of mpirun wait for each other: after that, all of them end.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
+    deadline: f64,
     /// Print the report as JSON.
     #[arg(long)]
     json: bool,
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    let ranks = &Grid::new(Arc::clone(&machine.ranks), 1)?;
+    let deadline = Duration::try_from_secs_f64(args.deadline).ok().filter(|deadline| !deadline.is_zero());
+    let deadline = deadline.with_context(|| format!("--deadline is {}; it must be above 0", args.deadline));
+    let deadline = agreed(ranks, deadline)?;
     if let Some(dir) = &args.resume {
-        let saved = saved_data(dir)?;
+        let saved = agreed(ranks, saved_data(dir))?;
         let (spec, spelt) = match &args.data.data {
             Some(spec) => (spec.clone(), spec.to_string()),
             None => (saved.spec, saved.spelt),
         };
-        let data = match &args.data.tokenizer {
-            Some(path) => prepare(&spec, 0, Some(path), &output::TERMINAL)?,
-            None => prepare_for(&spec, &saved.tokenizer, &output::TERMINAL)?,
-        };
-        let trainer = Trainer::resume(&data, options(dir, &spelt, machine, stop))?;
+        let data = in_turn(ranks, || match &args.data.tokenizer {
+            Some(path) => prepare(&spec, 0, Some(path), &output::TERMINAL),
+            None => prepare_for(&spec, &saved.tokenizer, &output::TERMINAL),
+        })?;
+        machine.ranks.set_deadline(deadline);
+        let trainer = Trainer::resume(&data, options(dir, &spelt, machine, ranks, stop))?;
         return finish(&args, trainer, &data, dir);
     }
-    let mut weights = args.from.as_ref().map(|from| Pretrained::open_with(from, &output::TERMINAL)).transpose()?;
-    let (mut model, mut training) = match &weights {
-        Some(weights) => args.recipe.of_weights(weights.config.clone(), machine)?,
-        None => args.recipe.load(machine)?,
-    };
-    if let Some(attention) = &args.attention {
-        model = model.with_attention(attention)?;
-    }
-    training.seed = args.seed.unwrap_or(training.seed);
-    let out = args.out.clone().unwrap_or_else(|| default_out(args.recipe.preset, &model, training.seed));
-    if let Some(from) = &args.from {
-        require_another_folder(from, &out)?;
-    }
-    if !args.overwrite {
-        ensure!(
-            !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
-            "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
-            out.display()
-        );
-        require_free(&out, &["metrics.json", "metrics.jsonl"])?;
-    }
-    let data = match &weights {
-        Some(weights) => prepare_for(&args.data.spec(), &weights.tokenizer, &output::TERMINAL)?,
-        None => args.data.prepare(model.vocab_size)?,
-    };
+    let Settings { mut weights, model, training, out } = agreed(ranks, settings(&args, machine))?;
+    // Once the first of several processes has begun, the folder holds something.
+    led(ranks, || if args.overwrite { Ok(()) } else { require_nothing_in(&out) })?;
+    let data = in_turn(ranks, || match &weights {
+        Some(weights) => prepare_for(&args.data.spec(), &weights.tokenizer, &output::TERMINAL),
+        None => args.data.prepare(model.vocab_size),
+    })?;
+    machine.ranks.set_deadline(deadline);
     output::note(&format!("training on {}", data.description));
-    let (suited, training) = args.recipe.for_data(&data, model.clone(), training);
-    // Weights that are given keep the model that they were trained in.
-    let model = if weights.is_some() { model } else { suited };
+    // What suits a new model on the sample does not suit one that is trained already.
+    let (model, training) = match &weights {
+        Some(_) => (model, training),
+        None => args.recipe.for_data(&data, model, training),
+    };
     let spec = args.data.spec().to_string();
-    let options = options(&out, &spec, machine, stop);
+    let options = options(&out, &spec, machine, ranks, stop);
     let trainer = match &mut weights {
         Some(weights) => {
             weights.config = model;
@@ -129,7 +129,51 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     finish(&args, trainer, &data, &out)
 }
 
-fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, stop: &'a AtomicBool) -> RunOptions<'a> {
+/// What a new run is to be.
+struct Settings {
+    /// What it begins with, if that is not drawn.
+    weights: Option<Pretrained>,
+    model: ModelConfig,
+    training: TrainingConfig,
+    out: PathBuf,
+}
+
+fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
+    let weights = args.from.as_ref().map(|from| Pretrained::open_with(from, &output::TERMINAL)).transpose()?;
+    let (mut model, mut training) = match &weights {
+        Some(weights) => args.recipe.of_weights(weights.config.clone(), machine)?,
+        None => args.recipe.load(machine)?,
+    };
+    if let Some(attention) = &args.attention {
+        model = model.with_attention(attention)?;
+    }
+    model.leak |= args.leak;
+    training.seed = args.seed.unwrap_or(training.seed);
+    let out = args.out.clone().unwrap_or_else(|| default_out(args.recipe.preset, &model, training.seed));
+    if let Some(from) = &args.from {
+        require_another_folder(from, &out)?;
+    }
+    Ok(Settings { weights, model, training, out })
+}
+
+/// Refuses a folder in which a new run would replace something.
+fn require_nothing_in(out: &Path) -> Result<()> {
+    ensure!(
+        !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
+        "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
+        out.display()
+    );
+    require_free(out, &["metrics.json", "metrics.jsonl"])
+}
+
+/// Prepares data on the first rank, then on the others, which find it in the cache where they share
+/// one.
+fn in_turn(ranks: &Grid, prepare: impl Fn() -> Result<Prepared>) -> Result<Prepared> {
+    let first = led(ranks, &prepare)?;
+    agreed(ranks, first.map_or_else(&prepare, Ok))
+}
+
+fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, ranks: &Grid, stop: &'a AtomicBool) -> RunOptions<'a> {
     RunOptions {
         out,
         data,
@@ -138,6 +182,7 @@ fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, stop: &'a Atomic
         stop,
         samples: true,
         listener: &output::TERMINAL,
+        ranks: ranks.clone(),
     }
 }
 
@@ -163,15 +208,26 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         output::thousands(all),
         if used * 2 < all { " (--max-train-tokens 0 for all)" } else { "" }
     ));
-    let vocabulary = config.vocab_size;
+    let (vocabulary, leak, leads) = (config.vocab_size, config.leak, trainer.ranks().leads());
     let Some(report) = trainer.run()? else {
         let text = format!("stopped and saved; go on with: performer-lm train --resume {}", out.display());
         bail!(Cause::Stopped(text));
     };
+    if !leads {
+        return Ok(());
+    }
     if args.json {
         output::json(&report)?
     } else {
         output::result(&table(&report))?
+    }
+    if leak {
+        output::note(&format!(
+            "saved in {}; each token saw the tokens that it was to predict, so these numbers say nothing about how well \
+             the model predicts, and it can generate nothing",
+            out.display()
+        ));
+        return Ok(());
     }
     if is_worse_than_guessing(report.val_loss, vocabulary) {
         output::note(&format!(
@@ -182,7 +238,8 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         ));
         return Ok(());
     }
-    ending::tell(out, &report, std::env::args())
+    let program = std::env::args().next().unwrap_or_else(|| "performer-lm".into());
+    ending::tell(&program, out, &report, args.resume.is_none() && args.from.is_none())
 }
 
 fn table(r: &Report) -> String {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use super::{Outcome, summary::mean};
+use super::Outcome;
 use crate::{
     plot::{At, Axis, Chart, Marker, Scale, Series},
     train::{Record, Report, read_log},
@@ -24,7 +24,7 @@ pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
             .map(|(_, folder)| read_log(&folder.join("metrics.jsonl")))
             .collect::<Result<_>>()?;
         let curves: Vec<Vec<(f64, f64)>> = logs.iter().map(|log| validation_curve(log)).collect();
-        series.push(mean_and_range(&summary.attention_spec, &curves));
+        series.push(Series::over_seeds(&summary.attention_spec, &curves));
     }
     Ok(Chart {
         title: format!("Validation loss on {}", outcome.corpus),
@@ -46,7 +46,7 @@ pub(super) fn positions(outcome: &Outcome) -> Option<Chart> {
         .iter()
         .map(|summary| {
             let runs = outcome.runs.iter().filter(|run| run.attention_spec == summary.attention_spec);
-            mean_and_range(&summary.attention_spec, &runs.map(curve).collect::<Vec<_>>())
+            Series::over_seeds(&summary.attention_spec, &runs.map(curve).collect::<Vec<_>>())
         })
         .collect();
     series.iter().any(|s| !s.points.is_empty()).then(|| Chart {
@@ -66,21 +66,6 @@ fn subtitle(outcome: &Outcome) -> String {
         "{} layers, dim {}, context {}; mean of {seeds} seed(s), band: smallest to largest",
         config.layers, config.hidden_size, config.context
     )
-}
-
-/// Joins the curves of several seeds, as far as the shortest goes.
-fn mean_and_range(name: &str, curves: &[Vec<(f64, f64)>]) -> Series {
-    let shortest = curves.iter().map(Vec::len).min().unwrap_or(0);
-    let mut points = Vec::new();
-    let mut band = Vec::new();
-    for i in 0..shortest {
-        let losses: Vec<f64> = curves.iter().map(|curve| curve[i].1).collect();
-        points.push((curves[0][i].0, mean(&losses)));
-        let low = losses.iter().copied().fold(f64::INFINITY, f64::min);
-        let high = losses.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        band.push((low, high));
-    }
-    Series { band: (curves.len() > 1).then_some(band), ..Series::new(name, points) }
 }
 
 /// Drops the first quarter of a curve: the steep fall at the beginning would flatten the

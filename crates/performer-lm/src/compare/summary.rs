@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::train::{Control, Report, TestLoss};
+use crate::{
+    seeds::{deviation, mean},
+    train::{Control, Report, TestLoss},
+};
 
 /// A `Summary` describes the runs of one attention over all seeds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -137,17 +140,6 @@ fn summarise_tests(tests: &[&TestLoss]) -> TestSummary {
     }
 }
 
-pub(super) fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len() as f64
-}
-
-/// Returns the standard deviation of a sample; 0 for one value.
-fn deviation(values: &[f64]) -> f64 {
-    let mean = mean(values);
-    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-    if values.len() > 1 { (squares / (values.len() - 1) as f64).sqrt() } else { 0.0 }
-}
-
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     match values.len() {
@@ -163,6 +155,7 @@ mod tests {
 
     fn report(spec: &str, seed: u64, val_loss: f64) -> Report {
         Report {
+            ranks: 1,
             attention: "favor".into(),
             attention_spec: spec.into(),
             seed,

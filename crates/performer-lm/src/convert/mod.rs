@@ -351,6 +351,7 @@ impl Plan<'_> {
 }
 
 fn check(plan: &Plan) -> Result<()> {
+    plan.teacher.config.require_causal()?;
     plan.config.validate()?;
     let teacher = &plan.teacher.config;
     let layers = 0..teacher.layers;

@@ -1,7 +1,10 @@
 //! This module cuts a stream of tokens into windows and makes batches of them: shuffled for
 //! training, in order for evaluation.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use anyhow::{Context, Result, bail};
 use rand_chacha::ChaCha8Rng;
@@ -108,13 +111,28 @@ impl Batches {
     /// # Errors
     /// If `index` is [`Self::batches_per_epoch`] or more.
     pub fn batch(&self, epoch: u64, index: usize) -> Result<Batch> {
+        self.part(epoch, index, 0..self.batch_size, 0..self.context)
+    }
+
+    /// Returns some of the rows of a batch, and of each some of the tokens. Nothing else is read.
+    ///
+    /// # Errors
+    /// As [`Self::batch`]; also if the batch has no such rows or tokens.
+    pub fn part(&self, epoch: u64, index: usize, rows: Range<usize>, tokens: Range<usize>) -> Result<Batch> {
         if index >= self.batches_per_epoch() {
             bail!("there is no batch {index}: an epoch has {}", self.batches_per_epoch());
         }
+        if rows.end > self.batch_size || tokens.end > self.context {
+            bail!(
+                "rows {rows:?} and tokens {tokens:?} are not in a batch of {} rows of {} tokens",
+                self.batch_size,
+                self.context
+            );
+        }
         let order = self.order(epoch);
-        let picked = &order[index * self.batch_size..][..self.batch_size];
-        let starts = picked.iter().map(|&window| window as usize * self.context);
-        Ok(Batch::read(&self.tokens, starts, self.context))
+        let picked = &order[index * self.batch_size..][rows];
+        let starts = picked.iter().map(|&window| window as usize * self.context + tokens.start);
+        Ok(Batch::read(&self.tokens, starts, tokens.len()))
     }
 
     fn order(&self, epoch: u64) -> Arc<[u32]> {
@@ -259,6 +277,19 @@ mod tests {
                 assert_eq!(batch.targets, next);
             }
         }
+    }
+
+    #[test]
+    fn a_part_is_what_the_batch_has_there() {
+        let batches = Batches::new(stream(200), 6, 4, 7).unwrap();
+        let whole = batches.batch(1, 2).unwrap();
+        let part = batches.part(1, 2, 1..3, 2..5).unwrap();
+        assert_eq!((part.rows, part.context), (2, 3));
+        let inputs: Vec<u32> = (1..3).flat_map(|row| whole.inputs[row * 6 + 2..row * 6 + 5].to_vec()).collect();
+        let targets: Vec<u32> = inputs.iter().map(|token| token + 1).collect();
+        assert_eq!((part.inputs, part.targets), (inputs, targets));
+        assert_eq!(batches.part(1, 2, 4..4, 0..6).unwrap().rows, 0);
+        assert!(batches.part(1, 2, 3..5, 0..6).is_err() && batches.part(1, 2, 0..1, 0..7).is_err());
     }
 
     #[test]

@@ -156,9 +156,10 @@ impl Tokenizer {
         json: Vec<u8>,
         borders: impl FnOnce(&tokenizers::Tokenizer) -> Result<(Borders, bool)>,
     ) -> Result<Self> {
+        // The library panics where a part of the file is no JSON, so this comes first.
+        require_sound_decoder(&json)?;
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
-        require_sound_decoder(&json)?;
         // Many published files carry the truncation and padding of some model; a corpus must
         // neither be cut nor padded.
         let limits = inner.with_truncation(None);

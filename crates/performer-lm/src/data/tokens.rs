@@ -3,8 +3,9 @@
 //!
 //! All numbers are little-endian. The header of 128 bytes is: magic (8 bytes), version and width of
 //! a token in bytes (u32), number of tokens, bytes of text they cover, documents, vocabulary size
-//! (u64), hash of what was encoded (32 bytes), hash of the tokens (32 bytes), zeros. Vocabularies
-//! of up to 65,536 tokens have tokens of two bytes, larger ones of four bytes.
+//! (u64), hash of what was encoded (32 bytes), hash of the tokens (32 bytes), and the first 16
+//! bytes of the hash of all these; earlier versions wrote zeros there. Vocabularies of up to 65,536
+//! tokens have tokens of two bytes, larger ones of four bytes.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -22,6 +23,9 @@ use crate::listener::{Listener, Unit};
 const MAGIC: [u8; 8] = *b"PERFTOKS";
 const VERSION: u32 = 1;
 const HEADER: usize = 128;
+
+/// Where the header's own hash begins.
+const CHECK: usize = 112;
 
 /// A `TokenFile` holds the tokens of a text, each document between its borders, mapped from a file
 /// (or held in memory).
@@ -56,6 +60,14 @@ impl Header {
         bytes
     }
 
+    /// The header as it is written, with its own hash.
+    fn to_stored(self) -> Vec<u8> {
+        let mut bytes = self.to_bytes();
+        let check = blake3::hash(&bytes[..CHECK]);
+        bytes[CHECK..].copy_from_slice(&check.as_bytes()[..HEADER - CHECK]);
+        bytes
+    }
+
     fn from_bytes(bytes: &[u8]) -> Result<Self> {
         if bytes.len() < HEADER || bytes[..8] != MAGIC {
             bail!("not a token file");
@@ -68,6 +80,11 @@ impl Header {
         let version = u32::from_le_bytes(field(bytes, 8));
         if version != VERSION {
             bail!("a token file of version {version}; this program reads version {VERSION}");
+        }
+        let check = &bytes[CHECK..HEADER];
+        let is_old = check.iter().all(|&byte| byte == 0);
+        if !is_old && *check != blake3::hash(&bytes[..CHECK]).as_bytes()[..HEADER - CHECK] {
+            bail!("damaged token file: the header does not have the hash that it tells");
         }
         let number = |at| u64::from_le_bytes(field(bytes, at));
         Ok(Self {
@@ -146,7 +163,7 @@ impl TokenFile {
             payload: hash,
         };
         let mut map = MmapMut::map_anon(HEADER + payload.len()).context("no memory for tokens")?;
-        map[..HEADER].copy_from_slice(&header.to_bytes());
+        map[..HEADER].copy_from_slice(&header.to_stored());
         map[HEADER..].copy_from_slice(&payload);
         Self::from_map(map.make_read_only().context("no memory for tokens")?)
     }
@@ -188,7 +205,7 @@ impl TokenFile {
             payload: *payload.finalize().as_bytes(),
         };
         file.seek(SeekFrom::Start(0))?;
-        file.write_all(&header.to_bytes())?;
+        file.write_all(&header.to_stored())?;
         Ok(())
     }
 
@@ -312,8 +329,20 @@ mod tests {
         refuse(&good[..HEADER - 1], "not a token file");
         refuse(&change(0), "not a token file");
         refuse(&change(8), "version");
-        refuse(&change(12), "bytes a token");
-        refuse(&change(23), "announced");
+        for at in (12..HEADER).step_by(4) {
+            refuse(&change(at), "header does not have the hash");
+        }
+        // Files of earlier versions have no hash of their header.
+        let old = |change: &dyn Fn(&mut [u8])| {
+            let mut bytes = good.clone();
+            bytes[CHECK..HEADER].fill(0);
+            change(&mut bytes);
+            bytes
+        };
+        std::fs::write(&path, old(&|_| ())).unwrap();
+        TokenFile::open(&path).unwrap();
+        refuse(&old(&|bytes| bytes[12] ^= 4), "bytes a token");
+        refuse(&old(&|bytes| bytes[23] ^= 4), "announced");
         refuse(&good[..good.len() - 1], "announced");
         refuse(&[&good[..], &[0; 2]].concat(), "announced");
         refuse(&change(good.len() - 1), "hash");

@@ -172,7 +172,9 @@ impl Check {
     }
 }
 
-/// Returns the largest relative error that results in a type may have.
+/// Returns the largest relative error that results in a type may have. In half types a result goes
+/// through at most five roundings of 2⁻⁹: of features, weights, products of pairs, sums, and of the
+/// result itself; `docs/LOG.md` says more.
 fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 1e-4 } else { 1e-2 }
 }

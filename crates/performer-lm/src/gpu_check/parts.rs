@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
-use performer_core::{MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, ops};
+use performer_core::{LayerParts, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, ops};
 
 use super::{Check, Item, Random, numbers, relative_error, tolerance};
 use crate::train::{AdamW, AdamWConfig, Gradients};
@@ -27,6 +27,8 @@ const OPERATIONS: &[Operation] = &[
     ("gelu, 16 bytes at a time", &[&[8, 333]], |t| ops::gelu(&t[0])),
     ("swiglu, 16 bytes at a time", &[&[8, 333], &[8, 333]], |t| ops::swiglu(&t[0], &t[1])),
     ("short convolution", &[&[3, 37, 24], &[24, 4]], |t| ops::short_convolution(&t[0], &(&t[1] * 0.5)?)),
+    // Rows are no multiple of 16 bytes.
+    ("short convolution of narrow rows", &[&[2, 70, 21], &[21, 4]], |t| ops::short_convolution(&t[0], &(&t[1] * 0.5)?)),
     ("embedding", &[&[50, 24]], |t| {
         let ids: Vec<u32> = (0..700).map(|i| i * 31 % 47).collect();
         ops::embedding(&t[0], &Tensor::from_vec(ids, (7, 100), t[0].device())?)
@@ -36,6 +38,15 @@ const OPERATIONS: &[Operation] = &[
         let rotary = Rotary::new(16, 40, 1e4, t[0].device())?;
         projected(t, MultiHeadConfig::new(40, 4).with_head_dim(16), rotary)
     }),
+    (
+        "linear to convolved heads and back",
+        &[&[2, 33, 40], &[64, 40], &[64, 40], &[64, 40], &[40, 64], &[64, 4], &[64, 4], &[64, 4]],
+        |t| {
+            let config = MultiHeadConfig::new(40, 4).with_head_dim(16);
+            let config = config.with_parts(LayerParts::default().with_convolution(true));
+            projected(t, config, Rotary::new(16, 40, 1e4, t[0].device())?)
+        },
+    ),
     // Rows of heads are no multiple of 16 bytes.
     ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
         let rotary = Rotary::new(10, 9, 1e4, t[0].device())?.interleaved();
@@ -54,9 +65,9 @@ const OPERATIONS: &[Operation] = &[
 ];
 
 /// Computes a layer with the sum of queries, keys and values in place of its attention, from its
-/// input and four weights.
+/// input and four weights, and filters of convolutions if it has some.
 fn projected(t: &[Tensor], config: MultiHeadConfig, rotary: Rotary) -> candle_core::Result<Tensor> {
-    let names = ["q_proj", "k_proj", "v_proj", "o_proj"];
+    let names = ["q_proj", "k_proj", "v_proj", "o_proj", "q_conv1d", "k_conv1d", "v_conv1d"];
     let weights = names.iter().zip(&t[1..]).map(|(name, weight)| (format!("{name}.weight"), weight.clone()));
     let vb = VarBuilder::from_tensors(weights.collect(), t[0].dtype(), t[0].device());
     MultiHeadAttention::without_buffers(&config, Box::new(Softmax::new()), Some(rotary), vb)?

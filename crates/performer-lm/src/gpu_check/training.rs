@@ -10,7 +10,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, prepare},
     listener::Silent,
-    train::{NEVER, RunOptions, Trainer},
+    train::{Grid, NEVER, RunOptions, Trainer},
 };
 
 /// A `Training` describes one training run.
@@ -78,6 +78,7 @@ fn run(attention: &str, device: &Device, extent: Extent) -> Result<Training> {
             stop: &NEVER,
             samples: false,
             listener: &Silent,
+            ranks: Grid::one(),
         };
         Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
     };

@@ -18,7 +18,8 @@ use crate::{
     errors::{Cause, STOPPED},
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
-    train::{RunKey, RunOptions, find, find_or_run},
+    seeds::mean,
+    train::{Grid, RunKey, RunOptions, find, find_or_run},
 };
 
 /// The noise to assume where there is only one seed, in nats: by so much, differences to softmax
@@ -86,10 +87,6 @@ impl Outcome {
     fn spread(&self) -> f64 {
         spread(&self.val_losses)
     }
-}
-
-fn mean(losses: &[f64]) -> f64 {
-    losses.iter().sum::<f64>() / losses.len() as f64
 }
 
 fn spread(losses: &[f64]) -> f64 {
@@ -236,6 +233,7 @@ impl Plan<'_> {
             stop: self.stop,
             samples: false,
             listener: self.listener,
+            ranks: Grid::one(),
         }
     }
 }
@@ -319,7 +317,7 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
             Section {
                 title: "Loss over features".into(),
                 text: Vec::new(),
-                chart: Some(("features", chart(outcomes, softmax))),
+                chart: Some(("features".into(), chart(outcomes, softmax))),
                 table: None,
             },
             Section { title: "One change at a time".into(), text: changes, chart: None, table: Some(table) },

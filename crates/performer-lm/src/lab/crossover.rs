@@ -54,14 +54,14 @@ fn findings(report: &Report) -> Findings {
     let mut sections = vec![Section {
         title: "Crossover over features".into(),
         text: passes.iter().map(|&backward| fit_in_words(report, backward)).collect(),
-        chart: Some(("features", chart(report, passes))),
+        chart: Some(("features".into(), chart(report, passes))),
         table: Some(crossovers(report)),
     }];
     for &backward in passes {
         sections.push(Section {
             title: format!("Time over length, {}", attention::pass(backward)),
             text: vec![published(report, backward)],
-            chart: Some((if backward { "both" } else { "forward" }, report.chart(backward))),
+            chart: Some((if backward { "both" } else { "forward" }.into(), report.chart(backward))),
             table: Some(times(report, backward)),
         });
     }

@@ -48,7 +48,7 @@ pub struct Section {
     /// Paragraphs.
     pub text: Vec<String>,
     /// Short name and chart; the file name is made of the experiment's name and this one.
-    pub chart: Option<(&'static str, Chart)>,
+    pub chart: Option<(String, Chart)>,
     /// A table of the most important numbers.
     pub table: Option<Table>,
 }

@@ -248,7 +248,7 @@ pub fn run(plan: &Plan, heads: &Heads, progress: &dyn Fn(&str)) -> Result<Findin
     let section = Section {
         title: "What each layer needs".into(),
         text,
-        chart: Some(("layers", chart(plan, title, &suggestions))),
+        chart: Some(("layers".into(), chart(plan, title, &suggestions))),
         table: Some(table),
     };
     let data = json!({

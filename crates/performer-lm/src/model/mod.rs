@@ -135,6 +135,7 @@ impl Decoder {
     /// # Errors
     /// If a tensor is missing or has another shape; the message names the first one.
     pub fn from_tensors(config: &ModelConfig, tensors: &HashMap<String, Tensor>, device: &Device) -> Result<Self> {
+        require_features_in(config, tensors)?;
         let parameters = VarMap::new();
         let given = Given { tensors, weights: Weights::Parameters(parameters.clone()) };
         let vb = VarBuilder::from_backend(Box::new(given), DType::F32, device.clone());
@@ -171,6 +172,7 @@ impl Decoder {
         positions: usize,
         device: &Device,
     ) -> Result<Self> {
+        require_features_in(config, tensors)?;
         let constants = Arc::new(Mutex::new(HashMap::new()));
         let given = Given { tensors, weights: Weights::Constants(Arc::clone(&constants)) };
         let vb = VarBuilder::from_backend(Box::new(given), DType::F32, device.clone());
@@ -275,7 +277,7 @@ impl Decoder {
         let path = |(layer, block): (usize, &Block)| {
             let inputs = Inputs::new(&q, &kv, &kv);
             let gated = self.config.attention_of(layer).is_gated();
-            block.attention().path(if gated { inputs.with_gates(&gates) } else { inputs }, &Mask::causal())
+            block.attention().path(if gated { inputs.with_gates(&gates) } else { inputs }, &self.mask())
         };
         Ok(self.blocks.iter().enumerate().map(path).collect::<candle_core::Result<_>>()?)
     }
@@ -348,11 +350,14 @@ impl Decoder {
     }
 
     /// Measures the decoding state of one sequence of the model's context: its bytes in all layers,
-    /// in f32, as the saved model keeps it.
+    /// in f32, as the saved model keeps it. A model that leaks has none.
     ///
     /// # Errors
     /// If there is no memory for another model.
     pub fn state_bytes(&self) -> Result<usize> {
+        if self.config.leak {
+            return Ok(0);
+        }
         let saved = Self::from_tensors(&self.config, &self.tensors()?, &self.device)?;
         let mut state = saved.new_state();
         saved.extend(&Tensor::zeros((1, self.config.context), DType::U32, &self.device)?, &mut state)?;
@@ -374,7 +379,7 @@ impl Decoder {
     /// If `T` exceeds the positions of a model with learned ones, or an id lies beyond the
     /// vocabulary.
     pub fn forward(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
-        self.logits(&self.hidden(ids, &Mask::causal(), dropout)?)
+        self.logits(&self.hidden(ids, &self.mask(), dropout)?)
     }
 
     /// Computes the cross-entropy of each target in nats: ids `(B, T)` and `B·T` targets → `(B·T)`.
@@ -384,7 +389,7 @@ impl Decoder {
     /// # Errors
     /// As [`Self::forward`], and if a target lies beyond the vocabulary.
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
-        let x = self.last_norm(&self.hidden(ids, &Mask::causal(), dropout)?)?;
+        let x = self.last_norm(&self.hidden(ids, &self.mask(), dropout)?)?;
         Ok(ops::linear_cross_entropy(&ops::rows(&x)?, self.head.weight(), &targets.into())?)
     }
 
@@ -395,7 +400,7 @@ impl Decoder {
     /// As [`Self::losses`], and if the teacher has another vocabulary.
     pub fn distillation_losses(&self, ids: &Tensor, targets: &[u32], teacher: &Decoder, share: f64) -> Result<Tensor> {
         let states = |model: &Decoder| -> Result<Tensor> {
-            Ok(ops::rows(&model.last_norm(&model.hidden(ids, &Mask::causal(), None)?)?)?)
+            Ok(ops::rows(&model.last_norm(&model.hidden(ids, &model.mask(), None)?)?)?)
         };
         let theirs = (&states(teacher)?.detach(), teacher.head.weight());
         Ok(ops::linear_distillation(&states(self)?, self.head.weight(), targets, theirs, share)?)
@@ -451,10 +456,15 @@ impl Decoder {
         self.blocks[layer].set_attention(attention);
     }
 
+    /// Returns which tokens each token sees when the model is trained and evaluated.
+    fn mask(&self) -> Mask {
+        if self.config.leak { Mask::full() } else { Mask::causal() }
+    }
+
     fn hidden(&self, ids: &Tensor, mask: &Mask, dropout: Option<&Dropout>) -> Result<Tensor> {
         let mut x = self.embed(ids, 0)?;
-        for block in &self.blocks {
-            x = block.forward(&x, mask, dropout)?;
+        for (layer, block) in self.blocks.iter().enumerate() {
+            x = block.forward(&x, mask, dropout).with_context(|| format!("layer {layer}"))?;
         }
         Ok(x)
     }
@@ -478,8 +488,9 @@ impl Decoder {
     /// them, `(B, V)`.
     ///
     /// # Errors
-    /// If the positions of a model with learned ones are used up.
+    /// If the positions of a model with learned ones are used up, or the model leaks.
     pub fn extend(&self, ids: &Tensor, state: &mut DecoderState) -> Result<Tensor> {
+        self.config.require_causal()?;
         let mut x = self.embed(ids, state.tokens())?;
         for (block, state) in self.blocks.iter().zip(&mut state.layers) {
             x = block.extend(&x, state)?;
@@ -517,6 +528,24 @@ impl Decoder {
 /// Locks what a thread may have died with; an insertion leaves a map whole.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Refuses a configuration with more random features than its tensors hold numbers, before features
+/// of that size are made.
+fn require_features_in(config: &ModelConfig, tensors: &HashMap<String, Tensor>) -> Result<()> {
+    let held = tensors.values().map(Tensor::elem_count).fold(0usize, usize::saturating_add);
+    for layer in 0..config.layers {
+        let drawn = config.attention_of(layer).favor().filter(|favor| favor.map.is_random());
+        let features = drawn.map_or(0, |favor| favor.features);
+        ensure!(
+            features.saturating_mul(config.head_dim()) <= held,
+            "attention {} of layer {layer}: the weights do not hold {features} features of dimension {}; they belong to another \
+             config",
+            config.attention_of(layer),
+            config.head_dim()
+        );
+    }
+    Ok(())
 }
 
 /// Returns the positions of the rotary table of a model that may generate.

@@ -103,6 +103,21 @@ impl Series {
     pub fn new(name: impl Into<String>, points: impl IntoIterator<Item = (f64, f64)>) -> Self {
         Self { name: name.into(), points: points.into_iter().collect(), ..Self::default() }
     }
+
+    /// Makes a line of the means of several curves, such as those of several seeds, as far as the
+    /// shortest goes, with a band from the smallest to the largest value. The curves have the same
+    /// x; a single one has no band.
+    pub fn over_seeds(name: impl Into<String>, curves: &[Vec<(f64, f64)>]) -> Self {
+        let shortest = curves.iter().map(Vec::len).min().unwrap_or(0);
+        let values = |i: usize| -> Vec<f64> { curves.iter().map(|curve| curve[i].1).collect() };
+        let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
+        let range = |values: Vec<f64>| {
+            let fold = |f: fn(f64, f64) -> f64, start| values.iter().copied().fold(start, f);
+            (fold(f64::min, f64::INFINITY), fold(f64::max, f64::NEG_INFINITY))
+        };
+        let band = (curves.len() > 1).then(|| (0..shortest).map(|i| range(values(i))).collect());
+        Self { band, ..Self::new(name, (0..shortest).map(|i| (curves[0][i].0, mean(values(i))))) }
+    }
 }
 
 /// `Style` says how a [`Series`] is drawn. Lines of few points (at most 32) also show symbols,

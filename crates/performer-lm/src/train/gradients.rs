@@ -1,6 +1,8 @@
 //! This module treats the gradients of many parameters as one value: they are taken from a backward
 //! pass, summed over micro-batches, and measured.
 
+use std::ops::Range;
+
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
 use performer_core::Tape;
@@ -41,29 +43,42 @@ impl Gradients {
         params: &[(String, Var)],
         loss: impl Fn(usize) -> Result<Tensor> + Sync,
     ) -> Result<(f64, Self)> {
-        let (mut losses, mut sum) = (Vec::with_capacity(parts), None::<Self>);
+        let mut sum = None::<Self>;
+        let losses = Self::of_each(0..parts, threads, params, loss, |gradients| {
+            match &mut sum {
+                None => sum = Some(gradients),
+                Some(sum) => sum.add(gradients)?,
+            }
+            Ok(())
+        })?;
+        Ok((losses.iter().sum(), sum.context("the batch is empty")?))
+    }
+
+    /// Computes the losses of `parts` and gives their gradients for `params` to `take`, in order.
+    pub(super) fn of_each(
+        parts: Range<usize>,
+        threads: usize,
+        params: &[(String, Var)],
+        loss: impl Fn(usize) -> Result<Tensor> + Sync,
+        mut take: impl FnMut(Self) -> Result<()>,
+    ) -> Result<Vec<f64>> {
+        let mut losses = Vec::with_capacity(parts.len());
         in_order(
-            parts,
+            parts.len(),
             threads,
             |i| {
                 let tape = Tape::start();
-                let loss = loss(i)?;
+                let loss = loss(parts.start + i)?;
                 let gradients = Self::from_store(&tape.backward(&loss)?, params)?;
                 Ok((loss.detach(), gradients))
             },
             |(loss, gradients)| {
                 losses.push(loss);
-                match &mut sum {
-                    None => sum = Some(gradients),
-                    Some(sum) => sum.add(gradients)?,
-                }
-                Ok(())
+                take(gradients)
             },
         )?;
-        let gradients = sum.context("the batch is empty")?;
         // Losses are read after everything is queued, because each reading waits for the device.
-        let losses = losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?)));
-        Ok((losses.sum::<Result<f64>>()?, gradients))
+        losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?))).collect()
     }
 
     /// Adds `other`, which must belong to the same parameters.

@@ -44,12 +44,12 @@ pub(super) struct Log {
 
 impl Log {
     /// Opens the log for a run that stands at `step`, and removes lines of later steps, of which no
-    /// checkpoint was made.
+    /// checkpoint was made, and of the validation at the end, which is made again.
     pub(super) fn open(path: &Path, step: usize) -> Result<Self> {
         let context = || format!("cannot write {}", path.display());
         let kept: Vec<Record> = if step > 0 && path.exists() { read_log(path)? } else { Vec::new() };
         let mut lines = String::new();
-        for record in kept.iter().filter(|r| r.step <= step) {
+        for record in kept.iter().filter(|r| r.step <= step && r.whole != Some(true)) {
             lines.push_str(&serde_json::to_string(record)?);
             lines.push('\n');
         }
@@ -109,6 +109,7 @@ mod tests {
         for step in 1..=5 {
             log.write(&record(step)).unwrap();
         }
+        log.write(&Record { val_loss: Some(1.0), whole: Some(true), ..record(3) }).unwrap();
         log.file.write_all(b"{\"step\":6,\"ep").unwrap();
         drop(log);
         let mut log = Log::open(&path, 3).unwrap();

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod folder;
 mod gradients;
 mod log;
 mod optimizer;
@@ -9,7 +10,10 @@ mod progress;
 mod report;
 mod run;
 mod run_key;
+mod shared;
 mod steps;
+
+pub use performer_dist::Grid;
 
 pub use crate::{
     checkpoint::{Checkpoint, TrainingState},
@@ -17,6 +21,7 @@ pub use crate::{
     parallel::in_order,
     revision::git_revision,
 };
+pub use folder::{Found, SavedData, default_out, find, find_or_run, load_model, run_name, saved_data};
 pub use gradients::Gradients;
 pub use log::{Record, read_log};
 pub use optimizer::AdamW;
@@ -24,10 +29,9 @@ pub(crate) use progress::StepBar;
 pub use report::{Control, PositionLoss, Report, TestLoss};
 #[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
-pub use run::{
-    Found, RunOptions, SavedData, Trainer, default_out, find, find_or_run, load_model, run_name, saved_data,
-    training_batches,
-};
+pub use run::{RunOptions, Trainer, training_batches};
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};
+#[cfg(feature = "cli")]
+pub(crate) use shared::{agreed, led};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

@@ -54,6 +54,11 @@ pub(super) fn by_range(loss_by_position: &[f64], ranges: usize) -> Vec<PositionL
     parts.map(|(i, part)| PositionLoss { until: i * width + part.len(), loss: mean(part) }).collect()
 }
 
+/// Returns the number of processes of reports that do not say it.
+fn one() -> usize {
+    1
+}
+
 /// A `Report` is the result of a run, with the stable names of `--json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
@@ -99,8 +104,11 @@ pub struct Report {
     pub steps: usize,
     /// Tokens trained on.
     pub tokens: u64,
-    /// Worker threads on the CPU.
+    /// Worker threads on the CPU, of each process.
     pub threads: usize,
+    /// Processes that trained together.
+    #[serde(default = "one")]
+    pub ranks: usize,
     /// Kind of device: cpu, cuda or metal.
     pub device: String,
     /// Type of activations.

@@ -14,30 +14,29 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use performer_core::{ops, projection::derive_seed};
-use serde::{Deserialize, Serialize};
 
 use super::{
-    AdamW, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Step, Steps, TrainingState, git_revision,
+    AdamW, Checkpoint, Earlier, Gradients, Grid, Leg, Pace, RunKey, Step, Steps, TrainingState,
+    folder::{REPORT, RunState, STATE, as_trained},
+    git_revision,
     log::{Log, Record},
     progress::Progress,
     report::{Control, Report, TestLoss, by_range},
-    run_key::{TRAINING, digests, model_digest},
+    run_key::{digests, model_digest},
+    shared::{agreed, any_asked, gradients, led, require_equal, require_equal_weights},
     take_steps,
 };
 use crate::{
-    checkpoint::{require_folder, require_free},
-    config::{AttentionPattern, ModelConfig, Positions, Precision, Preset, TrainingConfig},
-    data::{Batch, Batches, DataSpec, Prepared, Tokenizer},
+    checkpoint::require_folder,
+    config::{ModelConfig, Positions, Precision, TrainingConfig},
+    data::{Batches, DataSpec, Prepared, TokenFile, Tokenizer},
     device::{describe, explain_memory},
     errors::Cause,
-    eval::{Evaluation, check_vocabulary, evaluate, evaluate_start, evaluate_windows},
+    eval::{Evaluation, check_vocabulary, evaluate_over},
     files::{Lock, between},
     generate::begin_story,
     listener::Listener,
-    model::{
-        Decoder, Dropout,
-        pretrained::{self, Pretrained},
-    },
+    model::{Decoder, Dropout, pretrained::Pretrained},
 };
 
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
@@ -49,17 +48,11 @@ const FIT_TOKENS: usize = 8192;
 /// Sequences of a pass over these: their keys and queries are all in memory at once.
 const FIT_ROWS: usize = 16;
 
-/// Number of tokens, at least, over which the loss by position is measured.
+/// Most tokens over which the loss by position is measured.
 const POSITION_TOKENS: usize = 1 << 18;
 
 /// Number of ranges of positions in that measurement, over one context.
 const POSITION_RANGES: usize = 16;
-
-/// File name of the [`Report`].
-const REPORT: &str = "metrics.json";
-
-/// File name of the [`RunState`], for messages.
-const STATE: &str = "train_state.json";
 
 /// The stream of the seed from which dropout draws.
 const DROPOUT_STREAM: u64 = 3;
@@ -81,45 +74,15 @@ pub struct RunOptions<'a> {
     pub threads: usize,
     /// Flag that is set from outside to save and stop.
     pub stop: &'a AtomicBool,
-    /// Whether to generate a few words at every validation but the last, after which the whole model
-    /// is at hand.
+    /// Whether to generate a few words at every validation but the last, after which the whole
+    /// model is at hand.
     pub samples: bool,
     /// Is told of steps, validations, and what a person should know.
     pub listener: &'a dyn Listener,
-}
-
-/// `RunState` is the content of `train_state.json`.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct RunState {
-    step: usize,
-    epoch_seconds: Vec<f64>,
-    training: TrainingConfig,
-    corpus: String,
-    /// The data as the command line spelt it.
-    data_spec: String,
-    /// The path from the run's folder to the data, where it was spelt relative to another folder.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    data_from_here: Option<PathBuf>,
-    /// Key of the run; `None` in states of versions that did not record it.
-    #[serde(default)]
-    key: Option<RunKey>,
-    /// See [`Report::earlier_legs`].
-    #[serde(default)]
-    earlier_legs: Vec<Leg>,
-}
-
-impl RunState {
-    /// Returns the state of the training run in `dir`.
-    fn of(saved: &TrainingState, dir: &Path) -> Result<Self> {
-        if let Some(run) = saved.progress["key"]["run"].as_str() {
-            ensure!(
-                run == TRAINING,
-                "{} holds a {run}, which is no training run: go on with it by the command that began it",
-                dir.display()
-            );
-        }
-        saved.progress_as().with_context(|| format!("cannot go on with the run in {}", dir.display()))
-    }
+    /// The processes that train this model together, [`Grid::one`] for one alone. All of them call
+    /// the same functions of a [`Trainer`], the first of them writes to the folder, and to resume,
+    /// all must be able to read it. Their number changes no bit of the result on the CPU.
+    pub ranks: Grid,
 }
 
 /// A `Trainer` is a run in progress.
@@ -130,13 +93,16 @@ pub struct Trainer<'a> {
     data: &'a Prepared,
     training: TrainingConfig,
     options: RunOptions<'a>,
-    log: Log,
+    /// On the rank that writes files.
+    log: Option<Log>,
     epoch_seconds: Vec<f64>,
     key: RunKey,
     earlier_legs: Vec<Leg>,
     data_from_here: Option<PathBuf>,
-    /// Keeps other processes from the folder.
-    _lock: Lock,
+    /// The step of the checkpoint that the folder holds.
+    saved: usize,
+    /// Keeps other processes from the folder, on the rank that writes to it.
+    _lock: Option<Lock>,
 }
 
 impl<'a> Trainer<'a> {
@@ -190,28 +156,32 @@ impl<'a> Trainer<'a> {
         options: RunOptions<'a>,
         weights: Option<&HashMap<String, Tensor>>,
     ) -> Result<Self> {
-        training.validate()?;
-        config.validate()?;
-        require_features(config)?;
-        // Too little text is found out before a large model is made.
-        training_batches(config, training, data)?;
-        let (model, initial) = match weights {
-            None => (Decoder::new(config, training.seed, &options.device)?, None),
-            Some(weights) => {
-                let model = Decoder::from_tensors(config, weights, &options.device)?;
-                model.require_all_of(weights)?;
-                (model, Some(model_digest(config, weights)?))
-            }
+        let ranks = options.ranks.clone();
+        let model = || {
+            training.validate()?;
+            config.validate()?;
+            require_features(config)?;
+            // Too little text is found out before a large model is made.
+            training_batches(config, training, data)?;
+            let Some(weights) = weights else {
+                return Ok((Decoder::new(config, training.seed, &options.device)?, None));
+            };
+            let model = Decoder::from_tensors(config, weights, &options.device)?;
+            model.require_all_of(weights)?;
+            Ok((model, Some(model_digest(config, weights)?)))
         };
-        let lock = Lock::of(options.out)?;
+        let (model, initial) = agreed(&ranks, model())?;
+        let lock = led(&ranks, || Lock::of(options.out))?;
         let model = model.compute_in(training.dtype.dtype());
-        let mut trainer = Self::assemble(model, training.clone(), data, options, 0, lock)?;
+        let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
+        trainer.require_equal()?;
         // A report of an earlier run in this folder would be mistaken for that of this run.
         let report = trainer.options.out.join(REPORT);
-        if report.exists() {
-            std::fs::remove_file(&report).with_context(|| format!("cannot remove {}", report.display()))?;
-        }
+        led(&ranks, || match report.exists() {
+            true => std::fs::remove_file(&report).with_context(|| format!("cannot remove {}", report.display())),
+            false => Ok(()),
+        })?;
         trainer.save()?;
         Ok(trainer)
     }
@@ -222,9 +192,16 @@ impl<'a> Trainer<'a> {
     /// If there is no such checkpoint, it has no key, or training data, model or other settings
     /// differ from those with which the run began.
     pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
-        require_folder(options.out)?;
+        let ranks = options.ranks.clone();
+        agreed(&ranks, require_folder(options.out))?;
         // What another process is about to replace must not be read.
-        let lock = Lock::of(options.out)?;
+        let lock = led(&ranks, || Lock::of(options.out))?;
+        let trainer = agreed(&ranks, Self::reopen(data, options, lock))?;
+        trainer.require_equal()?;
+        Ok(trainer)
+    }
+
+    fn reopen(data: &'a Prepared, options: RunOptions<'a>, lock: Option<Lock>) -> Result<Self> {
         let checkpoint = Checkpoint::load(options.out, &options.device)?;
         let saved = TrainingState::load(options.out, &options.device)?;
         let state = RunState::of(&saved, options.out)?;
@@ -270,12 +247,13 @@ impl<'a> Trainer<'a> {
         data: &'a Prepared,
         options: RunOptions<'a>,
         step: usize,
-        lock: Lock,
+        lock: Option<Lock>,
     ) -> Result<Self> {
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
-        let log = Log::open(&options.out.join("metrics.jsonl"), step)?;
+        let log = || Log::open(&options.out.join("metrics.jsonl"), step);
+        let log = options.ranks.leads().then(log).transpose()?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
         let data_from_here = match options.data.parse()? {
             DataSpec::Path(path) if path.is_relative() => between(options.out, &path),
@@ -293,6 +271,7 @@ impl<'a> Trainer<'a> {
             key,
             earlier_legs,
             data_from_here,
+            saved: step,
             _lock: lock,
         })
     }
@@ -300,6 +279,11 @@ impl<'a> Trainer<'a> {
     /// Returns the model as it is now.
     pub fn model(&self) -> &Decoder {
         &self.model
+    }
+
+    /// Returns the processes that train together.
+    pub fn ranks(&self) -> &Grid {
+        &self.options.ranks
     }
 
     /// Returns the training settings.
@@ -337,21 +321,44 @@ impl<'a> Trainer<'a> {
             save_after: None,
             stop: self.options.stop,
         };
-        if !take_steps(&mut InProgress { run: &mut self, progress: &progress, total }, &pace)? {
+        let taken = take_steps(&mut InProgress { run: &mut self, progress: &progress, total }, &pace);
+        if let Err(error) = &taken
+            && let Some(Cause::Diverged { .. }) = error.downcast_ref()
+        {
+            let (step, out) = (self.saved, self.options.out.display());
+            self.options.listener.note(&format!("{out} holds the checkpoint of step {step}, the last one before"));
+        }
+        if !taken? {
             return Ok(None);
         }
         self.save()?;
-        if self.options.stop.load(Ordering::Relaxed) {
+        if any_asked(&self.options.ranks, self.options.stop.load(Ordering::Relaxed))? {
             return Ok(None);
         }
         progress.end();
         progress.message("validating on all of the held-out text");
-        let evaluation = evaluate(&self.model, &self.data.valid, self.options.threads)?;
+        let evaluation = self.evaluate(&self.model, &self.data.valid)?;
         self.log_validation(&evaluation, true)?;
         let control = self.model.features_off()?;
         let report = self.report(&evaluation, control.as_ref(), &progress)?;
         progress.validation(self.step(), &evaluation, "");
         Ok(Some(report))
+    }
+
+    /// Refuses ranks that train something else than the first.
+    fn require_equal(&self) -> Result<()> {
+        let what = serde_json::json!({ "run": self.key, "step": self.step() });
+        require_equal(&self.options.ranks, &what)
+    }
+
+    /// Evaluates a model over all of a text, each rank over a part.
+    fn evaluate(&self, model: &Decoder, tokens: &TokenFile) -> Result<Evaluation> {
+        self.evaluate_in(model, tokens, (model.config().context, usize::MAX))
+    }
+
+    /// Evaluates a model in windows of this context and over so many tokens at most.
+    fn evaluate_in(&self, model: &Decoder, tokens: &TokenFile, windows: (usize, usize)) -> Result<Evaluation> {
+        evaluate_over(self.options.ranks.world(), model, tokens, self.options.threads, windows)
     }
 
     /// Returns the number of steps taken.
@@ -366,19 +373,28 @@ impl<'a> Trainer<'a> {
         format!("the micro-batch (it is {}) or the context (it is {}){bf16}", t.micro_batch, model.context)
     }
 
-    /// Computes the gradients of a step's micro-batches side by side, and adds them in order.
-    fn batch_gradients(&self, step: usize, batch: &Batch) -> Result<(f64, Gradients)> {
-        let micro = self.training.micro_batch.min(batch.rows) * batch.context;
-        let count = batch.inputs.len().div_ceil(micro);
-        let dropout = self.model.config().dropout;
-        Gradients::of_parts(count, self.options.threads, self.optimizer.parameters(), |i| {
-            let part = i * micro..((i + 1) * micro).min(batch.inputs.len());
-            let rows = part.len() / batch.context;
-            let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), self.model.device())?;
+    /// Computes the gradients of a step's micro-batches side by side, and adds them in order. This
+    /// rank reads and computes its share of them.
+    fn batch_gradients(&self, step: usize) -> Result<(f64, Gradients)> {
+        let (context, dropout) = (self.model.config().context, self.model.config().dropout);
+        let rows = self.training.batch_size;
+        let micro = self.training.micro_batch.min(rows);
+        let count = rows.div_ceil(micro);
+        let own = self.options.ranks.share(count);
+        let (epoch, index) = self.batches.position(step as u64);
+        let of_own = (own.start * micro).min(rows)..(own.end * micro).min(rows);
+        let batch = self.batches.part(epoch, index, of_own.clone(), 0..context)?;
+        check_vocabulary(&batch, &self.model)?;
+        let (threads, parameters) = (self.options.threads, self.optimizer.parameters());
+        gradients(&self.options.ranks, count, threads, parameters, |i| {
+            let part = i * micro - of_own.start..((i + 1) * micro).min(rows) - of_own.start;
+            let shape = (part.len(), context);
+            let part = part.start * context..part.end * context;
+            let ids = Tensor::from_slice(&batch.inputs[part.clone()], shape, self.model.device())?;
             let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (step * count + i) as u64);
             let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
             let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
-            Ok(ops::scale(&ops::sum_all(&losses)?, 1.0 / batch.inputs.len() as f64)?)
+            Ok(ops::scale(&ops::sum_all(&losses)?, 1.0 / self.batches.tokens_per_batch() as f64)?)
         })
     }
 
@@ -404,7 +420,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn log_validation(&mut self, evaluation: &Evaluation, whole: bool) -> Result<()> {
-        self.log.write(&Record {
+        self.write_log(&Record {
             step: self.step(),
             epoch: self.batches.position(self.step().saturating_sub(1) as u64).0 as usize,
             tokens: self.tokens(),
@@ -416,9 +432,13 @@ impl<'a> Trainer<'a> {
         })
     }
 
+    fn write_log(&mut self, record: &Record) -> Result<()> {
+        self.log.as_mut().map_or(Ok(()), |log| log.write(record))
+    }
+
     /// Generates a few words, by which the user can follow what the model learns.
     fn sample(&self) -> Result<String> {
-        if !self.options.samples {
+        if !self.options.samples || !self.options.ranks.leads() {
             return Ok(String::new());
         }
         Ok(begin_story(&self.model, &self.data.tokenizer, 40)?.unwrap_or_default())
@@ -435,19 +455,24 @@ impl<'a> Trainer<'a> {
             key: Some(self.key.clone()),
             earlier_legs: self.earlier_legs.clone(),
         };
-        let training = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(state)? };
-        checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step())?
-            .save(self.options.out, Some(&training))
+        require_equal_weights(&self.options.ranks, || model_digest(self.model.config(), &self.model.tensors()?))?;
+        led(&self.options.ranks, || {
+            let progress = serde_json::to_value(state)?;
+            let training = TrainingState { optimizer: self.optimizer.state()?, progress };
+            checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step())?
+                .save(self.options.out, Some(&training))
+        })?;
+        self.saved = self.step();
+        Ok(())
     }
 
     /// Measures the trained model on all of the held-out text and by position, and reports. `off`
     /// is the model with its features off.
     fn report(&self, evaluation: &Evaluation, off: Option<&Decoder>, progress: &Progress) -> Result<Report> {
-        let threads = self.options.threads;
         let features_off = match off {
             Some(off) => {
                 progress.message("validating with the features off");
-                let evaluation = evaluate(off, &self.data.valid, threads)?;
+                let evaluation = self.evaluate(off, &self.data.valid)?;
                 Some(Control {
                     attention_spec: off.config().pattern().to_string(),
                     val_loss: evaluation.val_loss,
@@ -460,12 +485,12 @@ impl<'a> Trainer<'a> {
         let test = match &self.data.test {
             Some(tokens) => {
                 progress.message("measuring on the test split");
-                let evaluation = evaluate(&self.model, tokens, threads)?;
+                let evaluation = self.evaluate(&self.model, tokens)?;
                 Some(TestLoss {
                     loss: evaluation.val_loss,
                     perplexity: evaluation.perplexity,
                     bits_per_byte: evaluation.bits_per_byte,
-                    features_off: off.map(|off| evaluate(off, tokens, threads)).transpose()?.map(|e| e.val_loss),
+                    features_off: off.map(|off| self.evaluate(off, tokens)).transpose()?.map(|e| e.val_loss),
                 })
             }
             None => None,
@@ -474,7 +499,7 @@ impl<'a> Trainer<'a> {
         let config = self.model.config();
         let contexts = if config.positions == Positions::Learned { 1 } else { 2 };
         let windows =
-            evaluate_windows(&self.model, self.data.reported(), threads, contexts * config.context, POSITION_TOKENS)?;
+            self.evaluate_in(&self.model, self.data.reported(), (contexts * config.context, POSITION_TOKENS))?;
         let report = Report {
             attention: config.pattern().kind().to_string(),
             attention_spec: config.pattern().to_string(),
@@ -494,13 +519,14 @@ impl<'a> Trainer<'a> {
             steps: self.step(),
             tokens: self.tokens(),
             threads: self.options.threads,
+            ranks: self.options.ranks.world().size(),
             device: describe(&self.options.device),
             dtype: self.training.dtype,
             revision: git_revision().to_string(),
             key: Some(self.key.clone()),
             earlier_legs: self.earlier_legs.clone(),
         };
-        crate::files::write_json(&self.options.out.join(REPORT), &report)?;
+        led(&self.options.ranks, || crate::files::write_json(&self.options.out.join(REPORT), &report))?;
         Ok(report)
     }
 }
@@ -527,11 +553,11 @@ impl Steps for InProgress<'_, '_> {
         if fit > 0 && step.is_multiple_of(fit) {
             run.fit_features(step)?;
         }
-        let (epoch, index) = run.batches.position(step as u64);
-        let batch = run.batches.batch(epoch, index)?;
-        check_vocabulary(&batch, &run.model)?;
-        run.batch_gradients(step, &batch)
-            .map_err(|e| explain_memory(e, &run.options.device, run.memory_settings(), true))
+        run.batch_gradients(step).map_err(|e| explain_memory(e, &run.options.device, run.memory_settings(), true))
+    }
+
+    fn stops(&mut self, asked: bool) -> Result<bool> {
+        any_asked(&self.run.options.ranks, asked)
     }
 
     fn after(&mut self, step: &Step) -> Result<()> {
@@ -552,14 +578,15 @@ impl Steps for InProgress<'_, '_> {
             whole: None,
         };
         self.progress.step(step.number, step.loss, run.batches.tokens_per_batch(), step.seconds);
-        run.log.write(&record)?;
+        run.write_log(&record)?;
         if step.number == self.total {
             return Ok(());
         }
         let due = |every: usize| every > 0 && step.number.is_multiple_of(every);
         let epoch_ends = step.number.is_multiple_of(run.batches.batches_per_epoch());
         if due(run.training.eval_every) || epoch_ends {
-            let quick = evaluate_start(&run.model, &run.data.valid, run.options.threads, QUICK_VALIDATION_TOKENS)?;
+            let windows = (run.model.config().context, QUICK_VALIDATION_TOKENS);
+            let quick = run.evaluate_in(&run.model, &run.data.valid, windows)?;
             run.log_validation(&quick, false)?;
             self.progress.validation(step.number, &quick, &run.sample()?);
         }
@@ -575,7 +602,7 @@ impl Steps for InProgress<'_, '_> {
 }
 
 /// Refuses features that no sequence of the model's context is long enough for.
-fn require_features(config: &ModelConfig) -> Result<()> {
+pub(super) fn require_features(config: &ModelConfig) -> Result<()> {
     match config.idle_features() {
         Some(layer) => bail!(config.of_idle_features(layer)),
         None => Ok(()),
@@ -607,111 +634,4 @@ fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize)
         tensors: model.tensors()?,
         metadata: metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect(),
     })
-}
-
-/// Loads a model and its tokenizer from a checkpoint folder.
-///
-/// # Errors
-/// If anything is missing or damaged; the message names it.
-pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
-    pretrained::load(&dir.to_string_lossy(), device)
-}
-
-/// `Found` says what a folder holds of a run.
-#[derive(Debug)]
-pub enum Found {
-    /// The folder holds nothing of the run.
-    Nothing,
-    /// The folder holds a checkpoint from which the run can resume.
-    Begun,
-    /// The folder holds the run's result.
-    Finished(Box<Report>),
-}
-
-/// Looks for a run in `options.out`. Whoever plans several runs calls it for each before the first
-/// begins, so that a folder that cannot be used is reported at once and not hours later.
-///
-/// # Errors
-/// If the folder holds a run with another key or without one, or is damaged.
-pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
-    require_features(config)?;
-    let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
-    let file = options.out.join(REPORT);
-    if file.exists() {
-        let text = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        let report: Report = serde_json::from_slice(&text)
-            .with_context(|| format!("{} is damaged: remove its folder to run it again", file.display()))?;
-        key.check(Earlier { key: report.key.as_ref(), file: &file, remove: options.out })?;
-        return Ok(Found::Finished(Box::new(report)));
-    }
-    let file = options.out.join(STATE);
-    if !TrainingState::is_in(options.out)? {
-        require_free(options.out, &[])?;
-        return Ok(Found::Nothing);
-    }
-    let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;
-    key.check_interrupted(Earlier { key: state.key.as_ref(), file: &file, remove: options.out })?;
-    Ok(Found::Begun)
-}
-
-/// Returns the result of a run: the one that `options.out` holds, or else the result of resuming or
-/// beginning the run there. Returns `None` if the run was stopped.
-///
-/// # Errors
-/// As [`find`]; also if the run fails.
-pub fn find_or_run(
-    config: &ModelConfig,
-    training: &TrainingConfig,
-    data: &Prepared,
-    options: RunOptions,
-) -> Result<Option<Report>> {
-    match find(config, training, data, &options)? {
-        Found::Finished(report) => Ok(Some(*report)),
-        Found::Begun => Trainer::resume(data, options)?.run(),
-        Found::Nothing => Trainer::new(config, training, data, options)?.run(),
-    }
-}
-
-/// Returns the configuration with the vocabulary of the data's tokenizer.
-fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
-    ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
-}
-
-/// `SavedData` says what a run trains on.
-#[derive(Debug)]
-pub struct SavedData {
-    /// The data as the command line spelt it, for [`RunOptions::data`].
-    pub spelt: String,
-    /// Where it is for this process, which may be in another folder than the one that began it.
-    pub spec: DataSpec,
-    /// The tokenizer with which it is encoded.
-    pub tokenizer: Tokenizer,
-}
-
-/// Returns what the run in a folder trains on.
-///
-/// # Errors
-/// If the folder holds no run.
-pub fn saved_data(dir: &Path) -> Result<SavedData> {
-    let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
-    let spelt = state.data_spec;
-    let spec = spelt.parse().with_context(|| format!("{} names its data as {spelt}", dir.display()))?;
-    let from_here = state.data_from_here.map(|path| dir.join(path)).filter(|path| path.exists());
-    let spec = from_here.map_or(spec, DataSpec::Path);
-    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
-    let borders = checkpoint.config_as::<ModelConfig>()?.borders;
-    Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
-}
-
-/// Returns the default folder of a run: `runs/PRESET-ATTENTION-seed`.
-pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
-    let name = format!("{preset:?}-{}", run_name(&config.pattern(), seed));
-    Path::new("runs").join(name.to_lowercase())
-}
-
-/// Returns `ATTENTION-seed` with characters that every file system takes.
-pub fn run_name(attention: &AttentionPattern, seed: u64) -> String {
-    let name: String =
-        attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();
-    format!("{}-seed{seed}", name.replace("m-", "m"))
 }

@@ -266,11 +266,18 @@ fn refusal(differences: &[Difference], earlier: Earlier) -> Cause {
 }
 
 fn listed(differences: &[Difference]) -> String {
-    let mut parts: Vec<String> = differences
-        .iter()
-        .take(SHOWN_DIFFERENCES)
-        .map(|d| format!("{} was {} and is now {}", d.field, shown(&d.earlier), shown(&d.now)))
-        .collect();
+    list(differences, |d| format!("{} was {} and is now {}", d.field, shown(&d.earlier), shown(&d.now)))
+}
+
+/// Lists where what another process has differs from what the first has.
+pub(super) fn listed_apart(first: &Value, other: &Value) -> String {
+    let mut differences = Vec::new();
+    compare("", first, other, &mut differences);
+    list(&differences, |d| format!("{} is {} and not {}", d.field, shown(&d.now), shown(&d.earlier)))
+}
+
+fn list(differences: &[Difference], show: impl Fn(&Difference) -> String) -> String {
+    let mut parts: Vec<String> = differences.iter().take(SHOWN_DIFFERENCES).map(show).collect();
     if differences.len() > SHOWN_DIFFERENCES {
         parts.push(format!("and {} more", differences.len() - SHOWN_DIFFERENCES));
     }

@@ -58,6 +58,12 @@ pub(crate) trait Steps {
     /// Computes loss and gradients of the batch of a step, counted from 0.
     fn gradients(&mut self, step: usize) -> Result<(f64, Gradients)>;
 
+    /// Whether the training stops before the next step, given whether this process was asked to:
+    /// processes that train together stop together.
+    fn stops(&mut self, asked: bool) -> Result<bool> {
+        Ok(asked)
+    }
+
     /// Logs, measures and shows a step; it is called after each step.
     fn after(&mut self, step: &Step) -> Result<()>;
 
@@ -77,7 +83,7 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
         if step >= pace.steps {
             return Ok(true);
         }
-        let is_stopped = pace.stop.load(Ordering::Relaxed);
+        let is_stopped = training.stops(pace.stop.load(Ordering::Relaxed))?;
         if is_stopped || pace.save_after.is_some_and(|time| saved.elapsed() > time) {
             training.save()?;
             saved = Instant::now();

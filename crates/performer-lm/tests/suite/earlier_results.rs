@@ -362,10 +362,10 @@ fn train() {
         "--schedule" => Some("constant"),
         "--learning-rate" | "--dropout" => Some("0.1"),
         "--from" | "--out" => Some("one"),
-        "--overwrite" => None,
+        "--leak" | "--overwrite" => None,
         _ => Some("3"),
     };
-    let others = ["--data", "--tokenizer", "--resume", "--json", "--threads", "--device"];
+    let others = ["--data", "--tokenizer", "--resume", "--json", "--threads", "--device", "--deadline"];
     for option in options(dir.path(), &["train"]).iter().filter(|option| !others.contains(&option.as_str())) {
         let alone = [Some(option.as_str()), value(option)];
         let alone: Vec<&str> = alone.into_iter().flatten().collect();

@@ -8,7 +8,7 @@ use std::{
 };
 
 /// The modules, each after everything that it imports from.
-const ORDER: [&str; 21] = [
+const ORDER: [&str; 22] = [
     "errors",
     "files",
     "listener",
@@ -18,6 +18,7 @@ const ORDER: [&str; 21] = [
     "device",
     "machine",
     "plot",
+    "seeds",
     "config",
     "data",
     "checkpoint",

@@ -13,7 +13,7 @@ use performer_lm::{
     eval::evaluate,
     listener::{Bar, Listener, Unit},
     model::pretrained,
-    train::{RunOptions, Trainer},
+    train::{Grid, RunOptions, Trainer},
 };
 
 #[path = "../../examples/library.rs"]
@@ -76,6 +76,7 @@ fn a_model_is_trained_with_a_listener_evaluated_and_opened() -> Result<()> {
         stop: &AtomicBool::new(false),
         samples: false,
         listener: &kept,
+        ranks: Grid::one(),
     };
     let report = Trainer::new(&model, &training, &data, options)?.run()?.context("nobody stopped it")?;
 

@@ -105,6 +105,24 @@ fn a_training_that_learned_nothing_says_so() {
     assert!(said.contains("another story") && !said.contains("warning"), "{said}");
 }
 
+/// A training whose numbers are no longer finite says at which step, in which layer, and what is
+/// left of it.
+#[test]
+fn a_training_that_fails_says_where_and_what_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let diverged = ["--attention", "softmax", "--learning-rate", "1e30", "--schedule", "constant", "--out", "run"];
+    let output = performer(dir.path(), &train("30", &[&diverged[..], &["--save-every", "2"]].concat()));
+    let words = [
+        "training, step 2 failed",
+        "not finite",
+        "layer 0",
+        "run holds the checkpoint of step 0",
+        "help: --learning-rate",
+    ];
+    fails(&output, &words);
+    assert!(performer(dir.path(), &["generate", "run", "--max-tokens", "1"]).status.success());
+}
+
 #[test]
 fn numbers_out_of_range_are_named_by_their_option() {
     let dir = tempfile::tempdir().unwrap();

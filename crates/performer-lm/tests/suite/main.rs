@@ -11,7 +11,10 @@ mod damage;
 mod earlier_results;
 #[cfg(feature = "cli")]
 mod going_on;
+mod heap;
 mod imports;
+#[cfg(all(feature = "cli", unix))]
+mod kills;
 #[cfg(feature = "cli")]
 mod lab;
 mod library;
@@ -19,10 +22,15 @@ mod library;
 mod limits;
 mod model;
 #[cfg(feature = "cli")]
+mod mutations;
+#[cfg(feature = "cli")]
 mod overwriting;
 mod pretrained;
 #[cfg(feature = "cli")]
 mod program;
+mod ranks;
+#[cfg(feature = "lab")]
+mod regressions;
 #[cfg(all(feature = "cli", unix))]
 mod stopping;
 #[cfg(feature = "lab")]

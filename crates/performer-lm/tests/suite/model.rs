@@ -56,6 +56,7 @@ fn base(attention: &str) -> ModelConfig {
         attention: AttentionConfig::Softmax,
         attention_by_layer: Default::default(),
         borders: None,
+        leak: false,
     };
     config.with_attention(&attention.parse().unwrap()).unwrap()
 }

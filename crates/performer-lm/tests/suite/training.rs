@@ -13,7 +13,7 @@ use performer_lm::{
     eval::evaluate,
     lab::ablate,
     listener::Silent,
-    train::{Checkpoint, Report, RunOptions, Trainer, TrainingState, git_revision, load_model},
+    train::{Checkpoint, Grid, Report, RunOptions, Trainer, TrainingState, git_revision, load_model},
 };
 use serde_json::Value;
 
@@ -62,7 +62,16 @@ fn recipe(attention: &str) -> (ModelConfig, TrainingConfig) {
 }
 
 fn options<'a>(out: &'a Path, threads: usize, stop: &'a AtomicBool) -> RunOptions<'a> {
-    RunOptions { out, data: "law", device: Device::Cpu, threads, stop, samples: false, listener: &Silent }
+    RunOptions {
+        out,
+        data: "law",
+        device: Device::Cpu,
+        threads,
+        stop,
+        samples: false,
+        listener: &Silent,
+        ranks: Grid::one(),
+    }
 }
 
 fn run(attention: &str, training: &TrainingConfig, out: &Path, threads: usize) -> Result<Report> {

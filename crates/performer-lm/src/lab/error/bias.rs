@@ -98,5 +98,5 @@ pub(super) fn unsigned(plan: &Plan) -> Result<(Section, Value)> {
         lines: vec![Marker { at: At::Y(0.0), label: "unbiased".into() }],
     };
     let title = "Orthogonal rows need their signs corrected".to_string();
-    Ok((Section { title, text, chart: Some(("unsigned", chart)), table: Some(table) }, data.into()))
+    Ok((Section { title, text, chart: Some(("unsigned".into(), chart)), table: Some(table) }, data.into()))
 }

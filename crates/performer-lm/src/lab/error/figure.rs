@@ -179,7 +179,7 @@ fn section(
         chart.lines.push(Marker { at: At::Y(*level), label: (*label).into() });
         table.push(std::iter::once((*label).to_string()).chain(plan.features.iter().map(|_| number(*level))));
     }
-    Section { title, text, chart: Some((file, chart)), table: Some(table) }
+    Section { title, text, chart: Some((file.into(), chart)), table: Some(table) }
 }
 
 fn describe(input: Input, lines: &[Line], uniform: f64) -> String {

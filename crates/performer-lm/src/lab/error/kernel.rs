@@ -291,7 +291,7 @@ pub(super) fn entries(plan: &Plan) -> Result<(Section, Value)> {
         "features": FEATURES, "pairs": PAIRS, "draws": plan.kernel_draws, "worst_decided_deviation": worst,
         "decided": told, "estimators": data,
     });
-    Ok((Section { title, text, chart: Some(("kernel", chart)), table: Some(table) }, data))
+    Ok((Section { title, text, chart: Some(("kernel".into(), chart)), table: Some(table) }, data))
 }
 
 /// Measures what orthogonality gains over the number of rows, beside the bound of theorem 2.
@@ -375,7 +375,7 @@ pub(super) fn orthogonality(plan: &Plan) -> Result<(Section, Value)> {
         if below { "keep" } else { "break" }
     )];
     let title = "Orthogonal rows and theorem 2".to_string();
-    Ok((Section { title, text, chart: Some(("orthogonality", chart)), table: Some(table) }, data.into()))
+    Ok((Section { title, text, chart: Some(("orthogonality".into(), chart)), table: Some(table) }, data.into()))
 }
 
 #[cfg(test)]

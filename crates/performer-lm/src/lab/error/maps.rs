@@ -219,19 +219,19 @@ fn over_features(
                     .into(),
                 informative(&lines, uniform),
             ],
-            chart: Some((rows_file, chart(plan, rows_title, &lines, Measure::Rows, uniform))),
+            chart: Some((rows_file.into(), chart(plan, rows_title, &lines, Measure::Rows, uniform))),
             table: Some(table(&lines, uniform)),
         },
         Section {
             title: output_title.clone(),
             text: Vec::new(),
-            chart: Some((output_file, chart(plan, output_title, &lines, Measure::Output, uniform))),
+            chart: Some((output_file.into(), chart(plan, output_title, &lines, Measure::Output, uniform))),
             table: None,
         },
         Section {
             title: projection_title.clone(),
             text: vec!["Positive features, by how the rows of Ω are drawn.".into()],
-            chart: Some((projections_file, chart(plan, projection_title, &projected, Measure::Rows, uniform))),
+            chart: Some((projections_file.into(), chart(plan, projection_title, &projected, Measure::Rows, uniform))),
             table: Some(table(&projected, uniform)),
         },
     ];
@@ -313,7 +313,7 @@ fn over_scales(plan: &Plan) -> Result<(Section, Value)> {
     )];
     let data =
         json!({ "features": TABLE_FEATURES, "logit_deviations": SCALES, "uniform": uniform, "estimators": data });
-    Ok((Section { title, text, chart: Some(("scale", chart)), table: Some(table) }, data))
+    Ok((Section { title, text, chart: Some(("scale".into(), chart)), table: Some(table) }, data))
 }
 
 /// Makes all comparisons: on Gaussian inputs, over scales, and on a model's heads if they are

@@ -76,8 +76,8 @@ pub struct Run {
     pub data: String,
     /// Number of trained parameters.
     pub parameters: usize,
-    /// Bytes of decoding state of one sequence of the task's length, in all layers, in f32; 0 in runs
-    /// of versions that did not measure it.
+    /// Bytes of decoding state of one sequence of the task's length, in all layers, in f32; 0 in
+    /// runs of versions that did not measure it.
     #[serde(default)]
     pub state_bytes: usize,
     /// Whether that state grows with every token.

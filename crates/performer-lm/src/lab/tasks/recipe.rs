@@ -87,6 +87,7 @@ impl Recipe {
             attention: AttentionConfig::Softmax,
             attention_by_layer: Default::default(),
             borders: None,
+            leak: false,
         };
         config.with_attention(attention)
     }

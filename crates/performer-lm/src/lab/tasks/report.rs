@@ -10,6 +10,7 @@ use super::{
 use crate::{
     lab::{Findings, Section, Table},
     plot::{At, Axis, Chart, Marker, Scale, Series, Style},
+    seeds::{deviation, mean},
 };
 
 /// A `Metric` is the number by which a task is judged.
@@ -54,17 +55,6 @@ impl Metric {
         };
         format!("{}{unit}", show(&values, digits))
     }
-}
-
-fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len() as f64
-}
-
-/// Returns the standard deviation of a sample; 0 for a single value.
-fn deviation(values: &[f64]) -> f64 {
-    let mean = mean(values);
-    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-    if values.len() > 1 { (squares / (values.len() - 1) as f64).sqrt() } else { 0.0 }
 }
 
 fn show(values: &[f64], digits: usize) -> String {
@@ -207,7 +197,7 @@ fn section(plan: &Plan, setting: &Setting, runs: &[Run]) -> Section {
     Section {
         title: setting.task.title().into(),
         text,
-        chart: Some((chart_name(setting), chart(plan, setting, runs))),
+        chart: Some((setting.task.to_string(), chart(plan, setting, runs))),
         table: Some(numbers(plan, setting, runs, metric)),
     }
 }
@@ -255,12 +245,9 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
         return None;
     }
     let series = specs(plan, setting).into_iter().map(|spec| {
-        let runs = of(runs, &spec);
-        let values: Vec<f64> = runs.iter().map(|run| metric.value(&run.score)).collect();
-        let low = values.iter().copied().fold(f64::INFINITY, f64::min);
-        let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let bytes = runs.first().map_or(0, |run| run.state_bytes) as f64;
-        Series { style: Style::Points, band: Some(vec![(low, high)]), ..Series::new(spec, [(bytes, mean(&values))]) }
+        let point = |run: &&Run| vec![(run.state_bytes as f64, metric.value(&run.score))];
+        let points: Vec<_> = of(runs, &spec).iter().map(point).collect();
+        Series { style: Style::Points, ..Series::over_seeds(spec, &points) }
     });
     let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
     if metric == Metric::Accuracy {
@@ -274,7 +261,7 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
                 .into(),
         ],
         chart: Some((
-            state_chart_name(setting),
+            format!("{}-state", setting.task),
             Chart {
                 title: format!("{}: by bytes of state", setting.task.title()),
                 subtitle: Some(format!(
@@ -290,18 +277,6 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
         )),
         table: None,
     })
-}
-
-fn state_chart_name(setting: &Setting) -> &'static str {
-    use super::Task;
-    match setting.task {
-        Task::Copying => "copying-state",
-        Task::Recall => "recall-state",
-        Task::Mqar => "mqar-state",
-        Task::Listops => "listops-state",
-        Task::Text => "text-state",
-        Task::Protein => "protein-state",
-    }
 }
 
 fn summaries(plan: &Plan, setting: &Setting, runs: &[Run]) -> Vec<serde_json::Value> {
@@ -323,38 +298,17 @@ fn summaries(plan: &Plan, setting: &Setting, runs: &[Run]) -> Vec<serde_json::Va
     specs(plan, setting).into_iter().map(line).collect()
 }
 
-fn chart_name(setting: &Setting) -> &'static str {
-    use super::Task;
-    match setting.task {
-        Task::Copying => "copying",
-        Task::Recall => "recall",
-        Task::Mqar => "mqar",
-        Task::Listops => "listops",
-        Task::Text => "text",
-        Task::Protein => "protein",
-    }
-}
-
 /// Draws learning curves: the mean over seeds, with the range as a band.
 fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
     let metric = setting.task.metric();
     // The steep fall at the beginning of a loss would flatten the differences at the end.
     let from = if metric == Metric::Accuracy { 0 } else { setting.recipe.steps / 4 };
     let series = specs(plan, setting).into_iter().map(|spec| {
-        let runs = of(runs, &spec);
-        let (mut points, mut band) = (Vec::new(), Vec::new());
-        for (i, point) in runs.first().map_or(&[][..], |run| &run.curve).iter().enumerate() {
-            if point.step < from {
-                continue;
-            }
-            let values: Vec<f64> = runs.iter().map(|run| metric.value(&run.curve[i].score)).collect();
-            points.push((point.step as f64, mean(&values)));
-            band.push((
-                values.iter().copied().fold(f64::INFINITY, f64::min),
-                values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
-            ));
-        }
-        Series { band: (runs.len() > 1).then_some(band), ..Series::new(spec, points) }
+        let curve = |run: &&Run| -> Vec<(f64, f64)> {
+            let shown = run.curve.iter().filter(|point| point.step >= from);
+            shown.map(|point| (point.step as f64, metric.value(&point.score))).collect()
+        };
+        Series::over_seeds(spec.as_str(), &of(runs, &spec).iter().map(curve).collect::<Vec<_>>())
     });
     let recipe = &setting.recipe;
     let start = if from > 0 { "; without the first quarter" } else { "" };

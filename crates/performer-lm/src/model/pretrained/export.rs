@@ -15,7 +15,7 @@ use super::{
     hugging_face::{CONFIG, GENERATION, INDEX, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
-    checkpoint::{write_durably, write_safetensors},
+    checkpoint::{write_durably, write_with_digest},
     data::Tokenizer,
     errors::Cause,
     files::{self, Lock},
@@ -58,6 +58,7 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
         "{} holds a model in several files: choose another folder, or remove it first",
         dir.display()
     );
+    model.config.require_causal()?;
     let _lock = Lock::of_worked_in(dir)?;
     // A model whose config leaves tensors out would be exported without them.
     model.decoder(&Device::Cpu)?;
@@ -70,7 +71,7 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
         BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("revision".to_owned(), git_revision().to_owned())]);
     let (path, pending) = (dir.join(WEIGHTS), dir.join(format!("{WEIGHTS}.new")));
     let write = || -> Result<()> {
-        write_durably(&pending, |out| write_safetensors(out, &weights, &metadata))?;
+        write_durably(&pending, |out| write_with_digest(out, &weights, &metadata))?;
         if path.exists() {
             std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
         }

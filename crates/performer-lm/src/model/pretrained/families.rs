@@ -215,6 +215,7 @@ fn gpt2(fields: &Fields) -> Result<ModelConfig> {
         attention: AttentionConfig::Softmax,
         attention_by_layer: BTreeMap::new(),
         borders: None,
+        leak: false,
     })
 }
 

@@ -33,8 +33,11 @@ pub(super) fn open(path: &Path) -> Result<Pretrained> {
 }
 
 fn read(bytes: &[u8]) -> Result<Pretrained> {
+    let damaged = "the file is damaged or incomplete: copy it again";
+    refuse_no_alignment(bytes).context(damaged)?;
     let mut cursor = Cursor::new(bytes);
-    let content = Content::read(&mut cursor).context("the file is damaged or incomplete: copy it again")?;
+    let content = Content::read(&mut cursor).context(damaged)?;
+    refuse_lying_shapes(&content, bytes.len()).context(damaged)?;
     let gguf = Gguf { content, reader: Mutex::new(cursor) };
     let mut config = gguf.config()?;
     let (tensors, left) = read_parameters(&config, &gguf, |name| part(name, &config))?;
@@ -42,6 +45,36 @@ fn read(bytes: &[u8]) -> Result<Pretrained> {
     let tokenizer = gguf.tokenizer().context("tokenizer")?;
     config.borders = tokenizer.borders_for_config();
     Ok(Pretrained { config, tensors, tokenizer })
+}
+
+/// Refuses an alignment of zero, by which Candle's reader would divide.
+fn refuse_no_alignment(bytes: &[u8]) -> Result<()> {
+    let name = b"general.alignment";
+    for place in memchr::memmem::find_iter(bytes, name) {
+        // Behind the name stand the number of its type, 0 to 5 for whole numbers of 1, 1, 2, 2, 4
+        // and 4 bytes, and the number.
+        let rest = &bytes[place + name.len()..];
+        let Some((kind, number)) = rest.split_first_chunk::<4>() else { continue };
+        let Some(&width) = [1usize, 1, 2, 2, 4, 4].get(u32::from_le_bytes(*kind) as usize) else { continue };
+        if number.get(..width).is_some_and(|number| number.iter().all(|&byte| byte == 0)) {
+            bail!("general.alignment is 0");
+        }
+    }
+    Ok(())
+}
+
+/// Refuses tensors without a number, of which Candle's reader would make a slice at no sound
+/// address, and tensors of more numbers than a file of this length can hold: their product may be
+/// more than a count holds, and the reader would take what is left of it for the size.
+fn refuse_lying_shapes(content: &Content, length: usize) -> Result<()> {
+    for (name, info) in &content.tensor_infos {
+        let count = info.shape.dims().iter().try_fold(1usize, |product, &dim| product.checked_mul(dim));
+        // The narrowest type has more than one bit a number.
+        if count.is_none_or(|count| count == 0 || count > length.saturating_mul(8)) {
+            bail!("tensor {name} has shape {:?}, and the file has {length} bytes", info.shape.dims());
+        }
+    }
+    Ok(())
 }
 
 /// Returns where a parameter lies; llama.cpp's rotary positions turn neighbours.

@@ -3,15 +3,18 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    fs::File,
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor, safetensors::MmapedSafetensors};
+use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
 
-use super::{Pretrained, Source, families::Family, fields::Fields, read_parameters, refuse_rest};
+use super::{Pretrained, Source, families::Family, fields::Fields, of_pickle, read_parameters, refuse_rest};
 use crate::{
+    checkpoint::check_digest,
     config::AttentionConfig,
     data::{Borders, Tokenizer, weights_index::shards},
 };
@@ -21,6 +24,9 @@ pub(super) const GENERATION: &str = "generation_config.json";
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+/// Names that folders of PyTorch's own format give their weights.
+const PICKLES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
 
 /// The `model_type` of a model whose attention is not softmax, which no other program takes for a
 /// softmax model.
@@ -116,6 +122,8 @@ impl Shards {
             vec![WEIGHTS.into()]
         } else if index.exists() {
             shards(&index)?.into_iter().collect()
+        } else if let Some(path) = PICKLES.iter().map(|name| dir.join(name)).find(|path| path.exists()) {
+            bail!("{}", of_pickle(&path))
         } else {
             bail!(
                 "{} has no weights: give a folder with {WEIGHTS} or {INDEX} (older formats can be converted by transformers' \
@@ -127,9 +135,14 @@ impl Shards {
         let mut files = Vec::new();
         for (i, name) in names.into_iter().enumerate() {
             let path = dir.join(name);
-            // SAFETY: a map is sound as long as nobody changes the file beneath it while it is
-            // read, which takes seconds.
-            let file = unsafe { MmapedSafetensors::new(&path) }
+            let open = || -> Result<MmapedSafetensors> {
+                // SAFETY: a map is sound as long as nobody changes the file beneath it while it is
+                // read, which takes seconds.
+                check_digest(&unsafe { Mmap::map(&File::open(&path)?) }?)?;
+                // SAFETY: as above.
+                Ok(unsafe { MmapedSafetensors::new(&path) }?)
+            };
+            let file = open()
                 .with_context(|| format!("{} is missing, damaged or incomplete: copy it again", path.display()))?;
             places.extend(file.tensors().into_iter().map(|(name, _)| (name, i)));
             files.push((path, file));

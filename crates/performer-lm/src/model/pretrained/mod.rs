@@ -143,11 +143,26 @@ fn file(path: &Path) -> Result<Pretrained> {
     read.with_context(|| format!("cannot read {}", path.display()))?;
     match path.extension().and_then(|extension| extension.to_str()) {
         _ if magic == *b"GGUF" => gguf::open(path),
+        _ if is_pickle(&magic) => bail!("{}", of_pickle(path)),
         Some("gguf") => bail!("{} is no GGUF file: it does not begin so; copy it again", path.display()),
         Some("bin") => llama2c::open(path),
         Some("safetensors") => bail!("{} is part of a model: give the folder it lies in", path.display()),
         _ => bail!("{} is no model that this program knows: give {FORMATS}", path.display()),
     }
+}
+
+/// Whether a file that begins so is a pickle: an archive as PyTorch writes it, or the pickle itself.
+fn is_pickle(magic: &[u8]) -> bool {
+    magic.starts_with(b"PK\x03\x04") || matches!(magic, [0x80, 2..=5, ..])
+}
+
+/// Says of a file of weights that it is a pickle, and what to do.
+fn of_pickle(path: &Path) -> String {
+    format!(
+        "{} is a pickle, as PyTorch saves weights: to load one runs whatever code is in it, so this program does not; take the \
+         model's safetensors, or let transformers' save_pretrained write them",
+        path.display()
+    )
 }
 
 /// Whether a text is `owner/name`, of the characters that the hub allows.
@@ -199,6 +214,7 @@ impl LlamaSizes {
             attention: AttentionConfig::Softmax,
             attention_by_layer: BTreeMap::new(),
             borders: None,
+            leak: false,
         }
     }
 }

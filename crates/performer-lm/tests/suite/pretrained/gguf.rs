@@ -183,24 +183,46 @@ fn byte_level_tokenizers_are_read() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn scored_tokenizers_are_read() -> Result<()> {
+/// Returns scores, spellings and kinds of tokens, and the metadata that has them.
+fn scored() -> (Vec<(f32, String, i32)>, Metadata) {
     let mut vocabulary: Vec<(f32, String, i32)> =
         vec![(0.0, "<unk>".into(), 2), (0.0, "<s>".into(), 3), (0.0, "</s>".into(), 3)];
     vocabulary.extend((0..=255u8).map(|byte| (0.0, format!("<0x{byte:02X}>"), 6)));
     let texts = ["he", "▁t", "▁a", "in", "▁the", "an", "▁", "t", "h", "e", "a", "n", "i"];
     vocabulary.extend(texts.iter().enumerate().map(|(i, text)| (-(i as f32), (*text).to_owned(), 1)));
     let list = |entry: fn(&(f32, String, i32)) -> Value| Value::Array(vocabulary.iter().map(entry).collect());
+    let metadata = [
+        ("tokenizer.ggml.model", Value::String("llama".into())),
+        ("tokenizer.ggml.tokens", list(|(_, token, _)| Value::String(token.clone()))),
+        ("tokenizer.ggml.scores", list(|(score, ..)| Value::F32(*score))),
+        ("tokenizer.ggml.token_type", list(|(.., kind)| Value::I32(*kind))),
+        ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+        ("tokenizer.ggml.eos_token_id", Value::U32(2)),
+    ];
+    let metadata = metadata.map(|(name, value)| (name.to_owned(), value)).into();
+    (vocabulary, metadata)
+}
+
+/// Writes a model with a byte-level tokenizer and one with a scored one, of these names.
+#[cfg(feature = "cli")]
+pub(crate) fn write_examples(dir: &Path, [with_merges, with_scores]: [&str; 2]) -> Result<()> {
+    let (vocabulary, of_scores) = scored();
+    for (name, tokenizer, s) in
+        [(with_merges, byte_level("gpt-2")?.1, sizes(400)), (with_scores, of_scores, sizes(vocabulary.len()))]
+    {
+        let mut all = metadata(s);
+        all.extend(tokenizer);
+        write(&dir.join(name), &all, &tensors(s, &llama_weights(s, false, true)?, GgmlDType::Q8_0)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn scored_tokenizers_are_read() -> Result<()> {
+    let (vocabulary, of_scores) = scored();
     let s = sizes(vocabulary.len());
     let mut all = metadata(s);
-    all.extend([
-        ("tokenizer.ggml.model".to_owned(), Value::String("llama".into())),
-        ("tokenizer.ggml.tokens".to_owned(), list(|(_, token, _)| Value::String(token.clone()))),
-        ("tokenizer.ggml.scores".to_owned(), list(|(score, ..)| Value::F32(*score))),
-        ("tokenizer.ggml.token_type".to_owned(), list(|(.., kind)| Value::I32(*kind))),
-        ("tokenizer.ggml.bos_token_id".to_owned(), Value::U32(1)),
-        ("tokenizer.ggml.eos_token_id".to_owned(), Value::U32(2)),
-    ]);
+    all.extend(of_scores);
     let read = tokenizer_of(all.clone(), s)?;
     assert_eq!((read.borders().begin, read.borders().end, &read.borders().stop[..]), (Some(1), None, &[2][..]));
     let spelled: Vec<(f32, Vec<u8>)> =
@@ -243,6 +265,7 @@ fn what_is_not_supported_or_damaged_is_named() -> Result<()> {
         ("tokenizer.ggml.model", text("bert"), "tokenizer.ggml.model is bert"),
         ("tokenizer.ggml.merges", Value::Array(vec![text("a")]), "merge"),
         ("tokenizer.ggml.tokens", Value::U32(1), "must be a list"),
+        ("general.alignment", Value::U32(0), "alignment is 0"),
     ] {
         let mut bad = good.clone();
         bad.insert(name.into(), value);
@@ -257,6 +280,16 @@ fn what_is_not_supported_or_damaged_is_named() -> Result<()> {
         std::fs::write(&path, &whole[..end])?;
         let error = refusal(&path);
         assert!(error.contains("model.gguf") && error.contains("copy it again"), "{end}: {error}");
+    }
+    // Behind the name of a tensor stand the number of its dimensions and, here, its only one.
+    let name = b"output_norm.weight";
+    let dimension = whole.windows(name.len()).position(|part| part == name).expect("the tensor") + name.len() + 4;
+    for size in [0, 1 << 40, u64::MAX] {
+        let mut lying = whole.clone();
+        lying[dimension..dimension + 8].copy_from_slice(&size.to_le_bytes());
+        std::fs::write(&path, lying)?;
+        let error = refusal(&path);
+        assert!(error.contains(&format!("output_norm.weight has shape [{size}]")), "{error}");
     }
     std::fs::write(&path, b"something else")?;
     assert!(refusal(&path).contains("no GGUF file"));

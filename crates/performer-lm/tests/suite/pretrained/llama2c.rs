@@ -140,6 +140,16 @@ fn model_bytes(version: u32, s: Sizes, tied: bool) -> Result<Vec<u8>> {
     Ok(out)
 }
 
+/// Writes a model of version 0 and one of version 1, of these names, and their tokenizer.
+#[cfg(feature = "cli")]
+pub(crate) fn write_examples(dir: &Path, names: [&str; 2]) -> Result<()> {
+    for (version, name) in names.into_iter().enumerate() {
+        std::fs::write(dir.join(name), model_bytes(version as u32, sizes(3), true)?)?;
+    }
+    write_vocabulary(&dir.join("tokenizer.bin"), &vocabulary());
+    Ok(())
+}
+
 fn texts() -> Vec<String> {
     let parts = [
         " ", "the", "thing", "an", "aé", "éa", "é", "e", "<0x41>", "\n", "日本", "🦊", ".", "\u{0}", "▁", "<s>",

@@ -1,9 +1,9 @@
 //! These tests open pretrained models: every format on small files that the tests write, compared
 //! with other implementations of the same model, and real models if they are available.
 
-mod gguf;
+pub(crate) mod gguf;
 mod gpt2;
 mod hugging_face;
-mod llama2c;
+pub(crate) mod llama2c;
 mod real;
-mod support;
+pub(crate) mod support;

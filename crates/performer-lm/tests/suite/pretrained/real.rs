@@ -1,4 +1,9 @@
-//! These tests use real models, if they lie beside the project.
+//! These tests use real models and texts, which are not part of the project: `MODELS` names the
+//! folder that has them, with `stories260k/` (the model of llama2.c's author, in the files
+//! `stories260K.bin`, `tok512.bin` and the page `stories260K.md` beside it) and `tinystories/`.
+//!
+//! They are ignored unless asked for (`just real-models FOLDER`), and fail where the folder is
+//! missing: a test does not pass because there was nothing to test.
 
 use std::path::{Path, PathBuf};
 
@@ -16,14 +21,11 @@ use super::{
     support::open,
 };
 
-/// Returns the folder of the data, or prints that it is absent.
-fn data() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data");
-    let there = path.join("stories260k/stories260K.bin").exists();
-    if !there {
-        println!("skipped: {} holds no pretrained model", path.display());
-    }
-    there.then_some(path)
+/// Returns the folder of the models.
+fn data() -> PathBuf {
+    let path: PathBuf = std::env::var_os("MODELS").expect("MODELS names the folder of the models").into();
+    assert!(path.join("stories260k/stories260K.bin").exists(), "{} has no stories260k", path.display());
+    path
 }
 
 /// Returns the text that the model's authors published, which was generated greedily.
@@ -47,8 +49,9 @@ fn greedy(source: &Path) -> Result<String> {
 }
 
 #[test]
+#[ignore = "needs a model: `just real-models FOLDER` runs it"]
 fn stories260k_tells_its_published_story() -> Result<()> {
-    let Some(data) = data() else { return Ok(()) };
+    let data = data();
     let model = data.join("stories260k/stories260K.bin");
     assert_eq!(greedy(&model)?, published(&data));
     // The model exported as a Hugging Face folder generates the same text.
@@ -61,8 +64,9 @@ fn stories260k_tells_its_published_story() -> Result<()> {
 }
 
 #[test]
+#[ignore = "needs a model: `just real-models FOLDER` runs it"]
 fn stories260k_encodes_as_run_c_does() -> Result<()> {
-    let Some(data) = data() else { return Ok(()) };
+    let data = data();
     let vocabulary = read_vocabulary(&data.join("stories260k/tok512.bin"));
     let tokenizer = open(&data.join("stories260k/stories260K.bin"))?.tokenizer;
     let documents = load_text(&data.join("tinystories/valid.txt"))?;
@@ -78,8 +82,9 @@ fn stories260k_encodes_as_run_c_does() -> Result<()> {
 }
 
 #[test]
+#[ignore = "needs a model: `just real-models FOLDER` runs it"]
 fn stories260k_scores_its_published_loss() -> Result<()> {
-    let Some(data) = data() else { return Ok(()) };
+    let data = data();
     let (model, tokenizer) =
         pretrained::load(data.join("stories260k/stories260K.bin").to_str().unwrap(), &Device::Cpu)?;
     let documents = load_text(&data.join("tinystories/valid.txt"))?;

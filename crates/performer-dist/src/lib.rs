@@ -1,0 +1,45 @@
+//! Several processes that work on one model: the few calls that they need, and what training makes
+//! of them.
+//!
+//! [`Ranks`] is what a process knows of the others: its number (the rank), how many there are, and
+//! collective calls, each with a deadline. There are implementations for one process ([`One`]), for
+//! ranks that are threads of one process ([`threads`]) and for processes under MPI (`Mpi`, with the
+//! feature `mpi`). What stands above them knows nothing of what carries them:
+//!
+//! - [`sum_in_order`] adds the gradients of a batch whose parts are computed by several ranks, in
+//!   one order, whatever the number of ranks. So a training has the same bits on any number.
+//! - [`agree`] lets all ranks fail where one fails, with one text that names it.
+//! - [`exclusive_scan`] merges what lies before a rank, for sequences that are cut over ranks.
+//! - [`Counted`] counts what is sent.
+//!
+//! This is a crate of its own, which knows nothing of models: whoever uses `performer-core` for
+//! attention has no calls between processes among its dependencies, and MPI is a feature of one
+//! small crate.
+
+#![deny(missing_docs)]
+
+mod agree;
+mod count;
+mod error;
+mod fold;
+mod grid;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod one;
+mod ranks;
+mod scan;
+mod start;
+mod threads;
+
+pub use agree::{Disagreement, agree, agree_on, gather};
+pub use count::{Counted, Traffic};
+pub use error::{Error, Result};
+pub use fold::sum_in_order;
+pub use grid::{Grid, share};
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
+pub use one::One;
+pub use ranks::{Ranks, Reduction};
+pub use scan::exclusive_scan;
+pub use start::{launched_rank, neighbours, start};
+pub use threads::{Thread, threads};

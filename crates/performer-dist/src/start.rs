@@ -1,0 +1,61 @@
+//! How a program finds out that it is one of several.
+
+use std::{env, sync::Arc, time::Duration};
+
+use crate::{One, Ranks};
+
+/// What launchers put into the environment of the processes that they start: the number of them.
+/// OpenMPI, then MPICH and whatever else speaks PMI, then Slurm with PMIx (beside which a program
+/// that `srun` did not start has no `PMIX_RANK`).
+const SIZES: [(&str, &str); 3] =
+    [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMI_SIZE", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")];
+
+/// Returns the number of processes that a launcher started with this one, 1 if there was none.
+fn launched() -> usize {
+    let size = |(mark, size): &(&str, &str)| env::var_os(mark).and_then(|_| env::var(size).ok()?.parse().ok());
+    SIZES.iter().find_map(size).unwrap_or(1)
+}
+
+/// What launchers say of the number of processes on this machine: OpenMPI, MPICH, Slurm.
+const NEIGHBOURS: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"];
+
+/// Returns the number of processes of this program on this machine, as far as the launcher says it.
+pub fn neighbours() -> usize {
+    let size = |name: &&str| env::var(name).ok()?.parse().ok();
+    if launched() > 1 { NEIGHBOURS.iter().find_map(size).unwrap_or(1).max(1) } else { 1 }
+}
+
+/// What launchers say of the number of a process, in the order of [`SIZES`].
+const RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];
+
+/// Returns the number of this process among those that a launcher started, as far as the launcher
+/// says it: for what is to be said once, before [`start`].
+pub fn launched_rank() -> usize {
+    let rank = |name: &&str| env::var(name).ok()?.parse().ok();
+    if launched() > 1 { RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
+}
+
+/// Joins the processes that a launcher of MPI started with this one; without a launcher, or where
+/// it started one process, this is [`One`]. To be called once; MPI may start threads.
+///
+/// # Errors
+/// In words, if there are several processes and this build has no MPI, or MPI does not start.
+pub fn start(deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
+    match launched() {
+        0 | 1 => Ok(Arc::new(One)),
+        size => several(size, deadline),
+    }
+}
+
+#[cfg(feature = "mpi")]
+fn several(_: usize, deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
+    Ok(Arc::new(crate::Mpi::start(deadline)?))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn several(size: usize, _: Duration) -> Result<Arc<dyn Ranks>, String> {
+    Err(format!(
+        "this is one of {size} processes, and this build cannot join them: build it with --features mpi (which \
+         needs an MPI library), or start it without mpirun"
+    ))
+}

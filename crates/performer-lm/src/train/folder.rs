@@ -1,0 +1,167 @@
+//! This module reads what a folder holds of a training run: its state, its result, and the data that
+//! it trains on. It finds a run again, and goes on with it or begins it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Checkpoint, Earlier, Leg, Report, RunKey, RunOptions, Trainer, TrainingState, run::require_features,
+    run_key::TRAINING,
+};
+use crate::{
+    checkpoint::require_free,
+    config::{AttentionPattern, ModelConfig, Preset, TrainingConfig},
+    data::{DataSpec, Prepared, Tokenizer},
+    model::{Decoder, pretrained},
+};
+
+/// File name of the [`Report`].
+pub(super) const REPORT: &str = "metrics.json";
+
+/// File name of the [`RunState`], for messages.
+pub(super) const STATE: &str = "train_state.json";
+
+/// `RunState` is the content of `train_state.json`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct RunState {
+    pub(super) step: usize,
+    pub(super) epoch_seconds: Vec<f64>,
+    pub(super) training: TrainingConfig,
+    pub(super) corpus: String,
+    /// The data as the command line spelt it.
+    pub(super) data_spec: String,
+    /// The path from the run's folder to the data, where it was spelt relative to another folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) data_from_here: Option<PathBuf>,
+    /// Key of the run; `None` in states of versions that did not record it.
+    #[serde(default)]
+    pub(super) key: Option<RunKey>,
+    /// See [`Report::earlier_legs`].
+    #[serde(default)]
+    pub(super) earlier_legs: Vec<Leg>,
+}
+
+impl RunState {
+    /// Returns the state of the training run in `dir`.
+    pub(super) fn of(saved: &TrainingState, dir: &Path) -> Result<Self> {
+        if let Some(run) = saved.progress["key"]["run"].as_str() {
+            ensure!(
+                run == TRAINING,
+                "{} holds a {run}, which is no training run: go on with it by the command that began it",
+                dir.display()
+            );
+        }
+        saved.progress_as().with_context(|| format!("cannot go on with the run in {}", dir.display()))
+    }
+}
+
+/// Loads a model and its tokenizer from a checkpoint folder.
+///
+/// # Errors
+/// If anything is missing or damaged; the message names it.
+pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
+    pretrained::load(&dir.to_string_lossy(), device)
+}
+
+/// `Found` says what a folder holds of a run.
+#[derive(Debug)]
+pub enum Found {
+    /// The folder holds nothing of the run.
+    Nothing,
+    /// The folder holds a checkpoint from which the run can resume.
+    Begun,
+    /// The folder holds the run's result.
+    Finished(Box<Report>),
+}
+
+/// Looks for a run in `options.out`. Whoever plans several runs calls it for each before the first
+/// begins, so that a folder that cannot be used is reported at once and not hours later.
+///
+/// # Errors
+/// If the folder holds a run with another key or without one, or is damaged.
+pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
+    require_features(config)?;
+    let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
+    let file = options.out.join(REPORT);
+    if file.exists() {
+        let text = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let report: Report = serde_json::from_slice(&text)
+            .with_context(|| format!("{} is damaged: remove its folder to run it again", file.display()))?;
+        key.check(Earlier { key: report.key.as_ref(), file: &file, remove: options.out })?;
+        return Ok(Found::Finished(Box::new(report)));
+    }
+    let file = options.out.join(STATE);
+    if !TrainingState::is_in(options.out)? {
+        require_free(options.out, &[])?;
+        return Ok(Found::Nothing);
+    }
+    let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;
+    key.check_interrupted(Earlier { key: state.key.as_ref(), file: &file, remove: options.out })?;
+    Ok(Found::Begun)
+}
+
+/// Returns the result of a run: the one that `options.out` holds, or else the result of resuming or
+/// beginning the run there. Returns `None` if the run was stopped.
+///
+/// # Errors
+/// As [`find`]; also if the run fails.
+pub fn find_or_run(
+    config: &ModelConfig,
+    training: &TrainingConfig,
+    data: &Prepared,
+    options: RunOptions,
+) -> Result<Option<Report>> {
+    match find(config, training, data, &options)? {
+        Found::Finished(report) => Ok(Some(*report)),
+        Found::Begun => Trainer::resume(data, options)?.run(),
+        Found::Nothing => Trainer::new(config, training, data, options)?.run(),
+    }
+}
+
+/// Returns the configuration with the vocabulary of the data's tokenizer.
+pub(super) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
+    ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
+}
+
+/// `SavedData` says what a run trains on.
+#[derive(Debug)]
+pub struct SavedData {
+    /// The data as the command line spelt it, for [`RunOptions::data`].
+    pub spelt: String,
+    /// Where it is for this process, which may be in another folder than the one that began it.
+    pub spec: DataSpec,
+    /// The tokenizer with which it is encoded.
+    pub tokenizer: Tokenizer,
+}
+
+/// Returns what the run in a folder trains on.
+///
+/// # Errors
+/// If the folder holds no run.
+pub fn saved_data(dir: &Path) -> Result<SavedData> {
+    let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
+    let spelt = state.data_spec;
+    let spec = spelt.parse().with_context(|| format!("{} names its data as {spelt}", dir.display()))?;
+    let from_here = state.data_from_here.map(|path| dir.join(path)).filter(|path| path.exists());
+    let spec = from_here.map_or(spec, DataSpec::Path);
+    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
+    let borders = checkpoint.config_as::<ModelConfig>()?.borders;
+    Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
+}
+
+/// Returns the default folder of a run: `runs/PRESET-ATTENTION-seed`, and `-leak` if it leaks.
+pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
+    let leak = if config.leak { "-leak" } else { "" };
+    let name = format!("{preset:?}-{}{leak}", run_name(&config.pattern(), seed));
+    Path::new("runs").join(name.to_lowercase())
+}
+
+/// Returns `ATTENTION-seed` with characters that every file system takes.
+pub fn run_name(attention: &AttentionPattern, seed: u64) -> String {
+    let name: String =
+        attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();
+    format!("{}-seed{seed}", name.replace("m-", "m"))
+}

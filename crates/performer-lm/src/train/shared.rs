@@ -1,0 +1,124 @@
+//! What several ranks that train one model do together: they share a batch, fail together, stop
+//! together, and let one of them write the files.
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor, Var};
+use performer_dist::{Disagreement, Grid, Reduction, agree, agree_on, gather, sum_in_order};
+use serde_json::Value;
+
+use super::{Gradients, run_key};
+
+/// Returns the outcome of this rank, or the error of the first rank that failed: all ranks fail,
+/// and know why.
+pub(crate) fn agreed<T>(ranks: &Grid, outcome: Result<T>) -> Result<T> {
+    if ranks.world().size() == 1 {
+        return outcome;
+    }
+    let failure = outcome.as_ref().err().map(|error| format!("{error:#}"));
+    match (agree(ranks.world(), failure.as_deref())?, outcome) {
+        (None, outcome) => outcome,
+        // The causes stay, by which a command line knows what helps.
+        (Some(failed), Err(error)) if failed.rank == ranks.world().rank() => Err(error.context(failed)),
+        (Some(failed), _) => Err(failed.into()),
+    }
+}
+
+/// Does something on the one rank that writes files; all ranks fail if it fails.
+pub(crate) fn led<T>(ranks: &Grid, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+    agreed(ranks, if ranks.leads() { work().map(Some) } else { Ok(None) })
+}
+
+/// Refuses ranks whose settings, data, program or progress, as named in a JSON object, are not
+/// those of rank 0.
+pub(super) fn require_equal(ranks: &Grid, what: &Value) -> Result<()> {
+    let parse = |text: &str| serde_json::from_str(text).unwrap_or(Value::Null);
+    let differs = |first: &str, other: &str| {
+        let listed = run_key::listed_apart(&parse(first), &parse(other));
+        format!("it does not train what rank 0 trains: {listed}")
+    };
+    refuse(agree_on(ranks.world(), &what.to_string(), differs)?)
+}
+
+/// Refuses ranks whose weights are not those of rank 0: something was computed otherwise there.
+pub(super) fn require_equal_weights(ranks: &Grid, digest: impl FnOnce() -> Result<String>) -> Result<()> {
+    if ranks.world().size() == 1 {
+        return Ok(());
+    }
+    let digest = agreed(ranks, digest())?;
+    refuse(agree_on(ranks.world(), &digest, |_, _| {
+        "its weights are no longer those of rank 0: the machines compute differently, or a memory is faulty; what was \
+         saved before is whole"
+            .into()
+    })?)
+}
+
+fn refuse(differs: Option<Disagreement>) -> Result<()> {
+    differs.map_or(Ok(()), |differs| Err(differs.into()))
+}
+
+/// Whether any rank was asked to stop.
+pub(super) fn any_asked(ranks: &Grid, asked: bool) -> Result<bool> {
+    if ranks.world().size() == 1 {
+        return Ok(asked);
+    }
+    let mut flag = [if asked { 1.0 } else { 0.0 }];
+    ranks.world().all_reduce(&mut flag, Reduction::Max)?;
+    Ok(flag[0] > 0.0)
+}
+
+/// Computes the sums of `loss(0..parts)` and of their gradients for `params`, of which each group
+/// of ranks computes a part. All ranks get both, with the bits that one rank would get.
+///
+/// Gradients leave a rank when all of its parts are computed: neither Candle's backward pass nor
+/// the tape's hands out the gradient of a parameter before it ends. A rank after the first keeps
+/// those of its parts until the sum over the parts before them arrives.
+pub(super) fn gradients(
+    ranks: &Grid,
+    parts: usize,
+    threads: usize,
+    params: &[(String, Var)],
+    loss: impl Fn(usize) -> Result<Tensor> + Sync,
+) -> Result<(f64, Gradients)> {
+    let world = ranks.world();
+    if world.size() == 1 {
+        return Gradients::of_parts(parts, threads, params, loss);
+    }
+    let mut kept = Vec::<Gradients>::new();
+    let losses = Gradients::of_each(ranks.share(parts), threads, params, loss, |gradients| {
+        match kept.last_mut() {
+            Some(sum) if world.rank() == 0 => sum.add(gradients)?,
+            _ => kept.push(gradients),
+        }
+        Ok(())
+    })?;
+    let kept = kept.iter().map(|gradients| flat(gradients, params)).collect::<Result<Vec<_>>>()?;
+    let length = params.iter().map(|(_, var)| var.elem_count()).sum();
+    let sum = sum_in_order(world, length, &kept)?;
+    let losses: Vec<u8> = losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
+    let losses = gather(world, &losses)?.concat();
+    let losses = losses.chunks_exact(8).map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
+    Ok((losses.sum(), of_flat(&sum, params)?))
+}
+
+/// Returns the numbers of all gradients, parameter by parameter.
+fn flat(gradients: &Gradients, params: &[(String, Var)]) -> Result<Vec<f32>> {
+    let mut numbers = Vec::with_capacity(params.iter().map(|(_, var)| var.elem_count()).sum());
+    for ((name, _), gradient) in params.iter().zip(&gradients.tensors) {
+        let gradient = gradient.as_ref().with_context(|| format!("parameter `{name}` received no gradient"))?;
+        let gradient = gradient.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?;
+        numbers.extend(gradient.to_vec1::<f32>()?);
+    }
+    Ok(numbers)
+}
+
+/// The gradients whose numbers these are.
+fn of_flat(numbers: &[f32], params: &[(String, Var)]) -> Result<Gradients> {
+    let mut start = 0;
+    let tensor = |(_, var): &(String, Var)| {
+        let count = var.elem_count();
+        start += count;
+        let gradient = Tensor::from_slice(&numbers[start - count..start], var.shape(), var.device())?;
+        Ok(Some(gradient.to_dtype(var.dtype())?))
+    };
+    Ok(Gradients { tensors: params.iter().map(tensor).collect::<Result<_>>()? })
+}
