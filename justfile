@@ -14,6 +14,53 @@ test:
 ci:
     .ci/run
 
+# Every test that takes minutes; those that need a model from elsewhere are left out.
+ignored:
+    cargo test --release --workspace -- --ignored --skip stories260k --skip minilm
+
+# Published models: FOLDER has stories260k/ and tinystories/.
+real-models FOLDER:
+    MODELS='{{ FOLDER }}' cargo test -p performer-lm --test suite pretrained::real -- --ignored
+
+# The published all-MiniLM-L6-v2, in FOLDER.
+real-minilm FOLDER:
+    MINILM='{{ FOLDER }}' cargo test -p performer-core --test suite minilm -- --ignored
+
+# Numbers of every size, 100,000 tokens, every future at every cut: minutes.
+attack-numbers:
+    cargo test --release -p performer-core --test suite -- --include-ignored attacks:: long_causality::
+
+# Mutate each of 23 files COUNT times, and the texts of settings ten times as often.
+attack-files COUNT='6100':
+    MUTATIONS={{ COUNT }} cargo test --release -p performer-lm --test suite mutations:: -- --nocapture
+
+# Kill every command that writes, about KILLS times in all; full disks; two processes in one folder.
+attack-kills KILLS='300':
+    cargo build --release -p performer-lm
+    scripts/attack_kills.py --kills {{ KILLS }}
+
+# The same weights on one, two and four threads after STEPS steps, in processes of their own.
+attack-threads STEPS='200':
+    STEPS={{ STEPS }} cargo test --release -p performer-lm --test suite regressions::weights
+
+# Train for so many seconds, and see that memory, threads and open files do not grow.
+attack-time SECONDS='7200':
+    cargo build --release -p performer-lm
+    scripts/long_run.py --seconds {{ SECONDS }} --out target/long-run -- \
+        target/release/performer-lm train --data sample --attention favor --epochs 100000 --eval-every 50 \
+        --save-every 50 --out target/long-run/run --overwrite
+
+# Licences and sources of what is depended on, and the reasons of unsafe code; faults too, where cargo-deny is installed.
+supply:
+    scripts/supply_check.py
+    cargo deny check
+
+# Change the code in small ways and see that a test fails each time (`cargo install cargo-mutants --locked`): hours.
+mutants *ARGS:
+    cargo mutants -p performer-core -f 'crates/performer-core/src/attention/**' {{ ARGS }} -- --test suite
+    cargo mutants -p performer-lm -f 'crates/performer-lm/src/checkpoint*' -f 'crates/performer-lm/src/checkpoint/**' \
+        -f 'crates/performer-lm/src/data/**' -f crates/performer-lm/src/eval.rs {{ ARGS }} -- --lib --test suite
+
 # The unsafe code under valgrind, which emulates AVX2: minutes.
 memcheck:
     CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER='valgrind --quiet --error-exitcode=9' \
@@ -67,10 +114,17 @@ compare-attentions SEEDS='1':
         --attention favor:gate,conv --attention softmax:gate,conv --attention uniform:gate --attention favor \
         --out benchmarks/attentions
 
-# Long real text: the Rust source of this project's dependencies, as train.txt, valid.txt and test.txt in a folder.
-code-corpus OUT:
+# Long real text: Rust source of the dependencies; `just code-corpus code 64` holds less of it out.
+code-corpus OUT HELD_OUT_KIB='1024':
     cargo fetch --locked
-    python3 scripts/code_corpus.py "{{ OUT }}"
+    python3 scripts/code_corpus.py "{{ OUT }}" --held-out {{ HELD_OUT_KIB }}
+
+# Windows and FAVOR+ with gates on the text that code-corpus made in `code`, at 4,096 tokens.
+compare-code TOKENS='8000000':
+    {{ program }} compare --preset code --context 4096 --batch-size 2 --learning-rate 4e-3 --seeds 1 --threads 1 \
+        --data code --eval-every 100 --max-train-tokens {{ TOKENS }} --attention favor:gate,conv \
+        --attention softmax:window=66,gate,conv --attention softmax:window=256,gate,conv \
+        --attention softmax:gate,conv --out runs/code-{{ TOKENS }}
 
 # The stories of the committed results, out of the public file (22 MB): OUT/train.txt, OUT/valid.txt, OUT/test.txt.
 stories OUT:
@@ -97,6 +151,10 @@ bench-train:
 # The CUDA code and its kernels, checked without a GPU.
 cuda-check:
     scripts/cuda-check.sh
+
+# All cases of the CUDA kernels on the emulated device, with what it catches; CI runs the short ones. Minutes.
+cuda-cases *ARGS:
+    cargo test -p performer-core --test devices -- --include-ignored cuda_host planted {{ ARGS }}
 
 # The code for Metal, checked without a Mac.
 metal-check:
