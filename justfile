@@ -165,8 +165,16 @@ cuda-build FOLDER='target/performer-cuda':
     scripts/cuda-build.sh {{ FOLDER }}
 
 # The same and the scripts that measure a card, small enough to send: `FOLDER/gpu-run.sh` there.
-cuda-pack FOLDER='target/performer-gpu':
-    scripts/cuda-pack.sh {{ FOLDER }}
+cuda-pack FOLDER='target/performer-gpu' *ARCHITECTURES:
+    scripts/cuda-pack.sh {{ FOLDER }} {{ ARCHITECTURES }}
+
+# The kernels that a program with CUDA uses, compiled for cards that are not here: a folder to put beside it as `kernels`.
+cuda-kernels FOLDER *ARCHITECTURES:
+    scripts/cuda-kernels.sh {{ FOLDER }} {{ ARCHITECTURES }}
+
+# The way of a pack on an emulated card: there, unpacked, checked, killed, gone on. Minutes.
+gpu-rehearsal *ARGS:
+    scripts/gpu_rehearsal.py {{ ARGS }}
 
 # This machine's GPU: right? how fast? Beside PyTorch's attention, if the Python given has it.
 gpu-check PYTHON='': cuda-build

@@ -1,23 +1,36 @@
 #!/usr/bin/env bash
 # Packs everything that scripts/gpu-run.sh needs into a folder to copy to a machine with a card:
 #
-#     scripts/cuda-pack.sh [FOLDER]          (default: target/performer-gpu)
-#     FOLDER/gpu-run.sh                      on that machine
+#     scripts/cuda-pack.sh [FOLDER [ARCHITECTURE...]]          (default: target/performer-gpu)
+#     FOLDER/gpu-run.sh                                        on that machine
 #
-# The folder has the program, compressed, and none of CUDA's libraries, which are 850 MB: the
+# The folder has the program and its kernels for A100, L4, H100, B200 and RTX 50 (or for the
+# architectures given, such as 90), compressed, and none of CUDA's libraries, which are 850 MB: the
 # machine has them with CUDA 13 or with PyTorch. It fails if the folder is larger than 60 MiB. The
-# first build takes 6 to 18 minutes.
+# first build takes 15 to 30 minutes on two cores. PROGRAM names a program that is built already.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 folder=${1:-target/performer-gpu}
+[ $# -eq 0 ] || { shift; case $folder in /*) ;; *) folder=$here/$folder ;; esac; }
 most=$((60 << 20))
 command -v xz >/dev/null || { echo 'there is no xz to compress the program with: install xz-utils' >&2; exit 1; }
 
-scripts/cuda-build.sh --without-libraries target/performer-cuda >&2
+program=${PROGRAM:-}
+if [ -z "$program" ]; then
+    program=target/performer-cuda/performer-lm
+    scripts/cuda-build.sh --without-libraries target/performer-cuda >&2
+fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+scripts/cuda-kernels.sh "$scratch/kernels" "$@" >&2
+
 rm -rf "$folder"
 mkdir -p "$folder/models"
-xz -6 -T0 -c target/performer-cuda/performer-lm >"$folder/performer-lm.xz"
+xz -6 -T0 -c "$program" >"$folder/performer-lm.xz"
+# One stream, because the kernels of different architectures are alike in part.
+tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$scratch" -c kernels | xz -9 -T1 -c >"$folder/kernels.tar.xz"
 cp scripts/gpu-run.sh scripts/torch_attention.py scripts/torch_train.py "$folder/"
 for preset in seed small stories15m; do
     mkdir "$folder/models/$preset"
@@ -25,8 +38,10 @@ for preset in seed small stories15m; do
 done
 
 size=$(du -sb "$folder" | cut -f1)
+part() { echo "$(($(stat -c %s "$folder/$1") >> 10)) KiB"; }
+echo "the program: $(part performer-lm.xz), its kernels: $(part kernels.tar.xz)" >&2
 if [ "$size" -gt "$most" ]; then
-    echo "$folder has $size bytes, $((size - most)) more than the $most that may travel" >&2
+    echo "$folder has $size bytes, $((size - most)) more than the $most that may travel: pack fewer architectures" >&2
     exit 1
 fi
 echo "$folder: $((size >> 10)) KiB"

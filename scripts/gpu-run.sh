@@ -17,10 +17,14 @@
 #     profile    ncu over attention and over a training step: how long each kernel runs, and what
 #                holds it up (3 minutes)
 #
-# MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. scripts/cuda-pack.sh
-# makes the folder. The machine needs a driver and CUDA 13's libraries, which PyTorch's packages
-# have too. One stage that fails does not stop the others; each result is written as soon as it is
-# known.
+# MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH and STEPS
+# say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver and CUDA 13's
+# libraries, which PyTorch's packages have too; NVRTC only if a kernel is needed that did not come
+# with the program.
+#
+# One stage that fails does not stop the others; each result is written as soon as it is known. The
+# same command again goes on where the first was ended, by whatever: what is finished is not done
+# anew. Another RESULTS begins from the start.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 results=$PWD/gpu-results
@@ -31,35 +35,84 @@ fi
 mkdir -p "$results"
 results=$(cd "$results" && pwd)
 
-# The program as it is, or compressed for the journey.
+# Processes of an earlier run that was killed hold this too, as long as they live.
+if command -v flock >/dev/null; then
+    exec 9>"$results/lock"
+    if ! flock -w 10 9; then
+        echo "another run still writes to $results: wait for its end, or name another folder with --out" >&2
+        exit 1
+    fi
+fi
+
+# The program and its kernels, as they are or compressed for the journey. What is unpacked gets its
+# name when it is whole.
+python() { command -v python3 >/dev/null || { echo 'there is neither xz nor python3 to unpack the program with' >&2; exit 1; }; python3 "$@"; }
 program=$here/performer-lm
 if [ ! -x "$program" ] && [ -f "$program.xz" ]; then
     if command -v xz >/dev/null; then
-        xz -dk "$program.xz"
+        xz -dc "$program.xz" >"$program.new"
     else
-        python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$program.xz" "$program"
-    fi
-    chmod +x "$program"
+        python -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$program.xz" "$program.new"
+    fi || { echo "$program.xz cannot be unpacked" >&2; exit 1; }
+    chmod +x "$program.new"
+    mv "$program.new" "$program"
+fi
+if [ ! -d "$here/kernels" ] && [ -f "$here/kernels.tar.xz" ]; then
+    rm -rf "$here/unpacked"
+    mkdir "$here/unpacked"
+    if command -v xz >/dev/null; then
+        xz -dc "$here/kernels.tar.xz" | tar -x -C "$here/unpacked"
+    else
+        python -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$here/kernels.tar.xz" "$here/unpacked"
+    fi || { echo "$here/kernels.tar.xz cannot be unpacked" >&2; exit 1; }
+    mv "$here/unpacked/kernels" "$here/kernels"
+    rmdir "$here/unpacked"
 fi
 
 # CUDA's libraries: beside the program, where the linker looks, or wherever a toolkit or PyTorch put
 # them.
-for name in libcublas.so.13 libcublasLt.so.13 libcudart.so.13 libnvrtc.so.13 libcurand.so.10; do
-    if [ -e "$here/$name" ] || ldconfig -p 2>/dev/null | grep -q "$name"; then
+in_path() {
+    local folder IFS=:
+    for folder in ${LD_LIBRARY_PATH:-}; do
+        [ ! -e "$folder/$1" ] || return 0
+    done
+    return 1
+}
+for name in libcublas.so.13 libcublasLt.so.13 libcudart.so.13 libcurand.so.10 libnvrtc.so.13; do
+    if [ -e "$here/$name" ] || in_path "$name" || ldconfig -p 2>/dev/null | grep -q "$name"; then
         continue
     fi
     found=$(find /usr/local /usr/lib /opt "${HOME:-/root}" -name "$name" -not -path '*/stubs/*' 2>/dev/null | head -1)
-    if [ -z "$found" ]; then
+    if [ -n "$found" ]; then
+        LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$found")
+    elif [ "$name" = libnvrtc.so.13 ] && [ -d "$here/kernels" ]; then
+        echo 'this machine has no libnvrtc.so.13: kernels that did not come with the program cannot be compiled here' >&2
+    else
         echo "this machine has no $name: install CUDA 13's libraries, or pack them with the program" >&2
         exit 1
     fi
-    LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$found")
 done
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
 export PERFORMER_KERNELS=${PERFORMER_KERNELS:-$results/kernels}
 
+# check NAME OPTION...: gpu-check into NAME.json, from the beginning or from where it was ended.
 check() {
-    "$program" gpu-check --device "${DEVICE:-cuda}" "$@"
+    local name=$1
+    shift
+    [ ! -s "$results/$name.jsonl" ] || set -- --resume "$@"
+    "$program" gpu-check --device "${DEVICE:-cuda}" "$@" --out "$results/$name.json"
+}
+
+# into FILE COMMAND...: the command's output as that file of results, once it is whole; not if it is
+# there already.
+into() {
+    local file=$results/$1
+    shift
+    if [ -s "$file" ]; then
+        echo "$file is there already" >&2
+        return 0
+    fi
+    "$@" >"$file.new" && mv "$file.new" "$file" || { rm -f "$file.new"; return 1; }
 }
 
 # The work of one item without the process that oversees it, for tools that look at a process.
@@ -75,34 +128,38 @@ has_torch() {
 }
 
 stage() {
-    local against=()
+    local against=() preset=${PRESET:-stories15m} batch=${BATCH:-64} training
+    training=(--data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset "$preset" --batch-size "$batch" --micro-batch "$batch")
     case $1 in
-        quick) check --quick --only-checks --out "$results/quick.json" ;;
-        full) check --only-checks --minutes "${MINUTES:-10}" --out "$results/full.json" ;;
+        quick) check quick --quick --only-checks ;;
+        full) check full --only-checks --minutes "${MINUTES:-10}" ;;
         torch)
             if ! has_torch; then
                 echo 'python3 has no PyTorch with CUDA: no timings of it' >&2
                 return 0
             fi
-            python3 "$here/torch_attention.py" --device cuda --dtype bf16 --heads 64 --features 128 --milliseconds 200 \
-                --tokens 512,1024,2048,4096,8192,16384 >"$results/torch-attention.json" || rm -f "$results/torch-attention.json"
+            into torch-attention.json python3 "$here/torch_attention.py" --device cuda --dtype bf16 --heads 64 --features 128 \
+                --milliseconds 200 --tokens 512,1024,2048,4096,8192,16384
             ;;
         timings)
             if [ -f "$results/torch-attention.json" ]; then
                 against=(--against "$results/torch-attention.json")
             fi
-            check --only-timings --minutes "${MINUTES:-10}" "${against[@]}" --out "$results/timings.json"
+            check timings --only-timings --minutes "${MINUTES:-10}" "${against[@]}"
             ;;
         training)
-            "$program" bench train --data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset stories15m --attention softmax --attention favor:m=128 \
-                --batch-size 64 --micro-batch 64 --json >"$results/train.json" || return
+            local work how failed=0 beside=()
+            for work in softmax favor:m=128; do
+                into "train-${work%%:*}.json" "$program" bench train "${training[@]}" ${STEPS:+--steps "$STEPS"} --attention "$work" --json || failed=1
+                [ ! -s "$results/train-${work%%:*}.json" ] || beside+=(--against "$results/train-${work%%:*}.json")
+            done
             if has_torch; then
-                local how
                 for how in '' --compile; do
-                    timeout "${SECONDS_EACH:-150}" python3 "$here/torch_train.py" --preset stories15m --device cuda --dtype bf16 \
-                        --features 128 --batch-size 64 --against "$results/train.json" $how >"$results/torch-train$how.json"
+                    into "torch-train$how.json" timeout "${SECONDS_EACH:-150}" python3 "$here/torch_train.py" --preset "$preset" \
+                        --device cuda --dtype bf16 --features 128 --batch-size "$batch" "${beside[@]}" $how
                 done
             fi
+            return "$failed"
             ;;
         sanitize)
             command -v compute-sanitizer >/dev/null || { echo 'there is no compute-sanitizer here' >&2; return 1; }
@@ -124,8 +181,8 @@ stage() {
             # How long each kernel of training steps runs.
             for work in softmax favor:m=128; do
                 timeout "${SECONDS_EACH:-150}" ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 2000 --launch-count 2000 \
-                    --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train --data sample --device "${DEVICE:-cuda}" \
-                    --dtype bf16 --preset stories15m --attention "$work" --batch-size 64 --micro-batch 64 --steps 4 --json >/dev/null
+                    --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train "${training[@]}" --attention "$work" \
+                    --steps 4 --json >/dev/null
             done
             ;;
         *) echo "there is no stage $1: see the head of $0" >&2; return 2 ;;

@@ -142,16 +142,16 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the model's kernels")
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
-    parser.add_argument("--against", type=argparse.FileType(), help="JSON of `performer-lm bench train` for the same preset")
+    parser.add_argument("--against", type=argparse.FileType(), action="append", default=[],
+                        help="JSON of `performer-lm bench train` for the same preset; may be given several times")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     c = json.loads((MODELS / args.preset / "config.json").read_text())
     batch = args.batch_size or json.loads((MODELS / args.preset / "training.json").read_text())["batch_size"]
     micro = args.micro_batch or batch
-    ours = {}
-    if args.against:
-        ours = {p["attention_spec"].split(",")[0]: p["tokens_per_second"] for p in json.load(args.against)["points"]}
+    reports = [json.load(file) for file in args.against]
+    ours = {p["attention_spec"].split(",")[0]: p["tokens_per_second"] for report in reports for p in report["points"]}
     points = []
     for features in [None, *args.features]:
         name = "softmax" if features is None else f"favor:m={features}"

@@ -2,9 +2,9 @@
 //! asks for the same kernel reads it instead of waiting for the compiler.
 //!
 //! A file is named by the digest of everything that its contents depend on, and begins with the
-//! digest of its contents. A file that is damaged is therefore ignored and written anew. Files are
-//! written beside their place and then renamed, so that processes that share a folder never read
-//! half a file.
+//! digest of its contents. A file that is damaged is therefore known, not used, and written anew.
+//! Files are written beside their place and then renamed, so that processes that share a folder
+//! never read half a file.
 
 use std::{
     ffi::OsString,
@@ -26,6 +26,17 @@ pub(super) struct Store {
     limit: u64,
 }
 
+/// What a store has under a name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// The contents as they were put there.
+    Whole(Vec<u8>),
+    /// No file, or none that can be read.
+    Missing,
+    /// A file that is not what was put there.
+    Damaged(PathBuf),
+}
+
 /// Returns the name of the kernel that `parts` describe. The same parts in the same order give the
 /// same name; the length of each part is a part of the name too, so no two lists are confused.
 pub(super) fn name<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
@@ -43,18 +54,21 @@ impl Store {
         Self { folder: folder.into(), limit }
     }
 
-    /// Returns the kernel of a name, if the store has it whole.
-    pub(super) fn get(&self, name: &str) -> Option<Vec<u8>> {
+    /// Returns what the store has under a name.
+    pub(super) fn get(&self, name: &str) -> Found {
         let path = self.folder.join(name);
-        let mut bytes = fs::read(&path).ok().filter(|bytes| bytes.len() > DIGEST)?;
+        let Ok(mut bytes) = fs::read(&path) else { return Found::Missing };
+        if bytes.len() <= DIGEST {
+            return Found::Damaged(path);
+        }
         let contents = bytes.split_off(DIGEST);
         if blake3::hash(&contents).as_bytes()[..] != bytes[..] {
-            return None;
+            return Found::Damaged(path);
         }
         // The files that were used longest ago are the ones that go. Where the folder is
         // read-only, nothing goes either.
         let _ = fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
-        Some(contents)
+        Found::Whole(contents)
     }
 
     /// Keeps a kernel under a name, and removes those that were used longest ago while all
@@ -122,10 +136,31 @@ pub(super) fn folder() -> Option<PathBuf> {
 }
 
 /// Returns the folder of kernels that were compiled elsewhere and came with the program: `kernels`
-/// beside it.
+/// beside it. It is read alone.
 pub(super) fn shipped() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     Some(program.parent()?.join("kernels")).filter(|folder: &PathBuf| Path::is_dir(folder))
+}
+
+/// `Collection` is a folder that is to come with a program elsewhere, and for which architectures.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Collection {
+    pub(super) folder: PathBuf,
+    /// Each `major · 10 + minor`.
+    pub(super) archs: Vec<i32>,
+}
+
+/// Returns the folder that every kernel in use is to be added to, compiled for several
+/// architectures: `$PERFORMER_KERNELS_COLLECT`, such as `80,90:FOLDER`. `scripts/cuda-kernels.sh`
+/// makes a program's [`shipped`] folder by it.
+pub(super) fn collection() -> Option<Collection> {
+    parse_collection(std::env::var_os("PERFORMER_KERNELS_COLLECT")?.to_str()?)
+}
+
+fn parse_collection(text: &str) -> Option<Collection> {
+    let (archs, folder) = text.split_once(':')?;
+    let archs = archs.split(',').map(|arch| arch.parse().ok()).collect::<Option<_>>()?;
+    Some(Collection { folder: folder.into(), archs }).filter(|_| !folder.is_empty())
 }
 
 #[cfg(test)]
@@ -141,17 +176,17 @@ mod tests {
     #[test]
     fn a_kernel_comes_back_and_a_damaged_one_does_not() {
         let store = Store::new(folder("damaged"), 1 << 20);
-        assert_eq!(store.get("a"), None);
+        assert_eq!(store.get("a"), Found::Missing);
         store.put("a", b"machine code").unwrap();
-        assert_eq!(store.get("a").as_deref(), Some(&b"machine code"[..]));
+        assert_eq!(store.get("a"), Found::Whole(b"machine code".to_vec()));
         let path = store.folder.join("a");
         let whole = fs::read(&path).unwrap();
         for damaged in [&whole[..whole.len() - 1], &whole[..DIGEST], &[], &[&whole[..], b"x"].concat()] {
             fs::write(&path, damaged).unwrap();
-            assert_eq!(store.get("a"), None, "{} bytes of {}", damaged.len(), whole.len());
+            assert_eq!(store.get("a"), Found::Damaged(path.clone()), "{} bytes of {}", damaged.len(), whole.len());
         }
         store.put("a", b"again").unwrap();
-        assert_eq!(store.get("a").as_deref(), Some(&b"again"[..]));
+        assert_eq!(store.get("a"), Found::Whole(b"again".to_vec()));
         fs::remove_dir_all(&store.folder).unwrap();
     }
 
@@ -162,20 +197,21 @@ mod tests {
             let time = SystemTime::now() - std::time::Duration::from_secs(seconds);
             fs::File::options().append(true).open(store.folder.join(name)).unwrap().set_modified(time).unwrap();
         };
+        let has = |name: &str| matches!(store.get(name), Found::Whole(_));
         for (name, seconds) in [("a", 300), ("b", 200), ("c", 100)] {
             store.put(name, &[1; 10]).unwrap();
             back(name, seconds);
         }
         // This read makes `b` the oldest.
-        assert!(store.get("a").is_some());
+        assert!(has("a"));
         store.put("d", &[1; 10]).unwrap();
-        assert!(store.get("b").is_none());
+        assert!(!has("b"));
         for name in ["a", "c", "d"] {
-            assert!(store.get(name).is_some(), "{name}");
+            assert!(has(name), "{name}");
         }
         // A kernel that is larger than the limit is kept: it was asked for last.
         store.put("large", &[1; 1000]).unwrap();
-        assert!(store.get("large").is_some() && store.get("a").is_none());
+        assert!(has("large") && !has("a"));
         fs::remove_dir_all(&store.folder).unwrap();
     }
 
@@ -188,7 +224,7 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..50 {
                         store.put("same", &vec![writer; 5000]).unwrap();
-                        let read = store.get("same").unwrap();
+                        let Found::Whole(read) = store.get("same") else { panic!("it was put there") };
                         assert!(read.len() == 5000 && read.iter().all(|&x| x == read[0]));
                     }
                 });
@@ -198,13 +234,84 @@ mod tests {
         fs::remove_dir_all(&store.folder).unwrap();
     }
 
+    /// The name and contents of a kernel, the latter from nothing but its number.
+    fn kernel(number: u64) -> (String, Vec<u8>) {
+        let contents = (0..3000).map(|i| (number * 31 + i * (number + 7)) as u8).collect();
+        (name(["kernel", &number.to_string()]), contents)
+    }
+
+    const SHARED: &str = "PERFORMER_TEST_OF_STORE";
+
+    /// Uses kernels as a program does, in a folder that the environment names: a process of the next
+    /// test. By itself it has nothing to do.
+    #[test]
+    fn one_process_of_several() {
+        let Some(folder) = std::env::var_os(SHARED) else { return };
+        let endless = std::env::var_os("PERFORMER_TEST_WITHOUT_END").is_some();
+        let store = Store::new(folder, 5 * 3032);
+        let mut state = u64::from(std::process::id());
+        for round in 0.. {
+            if round == 400 && !endless {
+                break;
+            }
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let (name, contents) = kernel((state >> 33) % 12);
+            match store.get(&name) {
+                Found::Whole(read) => assert!(read == contents, "another kernel's contents"),
+                // Another process removes what is old, at any moment.
+                Found::Missing => drop(store.put(&name, &contents)),
+                Found::Damaged(path) => panic!("{} is damaged", path.display()),
+            }
+        }
+    }
+
+    #[test]
+    fn processes_that_share_a_folder_and_one_that_is_killed_leave_it_whole_and_small() {
+        let folder = folder("processes");
+        let start = |endless: bool| {
+            let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "kernels::store::tests::one_process_of_several"]).env(SHARED, &folder);
+            if endless {
+                command.env("PERFORMER_TEST_WITHOUT_END", "1");
+            }
+            command.stdout(std::process::Stdio::null()).spawn().unwrap()
+        };
+        let mut victim = start(true);
+        let others = [start(false), start(false), start(false)];
+        for mut other in others {
+            assert!(other.wait().unwrap().success());
+        }
+        assert_eq!(victim.try_wait().unwrap(), None, "it was to go on until it is killed");
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+
+        let store = Store::new(&folder, 5 * 3032);
+        let (name, contents) = kernel(99);
+        store.put(&name, &contents).unwrap();
+        let all: u64 = fs::read_dir(&folder).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
+        assert!(all <= 5 * 3032, "{all} bytes");
+        let there = (0..12).map(|i| store.get(&kernel(i).0)).filter(|found| *found != Found::Missing).count();
+        let whole = (0..12).filter(|&i| store.get(&kernel(i).0) == Found::Whole(kernel(i).1)).count();
+        assert!(whole == there && whole > 0, "{whole} of {there} are whole");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_collection_is_architectures_and_a_folder() {
+        let collection = Collection { folder: "/some/folder:x".into(), archs: vec![80, 120] };
+        assert_eq!(parse_collection("80,120:/some/folder:x"), Some(collection));
+        for wrong in ["", "/some/folder", "80,:x", "80:", "sm_80:x"] {
+            assert_eq!(parse_collection(wrong), None, "{wrong}");
+        }
+    }
+
     #[test]
     fn a_folder_that_cannot_be_made_is_an_error() {
         let folder = folder("file");
         fs::write(&folder, "a file").unwrap();
         let store = Store::new(folder.join("kernels"), 1 << 20);
         assert!(store.put("a", b"code").is_err());
-        assert_eq!(store.get("a"), None);
+        assert_eq!(store.get("a"), Found::Missing);
         fs::remove_file(&folder).unwrap();
     }
 

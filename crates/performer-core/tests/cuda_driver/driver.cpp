@@ -3,9 +3,12 @@
 // their size (what is beyond the end faults), new memory holds NaN, freed memory is gone. All work
 // is done when it is asked for, so nothing about the order between streams is shown.
 //
+// EMULATED_CARD (90: the architecture, from which follows how much shared memory a block may have),
 // EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRUNCATE (1:
 // matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches and
-// compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host).
+// compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host),
+// EMULATED_FAULT (the name of a kernel that makes the device fail, as one does that touches memory
+// which is not its own: the process gets nothing but errors from then on).
 
 #include "driver.h"
 
@@ -22,7 +25,11 @@
 
 #define API extern "C" __attribute__((visibility("default"))) int
 
-enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
+enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700 };
+
+// Whether a kernel made the device fail (EMULATED_FAULT). Like a device, this one says so when it is
+// next waited for or given something to do.
+static bool failed = false;
 
 static std::recursive_mutex everything;
 typedef std::lock_guard<std::recursive_mutex> Lock;
@@ -92,12 +99,13 @@ static void check(const void* at, size_t bytes, const char* what) {
 }
 
 API cuMemAlloc_v2(void** at, size_t bytes) {
+    if (failed) return ILLEGAL_ADDRESS;
     if (bytes == 0) return INVALID_VALUE;
     *at = device_allocate(bytes);
     return *at ? SUCCESS : OUT_OF_MEMORY;
 }
 API cuMemAllocAsync(void** at, size_t bytes, void*) { return cuMemAlloc_v2(at, bytes); }
-API cuMemFree_v2(void* at) { return device_free(at), SUCCESS; }
+API cuMemFree_v2(void* at) { return device_free(at), failed ? ILLEGAL_ADDRESS : SUCCESS; }
 API cuMemFreeAsync(void* at, void*) { return cuMemFree_v2(at); }
 API cuMemGetInfo_v2(size_t* free, size_t* total) {
     Lock lock(everything);
@@ -106,20 +114,24 @@ API cuMemGetInfo_v2(size_t* free, size_t* total) {
     return SUCCESS;
 }
 API cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void*) {
+    if (failed) return ILLEGAL_ADDRESS;
     check(to, bytes, "a copy to the device");
     return std::memcpy(to, from, bytes), SUCCESS;
 }
 API cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) {
+    if (failed) return ILLEGAL_ADDRESS;
     check(from, bytes, "a copy from the device");
     return std::memcpy(to, from, bytes), SUCCESS;
 }
 API cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void*) {
+    if (failed) return ILLEGAL_ADDRESS;
     check(to, bytes, "a copy's target");
     check(from, bytes, "a copy's source");
     return std::memmove(to, from, bytes), SUCCESS;
 }
 API cuMemcpyPeerAsync(void* to, void*, const void* from, void*, size_t bytes, void*) { return cuMemcpyDtoDAsync_v2(to, from, bytes, nullptr); }
 API cuMemsetD8Async(void* at, unsigned char value, size_t bytes, void*) {
+    if (failed) return ILLEGAL_ADDRESS;
     check(at, bytes, "a memset");
     if (kernels_are_skipped()) return SUCCESS;
     return std::memset(at, value, bytes), SUCCESS;
@@ -128,6 +140,13 @@ API cuDeviceGetDefaultMemPool(void** pool, int) { return *pool = (void*)1, SUCCE
 API cuMemPoolSetAttribute(void*, int, void*) { return SUCCESS; }
 
 // ---- Kernels ----
+
+// The architecture, and the most shared memory of a block on cards that have it.
+static int card() { return (int)setting("EMULATED_CARD", 90); }
+static int shared_memory() {
+    int kib = card() == 80 || card() == 87 ? 163 : card() / 10 == 8 || card() / 10 == 12 ? 99 : 227;
+    return kib << 10;
+}
 
 typedef void (*Launcher)(unsigned, unsigned, int, size_t, int, void**);
 
@@ -142,6 +161,7 @@ struct Module {
     // Either a library of emulated kernels, or the names of the kernels in PTX, which a stand-in
     // for nvcc leaves empty.
     void* library = nullptr;
+    bool is_code = false;
     std::set<std::string> entries;
     std::map<std::string, Function*> functions;
 };
@@ -169,6 +189,13 @@ static void on_fault(int signal, siginfo_t* info, void*) {
 
 API cuModuleLoadData(Module** module, const char* image) {
     *module = new Module;
+    if (setting("EMULATED_TRACE", 0)) std::fprintf(stderr, "loads a module\n");
+    // Real machine code, which kernels that do nothing may have.
+    if (std::strncmp(image, "\177ELF", 4) == 0) {
+        if (!kernels_are_skipped()) give_up("this is machine code of a card, which the emulated device cannot run");
+        (*module)->is_code = true;
+        return SUCCESS;
+    }
     if (std::strncmp(image, EMULATED, sizeof(EMULATED) - 1) != 0) {
         for (const char* at = image; (at = std::strstr(at, ".entry ")); at++) {
             (*module)->entries.insert(std::string(at + 7, std::strcspn(at + 7, "( \n")));
@@ -192,19 +219,22 @@ API cuModuleGetFunction(Function** function, Module* module, const char* name) {
         Launcher launcher = module->library ? (Launcher)dlsym(module->library, (std::string("launch_") + name).c_str()) : nullptr;
         bool there = module->library ? launcher != nullptr : module->entries.empty() || module->entries.count(name);
         if (!there) return NOT_FOUND;
-        if (!launcher && !candle_knows(name)) give_up(std::string("Candle's kernel ") + name + " is not emulated");
+        if (!launcher && !module->is_code && !candle_knows(name)) give_up(std::string("Candle's kernel ") + name + " is not emulated");
         kept = new Function{name, launcher};
     }
     return *function = kept, SUCCESS;
 }
 API cuFuncSetAttribute(Function* function, int attribute, int value) {
     // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    if (attribute != 8 || value > 227 << 10) return INVALID_VALUE;
+    if (attribute != 8 || value > shared_memory()) return INVALID_VALUE;
     function->shared_allowed = value;
     return SUCCESS;
 }
 API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y, unsigned threads_z, unsigned shared, void*, void** arguments, void**) {
     Lock lock(everything);
+    if (failed) return ILLEGAL_ADDRESS;
+    static const char* const faulty = std::getenv("EMULATED_FAULT");
+    if (faulty && function->name == faulty) return failed = true, SUCCESS;
     bool sizes = x && y && z && threads && threads * threads_y * threads_z <= 1024 && y <= 65535 && z <= 65535;
     if (!sizes || shared > function->shared_allowed) return INVALID_VALUE;
     static const bool trace = setting("EMULATED_TRACE", 0);
@@ -241,14 +271,15 @@ API cuInit(unsigned) {
     sigaction(SIGILL, &action, nullptr);
     return SUCCESS;
 }
+API cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
 API cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? SUCCESS : 101; }
 API cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "emulated on the CPU"), SUCCESS; }
 API cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
-        case 75: *value = 9; break;          // compute capability
-        case 76: *value = 0; break;
-        case 97: *value = 227 << 10; break;  // shared memory a block may ask for
-        case 115: *value = 1; break;         // memory pools
+        case 75: *value = card() / 10; break;  // compute capability
+        case 76: *value = card() % 10; break;
+        case 97: *value = shared_memory(); break;  // what a block may ask for
+        case 115: *value = 1; break;           // memory pools
         default: give_up("attribute " + std::to_string(attribute) + " of a device is not emulated");
     }
     return SUCCESS;
@@ -259,7 +290,7 @@ API cuCtxGetCurrent(void** context) { return *context = &one, SUCCESS; }
 API cuCtxSetCurrent(void*) { return SUCCESS; }
 API cuCtxDestroy_v2(void*) { return SUCCESS; }
 API cuStreamDestroy_v2(void*) { return SUCCESS; }
-API cuStreamSynchronize(void*) { return SUCCESS; }
+API cuStreamSynchronize(void*) { return failed ? ILLEGAL_ADDRESS : SUCCESS; }
 API cuStreamWaitEvent(void*, void*, unsigned) { return SUCCESS; }
 API cuStreamIsCapturing(void*, int* status) { return *status = 0, SUCCESS; }
 
@@ -267,12 +298,12 @@ typedef std::chrono::steady_clock Clock;
 API cuEventCreate(Clock::time_point** event, unsigned) { return *event = new Clock::time_point, SUCCESS; }
 API cuEventDestroy_v2(Clock::time_point* event) { return delete event, SUCCESS; }
 API cuEventRecord(Clock::time_point* event, void*) { return *event = Clock::now(), SUCCESS; }
-API cuEventSynchronize(void*) { return SUCCESS; }
+API cuEventSynchronize(void*) { return failed ? ILLEGAL_ADDRESS : SUCCESS; }
 API cuEventElapsedTime_v2(float* milliseconds, Clock::time_point* start, Clock::time_point* end) {
     return *milliseconds = std::chrono::duration<float, std::milli>(*end - *start).count(), SUCCESS;
 }
 
 API cuGetErrorString(int error, const char** text) {
-    *text = error == OUT_OF_MEMORY ? "out of memory" : error == INVALID_VALUE ? "invalid argument" : error == NOT_FOUND ? "named symbol not found" : "unknown error";
+    *text = error == OUT_OF_MEMORY ? "out of memory" : error == INVALID_VALUE ? "invalid argument" : error == NOT_FOUND ? "named symbol not found" : error == ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : "unknown error";
     return SUCCESS;
 }

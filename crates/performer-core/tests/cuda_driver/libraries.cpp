@@ -75,7 +75,7 @@ API curandSetPseudoRandomGeneratorSeed(Generator* generator, unsigned long long 
 
 template <class T, class Distribution>
 static int draw(Generator* generator, T* to, size_t count, Distribution distribution) {
-    for (size_t i = 0; i < count; i++) to[i] = distribution(*generator);
+    for (size_t i = 0; i < count && !kernels_are_skipped(); i++) to[i] = distribution(*generator);
     return 0;
 }
 // cuRAND draws normal numbers in pairs.

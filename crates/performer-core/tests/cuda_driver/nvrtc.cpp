@@ -3,6 +3,7 @@
 
 #include "driver.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <regex>
@@ -19,8 +20,12 @@ struct Program {
 };
 
 API nvrtcVersion(int* major, int* minor) { return *major = 0, *minor = 0, 0; }
-API nvrtcGetNumSupportedArchs(int* count) { return *count = 2, 0; }
-API nvrtcGetSupportedArchs(int* archs) { return archs[0] = 80, archs[1] = 90, 0; }
+static const std::vector<int> ARCHS = {80, 89, 90, 100, 120};
+API nvrtcGetNumSupportedArchs(int* count) { return *count = (int)ARCHS.size(), 0; }
+API nvrtcGetSupportedArchs(int* archs) { return std::copy(ARCHS.begin(), ARCHS.end(), archs), 0; }
+extern "C" __attribute__((visibility("default"))) const char* nvrtcGetErrorString(int error) {
+    return error == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR unknown";
+}
 API nvrtcCreateProgram(Program** program, const char* text, const char* name, int count, const char* const* headers, const char* const* names) {
     *program = new Program{text, name, "", "", {}};
     for (int i = 0; i < count; i++) (*program)->headers.emplace_back(names[i], headers[i]);

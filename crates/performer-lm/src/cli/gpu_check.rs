@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::Write,
+    io::{Read, Write},
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
     time::{Duration, Instant, SystemTime},
@@ -72,6 +72,9 @@ pub(super) struct Args {
     /// itself with it.
     #[arg(long, hide = true, value_name = "SECONDS")]
     work: Option<f64>,
+    /// End with the process that started this one, which holds the other end of the input.
+    #[arg(long, hide = true, requires = "work")]
+    overseen: bool,
     /// Name an item whose process is ended in its middle, to test that nothing else is lost.
     #[arg(long, hide = true, value_name = "TEXT")]
     crash: Option<String>,
@@ -210,8 +213,8 @@ fn worker(left: Option<Duration>) -> Result<std::process::Child> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
     let seconds = left.map_or(f64::INFINITY, |left| left.as_secs_f64());
-    command.args(std::env::args_os().skip(1)).args(["--work", &seconds.to_string()]);
-    command.stdin(std::process::Stdio::null()).spawn().context("cannot start another process of this program")
+    command.args(std::env::args_os().skip(1)).args(["--work", &seconds.to_string(), "--overseen"]);
+    command.stdin(std::process::Stdio::piped()).spawn().context("cannot start another process of this program")
 }
 
 /// How a process came to its end.
@@ -246,8 +249,21 @@ fn watch(mut process: std::process::Child, path: &Path, patience: Duration) -> R
     }
 }
 
+/// Ends this process when the one that started it has ended, however it did: its end of the input
+/// closes then. Otherwise this one would go on to add lines beside the process that is started to
+/// go on.
+fn end_with_overseer() {
+    std::thread::spawn(|| {
+        let _ = std::io::stdin().read(&mut [0]);
+        std::process::exit(1);
+    });
+}
+
 /// Does what is left, and adds it to the lines.
 fn work(args: &Args, seconds: f64, machine: &Machine, items: &[Item]) -> Result<()> {
+    if args.overseen {
+        end_with_overseer();
+    }
     let path = args.lines();
     let done = State::of(&read_lines(&path)?).done;
     let left = items.iter().filter(|item| !done.contains(&item.name));

@@ -162,10 +162,31 @@ fn run(cli: Cli, ranks: &mut Arc<dyn Ranks>) -> Result<()> {
         bail!(Disagreement { rank: 0, size: ranks.size(), text });
     }
     listen_for_ctrl_c()?;
-    perform(cli.command, &global).map_err(|error| {
+    let done = perform(cli.command, &global).map_err(|error| {
         let lower = "the batch, the context or the length of the text".to_string();
         explain_memory(error, &global.device, lower, false)
-    })
+    });
+    #[cfg(feature = "cuda")]
+    tell_of_kernels(&performer_core::kernels::cuda::loads());
+    done
+}
+
+/// Says where the kernels of a CUDA device came from, if any were used: to compile them may have
+/// been most of a short command's time.
+#[cfg(feature = "cuda")]
+fn tell_of_kernels(loads: &performer_core::kernels::cuda::Loads) {
+    for path in &loads.damaged {
+        output::note(&format!("{} is damaged, and was not used", path.display()));
+    }
+    if loads.shipped + loads.kept + loads.compiled > 0 {
+        output::note(&format!(
+            "kernels: {} came with the program, {} were kept from before, {} compiled now; {:.2} s",
+            loads.shipped,
+            loads.kept,
+            loads.compiled,
+            loads.time.as_secs_f64()
+        ));
+    }
 }
 
 fn perform(command: Command, global: &Machine) -> Result<()> {

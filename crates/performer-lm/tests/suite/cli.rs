@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::program::{fails, json, performer};
+use super::program::{command, fails, json, performer};
 
 const SMALL: [&str; 8] = ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4"];
 
@@ -357,6 +357,40 @@ fn gpu_check_loses_one_piece_of_work_to_a_crash_and_goes_on_after_a_stop() {
     fails(&check(&["--resume"]), &["out.jsonl", "--resume"]);
     let words = ["gpu-check", "--device", "cpu", "--quick", "--only", "no such thing"];
     fails(&performer(dir.path(), &words), &["no such thing"]);
+}
+
+/// Whoever kills the program ends the process that does its work too: otherwise that one would add
+/// lines beside those of a check that goes on.
+#[test]
+fn gpu_check_that_is_killed_leaves_no_process_behind_and_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let words = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "bf16", "--out", "out.json"];
+    let lines = || std::fs::read_to_string(dir.path().join("out.jsonl")).unwrap_or_default();
+    let items = |kind: &str| -> Vec<String> {
+        let all = lines();
+        let of_kind = all.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()?.get(kind).cloned());
+        of_kind.map(|line| line["item"].as_str().unwrap().to_string()).collect()
+    };
+    let mut program = command(dir.path(), &words).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    while items("end").is_empty() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    program.kill().unwrap();
+    // The process that does the work has this pipe too, which ends with the last that holds it.
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut program.stderr.take().unwrap(), &mut said).unwrap();
+    program.wait().unwrap();
+    let before = items("end");
+
+    let report = json(&performer(dir.path(), &[&words[..], &["--resume", "--json"]].concat()));
+    assert!(report["passed"] == true && report["lost"].as_array().unwrap().is_empty());
+    let mut all = items("end");
+    assert!(before.len() < all.len(), "all was done by a process that nobody oversaw: {said}");
+    assert_eq!(all[..before.len()], before);
+    let count = all.len();
+    all.sort();
+    all.dedup();
+    assert_eq!(all.len(), count, "work was done twice");
 }
 
 #[test]

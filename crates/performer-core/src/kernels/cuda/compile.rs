@@ -2,17 +2,15 @@
 //! from the user's folder of earlier results, or by compiling with NVRTC, which needs no device.
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int},
-    ptr,
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
+    time::Duration,
 };
 
-use candle_core::{
-    Error, Result, bail,
-    cuda_backend::cudarc::nvrtc::{Ptx, result::NvrtcError, sys},
-};
+use candle_core::{Error, Result, bail, cuda_backend::cudarc::nvrtc::Ptx};
 
-use super::Source;
-use crate::kernels::store::{self, Store};
+use super::{Source, nvrtc::Nvrtc};
+use crate::kernels::store::{self, Found, Store};
 
 /// The largest number of bytes of compiled kernels that the user's folder keeps; one kernel has 20
 /// to 200 KB.
@@ -49,31 +47,110 @@ impl Target {
     }
 }
 
+/// `Loads` says where this process has its kernels from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Loads {
+    /// The number of sources that came compiled with the program.
+    pub shipped: usize,
+    /// The number of sources that an earlier process had compiled.
+    pub kept: usize,
+    /// The number of sources that NVRTC compiled.
+    pub compiled: usize,
+    /// The files of compiled kernels that were damaged, and were not used.
+    pub damaged: Vec<PathBuf>,
+    /// How long it took to get all of them and to load them into the device.
+    pub time: Duration,
+}
+
+static LOADS: Mutex<Loads> =
+    Mutex::new(Loads { shipped: 0, kept: 0, compiled: 0, damaged: Vec::new(), time: Duration::ZERO });
+
+/// Returns where the kernels of this process came from so far.
+pub fn loads() -> Loads {
+    LOADS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// Adds to [`loads`].
+pub(super) fn count(change: impl FnOnce(&mut Loads)) {
+    change(&mut LOADS.lock().unwrap_or_else(PoisonError::into_inner));
+}
+
+/// Returns what a store has whole under a name; a damaged file is counted.
+fn look_up(store: &Store, name: &str) -> Option<Vec<u8>> {
+    match store.get(name) {
+        Found::Whole(bytes) => Some(bytes),
+        Found::Missing => None,
+        Found::Damaged(path) => {
+            count(|loads| loads.damaged.push(path));
+            None
+        }
+    }
+}
+
 /// Returns a source compiled with macros, each `NAME=VALUE`, for devices of a compute capability:
 /// from the folder that came with the program, else from the user's folder, else from NVRTC, and
-/// then it is kept in the user's folder. See [`store::folder`].
+/// then it is kept in the user's folder. See [`store::folder`]. NVRTC is opened for the user's
+/// folder too, whose kernels depend on its version.
 ///
 /// # Errors
 /// Returns the errors of [`compile`]. A folder that cannot be read or written is treated as if it
-/// did not exist.
+/// did not exist, and a damaged file as if it were not there.
 pub(super) fn compiled(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Ptx> {
+    if let Some(collection) = store::collection() {
+        collect(&Store::new(collection.folder, u64::MAX), source, macros, &collection.archs)?;
+    }
     let native = Target { arch: capability.0 * 10 + capability.1, native: true };
     let shipped = store::shipped().map(|folder| Store::new(folder, u64::MAX));
-    if let Some(image) = shipped.and_then(|store| store.get(&shipped_name(source, &options(native, macros)))) {
-        return Ok(Ptx::from_binary(image));
+    if let Some(code) = shipped.and_then(|store| look_up(&store, &shipped_name(source, &options(native, macros)))) {
+        count(|loads| loads.shipped += 1);
+        return Ok(Ptx::from_binary(code));
     }
-    let Some(kept) = store::folder().map(|folder| Store::new(folder, LIMIT)) else {
-        return Ok(compile(source, macros, capability)?.into_ptx());
+    let (image, is_new) = kept(source, macros, capability)?;
+    count(|loads| if is_new { loads.compiled += 1 } else { loads.kept += 1 });
+    Ok(image.into_ptx())
+}
+
+/// Returns a compiled source from the user's folder, or compiles and keeps it, and whether it was
+/// compiled.
+fn kept(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<(Image, bool)> {
+    let Some(store) = store::folder().map(|folder| Store::new(folder, LIMIT)) else {
+        return Ok((compile(source, macros, capability)?, true));
     };
-    let version = version()?;
-    let name = name(source, &options(target(capability)?, macros), Some(&version));
-    if let Some(bytes) = kept.get(&name) {
-        return Ok(Image::from_bytes(bytes).into_ptx());
+    let nvrtc = Nvrtc::open()?;
+    let name = name(source, &options(target(nvrtc, capability)?, macros), Some(&nvrtc.version()?));
+    if let Some(bytes) = look_up(&store, &name) {
+        return Ok((Image::from_bytes(bytes), false));
     }
     let image = compile(source, macros, capability)?;
     // Without the folder the next process compiles again, which is slower and no failure.
-    let _ = kept.put(&name, image.bytes());
-    Ok(image.into_ptx())
+    let _ = store.put(&name, image.bytes());
+    Ok((image, true))
+}
+
+/// Compiles a source for architectures, each `major · 10 + minor`, side by side, and puts the
+/// machine code into a folder that is to come with the program, unless it is there.
+///
+/// # Errors
+/// Returns the errors of [`compile`], or that NVRTC does not know an architecture, or that the
+/// folder cannot be written.
+fn collect(store: &Store, source: &Source, macros: &[String], archs: &[i32]) -> Result<()> {
+    let collect_one = |arch: i32| {
+        let name = shipped_name(source, &options(Target { arch, native: true }, macros));
+        if matches!(store.get(&name), Found::Whole(_)) {
+            return Ok(());
+        }
+        let (Image::Cubin(code), _) = kept(source, macros, (arch / 10, arch % 10))? else {
+            bail!("this NVRTC makes no machine code for sm_{arch}, for which kernels are collected");
+        };
+        store.put(&name, &code).map_err(|e| Error::msg(format!("a compiled kernel cannot be written: {e}")))
+    };
+    std::thread::scope(|scope| {
+        let all: Vec<_> = archs.iter().map(|&arch| scope.spawn(move || collect_one(arch))).collect();
+        all.into_iter().try_for_each(|one| {
+            one.join().unwrap_or_else(|_| Err(Error::msg(format!("the compilation of {} panicked", source.name))))
+        })
+    })
 }
 
 /// Returns the name of a kernel in a folder that comes with the program. The compiler's version is
@@ -97,8 +174,8 @@ fn options(target: Target, macros: &[String]) -> Vec<String> {
 }
 
 /// Returns what to compile for devices of a compute capability.
-fn target(capability: (i32, i32)) -> Result<Target> {
-    let supported = supported()?;
+fn target(nvrtc: &Nvrtc, capability: (i32, i32)) -> Result<Target> {
+    let supported = nvrtc.supported()?;
     let Some(target) = Target::choose(capability, &supported) else {
         bail!(
             "CUDA devices of capability {}.{} are too old for this NVRTC, which compiles for {supported:?}",
@@ -148,123 +225,12 @@ impl Image {
 ///
 /// # Errors
 /// The compiler's log, with the source, macros and architecture it is about; or that NVRTC knows no
-/// such device.
+/// such device; or that there is no NVRTC.
 pub fn compile(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Image> {
-    let target = target(capability)?;
-    let options = options(target, macros);
-    let program = Program::new(source)?;
-    program.compile(&options).map_err(|(error, log)| {
-        // The log becomes one line: that is what programs show of an error.
-        let log: Vec<&str> = log.lines().map(str::trim).filter(|line| !line.is_empty()).take(12).collect();
-        Error::msg(format!("{} does not compile with {}: {error}: {}", source.name, options.join(" "), log.join(" / ")))
-    })?;
-    program.image(target.native).map_err(|e| Error::msg(format!("{}: NVRTC keeps its result back: {e}", source.name)))
-}
-
-/// Returns NVRTC's version.
-fn version() -> Result<String> {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: NVRTC writes two numbers.
-    unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(no_answer)?;
-    Ok(format!("NVRTC {major}.{minor}"))
-}
-
-fn no_answer(error: NvrtcError) -> Error {
-    Error::msg(format!("NVRTC, the compiler of CUDA kernels, does not answer ({error}): is libnvrtc complete?"))
-}
-
-/// Returns the architectures that NVRTC compiles for. If the libraries do not fit together, this or
-/// [`version`] shows it, since they are called first.
-fn supported() -> Result<Vec<i32>> {
-    let mut count: c_int = 0;
-    // SAFETY: NVRTC writes one number, then as many as it said.
-    unsafe {
-        sys::nvrtcGetNumSupportedArchs(&mut count).result().map_err(no_answer)?;
-        let mut archs = vec![0; count.max(0) as usize];
-        sys::nvrtcGetSupportedArchs(archs.as_mut_ptr()).result().map_err(no_answer)?;
-        Ok(archs)
-    }
-}
-
-/// `Program` is a program of NVRTC, destroyed when dropped.
-struct Program(sys::nvrtcProgram);
-
-impl Program {
-    fn new(source: &Source) -> Result<Self> {
-        let text = |s: &str| CString::new(s).map_err(|_| Error::msg(format!("{} contains a zero byte", source.name)));
-        let (code, name) = (text(source.text)?, text(source.name)?);
-        let names = source.headers.iter().map(|(name, _)| text(name)).collect::<Result<Vec<_>>>()?;
-        let texts = source.headers.iter().map(|(_, code)| text(code)).collect::<Result<Vec<_>>>()?;
-        let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
-        let mut program = ptr::null_mut();
-        // SAFETY: all strings live until NVRTC has copied them.
-        let created = unsafe {
-            sys::nvrtcCreateProgram(
-                &mut program,
-                code.as_ptr(),
-                name.as_ptr(),
-                names.len() as c_int,
-                pointers(&texts).as_ptr(),
-                pointers(&names).as_ptr(),
-            )
-        };
-        created.result().map_err(|e| Error::msg(format!("NVRTC does not take {}: {e}", source.name)))?;
-        Ok(Self(program))
-    }
-
-    /// Compiles the program, or returns the error and the log.
-    fn compile(&self, options: &[String]) -> std::result::Result<(), (NvrtcError, String)> {
-        let options: Vec<CString> = options.iter().filter_map(|o| CString::new(o.as_str()).ok()).collect();
-        let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
-        // SAFETY: the program is alive and so are the options.
-        let result = unsafe { sys::nvrtcCompileProgram(self.0, pointers.len() as c_int, pointers.as_ptr()) }.result();
-        result.map_err(|e| (e, self.log()))
-    }
-
-    /// Returns the compiler's log.
-    fn log(&self) -> String {
-        let mut size = 0;
-        // SAFETY: NVRTC says how much it writes, with a zero at the end.
-        unsafe {
-            if sys::nvrtcGetProgramLogSize(self.0, &mut size).result().is_err() || size == 0 {
-                return String::new();
-            }
-            let mut log = vec![0u8; size];
-            match sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()).result() {
-                Ok(()) => {
-                    CStr::from_bytes_until_nul(&log).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
-                }
-                Err(_) => String::new(),
-            }
-        }
-    }
-
-    /// Returns the compiled machine code, or PTX if it is not `native`.
-    fn image(&self, native: bool) -> std::result::Result<Image, NvrtcError> {
-        let mut size = 0;
-        // SAFETY: NVRTC says how much it writes.
-        unsafe {
-            if native {
-                sys::nvrtcGetCUBINSize(self.0, &mut size).result()?;
-                let mut image = vec![0u8; size];
-                sys::nvrtcGetCUBIN(self.0, image.as_mut_ptr().cast()).result()?;
-                return Ok(Image::Cubin(image));
-            }
-            sys::nvrtcGetPTXSize(self.0, &mut size).result()?;
-            let mut text = vec![0u8; size];
-            sys::nvrtcGetPTX(self.0, text.as_mut_ptr().cast()).result()?;
-            text.retain(|&byte| byte != 0);
-            Ok(Image::Ptx(String::from_utf8_lossy(&text).into_owned()))
-        }
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // SAFETY: the program was created and not destroyed. There is nobody to tell if destroying
-        // it fails.
-        let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
-    }
+    let nvrtc = Nvrtc::open()?;
+    let target = target(nvrtc, capability)?;
+    let bytes = nvrtc.compile(source, &options(target, macros), target.native)?;
+    Ok(if target.native { Image::Cubin(bytes) } else { Image::Ptx(String::from_utf8_lossy(&bytes).into_owned()) })
 }
 
 #[cfg(test)]

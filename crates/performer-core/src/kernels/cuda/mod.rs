@@ -1,7 +1,8 @@
 //! CUDA kernels, compiled when they are first used: NVRTC turns a source, with macros for the
 //! shape, into machine code of the device at hand, which is kept on disk for the next process. So
 //! nothing of CUDA is needed to build without the feature, and no shape that is not used is ever
-//! compiled.
+//! compiled. Kernels may also come with the program, in a folder beside it; NVRTC is then not needed
+//! for them.
 //!
 //! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none
 //! of the toolkit's headers (`cuda_bf16.h`, `mma.h`), which a machine with only a driver lacks too.
@@ -22,6 +23,7 @@ mod favor_call;
 pub(super) mod heads;
 mod memory;
 pub(super) mod norm;
+mod nvrtc;
 pub(crate) mod softmax;
 mod stopwatch;
 
@@ -29,6 +31,7 @@ use std::{
     collections::HashMap,
     fmt::Display,
     sync::{Arc, Mutex, OnceLock, PoisonError},
+    time::Instant,
 };
 
 pub use candle_core::cuda_backend::{CudaDevice, CudaStorage};
@@ -42,7 +45,7 @@ use cudarc::driver::{
     sys::{CUdevice_attribute, CUfunction_attribute_enum},
 };
 
-pub use compile::{Image, compile};
+pub use compile::{Image, Loads, compile, loads};
 use memory::on_slice;
 pub use memory::{allocate, free_memory, keep_memory, poison_outputs, synchronize};
 pub use stopwatch::Stopwatch;
@@ -145,9 +148,11 @@ impl Source {
         let (loaded, functions) = match cache.entry((device.id(), module.clone())) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(vacant) => {
+                let started = Instant::now();
                 let image = compile::compiled(self, &macros, capability(device)?)?;
                 let loaded =
                     device.cuda_stream().context().load_module(image).map_err(|e| context("cannot be loaded", &e))?;
+                compile::count(|loads| loads.time += started.elapsed());
                 vacant.insert((loaded, HashMap::new()))
             }
         };

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Compiles the CUDA kernels that the program uses into a folder, on a machine without a card. Put
+# beside a program of the same sources as `kernels`, the folder spares it NVRTC:
+#
+#     scripts/cuda-kernels.sh FOLDER [ARCHITECTURE...]         (default: 80 89 90 100 120)
+#
+# Which kernels these are, the program itself says: it goes through all of gpu-check and through
+# training steps of the presets on an emulated card whose kernels do nothing, and what it asks for is
+# compiled for the architectures given. NVRTC comes with a toolkit (CUDA_HOME, or
+# scripts/cuda-toolkit.sh). It takes 10 minutes on two cores, and little when it was done before.
+#
+# For a rehearsal: NVRTC=emulated compiles for the emulated card instead, EXTENT=quick leaves out
+# what only the longer checks use, and PRESETS names the presets.
+set -euo pipefail
+here=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ $# -lt 1 ]; then
+    echo "usage: $0 FOLDER [ARCHITECTURE...]" >&2
+    exit 2
+fi
+case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
+shift
+[ $# -gt 0 ] || set -- 80 89 90 100 120
+presets=${PRESETS-seed small stories15m code}
+extent=()
+[ "${EXTENT:-full}" = full ] || extent=(--quick)
+
+toolkit=$(scripts/cuda-emulate.sh --build-only)
+libraries=$toolkit/lib64
+# What is compiled once is kept, apart from the user's own kernels.
+kept=$toolkit/compiled
+if [ "${NVRTC:-}" != emulated ]; then
+    if [ -z "${CUDA_HOME:-}" ]; then
+        settings=$(scripts/cuda-toolkit.sh "${CUDA_TOOLKIT:-${XDG_CACHE_HOME:-$HOME/.cache}/performer/cuda}")
+        eval "$settings"
+    fi
+    libraries=$toolkit/nvrtc:$libraries
+    mkdir -p "$toolkit/nvrtc"
+    ln -sf "$CUDA_HOME"/lib64/libnvrtc* "$toolkit/nvrtc/"
+else
+    kept=
+fi
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir -p "$folder"
+
+# on CARD ARCHITECTURES COMMAND...: the program on an emulated card, with its kernels collected.
+on() {
+    local card=$1 archs=$2
+    shift 2
+    EMULATED_SKIP=1 EMULATED_CARD=$card EMULATED_CACHE=${EMULATED_CACHE:-$toolkit/images} LD_LIBRARY_PATH=$libraries \
+        PERFORMER_KERNELS=$kept PERFORMER_KERNELS_COLLECT=$archs:$folder PERFORMER_CACHE=$scratch/cache \
+        "$toolkit/performer-lm" "$@" --device cuda 2>>"$scratch/said.txt" >/dev/null
+}
+
+# Kernels are made for two sizes of shared memory: that of data centres' cards, and the others'.
+large=() small=()
+for arch in "$@"; do
+    case $arch in
+        8[69] | 12?) small+=("$arch") ;;
+        *) large+=("$arch") ;;
+    esac
+done
+for group in "${large[*]}" "${small[*]}"; do
+    [ -n "$group" ] || continue
+    card=${group%% *} archs=${group// /,}
+    # What does nothing computes nothing right.
+    on "$card" "$archs" gpu-check "${extent[@]}" --out "$scratch/check.json" || true
+    if [ ! -s "$scratch/check.json" ] || grep -hE 'NVRTC|does not compile|cannot be written|"lost":' "$scratch/check.jsonl" >&2; then
+        tail -n 5 "$scratch/said.txt" >&2
+        echo "the kernels for $group could not all be compiled" >&2
+        exit 1
+    fi
+    for preset in $presets; do
+        for dtype in bf16 f32; do
+            for attention in softmax favor:m=128 favor:m=64; do
+                on "$card" "$archs" train --data sample --preset "$preset" --dtype "$dtype" --attention "$attention" --max-steps 1 \
+                    --batch-size 2 --max-train-tokens 20000 --out "$scratch/run" --overwrite || {
+                    tail -n 5 "$scratch/said.txt" >&2
+                    echo "training $preset with $attention in $dtype failed on the emulated card" >&2
+                    exit 1
+                }
+            done
+        done
+    done
+done
+echo "$folder: $(find "$folder" -type f | wc -l) kernels for sm_${*// /, sm_}, $(($(du -sb "$folder" | cut -f1) >> 10)) KiB" >&2
