@@ -3,6 +3,7 @@
 //! NVRTC, and starts without reading a hundred megabytes of compiler.
 
 use std::{
+    error::Error as _,
     ffi::{CStr, CString, c_char, c_int, c_void},
     ptr,
     sync::OnceLock,
@@ -81,7 +82,8 @@ impl Nvrtc {
                     let library: &Library = Box::leak(Box::new(library));
                     return Functions::find(library).map(Self).map_err(|e| format!("{name} is no NVRTC: {e}"));
                 }
-                Err(error) => failures.push(error.to_string()),
+                // The cause says which file it is about.
+                Err(error) => failures.push(error.source().map_or_else(|| error.to_string(), ToString::to_string)),
             }
         }
         Err(format!(
