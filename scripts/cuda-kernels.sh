@@ -86,4 +86,4 @@ for group in "${large[*]}" "${small[*]}"; do
         done
     done
 done
-echo "$folder: $(find "$folder" -type f | wc -l) kernels for sm_${*// /, sm_}, $(($(du -sb "$folder" | cut -f1) >> 10)) KiB" >&2
+echo "$folder: $(find "$folder" -type f | wc -l) kernels for$(printf " sm_%s" "$@"), $(($(du -sb "$folder" | cut -f1) >> 10)) KiB" >&2
