@@ -168,7 +168,7 @@ fn require_nothing_in(out: &Path) -> Result<()> {
 
 /// Prepares data on the first rank, then on the others, which find it in the cache where they share
 /// one.
-fn in_turn(ranks: &Grid, prepare: impl Fn() -> Result<Prepared>) -> Result<Prepared> {
+pub(super) fn in_turn(ranks: &Grid, prepare: impl Fn() -> Result<Prepared>) -> Result<Prepared> {
     let first = led(ranks, &prepare)?;
     agreed(ranks, first.map_or_else(&prepare, Ok))
 }

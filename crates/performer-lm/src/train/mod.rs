@@ -33,5 +33,7 @@ pub use run::{RunOptions, Trainer, training_batches};
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};
 #[cfg(feature = "cli")]
-pub(crate) use shared::{agreed, led};
+pub(crate) use shared::agreed;
+#[cfg(feature = "lab")]
+pub(crate) use shared::{divided, led};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

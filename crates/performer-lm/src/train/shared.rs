@@ -56,6 +56,27 @@ fn refuse(differs: Option<Disagreement>) -> Result<()> {
     differs.map_or(Ok(()), |differs| Err(differs.into()))
 }
 
+/// Makes each of `count` runs on one of the ranks; later all ranks find the results in a folder
+/// that they share. Returns `false` if a run was stopped: no further one is begun then. A rank whose
+/// run fails waits until the others have ended theirs, which keeps these, and then all fail.
+#[cfg(feature = "lab")]
+pub(crate) fn divided(
+    ranks: &Grid,
+    count: usize,
+    mut make: impl FnMut(usize) -> Result<Option<super::Report>>,
+) -> Result<bool> {
+    let world = ranks.world();
+    let mut mine = (world.rank()..count).step_by(world.size());
+    let outcome = mine.try_fold(true, |_, run| match make(run) {
+        Ok(Some(_)) => Ok(true),
+        Ok(None) => Err(None),
+        Err(error) => Err(Some(error)),
+    });
+    let stopped = matches!(outcome, Err(None));
+    agreed(ranks, outcome.or_else(|error| error.map_or(Ok(false), Err)))?;
+    Ok(!any_asked(ranks, stopped)?)
+}
+
 /// Whether any rank was asked to stop.
 pub(super) fn any_asked(ranks: &Grid, asked: bool) -> Result<bool> {
     if ranks.world().size() == 1 {

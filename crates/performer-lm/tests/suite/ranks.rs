@@ -226,3 +226,54 @@ fn a_rank_that_dies_stops_the_others_and_the_run_goes_on_to_the_same_bits() -> R
     }
     Ok(())
 }
+
+/// Runs that are spread over ranks have the results, and are reported in the order, of those that
+/// one process makes. A learning rate is chosen between two rounds of them.
+#[cfg(feature = "lab")]
+#[test]
+fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
+    use performer_lm::{compare::Comparison, data::prepare_with_test};
+
+    let folder = tempfile::tempdir()?;
+    let (stop, data) = (AtomicBool::new(false), prepare_with_test(&DataSpec::Sample, 300, None, &Silent)?);
+    let (model, training) = recipe("softmax")?;
+    let compare = |out: &Path, ranks: Grid| {
+        let outcome = Comparison {
+            config: model.clone(),
+            training: TrainingConfig { max_steps: Some(3), redraw_every: 0, ..training.clone() },
+            attentions: vec!["softmax".parse().unwrap(), "favor:m=8".parse().unwrap()],
+            seeds: vec![1, 2],
+            learning_rates: vec![1e-4, 1e-2],
+            out,
+            data: "sample".into(),
+            device: Device::Cpu,
+            threads: 1,
+            stop: &stop,
+            listener: &Silent,
+            ranks,
+            command: "a test".into(),
+        }
+        .run(&data)?;
+        let losses: Vec<(String, u64, f64)> =
+            outcome.runs.iter().map(|run| (run.attention_spec.clone(), run.seed, run.val_loss)).collect();
+        Ok((losses, outcome.learning_rates))
+    };
+    let alone = compare(&folder.path().join("alone"), Grid::one())?;
+    assert_eq!(alone.0.len(), 4);
+    let out = folder.path().join("three");
+    for outcome in on_ranks(3, |ranks| compare(&out, ranks)) {
+        assert_eq!(outcome?, alone);
+    }
+    assert!(out.join("compare.json").exists() && out.join("loss.svg").exists());
+
+    // A rank that trains in a folder of its own leaves results that nobody finds.
+    let outcomes = on_ranks(2, |ranks| {
+        let out = folder.path().join(format!("apart-{}", ranks.world().rank()));
+        compare(&out, ranks)
+    });
+    for outcome in outcomes {
+        let error = format!("{:#}", outcome.expect_err("folders differ"));
+        assert!(error.contains("all processes need one folder"), "{error}");
+    }
+    Ok(())
+}
