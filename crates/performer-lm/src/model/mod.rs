@@ -26,9 +26,9 @@ pub use block::Dropout;
 use block::{Block, Norm, heads};
 use given::{Given, Weights};
 
-/// The least number of positions of a rotary table: a model may generate well beyond its training
-/// context.
-const ROTARY_POSITIONS: usize = 32_768;
+/// The least number of rotary positions: a model may generate far beyond its training context, and
+/// a linear one costs nothing more there. Those beyond a table are computed where they are needed.
+const ROTARY_POSITIONS: usize = 1 << 24;
 
 /// Streams of random numbers drawn from one seed.
 const INIT_STREAM: u64 = 1;
