@@ -39,7 +39,7 @@ fn cut(attention: &dyn Attention, problem: &Problem, dtype: DType, count: usize)
         let inputs = Inputs::new(&q, &k, &v);
         let inputs = gates.as_ref().map_or(inputs, |gates| inputs.with_gates(gates));
         // With a tape and without.
-        let tape = (count % 4 == 0).then(Tape::start);
+        let tape = count.is_multiple_of(4).then(Tape::start);
         let out = attention.forward_segment(inputs, &segment)?;
         let loss = segment.close(&(&out * part(&weights)?)?.sum_all()?)?;
         let store = match &tape {
