@@ -112,7 +112,8 @@ pub(super) fn gradients(
         }
         Ok(())
     })?;
-    let kept = kept.iter().map(|gradients| flat(gradients, params)).collect::<Result<Vec<_>>>()?;
+    let cut = ranks.sequence().size() > 1;
+    let kept = kept.iter().map(|gradients| flat(gradients, params, cut)).collect::<Result<Vec<_>>>()?;
     let length = params.iter().map(|(_, var)| var.elem_count()).sum();
     let sum = sum_in_order(world, length, &kept)?;
     let losses: Vec<u8> = losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
@@ -121,10 +122,15 @@ pub(super) fn gradients(
     Ok((losses.sum(), of_flat(&sum, params)?))
 }
 
-/// Returns the numbers of all gradients, parameter by parameter.
-fn flat(gradients: &Gradients, params: &[(String, Var)]) -> Result<Vec<f32>> {
+/// Returns the numbers of all gradients, parameter by parameter. The loss of a segment, `cut` from its
+/// sequence, may not depend on a parameter: what is far from no token of it, say.
+fn flat(gradients: &Gradients, params: &[(String, Var)], cut: bool) -> Result<Vec<f32>> {
     let mut numbers = Vec::with_capacity(params.iter().map(|(_, var)| var.elem_count()).sum());
-    for ((name, _), gradient) in params.iter().zip(&gradients.tensors) {
+    for ((name, var), gradient) in params.iter().zip(&gradients.tensors) {
+        if cut && gradient.is_none() {
+            numbers.resize(numbers.len() + var.elem_count(), 0.0);
+            continue;
+        }
         let gradient = gradient.as_ref().with_context(|| format!("parameter `{name}` received no gradient"))?;
         let gradient = gradient.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?;
         numbers.extend(gradient.to_vec1::<f32>()?);

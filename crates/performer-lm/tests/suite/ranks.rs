@@ -23,13 +23,13 @@ use performer_lm::{
 /// Longer than any step of these tests, so that it passes only where ranks wait for ever.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-fn data() -> Result<Prepared> {
+pub(crate) fn data() -> Result<Prepared> {
     prepare(&DataSpec::Sample, 300, None, &Silent)
 }
 
 /// A small model whose batches have five micro-batches, the last smaller, and whose features are
 /// drawn again and units dropped on the way.
-fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
+pub(crate) fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
     let (model, training) = Preset::Seed.load()?;
     let model = ModelConfig {
         attention: attention.parse().map_err(anyhow::Error::msg)?,
@@ -54,17 +54,26 @@ fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
     Ok((model, training))
 }
 
-fn options<'a>(out: &'a Path, stop: &'a AtomicBool, ranks: Grid) -> RunOptions<'a> {
+pub(crate) fn options<'a>(out: &'a Path, stop: &'a AtomicBool, ranks: Grid) -> RunOptions<'a> {
     let device = Device::Cpu;
     RunOptions { out, data: "sample", device, threads: 2, stop, samples: false, listener: &Silent, ranks }
 }
 
 /// Does something on so many ranks, and returns what each of them got.
 fn on_ranks<T: Send>(size: usize, work: impl Fn(Grid) -> Result<T> + Sync) -> Vec<Result<T>> {
+    on_grid(size, 1, work)
+}
+
+/// Does something on so many ranks, of which `segments` share each sequence.
+pub(crate) fn on_grid<T: Send>(
+    size: usize,
+    segments: usize,
+    work: impl Fn(Grid) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
     std::thread::scope(|scope| {
         let ranks = threads(size, DEADLINE).into_iter().map(|thread| {
             let work = &work;
-            scope.spawn(move || work(Grid::new(Arc::new(thread), 1)?))
+            scope.spawn(move || work(Grid::new(Arc::new(thread), segments)?))
         });
         let ranks: Vec<_> = ranks.collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
@@ -97,7 +106,7 @@ fn train(size: usize, attention: &str, out: &Path) -> Result<Report> {
     reports.into_iter().next().context("a rank")
 }
 
-fn bytes(out: &Path, file: &str) -> Vec<u8> {
+pub(crate) fn bytes(out: &Path, file: &str) -> Vec<u8> {
     std::fs::read(out.join(file)).unwrap_or_default()
 }
 
