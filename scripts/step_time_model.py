@@ -66,7 +66,9 @@ def step(network, ranks, tokens, rates):
     forward, backward = part / 3.5, part * 2.5 / 3.5
     gradients = 2 * m["parameters"] * 2 * hops / ranks
     same = 6 * m["parameters"] * own / PRODUCTS + 2 * hops * net["latency"] + gradients / net["bandwidth"]
+    names = {count: name for name, count in TOKENS.items()}
     return {
+        "case": f"{network}, {ranks:,} ranks, {names[tokens]} tokens",
         "network": network,
         "ranks": ranks,
         "tokens": tokens,
@@ -142,7 +144,7 @@ def main():
     (args.out / "model.svg").write_text(chart(rows))
     for row in rows:
         print(
-            f"{row['network']:>9} {row['ranks']:>5} ranks {row['tokens']:>9} tokens: FAVOR {row['favor_seconds']:9.3f} s, "
+            f"{row['case']:>34}: FAVOR {row['favor_seconds']:9.3f} s, "
             f"with a scan {row['favor_scan_seconds']:9.3f} s, softmax {row['softmax_seconds']:9.3f} s, the rest {row['same_seconds']:.3f} s"
         )
 

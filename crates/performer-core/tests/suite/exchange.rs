@@ -269,7 +269,7 @@ fn what_cannot_be_cut_is_refused() -> Result<()> {
     refused(&Own, "implements Attention::forward_segment");
     refused(&Softmax::new().with_window(2)?.with_sinks(1)?, "leave the sinks out");
     let signed = FavorConfig::default().with_map(FeatureMapKind::Trigonometric);
-    refused(&Favor::new(&signed, 6, 1, DType::F32, &Device::Cpu)?, "signed features");
+    refused(&Favor::new(&signed, 6, 1, DType::F32, &Device::Cpu)?, "logarithms of features");
     let (layer, _) = layer("favor:m=8")?;
     let x = Tensor::zeros((1, 2, 12), DType::F64, &Device::Cpu)?;
     let error = layer.forward_segment(&x, &Segment::alone(), None).expect_err("refused").to_string();

@@ -157,7 +157,7 @@ fn what_cannot_be_cut_is_refused_before_a_model_is_saved() -> Result<()> {
     let (folder, stop, data) = (tempfile::tempdir()?, AtomicBool::new(false), data()?);
     for (attention, segments, leak, words) in [
         ("favor:m=8", 3, false, "context of 16 tokens cannot be cut into 3"),
-        ("favor:m=8,map=trigonometric", 2, false, "signed features"),
+        ("favor:m=8,map=trigonometric", 2, false, "logarithms of features"),
         ("softmax:window=4,sinks=2", 2, false, "leave the sinks out"),
         ("favor:m=8+softmax:window=4,sinks=1/2", 2, false, "layer 1"),
         ("favor:m=8", 2, true, "leak"),

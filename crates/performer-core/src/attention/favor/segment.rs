@@ -238,7 +238,7 @@ impl Favor {
 
     fn signed(&self) -> candle_core::Error {
         candle_core::Error::Msg(format!(
-            "feature map {:?} has signed features; segments need positive ones, such as map=positive",
+            "features of map {:?} may be negative or zero; segments need the logarithms of features, as map=positive has them",
             self.map
         ))
     }
