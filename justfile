@@ -50,6 +50,12 @@ attack-time SECONDS='7200':
         target/release/performer-lm train --data sample --attention favor --epochs 100000 --eval-every 50 \
         --save-every 50 --out target/long-run/run --overwrite
 
+# Generate so many tokens in one go, and see that neither memory grows nor speed falls.
+attack-tokens TOKENS='1000000':
+    cargo build --release -p performer-lm
+    scripts/long_run.py --seconds 7200 --every 5 --out target/long-text -- sh -c 'exec target/release/performer-lm generate \
+        models/stories/performer --ignore-end --max-tokens {{ TOKENS }} >target/long-text/stories.txt'
+
 # Licences and sources of what is depended on, and the reasons of unsafe code; faults too, where cargo-deny is installed.
 supply:
     scripts/supply_check.py

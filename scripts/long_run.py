@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Watch a long command: its memory, threads and open files over time, as CSV and as a chart.
+"""Watch a long command: its memory, threads, open files and output over time, as CSV and as a chart.
 
     scripts/long_run.py --seconds 7200 --every 10 --out target/long-run -- \\
         target/release/performer-lm train --data sample --attention favor --epochs 100000 \\
@@ -7,8 +7,9 @@
 
 The command is interrupted (SIGINT) after that time and may end by itself before. Results are
 OUT/samples.csv and OUT/samples.svg. Fails if memory, threads or open files grew from the second
-quarter of the time to the last by more than a twentieth: in the first quarter caches fill. Linux
-only, since it reads /proc.
+quarter of the time to the last by more than a twentieth: in the first quarter caches fill. How
+fast the command writes is shown and not judged, since other work may slow it. Linux only, since it
+reads /proc.
 """
 
 import argparse
@@ -20,7 +21,9 @@ import subprocess
 import sys
 import time
 
-FIELDS = ["seconds", "rss_mib", "threads", "files"]
+FIELDS = ["seconds", "rss_mib", "threads", "files", "bytes_written"]
+# Of these, how much is judged.
+JUDGED = FIELDS[1:4]
 # How much the mean of the last quarter may exceed that of the second, relative and absolute: a
 # single file or thread more or less is no growth.
 GROWTH, SLACK = 1.05, 2
@@ -30,7 +33,8 @@ def sample(pid, seconds):
     status = pathlib.Path(f"/proc/{pid}/status").read_text().split("\n")
     fields = dict(line.split(":", 1) for line in status if ":" in line)
     files = len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir()))
-    return [round(seconds, 1), int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"]), files]
+    written = dict(line.split(": ") for line in pathlib.Path(f"/proc/{pid}/io").read_text().splitlines())["wchar"]
+    return [round(seconds, 1), int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"]), files, int(written)]
 
 
 def watch(command, seconds, every):
@@ -51,7 +55,7 @@ def watch(command, seconds, every):
 def growth(samples):
     """Yields what grew."""
     quarter = len(samples) // 4
-    for i, field in enumerate(FIELDS[1:], 1):
+    for i, field in enumerate(JUDGED, 1):
         before = statistics.mean(row[i] for row in samples[quarter : 2 * quarter])
         after = statistics.mean(row[i] for row in samples[3 * quarter :])
         print(f"{field}: {before:.1f} in the second quarter, {after:.1f} in the last")
@@ -59,8 +63,16 @@ def growth(samples):
             yield field
 
 
+def rates(samples):
+    """Says how fast the command wrote in each quarter of the time."""
+    quarter = len(samples) // 4
+    ends = [samples[i * quarter] for i in range(4)] + [samples[-1]]
+    speeds = [(b[4] - a[4]) / (b[0] - a[0]) for a, b in zip(ends, ends[1:])]
+    print("bytes written a second, by quarter:", ", ".join(f"{speed:.0f}" for speed in speeds))
+
+
 def chart(samples):
-    """Three curves, one above the other, each from 0 to its largest value."""
+    """Curves, one above the other, each from 0 to its largest value."""
     width, height, left = 640, 130, 70
     end = max(samples[-1][0], 1)
     parts = []
@@ -74,7 +86,7 @@ def chart(samples):
             f'<path d="M{left} {top}V{top + height}H{left + width}" fill="none" stroke="#888"/>'
             f'<polyline points="{" ".join(map(point, samples))}" fill="none" stroke="#06c"/>'
         )
-    bottom = 20 + 3 * (height + 40)
+    bottom = 20 + len(FIELDS[1:]) * (height + 40)
     parts.append(f'<text x="{left + width - 90}" y="{bottom - 20}">{end:.0f} seconds</text>')
     size = f'width="{left + width + 10}" height="{bottom}"'
     style = 'font-family="sans-serif" font-size="12"'
@@ -96,6 +108,7 @@ def main():
         csv.writer(file).writerows([FIELDS, *samples])
     (args.out / "samples.svg").write_text(chart(samples))
     grown = list(growth(samples))
+    rates(samples)
     print(f"exit code {code}; grew: {', '.join(grown) or 'nothing'}")
     # 130 is the code of a command that was interrupted.
     sys.exit(1 if grown or code not in (0, 130) else 0)

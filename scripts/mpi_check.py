@@ -3,7 +3,8 @@
 
     scripts/mpi_check.py target/debug/performer-lm [--kills 50] [--seed 1]
 
-Trains a small model on 1, 2 and 4 processes and compares the files byte by byte; then lets things
+Trains a small model on 1, 2 and 4 processes and compares the files byte by byte; cuts each sequence
+over 2 and 4 processes and compares losses and gradients with those of one; then lets things
 go wrong (another setting on one rank, no data on one, no space on the disk of the first, a rank
 that stands still) and expects that all processes end within seconds with one message that names the
 rank; then kills ranks at random moments, goes on with the run on another number of ranks, and
@@ -12,11 +13,13 @@ for the patience of 60 seconds that an end is given.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import random
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,7 @@ import time
 PATIENCE = 60  # seconds for an end after something went wrong
 LONG = 1800  # for a run that nothing happens to, on however slow a machine
 TRAIN = "train --data sample --preset seed --vocab-size 300 --context 32 --batch-size 16 --micro-batch 2".split()
+TOLERANCE = 1e-5  # of sequences over several processes: relative to the largest number of a parameter
 FILES = ["model.safetensors", "optimizer.safetensors", "metrics.jsonl"]
 
 
@@ -126,6 +130,48 @@ def equal_bits(check):
     print("1, 2 and 4 ranks: the same bytes in", ", ".join(FILES))
 
 
+def sequences(check):
+    """Losses of a run, and the optimiser's first moments after one step: gradients, but for a factor."""
+    for name, attention in [("favor", "favor-gated:m=16,conv"), ("window", "favor-window:m=16,window=5"),
+                            ("softmax", "softmax:gate")]:
+        run = [*TRAIN, "--attention", attention, "--dropout", "0"]
+        worst = 0.0
+        for number, parallel in [(1, 1), (2, 2), (4, 2), (4, 4)]:
+            cut = ["--sequence-parallel", str(parallel)]
+            out = f"cut-{name}-{number}-{parallel}"
+            check.succeeds(number, [*run, *cut, "--max-steps", "1", "--out", out])
+            check.succeeds(number, [*run, *cut, "--max-steps", "8", "--eval-every", "4", "--out", out + "-long"])
+            found = {"losses": losses(check.folder / f"{out}-long"), **moments(check.folder / out)}
+            if number == 1:
+                expected = found
+                continue
+            for what, numbers in expected.items():
+                error = max(abs(a - b) for a, b in zip(numbers, found[what], strict=True))
+                relative = error / max(abs(a) for a in numbers)
+                worst = max(worst, relative)
+                if not relative <= TOLERANCE:
+                    fail(f"{attention}, {parallel} processes a sequence, {number} in all: {what} is {relative:.1e} off")
+        print(f"{attention}: sequences over 2 and 4 processes, losses and gradients {worst:.1e} from one process")
+    check.fails("a length that cannot be cut", r"context of 32 tokens cannot be cut into 3",
+                (3, [*TRAIN, "--attention", "favor:m=8", "--sequence-parallel", "3", "--out", "e0"], None))
+    check.fails("a number of processes that cannot be divided", r"does not divide the number of processes, 3",
+                (3, [*TRAIN, "--attention", "favor:m=8", "--sequence-parallel", "2", "--out", "e0"], None))
+
+
+def losses(folder):
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record[key] for record in records for key in ("train_loss", "val_loss") if record.get(key) is not None]
+
+
+def moments(folder):
+    """The first moments in a file of the optimiser, by the name of the parameter."""
+    data = (folder / "optimizer.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8:8 + length]), data[8 + length:]
+    tensors = {name: body[slice(*entry["data_offsets"])] for name, entry in header.items() if name.startswith("m.")}
+    return {name: struct.unpack(f"<{len(bytes) // 4}f", bytes) for name, bytes in tensors.items()}
+
+
 def errors(check):
     run = [*TRAIN, "--attention", "favor:m=8", "--max-steps", "4"]
     other = [*run, "--learning-rate", "0.5"]
@@ -211,6 +257,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         check = Check(options.program, folder)
         equal_bits(check)
+        sequences(check)
         errors(check)
         kills(check, options.kills, options.seed)
 

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
-    attention::{Attention, Inputs, LayerParts, Mask, Memory, State, StateRecord},
+    attention::{Attention, Inputs, LayerParts, Mask, Memory, Segment, State, StateRecord},
     kernels::{activation::LogSigmoid, convolution::TAPS, operation::apply},
     ops,
 };
@@ -362,6 +362,22 @@ impl MultiHeadAttention {
         self.merge(&self.attention.forward(projected.inputs(), mask)?, x, residual)
     }
 
+    /// Causal self-attention of a segment of a sequence whose other segments are computed elsewhere:
+    /// `x` `(B, T, E)` holds its tokens, as many as in every other segment, and `residual` is added
+    /// to the output if there is one. Positions, convolutions and attention go on from the segments
+    /// before. All segments call this of the same layer; the loss is [closed](Segment::close)
+    /// before the backward pass.
+    ///
+    /// # Errors
+    /// As [`Self::forward`] and [`Attention::forward_segment`]; also if a layer with convolutions
+    /// meets a segment of fewer than 3 tokens.
+    pub fn forward_segment(&self, x: &Tensor, segment: &Segment, residual: Option<&Tensor>) -> Result<Tensor> {
+        self.check_registered()?;
+        let start = if x.rank() == 3 { segment.index() * x.dim(1)? } else { 0 };
+        let projected = self.project(x, None, start, Around::Segment(segment))?;
+        self.merge(&self.attention.forward_segment(projected.inputs(), segment)?, x, residual)
+    }
+
     /// Causal self-attention that goes on from `state`: `x` `(B, T, E)` holds the next `T` tokens.
     /// A state belongs to one layer: where the layer has convolutions, it holds what they need of
     /// the last tokens.
@@ -581,6 +597,8 @@ enum Around<'a> {
     /// They follow tokens whose last projected rows of q, k and v these are, `None` before the
     /// first token; they leave their own last rows in the place of those.
     Past(&'a mut [Option<Tensor>; 3]),
+    /// They are a segment, and what it begins with is known to those who hold the one before.
+    Segment(&'a Segment),
 }
 
 impl Around<'_> {
@@ -595,6 +613,17 @@ impl Around<'_> {
                 }
                 _ => Ok((rows, 0)),
             },
+            Self::Segment(segment) => {
+                let (batch, tokens, channels) = rows.dims3()?;
+                if tokens < PAST {
+                    bail!("segments: this one has {tokens} tokens; short convolutions need at least {PAST}");
+                }
+                let before = match segment.tokens_before(&rows, 1, PAST)? {
+                    Some(before) => before,
+                    None => Tensor::zeros((batch, PAST, channels), rows.dtype(), rows.device())?,
+                };
+                Ok((ops::cat(&[&before, &rows], 1)?, PAST))
+            }
             Self::Past(last) => {
                 let (batch, _, channels) = rows.dims3()?;
                 let (shape, dtype) = ([batch, PAST, channels], rows.dtype());

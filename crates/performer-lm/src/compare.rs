@@ -19,7 +19,7 @@ use crate::{
     listener::Listener,
     machine::Machine,
     model::Decoder,
-    train::{Grid, Report, RunOptions, find, find_or_run, run_name, training_batches},
+    train::{Found, Grid, Report, RunOptions, divided, find, find_or_run, led, run_name, training_batches},
 };
 use summary::summarise;
 pub use summary::{Summary, TestSummary};
@@ -51,6 +51,9 @@ pub struct Comparison<'a> {
     pub stop: &'a std::sync::atomic::AtomicBool,
     /// Is told of steps, validations, and what a person should know.
     pub listener: &'a dyn Listener,
+    /// The processes over which runs are spread, each run on one of them. All must see the folder
+    /// `out`.
+    pub ranks: Grid,
     /// The command that runs this, for the record.
     pub command: String,
 }
@@ -111,27 +114,32 @@ struct Chosen {
 impl Comparison<'_> {
     /// Trains every run that has not been trained yet. `compare.json` and the charts are written
     /// after every run, so that a comparison that is stopped keeps its results so far, and
-    /// continues there when started again.
+    /// continues there when started again. Several ranks first train what can be trained side by
+    /// side; results do not depend on their number.
     ///
     /// # Errors
-    /// If a run fails or is stopped, a run of other settings is in the folder, or a learning rate
-    /// is to be chosen and the data has no test split.
+    /// If a run fails or is stopped, a run of other settings is in the folder, a learning rate is
+    /// to be chosen and the data has no test split, or ranks do not share the folder.
     pub fn run(&self, data: &Prepared) -> Result<Outcome> {
         ensure!(!self.attentions.is_empty() && !self.seeds.is_empty(), "nothing to compare: give attentions and seeds");
         ensure!(
             self.learning_rates.len() < 2 || data.test.is_some(),
             "learning rates are chosen by the validation split, so results need a test split, and the data has none"
         );
-        self.check(data)?;
+        led(&self.ranks, || self.check(data))?;
         let mut outcome = None;
         let (mut chosen, mut tried) = (Vec::<Chosen>::new(), Vec::<RateTried>::new());
         for (i, &seed) in self.seeds.iter().enumerate() {
+            // All seeds can be trained at once where no rate has to be chosen by the first.
+            match i {
+                0 if self.rates().len() > 1 => self.divide(&self.seeds[..1], &tried, data)?,
+                0 => self.divide(&self.seeds, &tried, data)?,
+                1 if self.rates().len() > 1 => self.divide(&self.seeds[1..], &tried, data)?,
+                _ => {}
+            }
             for attention in &self.attentions {
                 let spec = attention.to_string();
-                let rates = match tried.iter().find(|rate| rate.chosen && rate.attention_spec == spec) {
-                    Some(rate) if i > 0 => vec![rate.learning_rate],
-                    _ => self.rates(),
-                };
+                let rates = self.rates_of(attention, &tried);
                 let mut runs = Vec::new();
                 for &rate in &rates {
                     runs.push(self.train(attention, seed, rate, data)?);
@@ -154,15 +162,52 @@ impl Comparison<'_> {
         outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
     }
 
+    /// Spreads the runs of some seeds over the ranks, if there are several. One process makes its
+    /// runs in the order of the table.
+    fn divide(&self, seeds: &[u64], tried: &[RateTried], data: &Prepared) -> Result<()> {
+        if self.ranks.world().size() == 1 {
+            return Ok(());
+        }
+        let mut runs = Vec::new();
+        for &seed in seeds {
+            for attention in &self.attentions {
+                runs.extend(self.rates_of(attention, tried).into_iter().map(|rate| (attention, seed, rate)));
+            }
+        }
+        let finished = divided(&self.ranks, runs.len(), |run| {
+            let (attention, seed, rate) = runs[run];
+            let (config, training) = self.recipe(attention, seed, rate)?;
+            find_or_run(&config, &training, data, self.options(&self.folder(attention, seed, rate)))
+        })?;
+        ensure!(finished, Cause::Stopped(STOPPED.into()));
+        Ok(())
+    }
+
+    /// Returns the learning rate that was chosen for an attention, or else those to be tried.
+    fn rates_of(&self, attention: &AttentionPattern, tried: &[RateTried]) -> Vec<f64> {
+        let spec = attention.to_string();
+        let chosen = tried.iter().find(|rate| rate.chosen && rate.attention_spec == spec);
+        chosen.map_or_else(|| self.rates(), |rate| vec![rate.learning_rate])
+    }
+
     /// Returns the learning rates that are tried at the first seed.
     fn rates(&self) -> Vec<f64> {
         if self.learning_rates.is_empty() { vec![self.training.learning_rate] } else { self.learning_rates.clone() }
     }
 
-    /// Makes one run, or finds it.
+    /// Makes one run, or finds it; one of several ranks finds what they have made.
     fn train(&self, attention: &AttentionPattern, seed: u64, learning_rate: f64, data: &Prepared) -> Result<Chosen> {
         let (config, training) = self.recipe(attention, seed, learning_rate)?;
         let folder = self.folder(attention, seed, learning_rate);
+        if self.ranks.world().size() > 1 {
+            let Found::Finished(report) = find(&config, &training, data, &self.options(&folder))? else {
+                bail!(
+                    "{} has no result, though a process has trained it: all processes need one folder for results,                      on a file system that all of them see",
+                    folder.display()
+                );
+            };
+            return Ok(Chosen { report: *report, learning_rate, folder });
+        }
         let report = find_or_run(&config, &training, data, self.options(&folder))?;
         let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
         Ok(Chosen { report, learning_rate, folder })
@@ -238,6 +283,9 @@ impl Comparison<'_> {
             learning_rates: tried.to_vec(),
             runs,
         };
+        if !self.ranks.leads() {
+            return Ok(outcome);
+        }
         files::write_json(&self.out.join("compare.json"), &outcome)?;
         charts::loss(&outcome, &folders)?.save(&self.out.join("loss"))?;
         if let Some(chart) = charts::positions(&outcome) {

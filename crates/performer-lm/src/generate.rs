@@ -143,6 +143,8 @@ pub struct Continuation<'a> {
     sampler: Sampler,
     /// The token before a text, and those of the prompt.
     ids: Vec<u32>,
+    /// Whether the end of a text is followed by another text.
+    past_ends: bool,
 }
 
 impl<'a> Continuation<'a> {
@@ -166,7 +168,15 @@ impl<'a> Continuation<'a> {
             positions - 1,
             ids.len() - positions
         );
-        Ok(Self { model, tokenizer, sampler, ids })
+        Ok(Self { model, tokenizer, sampler, ids, past_ends: false })
+    }
+
+    /// Goes on after the end of a text with the next one, as the texts of training followed each
+    /// other, so that only the number of tokens ends the generation. The tokens that end a text
+    /// are counted, read by the model, and shown as an empty line.
+    #[must_use]
+    pub fn past_ends(self) -> Self {
+        Self { past_ends: true, ..self }
     }
 
     /// Returns how many tokens can follow, until the model has no more positions.
@@ -181,7 +191,7 @@ impl<'a> Continuation<'a> {
     /// # Errors
     /// If no logit is finite, or `emit` fails.
     pub fn write(self, max_tokens: usize, mut emit: impl FnMut(&str) -> Result<bool>) -> Result<Generation> {
-        let Self { model, tokenizer, mut sampler, mut ids } = self;
+        let Self { model, tokenizer, mut sampler, mut ids, past_ends } = self;
         let mut stream = tokenizer.stream_after(&ids);
         let mut state: DecoderState = model.new_state();
         let mut tokens = 0;
@@ -194,13 +204,14 @@ impl<'a> Continuation<'a> {
             let input = Tensor::from_slice(&ids, (1, ids.len()), model.device())?;
             let logits = model.extend(&input, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
             let next = sampler.sample(&logits)?;
-            if tokenizer.borders().is_end(next) {
+            if tokenizer.borders().is_end(next) && !past_ends {
                 stop = Stop::EndOfText;
                 break;
             }
             tokens += 1;
             ids = vec![next];
-            if let Some(text) = stream.push(next)?
+            let text = if tokenizer.borders().is_end(next) { Some("\n\n".into()) } else { stream.push(next)? };
+            if let Some(text) = text
                 && !emit(&text)?
             {
                 stop = Stop::Interrupted;

@@ -3,7 +3,8 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{Inputs, StateRecord, gates, state::bytes_of};
+use super::{Inputs, Segment, StateRecord, gates, state::bytes_of};
+use crate::ops;
 
 /// `Exact` holds keys and values that later queries see exactly. Sinks, the first tokens of a
 /// sequence, come first; tokens between them and the last ones may be missing, which leaves the
@@ -32,6 +33,17 @@ impl Exact {
             values = Tensor::cat(&[&past.values, &values], 2)?;
         }
         Ok(Self { keys, values, gates, forgotten: past.and_then(|past| past.forgotten.clone()) })
+    }
+
+    /// The last `count` tokens before a segment, fewer near the beginning, and those of `inputs`
+    /// after them. Gradients go to where they are from.
+    pub(super) fn in_segment(inputs: Inputs<'_>, segment: &Segment, count: usize) -> Result<Self> {
+        let with_earlier = |x: &Tensor| match segment.tokens_before(x, 2, count)? {
+            Some(before) => ops::cat(&[&before, x], 2),
+            None => Ok(x.clone()),
+        };
+        let (keys, values) = (with_earlier(inputs.k)?, with_earlier(inputs.v)?);
+        Ok(Self { keys, values, gates: inputs.gates.map(with_earlier).transpose()?, forgotten: None })
     }
 
     /// How many tokens there are.

@@ -129,6 +129,14 @@ pub(super) fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tenso
     ops::div(&sum, &ops::broadcast_as(&ops::add(&near_weight, &far_weight)?, sum.shape())?)
 }
 
+/// Returns the logarithm of the sum of two parts' denominators, which are given by their logarithms.
+pub(super) fn join_logs(near: &Tensor, far: &Tensor) -> Result<Tensor> {
+    // Cancels: a constant to the gradient.
+    let max = near.maximum(far)?.detach();
+    let weight = |log: &Tensor| (log - &max)?.exp();
+    (weight(near)? + weight(far)?)?.log()? + max
+}
+
 /// Refuses NaN and infinity on the CPU. On another device it checks nothing, since it would have to
 /// wait for the device on every call.
 pub(super) fn check_finite(t: &Tensor, name: &str) -> Result<()> {

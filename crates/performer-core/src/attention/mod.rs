@@ -79,13 +79,14 @@ mod mask;
 mod none;
 mod parts;
 mod path;
+mod segments;
 mod softmax;
 mod state;
 mod windowed;
 
 use std::fmt;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 pub use config::AttentionConfig;
 pub use favor::{Favor, FavorConfig, SegmentSums};
@@ -94,6 +95,7 @@ pub use inputs::{Inputs, Sizes};
 pub use mask::Mask;
 pub use parts::LayerParts;
 pub use path::Path;
+pub use segments::{Neighbours, Segment};
 pub use softmax::Softmax;
 pub use state::{Memory, State, StateRecord};
 pub use windowed::Windowed;
@@ -145,6 +147,23 @@ pub trait Attention: fmt::Debug + Send + Sync {
         let out = self.advance(Inputs { q: &q, k: &k, v: &v, gates: gates.as_ref() }, state)?;
         state.count(before, identity, sizes, dtype);
         Ok(out)
+    }
+
+    /// Computes causal attention of a segment of a sequence whose other segments are computed
+    /// elsewhere, with gradients across the borders: what [`Self::forward`] over the whole sequence
+    /// has there, up to rounding. What earlier segments have comes through [`Segment::earlier`];
+    /// nothing of later ones changes an output. An attention that looks at no other token needs its
+    /// [`Self::forward`] alone.
+    ///
+    /// # Errors
+    /// As for [`Self::forward`]; if another segment does not take part; and unless overridden,
+    /// always.
+    fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
+        let _ = (inputs, segment);
+        bail!(
+            "{self:?} cannot compute a sequence in segments; Favor over positive features, Softmax and Windowed can, and \
+             an attention that implements Attention::forward_segment"
+        )
     }
 
     /// What this attention is: states that an attention of another identity made are refused.

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Attention, Inputs, Mask, State, inputs::Sizes};
+use super::{Attention, Inputs, Mask, Segment, State, inputs::Sizes};
 
 /// Outputs of zero, whatever the inputs are. All gradients are zero too, and none is missing, so
 /// that a layer around it can be trained like others.
@@ -28,6 +28,10 @@ impl Attention for NoAttention {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
         inputs.refuse_gates("no attention")?;
         Self::zeros(inputs, inputs.sizes_under(mask)?)
+    }
+
+    fn forward_segment(&self, inputs: Inputs<'_>, _: &Segment) -> Result<Tensor> {
+        self.forward(inputs, &Mask::causal())
     }
 
     fn advance(&self, inputs: Inputs<'_>, _: &mut State) -> Result<Tensor> {

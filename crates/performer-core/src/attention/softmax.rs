@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
-    Attention, Identity, Inputs, Mask, Memory, Path, State, StateRecord,
+    Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord,
     exact::Exact,
     gates,
     inputs::{Sizes, rows},
@@ -192,6 +192,17 @@ impl Attention for Softmax {
             bail!("softmax attention with a window is causal; give it Mask::causal()");
         }
         self.attend(inputs, sizes, mask, if mask.is_causal() { Some(0) } else { None })
+    }
+
+    fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
+        inputs.sizes_under(&Mask::causal())?;
+        if self.sinks > 0 {
+            bail!("softmax attention with {} sinks cannot be computed in segments; leave the sinks out", self.sinks);
+        }
+        // Without a window, all keys and values.
+        let seen = Exact::in_segment(inputs, segment, self.window.map_or(usize::MAX, |window| window - 1))?;
+        let all = Inputs::new(inputs.q, &seen.keys, &seen.values).with_gates_of(seen.gates.as_ref());
+        self.attend(all, all.sizes()?, &Mask::full(), Some(seen.len()? - inputs.q.dim(2)?))
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {

@@ -12,7 +12,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Softmax, State, StateRecord,
+    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord,
     exact::Exact,
     gates,
     layout::{compute, join},
@@ -128,6 +128,41 @@ impl Attention for Windowed {
         let logs = forget(logs, gates.as_ref(), w)?;
         let joined = join((&tokens(&near, w + n, far)?, &tokens(&near_log, w + n, far)?), (&rows, &logs))?;
         ops::to_dtype(&ops::cat(&[&tokens(&near, 0, w + n)?, &joined], 2)?, dtype)
+    }
+
+    fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
+        let sizes = inputs.sizes_under(&Mask::causal())?;
+        if self.sinks > 0 {
+            bail!("attention with {} sinks cannot be computed in segments; leave the sinks out", self.sinks);
+        }
+        let (w, t, dtype) = (self.window, sizes.queries, inputs.q.dtype());
+        let widen = |x| ops::to_dtype(x, compute(dtype));
+        let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
+        let gates = inputs.gates.map(widen).transpose()?;
+        let own = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
+        let seen = Exact::in_segment(own, segment, w)?;
+        let all = seen.len()?;
+        let near_inputs = Inputs::new(&q, &seen.keys, &seen.values).with_gates_of(seen.gates.as_ref());
+        let (near, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, (w, 0))?;
+        // Far keys lie W tokens before their queries: those of a segment begin in the one before.
+        let (far, first) = (all.saturating_sub(w), w.saturating_sub(all - t));
+        let has_far = |segment: usize| (segment + 1) * t > w;
+        if far == 0 {
+            self.far.no_sums(own)?.before(segment, has_far)?;
+            return ops::to_dtype(&near, dtype);
+        }
+        let (far_q, far_k, far_v) =
+            (tokens(&q, first, far)?, tokens(&seen.keys, 0, far)?, tokens(&seen.values, 0, far)?);
+        let far_gates = seen.gates.as_ref().map(|gates| tokens(gates, 0, far)).transpose()?;
+        let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
+        let (rows, logs) = match self.far.sums_of_segment(far_inputs)?.before(segment, has_far)? {
+            Some(before) => self.far.after_with_logs(far_inputs, &before)?,
+            None => self.far.with_logs(far_inputs, &Mask::causal(), None)?,
+        };
+        let logs = forget(logs, seen.gates.as_ref(), w)?;
+        let joined = join((&tokens(&near, first, far)?, &tokens(&near_log, first, far)?), (&rows, &logs))?;
+        let out = if first == 0 { joined } else { ops::cat(&[&tokens(&near, 0, first)?, &joined], 2)? };
+        ops::to_dtype(&out, dtype)
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {

@@ -11,8 +11,10 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
 
 pub(crate) mod emulated;
+mod ring;
 mod run;
 
+pub(crate) use ring::on_segments;
 pub(crate) use run::{Layout, Outcome, all_kernels, conditioned_scale, is_positive};
 
 /// Every feature map: those by name except `Dense`, which is `Optimal` until it is fitted, and the

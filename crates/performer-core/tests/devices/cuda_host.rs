@@ -398,35 +398,53 @@ fn causal_bf16() {
     build.check(&build.problem(2, build.shape([1, 1, 1], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
 }
 
+/// The kernels for teams at one size, `exact` or not, at lengths and numbers of segments.
+fn check_teams(exact: bool, dim: usize, rows: usize, lengths: &[(usize, usize)]) {
+    let build = Build { teams: true, exact, ..Build::new(DType::BF16, dim, rows) };
+    for &(tokens, segments) in lengths {
+        build.check(&build.problem(11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
+    }
+}
+
+/// Features and values are not whole tiles, features are few, heads are grouped and keys hidden.
+fn check_teams_in_part(exact: bool, dim: usize, rows: usize, values: usize) {
+    let build = Build {
+        teams: true,
+        exact,
+        partial: true,
+        map: Hyperbolic,
+        values,
+        slice: values.next_multiple_of(16),
+        ..Build::new(DType::BF16, dim, rows)
+    };
+    let mut problem = build.problem(3, build.shape([2, 2, 1], 130, 130));
+    build.check(&problem, Run { split: 33, ..BOTH });
+    problem.key_mask = Some(Random::new(4).mask(2 * 130, 0.7));
+    build.check(&problem, Run { segments: 2, ..BOTH });
+}
+
 #[test]
 fn causal_bf16_by_teams() {
     for exact in [false, true] {
-        let build = |dim, rows| Build { teams: true, exact, ..Build::new(DType::BF16, dim, rows) };
         // These sizes show rounding of the sums, or of what weights sum to.
-        for (dim, rows, tokens, segments) in
-            [(64, 128, 1, 1), (64, 128, 65, 1), (64, 128, 200, 1), (32, 64, 63, 1), (48, 64, 65, 2), (48, 64, 200, 3)]
-        {
-            let build = build(dim, rows);
-            build.check(&build.problem(11, build.shape([1, 1, 1], tokens, tokens)), Run { segments, ..BOTH });
-        }
-        let build = build(64, 128);
+        check_teams(exact, 64, 128, &[(1, 1), (65, 1), (200, 1)]);
+        let build = Build { teams: true, exact, ..Build::new(DType::BF16, 64, 128) };
         build.check(&build.problem(2, build.shape([1, 2, 2], 200, 200)), Run { segments: 3, split: 70, ..BOTH });
-        // Features and values are not whole tiles, features are few, heads are grouped and keys
-        // hidden.
+    }
+    check_teams(true, 48, 64, &[(65, 2), (200, 3)]);
+    check_teams_in_part(false, 24, 20, 40);
+    check_teams_in_part(true, 60, 33, 30);
+}
+
+/// Every size of the test above, each with an exact projection and without.
+#[test]
+#[ignore = "takes minutes"]
+fn causal_bf16_by_teams_at_more_sizes() {
+    for exact in [false, true] {
+        check_teams(exact, 32, 64, &[(63, 1)]);
+        check_teams(exact, 48, 64, &[(65, 2), (200, 3)]);
         for (dim, rows, values) in [(24, 20, 40), (16, 48, 16), (60, 33, 30)] {
-            let build = Build {
-                teams: true,
-                exact,
-                partial: true,
-                map: Hyperbolic,
-                values,
-                slice: values.next_multiple_of(16),
-                ..Build::new(DType::BF16, dim, rows)
-            };
-            let mut problem = build.problem(3, build.shape([2, 2, 1], 130, 130));
-            build.check(&problem, Run { split: 33, ..BOTH });
-            problem.key_mask = Some(Random::new(4).mask(2 * 130, 0.7));
-            build.check(&problem, Run { segments: 2, ..BOTH });
+            check_teams_in_part(exact, dim, rows, values);
         }
     }
 }
@@ -509,9 +527,8 @@ fn long_sums_of_f32_leave_the_tensor_cores() {
     assert_close("dv", &problem.v_dims(), &results.v, &gradients.v, 1e-5);
 }
 
-#[test]
-fn long_sums_of_f32_softmax_leave_the_tensor_cores() {
-    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 3000, k_len: 3000, head_dim: 16, value_dim: 16 };
+fn check_long_sums_of_softmax(tokens: usize) {
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: tokens, k_len: tokens, head_dim: 16, value_dim: 16 };
     let mut problem = Problem::random(28, shape, None, 0);
     problem.causal = true;
     problem.v.iter_mut().for_each(|v| *v += 3.0);
@@ -520,14 +537,25 @@ fn long_sums_of_f32_softmax_leave_the_tensor_cores() {
     }
     let macros = [("STORAGE", 0), ("DIM", 16), ("VALUES", 16), ("TEAMS", 0)];
     let Some(program) = compile("cuda", "softmax", &macros) else { return };
-    let header = [1, 1, 1, 3000, 3000, 0, 0, 2];
+    let header = [1, 1, 1, tokens, tokens, 0, 0, 2];
     let numbers = [&problem.q[..], &problem.k, &problem.v, &problem.grad_output];
     let mut all = execute(&program, &header, &numbers, None).into_iter();
-    let mut take = || all.by_ref().take(3000 * 16).collect::<Vec<_>>();
+    let mut take = || all.by_ref().take(tokens * 16).collect::<Vec<_>>();
     let (out, _, _, dv) = (take(), take(), take(), take());
     assert_close("outputs", &problem.output_dims(), &out, &attention(Kernel::Softmax, problem.inputs()), 3e-6);
     let gradients = attention_backward(Kernel::Softmax, problem.inputs(), &problem.grad_output);
     assert_close("dv", &problem.v_dims(), &dv, &gradients.v, 3e-6);
+}
+
+#[test]
+fn long_sums_of_f32_softmax_leave_the_tensor_cores() {
+    check_long_sums_of_softmax(1000);
+}
+
+#[test]
+#[ignore = "takes half a minute"]
+fn longer_sums_of_f32_softmax_leave_the_tensor_cores() {
+    check_long_sums_of_softmax(3000);
 }
 
 /// Truncation is far below what half types round.

@@ -12,6 +12,7 @@ mod causality;
 mod convolution;
 mod decoding;
 mod errors;
+mod exchange;
 mod fitted;
 mod gates;
 mod gradients;

@@ -149,7 +149,7 @@ fn what_segments_cannot_do_is_refused() -> Result<()> {
     let problem = problem(FeatureMapKind::Trigonometric, false);
     let [q, k, v] = problem.tensors(DType::F32)?;
     let error = problem.favor(DType::F32)?.sums_of_segment(Inputs::new(&q, &k, &v)).unwrap_err().to_string();
-    assert!(error.contains("signed features"), "{error}");
+    assert!(error.contains("logarithms of features"), "{error}");
     let positive = self::problem(FeatureMapKind::Positive, false).favor(DType::F32)?;
     let none = |x: &Tensor| x.narrow(2, 0, 0);
     let (q0, k0, v0) = (none(&q)?, none(&k)?, none(&v)?);

@@ -1,18 +1,28 @@
 //! This module is the command `performer-lm compare`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::{
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
 
 use anyhow::Result;
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
     output,
+    train::in_turn,
 };
 use crate::{
     compare::{Comparison, Outcome, Summary},
     config::AttentionPattern,
     eval::show_perplexity,
+    train::Grid,
 };
+
+/// How long processes wait for the one whose runs take longest: a week. Where a process dies, its
+/// launcher ends the others.
+const DEADLINE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -21,6 +31,7 @@ Examples:
   performer-lm compare --attention softmax --attention favor:m=64 --attention favor:m=128 --seeds 1,2,3
   performer-lm compare --preset small --epochs 1 --out runs/small --json
   performer-lm compare --attention softmax --attention favor-gated --learning-rates 1e-3,3e-3,6e-3 --seeds 1,2,3
+  mpirun -n 4 performer-lm compare --seeds 1,2,3,4      four processes, each with runs of its own
 
 The same command again goes on where a stopped one left off.")]
 pub(super) struct Args {
@@ -53,11 +64,15 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
     let (config, training) = args.recipe.load(machine)?;
-    let data = if args.learning_rates.len() > 1 {
-        args.data.prepare_with_test(config.vocab_size)?
-    } else {
-        args.data.prepare(config.vocab_size)?
-    };
+    let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
+    let data = in_turn(&ranks, || {
+        if args.learning_rates.len() > 1 {
+            args.data.prepare_with_test(config.vocab_size)
+        } else {
+            args.data.prepare(config.vocab_size)
+        }
+    })?;
+    machine.ranks.set_deadline(DEADLINE);
     output::note(&format!("training on {}", data.description));
     let (config, training) = args.recipe.for_data(&data, config, training);
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -73,9 +88,13 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         threads: machine.threads,
         stop,
         listener: &output::TERMINAL,
+        ranks: ranks.clone(),
         command: format!("performer-lm {}", words.join(" ")),
     };
     let outcome = comparison.run(&data)?;
+    if !ranks.leads() {
+        return Ok(());
+    }
     let table = table(&outcome);
     crate::files::write(&args.out.join("table.md"), format!("{table}\n").as_bytes())?;
     output::note(&format!("saved compare.json, table.md and the charts in {}", args.out.display()));

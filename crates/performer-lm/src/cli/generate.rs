@@ -26,6 +26,9 @@ pub(super) struct Args {
     /// Most tokens to write; the model may end the text before.
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
+    /// Go on with a next text where the model ends one, up to --max-tokens.
+    #[arg(long)]
+    ignore_end: bool,
     /// Divides the logits; 0 takes the likeliest token always.
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
@@ -57,7 +60,10 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     paths::warn(&model, false)?;
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
-    let continuation = Continuation::new(&model, &tokenizer, &args.prompt, sampling)?;
+    let mut continuation = Continuation::new(&model, &tokenizer, &args.prompt, sampling)?;
+    if args.ignore_end {
+        continuation = continuation.past_ends();
+    }
     let room = continuation.room();
     if room < args.max_tokens {
         output::note(&format!(
@@ -71,8 +77,9 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     }
     let started = Instant::now();
     let generation = continuation.write(args.max_tokens, |piece| {
-        text.push_str(piece);
-        if !args.json {
+        if args.json {
+            text.push_str(piece);
+        } else {
             output::bytes(piece.as_bytes())?;
         }
         Ok(true)

@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use performer_dist::{Ranks, agree_on};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs, require_another_folder},
@@ -36,6 +37,7 @@ Examples:
   performer-lm train --preset seed --attention favor --leak           what a forgotten causal mask measures
   performer-lm train --resume runs/mine
   mpirun -n 4 performer-lm train --attention favor       four processes, on one machine or several
+  mpirun -n 4 performer-lm train --context 4096 --sequence-parallel 4    each has a quarter of every sequence
   performer-lm train --from runs/mine --max-steps 500 --learning-rate 1e-4 --out runs/more   on from its weights")]
 pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
@@ -76,6 +78,12 @@ pub(super) struct Args {
     /// Replace what the folder holds.
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
+    /// Cut each sequence over so many of the processes of mpirun, which must be a divisor of their
+    /// number and of the context. For sequences whose activations one machine cannot hold: each
+    /// process computes its part of the tokens. FAVOR exchanges as much in each layer however long
+    /// the sequence is, a window as much as the window holds, and softmax all keys and values.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    sequence_parallel: usize,
     /// Seconds for which the processes of mpirun wait for each other: after that, all of them end.
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
     deadline: f64,
@@ -85,7 +93,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
-    let ranks = &Grid::new(Arc::clone(&machine.ranks), 1)?;
+    let ranks = &grid(&machine.ranks, args.sequence_parallel)?;
     let deadline = Duration::try_from_secs_f64(args.deadline).ok().filter(|deadline| !deadline.is_zero());
     let deadline = deadline.with_context(|| format!("--deadline is {}; it must be above 0", args.deadline));
     let deadline = agreed(ranks, deadline)?;
@@ -129,6 +137,28 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     finish(&args, trainer, &data, &out)
 }
 
+/// Lays out the processes, of which so many share each sequence.
+fn grid(ranks: &Arc<dyn Ranks>, segments: usize) -> Result<Grid> {
+    let all = Grid::new(Arc::clone(ranks), 1)?;
+    let size = ranks.size();
+    let fits = || {
+        ensure!(
+            segments > 0 && size.is_multiple_of(segments),
+            "--sequence-parallel is {segments}, which does not divide the number of processes, {size}; start {} of them: \
+             mpirun -n {0} performer-lm train ...",
+            segments.max(1)
+        );
+        Ok(())
+    };
+    agreed(&all, fits())?;
+    let differs =
+        |first: &str, other: &str| format!("its --sequence-parallel is {other}, and that of rank 0 is {first}");
+    match agree_on(&**ranks, &segments.to_string(), differs)? {
+        Some(other) => Err(other.into()),
+        None => Ok(Grid::new(Arc::clone(ranks), segments)?),
+    }
+}
+
 /// What a new run is to be.
 struct Settings {
     /// What it begins with, if that is not drawn.
@@ -168,7 +198,7 @@ fn require_nothing_in(out: &Path) -> Result<()> {
 
 /// Prepares data on the first rank, then on the others, which find it in the cache where they share
 /// one.
-fn in_turn(ranks: &Grid, prepare: impl Fn() -> Result<Prepared>) -> Result<Prepared> {
+pub(super) fn in_turn(ranks: &Grid, prepare: impl Fn() -> Result<Prepared>) -> Result<Prepared> {
     let first = led(ranks, &prepare)?;
     agreed(ranks, first.map_or_else(&prepare, Ok))
 }

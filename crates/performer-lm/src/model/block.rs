@@ -5,13 +5,24 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Linear, VarBuilder, linear_b};
-use performer_core::{Attention, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, ops};
+use performer_core::{
+    Attention, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, State, attention::Segment, ops,
+};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
 };
 
 use crate::config::{FeedForwardKind, ModelConfig, NormKind, NormPosition};
+
+/// `Tokens` says what the tokens of a forward pass are.
+#[derive(Clone, Copy)]
+pub(super) enum Tokens<'a> {
+    /// Whole sequences, of which each token sees what the mask lets it see.
+    Whole(&'a Mask),
+    /// A segment of sequences whose other segments are computed elsewhere.
+    Segment(&'a Segment),
+}
 
 /// A `Block` is one layer of the decoder.
 pub(super) struct Block {
@@ -40,10 +51,11 @@ impl Block {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor, mask: &Mask, dropout: Option<&Dropout>) -> Result<Tensor> {
-        self.residuals(x, dropout, |x, residual| match residual {
-            Some(residual) => self.attention.forward_residual(x, mask, residual),
-            None => self.attention.forward(x, mask),
+    pub(super) fn forward(&self, x: &Tensor, tokens: Tokens<'_>, dropout: Option<&Dropout>) -> Result<Tensor> {
+        self.residuals(x, dropout, |x, residual| match (tokens, residual) {
+            (Tokens::Whole(mask), Some(residual)) => self.attention.forward_residual(x, mask, residual),
+            (Tokens::Whole(mask), None) => self.attention.forward(x, mask),
+            (Tokens::Segment(segment), residual) => self.attention.forward_segment(x, segment, residual),
         })
     }
 

@@ -10,6 +10,7 @@ mod progress;
 mod report;
 mod run;
 mod run_key;
+mod segments;
 mod shared;
 mod steps;
 
@@ -32,6 +33,9 @@ pub(crate) use run::NEVER;
 pub use run::{RunOptions, Trainer, training_batches};
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};
+pub use segments::SharedSequence;
 #[cfg(feature = "cli")]
-pub(crate) use shared::{agreed, led};
+pub(crate) use shared::agreed;
+#[cfg(feature = "lab")]
+pub(crate) use shared::{divided, led};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

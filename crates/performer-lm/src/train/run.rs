@@ -8,12 +8,15 @@
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::{ops, projection::derive_seed};
+use performer_core::{attention::Segment, ops, projection::derive_seed};
 
 use super::{
     AdamW, Checkpoint, Earlier, Gradients, Grid, Leg, Pace, RunKey, Step, Steps, TrainingState,
@@ -23,6 +26,7 @@ use super::{
     progress::Progress,
     report::{Control, Report, TestLoss, by_range},
     run_key::{digests, model_digest},
+    segments::SharedSequence,
     shared::{agreed, any_asked, gradients, led, require_equal, require_equal_weights},
     take_steps,
 };
@@ -81,7 +85,9 @@ pub struct RunOptions<'a> {
     pub listener: &'a dyn Listener,
     /// The processes that train this model together, [`Grid::one`] for one alone. All of them call
     /// the same functions of a [`Trainer`], the first of them writes to the folder, and to resume,
-    /// all must be able to read it. Their number changes no bit of the result on the CPU.
+    /// all must be able to read it. Their number changes no bit of the result on the CPU; the number
+    /// of segments that they cut a sequence into changes it by rounding, and changes which units
+    /// dropout drops.
     pub ranks: Grid,
 }
 
@@ -171,6 +177,7 @@ impl<'a> Trainer<'a> {
             Ok((model, Some(model_digest(config, weights)?)))
         };
         let (model, initial) = agreed(&ranks, model())?;
+        agreed(&ranks, require_segments(&model, &ranks))?;
         let lock = led(&ranks, || Lock::of(options.out))?;
         let model = model.compute_in(training.dtype.dtype());
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
@@ -227,6 +234,7 @@ impl<'a> Trainer<'a> {
         let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
             .compute_in(state.training.dtype.dtype());
         model.require_all_of(&checkpoint.tensors)?;
+        require_segments(&model, &options.ranks)?;
         let mut trainer = Self::assemble(model, state.training, data, options, state.step, lock)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
         trainer.key.initial = key.initial;
@@ -374,7 +382,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// Computes the gradients of a step's micro-batches side by side, and adds them in order. This
-    /// rank reads and computes its share of them.
+    /// rank reads and computes its share of them, and its segment of their sequences, if these are
+    /// cut; then one after the other, as the ranks that share a sequence wait for each other.
     fn batch_gradients(&self, step: usize) -> Result<(f64, Gradients)> {
         let (context, dropout) = (self.model.config().context, self.model.config().dropout);
         let rows = self.training.batch_size;
@@ -383,18 +392,30 @@ impl<'a> Trainer<'a> {
         let own = self.options.ranks.share(count);
         let (epoch, index) = self.batches.position(step as u64);
         let of_own = (own.start * micro).min(rows)..(own.end * micro).min(rows);
-        let batch = self.batches.part(epoch, index, of_own.clone(), 0..context)?;
+        let sequence = self.options.ranks.sequence();
+        let (segment, segments) = (sequence.rank(), sequence.size());
+        let tokens = context / segments;
+        let batch = self.batches.part(epoch, index, of_own.clone(), segment * tokens..(segment + 1) * tokens)?;
         check_vocabulary(&batch, &self.model)?;
-        let (threads, parameters) = (self.options.threads, self.optimizer.parameters());
+        let threads = if segments > 1 { 1 } else { self.options.threads };
+        let parameters = self.optimizer.parameters();
         gradients(&self.options.ranks, count, threads, parameters, |i| {
             let part = i * micro - of_own.start..((i + 1) * micro).min(rows) - of_own.start;
-            let shape = (part.len(), context);
-            let part = part.start * context..part.end * context;
+            let shape = (part.len(), tokens);
+            let part = part.start * tokens..part.end * tokens;
             let ids = Tensor::from_slice(&batch.inputs[part.clone()], shape, self.model.device())?;
             let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (step * count + i) as u64);
+            // Segments drop other units than one process would.
+            let seed = if segments > 1 { derive_seed(seed, segment as u64) } else { seed };
             let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
-            let losses = self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?;
-            Ok(ops::scale(&ops::sum_all(&losses)?, 1.0 / self.batches.tokens_per_batch() as f64)?)
+            let mean =
+                |losses: &Tensor| ops::scale(&ops::sum_all(losses)?, 1.0 / self.batches.tokens_per_batch() as f64);
+            if segments == 1 {
+                return Ok(mean(&self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?)?);
+            }
+            let segment = Segment::new(Arc::new(SharedSequence::new(Arc::clone(sequence))));
+            let losses = self.model.losses_of_segment(&ids, &batch.targets[part], dropout.as_ref(), &segment)?;
+            Ok(segment.close(&mean(&losses)?)?)
         })
     }
 
@@ -606,6 +627,14 @@ pub(super) fn require_features(config: &ModelConfig) -> Result<()> {
     match config.idle_features() {
         Some(layer) => bail!(config.of_idle_features(layer)),
         None => Ok(()),
+    }
+}
+
+/// Refuses ranks that share sequences which this model cannot compute in segments.
+fn require_segments(model: &Decoder, ranks: &Grid) -> Result<()> {
+    match ranks.sequence().size() {
+        1 => Ok(()),
+        segments => model.require_segments(segments),
     }
 }
 

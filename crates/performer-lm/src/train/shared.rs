@@ -56,6 +56,27 @@ fn refuse(differs: Option<Disagreement>) -> Result<()> {
     differs.map_or(Ok(()), |differs| Err(differs.into()))
 }
 
+/// Makes each of `count` runs on one of the ranks; later all ranks find the results in a folder
+/// that they share. Returns `false` if a run was stopped: no further one is begun then. A rank whose
+/// run fails waits until the others have ended theirs, which keeps these, and then all fail.
+#[cfg(feature = "lab")]
+pub(crate) fn divided(
+    ranks: &Grid,
+    count: usize,
+    mut make: impl FnMut(usize) -> Result<Option<super::Report>>,
+) -> Result<bool> {
+    let world = ranks.world();
+    let mut mine = (world.rank()..count).step_by(world.size());
+    let outcome = mine.try_fold(true, |_, run| match make(run) {
+        Ok(Some(_)) => Ok(true),
+        Ok(None) => Err(None),
+        Err(error) => Err(Some(error)),
+    });
+    let stopped = matches!(outcome, Err(None));
+    agreed(ranks, outcome.or_else(|error| error.map_or(Ok(false), Err)))?;
+    Ok(!any_asked(ranks, stopped)?)
+}
+
 /// Whether any rank was asked to stop.
 pub(super) fn any_asked(ranks: &Grid, asked: bool) -> Result<bool> {
     if ranks.world().size() == 1 {
@@ -91,7 +112,8 @@ pub(super) fn gradients(
         }
         Ok(())
     })?;
-    let kept = kept.iter().map(|gradients| flat(gradients, params)).collect::<Result<Vec<_>>>()?;
+    let cut = ranks.sequence().size() > 1;
+    let kept = kept.iter().map(|gradients| flat(gradients, params, cut)).collect::<Result<Vec<_>>>()?;
     let length = params.iter().map(|(_, var)| var.elem_count()).sum();
     let sum = sum_in_order(world, length, &kept)?;
     let losses: Vec<u8> = losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
@@ -100,10 +122,15 @@ pub(super) fn gradients(
     Ok((losses.sum(), of_flat(&sum, params)?))
 }
 
-/// Returns the numbers of all gradients, parameter by parameter.
-fn flat(gradients: &Gradients, params: &[(String, Var)]) -> Result<Vec<f32>> {
+/// Returns the numbers of all gradients, parameter by parameter. The loss of a segment, `cut` from its
+/// sequence, may not depend on a parameter: what is far from no token of it, say.
+fn flat(gradients: &Gradients, params: &[(String, Var)], cut: bool) -> Result<Vec<f32>> {
     let mut numbers = Vec::with_capacity(params.iter().map(|(_, var)| var.elem_count()).sum());
-    for ((name, _), gradient) in params.iter().zip(&gradients.tensors) {
+    for ((name, var), gradient) in params.iter().zip(&gradients.tensors) {
+        if cut && gradient.is_none() {
+            numbers.resize(numbers.len() + var.elem_count(), 0.0);
+            continue;
+        }
         let gradient = gradient.as_ref().with_context(|| format!("parameter `{name}` received no gradient"))?;
         let gradient = gradient.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?;
         numbers.extend(gradient.to_vec1::<f32>()?);

@@ -31,6 +31,7 @@ mod program;
 mod ranks;
 #[cfg(feature = "lab")]
 mod regressions;
+mod segments;
 #[cfg(all(feature = "cli", unix))]
 mod stopping;
 #[cfg(feature = "lab")]

@@ -460,3 +460,32 @@ fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
     }
     Ok(())
 }
+
+/// A linear model with rotary positions goes on where its training context and the table of angles
+/// (32,768 positions) end: what it says there is what it says of the whole text.
+#[test]
+fn a_text_may_be_far_longer_than_the_context_of_training() -> Result<()> {
+    let config = ModelConfig {
+        positions: Positions::Rotary { base: 10_000.0 },
+        hidden_size: 8,
+        heads: 1,
+        kv_heads: 1,
+        layers: 1,
+        feed_forward_size: 8,
+        ..base("favor:m=4,gate")
+    };
+    let model = Decoder::new(&config, 3, &Device::Cpu)?;
+    let ids: Vec<u32> = (0..32_780).map(|i| i * i % 47).collect();
+    let ids = Tensor::from_vec(ids, (1, 32_780), &Device::Cpu)?;
+    let whole = model.extend(&ids, &mut model.new_state())?;
+    let mut state = model.new_state();
+    model.extend(&ids.narrow(1, 0, 32_760)?, &mut state)?;
+    assert!(model.positions_left(&state) > 1_000_000);
+    let mut last = None;
+    for t in 32_760..32_780 {
+        last = Some(model.extend(&ids.narrow(1, t, 1)?, &mut state)?);
+    }
+    let error = (whole - last.expect("tokens"))?.abs()?.max_all()?.to_scalar::<f32>()?;
+    assert!(error < 1e-5, "{error}");
+    Ok(())
+}

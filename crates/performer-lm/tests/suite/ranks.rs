@@ -23,13 +23,13 @@ use performer_lm::{
 /// Longer than any step of these tests, so that it passes only where ranks wait for ever.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-fn data() -> Result<Prepared> {
+pub(crate) fn data() -> Result<Prepared> {
     prepare(&DataSpec::Sample, 300, None, &Silent)
 }
 
 /// A small model whose batches have five micro-batches, the last smaller, and whose features are
 /// drawn again and units dropped on the way.
-fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
+pub(crate) fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
     let (model, training) = Preset::Seed.load()?;
     let model = ModelConfig {
         attention: attention.parse().map_err(anyhow::Error::msg)?,
@@ -54,17 +54,26 @@ fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
     Ok((model, training))
 }
 
-fn options<'a>(out: &'a Path, stop: &'a AtomicBool, ranks: Grid) -> RunOptions<'a> {
+pub(crate) fn options<'a>(out: &'a Path, stop: &'a AtomicBool, ranks: Grid) -> RunOptions<'a> {
     let device = Device::Cpu;
     RunOptions { out, data: "sample", device, threads: 2, stop, samples: false, listener: &Silent, ranks }
 }
 
 /// Does something on so many ranks, and returns what each of them got.
 fn on_ranks<T: Send>(size: usize, work: impl Fn(Grid) -> Result<T> + Sync) -> Vec<Result<T>> {
+    on_grid(size, 1, work)
+}
+
+/// Does something on so many ranks, of which `segments` share each sequence.
+pub(crate) fn on_grid<T: Send>(
+    size: usize,
+    segments: usize,
+    work: impl Fn(Grid) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
     std::thread::scope(|scope| {
         let ranks = threads(size, DEADLINE).into_iter().map(|thread| {
             let work = &work;
-            scope.spawn(move || work(Grid::new(Arc::new(thread), 1)?))
+            scope.spawn(move || work(Grid::new(Arc::new(thread), segments)?))
         });
         let ranks: Vec<_> = ranks.collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
@@ -97,7 +106,7 @@ fn train(size: usize, attention: &str, out: &Path) -> Result<Report> {
     reports.into_iter().next().context("a rank")
 }
 
-fn bytes(out: &Path, file: &str) -> Vec<u8> {
+pub(crate) fn bytes(out: &Path, file: &str) -> Vec<u8> {
     std::fs::read(out.join(file)).unwrap_or_default()
 }
 
@@ -223,6 +232,57 @@ fn a_rank_that_dies_stops_the_others_and_the_run_goes_on_to_the_same_bits() -> R
     assert!(resumed.into_iter().all(|report| report.is_ok_and(|report| report.is_some())));
     for file in ["model.safetensors", "metrics.jsonl"] {
         assert!(bytes(&out, file) == bytes(&alone, file), "{file}");
+    }
+    Ok(())
+}
+
+/// Runs that are spread over ranks have the results, and are reported in the order, of those that
+/// one process makes. A learning rate is chosen between two rounds of them.
+#[cfg(feature = "lab")]
+#[test]
+fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
+    use performer_lm::{compare::Comparison, data::prepare_with_test};
+
+    let folder = tempfile::tempdir()?;
+    let (stop, data) = (AtomicBool::new(false), prepare_with_test(&DataSpec::Sample, 300, None, &Silent)?);
+    let (model, training) = recipe("softmax")?;
+    let compare = |out: &Path, ranks: Grid| {
+        let outcome = Comparison {
+            config: model.clone(),
+            training: TrainingConfig { max_steps: Some(3), redraw_every: 0, ..training.clone() },
+            attentions: vec!["softmax".parse().unwrap(), "favor:m=8".parse().unwrap()],
+            seeds: vec![1, 2],
+            learning_rates: vec![1e-4, 1e-2],
+            out,
+            data: "sample".into(),
+            device: Device::Cpu,
+            threads: 1,
+            stop: &stop,
+            listener: &Silent,
+            ranks,
+            command: "a test".into(),
+        }
+        .run(&data)?;
+        let losses: Vec<(String, u64, f64)> =
+            outcome.runs.iter().map(|run| (run.attention_spec.clone(), run.seed, run.val_loss)).collect();
+        Ok((losses, outcome.learning_rates))
+    };
+    let alone = compare(&folder.path().join("alone"), Grid::one())?;
+    assert_eq!(alone.0.len(), 4);
+    let out = folder.path().join("three");
+    for outcome in on_ranks(3, |ranks| compare(&out, ranks)) {
+        assert_eq!(outcome?, alone);
+    }
+    assert!(out.join("compare.json").exists() && out.join("loss.svg").exists());
+
+    // A rank that trains in a folder of its own leaves results that nobody finds.
+    let outcomes = on_ranks(2, |ranks| {
+        let out = folder.path().join(format!("apart-{}", ranks.world().rank()));
+        compare(&out, ranks)
+    });
+    for outcome in outcomes {
+        let error = format!("{:#}", outcome.expect_err("folders differ"));
+        assert!(error.contains("all processes need one folder"), "{error}");
     }
     Ok(())
 }

@@ -309,6 +309,7 @@ impl Asked {
             threads: 2,
             stop: &AtomicBool::new(false),
             listener: &Silent,
+            ranks: Grid::one(),
             command: "a test".into(),
         }
         .run(&self.data)?;

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use self::backend::{Backends, Begun, Call, Output};
 pub use self::segment::SegmentSums;
-use super::{Attention, Identity, Inputs, Mask, Path, State};
+use super::{Attention, Identity, Inputs, Mask, Path, Segment, State};
 use crate::{
     features::{FeatureMap, FeatureMapKind, RandomParameters},
     projection::{self, ProjectionKind, Radii},
@@ -358,6 +358,10 @@ impl Attention for Favor {
             return call.sizes.zeros(inputs.q);
         }
         Ok(self.advance_call(call, state)?.values)
+    }
+
+    fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
+        self.in_segment(inputs, segment)
     }
 
     fn identity(&self) -> Result<Identity> {

@@ -21,9 +21,9 @@ use candle_core::{D, Result, Tensor, bail};
 use super::Favor;
 use crate::{
     attention::{
-        Inputs, Mask,
+        Attention, Inputs, Mask, Segment,
         gates::{sums_after, sums_up_to},
-        layout::{FLOOR, Folded, Rows, compute, join, values_and_one},
+        layout::{FLOOR, Folded, Rows, compute, join, join_logs, values_and_one},
         state::bytes_of,
     },
     features::Features,
@@ -92,6 +92,42 @@ impl SegmentSums {
         Ok(Self { log_scale, sums, decay })
     }
 
+    /// All numbers of a key head in one row, for one message: `(B·Hkv, F·(Dv + 2) + 1)`, or one
+    /// column less without gates.
+    fn packed(&self) -> Result<Tensor> {
+        let mut parts = vec![self.log_scale.flatten_from(1)?, self.sums.flatten_from(1)?];
+        parts.extend(self.decay.clone());
+        Tensor::cat(&parts, 1)
+    }
+
+    /// The sums of another segment in the place of these, of the rows that [`Self::packed`] made.
+    fn unpacked(&self, rows: &Tensor) -> Result<Self> {
+        let (n, f, e) = self.sums.dims3()?;
+        Ok(Self {
+            log_scale: rows.narrow(1, 0, f)?.reshape((n, 1, f))?.detach(),
+            sums: rows.narrow(1, f, f * e)?.reshape((n, f, e))?,
+            decay: self.decay.as_ref().map(|_| rows.narrow(1, f * (e + 1), 1)).transpose()?,
+        })
+    }
+
+    /// What the segments before this one come to, of which `counts(segment)` says whether they have
+    /// keys; `None` if there is none. All segments exchange their sums, which have one size.
+    pub(in crate::attention) fn before(
+        &self,
+        segment: &Segment,
+        counts: impl Fn(usize) -> bool,
+    ) -> Result<Option<Self>> {
+        let earlier = segment.earlier(&self.packed()?, segment.count())?;
+        let with_keys = earlier.iter().enumerate().filter(|(index, _)| counts(*index));
+        with_keys.map(|(_, rows)| self.unpacked(rows)).try_fold(None, |before: Option<Self>, next| {
+            let next = next?;
+            Ok(Some(match before {
+                None => next,
+                Some(before) => before.merge(&next)?,
+            }))
+        })
+    }
+
     /// Bytes of all numbers: constant in the length of the segment.
     pub fn bytes(&self) -> usize {
         [Some(&self.log_scale), Some(&self.sums), self.decay.as_ref()].into_iter().flatten().map(bytes_of).sum()
@@ -134,6 +170,16 @@ impl Favor {
         let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
         let gates = inputs.gates.map(widen).transpose()?;
         let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
+        ops::to_dtype(&self.after_with_logs(inputs, before)?.0, dtype)
+    }
+
+    /// [`Self::forward_after`] of inputs in the type of the computation, and the logarithms of the
+    /// denominators, `(B, H, T, 1)`.
+    pub(in crate::attention) fn after_with_logs(
+        &self,
+        inputs: Inputs<'_>,
+        before: &SegmentSums,
+    ) -> Result<(Tensor, Tensor)> {
         let folded = self.folded(inputs)?;
         let Features::Log(q) = self.map.features(&folded.q)? else { return Err(self.signed()) };
         let (n, t, g, f) = q.dims4()?;
@@ -156,9 +202,29 @@ impl Favor {
         let weights = q.broadcast_sub(&m)?.exp()?.reshape((n, t * g, f))?;
         let rows = Rows::new(&weights.matmul(&before.sums)?, Some(&m.reshape((n, t * g, 1))?))?;
         let Some(logs) = rows.logs else { return Err(self.signed()) };
-        let far = (&folded.output(&rows.values)?, &folded.output(&logs)?);
-        let (values, logs) = self.with_logs(inputs, &Mask::causal(), None)?;
-        ops::to_dtype(&join((&values, &logs), far)?, dtype)
+        let (far, far_logs) = (folded.output(&rows.values)?, folded.output(&logs)?);
+        let (near, near_logs) = self.with_logs(inputs, &Mask::causal(), None)?;
+        Ok((join((&near, &near_logs), (&far, &far_logs))?, join_logs(&near_logs, &far_logs)?))
+    }
+
+    /// What no keys come to, beside these inputs of sizes `(B, H, T, D)`.
+    pub(in crate::attention) fn no_sums(&self, inputs: Inputs<'_>) -> Result<SegmentSums> {
+        let (b, heads, _, dv) = inputs.v.dims4()?;
+        let (n, f, dtype, device) = (b * heads, self.map.feature_dim(), compute(inputs.q.dtype()), inputs.q.device());
+        Ok(SegmentSums {
+            log_scale: Tensor::full(FLOOR, (n, 1, f), device)?.to_dtype(dtype)?,
+            sums: Tensor::zeros((n, f, dv + 1), dtype, device)?,
+            decay: inputs.gates.map(|_| Tensor::zeros((n, 1), dtype, device)).transpose()?,
+        })
+    }
+
+    /// Computes [`Attention::forward_segment`](crate::Attention::forward_segment): one exchange of
+    /// sums, whatever the length.
+    pub(super) fn in_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
+        match self.sums_of_segment(inputs)?.before(segment, |_| true)? {
+            Some(before) => self.forward_after(inputs, &before),
+            None => self.forward(inputs, &Mask::causal()),
+        }
     }
 
     fn folded(&self, inputs: Inputs<'_>) -> Result<Folded> {
@@ -172,7 +238,7 @@ impl Favor {
 
     fn signed(&self) -> candle_core::Error {
         candle_core::Error::Msg(format!(
-            "feature map {:?} has signed features; segments need positive ones, such as map=positive",
+            "features of map {:?} may be negative or zero; segments need the logarithms of features, as map=positive has them",
             self.map
         ))
     }
