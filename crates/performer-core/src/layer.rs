@@ -362,11 +362,11 @@ impl MultiHeadAttention {
         self.merge(&self.attention.forward(projected.inputs(), mask)?, x, residual)
     }
 
-    /// Causal self-attention of a segment of a sequence whose other segments are computed elsewhere:
-    /// `x` `(B, T, E)` holds its tokens, as many as in every other segment, and `residual` is added
-    /// to the output if there is one. Positions, convolutions and attention go on from the segments
-    /// before. All segments call this of the same layer; the loss is [closed](Segment::close)
-    /// before the backward pass.
+    /// Causal self-attention of a segment of a sequence whose other segments are computed
+    /// elsewhere: `x` `(B, T, E)` holds its tokens, as many as in every other segment, and
+    /// `residual` is added to the output if there is one. Positions, convolutions and attention go
+    /// on from the segments before. All segments call this of the same layer; the loss is
+    /// [closed](Segment::close) before the backward pass.
     ///
     /// # Errors
     /// As [`Self::forward`] and [`Attention::forward_segment`]; also if a layer with convolutions

@@ -189,8 +189,8 @@ impl ModelConfig {
     }
 
     /// Returns this model with the features of all linear attention off
-    /// ([`AttentionConfig::features_off`]), or `None` if no layer has linear attention, or the model
-    /// leaks. It has the weights of this one.
+    /// ([`AttentionConfig::features_off`]), or `None` if no layer has linear attention, or the
+    /// model leaks. It has the weights of this one.
     pub fn features_off(&self) -> Option<Self> {
         // What is left without features is causal.
         let any = !self.leak && (0..self.layers).any(|layer| self.attention_of(layer).features_off().is_some());

@@ -129,7 +129,8 @@ pub(super) fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tenso
     ops::div(&sum, &ops::broadcast_as(&ops::add(&near_weight, &far_weight)?, sum.shape())?)
 }
 
-/// Returns the logarithm of the sum of two parts' denominators, which are given by their logarithms.
+/// Returns the logarithm of the sum of two parts' denominators, which are given by their
+/// logarithms.
 pub(super) fn join_logs(near: &Tensor, far: &Tensor) -> Result<Tensor> {
     // Cancels: a constant to the gradient.
     let max = near.maximum(far)?.detach();

@@ -7,9 +7,9 @@
 //!
 //! Whoever takes part in an exchange waits for the others, so all processes must come to their
 //! exchanges in one order, in the backward pass too, and no process may leave one out because its
-//! own loss happens not to depend on it. A [`Segment`] sees to that: each exchange is made to depend
-//! on the one before it, and [`Segment::close`] makes the loss depend on the last one. The backward
-//! pass then comes to all of them, from the last to the first, whatever else the graph is.
+//! own loss happens not to depend on it. A [`Segment`] sees to that: each exchange is made to
+//! depend on the one before it, and [`Segment::close`] makes the loss depend on the last one. The
+//! backward pass then comes to all of them, from the last to the first, whatever else the graph is.
 
 use std::{
     fmt,

@@ -212,8 +212,8 @@ struct Forward<'a> {
     logs: &'a mut [f32],
 }
 
-/// `Running` holds what a block of hidden states has accumulated over the tokens so far: the largest
-/// logits and the sums of `e^{logit − largest}`.
+/// `Running` holds what a block of hidden states has accumulated over the tokens so far: the
+/// largest logits and the sums of `e^{logit − largest}`.
 #[derive(Clone)]
 struct Running {
     largest: [f32; ROWS],

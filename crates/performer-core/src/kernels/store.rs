@@ -234,8 +234,8 @@ mod tests {
         fs::remove_dir_all(&store.folder).unwrap();
     }
 
-    /// The bytes of a kernel, so many that another process may well see some of them missing if they
-    /// are written in place; and of the kernels that a folder holds.
+    /// The bytes of a kernel, so many that another process may well see some of them missing if
+    /// they are written in place; and of the kernels that a folder holds.
     const LENGTH: u64 = 200_000;
     const SHARED_LIMIT: u64 = 3 * (LENGTH + DIGEST as u64);
 
@@ -247,8 +247,8 @@ mod tests {
 
     const SHARED: &str = "PERFORMER_TEST_OF_STORE";
 
-    /// Uses kernels as a program does, in a folder that the environment names: a process of the next
-    /// test. By itself it has nothing to do.
+    /// Uses kernels as a program does, in a folder that the environment names: a process of the
+    /// next test. By itself it has nothing to do.
     #[test]
     fn one_process_of_several() {
         let Some(folder) = std::env::var_os(SHARED) else { return };

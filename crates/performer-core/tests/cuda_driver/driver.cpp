@@ -4,11 +4,11 @@
 // is done when it is asked for, so nothing about the order between streams is shown.
 //
 // EMULATED_CARD (90: the architecture, from which follows how much shared memory a block may have),
-// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRUNCATE (1:
-// matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches and
-// compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the host),
-// EMULATED_FAULT (the name of a kernel that makes the device fail, as one does that touches memory
-// which is not its own: the process gets nothing but errors from then on).
+// EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRUNCATE
+// (1: matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches and
+// compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the
+// host), EMULATED_FAULT (the name of a kernel that makes the device fail, as one does that touches
+// memory which is not its own: the process gets nothing but errors from then on).
 
 #include "driver.h"
 
@@ -27,8 +27,8 @@
 
 enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700 };
 
-// Whether a kernel made the device fail (EMULATED_FAULT). Like a device, this one says so when it is
-// next waited for or given something to do.
+// Whether a kernel made the device fail (EMULATED_FAULT). Like a device, this one says so when it
+// is next waited for or given something to do.
 static bool failed = false;
 
 static std::recursive_mutex everything;

@@ -6,8 +6,8 @@
 // shows as two different results. Lanes of a warp that come to an instruction for all of them from
 // different lines of the source end it too: a card would hang or compute nonsense. Products may cut
 // off what tensor cores cut off (`truncating`). Accesses of 8 and 16 bytes that are not aligned are
-// left to the compiler: -fsanitize=alignment. races.h has a mode that reports races. planted.cpp has
-// an error of each kind.
+// left to the compiler: -fsanitize=alignment. races.h has a mode that reports races. planted.cpp
+// has an error of each kind.
 //
 // It stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing
 // about speed.
@@ -128,7 +128,8 @@ inline void trampoline() {
 #endif
 }
 
-// Starts a thread's fiber, or goes on where it stopped. `from` is what stops here, for the race mode.
+// Starts a thread's fiber, or goes on where it stopped. `from` is what stops here, for the race
+// mode.
 inline void resume(int thread, ucontext_t& from) {
     running = thread;
     threadIdx = {(unsigned)thread, 0, 0};
@@ -457,9 +458,10 @@ inline float towards_zero(double x) {
     return std::fabs((double)y) > std::fabs(x) ? std::nextafter(y, 0.0f) : y;
 }
 
-// Adds products to a sum as tensor cores do (Fasi et al. 2021, https://doi.org/10.7717/peerj-cs.330):
-// all are exact, aligned to the largest and cut off below the last bit that it has in f32; what they
-// add up to is cut off as well. The cores of an A100 keep a bit or two more.
+// Adds products to a sum as tensor cores do (Fasi et al. 2021,
+// https://doi.org/10.7717/peerj-cs.330): all are exact, aligned to the largest and cut off below
+// the last bit that it has in f32; what they add up to is cut off as well. The cores of an A100
+// keep a bit or two more.
 template <int N>
 float truncated_sum(float sum, const double (&products)[N]) {
     double largest = std::fabs(sum);

@@ -1,5 +1,5 @@
-// Kernels with an error each, of the kinds that the emulated device is to catch: `planted KIND ORDER`
-// runs one and writes its results to stdout, where it comes that far.
+// Kernels with an error each, of the kinds that the emulated device is to catch: `planted KIND
+// ORDER` runs one and writes its results to stdout, where it comes that far.
 
 #include "device.h"
 

@@ -1,6 +1,6 @@
-// The race mode of the emulated device: compiled with -fsanitize=thread and RACES=1, every thread of
-// a block is a fiber of ThreadSanitizer, which reports two accesses of one number that no barrier
-// orders. Only __syncthreads and __syncwarp order accesses; what threads exchange by other
+// The race mode of the emulated device: compiled with -fsanitize=thread and RACES=1, every thread
+// of a block is a fiber of ThreadSanitizer, which reports two accesses of one number that no
+// barrier orders. Only __syncthreads and __syncwarp order accesses; what threads exchange by other
 // instructions does not. What the emulation itself reads and writes is not looked at (`Quiet`).
 //
 // Two orders of threads cannot show all that: they show a race only if it changes a result.
@@ -26,7 +26,8 @@ struct Quiet {
 };
 
 // Order is a barrier's: what comes before it in any of its threads is before what comes after it in
-// all. A thread may be at the next barrier before another has left this one, so barriers take turns.
+// all. A thread may be at the next barrier before another has left this one, so barriers take
+// turns.
 struct Order {
     char objects[2];
     void arrive(int turn) { __tsan_release(&objects[turn % 2]); }

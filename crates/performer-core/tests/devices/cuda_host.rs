@@ -69,10 +69,10 @@ fn tolerance(dtype: DType) -> f64 {
 
 impl Build {
     /// The tolerance of the gradients of gates. Each is a sum of factors in which almost all
-    /// cancels, over at most the 1,024 tokens of a segment whose ends are known. Where kernels round
-    /// a chunk's features to half types, a factor is 2⁻⁹ of its size off, at random, and so the sum
-    /// by up to `√1024 / 2 · 2⁻⁹`, 3% of a factor; the largest gradient has a few times the size of
-    /// a factor.
+    /// cancels, over at most the 1,024 tokens of a segment whose ends are known. Where kernels
+    /// round a chunk's features to half types, a factor is 2⁻⁹ of its size off, at random, and so
+    /// the sum by up to `√1024 / 2 · 2⁻⁹`, 3% of a factor; the largest gradient has a few times the
+    /// size of a factor.
     fn tolerance_of_gates(&self) -> f64 {
         if self.teams { tolerance(self.dtype) } else { 2.0 * tolerance(self.dtype) }
     }
@@ -284,8 +284,8 @@ fn exact_softmax() {
 }
 
 /// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv
-/// and, with gates, theirs. Rows of `q` are log-features; or, if `signed`, features, and rows of `k`
-/// have the logarithm of their scale as one more number.
+/// and, with gates, theirs. Rows of `q` are log-features; or, if `signed`, features, and rows of
+/// `k` have the logarithm of their scale as one more number.
 fn given_features(
     s: Shape,
     [q, k, v, g]: [&[f64]; 4],
@@ -449,7 +449,8 @@ fn causal_bf16_by_teams_at_more_sizes() {
     }
 }
 
-/// Gates forget at every pace, down to e^-40 in one token; some lengths begin and end inside chunks.
+/// Gates forget at every pace, down to e^-40 in one token; some lengths begin and end inside
+/// chunks.
 #[test]
 fn gates_of_general_kernels() {
     for (dtype, dim, rows, tokens, segments) in [
@@ -651,8 +652,8 @@ fn gates_at_all_lengths() {
     }
 }
 
-/// Between two accesses of one number, of which one writes, lies a barrier: in both orders of threads,
-/// with copies at their latest and at their earliest.
+/// Between two accesses of one number, of which one writes, lies a barrier: in both orders of
+/// threads, with copies at their latest and at their earliest.
 fn check_races(build: Build, tokens: usize) {
     for descending in [false, true] {
         let run = Run { segments: 2, split: 33, descending, races: true, ..BOTH };

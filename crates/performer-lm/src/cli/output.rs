@@ -140,8 +140,8 @@ pub(super) fn error(error: &anyhow::Error) {
     help(error);
 }
 
-/// Prints an error of one rank among several: the one that all of them return is printed by the rank
-/// that it names. Returns whether the others know of the error.
+/// Prints an error of one rank among several: the one that all of them return is printed by the
+/// rank that it names. Returns whether the others know of the error.
 pub(super) fn error_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> bool {
     let Some(known) = error.downcast_ref::<Disagreement>() else {
         say(&format!("error: rank {rank} of {size} ends all: {error:#}"));

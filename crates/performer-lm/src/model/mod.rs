@@ -397,8 +397,8 @@ impl Decoder {
     }
 
     /// Computes what [`Self::losses`] computes of the tokens of one segment of the sequences, while
-    /// others compute the other segments: ids `(B, T)` and `B·T` targets → `(B·T)`. Whatever is made
-    /// of it is [closed](Segment::close) before the backward pass.
+    /// others compute the other segments: ids `(B, T)` and `B·T` targets → `(B·T)`. Whatever is
+    /// made of it is [closed](Segment::close) before the backward pass.
     ///
     /// # Errors
     /// As [`Self::losses`]; also if the attention of a layer cannot be computed in segments, if

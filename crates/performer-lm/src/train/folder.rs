@@ -1,5 +1,5 @@
-//! This module reads what a folder holds of a training run: its state, its result, and the data that
-//! it trains on. It finds a run again, and goes on with it or begins it.
+//! This module reads what a folder holds of a training run: its state, its result, and the data
+//! that it trains on. It finds a run again, and goes on with it or begins it.
 
 use std::path::{Path, PathBuf};
 

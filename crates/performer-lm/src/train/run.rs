@@ -85,9 +85,9 @@ pub struct RunOptions<'a> {
     pub listener: &'a dyn Listener,
     /// The processes that train this model together, [`Grid::one`] for one alone. All of them call
     /// the same functions of a [`Trainer`], the first of them writes to the folder, and to resume,
-    /// all must be able to read it. Their number changes no bit of the result on the CPU; the number
-    /// of segments that they cut a sequence into changes it by rounding, and changes which units
-    /// dropout drops.
+    /// all must be able to read it. Their number changes no bit of the result on the CPU; the
+    /// number of segments that they cut a sequence into changes it by rounding, and changes which
+    /// units dropout drops.
     pub ranks: Grid,
 }
 

@@ -8,8 +8,8 @@ use performer_dist::Ranks;
 use safetensors::View;
 
 /// `SharedSequence` is a group of ranks that share each sequence, as a model's layers see it: rank
-/// `r` of `n` holds the `r`-th part of the tokens. Tensors travel as their bytes, through the memory
-/// of the processor.
+/// `r` of `n` holds the `r`-th part of the tokens. Tensors travel as their bytes, through the
+/// memory of the processor.
 #[derive(Debug)]
 pub struct SharedSequence(Arc<dyn Ranks>);
 

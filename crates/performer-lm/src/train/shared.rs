@@ -57,8 +57,8 @@ fn refuse(differs: Option<Disagreement>) -> Result<()> {
 }
 
 /// Makes each of `count` runs on one of the ranks; later all ranks find the results in a folder
-/// that they share. Returns `false` if a run was stopped: no further one is begun then. A rank whose
-/// run fails waits until the others have ended theirs, which keeps these, and then all fail.
+/// that they share. Returns `false` if a run was stopped: no further one is begun then. A rank
+/// whose run fails waits until the others have ended theirs, which keeps these, and then all fail.
 #[cfg(feature = "lab")]
 pub(crate) fn divided(
     ranks: &Grid,
@@ -122,8 +122,8 @@ pub(super) fn gradients(
     Ok((losses.sum(), of_flat(&sum, params)?))
 }
 
-/// Returns the numbers of all gradients, parameter by parameter. The loss of a segment, `cut` from its
-/// sequence, may not depend on a parameter: what is far from no token of it, say.
+/// Returns the numbers of all gradients, parameter by parameter. The loss of a segment, `cut` from
+/// its sequence, may not depend on a parameter: what is far from no token of it, say.
 fn flat(gradients: &Gradients, params: &[(String, Var)], cut: bool) -> Result<Vec<f32>> {
     let mut numbers = Vec::with_capacity(params.iter().map(|(_, var)| var.elem_count()).sum());
     for ((name, var), gradient) in params.iter().zip(&gradients.tensors) {

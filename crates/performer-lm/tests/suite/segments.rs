@@ -49,8 +49,8 @@ fn compare(what: &str, found: &Named, expected: &Named) {
     let largest = |numbers: &[f32]| numbers.iter().fold(0f32, |max, x| max.max(x.abs()));
     assert!(expected.len() > 10 && found.len() == expected.len());
     for (name, one) in expected {
-        // A weight and its bias are one map. The gradients of the biases of keys nearly cancel: added
-        // to all keys, a number changes softmax nothing, and FAVOR little.
+        // A weight and its bias are one map. The gradients of the biases of keys nearly cancel:
+        // added to all keys, a number changes softmax nothing, and FAVOR little.
         let weight = name.strip_suffix(".bias").and_then(|map| expected.get(&format!("{map}.weight")));
         let scale = weight.map_or(0.0, |weight| largest(weight)).max(largest(one));
         let error = largest(&found[name].iter().zip(one).map(|(a, b)| a - b).collect::<Vec<_>>());

@@ -1,13 +1,13 @@
-// Short convolutions along tokens: each channel has a filter of four taps, whose last is the token's
-// own, and rows before the first and gradients after the last are zeros.
+// Short convolutions along tokens: each channel has a filter of four taps, whose last is the
+// token's own, and rows before the first and gradients after the last are zeros.
 //
 //   x (B, T, C), w (C, 4) -> y_t = sum_j w_j x_(t-3+j) (B, T, C)
 //   x, w, g (B, T, C)     -> dx_s = sum_j w_j g_(s+3-j) (B, T, C)
 //                            dw_j = sum_s x_s g_(s+3-j), of each run of tokens (B ceil(T/RUN_LENGTH), C, 4)
 //
-// A thread has some channels of a run of RUN_LENGTH tokens, and keeps the rows that the next ones need, so
-// that each number is read once. A thread of the kernels `_wide` has 16 bytes of a row, and all
-// addresses are multiples of 16 bytes; a thread of the others has one number. Sums are f32.
+// A thread has some channels of a run of RUN_LENGTH tokens, and keeps the rows that the next ones
+// need, so that each number is read once. A thread of the kernels `_wide` has 16 bytes of a row,
+// and all addresses are multiples of 16 bytes; a thread of the others has one number. Sums are f32.
 //
 // Macros: STORAGE as in stored.cuh; RUN_LENGTH.
 

@@ -379,8 +379,8 @@ impl Sums {
 
 /// Computes causal FAVOR of tokens that follow those in `sums`, and replaces `sums` by those after
 /// the last token. For inference: no gradient is recorded.
-/// `gates` are those of [`favor`]; tokens without gates forget nothing. `heads` are the batch and its
-/// key heads, which tensors of ready features have folded into one.
+/// `gates` are those of [`favor`]; tokens without gates forget nothing. `heads` are the batch and
+/// its key heads, which tensors of ready features have folded into one.
 pub(crate) fn extend(
     map: &Map,
     qkv: [&Tensor; 3],

@@ -17,8 +17,8 @@
 #include "favor_bf16.cuh"
 
 // Gradients of gates are long sums in which almost all cancels (favor_gates.cu). So with gates, the
-// products with features of a chunk take what rounding the features lost as well: by that the errors
-// of these sums shrink tenfold.
+// products with features of a chunk take what rounding the features lost as well: by that the
+// errors of these sums shrink tenfold.
 
 // TeamBackward is the shared memory of a block: the builder, what rounding its sums lost, the
 // reader's rows, and the sums of features before each run of 16 rows.
@@ -56,8 +56,9 @@ __device__ inline void multiply_sums(Tile (&x)[P / 16], const Operand* y, const 
 }
 
 // Computes x += (the reader's y times the values of the builder's rows) times the features of those
-// rows, over the rows of the chunk up to the reader's own. Where `units`, the product of a pair also has the
-// builder's unit added, its factor in the column of the denominator: e for a query, 1 for a key.
+// rows, over the rows of the chunk up to the reader's own. Where `units`, the product of a pair
+// also has the builder's unit added, its factor in the column of the denominator: e for a query, 1
+// for a key.
 __device__ inline void multiply_values(Tile (&x)[P / 16], const TeamBackward& s, bool units) {
     const TeamBuilder& b = s.builder;
     Left rows[V / 16];

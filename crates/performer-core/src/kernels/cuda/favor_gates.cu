@@ -1,22 +1,22 @@
 // The gradients of forget gates. A gate multiplies what all later queries see of all earlier keys,
-// so its gradient is what flows across its border. With `before` and `later`, the sums over the keys
-// before the border and over the queries from it on,
+// so its gradient is what flows across its border. With `before` and `later`, the sums over the
+// keys before the border and over the queries from it on,
 //
 //   d gate_t = sum_r (before_r . later_r + the product of both norms)
 //   d gate_t = d gate_(t+1) - factor_t
 //
-// where factors are those of favor_backward.cu. The first needs sums that are at hand at the borders
-// of segments only; the second, a difference in which almost all cancels, would gather errors over a
-// long sequence. So the first is computed at borders and the second in between; by what it misses the
-// next border, which is rounding, it is corrected evenly.
+// where factors are those of favor_backward.cu. The first needs sums that are at hand at the
+// borders of segments only; the second, a difference in which almost all cancels, would gather
+// errors over a long sequence. So the first is computed at borders and the second in between; by
+// what it misses the next border, which is rounding, it is corrected evenly.
 //
 //   before (segments, B, Hkv, RECORD), later (segments, B, H, RECORD) -> borders (segments, B, H)
 //   factors (PARTS, B, H, T), borders -> d gates (B, Hkv, T)
 
 #include "favor.cuh"
 
-// Computes the gradient at the first token of every segment but the first, where it is zero. A block
-// has a query head and a segment; shared memory holds WARPS numbers.
+// Computes the gradient at the first token of every segment but the first, where it is zero. A
+// block has a query head and a segment; shared memory holds WARPS numbers.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_gate_borders(Problem p, float* before, float* later, float* borders) {
     extern __shared__ uint4 shared_memory[];

@@ -1,8 +1,8 @@
 //! CUDA kernels, compiled when they are first used: NVRTC turns a source, with macros for the
 //! shape, into machine code of the device at hand, which is kept on disk for the next process. So
 //! nothing of CUDA is needed to build without the feature, and no shape that is not used is ever
-//! compiled. Kernels may also come with the program, in a folder beside it; NVRTC is then not needed
-//! for them.
+//! compiled. Kernels may also come with the program, in a folder beside it; NVRTC is then not
+//! needed for them.
 //!
 //! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none
 //! of the toolkit's headers (`cuda_bf16.h`, `mma.h`), which a machine with only a driver lacks too.

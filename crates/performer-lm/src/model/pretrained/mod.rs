@@ -151,7 +151,8 @@ fn file(path: &Path) -> Result<Pretrained> {
     }
 }
 
-/// Whether a file that begins so is a pickle: an archive as PyTorch writes it, or the pickle itself.
+/// Whether a file that begins so is a pickle: an archive as PyTorch writes it, or the pickle
+/// itself.
 fn is_pickle(magic: &[u8]) -> bool {
     magic.starts_with(b"PK\x03\x04") || matches!(magic, [0x80, 2..=5, ..])
 }
