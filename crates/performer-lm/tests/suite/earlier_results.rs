@@ -365,7 +365,8 @@ fn train() {
         "--leak" | "--overwrite" => None,
         _ => Some("3"),
     };
-    let others = ["--data", "--tokenizer", "--resume", "--json", "--threads", "--device", "--deadline"];
+    let others =
+        ["--data", "--tokenizer", "--resume", "--json", "--threads", "--device", "--deadline", "--sequence-parallel"];
     for option in options(dir.path(), &["train"]).iter().filter(|option| !others.contains(&option.as_str())) {
         let alone = [Some(option.as_str()), value(option)];
         let alone: Vec<&str> = alone.into_iter().flatten().collect();
