@@ -1,5 +1,5 @@
 //! Several ranks train one model: the same bits on any number of them, and all of them stop where
-//! one fails. Ranks are threads here; `scripts/mpi-check.sh` does this with processes.
+//! one fails. Ranks are threads here; `scripts/mpi_check.py` does this with processes.
 
 use std::{
     path::Path,
