@@ -95,8 +95,8 @@ impl MultiHeadConfig {
 
     /// The weights of new convolutions and output gates, if the layer is to have them, by the names
     /// that [`MultiHeadAttention`] reads: they change nothing, so a trained layer is given these
-    /// parts by putting them beside its weights. Forget gates and norms would change it, and are
-    /// left out.
+    /// parts by putting them beside its weights. Forget gates, norms and another scale of logits
+    /// would change it, and are left out.
     ///
     /// # Errors
     /// If memory runs out.
@@ -146,6 +146,9 @@ impl MultiHeadConfig {
 /// - **Output gates** multiply the outputs of all heads by `2σ(W x)`, where `W` is
 ///   `output_gate.weight` `(H·D, E)` (Qiu et al. 2025, <https://arxiv.org/abs/2505.06708>, without
 ///   the 2). It is 0 at first, which changes nothing.
+/// - **Logits over D**: queries are divided by √D once more, so that logits are `q·k/D` as in µP
+///   (Yang et al. 2022, <https://arxiv.org/abs/2203.03466>), which is also what dividing queries
+///   and keys by √D each comes to. It has no weights, and changes a trained layer.
 ///
 /// Convolutions look back whatever the mask says; in cross-attention queries are convolved along
 /// `x`, keys and values along `context`. A key that the mask hides counts as zeros in the
@@ -553,6 +556,7 @@ impl MultiHeadAttention {
             ops::convolved_heads(&rows, &filters[which], heads, rotary, past)
         };
         let q = split(Q, &self.q_proj, x, c.heads, self.rotary.as_ref())?;
+        let q = if c.parts.mup_scale { ops::scale(&q, (c.head_dim as f64).powf(-0.5))? } else { q };
         let k = split(K, &self.k_proj, keys, c.kv_heads, self.rotary.as_ref())?;
         let v = split(V, &self.v_proj, keys, c.kv_heads, None)?;
         let gates = self.gate.as_ref().map(|gate| gates(gate, keys)).transpose()?;

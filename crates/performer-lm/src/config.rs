@@ -385,6 +385,8 @@ impl TrainingConfig {
 pub enum Preset {
     /// 2 layers, dim 64, 4 heads, context 80: the published experiment; minutes.
     Seed,
+    /// The model of `seed` with its norms after each part, as published; minutes.
+    Published,
     /// 4 layers, dim 128, context 256: writes stories; half an hour.
     Small,
     /// 4 layers, dim 192, heads of 64, context 1,024: long text such as program source; an hour.
@@ -398,6 +400,9 @@ impl Preset {
     pub fn load(self) -> Result<(ModelConfig, TrainingConfig)> {
         let (model, training) = match self {
             Self::Seed => (include_str!("../models/seed/config.json"), include_str!("../models/seed/training.json")),
+            Self::Published => {
+                (include_str!("../models/published/config.json"), include_str!("../models/published/training.json"))
+            }
             Self::Small => (include_str!("../models/small/config.json"), include_str!("../models/small/training.json")),
             Self::Code => (include_str!("../models/code/config.json"), include_str!("../models/code/training.json")),
             Self::Stories15m => {
@@ -414,7 +419,7 @@ mod tests {
 
     #[test]
     fn presets_are_valid() {
-        for preset in [Preset::Seed, Preset::Small, Preset::Code, Preset::Stories15m] {
+        for preset in [Preset::Seed, Preset::Published, Preset::Small, Preset::Code, Preset::Stories15m] {
             let (model, training) = preset.load().unwrap();
             model.validate().unwrap();
             training.validate().unwrap();

@@ -275,7 +275,7 @@ impl AttentionConfig {
                 return Err(format!(
                     "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
                      those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,sinks=..., and all but none \
-                     with gate, conv, output-gate, output-norm"
+                     with gate, conv, output-gate, output-norm, mup-scale"
                 ));
             }
         };
@@ -284,7 +284,7 @@ impl AttentionConfig {
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
             let (key, value) = setting
                 .split_once('=')
-                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or one of gate, conv, output-gate, output-norm"))?;
+                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or one of gate, conv, output-gate, output-norm, mup-scale"))?;
             let key = if key == "features" { "m" } else { key };
             if seen.contains(&key) {
                 return Err(format!("attention setting {key} is given twice, in '{settings}'; give it once"));
@@ -292,7 +292,7 @@ impl AttentionConfig {
             seen.push(key);
             if kind == "softmax" && !matches!(key, "window" | "sinks") {
                 return Err(format!(
-                    "softmax takes the settings window and sinks, and those of its layer: gate, conv, output-gate, output-norm; but '{setting}' was given"
+                    "softmax takes the settings window and sinks, and those of its layer: gate, conv, output-gate, output-norm, mup-scale; but '{setting}' was given"
                 ));
             }
             match key {
@@ -317,7 +317,7 @@ impl AttentionConfig {
                 },
                 _ => {
                     return Err(format!(
-                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, sinks, gate, conv, output-gate, output-norm"
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, sinks, gate, conv, output-gate, output-norm, mup-scale"
                     ));
                 }
             }
@@ -405,7 +405,8 @@ mod tests {
             "favor:m=64,map=learned,window=32",
             "softmax:gate",
             "softmax:window=32,gate",
-            "softmax:window=32,gate,conv,output-gate,output-norm",
+            "softmax:window=32,gate,conv,output-gate,output-norm,mup-scale",
+            "favor:m=64,mup-scale",
             "favor:m=64,gate,conv",
             "favor:map=elu,output-norm",
             "uniform:conv,output-gate",

@@ -33,6 +33,9 @@ pub struct LayerParts {
     /// `output-norm`: an RMS norm of the output of each head.
     #[serde(skip_serializing_if = "is_missing")]
     pub output_norm: bool,
+    /// `mup-scale`: logits `q·k/D` in place of `q·k/√D`, for heads of dimension D.
+    #[serde(skip_serializing_if = "is_missing")]
+    pub mup_scale: bool,
 }
 
 /// Whether a part is not there, so that it is left out of JSON.
@@ -74,6 +77,13 @@ impl LayerParts {
         self
     }
 
+    /// Sets whether logits are divided by the head dimension in place of its square root.
+    #[must_use]
+    pub const fn with_mup_scale(mut self, mup_scale: bool) -> Self {
+        self.mup_scale = mup_scale;
+        self
+    }
+
     /// The part of a name, as the text of an attention has it among its settings.
     pub(super) fn by_name(&mut self, name: &str) -> Option<&mut bool> {
         match name {
@@ -81,6 +91,7 @@ impl LayerParts {
             "conv" => Some(&mut self.convolution),
             "output-gate" => Some(&mut self.output_gate),
             "output-norm" => Some(&mut self.output_norm),
+            "mup-scale" => Some(&mut self.mup_scale),
             _ => None,
         }
     }
@@ -90,7 +101,7 @@ impl LayerParts {
 impl fmt::Display for LayerParts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = *self;
-        let names = ["gate", "conv", "output-gate", "output-norm"];
+        let names = ["gate", "conv", "output-gate", "output-norm", "mup-scale"];
         let there: Vec<&str> = names.into_iter().filter(|name| parts.by_name(name).is_some_and(|part| *part)).collect();
         f.write_str(&there.join(","))
     }

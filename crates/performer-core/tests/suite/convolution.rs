@@ -24,7 +24,7 @@ const ATTENTIONS: [&str; 7] = [
     "favor:m=16,map=learned,window=4",
 ];
 fn all_parts() -> LayerParts {
-    convolution().with_gate(true).with_output_gate(true).with_output_norm(true)
+    convolution().with_gate(true).with_output_gate(true).with_output_norm(true).with_mup_scale(true)
 }
 
 fn convolution() -> LayerParts {
@@ -241,6 +241,7 @@ fn parts_stand_where_the_formula_has_them() -> Result<()> {
     let gates = rows("gate")?.broadcast_add(&bias("gate"))?;
     let gates = ((gates.neg()?.exp()? + 1.0)?.log()? * -1.0)?.transpose(1, 2)?.contiguous()?;
     let (q, k) = (rotary.apply(&convolved("q", 4)?, 0)?, rotary.apply(&convolved("k", 2)?, 0)?);
+    let q = (q / (HEAD_DIM as f64).sqrt())?;
     let v = convolved("v", 2)?;
     let out = attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
     let size = (out.sqr()?.mean_keepdim(3)? + 1e-5)?.sqrt()?;

@@ -363,12 +363,12 @@ fn check(plan: &Plan) -> Result<()> {
     }
     let changes = |i: &usize| {
         let parts = plan.config.attention_of(*i).parts();
-        parts.gate || parts.output_norm
+        parts.gate || parts.output_norm || parts.mup_scale
     };
     if let Some(layer) = layers.clone().find(changes) {
         bail!(
-            "layer {layer} is to have attention {}; a softmax model has no forget gates and no norms of outputs to begin \
-             with, so train one with them from the start, or leave gate and output-norm out",
+            "layer {layer} is to have attention {}; a softmax model has no forget gates, no norms of outputs and \
+             no logits over D to begin with, so train one with them from the start, or leave gate, output-norm and mup-scale out",
             plan.config.attention_of(layer)
         );
     }

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
-use performer_core::{FavorConfig, FeatureMapKind, ProjectionKind, Radii};
+use performer_core::{FavorConfig, FeatureMapKind, LayerParts, ProjectionKind, Radii};
 use serde::{Deserialize, Serialize};
 
 use super::{Findings, Section, Table};
@@ -132,6 +132,13 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
         (
             format!("learned map and window of 32, M={m}"),
             AttentionConfig::Windowed { window: 32, sinks: 0, far: favor(m).with_map(FeatureMapKind::Learned) },
+        ),
+        (
+            format!("q and k each divided by √D, M={m}"),
+            AttentionConfig::Equipped {
+                parts: LayerParts::default().with_mup_scale(true),
+                of: Box::new(AttentionConfig::Favor(favor(m))),
+            },
         ),
         (format!("quantile radii, M={m}"), AttentionConfig::Favor(favor(m).with_radii(Radii::Quantile))),
     ] {

@@ -381,7 +381,9 @@ fn parts_are_counted_and_begin_without_drawn_numbers() -> Result<()> {
     };
     // Two layers of 32 channels, 2 key heads of 8 dimensions each.
     let (filters, gates) = (2 * 4 * (32 + 16 + 16), 2 * 32 * 32);
-    for (parts, more) in [("conv", filters), ("output-gate", gates), ("output-norm", 2 * 8), ("gate", 2 * 2 * 33)] {
+    for (parts, more) in
+        [("conv", filters), ("output-gate", gates), ("output-norm", 2 * 8), ("gate", 2 * 2 * 33), ("mup-scale", 0)]
+    {
         let with = model(&format!("favor:m=8,{parts}"))?;
         assert_eq!(with.parameter_count()?, plain.parameter_count()? + more, "{parts}");
         let weights = |model: &Decoder| -> Result<Vec<(String, Vec<f32>)>> {

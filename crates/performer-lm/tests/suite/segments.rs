@@ -25,7 +25,7 @@ use crate::ranks::{bytes, data, on_grid, options, recipe};
 /// One of every attention and part that can be cut, in contexts of 16 tokens.
 const ATTENTIONS: [&str; 7] = [
     "favor:m=8",
-    "favor-gated:m=8,conv,output-gate,output-norm",
+    "favor-gated:m=8,conv,output-gate,output-norm,mup-scale",
     "favor-learned:m=8",
     "favor-window:m=8,window=5",
     "softmax:window=6,gate,conv",

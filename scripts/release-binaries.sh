@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Builds the program for others to download: one archive a target in a folder, each with the
+# program, the licences and the README, and SHA256SUMS beside them.
+#
+#   scripts/release-binaries.sh FOLDER [TARGET...]
+#
+# Targets are Rust's names; without one, the machine's own. What each needs besides `rustup`:
+#
+#   x86_64-unknown-linux-musl     musl-tools; runs on every Linux, whatever its C library
+#   x86_64-unknown-linux-gnu      a C compiler; runs where the C library is as new as here
+#   x86_64-pc-windows-gnu         mingw-w64
+#   aarch64-apple-darwin,         a Mac, where both build, with the feature `metal`
+#   x86_64-apple-darwin
+#
+# The revision is part of the program, so this refuses a tree with changes that are not committed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
+
+if [ $# -lt 1 ]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2
+    exit 2
+fi
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+shift
+if [ -n "$(git status --porcelain)" ]; then
+    echo 'the tree has changes that are not committed; commit them, for the program names its revision' >&2
+    exit 1
+fi
+version=$(cargo pkgid --locked -p performer-lm | sed 's/.*[#@]//')
+[ $# -gt 0 ] || set -- "$(rustc -vV | sed -n 's/^host: //p')"
+
+# requires COMMAND PACKAGE: a command that a target cannot be built without.
+requires() {
+    if ! command -v "$1" >/dev/null; then
+        echo "$target needs $1: install $2, or what your system calls it" >&2
+        exit 1
+    fi
+}
+
+for target in "$@"; do
+    features=()
+    program=performer-lm
+    case $target in
+        *-linux-musl) requires musl-gcc musl-tools ;;
+        *-windows-gnu)
+            requires x86_64-w64-mingw32-gcc mingw-w64
+            program=performer-lm.exe
+            ;;
+        *-apple-darwin)
+            if [ "$(uname)" != Darwin ]; then
+                echo "$target needs a Mac: Apple's libraries come with its own tools alone" >&2
+                exit 1
+            fi
+            features=(--features metal)
+            ;;
+    esac
+    rustup target list --installed | grep -qx "$target" || rustup target add "$target"
+    cargo build --release --locked -p performer-lm --target "$target" "${features[@]}"
+    name=performer-lm-$version-$target
+    rm -rf "${folder:?}/$name"
+    mkdir "$folder/$name"
+    cp "${CARGO_TARGET_DIR:-target}/$target/release/$program" "$folder/$name/"
+    cp README.md CHANGELOG.md LICENSE-* THIRD-PARTY.md "$folder/$name/"
+    tar -C "$folder" -czf "$folder/$name.tar.gz" "$name"
+    rm -r "${folder:?}/$name"
+done
+cd "$folder"
+if command -v sha256sum >/dev/null; then
+    sha256sum ./*.tar.gz >SHA256SUMS
+else
+    shasum -a 256 ./*.tar.gz >SHA256SUMS
+fi
+ls -l
