@@ -2,7 +2,7 @@
 //! generation.
 //!
 //! Data flows one way: [`config`] (settings) → [`data`] (text to batches) → [`model`] (the decoder,
-//! on `performer-core`'s attention) → [`eval`] and [`generate`] → [`train`] → [`convert`]. What
+//! on `performer-core`'s attention) → [`eval`], [`recall`] and [`generate`] → [`train`] → [`convert`]. What
 //! stands here needs no feature of this crate, prints nothing, and tells a [`listener`] of its
 //! progress.
 //!
@@ -41,6 +41,7 @@ pub mod config;
 pub mod convert;
 pub mod data;
 pub mod device;
+mod draw;
 pub mod errors;
 pub mod eval;
 mod files;
@@ -57,6 +58,7 @@ pub mod model;
 mod parallel;
 #[cfg(feature = "plot")]
 pub mod plot;
+pub mod recall;
 mod revision;
 #[cfg(feature = "lab")]
 mod seeds;

@@ -13,7 +13,7 @@ use performer_dist::{One, Ranks, neighbours};
 use super::output;
 use crate::{
     config::{ModelConfig, Positions, Precision, Preset, TrainingConfig},
-    data::{DataSpec, Prepared, prepare, prepare_with_test},
+    data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare, prepare_for, prepare_text, prepare_with_test},
     device::DeviceKind,
     errors::Cause,
     train::Schedule,
@@ -94,6 +94,19 @@ pub(super) fn require_another_folder(model: &str, out: &Path) -> Result<()> {
         ))
     );
     Ok(())
+}
+
+/// Returns the name and the tokens of a text to measure a model on: all of a text file, or the
+/// held-out part of `sample`, `tinystories` or a folder.
+pub(super) fn held_out(text: &str, tokenizer: &Tokenizer) -> Result<(String, Arc<TokenFile>)> {
+    let path = Path::new(text);
+    if path.is_file() {
+        let name = path.file_name().map_or_else(|| text.to_string(), |name| name.to_string_lossy().into_owned());
+        return Ok((format!("file:{name}"), prepare_text(path, tokenizer, &output::TERMINAL)?.into()));
+    }
+    let spec: DataSpec = text.parse().map_err(|error| anyhow::anyhow!("the text {text}: {error}"))?;
+    let data = prepare_for(&spec, tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
+    Ok((data.corpus_name, data.valid))
 }
 
 /// What to train on.

@@ -6,16 +6,17 @@ use anyhow::{Context, Result, bail};
 use performer_core::FeatureMapKind;
 
 use super::{
-    args::{Machine, require_another_folder},
-    output,
+    args::{Machine, held_out, require_another_folder},
+    output::{self, recall_cells},
 };
 use crate::{
-    config::{AttentionConfig, AttentionPattern},
-    convert::{HeadReport, Plan, Report, Tuning, inspect, run as convert},
+    config::{AttentionConfig, AttentionPattern, Positions},
+    convert::{HeadReport, Measured, Plan, Report, Second, Stage, Tuning, inspect, run as convert},
     data::{DataSpec, prepare_for},
     errors::Cause,
     eval::show_perplexity,
     model::pretrained::Pretrained,
+    recall::Examiner,
 };
 
 #[derive(clap::Args)]
@@ -24,6 +25,8 @@ Examples:
   performer-lm convert runs/small-softmax-seed42 --data stories/ --out runs/converted
   performer-lm convert stories260K.bin --attention favor:m=64,map=learned,window=32 --data stories/ --out runs/converted
   performer-lm convert SmolLM2-135M.gguf --layer 0=softmax --layer 29=softmax --context 256 --data book.txt --out runs/smol
+  performer-lm convert SmolLM2-135M.gguf --attention softmax:window=64,sinks=4 --tune-steps 500 --data book.txt \
+    --out runs/window        the control: a window alone, tuned alike
   performer-lm convert stories260K.bin --inspect --data stories/")]
 pub(super) struct Args {
     /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf
@@ -90,8 +93,16 @@ pub(super) struct Args {
     /// Held-out tokens that every stage is measured on.
     #[arg(long, default_value_t = 65_536)]
     measure_tokens: usize,
+    /// A second text that every stage is measured on, of another kind than that of --data: a text
+    /// file, or the held-out part of sample, tinystories or a folder.
+    #[arg(long, value_name = "TEXT")]
+    second: Option<String>,
+    /// Lengths, in tokens, of texts in which every stage has to find a pass key and pairs of tokens
+    /// again; 0 for none. Linear attention and windows may keep the loss and lose this [default:
+    /// 256,1024 where the text and the model allow it].
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
+    recall: Option<Vec<usize>>,
     /// Seed of features and data order.
-    #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Convert nothing: report how sharp each head is, and how well features would do in it.
     #[arg(long)]
@@ -100,6 +111,9 @@ pub(super) struct Args {
     #[arg(long)]
     json: bool,
 }
+
+/// Default lengths of texts in which recall is measured, in tokens.
+const RECALL: [usize; 2] = [256, 1024];
 
 /// Default number of tokens to which features are fitted.
 const CALIBRATE: usize = 32_768;
@@ -148,6 +162,17 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     }
     let mut config = teacher.config.clone().with_attention(&args.attention)?;
     config.attention_by_layer.extend(args.layer.iter().cloned());
+    let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
+    let second = second.as_ref().map(|(name, tokens)| Second { name, tokens });
+    let recall = match &args.recall {
+        Some(lengths) => lengths.iter().copied().filter(|&tokens| tokens > 0).collect(),
+        None => {
+            let examiner = Examiner { tokenizer: &teacher.tokenizer, text: &data.valid, threads: machine.threads };
+            // Learned positions end with the context; rotary ones do not.
+            let positions = if config.positions == Positions::Learned { context } else { usize::MAX };
+            RECALL.into_iter().filter(|&tokens| tokens <= positions && examiner.check(tokens).is_ok()).collect()
+        }
+    };
     let plan = Plan {
         config,
         teacher: &teacher,
@@ -169,6 +194,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         }),
         control: args.control,
         measure_tokens: args.measure_tokens.max(1),
+        second,
+        recall,
         points: args.points,
         seed: args.seed,
         listener: &output::TERMINAL,
@@ -184,16 +211,16 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
 }
 
 fn table(report: &Report) -> String {
-    let teacher = report.stages.first().map_or(f64::NAN, |stage| stage.measured.val_loss);
+    let teacher = report.stages.first().map_or(f64::NAN, |stage| stage.measured.held_out.val_loss);
+    let stages = || report.stages.iter().chain(&report.control);
+    let name = |stage: &Stage| if stage.name == "control" { "teacher, tuned".into() } else { stage.name.clone() };
     let windows = report.stages.iter().any(|stage| stage.without_window.is_some());
-    let rows: Vec<Vec<String>> = report
-        .stages
-        .iter()
-        .chain(&report.control)
+    let loss = |of: Option<&Measured>| of.map_or_else(String::new, |m| format!("{:.4}", m.held_out.val_loss));
+    let rows: Vec<Vec<String>> = stages()
         .map(|stage| {
-            let m = &stage.measured;
+            let m = &stage.measured.held_out;
             let mut row = vec![
-                if stage.name == "control" { "teacher, tuned".into() } else { stage.name.clone() },
+                name(stage),
                 output::thousands(stage.tokens),
                 format!("{:.4}", m.val_loss),
                 format!("{:+.4}", m.val_loss - teacher),
@@ -202,9 +229,12 @@ fn table(report: &Report) -> String {
                 format!("{:.0}", stage.seconds),
             ];
             if windows {
-                row.push(stage.without_window.map_or_else(String::new, |m| format!("{:.4}", m.val_loss)));
+                row.push(loss(stage.without_window.as_ref()));
             }
-            row.push(stage.features_off.map_or_else(String::new, |m| format!("{:.4}", m.val_loss)));
+            row.push(loss(stage.features_off.as_ref()));
+            if report.second_corpus.is_some() {
+                row.push(stage.measured.second.map_or_else(String::new, |second| format!("{:.4}", second.val_loss)));
+            }
             row
         })
         .collect();
@@ -213,7 +243,27 @@ fn table(report: &Report) -> String {
         header.push("window off");
     }
     header.push("features off");
-    format!("{}\n\n{}: {}", output::table(&header, &rows), report.attention_spec, report.corpus)
+    let mut texts = report.corpus.clone();
+    if let Some(second) = &report.second_corpus {
+        header.push("second text");
+        texts += &format!("; second text: {second}");
+    }
+    let losses = format!("{}\n\n{}: {texts}", output::table(&header, &rows), report.attention_spec);
+    let rows: Vec<Vec<String>> = stages()
+        .flat_map(|stage| {
+            let off = stage.features_off.as_ref().map_or(&[][..], |off| &off.recall);
+            stage.measured.recall.iter().enumerate().map(move |(i, recall)| {
+                let tokens = output::thousands(recall.tokens as u64);
+                let off = off.get(i).map_or_else(Default::default, recall_cells);
+                [[name(stage), tokens], recall_cells(recall), off].concat()
+            })
+        })
+        .collect();
+    if rows.is_empty() {
+        return losses;
+    }
+    let header = ["recall after", "over tokens", "pass keys", "pairs", "features off: pass keys", "pairs"];
+    format!("{losses}\n\n{}\n\nrecall: share found again (nats/token)", output::table(&header, &rows))
 }
 
 fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {

@@ -2,15 +2,19 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use super::{args::Machine, output, paths};
+use super::{
+    args::{Machine, held_out},
+    output::{self, recall_cells},
+    paths,
+};
 use crate::{
-    data::{DataSpec, prepare_for, prepare_text},
     eval::{Evaluation, evaluate_windows, show_perplexity},
     model::{Decoder, pretrained},
     plot::{Axis, Chart, Scale, Series},
+    recall::{Examiner, Recall},
 };
 
 #[derive(clap::Args)]
@@ -20,7 +24,8 @@ Examples:
   performer-lm eval runs/seed-favor-m128-seed42 --data tinystories
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --by-position --plot position
   performer-lm eval runs/seed-favor-m64-window-32-seed42 --data book.txt --features-off
-  performer-lm eval SmolLM2-135M.gguf --data book.txt --context 1024 --max-tokens 100000")]
+  performer-lm eval SmolLM2-135M.gguf --data book.txt --context 1024 --max-tokens 100000
+  performer-lm eval SmolLM2-135M.gguf --data book.txt --max-tokens 100000 --recall 256,1024,4096")]
 pub(super) struct Args {
     /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
     model: String,
@@ -41,6 +46,10 @@ pub(super) struct Args {
     /// Report the loss at each position of the context, too.
     #[arg(long)]
     by_position: bool,
+    /// Ask for pass keys and pairs of tokens in texts of these lengths, in tokens, too: what the model
+    /// finds again, far back in its context.
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
+    recall: Vec<usize>,
     /// Draw the loss by position as STEM.svg and STEM.png.
     #[arg(long, value_name = "STEM")]
     plot: Option<PathBuf>,
@@ -57,6 +66,8 @@ struct Scored {
     corpus: String,
     #[serde(flatten)]
     evaluation: Evaluation,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    recall: Vec<Recall>,
     #[serde(skip_serializing_if = "Option::is_none")]
     features_off: Option<Control>,
 }
@@ -67,6 +78,8 @@ struct Control {
     attention_spec: String,
     #[serde(flatten)]
     evaluation: Evaluation,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    recall: Vec<Recall>,
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
@@ -80,24 +93,22 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         args.model,
         model.config().pattern()
     );
-    let path = PathBuf::from(&args.data);
-    let (corpus, tokens) = if path.is_file() {
-        let name = path.file_name().map_or_else(|| args.data.clone(), |n| n.to_string_lossy().into_owned());
-        (format!("file:{name}"), prepare_text(&path, &tokenizer, &output::TERMINAL)?.into())
-    } else {
-        let spec: DataSpec = args.data.parse().map_err(|e| anyhow::anyhow!("--data {}: {e}", args.data))?;
-        let data = prepare_for(&spec, &tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
-        (data.corpus_name, data.valid)
-    };
+    let (corpus, tokens) = held_out(&args.data, &tokenizer)?;
     let evaluate = |model: &Decoder| {
         let context = args.context.unwrap_or(model.config().context);
         evaluate_windows(model, &tokens, machine.threads, context, args.max_tokens.unwrap_or(usize::MAX))
     };
+    let examiner = Examiner { tokenizer: &tokenizer, text: &tokens, threads: machine.threads };
+    let recall = |model: &Decoder| -> Result<Vec<Recall>> {
+        args.recall.iter().map(|&tokens| examiner.measure(model, tokens)).collect()
+    };
     let mut evaluation = evaluate(&model)?;
     let mut control = match control {
-        Some(control) => {
-            Some(Control { attention_spec: control.config().pattern().to_string(), evaluation: evaluate(&control)? })
-        }
+        Some(control) => Some(Control {
+            attention_spec: control.config().pattern().to_string(),
+            evaluation: evaluate(&control)?,
+            recall: recall(&control)?,
+        }),
         None => None,
     };
     if let Some(stem) = &args.plot {
@@ -124,6 +135,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         params: model.parameter_count()?,
         corpus,
         evaluation,
+        recall: recall(&model)?,
         features_off: control,
     };
     if args.json {
@@ -144,12 +156,15 @@ fn text(result: &Scored, model: &Decoder) -> String {
     ];
     let mut header = vec!["", "value"];
     // A column of its own for the model with its features off.
-    if let Some(Control { attention_spec, evaluation: off }) = &result.features_off {
+    if let Some(Control { attention_spec, evaluation: off, recall }) = &result.features_off {
         header.push("features off");
         let perplexity = show_perplexity(off.perplexity, 3);
         let numbers = [format!("{:.4}", off.val_loss), perplexity, format!("{:.4}", off.bits_per_byte)];
         let column = [attention_spec.clone(), String::new(), output::thousands(off.tokens)].into_iter().chain(numbers);
         rows.iter_mut().zip(column).for_each(|(row, cell)| row.push(cell));
+        rows.extend(recall_rows(&result.recall, recall));
+    } else {
+        rows.extend(recall_rows(&result.recall, &[]));
     }
     let text = output::table(&header, &rows);
     if e.loss_by_position.is_empty() {
@@ -167,4 +182,16 @@ fn text(result: &Scored, model: &Decoder) -> String {
         .collect();
     let header = ["tokens of context", "loss (nats/token)", "features off"];
     format!("{text}\n\n{}", output::table(&header[..if off.is_some() { 3 } else { 2 }], &rows))
+}
+
+/// Two rows for each length: pass keys and pairs that the model found again, and those that it
+/// found with its features off, where that was measured.
+fn recall_rows(recall: &[Recall], off: &[Recall]) -> Vec<Vec<String>> {
+    let row = |name: &str, i: usize, task: usize| {
+        let title = format!("{name} over {} tokens (nats/token)", output::thousands(recall[i].tokens as u64));
+        let found = [recall.get(i), off.get(i)].into_iter().flatten();
+        std::iter::once(title).chain(found.map(|recall| recall_cells(recall)[task].clone())).collect()
+    };
+    let rows = |i| [row("pass keys recalled", i, 0), row("pairs recalled", i, 1)];
+    (0..recall.len()).flat_map(rows).collect()
 }

@@ -19,6 +19,7 @@ use serde::Serialize;
 use crate::{
     errors::Cause,
     listener::{Bar, Listener, Unit},
+    recall::Recall,
 };
 
 /// All bars, on stderr; they show nothing where that is no terminal.
@@ -211,6 +212,13 @@ pub(super) fn thousands(n: u64) -> String {
         text.push(digit);
     }
     text
+}
+
+/// Formats pass keys and pairs of a measurement of recall, each as the share that was found again
+/// and the loss, such as `87% (0.41)`.
+pub(super) fn recall_cells(recall: &Recall) -> [String; 2] {
+    [(recall.passkey, recall.passkey_loss), (recall.pairs, recall.pairs_loss)]
+        .map(|(share, loss)| format!("{:.0}% ({loss:.2})", 100.0 * share))
 }
 
 #[cfg(test)]

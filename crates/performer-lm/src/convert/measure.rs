@@ -1,6 +1,6 @@
 //! This module measures a student on held-out text and compares its predictions with its teacher's.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -11,13 +11,13 @@ use crate::{
     errors::Cause,
     eval::{check_vocabulary, perplexity},
     model::Decoder,
+    recall::{Examiner, Recall},
     train::in_order,
 };
 
-/// `Measured` is the result of measuring a student: how well it predicts, and how often it agrees
-/// with its teacher.
+/// `Predictions` say how well a student predicts a text, and how often it agrees with its teacher.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Measured {
+pub struct Predictions {
     /// Mean cross-entropy, in nats per token.
     pub val_loss: f64,
     /// Perplexity, `e^val_loss`.
@@ -26,17 +26,63 @@ pub struct Measured {
     pub top1_agreement: f64,
 }
 
-/// Measures the student over about the first `limit` tokens of held-out text, in windows of its
-/// context. Returns `None` if the plan was stopped.
+/// `Measured` is the result of measuring a student.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// Its predictions of the held-out text.
+    #[serde(flatten)]
+    pub held_out: Predictions,
+    /// Its predictions of the second text, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub second: Option<Predictions>,
+    /// Its recall in texts of each length that was asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recall: Vec<Recall>,
+}
+
+/// Measures the student on all that the plan names. Returns `None` if the plan was stopped.
 ///
 /// # Errors
-/// If a loss is not finite: which token is likeliest then means nothing.
+/// Those of [`predictions`] and of [`Examiner::measure`].
 pub(super) fn measure(
     plan: &Plan,
     teacher: &Decoder,
     student: &Decoder,
     tokens: &TokenFile,
 ) -> Result<Option<Measured>> {
+    let Some(held_out) = predictions(plan, teacher, student, tokens)? else { return Ok(None) };
+    let second = match &plan.second {
+        Some(second) => {
+            let about = || format!("on the second text, {}", second.name);
+            let Some(found) = predictions(plan, teacher, student, second.tokens).with_context(about)? else {
+                return Ok(None);
+            };
+            Some(found)
+        }
+        None => None,
+    };
+    let examiner = Examiner { tokenizer: &plan.teacher.tokenizer, text: tokens, threads: plan.threads };
+    let mut recall = Vec::with_capacity(plan.recall.len());
+    for &length in &plan.recall {
+        if plan.is_stopped() {
+            return Ok(None);
+        }
+        recall.push(examiner.measure(student, length)?);
+    }
+    Ok(Some(Measured { held_out, second, recall }))
+}
+
+/// Measures the student over about the first tokens of a text, as many as the plan says, in windows
+/// of its context. Returns `None` if the plan was stopped.
+///
+/// # Errors
+/// If a loss is not finite: which token is likeliest then means nothing.
+pub(super) fn predictions(
+    plan: &Plan,
+    teacher: &Decoder,
+    student: &Decoder,
+    tokens: &TokenFile,
+) -> Result<Option<Predictions>> {
     let limit = plan.measure_tokens;
     let context = student.config().context.min(tokens.len().saturating_sub(1).max(1));
     let rows = (1024 / context).max(1);
@@ -73,7 +119,7 @@ pub(super) fn measure(
         val_loss.is_finite(),
         "its loss on held-out text is {val_loss}: its weights hold values that are not finite, or too large"
     );
-    Ok(Some(Measured { val_loss, perplexity: perplexity(val_loss), top1_agreement: same / count }))
+    Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement: same / count }))
 }
 
 /// What an error of a measurement is about.
@@ -116,10 +162,11 @@ impl Measurements {
     }
 }
 
-/// Returns the student with its windows switched off, or `None` if it has none.
+/// Returns the student with its windows switched off, or `None` if it has none beside features.
 fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
     let config = student.config();
-    if (0..config.layers).all(|i| config.attention_of(i).window().is_none()) {
+    let has_both = |attention: &AttentionConfig| attention.window().is_some() && attention.favor().is_some();
+    if !(0..config.layers).any(|i| has_both(config.attention_of(i))) {
         return Ok(None);
     }
     fn bare(attention: &AttentionConfig) -> AttentionConfig {

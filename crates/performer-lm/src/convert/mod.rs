@@ -29,6 +29,7 @@ use std::{collections::HashMap, path::Path, sync::atomic::AtomicBool, time::Inst
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
+use performer_core::FavorConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -37,14 +38,14 @@ use crate::plot::{At, Axis, Chart, Marker, Scale, Series};
 use crate::{
     checkpoint::require_free,
     config::{AttentionConfig, ModelConfig},
-    data::Prepared,
+    data::{Prepared, TokenFile},
     errors::Cause,
     files::{self, Lock},
     listener::Listener,
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest},
 };
-pub use measure::Measured;
+pub use measure::{Measured, Predictions};
 use measure::{Measurements, about};
 use stage::{Bookmark, Progress};
 #[cfg(feature = "lab")]
@@ -101,12 +102,25 @@ pub struct Plan<'a> {
     pub control: bool,
     /// Number of held-out tokens on which each stage is measured.
     pub measure_tokens: usize,
+    /// A second text, on which each stage is measured too.
+    pub second: Option<Second<'a>>,
+    /// Lengths in tokens of texts in which the recall of each stage is measured.
+    pub recall: Vec<usize>,
     /// How often a stage of training is measured before its end.
     pub points: usize,
     /// Seed of features and data order.
     pub seed: u64,
     /// Is told of stages and steps, and of what a person should know.
     pub listener: &'a dyn Listener,
+}
+
+/// A `Second` text is of another kind than the one that is converted on.
+#[derive(Clone, Copy)]
+pub struct Second<'a> {
+    /// Name of the text.
+    pub name: &'a str,
+    /// Its tokens, of which as many are read as of the held-out text.
+    pub tokens: &'a TokenFile,
 }
 
 /// `Trained` is what a stage returns.
@@ -159,6 +173,9 @@ pub struct Report {
     pub corpus: String,
     /// Number of held-out tokens measured on.
     pub measured_tokens: usize,
+    /// Name of the second text, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub second_corpus: Option<String>,
     /// The stages in order, the teacher first.
     pub stages: Vec<Stage>,
     /// The teacher after the same fine-tuning, if that was asked for.
@@ -193,6 +210,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
                 attention_spec: plan.config.pattern().to_string(),
                 corpus: data.corpus_name.clone(),
                 measured_tokens: plan.measure_tokens,
+                second_corpus: plan.second.map(|second| second.name.to_string()),
                 stages: Vec::new(),
                 control: None,
                 revision: git_revision().to_string(),
@@ -214,7 +232,10 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         }
         save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
     }
-    let loss = |student: &Decoder| Ok(measure(student)?.map(|measured| measured.val_loss));
+    let loss = |student: &Decoder| {
+        let found = measure::predictions(plan, &teacher, student, &data.valid)?;
+        Ok(found.map(|predictions| predictions.val_loss))
+    };
     for name in STAGES {
         if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
             continue;
@@ -279,6 +300,8 @@ impl Plan<'_> {
             config,
             device,
             measure_tokens,
+            second,
+            recall,
             seed,
             // The fields from here to `points` are in `stage_settings`.
             calibrate_tokens: _,
@@ -296,7 +319,14 @@ impl Plan<'_> {
             stop: _,
             listener: _,
         } = self;
-        let settings = json!({ "measured_tokens": measure_tokens });
+        let mut settings = json!({ "measured_tokens": measure_tokens });
+        // What is not measured is not named, so that earlier conversions without it go on.
+        if let Some(second) = second {
+            settings["second_text"] = second.tokens.digest().to_hex().as_str().into();
+        }
+        if !recall.is_empty() {
+            settings["recall"] = json!(recall);
+        }
         let teacher = model_digest(&teacher.config, &teacher.tensors)?;
         let key = RunKey::new(CONVERSION, config, &settings, digests(data), *seed, device)?;
         Ok(RunKey { teacher: Some(teacher), ..key })
@@ -372,8 +402,12 @@ fn check(plan: &Plan) -> Result<()> {
             plan.config.attention_of(layer)
         );
     }
+    ensure!(
+        layers.clone().any(|i| plan.config.attention_of(i) != teacher.attention_of(i)),
+        "no layer is to have another attention than softmax; give one that is linear, such as favor:m=64,map=learned, or a window \
+         of softmax as the control of one"
+    );
     let favor: Vec<_> = layers.filter_map(|i| plan.config.attention_of(i).favor()).collect();
-    ensure!(!favor.is_empty(), "no layer is to have linear attention: give --attention favor:...");
     if let Some(layer) = plan.config.idle_features() {
         bail!(plan.config.of_idle_features(layer));
     }
@@ -383,16 +417,21 @@ fn check(plan: &Plan) -> Result<()> {
     if plan.calibrate_tokens > 0 {
         ensure!(
             favor.iter().any(|favor| favor.map.is_fitted()),
-            "feature map {} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
-            favor[0].map
+            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
+            maps(&favor)
         );
     }
     ensure!(
         plan.transfer_steps == 0 || favor.iter().any(|favor| favor.map.is_trained()),
-        "feature map {} cannot be trained: use map=learned or map=hedgehog, or --transfer-steps 0",
-        favor[0].map
+        "{} cannot be trained: use map=learned or map=hedgehog, or --transfer-steps 0",
+        maps(&favor)
     );
     Ok(())
+}
+
+/// What feature maps the student has, for an error about them.
+fn maps(favor: &[&FavorConfig]) -> String {
+    favor.first().map_or_else(|| "a student without features".into(), |favor| format!("feature map {}", favor.map))
 }
 
 /// Returns how far this conversion has got in its folder, if it was begun there.
@@ -518,25 +557,28 @@ impl Report {
         let (mut curve, mut begun) = (Vec::new(), 0);
         for stage in &students {
             curve.extend(stage.points.iter().map(|p| (millions(begun + p.tokens), p.val_loss)));
-            curve.push((millions(stage.tokens), stage.measured.val_loss));
+            curve.push((millions(stage.tokens), stage.measured.held_out.val_loss));
             begun = stage.tokens;
         }
         let mut series = vec![Series::new("student", curve)];
         if let Some(control) = &self.control {
-            let ends = (millions(control.tokens), control.measured.val_loss);
+            let ends = (millions(control.tokens), control.measured.held_out.val_loss);
             let points = control.points.iter().map(|p| (millions(p.tokens), p.val_loss)).chain([ends]);
             series.push(Series::new("teacher, tuned likewise", points));
         }
-        let bare: Vec<(f64, f64)> =
-            students.iter().filter_map(|s| Some((millions(s.tokens), s.without_window.as_ref()?.val_loss))).collect();
+        let bare: Vec<(f64, f64)> = students
+            .iter()
+            .filter_map(|s| Some((millions(s.tokens), s.without_window.as_ref()?.held_out.val_loss)))
+            .collect();
         if !bare.is_empty() {
             series.push(Series::new("student, window off", bare));
-            let off = students.iter().filter_map(|s| Some((millions(s.tokens), s.features_off.as_ref()?.val_loss)));
+            let off =
+                students.iter().filter_map(|s| Some((millions(s.tokens), s.features_off.as_ref()?.held_out.val_loss)));
             series.push(Series::new("student, features off", off));
         }
         let ends = students.iter().filter(|stage| matches!(&stage.name[..], "transfer" | "tune"));
         let teacher = self.stages.iter().find(|stage| stage.name == "teacher");
-        let teacher = teacher.map(|t| Marker { at: At::Y(t.measured.val_loss), label: "teacher".into() });
+        let teacher = teacher.map(|t| Marker { at: At::Y(t.measured.held_out.val_loss), label: "teacher".into() });
         let stages: Vec<&str> = students.iter().map(|stage| &stage.name[..]).collect();
         Chart {
             title: format!("Converting to {}", self.attention_spec),

@@ -10,8 +10,8 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use performer_lm::{
     config::{AttentionConfig, ModelConfig, Preset},
-    convert::{Plan, Report, Tuning, inspect, run},
-    data::{Prepared, TokenFile, Tokenizer},
+    convert::{Plan, Report, Second, Tuning, inspect, run},
+    data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare},
     listener::{Bar, Listener, Silent, Unit},
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, TrainingState, git_revision},
@@ -92,6 +92,8 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0, adapters: None }),
         control: false,
         measure_tokens: 600,
+        second: None,
+        recall: Vec::new(),
         points: 2,
         seed: 3,
         listener: &Silent,
@@ -110,14 +112,15 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     let report = convert(&plan, &data)?;
     let names: Vec<&str> = report.stages.iter().map(|stage| stage.name.as_str()).collect();
     assert_eq!(names, ["teacher", "swap", "calibrate", "transfer", "tune"]);
-    let agreement = |i: usize| report.stages[i].measured.top1_agreement;
+    let agreement = |i: usize| report.stages[i].measured.held_out.top1_agreement;
     assert_eq!((agreement(0), report.stages[0].tokens), (1.0, 0));
     assert!(agreement(3) > agreement(1), "transfer: {} after {}", agreement(3), agreement(1));
     assert!(agreement(4) > agreement(3), "tune: {} after {}", agreement(4), agreement(3));
     assert_eq!(report.stages[3].tokens, 1000 + 40 * 4 * 48);
     assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
     // Before any stage the control is the teacher with a window; the fitting of features leaves it.
-    let off: Vec<Option<f64>> = report.stages.iter().map(|s| s.features_off.map(|m| m.val_loss)).collect();
+    let off: Vec<Option<f64>> =
+        report.stages.iter().map(|s| s.features_off.as_ref().map(|m| m.held_out.val_loss)).collect();
     assert!(off[0].is_none() && off[1..].iter().all(Option::is_some), "{off:?}");
     assert!(off[1] == off[2] && off[2] == off[3] && off[3] != off[4], "only fine-tuning changes weights: {off:?}");
     #[cfg(feature = "plot")]
@@ -157,7 +160,7 @@ fn it_goes_on_after_the_last_finished_stage_on_any_number_of_threads() -> Result
     let stopped = AtomicBool::new(true);
     assert!(run(&plan(&teacher, attention, parts.path(), &stopped), &data)?.is_none());
     let report = convert(&large(parts.path(), 1), &data)?;
-    let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
+    let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.held_out.val_loss).collect() };
     assert_eq!(losses(&report), losses(&expected));
     Ok(())
 }
@@ -199,14 +202,44 @@ fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
                 None => stops += 1,
             }
         };
-        let losses = |r: &Report| -> Vec<_> { r.stages.iter().map(|s| (s.measured, s.points.clone())).collect() };
+        let losses =
+            |r: &Report| -> Vec<_> { r.stages.iter().map(|s| (s.measured.clone(), s.points.clone())).collect() };
         assert_eq!(losses(&report), losses(&expected), "{attention} after {stops} stops");
-        let control = |r: &Report| r.control.as_ref().map(|stage| stage.measured);
+        let control = |r: &Report| r.control.as_ref().map(|stage| stage.measured.clone());
         assert!(control(&report).is_some() && control(&report) == control(&expected), "{attention}");
         let left = std::fs::read_dir(parts.path())?.map(|entry| Ok(entry?.file_name().to_string_lossy().to_string()));
         let left: Vec<String> = left.collect::<Result<_>>()?;
         assert!(!left.iter().any(|name| name.contains("interrupted")), "{left:?}");
     }
+    Ok(())
+}
+
+/// A window of softmax, the control of a conversion, is tuned alike. Every stage is measured on a
+/// second text and in its recall, the teacher first.
+#[test]
+fn a_window_is_converted_to_and_stages_are_measured_in_recall() -> Result<()> {
+    let data = prepare(&DataSpec::Sample, 400, None, &Silent)?;
+    let (folder, stop, teacher) = (tempfile::tempdir()?, AtomicBool::new(false), teacher(&data)?);
+    let plan = Plan {
+        calibrate_tokens: 0,
+        transfer_steps: 0,
+        tuning: Some(Tuning { steps: 2, rate: 1e-3, distillation: 1.0, adapters: None }),
+        second: Some(Second { name: "training text", tokens: &data.train }),
+        recall: vec![200],
+        ..plan(&teacher, "softmax:window=4,sinks=2", folder.path(), &stop)
+    };
+    let report = convert(&plan, &data)?;
+    let names: Vec<&str> = report.stages.iter().map(|stage| stage.name.as_str()).collect();
+    assert_eq!(names, ["teacher", "swap", "tune"]);
+    assert_eq!(report.second_corpus.as_deref(), Some("training text"));
+    for stage in &report.stages {
+        assert!(stage.features_off.is_none() && stage.without_window.is_none(), "{}", stage.name);
+        let second = stage.measured.second.context("a second text")?;
+        assert_ne!(second.val_loss, stage.measured.held_out.val_loss);
+        assert_eq!(stage.measured.recall.iter().map(|recall| recall.tokens).collect::<Vec<_>>(), [200]);
+    }
+    // A report that was read again is the same, and nothing is done twice.
+    assert_eq!(serde_json::to_value(convert(&plan, &data)?)?, serde_json::to_value(report)?);
     Ok(())
 }
 
@@ -230,11 +263,11 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "favor:m=8", other.path(), &stop), "cannot be fitted");
     refused(&plan(&teacher, "favor:m=8,map=dense", other.path(), &stop), "cannot be trained");
     refused(&plan(&teacher, "favor:m=8,map=hedgehog", other.path(), &stop), "cannot be fitted");
-    refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have linear attention");
+    refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have another attention than softmax");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
-    for part in ["gate", "output-norm"] {
+    for part in ["gate", "output-norm", "mup-scale"] {
         let attention = format!("favor:m=8,map=learned,conv,{part}");
-        refused(&plan(&teacher, &attention, other.path(), &stop), "leave gate and output-norm out");
+        refused(&plan(&teacher, &attention, other.path(), &stop), "leave gate, output-norm and mup-scale out");
     }
     Ok(())
 }
@@ -311,11 +344,12 @@ fn a_student_may_have_parts_that_change_nothing_at_first() -> Result<()> {
     let of = |attention: &str, folder: &Path| convert(&plan(&teacher, attention, folder, &stop), &data);
     let without = of("favor:m=8,map=learned,window=4", plain.path())?;
     let with = of("favor:m=8,map=learned,window=4,conv,output-gate", equipped.path())?;
-    let measured = |report: &Report, i: usize| (report.stages[i].measured, report.stages[i].without_window);
+    let measured =
+        |report: &Report, i: usize| (report.stages[i].measured.clone(), report.stages[i].without_window.clone());
     for i in 0..4 {
         assert_eq!(measured(&with, i), measured(&without, i), "{}", with.stages[i].name);
     }
-    assert!(with.stages[1].without_window.is_some_and(|bare| bare != with.stages[1].measured));
+    assert!(with.stages[1].without_window.as_ref().is_some_and(|bare| *bare != with.stages[1].measured));
     assert_ne!(measured(&with, 4), measured(&without, 4));
     let saved = Pretrained::open(&equipped.path().to_string_lossy())?;
     let filters = saved.tensors["model.layers.0.self_attn.k_conv1d.weight"].to_vec2::<f32>()?;
@@ -374,7 +408,7 @@ fn tuned(plan: Plan, change: fn(&mut Tuning)) -> Plan {
     Plan { tuning, ..plan }
 }
 
-const CHANGES: [Change; 19] = [
+const CHANGES: [Change; 20] = [
     ("teacher", |a| {
         let name = "model.norm.weight";
         let changed = (&a.teacher.tensors[name] * 1.01).unwrap();
@@ -388,6 +422,7 @@ const CHANGES: [Change; 19] = [
     ("data.held-out tokens", |a| a.data.valid = TokenFile::from_tokens(&[7; 600], 2000).unwrap().into()),
     ("seed", |a| a.plan = |plan| Plan { seed: 4, ..plan }),
     ("settings.measured_tokens", |a| a.plan = |plan| Plan { measure_tokens: 50, ..plan }),
+    ("settings.recall", |a| a.plan = |plan| Plan { recall: vec![160], ..plan }),
     ("settings.calibrate.tokens", |a| a.plan = |plan| Plan { calibrate_tokens: 400, ..plan }),
     ("settings.calibrate.balance", |a| a.plan = |plan| Plan { balance: true, ..plan }),
     ("settings.transfer.steps", |a| a.plan = |plan| Plan { transfer_steps: 3, ..plan }),
@@ -521,7 +556,7 @@ fn a_stage_in_progress_belongs_to_its_settings() -> Result<()> {
 
     // Without the state, the stage begins again. A report that is behind the weights, because the
     // process was killed, is corrected.
-    let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.val_loss).collect() };
+    let losses = |r: &Report| -> Vec<f64> { r.stages.iter().map(|stage| stage.measured.held_out.val_loss).collect() };
     std::fs::remove_file(folder.path().join("train_state.json"))?;
     let before = std::fs::read(folder.path().join("convert.json"))?;
     let expected = losses(&convert(&of(other.path(), 2e-2), &data)?);

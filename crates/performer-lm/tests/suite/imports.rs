@@ -8,7 +8,7 @@ use std::{
 };
 
 /// The modules, each after everything that it imports from.
-const ORDER: [&str; 22] = [
+const ORDER: [&str; 24] = [
     "errors",
     "files",
     "listener",
@@ -16,6 +16,7 @@ const ORDER: [&str; 22] = [
     "parallel",
     "revision",
     "device",
+    "draw",
     "machine",
     "plot",
     "seeds",
@@ -24,6 +25,7 @@ const ORDER: [&str; 22] = [
     "checkpoint",
     "model",
     "eval",
+    "recall",
     "generate",
     "train",
     "convert",
@@ -37,7 +39,7 @@ const ORDER: [&str; 22] = [
 const LAST: &str = "cli";
 
 /// What is needed to use a model and to train one imports nothing of the experiments.
-const MODEL: [&str; 6] = ["config", "data", "checkpoint", "model", "eval", "generate"];
+const MODEL: [&str; 7] = ["config", "data", "checkpoint", "model", "eval", "recall", "generate"];
 
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();

@@ -3,7 +3,8 @@
 
 use rand_chacha::ChaCha8Rng;
 
-use super::example::{Example, Source, Split, below};
+use super::example::{Example, Source, Split};
+use crate::draw::below;
 
 /// Number of different symbols.
 const SYMBOLS: usize = 32;

@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use performer_core::Mask;
-use rand_chacha::{ChaCha8Rng, rand_core::Rng};
+use rand_chacha::ChaCha8Rng;
 
 /// An `Example` is a sequence with the tokens to predict.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,18 +36,6 @@ pub(super) trait Source: Sync {
     }
 
     fn draw(&self, split: Split, rng: &mut ChaCha8Rng) -> Example;
-}
-
-/// Draws a number below `n`; its bias, at most `n / 2³²`, is negligible.
-pub(super) fn below(rng: &mut ChaCha8Rng, n: usize) -> usize {
-    ((u64::from(rng.next_u32()) * n as u64) >> 32) as usize
-}
-
-/// Puts `items` in a random order (Fisher and Yates).
-pub(super) fn shuffle<T>(items: &mut [T], rng: &mut ChaCha8Rng) {
-    for last in (1..items.len()).rev() {
-        items.swap(last, below(rng, last + 1));
-    }
 }
 
 /// A `Batch` holds several examples, padded to equal length.

@@ -10,7 +10,8 @@
 use anyhow::{Result, ensure};
 use rand_chacha::ChaCha8Rng;
 
-use super::example::{Example, Source, Split, below};
+use super::example::{Example, Source, Split};
+use crate::draw::below;
 
 const MAX_DEPTH: usize = 10;
 const MAX_ARGUMENTS: usize = 10;

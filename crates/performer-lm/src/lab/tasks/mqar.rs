@@ -10,7 +10,8 @@
 use anyhow::{Result, ensure};
 use rand_chacha::{ChaCha8Rng, rand_core::Rng};
 
-use super::example::{Example, Source, Split, below, shuffle};
+use super::example::{Example, Source, Split};
+use crate::draw::{below, shuffle};
 
 /// Number of different keys.
 const KEYS: usize = 128;

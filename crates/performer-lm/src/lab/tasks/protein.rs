@@ -9,7 +9,8 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use rand_chacha::ChaCha8Rng;
 
-use super::example::{Example, Source, Split, below, shuffle};
+use super::example::{Example, Source, Split};
+use crate::draw::{below, shuffle};
 
 /// The 20 standard residues and `X`, which stands for all others.
 const RESIDUES: &[u8] = b"ACDEFGHIKLMNPQRSTVWYX";

@@ -9,7 +9,8 @@
 
 use rand_chacha::ChaCha8Rng;
 
-use super::example::{Example, Source, Split, below, shuffle};
+use super::example::{Example, Source, Split};
+use crate::draw::{below, shuffle};
 
 /// Number of different values.
 const VALUES: usize = 8;

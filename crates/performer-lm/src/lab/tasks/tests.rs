@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     config::AttentionConfig,
+    draw::below,
     listener::Silent,
     train::{Checkpoint, Gradients, NEVER, TrainingState},
 };
@@ -19,8 +20,8 @@ fn plan<'a>(folder: &'a Path, attentions: &[&str]) -> Plan<'a> {
     let mut rng = ChaCha8Rng::seed_from_u64(6);
     let records: String = (0..80)
         .map(|_| {
-            let length = 10 + example::below(&mut rng, 60);
-            let letters = (0..length).map(|_| char::from(b"ACDEFGHIKLMNPQRSTVWYU"[example::below(&mut rng, 21)]));
+            let length = 10 + below(&mut rng, 60);
+            let letters = (0..length).map(|_| char::from(b"ACDEFGHIKLMNPQRSTVWYU"[below(&mut rng, 21)]));
             format!(">name\n{}\n", letters.collect::<String>())
         })
         .collect();

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use rand_chacha::ChaCha8Rng;
 
-use super::example::{Example, Source, Split, below};
+use super::example::{Example, Source, Split};
+use crate::draw::below;
 
 /// One part in this many is held out of every file, at its end.
 const HELD_OUT: usize = 20;
