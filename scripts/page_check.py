@@ -193,7 +193,7 @@ GREEDY = """new Promise((resolve, reject) => {
 })"""
 
 # What is in the document, without what divides stories.
-SHOWN = """[...document.querySelectorAll("#performer-text .body p:not(.gap)")].map((p) => p.textContent).join(" ")"""
+SHOWN = """[...document.querySelectorAll("#performer-text p:not(.gap)")].map((p) => p.textContent).join(" ")"""
 
 
 def words(text):

@@ -6,10 +6,10 @@ const NAMES = ["performer", "softmax"];
 const MARGIN = { left: 44, right: 8, top: 8, bottom: 22 };
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The least of 1, 2 and 5 times a power of ten that is no less than `x`. */
+/** The least round number that is no less than `x`, give or take the prompt's tokens. */
 function roundUp(x) {
   const power = 10 ** Math.floor(Math.log10(x));
-  return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= x * 0.999);
+  return [1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10].map((n) => n * power).find((n) => n >= x * 0.99);
 }
 
 export class Chart {

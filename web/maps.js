@@ -2,7 +2,11 @@
 
 import { percent } from "./numbers.js";
 
-const quoted = (token) => (token === "(beginning)" ? "the beginning" : `“${token.trim() || token.replace(/\n/g, "⏎")}”`);
+/** Names a token in a sentence. */
+function quoted(token) {
+  if (token === "(beginning)") return "the beginning";
+  return token.trim() ? `“${token.trim()}”` : token.includes("\n") ? "a new line" : "a space";
+}
 
 export class Maps {
   tokens = [];

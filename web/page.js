@@ -116,8 +116,8 @@ async function begin() {
   $("state").classList.remove("error");
   $("state").textContent = writers.length > 1 && !softmax.worker ? "Loading softmax …" : "Writing …";
   $("start").textContent = "Stop";
-  $("softmax-text").hidden = writers.length < 2;
-  $("performer-text").querySelector(".name").hidden = writers.length < 2;
+  $("softmax-text").parentElement.hidden = writers.length < 2;
+  $("performer-text").previousElementSibling.hidden = writers.length < 2;
   $("texts").classList.toggle("two", writers.length > 1);
   chart.clear();
   $("rate").textContent = "";
@@ -237,16 +237,17 @@ function showDone(writer, data) {
   run.writing.delete(writer);
   chart.describe();
   if (run.writing.size) {
-    $("state").textContent = `The ${writer.name} is done; ${[...run.writing][0].name} is still writing …`;
+    $("state").textContent = writer === performer
+      ? "The Performer is done; softmax is still writing …" : "Softmax is done; the Performer is still writing …";
     return;
   }
   finish();
   askWeights();
   const shown = performer.shown ?? data;
   const why = { end: "The story has ended", length: "Done", stopped: "Stopped" }[shown.reason ?? data.reason];
-  const rates = [performer, softmax].filter((w) => w.shown && w.shown.id === run.id && w.shown.seconds)
-    .map((w) => `${w.name} ${count(rateOf(w.shown))}`).join(", ");
-  $("state").textContent = `${why} after ${tokens(shown.tokens)}. Tokens a second: ${rates || "–"}.`;
+  const rates = [performer, softmax].filter((w) => w.shown?.id === run.id && w.shown.seconds)
+    .map((w) => `${count(rateOf(w.shown))} by ${w.name === "performer" ? "the Performer" : "softmax"}`).join(", ");
+  $("state").textContent = `${why} after ${tokens(shown.tokens)}${rates && `; tokens a second: ${rates}`}.`;
   announce(`${$("state").textContent} ${$("verdict").textContent}`);
   $("main").dataset.done = String(run.id);
 }
@@ -262,7 +263,10 @@ $("form").addEventListener("submit", (event) => {
   if (run.writing.size) {
     stop();
     // What is still being loaded answers nothing.
-    if (!performer.shown) finish();
+    if (!performer.shown) {
+      finish();
+      $("state").textContent = "Stopped.";
+    }
   } else {
     begin();
   }

@@ -8,7 +8,6 @@ const NEAR_END = 48;
 export class Text {
   constructor(article) {
     this.article = article;
-    this.body = article.querySelector(".body");
     this.waiting = "";
     this.clear("");
   }
@@ -16,7 +15,7 @@ export class Text {
   /** Begins anew with a prompt. */
   clear(prompt) {
     this.waiting = "";
-    this.body.replaceChildren();
+    this.article.replaceChildren();
     this.paragraph = null;
     this.characters = 0;
     if (prompt) {
@@ -47,16 +46,16 @@ export class Text {
         const gap = document.createElement("p");
         gap.className = "gap";
         gap.textContent = "* * *";
-        this.body.append(gap);
+        this.article.append(gap);
       } else if (part === "\n") {
         this.paragraph = null;
       } else if (part) {
         this.add(document.createTextNode(part), part.length);
       }
     }
-    while (this.characters > MOST_CHARACTERS && this.body.childElementCount > 1) {
-      this.characters -= this.body.firstElementChild.textContent.length;
-      this.body.firstElementChild.remove();
+    while (this.characters > MOST_CHARACTERS && this.article.childElementCount > 1) {
+      this.characters -= this.article.firstElementChild.textContent.length;
+      this.article.firstElementChild.remove();
     }
     if (isAtEnd) article.scrollTop = article.scrollHeight;
   }
@@ -64,7 +63,7 @@ export class Text {
   add(node, length) {
     if (!this.paragraph) {
       this.paragraph = document.createElement("p");
-      this.body.append(this.paragraph);
+      this.article.append(this.paragraph);
     }
     this.paragraph.append(node);
     this.paragraph.normalize();

@@ -8,7 +8,7 @@ const PIECE_MS = 16;
 // Words appear at about this pace where somebody reads along.
 const READING_TOKENS_PER_SECOND = 24;
 // The chart's points: when there are more, neighbours are joined.
-const MOST_POINTS = 160;
+const MOST_POINTS = 80;
 const FIRST_BUCKET = 16;
 
 let memory;

@@ -12,6 +12,6 @@ fn main() -> Result<()> {
         bail!("usage: wasm-glue MODULE.wasm FOLDER");
     };
     let mut bindgen = Bindgen::new();
-    bindgen.input_path(input).web(true)?.typescript(false).remove_producers_section(true);
+    bindgen.input_path(input).web(true)?.typescript(false).remove_name_section(true).remove_producers_section(true);
     bindgen.generate(folder).with_context(|| format!("cannot write the JavaScript of {input} into {folder}"))
 }
