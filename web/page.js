@@ -112,6 +112,7 @@ async function begin() {
   const writers = $("beside").checked ? [performer, softmax] : [performer];
   run.writing = new Set(writers);
   Object.assign(run, { beginning: asked.prompt, sentence: "", cache: 0, pace: asked.pace, looked: false });
+  delete $("main").dataset.done;
   history.replaceState(null, "", address());
   $("state").classList.remove("error");
   $("state").textContent = writers.length > 1 && !softmax.worker ? "Loading softmax …" : "Writing …";
@@ -298,6 +299,7 @@ async function main() {
   $("start").disabled = $("race").disabled = false;
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) {
     $("state").textContent = "Ready: press Write.";
+    run.beginning = $("prompt").value;
     askWeights();
   } else {
     begin();
