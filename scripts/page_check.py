@@ -378,7 +378,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("page", type=pathlib.Path)
     parser.add_argument("program", type=lambda path: str(pathlib.Path(path).resolve()))
-    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=100_000, choices=[1000, 4000, 10_000, 100_000])
     parser.add_argument("--floor", type=float, default=300)
     parser.add_argument("--screenshots", type=pathlib.Path, default=ROOT / "target" / "page-screenshots")
     arguments = parser.parse_args()
