@@ -33,11 +33,16 @@ export class Maps {
     const isLonger = tokens.length !== this.tokens.length;
     Object.assign(this, { tokens, favor, softmax });
     if (isLonger) {
-      this.row = tokens.length - 1;
+      this.row = this.lastWord();
       this.column = this.strongest(favor, this.row)[0];
     }
     this.summary.textContent = this.summarise();
     this.look(Math.min(this.row, tokens.length - 1), this.column);
+  }
+
+  /** The last token that is more than punctuation. */
+  lastWord() {
+    return Math.max(0, this.tokens.findLastIndex((token) => /\p{Letter}/u.test(token)));
   }
 
   /** The columns of a row, those with the largest weights first. */
@@ -58,11 +63,11 @@ export class Maps {
   summarise() {
     const t = this.tokens.length;
     const mean = this.tokens.reduce((sum, _, row) => sum + this.distance(row), 0) / t;
-    const row = t - 1;
+    const row = this.lastWord();
     const list = (weights) => this.strongest(weights, row).slice(0, 3)
       .map((j) => `${quoted(this.tokens[j])} ${percent(weights[row * t + j])}`).join(", ");
     return `Over these ${t} tokens, ${percent(mean)} of the weight lies elsewhere on average. ` +
-      `The last of them, ${quoted(this.tokens[row])}, looks most at ${list(this.favor)} with FAVOR, ` +
+      `The last word of them, ${quoted(this.tokens[row])}, looks most at ${list(this.favor)} with FAVOR, ` +
       `and at ${list(this.softmax)} with softmax.`;
   }
 
