@@ -47,6 +47,7 @@ export class Text {
         gap.className = "gap";
         gap.textContent = "* * *";
         this.article.append(gap);
+        this.characters += gap.textContent.length;
       } else if (part === "\n") {
         this.paragraph = null;
       } else if (part) {
