@@ -17,6 +17,11 @@ if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
     rustup target add "$triple"
 fi
 
+if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! [ -f "$page/performer_web.js" ]; then
+    echo "$page holds files that are no page of this script's, and would be replaced: choose another folder" >&2
+    exit 1
+fi
+
 cargo build --release --locked -p performer-web --target "$triple"
 rm -rf "$page"
 mkdir -p "$page"
