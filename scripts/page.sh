@@ -17,7 +17,7 @@ if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
     rustup target add "$triple"
 fi
 
-if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! [ -f "$page/performer_web.js" ]; then
+if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! [ -f "$page/service-worker.js" ]; then
     echo "$page holds files that are no page of this script's, and would be replaced: choose another folder" >&2
     exit 1
 fi
