@@ -4,6 +4,7 @@
 It fails if
 
  - the text that the page writes greedily is not that of the program performer-lm, to the character;
+ - the weights of a head do not add up to 1, or lie on later tokens;
  - fewer than --floor tokens a second are written;
  - memory grows while a long text is written: the program's own, or that of the page around it;
  - the page does not work after its server is gone;
@@ -187,7 +188,39 @@ GREEDY = """new Promise((resolve, reject) => {
     if (data.type === "ready") worker.postMessage({ type: "write", id: 1, prompt: %s, temperature: 0, seed: 0, most: %d,
       pastEnds: true, pace: "full" });
     if (data.type === "piece" || data.type === "done") text += data.text;
-    if (data.type === "done") { worker.terminate(); resolve({ text, tokens: data.tokens, stateBytes: data.stateBytes }); }
+    if (data.type === "done") {
+      worker.terminate();
+      resolve({ text, tokens: data.tokens, stateBytes: data.stateBytes });
+    }
+  };
+  worker.postMessage({ type: "load", name: "performer", bytes: 1 });
+})"""
+
+# The rows of every head: how far their sums are from 1, and the largest weight of a later token.
+WEIGHTS = """new Promise((resolve, reject) => {
+  const worker = new Worker("worker.js", { type: "module" });
+  let [asked, sums, later] = [[], 0, 0];
+  const next = () => {
+    if (asked.length) worker.postMessage({ type: "weights", text: %s, most: 24, ...asked.pop() });
+    else { worker.terminate(); resolve([sums, later]); }
+  };
+  worker.onmessage = ({ data }) => {
+    if (data.type === "error") reject(new Error(data.message));
+    if (data.type === "ready") {
+      for (let layer = 0; layer < data.layers; layer++)
+        for (let head = 0; head < data.heads; head++) asked.push({ layer, head });
+      next();
+    }
+    if (data.type === "weights") {
+      const t = data.tokens.length;
+      for (const weights of [data.favor, data.softmax])
+        for (let i = 0; i < t; i++) {
+          const row = weights.slice(i * t, (i + 1) * t);
+          sums = Math.max(sums, Math.abs(row.reduce((a, b) => a + b) - 1));
+          later = Math.max(later, ...row.slice(i + 1).map(Math.abs));
+        }
+      next();
+    }
   };
   worker.postMessage({ type: "load", name: "performer", bytes: 1 });
 })"""
@@ -211,6 +244,14 @@ def check_greedy(browser, url, program):
     shown = words(browser.evaluate(SHOWN))
     require(shown.startswith(words(PROMPT + expected["text"])), f"the page shows\n{shown[:1000]}")
     print(f"greedy: {GREEDY_TOKENS} tokens are those of the program")
+
+
+def check_weights(browser):
+    text = f"{PROMPT}, there was a little girl named Lily. She loved to play."
+    sums, later = browser.evaluate(WEIGHTS % json.dumps(text))
+    require(sums < 1e-5, f"the weights of a token add up to 1 but for {sums}")
+    require(later == 0, f"a token looks at a later one, with weight {later}")
+    print(f"weights: of every head, with sums within {sums:.0e} of 1, and none of a later token")
 
 
 def check_speed(browser, url, floor):
@@ -257,7 +298,8 @@ def luminance(colour):
 COLOURS = """[...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() && !e.disabled &&
     [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())).map((e) => {
   let behind = e;
-  while (behind.parentElement && getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+  const isClear = () => getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)";
+  while (behind.parentElement && isClear()) behind = behind.parentElement;
   const style = getComputedStyle(e);
   const colour = e instanceof SVGElement ? style.fill : style.color;
   return [e.tagName + "." + (e.className.baseVal ?? e.className), colour, getComputedStyle(behind).backgroundColor];
@@ -362,6 +404,7 @@ def check(page, program, tokens, floor, screenshots, profile):
     try:
         browser.open(url)
         check_greedy(browser, url, program)
+        check_weights(browser)
         check_speed(browser, url, floor)
         check_access(browser, url)
         check_looks(browser, url, screenshots)
