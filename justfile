@@ -91,6 +91,15 @@ book *ARGS:
     scripts/book_check.py
     mdbook build book {{ ARGS }}
 
+# The browser page in target/page, with the two models that write stories: static files for any web server.
+page:
+    scripts/page.sh
+
+# The page in a headless Chromium: text, speed, memory over 100,000 tokens, keyboard, without a network; screenshots. Minutes.
+page-check *ARGS: page
+    cargo build --release -p performer-lm
+    scripts/page_check.py target/page target/release/performer-lm {{ ARGS }}
+
 # The book's page of commands and options, as the program prints it.
 book-reference:
     cargo run -p performer-lm -- reference > book/src/reference.md

@@ -166,23 +166,25 @@ impl Checkpoint {
         require_folder(dir)?;
         let path = dir.join(MODEL);
         let bytes = read(&path)?;
-        check_digest(&bytes).with_context(|| damaged(&path))?;
-        let header = SafeTensors::read_metadata(&bytes).with_context(|| damaged(&path))?;
-        let metadata = header.1.metadata().clone().unwrap_or_default();
-        let mut metadata: BTreeMap<_, _> = metadata.into_iter().collect();
-        let digests = metadata.remove(DIGESTS_KEY);
-        let digests = digests.and_then(parse_digests).unwrap_or_default();
-        metadata.remove(FORMAT_KEY);
-        metadata.remove(weights_file::DIGEST_KEY);
+        let (metadata, digests) = read_header(&bytes, &path)?;
         let tokenizer = read_companion(dir, TOKENIZER, &digests)?;
         parse_json::<IgnoredAny>(&tokenizer, &dir.join(TOKENIZER))?;
         let config = read_companion(dir, CONFIG, &digests)?;
-        Ok(Self {
-            config: parse_json(&config, &dir.join(CONFIG))?,
-            tokenizer,
-            tensors: parse_safetensors(&bytes, &path, device)?,
-            metadata,
-        })
+        let config = parse_json(&config, &dir.join(CONFIG))?;
+        Ok(Self { config, tokenizer, tensors: parse_safetensors(&bytes, &path, device)?, metadata })
+    }
+
+    /// Makes a checkpoint of the contents of `config.json`, `tokenizer.json` and
+    /// `model.safetensors`, where there is no folder that holds them.
+    ///
+    /// # Errors
+    /// If one of them is damaged; the message names it.
+    pub fn from_bytes(config: &[u8], tokenizer: Vec<u8>, weights: &[u8], device: &Device) -> Result<Self> {
+        let path = Path::new(MODEL);
+        let (metadata, _) = read_header(weights, path)?;
+        parse_json::<IgnoredAny>(&tokenizer, Path::new(TOKENIZER))?;
+        let config = parse_json(config, Path::new(CONFIG))?;
+        Ok(Self { config, tokenizer, tensors: parse_safetensors(weights, path, device)?, metadata })
     }
 
     /// Returns the configuration as a type of the caller's.
@@ -347,6 +349,18 @@ fn read(path: &Path) -> Result<Vec<u8>> {
         ),
         _ => anyhow::Error::new(e).context(format!("cannot read {}", path.display())),
     })
+}
+
+/// Checks the digest of a file of weights, and returns what its header tells beside the tensors: the
+/// caller's metadata, and the digests of the files saved with it.
+fn read_header(weights: &[u8], path: &Path) -> Result<(BTreeMap<String, String>, Digests)> {
+    check_digest(weights).with_context(|| damaged(path))?;
+    let header = SafeTensors::read_metadata(weights).with_context(|| damaged(path))?;
+    let mut metadata: BTreeMap<_, _> = header.1.metadata().clone().unwrap_or_default().into_iter().collect();
+    let digests = metadata.remove(DIGESTS_KEY).and_then(parse_digests).unwrap_or_default();
+    metadata.remove(FORMAT_KEY);
+    metadata.remove(weights_file::DIGEST_KEY);
+    Ok((metadata, digests))
 }
 
 fn damaged(path: &Path) -> String {

@@ -102,7 +102,7 @@ pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let attempt = || -> std::io::Result<()> {
         std::fs::create_dir_all(folder)?;
-        let mut builder = tempfile::Builder::new();
+        let builder = &mut tempfile::Builder::new();
         // Temporary files are private by default; with this mode the umask gives them the
         // permissions of any other new file.
         #[cfg(unix)]

@@ -9,7 +9,7 @@ use rand_chacha::{
 };
 
 use crate::{
-    data::Tokenizer,
+    data::{StreamDecoder, Tokenizer},
     model::{Decoder, DecoderState},
 };
 
@@ -185,44 +185,115 @@ impl<'a> Continuation<'a> {
         self.model.positions_left(&self.model.new_state()) - self.ids.len() + 1
     }
 
+    /// Begins to write, one token at a time.
+    pub fn begin(self) -> Writing<'a> {
+        let Self { model, tokenizer, sampler, ids, past_ends } = self;
+        let stream = tokenizer.stream_after(&ids);
+        Writing { model, tokenizer, sampler, past_ends, stream, state: model.new_state(), next: ids, tokens: 0 }
+    }
+
     /// Generates at most `max_tokens` tokens, and hands each piece of text to `emit` as soon as its
     /// last character is complete, until `emit` returns `false`.
     ///
     /// # Errors
     /// If no logit is finite, or `emit` fails.
     pub fn write(self, max_tokens: usize, mut emit: impl FnMut(&str) -> Result<bool>) -> Result<Generation> {
-        let Self { model, tokenizer, mut sampler, mut ids, past_ends } = self;
-        let mut stream = tokenizer.stream_after(&ids);
-        let mut state: DecoderState = model.new_state();
-        let mut tokens = 0;
+        let mut writing = self.begin();
         let mut stop = Stop::MaxTokens;
-        while tokens < max_tokens {
-            if model.positions_left(&state) < ids.len() {
-                stop = Stop::PositionsUsedUp;
-                break;
-            }
-            let input = Tensor::from_slice(&ids, (1, ids.len()), model.device())?;
-            let logits = model.extend(&input, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-            let next = sampler.sample(&logits)?;
-            if tokenizer.borders().is_end(next) && !past_ends {
-                stop = Stop::EndOfText;
-                break;
-            }
-            tokens += 1;
-            ids = vec![next];
-            let text = if tokenizer.borders().is_end(next) { Some("\n\n".into()) } else { stream.push(next)? };
-            if let Some(text) = text
-                && !emit(&text)?
-            {
-                stop = Stop::Interrupted;
-                break;
+        while writing.tokens() < max_tokens {
+            match writing.step()? {
+                Step::Ended(why) => {
+                    stop = why;
+                    break;
+                }
+                Step::Text(text) => {
+                    if !text.is_empty() && !emit(&text)? {
+                        stop = Stop::Interrupted;
+                        break;
+                    }
+                }
             }
         }
-        let rest = stream.finish()?;
+        let (tokens, state_bytes) = (writing.tokens(), writing.state_bytes());
+        let rest = writing.finish()?;
         if !rest.is_empty() {
             emit(&rest)?;
         }
-        Ok(Generation { tokens, stop, state_bytes: state.bytes() })
+        Ok(Generation { tokens, stop, state_bytes })
+    }
+}
+
+/// `Step` is what one more token brought.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The text that it completed; none while a character is incomplete.
+    Text(String),
+    /// Nothing: the text has ended, and every further step says so.
+    Ended(Stop),
+}
+
+/// A `Writing` is a text that is being written, token by token, at the caller's pace.
+pub struct Writing<'a> {
+    model: &'a Decoder,
+    tokenizer: &'a Tokenizer,
+    sampler: Sampler,
+    past_ends: bool,
+    stream: StreamDecoder<'a>,
+    state: DecoderState,
+    /// What the model has not read yet: all of the prompt, and from then on the last token; empty
+    /// after the end.
+    next: Vec<u32>,
+    tokens: usize,
+}
+
+impl Writing<'_> {
+    /// Writes one more token.
+    ///
+    /// # Errors
+    /// If no logit is finite.
+    pub fn step(&mut self) -> Result<Step> {
+        let Self { model, tokenizer, state, next: ids, .. } = self;
+        if ids.is_empty() {
+            return Ok(Step::Ended(Stop::EndOfText));
+        }
+        if model.positions_left(state) < ids.len() {
+            return Ok(Step::Ended(Stop::PositionsUsedUp));
+        }
+        let input = Tensor::from_slice(ids, (1, ids.len()), model.device())?;
+        let logits = model.extend(&input, state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let next = self.sampler.sample(&logits)?;
+        let is_end = tokenizer.borders().is_end(next);
+        if is_end && !self.past_ends {
+            ids.clear();
+            return Ok(Step::Ended(Stop::EndOfText));
+        }
+        self.tokens += 1;
+        *ids = vec![next];
+        Ok(Step::Text(if is_end { "\n\n".into() } else { self.stream.push(next)?.unwrap_or_default() }))
+    }
+
+    /// Returns the number of tokens written so far, those of the prompt not counted.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Returns the number of tokens that the model has read: the one before a text, those of the
+    /// prompt, and all that were written but the last.
+    pub fn tokens_read(&self) -> usize {
+        self.state.tokens()
+    }
+
+    /// Returns the size of the decoding state in bytes.
+    pub fn state_bytes(&self) -> usize {
+        self.state.bytes()
+    }
+
+    /// Ends the text: returns what is left of a character that was never completed.
+    ///
+    /// # Errors
+    /// As [`StreamDecoder::finish`].
+    pub fn finish(self) -> Result<String> {
+        self.stream.finish()
     }
 }
 

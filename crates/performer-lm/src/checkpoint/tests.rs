@@ -72,6 +72,27 @@ fn killed_save(dir: &Path, id: u32, trained: bool, kill_at: usize) -> bool {
 }
 
 #[test]
+fn the_bytes_of_a_folder_are_what_it_holds() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let (checkpoint, _) = sample(7);
+    checkpoint.save(root.path(), None)?;
+    let files = [CONFIG, TOKENIZER, MODEL].map(|name| fs::read(root.path().join(name)).unwrap());
+    let from = |[config, tokenizer, weights]: &[Vec<u8>; 3]| {
+        Checkpoint::from_bytes(config, tokenizer.clone(), weights, &Device::Cpu)
+    };
+    let read = from(&files)?;
+    assert_eq!((&read.config, &read.tokenizer), (&checkpoint.config, &checkpoint.tokenizer));
+    assert_eq!((first_value(&read.tensors), &read.metadata), (7, &checkpoint.metadata));
+    for (at, name) in [CONFIG, TOKENIZER, MODEL].into_iter().enumerate() {
+        let mut damaged = files.clone();
+        damaged[at].insert(0, b'x');
+        let error = format!("{:#}", from(&damaged).unwrap_err());
+        assert!(error.contains(name), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn a_checkpoint_comes_back_as_it_was_saved() -> Result<()> {
     let root = tempfile::tempdir()?;
     let dir = root.path().join("a/b");

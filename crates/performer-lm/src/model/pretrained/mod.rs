@@ -82,12 +82,28 @@ impl Pretrained {
         } else {
             bail!("there is no file or folder {source}: give {FORMATS}")
         };
-        let (tokens, embeddings) = (opened.tokenizer.vocab_size(), opened.config.vocab_size);
+        opened.require_vocabulary().with_context(|| source.to_owned())?;
+        Ok(opened)
+    }
+
+    /// Opens a checkpoint of this program from the contents of its `config.json`, `tokenizer.json`
+    /// and `model.safetensors`, where there is no file system, as in a browser.
+    ///
+    /// # Errors
+    /// If one of them is damaged, or they do not belong together; the message says which.
+    pub fn from_bytes(config: &[u8], tokenizer: Vec<u8>, weights: &[u8]) -> Result<Self> {
+        let opened = of_checkpoint(Checkpoint::from_bytes(config, tokenizer, weights, &Device::Cpu)?)?;
+        opened.require_vocabulary()?;
+        Ok(opened)
+    }
+
+    fn require_vocabulary(&self) -> Result<()> {
+        let (tokens, embeddings) = (self.tokenizer.vocab_size(), self.config.vocab_size);
         ensure!(
             tokens <= embeddings,
-            "{source}: the tokenizer has {tokens} tokens and the model {embeddings}; they do not belong together"
+            "the tokenizer has {tokens} tokens and the model {embeddings}; they do not belong together"
         );
-        Ok(opened)
+        Ok(())
     }
 
     /// Builds the model on a device, to be used: its weights are constants
@@ -129,11 +145,13 @@ fn folder(dir: &Path) -> Result<Pretrained> {
     if hugging_face::is_folder(dir) {
         return hugging_face::open(dir);
     }
-    let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
-    let config: ModelConfig =
-        checkpoint.config_as().with_context(|| format!("cannot read the model in {}", dir.display()))?;
-    let tokenizer = Tokenizer::with_borders(checkpoint.tokenizer, config.borders.clone())
-        .with_context(|| dir.join("tokenizer.json").display().to_string())?;
+    of_checkpoint(Checkpoint::load(dir, &Device::Cpu)?)
+        .with_context(|| format!("cannot read the model in {}", dir.display()))
+}
+
+fn of_checkpoint(checkpoint: Checkpoint) -> Result<Pretrained> {
+    let config: ModelConfig = checkpoint.config_as()?;
+    let tokenizer = Tokenizer::with_borders(checkpoint.tokenizer, config.borders.clone()).context("tokenizer.json")?;
     Ok(Pretrained { config, tensors: checkpoint.tensors, tokenizer })
 }
 

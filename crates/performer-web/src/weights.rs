@@ -1,0 +1,83 @@
+//! What a head of attention looks at, as a matrix: linear attention never computes one.
+//!
+//! An attention's output is a mean of the values, so with unit vectors for values it is the weights
+//! themselves: exactly those that the model uses, whatever its features.
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Tensor};
+use performer_core::{Attention, Inputs, Mask, Softmax};
+use performer_lm::model::Decoder;
+
+/// Returns the causal weights of the model's own attention, and those of softmax from the same
+/// queries and keys, `T · T` numbers each.
+///
+/// # Errors
+/// If the model cannot compute these tokens.
+pub(crate) fn of_head(model: &Decoder, ids: &[u32], layer: usize, head: usize) -> Result<[Vec<f32>; 2]> {
+    let ids = Tensor::from_slice(ids, (1, ids.len()), model.device())?;
+    let mut found = None;
+    model.hidden_through(&ids, |at, q, k, v| {
+        let attention = model.attention(at);
+        if at == layer {
+            found = Some([weights(attention, q, k)?, weights(&Softmax::new(), q, k)?]);
+        }
+        attention.forward(Inputs::new(q, k, v), &Mask::causal())
+    })?;
+    let [own, softmax] = found.context("the layer was not computed")?;
+    let of_head = |all: &Tensor| all.get(0)?.get(head)?.flatten_all()?.to_vec1();
+    Ok([of_head(&own)?, of_head(&softmax)?])
+}
+
+/// Returns the causal weights of an attention: `(B, H, T, D)`, `(B, Hkv, T, D)` → `(B, H, T, T)`.
+fn weights(attention: &dyn Attention, q: &Tensor, k: &Tensor) -> candle_core::Result<Tensor> {
+    let (b, heads, t, _) = k.dims4()?;
+    let unit = Tensor::eye(t, DType::F32, k.device())?.broadcast_as((b, heads, t, t))?.contiguous()?;
+    attention.forward(Inputs::new(q, k, &unit), &Mask::causal())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use performer_core::{Favor, FavorConfig};
+
+    const T: usize = 7;
+    const D: usize = 8;
+
+    fn random() -> Tensor {
+        Tensor::randn(0f32, 1.0, (1, 2, T, D), &Device::Cpu).unwrap()
+    }
+
+    /// Compares weights with a kernel matrix, row by row over its sum up to the diagonal.
+    fn compare(weights: &Tensor, kernel: &Tensor) {
+        for head in 0..2 {
+            let (weights, kernel): (Vec<Vec<f32>>, Vec<Vec<f32>>) = (
+                weights.get(0).unwrap().get(head).unwrap().to_vec2().unwrap(),
+                kernel.get(0).unwrap().get(head).unwrap().to_vec2().unwrap(),
+            );
+            for (i, (row, kernel)) in weights.iter().zip(&kernel).enumerate() {
+                let sum: f32 = kernel[..=i].iter().sum();
+                for (j, weight) in row.iter().enumerate() {
+                    let expected = if j <= i { kernel[j] / sum } else { 0.0 };
+                    assert!((weight - expected).abs() <= 1e-5, "head {head}, {i} to {j}: {weight} {expected}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn of_softmax() {
+        let (q, k) = (random(), random());
+        let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() / (D as f64).sqrt()).unwrap();
+        compare(&weights(&Softmax::new(), &q, &k).unwrap(), &scores.exp().unwrap());
+    }
+
+    #[test]
+    fn of_favor_are_its_features_products() {
+        let (q, k) = (random(), random());
+        let favor = Favor::new(&FavorConfig::default().with_features(32), D, 5, DType::F32, &Device::Cpu).unwrap();
+        let scale = (D as f64).powf(-0.25);
+        let kernel = favor.map().kernel(&(&q * scale).unwrap(), &(&k * scale).unwrap()).unwrap();
+        compare(&weights(&favor, &q, &k).unwrap(), &kernel);
+    }
+}

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Builds the browser page into target/page, or into the folder that is given: static files, which
+# any web server can serve from any folder. Needs Rust's target wasm32-unknown-unknown, and crates
+# from the registry the first time.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
+
+target=${CARGO_TARGET_DIR:-target}
+page=${1:-$target/page}
+triple=wasm32-unknown-unknown
+if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
+    if ! command -v rustup >/dev/null; then
+        echo "Rust lacks the target $triple: install it with rustup (https://rustup.rs)" >&2
+        exit 1
+    fi
+    rustup target add "$triple"
+fi
+
+if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! [ -f "$page/service-worker.js" ]; then
+    echo "$page holds files that are no page of this script's, and would be replaced: choose another folder" >&2
+    exit 1
+fi
+
+cargo build --release --locked -p performer-web --target "$triple"
+rm -rf "$page"
+mkdir -p "$page"
+cp web/* "$page"
+CARGO_TARGET_DIR=$target/wasm-glue cargo run --quiet --release --locked --manifest-path scripts/wasm-glue/Cargo.toml -- \
+    "$target/$triple/release/performer_web.wasm" "$page"
+for model in performer softmax; do
+    mkdir -p "$page/models/$model"
+    cp models/stories/$model/{config.json,tokenizer.json,model.safetensors} "$page/models/$model"
+    bytes=$(cat "$page/performer_web_bg.wasm" "$page/models/$model"/* | wc -c)
+    sed -i.old "s|0/\* $model \*/|$bytes|" "$page/page.js"
+done
+rm "$page/page.js.old"
+
+# The service worker keeps these files under a name made of their contents.
+(
+    cd "$page"
+    files=$(find . -type f ! -name service-worker.js | LC_ALL=C sort)
+    digest=$(while IFS= read -r file; do cat "$file"; done <<<"$files" | cksum | tr ' ' -)
+    list=$(sed 's/.*/"&"/' <<<"$files" | paste -sd, -)
+    sed -i.old -e "s|/\* files \*/|\"./\",$list|" -e "s|/\* build \*/|$digest|" service-worker.js
+    rm service-worker.js.old
+)
+echo "$page: $(du -sh "$page" | cut -f1), the program $(wc -c <"$page/performer_web_bg.wasm") bytes"
+echo "look at it with: python3 -m http.server --bind 127.0.0.1 --directory $page"
