@@ -6,7 +6,7 @@ in a ring.
 
 Writes OUT/model.json, with every assumption, and the chart OUT/model.svg. Nothing is measured
 here: times of attention are those of one H100 in benchmarks/h100/timings.json, sizes of messages
-are what the program sends (the test `exchange::` of performer-core counts them), bandwidths are
+are what the program sends (the test `segments::` of performer-lm counts them), bandwidths are
 those that makers publish.
 
 The model: one sequence of T tokens, cut over N ranks. In each layer
