@@ -6,14 +6,13 @@ in a ring.
 
 Writes OUT/model.json, with every assumption, and the chart OUT/model.svg. Nothing is measured
 here: times of attention are those of one H100 in benchmarks/h100/timings.json, sizes of messages
-are what the program sends (the test `exchange::` of performer-core counts them), bandwidths are
+are what the program sends (the test `segments::` of performer-lm counts them), bandwidths are
 those that makers publish.
 
 The model: one sequence of T tokens, cut over N ranks. In each layer
 
-  FAVOR    every rank sends its sums, M(D + 2) + 1 numbers a head in f32, to all later ranks, and
-           gets as many gradients back. The first rank sends N - 1 messages each way, which is what
-           takes longest. With a scan by halves it would be log2 N; both are given.
+  FAVOR    sums, M(D + 2) + 1 numbers a head in f32, are merged by a scan: ceil(log2 N) messages one
+           after the other, and as many gradients the other way.
   softmax  keys and values of T/N tokens go around the ring in bf16: N - 1 messages forward; backward
            they go around once more with their gradients. Each is sent while the one before it is
            computed with, so that the longer of the two counts. Work is spread evenly, at best.
@@ -61,7 +60,7 @@ def step(network, ranks, tokens, rates):
     block = 2 * own * m["heads"] * m["head_dim"] * 2  # keys and values in bf16
     compute = rates[0] * own * m["heads"]
     # Between two messages of the ring; going back takes two and a half times as long as forward.
-    hops = ranks - 1
+    hops, rounds = ranks - 1, math.ceil(math.log2(ranks))
     part = rates[1] * own * own * m["heads"]
     forward, backward = part / 3.5, part * 2.5 / 3.5
     gradients = 2 * m["parameters"] * 2 * hops / ranks
@@ -72,13 +71,11 @@ def step(network, ranks, tokens, rates):
         "network": network,
         "ranks": ranks,
         "tokens": tokens,
-        "favor_seconds": same + m["layers"] * (compute + 2 * hops * send(sums)),
-        "favor_scan_seconds": same + m["layers"] * (compute + 2 * math.log2(ranks) * send(sums)),
+        "favor_seconds": same + m["layers"] * (compute + 2 * rounds * send(sums)),
         "softmax_seconds": same
         + m["layers"] * (forward + backward + hops * (max(forward, send(block)) + max(backward, send(2 * block)))),
         "same_seconds": same,
-        "favor_bytes": 2 * hops * sums,
-        "favor_scan_bytes": 2 * math.log2(ranks) * sums,
+        "favor_bytes": 2 * rounds * sums,
         "softmax_bytes": hops * 3 * block,
     }
 
@@ -86,7 +83,7 @@ def step(network, ranks, tokens, rates):
 def chart(rows):
     """Seconds a step over tokens, a panel for each network and number of ranks."""
     width, height, left, top = 190, 150, 80, 40
-    values = [row[key] for row in rows for key in ("favor_seconds", "favor_scan_seconds", "softmax_seconds")]
+    values = [row[key] for row in rows for key in ("favor_seconds", "softmax_seconds")]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     parts = []
     for i, network in enumerate(NETWORKS):
@@ -107,19 +104,13 @@ def chart(rows):
                 x = x0 + 15 + k * (width - 30) / 2
                 parts.append(f'<text x="{x:.0f}" y="{y0 + height + 15}" text-anchor="middle">{name}{" tokens" if k == 1 else ""}</text>')
             here = [r for r in rows if r["network"] == network and r["ranks"] == ranks]
-            for key, colour, dash in [
-                ("softmax_seconds", "#c44", ""),
-                ("favor_seconds", "#06c", ""),
-                ("favor_scan_seconds", "#06c", ' stroke-dasharray="4 3"'),
-            ]:
+            for key, colour in [("softmax_seconds", "#c44"), ("favor_seconds", "#06c")]:
                 points = " ".join("%.1f,%.1f" % place(k, row[key]) for k, row in enumerate(here))
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+                parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
     bottom = top + len(NETWORKS) * (height + 50)
-    for k, (text, colour, dash) in enumerate(
-        [("softmax in a ring", "#c44", ""), ("FAVOR+, sums to all later ranks", "#06c", ""), ("FAVOR+ with a scan", "#06c", "4 3")]
-    ):
-        x = left + (0, 170, 420)[k]
-        parts.append(f'<path d="M{x} {bottom - 4}h24" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash or "none"}"/>')
+    for k, (text, colour) in enumerate([("softmax in a ring", "#c44"), ("FAVOR+", "#06c")]):
+        x = left + 170 * k
+        parts.append(f'<path d="M{x} {bottom - 4}h24" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{x + 30}" y="{bottom}">{text}</text>')
     size = f'width="{left + 3 * (width + 30)}" height="{bottom + 15}"'
     style = 'font-family="sans-serif" font-size="12" fill="#777"'
@@ -145,7 +136,7 @@ def main():
     for row in rows:
         print(
             f"{row['case']:>34}: FAVOR {row['favor_seconds']:9.3f} s, "
-            f"with a scan {row['favor_scan_seconds']:9.3f} s, softmax {row['softmax_seconds']:9.3f} s, the rest {row['same_seconds']:.3f} s"
+            f"softmax {row['softmax_seconds']:9.3f} s, the rest {row['same_seconds']:.3f} s"
         )
 
 

@@ -4,7 +4,8 @@
 //! [`Ranks`] is what a process knows of the others: its number (the rank), how many there are, and
 //! collective calls, each with a deadline. There are implementations for one process ([`One`]), for
 //! ranks that are threads of one process ([`threads`]) and for processes under MPI (`Mpi`, with the
-//! feature `mpi`). What stands above them knows nothing of what carries them:
+//! feature `mpi`). With the feature `nccl`, processes under MPI connect their cards, whose numbers
+//! then go from one to the other without the processor ([`Cards`]). What stands above them knows nothing of what carries them:
 //!
 //! - [`sum_in_order`] adds the gradients of a batch whose parts are computed by several ranks, in
 //!   one order, whatever the number of ranks. So a training has the same bits on any number.
@@ -19,12 +20,15 @@
 #![deny(missing_docs)]
 
 mod agree;
+mod cards;
 mod count;
 mod error;
 mod fold;
 mod grid;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod one;
 mod ranks;
 mod scan;
@@ -32,14 +36,17 @@ mod start;
 mod threads;
 
 pub use agree::{Disagreement, agree, agree_on, gather};
+pub use cards::{CardMemory, Cards};
 pub use count::{Counted, Traffic};
 pub use error::{Error, Result};
 pub use fold::sum_in_order;
 pub use grid::{Grid, share};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
+#[cfg(feature = "nccl")]
+pub use nccl::{Card, Nccl};
 pub use one::One;
 pub use ranks::{Ranks, Reduction};
 pub use scan::exclusive_scan;
-pub use start::{launched_rank, neighbours, start};
+pub use start::{launched_rank, neighbours, place, start};
 pub use threads::{Thread, threads};

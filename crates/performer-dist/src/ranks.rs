@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use crate::Result;
+use crate::{Cards, Result};
 
 /// How the numbers of several ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,4 +70,8 @@ pub trait Ranks: fmt::Debug + Send + Sync {
     /// Ends all ranks, this one included, where they are processes. Ranks that are threads are left
     /// to find that this one is gone.
     fn abort(&self);
+    /// The calls on the memory of cards, where ranks were made with cards.
+    fn cards(&self) -> Option<&dyn Cards> {
+        None
+    }
 }

@@ -25,6 +25,16 @@ pub fn neighbours() -> usize {
     if launched() > 1 { NEIGHBOURS.iter().find_map(size).unwrap_or(1).max(1) } else { 1 }
 }
 
+/// What launchers say of the number of a process on its machine: OpenMPI, MPICH, Slurm.
+const PLACES: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
+
+/// Returns the number of this process among those of this program on its machine, from 0, as far as
+/// the launcher says it: by it, each takes a card of its own.
+pub fn place() -> usize {
+    let place = |name: &&str| env::var(name).ok()?.parse().ok();
+    if launched() > 1 { PLACES.iter().find_map(place).unwrap_or(0) } else { 0 }
+}
+
 /// What launchers say of the number of a process, in the order of [`SIZES`].
 const RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];
 

@@ -19,7 +19,7 @@ use crate::{
     listener::Listener,
     machine::Machine,
     model::Decoder,
-    train::{Found, Grid, Report, RunOptions, divided, find, find_or_run, led, run_name, training_batches},
+    train::{Grid, Report, RunOptions, divided, find, find_or_run, led, made, run_name, training_batches},
 };
 use summary::summarise;
 pub use summary::{Summary, TestSummary};
@@ -199,16 +199,7 @@ impl Comparison<'_> {
     fn train(&self, attention: &AttentionPattern, seed: u64, learning_rate: f64, data: &Prepared) -> Result<Chosen> {
         let (config, training) = self.recipe(attention, seed, learning_rate)?;
         let folder = self.folder(attention, seed, learning_rate);
-        if self.ranks.world().size() > 1 {
-            let Found::Finished(report) = find(&config, &training, data, &self.options(&folder))? else {
-                bail!(
-                    "{} has no result, though a process has trained it: all processes need one folder for results,                      on a file system that all of them see",
-                    folder.display()
-                );
-            };
-            return Ok(Chosen { report: *report, learning_rate, folder });
-        }
-        let report = find_or_run(&config, &training, data, self.options(&folder))?;
+        let report = made(&self.ranks, &config, &training, data, self.options(&folder))?;
         let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
         Ok(Chosen { report, learning_rate, folder })
     }

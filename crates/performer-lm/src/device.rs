@@ -13,7 +13,7 @@ pub enum DeviceKind {
     Auto,
     /// The processor.
     Cpu,
-    /// The first NVIDIA card.
+    /// An NVIDIA card: the first, or for processes under mpirun one each, in their order.
     Cuda,
     /// The graphics of a Mac.
     Metal,
@@ -54,7 +54,7 @@ fn cuda() -> Result<Device> {
                 .into()
         ));
     }
-    let device = Device::new_cuda(0).context(Cause::Device(
+    let device = Device::new_cuda(card()).context(Cause::Device(
         "no CUDA device can be opened: nvidia-smi must list one, and a driver of at least the version that the CUDA libraries \
          here need (580 for CUDA 13)"
             .into(),
@@ -62,6 +62,15 @@ fn cuda() -> Result<Device> {
     #[cfg(feature = "cuda")]
     performer_core::kernels::cuda::keep_memory(device.as_cuda_device()?).context("the CUDA device cannot be set up")?;
     Ok(device)
+}
+
+/// The number of the card that this process takes: several processes on a machine divide its cards.
+fn card() -> usize {
+    #[cfg(feature = "cuda")]
+    if let Ok(count @ 1..) = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count() {
+        return performer_dist::place() % count as usize;
+    }
+    0
 }
 
 fn metal() -> Result<Device> {

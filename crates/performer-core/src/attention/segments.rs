@@ -13,6 +13,7 @@
 
 use std::{
     fmt,
+    ops::RangeInclusive,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -199,11 +200,50 @@ impl Segment {
     /// # Errors
     /// If a segment does not take part.
     pub fn earlier(&self, x: &Tensor, reach: usize) -> Result<Vec<Tensor>> {
-        let (index, count) = (self.index(), self.count());
-        let reach = reach.min(count - 1);
+        let reach = reach.min(self.count() - 1);
         if reach == 0 {
             return Ok(Vec::new());
         }
+        self.at(x, 1..=reach)
+    }
+
+    /// Merges what all segments before this one have in the place of `x`, in their order:
+    /// `x₀ ⊕ x₁ ⊕ … ⊕ x_{r−1}` in segment `r`, `None` in the first. `merge(before, after)` computes
+    /// `⊕`, which is associative up to rounding and keeps shape and type; it need not commute.
+    /// Otherwise as [`Self::earlier`].
+    ///
+    /// In round `k` a segment sends what it has merged so far to the one `2^k` places on (Hillis
+    /// and Steele 1986), so each sends at most `⌈log₂ N⌉` times the size of `x`, however many
+    /// segments there are. How terms are grouped depends on the number of segments alone.
+    ///
+    /// # Errors
+    /// As [`Self::earlier`], and those of `merge`.
+    pub fn merged_before(
+        &self,
+        x: &Tensor,
+        merge: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let (mut own, mut before) = (x.clone(), None);
+        let mut reach = 1;
+        while reach < self.count() {
+            if let Some(received) = self.at(&own, reach..=reach)?.pop() {
+                if self.index() + 2 * reach < self.count() {
+                    own = merge(&received, &own)?;
+                }
+                before = Some(match before {
+                    None => received,
+                    Some(before) => merge(&received, &before)?,
+                });
+            }
+            reach *= 2;
+        }
+        Ok(before)
+    }
+
+    /// Returns what the segments at these distances before this one have in the place of `x`, the
+    /// earliest first.
+    fn at(&self, x: &Tensor, distances: RangeInclusive<usize>) -> Result<Vec<Tensor>> {
+        let (index, count) = (self.index(), self.count());
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let x = match &*last {
             Some(last) => after(x, last)?,
@@ -211,7 +251,7 @@ impl Segment {
         };
         let own = x.detach();
         let mut received = Vec::new();
-        for distance in 1..=reach {
+        for distance in distances.clone() {
             let (to, from) = (index + distance, index.checked_sub(distance));
             received.extend(self.neighbours.exchange(&own, (to < count).then_some(to), from)?);
         }
@@ -221,7 +261,7 @@ impl Segment {
             received.push(own.zeros_like()?);
         }
         let received = Tensor::stack(&received, 0)?.detach();
-        let gathered = apply(Gathered { neighbours: Arc::clone(&self.neighbours), reach }, [&x, &received])?;
+        let gathered = apply(Gathered { neighbours: Arc::clone(&self.neighbours), distances }, [&x, &received])?;
         *last = Some(gathered.clone());
         (0..present).map(|i| ops::reshape(&ops::narrow(&gathered, 0, i, 1)?, x.shape())).collect()
     }
@@ -319,7 +359,7 @@ impl Operation<2> for After {
 /// gradients come back that later segments have for it.
 struct Gathered {
     neighbours: Arc<dyn Neighbours>,
-    reach: usize,
+    distances: RangeInclusive<usize>,
 }
 
 impl Operation<2> for Gathered {
@@ -342,10 +382,10 @@ impl Operation<2> for Gathered {
     fn backward(&self, [x, _]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (index, count) = (self.neighbours.index(), self.neighbours.count());
         let mut sum = None::<Tensor>;
-        for distance in 1..=self.reach {
+        for distance in self.distances.clone() {
             // The first of what was received came from the earliest segment.
             let to = index.checked_sub(distance);
-            let place = to.map_or(0, |_| self.reach.min(index) - distance);
+            let place = to.map_or(0, |_| index.min(*self.distances.end()) - distance);
             let own = grad.narrow(0, place, 1)?.reshape(x.shape())?.detach();
             let from = index + distance;
             let received = self.neighbours.exchange(&own, to, (from < count).then_some(from))?;

@@ -272,6 +272,7 @@ API cuInit(unsigned) {
     return SUCCESS;
 }
 API cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
+API cuDeviceGetCount(int* count) { return *count = 1, SUCCESS; }
 API cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? SUCCESS : 101; }
 API cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "emulated on the CPU"), SUCCESS; }
 API cuDeviceGetAttribute(int* value, int attribute, int) {

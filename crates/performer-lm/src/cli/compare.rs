@@ -22,7 +22,7 @@ use crate::{
 
 /// How long processes wait for the one whose runs take longest: a week. Where a process dies, its
 /// launcher ends the others.
-const DEADLINE: Duration = Duration::from_secs(7 * 24 * 3600);
+pub(super) const DEADLINE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[derive(clap::Args)]
 #[command(after_help = "\

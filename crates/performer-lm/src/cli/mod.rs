@@ -152,13 +152,21 @@ fn run(cli: Cli, ranks: &mut Arc<dyn Ranks>) -> Result<()> {
         Command::GpuCheck(_) => false,
         _ => true,
     };
-    let is_shared = matches!(cli.command, Command::Train(_) | Command::Compare(_));
+    let is_shared = match &cli.command {
+        Command::Train(_) | Command::Compare(_) => true,
+        Command::Lab(lab) => lab.is_shared(),
+        _ => false,
+    };
     let mut global = cli.global.configure(side_by_side)?;
     // MPI may start threads, so it comes after the environment is set.
     *ranks = performer_dist::start(DEADLINE).map_err(Error::msg)?;
+    #[cfg(feature = "nccl")]
+    if matches!(cli.command, Command::Train(_)) {
+        *ranks = crate::train::connect(Arc::clone(ranks), &global.device, DEADLINE)?;
+    }
     global.ranks = Arc::clone(ranks);
     if ranks.size() > 1 && !is_shared {
-        let text = "only train and compare work on several processes; start this command without mpirun".into();
+        let text = "only train, compare, lab ablate and lab tasks work on several processes; start this command without mpirun".into();
         bail!(Disagreement { rank: 0, size: ranks.size(), text });
     }
     listen_for_ctrl_c()?;

@@ -6,7 +6,7 @@ use std::{
     sync::atomic::AtomicBool,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use performer_core::{FavorConfig, FeatureMapKind, LayerParts, ProjectionKind, Radii};
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,7 @@ use crate::{
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
-    train::{Grid, RunKey, RunOptions, find, find_or_run},
+    train::{Grid, RunKey, RunOptions, divided, find, find_or_run, led, made},
 };
 
 /// The noise to assume where there is only one seed, in nats: by so much, differences to softmax
@@ -48,6 +48,8 @@ pub struct Plan<'a> {
     pub stop: &'a AtomicBool,
     /// Is told of steps, validations, and what a person should know.
     pub listener: &'a dyn Listener,
+    /// The processes that share the experiment: each makes whole runs, in one folder that all see.
+    pub ranks: Grid,
 }
 
 /// A `Variant` is the model with one thing changed.
@@ -166,19 +168,30 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
 /// Trains every variant with every seed; `progress` is called after each run.
 ///
 /// # Errors
-/// If a run fails or is stopped; finished runs are kept.
+/// If a run fails or is stopped, finished runs being kept, or ranks do not share the folder.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Findings> {
     if plan.seeds.is_empty() || plan.features.is_empty() || plan.features.contains(&0) {
         bail!("give at least one seed, and numbers of features of at least 1");
     }
     let variants = variants(&plan.features, plan.config.layers);
+    let all: Vec<(usize, u64)> =
+        (0..variants.len()).flat_map(|i| plan.seeds.iter().map(move |&seed| (i, seed))).collect();
     // This fails now where a run would fail hours later.
-    for (i, variant) in variants.iter().enumerate() {
-        for &seed in &plan.seeds {
-            let (config, training) = plan.recipe(variant, seed);
-            find(&config, &training, data, &plan.options(&plan.folder(i, seed)))
-                .with_context(|| variant.name.clone())?;
-        }
+    led(&plan.ranks, || {
+        all.iter().try_for_each(|&(i, seed)| {
+            let (config, training) = plan.recipe(&variants[i], seed);
+            let found = find(&config, &training, data, &plan.options(&plan.folder(i, seed)));
+            found.map(drop).with_context(|| variants[i].name.clone())
+        })
+    })?;
+    if plan.ranks.world().size() > 1 {
+        let finished = divided(&plan.ranks, all.len(), |run| {
+            let (i, seed) = all[run];
+            let (config, training) = plan.recipe(&variants[i], seed);
+            let report = find_or_run(&config, &training, data, plan.options(&plan.folder(i, seed)));
+            report.with_context(|| variants[i].name.clone())
+        })?;
+        ensure!(finished, Cause::Stopped(STOPPED.into()));
     }
     let mut outcomes = Vec::new();
     for (i, variant) in variants.iter().enumerate() {
@@ -195,7 +208,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         for &seed in &plan.seeds {
             let (config, training) = plan.recipe(variant, seed);
             let folder = plan.folder(i, seed);
-            let report = find_or_run(&config, &training, data, plan.options(&folder));
+            let report = made(&plan.ranks, &config, &training, data, plan.options(&folder));
             let report = report.with_context(|| variant.name.clone())?;
             let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
             progress(format!(

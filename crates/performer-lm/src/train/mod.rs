@@ -1,5 +1,7 @@
 //! This module trains models: it has one loop, and the parts of which the loop is made.
 
+#[cfg(feature = "nccl")]
+mod cards;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod folder;
@@ -22,6 +24,8 @@ pub use crate::{
     parallel::in_order,
     revision::git_revision,
 };
+#[cfg(feature = "nccl")]
+pub use cards::connect;
 pub use folder::{Found, SavedData, default_out, find, find_or_run, load_model, run_name, saved_data};
 pub use gradients::Gradients;
 pub use log::{Record, read_log};
@@ -34,8 +38,6 @@ pub use run::{RunOptions, Trainer, training_batches};
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};
 pub use segments::SharedSequence;
-#[cfg(feature = "cli")]
-pub(crate) use shared::agreed;
 #[cfg(feature = "lab")]
-pub(crate) use shared::{divided, led};
+pub(crate) use shared::{agreed, any_asked, divided, led, made};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

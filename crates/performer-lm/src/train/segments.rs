@@ -8,8 +8,8 @@ use performer_dist::Ranks;
 use safetensors::View;
 
 /// `SharedSequence` is a group of ranks that share each sequence, as a model's layers see it: rank
-/// `r` of `n` holds the `r`-th part of the tokens. Tensors travel as their bytes, through the
-/// memory of the processor.
+/// `r` of `n` holds the `r`-th part of the tokens. Tensors travel from card to card where the ranks
+/// are connected so, else as their bytes, through the memory of the processor.
 #[derive(Debug)]
 pub struct SharedSequence(Arc<dyn Ranks>);
 
@@ -31,6 +31,10 @@ impl Neighbours for SharedSequence {
 
     fn exchange(&self, x: &Tensor, to: Option<usize>, from: Option<usize>) -> Result<Option<Tensor>> {
         let x = x.contiguous()?;
+        #[cfg(feature = "nccl")]
+        if let (Some(cards), true) = (self.0.cards(), x.device().is_cuda()) {
+            return super::cards::exchange(cards, &x, to, from);
+        }
         let bytes = match to {
             Some(_) => x.data(),
             None => Default::default(),

@@ -1,12 +1,21 @@
 //! What several ranks that train one model do together: they share a batch, fail together, stop
 //! together, and let one of them write the files.
 
-use anyhow::{Context, Result};
+#[cfg(feature = "lab")]
+use anyhow::bail;
+use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use performer_dist::{Disagreement, Grid, Reduction, agree, agree_on, gather, sum_in_order};
 use serde_json::Value;
 
+#[cfg(feature = "lab")]
+use super::{Found, Report, RunOptions, find, find_or_run};
 use super::{Gradients, run_key};
+#[cfg(feature = "lab")]
+use crate::{
+    config::{ModelConfig, TrainingConfig},
+    data::Prepared,
+};
 
 /// Returns the outcome of this rank, or the error of the first rank that failed: all ranks fail,
 /// and know why.
@@ -63,7 +72,7 @@ fn refuse(differs: Option<Disagreement>) -> Result<()> {
 pub(crate) fn divided(
     ranks: &Grid,
     count: usize,
-    mut make: impl FnMut(usize) -> Result<Option<super::Report>>,
+    mut make: impl FnMut(usize) -> Result<Option<Report>>,
 ) -> Result<bool> {
     let world = ranks.world();
     let mut mine = (world.rank()..count).step_by(world.size());
@@ -77,8 +86,31 @@ pub(crate) fn divided(
     Ok(!any_asked(ranks, stopped)?)
 }
 
+/// Returns the result of one of several runs. One process makes it, unless it is there; several
+/// find what [`divided`] has made.
+#[cfg(feature = "lab")]
+pub(crate) fn made(
+    ranks: &Grid,
+    config: &ModelConfig,
+    training: &TrainingConfig,
+    data: &Prepared,
+    options: RunOptions,
+) -> Result<Option<Report>> {
+    if ranks.world().size() == 1 {
+        return find_or_run(config, training, data, options);
+    }
+    match find(config, training, data, &options)? {
+        Found::Finished(report) => Ok(Some(*report)),
+        _ => bail!(
+            "{} has no result, though a process has trained it: all processes need one folder for results, on a file \
+             system that all of them see",
+            options.out.display()
+        ),
+    }
+}
+
 /// Whether any rank was asked to stop.
-pub(super) fn any_asked(ranks: &Grid, asked: bool) -> Result<bool> {
+pub(crate) fn any_asked(ranks: &Grid, asked: bool) -> Result<bool> {
     if ranks.world().size() == 1 {
         return Ok(asked);
     }
@@ -88,7 +120,8 @@ pub(super) fn any_asked(ranks: &Grid, asked: bool) -> Result<bool> {
 }
 
 /// Computes the sums of `loss(0..parts)` and of their gradients for `params`, of which each group
-/// of ranks computes a part. All ranks get both, with the bits that one rank would get.
+/// of ranks computes a part. All ranks get both, with the bits that one rank would get; where cards
+/// are connected, these add the gradients, and their bits depend on the number of ranks.
 ///
 /// Gradients leave a rank when all of its parts are computed: neither Candle's backward pass nor
 /// the tape's hands out the gradient of a parameter before it ends. A rank after the first keeps
@@ -104,34 +137,55 @@ pub(super) fn gradients(
     if world.size() == 1 {
         return Gradients::of_parts(parts, threads, params, loss);
     }
+    let adds = world.rank() == 0 || world.cards().is_some();
     let mut kept = Vec::<Gradients>::new();
     let losses = Gradients::of_each(ranks.share(parts), threads, params, loss, |gradients| {
         match kept.last_mut() {
-            Some(sum) if world.rank() == 0 => sum.add(gradients)?,
+            Some(sum) if adds => sum.add(gradients)?,
             _ => kept.push(gradients),
         }
         Ok(())
     })?;
-    let cut = ranks.sequence().size() > 1;
-    let kept = kept.iter().map(|gradients| flat(gradients, params, cut)).collect::<Result<Vec<_>>>()?;
-    let length = params.iter().map(|(_, var)| var.elem_count()).sum();
-    let sum = sum_in_order(world, length, &kept)?;
+    let sum = sum(ranks, &kept, params)?;
     let losses: Vec<u8> = losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
     let losses = gather(world, &losses)?.concat();
     let losses = losses.chunks_exact(8).map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
-    Ok((losses.sum(), of_flat(&sum, params)?))
+    Ok((losses.sum(), sum))
 }
 
-/// Returns the numbers of all gradients, parameter by parameter. The loss of a segment, `cut` from
-/// its sequence, may not depend on a parameter: what is far from no token of it, say.
+/// Adds the gradients of all ranks, of which each has kept some.
+fn sum(ranks: &Grid, kept: &[Gradients], params: &[(String, Var)]) -> Result<Gradients> {
+    let cut = ranks.sequence().size() > 1;
+    #[cfg(feature = "nccl")]
+    if let Some(cards) = ranks.world().cards() {
+        return super::cards::sum(cards, kept.first(), params, cut);
+    }
+    let kept = kept.iter().map(|gradients| flat(gradients, params, cut)).collect::<Result<Vec<_>>>()?;
+    let length = params.iter().map(|(_, var)| var.elem_count()).sum();
+    of_flat(&sum_in_order(ranks.world(), length, &kept)?, params)
+}
+
+/// Returns the gradient of parameter `i`. The loss of a segment, `cut` from its sequence, may not
+/// depend on a parameter: what is far from no token of it, say.
+pub(super) fn present<'a>(
+    gradients: &'a Gradients,
+    params: &[(String, Var)],
+    i: usize,
+    cut: bool,
+) -> Result<Option<&'a Tensor>> {
+    let gradient = gradients.tensors[i].as_ref();
+    ensure!(cut || gradient.is_some(), "parameter `{}` received no gradient", params[i].0);
+    Ok(gradient)
+}
+
+/// Returns the numbers of all gradients, parameter by parameter.
 fn flat(gradients: &Gradients, params: &[(String, Var)], cut: bool) -> Result<Vec<f32>> {
     let mut numbers = Vec::with_capacity(params.iter().map(|(_, var)| var.elem_count()).sum());
-    for ((name, var), gradient) in params.iter().zip(&gradients.tensors) {
-        if cut && gradient.is_none() {
+    for (i, (_, var)) in params.iter().enumerate() {
+        let Some(gradient) = present(gradients, params, i, cut)? else {
             numbers.resize(numbers.len() + var.elem_count(), 0.0);
             continue;
-        }
-        let gradient = gradient.as_ref().with_context(|| format!("parameter `{name}` received no gradient"))?;
+        };
         let gradient = gradient.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?;
         numbers.extend(gradient.to_vec1::<f32>()?);
     }

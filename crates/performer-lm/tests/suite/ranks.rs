@@ -286,3 +286,59 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
     }
     Ok(())
 }
+
+/// Small tasks are learned on several ranks, a run on each; all of them report what one process
+/// does, and the finished runs are kept.
+#[test]
+fn tasks_are_spread_over_ranks() -> Result<()> {
+    use performer_lm::lab::tasks::{Plan, Task, run};
+
+    let folder = tempfile::tempdir()?;
+    let stop = AtomicBool::new(false);
+    let learn = |out: &Path, ranks: Grid, seeds: &[u64]| {
+        let found = run(&Plan {
+            tasks: vec![Task::Copying],
+            attentions: vec!["softmax".parse().unwrap(), "favor:m=8".parse().unwrap()],
+            seeds: seeds.to_vec(),
+            texts: Vec::new(),
+            proteins: None,
+            length: Some(6),
+            pairs: None,
+            steps: Some(2),
+            learning_rate: None,
+            device: Device::Cpu,
+            threads: 1,
+            stop: &stop,
+            listener: &Silent,
+            out: Some(out),
+            ranks,
+        })?;
+        let runs = found.data["tasks"][0]["runs"].as_array().context("runs")?.clone();
+        Ok(runs.iter().map(|run| (run["attention"].to_string(), run["seed"].as_u64(), run["loss"].as_f64())).collect())
+    };
+    let alone: Vec<_> = learn(&folder.path().join("alone"), Grid::one(), &[1, 2])?;
+    assert_eq!(alone.len(), 4);
+    let out = folder.path().join("three");
+    for outcome in on_ranks(3, |ranks| learn(&out, ranks, &[1, 2])) {
+        assert_eq!(outcome?, alone);
+    }
+    let kept = |folder: &Path| -> Result<Vec<serde_json::Value>> {
+        Ok(serde_json::from_slice(&std::fs::read(folder.join("tasks-runs.json"))?)?)
+    };
+    assert_eq!(kept(&out)?.len(), 4);
+    // A third seed is learned beside those that are there.
+    for outcome in on_ranks(2, |ranks| learn(&out, ranks, &[1, 3])) {
+        assert_eq!(outcome?[..2], alone[..2]);
+    }
+    assert_eq!(kept(&out)?.len(), 6);
+
+    let outcomes = on_ranks(2, |ranks| {
+        let name = if ranks.leads() { "alone" } else { "apart" };
+        learn(&folder.path().join(name), ranks, &[1])
+    });
+    for outcome in outcomes {
+        let error = format!("{:#}", outcome.expect_err("the ranks have two folders"));
+        assert!(error.contains("rank 1 of 2: it finds other finished runs"), "{error}");
+    }
+    Ok(())
+}

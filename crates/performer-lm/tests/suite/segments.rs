@@ -23,9 +23,10 @@ use performer_lm::{
 use crate::ranks::{bytes, data, on_grid, options, recipe};
 
 /// One of every attention and part that can be cut, in contexts of 16 tokens.
-const ATTENTIONS: [&str; 7] = [
+const ATTENTIONS: [&str; 8] = [
     "favor:m=8",
     "favor-gated:m=8,conv,output-gate,output-norm,mup-scale",
+    "favor:m=8,map=relu",
     "favor-learned:m=8",
     "favor-window:m=8,window=5",
     "softmax:window=6,gate,conv",
@@ -204,9 +205,11 @@ fn bytes_sent(attention: &str, context: usize) -> Result<usize> {
 fn what_favor_sends_is_constant_and_what_softmax_sends_is_linear() -> Result<()> {
     let contexts = [256, 512, 1024];
     let (heads, dim, features, window) = (2, 16, 64, 32);
-    // Every rank sends to all after it, there and back.
+    // Every rank sends keys and values to all after it, there and back; in the rounds of a scan, all
+    // send but the last, and then all but the last two.
     let (to_all, to_next) = (2 * RANKS * (RANKS - 1) / 2, 2 * (RANKS - 1));
-    let sums = |gated: usize| to_all * heads * (features * (dim + 2) + gated) * 4;
+    let of_scan = 2 * ((RANKS - 1) + (RANKS - 2));
+    let sums = |gated: usize| of_scan * heads * (features * (dim + 2) + gated) * 4;
     let keys_and_values = |tokens: usize, gated: usize| heads * tokens * (2 * dim + gated) * 4;
     let convolutions = to_next * 3 * (3 * heads * dim) * 4;
     let rows = [

@@ -328,6 +328,7 @@ impl Asked {
             threads: 2,
             stop: &AtomicBool::new(false),
             listener: &Silent,
+            ranks: Grid::one(),
         };
         let found = ablate::run(&plan, &self.data, |_| ())?;
         let outcomes = found.data["outcomes"].clone();

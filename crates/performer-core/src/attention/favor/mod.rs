@@ -226,11 +226,14 @@ impl Favor {
     }
 
     fn set_map(&mut self, map: Box<dyn FeatureMap>) -> Result<()> {
-        self.backends =
-            if self.composed { Backends::only_composed(self.chunk) } else { Backends::new(&*map, self.chunk)? };
+        self.backends = self.backends_for(&*map)?;
         self.map = map;
         self.identity = self.constant_identity()?;
         Ok(())
+    }
+
+    fn backends_for(&self, map: &dyn FeatureMap) -> Result<Backends> {
+        if self.composed { Ok(Backends::only_composed(self.chunk)) } else { Backends::new(map, self.chunk) }
     }
 
     fn set_random(&mut self, config: FavorConfig, random: RandomParameters) -> Result<()> {

@@ -18,7 +18,7 @@
 
 use candle_core::{D, Result, Tensor, bail};
 
-use super::Favor;
+use super::{Favor, backend::Call};
 use crate::{
     attention::{
         Attention, Inputs, Mask, Segment,
@@ -26,7 +26,7 @@ use crate::{
         layout::{FLOOR, Folded, Rows, compute, join, join_logs, values_and_one},
         state::bytes_of,
     },
-    features::Features,
+    features::{FeatureMap, Features},
     ops,
 };
 
@@ -110,22 +110,16 @@ impl SegmentSums {
         })
     }
 
-    /// What the segments before this one come to, of which `counts(segment)` says whether they have
-    /// keys; `None` if there is none. All segments exchange their sums, which have one size.
+    /// What the segments before this one come to, merged by a scan; `None` if none of them has
+    /// keys, as `has_keys(segment)` says. All segments take part, with sums of one size.
     pub(in crate::attention) fn before(
         &self,
         segment: &Segment,
-        counts: impl Fn(usize) -> bool,
+        has_keys: impl Fn(usize) -> bool,
     ) -> Result<Option<Self>> {
-        let earlier = segment.earlier(&self.packed()?, segment.count())?;
-        let with_keys = earlier.iter().enumerate().filter(|(index, _)| counts(*index));
-        with_keys.map(|(_, rows)| self.unpacked(rows)).try_fold(None, |before: Option<Self>, next| {
-            let next = next?;
-            Ok(Some(match before {
-                None => next,
-                Some(before) => before.merge(&next)?,
-            }))
-        })
+        let merge = |before: &Tensor, after: &Tensor| self.unpacked(before)?.merge(&self.unpacked(after)?)?.packed();
+        let before = segment.merged_before(&self.packed()?, merge)?;
+        before.filter(|_| (0..segment.index()).any(has_keys)).map(|rows| self.unpacked(&rows)).transpose()
     }
 
     /// Bytes of all numbers: constant in the length of the segment.
@@ -143,7 +137,7 @@ impl Favor {
     /// there is no key.
     pub fn sums_of_segment(&self, inputs: Inputs<'_>) -> Result<SegmentSums> {
         let folded = self.folded(inputs)?;
-        let Features::Log(mut k) = self.map.key_features(&folded.k)? else { return Err(self.signed()) };
+        let mut k = self.logs_of(self.map.key_features(&folded.k)?)?;
         if let Some(gates) = &folded.gates {
             k = k.broadcast_add(&sums_after(gates, 1)?.unsqueeze(2)?)?;
         }
@@ -181,7 +175,7 @@ impl Favor {
         before: &SegmentSums,
     ) -> Result<(Tensor, Tensor)> {
         let folded = self.folded(inputs)?;
-        let Features::Log(q) = self.map.features(&folded.q)? else { return Err(self.signed()) };
+        let q = self.logs_of(self.map.features(&folded.q)?)?;
         let (n, t, g, f) = q.dims4()?;
         let e = folded.v.dim(2)? + 1;
         if before.sums.dims() != [n, f, e] || before.sums.dtype() != q.dtype() {
@@ -203,7 +197,7 @@ impl Favor {
         let rows = Rows::new(&weights.matmul(&before.sums)?, Some(&m.reshape((n, t * g, 1))?))?;
         let Some(logs) = rows.logs else { return Err(self.signed()) };
         let (far, far_logs) = (folded.output(&rows.values)?, folded.output(&logs)?);
-        let (near, near_logs) = self.with_logs(inputs, &Mask::causal(), None)?;
+        let (near, near_logs) = self.inside_with_logs(inputs)?;
         Ok((join((&near, &near_logs), (&far, &far_logs))?, join_logs(&near_logs, &far_logs)?))
     }
 
@@ -227,6 +221,29 @@ impl Favor {
         }
     }
 
+    /// Attention inside a segment, and the logarithms of its denominators. Kernels return these for
+    /// features that come as logarithms.
+    fn inside_with_logs(&self, inputs: Inputs<'_>) -> Result<(Tensor, Tensor)> {
+        let mask = Mask::causal();
+        if self.map.rectified_form().is_none() {
+            return self.with_logs(inputs, &mask, None);
+        }
+        let map = Logarithms { favor: self };
+        let call = Call { map: &map, ..self.call(inputs, &mask, true)? };
+        let output = self.backends_for(&map)?.choose(&call).forward(&call)?;
+        let Some(logs) = output.logs else { return Err(self.signed()) };
+        Ok((output.values, logs))
+    }
+
+    /// The logarithms of features: those of rectified features are at least `log ε`.
+    fn logs_of(&self, features: Features) -> Result<Tensor> {
+        match features {
+            Features::Log(logs) => Ok(logs),
+            Features::Linear { values, log_scale: None } if self.map.rectified_form().is_some() => values.log(),
+            _ => Err(self.signed()),
+        }
+    }
+
     fn folded(&self, inputs: Inputs<'_>) -> Result<Folded> {
         let mask = Mask::causal();
         let call = self.call(inputs, &mask, true)?;
@@ -238,8 +255,33 @@ impl Favor {
 
     fn signed(&self) -> candle_core::Error {
         candle_core::Error::Msg(format!(
-            "features of map {:?} may be negative or zero; segments need the logarithms of features, as map=positive has them",
+            "features of map {:?} may be negative or zero; segments need the logarithms of features, as map=positive and \
+             map=relu have them",
             self.map
         ))
+    }
+}
+
+/// A map with rectified features, which come as they are, as one whose features are logarithms.
+#[derive(Debug)]
+struct Logarithms<'a> {
+    favor: &'a Favor,
+}
+
+impl FeatureMap for Logarithms<'_> {
+    fn input_dim(&self) -> usize {
+        self.favor.map.input_dim()
+    }
+
+    fn feature_dim(&self) -> usize {
+        self.favor.map.feature_dim()
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        self.favor.logs_of(self.favor.map.features(x)?).map(Features::Log)
+    }
+
+    fn key_features(&self, y: &Tensor) -> Result<Features> {
+        self.favor.logs_of(self.favor.map.key_features(y)?).map(Features::Log)
     }
 }

@@ -1,6 +1,9 @@
 //! This module is the command `performer-lm lab ablate`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::{
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+};
 
 use anyhow::{Context, Result};
 
@@ -8,13 +11,16 @@ use super::Common;
 use crate::{
     cli::{
         args::{DataArgs, Machine},
+        compare::DEADLINE,
         output,
+        train::in_turn,
     },
     config::{ModelConfig, Preset, TrainingConfig},
     lab::{
         Findings,
         ablate::{self, Plan},
     },
+    train::Grid,
 };
 
 /// Default size of the tokenizer's vocabulary. A small vocabulary spells words, which asks more of
@@ -73,11 +79,14 @@ impl Args {
         let config = ModelConfig { context: self.context, vocab_size: VOCABULARY, ..config };
         config.validate()?;
         training.validate()?;
-        let data = self.data.prepare(config.vocab_size)?;
+        let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
+        let data = in_turn(&ranks, || self.data.prepare(config.vocab_size))?;
+        machine.ranks.set_deadline(DEADLINE);
         let scratch;
         let runs: PathBuf = match &self.common.out {
             Some(out) => out.join("runs"),
             None => {
+                super::require_folder(&ranks, &self.common)?;
                 scratch = tempfile::tempdir().context("cannot make a folder for the runs")?;
                 scratch.path().to_path_buf()
             }
@@ -93,6 +102,7 @@ impl Args {
             threads: machine.threads,
             stop,
             listener: &output::TERMINAL,
+            ranks,
         };
         ablate::run(&plan, &data, |what| output::note(&what))
     }

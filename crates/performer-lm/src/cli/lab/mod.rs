@@ -8,9 +8,9 @@ mod error;
 mod suggest;
 mod tasks;
 
-use std::{path::PathBuf, time::Instant};
+use std::{path::PathBuf, sync::Arc, time::Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use clap::Subcommand;
 use serde_json::{Map, Value};
 
@@ -18,6 +18,7 @@ use super::{STOP, args::Machine, output};
 use crate::{
     data::DataSpec,
     lab::{self, Findings, Heads, Provenance, Source},
+    train::{Grid, agreed, led},
 };
 
 #[derive(Subcommand)]
@@ -37,6 +38,11 @@ pub(super) enum Command {
 }
 
 impl Command {
+    /// Whether the command makes many trainings, which several processes can share.
+    pub(super) fn is_shared(&self) -> bool {
+        matches!(self, Self::Tasks(_) | Self::Ablate(_))
+    }
+
     /// Whether the command runs one operation at a time, on all threads.
     pub(super) fn is_one_at_a_time(&self) -> bool {
         matches!(self, Self::Crossover(_))
@@ -55,7 +61,8 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     };
     let common = common.clone();
     // What cannot be written is found out now, and not after hours.
-    common.out.as_deref().map_or(Ok(()), lab::check)?;
+    let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
+    led(&ranks, || common.out.as_deref().map_or(Ok(()), lab::check))?;
     let findings = match command {
         Command::Error(args) => vec![args.run(machine)?],
         Command::Suggest(args) => vec![args.run(machine)?],
@@ -64,7 +71,13 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
         Command::Ablate(args) => vec![args.run(machine, &STOP)?],
         Command::All(args) => args.run(machine)?,
     };
-    common.finish(machine, begun, &findings)
+    if ranks.leads() { common.finish(machine, begun, &findings) } else { Ok(()) }
+}
+
+/// Refuses several processes without a folder in which they find each other's runs.
+fn require_folder(ranks: &Grid, common: &Common) -> Result<()> {
+    let text = "several processes need a folder for their runs, which all of them see: give it by --out";
+    agreed(ranks, if ranks.world().size() > 1 && common.out.is_none() { Err(Error::msg(text)) } else { Ok(()) })
 }
 
 /// The text that a model's heads are looked at on.

@@ -1,17 +1,21 @@
 //! This module is the command `performer-lm lab tasks`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::{
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+};
 
 use anyhow::Result;
 
 use super::Common;
 use crate::{
-    cli::{args::Machine, output},
+    cli::{args::Machine, compare::DEADLINE, output},
     config::AttentionPattern,
     lab::{
         Findings,
         tasks::{self, ATTENTIONS, Plan, Task},
     },
+    train::Grid,
 };
 
 #[derive(clap::Args)]
@@ -74,6 +78,9 @@ impl Args {
         } else {
             self.task
         };
+        let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
+        super::require_folder(&ranks, &self.common)?;
+        machine.ranks.set_deadline(DEADLINE);
         tasks::run(&Plan {
             tasks,
             attentions: self.attention,
@@ -89,6 +96,7 @@ impl Args {
             stop,
             listener: &output::TERMINAL,
             out: self.common.out.as_deref(),
+            ranks,
         })
     }
 }

@@ -20,6 +20,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
+use performer_dist::{agree_on, gather};
 use serde::{Deserialize, Serialize};
 
 use super::Findings;
@@ -28,7 +29,7 @@ use crate::{
     errors::Cause,
     files::{self, Lock},
     listener::Listener,
-    train::{Earlier, run_name},
+    train::{Earlier, Grid, agreed, any_asked, led, run_name},
 };
 use example::Source;
 use learn::Setting;
@@ -151,13 +152,15 @@ pub struct Plan<'a> {
     pub listener: &'a dyn Listener,
     /// Folder that keeps finished runs, which are not made again.
     pub out: Option<&'a Path>,
+    /// The processes that share the experiment: each makes whole runs. All of them see the folder.
+    pub ranks: Grid,
 }
 
 /// Learns every task with every attention and seed, except for runs that are in the folder already.
 ///
 /// # Errors
 /// If settings make no sense, a file that a task needs is missing, a run diverges, or the
-/// experiment is stopped.
+/// experiment is stopped, or ranks do not share the folder.
 pub fn run(plan: &Plan) -> Result<Findings> {
     ensure!(!plan.tasks.is_empty() && !plan.attentions.is_empty() && !plan.seeds.is_empty(), "nothing to compare");
     ensure!(
@@ -184,43 +187,35 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         }
     }
     // Another process would write the finished runs of its own over those of this one.
-    let _lock = plan.out.map(Lock::of).transpose()?;
-    let mut kept = Kept::open(plan.out)?;
+    let _lock = led(&plan.ranks, || plan.out.map(Lock::of).transpose())?;
+    let mut kept = agreed(&plan.ranks, Kept::open(plan.out))?;
+    let mut all = Vec::new();
     for setting in &settings {
         for &seed in &plan.seeds {
-            for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
-                if kept.find(setting, attention, seed)?.is_none()
-                    && let Some(folder) = plan.interrupted(setting.task, attention, seed)
-                {
-                    setting.interrupted(attention, seed, &folder)?;
-                }
-            }
+            let able = plan.attentions.iter().filter(|attention| can_learn(attention, setting.task));
+            all.extend(able.map(|attention| (setting, attention, seed)));
         }
     }
+    let mut missing = Vec::new();
+    for &(setting, attention, seed) in &all {
+        let run = (setting, attention, seed);
+        let is_same = |other: &(&Setting, &AttentionPattern, u64)| {
+            (other.0.task, other.1, other.2) == (setting.task, attention, seed)
+        };
+        if kept.find(setting, attention, seed)?.is_some() || missing.iter().any(is_same) {
+            continue;
+        }
+        missing.push(run);
+        if let Some(folder) = plan.interrupted(setting.task, attention, seed) {
+            setting.interrupted(attention, seed, &folder)?;
+        }
+    }
+    plan.make(&missing, &mut kept)?;
     let mut found = Vec::new();
     for setting in &settings {
         let mut runs = Vec::new();
-        for &seed in &plan.seeds {
-            for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
-                let run = match kept.find(setting, attention, seed)? {
-                    Some(run) => run.clone(),
-                    None => {
-                        let folder = plan.interrupted(setting.task, attention, seed);
-                        let Some(run) = setting.run(attention, seed, folder.as_deref())? else {
-                            bail!(Cause::Stopped(
-                                "stopped; with the same --out, the same command goes on from here".into()
-                            ))
-                        };
-                        kept.keep(&run)?;
-                        if let Some(folder) = folder.filter(|folder| folder.exists()) {
-                            std::fs::remove_dir_all(&folder)
-                                .with_context(|| format!("cannot remove {}", folder.display()))?;
-                        }
-                        run
-                    }
-                };
-                runs.push(run);
-            }
+        for (_, attention, seed) in all.iter().filter(|(of, ..)| of.task == setting.task) {
+            runs.push(kept.find(setting, attention, *seed)?.context("a run is missing that was made")?.clone());
         }
         found.push((setting, runs));
     }
@@ -234,6 +229,44 @@ fn can_learn(attention: &AttentionPattern, task: Task) -> bool {
 }
 
 impl Plan<'_> {
+    /// Makes runs, as many at a time as there are ranks, and keeps them.
+    fn make(&self, missing: &[(&Setting, &AttentionPattern, u64)], kept: &mut Kept) -> Result<()> {
+        let world = self.ranks.world();
+        let names: Vec<String> =
+            missing.iter().map(|(setting, attention, seed)| format!("{} {attention} {seed}", setting.task)).collect();
+        let differs = |_: &str, _: &str| {
+            "it finds other finished runs than rank 0: all processes need one folder for results, on a file system that \
+             all of them see"
+                .into()
+        };
+        if let Some(other) = agree_on(world, &names.join("\n"), differs)? {
+            return Err(other.into());
+        }
+        for round in missing.chunks(world.size()) {
+            let own = round.get(world.rank()).map(|(setting, attention, seed)| {
+                setting.run(attention, *seed, self.interrupted(setting.task, attention, *seed).as_deref())
+            });
+            let own = agreed(&self.ranks, own.transpose())?;
+            let stopped = any_asked(&self.ranks, matches!(own, Some(None)))?;
+            let made = serde_json::to_vec(&own.flatten())?;
+            for (made, (setting, attention, seed)) in gather(world, &made)?.iter().zip(round) {
+                let Some(run) = serde_json::from_slice::<Option<Run>>(made)? else { continue };
+                kept.runs.push(run);
+                led(&self.ranks, || {
+                    kept.save()?;
+                    match self.interrupted(setting.task, attention, *seed).filter(|folder| folder.exists()) {
+                        Some(folder) => std::fs::remove_dir_all(&folder)
+                            .with_context(|| format!("cannot remove {}", folder.display())),
+                        None => Ok(()),
+                    }
+                })?;
+            }
+            let text = "stopped; with the same --out, the same command goes on from here";
+            ensure!(!stopped, Cause::Stopped(text.into()));
+        }
+        Ok(())
+    }
+
     /// Returns the folder in which a run is saved if it is stopped.
     fn interrupted(&self, task: Task, attention: &AttentionPattern, seed: u64) -> Option<PathBuf> {
         Some(self.out?.join(INTERRUPTED).join(format!("{task}-{}", run_name(attention, seed))))
@@ -292,8 +325,7 @@ impl Kept {
         Ok(Some(run))
     }
 
-    fn keep(&mut self, run: &Run) -> Result<()> {
-        self.runs.push(run.clone());
+    fn save(&self) -> Result<()> {
         match &self.path {
             Some(path) => files::write_json(path, &self.runs),
             None => Ok(()),

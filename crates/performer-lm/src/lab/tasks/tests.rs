@@ -41,6 +41,7 @@ fn plan<'a>(folder: &'a Path, attentions: &[&str]) -> Plan<'a> {
         stop: &NEVER,
         listener: &Silent,
         out: Some(folder),
+        ranks: Grid::one(),
     }
 }
 
@@ -52,6 +53,7 @@ fn copy<'a>(plan: &Plan<'a>) -> Plan<'a> {
         texts: plan.texts.clone(),
         proteins: plan.proteins.clone(),
         device: Device::Cpu,
+        ranks: plan.ranks.clone(),
         ..*plan
     }
 }
