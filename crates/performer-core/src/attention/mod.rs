@@ -152,8 +152,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     /// Computes causal attention of a segment of a sequence whose other segments are computed
     /// elsewhere, with gradients across the borders: what [`Self::forward`] over the whole sequence
     /// has there, up to rounding. What earlier segments have comes through [`Segment::earlier`], or
-    /// merged through [`Segment::merged_before`]; nothing of later ones changes an output. An attention that looks at no other token needs its
-    /// [`Self::forward`] alone.
+    /// merged through [`Segment::merged_before`]; nothing of later ones changes an output. An
+    /// attention that looks at no other token needs its [`Self::forward`] alone.
     ///
     /// # Errors
     /// As for [`Self::forward`]; if another segment does not take part; and unless overridden,
