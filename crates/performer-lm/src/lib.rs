@@ -2,9 +2,9 @@
 //! generation.
 //!
 //! Data flows one way: [`config`] (settings) → [`data`] (text to batches) → [`model`] (the decoder,
-//! on `performer-core`'s attention) → [`eval`], [`recall`] and [`generate`] → [`train`] → [`convert`]. What
-//! stands here needs no feature of this crate, prints nothing, and tells a [`listener`] of its
-//! progress.
+//! on `performer-core`'s attention) → [`eval`], [`recall`] and [`generate`] → [`train`] →
+//! [`convert`]. What stands here needs no feature of this crate, prints nothing, and tells a
+//! [`listener`] of its progress.
 //!
 //! ```no_run
 //! use performer_lm::{generate::{Sampling, generate}, model::pretrained};
