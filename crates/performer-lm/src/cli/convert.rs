@@ -103,6 +103,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     recall: Option<Vec<usize>>,
     /// Seed of features and data order.
+    #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Convert nothing: report how sharp each head is, and how well features would do in it.
     #[arg(long)]

@@ -317,7 +317,9 @@ impl Kept {
     fn find(&self, setting: &Setting, attention: &AttentionPattern, seed: u64) -> Result<Option<&Run>> {
         let name = attention.to_string();
         let is_wanted = |run: &&Run| (run.task, run.seed) == (setting.task, seed) && run.attention == name;
-        let (Some(run), Some(path)) = (self.runs.iter().find(is_wanted), &self.path) else { return Ok(None) };
+        let Some(run) = self.runs.iter().find(is_wanted) else { return Ok(None) };
+        // Without a file, all runs are of this call.
+        let Some(path) = &self.path else { return Ok(Some(run)) };
         let earlier = Earlier { key: run.key.as_ref(), file: path, remove: path };
         setting.key(attention, seed)?.check(earlier).with_context(|| {
             format!("the task {} with {name}, seed {seed}, cannot be taken from an earlier run", setting.task)
