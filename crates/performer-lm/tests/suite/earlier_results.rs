@@ -221,6 +221,8 @@ fn convert() {
             ("--distillation", Some("0.25"), Refuse("settings.tune.distillation")),
             ("--batch-size", Some("1"), Refuse("batch_size")),
             ("--measure-tokens", Some("32"), Refuse("settings.measured_tokens")),
+            ("--second", Some("other.txt"), Refuse("settings.second_text")),
+            ("--recall", Some("300"), Refuse("settings.recall")),
             ("--seed", Some("7"), Refuse("seed")),
             ("--threads", Some("1"), GiveBack),
             ("--device", Some("cpu"), GiveBack),

@@ -289,6 +289,7 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
 
 /// Small tasks are learned on several ranks, a run on each; all of them report what one process
 /// does, and the finished runs are kept.
+#[cfg(feature = "lab")]
 #[test]
 fn tasks_are_spread_over_ranks() -> Result<()> {
     use performer_lm::lab::tasks::{Plan, Task, run};
