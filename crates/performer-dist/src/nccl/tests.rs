@@ -66,6 +66,7 @@ unsafe extern "C" fn unique_id(id: *mut UniqueId) -> Status {
         between.identifiers += 1;
         Some(between.identifiers)
     });
+    // SAFETY: the caller gives a place for an identifier, which nothing else uses meanwhile.
     unsafe { (&mut (*id).0)[..8].copy_from_slice(&number.to_le_bytes()) };
     0
 }
@@ -78,11 +79,13 @@ unsafe extern "C" fn init(handle: *mut Handle, size: c_int, id: UniqueId, rank: 
     });
     between(|between| (between.here[&id] == size as usize).then_some(()));
     let connected = Connected { id, size: size as usize, rank: rank as usize, lost: AtomicBool::new(false) };
+    // SAFETY: the caller gives a place for a handle.
     unsafe { *handle = Box::into_raw(Box::new(connected)).cast() };
     0
 }
 
 unsafe extern "C" fn async_error(handle: Handle, status: *mut Status) -> Status {
+    // SAFETY: the caller gives a place for a status.
     unsafe { *status = if of(handle).lost.load(Ordering::Relaxed) { 6 } else { 0 } };
     0
 }
@@ -107,9 +110,12 @@ unsafe extern "C" fn all_reduce(
     if (kind, operation, stream as u64) != (7, 0, 99) {
         return 5;
     }
+    // SAFETY: the caller's `from` holds `count` numbers of four bytes, and stays as it is.
     let own = unsafe { slice::from_raw_parts(from.cast::<u8>(), 4 * count) };
     let at = of(handle);
     (0..at.size).for_each(|to| post(at, to, own));
+    // SAFETY: the caller's `to` has room for `count` numbers. It may be `from`, of which all was
+    // copied into messages before.
     let sums = unsafe { slice::from_raw_parts_mut(to.cast::<f32>(), count) };
     sums.fill(0.0);
     for from in 0..at.size {
@@ -130,7 +136,9 @@ unsafe extern "C" fn send(
     if (kind, stream as u64) != (1, 99) {
         return 5;
     }
-    post(of(handle), to as usize, unsafe { slice::from_raw_parts(from.cast::<u8>(), count) });
+    // SAFETY: the caller's `from` holds `count` bytes, and stays as it is.
+    let bytes = unsafe { slice::from_raw_parts(from.cast::<u8>(), count) };
+    post(of(handle), to as usize, bytes);
     0
 }
 
@@ -151,6 +159,7 @@ unsafe extern "C" fn receive(
     if bytes.len() != count {
         return 5;
     }
+    // SAFETY: the caller's `to` has room for `count` bytes, which nothing else uses meanwhile.
     unsafe { slice::from_raw_parts_mut(to.cast::<u8>(), count) }.copy_from_slice(&bytes);
     0
 }
