@@ -188,7 +188,7 @@ impl Weights {
         self.favor.clone()
     }
 
-    /// Returns the weights of softmax, likewise.
+    /// Returns the weights that softmax has for the same queries and keys, in the same order.
     #[wasm_bindgen(getter)]
     pub fn softmax(&self) -> Vec<f32> {
         self.softmax.clone()

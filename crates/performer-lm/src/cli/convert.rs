@@ -25,8 +25,7 @@ Examples:
   performer-lm convert runs/small-softmax-seed42 --data stories/ --out runs/converted
   performer-lm convert stories260K.bin --attention favor:m=64,map=learned,window=32 --data stories/ --out runs/converted
   performer-lm convert SmolLM2-135M.gguf --layer 0=softmax --layer 29=softmax --context 256 --data book.txt --out runs/smol
-  performer-lm convert SmolLM2-135M.gguf --attention softmax:window=64,sinks=4 --tune-steps 500 --data book.txt \
-    --out runs/window        the control: a window alone, tuned alike
+  performer-lm convert small.gguf --attention softmax:window=64 --tune-steps 500 --out runs/window  a window alone
   performer-lm convert stories260K.bin --inspect --data stories/")]
 pub(super) struct Args {
     /// The softmax model: checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf
