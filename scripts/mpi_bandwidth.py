@@ -101,6 +101,18 @@ def measure(program, count, options, folder, agent):
     return seconds, (last[1] - first[1]) / (last[0] - first[0])
 
 
+def machine():
+    names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return f"{len(names)} cores of an {names[0]}; {sh('mpirun --version').splitlines()[0]}"
+
+
+def revision():
+    """That of this folder, of which the program is taken to be."""
+    folder = pathlib.Path(__file__).parent
+    dirty = "-dirty" if sh(f"git -C {folder} status --porcelain") else ""
+    return sh(f"git -C {folder} rev-parse HEAD").strip() + dirty
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", type=pathlib.Path)
@@ -131,7 +143,8 @@ def main():
         finally:
             tear_down(most)
     if options.out:
-        (options.out / "namespaces.json").write_text(json.dumps({"steps": rows}, indent=1) + "\n")
+        found = {"machine": machine(), "revision": revision(), "steps": rows}
+        (options.out / "namespaces.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
