@@ -262,6 +262,7 @@ impl AttentionConfig {
     /// Reads an attention whose settings have no parts of the layer among them.
     fn without_settings_of_layer(kind: &str, settings: &str) -> std::result::Result<Self, String> {
         let learned = FavorConfig::default().with_map(FeatureMapKind::Learned);
+        let parts = LayerParts::NAMES.join(", ");
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
             "uniform" if settings.is_empty() => return Ok(Self::Uniform),
@@ -275,16 +276,16 @@ impl AttentionConfig {
                 return Err(format!(
                     "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
                      those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,sinks=..., and all but none \
-                     with gate, conv, output-gate, output-norm, mup-scale"
+                     with {parts}"
                 ));
             }
         };
         let mut sinks = None;
         let mut seen: Vec<&str> = Vec::new();
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
-            let (key, value) = setting
-                .split_once('=')
-                .ok_or_else(|| format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or one of gate, conv, output-gate, output-norm, mup-scale"))?;
+            let (key, value) = setting.split_once('=').ok_or_else(|| {
+                format!("attention setting '{setting}' must be KEY=VALUE, such as m=64, or one of {parts}")
+            })?;
             let key = if key == "features" { "m" } else { key };
             if seen.contains(&key) {
                 return Err(format!("attention setting {key} is given twice, in '{settings}'; give it once"));
@@ -292,7 +293,7 @@ impl AttentionConfig {
             seen.push(key);
             if kind == "softmax" && !matches!(key, "window" | "sinks") {
                 return Err(format!(
-                    "softmax takes the settings window and sinks, and those of its layer: gate, conv, output-gate, output-norm, mup-scale; but '{setting}' was given"
+                    "softmax takes the settings window and sinks, and those of its layer: {parts}; but '{setting}' was given"
                 ));
             }
             match key {
@@ -317,7 +318,7 @@ impl AttentionConfig {
                 },
                 _ => {
                     return Err(format!(
-                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, sinks, gate, conv, output-gate, output-norm, mup-scale"
+                        "unknown attention setting '{key}'; known are m, map, projection, radii, window, sinks, {parts}"
                     ));
                 }
             }

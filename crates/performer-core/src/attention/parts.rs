@@ -84,6 +84,9 @@ impl LayerParts {
         self
     }
 
+    /// The names of all parts, in the order of the fields.
+    pub(super) const NAMES: [&str; 5] = ["gate", "conv", "output-gate", "output-norm", "mup-scale"];
+
     /// The part of a name, as the text of an attention has it among its settings.
     pub(super) fn by_name(&mut self, name: &str) -> Option<&mut bool> {
         match name {
@@ -101,8 +104,8 @@ impl LayerParts {
 impl fmt::Display for LayerParts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = *self;
-        let names = ["gate", "conv", "output-gate", "output-norm", "mup-scale"];
-        let there: Vec<&str> = names.into_iter().filter(|name| parts.by_name(name).is_some_and(|part| *part)).collect();
+        let there: Vec<&str> =
+            Self::NAMES.into_iter().filter(|name| parts.by_name(name).is_some_and(|part| *part)).collect();
         f.write_str(&there.join(","))
     }
 }
