@@ -1,119 +1,22 @@
 //! Multi-head attention as a layer: the projections of queries, keys, values and outputs, heads,
-//! rotary positions and [`LayerParts`], around any [`Attention`].
+//! rotary positions and [`LayerParts`](crate::LayerParts), around any [`Attention`].
 
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+mod config;
+mod convolutions;
+mod gates;
+
+use candle_core::{Result, Shape, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
-    attention::{Attention, Inputs, LayerParts, Mask, Memory, Segment, State, StateRecord},
-    kernels::{activation::LogSigmoid, convolution::TAPS, operation::apply},
+    attention::{Attention, Inputs, Mask, Segment, State},
     ops,
 };
+use convolutions::{Around, CONVOLUTIONS, K, LastRows, Q, V, filters};
+use gates::{forget_gate, gates};
 
 pub use crate::nn::Rotary;
-
-/// The sizes of a [`MultiHeadAttention`].
-///
-/// # Example
-/// ```
-/// use performer_core::MultiHeadConfig;
-///
-/// // Eight query heads over two key heads, with biases as in Qwen2.
-/// let config = MultiHeadConfig::new(512, 8).with_kv_heads(2).with_qkv_bias(true);
-/// assert_eq!(config.head_dim, 64);
-/// ```
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct MultiHeadConfig {
-    /// Model dimension `E`.
-    pub hidden: usize,
-    /// Query heads `H`.
-    pub heads: usize,
-    /// Key and value heads `Hkv`, a divisor of `heads`.
-    pub kv_heads: usize,
-    /// Head dimension `D`; usually `E/H`.
-    pub head_dim: usize,
-    /// Whether q, k and v projections have a bias.
-    pub qkv_bias: bool,
-    /// Whether the output projection has one.
-    pub output_bias: bool,
-    /// What the layer has beside its projections.
-    pub parts: LayerParts,
-}
-
-impl MultiHeadConfig {
-    /// `heads` equal heads of dimension `hidden / heads`, no biases, no further parts.
-    ///
-    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for
-    /// [`Self::with_head_dim`] to set: a layer refuses it.
-    pub fn new(hidden: usize, heads: usize) -> Self {
-        Self {
-            hidden,
-            heads,
-            kv_heads: heads,
-            head_dim: if hidden.is_multiple_of(heads) { hidden / heads.max(1) } else { 0 },
-            qkv_bias: false,
-            output_bias: false,
-            parts: LayerParts::default(),
-        }
-    }
-
-    /// Sets the key and value heads `Hkv`, a divisor of the query heads.
-    #[must_use]
-    pub fn with_kv_heads(mut self, kv_heads: usize) -> Self {
-        self.kv_heads = kv_heads;
-        self
-    }
-
-    /// Sets the head dimension `D`.
-    #[must_use]
-    pub fn with_head_dim(mut self, head_dim: usize) -> Self {
-        self.head_dim = head_dim;
-        self
-    }
-
-    /// Sets whether the projections of queries, keys and values have a bias.
-    #[must_use]
-    pub fn with_qkv_bias(mut self, qkv_bias: bool) -> Self {
-        self.qkv_bias = qkv_bias;
-        self
-    }
-
-    /// Sets whether the output projection has a bias.
-    #[must_use]
-    pub fn with_output_bias(mut self, output_bias: bool) -> Self {
-        self.output_bias = output_bias;
-        self
-    }
-
-    /// Sets the parts of the layer beside its linear maps and its attention.
-    #[must_use]
-    pub fn with_parts(mut self, parts: LayerParts) -> Self {
-        self.parts = parts;
-        self
-    }
-
-    /// The weights of new convolutions and output gates, if the layer is to have them, by the names
-    /// that [`MultiHeadAttention`] reads: they change nothing, so a trained layer is given these
-    /// parts by putting them beside its weights. Forget gates, norms and another scale of logits
-    /// would change it, and are left out.
-    ///
-    /// # Errors
-    /// If memory runs out.
-    pub fn neutral_parts(&self, device: &Device) -> Result<Vec<(String, Tensor)>> {
-        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let mut weights = Vec::new();
-        if self.parts.convolution {
-            for (name, channels) in CONVOLUTIONS.into_iter().zip([q, kv, kv]) {
-                weights.push((format!("{name}.weight"), identity(channels, DType::F32, device)?));
-            }
-        }
-        if self.parts.output_gate {
-            weights.push(("output_gate.weight".into(), Tensor::zeros((q, self.hidden), DType::F32, device)?));
-        }
-        Ok(weights)
-    }
-}
+pub use config::MultiHeadConfig;
 
 /// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and
 /// any attention.
@@ -128,9 +31,9 @@ impl MultiHeadConfig {
 /// gradient.
 ///
 /// # Parts
-/// With all [`LayerParts`] the layer is `o_proj(norm(attention(..)) ∘ 2σ(output_gate x))` of
-/// convolved projections. Each part begins, over a fresh `VarMap`, with weights of its own that are
-/// not drawn:
+/// With all [`LayerParts`](crate::LayerParts) the layer is
+/// `o_proj(norm(attention(..)) ∘ 2σ(output_gate x))` of convolved projections. Each part begins,
+/// over a fresh `VarMap`, with weights of its own that are not drawn:
 ///
 /// - **Forget gates**, one number a token and key head, `g = log σ(w·x + b)`: `gate.weight`
 ///   `(Hkv, E)` and `gate.bias` `(Hkv)`. New gates forget at a constant pace: weights are 0, and
@@ -580,111 +483,6 @@ impl MultiHeadAttention {
 /// ε of the norm of outputs.
 const OUTPUT_NORM_EPS: f64 = 1e-5;
 
-/// The indices of queries, keys and values where a layer has something for each.
-const Q: usize = 0;
-const K: usize = 1;
-const V: usize = 2;
-
-/// Where the filters of q, k and v lie beside the layer's weights.
-const CONVOLUTIONS: [&str; 3] = ["q_conv1d", "k_conv1d", "v_conv1d"];
-
-/// The names of rows in a saved state.
-const ROWS: [&str; 3] = ["q", "k", "v"];
-
-/// Earlier tokens that a convolution looks at.
-const PAST: usize = TAPS - 1;
-
-/// What lies around the tokens that are convolved.
-enum Around<'a> {
-    /// They are whole sequences, of which the mask may hide tokens.
-    Mask(&'a Mask),
-    /// They follow tokens whose last projected rows of q, k and v these are, `None` before the
-    /// first token; they leave their own last rows in the place of those.
-    Past(&'a mut [Option<Tensor>; 3]),
-    /// They are a segment, and what it begins with is known to those who hold the one before.
-    Segment(&'a Segment),
-}
-
-impl Around<'_> {
-    /// The projected rows `(B, T, C)` of q, k or v as they are convolved, and how many rows of
-    /// earlier tokens are now before them. `unmasked` are rows that the mask says nothing about.
-    fn rows(&mut self, which: usize, rows: Tensor, unmasked: bool) -> Result<(Tensor, usize)> {
-        match self {
-            Self::Mask(mask) => match mask.visible() {
-                Some(visible) if !unmasked => {
-                    mask.check_keys(rows.dim(0)?, rows.dim(1)?)?;
-                    Ok((ops::hide(&rows, visible)?, 0))
-                }
-                _ => Ok((rows, 0)),
-            },
-            Self::Segment(segment) => {
-                let (batch, tokens, channels) = rows.dims3()?;
-                if tokens < PAST {
-                    bail!("segments: this one has {tokens} tokens; short convolutions need at least {PAST}");
-                }
-                let before = match segment.tokens_before(&rows, 1, PAST)? {
-                    Some(before) => before,
-                    None => Tensor::zeros((batch, PAST, channels), rows.dtype(), rows.device())?,
-                };
-                Ok((ops::cat(&[&before, &rows], 1)?, PAST))
-            }
-            Self::Past(last) => {
-                let (batch, _, channels) = rows.dims3()?;
-                let (shape, dtype) = ([batch, PAST, channels], rows.dtype());
-                let before = match last[which].take() {
-                    None => Tensor::zeros(&shape, dtype, rows.device())?,
-                    Some(before) if before.dims() == shape && before.dtype() == dtype => before,
-                    Some(before) => bail!(
-                        "state: its last rows are {:?} {:?}, but these tokens need {dtype:?} {shape:?}, (batch, tokens, \
-                         channels); a state belongs to one layer and one batch",
-                        before.dtype(),
-                        before.dims()
-                    ),
-                };
-                let all = if rows.elem_count() == 0 { before } else { Tensor::cat(&[&before, &rows], 1)? };
-                // A view would keep all rows of a prompt in memory.
-                last[which] = Some(all.narrow(1, all.dim(1)? - PAST, PAST)?.force_contiguous()?.detach());
-                Ok((all, PAST))
-            }
-        }
-    }
-}
-
-/// What a layer with convolutions remembers of the tokens so far.
-#[derive(Clone, Debug)]
-struct LastRows {
-    /// Tokens seen.
-    tokens: usize,
-    /// The last projected rows of q, k and v, before convolution, `(B, 3, C)` each.
-    rows: [Tensor; 3],
-}
-
-impl Memory for LastRows {
-    fn kind() -> &'static str {
-        "the last projected rows"
-    }
-
-    fn bytes(&self) -> usize {
-        self.rows.iter().map(|rows| rows.elem_count() * rows.dtype().size_in_bytes()).sum()
-    }
-
-    fn duplicate(&self) -> Box<dyn Memory> {
-        // Nothing writes to these tensors.
-        Box::new(self.clone())
-    }
-
-    fn save(&self) -> Result<StateRecord> {
-        let record = StateRecord::new().with_field("tokens", self.tokens);
-        let rows = ROWS.into_iter().zip(&self.rows);
-        Ok(rows.fold(record, |record, (name, rows)| record.with_tensor(name, rows.clone())))
-    }
-
-    fn load(record: &StateRecord) -> Result<Self> {
-        let [q, k, v] = ROWS.map(|name| record.tensor(name).cloned());
-        Ok(Self { tokens: record.field("tokens")?, rows: [q?, k?, v?] })
-    }
-}
-
 /// What a layer gives to its attention.
 struct Projected {
     q: Tensor,
@@ -703,56 +501,6 @@ impl Projected {
     }
 }
 
-/// Time constants of new gates in tokens, which the heads take in turn.
-const TIME_CONSTANTS: [f64; 4] = [4.0, 16.0, 64.0, 256.0];
-
-/// The weights of a forget gate, made or read.
-fn forget_gate(hidden: usize, heads: usize, vb: &VarBuilder) -> Result<Linear> {
-    let weight = vb.get_with_hints((heads, hidden), "weight", Init::Const(0.0))?;
-    let known = vb.contains_tensor("bias");
-    let bias = vb.get_with_hints(heads, "bias", Init::Const(0.0))?;
-    if !known {
-        let biases = TIME_CONSTANTS.iter().cycle().take(heads).map(|tau| (tau - 1.0).ln());
-        let biases = Tensor::from_iter(biases, bias.device())?.to_dtype(bias.dtype())?;
-        bias.slice_set(&biases, 0, 0)?;
-    }
-    Ok(Linear::new(weight, Some(bias)))
-}
-
-/// The filters of a convolution `(channels, 4)`, read, or made to change nothing.
-fn filters(channels: usize, vb: &VarBuilder) -> Result<Tensor> {
-    let known = vb.contains_tensor("weight");
-    let weight = vb.get_with_hints((channels, TAPS), "weight", Init::Const(0.0))?;
-    if !known {
-        weight.slice_set(&identity(channels, weight.dtype(), weight.device())?, 0, 0)?;
-    }
-    Ok(weight)
-}
-
-/// Filters `(channels, 4)` that change nothing.
-fn identity(channels: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-    Tensor::ones((channels, 1), dtype, device)?.pad_with_zeros(1, PAST, 0)?.contiguous()
-}
-
-/// Computes gates `(B, Hkv, T)` of `x` `(B, T, E)`, in f32 (f64 for f64): half types have too few
-/// digits for gates near 0, which remember for long.
-fn gates(gate: &Linear, x: &Tensor) -> Result<Tensor> {
-    let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    let bias = gate.bias().map(|bias| ops::to_dtype(bias, wide)).transpose()?;
-    let z = ops::linear(&ops::to_dtype(x, wide)?, &ops::to_dtype(gate.weight(), wide)?, bias.as_ref())?;
-    ops::contiguous(&ops::transpose(&log_sigmoid(&z)?, 1, 2)?)
-}
-
-/// Computes `log σ(z) = −log(1 + e^{−z})` without overflow.
-fn log_sigmoid(z: &Tensor) -> Result<Tensor> {
-    if z.device().is_cpu() && z.dtype() == DType::F32 {
-        return apply(LogSigmoid, [&ops::contiguous(z)?]);
-    }
-    // Both terms have a kink at 0, and their sum and its gradient have none.
-    let size = z.abs()?;
-    ((z - &size)? * 0.5)? - (size.neg()?.exp()? + 1.0)?.log()?
-}
-
 /// Whether two contiguous tensors on the CPU, f32 or f64, have the same numbers.
 fn same_numbers(a: &Tensor, b: &Tensor) -> Result<bool> {
     use candle_core::{CpuStorage, Storage};
@@ -764,33 +512,4 @@ fn same_numbers(a: &Tensor, b: &Tensor) -> Result<bool> {
         (Storage::Cpu(CpuStorage::F64(a)), Storage::Cpu(CpuStorage::F64(b))) => a[a0..a1] == b[b0..b1],
         _ => false,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use candle_core::Var;
-
-    use super::*;
-
-    /// The operation on the CPU and Candle's operations agree with f64, gradients included, at 0
-    /// and where one digit of the other form would be left.
-    #[test]
-    fn log_sigmoid_has_its_digits() -> Result<()> {
-        let numbers = [-200.0f32, -30.0, -1.0, 0.0, 0.5, 5.5, 14.0, 60.0];
-        let of = |dtype| -> Result<(Vec<f64>, Vec<f64>)> {
-            let z = Var::from_tensor(&Tensor::new(&numbers, &Device::Cpu)?.to_dtype(dtype)?)?;
-            let out = log_sigmoid(&z)?;
-            let gradients = out.sum_all()?.backward()?;
-            let gradient = gradients.get(&z).expect("a gradient");
-            Ok((out.to_dtype(DType::F64)?.to_vec1()?, gradient.to_dtype(DType::F64)?.to_vec1()?))
-        };
-        let (fused, composed) = (of(DType::F32)?, of(DType::F64)?);
-        for (i, z) in numbers.map(f64::from).into_iter().enumerate() {
-            let (value, slope) = (z.min(0.0) - (-z.abs()).exp().ln_1p(), 1.0 / (1.0 + z.exp()));
-            assert!((fused.0[i] / value - 1.0).abs() < 1e-6, "{z}: {} and {value}", fused.0[i]);
-            assert!((fused.1[i] / slope - 1.0).abs() < 1e-5, "{z}: slope {} and {slope}", fused.1[i]);
-            assert!((composed.0[i] - value).abs() < 1e-12 && (composed.1[i] - slope).abs() < 1e-12, "{z}");
-        }
-        Ok(())
-    }
 }

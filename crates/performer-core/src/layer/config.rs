@@ -1,0 +1,109 @@
+//! The sizes of a layer, and which parts it has.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::convolutions::{CONVOLUTIONS, identity};
+use crate::attention::LayerParts;
+
+/// The sizes of a [`MultiHeadAttention`](super::MultiHeadAttention).
+///
+/// # Example
+/// ```
+/// use performer_core::MultiHeadConfig;
+///
+/// // Eight query heads over two key heads, with biases as in Qwen2.
+/// let config = MultiHeadConfig::new(512, 8).with_kv_heads(2).with_qkv_bias(true);
+/// assert_eq!(config.head_dim, 64);
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct MultiHeadConfig {
+    /// Model dimension `E`.
+    pub hidden: usize,
+    /// Query heads `H`.
+    pub heads: usize,
+    /// Key and value heads `Hkv`, a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Head dimension `D`; usually `E/H`.
+    pub head_dim: usize,
+    /// Whether q, k and v projections have a bias.
+    pub qkv_bias: bool,
+    /// Whether the output projection has one.
+    pub output_bias: bool,
+    /// What the layer has beside its projections.
+    pub parts: LayerParts,
+}
+
+impl MultiHeadConfig {
+    /// `heads` equal heads of dimension `hidden / heads`, no biases, no further parts.
+    ///
+    /// Where `hidden` is no multiple of `heads`, `head_dim` is 0, for
+    /// [`Self::with_head_dim`] to set: a layer refuses it.
+    pub fn new(hidden: usize, heads: usize) -> Self {
+        Self {
+            hidden,
+            heads,
+            kv_heads: heads,
+            head_dim: if hidden.is_multiple_of(heads) { hidden / heads.max(1) } else { 0 },
+            qkv_bias: false,
+            output_bias: false,
+            parts: LayerParts::default(),
+        }
+    }
+
+    /// Sets the key and value heads `Hkv`, a divisor of the query heads.
+    #[must_use]
+    pub fn with_kv_heads(mut self, kv_heads: usize) -> Self {
+        self.kv_heads = kv_heads;
+        self
+    }
+
+    /// Sets the head dimension `D`.
+    #[must_use]
+    pub fn with_head_dim(mut self, head_dim: usize) -> Self {
+        self.head_dim = head_dim;
+        self
+    }
+
+    /// Sets whether the projections of queries, keys and values have a bias.
+    #[must_use]
+    pub fn with_qkv_bias(mut self, qkv_bias: bool) -> Self {
+        self.qkv_bias = qkv_bias;
+        self
+    }
+
+    /// Sets whether the output projection has a bias.
+    #[must_use]
+    pub fn with_output_bias(mut self, output_bias: bool) -> Self {
+        self.output_bias = output_bias;
+        self
+    }
+
+    /// Sets the parts of the layer beside its linear maps and its attention.
+    #[must_use]
+    pub fn with_parts(mut self, parts: LayerParts) -> Self {
+        self.parts = parts;
+        self
+    }
+
+    /// The weights of new convolutions and output gates, if the layer is to have them, by the names
+    /// that [`MultiHeadAttention`](super::MultiHeadAttention) reads: they change nothing, so a
+    /// trained layer is given these parts by putting them beside its weights. Forget gates, norms
+    /// and another scale of logits would change it, and are left out.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn neutral_parts(&self, device: &Device) -> Result<Vec<(String, Tensor)>> {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let mut weights = Vec::new();
+        if self.parts.convolution {
+            for (name, channels) in CONVOLUTIONS.into_iter().zip([q, kv, kv]) {
+                weights.push((format!("{name}.weight"), identity(channels, DType::F32, device)?));
+            }
+        }
+        if self.parts.output_gate {
+            weights.push(("output_gate.weight".into(), Tensor::zeros((q, self.hidden), DType::F32, device)?));
+        }
+        Ok(weights)
+    }
+}
