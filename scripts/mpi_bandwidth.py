@@ -106,13 +106,6 @@ def machine():
     return f"{len(names)} cores of an {names[0]}; {sh('mpirun --version').splitlines()[0]}"
 
 
-def revision():
-    """That of this folder, of which the program is taken to be."""
-    folder = pathlib.Path(__file__).parent
-    dirty = "-dirty" if sh(f"git -C {folder} status --porcelain") else ""
-    return sh(f"git -C {folder} rev-parse HEAD").strip() + dirty
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", type=pathlib.Path)
@@ -138,12 +131,13 @@ def main():
                         alone = seconds
                     modelled = alone + (8e-6 * size / rate if rate else 0)
                     name = f"{case}, {f'{rate} Mbit/s' if rate else 'no limit'}"
+                    revision = json.loads((pathlib.Path(folder) / "run" / "metrics.json").read_text())["revision"]
                     rows.append({"case": name, "seconds": seconds, "modelled_seconds": modelled, "bytes": size})
                     print(f"{name:>26}: {seconds:7.3f} s, {modelled:7.3f} s by the model, {size:10,.0f} bytes a step", flush=True)
         finally:
             tear_down(most)
     if options.out:
-        found = {"machine": machine(), "revision": revision(), "steps": rows}
+        found = {"machine": machine(), "revision": revision, "steps": rows}
         (options.out / "namespaces.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
