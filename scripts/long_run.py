@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Watch a long command: its memory, threads, open files and output over time, as CSV and as a chart.
+"""Watch a long command: its memory, threads, open files and output over time.
 
     scripts/long_run.py --seconds 7200 --every 10 --out target/long-run -- \\
         target/release/performer-lm train --data sample --attention favor --epochs 100000 \\
         --eval-every 50 --save-every 50 --out target/long-run/run
 
 The command is interrupted (SIGINT) after that time and may end by itself before. Results are
-OUT/samples.csv and OUT/samples.svg. Fails if memory, threads or open files grew from the second
+OUT/samples.csv and a chart of them, OUT/samples.svg. Fails if memory, threads or open files grew from the second
 quarter of the time to the last by more than a twentieth: in the first quarter caches fill. How
 fast the command writes is shown and not judged, since other work may slow it. Linux only, since it
 reads /proc.

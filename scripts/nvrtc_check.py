@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Compiles every CUDA kernel with NVRTC, which needs no GPU: `nvrtc_check.py sm_80 sm_90a`.
 
-What is compiled is in crates/performer-core/src/kernels/cuda/kernels.txt. Prints the most registers, static shared memory, stack and spills
-that each kernel needs in any variant, and the variants with spills; fails if one does not compile, or if a .cu file is not in the list. Needs libnvrtc.so.13 and its builtins where the system
-looks for libraries.
+What is compiled is in crates/performer-core/src/kernels/cuda/kernels.txt. Prints the most
+registers, static shared memory, stack and spills that each kernel needs in any variant, and the
+variants with spills; fails if one does not compile, or if a .cu file is not in the list. Needs
+libnvrtc.so.13 and its builtins where the system looks for libraries.
 """
 
 import ctypes

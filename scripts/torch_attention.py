@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times PyTorch's scaled_dot_product_attention and a plain chunked FAVOR+ at the shapes of `performer-lm bench attention`.
+"""Times PyTorch's attention and a plain chunked FAVOR+ as `performer-lm bench attention` does.
 
     python3 scripts/torch_attention.py > torch.json
     performer-lm bench attention --against torch.json
@@ -8,11 +8,13 @@ On a GPU, at the sizes of `performer-lm gpu-check`, beside which it runs:
 
     python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > torch.json
 
-There scaled_dot_product_attention is held to FlashAttention (--sdpa), and inputs change from run to run, so that no cache holds them.
+There scaled_dot_product_attention is held to FlashAttention (--sdpa), and inputs change from run to
+run, so that no cache holds them.
 
-Needs PyTorch (`pip install torch`). Prints JSON on stdout and progress on stderr. The FAVOR+ is what one writes in PyTorch
-without kernels of one's own: chunks of 64 tokens, one maximum over all keys as stabiliser (which lets the future into the past by
-rounding; it is here for its speed), prefix sums over chunks by cumsum.
+Needs PyTorch (`pip install torch`). Prints JSON on stdout and progress on stderr. The FAVOR+ is
+what one writes in PyTorch without kernels of one's own: chunks of 64 tokens, one maximum over all
+keys as stabiliser (which lets the future into the past by rounding; it is here for its speed),
+prefix sums over chunks by cumsum.
 """
 
 import argparse

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Times whole training steps of performer-lm's presets in PyTorch: embedding to AdamW update, on random tokens.
+"""Times whole training steps of performer-lm's presets in PyTorch, on random tokens.
 
     python3 scripts/torch_train.py --preset seed --against benchmarks/train/train.json > torch.json
 
-On a GPU, beside `performer-lm bench train --preset stories15m --device cuda --dtype bf16 --json > train.json`:
+On a GPU, beside `performer-lm bench train --preset stories15m --device cuda --dtype bf16 --json >
+train.json`:
 
     python3 scripts/torch_train.py --preset stories15m --device cuda --dtype bf16 --against train.json > torch.json
 
-Needs PyTorch (`pip install torch`). Prints JSON on stdout, with the ratio to the file of `performer-lm bench train` where one is
-given, and progress on stderr. The model is written as one writes it in PyTorch: scaled_dot_product_attention, or the chunked
-FAVOR+ of torch_attention.py; one batch at a time; AdamW in its fused form; gradients clipped to norm 1; --compile gives all of it to torch.compile. With --dtype bf16, weights stay f32 and autocast does the rest.
+Needs PyTorch (`pip install torch`). Prints JSON on stdout, with the ratio to the file of
+`performer-lm bench train` where one is given, and progress on stderr. The model is written as one
+writes it in PyTorch: scaled_dot_product_attention, or the chunked FAVOR+ of torch_attention.py; one
+batch at a time; AdamW in its fused form; gradients clipped to norm 1; --compile gives all of it to
+torch.compile. With --dtype bf16, weights stay f32 and autocast does the rest.
 """
 
 import argparse

@@ -1,6 +1,9 @@
-"""Compares an exported folder with Hugging Face transformers: python3 scripts/transformers_logits.py FOLDER < LOGITS.json
+"""Compares an exported folder with Hugging Face transformers.
 
-LOGITS.json is what `cargo run --release -p performer-lm --example logits -- FOLDER TEXT` prints. Needs torch and transformers.
+    python3 scripts/transformers_logits.py FOLDER < LOGITS.json
+
+LOGITS.json is what `cargo run --release -p performer-lm --example logits -- FOLDER TEXT` prints.
+Needs torch and transformers.
 """
 
 import json

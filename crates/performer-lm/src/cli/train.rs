@@ -11,16 +11,17 @@ use performer_dist::{Ranks, agree_on};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs, require_another_folder},
-    ending, output, paths,
+    ending::Ending,
+    output, paths,
 };
 use crate::{
     checkpoint::require_free,
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::{Prepared, prepare, prepare_for},
     errors::Cause,
-    eval::{guessing, is_worse_than_guessing, show_perplexity},
+    eval::{guessing, is_worse_than_guessing},
     model::pretrained::Pretrained,
-    train::{Grid, Report, RunOptions, Trainer, agreed, default_out, led, saved_data},
+    train::{Grid, RunOptions, Trainer, agreed, default_out, led, saved_data},
 };
 
 #[derive(clap::Args)]
@@ -194,7 +195,7 @@ fn require_nothing_in(out: &Path) -> Result<()> {
         "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
         out.display()
     );
-    require_free(out, &["metrics.json", "metrics.jsonl"])
+    require_free(out, &["metrics.json", "metrics.jsonl", "loss.svg", "loss.png"])
 }
 
 /// Prepares data on the first rank, then on the others, which find it in the cache where they share
@@ -247,10 +248,11 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     if !leads {
         return Ok(());
     }
+    let ending = Ending::new(&report, out)?;
     if args.json {
         output::json(&report)?
     } else {
-        output::result(&table(&report))?
+        output::result(&ending.table())?
     }
     if leak {
         output::note(&format!(
@@ -270,35 +272,5 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         return Ok(());
     }
     let program = std::env::args().next().unwrap_or_else(|| "performer-lm".into());
-    ending::tell(&program, out, &report, args.resume.is_none() && args.from.is_none())
-}
-
-fn table(r: &Report) -> String {
-    let epochs: Vec<String> = r.epoch_seconds.iter().map(|s| format!("{s:.1}")).collect();
-    let epochs = match &epochs[..] {
-        [_, _, _, _, _, ..] => format!("{} ... {}", epochs[..2].join(" "), epochs[epochs.len() - 2..].join(" ")),
-        _ => epochs.join(" "),
-    };
-    let grows = if r.state_grows { ", and grows with every token" } else { "" };
-    let mut rows = vec![
-        vec!["attention".into(), r.attention_spec.clone()],
-        vec!["corpus".into(), r.corpus.clone()],
-        vec!["parameters".into(), output::thousands(r.params as u64)],
-        vec!["bytes of decoding state".into(), output::thousands(r.state_bytes as u64) + grows],
-        vec!["tokens trained on".into(), output::thousands(r.tokens)],
-        vec!["validation loss (nats/token)".into(), format!("{:.4}", r.val_loss)],
-        vec!["perplexity".into(), show_perplexity(r.perplexity, 3)],
-        vec!["bits/byte".into(), format!("{:.4}", r.bits_per_byte)],
-        vec!["seconds per epoch".into(), epochs],
-        vec!["tokens/s".into(), output::thousands(r.tokens_per_second as u64)],
-    ];
-    if let Some(test) = &r.test {
-        rows.insert(8, vec!["test loss (nats/token)".into(), format!("{:.4}", test.loss)]);
-        rows.insert(9, vec!["test perplexity".into(), show_perplexity(test.perplexity, 3)]);
-    }
-    if let Some(control) = &r.features_off {
-        let what = format!("loss with features off ({})", control.attention_spec);
-        rows.insert(8, vec![what, format!("{:.4}", control.val_loss)]);
-    }
-    output::table(&["", "value"], &rows)
+    ending.tell(&program, args.resume.is_none() && args.from.is_none())
 }

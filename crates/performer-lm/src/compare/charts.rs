@@ -1,6 +1,8 @@
 //! This module draws what a comparison measured: the loss over the tokens of training, and over the
 //! positions of the context.
 
+#[cfg(feature = "cli")]
+use std::path::Path;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -32,6 +34,28 @@ pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
         x: Axis::new("training tokens", Scale::Linear),
         y: Axis::new("validation loss (nats per token)", Scale::Linear),
         series: series.into_iter().map(without_first_quarter).collect(),
+        ..Chart::default()
+    })
+}
+
+/// Draws validation loss against training tokens, a curve for each run, of runs that differ in
+/// their attention alone. Each comes with its folder.
+///
+/// # Errors
+/// If the log of a run cannot be read.
+#[cfg(feature = "cli")]
+pub(crate) fn loss_of_runs(runs: &[(&Report, &Path)]) -> Result<Chart> {
+    let curve = |(run, folder): &(&Report, &Path)| -> Result<Series> {
+        let log = read_log(&folder.join("metrics.jsonl"))?;
+        Ok(without_first_quarter(Series::new(&run.attention_spec, validation_curve(&log))))
+    };
+    let corpus = runs.first().map_or("", |(run, _)| &run.corpus);
+    Ok(Chart {
+        title: format!("Validation loss on {corpus}"),
+        subtitle: Some("without the first quarter".into()),
+        x: Axis::new("training tokens", Scale::Linear),
+        y: Axis::new("validation loss (nats per token)", Scale::Linear),
+        series: runs.iter().map(curve).collect::<Result<_>>()?,
         ..Chart::default()
     })
 }

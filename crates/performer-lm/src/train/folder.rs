@@ -121,6 +121,28 @@ pub fn find_or_run(
     }
 }
 
+/// Returns the finished runs in folders beside `out` that differ from the run of `report`, which is
+/// in `out`, in their attention alone. Folders without a whole report of this version are passed
+/// over.
+///
+/// # Errors
+/// If the folder in which `out` lies cannot be read.
+pub fn runs_beside(report: &Report, out: &Path) -> Result<Vec<(Report, PathBuf)>> {
+    let Some(key) = &report.key else { return Ok(Vec::new()) };
+    let out = std::path::absolute(out)?;
+    let Some(parent) = out.parent() else { return Ok(Vec::new()) };
+    let mut beside = Vec::new();
+    for entry in std::fs::read_dir(parent).with_context(|| format!("cannot read {}", parent.display()))? {
+        let folder = entry.with_context(|| format!("cannot read {}", parent.display()))?.path();
+        let Ok(text) = std::fs::read(folder.join(REPORT)) else { continue };
+        let Ok(other) = serde_json::from_slice::<Report>(&text) else { continue };
+        if other.key.as_ref().is_some_and(|other| key.differs_in_attention_alone(other).unwrap_or(false)) {
+            beside.push((other, folder));
+        }
+    }
+    Ok(beside)
+}
+
 /// Returns the configuration with the vocabulary of the data's tokenizer.
 pub(super) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
     ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }

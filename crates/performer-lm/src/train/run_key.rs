@@ -195,6 +195,19 @@ impl RunKey {
         }))
     }
 
+    /// Says whether two runs differ in their attention and in nothing else.
+    ///
+    /// # Errors
+    /// If the model cannot have the other's attention.
+    pub fn differs_in_attention_alone(&self, other: &Self) -> Result<bool> {
+        let pattern = other.model.pattern();
+        if self.model.pattern() == pattern {
+            return Ok(false);
+        }
+        let with_its_attention = Self { model: self.model.clone().with_attention(&pattern)?, ..self.clone() };
+        Ok(with_its_attention.differences(other)?.is_empty())
+    }
+
     /// Makes the leg of a run that had this key and ended at `until`.
     pub fn leg(&self, until: impl Into<String>) -> Leg {
         Leg { until: until.into(), revision: self.revision.clone(), device: self.device.clone() }

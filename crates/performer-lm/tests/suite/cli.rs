@@ -225,6 +225,35 @@ fn compare_chooses_a_learning_rate_by_other_text_than_it_reports() {
     assert!(std::fs::read_to_string(dir.path().join("c/positions.svg")).unwrap().contains("context in training"));
 }
 
+/// A run ends beside those in its folder that differ in their attention alone: in the table, by a
+/// story, and in one chart. A run with another seed is none of them.
+#[test]
+fn a_run_is_shown_beside_those_with_other_attentions() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |attention: &str, seed: &str, out: &str| {
+        let settings = ["--context", "16", "--batch-size", "8", "--learning-rate", "0.01", "--max-steps", "40"];
+        let which = ["--attention", attention, "--seed", seed, "--out", out];
+        let done = performer(dir.path(), &[&["train", "--data", "sample"], &settings[..], &which].concat());
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        let chart = std::fs::read_to_string(dir.path().join(out).join("loss.svg")).unwrap();
+        assert!(dir.path().join(out).join("loss.png").exists());
+        (text(done.stdout), text(done.stderr), chart)
+    };
+    let alone = run("softmax", "1", "runs/softmax");
+    assert!(!alone.0.contains("beside it") && alone.1.contains("train --attention favor"), "{alone:?}");
+    run("favor:m=8", "2", "runs/another-seed");
+
+    let (table, told, chart) = run("favor:m=16", "1", "runs/favor");
+    let row = table.lines().find(|line| line.contains("attention")).unwrap();
+    let cells: Vec<&str> = row.split('|').map(str::trim).filter(|cell| !cell.is_empty()).collect();
+    assert_eq!(cells, ["attention", "favor:m=16", "softmax"], "{table}");
+    for part in ["favor:m=16 writes:", "softmax writes:"] {
+        assert!(told.contains(part), "{part} is not in {told}");
+    }
+    assert!(chart.contains("favor:m=16") && chart.contains("softmax") && !chart.contains("favor:m=8"));
+}
+
 /// A hybrid is named as it was given, everywhere; and is evaluated with its features off too.
 #[test]
 fn a_hybrid_is_trained_shown_and_evaluated_with_its_features_off() {
