@@ -40,9 +40,9 @@ impl Softmax {
         Self::default()
     }
 
-    /// Lets each query see the last `window` tokens only, its own among them: `O(T·W)` time on the
-    /// CPU, where tiles of keys outside the window are never read, and a decoding state of `W − 1`
-    /// keys and values.
+    /// Lets each query see the last `window` tokens only, its own among them: `O(T·W)` time where
+    /// it is fused, since tiles of keys outside the window are never read, and a decoding state of
+    /// `W − 1` keys and values.
     ///
     /// # Errors
     /// If `window` is 0.
@@ -104,7 +104,9 @@ impl Softmax {
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) => {
-                let seen = kernels::cuda::softmax::Seen { offset, visible: mask.visible_of(sizes.batch)? };
+                let (window, sinks) = (self.window, self.sinks);
+                let seen =
+                    kernels::cuda::softmax::Seen { offset, window, sinks, visible: mask.visible_of(sizes.batch)? };
                 kernels::cuda::softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen)
             }
             Err(_) => {
@@ -122,10 +124,9 @@ impl Softmax {
         }
         #[cfg(feature = "cuda")]
         if kernels::cuda::softmax::takes(q, inputs.v) {
-            return match (self.window, inputs.gates) {
-                (None, None) => Ok(Kernel::Cuda),
-                (Some(_), _) => Err("the CUDA kernels have no windows".into()),
-                (_, Some(_)) => Err("the CUDA kernels of softmax have no forget gates".into()),
+            return match inputs.gates {
+                None => Ok(Kernel::Cuda),
+                Some(_) => Err("the CUDA kernels of softmax have no forget gates".into()),
             };
         }
         if kernels::takes(q) {
@@ -154,17 +155,28 @@ impl Softmax {
         (window, sinks): (usize, usize),
     ) -> Result<(Tensor, Tensor)> {
         let Inputs { q, k, v, .. } = inputs;
-        if !matches!(self.kernel(inputs), Ok(Kernel::Cpu)) {
-            let folded = Folded::new(inputs, mask)?;
-            let (values, logs) = attend(&folded, Some(offset), Some(window), sinks)?;
-            return Ok((folded.output(&values)?, folded.output(&logs)?));
+        let (offset, window) = (Some(offset), Some(window));
+        match self.kernel(inputs) {
+            Ok(Kernel::Cpu) => {
+                let dv = v.dim(3)?;
+                let visible = mask.visible_flags(q.dim(0)?)?;
+                let seen = softmax::Seen { offset, window, sinks, visible };
+                inputs.gates.map(gates::check).transpose()?;
+                let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
+                Ok((ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?))
+            }
+            #[cfg(feature = "cuda")]
+            Ok(Kernel::Cuda) if q.dtype() == DType::F32 => {
+                let visible = mask.visible_of(q.dim(0)?)?;
+                let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
+                kernels::cuda::softmax::softmax_with_logs(&rows(q)?, &rows(k)?, &rows(v)?, seen)
+            }
+            _ => {
+                let folded = Folded::new(inputs, mask)?;
+                let (values, logs) = attend(&folded, offset, window, sinks)?;
+                Ok((folded.output(&values)?, folded.output(&logs)?))
+            }
         }
-        let dv = v.dim(3)?;
-        let visible = mask.visible_flags(q.dim(0)?)?;
-        let seen = softmax::Seen { offset: Some(offset), window: Some(window), sinks, visible };
-        inputs.gates.map(gates::check).transpose()?;
-        let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
-        Ok((ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?))
     }
 
     /// The path of [`Self::with_logs`].
@@ -172,7 +184,7 @@ impl Softmax {
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },
             #[cfg(feature = "cuda")]
-            Ok(Kernel::Cuda) => Path::Composed { why: "the CUDA kernels of a window have no logarithms".into() },
+            Ok(Kernel::Cuda) => Path::Fused { device: "CUDA" },
             Err(why) => Path::Composed { why },
         }
     }

@@ -22,25 +22,25 @@
 int main() {
     Reader in;
     int batch = in.integer(), heads = in.integer(), key_heads = in.integer(), queries = in.integer(), keys = in.integer();
-    int offset = in.integer(), masked = in.integer();
+    int offset = in.integer(), window = in.integer(), sinks = in.integer(), width = in.integer(), masked = in.integer();
     int mode = in.integer();
     host::descending = mode & 1, host::truncating = mode & 2;
     std::vector<Stored> q = in.stored((size_t)batch * heads * queries * DIM), k = in.stored((size_t)batch * key_heads * keys * DIM);
-    std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad = in.stored((size_t)batch * heads * queries * VALUES);
+    std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad = in.stored((size_t)batch * heads * queries * width);
     std::vector<unsigned char> mask;
     if (masked) mask = in.bytes((size_t)batch * keys);
     const unsigned char* visible = masked ? mask.data() : nullptr;
 
     auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
     float slope = 1 / std::sqrt((float)DIM);
-    Problem p = {heads, heads / key_heads, queries, keys, offset, slope * 1.4426950408889634f, slope, dense(heads, queries, DIM),
+    Problem p = {heads, heads / key_heads, queries, keys, offset, window, sinks, width, slope * 1.4426950408889634f, slope, dense(heads, queries, DIM),
                  dense(key_heads, keys, DIM), dense(key_heads, keys, VALUES)};
     size_t count = (size_t)batch * heads * queries;
-    std::vector<Stored> out = poison<Stored>(count * VALUES), dq = poison<Stored>(q.size()), dk = poison<Stored>(k.size()), dv = poison<Stored>(v.size());
+    std::vector<Stored> out = poison<Stored>(count * width), dq = poison<Stored>(q.size()), dk = poison<Stored>(k.size()), dv = poison<Stored>(v.size());
     std::vector<float> logs = poison<float>(count), delta = poison<float>(count);
     auto grid = [&](int heads, int tokens) { return Dim{(unsigned)(batch * heads), (unsigned)divide(tokens, R), 1}; };
     host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(forward), p, q.data(), k.data(), v.data(), visible, out.data(), logs.data());
-    host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, softmax_delta, (int)count, out.data(), grad.data(), delta.data());
+    host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, softmax_delta, (int)count, width, out.data(), grad.data(), delta.data());
     host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(query_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
                  delta.data(), dq.data());
     host::launch(grid(key_heads, keys), BLOCK_THREADS, KERNEL(key_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),

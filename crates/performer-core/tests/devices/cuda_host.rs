@@ -224,7 +224,12 @@ impl Build {
 }
 
 /// Compares the outputs and gradients of the kernels of exact softmax with the reference.
-fn check_softmax(dtype: DType, teams: bool, mut p: Problem) {
+fn check_softmax(dtype: DType, teams: bool, p: Problem) {
+    check_softmax_window(dtype, teams, p, None, 0);
+}
+
+/// Compares them where a query sees the last `window` keys and the first `sinks`.
+fn check_softmax_window(dtype: DType, teams: bool, mut p: Problem, window: Option<usize>, sinks: usize) {
     for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
         round(dtype, x);
     }
@@ -235,28 +240,26 @@ fn check_softmax(dtype: DType, teams: bool, mut p: Problem) {
     let offset = if p.causal { s.k_len - s.q_len } else { usize::MAX };
     let run = |descending: bool| {
         let masked = usize::from(p.key_mask.is_some());
-        let header = [s.batch, s.heads, s.kv_heads, s.q_len, s.k_len, offset, masked, usize::from(descending)];
+        let limits = [offset, window.unwrap_or(1 << 30), sinks, s.value_dim, masked];
+        let header =
+            [&[s.batch, s.heads, s.kv_heads, s.q_len, s.k_len][..], &limits, &[usize::from(descending)]].concat();
         execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output], p.key_mask.as_deref())
     };
     let all = run(false);
-    assert!(all == run(true), "softmax, {dtype:?}, {s:?}: the order of threads matters");
+    let what = format!("softmax, {dtype:?}, {s:?}, window {window:?}, {sinks} sinks");
+    assert!(all == run(true), "{what}: the order of threads matters");
     let mut all = all.into_iter();
     let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
-    let expected = attention(Kernel::Softmax, p.inputs());
-    let gradients = attention_backward(Kernel::Softmax, p.inputs(), &p.grad_output);
-    for (what, dims, expected) in [
+    let inputs = performer_core::reference::Inputs { window, sinks, ..p.inputs() };
+    let expected = attention(Kernel::Softmax, inputs);
+    let gradients = attention_backward(Kernel::Softmax, inputs, &p.grad_output);
+    for (part, dims, expected) in [
         ("outputs", p.output_dims(), &expected),
         ("dq", p.q_dims(), &gradients.q),
         ("dk", p.k_dims(), &gradients.k),
         ("dv", p.v_dims(), &gradients.v),
     ] {
-        assert_close(
-            &format!("{what} of softmax, {dtype:?}, {s:?}"),
-            &dims,
-            &take(expected.len()),
-            expected,
-            tolerance(dtype),
-        );
+        assert_close(&format!("{part} of {what}"), &dims, &take(expected.len()), expected, tolerance(dtype));
     }
 }
 
@@ -281,6 +284,87 @@ fn exact_softmax() {
             check_softmax(dtype, teams, problem);
         }
     }
+}
+
+/// Windows that end inside steps and at their borders, that are longer than a block and longer than
+/// the sequence, with and without sinks and keys that are hidden.
+#[test]
+fn softmax_over_a_window() {
+    for (dtype, teams, [heads, kv_heads], q_len, k_len, window, sinks, masked) in [
+        (DType::F32, false, [3, 1], 200, 200, 32, 0, false),
+        (DType::F32, false, [1, 1], 150, 210, 7, 5, true),
+        (DType::F32, false, [1, 1], 90, 90, 500, 0, false),
+        (DType::F32, false, [1, 1], 1, 70, 33, 2, false),
+        (DType::BF16, false, [1, 1], 300, 300, 70, 40, false),
+        (DType::BF16, true, [3, 1], 300, 300, 66, 0, false),
+        (DType::F16, true, [1, 1], 200, 330, 1, 3, true),
+        (DType::BF16, true, [1, 1], 1, 70, 33, 2, false),
+    ] {
+        let dims = if teams { [24, 40] } else { [72, 24] };
+        let shape = Shape { batch: 1, heads, kv_heads, q_len, k_len, head_dim: dims[0], value_dim: dims[1] };
+        let mut problem = Problem::random(31, shape, None, 0);
+        problem.causal = true;
+        problem.key_mask = masked.then(|| Random::new(14).mask(k_len, 0.6));
+        check_softmax_window(dtype, teams, problem, Some(window), sinks);
+    }
+}
+
+/// The logarithms of denominators that stand after the values of each row, and what their gradients
+/// add to those of queries and keys.
+#[test]
+fn softmax_with_logarithms_of_denominators() {
+    let (tokens, window, dim, width) = (130, 40, 16, 20);
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: tokens, k_len: tokens, head_dim: dim, value_dim: dim };
+    let mut p = Problem::random(32, shape, None, 0);
+    p.causal = true;
+    for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
+        round(DType::F32, x);
+    }
+    let macros = [("STORAGE", 0), ("DIM", dim), ("VALUES", dim), ("TEAMS", 0)];
+    let Some(program) = compile("cuda", "softmax", &macros) else { return };
+    let of_logs = Random::new(33).normal(tokens, 1.0);
+    let mut grad = Vec::new();
+    for (row, of_log) in p.grad_output.chunks_exact(dim).zip(&of_logs) {
+        grad.extend(row);
+        grad.extend([f64::from(*of_log as f32), 0.0, 0.0, 0.0]);
+    }
+    let header = [1, 1, 1, tokens, tokens, 0, window, 0, width, 0, 0];
+    let mut all = execute(&program, &header, &[&p.q, &p.k, &p.v, &grad], None).into_iter();
+    let mut take = |n: usize| all.by_ref().take(n).collect::<Vec<_>>();
+    let (out, dq, dk) = (take(tokens * width), take(tokens * dim), take(tokens * dim));
+
+    // By the formulas: log_i = ln Σ_j e^{s_ij}, whose gradient by s_ij is p_ij.
+    let inputs = performer_core::reference::Inputs { window: Some(window), ..p.inputs() };
+    let values = attention(Kernel::Softmax, inputs);
+    let gradients = attention_backward(Kernel::Softmax, inputs, &p.grad_output);
+    let (mut want_q, mut want_k, mut logs) = (gradients.q, gradients.k, Vec::new());
+    let slope = (dim as f64).sqrt().recip();
+    for i in 0..tokens {
+        let seen = (i + 1).saturating_sub(window)..=i;
+        let row = |x: &[f64], t: usize| x[t * dim..(t + 1) * dim].to_vec();
+        let q = row(&p.q, i);
+        let score = |j: usize| row(&p.k, j).iter().zip(&q).map(|(k, q)| k * q).sum::<f64>() * slope;
+        let sum: f64 = seen.clone().map(|j| score(j).exp()).sum();
+        logs.push(sum.ln());
+        for j in seen {
+            let weight = score(j).exp() / sum * of_logs[i] * slope;
+            let k = row(&p.k, j);
+            for d in 0..dim {
+                want_q[i * dim + d] += weight * k[d];
+                want_k[j * dim + d] += weight * q[d];
+            }
+        }
+    }
+    let (mut got_values, mut got_logs) = (Vec::new(), Vec::new());
+    for row in out.chunks_exact(width) {
+        got_values.extend(&row[..dim]);
+        got_logs.push(row[dim]);
+        assert_eq!(row[dim + 1..], [0.0; 3], "what a row is padded with");
+    }
+    assert_close("values", &[tokens, dim], &got_values, &values, 1e-5);
+    assert_close("logarithms", &[tokens], &got_logs, &logs, 1e-5);
+    assert_close("dq", &[tokens, dim], &dq, &want_q, 1e-4);
+    assert_close("dk", &[tokens, dim], &dk, &want_k, 1e-4);
 }
 
 /// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv
@@ -538,7 +622,7 @@ fn check_long_sums_of_softmax(tokens: usize) {
     }
     let macros = [("STORAGE", 0), ("DIM", 16), ("VALUES", 16), ("TEAMS", 0)];
     let Some(program) = compile("cuda", "softmax", &macros) else { return };
-    let header = [1, 1, 1, tokens, tokens, 0, 0, 2];
+    let header = [1, 1, 1, tokens, tokens, 0, 1 << 30, 0, 16, 0, 2];
     let numbers = [&problem.q[..], &problem.k, &problem.v, &problem.grad_output];
     let mut all = execute(&program, &header, &numbers, None).into_iter();
     let mut take = || all.by_ref().take(tokens * 16).collect::<Vec<_>>();

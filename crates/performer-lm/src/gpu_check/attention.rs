@@ -26,6 +26,8 @@ struct Case {
     masked: bool,
     /// Whether there are forget gates.
     gated: bool,
+    /// The last keys that a query sees, if not all, and the first ones beside them; only of softmax.
+    window: Option<(usize, usize)>,
 }
 
 impl Case {
@@ -37,7 +39,10 @@ impl Case {
         let dtype = format!("{:?}", self.dtype).to_lowercase();
         let Self { batch, heads, kv_heads, tokens, dim, .. } = self;
         let flags = [(self.causal, " causal"), (self.masked, " masked"), (self.gated, " gated")];
-        let flags: String = flags.into_iter().filter(|(has, _)| *has).map(|(_, flag)| flag).collect();
+        let mut flags: String = flags.into_iter().filter(|(has, _)| *has).map(|(_, flag)| flag).collect();
+        if let Some((window, sinks)) = self.window {
+            flags += &format!(" window of {window} and {sinks} sinks");
+        }
         format!("{attention} {dtype}{flags}, {batch}x{heads}/{kv_heads} heads of {dim}, {tokens} tokens")
     }
 }
@@ -55,6 +60,7 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
         causal: true,
         masked: false,
         gated: false,
+        window: None,
     };
     let mut all = Vec::new();
     let dtypes = match extent {
@@ -83,6 +89,10 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
                 if !few || gpu {
                     all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
                 }
+            }
+            if features.is_none() {
+                all.push(Case { tokens: 100, heads: 4, window: Some((33, 0)), ..base });
+                all.push(Case { tokens: 150, window: Some((20, 5)), masked: true, ..base });
             }
             if few {
                 continue;
@@ -153,6 +163,14 @@ fn inputs<'a>([q, k, v]: [&'a Tensor; 3], gates: Option<&'a Tensor>) -> Inputs<'
     inputs
 }
 
+/// Softmax attention with a window and sinks, or to all keys.
+fn softmax(window: Option<(usize, usize)>) -> candle_core::Result<Softmax> {
+    match window {
+        None => Ok(Softmax::new()),
+        Some((window, sinks)) => Softmax::new().with_window(window)?.with_sinks(sinks),
+    }
+}
+
 struct Problem<'a> {
     case: Case,
     device: &'a Device,
@@ -172,7 +190,7 @@ impl<'a> Problem<'a> {
         let Case { batch, heads, kv_heads, tokens, dim, dtype, .. } = case;
         let shape = Shape { batch, heads, kv_heads, q_len: tokens, k_len: tokens, head_dim: dim, value_dim: dim };
         let (attention, projection): (Box<dyn Attention>, _) = match case.features {
-            None => (Box::new(Softmax::new()), Vec::new()),
+            None => (Box::new(softmax(case.window)?), Vec::new()),
             Some(features) => {
                 let config = FavorConfig::default().with_features(features).with_map(case.map);
                 let favor = Favor::new(&config, dim, seed, DType::F32, device)?;
@@ -266,8 +284,8 @@ impl<'a> Problem<'a> {
             q: &self.q,
             k: &self.k,
             v: &self.v,
-            window: None,
-            sinks: 0,
+            window: self.case.window.map(|(window, _)| window),
+            sinks: self.case.window.map_or(0, |(_, sinks)| sinks),
             causal: self.case.causal,
             key_mask: self.keys.as_deref(),
             gates: self.gates.as_deref(),

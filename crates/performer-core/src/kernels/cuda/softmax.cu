@@ -4,11 +4,15 @@
 // keys as rows, for those of keys and values. Each number is added up by one block in a fixed
 // order.
 //
+// With a window, steps of keys that no query of a block sees are left out, and so are steps of
+// queries that see no key of a block: time is proportional to tokens times the window.
+//
 //   q (B, H, Tq, DIM), k (B, Hkv, Tk, DIM), v (B, Hkv, Tk, VALUES);
 //   a block has R rows and takes K columns a step
 //   forward:   q (R, D), k (K, D) -> scores (R, K) -> weights 2^(score - maximum) (R, K)
 //              weights, v (K, V)  -> numerators (R, V), denominators (R) -> out (R, V), logs (R)
-//   g, out     -> delta = g.out (R), by softmax_delta
+//   g, out     -> delta = g.out (R), by softmax_delta; less the gradient of the logarithm of the
+//                 denominator where that is a result too, since its gradient by a score is p
 //   backward:  q, k, logs         -> weights p = 2^(score - log)
 //              g (R, V), v, delta -> ds = p (g v^T - delta)
 //              ds, k, q, p, g     -> dq = ds k/sqrt(D), dk = ds^T q/sqrt(D), dv = p^T g
@@ -91,9 +95,9 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
     Sums<R, V, WARPS> sums;
     sums.zero();
     float largest[2] = {FLOOR, FLOOR}, denominator[2] = {0, 0};
-    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
-    for (int first = 0; first < reach; first += K) {
-        Span columns = {first, min(K, reach - first), 1};
+    KeySteps<K> steps(p, start, rows.count);
+    for (int first = steps.begin(); first < steps.reach; first = steps.after(first)) {
+        Span columns = {first, min(K, steps.reach - first), 1};
         __syncthreads();
         load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
         load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
@@ -103,8 +107,9 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
         scores.zero();
         scores.template add<false, true>(&s.x[0][0], D + PAD, &s.across_x[0][0], D + PAD, D);
         scores.each([&](int row, int column, float& x) {
-            bool later = p.offset >= 0 && first + column > p.offset + start + row;
-            x = later ? -infinity() : x * p.scale + s.hidden[column];
+            int key = first + column, own = p.offset + start + row;
+            bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
+            x = unseen ? -infinity() : x * p.scale + s.hidden[column];
         });
         float now[2], decay[2], sum[2];
         scores.over_my_columns(scores, now, Largest(), [](int, int, float x, float) { return x; });
@@ -125,8 +130,13 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
     sums.each_of_mine([&](int i, int row, int column, float& x) {
         if (row >= rows.count) return;
         // A row that sees no key is zero, and has weight 0 for every key in the backward pass.
-        if (column == 0) logs[at + row] = denominator[i] == 0.0f ? infinity() : largest[i] + logarithm(denominator[i]);
-        if (column < VALUES) narrow(denominator[i] == 0.0f ? 0.0f : x / denominator[i], out[(at + row) * VALUES + column]);
+        bool sees = denominator[i] != 0.0f;
+        Stored* to = out + (at + row) * p.width;
+        if (column < VALUES) narrow(sees ? x / denominator[i] : 0.0f, to[column]);
+        if (column != 0) return;
+        float log = largest[i] + logarithm(denominator[i]);
+        logs[at + row] = sees ? log : infinity();
+        for (int c = VALUES; c < p.width; c++) narrow(c > VALUES ? 0.0f : sees ? log * LN2 : FLOOR, to[c]);
     });
 }
 
@@ -152,14 +162,14 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     load_all<R, D>(&s.x[0][0], rows_of(q, p.q, batch, head), rows, DIM);
-    load_all<R, V>(&s.y[0][0], Rows<const Stored>{grad + first_query * VALUES, VALUES}, rows, VALUES);
+    load_all<R, V>(&s.y[0][0], Rows<const Stored>{grad + first_query * p.width, p.width}, rows, VALUES);
     load_logs(s, R, logs, delta, first_query, rows);
 
     Sums<R, D, WARPS> sums;
     sums.zero();
-    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
-    for (int first = 0; first < reach; first += K) {
-        Span columns = {first, min(K, reach - first), 1};
+    KeySteps<K> steps(p, start, rows.count);
+    for (int first = steps.begin(); first < steps.reach; first = steps.after(first)) {
+        Span columns = {first, min(K, steps.reach - first), 1};
         __syncthreads();
         load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
         load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
@@ -171,8 +181,9 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
         products.zero();
         products.template add<false, true>(&s.y[0][0], V + PAD, &s.across_y[0][0], V + PAD, V);
         scores.each_with(products, [&](int row, int column, float& x, float& product) {
-            bool later = p.offset >= 0 && first + column > p.offset + start + row;
-            float weight = later ? 0.0f : power_of_two(x * p.scale + s.hidden[column] - s.log[row]);
+            int key = first + column, own = p.offset + start + row;
+            bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
+            float weight = unseen ? 0.0f : power_of_two(x * p.scale + s.hidden[column] - s.log[row]);
             x = weight * (product - s.delta[row]);
         });
         scores.store(&s.weights[0][0], K + PAD);
@@ -204,16 +215,16 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
     Sums<R, V, WARPS> value_sums;
     key_sums.zero();
     value_sums.zero();
-    // Queries before this one see none of the keys of the block.
-    int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
+    // Queries before the one see none of the keys of the block, nor do those from the other on.
+    int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K, end = end_of_queries(p, start, rows.count);
     for (int head = key_head * p.group; head < (key_head + 1) * p.group; head++) {
         Rows<const Stored> queries = rows_of(q, p.q, batch, head);
         long long first_query = ((long long)batch * p.heads + head) * p.queries;
-        for (int first = begin; first < p.queries; first += K) {
-            Span columns = {first, min(K, p.queries - first), 1};
+        for (int first = begin; first < end; first += K) {
+            Span columns = {first, min(K, end - first), 1};
             __syncthreads();
             load_all<K, D>(&s.across_x[0][0], queries, columns, DIM);
-            load_all<K, V>(&s.across_y[0][0], Rows<const Stored>{grad + first_query * VALUES, VALUES}, columns, VALUES);
+            load_all<K, V>(&s.across_y[0][0], Rows<const Stored>{grad + first_query * p.width, p.width}, columns, VALUES);
             load_logs(s, K, logs, delta, first_query, columns);
             __syncthreads();
             Scores scores, products;
@@ -222,8 +233,9 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
             products.zero();
             products.template add<false, true>(&s.y[0][0], V + PAD, &s.across_y[0][0], V + PAD, V);
             scores.each_with(products, [&](int row, int column, float& x, float& product) {
-                bool later = p.offset >= 0 && start + row > p.offset + first + column;
-                x = later ? 0.0f : power_of_two(x * p.scale + s.hidden[row] - s.log[column]);
+                int key = start + row, own = p.offset + first + column;
+                bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
+                x = unseen ? 0.0f : power_of_two(x * p.scale + s.hidden[row] - s.log[column]);
                 product = x * (product - s.delta[column]);
             });
             scores.store(&s.weights[0][0], K + PAD);

@@ -11,6 +11,7 @@ constexpr int D = up(DIM, 16), V = up(VALUES, 16);
 
 // FLOOR is low, but finite: -inf - FLOOR is -inf and not NaN.
 constexpr float FLOOR = -1e37f;
+constexpr float LN2 = 0.6931471805599453f;
 
 // Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long long batch, head, token; };
@@ -23,19 +24,54 @@ struct Problem {
     int queries, keys;
     // Query t sees keys up to t + offset; all keys if the offset is negative.
     int offset;
+    // With an offset, it sees of those keys the last `window` and the first `sinks`. The window is
+    // larger than any number of keys where there is none.
+    int window, sinks;
+    // The numbers of a row of outputs and of their gradients: VALUES, or more, and then the
+    // logarithm of the row's denominator stands after its values.
+    int width;
     // log2(e)/sqrt(D), and 1/sqrt(D).
     float scale, slope;
     Strides q, k, v;
 };
-static_assert(sizeof(Problem) == 104 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
-                  OFFSET(Problem, offset) == 16 && OFFSET(Problem, scale) == 20 && OFFSET(Problem, slope) == 24 &&
-                  OFFSET(Problem, q) == 32 && OFFSET(Problem, k) == 56 && OFFSET(Problem, v) == 80,
+static_assert(sizeof(Problem) == 112 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
+                  OFFSET(Problem, offset) == 16 && OFFSET(Problem, window) == 20 && OFFSET(Problem, sinks) == 24 &&
+                  OFFSET(Problem, width) == 28 && OFFSET(Problem, scale) == 32 && OFFSET(Problem, slope) == 36 &&
+                  OFFSET(Problem, q) == 40 && OFFSET(Problem, k) == 64 && OFFSET(Problem, v) == 88,
               "the host has another layout");
 
 // Returns the rows of a head.
 template <class T>
 __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
     return {first + batch * strides.batch + head * strides.head, strides.token};
+}
+
+// Says whether a query, whose own key is `own`, is too far from a key to see it.
+__device__ inline bool is_far(const Problem& p, int own, int key) {
+    return p.offset >= 0 && key <= own - p.window && key >= p.sinks;
+}
+
+// KeySteps are the keys that the queries of a block see, K at a time: those of the sinks, then
+// those from the window of the block's first query on. Steps between them are left out.
+template <int K>
+struct KeySteps {
+    int sinks, near, reach;
+
+    // For the `count` queries from `start` on.
+    __device__ KeySteps(const Problem& p, int start, int count) : sinks(p.sinks), near(0), reach(p.keys) {
+        if (p.offset < 0) return;
+        near = max(0, p.offset + start - p.window + 1) / K * K;
+        reach = min(p.keys, p.offset + start + count);
+    }
+    __device__ int begin() const { return sinks > 0 ? 0 : near; }
+    __device__ int after(int first) const { return first + K < sinks ? first + K : max(first + K, near); }
+};
+
+// Returns the first query that sees none of the `count` keys from `start` on, nor does any later.
+__device__ inline int end_of_queries(const Problem& p, int start, int count) {
+    if (p.offset < 0 || start < p.sinks) return p.queries;
+    long long end = (long long)start + count + p.window - 1 - p.offset;
+    return end < p.queries ? max(0, (int)end) : p.queries;
 }
 
 #endif

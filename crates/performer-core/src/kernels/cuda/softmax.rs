@@ -13,7 +13,10 @@ use super::{
     buffer::{Buffer, Strides, optional},
     source, storage, with_storages,
 };
-use crate::kernels::favor::blocks::{MOST_WIDTH, TEAM};
+use crate::{
+    kernels::favor::blocks::{MOST_WIDTH, TEAM},
+    ops,
+};
 
 const HEADERS: &[(&str, &str)] = &[
     ("warp.cuh", include_str!("warp.cuh")),
@@ -33,10 +36,12 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
 }
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
-/// keys up to `offset + t`.
+/// keys up to `offset + t`, and with a window, of these the last `window` and the first `sinks`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) offset: Option<usize>,
+    pub(crate) window: Option<usize>,
+    pub(crate) sinks: usize,
     /// Which keys count, `(B, Tk)`, u8, contiguous; all where it is `None`.
     pub(crate) visible: Option<Tensor>,
 }
@@ -45,12 +50,28 @@ pub(crate) struct Seen {
 /// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
 /// empty. A row that sees no key is zero.
 pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
-    apply(Softmax { seen, logs: Mutex::new(None) }, [q, k, v])
+    apply(Softmax { seen, with_logs: false, logs: Mutex::new(None) }, [q, k, v])
+}
+
+/// Computes [`softmax`] in f32 and the logarithms of its denominators `Σ_j e^{q·k_j/√D}`, `−1e37`
+/// where no key is seen: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`.
+///
+/// # Errors
+/// If the inputs are not f32.
+pub(crate) fn softmax_with_logs(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<(Tensor, Tensor)> {
+    if q.dtype() != DType::F32 {
+        bail!("softmax with logarithms on CUDA: q is {:?}; it must be f32", q.dtype());
+    }
+    let values = v.dim(3)?;
+    let rows = apply(Softmax { seen, with_logs: true, logs: Mutex::new(None) }, [q, k, v])?;
+    Ok((ops::narrow(&rows, 3, 0, values)?, ops::narrow(&rows, 3, values, 1)?))
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
 struct Softmax {
     seen: Seen,
+    /// Whether the logarithm of each row's denominator stands after its values.
+    with_logs: bool,
     /// The logarithms of the denominators to base 2, `(B, H, Tq)`, kept for the backward pass.
     logs: Mutex<Option<Buffer>>,
 }
@@ -64,6 +85,9 @@ struct Problem {
     queries: i32,
     keys: i32,
     offset: i32,
+    window: i32,
+    sinks: i32,
+    width: i32,
     scale: f32,
     slope: f32,
     q: Strides,
@@ -71,7 +95,11 @@ struct Problem {
     v: Strides,
 }
 
-assert_layout!(Problem, 104, heads: 0, group: 4, queries: 8, keys: 12, offset: 16, scale: 20, slope: 24, q: 32, k: 56, v: 80);
+assert_layout!(
+    Problem, 112,
+    heads: 0, group: 4, queries: 8, keys: 12, offset: 16, window: 20, sinks: 24, width: 28, scale: 32, slope: 36,
+    q: 40, k: 64, v: 88
+);
 
 // SAFETY: it holds only numbers, laid out as in C.
 unsafe impl DeviceRepr for Problem {}
@@ -89,33 +117,43 @@ struct Call<'a> {
     keys: usize,
     dim: usize,
     values: usize,
+    /// The numbers of a row of outputs.
+    width: usize,
 }
 
+/// The most tokens of a sequence, and a window that holds them all.
+const MOST_TOKENS: usize = i32::MAX as usize / 2;
+
 impl<'a> Call<'a> {
-    fn new(views: [View<'a>; 3], visible: Option<View<'a>>, offset: Option<usize>) -> Result<Self> {
+    fn new(views: [View<'a>; 3], visible: Option<View<'a>>, seen: &Seen, with_logs: bool) -> Result<Self> {
         let [q, k, v] = views;
         let dtype = q.0.dtype();
         if k.0.dtype() != dtype || v.0.dtype() != dtype {
             bail!("softmax on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
         }
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
-        if queries.max(keys) > i32::MAX as usize / 2 || queries.max(keys) / 64 > 65535 {
+        if queries.max(keys) > MOST_TOKENS || queries.max(keys) / 64 > 65535 {
             bail!("softmax on CUDA: {queries} queries over {keys} keys are too many");
         }
         let slope = (dim as f64).sqrt().recip();
+        // Rows with logarithms are padded, so that each begins at a multiple of 16 bytes.
+        let width = if with_logs { (values + 1).next_multiple_of(4) } else { values };
         let problem = Problem {
             heads: heads as i32,
             group: (heads / key_heads) as i32,
             queries: queries as i32,
             keys: keys as i32,
-            offset: offset.map_or(-1, |offset| offset.min(keys) as i32),
+            offset: seen.offset.map_or(-1, |offset| offset.min(keys) as i32),
+            window: seen.window.map_or(MOST_TOKENS, |window| window.min(MOST_TOKENS)) as i32,
+            sinks: if seen.window.is_some() { seen.sinks.min(keys) as i32 } else { 0 },
+            width: width as i32,
             scale: (slope * std::f64::consts::LOG2_E) as f32,
             slope: slope as f32,
             q: Strides::of(q.1),
             k: Strides::of(k.1),
             v: Strides::of(v.1),
         };
-        Ok(Self { views, visible, problem, dtype, batch, heads, key_heads, queries, keys, dim, values })
+        Ok(Self { views, visible, problem, dtype, batch, heads, key_heads, queries, keys, dim, values, width })
     }
 
     /// Whether the kernels for half types take it, which are for heads of up to 64 numbers.
@@ -166,7 +204,7 @@ impl<'a> Call<'a> {
     /// Computes the outputs and the logarithms of the denominators.
     fn forward(&self) -> Result<(Buffer, Buffer)> {
         let device = self.views[0].0.device();
-        let mut out = Buffer::of(device, (self.batch, self.heads, self.queries, self.values), self.dtype)?;
+        let mut out = Buffer::of(device, (self.batch, self.heads, self.queries, self.width), self.dtype)?;
         let mut logs = Buffer::new(device, self.batch * self.heads * self.queries)?;
         let kernel = self.kernel("forward")?;
         let launch = self.begin(&kernel)?.output(&mut out.storage)?.output(&mut logs.storage)?;
@@ -184,7 +222,8 @@ impl<'a> Call<'a> {
         let mut delta = Buffer::new(device, count)?;
         let shape: [Macro; 3] = [("STORAGE", &storage(self.dtype)?), ("DIM", &self.dim), ("VALUES", &self.values)];
         let kernel = DELTA.kernel(device, "softmax_delta", &shape, 0)?;
-        let launch = kernel.launch().value(count as i32).input(out.0, out.1)?.input(grad.0, grad.1)?;
+        let launch = kernel.launch().value(count as i32).value(self.width as i32);
+        let launch = launch.input(out.0, out.1)?.input(grad.0, grad.1)?;
         // SAFETY: as many rows as the kernel is told.
         unsafe { launch.output(&mut delta.storage)?.run([count.div_ceil(THREADS / 32), 1, 1], THREADS) }?;
 
@@ -212,11 +251,10 @@ impl<'a> Call<'a> {
 impl Softmax {
     /// Calls `work` with the problem of these tensors.
     fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+        let call = |visible| Call::new(views, visible, &self.seen, self.with_logs);
         match &self.seen.visible {
-            None => work(&Call::new(views, None, self.seen.offset)?),
-            Some(visible) => {
-                with_storages([visible], |[visible]| work(&Call::new(views, Some(visible), self.seen.offset)?))
-            }
+            None => work(&call(None)?),
+            Some(visible) => with_storages([visible], |[visible]| work(&call(Some(visible))?)),
         }
     }
 }

@@ -60,6 +60,14 @@ __device__ inline int first_row(int m) { return 16 * (TALL * warp() + m); }
 // The row in the block of the `h`-th of the two rows that the lane has in the m-th tile.
 __device__ inline int row_of(int m, int h) { return first_row(m) + lane() / 4 + 8 * h; }
 
+// Says whether some of the warp's rows do not see some of the `count` keys from `first` on, of which
+// `reach` are left. The block's rows begin with query `start`.
+__device__ inline bool is_partial(const Problem& p, int first, int count, int reach, int start) {
+    if (p.offset < 0) return first + count > reach;
+    int own = p.offset + start + first_row(0), last_own = p.offset + start + first_row(TALL) - 1;
+    return first + count - 1 > min(reach - 1, own) || first <= last_own - p.window;
+}
+
 // Computes x = rows times columns, both of `DEPTH` numbers.
 template <int DEPTH, int N>
 __device__ void multiply_rows(Matrix<N>& x, const Operand* rows, const Operand* columns) {
@@ -117,12 +125,13 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
     Span rows = {start, min(R, p.queries - start), 1};
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
-    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
+    KeySteps<K> steps(p, start, rows.count);
+    int reach = steps.reach;
     auto copy = [&](int stage, int first) {
         copy_keys(s.across, s.hidden[stage], stage, keys, values, Span{first, max(0, min(K, reach - first)), 1}, seen);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, [](long long) { return true; });
-    copy(0, 0);
+    copy(0, steps.begin());
 
     Matrix<V / 16> sums;
     zero(sums);
@@ -130,20 +139,20 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
     float largest[TALL][2], denominator[TALL][4] = {};
 #pragma unroll
     for (int m = 0; m < TALL; m++) largest[m][0] = largest[m][1] = FLOOR;
-    for (int first = 0, stage = 0; first < reach; first += K, stage ^= 1) {
+    for (int first = steps.begin(), stage = 0; first < reach; first = steps.after(first), stage ^= 1) {
         wait_for_copies<0>();
         __syncthreads();
-        copy(stage ^ 1, first + K);
+        copy(stage ^ 1, steps.after(first));
         Matrix<K / 16> scores;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
-        // Scores are masked only where some of the columns are hidden or beyond the last key.
-        int last = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + first_row(0));
-        if (seen || first + K - 1 > last) {
+        // Scores are masked only where some of the columns are hidden, or before or beyond the keys
+        // that a row sees.
+        if (seen || is_partial(p, first, K, reach, start)) {
 #pragma unroll
             for (int m = 0; m < TALL; m++) {
                 each(scores[m], [&](int h, int column, float& x) {
-                    int most = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + row_of(m, h));
-                    if (first + column > most) x = -infinity();
+                    int own = p.offset + start + row_of(m, h), most = p.offset < 0 ? reach - 1 : min(reach - 1, own);
+                    if (first + column > most || is_far(p, own, first + column)) x = -infinity();
                     if (seen) x += s.hidden[stage][column];
                 });
             }
@@ -217,13 +226,14 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     auto always = [](long long) { return true; };
-    int reach = p.offset < 0 ? p.keys : min(p.keys, p.offset + start + rows.count);
+    KeySteps<K> steps(p, start, rows.count);
+    int reach = steps.reach;
     auto copy = [&](int stage, int first) {
         copy_keys(s.across, s.hidden[stage], stage, keys, values, Span{first, max(0, min(K, reach - first)), 1}, seen);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, always);
     copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, Rows<const Stored>{grad + (at - start) * VALUES, VALUES}, rows, 0, always);
-    copy(0, 0);
+    copy(0, steps.begin());
     // The logarithms and g.out of the lane's rows; rows beyond the last have weight 0.
     float log[TALL][2], product_of[TALL][2];
 #pragma unroll
@@ -238,21 +248,20 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
 
     Matrix<D / 16> sums;
     zero(sums);
-    for (int first = 0, stage = 0; first < reach; first += K, stage ^= 1) {
+    for (int first = steps.begin(), stage = 0; first < reach; first = steps.after(first), stage ^= 1) {
         wait_for_copies<0>();
         __syncthreads();
-        copy(stage ^ 1, first + K);
+        copy(stage ^ 1, steps.after(first));
         Matrix<K / 16> scores, products;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
         multiply_rows<V>(products, &s.y[0][0], &s.across.y[stage][0][0]);
-        int last = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + first_row(0));
-        bool partial = seen || first + K - 1 > last;
+        bool partial = seen || is_partial(p, first, K, reach, start);
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             if (partial) {
                 each(scores[m], [&](int h, int column, float& x) {
-                    int most = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + row_of(m, h));
-                    if (first + column > most) x = -infinity();
+                    int own = p.offset + start + row_of(m, h), most = p.offset < 0 ? reach - 1 : min(reach - 1, own);
+                    if (first + column > most || is_far(p, own, first + column)) x = -infinity();
                     if (seen) x += s.hidden[stage][column];
                 });
             }
@@ -288,13 +297,13 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     auto always = [](long long) { return true; };
-    // Queries before this one see none of the keys of the block.
-    int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K;
-    int steps = begin < p.queries ? divide(p.queries - begin, K) : 0, all = steps * p.group;
+    // Queries before the one see none of the keys of the block, nor do those from the other on.
+    int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K, end = end_of_queries(p, start, rows.count);
+    int steps = begin < end ? divide(end - begin, K) : 0, all = steps * p.group;
     auto copy = [&](int stage, int step) {
         // After the last step nothing is copied, wherever it would lie.
         int head = key_head * p.group + (step < all ? step / steps : 0), first = begin + (step < all ? step % steps * K : 0);
-        Span columns = {first, step < all ? min(K, p.queries - first) : 0, 1};
+        Span columns = {first, step < all ? min(K, end - first) : 0, 1};
         long long first_query = ((long long)batch * p.heads + head) * p.queries;
         copy_rows<K, D, DIM, TEAM_THREADS>(&s.across.x[stage][0][0], D + PAD, rows_of(q, p.q, batch, head), columns, 0, always);
         copy_rows<K, V, VALUES, TEAM_THREADS>(&s.across.y[stage][0][0], V + PAD, Rows<const Stored>{grad + first_query * VALUES, VALUES}, columns,
@@ -329,12 +338,14 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         Matrix<K / 16> scores, products;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
         multiply_rows<V>(products, &s.y[0][0], &s.across.y[stage][0][0]);
-        bool later = p.offset >= 0 && start + first_row(TALL) > p.offset + first;
+        int own = p.offset + first;
+        bool partial = p.offset >= 0 && (start + first_row(TALL) > own || start + first_row(0) <= own + K - 1 - p.window);
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             each(scores[m], [&](int h, int column, float& x) {
                 x = counts[m][h] ? power_of_two(x * p.scale - s.log[stage][column]) : 0.0f;
-                if (later && start + row_of(m, h) > p.offset + first + column) x = 0;
+                int key = start + row_of(m, h);
+                if (partial && (key > own + column || is_far(p, own + column, key))) x = 0;
             });
             each(products[m], [&](int, int column, float& x) { x -= s.delta[stage][column]; });
             multiply_each(products[m], scores[m]);
