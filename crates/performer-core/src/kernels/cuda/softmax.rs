@@ -251,10 +251,10 @@ impl<'a> Call<'a> {
 impl Softmax {
     /// Calls `work` with the problem of these tensors.
     fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
-        let call = |visible| Call::new(views, visible, &self.seen, self.with_logs);
-        match &self.seen.visible {
-            None => work(&call(None)?),
-            Some(visible) => with_storages([visible], |[visible]| work(&call(Some(visible))?)),
+        let (seen, logs) = (&self.seen, self.with_logs);
+        match &seen.visible {
+            None => work(&Call::new(views, None, seen, logs)?),
+            Some(visible) => with_storages([visible], |[visible]| work(&Call::new(views, Some(visible), seen, logs)?)),
         }
     }
 }
