@@ -107,7 +107,7 @@ impl Softmax {
                 let (window, sinks) = (self.window, self.sinks);
                 let seen =
                     kernels::cuda::softmax::Seen { offset, window, sinks, visible: mask.visible_of(sizes.batch)? };
-                kernels::cuda::softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, seen)
+                kernels::cuda::softmax::softmax([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
             }
             Err(_) => {
                 let folded = Folded::new(inputs, mask)?;
@@ -124,10 +124,7 @@ impl Softmax {
         }
         #[cfg(feature = "cuda")]
         if kernels::cuda::softmax::takes(q, inputs.v) {
-            return match inputs.gates {
-                None => Ok(Kernel::Cuda),
-                Some(_) => Err("the CUDA kernels of softmax have no forget gates".into()),
-            };
+            return Ok(Kernel::Cuda);
         }
         if kernels::takes(q) {
             return Ok(Kernel::Cpu);
@@ -169,7 +166,7 @@ impl Softmax {
             Ok(Kernel::Cuda) if q.dtype() == DType::F32 => {
                 let visible = mask.visible_of(q.dim(0)?)?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
-                kernels::cuda::softmax::softmax_with_logs(&rows(q)?, &rows(k)?, &rows(v)?, seen)
+                kernels::cuda::softmax::softmax_with_logs([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
             }
             _ => {
                 let folded = Folded::new(inputs, mask)?;

@@ -16,6 +16,7 @@
 #define KERNEL(name) softmax_##name
 #endif
 #include "softmax_delta.cu"
+#include "softmax_gates.cu"
 
 #include "problem.h"
 
@@ -27,6 +28,8 @@ int main() {
     host::descending = mode & 1, host::truncating = mode & 2;
     std::vector<Stored> q = in.stored((size_t)batch * heads * queries * DIM), k = in.stored((size_t)batch * key_heads * keys * DIM);
     std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad = in.stored((size_t)batch * heads * queries * width);
+    std::vector<float> gates;
+    if (GATED) gates = in.numbers((size_t)batch * key_heads * keys);
     std::vector<unsigned char> mask;
     if (masked) mask = in.bytes((size_t)batch * keys);
     const unsigned char* visible = masked ? mask.data() : nullptr;
@@ -35,15 +38,25 @@ int main() {
     float slope = 1 / std::sqrt((float)DIM);
     Problem p = {heads, heads / key_heads, queries, keys, offset, window, sinks, width, slope * 1.4426950408889634f, slope, dense(heads, queries, DIM),
                  dense(key_heads, keys, DIM), dense(key_heads, keys, VALUES)};
+    std::vector<GateSum> gate_sums(gates.size());
+    if (GATED) {
+        host::launch({(unsigned)(batch * key_heads), 1, 1}, THREADS, softmax_gate_sums, keys, gates.data(), gate_sums.data());
+        p.gates = gate_sums.data();
+    }
     size_t count = (size_t)batch * heads * queries;
     std::vector<Stored> out = poison<Stored>(count * width), dq = poison<Stored>(q.size()), dk = poison<Stored>(k.size()), dv = poison<Stored>(v.size());
     std::vector<float> logs = poison<float>(count), delta = poison<float>(count);
+    std::vector<float> rows = poison<float>(count), columns = poison<float>(gates.size()), dgates = poison<float>(gates.size());
     auto grid = [&](int heads, int tokens) { return Dim{(unsigned)(batch * heads), (unsigned)divide(tokens, R), 1}; };
     host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(forward), p, q.data(), k.data(), v.data(), visible, out.data(), logs.data());
     host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, softmax_delta, (int)count, width, out.data(), grad.data(), delta.data());
     host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(query_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
-                 delta.data(), dq.data());
+                 delta.data(), dq.data(), rows.data());
     host::launch(grid(key_heads, keys), BLOCK_THREADS, KERNEL(key_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
-                 delta.data(), dk.data(), dv.data());
-    write(out), write(dq), write(dk), write(dv);
+                 delta.data(), dk.data(), dv.data(), columns.data());
+    if (GATED) {
+        host::launch({(unsigned)(batch * key_heads), 1, 1}, THREADS, softmax_gate_gradients, keys, queries, offset, heads / key_heads, rows.data(),
+                     columns.data(), dgates.data());
+    }
+    write(out), write(dq), write(dk), write(dv), write(dgates);
 }

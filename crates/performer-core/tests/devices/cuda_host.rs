@@ -234,8 +234,13 @@ fn check_softmax_window(dtype: DType, teams: bool, mut p: Problem, window: Optio
         round(dtype, x);
     }
     let s = p.shape;
-    let macros =
-        [("STORAGE", storage(dtype)), ("DIM", s.head_dim), ("VALUES", s.value_dim), ("TEAMS", usize::from(teams))];
+    let macros = [
+        ("STORAGE", storage(dtype)),
+        ("DIM", s.head_dim),
+        ("VALUES", s.value_dim),
+        ("TEAMS", usize::from(teams)),
+        ("GATED", usize::from(p.gates.is_some())),
+    ];
     let Some(program) = compile("cuda", "softmax", &macros) else { return };
     let offset = if p.causal { s.k_len - s.q_len } else { usize::MAX };
     let run = |descending: bool| {
@@ -243,7 +248,8 @@ fn check_softmax_window(dtype: DType, teams: bool, mut p: Problem, window: Optio
         let limits = [offset, window.unwrap_or(1 << 30), sinks, s.value_dim, masked];
         let header =
             [&[s.batch, s.heads, s.kv_heads, s.q_len, s.k_len][..], &limits, &[usize::from(descending)]].concat();
-        execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output], p.key_mask.as_deref())
+        let gates = p.gates.as_deref().unwrap_or_default();
+        execute(&program, &header, &[&p.q, &p.k, &p.v, &p.grad_output, gates], p.key_mask.as_deref())
     };
     let all = run(false);
     let what = format!("softmax, {dtype:?}, {s:?}, window {window:?}, {sinks} sinks");
@@ -258,6 +264,7 @@ fn check_softmax_window(dtype: DType, teams: bool, mut p: Problem, window: Optio
         ("dq", p.q_dims(), &gradients.q),
         ("dk", p.k_dims(), &gradients.k),
         ("dv", p.v_dims(), &gradients.v),
+        ("gradient of gates", p.gate_dims(), &gradients.gates),
     ] {
         assert_close(&format!("{part} of {what}"), &dims, &take(expected.len()), expected, tolerance(dtype));
     }
@@ -283,6 +290,25 @@ fn exact_softmax() {
             problem.key_mask = Some(Random::new(14).mask(batch * k_len, 0.6));
             check_softmax(dtype, teams, problem);
         }
+    }
+}
+
+/// Forget gates that forget at every pace, with all keys seen and with windows and sinks.
+#[test]
+fn softmax_with_forget_gates() {
+    for (dtype, teams, [heads, kv_heads], q_len, k_len, window, sinks) in [
+        (DType::F32, false, [3, 1], 200, 200, None, 0),
+        (DType::F32, false, [2, 2], 90, 300, Some(40), 3),
+        (DType::BF16, false, [1, 1], 150, 150, Some(70), 0),
+        (DType::BF16, true, [3, 1], 300, 300, None, 0),
+        (DType::F16, true, [2, 2], 200, 330, Some(66), 5),
+        (DType::BF16, true, [1, 1], 1, 70, Some(33), 2),
+    ] {
+        let dims = if teams { [24, 40] } else { [72, 24] };
+        let shape = Shape { batch: 2, heads, kv_heads, q_len, k_len, head_dim: dims[0], value_dim: dims[1] };
+        let mut problem = Problem::random(35, shape, None, 0).gated(36);
+        round(DType::F32, problem.gates.as_mut().expect("gates"));
+        check_softmax_window(dtype, teams, problem, window, sinks);
     }
 }
 

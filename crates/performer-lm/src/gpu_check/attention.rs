@@ -81,18 +81,17 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
             if !few || (gpu && features.is_some()) {
                 all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
             }
-            // FAVOR has kernels of its own with gates; softmax's are made of Candle's operations.
-            if features.is_some() {
-                let base = Case { gated: true, ..base };
-                all.push(Case { tokens: 70, ..base });
-                all.push(Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base });
-                if !few || gpu {
-                    all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
-                }
+            // With gates and with windows kernels differ.
+            let gated = Case { gated: true, ..base };
+            all.push(Case { tokens: 70, ..gated });
+            all.push(Case { tokens: 63, batch: 2, heads: 4, masked: true, ..gated });
+            if features.is_some() && (!few || gpu) {
+                all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..gated });
             }
             if features.is_none() {
                 all.push(Case { tokens: 100, heads: 4, window: Some((33, 0)), ..base });
                 all.push(Case { tokens: 150, window: Some((20, 5)), masked: true, ..base });
+                all.push(Case { tokens: 100, window: Some((40, 3)), ..gated });
             }
             if few {
                 continue;

@@ -4,6 +4,9 @@
 // keys as rows, for those of keys and values. Each number is added up by one block in a fixed
 // order.
 //
+// With forget gates, scores are shifted by what is forgotten from key to query, and the sums of ds
+// over the keys of each query and over the queries of each key are results too, for softmax_gates.cu.
+//
 // With a window, steps of keys that no query of a block sees are left out, and so are steps of
 // queries that see no key of a block: time is proportional to tokens times the window.
 //
@@ -43,6 +46,9 @@ struct Shared {
     // For each key: 0, or -inf where it is hidden. For each query: the logarithm of its
     // denominator, and g.out.
     float hidden[R], log[R], delta[R];
+#if GATED
+    GateSum of_rows[R], of_columns[K];
+#endif
 };
 static_assert(sizeof(Shared) == SHARED, "the host asks for another size of shared memory");
 
@@ -71,11 +77,33 @@ __device__ void add_far(T& sums, const Operand* left, int left_stride, const Ope
     part.template add<false, false>(left, left_stride, right, right_stride, depth);
     sums.each_with(part, [](int, int, float& sum, float& x) { sum += x; });
 }
+// Loads the sums of gates of `count` rows or columns, of which `span` has its own keys from `own` on.
+__device__ inline void load_gates(GateSum* to, int count, const Problem& p, int key_index, int own, Span span) {
+    for (int i = threadIdx.x; i < count; i += THREADS) to[i] = gate_sum(p, key_index, own + i, i < span.count);
+}
+// Returns what is forgotten between a row and a column, of which one is a query. ROWS says which.
+template <bool ROWS>
+__device__ float forgotten(const Shared& s, int row, int column) {
+#if GATED
+    return ROWS ? between(s.of_rows[row], s.of_columns[column]) : between(s.of_columns[column], s.of_rows[row]);
+#else
+    return 0;
+#endif
+}
 // Says which keys of `span` are hidden.
 __device__ inline void hide(float* hidden, int count, Span span, const unsigned char* seen) {
     for (int i = threadIdx.x; i < count; i += THREADS) {
         hidden[i] = i < span.count && (!seen || seen[span.token(i)]) ? 0.0f : -infinity();
     }
+}
+
+// Adds the sums over columns, of the lane's two rows, to `total`, where there are gates.
+__device__ inline void add_rows(float (&total)[2], Scores& x) {
+#if GATED
+    float sum[2];
+    x.over_my_columns(x, sum, Add(), [](int, int, float x, float) { return x; });
+    for (int i = 0; i < 2; i++) total[i] += sum[i];
+#endif
 }
 
 // Computes the outputs and the logarithms of the denominators; a block has one query head and R
@@ -95,6 +123,10 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
     Sums<R, V, WARPS> sums;
     sums.zero();
     float largest[2] = {FLOOR, FLOOR}, denominator[2] = {0, 0};
+#if GATED
+    int key_index = batch * (p.heads / p.group) + head / p.group;
+    load_gates(s.of_rows, R, p, key_index, p.offset + start, rows);
+#endif
     KeySteps<K> steps(p, start, rows.count);
     for (int first = steps.begin(); first < steps.reach; first = steps.after(first)) {
         Span columns = {first, min(K, steps.reach - first), 1};
@@ -102,6 +134,9 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
         load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
         load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
         hide(s.hidden, K, columns, seen);
+#if GATED
+        load_gates(s.of_columns, K, p, key_index, first, columns);
+#endif
         __syncthreads();
         Scores scores;
         scores.zero();
@@ -109,7 +144,7 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
         scores.each([&](int row, int column, float& x) {
             int key = first + column, own = p.offset + start + row;
             bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
-            x = unseen ? -infinity() : x * p.scale + s.hidden[column];
+            x = unseen ? -infinity() : x * p.scale + s.hidden[column] + forgotten<true>(s, row, column);
         });
         float now[2], decay[2], sum[2];
         scores.over_my_columns(scores, now, Largest(), [](int, int, float x, float) { return x; });
@@ -152,7 +187,7 @@ __device__ inline void load_logs(Shared& s, int count, const float* logs, const 
 // Computes dq; a block has one query head and R queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
-                        const float* logs, const float* delta, Stored* dq) {
+                        const float* logs, const float* delta, Stored* dq, float* row_sums) {
     extern __shared__ uint4 shared_memory[];
     Shared& s = *(Shared*)shared_memory;
     int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
@@ -167,6 +202,11 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
 
     Sums<R, D, WARPS> sums;
     sums.zero();
+    float total[2] = {0, 0};
+#if GATED
+    int key_index = batch * (p.heads / p.group) + head / p.group;
+    load_gates(s.of_rows, R, p, key_index, p.offset + start, rows);
+#endif
     KeySteps<K> steps(p, start, rows.count);
     for (int first = steps.begin(); first < steps.reach; first = steps.after(first)) {
         Span columns = {first, min(K, steps.reach - first), 1};
@@ -174,6 +214,9 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
         load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
         load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
         hide(s.hidden, K, columns, seen);
+#if GATED
+        load_gates(s.of_columns, K, p, key_index, first, columns);
+#endif
         __syncthreads();
         Scores scores, products;
         scores.zero();
@@ -183,15 +226,19 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
         scores.each_with(products, [&](int row, int column, float& x, float& product) {
             int key = first + column, own = p.offset + start + row;
             bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
-            float weight = unseen ? 0.0f : power_of_two(x * p.scale + s.hidden[column] - s.log[row]);
+            float score = x * p.scale + s.hidden[column] + forgotten<true>(s, row, column);
+            float weight = unseen ? 0.0f : power_of_two(score - s.log[row]);
             x = weight * (product - s.delta[row]);
         });
+        add_rows(total, scores);
         scores.store(&s.weights[0][0], K + PAD);
         __syncwarp();
         add_far<true>(sums, &s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
     }
-    sums.each([&](int row, int column, float& x) {
-        if (row < rows.count && column < DIM) narrow(x * p.slope, dq[(first_query + start + row) * DIM + column]);
+    sums.each_of_mine([&](int i, int row, int column, float& x) {
+        if (row >= rows.count) return;
+        if (GATED && column == 0) row_sums[first_query + start + row] = total[i];
+        if (column < DIM) narrow(x * p.slope, dq[(first_query + start + row) * DIM + column]);
     });
 }
 
@@ -199,7 +246,7 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
 // heads of the group, one head after the other.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
-                      const float* logs, const float* delta, Stored* dk, Stored* dv) {
+                      const float* logs, const float* delta, Stored* dk, Stored* dv, float* column_sums) {
     extern __shared__ uint4 shared_memory[];
     Shared& s = *(Shared*)shared_memory;
     int key_heads = p.heads / p.group, batch = blockIdx.x / key_heads, key_head = blockIdx.x % key_heads;
@@ -210,7 +257,11 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
     load_keys<R, D>(&s.x[0][0], rows_of(k, p.k, batch, key_head), rows, DIM, seen);
     load_keys<R, V>(&s.y[0][0], rows_of(v, p.v, batch, key_head), rows, VALUES, seen);
     hide(s.hidden, R, rows, seen);
+#if GATED
+    load_gates(s.of_rows, R, p, blockIdx.x, start, rows);
+#endif
 
+    float total[2] = {0, 0};
     Sums<R, D, WARPS> key_sums;
     Sums<R, V, WARPS> value_sums;
     key_sums.zero();
@@ -226,6 +277,9 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
             load_all<K, D>(&s.across_x[0][0], queries, columns, DIM);
             load_all<K, V>(&s.across_y[0][0], Rows<const Stored>{grad + first_query * p.width, p.width}, columns, VALUES);
             load_logs(s, K, logs, delta, first_query, columns);
+#if GATED
+            load_gates(s.of_columns, K, p, blockIdx.x, p.offset + first, columns);
+#endif
             __syncthreads();
             Scores scores, products;
             scores.zero();
@@ -235,21 +289,25 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
             scores.each_with(products, [&](int row, int column, float& x, float& product) {
                 int key = start + row, own = p.offset + first + column;
                 bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
-                x = unseen ? 0.0f : power_of_two(x * p.scale + s.hidden[row] - s.log[column]);
+                float score = x * p.scale + s.hidden[row] + forgotten<false>(s, row, column);
+                x = unseen ? 0.0f : power_of_two(score - s.log[column]);
                 product = x * (product - s.delta[column]);
             });
             scores.store(&s.weights[0][0], K + PAD);
             __syncwarp();
             add_far<NARROW>(value_sums, &s.weights[0][0], K + PAD, &s.across_y[0][0], V + PAD, K);
             __syncwarp();
+            add_rows(total, products);
             products.store(&s.weights[0][0], K + PAD);
             __syncwarp();
             add_far<NARROW>(key_sums, &s.weights[0][0], K + PAD, &s.across_x[0][0], D + PAD, K);
         }
     }
     long long at = (long long)blockIdx.x * p.keys + start;
-    key_sums.each([&](int row, int column, float& x) {
-        if (row < rows.count && column < DIM) narrow(x * p.slope, dk[(at + row) * DIM + column]);
+    key_sums.each_of_mine([&](int i, int row, int column, float& x) {
+        if (row >= rows.count) return;
+        if (GATED && column == 0) column_sums[at + row] = total[i];
+        if (column < DIM) narrow(x * p.slope, dk[(at + row) * DIM + column]);
     });
     value_sums.each([&](int row, int column, float& x) {
         if (row < rows.count && column < VALUES) narrow(x, dv[(at + row) * VALUES + column]);

@@ -13,6 +13,15 @@ constexpr int D = up(DIM, 16), V = up(VALUES, 16);
 constexpr float FLOOR = -1e37f;
 constexpr float LN2 = 0.6931471805599453f;
 
+// Whether there are forget gates; only with an offset.
+#ifndef GATED
+#define GATED 0
+#endif
+
+// GateSum is the sum of the gates from the first token up to one, to base 2, in two parts: a
+// difference of two sums keeps the digits of a short one at the end of a long text.
+struct GateSum { float high, low; };
+
 // Strides are the distances between batch entries, heads and tokens of a tensor.
 struct Strides { long long batch, head, token; };
 static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
@@ -33,17 +42,28 @@ struct Problem {
     // log2(e)/sqrt(D), and 1/sqrt(D).
     float scale, slope;
     Strides q, k, v;
+    // The sums of gates up to each key, (B, Hkv, Tk).
+    const GateSum* gates;
 };
-static_assert(sizeof(Problem) == 112 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
+static_assert(sizeof(Problem) == 120 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
                   OFFSET(Problem, offset) == 16 && OFFSET(Problem, window) == 20 && OFFSET(Problem, sinks) == 24 &&
                   OFFSET(Problem, width) == 28 && OFFSET(Problem, scale) == 32 && OFFSET(Problem, slope) == 36 &&
-                  OFFSET(Problem, q) == 40 && OFFSET(Problem, k) == 64 && OFFSET(Problem, v) == 88,
+                  OFFSET(Problem, q) == 40 && OFFSET(Problem, k) == 64 && OFFSET(Problem, v) == 88 && OFFSET(Problem, gates) == 112,
               "the host has another layout");
 
 // Returns the rows of a head.
 template <class T>
 __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
     return {first + batch * strides.batch + head * strides.head, strides.token};
+}
+
+// Returns the logarithm to base 2 of what is forgotten from a key's token to a query's own.
+__device__ inline float between(GateSum own, GateSum key) { return (own.high - key.high) + (own.low - key.low); }
+
+// Returns the sum of gates up to key `key` of a key head, counted through the batch; nothing is
+// forgotten up to keys that there are not.
+__device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, bool has) {
+    return has ? p.gates[(long long)key_index * p.keys + key] : GateSum{0, 0};
 }
 
 // Says whether a query, whose own key is `own`, is too far from a key to see it.

@@ -4,13 +4,13 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{
-    DType, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
+    DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
 };
 
 use super::super::operation::{Operation, Stored, apply};
 use super::{
-    CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
-    buffer::{Buffer, Strides, optional},
+    CudaDevice, CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
+    buffer::{Buffer, Strides, address, optional, optional_output},
     source, storage, with_storages,
 };
 use crate::{
@@ -28,6 +28,7 @@ const HEADERS: &[(&str, &str)] = &[
 const GENERAL: Source = source!("softmax.cu", HEADERS);
 const HALF: Source = source!("softmax_half.cu", HEADERS);
 const DELTA: Source = source!("softmax_delta.cu", HEADERS);
+const GATES: Source = source!("softmax_gates.cu", HEADERS);
 
 /// Whether the kernels take queries `q` and values `v`.
 pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
@@ -48,9 +49,9 @@ pub(crate) struct Seen {
 
 /// Computes `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v`
 /// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
-/// empty. A row that sees no key is zero.
-pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<Tensor> {
-    apply(Softmax { seen, with_logs: false, logs: Mutex::new(None) }, [q, k, v])
+/// empty. A row that sees no key is zero. `gates` `(B, Hkv, Tk)` need an offset.
+pub(crate) fn softmax(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> Result<Tensor> {
+    attend(qkv, gates, Softmax { seen, with_logs: false, logs: Mutex::new(None) })
 }
 
 /// Computes [`softmax`] in f32 and the logarithms of its denominators `Σ_j e^{q·k_j/√D}`, `−1e37`
@@ -58,13 +59,23 @@ pub(crate) fn softmax(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<
 ///
 /// # Errors
 /// If the inputs are not f32.
-pub(crate) fn softmax_with_logs(q: &Tensor, k: &Tensor, v: &Tensor, seen: Seen) -> Result<(Tensor, Tensor)> {
+pub(crate) fn softmax_with_logs(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> Result<(Tensor, Tensor)> {
+    let [q, _, v] = qkv;
     if q.dtype() != DType::F32 {
         bail!("softmax with logarithms on CUDA: q is {:?}; it must be f32", q.dtype());
     }
     let values = v.dim(3)?;
-    let rows = apply(Softmax { seen, with_logs: true, logs: Mutex::new(None) }, [q, k, v])?;
+    let rows = attend(qkv, gates, Softmax { seen, with_logs: true, logs: Mutex::new(None) })?;
     Ok((ops::narrow(&rows, 3, 0, values)?, ops::narrow(&rows, 3, values, 1)?))
+}
+
+/// Applies the operation, or the one with gates.
+fn attend([q, k, v]: [&Tensor; 3], gates: Option<&Tensor>, softmax: Softmax) -> Result<Tensor> {
+    let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
+    // An operation takes at most three tensors, so keys and values become one.
+    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
+    let gates = ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?;
+    apply(GatedSoftmax { softmax, head_dim: k.dim(3)? }, [q, &keys_values, &gates])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -93,12 +104,13 @@ struct Problem {
     q: Strides,
     k: Strides,
     v: Strides,
+    gates: u64,
 }
 
 assert_layout!(
-    Problem, 112,
+    Problem, 120,
     heads: 0, group: 4, queries: 8, keys: 12, offset: 16, window: 20, sinks: 24, width: 28, scale: 32, slope: 36,
-    q: 40, k: 64, v: 88
+    q: 40, k: 64, v: 88, gates: 112
 );
 
 // SAFETY: it holds only numbers, laid out as in C.
@@ -108,6 +120,8 @@ unsafe impl DeviceRepr for Problem {}
 struct Call<'a> {
     views: [View<'a>; 3],
     visible: Option<View<'a>>,
+    /// The sums of forget gates up to each key, as `softmax_gate_sums` returns them.
+    gate_sums: Option<Buffer>,
     problem: Problem,
     dtype: DType,
     batch: usize,
@@ -125,7 +139,13 @@ struct Call<'a> {
 const MOST_TOKENS: usize = i32::MAX as usize / 2;
 
 impl<'a> Call<'a> {
-    fn new(views: [View<'a>; 3], visible: Option<View<'a>>, seen: &Seen, with_logs: bool) -> Result<Self> {
+    fn new(
+        views: [View<'a>; 3],
+        gates: Option<View<'_>>,
+        visible: Option<View<'a>>,
+        seen: &Seen,
+        with_logs: bool,
+    ) -> Result<Self> {
         let [q, k, v] = views;
         let dtype = q.0.dtype();
         if k.0.dtype() != dtype || v.0.dtype() != dtype {
@@ -152,8 +172,24 @@ impl<'a> Call<'a> {
             q: Strides::of(q.1),
             k: Strides::of(k.1),
             v: Strides::of(v.1),
+            gates: 0,
         };
-        Ok(Self { views, visible, problem, dtype, batch, heads, key_heads, queries, keys, dim, values, width })
+        let gate_sums = gates.map(|gates| sums_of_gates(gates, batch * key_heads, keys)).transpose()?;
+        Ok(Self {
+            views,
+            visible,
+            gate_sums,
+            problem,
+            dtype,
+            batch,
+            heads,
+            key_heads,
+            queries,
+            keys,
+            dim,
+            values,
+            width,
+        })
     }
 
     /// Whether the kernels for half types take it, which are for heads of up to 64 numbers.
@@ -177,24 +213,31 @@ impl<'a> Call<'a> {
         let (bytes, pad) = if self.dtype == DType::F32 { (4, 4) } else { (2, 8) };
         let (d, v) = (self.dim.next_multiple_of(16) + pad, self.values.next_multiple_of(16) + pad);
         let storage = storage(self.dtype)?;
-        let shape: [Macro; 3] = [("STORAGE", &storage), ("DIM", &self.dim), ("VALUES", &self.values)];
+        let gated = usize::from(self.gate_sums.is_some());
+        let shape: [Macro; 4] =
+            [("STORAGE", &storage), ("DIM", &self.dim), ("VALUES", &self.values), ("GATED", &gated)];
+        // Each sum of gates has eight bytes.
+        let gate = 8 * gated;
         if self.is_half() {
             // The rows of the thread block, the columns of two steps, and the numbers that belong
             // to those columns.
-            let forward = (rows * d + 2 * 64 * (d + v)) * bytes + 4 * 2 * 64;
-            let backward = (rows * (d + v) + 2 * 32 * (d + v)) * bytes + 4 * 6 * 32;
+            let forward = (rows * d + 2 * 64 * (d + v)) * bytes + (4 + gate) * 2 * 64;
+            let backward = (rows * (d + v) + 2 * 32 * (d + v)) * bytes + (4 * 3 + gate) * 2 * 32;
             let sizes: [Macro; 2] = [("SHARED_FORWARD", &forward), ("SHARED_BACKWARD", &backward)];
             let shared = if name == "forward" { forward } else { backward };
             return HALF.kernel(device, &format!("softmax_half_{name}"), &[&shape[..], &sizes].concat(), shared);
         }
-        let shared = (rows * (d + v + rows / 2 + pad) + rows / 2 * (d + v)) * bytes + 12 * rows;
+        let columns = rows / 2;
+        let shared = (rows * (d + v + columns + pad) + columns * (d + v)) * bytes + 12 * rows + gate * (rows + columns);
         let sizes: [Macro; 1] = [("SHARED", &shared)];
         GENERAL.kernel(device, &format!("softmax_{name}"), &[&shape[..], &sizes].concat(), shared)
     }
 
     /// Begins a launch with the arguments that all kernels on tiles begin with.
     fn begin<'l>(&'l self, kernel: &'l Kernel) -> Result<Launch<'l>> {
-        let mut launch = kernel.launch().value(self.problem);
+        let mut launch = kernel.launch();
+        let gates = address(&mut launch, self.gate_sums.as_ref().map(|sums| (&sums.storage, &sums.layout)))?;
+        launch = launch.value(Problem { gates, ..self.problem });
         for view in self.views {
             launch = launch.input(view.0, view.1)?;
         }
@@ -214,8 +257,8 @@ impl<'a> Call<'a> {
         Ok((out, logs))
     }
 
-    /// Computes the gradients of queries, keys and values.
-    fn backward(&self, out: View, grad: View, logs: &Buffer) -> Result<[Buffer; 3]> {
+    /// Computes the gradients of queries, keys and values, and of gates if there are some.
+    fn backward(&self, out: View, grad: View, logs: &Buffer) -> Result<([Buffer; 3], Option<Buffer>)> {
         let device = self.views[0].0.device();
         let (threads, rows) = self.block();
         let count = self.batch * self.heads * self.queries;
@@ -230,10 +273,14 @@ impl<'a> Call<'a> {
         let like = |heads: usize, tokens: usize, width: usize| {
             Buffer::of(device, (self.batch, heads, tokens, width), self.dtype)
         };
+        // The sums of the scores' gradients over keys, and over queries.
+        let sums = |count: usize| self.gate_sums.as_ref().map(|_| Buffer::new(device, count)).transpose();
+        let (mut of_queries, mut of_keys) = (sums(count)?, sums(self.batch * self.key_heads * self.keys)?);
         let mut dq = like(self.heads, self.queries, self.dim)?;
         let kernel = self.kernel("query_gradients")?;
         let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
         let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dq.storage)?;
+        let launch = optional_output(launch, of_queries.as_mut())?;
         // SAFETY: strides and sizes are those of the tensors; every row is written.
         unsafe { launch.run([self.batch * self.heads, self.queries.div_ceil(rows), 1], threads) }?;
 
@@ -242,20 +289,79 @@ impl<'a> Call<'a> {
         let kernel = self.kernel("key_gradients")?;
         let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
         let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dk.storage)?.output(&mut dv.storage)?;
+        let launch = optional_output(launch, of_keys.as_mut())?;
         // SAFETY: as above.
         unsafe { launch.run([self.batch * self.key_heads, self.keys.div_ceil(rows), 1], threads) }?;
-        Ok([dq, dk, dv])
+        let gates = match (of_queries, of_keys) {
+            (Some(of_queries), Some(of_keys)) => Some(self.gate_gradients(&of_queries, &of_keys)?),
+            _ => None,
+        };
+        Ok(([dq, dk, dv], gates))
     }
+
+    /// Computes the gradients of gates from the sums of the scores' gradients.
+    fn gate_gradients(&self, of_queries: &Buffer, of_keys: &Buffer) -> Result<Buffer> {
+        let device = self.views[0].0.device();
+        let mut gradients = Buffer::of(device, (self.batch, self.key_heads, self.keys), DType::F32)?;
+        let kernel = gate_kernel(device, "softmax_gate_gradients")?;
+        let problem = self.problem;
+        let launch = kernel.launch().value(problem.keys).value(problem.queries).value(problem.offset);
+        let launch = launch.value(problem.group).input(&of_queries.storage, &of_queries.layout)?;
+        let launch = launch.input(&of_keys.storage, &of_keys.layout)?.output(&mut gradients.storage)?;
+        // SAFETY: as many key heads and tokens as the kernel is told; every gate is written.
+        unsafe { launch.run([self.batch * self.key_heads, 1, 1], THREADS) }?;
+        Ok(gradients)
+    }
+}
+
+/// A kernel of `softmax_gates.cu`.
+fn gate_kernel(device: &CudaDevice, name: &str) -> Result<Kernel> {
+    let shape: [Macro; 3] = [("STORAGE", &2), ("DIM", &16), ("VALUES", &16)];
+    GATES.kernel(device, name, &shape, 8 * THREADS)
+}
+
+/// Sums gates `(B, Hkv, Tk)` from the first token on: two numbers for each.
+fn sums_of_gates(gates: View<'_>, heads: usize, keys: usize) -> Result<Buffer> {
+    let device = gates.0.device();
+    let mut sums = Buffer::new(device, 2 * heads * keys)?;
+    let kernel = gate_kernel(device, "softmax_gate_sums")?;
+    let launch = kernel.launch().value(keys as i32).input(gates.0, gates.1)?.output(&mut sums.storage)?;
+    // SAFETY: as many heads and tokens as the kernel is told; every sum is written.
+    unsafe { launch.run([heads, 1, 1], THREADS) }?;
+    Ok(sums)
 }
 
 impl Softmax {
     /// Calls `work` with the problem of these tensors.
-    fn with_call<R>(&self, views: [View; 3], work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+    fn with_call<R>(&self, views: [View; 3], gates: Option<View>, work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
         let (seen, logs) = (&self.seen, self.with_logs);
         match &seen.visible {
-            None => work(&Call::new(views, None, seen, logs)?),
-            Some(visible) => with_storages([visible], |[visible]| work(&Call::new(views, Some(visible), seen, logs)?)),
+            None => work(&Call::new(views, gates, None, seen, logs)?),
+            Some(visible) => {
+                with_storages([visible], |[visible]| work(&Call::new(views, gates, Some(visible), seen, logs)?))
+            }
         }
+    }
+
+    /// Computes the outputs, and keeps the logarithms for the backward pass.
+    fn forward(&self, views: [View; 3], gates: Option<View>) -> Result<(CudaStorage, Shape)> {
+        let (out, logs) = self.with_call(views, gates, |call| call.forward())?;
+        *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = Some(logs);
+        let shape = out.layout.shape().clone();
+        Ok((out.storage, shape))
+    }
+
+    /// Computes the gradients of queries, keys and values, and of gates if there are some.
+    fn gradients(
+        &self,
+        views: [View; 3],
+        gates: Option<View>,
+        out: View,
+        grad: View,
+    ) -> Result<([Buffer; 3], Option<Buffer>)> {
+        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(logs) = &*logs else { bail!("softmax attention: the backward pass needs a forward pass before it") };
+        self.with_call(views, gates, |call| call.backward(out, grad, logs))
     }
 }
 
@@ -264,20 +370,50 @@ impl Operation<3> for Softmax {
         "softmax-attention"
     }
 
-    fn cuda(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
-        let (out, logs) = self.with_call([(s1, l1), (s2, l2), (s3, l3)], |call| call.forward())?;
-        *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = Some(logs);
-        let shape = out.layout.shape().clone();
-        Ok((out.storage, shape))
+    fn cuda(&self, [q, k, v]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
+        self.forward([q, k, v], None)
     }
 
     fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(logs) = &*logs else { bail!("softmax attention: the backward pass needs a forward pass before it") };
-        let gradients = with_storages([q, k, v, out, &grad.contiguous()?], |[q, k, v, out, grad]| {
-            self.with_call([q, k, v], |call| call.backward(out, grad, logs))
+        let (gradients, _) = with_storages([q, k, v, out, &grad.contiguous()?], |[q, k, v, out, grad]| {
+            self.gradients([q, k, v], None, out, grad)
         })?;
-        let [dq, dk, dv] = gradients.map(Buffer::tensor);
-        Ok([dq, dk, dv].map(Some))
+        Ok(gradients.map(|gradient| Some(gradient.tensor())))
+    }
+}
+
+/// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, v], gates)`.
+struct GatedSoftmax {
+    softmax: Softmax,
+    /// The width of a row of keys, before the values.
+    head_dim: usize,
+}
+
+impl GatedSoftmax {
+    /// The layouts of keys and values in the tensor of both.
+    fn parts(&self, both: &Layout) -> Result<[Layout; 2]> {
+        let d = self.head_dim;
+        Ok([both.narrow(3, 0, d)?, both.narrow(3, d, both.dims()[3] - d)?])
+    }
+}
+
+impl Operation<3> for GatedSoftmax {
+    fn name(&self) -> &'static str {
+        "gated-softmax-attention"
+    }
+
+    fn cuda(&self, [q, both, gates]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
+        let [k, v] = self.parts(both.1)?;
+        self.softmax.forward([q, (both.0, &k), (both.0, &v)], Some(gates))
+    }
+
+    fn backward(&self, [q, both, gates]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let tensors = [q, both, gates, out, &grad.contiguous()?];
+        let ([dq, dk, dv], dgates) = with_storages(tensors, |[q, both, gates, out, grad]| {
+            let [k, v] = self.parts(both.1)?;
+            self.softmax.gradients([q, (both.0, &k), (both.0, &v)], Some(gates), out, grad)
+        })?;
+        let of_both = Tensor::cat(&[dk.tensor(), dv.tensor()], 3)?;
+        Ok([Some(dq.tensor()), Some(of_both), dgates.map(Buffer::tensor)])
     }
 }

@@ -24,6 +24,10 @@ struct Ahead {
     Across<FORWARD> across;
     // For each key of both steps: 0, or -inf where it is hidden.
     float hidden[2][FORWARD];
+#if GATED
+    // The sums of gates of both steps.
+    GateSum gates[2][FORWARD];
+#endif
 };
 // Back is the shared memory of the gradient kernels.
 struct Back {
@@ -31,6 +35,9 @@ struct Back {
     alignas(16) Operand y[R][V + PAD];
     Across<BACKWARD> across;
     float hidden[2][BACKWARD], log[2][BACKWARD], delta[2][BACKWARD];
+#if GATED
+    GateSum gates[2][BACKWARD];
+#endif
 };
 static_assert(sizeof(Ahead) == SHARED_FORWARD && sizeof(Back) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
@@ -55,10 +62,55 @@ __device__ void zero(Matrix<N>& x) {
     for (int m = 0; m < TALL; m++) zero(x[m]);
 }
 
+// Loads the sums of gates of the columns of a step, whose own keys begin with `own`.
+template <int K, class S>
+__device__ void load_gates(S& s, int stage, const Problem& p, int key_index, int own, int count) {
+#if GATED
+    if (threadIdx.x < K) s.gates[stage][threadIdx.x] = gate_sum(p, key_index, own + threadIdx.x, (int)threadIdx.x < count);
+#endif
+}
+
 // The first row of the warp's m-th tile, in the block.
 __device__ inline int first_row(int m) { return 16 * (TALL * warp() + m); }
 // The row in the block of the `h`-th of the two rows that the lane has in the m-th tile.
 __device__ inline int row_of(int m, int h) { return first_row(m) + lane() / 4 + 8 * h; }
+
+// RowGates are the sums of gates of the lane's rows.
+struct RowGates {
+    GateSum sums[TALL][2];
+
+    // Of rows whose own keys begin with `own`.
+    __device__ RowGates(const Problem& p, int key_index, int own, int count) {
+#pragma unroll
+        for (int i = 0; i < 2 * TALL; i++) {
+            int row = row_of(i / 2, i % 2);
+            if (GATED) sums[i / 2][i % 2] = gate_sum(p, key_index, own + row, row < count);
+        }
+    }
+};
+// Shifts scores, not yet scaled, by what is forgotten between rows and the columns of a step. ROWS
+// says that rows are queries.
+template <bool ROWS, int N, class S>
+__device__ void forget(Tile (&scores)[N], const Problem& p, const GateSum (&rows)[2], const S& s, int stage) {
+#if GATED
+    float unscaled = 1 / p.scale;
+    each(scores, [&](int h, int column, float& x) {
+        GateSum other = s.gates[stage][column];
+        x += unscaled * (ROWS ? between(rows[h], other) : between(other, rows[h]));
+    });
+#endif
+}
+// Writes the sums over columns of the lane's rows, of which its four lanes hold parts.
+__device__ inline void put_sums(float* to, const float (&parts)[TALL][2], int count) {
+#if GATED
+#pragma unroll
+    for (int i = 0; i < 2 * TALL; i++) {
+        int row = row_of(i / 2, i % 2);
+        float sum = over_row(parts[i / 2][i % 2], Add());
+        if (lane() % 4 == 0 && row < count) to[row] = sum;
+    }
+#endif
+}
 
 // Says whether some of the warp's rows do not see some of the `count` keys from `first` on, of which
 // `reach` are left. The block's rows begin with query `start`.
@@ -126,9 +178,12 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     KeySteps<K> steps(p, start, rows.count);
-    int reach = steps.reach;
+    int reach = steps.reach, key_index = batch * (p.heads / p.group) + head / p.group;
+    RowGates gates(p, key_index, p.offset + start, rows.count);
     auto copy = [&](int stage, int first) {
-        copy_keys(s.across, s.hidden[stage], stage, keys, values, Span{first, max(0, min(K, reach - first)), 1}, seen);
+        Span columns = {first, max(0, min(K, reach - first)), 1};
+        copy_keys(s.across, s.hidden[stage], stage, keys, values, columns, seen);
+        load_gates<K>(s, stage, p, key_index, first, columns.count);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, [](long long) { return true; });
     copy(0, steps.begin());
@@ -145,6 +200,8 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
         copy(stage ^ 1, steps.after(first));
         Matrix<K / 16> scores;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
+#pragma unroll
+        for (int m = 0; m < TALL; m++) forget<true>(scores[m], p, gates.sums[m], s, stage);
         // Scores are masked only where some of the columns are hidden, or before or beyond the keys
         // that a row sees.
         if (seen || is_partial(p, first, K, reach, start)) {
@@ -215,7 +272,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
 // Computes dq; a team has one query head and R queries.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
-                             const float* logs, const float* delta, Stored* dq) {
+                             const float* logs, const float* delta, Stored* dq, float* row_sums) {
     extern __shared__ uint4 shared_memory[];
     Back& s = *(Back*)shared_memory;
     constexpr int K = BACKWARD;
@@ -227,9 +284,12 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     auto always = [](long long) { return true; };
     KeySteps<K> steps(p, start, rows.count);
-    int reach = steps.reach;
+    int reach = steps.reach, key_index = batch * (p.heads / p.group) + head / p.group;
+    RowGates gates(p, key_index, p.offset + start, rows.count);
     auto copy = [&](int stage, int first) {
-        copy_keys(s.across, s.hidden[stage], stage, keys, values, Span{first, max(0, min(K, reach - first)), 1}, seen);
+        Span columns = {first, max(0, min(K, reach - first)), 1};
+        copy_keys(s.across, s.hidden[stage], stage, keys, values, columns, seen);
+        load_gates<K>(s, stage, p, key_index, first, columns.count);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, always);
     copy_rows<R, V, VALUES, TEAM_THREADS>(&s.y[0][0], V + PAD, Rows<const Stored>{grad + (at - start) * VALUES, VALUES}, rows, 0, always);
@@ -246,6 +306,7 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         }
     }
 
+    float total[TALL][2] = {};
     Matrix<D / 16> sums;
     zero(sums);
     for (int first = steps.begin(), stage = 0; first < reach; first = steps.after(first), stage ^= 1) {
@@ -258,6 +319,7 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         bool partial = seen || is_partial(p, first, K, reach, start);
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
+            forget<true>(scores[m], p, gates.sums[m], s, stage);
             if (partial) {
                 each(scores[m], [&](int h, int column, float& x) {
                     int own = p.offset + start + row_of(m, h), most = p.offset < 0 ? reach - 1 : min(reach - 1, own);
@@ -268,6 +330,7 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
             each(scores[m], [&](int h, int, float& x) { x = power_of_two(x * p.scale - log[m][h]); });
             each(products[m], [&](int h, int, float& x) { x -= product_of[m][h]; });
             multiply_each(products[m], scores[m]);
+            if (GATED) each(products[m], [&](int h, int, float& x) { total[m][h] += x; });
         }
         Left weights[TALL][K / 16];
         round_to(weights, products);
@@ -280,13 +343,14 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         each(sums[m], [&](int, int, float& x) { x *= p.slope; });
         put_rows<DIM>(dq + at * DIM, sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
     }
+    put_sums(row_sums + at, total, rows.count);
 }
 
 // Computes dk and dv; a team has one key head and R keys, and goes through the queries of all heads
 // of the group, one head after the other.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
-                           const float* logs, const float* delta, Stored* dk, Stored* dv) {
+                           const float* logs, const float* delta, Stored* dk, Stored* dv, float* column_sums) {
     extern __shared__ uint4 shared_memory[];
     Back& s = *(Back*)shared_memory;
     constexpr int K = BACKWARD;
@@ -313,6 +377,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
             s.log[stage][threadIdx.x] = has ? logs[first_query + columns.token(threadIdx.x)] : infinity();
             s.delta[stage][threadIdx.x] = has ? delta[first_query + columns.token(threadIdx.x)] : 0.0f;
         }
+        load_gates<K>(s, stage, p, blockIdx.x, p.offset + first, columns.count);
         end_copies();
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(k, p.k, batch, key_head), rows, 0, keep);
@@ -326,6 +391,8 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         for (int h = 0; h < 2; h++) counts[m][h] = row_of(m, h) < rows.count && keep(start + row_of(m, h));
     }
 
+    RowGates gates(p, blockIdx.x, start, rows.count);
+    float total[TALL][2] = {};
     Matrix<D / 16> key_sums;
     Matrix<V / 16> value_sums;
     zero(key_sums);
@@ -342,6 +409,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         bool partial = p.offset >= 0 && (start + first_row(TALL) > own || start + first_row(0) <= own + K - 1 - p.window);
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
+            forget<false>(scores[m], p, gates.sums[m], s, stage);
             each(scores[m], [&](int h, int column, float& x) {
                 x = counts[m][h] ? power_of_two(x * p.scale - s.log[stage][column]) : 0.0f;
                 int key = start + row_of(m, h);
@@ -349,6 +417,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
             });
             each(products[m], [&](int, int column, float& x) { x -= s.delta[stage][column]; });
             multiply_each(products[m], scores[m]);
+            if (GATED) each(products[m], [&](int h, int, float& x) { total[m][h] += x; });
         }
         Left weights[TALL][K / 16];
         round_to(weights, scores);
@@ -365,4 +434,5 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         put_rows<DIM>(dk + at * DIM, key_sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
         put_rows<VALUES>(dv + at * VALUES, value_sums[m], Span{0, rows.count, 1}, first_row(m), rows.count);
     }
+    put_sums(column_sums + at, total, rows.count);
 }
