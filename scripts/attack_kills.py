@@ -20,10 +20,12 @@ attacks, counts and results in Markdown; exit code 1 if anything was found.
 
 import argparse
 import collections
+import http.server
 import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -31,6 +33,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 SMALL = "--context 16 --batch-size 4 --vocab-size 300".split()
@@ -60,7 +63,49 @@ def sentences(seed, count):
     return [" ".join(draw.choice(words) for _ in range(12)) + f" {i}." for i in range(count)]
 
 
+class SlowHub(http.server.BaseHTTPRequestHandler):
+    """Serves the texts in `texts` by their names, as the hub does, in pieces that take a second in all."""
+
+    protocol_version = "HTTP/1.1"
+    texts = {}
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        body = self.texts[self.path.rpartition("/")[2]]
+        first, last = re.match(r"bytes=(\d+)-(\d*)", self.headers["Range"]).groups()
+        first, last = int(first), int(last or len(body) - 1)
+        self.close_connection = True
+        if first >= len(body):
+            self.send_response(416)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        part = body[first : last + 1]
+        self.send_response(206)
+        for name, value in [
+            ("Content-Length", len(part)),
+            ("Content-Range", f"bytes {first}-{last}/{len(body)}"),
+            ("ETag", f'"{len(body)}"'),
+            ("X-Repo-Commit", "revision"),
+        ]:
+            self.send_header(name, str(value))
+        self.end_headers()
+        size = len(body) // 40 + 1
+        try:
+            for start in range(0, len(part), size):
+                self.wfile.write(part[start : start + size])
+                self.wfile.flush()
+                time.sleep(0.025 if len(part) > 1 else 0)
+        except OSError:
+            pass  # Whom it was for was killed.
+
+
 class Attack:
+    # Address of the hub that texts are downloaded from; without one, nothing is downloaded.
+    hub = None
+
     def __init__(self, program, work, kills, seed):
         self.program, self.work, self.kills = str(program), work, kills
         self.random = random.Random(seed)
@@ -74,6 +119,8 @@ class Attack:
 
     def command(self, args, cache="cache"):
         env = dict(os.environ, PERFORMER_CACHE=str(self.work / cache), HF_HUB_OFFLINE="1")
+        if self.hub is not None:
+            env.update(HF_HUB_OFFLINE="0", HF_ENDPOINT=self.hub, HF_HOME=str(self.work / cache / "hub"))
         return dict(args=[self.program, *map(str, args)], cwd=self.work, env=env)
 
     def run(self, args, cache="cache", **more):
@@ -213,6 +260,25 @@ class Attack:
 
         self.attack("data prepare", prepare, prepare, outcome, kills, own_cache=True)
 
+    def download(self, kills):
+        names = "TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"
+        for name, seed, count in zip(names, (1, 2), (3000, 30)):
+            SlowHub.texts[name] = "\n<|endoftext|>\n".join(sentences(seed, count)).encode()
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SlowHub)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.hub = f"http://127.0.0.1:{server.server_port}"
+        prepare = lambda _: ["data", "prepare", "--data", "tinystories", "--vocab-size", 300]
+
+        def outcome(cache):
+            texts = [next((self.work / cache).glob(f"hub/**/snapshots/*/{name}")).read_bytes() for name in names]
+            if texts != [SlowHub.texts[name] for name in names]:
+                self.finding(f"download: {cache} has another text than the hub")
+            return texts
+
+        self.attack("download", prepare, prepare, outcome, kills, own_cache=True)
+        self.hub = None
+        server.shutdown()
+
     def with_teacher(self):
         train = ["train", "--data", "data", *SMALL, "--attention", "softmax", "--max-steps", 3, "--out", "teacher"]
         self.must_run(train)
@@ -319,6 +385,7 @@ class Attack:
         share = max(1, self.kills // 30)
         self.trainings(share + share // 2)
         self.data(2 * share)
+        self.download(2 * share)
         self.with_teacher()
         self.convert(4 * share)
         self.export(2 * share)

@@ -8,12 +8,13 @@
 The command is interrupted (SIGINT) after that time and may end by itself before. Results are
 OUT/samples.csv and a chart of them, OUT/samples.svg. Fails if memory, threads or open files grew from the second
 quarter of the time to the last by more than a twentieth: in the first quarter caches fill. How
-fast the command writes is shown and not judged, since other work may slow it. Linux only, since it
-reads /proc.
+much the command writes in a second, and in a second of the processor, is shown by quarters and not
+judged, since other work may slow it. Linux only, since it reads /proc.
 """
 
 import argparse
 import csv
+import os
 import pathlib
 import signal
 import statistics
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 
-FIELDS = ["seconds", "rss_mib", "threads", "files", "bytes_written"]
+FIELDS = ["seconds", "rss_mib", "threads", "files", "bytes_written", "cpu_seconds"]
 # Of these, how much is judged.
 JUDGED = FIELDS[1:4]
 # How much the mean of the last quarter may exceed that of the second, relative and absolute: a
@@ -34,7 +35,10 @@ def sample(pid, seconds):
     fields = dict(line.split(":", 1) for line in status if ":" in line)
     files = len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir()))
     written = dict(line.split(": ") for line in pathlib.Path(f"/proc/{pid}/io").read_text().splitlines())["wchar"]
-    return [round(seconds, 1), int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"]), files, int(written)]
+    # After the name, which stands in brackets, the twelfth and thirteenth fields.
+    times = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    cpu = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    return [round(seconds, 1), int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"]), files, int(written), cpu]
 
 
 def watch(command, seconds, every):
@@ -67,8 +71,9 @@ def rates(samples):
     """Says how fast the command wrote in each quarter of the time."""
     quarter = len(samples) // 4
     ends = [samples[i * quarter] for i in range(4)] + [samples[-1]]
-    speeds = [(b[4] - a[4]) / (b[0] - a[0]) for a, b in zip(ends, ends[1:])]
-    print("bytes written a second, by quarter:", ", ".join(f"{speed:.0f}" for speed in speeds))
+    for what, column in [("second", 0), ("second of the processor", 5)]:
+        speeds = [(b[4] - a[4]) / max(b[column] - a[column], 1e-9) for a, b in zip(ends, ends[1:])]
+        print(f"bytes written a {what}, by quarter:", ", ".join(f"{speed:.0f}" for speed in speeds))
 
 
 def chart(samples):

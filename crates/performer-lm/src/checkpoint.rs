@@ -56,6 +56,10 @@ const TRAIN_STATE: &str = "train_state.json";
 /// The files whose digests `model.safetensors` lists, in the order in which they are written.
 const COMPANIONS: [&str; 4] = [CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE];
 
+/// Files that tell of the model beside them: of its training, or of its conversion.
+pub(crate) const REPORTS: [&str; 7] =
+    ["metrics.json", "metrics.jsonl", "loss.svg", "loss.png", "convert.json", "convert.svg", "convert.png"];
+
 /// Names of the fields of a training state that say how long something took.
 const TIMES: [&str; 2] = ["seconds", "epoch_seconds"];
 
@@ -95,6 +99,14 @@ pub struct TrainingState {
 pub(crate) fn require_free(dir: &Path, others: &[&str]) -> Result<()> {
     let own = [MODEL, CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE, "model.safetensors.index.json"];
     crate::files::require_free(dir, &[&own, others].concat())
+}
+
+/// Removes those of [`REPORTS`] that `is_stale` says are of a model that was in a folder before.
+///
+/// # Errors
+/// If one of them cannot be removed.
+pub(crate) fn remove_reports(dir: &Path, is_stale: impl Fn(&str) -> bool) -> Result<()> {
+    REPORTS.iter().filter(|name| is_stale(name)).try_for_each(|name| remove(&dir.join(name), &mut |_| Ok(())))
 }
 
 impl Checkpoint {

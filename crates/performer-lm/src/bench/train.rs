@@ -1,6 +1,8 @@
 //! This module measures training: tokens per second of whole optimiser steps, one attention beside
 //! another.
 
+use std::sync::atomic::AtomicBool;
+
 use anyhow::{Context, Result};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
@@ -9,9 +11,10 @@ use super::{Effort, matmul_rate};
 use crate::{
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::Prepared,
+    errors::Cause,
     listener::Listener,
     machine::Machine,
-    train::{Grid, NEVER, RunOptions, Trainer},
+    train::{Grid, RunOptions, Trainer},
 };
 
 /// A `Point` is one measurement.
@@ -59,6 +62,8 @@ pub struct Plan<'a> {
     pub device: Device,
     /// Number of worker threads on the CPU.
     pub threads: usize,
+    /// Flag that is set from outside to stop.
+    pub stop: &'a AtomicBool,
     /// Is told of steps and validations.
     pub listener: &'a dyn Listener,
 }
@@ -91,12 +96,13 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
                 data: "bench",
                 device: plan.device.clone(),
                 threads: plan.threads,
-                stop: &NEVER,
+                stop: plan.stop,
                 samples: false,
                 listener: plan.listener,
                 ranks: Grid::one(),
             };
-            Trainer::exactly(&config, &training, data, options)?.run()?.context("stopped")
+            let run = Trainer::exactly(&config, &training, data, options)?.run()?;
+            run.context(Cause::Stopped("stopped".into()))
         };
         if !plan.device.is_cpu() {
             // The first steps on a GPU compile kernels and allocate memory.

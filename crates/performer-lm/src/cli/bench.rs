@@ -10,13 +10,14 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::{
+    STOP,
     args::{DataArgs, Machine, RecipeArgs},
     output,
 };
 use crate::{
     bench::{Effort, attention, decode, train},
     config::AttentionPattern,
-    files,
+    files, plot,
     train::git_revision,
 };
 
@@ -159,6 +160,15 @@ impl Common {
         Effort { time: Duration::from_millis(self.milliseconds), ..Effort::default() }
     }
 
+    /// Refuses a folder in which [`Self::finish`] would replace what is no report of this name, or a
+    /// chart beside it what is none.
+    fn check(&self, name: &str, charts: &[&str]) -> Result<()> {
+        let Some(out) = &self.out else { return Ok(()) };
+        let table = format!("{name}.md");
+        files::require_own(out, (&format!("{name}.json"), "revision"), &[&table])?;
+        charts.iter().try_for_each(|chart| plot::require_own(&out.join(chart)))
+    }
+
     /// Saves and prints a report.
     fn finish(&self, name: &str, report: &impl Serialize, table: &str) -> Result<()> {
         let words: Vec<String> = std::env::args().skip(1).collect();
@@ -181,6 +191,7 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
 }
 
 fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
+    args.common.check("attention", &["attention-forward", "attention-both"])?;
     let sweep = attention::Sweep {
         tokens: args.tokens.clone(),
         features: args.features.clone(),
@@ -256,6 +267,7 @@ fn attention_table(report: &attention::Report) -> String {
 }
 
 fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
+    args.common.check("decode", &["decode"])?;
     let sweep = decode::Sweep {
         contexts: args.contexts.clone(),
         softmax_limit: args.softmax_limit,
@@ -293,6 +305,7 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
 }
 
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
+    args.common.check("train", &[])?;
     let (config, training) = args.recipe.load(machine)?;
     let data = args.data.prepare(config.vocab_size)?;
     let plan = train::Plan {
@@ -302,6 +315,7 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         steps: args.steps,
         device: machine.device.clone(),
         threads: machine.threads,
+        stop: &STOP,
         listener: &output::TERMINAL,
     };
     let report = train::run(&plan, &data, |what| output::note(&what))?;

@@ -16,6 +16,7 @@ use crate::{
     errors::Cause,
     eval::show_perplexity,
     model::pretrained::Pretrained,
+    plot,
     recall::Examiner,
 };
 
@@ -115,6 +116,9 @@ pub(super) struct Args {
 /// Default lengths of texts in which recall is measured, in tokens.
 const RECALL: [usize; 2] = [256, 1024];
 
+/// Name of the chart in the folder of a conversion.
+const CHART: &str = "convert";
+
 /// Default number of tokens to which features are fitted.
 const CALIBRATE: usize = 32_768;
 
@@ -151,6 +155,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     }
     let Some(out) = &args.out else { bail!("give the converted model's folder by --out (or --inspect)") };
     require_another_folder(&args.model, out)?;
+    plot::require_own(&out.join(CHART))?;
     let some = |is: fn(FeatureMapKind) -> bool| {
         let others = args.layer.iter().map(|(_, attention)| attention);
         args.attention.attentions().chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
@@ -205,7 +210,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         let again = if args.overwrite { "the same command without --overwrite" } else { "the same command" };
         bail!(Cause::Stopped(format!("stopped; {again} goes on from here")));
     };
-    report.chart().save(&out.join("convert"))?;
+    report.chart().save(&out.join(CHART))?;
     output::note(&format!("saved in {}", out.display()));
     if args.json { output::json(&report) } else { output::result(&table(&report)) }
 }

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     eval::{Evaluation, evaluate_windows, show_perplexity},
     model::{Decoder, pretrained},
-    plot::{Axis, Chart, Scale, Series},
+    plot::{self, Axis, Chart, Scale, Series},
     recall::{Examiner, Recall},
 };
 
@@ -84,6 +84,7 @@ struct Control {
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     ensure!(args.max_tokens != Some(0), "--max-tokens is 0; it must be at least 1");
+    args.plot.as_deref().map_or(Ok(()), plot::require_own)?;
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
     let control = if args.features_off { model.features_off()? } else { None };

@@ -114,6 +114,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     }
     let pytorch = args.against.as_deref().map(read_others).transpose()?;
     let path = args.lines();
+    require_own(&args.out, &path, args.resume)?;
     begin(&path, &about, args.resume)?;
     oversee(&args, &path, &items)?;
 
@@ -140,6 +141,26 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Refuses files that would be replaced and are no results of a check. Lines that are gone on with
+/// are not replaced.
+fn require_own(out: &Path, lines: &Path, resume: bool) -> Result<()> {
+    let is_report =
+        |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok_and(|found| found["checks"].is_array());
+    let are_lines =
+        |text: &str| text.lines().next().is_some_and(|line| matches!(serde_json::from_str(line), Ok(Line::About(_))));
+    let is_foreign = |path: &Path, is_own: &dyn Fn(&str) -> bool| {
+        fs::read(path).is_ok_and(|found| !found.is_empty() && !std::str::from_utf8(&found).is_ok_and(is_own))
+    };
+    let foreign = [(out, is_foreign(out, &is_report)), (lines, !resume && is_foreign(lines, &are_lines))];
+    match foreign.into_iter().find(|(_, is_foreign)| *is_foreign) {
+        Some((path, _)) => bail!(
+            "{} holds no results of a check, and would be replaced: give another file by --out, or remove it first",
+            path.display()
+        ),
+        None => Ok(()),
+    }
 }
 
 /// Starts the file of lines, or makes sure that it can be gone on with.

@@ -225,7 +225,11 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
 
 /// Handles Ctrl-C. Steps of a training would be lost, so they are saved first; everything else that
 /// a command does is saved already or is made again, and ends at once.
+///
+/// The end of the terminal is handled likewise, unless the program was started to live on after it.
 fn listen_for_ctrl_c() -> Result<()> {
+    #[cfg(unix)]
+    let lives_on = ignores_hangup();
     ctrlc::set_handler(|| {
         if output::takes_steps() && !STOP.swap(true, Ordering::Relaxed) {
             output::note("stopping after this step; once more to stop at once");
@@ -235,7 +239,25 @@ fn listen_for_ctrl_c() -> Result<()> {
         output::note("stopped");
         std::process::exit(STOPPED.into());
     })
-    .context("cannot listen for Ctrl-C")
+    .context("cannot listen for Ctrl-C")?;
+    #[cfg(unix)]
+    if lives_on {
+        // SAFETY: this replaces the handler that was set above by none.
+        unsafe { libc::signal(libc::SIGHUP, libc::SIG_IGN) };
+    }
+    Ok(())
+}
+
+/// Whether the signal that a closing terminal sends is ignored, as it is after `nohup`.
+#[cfg(unix)]
+fn ignores_hangup() -> bool {
+    let mut action = std::mem::MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: without a new action, the function changes nothing and writes the present one, which
+    // is read only if it was written.
+    unsafe {
+        libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
+            && action.assume_init().sa_sigaction == libc::SIG_IGN
+    }
 }
 
 #[cfg(test)]

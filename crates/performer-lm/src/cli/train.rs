@@ -15,7 +15,7 @@ use super::{
     output, paths,
 };
 use crate::{
-    checkpoint::require_free,
+    checkpoint::{REPORTS, require_free},
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::{Prepared, prepare, prepare_for},
     errors::Cause,
@@ -195,7 +195,7 @@ fn require_nothing_in(out: &Path) -> Result<()> {
         "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
         out.display()
     );
-    require_free(out, &["metrics.json", "metrics.jsonl", "loss.svg", "loss.png"])
+    require_free(out, &REPORTS)
 }
 
 /// Prepares data on the first rank, then on the others, which find it in the cache where they share

@@ -36,7 +36,7 @@ use serde_json::{Value, json};
 #[cfg(feature = "plot")]
 use crate::plot::{At, Axis, Chart, Marker, Scale, Series};
 use crate::{
-    checkpoint::require_free,
+    checkpoint::{REPORTS, remove_reports, require_free},
     config::{AttentionConfig, ModelConfig},
     data::{Prepared, TokenFile},
     errors::Cause,
@@ -229,6 +229,9 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
                 return Ok(None);
             };
             report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
+        }
+        if plan.overwrite {
+            remove_reports(plan.out, |_| true)?;
         }
         save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
     }
@@ -459,7 +462,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
                 out.display()
             ))
         );
-        require_free(out, &[])?;
+        require_free(out, &REPORTS)?;
         return Ok(None);
     };
     let report = &mut progress.report;

@@ -2,7 +2,9 @@
 //! Hugging Face tools share.
 
 use std::any::Any;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
@@ -106,24 +108,65 @@ impl Hub {
         if self.offline {
             bail!("{file} of {name} is not in the {}", self.forbidden());
         }
+        let (mut size, mut result) = self.download(repo, file, listener)?;
+        if result.is_err() && size.is_some_and(|size| self.shorten_whole_parts(repo, size)) {
+            (size, result) = self.download(repo, file, listener)?;
+        }
+        let path = result.with_context(|| format!("cannot download {file} of {name}"))?;
+        if let Some(size) = size {
+            require_whole(&path, size).with_context(|| format!("cannot download {file} of {name}"))?;
+        }
+        Ok(path)
+    }
+
+    /// Downloads a file, and returns the size that the hub told, if it did, and where the file is.
+    ///
+    /// # Errors
+    /// If the hub falls silent; what else may fail is in the result.
+    fn download(&self, repo: &Repo, file: &str, listener: &dyn Listener) -> Result<(Option<u64>, Result<PathBuf>)> {
         // The client has no time limit of its own, so it works in a thread, which is abandoned when
         // the client falls silent.
         let (sender, events) = channel();
         let (hub, repo, wanted) = (self.clone(), repo.clone(), file.to_owned());
+        let name = repo.url();
         let worker = std::thread::spawn(move || {
             let api = ApiBuilder::from_cache(Cache::new(hub.cache)).with_endpoint(hub.endpoint).build()?;
             api.repo(repo).download_with_progress(&wanted, Reporter(sender))
         });
-        self.watch(file, &name, &events, listener)?;
-        match worker.join() {
-            Ok(result) => result.map_err(|error| anyhow!("cannot download {file} of {name}: {error}")),
-            Err(panic) => bail!("cannot download {file} of {name}: {}", panic_message(panic.as_ref())),
-        }
+        let size = self.watch(file, &name, &events, listener)?;
+        let result = match worker.join() {
+            Ok(result) => result.map_err(|error| anyhow!("{error}")),
+            Err(panic) => Err(anyhow!("{}", panic_message(panic.as_ref()))),
+        };
+        Ok((size, result))
     }
 
-    /// Shows the progress until the worker hangs up; an error if it falls silent.
-    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>, listener: &dyn Listener) -> Result<()> {
-        let (mut bar, mut received) = (None, 0);
+    /// Takes the last byte off parts of files that lack nothing but their names: a process that is
+    /// killed after the last byte leaves one, and the hub refuses to send what is beyond the end.
+    /// Returns whether there was such a part.
+    fn shorten_whole_parts(&self, repo: &Repo, size: u64) -> bool {
+        let blobs = self.cache.join(repo.folder_name()).join("blobs");
+        let paths = std::fs::read_dir(blobs).into_iter().flatten().flatten().map(|entry| entry.path());
+        let shorten = |part: &Path| -> std::io::Result<bool> {
+            if size == 0 || part.metadata()?.len() != size {
+                return Ok(false);
+            }
+            // Another process may be about to give it its name.
+            let lock = File::options().write(true).open(part.with_extension("lock"))?;
+            if lock.try_lock().is_err() || part.metadata()?.len() != size {
+                return Ok(false);
+            }
+            File::options().write(true).open(part)?.set_len(size - 1)?;
+            Ok(true)
+        };
+        let parts = paths.filter(|path| path.extension().is_some_and(|extension| extension == "part"));
+        parts.filter(|part| shorten(part).unwrap_or(false)).count() > 0
+    }
+
+    /// Shows the progress until the worker hangs up, and returns the size that the hub told; an
+    /// error if it falls silent.
+    fn watch(&self, file: &str, name: &str, events: &Receiver<Event>, listener: &dyn Listener) -> Result<Option<u64>> {
+        let (mut bar, mut received, mut told) = (None, 0, None);
         loop {
             let limit = if bar.is_some() { self.stall } else { self.answer };
             match events.recv_timeout(limit) {
@@ -133,6 +176,7 @@ impl Hub {
                         listener.begin("downloading", Unit::Bytes, 0, size)
                     });
                     received = 0;
+                    told = Some(size);
                     bar.advance(received);
                 }
                 Ok(Event::Received(bytes)) => {
@@ -141,7 +185,7 @@ impl Hub {
                         bar.advance(received);
                     }
                 }
-                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return Ok(told),
                 Err(RecvTimeoutError::Timeout) if bar.is_some() => bail!(
                     "the download of {file} stalled for {} s; the same command takes it up where it stopped",
                     limit.as_secs()
@@ -152,6 +196,30 @@ impl Hub {
             }
         }
     }
+}
+
+/// Removes a downloaded file that has another length than the hub told. A connection may end early
+/// without a sign of it, and a server may send all of a file where its rest was asked for.
+///
+/// # Errors
+/// If the file has another length.
+fn require_whole(link: &Path, size: u64) -> Result<()> {
+    let found = link.metadata().with_context(|| format!("cannot read {}", link.display()))?.len();
+    if found == size {
+        return Ok(());
+    }
+    for path in [link.canonicalize()?, link.to_path_buf()] {
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(error)
+                    .with_context(|| format!("{} has {found} bytes, not {size}: remove it", path.display()));
+            }
+            _ => {}
+        }
+    }
+    bail!(
+        "{found} bytes came where the hub told of {size}: they are removed, and the same command fetches the file again"
+    )
 }
 
 fn dataset() -> Repo {
@@ -199,7 +267,6 @@ fn panic_message(panic: &(dyn Any + Send)) -> &str {
 pub(crate) mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::net::{TcpListener, TcpStream};
-    use std::path::Path;
 
     use super::*;
     use crate::listener::Silent;
@@ -234,25 +301,56 @@ pub(crate) mod tests {
             .any(|name| std::env::var_os(name).is_some() || std::env::var_os(name.to_ascii_lowercase()).is_some())
     }
 
-    /// Answers requests for ranges of `body`. For a request that `cut` returns true for, the
-    /// transfer stops after half of the range.
-    fn serve(listener: TcpListener, body: &'static [u8], cut: impl Fn(usize) -> bool) {
+    /// What a server sends of the range that it is asked for.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Sends {
+        All,
+        /// Half of it, though it has told the length.
+        Half,
+        /// Half of it, whose length it does not tell.
+        HalfWithoutLength,
+        /// All of the file, whatever the range.
+        AllOfTheFile,
+    }
+
+    /// Answers requests for ranges of `body`; `sends` is told the number of the request.
+    fn serve(listener: TcpListener, body: &'static [u8], sends: impl Fn(usize) -> Sends) {
         for (request, stream) in listener.incoming().enumerate() {
             let Ok(mut stream) = stream else { return };
             let Some((first, last)) = requested_range(&stream, body.len()) else {
                 return;
             };
-            let part = &body[first..=last];
-            let sent = if cut(request) { part.len() / 2 } else { part.len() };
+            if first >= body.len() {
+                let refusal = "HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+                let _ = stream.write_all(refusal.as_bytes());
+                continue;
+            }
+            let sends = sends(request);
+            let part = if sends == Sends::AllOfTheFile { body } else { &body[first..=last] };
+            let sent = match sends {
+                Sends::Half | Sends::HalfWithoutLength => part.len() / 2,
+                Sends::All | Sends::AllOfTheFile => part.len(),
+            };
+            let length = match sends {
+                Sends::HalfWithoutLength => String::new(),
+                _ => format!("Content-Length: {}\r\n", part.len()),
+            };
             let _ = write!(
                 stream,
-                "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
+                "HTTP/1.1 206 Partial Content\r\n{length}Content-Range: bytes {first}-{last}/{}\r\n\
                  ETag: \"tag\"\r\nX-Repo-Commit: abc\r\nConnection: close\r\n\r\n",
-                part.len(),
                 body.len()
             );
             let _ = stream.write_all(&part[..sent]);
         }
+    }
+
+    /// Serves [`BODY`], and returns a hub that asks this server.
+    fn served(cache: &Path, sends: impl Fn(usize) -> Sends + Send + 'static) -> Hub {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        std::thread::spawn(|| serve(listener, BODY, sends));
+        Hub { endpoint, ..nowhere(cache) }
     }
 
     fn requested_range(stream: &TcpStream, len: usize) -> Option<(usize, usize)> {
@@ -278,11 +376,8 @@ pub(crate) mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut hub = nowhere(dir.path());
-        hub.endpoint = format!("http://{}", listener.local_addr().unwrap());
         // The requests are: 0 size, 1 transfer (cut short), 2 size, 3 the rest.
-        std::thread::spawn(|| serve(listener, BODY, |request| request == 1));
+        let hub = served(dir.path(), |request| if request == 1 { Sends::Half } else { Sends::All });
         hub.fetch(&dataset(), FILES[0], &Silent).unwrap_err();
         let part = dir.path().join("datasets--roneneldan--TinyStories/blobs/tag.part");
         assert_eq!(std::fs::read(part).unwrap(), BODY[..BODY.len() / 2]);
@@ -291,6 +386,47 @@ pub(crate) mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), BODY);
         // Once in the cache it is not asked for again, with a hub or without.
         assert_eq!(nowhere(dir.path()).fetch(&dataset(), FILES[0], &Silent).unwrap(), path);
+    }
+
+    /// Half a file would be taken for the whole one forever.
+    #[test]
+    fn a_file_of_another_length_is_refused_and_removed() {
+        if behind_proxy() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let hub = served(dir.path(), |request| if request == 1 { Sends::HalfWithoutLength } else { Sends::All });
+        let error = format!("{:#}", hub.fetch(&dataset(), FILES[0], &Silent).unwrap_err());
+        let told = format!("{} bytes came where the hub told of {}", BODY.len() / 2, BODY.len());
+        assert!(error.contains(&told), "{error}");
+        assert!(hub.in_cache(&dataset(), FILES[0]).is_none());
+        assert_eq!(std::fs::read(hub.fetch(&dataset(), FILES[0], &Silent).unwrap()).unwrap(), BODY);
+
+        // The rest is asked for, and all comes.
+        let dir = tempfile::tempdir().unwrap();
+        let hub = served(dir.path(), |request| match request {
+            1 => Sends::Half,
+            3 => Sends::AllOfTheFile,
+            _ => Sends::All,
+        });
+        hub.fetch(&dataset(), FILES[0], &Silent).unwrap_err();
+        hub.fetch(&dataset(), FILES[0], &Silent).unwrap_err();
+        assert!(hub.in_cache(&dataset(), FILES[0]).is_none());
+        assert_eq!(std::fs::read(hub.fetch(&dataset(), FILES[0], &Silent).unwrap()).unwrap(), BODY);
+    }
+
+    /// A process may be killed between the last byte and the name of a file.
+    #[test]
+    fn a_part_that_is_whole_becomes_the_file() {
+        if behind_proxy() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let hub = served(dir.path(), |_| Sends::All);
+        let blobs = dir.path().join("datasets--roneneldan--TinyStories/blobs");
+        std::fs::create_dir_all(&blobs).unwrap();
+        std::fs::write(blobs.join("tag.part"), BODY).unwrap();
+        assert_eq!(std::fs::read(hub.fetch(&dataset(), FILES[0], &Silent).unwrap()).unwrap(), BODY);
     }
 
     #[test]

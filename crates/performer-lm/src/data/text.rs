@@ -24,11 +24,12 @@ pub(crate) enum Text {
 impl Text {
     /// Maps a file and checks that all of it is UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let metadata = file.metadata().with_context(|| format!("cannot read {}", path.display()))?;
-        if !metadata.is_file() {
+        let cannot_read = || format!("cannot read {}", path.display());
+        // To open a pipe would wait for somebody who writes into it.
+        if !path.metadata().with_context(cannot_read)?.is_file() {
             bail!("{} is not a regular file; save its content in a text file and give that", path.display());
         }
+        let file = File::open(path).with_context(cannot_read)?;
         // SAFETY: a map is sound as long as nobody changes the file beneath it; a data file is not
         // written while it is being trained on.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot memory-map {}", path.display()))?;
@@ -244,5 +245,16 @@ mod tests {
         std::fs::write(&path, b"good \xff bad").unwrap();
         let error = Text::open(&path).unwrap_err().to_string();
         assert!(error.contains("bad.txt") && error.contains("offset 5"), "{error}");
+    }
+
+    /// Nobody writes into the pipe, so to open it would take forever.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_pipe_is_refused_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let error = Text::open(&path).unwrap_err().to_string();
+        assert!(error.contains("not a regular file"), "{error}");
     }
 }

@@ -30,6 +30,7 @@ mod scale;
 mod svg;
 mod text;
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -177,6 +178,38 @@ pub enum At {
 /// Number of PNG pixels per SVG pixel, in each direction.
 const PNG_SCALE: f32 = 2.0;
 
+/// Refuses a stem at which [`Chart::save`] would replace what is no chart of this program.
+///
+/// # Errors
+/// If there is such a file; the message names it.
+#[cfg(feature = "cli")]
+pub(crate) fn require_own(stem: &Path) -> Result<()> {
+    let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
+    let [svg, png] = paths(stem, name);
+    let foreign = match std::fs::read(&svg) {
+        Ok(found) => (!svg::is_own(&found)).then_some(svg),
+        // A chart's SVG is written before its PNG.
+        Err(_) => [svg, png].into_iter().find(|path| path.exists()),
+    };
+    match foreign {
+        Some(path) => anyhow::bail!(
+            "{} is no chart of this program, and would be replaced: choose another name, or remove it first",
+            path.display()
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Returns the paths of the two files of a chart. The extension is appended and replaces nothing:
+/// "favor-0.5" keeps its ".5".
+fn paths(stem: &Path, name: &OsStr) -> [PathBuf; 2] {
+    [".svg", ".png"].map(|extension| {
+        let mut name = name.to_owned();
+        name.push(extension);
+        stem.with_file_name(name)
+    })
+}
+
 impl Chart {
     /// Returns the chart as an SVG document.
     ///
@@ -213,12 +246,7 @@ impl Chart {
         let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
         let svg = self.to_svg()?;
         let png = rasterise(&svg, scale)?;
-        // The extension is appended and replaces nothing: "favor-0.5" keeps its ".5".
-        let paths = [".svg", ".png"].map(|extension| {
-            let mut name = name.to_owned();
-            name.push(extension);
-            stem.with_file_name(name)
-        });
+        let paths = paths(stem, name);
         for (path, bytes) in paths.iter().zip([svg.as_bytes(), &png]) {
             crate::files::write(path, bytes)
                 .with_context(|| format!("cannot write the chart to {}", path.display()))?;

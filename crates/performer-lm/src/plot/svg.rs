@@ -134,6 +134,15 @@ pub(super) fn render(chart: &Chart) -> Result<String> {
     ))
 }
 
+/// Whether a document is a chart as [`render`] writes it.
+#[cfg(feature = "cli")]
+pub(super) fn is_own(document: &[u8]) -> bool {
+    let first = document.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let page = format!(r#"<svg xmlns="http://www.w3.org/2000/svg" width="{PAGE_WIDTH}" height=""#);
+    let font = format!(r#" role="img" font-family="{FAMILY}" font-weight="300">"#);
+    first.starts_with(page.as_bytes()) && first.ends_with(font.as_bytes())
+}
+
 /// Whether a point has a place on the chart's scales, inside the frame or not.
 fn drawable(chart: &Chart, (x, y): Point) -> bool {
     chart.x.scale.accepts(x) && chart.y.scale.accepts(y)

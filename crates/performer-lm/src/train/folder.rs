@@ -12,7 +12,7 @@ use super::{
     run_key::TRAINING,
 };
 use crate::{
-    checkpoint::require_free,
+    checkpoint::{REPORTS, require_free},
     config::{AttentionPattern, ModelConfig, Preset, TrainingConfig},
     data::{DataSpec, Prepared, Tokenizer},
     model::{Decoder, pretrained},
@@ -20,6 +20,9 @@ use crate::{
 
 /// File name of the [`Report`].
 pub(super) const REPORT: &str = "metrics.json";
+
+/// File name of the log.
+pub(super) const LOG: &str = "metrics.jsonl";
 
 /// File name of the [`RunState`], for messages.
 pub(super) const STATE: &str = "train_state.json";
@@ -95,7 +98,7 @@ pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, op
     }
     let file = options.out.join(STATE);
     if !TrainingState::is_in(options.out)? {
-        require_free(options.out, &[])?;
+        require_free(options.out, &REPORTS)?;
         return Ok(Found::Nothing);
     }
     let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;

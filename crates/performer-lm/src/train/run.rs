@@ -14,13 +14,13 @@ use std::{
     },
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use performer_core::{attention::Segment, ops, projection::derive_seed};
 
 use super::{
     AdamW, Checkpoint, Earlier, Gradients, Grid, Leg, Pace, RunKey, Step, Steps, TrainingState,
-    folder::{REPORT, RunState, STATE, as_trained},
+    folder::{LOG, REPORT, RunState, STATE, as_trained},
     git_revision,
     log::{Log, Record},
     progress::Progress,
@@ -31,7 +31,7 @@ use super::{
     take_steps,
 };
 use crate::{
-    checkpoint::require_folder,
+    checkpoint::{remove_reports, require_folder},
     config::{ModelConfig, Positions, Precision, TrainingConfig},
     data::{Batches, DataSpec, Prepared, TokenFile, Tokenizer},
     device::{describe, explain_memory},
@@ -183,12 +183,9 @@ impl<'a> Trainer<'a> {
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
         trainer.require_equal()?;
-        // A report of an earlier run in this folder would be mistaken for that of this run.
-        let report = trainer.options.out.join(REPORT);
-        led(&ranks, || match report.exists() {
-            true => std::fs::remove_file(&report).with_context(|| format!("cannot remove {}", report.display())),
-            false => Ok(()),
-        })?;
+        // Reports of what was in this folder before would be mistaken for those of this run; its log
+        // is open already.
+        led(&ranks, || remove_reports(trainer.options.out, |name| name != LOG))?;
         trainer.save()?;
         Ok(trainer)
     }
@@ -260,7 +257,7 @@ impl<'a> Trainer<'a> {
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
-        let log = || Log::open(&options.out.join("metrics.jsonl"), step);
+        let log = || Log::open(&options.out.join(LOG), step);
         let log = options.ranks.leads().then(log).transpose()?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
         let data_from_here = match options.data.parse()? {

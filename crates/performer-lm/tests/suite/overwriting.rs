@@ -70,6 +70,26 @@ fn a_file_that_would_be_replaced_is_named_and_stays() {
     }
 }
 
+/// What tells of a model goes with it: the numbers of one beside another would be taken for its own.
+#[test]
+fn no_report_outlives_its_model() {
+    let dir = with_teacher();
+    let out = dir.path().join("out");
+    for command in writers() {
+        for name in ["metrics.json", "metrics.jsonl", "convert.json"] {
+            let _ = fs::remove_dir_all(&out);
+            fs::create_dir(&out).unwrap();
+            fs::write(out.join(name), "{\"mine\": 1}").unwrap();
+            fails(&performer(dir.path(), &command), &[name]);
+            assert_eq!(fs::read_to_string(out.join(name)).unwrap(), "{\"mine\": 1}", "{} with {name}", command[0]);
+            let over = performer(dir.path(), &[&command[..], &["--overwrite"]].concat());
+            assert!(over.status.success(), "{}", String::from_utf8_lossy(&over.stderr));
+            let left = fs::read_to_string(out.join(name)).unwrap_or_default();
+            assert!(!left.contains("mine"), "{} leaves {name}", command[0]);
+        }
+    }
+}
+
 /// A conversion that goes on, or that is finished, is no accident; another model is.
 #[test]
 fn a_conversion_replaces_no_other_model_and_not_its_teacher() {
@@ -157,5 +177,42 @@ fn results_replace_results_alone() {
             let done = performer(dir.path(), &command);
             assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         }
+    }
+}
+
+/// A chart, a measurement of speed or a check of the device replaces another one, and nothing else.
+#[test]
+fn measurements_replace_measurements_alone() {
+    let dir = with_teacher();
+    let file = |name: &str| dir.path().join(name);
+    fs::create_dir(file("out")).unwrap();
+    fs::write(file("text.txt"), "A text to be read. ".repeat(9)).unwrap();
+    let eval = vec!["eval", "teacher", "--data", "text.txt", "--plot", "out/chart"];
+    let bench = ["bench", "decode", "--contexts", "8", "--features", "2", "--head-dim", "2", "--heads", "1"];
+    let bench = [&bench[..], &["--milliseconds", "1", "--out", "out"]].concat();
+    let check = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "embedding", "--out"];
+    let check = [&check[..], &["out/check.json"]].concat();
+    let convert = ["convert", "teacher", "--attention", "favor:m=2,map=learned", "--out", "out"];
+    let convert = [&convert[..], &TINY[..]].concat();
+    for (command, names) in [
+        (eval, &["chart.svg", "chart.png"][..]),
+        (bench, &["decode.json", "decode.md", "decode.svg", "decode.png"]),
+        (check, &["check.json", "check.jsonl"]),
+        (convert, &["convert.svg", "convert.png"]),
+    ] {
+        for name in names {
+            fs::remove_dir_all(file("out")).unwrap();
+            fs::create_dir(file("out")).unwrap();
+            fs::write(file("out").join(name), "{\"mine\": 1}").unwrap();
+            fails(&performer(dir.path(), &command), &[name, "would be replaced"]);
+            assert_eq!(files(&file("out")).len(), 1, "{command:?} with {name}");
+            assert_eq!(fs::read_to_string(file("out").join(name)).unwrap(), "{\"mine\": 1}");
+        }
+        fs::remove_dir_all(file("out")).unwrap();
+        for _ in 0..2 {
+            let done = performer(dir.path(), &command);
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        }
+        assert!(names.iter().all(|name| file("out").join(name).exists()), "{names:?} of {command:?}");
     }
 }

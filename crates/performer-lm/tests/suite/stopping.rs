@@ -19,7 +19,11 @@ struct Running {
 
 impl Running {
     fn start(dir: &Path, args: &[&str]) -> Self {
-        let mut child = command(dir, args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        Self::of(command(dir, args))
+    }
+
+    fn of(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
         let said = BufReader::new(child.stderr.take().expect("stderr is piped"));
         Self { child, said, text: String::new() }
     }
@@ -38,7 +42,11 @@ impl Running {
 
     /// Sends what Ctrl-C sends.
     fn interrupt(&self) {
-        let sent = Command::new("kill").args(["-INT", &self.child.id().to_string()]).status();
+        self.signal("-INT");
+    }
+
+    fn signal(&self, signal: &str) {
+        let sent = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
         assert!(sent.expect("kill starts").success());
     }
 
@@ -165,4 +173,35 @@ fn a_conversion_that_is_stopped_goes_on() {
     assert_eq!(code, Some(130), "{said}");
     let report = json(&performer(dir.path(), &[&convert[..], &["--json"]].concat()));
     assert_eq!(report["stages"].as_array().unwrap().len(), 4);
+}
+
+/// A terminal that closes stops a training, but for one that was started to live on.
+#[test]
+fn a_training_under_nohup_outlives_its_terminal() {
+    let dir = tempfile::tempdir().unwrap();
+    let train = ["train", "--attention", "softmax", "--max-steps", "150", "--eval-every", "5", "--out"];
+    let mut training = Running::start(dir.path(), &[&train[..], &["stops"], &SMALL[..]].concat());
+    training.says("validation");
+    training.signal("-HUP");
+    assert_eq!(training.end().0, Some(130));
+
+    let mut nohup = Command::new("nohup");
+    nohup.arg(env!("CARGO_BIN_EXE_performer-lm")).args(train).arg("lives").args(SMALL);
+    nohup.env("PERFORMER_CACHE", dir.path()).env("HF_HUB_OFFLINE", "1").current_dir(dir.path());
+    let mut training = Running::of(nohup);
+    training.says("validation");
+    training.signal("-HUP");
+    let (code, said) = training.end();
+    assert_eq!(code, Some(0), "{said}");
+}
+
+#[test]
+fn a_measurement_of_training_is_stopped_by_one_ctrl_c() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = ["bench", "train", "--attention", "softmax", "--steps", "2000", "--max-train-tokens", "6400"];
+    let mut measuring = Running::start(dir.path(), &[&bench[..], &SMALL[..]].concat());
+    measuring.says("validation");
+    measuring.interrupt();
+    let (code, said) = measuring.end();
+    assert_eq!(code, Some(130), "{said}");
 }

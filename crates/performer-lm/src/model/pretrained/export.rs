@@ -15,7 +15,7 @@ use super::{
     hugging_face::{CONFIG, GENERATION, INDEX, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
-    checkpoint::{write_durably, write_with_digest},
+    checkpoint::{REPORTS, remove_reports, require_free, write_durably, write_with_digest},
     data::Tokenizer,
     errors::Cause,
     files::{self, Lock},
@@ -42,7 +42,8 @@ pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
             dir.display()
         ))
     );
-    files::require_free(dir, &[CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG])?;
+    files::require_free(dir, &[GENERATION, TOKENIZER_CONFIG])?;
+    require_free(dir, &REPORTS)?;
     export_over(model, dir)
 }
 
@@ -75,6 +76,7 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
         if path.exists() {
             std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
         }
+        remove_reports(dir, |_| true)?;
         files::write_json(&dir.join(CONFIG), &config)?;
         files::write_json(&dir.join(GENERATION), &tokens(&model.tokenizer))?;
         files::write(&dir.join(TOKENIZER), model.tokenizer.as_bytes())?;
