@@ -188,6 +188,42 @@ fn means_of_ones_are_one() -> Result<()> {
     Ok(())
 }
 
+/// Values of every kind too, under queries and keys that are usual and large.
+#[test]
+fn values_of_every_kind_give_outputs_between_them() -> Result<()> {
+    let values = [Constant(1e4), Identical(1e4), OneHot(1e4), Between(1e-6, 1e4), Denormal];
+    for map in all_kernels().filter(|&map| is_positive(map)) {
+        for (rows, of_values) in values.into_iter().flat_map(|v| [(Normal(1.0), v), (Normal(1e2), v)]) {
+            for causal in [true, false] {
+                let mut problem = problem(map, (rows, rows), 1.0, causal);
+                let width = SHAPE.value_dim;
+                problem.v = of_values.draw(&mut Random::new(3), SHAPE.v_count() / width, width);
+                for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+                    let problem = problem.clone().rounded(dtype)?;
+                    for (how, attention) in
+                        [("fused", problem.attention(dtype)?), ("composed", problem.composed(dtype)?)]
+                    {
+                        let outcome = problem.run(&*attention, dtype, Layout::Contiguous)?;
+                        let what = format!("{map:?} {rows:?} {dtype:?} {how}, causal {causal}, values {of_values:?}");
+                        assert!(outcome.output.iter().all(|x| x.is_finite()), "{what}: not finite");
+                        if of_values == Denormal {
+                            // So near to zero, rounding is no part of a number any more.
+                            let least = f64::from(f32::MIN_POSITIVE);
+                            assert!(outcome.output.iter().all(|x| x.abs() <= least), "{what}: not denormal");
+                        } else {
+                            assert_eq!(outside_hull(&problem, &outcome.output, rounding(dtype)), None, "{what}");
+                        }
+                        let gradients = [&outcome.q, &outcome.k, &outcome.v].into_iter().flatten();
+                        let is_sound = |x: &f64| x.is_finite() || dtype == DType::F16 && !x.is_nan();
+                        assert!(gradients.into_iter().all(is_sound), "{what}: a gradient is not finite");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// With gates that forget at every pace, and a window beside the features, too.
 #[test]
 fn gates_and_windows_keep_outputs_finite_and_means_of_ones_one() -> Result<()> {
