@@ -190,7 +190,7 @@ fn memory_grows_with_the_length_and_not_with_its_square() -> Result<()> {
 }
 
 /// The same seed gives the same weights to the bit on one, two and four threads, each in a process
-/// of its own. `STEPS=200` takes as many steps (`just attack-determinism` does).
+/// of its own. `STEPS=200` takes as many steps (`just attack-threads` does).
 #[cfg(feature = "cli")]
 #[test]
 fn weights_do_not_depend_on_the_number_of_threads() -> Result<()> {
