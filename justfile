@@ -34,6 +34,10 @@ attack-numbers:
 attack-files COUNT='6100':
     MUTATIONS={{ COUNT }} cargo test --release -p performer-lm --test suite mutations:: -- --nocapture
 
+# Feed a reader of files what reaches new code of it, for SECONDS; `just fuzz all 300`. With nightly: fuzz/README.md.
+fuzz TARGET SECONDS='300':
+    scripts/fuzz.sh {{ TARGET }} {{ SECONDS }}
+
 # Kill every command that writes, about KILLS times in all; full disks; two processes in one folder.
 attack-kills KILLS='300':
     cargo build --release -p performer-lm
@@ -42,6 +46,23 @@ attack-kills KILLS='300':
 # The same weights on one, two and four threads after STEPS steps, in processes of their own.
 attack-threads STEPS='200':
     STEPS={{ STEPS }} cargo test --release -p performer-lm --test suite regressions::weights
+
+# The kernels with AVX2 alone, and as plain Rust: performer-core's tests on an x86-64 machine that has more.
+test-simd *ARGS:
+    PERFORMER_TEST_SIMD=avx2 cargo test -p performer-core --lib --test suite {{ ARGS }}
+    PERFORMER_TEST_SIMD=scalar cargo test -p performer-core --lib --test suite {{ ARGS }}
+
+# NEON: performer-core's tests, compiled for aarch64 (gcc-aarch64-linux-gnu) and emulated (qemu-user).
+test-neon *ARGS:
+    rustup target add aarch64-unknown-linux-gnu
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max' \
+        cargo test --target aarch64-unknown-linux-gnu -p performer-core --lib --test suite {{ ARGS }}
+
+# How far a training drifts apart on processors with other instructions, emulated (qemu-user).
+drift STEPS='200':
+    rustup target add aarch64-unknown-linux-gnu
+    scripts/drift.py --steps {{ STEPS }}
 
 # Train for so many seconds, and see that memory, threads and open files do not grow.
 attack-time SECONDS='7200':
@@ -72,6 +93,12 @@ memcheck:
     CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER='valgrind --quiet --error-exitcode=9' \
         cargo test -p performer-core --lib --test suite -- kernels:: decoding:: ops:: trained::hidden_keys against_reference::strided \
         against_reference::keys_far against_reference::across against_reference::with_hidden_keys
+
+# The unsafe code of performer-core, interpreted by Miri (`rustup +nightly component add miri`): plain Rust and the thread pool.
+miri *ARGS:
+    MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-permissive-provenance -Zmiri-ignore-leaks' RAYON_NUM_THREADS=2 \
+        cargo +nightly miri test -p performer-core --lib --test suite {{ ARGS }} -- \
+        kernels::fresh kernels::gemm kernels::transpose kernels::vector kernels::activation small::
 
 # Write down the public interface of performer-core as it is now; CI refuses one that is not written down.
 public-api:

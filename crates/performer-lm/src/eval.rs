@@ -151,3 +151,101 @@ pub(crate) fn check_vocabulary(batch: &Batch, model: &Decoder) -> Result<()> {
         ),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::config::{ModelConfig, Positions, Preset};
+
+    const VOCABULARY: usize = 20;
+    const CONTEXT: usize = 5;
+    const BYTES: u64 = 40;
+
+    fn model() -> Result<Decoder> {
+        let (config, _) = Preset::Seed.load()?;
+        let positions = Positions::Rotary { base: 100.0 };
+        let small = ModelConfig { hidden_size: 8, heads: 2, kv_heads: 2, feed_forward_size: 8, positions, ..config };
+        let small = ModelConfig { vocab_size: VOCABULARY, layers: 1, context: CONTEXT, dropout: 0.0, ..small };
+        Decoder::new(&small, 3, &Device::Cpu)
+    }
+
+    fn tokens() -> Vec<u32> {
+        (0..13).map(|i| (i * 7 + 3) % VOCABULARY as u32).collect()
+    }
+
+    /// The losses of all tokens but the first in windows of a context, from the model's logits.
+    fn losses(model: &Decoder, context: usize) -> Result<Vec<f64>> {
+        let (tokens, mut losses) = (tokens(), Vec::new());
+        for start in (0..tokens.len() - 1).step_by(context) {
+            let end = (start + context).min(tokens.len() - 1);
+            let ids = Tensor::new(&tokens[start..end], &Device::Cpu)?.unsqueeze(0)?;
+            let logits = model.forward(&ids, None)?.squeeze(0)?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+            for (row, &target) in logits.iter().zip(&tokens[start + 1..=end]) {
+                losses.push(row.iter().map(|x| x.exp()).sum::<f64>().ln() - row[target as usize]);
+            }
+        }
+        Ok(losses)
+    }
+
+    /// Compares an evaluation with losses, which cover so many bytes, by position in the context.
+    #[track_caller]
+    fn check(found: &Evaluation, losses: &[f64], bytes: u64, context: usize) {
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-5, "{a} is not {b}");
+        let mean = |all: &[f64]| all.iter().sum::<f64>() / all.len() as f64;
+        close(found.val_loss, mean(losses));
+        assert_eq!(found.perplexity, found.val_loss.exp());
+        close(found.bits_per_byte, losses.iter().sum::<f64>() / 2f64.ln() / bytes as f64);
+        assert_eq!((found.tokens, found.bytes), (losses.len() as u64, bytes));
+        assert_eq!(found.loss_by_position.len(), context.min(losses.len()));
+        for (at, &found) in found.loss_by_position.iter().enumerate() {
+            let own: Vec<f64> = losses.iter().skip(at).step_by(context).copied().collect();
+            close(found, mean(&own));
+        }
+    }
+
+    #[test]
+    fn an_evaluation_is_the_mean_of_the_losses() -> Result<()> {
+        let (model, file) = (model()?, TokenFile::from_tokens(&tokens(), BYTES)?);
+        let own = losses(&model, CONTEXT)?;
+        assert!(own.iter().any(|loss| (loss - own[0]).abs() > 1e-3), "losses that are all alike test nothing");
+        for threads in [1, 2] {
+            check(&evaluate(&model, &file, threads)?, &own, BYTES, CONTEXT);
+        }
+        // Seven of twelve targets are of 23 bytes of 40, rounded.
+        check(&evaluate_windows(&model, &file, 1, CONTEXT, 7)?, &own[..7], 23, CONTEXT);
+        check(&evaluate_windows(&model, &file, 1, 100, usize::MAX)?, &losses(&model, 12)?, BYTES, 12);
+        // Of a text without bytes, one is counted.
+        let none = evaluate(&model, &TokenFile::from_tokens(&tokens(), 0)?, 1)?;
+        assert_eq!(none.bytes, 0);
+        assert!((none.bits_per_byte - own.iter().sum::<f64>() / 2f64.ln()).abs() < 1e-4);
+        Ok(())
+    }
+
+    #[test]
+    fn what_cannot_be_evaluated_is_refused() -> Result<()> {
+        let (model, file) = (model()?, TokenFile::from_tokens(&tokens(), BYTES)?);
+        let error = |result: Result<Evaluation>| result.expect_err("it is refused").to_string();
+        assert!(error(evaluate_windows(&model, &file, 1, 0, 9)).contains("the context is 0"));
+        assert!(error(evaluate_windows(&model, &file, 1, 9, 0)).contains("0 tokens"));
+        assert!(error(evaluate(&model, &TokenFile::from_tokens(&[1], 1)?, 1)).contains("nothing to predict"));
+        for beyond in [[1, 20], [20, 1]] {
+            let foreign = TokenFile::from_tokens(&beyond, 2)?;
+            assert!(error(evaluate(&model, &foreign, 1)).contains("token 20 lies beyond"));
+        }
+        evaluate(&model, &TokenFile::from_tokens(&[1, 19], 2)?, 1)?;
+        Ok(())
+    }
+
+    #[test]
+    fn perplexities_and_guesses() {
+        assert_eq!((perplexity(0.0), perplexity(1.0), perplexity(800.0)), (1.0, 1f64.exp(), f64::MAX));
+        assert_eq!(show_perplexity(19.636, 2), "19.64");
+        assert_eq!(show_perplexity(999_999.0, 0), "999999");
+        assert_eq!(show_perplexity(1e6, 2), "1.0e6");
+        assert!((guessing(20) - 2.995_732).abs() < 1e-6);
+        assert!(!is_worse_than_guessing(3.0, 20) && !is_worse_than_guessing(1.1 * guessing(20), 20));
+        assert!(is_worse_than_guessing(3.3, 20));
+    }
+}

@@ -6,6 +6,29 @@ use candle_core::{Result, Tensor, bail};
 use super::{Inputs, Segment, StateRecord, gates, state::bytes_of};
 use crate::ops;
 
+/// The most tokens of a window, and the most sinks: more than any text has, and so few that sums of
+/// positions and windows are numbers.
+const MOST: usize = usize::MAX >> 8;
+
+/// Refuses a window without tokens, and one that no text fills.
+pub(super) fn check_window(window: usize) -> Result<()> {
+    if window == 0 {
+        bail!("window is 0; it must be at least 1, the query's own token");
+    }
+    if window > MOST {
+        bail!("window is {window}; it must be at most {MOST}, which no text has");
+    }
+    Ok(())
+}
+
+/// Refuses more sinks than any text has tokens.
+pub(super) fn check_sinks(sinks: usize) -> Result<()> {
+    if sinks > MOST {
+        bail!("sinks are {sinks}; they must be at most {MOST}, which no text has");
+    }
+    Ok(())
+}
+
 /// `Exact` holds keys and values that later queries see exactly. Sinks, the first tokens of a
 /// sequence, come first; tokens between them and the last ones may be missing, which leaves the
 /// positions within a window as they were.
@@ -58,6 +81,16 @@ impl Exact {
         let first = (gates.narrow(2, sinks, 1)? + forgotten)?.maximum(gates::LOWEST)?;
         let after = gates.narrow(2, sinks + 1, self.len()? - sinks - 1)?;
         Tensor::cat(&[&gates.narrow(2, 0, sinks)?, &first, &after], 2).map(Some)
+    }
+
+    /// Refuses more than `most` tokens, which only a file that was damaged makes an attention
+    /// remember.
+    pub(super) fn require_at_most(&self, most: usize) -> Result<()> {
+        let held = self.len()?;
+        if held > most {
+            bail!("saved state: it holds the keys of {held} tokens, where the window and sinks have {most} tokens");
+        }
+        Ok(())
     }
 
     /// Keeps the first `sinks` tokens, and the last `last` of the others.

@@ -8,7 +8,7 @@ use candle_nn::kv_cache::KvCache;
 
 use super::{
     Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord,
-    exact::Exact,
+    exact::{Exact, check_sinks, check_window},
     gates,
     inputs::{Sizes, rows},
     layout::{FLOOR, Folded, Rows, check_finite, values_and_one},
@@ -45,11 +45,9 @@ impl Softmax {
     /// `W − 1` keys and values.
     ///
     /// # Errors
-    /// If `window` is 0.
+    /// If `window` is 0, or more than any text has.
     pub fn with_window(mut self, window: usize) -> Result<Self> {
-        if window == 0 {
-            bail!("window is 0; it must be at least 1, the query's own token");
-        }
+        check_window(window)?;
         self.window = Some(window);
         Ok(self)
     }
@@ -62,8 +60,10 @@ impl Softmax {
     /// as on every key.
     ///
     /// # Errors
-    /// If there is no window, without which every token is seen anyway.
+    /// If there is no window, without which every token is seen anyway, or if there are more sinks
+    /// than any text has tokens.
     pub fn with_sinks(mut self, sinks: usize) -> Result<Self> {
+        check_sinks(sinks)?;
         if self.window.is_none() && sinks > 0 {
             bail!("sinks are {sinks}, but there is no window; call with_window first, or leave sinks out");
         }
@@ -226,7 +226,13 @@ impl Attention for Softmax {
             return self.advance_window(inputs, sizes, state, window);
         }
         let past = state.tokens();
-        let mut memory = state.take::<KeysAndValues>()?.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
+        let memory = state.take::<KeysAndValues>()?;
+        let held = memory.as_ref().map_or(0, |memory| memory.cache.current_seq_len());
+        if held != past {
+            memory.into_iter().for_each(|memory| state.set(memory));
+            bail!("state: it counts {past} tokens and holds the keys of {held} tokens; the file it is from is damaged");
+        }
+        let mut memory = memory.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
         let appended = memory.append(k, v, inputs.gates, past);
         let gates = memory.gates.clone();
         state.set(memory);
@@ -265,6 +271,9 @@ impl Softmax {
     fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
         let past = state.take::<LastKeysAndValues>()?;
         let attended = (|| {
+            if let Some(past) = &past {
+                past.0.require_at_most(self.sinks + window - 1)?;
+            }
             let seen = Exact::append(past.as_ref().map(|past: &LastKeysAndValues| &past.0), inputs)?;
             let gates = if sizes.queries > 0 { seen.gates_with_missing(self.sinks)? } else { None };
             let inputs = Inputs::new(inputs.q, &seen.keys, &seen.values).with_gates_of(gates.as_ref());

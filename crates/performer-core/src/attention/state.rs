@@ -39,6 +39,10 @@ pub trait Memory: Any + fmt::Debug + Send + Sync {
         Self: Sized;
 }
 
+/// The most tokens that a state counts: more than any text has, and so few that sums of positions
+/// are numbers.
+const MOST_TOKENS: usize = usize::MAX >> 8;
+
 /// Named tensors and text: a [`State`] in a form that can be saved and taken apart.
 #[derive(Clone, Debug, Default)]
 pub struct StateRecord {
@@ -464,6 +468,9 @@ impl State {
                 dtype: record.field("dtype")?,
             }),
         };
+        if tokens > MOST_TOKENS {
+            bail!("saved state: it counts {tokens} tokens, which no text has; the file is damaged");
+        }
         let state = Self { tokens, origin, memory: Slot::of(record, "memory"), layer: Slot::of(record, "layer") };
         if state.origin.is_none() && tokens > 0 {
             bail!("saved state: it has {tokens} tokens but no batch; the file is damaged or holds something else");

@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
     Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord,
-    exact::Exact,
+    exact::{Exact, check_sinks, check_window},
     gates,
     layout::{compute, join},
 };
@@ -35,12 +35,10 @@ impl Windowed {
     /// Exact to `window` tokens, the query's own among them, and `far` beyond.
     ///
     /// # Errors
-    /// If `window` is 0, or the features of `far` are signed: a sum of theirs cannot be joined with
-    /// a positive one.
+    /// If `window` is 0 or more than any text has, or the features of `far` are signed: a sum of
+    /// theirs cannot be joined with a positive one.
     pub fn new(window: usize, far: Favor) -> Result<Self> {
-        if window == 0 {
-            bail!("window is 0; it must be at least 1, the query's own token");
-        }
+        check_window(window)?;
         let map = far.map();
         let row = Tensor::zeros((1, 1, map.input_dim()), DType::F32, &Device::Cpu)?;
         if map.exponential_form().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
@@ -55,8 +53,9 @@ impl Windowed {
     /// [`Softmax::with_sinks`].
     ///
     /// # Errors
-    /// If the features cannot be read.
+    /// If there are more sinks than any text has tokens, or the features cannot be read.
     pub fn with_sinks(mut self, sinks: usize) -> Result<Self> {
+        check_sinks(sinks)?;
         self.sinks = sinks;
         self.set_identity()?;
         Ok(self)
@@ -234,6 +233,9 @@ impl Windowed {
     fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
         let (dtype, wide) = (inputs.q.dtype(), compute(inputs.q.dtype()));
         let (q, k, v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
+        if let Some(past) = past {
+            past.exact.require_at_most(self.window + self.sinks)?;
+        }
         let exact = Exact::append(past.map(|past| &past.exact), Inputs::new(&q, &k, &v).with_gates_of(inputs.gates))?;
         let mut far = past.map_or_else(State::new, |past| past.far.clone());
         let (k, v, gates) = (&exact.keys, &exact.values, exact.gates_with_missing(self.sinks)?);

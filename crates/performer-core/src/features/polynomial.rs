@@ -11,6 +11,10 @@ use super::{FeatureMap, Features};
 /// use.
 const MAX_FEATURES: usize = 1 << 14;
 
+/// The highest power of the limit form, where `(1 + z/n)^n` is within a thousandth of `e^z` for
+/// `|z| ≤ 1`. All factors of all monomials are kept.
+const MAX_POWER: u32 = 1024;
+
 /// `Monomials` are all monomials of degree `n` in `variables` variables, each a product of `n`
 /// gathered columns times a weight.
 #[derive(Clone, Debug)]
@@ -128,10 +132,13 @@ impl Limit {
     /// `n` is an even power, `dim` the head dimension `D`.
     ///
     /// # Errors
-    /// If `n` is odd or zero, or `C(D+n, n)` exceeds 16384.
+    /// If `n` is odd, zero or above 1024, or `C(D+n, n)` exceeds 16384.
     pub fn new(n: u32, dim: usize, device: &Device) -> Result<Self> {
         if n == 0 || !n.is_multiple_of(2) {
             bail!("feature map limit-{n}: n must be even and at least 2, or the kernel can be negative");
+        }
+        if n > MAX_POWER {
+            bail!("feature map limit-{n}: n must be at most {MAX_POWER}; each feature is a product of so many factors");
         }
         Ok(Self { n, dim, monomials: Monomials::new(n as usize, dim + 1, device)? })
     }

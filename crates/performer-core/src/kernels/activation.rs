@@ -13,6 +13,7 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, backend::BackendStorage, ba
 use super::cuda;
 use super::{
     contiguous,
+    instructions::arch,
     operation::{Operation, Stored},
     vector::exp,
     with_storages,
@@ -53,7 +54,7 @@ impl Operation<1> for Gelu {
     fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
         let x = contiguous(storage, layout)?;
         let mut out = vec![0f32; x.len()];
-        pulp::Arch::new().dispatch(
+        arch().dispatch(
             #[inline(always)]
             || {
                 for (o, &x) in out.iter_mut().zip(x) {
@@ -78,7 +79,7 @@ impl Operation<1> for Gelu {
         let mut out = vec![0f32; x.elem_count()];
         with_storages([x, &grad], |[x, grad]| {
             let (xs, gs) = (contiguous(x.0, x.1)?, contiguous(grad.0, grad.1)?);
-            pulp::Arch::new().dispatch(
+            arch().dispatch(
                 #[inline(always)]
                 || {
                     for ((o, &x), &g) in out.iter_mut().zip(xs).zip(gs) {
@@ -132,7 +133,7 @@ impl Operation<2> for Swiglu {
         }
         let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let mut out = vec![0f32; xs.len()];
-        pulp::Arch::new().dispatch(
+        arch().dispatch(
             #[inline(always)]
             || {
                 for ((o, &g), &x) in out.iter_mut().zip(gates).zip(xs) {
@@ -159,7 +160,7 @@ impl Operation<2> for Swiglu {
         with_storages([gate, x, &grad], |[gate, x, grad]| {
             let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
             let grads = contiguous(grad.0, grad.1)?;
-            pulp::Arch::new().dispatch(
+            arch().dispatch(
                 #[inline(always)]
                 || {
                     let outputs = dgate.iter_mut().zip(&mut dx);
@@ -192,7 +193,7 @@ impl Operation<2> for SigmoidGate {
         }
         let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
         let mut out = vec![0f32; xs.len()];
-        pulp::Arch::new().dispatch(
+        arch().dispatch(
             #[inline(always)]
             || {
                 for ((o, &g), &x) in out.iter_mut().zip(gates).zip(xs) {
@@ -209,7 +210,7 @@ impl Operation<2> for SigmoidGate {
         with_storages([gate, x, &grad], |[gate, x, grad]| {
             let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
             let grads = contiguous(grad.0, grad.1)?;
-            pulp::Arch::new().dispatch(
+            arch().dispatch(
                 #[inline(always)]
                 || {
                     let outputs = dgate.iter_mut().zip(&mut dx);

@@ -15,7 +15,6 @@
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
-use pulp::Arch;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
@@ -23,6 +22,7 @@ use super::{
     contiguous, for_heads,
     fresh::{Fresh, Part},
     heads::arrange,
+    instructions::arch,
     linear::copy,
     operation::{Operation, Stored},
     rotary::Rotary,
@@ -119,7 +119,7 @@ fn forward(x: Stored<'_, CpuStorage>, weight: Stored<'_, CpuStorage>) -> Result<
     let filters = Filters::new(contiguous(weight.0, weight.1)?, x.1)?;
     let mut out = Fresh::new(rows.len());
     for_heads(pieces(&mut out, x.1)?, |(n, start, piece)| {
-        Arch::new().dispatch(
+        arch().dispatch(
             #[inline(always)]
             || filters.forward(&rows[n * sequence..][..sequence], start, piece.take()),
         )
@@ -144,7 +144,7 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Option<Tensor
         let mut of_x = Fresh::new(rows.len());
         let parts = for_heads(pieces(&mut of_x, x.1)?, |(n, start, piece)| {
             let of_sequence = n * sequence..(n + 1) * sequence;
-            Arch::new().dispatch(
+            arch().dispatch(
                 #[inline(always)]
                 || filters.backward(&rows[of_sequence.clone()], &grads[of_sequence.clone()], start, piece.take()),
             )

@@ -25,11 +25,12 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::{
     contiguous,
     gemm::{Into, Left, Right, gemm},
+    instructions::arch,
     operation::{Operation, Stored},
     padded,
     rows::{Heads, Matrix, Span},
@@ -371,7 +372,7 @@ impl Operation<2> for CrossEntropy {
             let Some((tiles, _)) = teacher else { return Ok(()) };
             saved.teacher_logs.resize(n, 0.0);
             let logs = &mut saved.teacher_logs;
-            Arch::new().dispatch(Forward { tiles, soft: None, weights: None, losses: &mut losses, logs });
+            arch().dispatch(Forward { tiles, soft: None, weights: None, losses: &mut losses, logs });
             Ok(())
         })?;
         self.with_teacher(tokens, |teacher| {
@@ -379,7 +380,7 @@ impl Operation<2> for CrossEntropy {
             let tiles = Tiles::new(x, w, e, tokens, &self.targets);
             let keep = self.keep && tiles.numbers() <= KEPT;
             let weights = keep.then_some(&mut saved.weights);
-            Arch::new().dispatch(Forward { tiles, soft, weights, losses: &mut losses, logs: &mut saved.logs });
+            arch().dispatch(Forward { tiles, soft, weights, losses: &mut losses, logs: &mut saved.logs });
             Ok(())
         })?;
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
@@ -402,7 +403,7 @@ impl Operation<2> for CrossEntropy {
             self.with_teacher(tokens, |teacher| {
                 let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
                 let (logs, dx, dw) = (&saved.logs[..], &mut dx[..], &mut dw[..]);
-                Arch::new().dispatch(Backward { tiles, soft, weights, grad: &grad, logs, dx, dw });
+                arch().dispatch(Backward { tiles, soft, weights, grad: &grad, logs, dx, dw });
                 Ok(())
             })
         })?;

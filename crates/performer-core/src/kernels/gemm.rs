@@ -197,9 +197,9 @@ impl Gemm<'_> {
 
 #[cfg(test)]
 mod tests {
-    use pulp::{Arch, Scalar};
+    use pulp::Scalar;
 
-    use super::*;
+    use super::{super::instructions::arch, *};
 
     struct Product<'a>([usize; 3], Left<'a>, Right<'a>, Into, &'a mut [f32], usize);
 
@@ -235,7 +235,7 @@ mod tests {
                     }
                 }
                 let mut got = before.clone();
-                Arch::new().dispatch(Product([m, n, k], left, right, into, &mut got, n + 16));
+                arch().dispatch(Product([m, n, k], left, right, into, &mut got, n + 16));
                 assert_eq!(got, want, "{m}x{n}x{k}, transposed {transposed}");
                 let mut scalar = before;
                 Scalar.vectorize(Product([m, n, k], left, right, into, &mut scalar, n + 16));
@@ -251,10 +251,10 @@ mod tests {
         let b: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.73).cos()).collect();
         let right = Right { values: &b, stride: n };
         let mut tall = vec![0f32; 40 * n];
-        Arch::new().dispatch(Product([40, n, k], Left::rows(&a, k), right, Into::Zero, &mut tall, n));
+        arch().dispatch(Product([40, n, k], Left::rows(&a, k), right, Into::Zero, &mut tall, n));
         for i in 0..40 {
             let mut one = vec![0f32; n];
-            Arch::new().dispatch(Product([1, n, k], Left::rows(&a[i * k..], k), right, Into::Zero, &mut one, n));
+            arch().dispatch(Product([1, n, k], Left::rows(&a[i * k..], k), right, Into::Zero, &mut one, n));
             assert_eq!(one, tall[i * n..(i + 1) * n], "row {i}");
         }
     }

@@ -15,11 +15,11 @@ use candle_core::{
     backend::{BackendDevice, BackendStorage},
     op::Add,
 };
-use pulp::Arch;
 
 use super::{
     contiguous,
     heads::arrange,
+    instructions::arch,
     operation::{Operation, Stored},
     with_storages,
 };
@@ -146,7 +146,7 @@ impl Operation<3> for Linear {
             && let CpuStorage::F32(mut out) = self.product(x, weight)?
         {
             let bias = contiguous(bias.0, bias.1)?;
-            Arch::new().dispatch(
+            arch().dispatch(
                 #[inline(always)]
                 || {
                     for row in out.chunks_exact_mut(bias.len()) {
@@ -222,7 +222,7 @@ fn bias_gradient(bias: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let mut sums = vec![0f32; n];
     with_storages([&grad], |[(storage, layout)]| {
         let grad = contiguous(storage, layout)?;
-        Arch::new().dispatch(
+        arch().dispatch(
             #[inline(always)]
             || {
                 for row in grad.chunks_exact(n) {

@@ -5,7 +5,7 @@
 //! `rotary`, `linear`, `heads` and `convolution` are the other operations of a decoder. They are
 //! built from `gemm` (products of small tiles), `vector` (elementwise functions), `rows` (reading
 //! tensors), `transpose` and `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2
-//! and NEON beside plain Rust, and the version is chosen when the program runs.
+//! and NEON beside plain Rust, and `instructions` chooses the version when the program runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
 //! first used; Metal's have not been run on hardware. The terms of the kernels (chunk, segment,
@@ -33,6 +33,7 @@ mod fresh;
 pub(crate) mod gated;
 mod gemm;
 pub(crate) mod heads;
+mod instructions;
 pub(crate) mod linear;
 #[cfg(feature = "metal")]
 pub mod metal;

@@ -10,10 +10,11 @@
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::{
     contiguous,
+    instructions::arch,
     operation::{Operation, Stored},
     vector::{dot, sum},
     with_storages,
@@ -39,7 +40,7 @@ impl Norm {
             bail!("norm: rows {:?} need a weight and a bias of their last dimension, not {:?}", l1.dims(), l2.dims());
         }
         let mut out = vec![0f32; x.len()];
-        Arch::new().dispatch(Forward { norm: self, x, weight, bias, out: &mut out });
+        arch().dispatch(Forward { norm: self, x, weight, bias, out: &mut out });
         Ok((CpuStorage::F32(out), l1.shape().clone()))
     }
 
@@ -56,7 +57,7 @@ impl Norm {
             let (x, weight, grad) =
                 (contiguous(x.0, x.1)?, contiguous(weight.0, weight.1)?, contiguous(grad.0, grad.1)?);
             let (dx, dw, db) = (&mut dx[..], &mut dw[..], &mut db[..]);
-            Arch::new().dispatch(Backward { norm: self, x, weight, grad, dx, dw, db });
+            arch().dispatch(Backward { norm: self, x, weight, grad, dx, dw, db });
             Ok(())
         })?;
         Ok([

@@ -36,12 +36,13 @@ use std::{
 };
 
 use candle_core::{CpuStorage, DType, Result, Shape, Tensor, backend::BackendStorage, bail};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::{
     check_finite, contiguous, for_heads,
     fresh::{Fresh, Part},
     gemm::{Into, Left, Right, gemm},
+    instructions::arch,
     narrow,
     operation::{Operation, Stored, apply},
     padded,
@@ -370,7 +371,7 @@ pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor, gates: Option<&Tensor>) -
         let seen = Seen::default();
         let inputs = Inputs::new([q, k, v], gates.as_deref(), &seen)?;
         let work = out.chunks_exact_mut(dv).enumerate().collect();
-        for_heads(work, |(n, out)| Arch::new().dispatch(Step { head: &inputs.head(n), out }));
+        for_heads(work, |(n, out)| arch().dispatch(Step { head: &inputs.head(n), out }));
         Ok(())
     })?;
     Tensor::from_vec(out, (b, h, 1, dv), q.device())?.to_dtype(q.dtype())
@@ -512,7 +513,7 @@ impl Pass<'_> {
         let head = &self.inputs.head(n);
         let logs = &self.logs[n * head.q.tokens..(n + 1) * head.q.tokens];
         let (out, grad) = (&self.out.head(n), &self.grad.head(n));
-        Arch::new().dispatch(Backward { head, out, grad, logs, queries, keys, dq, of_keys });
+        arch().dispatch(Backward { head, out, grad, logs, queries, keys, dq, of_keys });
     }
 }
 
@@ -584,7 +585,7 @@ impl Softmax {
             work.extend(pieces.map(|(i, (out, logs))| (n, i * piece, out, logs)));
         }
         let finite = for_heads(work, |(n, start, out, logs)| {
-            Arch::new().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), logs })
+            arch().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), logs })
         });
         if finite.contains(&false) {
             for (name, storage, layout) in [("q", s1, l1), ("k", s2, l2), ("v", s3, l3)] {

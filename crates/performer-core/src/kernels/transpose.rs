@@ -24,7 +24,9 @@ pub(super) fn transpose(
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use pulp::{Simd, WithSimd, bytemuck::cast, f32x8, x86::V3};
+    use pulp::{Arch, Simd, WithSimd, bytemuck::cast, f32x8, x86::V3};
+
+    use super::super::instructions::arch;
 
     /// Transposes the whole 8×8 blocks of a tile and returns how many rows and columns they cover.
     pub(super) fn blocks(
@@ -34,7 +36,7 @@ mod x86 {
         to: &mut [f32],
         to_stride: usize,
     ) -> [usize; 2] {
-        let Some(simd) = V3::try_new() else { return [0, 0] };
+        let Some(simd) = V3::try_new().filter(|_| !matches!(arch(), Arch::Scalar)) else { return [0, 0] };
         let (rows, columns) = (rows / 8 * 8, columns / 8 * 8);
         Simd::vectorize(simd, Blocks { simd, from, from_stride, rows, columns, to, to_stride });
         [rows, columns]

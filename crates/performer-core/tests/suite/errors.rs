@@ -6,7 +6,7 @@ use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{Elu, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
-    State,
+    State, Windowed,
 };
 
 const DEVICE: Device = Device::Cpu;
@@ -148,6 +148,8 @@ fn feature_maps_that_cannot_be() {
     }
     assert_error(favor(FeatureMapKind::Elu, 0), &["head_dim is 0"]);
     assert_error(favor(FeatureMapKind::Limit(8), 64), &["degree 8", "65 variables", "16384"]);
+    // With room for that many factors, this would be the end of the memory.
+    assert_error(favor(FeatureMapKind::Limit(u32::MAX - 1), 4), &["limit-4294967294", "at most 1024"]);
     for chunk in [0, 3, 48] {
         assert_error(
             favor(FeatureMapKind::Positive, 4).and_then(|f| f.with_chunk(chunk)),
@@ -285,4 +287,31 @@ fn rotary_positions_that_do_not_fit() {
     assert!(layer.extend(&zeros(&[1, 16, 12]), &mut state).is_ok());
     assert_error(layer.extend(&zeros(&[1, 1, 12]), &mut state), &["positions 16..17", "16"]);
     assert_eq!(state.tokens(), 16);
+}
+
+/// Sums of positions and windows must be numbers.
+#[test]
+fn windows_and_sinks_that_no_text_has() {
+    let far = || favor(FeatureMapKind::Positive, 4).unwrap();
+    let most = usize::MAX >> 8;
+    let x = zeros(&[1, 2, 7, 4]);
+    for (window, sinks) in [(most, 0), (most, most), (3, most), (1, 1)] {
+        let softmax = Softmax::new().with_window(window).unwrap().with_sinks(sinks).unwrap();
+        let windowed = Windowed::new(window, far()).unwrap().with_sinks(sinks).unwrap();
+        for attention in [&softmax as &dyn Attention, &windowed] {
+            assert!(attention.forward(Inputs::new(&x, &x, &x), &Mask::causal()).is_ok());
+            let mut state = State::new();
+            for _ in 0..2 {
+                assert!(attention.extend(Inputs::new(&x, &x, &x), &mut state).is_ok());
+            }
+        }
+    }
+    for wrong in [most + 1, usize::MAX] {
+        let (is, must) = (wrong.to_string(), format!("at most {most}"));
+        let (window, sinks) = (["window", is.as_str(), must.as_str()], ["sinks", is.as_str(), must.as_str()]);
+        assert_error(Softmax::new().with_window(wrong), &window);
+        assert_error(Windowed::new(wrong, far()), &window);
+        assert_error(Softmax::new().with_window(3).unwrap().with_sinks(wrong), &sinks);
+        assert_error(Windowed::new(3, far()).unwrap().with_sinks(wrong), &sinks);
+    }
 }

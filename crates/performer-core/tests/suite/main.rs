@@ -24,6 +24,7 @@ mod projection;
 mod projection_statistics;
 mod reference;
 mod segments;
+mod small;
 mod state;
 mod statistics;
 mod tape;

@@ -4,7 +4,10 @@
 use crate::common::{Problem, all_kernels, conditioned_scale, values};
 use candle_core::{DType, Device, Result, Tensor};
 use performer_core::reference::Shape;
-use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Path, Softmax, State, Windowed};
+use performer_core::{
+    Attention, AttentionConfig, Favor, FavorConfig, FeatureMapKind, Inputs, Path, Softmax, State, Windowed,
+    attention::StateRecord,
+};
 
 const DEVICE: Device = Device::Cpu;
 const T: usize = 70;
@@ -247,6 +250,61 @@ fn damaged_files_are_refused() -> Result<()> {
     assert!(error.contains("performer-damaged"), "{error}");
     let error = State::load("no/such/file", &DEVICE).expect_err("no file").to_string();
     assert!(error.contains("no/such/file"), "{error}");
+    Ok(())
+}
+
+/// A file may claim what no attention leaves behind: more tokens than there are keys, a window of
+/// more tokens than it has, no heads. It is refused before anything is computed or made room for.
+#[test]
+fn claims_that_no_attention_makes_are_refused() -> Result<()> {
+    let x = Tensor::randn(0f32, 1.0, (1, 2, 7, 4), &DEVICE)?;
+    let gates = Tensor::full(-0.5f32, (1, 2, 7), &DEVICE)?;
+    let build = |spec: &str| -> Result<Box<dyn Attention>> {
+        let config: AttentionConfig = spec.parse().map_err(candle_core::Error::Msg)?;
+        config.build(4, 3, DType::F32, &DEVICE)
+    };
+    let made = |spec: &str, gated: bool| -> Result<StateRecord> {
+        let mut state = State::new();
+        let inputs = Inputs::new(&x, &x, &x);
+        build(spec)?.extend(if gated { inputs.with_gates(&gates) } else { inputs }, &mut state)?;
+        state.record()
+    };
+    let refused = |spec: &str, record: &StateRecord, parts: &[&str]| {
+        let go_on = || -> Result<()> {
+            let mut state = State::from_record(record)?;
+            build(spec)?.extend(Inputs::new(&x, &x, &x).with_gates(&gates), &mut state)?;
+            Ok(())
+        };
+        let error = go_on().expect_err(spec).to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{spec}: {error} lacks one of {parts:?}");
+    };
+    let all = ["favor:m=8", "favor:m=8,window=4,sinks=1", "softmax", "softmax:window=4,sinks=1"];
+    for spec in all {
+        let mut record = made(spec, false)?;
+        record.fields.insert("tokens".into(), u64::MAX.to_string());
+        refused(spec, &record, &["18446744073709551615 tokens"]);
+    }
+    for gated in [false, true] {
+        for tokens in ["6", "1000000000000"] {
+            let mut record = made("softmax", gated)?;
+            record.fields.insert("tokens".into(), tokens.into());
+            refused("softmax", &record, &["7 tokens", tokens]);
+        }
+        for spec in ["favor:m=8,window=4,sinks=1", "softmax:window=4,sinks=1"] {
+            let mut record = made(spec, gated)?;
+            for (name, tensor) in &mut record.tensors {
+                if ["memory.keys", "memory.values", "memory.gates"].contains(&name.as_str()) {
+                    *tensor = Tensor::cat(&[&*tensor, &*tensor, &*tensor, &*tensor], 2)?;
+                }
+            }
+            refused(spec, &record, &["window", "tokens"]);
+        }
+    }
+    let mut record = made("favor:m=8", false)?;
+    for tensor in record.tensors.values_mut() {
+        *tensor = tensor.narrow(1, 0, 0)?;
+    }
+    refused("favor:m=8", &record, &["sums of 0 heads"]);
     Ok(())
 }
 

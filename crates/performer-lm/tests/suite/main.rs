@@ -31,6 +31,8 @@ mod program;
 mod ranks;
 #[cfg(feature = "lab")]
 mod regressions;
+#[cfg(feature = "cli")]
+mod seeds;
 mod segments;
 #[cfg(all(feature = "cli", unix))]
 mod stopping;

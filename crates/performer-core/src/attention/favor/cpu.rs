@@ -228,7 +228,8 @@ impl Backend for Cpu {
             None => KernelSums { batch: sizes.batch, heads: vec![fresh; heads] },
             Some(memory) => {
                 if memory.heads.len() != heads || memory.heads.iter().any(|sums| !sums.same_sizes(&fresh)) {
-                    let (had, has) = (memory.heads.len(), memory.heads[0].describe());
+                    let had = memory.heads.len();
+                    let has = memory.heads.first().map_or_else(|| "none".into(), Sums::describe);
                     state.set(memory);
                     bail!(
                         "state: it holds sums of {had} heads, {has}, but this input needs {heads}, {}; a state \

@@ -19,10 +19,11 @@ use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::super::{
     fresh::Part,
+    instructions::arch,
     rows::Span,
     vector::{LANES, sum},
 };
@@ -121,10 +122,10 @@ pub(super) fn forward(head: &Head, sums: &mut Sums, out: Part, saved: &mut Saved
     let keys_finite = if spare && tokens > CHUNK {
         rayon::scope(|scope| {
             let helpers = Some(Helpers { scope, busy: &busy, finite: &finite });
-            Arch::new().dispatch(Scan { head, sums, outputs, chunks, helpers })
+            arch().dispatch(Scan { head, sums, outputs, chunks, helpers })
         })
     } else {
-        Arch::new().dispatch(Scan { head, sums, outputs, chunks, helpers: None })
+        arch().dispatch(Scan { head, sums, outputs, chunks, helpers: None })
     };
     keys_finite && finite.into_inner()
 }
@@ -200,7 +201,7 @@ impl WithSimd for Scan<'_, '_> {
                     let (busy, finite) = (helpers.busy, helpers.finite);
                     busy.fetch_add(1, Ordering::Relaxed);
                     helpers.scope.spawn(move |_| {
-                        finite.fetch_and(Arch::new().dispatch(chunk), Ordering::Relaxed);
+                        finite.fetch_and(arch().dispatch(chunk), Ordering::Relaxed);
                         busy.fetch_sub(1, Ordering::Relaxed);
                     });
                 }

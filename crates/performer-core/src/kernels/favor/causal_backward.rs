@@ -9,11 +9,12 @@
 //! and leaves the features in the cache for the scan over its keys. The forward pass keeps
 //! `F·Dv/512` numbers a token, beside `F/32` for the scales.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::super::{
     fresh::Part,
     gemm::{Into, Left, Right, gemm},
+    instructions::arch,
     rows::{Rows, Span},
     transpose::transpose,
     vector::{LANES, add, exp, multiply},
@@ -66,7 +67,7 @@ pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
     let dq = dq.parts(given.head.k.tokens * given.head.q[0].width);
     let queries = Some(OfQueries { dq, linear: of_queries });
     let keys = Some(OfKeys { dk, dv, dlog, linear: of_keys });
-    let scans = |queries, keys, kept| Arch::new().dispatch(Scans { given, chunks, queries, keys, kept });
+    let scans = |queries, keys, kept| arch().dispatch(Scans { given, chunks, queries, keys, kept });
     if spare {
         rayon::join(|| scans(queries, None, 0), || scans(None, keys, 0));
     } else {

@@ -6,11 +6,12 @@
 //! `dφ(q_i) = S [dn_i, e_i]` and `R = Σ φ(q_i) [dn_i, e_i]ᵀ`, one over the keys
 //! `dφ(k_j) = R [v_j, 1]` and `dv_j = Rᵀ φ(k_j)`, with `dn = g/den` and `e = −g·o/den`.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::super::{
     for_heads,
     gemm::{Into, Left, Right, gemm},
+    instructions::arch,
     rows::{Rows, Span},
     transpose::transpose,
 };
@@ -36,7 +37,7 @@ pub(super) struct Saved {
 /// with the same bits.
 pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
     let (width, tokens) = (head.out_width(), head.q[0].tokens);
-    let mut finite = Arch::new().dispatch(Keys { head, sums: &mut sums });
+    let mut finite = arch().dispatch(Keys { head, sums: &mut sums });
     saved.dens.resize(head.q.len() * tokens, 0.0);
     let piece = if spare { PIECE } else { tokens };
     let mut work = Vec::new();
@@ -45,7 +46,7 @@ pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut 
         let pieces = out.chunks_mut(piece * width).zip(dens.chunks_mut(piece)).enumerate();
         work.extend(pieces.map(|(i, (out, dens))| Queries { head, q, sums: &sums, start: i * piece, out, dens }));
     }
-    finite &= !for_heads(work, |queries| Arch::new().dispatch(queries)).contains(&false);
+    finite &= !for_heads(work, |queries| arch().dispatch(queries)).contains(&false);
     saved.sums = Some(sums);
     finite
 }
@@ -139,7 +140,7 @@ pub(super) fn backward(gradients: Gradients, spare: bool) {
     let Some(sums) = &saved.sums else { return };
     let dens = &saved.dens[..];
     let mut future = Sums::new(head.map.features(), head.map.scales(), head.v.width);
-    Arch::new().dispatch(QueryGradients { head, sums, dens, out, grad, dq, future: &mut future, linear: of_queries });
+    arch().dispatch(QueryGradients { head, sums, dens, out, grad, dq, future: &mut future, linear: of_queries });
     // A trained map's gradient is a sum over tokens, whose order must not depend on the number of
     // threads.
     let piece = if spare && of_keys.is_none() { PIECE } else { head.k.tokens };
@@ -148,7 +149,7 @@ pub(super) fn backward(gradients: Gradients, spare: bool) {
         let linear = of_keys.take();
         KeyGradients { head, sums, future: &future, start: i * piece, dk, dv, linear }
     });
-    for_heads(work.collect(), |keys| Arch::new().dispatch(keys));
+    for_heads(work.collect(), |keys| arch().dispatch(keys));
 }
 
 /// `QueryGradients` is the pass over the queries, which gives their gradients and `R` (`future`).

@@ -66,7 +66,7 @@ mod trained;
 use std::{fmt, sync::Arc};
 
 use candle_core::{CpuStorage, Layout, Result, Tensor};
-use pulp::{Arch, Simd};
+use pulp::Simd;
 
 pub(crate) use exponential::Exponential;
 pub(crate) use map::Map;
@@ -78,6 +78,7 @@ pub(crate) use trained::Trained;
 use super::{
     check_finite, for_heads,
     fresh::Fresh,
+    instructions::arch,
     operation::Stored,
     padded,
     rows::{Heads, Rows},
@@ -301,7 +302,7 @@ pub(crate) fn extend(
             // The first token takes the path of whole sequences even if it is alone: otherwise its
             // last bit would depend on whether others follow.
             if t == 1 && begun {
-                Arch::new().dispatch(step::Step { head, sums, out: out.take() });
+                arch().dispatch(step::Step { head, sums, out: out.take() });
             } else {
                 causal::forward(head, sums, out, &mut causal::Saved::default(), spare);
             }

@@ -1,6 +1,6 @@
 //! This module writes vocabularies of other formats as a `tokenizer.json`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -105,10 +105,14 @@ impl Scored {
 
     pub(super) fn tokenizer_json(&self) -> Result<Vec<u8>> {
         let is_text: HashMap<&str, usize> = self.scores.iter().map(|(text, _)| (&**text, self.ids[text])).collect();
+        // Both halves of a merge have the length of a token, which is known without a look at their
+        // bytes: a token of a damaged file may have millions.
+        let lengths: HashSet<usize> = is_text.keys().map(|text| text.len()).collect();
         let mut merges = Vec::new();
         for (text, score) in &self.scores {
             ensure!(!score.is_nan(), "token {text:?} has no score: the file is damaged");
-            for (at, _) in text.char_indices().skip(1) {
+            let halves = text.char_indices().skip(1).map(|(at, _)| at);
+            for at in halves.filter(|at| lengths.contains(at) && lengths.contains(&(text.len() - at))) {
                 let (left, right) = text.split_at(at);
                 if let (Some(l), Some(r)) = (is_text.get(left), is_text.get(right)) {
                     merges.push((-score, is_text[&**text], l, r, [left, right]));
@@ -238,4 +242,24 @@ fn file(
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added.0, "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer, "post_processor": post_processor, "decoder": decoder, "model": model,
     }))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// To look for both halves of each way to split a token takes the square of its length, which
+    /// for the token of a damaged file is hours.
+    #[test]
+    fn a_token_as_long_as_a_book_is_read() -> Result<()> {
+        let mut scored = Scored::new(Spaces::Plain);
+        scored.push_unknown("<unk>");
+        let book = "a".repeat(3_000_000);
+        for (text, score) in [("a", -1.0), ("aa", -2.0), ("aaa", -3.0), (&*book, -4.0)] {
+            scored.push(text.to_owned(), score);
+        }
+        let json: Value = serde_json::from_slice(&scored.tokenizer_json()?)?;
+        assert_eq!(json["model"]["merges"], json!([["a", "a"], ["a", "aa"], ["aa", "a"]]));
+        Ok(())
+    }
 }

@@ -43,6 +43,12 @@ fn config(activation: &str) -> Value {
     })
 }
 
+/// Writes a folder with a small model.
+#[cfg(feature = "cli")]
+pub(crate) fn write_example(dir: &std::path::Path) -> Result<()> {
+    write_folder(dir, &config("gelu_new"), &weights()?)
+}
+
 type Rows = Vec<Vec<f64>>;
 
 struct Plain<'a> {

@@ -2,7 +2,7 @@
 //! with other implementations of the same model, and real models if they are available.
 
 pub(crate) mod gguf;
-mod gpt2;
+pub(crate) mod gpt2;
 mod hugging_face;
 pub(crate) mod llama2c;
 mod real;
