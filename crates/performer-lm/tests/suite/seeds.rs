@@ -47,7 +47,7 @@ fn seed(target: &str, name: &str, way: Option<u8>, content: &[u8]) -> Result<()>
 
 /// The header of a file in the safetensors format, a line feed, and the data: targets compute the
 /// length before the header.
-fn parts(file: &[u8]) -> Vec<u8> {
+fn in_parts(file: &[u8]) -> Vec<u8> {
     let (length, rest) = file.split_first_chunk::<8>().expect("a length");
     let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
     [header.trim_ascii_end(), b"\n", data].concat()
@@ -158,7 +158,7 @@ fn written() -> Result<()> {
     open(&fixtures.join("run"))?;
     for (way, name) in [(0, "run"), (1, "run"), (2, "llama")] {
         let weights = file(&format!("{name}/model.safetensors"))?;
-        let weights = if way == 0 { weights } else { parts(&weights) };
+        let weights = if way == 0 { weights } else { in_parts(&weights) };
         seed("weights", &format!("{way}.safetensors"), Some(way), &weights)?;
     }
     seed("config", "model.json", Some(0), &file("run/config.json")?)?;
@@ -180,7 +180,7 @@ fn written() -> Result<()> {
     }
 
     seed("training", "state", Some(0), &file("run/train_state.json")?)?;
-    seed("training", "optimizer", Some(1), &parts(&file("run/optimizer.safetensors")?))?;
+    seed("training", "optimizer", Some(1), &in_parts(&file("run/optimizer.safetensors")?))?;
     seed("tokens", "narrow", None, &token_file(&tokens(60), 2, 260))?;
     seed("tokens", "wide", None, &token_file(&[1, 70_000, 3, 4, 5, 6, 7], 4, 70_001))?;
 
@@ -196,7 +196,7 @@ fn written() -> Result<()> {
         state.save(&path)?;
         let file = fs::read(path)?;
         seed("state", &format!("{i}-file"), Some(0), &file)?;
-        seed("state", &format!("{i}-parts"), Some(1), &parts(&file))?;
+        seed("state", &format!("{i}-parts"), Some(1), &in_parts(&file))?;
     }
 
     for (i, text) in [
