@@ -55,7 +55,8 @@ pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
         reach *= 2;
     }
     let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;
-    Tensor::cat(&[&sums.narrow(dim, 1, n - 1)?, &none], dim)
+    // A GPU refuses memory for no numbers.
+    if n == 1 { Ok(none) } else { Tensor::cat(&[&sums.narrow(dim, 1, n - 1)?, &none], dim) }
 }
 
 /// Computes the sums of the gates after key `j` up to query `t`, for the last `queries` of the
@@ -68,7 +69,11 @@ pub(super) fn between(gates: &Tensor, queries: usize) -> Result<Tensor> {
     let rows = gates.narrow(1, offset, queries)?.unsqueeze(2)?.broadcast_mul(&before)?;
     // The first row sums over the keys, and each of the others adds its own gate to the row above.
     let first = sums_after(&gates.narrow(1, 0, offset + 1)?, 1)?.pad_with_zeros(1, 0, queries - 1)?;
-    sums_up_to(&Tensor::cat(&[&first.unsqueeze(1)?, &rows.narrow(1, 1, queries - 1)?], 1)?, 1)
+    let first = first.unsqueeze(1)?;
+    if queries == 1 {
+        return Ok(first);
+    }
+    sums_up_to(&Tensor::cat(&[&first, &rows.narrow(1, 1, queries - 1)?], 1)?, 1)
 }
 
 /// Computes the sums over each `window` neighbours but the first `window`: `(B, Hkv, T)` →
