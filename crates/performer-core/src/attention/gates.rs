@@ -54,9 +54,12 @@ pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
         sums = Tensor::cat(&[&longer, &sums.narrow(dim, n - reach, reach)?], dim)?;
         reach *= 2;
     }
+    if n == 1 {
+        // Zeros with a gradient, and not an empty part: a GPU refuses memory for no numbers.
+        return x.affine(0.0, 0.0);
+    }
     let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;
-    // A GPU refuses memory for no numbers.
-    if n == 1 { Ok(none) } else { Tensor::cat(&[&sums.narrow(dim, 1, n - 1)?, &none], dim) }
+    Tensor::cat(&[&sums.narrow(dim, 1, n - 1)?, &none], dim)
 }
 
 /// Computes the sums of the gates after key `j` up to query `t`, for the last `queries` of the
@@ -70,7 +73,8 @@ pub(super) fn between(gates: &Tensor, queries: usize) -> Result<Tensor> {
     // The first row sums over the keys, and each of the others adds its own gate to the row above.
     let first = sums_after(&gates.narrow(1, 0, offset + 1)?, 1)?.pad_with_zeros(1, 0, queries - 1)?;
     let first = first.unsqueeze(1)?;
-    if queries == 1 {
+    if queries == 1 && !gates.device().is_cpu() {
+        // A GPU refuses memory for no numbers.
         return Ok(first);
     }
     sums_up_to(&Tensor::cat(&[&first, &rows.narrow(1, 1, queries - 1)?], 1)?, 1)
