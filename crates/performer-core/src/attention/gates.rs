@@ -55,7 +55,7 @@ pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
         reach *= 2;
     }
     if n == 1 {
-        // Zeros with a gradient, and not an empty part: a GPU refuses memory for no numbers.
+        // Zeros, and not an empty part: a GPU refuses memory for no numbers.
         return x.affine(0.0, 0.0);
     }
     let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;
