@@ -4,8 +4,9 @@
 // keys as rows, for those of keys and values. Each number is added up by one block in a fixed
 // order.
 //
-// With forget gates, scores are shifted by what is forgotten from key to query, and the sums of ds
-// over the keys of each query and over the queries of each key are results too, for softmax_gates.cu.
+// With forget gates, scores are shifted by what is forgotten from key to query. The sums of ds over
+// the keys of each query, and over the queries of each key, are results too, which softmax_gates.cu
+// makes the gradients of gates of.
 //
 // With a window, steps of keys that no query of a block sees are left out, and so are steps of
 // queries that see no key of a block: time is proportional to tokens times the window.
@@ -77,7 +78,8 @@ __device__ void add_far(T& sums, const Operand* left, int left_stride, const Ope
     part.template add<false, false>(left, left_stride, right, right_stride, depth);
     sums.each_with(part, [](int, int, float& sum, float& x) { sum += x; });
 }
-// Loads the sums of gates of `count` rows or columns, of which `span` has its own keys from `own` on.
+// Loads the sums of gates of `count` rows or columns. Those of `span` have the keys from `own` on
+// for their own.
 __device__ inline void load_gates(GateSum* to, int count, const Problem& p, int key_index, int own, Span span) {
     for (int i = threadIdx.x; i < count; i += THREADS) to[i] = gate_sum(p, key_index, own + i, i < span.count);
 }
@@ -142,8 +144,7 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
         scores.zero();
         scores.template add<false, true>(&s.x[0][0], D + PAD, &s.across_x[0][0], D + PAD, D);
         scores.each([&](int row, int column, float& x) {
-            int key = first + column, own = p.offset + start + row;
-            bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
+            bool unseen = is_unseen(p, p.offset + start + row, first + column);
             x = unseen ? -infinity() : x * p.scale + s.hidden[column] + forgotten<true>(s, row, column);
         });
         float now[2], decay[2], sum[2];
@@ -224,8 +225,7 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
         products.zero();
         products.template add<false, true>(&s.y[0][0], V + PAD, &s.across_y[0][0], V + PAD, V);
         scores.each_with(products, [&](int row, int column, float& x, float& product) {
-            int key = first + column, own = p.offset + start + row;
-            bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
+            bool unseen = is_unseen(p, p.offset + start + row, first + column);
             float score = x * p.scale + s.hidden[column] + forgotten<true>(s, row, column);
             float weight = unseen ? 0.0f : power_of_two(score - s.log[row]);
             x = weight * (product - s.delta[row]);
@@ -287,8 +287,7 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
             products.zero();
             products.template add<false, true>(&s.y[0][0], V + PAD, &s.across_y[0][0], V + PAD, V);
             scores.each_with(products, [&](int row, int column, float& x, float& product) {
-                int key = start + row, own = p.offset + first + column;
-                bool unseen = p.offset >= 0 && (key > own || is_far(p, own, key));
+                bool unseen = is_unseen(p, p.offset + first + column, start + row);
                 float score = x * p.scale + s.hidden[row] + forgotten<false>(s, row, column);
                 x = unseen ? 0.0f : power_of_two(score - s.log[column]);
                 product = x * (product - s.delta[column]);

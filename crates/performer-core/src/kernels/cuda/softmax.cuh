@@ -66,9 +66,10 @@ __device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, boo
     return has ? p.gates[(long long)key_index * p.keys + key] : GateSum{0, 0};
 }
 
-// Says whether a query, whose own key is `own`, is too far from a key to see it.
-__device__ inline bool is_far(const Problem& p, int own, int key) {
-    return p.offset >= 0 && key <= own - p.window && key >= p.sinks;
+// Says whether a query, whose own key is `own`, does not see a key: it is of a later token, or it
+// lies before the window and is no sink.
+__device__ inline bool is_unseen(const Problem& p, int own, int key) {
+    return p.offset >= 0 && (key > own || (key <= own - p.window && key >= p.sinks));
 }
 
 // KeySteps are the keys that the queries of a block see, K at a time: those of the sinks, then

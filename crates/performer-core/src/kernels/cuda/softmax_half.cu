@@ -208,8 +208,8 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
 #pragma unroll
             for (int m = 0; m < TALL; m++) {
                 each(scores[m], [&](int h, int column, float& x) {
-                    int own = p.offset + start + row_of(m, h), most = p.offset < 0 ? reach - 1 : min(reach - 1, own);
-                    if (first + column > most || is_far(p, own, first + column)) x = -infinity();
+                    int key = first + column;
+                    if (key >= reach || is_unseen(p, p.offset + start + row_of(m, h), key)) x = -infinity();
                     if (seen) x += s.hidden[stage][column];
                 });
             }
@@ -322,8 +322,8 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
             forget<true>(scores[m], p, gates.sums[m], s, stage);
             if (partial) {
                 each(scores[m], [&](int h, int column, float& x) {
-                    int own = p.offset + start + row_of(m, h), most = p.offset < 0 ? reach - 1 : min(reach - 1, own);
-                    if (first + column > most || is_far(p, own, first + column)) x = -infinity();
+                    int key = first + column;
+                    if (key >= reach || is_unseen(p, p.offset + start + row_of(m, h), key)) x = -infinity();
                     if (seen) x += s.hidden[stage][column];
                 });
             }
@@ -412,8 +412,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
             forget<false>(scores[m], p, gates.sums[m], s, stage);
             each(scores[m], [&](int h, int column, float& x) {
                 x = counts[m][h] ? power_of_two(x * p.scale - s.log[stage][column]) : 0.0f;
-                int key = start + row_of(m, h);
-                if (partial && (key > own + column || is_far(p, own + column, key))) x = 0;
+                if (partial && is_unseen(p, own + column, start + row_of(m, h))) x = 0;
             });
             each(products[m], [&](int, int column, float& x) { x -= s.delta[stage][column]; });
             multiply_each(products[m], scores[m]);
