@@ -55,8 +55,9 @@ pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
         reach *= 2;
     }
     if n == 1 {
-        // Zeros, and not an empty part: a GPU refuses memory for no numbers.
-        return x.affine(0.0, 0.0);
+        // A GPU refuses memory for no numbers, so there is no empty part. The zeros are a product,
+        // through which gates get a gradient of zero; Candle passes over a factor that is no tensor.
+        return x * x.zeros_like()?;
     }
     let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;
     Tensor::cat(&[&sums.narrow(dim, 1, n - 1)?, &none], dim)
@@ -73,8 +74,7 @@ pub(super) fn between(gates: &Tensor, queries: usize) -> Result<Tensor> {
     // The first row sums over the keys, and each of the others adds its own gate to the row above.
     let first = sums_after(&gates.narrow(1, 0, offset + 1)?, 1)?.pad_with_zeros(1, 0, queries - 1)?;
     let first = first.unsqueeze(1)?;
-    if queries == 1 && !gates.device().is_cpu() {
-        // A GPU refuses memory for no numbers.
+    if queries == 1 {
         return Ok(first);
     }
     sums_up_to(&Tensor::cat(&[&first, &rows.narrow(1, 1, queries - 1)?], 1)?, 1)
