@@ -14,7 +14,8 @@ run, so that no cache holds them.
 Needs PyTorch (`pip install torch`). Prints JSON on stdout and progress on stderr. The FAVOR+ is
 what one writes in PyTorch without kernels of one's own: chunks of 64 tokens, one maximum over all
 keys as stabiliser (which lets the future into the past by rounding; it is here for its speed),
-prefix sums over chunks by cumsum.
+prefix sums over chunks by cumsum. --compile gives that FAVOR+ to torch.compile, once for each shape;
+scaled_dot_product_attention is one kernel already.
 """
 
 import argparse
@@ -98,6 +99,7 @@ def main():
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["f32", "bf16", "f16"], default="f32")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the kernels of FAVOR+")
     parser.add_argument("--sdpa", choices=["flash", "any"], help="implementation [default: flash on a GPU in bf16 or f16, else any]")
     args = parser.parse_args()
     if args.threads:
@@ -109,6 +111,9 @@ def main():
     only_flash = (args.sdpa or ("flash" if on_gpu and args.dtype != "f32" else "any")) == "flash"
     backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION] if only_flash else None
     causal = not args.bidirectional
+    linear = torch.compile(favor, dynamic=False) if args.compile else favor
+    # One compilation for each length, number of features and direction.
+    torch._dynamo.config.recompile_limit = 4 * len(args.tokens) * len(args.features)
     points = []
     for t in args.tokens:
         # More bytes than second-level caches hold, before any are read again.
@@ -120,7 +125,7 @@ def main():
         work = [("torch-sdpa", None, lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))]
         for m in args.features:
             omega = torch.randn(m, args.head_dim, device=args.device, dtype=dtype)
-            work.append(("torch-favor", m, lambda q, k, v, omega=omega: favor(q, k, v, omega, causal)))
+            work.append(("torch-favor", m, lambda q, k, v, omega=omega: linear(q, k, v, omega, causal)))
         for name, m, attention in work:
             print(f"{name} {m or ''} {t} tokens", file=sys.stderr)
             for backward in (False, True):
@@ -144,7 +149,7 @@ def main():
                 points.append({"implementation": name, "tokens": t, "features": m, "backward": backward, **timing})
     sweep = {"head_dim": args.head_dim, "batch": args.batch, "heads": args.heads, "causal": causal}
     about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": torch.cuda.get_device_name() if on_gpu else args.device}
-    about |= {"dtype": args.dtype, "sdpa": "flash" if only_flash else "any"}
+    about |= {"dtype": args.dtype, "sdpa": "flash" if only_flash else "any", "compile": args.compile}
     json.dump({"sweep": sweep, "about": about, "points": points}, sys.stdout, indent=1)
     print()
 
