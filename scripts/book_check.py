@@ -19,23 +19,23 @@ number of one of these files, rounded to the digits that are printed. Behind # s
 JSON file below which numbers count; without, all do, those inside strings too. A number may also be
 one of the files' times one of the scales, and a percentage 100 times one. With by=KEY, a row of a
 table is compared only with those objects of the JSON files whose KEY is the code span (or else the
-whole text) of the row's first cell, so that no two rows can be exchanged. These may also come from
-two other numbers of the table, one of them in the same row, and a ratio must:
+whole text) of the row's first cell, so that no two rows can be exchanged. In a table, these
+may also come from two other numbers that are printed there, and a ratio must:
 
-    1.35×          a ratio
-    +1.3%  −12%    a ratio less one
-    +0.047         a difference
+    1.35×          a ratio, of two numbers of its own row
+    +1.3%  −12%    a ratio less one, of two numbers, one of them of its own row
+    +0.047         a difference, likewise
 
 What prose computes from the data has its derivation among the words of the comment:
 
     ratio=70,700/28,100         2.5, 2.5× or 252%
-    percent=10.61/8.95          100·(a/b − 1): 19%
+    percent=10.61/8.95          18%, which is 100·(a/b − 1)
     difference=2.161-2.148      0.013
 
-Both operands must be numbers of the files, like those of the block, or sums of such (1.2+3.4). What
-comes out, within the
-rounding of the operands as they are written there, is a number that the block may show; without a
-sign, its absolute value. A derivation that no number of the block needs is an error.
+Both operands must be numbers of the files, as those of the block must, or sums of such (1.2+3.4).
+They stand for what the files have, with all digits. What comes out, rounded to the digits that are
+printed, is a number that the block may show; without a sign, its absolute value. A derivation that
+no number of the block needs is an error.
 
 Where no file can hold some or all of the numbers, a comment says why:
 
@@ -217,6 +217,8 @@ class Checker:
             rows = [(line, ["\n".join(block)])]
         cells = [(n, parsed) for n, row in rows for cell in row for parsed in parse(cell)]
         names = {n: row_name(row[0]) for n, row in rows}
+        if not cells:
+            self.fail(path, line, "a data comment before a block that has no number")
         for number in exempt - {parsed[0].strip() for _, parsed in cells}:
             self.fail(path, line, f"{number} has 'no data', but is not there")
         for n, (shown, sign, mark, value, half) in cells:
@@ -225,14 +227,14 @@ class Checker:
             if shown.strip() in exempt or source.derives(sign, mark, value, half):
                 right = True
             elif mark == "×":
-                right = related(others, "ratio", value, half)
+                right = table and related(others, "ratio", value, half)
             else:
                 right = source.has(names[n], 100.0 if mark == "%" else 1.0, value, half)
-                if not right and sign:
+                if not right and sign and table:
                     right = related(others, "percent" if mark == "%" else "difference", value, half)
             if not right:
                 self.fail(path, n, f"{shown.strip()} is not in the data" if mark != "×" else
-                          f"{shown} is no ratio of two numbers of the table")
+                          f"{shown} is no ratio of two numbers of its row, and has no derivation")
         for derivation in source.derived:
             if not derivation.used:
                 self.fail(path, line, f"no number here needs {derivation.text}")
@@ -270,18 +272,19 @@ def parse(cell):
 
 
 def span(kind, a, b):
-    """The bounds of what two numbers give within their rounding; a number is a value and a half."""
-    corners = [MADE[kind](x, y) for x in (a[0] - a[1], a[0] + a[1]) for y in (b[0] - b[1], b[0] + b[1])]
+    """The bounds of what two numbers give, from the bounds of each."""
+    corners = [MADE[kind](x, y) for x in a for y in b]
     return min(corners), max(corners)
 
 
 def related(others, kind, value, half):
-    """Whether two of the others, within their rounding, give the value; one is of its own row."""
-    for i, a in enumerate(others):
-        for j, b in enumerate(others):
-            if i == j or not (a[2] or b[2]):
+    """Whether two of the others, within their rounding, give the value; one is of its own row, of a
+    ratio both."""
+    for i, (a, da, near) in enumerate(others):
+        for j, (b, db, also_near) in enumerate(others):
+            if i == j or not (near or also_near) or kind == "ratio" and not (near and also_near):
                 continue
-            low, high = span(kind, a, b)
+            low, high = span(kind, (a - da, a + da), (b - db, b + db))
             if low <= value + half and high >= value - half:
                 return True
     return False
@@ -338,11 +341,18 @@ class Source:
             if len(operands) != 2 or any(len(term) != 1 for terms in operands for term in terms):
                 checker.fail(path, line, f"{word} does not have two numbers")
                 continue
-            for shown, _, unit, value, half in (term[0] for terms in operands for term in terms):
-                if not any(self.has(row, 100.0 if unit == "%" else 1.0, value, half) for row in self.values):
-                    checker.fail(path, line, f"{shown} of {word} is not in the data")
-            a, b = ([sum(term[0][i] for term in terms) for i in (3, 4)] for terms in operands)
-            self.derived.append(Derivation(word, kind, *span(kind, a, b)))
+            bounds = []
+            for terms in operands:
+                low = high = 0.0
+                for ((shown, _, unit, value, half),) in terms:
+                    percent = 100.0 if unit == "%" else 1.0
+                    found = [v for row in self.values for v in self.matches(row, percent, value, half)]
+                    if not found:
+                        checker.fail(path, line, f"{shown} of {word} is not in the data")
+                        found = [value]
+                    low, high = low + min(found), high + max(found)
+                bounds.append((low, high))
+            self.derived.append(Derivation(word, kind, *span(kind, *bounds)))
 
     def derives(self, sign, mark, value, half):
         """Whether derivations give a number of the block, which it then marks as used."""
@@ -352,19 +362,24 @@ class Source:
                 continue
             factor = 100.0 if mark == "%" and derivation.kind == "ratio" else 1.0
             low, high = factor * derivation.low, factor * derivation.high
-            if any(low <= v + half and high >= v - half for v in ([value] if sign else [value, -value])):
+            slack = 1e-9 * abs(value)
+            if any(low <= v + half + slack and high >= v - half - slack for v in ([value] if sign else [value, -value])):
                 right = derivation.used = True
         return right
 
     def has(self, row, percent, value, half):
-        values = self.values.get(row if self.by else None, [])
+        return any(True for _ in self.matches(row if self.by else None, percent, value, half))
+
+    def matches(self, row, percent, value, half):
+        """The numbers of a row, times a scale, that the value may be rounded from."""
+        values = self.values.get(row, [])
         for scale in [*self.scales, percent]:
             low, high = sorted(((value - half) / scale, (value + half) / scale))
             slack = 1e-9 * max(abs(low), abs(high))
             at = bisect.bisect_left(values, low - slack)
-            if at < len(values) and values[at] <= high + slack:
-                return True
-        return False
+            while at < len(values) and values[at] <= high + slack:
+                yield values[at] * scale
+                at += 1
 
     def read(self, file, keys):
         text = file.read_text(encoding="utf-8")
