@@ -113,10 +113,9 @@ lint:
 doc *ARGS:
     RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps {{ ARGS }}
 
-# The book in book/book, where mdBook is installed (`cargo install mdbook --locked`); `just book --open` shows it.
+# The book in book/book, checked and built; `just book --open` shows it.
 book *ARGS:
-    scripts/book_check.py
-    mdbook build book {{ ARGS }}
+    scripts/book.sh book/book {{ ARGS }}
 
 # The browser page in target/page, with the two models that write stories: static files for any web server.
 page:

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Checks the book and builds it as pages for a browser.
+#
+#   scripts/book.sh FOLDER [OPTION of `mdbook build`...]
+#
+# Takes the `mdbook` that is installed. Where there is none, it builds the version below, which takes
+# two minutes once, and keeps it in the user's cache. A warning of mdBook is an error.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
+
+if [ $# -lt 1 ]; then
+    echo 'usage: scripts/book.sh FOLDER [OPTION of mdbook build...]' >&2
+    exit 2
+fi
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+shift
+
+scripts/book_check.py README.md benchmarks/README.md
+
+version=0.5.4
+kept=${XDG_CACHE_HOME:-$HOME/.cache}/performer/mdbook-$version
+mdbook=$kept/bin/mdbook
+if command -v mdbook >/dev/null; then
+    mdbook=mdbook
+elif [ ! -x "$mdbook" ]; then
+    # Without its server, its watching and its search, of which building needs nothing.
+    cargo install mdbook --version "$version" --locked --no-default-features --root "$kept"
+fi
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+"$mdbook" build book --dest-dir "$folder" "$@" 2>&1 | tee "$log"
+if grep -qE '\b(WARN|ERROR)\b' "$log"; then
+    echo 'mdBook has something to say against the book, see above' >&2
+    exit 1
+fi
+if [ ! -s "$folder/index.html" ]; then
+    echo "mdBook left no index.html in $folder" >&2
+    exit 1
+fi
