@@ -3,9 +3,13 @@
 # stand-in for nvcc that compiles nothing, then compiles every kernel for Ampere and Hopper with
 # NVRTC (from its Python package, 100 MB, kept in $PERFORMER_NVRTC or ~/.cache/performer/nvrtc) and
 # reports registers, shared memory and spills.
+#
+#   scripts/cuda-check.sh [ARCHITECTURE...]      [default: sm_80 sm_90a]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
+
+[ $# -gt 0 ] || set -- sm_80 sm_90a
 
 nvrtc=${PERFORMER_NVRTC:-${XDG_CACHE_HOME:-$HOME/.cache}/performer/nvrtc}
 package=$(grep '^nvidia-cuda-nvrtc==' scripts/cuda-toolkit.txt)
@@ -19,7 +23,7 @@ if [ "$(cat "$nvrtc/installed.txt" 2>/dev/null)" != "$package" ]; then
         --target "$nvrtc" "$package"
     echo "$package" >"$nvrtc/installed.txt"
 fi
-LD_LIBRARY_PATH=$nvrtc/nvidia/cu13/lib python3 scripts/nvrtc_check.py sm_80 sm_90a
+LD_LIBRARY_PATH=$nvrtc/nvidia/cu13/lib python3 scripts/nvrtc_check.py "$@"
 
 # Build scripts look for nvcc in a toolkit's bin, and run again when its path changes.
 toolkit=${CARGO_TARGET_DIR:-target}/nvcc-stand-in
