@@ -30,6 +30,8 @@
 //!
 //! A library depends on this crate with `default-features = false`.
 
+#![deny(missing_docs)]
+
 #[cfg(feature = "lab")]
 pub mod bench;
 pub mod checkpoint;
