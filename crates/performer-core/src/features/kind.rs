@@ -35,8 +35,8 @@ pub enum FeatureMapKind {
     /// The Taylor expansion of `e^z` up to the second order, `1 + z + z²/2`, exactly (Arora et al.
     /// 2024, <https://arxiv.org/abs/2402.18668>, have it as the map of Based): see [`Taylor2`].
     Taylor2,
-    /// `(1 + z/n)^n` exactly, for an even `n` of at most 1024: it goes to `e^z` with growing `n`, by
-    /// the definition of the exponential function as a limit. See [`Limit`].
+    /// `(1 + z/n)^n` exactly, for an even `n` of at most 1024: it goes to `e^z` with growing `n`,
+    /// by the definition of the exponential function as a limit. See [`Limit`].
     Limit(u32),
     /// [`Self::Taylor2`] exactly plus random features of the remainder, the terms of the Hermite
     /// expansion from the third degree on: see [`HermiteTail`], which derives it.

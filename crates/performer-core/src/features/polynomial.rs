@@ -87,8 +87,8 @@ fn ones_before(x: &Tensor) -> Result<Tensor> {
 /// `φ(x)·φ(y) = 1 + z + z²/2`, the Taylor expansion of `e^z` up to the second order, which is at
 /// least ½.
 ///
-/// Based (Arora et al. 2024, <https://arxiv.org/abs/2402.18668>) has this map, with queries and keys
-/// of few dimensions. `φ(x)` is of `(.., D)` and gives `(.., F)`; features are signed.
+/// Based (Arora et al. 2024, <https://arxiv.org/abs/2402.18668>) has this map, with queries and
+/// keys of few dimensions. `φ(x)` is of `(.., D)` and gives `(.., F)`; features are signed.
 #[derive(Clone, Debug)]
 pub struct Taylor2 {
     dim: usize,
@@ -129,8 +129,8 @@ impl FeatureMap for Taylor2 {
 ///
 /// That goes to `e^z` with growing `n`, which defines the exponential function, with an error of
 /// about `e^z z²/2n`. `n` is 2 to 1024, and `F` is at most 16384: heads of 16 dimensions can have
-/// `n = 4`, with 4,845 features, and heads of 64 only `n = 2`, with 2,145. `φ(x)` is of `(.., D)` and
-/// gives `(.., F)`; features are signed.
+/// `n = 4`, with 4,845 features, and heads of 64 only `n = 2`, with 2,145. `φ(x)` is of `(.., D)`
+/// and gives `(.., F)`; features are signed.
 #[derive(Clone, Debug)]
 pub struct Limit {
     n: u32,

@@ -73,9 +73,9 @@ pub struct Plan<'a> {
 /// comes next.
 ///
 /// # Errors
-/// If an attention does not fit the model, if a training cannot begin or fails ([`Trainer::exactly`],
-/// [`Trainer::run`]), if there is no place for its temporary folder, or, with [`Cause::Stopped`], if
-/// it is stopped.
+/// If an attention does not fit the model, if a training cannot begin or fails
+/// ([`Trainer::exactly`], [`Trainer::run`]), if there is no place for its temporary folder, or,
+/// with [`Cause::Stopped`], if it is stopped.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
     let training = TrainingConfig { eval_every: 0, save_every: 0, ..plan.training.clone() };
     let mut report = Report {

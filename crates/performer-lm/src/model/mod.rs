@@ -39,10 +39,10 @@ const FEATURES_STREAM: u64 = 2;
 
 /// A `Decoder` is a decoder-only language model with its parameters.
 ///
-/// It takes ids of tokens, u32 `(B, T)` of B sequences, and gives logits of what comes next, in f32:
-/// after each token, `(B, T, V)` ([`Self::forward`]), or going on from a state and after the last
-/// one, `(B, V)` ([`Self::extend`]). V is the vocabulary size of the configuration. Between its
-/// layers are `(B, T, E)`, E being the hidden size.
+/// It takes ids of tokens, u32 `(B, T)` of B sequences, and gives logits of what comes next, in
+/// f32: after each token, `(B, T, V)` ([`Self::forward`]), or going on from a state and after the
+/// last one, `(B, V)` ([`Self::extend`]). V is the vocabulary size of the configuration. Between
+/// its layers are `(B, T, E)`, E being the hidden size.
 ///
 /// # Example
 /// ```
