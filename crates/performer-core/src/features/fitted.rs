@@ -32,11 +32,11 @@ impl Fitted {
     /// The map of positive random features of Ω `(M, D)`, to be fitted or trained.
     ///
     /// # Errors
-    /// If Ω has no dimension, or its device has no memory for a copy. That it is a matrix is not
-    /// checked.
+    /// If Ω is no matrix, or its device has no memory for a copy.
     pub fn positive(projection: &Tensor) -> Result<Self> {
+        let (features, _) = projection.dims2()?;
         let rows = projection.detach().unsqueeze(0)?.contiguous()?;
-        let log_weights = Tensor::zeros((1, projection.dim(0)?), projection.dtype(), projection.device())?;
+        let log_weights = Tensor::zeros((1, features), projection.dtype(), projection.device())?;
         Ok(Self { queries: rows.clone(), keys: rows, log_weights, query_metric: None, key_metric: None })
     }
 

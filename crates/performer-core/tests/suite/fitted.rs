@@ -264,3 +264,14 @@ fn buffers_restore_a_fit_of_any_number_of_heads() -> Result<()> {
     assert!(error.contains("fitted to 2 key heads"), "{error}");
     Ok(())
 }
+
+#[test]
+fn a_projection_that_is_no_matrix_is_refused() -> Result<()> {
+    let matrix = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
+    assert_eq!(Fitted::positive(&matrix)?.input_dim(), 3);
+    for other in [matrix.get(0)?, matrix.unsqueeze(0)?] {
+        let error = Fitted::positive(&other).unwrap_err().to_string();
+        assert!(error.contains("rank"), "{error}");
+    }
+    Ok(())
+}
