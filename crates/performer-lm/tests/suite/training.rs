@@ -520,7 +520,7 @@ fn committed_results_are_still_read() -> Result<()> {
     if !root.join("benchmarks").exists() {
         return Ok(());
     }
-    for name in ["seed", "published", "small", "small-window"] {
+    for name in ["seed", "published", "small"] {
         let outcome: Outcome = read(&root.join("benchmarks").join(name).join("compare.json"))?;
         assert!(!outcome.runs.is_empty() && outcome.runs.iter().all(|run| run.val_loss > 0.0), "{name}");
     }
