@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Builds the browser page into target/page, or into the folder that is given: static files, which
-# any web server can serve from any folder. Needs Rust's target wasm32-unknown-unknown, and crates
-# from the registry the first time.
+# any web server can serve from any folder. With them go the licences of the page, of its models and
+# of all that is compiled into its program. Needs Rust's target wasm32-unknown-unknown, Python 3.11,
+# and crates from the registry the first time. BOOK is the address of the book, if the page is to
+# link to one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
@@ -35,6 +37,24 @@ for model in performer softmax; do
     sed -i.old "s|0/\* $model \*/|$bytes|" "$page/page.js"
 done
 rm "$page/page.js.old"
+
+# Web servers and browsers show files with this ending, and download those without one.
+for licence in LICENSE-MIT LICENSE-APACHE; do
+    cp $licence "$page/$licence.txt"
+done
+# The mark before the text says that it is in UTF-8, where a server does not.
+{
+    printf '\357\273\277'
+    cat models/stories/README.md
+} >"$page/models/README.txt"
+scripts/notices.py performer-web "$triple" "$page/NOTICES.txt"
+
+if [ -n "${BOOK:-}" ]; then
+    address=$(sed -e 's/&/\&amp;/g' -e 's/"/\&quot;/g' -e 's/[&|\]/\\&/g' <<<"$BOOK")
+    link="How it works and what it is worth: <a href=\"$address\">the book</a>. "
+    sed -i.old "s|<!-- book -->|$link|" "$page/index.html"
+    rm "$page/index.html.old"
+fi
 
 # The service worker keeps these files under a name made of their contents.
 (

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Builds the program for others to download: one archive a target in a folder, each with the
-# program, the licences and the README, and SHA256SUMS beside them.
+# program, the licences, the notices of what is compiled into it and the README, and SHA256SUMS
+# beside them.
 #
 #   scripts/release-binaries.sh FOLDER [TARGET...]
 #
-# Targets are Rust's names; without one, the machine's own. What each needs besides `rustup`:
+# Targets are Rust's names; without one, the machine's own. What each needs besides `rustup` and
+# Python 3.11:
 #
 #   x86_64-unknown-linux-musl     musl-tools; runs on every Linux, whatever its C library
 #   x86_64-unknown-linux-gnu      a C compiler; runs where the C library is as new as here
@@ -40,6 +42,7 @@ requires() {
 }
 
 for target in "$@"; do
+    requires python3 python3
     features=()
     program=performer-lm
     case $target in
@@ -63,6 +66,7 @@ for target in "$@"; do
     mkdir "$folder/$name"
     cp "${CARGO_TARGET_DIR:-target}/$target/release/$program" "$folder/$name/"
     cp README.md CHANGELOG.md LICENSE-* THIRD-PARTY.md "$folder/$name/"
+    scripts/notices.py performer-lm "$target" "$folder/$name/NOTICES.txt" "${features[@]}"
     tar -C "$folder" -czf "$folder/$name.tar.gz" "$name"
     rm -r "${folder:?}/$name"
 done

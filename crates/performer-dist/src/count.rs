@@ -8,7 +8,8 @@ use std::{
 
 use crate::{Ranks, Reduction, Result};
 
-/// What a rank has sent by one kind of call.
+/// What a rank has sent by one kind of call, such as `all_reduce`: what [`Counted::take`] returns
+/// for each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// The number of calls.

@@ -31,7 +31,8 @@ impl Grid {
         Ok(Self { world, sequence })
     }
 
-    /// All ranks.
+    /// All ranks of the training, whichever sequences they share: those that add up gradients and
+    /// agree on errors.
     pub fn world(&self) -> &dyn Ranks {
         &*self.world
     }

@@ -14,6 +14,10 @@
 //! - [`exclusive_scan`] merges what lies before a rank, for sequences that are cut over ranks.
 //! - [`Counted`] counts what is sent.
 //!
+//! `Mpi`, and `Card` and `Nccl` of the feature `nccl`, are compiled only with their features, which
+//! need an MPI library. So docs.rs does not show them; where a library is installed,
+//! `cargo doc -p performer-dist --features nccl` does.
+//!
 //! This is a crate of its own, which knows nothing of models: whoever uses `performer-core` for
 //! attention has no calls between processes among its dependencies, and MPI is a feature of one
 //! small crate.

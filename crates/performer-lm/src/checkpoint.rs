@@ -200,6 +200,9 @@ impl Checkpoint {
     }
 
     /// Returns the configuration as a type of the caller's.
+    ///
+    /// # Errors
+    /// If `config.json` lacks a field of that type, or has one with another kind of value.
     pub fn config_as<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.config)
             .with_context(|| format!("{CONFIG} does not describe a model that this program knows"))
@@ -240,6 +243,10 @@ impl TrainingState {
     }
 
     /// Returns the progress as a type of the caller's.
+    ///
+    /// # Errors
+    /// If the saved progress lacks a field of that type, or has one with another kind of value, as
+    /// that of another version may.
     pub fn progress_as<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.progress)
             .with_context(|| format!("{TRAIN_STATE} was not written by this program, or by another version of it"))

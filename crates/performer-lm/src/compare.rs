@@ -22,7 +22,7 @@ use crate::{
     train::{Grid, Report, RunOptions, divided, find, find_or_run, led, made, run_name, training_batches},
 };
 #[cfg(feature = "cli")]
-pub(crate) use charts::loss_of_runs;
+pub(crate) use charts::{loss_of_run, loss_of_runs};
 use summary::summarise;
 pub use summary::{Summary, TestSummary};
 

@@ -397,6 +397,9 @@ pub enum Preset {
 
 impl Preset {
     /// Returns the preset's model and training settings.
+    ///
+    /// # Errors
+    /// If a file of the preset, which is compiled in, cannot be read as settings: none so far.
     pub fn load(self) -> Result<(ModelConfig, TrainingConfig)> {
         let (model, training) = match self {
             Self::Seed => (include_str!("../models/seed/config.json"), include_str!("../models/seed/training.json")),

@@ -26,9 +26,12 @@
 //! | `lab` | `compare`, `bench`, `lab`, `gpu_check`, `machine`: experiments; implies `plot` |
 //! | `cli` (default) | the program `performer-lm`; implies the other three |
 //! | `mpi` | training by several processes, which `mpirun` starts |
+//! | `nccl` | several processes with a card each, which NCCL connects; implies `mpi` and `cuda` |
 //! | `cuda`, `metal`, `mkl`, `accelerate` | what Candle computes on |
 //!
 //! A library depends on this crate with `default-features = false`.
+
+#![deny(missing_docs)]
 
 #[cfg(feature = "lab")]
 pub mod bench;

@@ -253,6 +253,9 @@ impl FromStr for AttentionConfig {
             Self::None => {
                 Err(format!("the attention none has nothing to forget, to mix or to scale; leave {parts} out"))
             }
+            Self::Uniform if parts.mup_scale => {
+                Err("the attention uniform has no logits to scale; leave mup-scale out".to_owned())
+            }
             of => Ok(Self::Equipped { parts, of: Box::new(of) }),
         }
     }
@@ -456,6 +459,7 @@ mod tests {
             ("none:gate", "nothing to forget"),
             ("none:conv,output-norm", "leave conv,output-norm out"),
             ("uniform:m=4", "no such settings"),
+            ("uniform:gate,mup-scale", "no logits to scale"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();
             assert!(error.contains(word), "{bad}: {error}");

@@ -50,7 +50,8 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Queries, keys and values without gates.
+    /// Queries `(B, H, Tq, D)`, keys `(B, Hkv, Tk, D)` and values `(B, Hkv, Tk, Dv)` without gates.
+    /// Whoever computes with them finds out whether they fit each other, as [`Self::sizes`] does.
     pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
         Self { q, k, v, gates: None }
     }

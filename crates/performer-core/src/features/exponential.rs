@@ -17,6 +17,9 @@ pub struct Positive {
 
 impl Positive {
     /// `projection` is Ω, shape `(M, D)`.
+    ///
+    /// # Errors
+    /// If `projection` has another rank than 2, or M or D is 0.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }
@@ -55,6 +58,9 @@ pub struct Hyperbolic {
 
 impl Hyperbolic {
     /// `projection` is Ω, shape `(M, D)`.
+    ///
+    /// # Errors
+    /// If `projection` has another rank than 2, or M or D is 0.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }

@@ -30,6 +30,10 @@ pub struct Fitted {
 
 impl Fitted {
     /// The map of positive random features of Ω `(M, D)`, to be fitted or trained.
+    ///
+    /// # Errors
+    /// If Ω has no dimension, or its device has no memory for a copy. That it is a matrix is not
+    /// checked.
     pub fn positive(projection: &Tensor) -> Result<Self> {
         let rows = projection.detach().unsqueeze(0)?.contiguous()?;
         let log_weights = Tensor::zeros((1, projection.dim(0)?), projection.dtype(), projection.device())?;
@@ -37,6 +41,9 @@ impl Fitted {
     }
 
     /// Converts all parameters to another dtype and device.
+    ///
+    /// # Errors
+    /// If Candle cannot convert to that dtype, or the device has no memory for the copies.
     pub fn to(&self, dtype: DType, device: &Device) -> Result<Self> {
         self.each(|tensor| tensor.to_dtype(dtype)?.to_device(device))
     }

@@ -19,6 +19,9 @@ pub struct Hedgehog {
 
 impl Hedgehog {
     /// Starts both sides at the rows `(M, D)`.
+    ///
+    /// # Errors
+    /// If `rows` has another rank than 2, or M or D is 0.
     pub fn new(rows: &Tensor) -> Result<Self> {
         let rows = rows.detach().unsqueeze(0)?.contiguous()?;
         Self { queries: rows.clone(), keys: rows }.checked()

@@ -1,4 +1,9 @@
 //! The Hermite-tail map: the Taylor-2 kernel exactly, and random features for the remainder.
+//!
+//! `exp(ω·x − ‖x‖²/2)` is the generating function of the Hermite polynomials, at `ω·x/‖x‖` with
+//! powers of `‖x‖`. They are orthogonal for Gaussian ω. The terms up to the second degree, `h₂`,
+//! estimate `1 + z + z²/2`, which is known: so they are left out of the random features, and the
+//! Taylor-2 map takes their place without variance.
 
 use candle_core::{D, Result, Tensor};
 
@@ -17,6 +22,9 @@ pub struct HermiteTail {
 
 impl HermiteTail {
     /// `projection` is Ω, shape `(M, D)`.
+    ///
+    /// # Errors
+    /// If `projection` has another rank than 2, if M or D is 0, or if `D(D+1)/2` exceeds 16384.
     pub fn new(projection: Tensor) -> Result<Self> {
         let projection_t = transposed(&projection)?;
         let taylor = Taylor2::new(projection_t.dim(0)?, projection.device())?;

@@ -32,11 +32,14 @@ pub enum FeatureMapKind {
     Elu,
     /// `e^x` of each dimension (Shen et al. 2018).
     Exp,
-    /// Second-order Taylor expansion of the exponential.
+    /// The Taylor expansion of `e^z` up to the second order, `1 + z + z²/2`, exactly (Arora et al.
+    /// 2024, <https://arxiv.org/abs/2402.18668>, have it as the map of Based): see [`Taylor2`].
     Taylor2,
-    /// `(1 + x·y/n)^n` for an even `n`.
+    /// `(1 + z/n)^n` exactly, for an even `n` of at most 1024: it goes to `e^z` with growing `n`,
+    /// by the definition of the exponential function as a limit. See [`Limit`].
     Limit(u32),
-    /// Taylor-2 exactly plus random features of the remainder.
+    /// [`Self::Taylor2`] exactly plus random features of the remainder, the terms of the Hermite
+    /// expansion from the third degree on: see [`HermiteTail`], which derives it.
     HermiteTail,
     /// Optimal positive random features, FAVOR++ (Likhosherstov et al. 2022), see [`fit`]. Without
     /// a fit they are those for unit normal queries and keys.

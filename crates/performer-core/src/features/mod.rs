@@ -59,6 +59,9 @@ pub enum Features {
 impl Features {
     /// Computes `φ(x)` itself, shape `(..., F)`. Overflows where the features do; the attention
     /// never calls it.
+    ///
+    /// # Errors
+    /// If values and log-scale do not fit each other, as those of this crate's maps always do.
     pub fn materialize(&self) -> Result<Tensor> {
         match self {
             Self::Log(log) => log.exp(),

@@ -83,7 +83,12 @@ fn ones_before(x: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[&ones, x], D::Minus1)
 }
 
-/// The map `φ(x) = [1, x, vec(xxᵀ)/√2]` with symmetric packing: `φ(x)·φ(y) = 1 + z + z²/2 > 0`.
+/// The map `φ(x) = [1, x, vec(xxᵀ)/√2]` with symmetric packing, `F = 1 + D + D(D+1)/2`:
+/// `φ(x)·φ(y) = 1 + z + z²/2`, the Taylor expansion of `e^z` up to the second order, which is at
+/// least ½.
+///
+/// Based (Arora et al. 2024, <https://arxiv.org/abs/2402.18668>) has this map, with queries and
+/// keys of few dimensions. `φ(x)` is of `(.., D)` and gives `(.., F)`; features are signed.
 #[derive(Clone, Debug)]
 pub struct Taylor2 {
     dim: usize,
@@ -119,8 +124,13 @@ impl FeatureMap for Taylor2 {
     }
 }
 
-/// The map `φ(x) = [1, x/√n]^{⊗n}` with symmetric packing: `φ(x)·φ(y) = (1 + z/n)^n → e^z`,
-/// non-negative for even `n`.
+/// The map `φ(x) = [1, x/√n]^{⊗n}` with symmetric packing, `F = C(D+n, n)`:
+/// `φ(x)·φ(y) = (1 + z/n)^n`, which is never negative for the even `n` that it takes.
+///
+/// That goes to `e^z` with growing `n`, which defines the exponential function, with an error of
+/// about `e^z z²/2n`. `n` is 2 to 1024, and `F` is at most 16384: heads of 16 dimensions can have
+/// `n = 4`, with 4,845 features, and heads of 64 only `n = 2`, with 2,145. `φ(x)` is of `(.., D)`
+/// and gives `(.., F)`; features are signed.
 #[derive(Clone, Debug)]
 pub struct Limit {
     n: u32,

@@ -18,6 +18,9 @@ pub struct Relu {
 
 impl Relu {
     /// `projection` is Ω, shape `(M, D)`.
+    ///
+    /// # Errors
+    /// If `projection` has another rank than 2, or M or D is 0.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }

@@ -20,6 +20,9 @@ pub struct Trigonometric {
 
 impl Trigonometric {
     /// `projection` is Ω, shape `(M, D)`.
+    ///
+    /// # Errors
+    /// If `projection` has another rank than 2, or M or D is 0.
     pub fn new(projection: Tensor) -> Result<Self> {
         Ok(Self { projection_t: transposed(&projection)? })
     }
@@ -54,6 +57,10 @@ pub struct Phase {
 impl Phase {
     /// `projection` is Ω, shape `(M, D)`; `offsets` is `b`, shape `(M)`; with `softmax` the map
     /// estimates `e^{x·y}` instead of `e^{−‖x−y‖²/2}`.
+    ///
+    /// # Errors
+    /// If `projection` has another rank than 2, if M or D is 0, or if `offsets` has another shape
+    /// than `(M)`.
     pub fn new(projection: Tensor, offsets: Tensor, softmax: bool) -> Result<Self> {
         let projection_t = transposed(&projection)?;
         if offsets.dims() != &projection.dims()[..1] {

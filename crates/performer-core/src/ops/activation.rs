@@ -14,7 +14,10 @@ use crate::{
 /// GELU takes every number `x` to `x σ(2u)` with `u = √(2/π) (x + 0.044715 x³)`, its tanh form
 /// (Hendrycks & Gimpel 2016, <https://arxiv.org/abs/1606.08415>).
 ///
-/// The result has the shape and type of `x`.
+/// The result has the shape and type of `x`, which is f16, bf16, f32 or f64.
+///
+/// # Errors
+/// Only if the device fails: every shape and each of these types is taken.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     if is_fused(x) { apply(Gelu, [&x.contiguous()?]) } else { x.gelu() }
 }
@@ -59,6 +62,9 @@ pub(crate) fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
 /// `x` is `(.., N)` of f16, bf16, f32 or f64, with any strides, and the result has its shape and
 /// type. Half types are summed in f32. Gradients go to `x`, where
 /// `candle_nn::ops::softmax_last_dim` gives none.
+///
+/// # Errors
+/// If `x` has no dimension.
 ///
 /// # Example
 /// ```

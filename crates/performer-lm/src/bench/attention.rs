@@ -205,6 +205,10 @@ fn crossover_by_flop(sweep: &Sweep, features: usize, backward: bool) -> f64 {
 }
 
 /// Measures every implementation at every size; `progress` is called with what comes next.
+///
+/// # Errors
+/// If a size of `sweep` is 0 or makes tensors that no memory holds, if `others` were measured at
+/// other sizes, or if the device cannot compute an implementation.
 pub fn run(
     sweep: &Sweep,
     device: &Device,

@@ -61,6 +61,10 @@ pub struct Report {
 }
 
 /// Measures both attentions at every context; `progress` is called with what comes next.
+///
+/// # Errors
+/// If features, head dimension or heads are 0 or make tensors that no memory holds, or if the
+/// device cannot compute an attention.
 pub fn run(
     sweep: &Sweep,
     device: &Device,

@@ -56,6 +56,9 @@ impl Default for Effort {
 }
 
 /// Times `work`. It runs once more than is counted: the first run warms up caches and memory.
+///
+/// # Errors
+/// The first error of `work`, or of the device while it is waited for.
 pub fn time(effort: Effort, device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<Timing> {
     work()?;
     device.synchronize()?;
@@ -80,6 +83,9 @@ impl Timing {
 
 /// Returns the billions of FLOP per second of Candle's product of two f32 matrices of 1024×1024,
 /// which shows what the machine can do.
+///
+/// # Errors
+/// If the device has no memory for them, or cannot multiply them.
 pub fn matmul_rate(effort: Effort, device: &Device) -> Result<f64> {
     let a = Tensor::randn(0f32, 1.0, (1024, 1024), device)?.to_dtype(DType::F32)?;
     let timing = time(effort, device, || a.matmul(&a).map(drop))?;

@@ -54,7 +54,8 @@ pub struct Plan<'a> {
     pub config: ModelConfig,
     /// Training settings.
     pub training: TrainingConfig,
-    /// The attentions to measure.
+    /// The attentions to measure, in this order. Each is trained from the same seed, on the same
+    /// batches.
     pub attentions: Vec<AttentionPattern>,
     /// Number of optimiser steps of each run.
     pub steps: usize,
@@ -70,6 +71,11 @@ pub struct Plan<'a> {
 
 /// Trains each attention for some steps and discards the models; `progress` is called with what
 /// comes next.
+///
+/// # Errors
+/// If an attention does not fit the model, if a training cannot begin or fails
+/// ([`Trainer::exactly`], [`Trainer::run`]), if there is no place for its temporary folder, or,
+/// with [`Cause::Stopped`], if it is stopped.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
     let training = TrainingConfig { eval_every: 0, save_every: 0, ..plan.training.clone() };
     let mut report = Report {

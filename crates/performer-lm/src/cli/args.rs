@@ -117,8 +117,8 @@ pub(super) struct DataArgs {
     ///
     /// Where the folder has a test.txt, by which nothing is chosen, results are of that too.
     ///
-    /// auto takes TinyStories from the cache or the Hugging Face hub and, where there is neither,
-    /// the embedded sample.
+    /// auto takes TinyStories if it has been downloaded before, else the sample that comes with the
+    /// program; tinystories downloads it (2 GB, once).
     #[arg(long)]
     pub(super) data: Option<DataSpec>,
     /// Vocabulary of the byte-level BPE trained on the training text [default: the preset's].

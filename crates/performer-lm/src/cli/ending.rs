@@ -7,9 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use candle_core::Device;
 
-use super::output;
+use super::{
+    first_run::{self, Recorded},
+    output,
+};
 use crate::{
-    compare::loss_of_runs,
+    compare::{loss_of_run, loss_of_runs},
     eval::show_perplexity,
     generate::begin_story,
     train::{Report, load_model, runs_beside},
@@ -25,6 +28,8 @@ const SHOWN_BESIDE: usize = 3;
 pub(super) struct Ending {
     /// The run that ended, then those that differ from it in their attention alone.
     runs: Vec<(Report, PathBuf)>,
+    /// The run that comes with the program, where none of these is softmax.
+    recorded: Option<Recorded>,
 }
 
 impl Ending {
@@ -36,22 +41,26 @@ impl Ending {
         let mut beside = runs_beside(report, out)?;
         beside.sort_by_key(|(other, _)| (other.attention_spec != "softmax", other.attention_spec.clone()));
         beside.truncate(SHOWN_BESIDE);
-        Ok(Self { runs: [(report.clone(), out.to_path_buf())].into_iter().chain(beside).collect() })
+        let softmax = beside.iter().any(|(other, _)| other.attention_spec == "softmax");
+        let recorded = if softmax { None } else { first_run::beside(report)? };
+        Ok(Self { runs: [(report.clone(), out.to_path_buf())].into_iter().chain(beside).collect(), recorded })
     }
 
     /// The table of results, with a column for each run.
     pub(super) fn table(&self) -> String {
-        let columns: Vec<_> = self.runs.iter().map(|(report, _)| entries(report)).collect();
+        let recorded = self.recorded.as_ref().map(|recorded| &recorded.report);
+        let columns: Vec<_> = self.runs.iter().map(|(report, _)| report).chain(recorded).map(entries).collect();
         let row = |i: usize, name: &str| -> Option<Vec<String>> {
             let values: Vec<_> = columns.iter().map(|column| column[i].1.clone()).collect();
             let shown = values.iter().map(|value| value.clone().unwrap_or_else(|| "-".into()));
             values.iter().any(Option::is_some).then(|| std::iter::once(name.to_string()).chain(shown).collect())
         };
         let rows: Vec<_> = columns[0].iter().enumerate().filter_map(|(i, (name, _))| row(i, name)).collect();
-        let header = match self.runs.len() {
-            1 => vec!["", "value"],
-            runs => ["", "this run"].into_iter().chain((1..runs).map(|_| "beside it")).collect(),
-        };
+        let beside = (1..self.runs.len()).map(|_| "beside it").chain(recorded.map(|_| "comes with the program"));
+        let mut header: Vec<&str> = ["", "this run"].into_iter().chain(beside).collect();
+        if header.len() == 2 {
+            header[1] = "value";
+        }
         output::table(&header, &rows)
     }
 
@@ -63,14 +72,24 @@ impl Ending {
     /// If a log or a model cannot be read, or the chart not be written.
     pub(super) fn tell(&self, program: &str, from_the_beginning: bool) -> Result<()> {
         let (report, out) = &self.runs[0];
-        let shown: Vec<(&Report, &Path)> = self.runs.iter().map(|(report, folder)| (report, &**folder)).collect();
-        loss_of_runs(&shown)?.save(&out.join("loss"))?;
+        let curves = self.runs.iter().map(|(_, folder)| loss_of_run(folder)).collect::<Result<Vec<_>>>()?;
+        let with_models =
+            self.runs.iter().map(|(report, _)| report.attention_spec.as_str()).zip(curves.iter().map(|c| &**c));
+        let recorded = self.recorded.iter().map(|run| (run.report.attention_spec.as_str(), &*run.curve));
+        loss_of_runs(&report.corpus, &with_models.chain(recorded).collect::<Vec<_>>()).save(&out.join("loss"))?;
         for (report, folder) in &self.runs {
             // A few words are written as fast on the CPU, and every device's models load there.
             let (model, tokenizer) = load_model(folder, &Device::Cpu)?;
             if let Some(story) = begin_story(&model, &tokenizer, STORY_TOKENS)? {
                 output::note(&format!("\n{} writes:\n\n{story}", report.attention_spec));
             }
+        }
+        if let Some(Recorded { report, story, .. }) = &self.recorded {
+            output::note(&format!(
+                "\n{}, trained in the same way by revision {:.7} of this program, which comes with it, writes:\n\n{story}",
+                report.attention_spec,
+                report.key.as_ref().map_or("unknown", |key| &key.revision)
+            ));
         }
         output::note(&format!(
             "\nsaved in {0}, with the losses on the way in {0}/loss.png; another story by it:\n  \

@@ -9,6 +9,7 @@ mod data;
 mod ending;
 mod eval;
 mod export;
+mod first_run;
 mod generate;
 mod gpu_check;
 mod lab;

@@ -38,26 +38,28 @@ pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
     })
 }
 
-/// Draws validation loss against training tokens, a curve for each run, of runs that differ in
-/// their attention alone. Each comes with its folder.
+/// Returns the points of validation loss against training tokens of the run in a folder.
 ///
 /// # Errors
-/// If the log of a run cannot be read.
+/// If its log cannot be read.
 #[cfg(feature = "cli")]
-pub(crate) fn loss_of_runs(runs: &[(&Report, &Path)]) -> Result<Chart> {
-    let curve = |(run, folder): &(&Report, &Path)| -> Result<Series> {
-        let log = read_log(&folder.join("metrics.jsonl"))?;
-        Ok(without_first_quarter(Series::new(&run.attention_spec, validation_curve(&log))))
-    };
-    let corpus = runs.first().map_or("", |(run, _)| &run.corpus);
-    Ok(Chart {
+pub(crate) fn loss_of_run(folder: &Path) -> Result<Vec<(f64, f64)>> {
+    Ok(validation_curve(&read_log(&folder.join("metrics.jsonl"))?))
+}
+
+/// Draws validation loss against training tokens on a corpus: a curve for each run, which comes
+/// with its name.
+#[cfg(feature = "cli")]
+pub(crate) fn loss_of_runs(corpus: &str, runs: &[(&str, &[(f64, f64)])]) -> Chart {
+    let curve = |(name, points): &(&str, &[(f64, f64)])| without_first_quarter(Series::new(*name, points.to_vec()));
+    Chart {
         title: format!("Validation loss on {corpus}"),
         subtitle: Some("without the first quarter".into()),
         x: Axis::new("training tokens", Scale::Linear),
         y: Axis::new("validation loss (nats per token)", Scale::Linear),
-        series: runs.iter().map(curve).collect::<Result<_>>()?,
+        series: runs.iter().map(curve).collect(),
         ..Chart::default()
-    })
+    }
 }
 
 /// Draws loss against the position in the window, to twice the context where positions reach so

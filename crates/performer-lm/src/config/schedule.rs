@@ -102,6 +102,10 @@ impl Schedule {
     }
 
     /// Checks what the types cannot express.
+    ///
+    /// # Errors
+    /// If `warmup_fraction` or `min_fraction` lies outside of 0 to 1, or `div` or `final_div` is
+    /// below 1.
     pub fn validate(&self) -> Result<()> {
         match *self {
             Self::OneCycle { warmup_fraction, div, final_div } => {

@@ -76,6 +76,10 @@ pub struct HeadReport {
 
 /// Reports on each head of `teacher` on held-out text, with features configured by `favor`;
 /// features that can be fitted are fitted to moments over `calibrate_tokens` tokens.
+///
+/// # Errors
+/// If the training text does not fill a batch, if there is no held-out text, or if the feature map
+/// of `favor` cannot be made for the teacher's head dimension or fitted to its queries and keys.
 pub fn inspect(
     teacher: &Decoder,
     data: &Prepared,

@@ -32,7 +32,8 @@ pub(crate) struct TinyStories {
 /// What to train on, as spelled on the command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum DataSpec {
-    /// `auto`: TinyStories if it is available, else the embedded sample.
+    /// `auto`: TinyStories if it has been downloaded before, else the embedded sample; never asks
+    /// the network.
     #[default]
     Auto,
     /// `tinystories`: TinyStories from the Hugging Face hub or its cache.
@@ -135,16 +136,17 @@ impl Corpus {
                 ))?;
                 tinystories(&files, listener)
             }
-            DataSpec::Auto => match hub.and_then(|hub| hub.tinystories(listener)) {
-                Ok(files) => {
+            // A first run must neither wait for a network nor download gigabytes unasked.
+            DataSpec::Auto => match hub.ok().and_then(|hub| hub.cached()) {
+                Some(files) => {
                     listener.note("data: TinyStories, from the Hugging Face cache");
                     tinystories(&files, listener)
                 }
-                Err(error) => {
+                None => {
                     let corpus = sample(listener)?;
                     listener.note(&format!(
-                        "data: {}, because TinyStories is not available: {error:#}\n\
-                         data: for more, give a text file with --data PATH",
+                        "data: {}; for real stories, give --data tinystories (2 GB from the Hugging Face hub, once), or \
+                         a text file with --data PATH",
                         corpus.description
                     ));
                     Ok(corpus)

@@ -70,11 +70,17 @@ impl Hub {
         if self.offline {
             bail!("TinyStories is not in the {}", self.forbidden());
         }
+        self.announce(DATASET, listener);
         let [valid, train] = FILES;
         Ok(TinyStories {
             valid: self.fetch(&dataset(), valid, listener)?,
             train: self.fetch(&dataset(), train, listener)?,
         })
+    }
+
+    /// Says that the hub is asked, whose first answer may be long in coming.
+    fn announce(&self, name: &str, listener: &dyn Listener) {
+        listener.note(&format!("asking {} for {name}", self.endpoint));
     }
 
     fn forbidden(&self) -> String {
@@ -85,6 +91,9 @@ impl Hub {
     /// has been downloaded.
     pub(crate) fn model(&self, id: &str, listener: &dyn Listener) -> Result<PathBuf> {
         let repo = Repo::model(id.into());
+        if !self.offline && self.in_cache(&repo, "config.json").is_none() {
+            self.announce(id, listener);
+        }
         let config = self.fetch(&repo, "config.json", listener)?;
         self.fetch(&repo, "tokenizer.json", listener)?;
         if let Err(error) = self.fetch(&repo, "model.safetensors", listener) {

@@ -20,6 +20,10 @@ impl Hub {
         )
     }
 
+    pub(crate) fn cached(&self) -> Option<TinyStories> {
+        match *self {}
+    }
+
     pub(crate) fn tinystories(&self, _: &dyn Listener) -> Result<TinyStories> {
         match *self {}
     }

@@ -183,7 +183,7 @@ fn chart(report: &Report, passes: &[bool]) -> Chart {
         let counted: Vec<(f64, f64)> = counted.map(|c| (c.features as f64, c.by_flop)).collect();
         if let Some(slope) = slope(&measured) {
             let line = features.iter().map(|&m| (m, slope * m));
-            let name = format!("{pass}: fit, T = {slope:.1} M");
+            let name = format!("{pass}: fit, T = {slope:.1}·M");
             series.push(Series { style: Style::Solid, color: Some(color), ..Series::new(name, line) });
         }
         series.push(Series {

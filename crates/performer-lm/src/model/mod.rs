@@ -38,6 +38,23 @@ const INIT_STREAM: u64 = 1;
 const FEATURES_STREAM: u64 = 2;
 
 /// A `Decoder` is a decoder-only language model with its parameters.
+///
+/// It takes ids of tokens, u32 `(B, T)` of B sequences, and gives logits of what comes next, in
+/// f32: after each token, `(B, T, V)` ([`Self::forward`]), or going on from a state and after the
+/// last one, `(B, V)` ([`Self::extend`]). V is the vocabulary size of the configuration. Between
+/// its layers are `(B, T, E)`, E being the hidden size.
+///
+/// # Example
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use performer_lm::{config::Preset, model::Decoder};
+///
+/// let (config, _) = Preset::Seed.load()?;
+/// let model = Decoder::new(&config, 1, &Device::Cpu)?;
+/// let ids = Tensor::new(&[[17u32, 4, 250]], &Device::Cpu)?;
+/// assert_eq!(model.forward(&ids, None)?.dims(), [1, 3, config.vocab_size]);
+/// # anyhow::Ok(())
+/// ```
 pub struct Decoder {
     config: ModelConfig,
     parameters: VarMap,
@@ -238,6 +255,9 @@ impl Decoder {
     }
 
     /// Returns the trained parameters in the order of their names.
+    ///
+    /// # Errors
+    /// None so far.
     pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
         let map = locked(self.parameters.data());
         let mut named: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
@@ -247,6 +267,9 @@ impl Decoder {
 
     /// Returns the number of numbers that training moves or has moved: weights, and feature maps
     /// that are trained. It is the same for a model that is frozen.
+    ///
+    /// # Errors
+    /// As [`Self::named_parameters`].
     pub fn parameter_count(&self) -> Result<usize> {
         let mut counts: HashMap<String, usize> =
             self.named_parameters()?.into_iter().map(|(name, var)| (name, var.elem_count())).collect();
@@ -312,6 +335,9 @@ impl Decoder {
     }
 
     /// Returns everything to save: parameters and buffers by name.
+    ///
+    /// # Errors
+    /// As [`Self::named_parameters`].
     pub fn tensors(&self) -> Result<HashMap<String, Tensor>> {
         let mut tensors = self.constants.clone();
         tensors.extend(self.named_parameters()?.into_iter().map(|(name, var)| (name, var.as_detached_tensor())));
@@ -368,6 +394,9 @@ impl Decoder {
     }
 
     /// Draws the random features of every layer anew: the `count`-th time in a run of this `seed`.
+    ///
+    /// # Errors
+    /// If the features of a layer cannot be made; those of the layers before it are new then.
     pub fn redraw(&mut self, seed: u64, count: u64) -> Result<()> {
         for (i, block) in self.blocks.iter_mut().enumerate() {
             block.redraw(layer_seed(seed, i, count))?;
@@ -478,6 +507,9 @@ impl Decoder {
     /// Runs the forward pass without the output head, with `attend(layer, q, k, v)` in place of
     /// each layer's attention, to measure the inputs of attention or to try other attentions.
     /// Shapes are those of [`MultiHeadAttention::forward_through`]; returns `(B, T, E)`.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], with an error of `attend`, or if `attend` returns another shape.
     ///
     /// [`MultiHeadAttention::forward_through`]: performer_core::MultiHeadAttention::forward_through
     pub fn hidden_through(

@@ -27,6 +27,9 @@ impl Gradients {
     /// Takes the gradients of `params` (usually
     /// [`AdamW::parameters`](super::optimizer::AdamW::parameters)) from the result of
     /// `Tensor::backward`.
+    ///
+    /// # Errors
+    /// If the device has no memory for the copy of a gradient that is not contiguous.
     pub fn from_store(store: &GradStore, params: &[(String, Var)]) -> Result<Self> {
         let tensors = params
             .iter()
@@ -82,6 +85,10 @@ impl Gradients {
     }
 
     /// Adds `other`, which must belong to the same parameters.
+    ///
+    /// # Errors
+    /// If `other` has another number of gradients, and nothing is added; or if two of one parameter
+    /// differ in shape, type or device, and the sum is incomplete.
     pub fn add(&mut self, other: Self) -> Result<()> {
         ensure!(
             self.tensors.len() == other.tensors.len(),
@@ -99,6 +106,9 @@ impl Gradients {
     }
 
     /// Returns the L2 norm of all gradients together.
+    ///
+    /// # Errors
+    /// If the device fails. A norm that is not finite is returned.
     pub fn norm(&self) -> Result<f64> {
         Ok(self.squared_norms()?.iter().sum::<f64>().sqrt())
     }

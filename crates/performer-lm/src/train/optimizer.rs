@@ -204,6 +204,9 @@ impl AdamW {
 
     /// Returns everything needed to resume: the moments as `m.<name>` and `v.<name>`, and the
     /// number of steps as `step`.
+    ///
+    /// # Errors
+    /// If moments on a device cannot be copied.
     pub fn state(&self) -> Result<HashMap<String, Tensor>> {
         let mut state = HashMap::with_capacity(2 * self.params.len() + 1);
         for ((name, var), moments) in self.params.iter().zip(&self.moments) {

@@ -103,7 +103,7 @@ pub struct Leg {
 pub struct Earlier<'a> {
     /// The key stored with the result.
     pub key: Option<&'a RunKey>,
-    /// The file.
+    /// Path of the file that holds the result, which the error about a difference names.
     pub file: &'a Path,
     /// The file itself, or the folder of everything that belongs to the result.
     pub remove: &'a Path,

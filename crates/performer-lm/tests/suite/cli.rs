@@ -254,6 +254,23 @@ fn a_run_is_shown_beside_those_with_other_attentions() {
     assert!(chart.contains("favor:m=16") && chart.contains("softmax") && !chart.contains("favor:m=8"));
 }
 
+/// The softmax run that comes with the program has the settings and the text of a first run, or it
+/// would never be shown beside one. If this fails, `scripts/first_run.py` says how to make it again.
+#[test]
+fn the_run_that_comes_with_the_program_is_a_first_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = ["train", "--data", "sample", "--attention", "favor", "--max-steps", "1", "--json"];
+    let mut key = json(&performer(dir.path(), &first))["key"].take();
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/first-run.json");
+    let mut recorded: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let mut recorded = recorded["report"]["key"].take();
+    for key in [&mut key, &mut recorded] {
+        assert!(!key["model"]["attention"].take().is_null() && !key["revision"].take().is_null(), "{key}");
+        key["settings"]["max_steps"].take();
+    }
+    assert_eq!(key, recorded);
+}
+
 /// A hybrid is named as it was given, everywhere; and is evaluated with its features off too.
 #[test]
 fn a_hybrid_is_trained_shown_and_evaluated_with_its_features_off() {

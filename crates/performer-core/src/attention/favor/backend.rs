@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::composed::Composed;
 use super::cpu::Cpu;
@@ -14,6 +14,7 @@ use super::metal::Metal;
 use crate::{
     attention::{Inputs, Mask, Path, State, inputs::Sizes},
     features::FeatureMap,
+    ops,
 };
 
 /// One call of FAVOR attention, whose inputs fit each other, the mask and the map. Nothing is
@@ -29,6 +30,19 @@ pub(super) struct Call<'a> {
     pub(super) logs: bool,
     /// Whether it goes on from a state; and whether the state has seen tokens.
     pub(super) decoding: Option<Begun>,
+}
+
+impl Call<'_> {
+    /// What kernels that compute features leave out of a query's log-features, since all of them
+    /// share it: `(B, H, T, 1)`.
+    pub(super) fn query_offset(&self) -> Result<Tensor> {
+        let (b, h, t, d) = self.inputs.q.dims4()?;
+        let hkv = self.sizes.key_heads;
+        let scaled = ops::scale(&ops::to_dtype(self.inputs.q, DType::F32)?, (d as f64).powf(-0.25))?;
+        // As many rows of queries as there are key heads, see FeatureMap::features.
+        let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
+        ops::reshape(&self.map.query_offset(&rows)?, (b, h, t, 1))
+    }
 }
 
 /// Whether a state has seen tokens.

@@ -127,20 +127,9 @@ impl Cpu {
         let (values, logs) = (ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?);
         // Ready features hold all of a feature; where the kernels make them, they leave out what
         // all features of a query share.
-        let logs = if matches!(self.source, Source::Ready) { logs } else { ops::sub(&logs, &query_offset(call)?)? };
+        let logs = if matches!(self.source, Source::Ready) { logs } else { ops::sub(&logs, &call.query_offset()?)? };
         Ok(Output { values, logs: Some(logs) })
     }
-}
-
-/// What the kernels leave out of a query's log-features, since all of them share it:
-/// `(B, H, T, 1)`.
-fn query_offset(call: &Call<'_>) -> Result<Tensor> {
-    let (b, h, t, d) = call.inputs.q.dims4()?;
-    let hkv = call.sizes.key_heads;
-    let scaled = ops::scale(&ops::to_dtype(call.inputs.q, DType::F32)?, (d as f64).powf(-0.25))?;
-    // As many rows of queries as there are key heads, see FeatureMap::features.
-    let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
-    ops::reshape(&call.map.query_offset(&rows)?, (b, h, t, 1))
 }
 
 impl Backend for Cpu {

@@ -69,8 +69,13 @@ impl Backend for Cuda {
         let (q, v) = (call.inputs.q, call.inputs.v);
         if !q.device().is_cuda() {
             Some("the CUDA kernels take tensors on a CUDA device".into())
-        } else if call.logs {
-            Some("the CUDA kernels return no logarithms of denominators, which a window needs".into())
+        } else if call.logs && call.decoding.is_some() {
+            Some(
+                "the CUDA kernels that go on from a state return no logarithms of denominators, which a window needs"
+                    .into(),
+            )
+        } else if call.logs && q.dtype() != DType::F32 {
+            Some("the CUDA kernels return logarithms of denominators, which a window needs, in f32 alone".into())
         } else if !favor::takes(q, v, call.map.feature_dim()) {
             Some(format!(
                 "the CUDA kernels do not take {:?} with heads of {} and {} and {} features",
@@ -87,22 +92,36 @@ impl Backend for Cuda {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let (sizes, causal) = (call.sizes, call.mask.is_causal());
-        let values = match &self.projection {
+        let unfold = |rows: Tensor, width: usize| {
+            ops::to_dtype(&ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?, q.dtype())
+        };
+        match &self.projection {
             Some(projection) => {
                 let visible = call.mask.visible_of(sizes.batch)?;
                 let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
-                let map = Map::Exponential(Arc::clone(projection));
-                favor::favor(&map, [&rows(q)?, &rows(k)?, &rows(v)?], gates(call, false)?.as_ref(), visible, causal)?
+                let (map, gates) = (Map::Exponential(Arc::clone(projection)), gates(call, false)?);
+                let (q, k, v) = (rows(q)?, rows(k)?, rows(v)?);
+                if !call.logs {
+                    let values = favor::favor(&map, [&q, &k, &v], gates.as_ref(), visible, causal)?;
+                    return Ok(Output { values, logs: None });
+                }
+                let (values, logs) = favor::favor_with_logs(&map, [&q, &k, &v], gates.as_ref(), visible, causal)?;
+                // The kernels leave the factor 1/√M out of the features of keys as well.
+                let of_keys = 0.5 * (call.map.feature_dim() as f64).ln();
+                let offset = ops::affine(&call.query_offset()?, 1.0, of_keys)?;
+                Ok(Output { values, logs: Some(ops::sub(&logs, &offset)?) })
             }
             None => {
-                let ready = Ready::new(call)?;
-                let (map, visible) = (form(&ready), ready.visible.clone());
-                favor::favor(&map, [&ready.q, &ready.k, &ready.v], gates(call, true)?.as_ref(), visible, causal)?
-                    .reshape((sizes.batch, sizes.heads, sizes.queries, sizes.value_dim))?
-                    .to_dtype(q.dtype())?
+                let (ready, gates) = (Ready::new(call)?, gates(call, true)?);
+                let (map, visible, qkv) = (form(&ready), ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
+                if !call.logs {
+                    let values = favor::favor(&map, qkv, gates.as_ref(), visible, causal)?;
+                    return Ok(Output { values: unfold(values, sizes.value_dim)?, logs: None });
+                }
+                let (values, logs) = favor::favor_with_logs(&map, qkv, gates.as_ref(), visible, causal)?;
+                Ok(Output { values: unfold(values, sizes.value_dim)?, logs: Some(unfold(logs, 1)?) })
             }
-        };
-        Ok(Output { values, logs: None })
+        }
     }
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {

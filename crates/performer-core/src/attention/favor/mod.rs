@@ -174,6 +174,10 @@ impl Favor {
 
     /// FAVOR over any feature map, one of yours included. [`FeatureMap::parameters`] are its
     /// buffers, and redrawing leaves it alone.
+    ///
+    /// # Errors
+    /// If the map takes rows of 0 numbers or makes 0 features, or if its numbers cannot be brought
+    /// into the layouts of the kernels.
     pub fn with_map(map: Box<dyn FeatureMap>) -> Result<Self> {
         let head_dim = map.input_dim();
         if head_dim == 0 || map.feature_dim() == 0 {

@@ -39,19 +39,27 @@
 // "ready" features, in f32). DIM, FEATURES, VALUES: the sizes of a query, of its features, of a
 // value. SLICE: the values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens.
 // GATED: whether there are forget gates; only where a query sees the keys up to its own. STORAGE:
-// see tile.cuh.
+// see tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its
+// values, which only f32 and features that are positive have; 0 if it is not given.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR
 
 #include "tile.cuh"
 
+#ifndef LOGS
+#define LOGS 0
+#endif
+
 constexpr bool READY = MAP != 0, SIGNED = MAP == 2;
 static_assert(!READY || STORAGE == 0, "ready features are f32");
 static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token");
+static_assert(!LOGS || (STORAGE == 0 && !SIGNED), "logarithms of denominators are of positive features, in f32");
 
 constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V = SLICE;
 constexpr int SPLITS = divide(VALUES, V);
+// The numbers of a row of outputs; with a logarithm each begins at a multiple of 16 bytes.
+constexpr int OUT_WIDTH = LOGS ? up(VALUES + 1, 4) : VALUES;
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
 // The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a

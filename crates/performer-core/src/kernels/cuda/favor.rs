@@ -28,6 +28,7 @@ use crate::{
         blocks::{MOST_FEATURES, MOST_WIDTH, MapKind},
         records,
     },
+    ops,
     projection::factor_is_bf16,
 };
 
@@ -174,8 +175,47 @@ pub(crate) fn favor(
     visible: Option<Tensor>,
     causal: bool,
 ) -> Result<Tensor> {
+    rows_of(map, qkv, gates, visible, causal, false)
+}
+
+/// Computes [`favor`] in f32, of positive features, and the logarithms of its denominators, `−1e37`
+/// where no key is seen: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Where the kernels compute features,
+/// denominators lack the factor that all features of a query share, and the factor `1/√F` of keys.
+///
+/// # Errors
+/// If the inputs are not f32, or features may be negative.
+pub(crate) fn favor_with_logs(
+    map: &Map,
+    qkv: [&Tensor; 3],
+    gates: Option<&Tensor>,
+    visible: Option<Tensor>,
+    causal: bool,
+) -> Result<(Tensor, Tensor)> {
+    let [q, _, v] = qkv;
+    if q.dtype() != DType::F32 || map.kind() == MapKind::Signed {
+        bail!(
+            "favor with logarithms on CUDA: q is {:?} and features are {:?}; q must be f32 and features positive",
+            q.dtype(),
+            map.kind()
+        );
+    }
+    let values = v.dim(3)?;
+    let rows = rows_of(map, qkv, gates, visible, causal, true)?;
+    Ok((ops::narrow(&rows, 3, 0, values)?, ops::narrow(&rows, 3, values, 1)?))
+}
+
+/// Applies the operation, or the one with gates; with `logs`, the logarithm of a row's denominator
+/// stands after its values.
+fn rows_of(
+    map: &Map,
+    qkv: [&Tensor; 3],
+    gates: Option<&Tensor>,
+    visible: Option<Tensor>,
+    causal: bool,
+    logs: bool,
+) -> Result<Tensor> {
     let tracked = qkv.into_iter().chain(gates).any(Tensor::track_op);
-    let passes = Passes { map: map.clone(), causal, visible, tracked, saved: Mutex::new(None) };
+    let passes = Passes { map: map.clone(), causal, visible, tracked, logs, saved: Mutex::new(None) };
     let Some(gates) = gates else { return apply(Favor(passes), qkv) };
     let gradients = Arc::new(Mutex::new(None));
     let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
@@ -189,13 +229,15 @@ struct Passes {
     visible: Option<Tensor>,
     /// Whether a backward pass may follow.
     tracked: bool,
+    /// Whether the logarithm of each row's denominator stands after its values.
+    logs: bool,
     saved: Mutex<Option<Saved>>,
 }
 
 impl Passes {
     /// Calls `work` with the problem of these tensors.
     fn with_call<R>(&self, views: [View; 3], gates: Option<View>, work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
-        let given = Given { visible: None, gates, tracked: self.tracked };
+        let given = Given { visible: None, gates, tracked: self.tracked, logs: self.logs };
         match &self.visible {
             None => work(&Call::new(&self.map, views, given, self.causal)?),
             Some(visible) => with_storages([visible], |[visible]| {

@@ -11,10 +11,15 @@
 // there are several. For keys the scan runs from the last token to the first. For signed features
 // 1/denominator is kept too, and g comes multiplied by it.
 //
+// With LOGS, L itself has a gradient l, which stands after g in a row of OUT_WIDTH numbers. Since
+// d L = sum_r w_r n_r d logarithm(q)_r, it is added to e and to nothing else.
+//
 // With gates, between a reader's row and a builder's stands the same factor whichever side reads,
 // so both scans forget alike, each in its own order. A gate enters by the logarithms of keys alone:
 //
-//     factor_j = sum_r d logarithm(k_j)_r,  d gate_t = -sum_{j >= t} factor_j
+//     factor_j = sum_r d logarithm(k_j)_r - l_j,  d gate_t = -sum_{j >= t} factor_j
+//
+// Without l, what a query adds to the factors of all its keys is zero in sum; with it, that is l.
 //
 //   queries read: q (C, DIM), g (C, V), S (F, V), norm (F) -> d (C, F) -> dq (C, DIM), and e (C)
 //   keys read:    k (C, DIM), v (C, V), R (F, V), m (F)    -> dv (C, V), d (C, F) -> dk (C, DIM)
@@ -52,7 +57,17 @@ static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size
 // come from `out`, which must not be rounded: that would show in every gradient.
 constexpr bool OWN_DELTA = SPLITS == 1;
 
-// Computes e = -g.out, times 1/denominator where there is one; a warp has one row.
+// Returns the gradient of a row's logarithm, which stands after the gradients of its values.
+__device__ inline float of_logarithm(const Stored* grad, long long row) {
+    return LOGS ? widen(grad[row * OUT_WIDTH + VALUES]) : 0.0f;
+}
+
+// Returns the gradient of a query's logarithm, which is zero where it sees no key: L is infinite there.
+__device__ inline float of_logarithm(const Tensors& t, long long query) {
+    return LOGS && t.logs[query] != infinity() ? of_logarithm(t.grad, query) : 0.0f;
+}
+
+// Computes e = l - g.out, times 1/denominator where there is one; a warp has one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_delta(int rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
     int row = blockIdx.x * WARPS + warp();
@@ -60,10 +75,10 @@ favor_delta(int rows, const float* out, const Stored* grad, const float* denomin
     float sum = 0;
     for (int i = lane(); i < VALUES; i += 32) {
         // The gradient is rounded as the products see it.
-        sum += out[(long long)row * VALUES + i] * rounded(widen(grad[(long long)row * VALUES + i]));
+        sum += out[(long long)row * OUT_WIDTH + i] * rounded(widen(grad[(long long)row * OUT_WIDTH + i]));
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
-    if (lane() == 0) delta[row] = -sum * (denominators ? denominators[row] : 1.0f);
+    if (lane() == 0) delta[row] = of_logarithm(grad, row) - sum * (denominators ? denominators[row] : 1.0f);
 }
 
 // Computes the gradients of queries, or (KEYS) of keys and values.
@@ -73,7 +88,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     Shared& s = *(Shared*)shared_memory;
     Builder& b = s.builder;
     Place place(p);
-    Strides dense = {(long long)p.heads * p.queries * VALUES, (long long)p.queries * VALUES, VALUES};
+    Strides dense = {(long long)p.heads * p.queries * OUT_WIDTH, (long long)p.queries * OUT_WIDTH, OUT_WIDTH};
     Rows<const Stored> queries = rows_of(t.q, p.q, place.batch, place.head);
     Rows<const Stored> grads = rows_of(t.grad, dense, place.batch, place.head);
     Rows<const Stored> keys = rows_of(t.k, p.k, place.batch, place.key_head);
@@ -225,7 +240,11 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
                 int row = threadIdx.x;
                 float weight = together(s.weight, row, Add());
                 s.unit[row] = weight == 0.0f ? 0.0f : -together(s.sum, row, Add()) / weight;
-                if (row < n) t.delta[first_query + span.token(row)] = s.unit[row];
+                if (row < n) {
+                    long long query = first_query + span.token(row);
+                    s.unit[row] += of_logarithm(t, query);
+                    t.delta[query] = s.unit[row];
+                }
             }
             __syncthreads();
             d.each_with(norms, [&](int row, int, float& x, float& norm) { x += s.unit[row] * norm; });
@@ -246,8 +265,8 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             if (KEYS) d.over_columns(s.total, Add(), [](int, int, float x) { return x; });
         }
 
-        constexpr int WIDTH = READY ? FEATURES : DIM;
-        int width = SIGNED && KEYS ? WIDTH + 1 : WIDTH;
+        constexpr int ROW = READY ? FEATURES : DIM;
+        int width = SIGNED && KEYS ? ROW + 1 : ROW;
         int rows_before = KEYS ? p.keys : p.queries;
         Result* to = dx + (place.split * (long long)(gridDim.x / SPLITS) + place.query_index) * rows_before * width;
         if (READY) {
@@ -281,7 +300,9 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         }
         if (GATED && KEYS && (int)threadIdx.x < n) {
             long long index = place.split * (long long)(gridDim.x / SPLITS) + place.query_index;
-            t.factors[index * p.keys + span.token(threadIdx.x)] = together(s.total, threadIdx.x, Add());
+            // As many queries as keys: with gates, a query sees the keys up to its own.
+            float of_query = once * of_logarithm(t, first_query + span.token(threadIdx.x));
+            t.factors[index * p.keys + span.token(threadIdx.x)] = together(s.total, threadIdx.x, Add()) - of_query;
         }
         __syncthreads();
     }

@@ -114,6 +114,8 @@ pub(super) struct Given<'a> {
     pub(super) gates: Option<View<'a>>,
     /// Whether a backward pass may follow.
     pub(super) tracked: bool,
+    /// Whether a row of outputs has the logarithm of its denominator after its values.
+    pub(super) logs: bool,
 }
 
 /// `Call` is one problem on one device.
@@ -225,6 +227,18 @@ impl<'a> Call<'a> {
         Ok(launch.value(Problem { gates, ..problem }))
     }
 
+    /// The numbers of a row of outputs; with a logarithm each begins at a multiple of 16 bytes.
+    fn width(&self) -> usize {
+        let values = self.blocks.values;
+        if self.given.logs { (values + 1).next_multiple_of(4) } else { values }
+    }
+
+    /// `more`, and the macro of rows with logarithms where they have some.
+    fn with_logs<'m>(&self, more: &[Macro<'m>]) -> Vec<Macro<'m>> {
+        let logs: Option<Macro> = self.given.logs.then_some(("LOGS", &1));
+        more.iter().copied().chain(logs).collect()
+    }
+
     /// The kernel `entry`, compiled for the sizes of this problem.
     fn kernel(&self, source: Source, entry: &str, more: &[Macro], shared: usize) -> Result<Kernel> {
         let b = &self.blocks;
@@ -293,7 +307,7 @@ impl<'a> Call<'a> {
         if of_queries.is_none() {
             (problem.group, problem.q) = (1, problem.k);
         } else {
-            problem.v = Strides::dense(self.heads, self.queries, self.blocks.values);
+            problem.v = Strides::dense(self.heads, self.queries, self.width());
         }
         let (b, all) = (&self.blocks, self.batch * heads);
         let mut records = Buffer::new(self.device, segments * all * b.record())?;
@@ -333,7 +347,7 @@ impl<'a> Call<'a> {
         let before = sums.as_ref().map(Buffer::view).or(initial);
         let (problem, segments) = self.problem(self.queries);
         let rows = self.batch * self.heads * self.queries;
-        let mut out = Buffer::of(self.device, (self.batch, self.heads, self.queries, b.values), self.dtype)?;
+        let mut out = Buffer::of(self.device, (self.batch, self.heads, self.queries, self.width()), self.dtype)?;
         let mut logs = Buffer::new(self.device, rows)?;
         // Only with several slices do gradients need the outputs, and rounded outputs would show in
         // them.
@@ -341,7 +355,7 @@ impl<'a> Call<'a> {
         let mut exact = if split { Some(Buffer::new(self.device, rows * b.values)?) } else { None };
         let mut denominators = if b.map == MapKind::Signed { Some(Buffer::new(self.device, rows)?) } else { None };
         let shared = self.shared().forward;
-        let more: [Macro; 1] = [("SHARED_FORWARD", &shared)];
+        let more = self.with_logs(&[("SHARED_FORWARD", &shared)]);
         let (kernel, threads) = self.either([FORWARD, TEAM_FORWARD], "forward", &more, shared)?;
         let launch = self.launch(&kernel, problem)?;
         let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
@@ -363,7 +377,7 @@ impl<'a> Call<'a> {
         let mut delta = Buffer::new(self.device, rows)?;
         let shared = self.shared().backward;
         let partial = u8::from(splits > 1 || group > 1);
-        let more: [Macro; 2] = [("PARTIAL", &partial), ("SHARED_BACKWARD", &shared)];
+        let more = self.with_logs(&[("PARTIAL", &partial), ("SHARED_BACKWARD", &shared)]);
         if splits > 1 {
             let kernel = self.kernel(BACKWARD, "favor_delta", &more, 0)?;
             let out = saved.exact.as_ref().map_or(out, Buffer::view);

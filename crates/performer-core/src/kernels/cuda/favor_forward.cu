@@ -14,7 +14,9 @@
 //   numerator = w S + pairs v (C, V), denominator = w norm + pairs 1 (C)
 //             -> out (B, H, Tq, VALUES), logs (B, H, Tq) = log2 of denominator and scale
 //
-// With gates, `logs` are of what a query sees at its own token, after its gate.
+// With gates, `logs` are of what a query sees at its own token, after its gate. With LOGS, a row of
+// `out` has OUT_WIDTH numbers: after its values stands the same logarithm in base e, or FLOOR where no
+// key is seen.
 //
 // `exact`, if given, gets outputs that are not rounded. `after`, if given, gets the sums after the
 // last token.
@@ -124,17 +126,18 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
                 bool none = SIGNED ? s.shift[row] <= FLOOR : sum == 0.0f;
                 float log = none ? infinity() : SIGNED ? s.shift[row] : s.shift[row] + logarithm(sum);
                 logs[at] = GATED ? log + b.since(row) : log;
+                if (LOGS) narrow(none ? FLOOR : logs[at] / LOG2E, out[at * OUT_WIDTH + VALUES]);
                 if (SIGNED) denominators[at] = s.denominator[row];
             }
         }
         __syncthreads();
-        long long first = ((long long)place.query_index * p.queries + start) * VALUES + column;
+        long long first = (long long)place.query_index * p.queries + start;
         rows.each([&](int row, int c, float& x) {
             if (row >= n || column + c >= VALUES) return;
             // A sum of underflown terms may be -0, which must not reveal how many terms it had.
             float y = x * s.denominator[row] + 0.0f;
-            narrow(y, out[first + (long long)row * VALUES + c]);
-            if (exact) exact[first + (long long)row * VALUES + c] = y;
+            narrow(y, out[(first + row) * OUT_WIDTH + column + c]);
+            if (exact) exact[(first + row) * VALUES + column + c] = y;
         });
         __syncthreads();
     }
