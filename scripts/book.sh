@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the book and builds it as pages for a browser.
+# Checks the book, builds it as pages for a browser, and checks the links of those.
 #
 #   scripts/book.sh FOLDER [OPTION of `mdbook build`...]
 #
@@ -25,7 +25,8 @@ mdbook=$kept/bin/mdbook
 if command -v mdbook >/dev/null; then
     mdbook=mdbook
 elif [ ! -x "$mdbook" ]; then
-    # Without its server, its watching and its search, of which building needs nothing.
+    # Without its server and its watching, which building does not need, and without its search, for
+    # fewer packages: print.html has the whole book on one page, in which any browser searches.
     cargo install mdbook --version "$version" --locked --no-default-features --root "$kept"
 fi
 
@@ -40,3 +41,4 @@ if [ ! -s "$folder/index.html" ]; then
     echo "mdBook left no index.html in $folder" >&2
     exit 1
 fi
+scripts/book_links.py "$folder"

@@ -158,8 +158,8 @@ class Checker:
             if not file.exists() or not file.is_relative_to(ROOT):
                 self.fail(path, line, f"the link {target} leads nowhere")
                 continue
-            if of_book and file.suffix == ".md" and not file.is_relative_to(SOURCES):
-                self.fail(path, line, f"mdBook would turn {target} into a link to .html; link to its folder")
+            if of_book and not file.is_relative_to(SOURCES):
+                self.fail(path, line, f"the built book does not hold {target}; name the path in a code span")
             if anchor and file.suffix == ".md" and anchor not in self.headings(file):
                 self.fail(path, line, f"{name or 'the page'} has no heading #{anchor}")
 

@@ -2,9 +2,10 @@
 """Models how long a training step takes whose sequence is cut over many cards: FAVOR beside softmax
 in a ring.
 
-    scripts/step_time_model.py [--out benchmarks/several-machines]
+    scripts/step_time_model.py [--out FILE] [--chart FILE]
 
-Writes OUT/model.json, with every assumption, and the chart OUT/model.svg. Nothing is measured
+Writes benchmarks/several-machines/model.json, with every assumption, and the chart of the book,
+book/src/tutorials/several-machines.svg, unless the options name other files. Nothing is measured
 here: times of attention are those of one H100 in benchmarks/h100/timings.json, sizes of messages
 are what the program sends (the test `segments::` of performer-lm counts them), bandwidths are
 those that makers publish.
@@ -119,7 +120,8 @@ def chart(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/several-machines")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/several-machines/model.json")
+    parser.add_argument("--chart", type=pathlib.Path, default=ROOT / "book/src/tutorials/several-machines.svg")
     args = parser.parse_args()
     rates = measured()
     rows = [step(net, ranks, tokens, rates) for net in NETWORKS for ranks in RANKS for tokens in TOKENS.values()]
@@ -130,9 +132,8 @@ def main():
         "favor_seconds_per_token_and_head": rates[0],
         "softmax_seconds_per_token_squared_and_head": rates[1],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "model.json").write_text(json.dumps({"assumed": assumed, "steps": rows}, indent=1) + "\n")
-    (args.out / "model.svg").write_text(chart(rows))
+    args.out.write_text(json.dumps({"assumed": assumed, "steps": rows}, indent=1) + "\n")
+    args.chart.write_text(chart(rows))
     for row in rows:
         print(
             f"{row['case']:>34}: FAVOR {row['favor_seconds']:9.3f} s, "
