@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Opens this project's models in PyTorch: one file that needs Python 3.9, PyTorch 2 and no more.
+"""Opens this project's models in PyTorch: one file that needs Python 3.9, PyTorch 2.1 and no more.
 
 FOLDER is a model as `performer-lm train` and `convert` write it, or a Performer as `performer-lm
 export` writes it. Copy this file to where you want it:
@@ -29,6 +29,7 @@ digest that the program writes into model.safetensors, since Python has no BLAKE
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -57,7 +58,7 @@ def load(folder):
         read = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}; give the folder of a model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON: {error}; copy the model again") from None
     if not isinstance(read, dict):
         raise ModelError(f"{path} is no JSON object; copy the model again")
@@ -74,9 +75,9 @@ def load(folder):
     return model.eval()
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Configurations
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 # Feature maps by where their numbers come from.
 DRAWN = ("positive", "hyperbolic", "trigonometric", "phase", "gaussian-phase", "relu", "hermite-tail")
@@ -107,7 +108,9 @@ class Fields:
 
     def count(self, name, *default, least=1):
         value = self.take(name, *default)
-        if value is not None and (type(value) is not int or value < least):
+        if value is None and default:
+            return default[0]
+        if type(value) is not int or value < least:
             raise ModelError(f"{self.name}: {name} is {value!r}; it must be a whole number of at least {least}")
         return value
 
@@ -186,7 +189,7 @@ def attention_of(fields):
             settings["features"] = features
         # How the rows were drawn: they are in the weights.
         favor.one_of("projection", ("orthogonal", "gaussian", "hadamard"), "orthogonal")
-        favor.one_of("radii", ("chi", "sqrt"), "chi")
+        favor.one_of("radii", ("chi", "sqrt", "quantile"), "chi")
         favor.require_empty()
         if kind == "windowed" and is_signed(settings["map"]):
             raise ModelError(f"{favor.name}: the map {settings['map']} has signed features, which no window can have")
@@ -389,9 +392,9 @@ def config_of_export(fields):
     return config
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Weights
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
@@ -400,7 +403,7 @@ def read_safetensors(path):
     """Reads a file of tensors, each as f32: 8 bytes with the length of the header, the header in JSON
     with the type, shape and place of each tensor, and the numbers."""
     try:
-        data = path.read_bytes()
+        data = bytearray(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}; the folder must hold one file of weights") from None
 
@@ -412,14 +415,14 @@ def read_safetensors(path):
     (length,) = struct.unpack("<Q", data[:8])
     if length > len(data) - 8:
         raise damaged(f"its header has {length} bytes, and the file {len(data)}")
+    first, size = 8 + length, len(data) - 8 - length
     try:
-        header = json.loads(data[8 : 8 + length].decode("utf-8"))
-    except ValueError:
+        header = json.loads(data[8:first].decode("utf-8"))
+    except (ValueError, RecursionError):
         raise damaged("its header is no JSON") from None
     if not isinstance(header, dict):
         raise damaged("its header is no JSON object")
     header.pop("__metadata__", None)
-    body = bytearray(data[8 + length :])
     tensors, places = {}, []
     for name, of in header.items():
         try:
@@ -432,11 +435,11 @@ def read_safetensors(path):
         if dtype not in TYPES:
             raise ModelError(f"{path}: {name} has the type {dtype}; known are {', '.join(TYPES)}")
         count = math.prod(shape)
-        if end - start != count * TYPES[dtype].itemsize or end > len(body):
-            raise damaged(f"{name} {shape} of {dtype} lies at bytes {start} to {end} of {len(body)}")
+        if end - start != count * TYPES[dtype].itemsize or end > size:
+            raise damaged(f"{name} {shape} of {dtype} lies at bytes {start} to {end} of {size}")
         places.append((start, end, name))
         if count:
-            numbers = torch.frombuffer(body, dtype=TYPES[dtype], count=count, offset=start)
+            numbers = torch.frombuffer(data, dtype=TYPES[dtype], count=count, offset=first + start)
         else:
             numbers = torch.empty(0)
         # A copy, so that no tensor keeps the file in memory.
@@ -446,8 +449,8 @@ def read_safetensors(path):
         if start != expected:
             raise damaged(f"{name} begins at byte {start}, and what is before it ends at {expected}")
         expected = end
-    if expected != len(body):
-        raise damaged(f"its tensors have {expected} bytes, and it holds {len(body)}")
+    if expected != size:
+        raise damaged(f"its tensors have {expected} bytes, and it holds {size}")
     return tensors
 
 
@@ -525,9 +528,9 @@ class Tensors:
             )
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Features
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class Features(NamedTuple):
@@ -556,14 +559,22 @@ def half_square(x):
     return x.square().sum(-1, keepdim=True) / 2
 
 
+@functools.lru_cache(maxsize=None)
+def factors(variables, degree):
+    """The indices of the factors of all monomials, (degree, F), and the square root of the number of
+    orders that the factors of each can have, (F)."""
+    tuples = list(itertools.combinations_with_replacement(range(variables), degree))
+    orders = [math.factorial(degree) // math.prod(math.factorial(t.count(i)) for i in set(t)) for t in tuples]
+    return torch.tensor(tuples).t().contiguous(), torch.tensor([math.sqrt(n) for n in orders], dtype=torch.float64)
+
+
 def monomials(x, degree):
     """All products of `degree` entries of the rows, each by the square root of the number of orders
     that its factors can have."""
-    tuples = list(itertools.combinations_with_replacement(range(x.shape[-1]), degree))
-    orders = [math.factorial(degree) / math.prod(math.factorial(t.count(i)) for i in set(t)) for t in tuples]
-    product = torch.tensor(orders, device=x.device).sqrt().to(x.dtype)
-    for column in zip(*tuples):
-        product = product * x[..., list(column)]
+    columns, weights = factors(x.shape[-1], degree)
+    product = weights.to(x.dtype).to(x.device)
+    for column in columns.to(x.device):
+        product = product * x.index_select(-1, column)
     return product
 
 
@@ -620,18 +631,19 @@ def features(name, layer, x, of_keys):
     raise ModelError(f"the feature map {name} is not known here")
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Attention
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 #
 # Shapes: B sequences, Hkv key heads, G query heads to each key head, T tokens, D dimensions of a head,
 # F features. Queries are (B, Hkv, G, T, D), keys and values (B, Hkv, T, D), logarithms of forget gates
 # (B, Hkv, T, 1). Values have a column of ones behind them, so that one product gives the numerators
 # and the denominator of attention.
 #
-# Nothing is divided by e^0 of a fixed scale: each sum is kept divided by e^m, where m is its largest
-# logarithm. What scales a row is known from the keys that it sees, so no later token changes it.
-# Scales cancel in the quotient; they are constants to the gradient.
+# Features and weights span more orders of magnitude than f32 has. Each sum is therefore divided by
+# e^m, where m is the largest logarithm among its terms. The m of a row comes from keys that the row
+# sees, so that no later token changes it. It cancels in the quotient, and is a constant to the
+# gradient.
 
 # The logarithm of nothing: finite, so that differences of it are numbers.
 NOTHING = -1e37
@@ -718,7 +730,7 @@ def through_features(q, k, v1, gates, memory):
         weights, most = query(q_half, log[:, :, None])
         rows = weights @ weigh(k_half, log).mT[:, :, None] @ half(v_padded, 0)[:, :, None]
         if gates is not None:
-            # Rows of one block count from one border; that of its first half is where they add nothing.
+            # What is forgotten between the border of the halves and each row.
             most = most + half(g_padded, 1).cumsum(-2)[:, :, None]
         second = Sums(rows, most).after_nothing(size)
         sums = sums.plus(Sums(second.rows.flatten(-3, -2), second.log.flatten(-3, -2)))
@@ -819,10 +831,11 @@ def attend(attention, layer, q, k, v, gates, start, state):
     sums = parts[0] if len(parts) == 1 else parts[0].plus(parts[1])
     out = sums.rows[..., :-1] / sums.rows[..., -1:]
     if window < math.inf:
-        keep = (held.positions < sinks) | (held.positions >= start + t - window)
-        if not bool(keep.all()):
+        front = min(sinks, start + t)
+        last = start + t - max(front, start + t - window)
+        if front + last < len(held.positions):
             held = Held(*(
-                None if x is None else x.index_select(dim, keep.nonzero()[:, 0])
+                None if x is None else torch.cat([x.narrow(dim, 0, front), x.narrow(dim, x.shape[dim] - last, last)], dim)
                 for x, dim in zip(held, (0, 2, 2, 2, 3))
             ))
     return out, AttentionState(held, memory)
@@ -954,9 +967,9 @@ class FeatureMap(nn.Module):
                 self.register_buffer(part, tensor)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The model
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class Linear(nn.Module):
@@ -1091,9 +1104,9 @@ class Performer(nn.Module):
         return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The command
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def main():

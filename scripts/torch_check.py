@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Compares scripts/performer_torch.py with the program, attention by attention.
+
+    just torch-check                                     # models of every kind, with random weights
+    scripts/torch_check.py PROGRAM LOGITS                # the same with what is built already
+    scripts/torch_check.py PROGRAM LOGITS FOLDER...      # these models instead
+
+PROGRAM is performer-lm, and LOGITS its example `logits`. Each model is run over a text, and the table
+has the largest difference between the program's logits and those of PyTorch, and between a whole
+pass in PyTorch and one in steps of 1, 2, 3, ... tokens. Models with random weights are exported as
+well, where a Hugging Face family is theirs, and must take no token back: other tokens behind a text
+leave its logits alone. The exit code is 1 if a difference is above 1e-4. Needs PyTorch.
+"""
+
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+import performer_torch
+from performer_torch import TOLERANCE, Config, ModelError, Performer, Tensors, attention_of, load
+
+SAMPLE = pathlib.Path(__file__).resolve().parent.parent / "crates/performer-lm/assets/sample.txt"
+
+LLAMA = {"feed_forward": "swiglu", "norm": "rms-norm", "tied_head": True, "kv_heads": 2}
+QWEN2 = {**LLAMA, "qkv_bias": True, "tied_head": False}
+STARCODER2 = {"feed_forward": "gelu-exact", "norm": "layer-norm", "bias": True, "head_dim": 6}
+GPT2 = {"positions": "learned", "feed_forward": "gelu", "norm": "layer-norm", "bias": True}
+POST = {"norm_position": "post", "norm": "layer-norm", "feed_forward": "gelu", "tied_head": False}
+
+SOFTMAX = {"kind": "softmax"}
+ALL = ("gate", "convolution", "output_gate", "output_norm", "mup_scale")
+
+
+def favor(name, **settings):
+    return {"kind": "favor", "map": name, "features": 24, "projection": "orthogonal", "radii": "chi", **settings}
+
+
+def windowed(name, window, sinks=0):
+    far = favor(name)
+    del far["kind"]
+    return {"kind": "windowed", "window": window, "sinks": sinks, "far": far}
+
+
+def near(window, sinks=0):
+    return {"kind": "softmax-window", "window": window, "sinks": sinks}
+
+
+def equipped(of, *parts):
+    return {"kind": "equipped", "parts": {part: True for part in parts}, "of": of}
+
+
+def cases():
+    """Names, attentions, those of single layers, and what else is in the configuration."""
+    maps = ["positive", "hyperbolic", "trigonometric", "phase", "gaussian-phase", "relu", "elu", "exp", "taylor2"]
+    maps += [{"limit": 2}, {"limit": 4}, "hermite-tail", "optimal", "dense", "learned", "hedgehog"]
+    for name in maps:
+        yield favor(name), {}, LLAMA
+    for name in ("positive", "relu", "elu", "taylor2", "hermite-tail", "learned", "hedgehog"):
+        yield equipped(favor(name), *ALL), {}, LLAMA
+    for part in ALL:
+        yield equipped(favor("positive"), part), {}, STARCODER2
+    for name in ("positive", "hyperbolic", "elu", "exp", "optimal", "dense", "learned", "hedgehog"):
+        yield windowed(name, 13), {}, LLAMA
+    yield windowed("learned", 200, 3), {}, QWEN2
+    yield equipped(windowed("learned", 32, 4), *ALL), {}, LLAMA
+    yield equipped(windowed("positive", 130, 2), "gate"), {}, STARCODER2
+    for attention in (SOFTMAX, near(32), near(17, 5), {"kind": "uniform"}):
+        yield attention, {}, LLAMA
+        yield equipped(attention, *ALL), {}, LLAMA
+    yield {"kind": "none"}, {}, LLAMA
+    yield favor("learned"), {}, GPT2
+    yield favor("positive"), {}, {**GPT2, "head_dim": 10}
+    yield windowed("learned", 20), {}, POST
+    yield SOFTMAX, {1: equipped(favor("relu"), "gate"), 2: windowed("dense", 9)}, GPT2
+
+
+def config_of(attention, by_layer, more):
+    config = {
+        "vocab_size": 300, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 4, "feed_forward_size": 48,
+        "context": 512, "norm_position": "pre", "positions": {"rotary": {"base": 10000.0}}, "tied_head": True,
+        "bias": False, "dropout": 0.0, "attention": attention,
+    }
+    if by_layer:
+        config["attention_by_layer"] = {str(layer): own for layer, own in by_layer.items()}
+    return {**config, **more}
+
+
+class Invented(Tensors):
+    """Tensors of whatever names and shapes a model asks for, so random and so large that a part which
+    is left out or wrong shows in the logits."""
+
+    def __init__(self, config, seed):
+        super().__init__({})
+        self.made, self.config = {}, config
+        self.random = torch.Generator().manual_seed(seed)
+
+    def take(self, name, *shape, optional=False):
+        # One set of numbers for all key heads, or one for each.
+        trained = self.config["attention"]
+        heads = self.config["kv_heads"] if "optimal" not in json.dumps(trained) else 1
+        shape = [heads if isinstance(n, tuple) else n for n in shape]
+        numbers = torch.randn(shape, generator=self.random)
+        part = name.rsplit(".", 2)[-2:]
+        if "norm" in part[0] and part[1] == "weight":
+            numbers = 1 + numbers / 4
+        elif part == ["gate", "bias"]:
+            numbers = 2 + 2 * numbers
+        elif part[1] == "bias" or part[1] == "log_weights":
+            numbers = numbers / 2
+        elif part[1].endswith("_metric"):
+            numbers = torch.eye(shape[-1]) + numbers / 4
+        elif part[1] == "offsets":
+            numbers = torch.rand(shape, generator=self.random) * 6.28
+        elif part[1] == "weight" and "embed" not in part[0] and "conv1d" not in part[0]:
+            numbers = numbers * 1.5 / shape[-1] ** 0.5
+        self.made[name] = numbers
+        return numbers
+
+
+def write(folder, config, tensors, tokenizer):
+    """Writes a model as the program does, but for digests."""
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        numbers = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(numbers)]}
+        data += numbers
+    header = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def differences(logits, folder, text):
+    """The model, ids, and the largest differences: to the program, and between steps and the whole."""
+    run = subprocess.run([logits, folder, text], stdout=subprocess.PIPE, check=True)
+    theirs = json.loads(run.stdout)
+    model, ids = load(folder), torch.tensor([theirs["ids"]])
+    with torch.no_grad():
+        whole = model(ids)
+        steps, state, at, size = [], None, 0, 1
+        while at < ids.shape[1]:
+            out, state = model.step(ids[:, at : at + size], state)
+            steps.append(out)
+            at, size = at + size, size % 40 + 1
+    to_program = (whole[0] - torch.tensor(theirs["logits"])).abs().max().item()
+    return model, ids, to_program, (whole - torch.cat(steps, 1)).abs().max().item(), whole.abs().max().item()
+
+
+def looks_ahead(model, ids):
+    """How far other tokens in the second half of a text move the logits of the first."""
+    half = ids.shape[1] // 2 + 1
+    other = torch.cat([ids[:, :half], (ids[:, half:] * 7 + 1) % model.config.vocab_size], 1)
+    with torch.no_grad():
+        return (model(ids)[:, :half] - model(other)[:, :half]).abs().max().item()
+
+
+def name_of(model):
+    c = model.config
+    own = "; ".join(dict.fromkeys(str(attention) for attention in c.attention))
+    norms = "" if c.norm_position == "pre" else " post"
+    return f"{own} | {c.norm}{norms} {c.feed_forward} {'learned' if c.rotary_base is None else 'rotary'}"
+
+
+def main():
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    program, logits, *folders = sys.argv[1:]
+    torch.set_num_threads(1)
+    text = SAMPLE.read_text()
+    worst = 0.0
+    print("| attention | model | tokens | largest logit | difference | steps |\n|---|---|---|---|---|---|")
+
+    def row(name, folder, text, invented):
+        nonlocal worst
+        model, ids, difference, of_steps, largest = differences(logits, folder, text)
+        worst = max(worst, difference, of_steps, looks_ahead(model, ids) if invented else 0.0)
+        print(f"| {name_of(model)} | {name} | {ids.shape[1]} | {largest:.1f} | {difference:.1e} | {of_steps:.1e} |", flush=True)
+
+    for folder in folders:
+        positions = json.loads((pathlib.Path(folder) / "config.json").read_text()).get("positions")
+        row(folder, folder, text[:60] if positions == "learned" else text[:1800], False)
+    if not folders:
+        with tempfile.TemporaryDirectory() as temporary:
+            temporary = pathlib.Path(temporary)
+            command = [program, "train", "--data", "sample", "--preset", "seed", "--max-steps", "1", "--vocab-size", "300"]
+            subprocess.run([*command, "--out", temporary / "first"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            tokenizer = (temporary / "first/tokenizer.json").read_bytes()
+            for seed, (attention, by_layer, more) in enumerate(cases()):
+                config = config_of(attention, by_layer, more)
+                made = Invented(config, seed)
+                Performer(performer_torch.config_of_checkpoint(performer_torch.Fields(config, "config")), made)
+                folder = temporary / f"model{seed}"
+                write(folder, config, made.made, tokenizer)
+                row("checkpoint", folder, text[:700], True)
+                exported = temporary / f"export{seed}"
+                done = subprocess.run([program, "export", folder, "--out", exported], capture_output=True, text=True)
+                kinds = json.dumps([attention, by_layer])
+                if done.returncode == 0 and set(kinds) and attention != SOFTMAX:
+                    row("export", exported, text[:700], True)
+                elif done.returncode != 0:
+                    print(done.stderr.strip(), file=sys.stderr)
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
