@@ -22,7 +22,7 @@ import tempfile
 import torch
 
 import performer_torch
-from performer_torch import TOLERANCE, Config, ModelError, Performer, Tensors, attention_of, load
+from performer_torch import TOLERANCE, Performer, Tensors, load
 
 SAMPLE = pathlib.Path(__file__).resolve().parent.parent / "crates/performer-lm/assets/sample.txt"
 
@@ -36,8 +36,13 @@ SOFTMAX = {"kind": "softmax"}
 ALL = ("gate", "convolution", "output_gate", "output_norm", "mup_scale")
 
 
-def favor(name, **settings):
-    return {"kind": "favor", "map": name, "features": 24, "projection": "orthogonal", "radii": "chi", **settings}
+# Maps of which few features can make denominators near zero, where any rounding shows.
+SIGNED = ("trigonometric", "phase", "gaussian-phase", "hermite-tail")
+
+
+def favor(name):
+    features = 256 if name in SIGNED else 24
+    return {"kind": "favor", "map": name, "features": features, "projection": "orthogonal", "radii": "chi"}
 
 
 def windowed(name, window, sinks=0):
@@ -117,7 +122,8 @@ class Invented(Tensors):
         elif part[1] == "offsets":
             numbers = torch.rand(shape, generator=self.random) * 6.28
         elif part[1] == "weight" and "embed" not in part[0] and "conv1d" not in part[0]:
-            numbers = numbers * 1.5 / shape[-1] ** 0.5
+            gain = 0.5 if part[0] in ("q_proj", "k_proj") else 1.0
+            numbers = numbers * gain / shape[-1] ** 0.5
         self.made[name] = numbers
         return numbers
 
@@ -200,11 +206,10 @@ def main():
                 row("checkpoint", folder, text[:700], True)
                 exported = temporary / f"export{seed}"
                 done = subprocess.run([program, "export", folder, "--out", exported], capture_output=True, text=True)
-                kinds = json.dumps([attention, by_layer])
-                if done.returncode == 0 and set(kinds) and attention != SOFTMAX:
+                if done.returncode != 0:
+                    print(f"no export of {folder.name}: {done.stderr.strip()}", file=sys.stderr)
+                elif (attention, by_layer) != (SOFTMAX, {}):
                     row("export", exported, text[:700], True)
-                elif done.returncode != 0:
-                    print(done.stderr.strip(), file=sys.stderr)
     return 0 if worst <= TOLERANCE else 1
 
 
