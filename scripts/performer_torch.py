@@ -85,12 +85,14 @@ WITH_OFFSETS = ("phase", "gaussian-phase")
 FITTED = ("optimal", "dense")
 TRAINED = ("learned", "hedgehog")
 WITHOUT_NUMBERS = ("elu", "exp", "taylor2")  # and limit-N
-SIGNED = ("trigonometric", "phase", "gaussian-phase", "relu", "taylor2", "hermite-tail")  # and limit-N
+# Those, and limit-N, that come as values and not as logarithms.
+VALUES = ("trigonometric", "phase", "gaussian-phase", "relu", "taylor2", "hermite-tail")
 
 PARTS = ("gate", "convolution", "output_gate", "output_norm", "mup_scale")
 
-# The most features of a polynomial map.
-MAX_MONOMIALS = 1 << 14
+# Bounds on sizes that a damaged file exceeds and no model does, and the most features of a
+# polynomial map.
+MAX_SIZE, MAX_LAYERS, MAX_MONOMIALS = 1 << 24, 1 << 12, 1 << 14
 
 
 class Fields:
@@ -106,12 +108,12 @@ class Fields:
             raise ModelError(f"{self.name} lacks {name}, which this model needs")
         return self.left.pop(name, *default)
 
-    def count(self, name, *default, least=1):
+    def count(self, name, *default, least=1, most=MAX_SIZE):
         value = self.take(name, *default)
         if value is None and default:
             return default[0]
-        if type(value) is not int or value < least:
-            raise ModelError(f"{self.name}: {name} is {value!r}; it must be a whole number of at least {least}")
+        if type(value) is not int or not least <= value <= most:
+            raise ModelError(f"{self.name}: {name} is {value!r}; it must be a whole number in {least}..{most}")
         return value
 
     def number(self, name, *default):
@@ -141,8 +143,8 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The attention of a layer. Query i sees keys j > i - window and j < sinks exactly, and the other
-    keys through features. So softmax has an endless window, and FAVOR one of no tokens."""
+    """The attention of a layer. Query i sees keys j > i - window and j < sinks exactly, and the
+    other keys through features. So softmax has an endless window, and FAVOR one of no tokens."""
 
     kind: str
     window: float = 0
@@ -172,6 +174,8 @@ def attention_of(fields):
         inner = attention_of(fields.inner("of"))
         if inner.parts:
             raise ModelError(f"{fields.name}: parts are around parts; put them in one place")
+        if inner.kind == "none" and "gate" in there:
+            raise ModelError(f"{fields.name}: the attention none has nothing to forget; leave its gate out")
         fields.require_empty()
         return dataclasses.replace(inner, parts=there)
     if kind == "softmax":
@@ -191,8 +195,8 @@ def attention_of(fields):
         favor.one_of("projection", ("orthogonal", "gaussian", "hadamard"), "orthogonal")
         favor.one_of("radii", ("chi", "sqrt", "quantile"), "chi")
         favor.require_empty()
-        if kind == "windowed" and is_signed(settings["map"]):
-            raise ModelError(f"{favor.name}: the map {settings['map']} has signed features, which no window can have")
+        if kind == "windowed" and has_values(settings["map"]):
+            raise ModelError(f"{favor.name}: the features of the map {settings['map']} cannot stand behind a window")
     fields.require_empty()
     return Attention(**settings)
 
@@ -211,8 +215,8 @@ def feature_map(fields):
     return Fields({"map": value}, fields.name).one_of("map", known)
 
 
-def is_signed(name):
-    return name in SIGNED or name.startswith("limit-")
+def has_values(name):
+    return name in VALUES or name.startswith("limit-")
 
 
 @dataclasses.dataclass
@@ -283,7 +287,7 @@ def config_of_checkpoint(fields):
         rotary_base = rotary.number("base")
         rotary.require_empty()
         positions.require_empty()
-    layers, heads, hidden_size = fields.count("layers"), fields.count("heads"), fields.count("hidden_size")
+    layers, heads, hidden_size = fields.count("layers", most=MAX_LAYERS), fields.count("heads"), fields.count("hidden_size")
     config = Config(
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
@@ -327,7 +331,7 @@ def config_of_export(fields):
         fields.take(name, None)
     gelus = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
     if family == "gpt2":
-        layers, heads, hidden_size = fields.count("n_layer"), fields.count("n_head"), fields.count("n_embd")
+        layers, heads, hidden_size = fields.count("n_layer", most=MAX_LAYERS), fields.count("n_head"), fields.count("n_embd")
         sizes = dict(
             kv_heads=heads,
             head_dim=head_dim_of(hidden_size, heads),
@@ -343,7 +347,7 @@ def config_of_export(fields):
         fields.one_of("n_ctx", (sizes["context"],), sizes["context"])
         dropouts = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
     else:
-        layers, heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
+        layers, heads = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.count("num_attention_heads")
         hidden_size = fields.count("hidden_size")
         sizes = dict(
             kv_heads=fields.count("num_key_value_heads", heads),
@@ -400,8 +404,8 @@ TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F6
 
 
 def read_safetensors(path):
-    """Reads a file of tensors, each as f32: 8 bytes with the length of the header, the header in JSON
-    with the type, shape and place of each tensor, and the numbers."""
+    """Reads a file of tensors, each as f32: 8 bytes with the length of the header, the header in
+    JSON with the type, shape and place of each tensor, and the numbers."""
     try:
         data = bytearray(path.read_bytes())
     except OSError as error:
@@ -432,8 +436,8 @@ def read_safetensors(path):
             raise damaged(f"its header does not say the type, shape and place of {name}") from None
         if not whole:
             raise damaged(f"the shape or place of {name} is no list of whole numbers")
-        if dtype not in TYPES:
-            raise ModelError(f"{path}: {name} has the type {dtype}; known are {', '.join(TYPES)}")
+        if not isinstance(dtype, str) or dtype not in TYPES:
+            raise ModelError(f"{path}: {name} has the type {dtype!r}; known are {', '.join(TYPES)}")
         count = math.prod(shape)
         if end - start != count * TYPES[dtype].itemsize or end > size:
             raise damaged(f"{name} {shape} of {dtype} lies at bytes {start} to {end} of {size}")
@@ -534,17 +538,12 @@ class Tensors:
 
 
 class Features(NamedTuple):
-    """Features e^log * values of rows. Positive maps have logarithms (..., F) and no values. Signed
-    ones have values (..., F) and one logarithm (..., 1). So attention can take the scale away before
-    it exponentiates."""
+    """Features e^log * values of rows. Most maps have logarithms (..., F) and no values; those
+    whose features may be negative or zero have values (..., F) and one logarithm (..., 1). So
+    attention can take the scale away before it exponentiates."""
 
     log: torch.Tensor
     values: Optional[torch.Tensor] = None
-
-    def slice(self, start, end):
-        """Those of tokens start..end."""
-        values = None if self.values is None else self.values[..., start:end, :]
-        return Features(self.log[..., start:end, :], values)
 
 
 def by_head(x, rows):
@@ -561,8 +560,8 @@ def half_square(x):
 
 @functools.lru_cache(maxsize=None)
 def factors(variables, degree):
-    """The indices of the factors of all monomials, (degree, F), and the square root of the number of
-    orders that the factors of each can have, (F)."""
+    """The indices of the factors of all monomials, (degree, F), and the square root of the number
+    of orders that the factors of each can have, (F)."""
     tuples = list(itertools.combinations_with_replacement(range(variables), degree))
     orders = [math.factorial(degree) // math.prod(math.factorial(t.count(i)) for i in set(t)) for t in tuples]
     return torch.tensor(tuples).t().contiguous(), torch.tensor([math.sqrt(n) for n in orders], dtype=torch.float64)
@@ -635,10 +634,10 @@ def features(name, layer, x, of_keys):
 # Attention
 # -------------------------------------------------------------------------------------------------
 #
-# Shapes: B sequences, Hkv key heads, G query heads to each key head, T tokens, D dimensions of a head,
-# F features. Queries are (B, Hkv, G, T, D), keys and values (B, Hkv, T, D), logarithms of forget gates
-# (B, Hkv, T, 1). Values have a column of ones behind them, so that one product gives the numerators
-# and the denominator of attention.
+# Shapes: B sequences, Hkv key heads, G query heads to each key head, T tokens, D dimensions of a
+# head, F features. Queries are (B, Hkv, G, T, D), keys and values (B, Hkv, T, D), logarithms of
+# forget gates (B, Hkv, T, 1). Values have a column of ones behind them, so that one product gives
+# the numerators and the denominator of attention.
 #
 # Features and weights span more orders of magnitude than f32 has. Each sum is therefore divided by
 # e^m, where m is the largest logarithm among its terms. The m of a row comes from keys that the row
@@ -667,7 +666,7 @@ class Sums(NamedTuple):
 class Memory(NamedTuple):
     """The sums over keys that all later queries see through features."""
 
-    log: torch.Tensor  # (B, Hkv, 1, F), or (B, Hkv, 1, 1) for signed features
+    log: torch.Tensor  # (B, Hkv, 1, F), or (B, Hkv, 1, 1) for features with values
     sums: torch.Tensor  # (B, Hkv, F, D + 1), to be multiplied by e^log
 
 
@@ -678,8 +677,9 @@ def weigh(k, log):
 
 
 def query(q, log):
-    """The features of queries times e^log, as weights and the logarithm of what they are divided by."""
+    """The features of queries times e^log, divided by their largest, and its logarithm."""
     if q.values is not None:
+        # Their own scale cancels in the quotient.
         return q.values, log.expand(*q.values.shape[:-1], 1)
     log = q.log + log
     most = log.detach().amax(-1, keepdim=True)
@@ -692,10 +692,10 @@ def unfold(x, size):
 
 
 def through_features(q, k, v1, gates, memory):
-    """Causal attention through features: the sums of the T rows over the keys up to their own and those
-    of `memory`, and the memory after the last. In a block of tokens, the rows of its second half read
-    the keys of its first half, for blocks of 2, 4, 8, ... tokens; what is left is each row's own key.
-    Sums of gates begin again at the border between the halves, so that none is a difference of two."""
+    """Causal attention through features: the sums of the T rows over the keys up to their own and
+    those of `memory`, and the memory after the last. In blocks of 2, 4, 8, ... tokens, the rows of
+    the second half read the keys of the first half; what is left is each row's own key. Sums of
+    gates begin at the border between the halves, so that none is a difference of two long ones."""
     tokens = v1.shape[-2]
     padding = (1 << (tokens - 1).bit_length()) - tokens
 
@@ -772,7 +772,8 @@ class Held(NamedTuple):
     k: torch.Tensor  # scaled keys (B, Hkv, T, D)
     v1: torch.Tensor  # (B, Hkv, T, D + 1)
     gates: Optional[torch.Tensor]  # (B, Hkv, T, 1)
-    forgotten: Optional[torch.Tensor]  # the sums of gates behind each up to the last token, (B, Hkv, 1, T)
+    # The sum of the gates behind each key, up to the last token, (B, Hkv, 1, T).
+    forgotten: Optional[torch.Tensor]
 
 
 class AttentionState(NamedTuple):
@@ -781,8 +782,8 @@ class AttentionState(NamedTuple):
 
 
 def attend(attention, layer, q, k, v, gates, start, state):
-    """Attention of T queries, of which the first stands at position `start`, to their own keys and to
-    what `state` remembers: (B, Hkv, G, T, D) and the state after them. q and k are scaled by
+    """Attention of T queries, of which the first stands at position `start`, to their own keys and
+    to what `state` remembers: (B, Hkv, G, T, D) and the state after them. q and k are scaled by
     D^(-1/4)."""
     t, window, sinks = q.shape[-2], attention.window, attention.sinks
     own = torch.arange(start, start + t, device=q.device)
@@ -851,8 +852,8 @@ SEGMENT = 128
 
 
 def short_convolution(rows, weight, before):
-    """Mixes each row (B, T, C) with the three before it by weight (C, 4), whose last column is the row's
-    own; also returns the last three rows."""
+    """Mixes each row (B, T, C) with the three before it by weight (C, 4), whose last column is the
+    row's own; also returns the last three rows."""
     if before is None:
         before = torch.zeros_like(rows[:, :1]).expand(-1, 3, -1)
     rows = torch.cat([before, rows], 1)
@@ -903,7 +904,8 @@ class SelfAttention(nn.Module):
             raise ModelError(f"{name}: the map {attention.map} has more than {MAX_MONOMIALS} features in heads of {d}")
 
     def forward(self, x, start, angles, state):
-        """x (B, T, E), whose first token stands at position `start`, and the layer's state before it."""
+        """The output for x (B, T, E), whose first token stands at position `start`, from the layer's
+        state before it; and the state after it."""
         b, t, _ = x.shape
         rows = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         last = None
@@ -1039,7 +1041,7 @@ class Block(nn.Module):
 
 
 class State(NamedTuple):
-    """What `Performer.step` remembers. It is never changed, so that several texts can go on from one."""
+    """What `Performer.step` remembers. It is never changed, so several texts can go on from one."""
 
     tokens: int
     layers: list
@@ -1071,8 +1073,8 @@ class Performer(nn.Module):
         return self.step(ids)[0]
 
     def step(self, ids, state=None):
-        """Goes on from `state`, or from the beginning: ids (batch, tokens) -> logits (batch, tokens, vocab)
-        and the state after them."""
+        """Goes on from `state`, or from the beginning: ids (batch, tokens) -> logits
+        (batch, tokens, vocab) and the state after them."""
         if ids.dim() != 2 or ids.shape[1] == 0:
             raise ValueError(f"ids have shape {list(ids.shape)}; they must be (batch, tokens), at least one token")
         start, t = (0 if state is None else state.tokens), ids.shape[1]
