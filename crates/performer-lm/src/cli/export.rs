@@ -45,7 +45,7 @@ pub(super) fn run(args: Args) -> Result<()> {
     let who = if model.config.is_softmax() {
         "opens in any tool that reads Hugging Face folders"
     } else {
-        "this program reads it; no other knows its attention"
+        "this program reads it, and PyTorch by scripts/performer_torch.py of its repository"
     };
     output::note(&format!("saved in {}: {who}", args.out.display()));
     Ok(())
