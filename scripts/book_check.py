@@ -5,7 +5,8 @@
  - SUMMARY.md names a page that is not there, or a page is not in SUMMARY.md;
  - a line of prose has more than 100 columns (tables, code and addresses of links may be longer);
  - a code span that begins as a path of the repository, such as `benchmarks/seed`, is none;
- - a number differs from the file that it is said to come from.
+ - a number differs from the file that it is said to come from;
+ - a committed result is of a build with changes that were not committed.
 
 A figure is a number with a decimal point or with %, ×, k or M behind it. Every table, paragraph,
 list and quote that has one must say by a comment before it where its numbers come from. A blank
@@ -48,7 +49,7 @@ printed; each must be there. The second leaves out the block, which must have a 
 Usage: scripts/book_check.py [FILE...]
 
 Files named on the command line, such as README.md, are checked like pages of the book.
-Needs Python 3.11 and nothing else.
+Needs Python 3.11 and git.
 """
 
 import bisect
@@ -56,6 +57,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -66,6 +68,7 @@ LINK = re.compile(r"!?\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(<?([^)\s>]+)>?\)")
 CODE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 PATH = re.compile(r"(?:\.ci|benchmarks|book|crates|docs|models|scripts)/[\w./*-]+")
 MARK = re.compile(r"<!--\s*(data|no data|no data for [^:]+):(.*?)-->", re.DOTALL)
+DIRTY = re.compile(r'"revision":\s*"[^"]*-dirty"')
 ADDRESS = re.compile(r"<https?:[^>\s]*>")
 NUMBER = re.compile(r"(?<![\w.,])(?<![A-Za-z]-)(?<![A-Za-z]\d-)([+−-]?)(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)([kM]\b|%|×)?(?![\d₀-₉⁰¹²³⁴-⁹]|\.\d)")
 # What numbers are made of two others.
@@ -408,8 +411,17 @@ class Source:
             self.values.setdefault(row, []).append(float(value))
 
 
+def results_of_uncommitted_builds():
+    """The results whose revision of the program nobody can have."""
+    listed = subprocess.run(["git", "ls-files", "*.json"], cwd=ROOT, check=True, capture_output=True, text=True)
+    files = [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+    return [path for path in files if DIRTY.search(path.read_text(encoding="utf-8"))]
+
+
 def main():
     checker = Checker()
+    for path in results_of_uncommitted_builds():
+        checker.fail(path, 1, "its revision ends in -dirty; make the result again with a build of a commit")
     summary = SOURCES / "SUMMARY.md"
     entries = [(SOURCES / match.group(2)).resolve() for match in LINK.finditer(summary.read_text(encoding="utf-8"))]
     pages = sorted(path for path in SOURCES.rglob("*.md") if path != summary)
