@@ -28,7 +28,7 @@
 //! are made anew for each tile of queries, from its first query on in both directions, since
 //! differences of long sums would lose digits. Sinks stand far before a tile's window: for them one
 //! sum, of the gates after the sinks, goes on from tile to tile. The gradient of a gate sums over
-//! the keys from it on: `dg_t = Σ_{j≥t} (dlog_j − Σ_i ds_ij)`.
+//! the keys from it on: `dg_t = Σ_{j≥t} (Σ_i ds_ji − Σ_i ds_ij)`, with query `j` at key `j`.
 
 use std::{
     ops::Range,
@@ -387,10 +387,18 @@ struct Backward<'a> {
     queries: Range<usize>,
     /// The keys; their range begins at a whole tile.
     keys: Range<usize>,
-    /// The gradients of the queries, `(·, D)`, to be filled.
-    dq: Option<&'a mut [f32]>,
+    /// The gradients of the queries, to be filled.
+    of_queries: Option<OfQueries<'a>>,
     /// The gradients of the keys and values, to be added to.
     of_keys: Option<OfKeys<'a>>,
+}
+
+/// `OfQueries` are the gradients of some queries.
+struct OfQueries<'a> {
+    /// `(·, D)`.
+    dq: &'a mut [f32],
+    /// The gradients of the queries' scores, summed over keys: `(·)`; only with gates.
+    dlog: Option<&'a mut [f32]>,
 }
 
 /// `OfKeys` are the gradients of some keys.
@@ -408,7 +416,7 @@ impl WithSimd for Backward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, out, grad, logs, queries: span, keys: seen, mut dq, mut of_keys } = self;
+        let Self { head, out, grad, logs, queries: span, keys: seen, mut of_queries, mut of_keys } = self;
         let (d, vd) = (head.q.width, head.v.width);
         let (width, value_width) = (padded(d), padded(vd));
         let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
@@ -449,6 +457,7 @@ impl WithSimd for Backward<'_> {
                 *delta = dot(simd, row, out) - log;
             }
             rows.fill(0.0);
+            let mut over_keys = [0f32; QUERIES];
             let tile = Span { start: i, count: queries };
             head.forget(tile, seen.start, &mut forgotten);
             for Span { start: j, count: keys } in head.tiles(tile, seen.clone()) {
@@ -475,12 +484,18 @@ impl WithSimd for Backward<'_> {
                     let to = &mut dk[(j - seen.start) * width..];
                     gemm(simd, Into::Sum, [keys, width, queries], left, right, to, width);
                 }
-                if dq.is_some() {
+                if let Some(OfQueries { dlog, .. }) = &of_queries {
+                    for products in products.chunks_exact(QUERIES).take(if dlog.is_some() { keys } else { 0 }) {
+                        add(simd, &mut over_keys[..columns], &products[..columns]);
+                    }
                     let left = Left::transposed(&products, QUERIES);
                     gemm(simd, Into::Sum, [queries, width, keys], left, k.right(j), &mut rows, width);
                 }
             }
-            if let Some(dq) = &mut dq {
+            if let Some(OfQueries { dq, dlog }) = &mut of_queries {
+                if let Some(dlog) = dlog {
+                    dlog[i - span.start..][..queries].copy_from_slice(&over_keys[..queries]);
+                }
                 vector::scale(simd, &mut rows, head.scale());
                 let to = &mut dq[(i - span.start) * d..(i - span.start + queries) * d];
                 to.chunks_exact_mut(d)
@@ -507,20 +522,20 @@ impl Pass<'_> {
         n: usize,
         queries: Range<usize>,
         keys: Range<usize>,
-        dq: Option<&mut [f32]>,
+        of_queries: Option<OfQueries>,
         of_keys: Option<OfKeys>,
     ) {
         let head = &self.inputs.head(n);
         let logs = &self.logs[n * head.q.tokens..(n + 1) * head.q.tokens];
         let (out, grad) = (&self.out.head(n), &self.grad.head(n));
-        arch().dispatch(Backward { head, out, grad, logs, queries, keys, dq, of_keys });
+        arch().dispatch(Backward { head, out, grad, logs, queries, keys, of_queries, of_keys });
     }
 }
 
 /// `Work` is a piece of the backward pass: the gradients of queries, or of keys and values, of the
 /// `n`-th head from a token on.
 enum Work<'a> {
-    Queries(usize, usize, Part<'a>),
+    Queries(usize, usize, Part<'a>, Option<&'a mut [f32]>),
     Keys(usize, usize, Part<'a>, Part<'a>, Option<&'a mut [f32]>),
 }
 
@@ -613,6 +628,7 @@ impl Softmax {
         let mut dk = Fresh::new(b * hkv * keys * width);
         let mut dv = Fresh::new(b * hkv * keys * value_width);
         let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
+        let mut of_rows = vec![0f32; if gates.is_some() { b * h * t } else { 0 }];
         let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
         if logs.is_empty() {
             bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
@@ -622,15 +638,19 @@ impl Softmax {
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs: &logs };
             let mut dlogs = dlog.chunks_exact_mut(keys);
+            let mut of_rows = of_rows.chunks_exact_mut(t);
             let heads = dk.parts(keys * width).into_iter().zip(dv.parts(keys * value_width)).enumerate();
             let heads = heads.map(|(n, (dk, dv))| (n, dk, dv, dlogs.next()));
             if !spare_threads(b * hkv) {
-                let work = dq.parts(group * t * d).into_iter().zip(heads).collect();
-                for_heads(work, |(dq, (n, dk, dv, mut dlog))| {
+                let work = dq.parts(group * t * d).into_iter().zip(heads);
+                let work = work.map(|(dq, heads)| (dq, of_rows.by_ref().take(group).collect::<Vec<_>>(), heads));
+                for_heads(work.collect(), |(dq, of_rows, (n, dk, dv, mut dlog))| {
                     let (dk, dv) = (dk.take(), dv.take());
+                    let mut of_rows = of_rows.into_iter();
                     for (g, dq) in dq.parts(t * d).into_iter().enumerate() {
+                        let of_queries = OfQueries { dq: dq.take(), dlog: of_rows.next() };
                         let of_keys = OfKeys { dk, dv, dlog: dlog.as_deref_mut() };
-                        pass.add(n * group + g, 0..t, 0..keys, Some(dq.take()), Some(of_keys));
+                        pass.add(n * group + g, 0..t, 0..keys, Some(of_queries), Some(of_keys));
                     }
                 });
                 return Ok(());
@@ -639,8 +659,12 @@ impl Softmax {
             // thread waits and results do not depend on the number of threads.
             let mut work = Vec::new();
             for (n, dq) in dq.parts(t * d).into_iter().enumerate() {
+                let mut of_rows = of_rows.next().map(|of_rows| of_rows.chunks_mut(PIECE));
                 let pieces = dq.parts(PIECE * d).into_iter().enumerate();
-                work.extend(pieces.map(|(i, dq)| Work::Queries(n, i * PIECE, dq)));
+                work.extend(pieces.map(|(i, dq)| {
+                    let of_rows = of_rows.as_mut().and_then(Iterator::next);
+                    Work::Queries(n, i * PIECE, dq, of_rows)
+                }));
             }
             for (n, dk, dv, dlog) in heads {
                 let mut dlogs = dlog.map(|dlog| dlog.chunks_mut(PIECE));
@@ -651,7 +675,10 @@ impl Softmax {
                 }));
             }
             for_heads(work, |work| match work {
-                Work::Queries(n, start, dq) => pass.add(n, start..start + dq.len() / d, 0..keys, Some(dq.take()), None),
+                Work::Queries(n, start, dq, dlog) => {
+                    let of_queries = OfQueries { dq: dq.take(), dlog };
+                    pass.add(n, start..start + of_queries.dq.len() / d, 0..keys, Some(of_queries), None);
+                }
                 Work::Keys(n, start, dk, dv, mut dlog) => {
                     let (dk, dv) = (dk.take(), dv.take());
                     for n in n * group..(n + 1) * group {
@@ -665,15 +692,9 @@ impl Softmax {
         })?;
         if gates.is_some() && keys > 0 {
             let offset = self.seen.offset.unwrap_or(0);
-            // The gradients of the logarithms that rows end with, (B, H, Tq).
-            let of_logs = if self.with_logs {
-                grad.narrow(3, vd, 1)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?
-            } else {
-                Vec::new()
-            };
             for (n, dlog) in dlog.chunks_exact_mut(keys).enumerate() {
-                let of_logs = of_logs.chunks_exact(t).skip(n * group).take(group).collect::<Vec<&[f32]>>();
-                sum_from_each(dlog, &of_logs, offset);
+                let of_rows = of_rows.chunks_exact(t).skip(n * group).take(group).collect::<Vec<&[f32]>>();
+                sum_from_each(dlog, &of_rows, offset);
             }
         }
         let tensor = |values: Vec<f32>, width: usize, like: &Tensor| -> Result<Tensor> {
@@ -692,15 +713,16 @@ impl Softmax {
 }
 
 /// Turns the gradients of the scores of keys, summed over queries, into those of gates: `c_t`, the
-/// sum of the gates up to `t`, is taken from the scores of key `t` and added to the logarithms of
-/// the queries at `t`, whose gradients are `of_logs` from token `offset` on; and
-/// `dg_t = Σ_{j≥t} dc_j`.
-fn sum_from_each(dlog: &mut [f32], of_logs: &[&[f32]], offset: usize) {
+/// sum of the gates up to `t`, is taken from the scores of key `t` and added to those of the queries
+/// at `t`, whose gradients, summed over keys, are `of_rows` from token `offset` on; and
+/// `dg_t = Σ_{j≥t} dc_j`. A row's sum is zero, or the gradient of its logarithm, but for what
+/// rounding the outputs of half types lost, which would gather over the length.
+fn sum_from_each(dlog: &mut [f32], of_rows: &[&[f32]], offset: usize) {
     // Most of the sum over all keys cancels.
     let mut sum = 0f64;
     for (t, dlog) in dlog.iter_mut().enumerate().rev() {
         if t >= offset {
-            sum += of_logs.iter().map(|of_logs| f64::from(of_logs[t - offset])).sum::<f64>();
+            sum += of_rows.iter().map(|of_rows| f64::from(of_rows[t - offset])).sum::<f64>();
         }
         sum -= f64::from(*dlog);
         *dlog = sum as f32;
