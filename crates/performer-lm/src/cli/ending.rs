@@ -49,7 +49,14 @@ impl Ending {
     /// The table of results, with a column for each run.
     pub(super) fn table(&self) -> String {
         let recorded = self.recorded.as_ref().map(|recorded| &recorded.report);
-        let columns: Vec<_> = self.runs.iter().map(|(report, _)| report).chain(recorded).map(entries).collect();
+        let without_times = |report: &Report| {
+            let mut entries = entries(report);
+            // They would compare machines, not attentions.
+            entries[ENTRIES_WITHOUT_TIMES..].iter_mut().for_each(|(_, value)| *value = None);
+            entries
+        };
+        let own = self.runs.iter().map(|(report, _)| entries(report));
+        let columns: Vec<_> = own.chain(recorded.map(without_times)).collect();
         let row = |i: usize, name: &str| -> Option<Vec<String>> {
             let values: Vec<_> = columns.iter().map(|column| column[i].1.clone()).collect();
             let shown = values.iter().map(|value| value.clone().unwrap_or_else(|| "-".into()));
@@ -113,6 +120,9 @@ impl Ending {
         Ok(())
     }
 }
+
+/// How many rows of a report are no times; those that are come last.
+const ENTRIES_WITHOUT_TIMES: usize = 11;
 
 /// The rows of a report: their names, which are those of every report, and their values, which it
 /// may not have.
