@@ -248,7 +248,7 @@ impl<'a> Problem<'a> {
         Ok(match &self.keys {
             None => mask,
             Some(keys) => {
-                let keys: Vec<u8> = keys.iter().map(|&k| k.into()).collect();
+                let keys: Vec<u8> = keys.iter().map(|&k| u8::from(k)).collect();
                 mask.with_keys(&Tensor::from_vec(keys, (self.shape.batch, self.shape.k_len), self.device)?)?
             }
         })
