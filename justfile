@@ -126,7 +126,7 @@ page-check *ARGS: page
     cargo build --release -p performer-lm
     scripts/page_check.py target/page target/release/performer-lm {{ ARGS }}
 
-# Models of every kind, or those in FOLDERS, in the program and in scripts/performer_torch.py. PYTHON has torch. Minutes.
+# Compare the program with scripts/performer_torch.py, on models of every kind or those in FOLDERS.
 torch-check PYTHON='python3' *FOLDERS:
     cargo build --release -p performer-lm --bin performer-lm --example logits
     {{ PYTHON }} scripts/torch_check.py target/release/performer-lm target/release/examples/logits {{ FOLDERS }}

@@ -3,8 +3,8 @@
 #
 #   scripts/book.sh FOLDER [OPTION of `mdbook build`...]
 #
-# Takes the `mdbook` that is installed. Where there is none, it builds the version below, which takes
-# two minutes once, and keeps it in the user's cache. A warning of mdBook is an error.
+# Takes the `mdbook` that is installed. Where there is none, it builds the version below, which
+# takes two minutes once, and keeps it in the user's cache. A warning of mdBook is an error.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"

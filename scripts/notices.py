@@ -144,8 +144,7 @@ def add_standard_library(notices):
         if not texts:
             licence = re.search(r"<b>License:</b>\s*([^<]*)", crate)
             licence = licence[1].strip() if licence else "licence unknown"
-            address = f"https://crates.io/crates/{title.rsplit('-', 1)[0]}"
-            notices.without.append(f"  {title} in the standard library, {licence}, {address}")
+            notices.without.append(f"  {title} in the standard library, {licence}")
 
 
 def add_c_library(notices, target):

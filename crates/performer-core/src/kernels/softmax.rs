@@ -1,11 +1,10 @@
 //! Exact softmax attention on the CPU as one fused operation: tiles of keys with a running maximum,
-//! nothing of size `T·T`, and a backward pass.
+//! nothing of size `T·T`. The backward pass is in `softmax/backward.rs`.
 //!
 //! This is the online softmax of Milakov & Gimelshein 2018, <https://arxiv.org/abs/1805.02867>, in
 //! tiles as in Dao et al. 2022, <https://arxiv.org/abs/2205.14135>. Scores are kept with a key a
-//! row and a query a column, so that maxima and sums over the keys are whole vectors. The backward
-//! pass computes scores again from the logarithms of the denominators, which are kept: one number a
-//! query. Arithmetic is f32; tensors may be f32, f16 or bf16, with any strides between rows.
+//! row and a query a column, so that maxima and sums over the keys are whole vectors. Arithmetic is
+//! f32; tensors may be f32, f16 or bf16, with any strides between rows.
 //!
 //! # Shapes
 //!
@@ -18,29 +17,26 @@
 //!   s, running maximum m  -> weights p = e^{s − m} (K, Q); denominators and numerators rescaled
 //!   p, v (K, Dv)          -> numerators (Q, Dv) += pᵀ v
 //!   at the end            -> out (Q, Dv) = numerator / denominator, log = m + ln denominator (Q)
-//! backward, with g (Q, Dv) and delta = g·out − dlog (Q):
-//!   q, k, log             -> p = e^{s − log} (K, Q)
-//!   g, v, delta           -> ds = p ∘ (v gᵀ − delta) (K, Q)
-//!   p, ds                 -> dv (K, Dv) += p g, dk (K, D) += ds q/√D, dq (Q, D) += dsᵀ k/√D
 //! ```
 //!
 //! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both. Sums
 //! are made anew for each tile of queries, from its first query on in both directions, since
 //! differences of long sums would lose digits. Sinks stand far before a tile's window: for them one
-//! sum, of the gates after the sinks, goes on from tile to tile. The gradient of a gate sums over
-//! the keys from it on: `dg_t = Σ_{j≥t} (Σ_i ds_ji − Σ_i ds_ij)`, with query `j` at key `j`.
+//! sum, of the gates after the sinks, goes on from tile to tile.
+
+mod backward;
 
 use std::{
     ops::Range,
     sync::{Mutex, PoisonError},
 };
 
-use candle_core::{CpuStorage, DType, Result, Shape, Tensor, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor, backend::BackendStorage};
 use pulp::{Simd, WithSimd};
 
 use super::{
     check_finite, contiguous, for_heads,
-    fresh::{Fresh, Part},
+    fresh::Fresh,
     gemm::{Into, Left, Right, gemm},
     instructions::arch,
     narrow,
@@ -48,7 +44,7 @@ use super::{
     padded,
     rows::{Heads, Matrix, Rows, Span},
     spare_threads,
-    vector::{self, LANES, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, subtract, sum},
+    vector::{self, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, sum},
     with_storages,
 };
 use crate::ops;
@@ -377,168 +373,6 @@ pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor, gates: Option<&Tensor>) -
     Tensor::from_vec(out, (b, h, 1, dv), q.device())?.to_dtype(q.dtype())
 }
 
-/// `Backward` computes the gradients that come from the pairs of some queries of one head and some
-/// keys.
-struct Backward<'a> {
-    head: &'a Head<'a>,
-    out: &'a Rows<'a>,
-    grad: &'a Rows<'a>,
-    logs: &'a [f32],
-    queries: Range<usize>,
-    /// The keys; their range begins at a whole tile.
-    keys: Range<usize>,
-    /// The gradients of the queries, to be filled.
-    of_queries: Option<OfQueries<'a>>,
-    /// The gradients of the keys and values, to be added to.
-    of_keys: Option<OfKeys<'a>>,
-}
-
-/// `OfQueries` are the gradients of some queries.
-struct OfQueries<'a> {
-    /// `(·, D)`.
-    dq: &'a mut [f32],
-    /// The gradients of the queries' scores, summed over keys: `(·)`; only with gates.
-    dlog: Option<&'a mut [f32]>,
-}
-
-/// `OfKeys` are the gradients of some keys.
-struct OfKeys<'a> {
-    /// `(·, D)`, with padded rows.
-    dk: &'a mut [f32],
-    /// `(·, Dv)`, with padded rows.
-    dv: &'a mut [f32],
-    /// The gradients of the keys' scores, summed over queries: `(·)`; only with gates.
-    dlog: Option<&'a mut [f32]>,
-}
-
-impl WithSimd for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, out, grad, logs, queries: span, keys: seen, mut of_queries, mut of_keys } = self;
-        let (d, vd) = (head.q.width, head.v.width);
-        let (width, value_width) = (padded(d), padded(vd));
-        let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
-        let mut query_columns = vec![0f32; d * QUERIES];
-        let mut grad_columns = vec![0f32; vd * QUERIES];
-        let mut query_rows = vec![0f32; QUERIES * width];
-        let mut grad_rows = vec![0f32; QUERIES * value_width];
-        let mut out_rows = vec![0f32; QUERIES * value_width];
-        let mut weights = vec![0f32; KEYS * QUERIES];
-        let mut products = vec![0f32; KEYS * QUERIES];
-        let mut rows = vec![0f32; QUERIES * width];
-        let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::default();
-        for i in span.clone().step_by(QUERIES) {
-            let queries = QUERIES.min(span.end - i);
-            let reach = head.reach(i + queries).min(seen.end);
-            if reach <= seen.start {
-                continue;
-            }
-            let columns = padded(queries);
-            // Columns beyond the queries are zero, and so is their part in every sum.
-            for row in query_columns.chunks_exact_mut(QUERIES).chain(grad_columns.chunks_exact_mut(QUERIES)) {
-                row[queries / LANES * LANES..columns].fill(0.0);
-            }
-            head.q.copy_transposed(i, queries, &mut query_columns, QUERIES, &mut scratch);
-            grad.first(vd).copy_transposed(i, queries, &mut grad_columns, QUERIES, &mut scratch);
-            vector::scale(simd, &mut query_columns, head.scale());
-            head.q.copy(i, queries, &mut query_rows, width);
-            vector::scale(simd, &mut query_rows, head.scale());
-            grad.first(vd).copy(i, queries, &mut grad_rows, value_width);
-            out.first(vd).copy(i, queries, &mut out_rows, value_width);
-            let (mut log, mut delta) = ([f32::INFINITY; QUERIES], [0f32; QUERIES]);
-            log[..queries].copy_from_slice(&logs[i..i + queries]);
-            let pairs = grad_rows.chunks_exact(value_width).zip(out_rows.chunks_exact(value_width));
-            for (t, (delta, (row, out))) in delta.iter_mut().zip(pairs).take(queries).enumerate() {
-                // A row may end with the logarithm, after the values.
-                let log = if grad.width > vd { grad.number(i + t, vd) } else { 0.0 };
-                *delta = dot(simd, row, out) - log;
-            }
-            rows.fill(0.0);
-            let mut over_keys = [0f32; QUERIES];
-            let tile = Span { start: i, count: queries };
-            head.forget(tile, seen.start, &mut forgotten);
-            for Span { start: j, count: keys } in head.tiles(tile, seen.clone()) {
-                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&query_columns, &forgotten), &mut weights);
-                let right = Right { values: &grad_columns, stride: QUERIES };
-                gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
-                let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
-                for (weight, product) in pairs.take(keys) {
-                    exp_minus_each(simd, &mut weight[..columns], &log[..columns]);
-                    subtract(simd, &mut product[..columns], &delta[..columns]);
-                    multiply(simd, &mut product[..columns], &weight[..columns]);
-                }
-                if let Some(OfKeys { dk, dv, dlog }) = &mut of_keys {
-                    if let Some(dlog) = dlog {
-                        let dlog = dlog[j - seen.start..].iter_mut().zip(products.chunks_exact(QUERIES)).take(keys);
-                        dlog.for_each(|(dlog, products)| *dlog += sum(simd, &products[..columns]));
-                    }
-                    let right = Right { values: &grad_rows, stride: value_width };
-                    let left = Left::rows(&weights, QUERIES);
-                    let to = &mut dv[(j - seen.start) * value_width..];
-                    gemm(simd, Into::Sum, [keys, value_width, queries], left, right, to, value_width);
-                    let right = Right { values: &query_rows, stride: width };
-                    let left = Left::rows(&products, QUERIES);
-                    let to = &mut dk[(j - seen.start) * width..];
-                    gemm(simd, Into::Sum, [keys, width, queries], left, right, to, width);
-                }
-                if let Some(OfQueries { dlog, .. }) = &of_queries {
-                    for products in products.chunks_exact(QUERIES).take(if dlog.is_some() { keys } else { 0 }) {
-                        add(simd, &mut over_keys[..columns], &products[..columns]);
-                    }
-                    let left = Left::transposed(&products, QUERIES);
-                    gemm(simd, Into::Sum, [queries, width, keys], left, k.right(j), &mut rows, width);
-                }
-            }
-            if let Some(OfQueries { dq, dlog }) = &mut of_queries {
-                if let Some(dlog) = dlog {
-                    dlog[i - span.start..][..queries].copy_from_slice(&over_keys[..queries]);
-                }
-                vector::scale(simd, &mut rows, head.scale());
-                let to = &mut dq[(i - span.start) * d..(i - span.start + queries) * d];
-                to.chunks_exact_mut(d)
-                    .zip(rows.chunks_exact(width))
-                    .for_each(|(dq, row)| dq.copy_from_slice(&row[..d]));
-            }
-        }
-    }
-}
-
-/// `Pass` is what all pieces of the backward pass read.
-struct Pass<'a> {
-    inputs: &'a Inputs<'a>,
-    out: &'a Heads<'a>,
-    grad: &'a Heads<'a>,
-    logs: &'a [f32],
-}
-
-impl Pass<'_> {
-    /// Computes the gradients from the pairs of these queries and keys of the `n`-th head; see
-    /// [`Backward`].
-    fn add(
-        &self,
-        n: usize,
-        queries: Range<usize>,
-        keys: Range<usize>,
-        of_queries: Option<OfQueries>,
-        of_keys: Option<OfKeys>,
-    ) {
-        let head = &self.inputs.head(n);
-        let logs = &self.logs[n * head.q.tokens..(n + 1) * head.q.tokens];
-        let (out, grad) = (&self.out.head(n), &self.grad.head(n));
-        arch().dispatch(Backward { head, out, grad, logs, queries, keys, of_queries, of_keys });
-    }
-}
-
-/// `Work` is a piece of the backward pass: the gradients of queries, or of keys and values, of the
-/// `n`-th head from a token on.
-enum Work<'a> {
-    Queries(usize, usize, Part<'a>, Option<&'a mut [f32]>),
-    Keys(usize, usize, Part<'a>, Part<'a>, Option<&'a mut [f32]>),
-}
-
 /// `Inputs` gives access to `q`, `k` and `v` head by head.
 struct Inputs<'a> {
     q: Heads<'a>,
@@ -609,123 +443,6 @@ impl Softmax {
         }
         *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = logs;
         Ok((narrow(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
-    }
-
-    /// The backward pass: the gradients of `q`, `k` and `v`, and those of the gates `(B, Hkv, Tk)`,
-    /// which are empty without.
-    fn backward(
-        &self,
-        [q, k, v]: [&Tensor; 3],
-        gates: Option<&[f32]>,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<([Tensor; 3], Vec<f32>)> {
-        let grad = grad.contiguous()?;
-        let (_, h, t, d) = q.dims4()?;
-        let (b, hkv, keys, vd) = v.dims4()?;
-        let (group, width, value_width) = (h / hkv, padded(d), padded(vd));
-        let mut dq = Fresh::new(q.elem_count());
-        let mut dk = Fresh::new(b * hkv * keys * width);
-        let mut dv = Fresh::new(b * hkv * keys * value_width);
-        let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
-        let mut of_rows = vec![0f32; if gates.is_some() { b * h * t } else { 0 }];
-        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
-        if logs.is_empty() {
-            bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
-        }
-        with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
-            let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
-            let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
-            let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs: &logs };
-            let mut dlogs = dlog.chunks_exact_mut(keys);
-            let mut of_rows = of_rows.chunks_exact_mut(t);
-            let heads = dk.parts(keys * width).into_iter().zip(dv.parts(keys * value_width)).enumerate();
-            let heads = heads.map(|(n, (dk, dv))| (n, dk, dv, dlogs.next()));
-            if !spare_threads(b * hkv) {
-                let work = dq.parts(group * t * d).into_iter().zip(heads);
-                let work = work.map(|(dq, heads)| (dq, of_rows.by_ref().take(group).collect::<Vec<_>>(), heads));
-                for_heads(work.collect(), |(dq, of_rows, (n, dk, dv, mut dlog))| {
-                    let (dk, dv) = (dk.take(), dv.take());
-                    let mut of_rows = of_rows.into_iter();
-                    for (g, dq) in dq.parts(t * d).into_iter().enumerate() {
-                        let of_queries = OfQueries { dq: dq.take(), dlog: of_rows.next() };
-                        let of_keys = OfKeys { dk, dv, dlog: dlog.as_deref_mut() };
-                        pass.add(n * group + g, 0..t, 0..keys, Some(of_queries), Some(of_keys));
-                    }
-                });
-                return Ok(());
-            }
-            // Scores are computed twice, once for the queries and once for the keys, so that no
-            // thread waits and results do not depend on the number of threads.
-            let mut work = Vec::new();
-            for (n, dq) in dq.parts(t * d).into_iter().enumerate() {
-                let mut of_rows = of_rows.next().map(|of_rows| of_rows.chunks_mut(PIECE));
-                let pieces = dq.parts(PIECE * d).into_iter().enumerate();
-                work.extend(pieces.map(|(i, dq)| {
-                    let of_rows = of_rows.as_mut().and_then(Iterator::next);
-                    Work::Queries(n, i * PIECE, dq, of_rows)
-                }));
-            }
-            for (n, dk, dv, dlog) in heads {
-                let mut dlogs = dlog.map(|dlog| dlog.chunks_mut(PIECE));
-                let pieces = dk.parts(PIECE * width).into_iter().zip(dv.parts(PIECE * value_width)).enumerate();
-                work.extend(pieces.map(|(j, (dk, dv))| {
-                    let dlog = dlogs.as_mut().and_then(Iterator::next);
-                    Work::Keys(n, j * PIECE, dk, dv, dlog)
-                }));
-            }
-            for_heads(work, |work| match work {
-                Work::Queries(n, start, dq, dlog) => {
-                    let of_queries = OfQueries { dq: dq.take(), dlog };
-                    pass.add(n, start..start + of_queries.dq.len() / d, 0..keys, Some(of_queries), None);
-                }
-                Work::Keys(n, start, dk, dv, mut dlog) => {
-                    let (dk, dv) = (dk.take(), dv.take());
-                    for n in n * group..(n + 1) * group {
-                        let keys = start..start + dv.len() / value_width;
-                        let of_keys = OfKeys { dk, dv, dlog: dlog.as_deref_mut() };
-                        pass.add(n, 0..t, keys, None, Some(of_keys));
-                    }
-                }
-            });
-            Ok(())
-        })?;
-        if gates.is_some() && keys > 0 {
-            let offset = self.seen.offset.unwrap_or(0);
-            for (n, dlog) in dlog.chunks_exact_mut(keys).enumerate() {
-                let of_rows = of_rows.chunks_exact(t).skip(n * group).take(group).collect::<Vec<&[f32]>>();
-                sum_from_each(dlog, &of_rows, offset);
-            }
-        }
-        let tensor = |values: Vec<f32>, width: usize, like: &Tensor| -> Result<Tensor> {
-            let last = like.dim(3)?;
-            let values = if last == width {
-                values
-            } else {
-                values.chunks_exact(width).flat_map(|row| row[..last].iter().copied()).collect()
-            };
-            Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
-        };
-        let gradients =
-            [tensor(dq.finish(), d, q)?, tensor(dk.finish(), width, k)?, tensor(dv.finish(), value_width, v)?];
-        Ok((gradients, dlog))
-    }
-}
-
-/// Turns the gradients of the scores of keys, summed over queries, into those of gates: `c_t`, the
-/// sum of the gates up to `t`, is taken from the scores of key `t` and added to those of the queries
-/// at `t`, whose gradients, summed over keys, are `of_rows` from token `offset` on; and
-/// `dg_t = Σ_{j≥t} dc_j`. A row's sum is zero, or the gradient of its logarithm, but for what
-/// rounding the outputs of half types lost, which would gather over the length.
-fn sum_from_each(dlog: &mut [f32], of_rows: &[&[f32]], offset: usize) {
-    // Most of the sum over all keys cancels.
-    let mut sum = 0f64;
-    for (t, dlog) in dlog.iter_mut().enumerate().rev() {
-        if t >= offset {
-            sum += of_rows.iter().map(|of_rows| f64::from(of_rows[t - offset])).sum::<f64>();
-        }
-        sum -= f64::from(*dlog);
-        *dlog = sum as f32;
     }
 }
 

@@ -49,14 +49,9 @@ impl Ending {
     /// The table of results, with a column for each run.
     pub(super) fn table(&self) -> String {
         let recorded = self.recorded.as_ref().map(|recorded| &recorded.report);
-        let without_times = |report: &Report| {
-            let mut entries = entries(report);
-            // They would compare machines, not attentions.
-            entries[ENTRIES_WITHOUT_TIMES..].iter_mut().for_each(|(_, value)| *value = None);
-            entries
-        };
-        let own = self.runs.iter().map(|(report, _)| entries(report));
-        let columns: Vec<_> = own.chain(recorded.map(without_times)).collect();
+        let own = self.runs.iter().map(|(report, _)| entries(report, true));
+        // Times of the recorded run would compare machines, not attentions.
+        let columns: Vec<_> = own.chain(recorded.map(|report| entries(report, false))).collect();
         let row = |i: usize, name: &str| -> Option<Vec<String>> {
             let values: Vec<_> = columns.iter().map(|column| column[i].1.clone()).collect();
             let shown = values.iter().map(|value| value.clone().unwrap_or_else(|| "-".into()));
@@ -121,12 +116,9 @@ impl Ending {
     }
 }
 
-/// How many rows of a report are no times; those that are come last.
-const ENTRIES_WITHOUT_TIMES: usize = 11;
-
 /// The rows of a report: their names, which are those of every report, and their values, which it
-/// may not have.
-fn entries(r: &Report) -> [(&'static str, Option<String>); 13] {
+/// may not have. Without `times`, it has none of those.
+fn entries(r: &Report, times: bool) -> [(&'static str, Option<String>); 13] {
     let epochs: Vec<String> = r.epoch_seconds.iter().map(|s| format!("{s:.1}")).collect();
     let epochs = match &epochs[..] {
         [_, _, _, _, _, ..] => format!("{} ... {}", epochs[..2].join(" "), epochs[epochs.len() - 2..].join(" ")),
@@ -147,7 +139,7 @@ fn entries(r: &Report) -> [(&'static str, Option<String>); 13] {
         ("loss with features off", control.map(|c| format!("{:.4} ({})", c.val_loss, c.attention_spec))),
         ("test loss (nats/token)", test.map(|test| format!("{:.4}", test.loss))),
         ("test perplexity", test.map(|test| show_perplexity(test.perplexity, 3))),
-        ("seconds per epoch", Some(epochs)),
-        ("tokens/s", Some(output::thousands(r.tokens_per_second as u64))),
+        ("seconds per epoch", times.then_some(epochs)),
+        ("tokens/s", times.then(|| output::thousands(r.tokens_per_second as u64))),
     ]
 }

@@ -282,6 +282,17 @@ mod tests {
     use super::*;
     use crate::listener::Silent;
     use std::collections::HashSet;
+    use std::sync::Mutex;
+
+    /// Keeps what it is told.
+    #[derive(Default)]
+    struct Told(Mutex<String>);
+
+    impl Listener for Told {
+        fn note(&self, text: &str) {
+            self.0.lock().unwrap().push_str(text);
+        }
+    }
 
     fn load(spec: &str) -> Result<Corpus> {
         let nothing = tempfile::tempdir().unwrap();
@@ -325,10 +336,19 @@ mod tests {
     }
 
     #[test]
-    fn auto_falls_back_to_the_sample_and_tinystories_does_not() {
-        assert_eq!(load("auto").unwrap().name, "sample");
-        let error = format!("{:#}", load("tinystories").unwrap_err());
-        assert!(error.contains("embedded sample"), "{error}");
+    fn auto_takes_the_sample_without_asking_the_hub_and_tinystories_asks() {
+        let nothing = tempfile::tempdir().unwrap();
+        let load = |spec| {
+            let told = Told::default();
+            let corpus = Corpus::load_with(&spec, Ok(nowhere(nothing.path())), &told);
+            (corpus, told.0.into_inner().unwrap())
+        };
+        let (corpus, told) = load(DataSpec::Auto);
+        assert_eq!(corpus.unwrap().name, "sample");
+        assert!(told.contains("--data tinystories") && !told.contains("asking"), "{told}");
+        let (corpus, told) = load(DataSpec::TinyStories);
+        let error = format!("{:#}", corpus.unwrap_err());
+        assert!(error.contains("embedded sample") && told.contains("asking"), "{error}; {told}");
         let homeless = Corpus::load_with(&DataSpec::Auto, Err(anyhow::anyhow!("no home")), &Silent);
         assert_eq!(homeless.unwrap().name, "sample");
     }

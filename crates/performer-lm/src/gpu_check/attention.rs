@@ -176,10 +176,10 @@ fn softmax(window: Option<(usize, usize)>) -> candle_core::Result<Softmax> {
 }
 
 /// FAVOR beyond a window of exact attention, or to all keys.
-fn favor(window: Option<(usize, usize)>, favor: Favor) -> candle_core::Result<Box<dyn Attention>> {
+fn beyond(window: Option<(usize, usize)>, far: Favor) -> candle_core::Result<Box<dyn Attention>> {
     Ok(match window {
-        None => Box::new(favor),
-        Some((window, sinks)) => Box::new(Windowed::new(window, favor)?.with_sinks(sinks)?),
+        None => Box::new(far),
+        Some((window, sinks)) => Box::new(Windowed::new(window, far)?.with_sinks(sinks)?),
     })
 }
 
@@ -210,7 +210,7 @@ impl<'a> Problem<'a> {
                 let favor = Favor::new(&config, dim, seed, DType::F32, device)?;
                 let rows = favor.buffers().into_iter().find(|(name, _)| name == "projection");
                 let (_, rows) = rows.context("the feature map has no projection")?;
-                (self::favor(case.window, favor)?, numbers(&rows)?)
+                (beyond(case.window, favor)?, numbers(&rows)?)
             }
         };
         let mut random = Random::new(seed);

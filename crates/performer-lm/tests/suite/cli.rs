@@ -255,7 +255,8 @@ fn a_run_is_shown_beside_those_with_other_attentions() {
 }
 
 /// The softmax run that comes with the program has the settings and the text of a first run, or it
-/// would never be shown beside one. If this fails, `scripts/first_run.py` says how to make it again.
+/// would never be shown beside one. If this fails, the head of `scripts/first_run.py` says how to
+/// make it again.
 #[test]
 fn the_run_that_comes_with_the_program_is_a_first_run() {
     let dir = tempfile::tempdir().unwrap();

@@ -92,34 +92,28 @@ impl Backend for Cuda {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let (sizes, causal) = (call.sizes, call.mask.is_causal());
-        let unfold = |rows: Tensor, width: usize| {
-            ops::to_dtype(&ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?, q.dtype())
-        };
         match &self.projection {
             Some(projection) => {
                 let visible = call.mask.visible_of(sizes.batch)?;
                 let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
                 let (map, gates) = (Map::Exponential(Arc::clone(projection)), gates(call, false)?);
-                let (q, k, v) = (rows(q)?, rows(k)?, rows(v)?);
-                if !call.logs {
-                    let values = favor::favor(&map, [&q, &k, &v], gates.as_ref(), visible, causal)?;
-                    return Ok(Output { values, logs: None });
-                }
-                let (values, logs) = favor::favor_with_logs(&map, [&q, &k, &v], gates.as_ref(), visible, causal)?;
+                let qkv = [&rows(q)?, &rows(k)?, &rows(v)?];
+                let (values, logs) = favor::favor(&map, qkv, gates.as_ref(), visible, causal, call.logs)?;
                 // The kernels leave the factor 1/√M out of the features of keys as well.
                 let of_keys = 0.5 * (call.map.feature_dim() as f64).ln();
-                let offset = ops::affine(&call.query_offset()?, 1.0, of_keys)?;
-                Ok(Output { values, logs: Some(ops::sub(&logs, &offset)?) })
+                let complete = |logs: Tensor| ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?);
+                Ok(Output { values, logs: logs.map(complete).transpose()? })
             }
             None => {
                 let (ready, gates) = (Ready::new(call)?, gates(call, true)?);
-                let (map, visible, qkv) = (form(&ready), ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
-                if !call.logs {
-                    let values = favor::favor(&map, qkv, gates.as_ref(), visible, causal)?;
-                    return Ok(Output { values: unfold(values, sizes.value_dim)?, logs: None });
-                }
-                let (values, logs) = favor::favor_with_logs(&map, qkv, gates.as_ref(), visible, causal)?;
-                Ok(Output { values: unfold(values, sizes.value_dim)?, logs: Some(unfold(logs, 1)?) })
+                let (visible, qkv) = (ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
+                let (values, logs) = favor::favor(&form(&ready), qkv, gates.as_ref(), visible, causal, call.logs)?;
+                let unfold = |rows: Tensor, width: usize| {
+                    let rows = ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?;
+                    ops::to_dtype(&rows, q.dtype())
+                };
+                let logs = logs.map(|logs| unfold(logs, 1)).transpose()?;
+                Ok(Output { values: unfold(values, sizes.value_dim)?, logs })
             }
         }
     }

@@ -168,58 +168,44 @@ impl Projection {
 /// `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is empty. `visible` is
 /// `(B, Tk)`, u8, contiguous. A row that sees no key is zero. `gates` are `(B, Hkv, Tk)`, f32,
 /// contiguous, and need a causal mask.
+///
+/// With `logs` come the logarithms of the denominators `(B, H, Tq, 1)`, `−1e37` where no key is
+/// seen. Where the kernels compute features, denominators lack the factor that all features of a
+/// query share, and the factor `1/√F` of keys.
+///
+/// # Errors
+/// If logarithms are asked for of other inputs than f32, or of features that may be negative.
 pub(crate) fn favor(
     map: &Map,
     qkv: [&Tensor; 3],
     gates: Option<&Tensor>,
     visible: Option<Tensor>,
     causal: bool,
-) -> Result<Tensor> {
-    rows_of(map, qkv, gates, visible, causal, false)
-}
-
-/// Computes [`favor`] in f32, of positive features, and the logarithms of its denominators, `−1e37`
-/// where no key is seen: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`. Where the kernels compute features,
-/// denominators lack the factor that all features of a query share, and the factor `1/√F` of keys.
-///
-/// # Errors
-/// If the inputs are not f32, or features may be negative.
-pub(crate) fn favor_with_logs(
-    map: &Map,
-    qkv: [&Tensor; 3],
-    gates: Option<&Tensor>,
-    visible: Option<Tensor>,
-    causal: bool,
-) -> Result<(Tensor, Tensor)> {
+    logs: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
     let [q, _, v] = qkv;
-    if q.dtype() != DType::F32 || map.kind() == MapKind::Signed {
+    if logs && (q.dtype() != DType::F32 || map.kind() == MapKind::Signed) {
         bail!(
             "favor with logarithms on CUDA: q is {:?} and features are {:?}; q must be f32 and features positive",
             q.dtype(),
             map.kind()
         );
     }
-    let values = v.dim(3)?;
-    let rows = rows_of(map, qkv, gates, visible, causal, true)?;
-    Ok((ops::narrow(&rows, 3, 0, values)?, ops::narrow(&rows, 3, values, 1)?))
-}
-
-/// Applies the operation, or the one with gates; with `logs`, the logarithm of a row's denominator
-/// stands after its values.
-fn rows_of(
-    map: &Map,
-    qkv: [&Tensor; 3],
-    gates: Option<&Tensor>,
-    visible: Option<Tensor>,
-    causal: bool,
-    logs: bool,
-) -> Result<Tensor> {
     let tracked = qkv.into_iter().chain(gates).any(Tensor::track_op);
     let passes = Passes { map: map.clone(), causal, visible, tracked, logs, saved: Mutex::new(None) };
-    let Some(gates) = gates else { return apply(Favor(passes), qkv) };
-    let gradients = Arc::new(Mutex::new(None));
-    let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
-    apply(Gated { passes, qkv: qkv.map(Tensor::detach), gradients }, [&joined, gates])
+    let rows = match gates {
+        None => apply(Favor(passes), qkv)?,
+        Some(gates) => {
+            let gradients = Arc::new(Mutex::new(None));
+            let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
+            apply(Gated { passes, qkv: qkv.map(Tensor::detach), gradients }, [&joined, gates])?
+        }
+    };
+    if !logs {
+        return Ok((rows, None));
+    }
+    let values = v.dim(3)?;
+    Ok((ops::narrow(&rows, 3, 0, values)?, Some(ops::narrow(&rows, 3, values, 1)?)))
 }
 
 /// `Passes` holds a forward pass and what its backward pass needs.

@@ -62,7 +62,7 @@ __device__ inline float of_logarithm(const Stored* grad, long long row) {
     return LOGS ? widen(grad[row * OUT_WIDTH + VALUES]) : 0.0f;
 }
 
-// Returns the gradient of a query's logarithm, which is zero where it sees no key: L is infinite there.
+// Returns the gradient of a query's logarithm; zero where it sees no key, for which L is infinite.
 __device__ inline float of_logarithm(const Tensors& t, long long query) {
     return LOGS && t.logs[query] != infinity() ? of_logarithm(t.grad, query) : 0.0f;
 }

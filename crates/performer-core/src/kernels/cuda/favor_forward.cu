@@ -15,8 +15,8 @@
 //             -> out (B, H, Tq, VALUES), logs (B, H, Tq) = log2 of denominator and scale
 //
 // With gates, `logs` are of what a query sees at its own token, after its gate. With LOGS, a row of
-// `out` has OUT_WIDTH numbers: after its values stands the same logarithm in base e, or FLOOR where no
-// key is seen.
+// `out` has OUT_WIDTH numbers: after its values stands the logarithm of `logs` in base e, or FLOOR
+// where no key is seen.
 //
 // `exact`, if given, gets outputs that are not rounded. `after`, if given, gets the sums after the
 // last token.
