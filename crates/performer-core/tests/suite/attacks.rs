@@ -260,21 +260,22 @@ fn gates_and_windows_keep_outputs_finite_and_means_of_ones_one() -> Result<()> {
     Ok(())
 }
 
-/// Compares fused attention with composed operations in f64 over a long sequence, outputs and
-/// gradients, with gates and without.
+/// Compares fused attention in several types with composed operations in f64 over a long sequence,
+/// outputs and gradients, with gates and without.
 fn long_sequence(tokens: usize, head_dim: usize, features: usize) -> Result<()> {
     let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: tokens, k_len: tokens, head_dim, value_dim: head_dim };
     for map in [FeatureMapKind::Positive, FeatureMapKind::Relu] {
-        for gated in [false, true] {
-            let mut problem = Problem::random(3, shape, Some(map), features).rounded(DType::F32)?;
+        for (dtype, gated) in [DType::F32, DType::F16, DType::BF16].into_iter().flat_map(|t| [(t, false), (t, true)]) {
+            let mut problem = Problem::random(3, shape, Some(map), features).rounded(dtype)?;
             problem.causal = true;
             if gated {
                 problem = problem.gated(4);
             }
             let exact = problem.run(&*problem.composed(DType::F64)?, DType::F64, Layout::Contiguous)?;
-            let fused = problem.run(&*problem.attention(DType::F32)?, DType::F32, Layout::Contiguous)?;
-            problem.assert_outcome(&format!("gated {gated}"), &fused, &exact, 1e-4);
-            assert_eq!(outside_hull(&problem, &fused.output, 1e-5), None, "{map}, gated {gated}");
+            let fused = problem.run(&*problem.attention(dtype)?, dtype, Layout::Contiguous)?;
+            let tolerance = if dtype == DType::F32 { 1e-4 } else { 1e-2 };
+            problem.assert_outcome(&format!("{dtype:?}, gated {gated}"), &fused, &exact, tolerance);
+            assert_eq!(outside_hull(&problem, &fused.output, rounding(dtype)), None, "{map}, {dtype:?}, gated {gated}");
         }
     }
     Ok(())

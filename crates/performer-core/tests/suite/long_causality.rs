@@ -114,16 +114,20 @@ fn assert_same_bits(what: &str, actual: &Tensor, expected: &Tensor) -> Result<()
     Ok(())
 }
 
-/// Checks that these futures leave the past alone to the bit.
-fn check_futures(spec: &str, cuts: &[(usize, Future)]) -> Result<()> {
+/// Checks that these futures leave the past alone to the bit, where queries, keys and values are of
+/// this type.
+fn check_futures(spec: &str, dtype: DType, cuts: &[(usize, Future)]) -> Result<()> {
     let (attention, is_gated) = attention(spec)?;
     let inputs = inputs(1)?;
-    let forward = |inputs: &[Tensor; 4]| attention.forward(given(inputs, is_gated), &Mask::causal());
+    let forward = |[q, k, v, gates]: &[Tensor; 4]| {
+        let inputs = [q.to_dtype(dtype)?, k.to_dtype(dtype)?, v.to_dtype(dtype)?, gates.clone()];
+        attention.forward(given(&inputs, is_gated), &Mask::causal())
+    };
     let whole = forward(&inputs)?;
     for &(cut, future) in cuts {
         let changed = forward(&future.put(&inputs, cut)?)?;
         let past = |x: &Tensor| x.narrow(2, 0, cut);
-        assert_same_bits(&format!("{spec}, {future:?} from {cut}"), &past(&changed)?, &past(&whole)?)?;
+        assert_same_bits(&format!("{spec}, {dtype:?}, {future:?} from {cut}"), &past(&changed)?, &past(&whole)?)?;
     }
     Ok(())
 }
@@ -133,7 +137,8 @@ fn check_futures(spec: &str, cuts: &[(usize, Future)]) -> Result<()> {
 fn no_future_reaches_the_past() -> Result<()> {
     for (i, spec) in SPECS.into_iter().enumerate() {
         let cuts: Vec<_> = CUTS.into_iter().enumerate().map(|(n, cut)| (cut, FUTURES[(n + i) % 5])).collect();
-        check_futures(spec, &cuts)?;
+        check_futures(spec, DType::F32, &cuts)?;
+        check_futures(spec, [DType::F16, DType::BF16][i % 2], &cuts[7..])?;
     }
     Ok(())
 }
@@ -144,7 +149,9 @@ fn no_future_reaches_the_past() -> Result<()> {
 fn no_future_of_any_kind_reaches_the_past() -> Result<()> {
     for spec in SPECS {
         let cuts: Vec<_> = CUTS.into_iter().flat_map(|cut| FUTURES.map(|future| (cut, future))).collect();
-        check_futures(spec, &cuts)?;
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            check_futures(spec, dtype, &cuts)?;
+        }
     }
     Ok(())
 }
