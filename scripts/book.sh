@@ -27,6 +27,7 @@ if command -v mdbook >/dev/null; then
 elif [ ! -x "$mdbook" ]; then
     # Without its server and its watching, which building does not need, and without its search, for
     # fewer packages: print.html has the whole book on one page, in which any browser searches.
+    echo "building mdBook $version, once, which takes about two minutes on two cores" >&2
     cargo install mdbook --version "$version" --locked --no-default-features --root "$kept"
 fi
 
