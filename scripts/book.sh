@@ -17,7 +17,8 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 
-scripts/book_check.py README.md benchmarks/README.md
+scripts/book_check.py README.md benchmarks/README.md benchmarks/minilm/README.md docs/report/README.md \
+    models/README.md models/stories/README.md
 
 version=0.5.4
 kept=${XDG_CACHE_HOME:-$HOME/.cache}/performer/mdbook-$version
