@@ -42,8 +42,8 @@ rm "$page/page.js.old"
 for licence in LICENSE-MIT LICENSE-APACHE; do
     cp $licence "$page/$licence.txt"
 done
-# The mark before the text says that it is in UTF-8, where a server does not. Comments, which say where
-# the figures come from, are left out.
+# The mark before the text says that it is in UTF-8, where a server does not. Comments on where the
+# figures come from are left out.
 {
     printf '\357\273\277'
     sed -e '/^<!--.*-->$/d' -e '/^<!--/,/-->$/d' models/stories/README.md
