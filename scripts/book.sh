@@ -17,7 +17,8 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 
-scripts/book_check.py README.md benchmarks/README.md
+scripts/book_check.py README.md benchmarks/README.md benchmarks/minilm/README.md docs/report/README.md \
+    models/README.md models/stories/README.md
 
 version=0.5.4
 kept=${XDG_CACHE_HOME:-$HOME/.cache}/performer/mdbook-$version
@@ -27,6 +28,7 @@ if command -v mdbook >/dev/null; then
 elif [ ! -x "$mdbook" ]; then
     # Without its server and its watching, which building does not need, and without its search, for
     # fewer packages: print.html has the whole book on one page, in which any browser searches.
+    echo "building mdBook $version, once, which takes about two minutes on two cores" >&2
     cargo install mdbook --version "$version" --locked --no-default-features --root "$kept"
 fi
 

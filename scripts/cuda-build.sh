@@ -30,6 +30,7 @@ fi
 # A folder of its own: other builds stay as they are. The old kind of run path also holds for what
 # the libraries load.
 target=${CARGO_TARGET_DIR:-target}/cuda
+[ -d "$target" ] || echo 'the first build takes 10 to 18 minutes on two cores' >&2
 cargo rustc --release --locked -p performer-lm --bin performer-lm --features cuda --target-dir "$target" -- \
     -C strip=symbols -C link-arg='-Wl,--disable-new-dtags,-rpath,$ORIGIN'
 

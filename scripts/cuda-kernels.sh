@@ -45,6 +45,7 @@ fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$folder"
+echo 'compiling the kernels takes 10 minutes on two cores, and little where they were compiled before' >&2
 
 # on CARD ARCHITECTURES COMMAND...: the program on an emulated card, with its kernels collected.
 on() {

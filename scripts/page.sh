@@ -42,10 +42,11 @@ rm "$page/page.js.old"
 for licence in LICENSE-MIT LICENSE-APACHE; do
     cp $licence "$page/$licence.txt"
 done
-# The mark before the text says that it is in UTF-8, where a server does not.
+# The mark before the text says that it is in UTF-8, where a server does not. Comments on where the
+# figures come from are left out.
 {
     printf '\357\273\277'
-    cat models/stories/README.md
+    sed -e '/^<!--.*-->$/d' -e '/^<!--/,/-->$/d' models/stories/README.md
 } >"$page/models/README.txt"
 scripts/notices.py performer-web "$triple" "$page/NOTICES.txt"
 

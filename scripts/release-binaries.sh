@@ -60,6 +60,7 @@ for target in "$@"; do
             ;;
     esac
     rustup target list --installed | grep -qx "$target" || rustup target add "$target"
+    echo "building for $target: some ten minutes on two cores" >&2
     cargo build --release --locked -p performer-lm --target "$target" "${features[@]}"
     name=performer-lm-$version-$target
     rm -rf "${folder:?}/$name"

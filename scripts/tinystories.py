@@ -48,7 +48,7 @@ WHOLE = {
 
 def fetched():
     """The public file's content."""
-    print(f"fetching {SOURCE}", file=sys.stderr)
+    print(f"fetching {SOURCE} (22 MB)", file=sys.stderr)
     try:
         with urllib.request.urlopen(SOURCE, timeout=60) as answer:
             return answer.read()
