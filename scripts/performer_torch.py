@@ -153,6 +153,8 @@ class Attention:
     map: Optional[str] = None
     features: int = 0
     parts: frozenset = frozenset()
+    # The dimension of queries and keys, where it is not that of values.
+    key_dim: Optional[int] = None
 
     def __str__(self):
         drawn = f" m={self.features}" if self.features else ""
@@ -160,7 +162,8 @@ class Attention:
         sinks = f" sinks={self.sinks}" if self.sinks else ""
         kind = "favor" if self.kind == "windowed" else self.kind
         of_map = "" if self.map in (None, "constant") else f" {self.map}{drawn}"
-        return f"{kind}{of_map}{window}{sinks}" + "".join(f" {part}" for part in PARTS if part in self.parts)
+        key_dim = f" key_dim={self.key_dim}" if self.key_dim else ""
+        return f"{kind}{of_map}{window}{sinks}" + "".join(f" {part}" for part in PARTS if part in self.parts) + key_dim
 
 
 def attention_of(fields):
@@ -170,14 +173,15 @@ def attention_of(fields):
     if kind == "equipped":
         parts = fields.inner("parts")
         there = frozenset(part for part in PARTS if parts.flag(part, False))
+        key_dim = parts.count("key_dim", None)
         parts.require_empty()
         inner = attention_of(fields.inner("of"))
-        if inner.parts:
+        if inner.parts or inner.key_dim:
             raise ModelError(f"{fields.name}: parts are around parts; put them in one place")
         if inner.kind == "none" and "gate" in there:
             raise ModelError(f"{fields.name}: the attention none has nothing to forget; leave its gate out")
         fields.require_empty()
-        return dataclasses.replace(inner, parts=there)
+        return dataclasses.replace(inner, parts=there, key_dim=key_dim)
     if kind == "softmax":
         settings["window"] = math.inf
     if kind in ("softmax-window", "windowed"):
@@ -245,11 +249,13 @@ class Config:
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise ModelError(f"config.json: heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        if self.rotary_base is not None and (self.head_dim % 2 or self.rotary_base <= 0):
-            raise ModelError(
-                f"config.json: rotary positions of base {self.rotary_base} in heads of {self.head_dim}; the base must be "
-                "positive and the dimension even"
-            )
+        for attention in self.attention if self.rotary_base is not None else ():
+            key_dim = attention.key_dim or self.head_dim
+            if key_dim % 2 or self.rotary_base <= 0:
+                raise ModelError(
+                    f"config.json: rotary positions of base {self.rotary_base} in queries and keys of {key_dim}; the base "
+                    "must be positive and the dimension even"
+                )
         if not 0 <= self.dropout < 1:
             raise ModelError(f"config.json: dropout is {self.dropout}; it must be in [0, 1)")
 
@@ -872,23 +878,25 @@ class SelfAttention(nn.Module):
     def __init__(self, config, attention, tensors, name):
         super().__init__()
         self.attention, self.heads, self.kv_heads = attention, config.heads, config.kv_heads
-        self.head_dim = d = config.head_dim
-        e, q, kv = config.hidden_size, config.heads * d, config.kv_heads * d
+        self.head_dim = config.head_dim
+        self.key_dim = d = attention.key_dim or config.head_dim
+        e, q, k = config.hidden_size, config.heads * d, config.kv_heads * d
+        v, out = config.kv_heads * self.head_dim, config.heads * self.head_dim
         qkv_bias = config.bias or config.qkv_bias
         self.q_proj = Linear(tensors, f"{name}.q_proj", e, q, qkv_bias)
-        self.k_proj = Linear(tensors, f"{name}.k_proj", e, kv, qkv_bias)
-        self.v_proj = Linear(tensors, f"{name}.v_proj", e, kv, qkv_bias)
-        self.o_proj = Linear(tensors, f"{name}.o_proj", q, e, config.bias)
+        self.k_proj = Linear(tensors, f"{name}.k_proj", e, k, qkv_bias)
+        self.v_proj = Linear(tensors, f"{name}.v_proj", e, v, qkv_bias)
+        self.o_proj = Linear(tensors, f"{name}.o_proj", out, e, config.bias)
         if "gate" in attention.parts:
             self.gate = Linear(tensors, f"{name}.gate", e, config.kv_heads, True)
         if "convolution" in attention.parts:
             self.q_conv1d = Linear(tensors, f"{name}.q_conv1d", 4, q, False)
-            self.k_conv1d = Linear(tensors, f"{name}.k_conv1d", 4, kv, False)
-            self.v_conv1d = Linear(tensors, f"{name}.v_conv1d", 4, kv, False)
+            self.k_conv1d = Linear(tensors, f"{name}.k_conv1d", 4, k, False)
+            self.v_conv1d = Linear(tensors, f"{name}.v_conv1d", 4, v, False)
         if "output_norm" in attention.parts:
-            self.output_norm = Norm(tensors, f"{name}.output_norm", d, "rms-norm", 1e-5)
+            self.output_norm = Norm(tensors, f"{name}.output_norm", self.head_dim, "rms-norm", 1e-5)
         if "output_gate" in attention.parts:
-            self.output_gate = Linear(tensors, f"{name}.output_gate", e, q, False)
+            self.output_gate = Linear(tensors, f"{name}.output_gate", e, out, False)
         m = attention.features
         if attention.map in DRAWN:
             self.register_buffer("projection", tensors.take(f"{name}.projection", m, d))
@@ -914,24 +922,25 @@ class SelfAttention(nn.Module):
             before = [None] * 3 if state is None else state.rows
             mixed = [short_convolution(*of) for of in zip(rows, filters, before)]
             rows, last = [row for row, _ in mixed], [row for _, row in mixed]
-        q, k, v = (of.view(b, t, -1, self.head_dim) for of in rows)
+        q, k = (of.view(b, t, -1, self.key_dim) for of in rows[:2])
+        v = rows[2].view(b, t, -1, self.head_dim)
         if angles is not None:
-            q, k = turn(q, angles), turn(k, angles)
+            q, k = turn(q, angles[self.key_dim]), turn(k, angles[self.key_dim])
         if "mup_scale" in self.attention.parts:
-            q = q / math.sqrt(self.head_dim)
+            q = q / math.sqrt(self.key_dim)
         # Half types have too few digits for exponents.
         wide = torch.promote_types(x.dtype, torch.float32)
         gates = None
         if "gate" in self.attention.parts:
             gates = F.linear(x.to(wide), self.gate.weight.to(wide), self.gate.bias.to(wide))
             gates = F.logsigmoid(gates).transpose(1, 2)[..., None]
-        scale = self.head_dim**-0.25
+        scale = self.key_dim**-0.25
         # The query heads of a key head are neighbours.
         q = q.to(wide).unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4) * scale
         k, v = k.to(wide).transpose(1, 2) * scale, v.to(wide).transpose(1, 2)
         of_attention = None if state is None else state.attention
         if self.attention.kind == "none":
-            out = torch.zeros_like(q)
+            out = q.new_zeros(*q.shape[:-1], self.head_dim)
         else:
             outs = []
             for i in range(0, t, SEGMENT):
@@ -1099,11 +1108,14 @@ class Performer(nn.Module):
         return F.linear(x, head.weight), State(start + t, layers)
 
     def angles(self, start, tokens, device):
-        """Cosines and sines of rotary positions, (T, D/2) each, computed in f64."""
-        d = self.config.head_dim
-        frequencies = self.config.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-        angles = torch.outer(torch.arange(start, start + tokens, dtype=torch.float64), frequencies)
-        return angles.cos().float().to(device), angles.sin().float().to(device)
+        """Cosines and sines of rotary positions, (T, D/2) each, computed in f64, by the dimension D
+        of queries and keys."""
+        of_dim = {}
+        for d in {attention.key_dim or self.config.head_dim for attention in self.config.attention}:
+            frequencies = self.config.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+            angles = torch.outer(torch.arange(start, start + tokens, dtype=torch.float64), frequencies)
+            of_dim[d] = angles.cos().float().to(device), angles.sin().float().to(device)
+        return of_dim
 
 
 # -------------------------------------------------------------------------------------------------

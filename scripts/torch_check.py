@@ -59,6 +59,11 @@ def equipped(of, *parts):
     return {"kind": "equipped", "parts": {part: True for part in parts}, "of": of}
 
 
+def narrow(of, key_dim, *parts):
+    """With queries and keys of a dimension of their own."""
+    return {"kind": "equipped", "parts": {**{part: True for part in parts}, "key_dim": key_dim}, "of": of}
+
+
 def cases():
     """Names, attentions, those of single layers, and what else is in the configuration."""
     maps = ["positive", "hyperbolic", "trigonometric", "phase", "gaussian-phase", "relu", "elu", "exp", "taylor2"]
@@ -69,6 +74,9 @@ def cases():
         yield equipped(favor(name), *ALL), {}, LLAMA
     for part in ALL:
         yield equipped(favor("positive"), part), {}, STARCODER2
+    for attention in (favor("taylor2"), favor("positive"), favor("optimal"), windowed("learned", 13), near(17, 5), SOFTMAX):
+        yield narrow(attention, 4, *ALL), {}, LLAMA
+    yield SOFTMAX, {1: narrow(favor("taylor2"), 4), 2: narrow(near(9), 12, "convolution")}, QWEN2
     for name in ("positive", "hyperbolic", "elu", "exp", "optimal", "dense", "learned", "hedgehog"):
         yield windowed(name, 13), {}, LLAMA
     yield windowed("learned", 200, 3), {}, QWEN2

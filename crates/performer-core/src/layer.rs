@@ -43,6 +43,9 @@ pub use config::MultiHeadConfig;
 ///   before they are divided into heads and turned by rotary positions: `q_conv1d.weight` `(H·D,
 ///   4)`, `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The names
 ///   are those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
+/// - **Queries and keys of another dimension** `Dk` than values have `q_proj.weight` `(H·Dk, E)`,
+///   `k_proj.weight` `(Hkv·Dk, E)` and filters of as many rows. The attention is then made for heads
+///   of `Dk`, its logits are `q·k/√Dk`, and rotary positions are those of `Dk`.
 /// - **Norms of outputs**: each head's output is divided by its root mean square (ε is 1e-5), as in
 ///   RetNet (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>), and multiplied by
 ///   `output_norm.weight` `(D)`, at first 1. This changes a trained layer.
@@ -158,24 +161,29 @@ impl MultiHeadAttention {
                  at least 1, heads a multiple of kv_heads, and head_dim is set by hand where hidden is no multiple of heads"
             );
         }
-        let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+        let key_dim = config.key_dim();
+        if key_dim == 0 {
+            bail!("multi-head attention: key_dim is 0; leave it out, or give queries and keys at least one dimension");
+        }
+        let (q, k, v) = (heads * key_dim, kv_heads * key_dim, kv_heads * head_dim);
+        let out = heads * head_dim;
         let weight = |there: bool, name: &str, shape: Shape, initial| {
             there.then(|| vb.pp(name).get_with_hints(shape, "weight", Init::Const(initial))).transpose()
         };
         Ok(Self {
             q_proj: linear_b(hidden, q, config.qkv_bias, vb.pp("q_proj"))?,
-            k_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("k_proj"))?,
-            v_proj: linear_b(hidden, kv, config.qkv_bias, vb.pp("v_proj"))?,
-            o_proj: linear_b(q, hidden, config.output_bias, vb.pp("o_proj"))?,
+            k_proj: linear_b(hidden, k, config.qkv_bias, vb.pp("k_proj"))?,
+            v_proj: linear_b(hidden, v, config.qkv_bias, vb.pp("v_proj"))?,
+            o_proj: linear_b(out, hidden, config.output_bias, vb.pp("o_proj"))?,
             gate: if parts.gate { Some(forget_gate(hidden, kv_heads, &vb.pp("gate"))?) } else { None },
             convolutions: if parts.convolution {
                 let [q_name, k_name, v_name] = CONVOLUTIONS.map(|name| vb.pp(name));
-                Some([filters(q, &q_name)?, filters(kv, &k_name)?, filters(kv, &v_name)?])
+                Some([filters(q, &q_name)?, filters(k, &k_name)?, filters(v, &v_name)?])
             } else {
                 None
             },
             output_norm: weight(parts.output_norm, "output_norm", head_dim.into(), 1.0)?,
-            output_gate: weight(parts.output_gate, "output_gate", (q, hidden).into(), 0.0)?,
+            output_gate: weight(parts.output_gate, "output_gate", (out, hidden).into(), 0.0)?,
             rotary,
             attention,
             registered: Vec::new(),
@@ -450,7 +458,7 @@ impl MultiHeadAttention {
         let keys = context.unwrap_or(x);
         let mut split = |which: usize, linear: &Linear, x: &Tensor, heads: usize, rotary: Option<&Rotary>| {
             let (b, t, _) = x.dims3()?;
-            let rotary = rotary.map(|rotary| rotary.at(&[b, heads, t, c.head_dim], start)).transpose()?;
+            let rotary = rotary.map(|rotary| rotary.at(&[b, heads, t, c.key_dim()], start)).transpose()?;
             let Some(filters) = &self.convolutions else {
                 return ops::linear_to_heads(x, linear.weight(), linear.bias(), heads, rotary);
             };
@@ -459,7 +467,7 @@ impl MultiHeadAttention {
             ops::convolved_heads(&rows, &filters[which], heads, rotary, past)
         };
         let q = split(Q, &self.q_proj, x, c.heads, self.rotary.as_ref())?;
-        let q = if c.parts.mup_scale { ops::scale(&q, (c.head_dim as f64).powf(-0.5))? } else { q };
+        let q = if c.parts.mup_scale { ops::scale(&q, (c.key_dim() as f64).powf(-0.5))? } else { q };
         let k = split(K, &self.k_proj, keys, c.kv_heads, self.rotary.as_ref())?;
         let v = split(V, &self.v_proj, keys, c.kv_heads, None)?;
         let gates = self.gate.as_ref().map(|gate| gates(gate, keys)).transpose()?;

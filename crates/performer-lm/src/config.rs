@@ -152,6 +152,11 @@ impl ModelConfig {
         self.head_dim.unwrap_or(self.hidden_size / self.heads.max(1))
     }
 
+    /// Returns the dimension of the queries and keys of a layer, counted from 0.
+    pub fn key_dim(&self, layer: usize) -> usize {
+        self.attention_of(layer).parts().key_dim.unwrap_or(self.head_dim())
+    }
+
     /// Returns the attention of a layer, counted from 0.
     pub fn attention_of(&self, layer: usize) -> &AttentionConfig {
         self.attention_by_layer.get(&layer).unwrap_or(&self.attention)
@@ -277,11 +282,17 @@ impl ModelConfig {
         );
         ensure!(h.is_multiple_of(kv), "model config: heads {h} must be a multiple of kv_heads {kv}");
         ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
-        if matches!(self.positions, Positions::Rotary { .. }) && !self.head_dim().is_multiple_of(2) {
-            bail!("model config: rotary positions need an even head dimension; it is {}", self.head_dim());
-        }
         for attention in std::iter::once(&self.attention).chain(self.attention_by_layer.values()) {
             ensure!(attention.window() != Some(0), "model config: a window is 0; it must be at least 1 token");
+            let key_dim = attention.parts().key_dim;
+            ensure!(
+                key_dim.is_none_or(|dim| (1..=MAX_HEAD_DIM).contains(&dim)),
+                "model config: key_dim of {attention} must be in 1..={MAX_HEAD_DIM}"
+            );
+            let dim = key_dim.unwrap_or(self.head_dim());
+            if matches!(self.positions, Positions::Rotary { .. }) && !dim.is_multiple_of(2) {
+                bail!("model config: rotary positions need an even dimension of queries and keys; it is {dim}");
+            }
         }
         if let Some(layer) = self.attention_by_layer.keys().find(|layer| **layer >= self.layers) {
             bail!("model config: attention_by_layer names layer {layer}, but layers are counted 0..{}", self.layers);

@@ -87,7 +87,8 @@ impl Model {
     #[wasm_bindgen(getter)]
     pub fn cache_bytes_per_token(&self) -> usize {
         let config = self.decoder.config();
-        2 * config.layers * config.kv_heads * config.head_dim() * size_of::<f32>()
+        let of_layer = |layer| config.kv_heads * (config.key_dim(layer) + config.head_dim());
+        (0..config.layers).map(of_layer).sum::<usize>() * size_of::<f32>()
     }
 }
 

@@ -111,7 +111,8 @@ impl AttentionConfig {
     }
 
     /// Makes the attention for heads of dimension `head_dim`, its random features drawn from
-    /// `seed`.
+    /// `seed`. Where its [parts](Self::parts) name a dimension of queries and keys, its features
+    /// are for that one.
     ///
     /// # Errors
     /// As [`Favor::new`] and [`Windowed::new`], and if parts are around parts.
@@ -125,7 +126,7 @@ impl AttentionConfig {
             Self::Equipped { parts, of } if !of.parts().is_empty() => {
                 bail!("attention: {parts} is around {of}, which has parts already; put all parts in one place")
             }
-            Self::Equipped { of, .. } => of.build(head_dim, seed, dtype, device)?,
+            Self::Equipped { parts, of } => of.build(parts.key_dim.unwrap_or(head_dim), seed, dtype, device)?,
             Self::Uniform => Box::new(Favor::with_map(Box::new(Constant::new(head_dim)))?),
             Self::None => Box::new(NoAttention),
         })
@@ -225,7 +226,8 @@ impl fmt::Display for AttentionConfig {
 /// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4`, `uniform`, `none`, and
 /// three variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
 /// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names
-/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`.
+/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate`, `output-norm`, `mup-scale` and
+/// `key-dim=16`.
 impl FromStr for AttentionConfig {
     type Err = String;
 
@@ -240,6 +242,20 @@ impl FromStr for AttentionConfig {
         };
         let mut others = Vec::new();
         for setting in settings.split(',') {
+            if let Some((LayerParts::KEY_DIM, value)) = setting.split_once('=') {
+                if parts.key_dim.is_some() {
+                    return Err(format!("attention setting key-dim is given twice, in '{s}'; give it once"));
+                }
+                parts.key_dim = match value.parse() {
+                    Ok(dim) if dim > 0 => Some(dim),
+                    _ => {
+                        return Err(format!(
+                            "key-dim={value}: the dimension of queries and keys must be a whole number of at least 1"
+                        ));
+                    }
+                };
+                continue;
+            }
             match parts.by_name(setting) {
                 None => others.push(setting),
                 Some(true) => {
@@ -256,6 +272,9 @@ impl FromStr for AttentionConfig {
             Self::Uniform if parts.mup_scale => {
                 Err("the attention uniform has no logits to scale; leave mup-scale out".to_owned())
             }
+            Self::Uniform if parts.key_dim.is_some() => {
+                Err("the attention uniform looks at no queries and keys; leave key-dim out".to_owned())
+            }
             of => Ok(Self::Equipped { parts, of: Box::new(of) }),
         }
     }
@@ -265,7 +284,7 @@ impl AttentionConfig {
     /// Reads an attention whose settings have no parts of the layer among them.
     fn without_settings_of_layer(kind: &str, settings: &str) -> std::result::Result<Self, String> {
         let learned = FavorConfig::default().with_map(FeatureMapKind::Learned);
-        let parts = LayerParts::NAMES.join(", ");
+        let parts = format!("{}, {}=...", LayerParts::NAMES.join(", "), LayerParts::KEY_DIM);
         let (mut config, mut window) = match kind {
             "softmax" if settings.is_empty() => return Ok(Self::Softmax),
             "uniform" if settings.is_empty() => return Ok(Self::Uniform),
@@ -411,6 +430,8 @@ mod tests {
             "softmax:window=32,gate",
             "softmax:window=32,gate,conv,output-gate,output-norm,mup-scale",
             "favor:m=64,mup-scale",
+            "favor:map=taylor2,gate,key-dim=16",
+            "softmax:window=32,sinks=4,key-dim=8",
             "favor:m=64,gate,conv",
             "favor:map=elu,output-norm",
             "uniform:conv,output-gate",
@@ -432,6 +453,7 @@ mod tests {
             ("favor-gated", "favor:m=128,gate"),
             ("favor-gated:m=64,window=8", "favor:m=64,window=8,gate"),
             ("favor:gate,m=64", "favor:m=64,gate"),
+            ("favor-gated:key-dim=16,map=taylor2,conv", "favor:map=taylor2,gate,conv,key-dim=16"),
             ("favor-gated:output-norm,conv,m=64", "favor:m=64,gate,conv,output-norm"),
         ] {
             assert_eq!(name.parse::<AttentionConfig>().unwrap().to_string(), same);
@@ -453,6 +475,12 @@ mod tests {
             ("favor:gate,gate", "gate is given twice"),
             ("favor-gated:gate", "gate is given twice"),
             ("favor:gate=1", "unknown attention setting 'gate'"),
+            ("favor:key-dim=0", "at least 1"),
+            ("favor:key-dim=x", "key-dim=x: "),
+            ("favor:key-dim", "KEY=VALUE"),
+            ("softmax:key-dim=8,key-dim=8", "key-dim is given twice"),
+            ("uniform:key-dim=8", "leave key-dim out"),
+            ("none:key-dim=8", "leave key-dim=8 out"),
             ("softmax:conv,window=4,conv", "conv is given twice"),
             ("favor:conv=3", "unknown attention setting 'conv'"),
             ("softmax:m=4,gate", "the settings window and sinks"),

@@ -4,9 +4,10 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Parts that a [`MultiHeadAttention`](crate::MultiHeadAttention) may have around any attention.
-/// None is there unless it is asked for. [`MultiHeadAttention`](crate::MultiHeadAttention) says
-/// what each computes and which weights it has.
+/// Parts that a [`MultiHeadAttention`](crate::MultiHeadAttention) may have around any attention,
+/// and the dimension of queries and keys. None is there unless it is asked for.
+/// [`MultiHeadAttention`](crate::MultiHeadAttention) says what each computes and which weights it
+/// has.
 ///
 /// # Example
 /// ```
@@ -36,6 +37,11 @@ pub struct LayerParts {
     /// `mup-scale`: logits `q·k/D` in place of `q·k/√D`, for heads of dimension D.
     #[serde(skip_serializing_if = "is_missing")]
     pub mup_scale: bool,
+    /// `key-dim=16`: the dimension of the queries and keys of a head, where it is not that of its
+    /// values. It decides how many features a polynomial map such as
+    /// [`Taylor2`](crate::features::FeatureMapKind::Taylor2) has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key_dim: Option<usize>,
 }
 
 /// Whether a part is not there, so that it is left out of JSON.
@@ -84,7 +90,17 @@ impl LayerParts {
         self
     }
 
-    /// The names of all parts, in the order of the fields.
+    /// Sets the dimension of the queries and keys of a head; `None` is that of its values.
+    #[must_use]
+    pub const fn with_key_dim(mut self, key_dim: Option<usize>) -> Self {
+        self.key_dim = key_dim;
+        self
+    }
+
+    /// The key of [`Self::key_dim`] in the text of an attention.
+    pub(super) const KEY_DIM: &str = "key-dim";
+
+    /// The names of all parts that are there or not, in the order of the fields.
     pub(super) const NAMES: [&str; 5] = ["gate", "conv", "output-gate", "output-norm", "mup-scale"];
 
     /// The part of a name, as the text of an attention has it among its settings.
@@ -100,12 +116,13 @@ impl LayerParts {
     }
 }
 
-/// The names of the parts that are there, such as `gate,conv`, in the order of the fields.
+/// The parts that are there, such as `gate,conv,key-dim=16`, in the order of the fields.
 impl fmt::Display for LayerParts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = *self;
-        let there: Vec<&str> =
-            Self::NAMES.into_iter().filter(|name| parts.by_name(name).is_some_and(|part| *part)).collect();
+        let named = Self::NAMES.into_iter().filter(|name| parts.by_name(name).is_some_and(|part| *part));
+        let key_dim = self.key_dim.map(|dim| format!("{}={dim}", Self::KEY_DIM));
+        let there: Vec<String> = named.map(str::to_owned).chain(key_dim).collect();
         f.write_str(&there.join(","))
     }
 }

@@ -138,9 +138,15 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns Ω `(M, D)` and ε of features `M^-½ relu(ω_r·x) + ε`, the other kind that kernels
+    /// Returns Ω `(M, D)` and ε of features `M^-½ relu(ω_r·x) + ε`, another kind that kernels
     /// compute themselves.
     fn rectified_form(&self) -> Option<(Tensor, f64)> {
+        None
+    }
+
+    /// Returns the `c` of features whose products are `1 + z + c z²`, in the order of
+    /// [`Taylor2`], for kernels that compute them by themselves.
+    fn quadratic_form(&self) -> Option<f64> {
         None
     }
 

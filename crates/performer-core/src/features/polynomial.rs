@@ -119,6 +119,10 @@ impl FeatureMap for Taylor2 {
         1 + self.dim + self.squares.count()
     }
 
+    fn quadratic_form(&self) -> Option<f64> {
+        Some(0.5)
+    }
+
     fn features(&self, x: &Tensor) -> Result<Features> {
         Ok(Features::Linear { values: self.values(x)?, log_scale: None })
     }
@@ -161,6 +165,11 @@ impl FeatureMap for Limit {
 
     fn feature_dim(&self) -> usize {
         self.monomials.count()
+    }
+
+    /// `(1 + z/2)² = 1 + z + z²/4`.
+    fn quadratic_form(&self) -> Option<f64> {
+        (self.n == 2).then_some(0.25)
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {

@@ -24,7 +24,8 @@ pub struct MultiHeadConfig {
     pub heads: usize,
     /// Key and value heads `Hkv`, a divisor of `heads`.
     pub kv_heads: usize,
-    /// Head dimension `D`; usually `E/H`.
+    /// Head dimension `D`; usually `E/H`. Queries and keys may have
+    /// [another](LayerParts::key_dim).
     pub head_dim: usize,
     /// Whether q, k and v projections have a bias.
     pub qkv_bias: bool,
@@ -65,6 +66,11 @@ impl MultiHeadConfig {
         self
     }
 
+    /// The dimension `Dk` of the queries and keys of a head: `D`, unless the parts say otherwise.
+    pub fn key_dim(&self) -> usize {
+        self.parts.key_dim.unwrap_or(self.head_dim)
+    }
+
     /// Sets whether the projections of queries, keys and values have a bias.
     #[must_use]
     pub fn with_qkv_bias(mut self, qkv_bias: bool) -> Self {
@@ -94,15 +100,16 @@ impl MultiHeadConfig {
     /// # Errors
     /// If memory runs out.
     pub fn neutral_parts(&self, device: &Device) -> Result<Vec<(String, Tensor)>> {
-        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let channels = [self.heads * self.key_dim(), self.kv_heads * self.key_dim(), self.kv_heads * self.head_dim];
         let mut weights = Vec::new();
         if self.parts.convolution {
-            for (name, channels) in CONVOLUTIONS.into_iter().zip([q, kv, kv]) {
+            for (name, channels) in CONVOLUTIONS.into_iter().zip(channels) {
                 weights.push((format!("{name}.weight"), identity(channels, DType::F32, device)?));
             }
         }
         if self.parts.output_gate {
-            weights.push(("output_gate.weight".into(), Tensor::zeros((q, self.hidden), DType::F32, device)?));
+            let shape = (self.heads * self.head_dim, self.hidden);
+            weights.push(("output_gate.weight".into(), Tensor::zeros(shape, DType::F32, device)?));
         }
         Ok(weights)
     }

@@ -1,5 +1,5 @@
-//! These tests hold short convolutions to their reference, alone and inside a layer: gradients,
-//! types, layouts, causality, padding, and decoding from a state.
+//! These tests hold short convolutions to their reference, alone and inside a layer with all its
+//! parts: gradients, types, layouts, causality, padding, and decoding from a state.
 
 use crate::common::{Random, assert_tensor_close, mask_tensor, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -14,7 +14,7 @@ const DEVICE: Device = Device::Cpu;
 const HIDDEN: usize = 24;
 const HEAD_DIM: usize = 6;
 /// Attentions of every kind that a layer has parts around.
-const ATTENTIONS: [&str; 7] = [
+const ATTENTIONS: [&str; 8] = [
     "softmax",
     "softmax:window=9",
     "favor:m=16",
@@ -22,7 +22,17 @@ const ATTENTIONS: [&str; 7] = [
     "favor:m=16,window=7",
     "uniform",
     "favor:m=16,map=learned,window=4",
+    "favor:map=taylor2",
 ];
+
+/// The dimension of queries and keys: that of values, and smaller.
+const KEY_DIMS: [Option<usize>; 2] = [None, Some(4)];
+
+/// Every attention with every dimension of queries and keys.
+fn attentions_and_key_dims() -> impl Iterator<Item = (&'static str, Option<usize>)> {
+    ATTENTIONS.into_iter().flat_map(|attention| KEY_DIMS.map(|key_dim| (attention, key_dim)))
+}
+
 fn all_parts() -> LayerParts {
     convolution().with_gate(true).with_output_gate(true).with_output_norm(true).with_mup_scale(true)
 }
@@ -193,8 +203,8 @@ fn layer(attention: &str, parts: LayerParts, rotary: bool) -> Result<(MultiHeadA
     assert_eq!(config.head_dim, HEAD_DIM);
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
-    let rotary = if rotary { Some(Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?) } else { None };
-    let layer = MultiHeadAttention::new(&config, build(attention)?, rotary, vb)?;
+    let rotary = if rotary { Some(Rotary::new(config.key_dim(), 64, 1e4, &DEVICE)?) } else { None };
+    let layer = MultiHeadAttention::new(&config, build(attention, parts)?, rotary, vb)?;
     {
         let data = vars.data().lock().unwrap();
         let is_drawn = |name: &&String| name.ends_with(".weight") || name.ends_with("_proj.bias");
@@ -210,8 +220,9 @@ fn layer(attention: &str, parts: LayerParts, rotary: bool) -> Result<(MultiHeadA
     Ok((layer, vars))
 }
 
-fn build(attention: &str) -> Result<Box<dyn Attention>> {
-    let config: AttentionConfig = attention.parse().map_err(candle_core::Error::msg)?;
+fn build(attention: &str, parts: LayerParts) -> Result<Box<dyn Attention>> {
+    let of: AttentionConfig = attention.parse().map_err(candle_core::Error::msg)?;
+    let config = AttentionConfig::Equipped { parts, of: Box::new(of) };
     config.build(HEAD_DIM, 3, DType::F32, &DEVICE)
 }
 
@@ -219,16 +230,21 @@ fn build(attention: &str) -> Result<Box<dyn Attention>> {
 /// heads and rotary positions, norms before gates.
 #[test]
 fn parts_stand_where_the_formula_has_them() -> Result<()> {
-    let (layer, vars) = layer("favor:m=16", all_parts(), true)?;
-    let attention = build("favor:m=16")?;
+    KEY_DIMS.into_iter().try_for_each(|key_dim| is_formula(all_parts().with_key_dim(key_dim)))
+}
+
+fn is_formula(parts: LayerParts) -> Result<()> {
+    let (layer, vars) = layer("favor:m=16", parts, true)?;
+    let attention = build("favor:m=16", parts)?;
+    let key_dim = parts.key_dim.unwrap_or(HEAD_DIM);
     // The features that the layer has.
-    let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?;
+    let rotary = Rotary::new(key_dim, 64, 1e4, &DEVICE)?;
     let x = Var::from_tensor(&random(3, &[2, 9, HIDDEN])?)?;
     let data = vars.data().lock().unwrap();
     let weight = |name: &str| data[&format!("{name}.weight")].as_tensor().clone();
     let bias = |name: &str| data[&format!("{name}.bias")].as_tensor().clone();
     let rows = |name: &str| x.broadcast_matmul(&weight(name).t()?);
-    let convolved = |name: &str, heads: usize| -> Result<Tensor> {
+    let convolved = |name: &str, heads: usize, dim: usize| -> Result<Tensor> {
         let rows = rows(&format!("{name}_proj"))?.broadcast_add(&bias(&format!("{name}_proj")))?;
         let filters = weight(&format!("{name}_conv1d"));
         let padded = rows.pad_with_zeros(1, 3, 0)?;
@@ -236,13 +252,14 @@ fn parts_stand_where_the_formula_has_them() -> Result<()> {
         for j in 0..4 {
             sum = (sum + padded.narrow(1, j, 9)?.broadcast_mul(&filters.narrow(1, j, 1)?.squeeze(1)?)?)?;
         }
-        sum.reshape((2, 9, heads, HEAD_DIM))?.transpose(1, 2)
+        sum.reshape((2, 9, heads, dim))?.transpose(1, 2)
     };
     let gates = rows("gate")?.broadcast_add(&bias("gate"))?;
     let gates = ((gates.neg()?.exp()? + 1.0)?.log()? * -1.0)?.transpose(1, 2)?.contiguous()?;
-    let (q, k) = (rotary.apply(&convolved("q", 4)?, 0)?, rotary.apply(&convolved("k", 2)?, 0)?);
-    let q = (q / (HEAD_DIM as f64).sqrt())?;
-    let v = convolved("v", 2)?;
+    let q = rotary.apply(&convolved("q", 4, key_dim)?, 0)?;
+    let k = rotary.apply(&convolved("k", 2, key_dim)?, 0)?;
+    let q = (q / (key_dim as f64).sqrt())?;
+    let v = convolved("v", 2, HEAD_DIM)?;
     let out = attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
     let size = (out.sqr()?.mean_keepdim(3)? + 1e-5)?.sqrt()?;
     let normed = out.broadcast_div(&size)?.broadcast_mul(&weight("output_norm"))?;
@@ -264,13 +281,15 @@ fn parts_stand_where_the_formula_has_them() -> Result<()> {
 /// New convolutions and output gates change nothing, so a trained layer may be given them.
 #[test]
 fn new_parts_change_nothing() -> Result<()> {
-    for attention in ATTENTIONS {
-        let plain = MultiHeadConfig::new(HIDDEN, 4).with_kv_heads(2);
-        let parts = convolution().with_output_gate(true);
+    for (attention, key_dim) in attentions_and_key_dims() {
+        let bare = LayerParts::default().with_key_dim(key_dim);
+        let plain = MultiHeadConfig::new(HIDDEN, 4).with_kv_heads(2).with_parts(bare);
+        let parts = bare.with_convolution(true).with_output_gate(true);
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
-        let with = MultiHeadAttention::new(&plain.clone().with_parts(parts), build(attention)?, None, vb.clone())?;
-        let without = MultiHeadAttention::new(&plain, build(attention)?, None, vb)?;
+        let with =
+            MultiHeadAttention::new(&plain.clone().with_parts(parts), build(attention, bare)?, None, vb.clone())?;
+        let without = MultiHeadAttention::new(&plain, build(attention, bare)?, None, vb)?;
         let x = random(1, &[2, 20, HIDDEN])?;
         let [with, without] = [with, without].map(|layer| values(&layer.forward(&x, &Mask::causal())?));
         assert_eq!(with?, without?, "{attention}");
@@ -283,8 +302,8 @@ fn new_parts_change_nothing() -> Result<()> {
 
 #[test]
 fn every_parameter_of_every_part_has_a_gradient() -> Result<()> {
-    for attention in ATTENTIONS {
-        let (layer, vars) = layer(attention, all_parts(), true)?;
+    for (attention, key_dim) in attentions_and_key_dims() {
+        let (layer, vars) = layer(attention, all_parts().with_key_dim(key_dim), true)?;
         let x = random(2, &[2, 20, HIDDEN])?;
         let grad = random(3, &[2, 20, HIDDEN])?;
         let loss = || (layer.forward(&x, &Mask::causal())? * &grad)?.sum_all();
@@ -324,8 +343,8 @@ fn is_buffer(name: &str) -> bool {
 /// Outputs up to a token have the same bits whatever comes after it.
 #[test]
 fn a_layer_with_parts_is_causal_to_the_bit() -> Result<()> {
-    for attention in ATTENTIONS {
-        let (layer, _) = layer(attention, all_parts(), true)?;
+    for (attention, key_dim) in attentions_and_key_dims() {
+        let (layer, _) = layer(attention, all_parts().with_key_dim(key_dim), true)?;
         let (x, other) = (random(7, &[2, 40, HIDDEN])?, random(8, &[2, 40, HIDDEN])?);
         let whole = layer.forward(&x, &Mask::causal())?;
         for t in [1, 2, 3, 17, 39] {
@@ -344,9 +363,9 @@ fn extend(layer: &MultiHeadAttention, x: &Tensor, start: usize, end: usize, stat
 
 #[test]
 fn any_split_is_one_pass() -> Result<()> {
-    for attention in ATTENTIONS {
+    for (attention, key_dim) in attentions_and_key_dims() {
         for rotary in [false, true] {
-            let (layer, _) = layer(attention, all_parts(), rotary)?;
+            let (layer, _) = layer(attention, all_parts().with_key_dim(key_dim), rotary)?;
             let x = random(9, &[2, 30, HIDDEN])?;
             let whole = values(&layer.forward(&x, &Mask::causal())?)?;
             for cuts in [&[0, 30][..], &[0, 1, 2, 3, 4, 30], &[0, 20, 20, 21, 22, 25, 29, 30], &[0, 2, 5, 6, 30]] {
@@ -354,7 +373,7 @@ fn any_split_is_one_pass() -> Result<()> {
                 let parts = cuts.windows(2).map(|cut| extend(&layer, &x, cut[0], cut[1], &mut state));
                 let parts = parts.collect::<Result<Vec<_>>>()?;
                 let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
-                let what = format!("{attention}, rotary {rotary}, {cuts:?}");
+                let what = format!("{attention}, {key_dim:?}, rotary {rotary}, {cuts:?}");
                 assert_tensor_close(&what, &Tensor::cat(&parts, 1)?, &whole, 1e-5);
             }
         }

@@ -47,10 +47,11 @@ pub(super) struct Args {
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor]. The
     /// setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short
     /// convolutions of queries, keys and values; output-gate and output-norm scale what heads
-    /// return; mup-scale divides logits by the head dimension in place of its square root. Controls:
-    /// uniform (means of the values, without queries and keys) and none. sinks=4 beside a window
-    /// keeps the first four tokens visible. A hybrid A+B/n, as in favor-gated+softmax/4, has B in
-    /// every n-th layer, A in the others.
+    /// return; mup-scale divides logits by the head dimension in place of its square root;
+    /// key-dim=16 gives queries and keys 16 dimensions a head, which map=taylor2 needs in large
+    /// heads. Controls: uniform (means of the values, without queries and keys) and none. sinks=4
+    /// beside a window keeps the first four tokens visible. A hybrid A+B/n, as in
+    /// favor-gated+softmax/4, has B in every n-th layer, A in the others.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]

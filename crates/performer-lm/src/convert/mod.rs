@@ -396,12 +396,13 @@ fn check(plan: &Plan) -> Result<()> {
     }
     let changes = |i: &usize| {
         let parts = plan.config.attention_of(*i).parts();
-        parts.gate || parts.output_norm || parts.mup_scale
+        parts.gate || parts.output_norm || parts.mup_scale || parts.key_dim.is_some()
     };
     if let Some(layer) = layers.clone().find(changes) {
         bail!(
-            "layer {layer} is to have attention {}; a softmax model has no forget gates, no norms of outputs and \
-             no logits over D to begin with, so train one with them from the start, or leave gate, output-norm and mup-scale out",
+            "layer {layer} is to have attention {}; a softmax model has no forget gates, no norms of outputs, no logits over D \
+             and no other dimension of queries and keys to begin with, so train one with them from the start, or leave \
+             gate, output-norm, mup-scale and key-dim out",
             plan.config.attention_of(layer)
         );
     }

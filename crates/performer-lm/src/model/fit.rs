@@ -17,7 +17,7 @@ use crate::config::AttentionConfig;
 impl Decoder {
     /// Returns moments of nothing yet, for each layer.
     pub(crate) fn no_moments(&self) -> Vec<Moments> {
-        (0..self.config.layers).map(|_| Moments::new(self.config.kv_heads, self.config.head_dim())).collect()
+        (0..self.config.layers).map(|layer| Moments::new(self.config.kv_heads, self.config.key_dim(layer))).collect()
     }
 
     /// Adds the queries and keys of each layer in one pass over ids `(B, T)` to its moments.

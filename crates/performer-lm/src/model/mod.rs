@@ -113,15 +113,22 @@ impl Decoder {
             Positions::Learned => Some(embedding(config.context, config.hidden_size, model_vb.pp("embed_positions"))?),
             Positions::Rotary { .. } => None,
         };
-        let rotary = match config.positions {
-            Positions::Learned => None,
-            Positions::Rotary { base } => Some(Rotary::new(config.head_dim(), positions, base, device)?),
-        };
+        // Layers with queries and keys of one dimension share a table.
+        let mut tables: HashMap<usize, Rotary> = HashMap::new();
         let mut blocks = Vec::with_capacity(config.layers);
         for i in 0..config.layers {
             let attention = build_attention(config, i, layer_seed(seed, i, 0), device)?;
+            let rotary = match (config.positions, config.key_dim(i)) {
+                (Positions::Learned, _) => None,
+                (Positions::Rotary { .. }, dim) if tables.contains_key(&dim) => tables.get(&dim).cloned(),
+                (Positions::Rotary { base }, dim) => {
+                    let table = Rotary::new(dim, positions, base, device)?;
+                    tables.insert(dim, table.clone());
+                    Some(table)
+                }
+            };
             let (parts, vb) = (config.attention_of(i).parts(), model_vb.pp(format!("layers.{i}")));
-            blocks.push(Block::new(config, attention, parts, rotary.clone(), vb)?);
+            blocks.push(Block::new(config, attention, parts, rotary, vb)?);
         }
         let norm = match config.norm_position {
             NormPosition::Pre => Some(Norm::new(config, model_vb.pp("norm"))?),
@@ -292,18 +299,21 @@ impl Decoder {
     /// # Errors
     /// If the attention of a layer cannot take inputs of this model's sizes.
     pub fn paths(&self, training: bool) -> Result<Vec<Path>> {
-        let probe = |heads| -> Result<Tensor> {
-            let x = Tensor::zeros((1, heads, 2, self.config.head_dim()), self.compute, &self.device)?;
+        let probe = |heads, dim| -> Result<Tensor> {
+            let x = Tensor::zeros((1, heads, 2, dim), self.compute, &self.device)?;
             Ok(if training { Var::from_tensor(&x)?.into_inner() } else { x })
         };
-        let (q, kv) = (probe(self.config.heads)?, probe(self.config.kv_heads)?);
-        let gates = Tensor::zeros((1, self.config.kv_heads, 2), DType::F32, &self.device)?;
+        let (heads, kv_heads) = (self.config.heads, self.config.kv_heads);
+        let v = probe(kv_heads, self.config.head_dim())?;
+        let gates = Tensor::zeros((1, kv_heads, 2), DType::F32, &self.device)?;
         let path = |(layer, block): (usize, &Block)| {
-            let inputs = Inputs::new(&q, &kv, &kv);
+            let dim = self.config.key_dim(layer);
+            let (q, k) = (probe(heads, dim)?, probe(kv_heads, dim)?);
+            let inputs = Inputs::new(&q, &k, &v);
             let gated = self.config.attention_of(layer).is_gated();
-            block.attention().path(if gated { inputs.with_gates(&gates) } else { inputs }, &self.mask())
+            Ok(block.attention().path(if gated { inputs.with_gates(&gates) } else { inputs }, &self.mask())?)
         };
-        Ok(self.blocks.iter().enumerate().map(path).collect::<candle_core::Result<_>>()?)
+        self.blocks.iter().enumerate().map(path).collect()
     }
 
     /// Returns the buffers of a new model of this configuration: random features, by name.
@@ -526,11 +536,11 @@ fn require_features_in(config: &ModelConfig, tensors: &HashMap<String, Tensor>) 
         let drawn = config.attention_of(layer).favor().filter(|favor| favor.map.is_random());
         let features = drawn.map_or(0, |favor| favor.features);
         ensure!(
-            features.saturating_mul(config.head_dim()) <= held,
+            features.saturating_mul(config.key_dim(layer)) <= held,
             "attention {} of layer {layer}: the weights do not hold {features} features of dimension {}; they belong to another \
              config",
             config.attention_of(layer),
-            config.head_dim()
+            config.key_dim(layer)
         );
     }
     Ok(())
@@ -551,5 +561,6 @@ fn layer_seed(seed: u64, layer: usize, count: u64) -> u64 {
 }
 
 fn build_attention(config: &ModelConfig, layer: usize, seed: u64, device: &Device) -> Result<Box<dyn Attention>> {
+    // A dimension of queries and keys that is not the head's is among the parts.
     Ok(config.attention_of(layer).build(config.head_dim(), seed, DType::F32, device)?)
 }

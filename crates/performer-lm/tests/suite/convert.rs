@@ -265,9 +265,9 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "favor:m=8,map=hedgehog", other.path(), &stop), "cannot be fitted");
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have another attention than softmax");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
-    for part in ["gate", "output-norm", "mup-scale"] {
+    for part in ["gate", "output-norm", "mup-scale", "key-dim=8"] {
         let attention = format!("favor:m=8,map=learned,conv,{part}");
-        refused(&plan(&teacher, &attention, other.path(), &stop), "leave gate, output-norm and mup-scale out");
+        refused(&plan(&teacher, &attention, other.path(), &stop), "leave gate, output-norm, mup-scale and key-dim out");
     }
     Ok(())
 }

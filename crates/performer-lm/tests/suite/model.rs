@@ -32,6 +32,8 @@ const ATTENTIONS: [&str; 22] = [
     "uniform:conv,output-gate",
     "none",
     "favor:m=16,gate+softmax/2",
+    "favor:map=taylor2,gate,conv,output-gate,output-norm,key-dim=4",
+    "favor:m=16,key-dim=4+softmax:window=4,gate,key-dim=6/2",
 ];
 
 fn base(attention: &str) -> ModelConfig {
@@ -111,6 +113,8 @@ fn every_parameter_of_every_variant_gets_a_gradient() -> Result<()> {
         "softmax:conv",
         hybrid,
         "favor:m=24,gate,conv,output-gate,output-norm",
+        "favor:map=taylor2,gate,conv,output-gate,output-norm,key-dim=4",
+        "favor:m=24,key-dim=4+softmax:conv,key-dim=12/2",
     ] {
         for config in variants(attention) {
             let model = Decoder::new(&config, 1, &Device::Cpu)?;
@@ -394,6 +398,12 @@ fn parts_are_counted_and_begin_without_drawn_numbers() -> Result<()> {
         assert_eq!(weights(&with)?, weights(&plain)?, "{parts}");
         assert_eq!(logits(&with)? == logits(&plain)?, ["conv", "output-gate"].contains(&parts), "{parts}");
     }
+    // Queries of 4 heads and keys of 2, with 4 dimensions each in place of 8, and their biases.
+    let fewer = 2 * (4 + 2) * 4 * (32 + 1);
+    assert_eq!(model("favor:m=8,key-dim=4")?.parameter_count()?, plain.parameter_count()? - fewer);
+    let odd = ModelConfig { positions: Positions::Rotary { base: 1e4 }, ..base("favor:m=8,key-dim=5") };
+    let error = Decoder::new(&odd, 1, &Device::Cpu).err().expect("an odd dimension").to_string();
+    assert!(error.contains("even dimension of queries and keys; it is 5"), "{error}");
     Ok(())
 }
 

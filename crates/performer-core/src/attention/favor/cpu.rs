@@ -14,7 +14,7 @@ use crate::{
     features::{ExponentialForm, FeatureMap, KeyForm},
     kernels::{
         self,
-        favor::{self, Exponential, Form, Map, Rectified, Sums, Trained},
+        favor::{self, Exponential, Form, Map, Quadratic, Rectified, Sums, Trained},
     },
     ops,
 };
@@ -47,6 +47,10 @@ impl Source {
             let projection = projection.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
             let rectified = Rectified::new(&projection, map.input_dim(), epsilon as f32);
             return Ok(Self::Constant([Map::Rectified(Arc::new(rectified))].into()));
+        }
+        if let Some(second) = map.quadratic_form() {
+            let quadratic = Quadratic::new(map.input_dim(), second);
+            return Ok(Self::Constant([Map::Quadratic(Arc::new(quadratic))].into()));
         }
         let Some(form) = map.exponential_form() else { return Ok(Self::Ready) };
         let ExponentialForm { projection, hyperbolic, keys } = &form;

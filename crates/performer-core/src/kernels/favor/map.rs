@@ -14,6 +14,7 @@ use super::{
     CHUNK,
     exponential::{Exponential, LinearGradient},
     padded,
+    quadratic::{self, Quadratic},
     rectified::Rectified,
 };
 
@@ -24,6 +25,8 @@ pub(crate) enum Map {
     Exponential(Arc<Exponential>),
     /// ReLU features, computed from rows of queries and keys.
     Rectified(Arc<Rectified>),
+    /// Polynomial features of the second degree, computed from rows of queries and keys.
+    Quadratic(Arc<Quadratic>),
     /// The rows are log-features already: `(.., F)`.
     Log {
         /// The number of features `F`.
@@ -45,6 +48,7 @@ pub(super) struct Scratch {
     turned: Vec<f32>,
     /// Rows padded to whole vectors; the padding stays 0.
     padded: Vec<f32>,
+    quadratic: quadratic::Scratch,
 }
 
 /// Transposes a chunk of keys into `d` rows with a key a column. Columns beyond the chunk and of
@@ -89,13 +93,14 @@ impl Map {
         match self {
             Self::Exponential(e) => e.features(),
             Self::Rectified(r) => r.m,
+            Self::Quadratic(q) => q.features(),
             Self::Log { features } | Self::Signed { features } => *features,
         }
     }
 
     /// Whether features may be negative or zero, so that they have no logarithms.
     pub(super) fn is_signed(&self) -> bool {
-        matches!(self, Self::Rectified(_) | Self::Signed { .. })
+        matches!(self, Self::Rectified(_) | Self::Quadratic(_) | Self::Signed { .. })
     }
 
     /// The number of scales: one for each feature, or one for all where features are signed.
@@ -165,6 +170,14 @@ impl Map {
                     *scale = -hidden;
                 }
             }
+            Self::Quadratic(map) => {
+                let x =
+                    visible_columns(k, Span { start, count }, hidden, map.d, (&mut scratch.tile, &mut scratch.rows));
+                map.columns(x, width, to);
+                for (scale, hidden) in offset.iter_mut().zip(hidden).take(width) {
+                    *scale = -hidden;
+                }
+            }
             Self::Log { features } => {
                 k.copy_transposed(start, count, to, CHUNK, &mut scratch.rows);
                 for row in to.chunks_exact_mut(CHUNK).take(*features) {
@@ -202,6 +215,7 @@ impl Map {
         match self {
             Self::Exponential(e) => e.project(simd, &e.queries, q, Span { start, count }, (to, stride), scratch),
             Self::Rectified(r) => r.rows(simd, q, Span { start, count }, to, &mut scratch.rows),
+            Self::Quadratic(map) => map.rows(q, Span { start, count }, to, &mut scratch.quadratic),
             Self::Log { .. } | Self::Signed { .. } => q.copy(start, count, to, stride),
         }
     }
@@ -229,6 +243,10 @@ impl Map {
             }
             Self::Rectified(r) => {
                 r.rows(simd, k, Span::of(0), to, &mut scratch.rows);
+                0.0
+            }
+            Self::Quadratic(map) => {
+                map.row(k, &mut to[..map.features()], &mut scratch.rows);
                 0.0
             }
             Self::Log { features } => {
@@ -267,6 +285,9 @@ impl Map {
                 let right = Right { values: &r.linear.rows, stride: width };
                 gemm(simd, Into::Zero, [count, width, r.m], left, right, tile, width);
                 return narrow(tile, width, to, r.d);
+            }
+            Self::Quadratic(map) => {
+                return map.row_gradients(dl, (q, Span { start, count }), to, &mut scratch.quadratic);
             }
             Self::Log { features } | Self::Signed { features } => {
                 return narrow(&dl[..count * stride], stride, to, *features);
@@ -318,6 +339,9 @@ impl Map {
                 let right = Right { values: &r.linear.rows, stride: width };
                 gemm(simd, Into::Zero, [count, width, r.m], left, right, tile, width);
                 return narrow(tile, width, to, r.d);
+            }
+            Self::Quadratic(map) => {
+                return map.column_gradients(dl, (k, Span { start, count }), to, &mut scratch.quadratic);
             }
             Self::Log { features } | Self::Signed { features } => {
                 for (j, to) in to.chunks_exact_mut(k.width).enumerate().take(count) {

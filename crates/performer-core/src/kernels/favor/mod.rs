@@ -55,6 +55,7 @@ mod full;
 mod map;
 mod op;
 mod packed;
+mod quadratic;
 #[cfg(any(test, feature = "cuda"))]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod records;
@@ -72,6 +73,7 @@ pub(crate) use exponential::Exponential;
 pub(crate) use map::Map;
 pub(crate) use op::favor;
 pub(crate) use packed::gated;
+pub(crate) use quadratic::Quadratic;
 pub(crate) use rectified::Rectified;
 pub(crate) use trained::Trained;
 
