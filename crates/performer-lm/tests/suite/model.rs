@@ -9,7 +9,7 @@ use performer_lm::{
     model::{Decoder, Dropout},
 };
 
-const ATTENTIONS: [&str; 22] = [
+const ATTENTIONS: [&str; 24] = [
     "softmax",
     "favor:m=24",
     "favor:m=8,map=hyperbolic,projection=gaussian",

@@ -14,7 +14,7 @@ use super::{
     CHUNK,
     exponential::{Exponential, LinearGradient},
     padded,
-    quadratic::{self, Quadratic},
+    quadratic::Quadratic,
     rectified::Rectified,
 };
 
@@ -48,7 +48,16 @@ pub(super) struct Scratch {
     turned: Vec<f32>,
     /// Rows padded to whole vectors; the padding stays 0.
     padded: Vec<f32>,
-    quadratic: quadratic::Scratch,
+    gradients: Vec<f32>,
+}
+
+impl Scratch {
+    /// Room for columns of rows `(d, CHUNK)`, of features `(f, CHUNK)` and of gradients
+    /// `(d, CHUNK)`; and for rows that cannot be used where they are.
+    pub(super) fn columns(&mut self, d: usize, f: usize) -> ([&mut [f32]; 3], &mut Vec<f32>) {
+        let Self { rows, tile, turned, gradients, .. } = self;
+        ([at_least(turned, d * CHUNK), at_least(tile, f * CHUNK), at_least(gradients, d * CHUNK)], rows)
+    }
 }
 
 /// Transposes a chunk of keys into `d` rows with a key a column. Columns beyond the chunk and of
@@ -215,7 +224,7 @@ impl Map {
         match self {
             Self::Exponential(e) => e.project(simd, &e.queries, q, Span { start, count }, (to, stride), scratch),
             Self::Rectified(r) => r.rows(simd, q, Span { start, count }, to, &mut scratch.rows),
-            Self::Quadratic(map) => map.rows(q, Span { start, count }, to, &mut scratch.quadratic),
+            Self::Quadratic(map) => map.rows(q, Span { start, count }, to, scratch),
             Self::Log { .. } | Self::Signed { .. } => q.copy(start, count, to, stride),
         }
     }
@@ -287,7 +296,7 @@ impl Map {
                 return narrow(tile, width, to, r.d);
             }
             Self::Quadratic(map) => {
-                return map.row_gradients(dl, (q, Span { start, count }), to, &mut scratch.quadratic);
+                return map.row_gradients(dl, (q, Span { start, count }), to, scratch);
             }
             Self::Log { features } | Self::Signed { features } => {
                 return narrow(&dl[..count * stride], stride, to, *features);
@@ -341,7 +350,7 @@ impl Map {
                 return narrow(tile, width, to, r.d);
             }
             Self::Quadratic(map) => {
-                return map.column_gradients(dl, (k, Span { start, count }), to, &mut scratch.quadratic);
+                return map.column_gradients(dl, (k, Span { start, count }), to, scratch);
             }
             Self::Log { features } | Self::Signed { features } => {
                 for (j, to) in to.chunks_exact_mut(k.width).enumerate().take(count) {

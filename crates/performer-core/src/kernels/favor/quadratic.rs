@@ -4,7 +4,7 @@ use super::super::{
     rows::{Rows, Span},
     transpose::transpose,
 };
-use super::{CHUNK, map::at_least, padded};
+use super::{CHUNK, map::Scratch, padded};
 
 /// `Quadratic` is the map `φ(x) = [1, x_i, √(2c) x_i x_j for i ≤ j]` with `x = D^-1/4 q`, in which
 /// squares have the factor `√c` in place of `√(2c)`. Its kernel is `1 + z + c z²`.
@@ -100,7 +100,7 @@ impl Quadratic {
     #[inline(always)]
     pub(super) fn rows(&self, x: &Rows, Span { start, count }: Span, to: &mut [f32], scratch: &mut Scratch) {
         let (f, width, columns) = (self.features(), padded(self.features()), padded(count));
-        let ([turned, features, _], rows) = scratch.of(self);
+        let ([turned, features, _], rows) = scratch.columns(self.d, f);
         load(x, Span { start, count }, turned, rows);
         self.columns(turned, columns, features);
         transpose(features, CHUNK, [f, count], to, width);
@@ -134,7 +134,7 @@ impl Quadratic {
         scratch: &mut Scratch,
     ) {
         let (f, width, columns) = (self.features(), padded(self.features()), padded(count));
-        let ([turned, features, gradients], rows) = scratch.of(self);
+        let ([turned, features, gradients], rows) = scratch.columns(self.d, f);
         transpose(d, width, [count, f], features, CHUNK);
         for row in features.chunks_exact_mut(CHUNK) {
             row[count..columns].fill(0.0);
@@ -154,7 +154,7 @@ impl Quadratic {
         to: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let ([turned, _, gradients], rows) = scratch.of(self);
+        let ([turned, _, gradients], rows) = scratch.columns(self.d, 0);
         self.scaled(x, Span { start, count }, turned, rows);
         self.gradients(d, turned, padded(count), gradients);
         transpose(gradients, CHUNK, [self.d, count], to, self.d);
@@ -175,26 +175,4 @@ fn load(x: &Rows, Span { start, count }: Span, to: &mut [f32], rows: &mut Vec<f3
         row[count..padded(count)].fill(0.0);
     }
     x.copy_transposed(start, count, to, CHUNK, rows);
-}
-
-/// `Scratch` is working memory of the map.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Scratch {
-    rows: Vec<f32>,
-    turned: Vec<f32>,
-    features: Vec<f32>,
-    gradients: Vec<f32>,
-}
-
-impl Scratch {
-    /// Room for columns of rows `(D, CHUNK)`, of features `(F, CHUNK)` and of gradients
-    /// `(D, CHUNK)`, and for rows that cannot be used where they are.
-    fn of(&mut self, map: &Quadratic) -> ([&mut [f32]; 3], &mut Vec<f32>) {
-        let columns = [
-            at_least(&mut self.turned, map.d * CHUNK),
-            at_least(&mut self.features, map.features() * CHUNK),
-            at_least(&mut self.gradients, map.d * CHUNK),
-        ];
-        (columns, &mut self.rows)
-    }
 }
