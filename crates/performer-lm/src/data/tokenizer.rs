@@ -9,6 +9,8 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::processors::template::{Piece, Sequence, TemplateProcessing};
 use tokenizers::{AddedToken, EncodeInput};
 
 use super::text::{Documents, SEPARATOR, pieces};
@@ -160,6 +162,9 @@ impl Tokenizer {
         require_sound_decoder(&json)?;
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
+        if let Some(post_processor) = inner.get_post_processor() {
+            require_sound_templates(post_processor).context("the tokenizer's post-processor is damaged")?;
+        }
         // Many published files carry the truncation and padding of some model; a corpus must
         // neither be cut nor padded.
         let limits = inner.with_truncation(None);
@@ -321,6 +326,39 @@ fn require_sound_decoder(json: &[u8]) -> Result<()> {
         ),
         None => Ok(()),
     }
+}
+
+/// Refuses templates at which the library panics: that add a token which they do not define, put a
+/// second text beside the only one, or follow another one, which may leave them more than two parts.
+fn require_sound_templates(post_processor: &PostProcessorWrapper) -> Result<()> {
+    fn collect<'a>(processor: &'a PostProcessorWrapper, templates: &mut Vec<&'a TemplateProcessing>) {
+        match processor {
+            PostProcessorWrapper::Template(template) => templates.push(template),
+            PostProcessorWrapper::Sequence(parts) => parts.as_ref().iter().for_each(|part| collect(part, templates)),
+            _ => {}
+        }
+    }
+    let mut templates = Vec::new();
+    collect(post_processor, &mut templates);
+    if templates.len() > 1 {
+        bail!("its {} templates stand one after the other; keep one", templates.len());
+    }
+    for template in templates {
+        // The library does not lend its pieces, and writes them as it reads them.
+        let pieces: Vec<Piece> = serde_json::from_value(serde_json::to_value(&template.single)?)?;
+        for piece in pieces {
+            match piece {
+                Piece::SpecialToken { id, .. } if !template.get_special_tokens().0.contains_key(&id) => {
+                    bail!("its template adds {id:?}, which is not among its special_tokens; define it there")
+                }
+                Piece::Sequence { id: Sequence::B, .. } => {
+                    bail!("its template for a single text names a second one (Sequence B); name A alone")
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the end-of-text token, found by the names that vocabularies give it.

@@ -127,6 +127,46 @@ fn loads_what_others_wrote() {
     assert!(error.to_string().contains("end-of-text"), "{error}");
 }
 
+/// The fuzzer found the first, at which the library panics where a text is encoded. By its code, so
+/// it does at a second text, and where a template is left other than one or two parts by another.
+#[test]
+fn templates_that_fail_are_refused() {
+    let piece = |kind: &str, id: &str| serde_json::json!({kind: {"id": id, "type_id": 0}});
+    let (text, other) = (piece("Sequence", "A"), piece("Sequence", "B"));
+    let (end, unknown) = (piece("SpecialToken", "</s>"), piece("SpecialToken", "<s>"));
+    let template = |single: [&Value; 2]| {
+        serde_json::json!({
+            "type": "TemplateProcessing", "single": single, "pair": [text, other],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [9], "tokens": ["</s>"]}},
+        })
+    };
+    let sequence = |processors: [&Value; 2]| serde_json::json!({"type": "Sequence", "processors": processors});
+    let with = |post_processor: &Value| {
+        let mut json: Value = serde_json::from_slice(&foreign("</s>")).unwrap();
+        json["post_processor"] = post_processor.clone();
+        json.to_string().into_bytes()
+    };
+    let sound = template([&text, &end]);
+    let space = serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false});
+    for (broken, reason) in [
+        (template([&unknown, &text]), "\"<s>\""),
+        (sequence([&space, &template([&unknown, &text])]), "\"<s>\""),
+        (template([&text, &other]), "Sequence B"),
+        (sequence([&sound, &sound]), "one after the other"),
+        (sequence([&sound, &sequence([&space, &sound])]), "one after the other"),
+    ] {
+        for read in [Tokenizer::from_bytes(with(&broken)), Tokenizer::of_model(with(&broken), &[9])] {
+            let error = format!("{:#}", read.unwrap_err());
+            assert!(error.contains("post-processor") && error.contains(reason), "{error}");
+        }
+    }
+    for whole in [sound.clone(), sequence([&space, &sound])] {
+        let tokenizer = Tokenizer::of_model(with(&whole), &[9]).unwrap();
+        assert_eq!(tokenizer.borders().end, Some(9));
+        assert_eq!(tokenizer.encode("a b").unwrap(), [0, 1]);
+    }
+}
+
 #[test]
 fn streaming_is_decoding() {
     let tokenizer = Tokenizer::train(&stories(), 300).unwrap();
