@@ -8,7 +8,7 @@ use pulp::Simd;
 use super::super::{
     gemm::{Into, Left, Right, gemm},
     rows::{Rows, Span},
-    vector::{LANES, add, affine, column_squares, column_sums, shift, subtract, sum},
+    vector::{add, affine, column_squares, column_sums, shift, subtract, sum},
 };
 use super::{
     CHUNK,
@@ -71,14 +71,20 @@ fn visible_columns<'s>(
     (tile, rows): (&'s mut Vec<f32>, &mut Vec<f32>),
 ) -> &'s mut [f32] {
     let x = at_least(tile, d * CHUNK);
-    for row in x.chunks_exact_mut(CHUNK) {
-        row[count / LANES * LANES..padded(count)].fill(0.0);
-    }
-    k.copy_transposed(start, count, x, CHUNK, rows);
+    load_columns(k, Span { start, count }, x, rows);
     for (j, _) in hidden.iter().enumerate().take(count).filter(|(_, hidden)| **hidden > 0.0) {
         x.iter_mut().skip(j).step_by(CHUNK).for_each(|x| *x = 0.0);
     }
     x
+}
+
+/// Transposes rows into columns `(d, CHUNK)`, with 0 from the last row to the end of its vector.
+#[inline(always)]
+pub(super) fn load_columns(x: &Rows, Span { start, count }: Span, to: &mut [f32], rows: &mut Vec<f32>) {
+    for row in to.chunks_exact_mut(CHUNK) {
+        row[count..padded(count)].fill(0.0);
+    }
+    x.copy_transposed(start, count, to, CHUNK, rows);
 }
 
 /// Copies the first `d` numbers of rows that are `width` apart.

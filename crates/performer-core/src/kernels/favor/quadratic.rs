@@ -4,7 +4,11 @@ use super::super::{
     rows::{Rows, Span},
     transpose::transpose,
 };
-use super::{CHUNK, map::Scratch, padded};
+use super::{
+    CHUNK,
+    map::{Scratch, load_columns},
+    padded,
+};
 
 /// `Quadratic` is the map `φ(x) = [1, x_i, √(2c) x_i x_j for i ≤ j]` with `x = D^-1/4 q`, in which
 /// squares have the factor `√c` in place of `√(2c)`. Its kernel is `1 + z + c z²`.
@@ -101,7 +105,7 @@ impl Quadratic {
     pub(super) fn rows(&self, x: &Rows, Span { start, count }: Span, to: &mut [f32], scratch: &mut Scratch) {
         let (f, width, columns) = (self.features(), padded(self.features()), padded(count));
         let ([turned, features, _], rows) = scratch.columns(self.d, f);
-        load(x, Span { start, count }, turned, rows);
+        load_columns(x, Span { start, count }, turned, rows);
         self.columns(turned, columns, features);
         transpose(features, CHUNK, [f, count], to, width);
         for row in to.chunks_exact_mut(width).take(count) {
@@ -163,16 +167,7 @@ impl Quadratic {
     /// Loads rows of `x` as columns, and scales them.
     #[inline(always)]
     fn scaled(&self, x: &Rows, span: Span, to: &mut [f32], rows: &mut Vec<f32>) {
-        load(x, span, to, rows);
+        load_columns(x, span, to, rows);
         to.iter_mut().for_each(|to| *to *= self.scale);
     }
-}
-
-/// Loads rows of `x` as columns `(D, CHUNK)`, with 0 from the last row to the end of its vector.
-#[inline(always)]
-fn load(x: &Rows, Span { start, count }: Span, to: &mut [f32], rows: &mut Vec<f32>) {
-    for row in to.chunks_exact_mut(CHUNK) {
-        row[count..padded(count)].fill(0.0);
-    }
-    x.copy_transposed(start, count, to, CHUNK, rows);
 }
