@@ -122,10 +122,10 @@ doc *ARGS:
 book *ARGS:
     scripts/book.sh book/book {{ ARGS }}
 
-# The program for Windows, as far as the compiler checks it (mingw-w64 for what is written in C): minutes.
+# The program for Windows, run under Wine (mingw-w64, wine64): ten minutes.
 windows-check:
-    rustup target add x86_64-pc-windows-gnu
-    cargo check --locked -p performer-lm --target x86_64-pc-windows-gnu
+    cargo build --release -p performer-lm
+    scripts/windows-check.sh target/release/performer-lm
 
 # The browser page in target/page, with the two models that write stories: static files for any web server.
 page:

@@ -1,7 +1,9 @@
 //! This module measures a student on held-out text and compares its predictions with its teacher's.
 
+use std::cell::OnceCell;
+
 use anyhow::{Context, Result, ensure};
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::{Plan, Point, Stage};
@@ -40,86 +42,153 @@ pub struct Measured {
     pub recall: Vec<Recall>,
 }
 
-/// Measures the student on all that the plan names. Returns `None` if the plan was stopped.
-///
-/// # Errors
-/// Those of [`predictions`] and of [`Examiner::measure`].
-pub(super) fn measure(
-    plan: &Plan,
-    teacher: &Decoder,
-    student: &Decoder,
-    tokens: &TokenFile,
-) -> Result<Option<Measured>> {
-    let Some(held_out) = predictions(plan, teacher, student, tokens)? else { return Ok(None) };
-    let second = match &plan.second {
-        Some(second) => {
-            let about = || format!("on the second text, {}", second.name);
-            let Some(found) = predictions(plan, teacher, student, second.tokens).with_context(about)? else {
-                return Ok(None);
-            };
-            Some(found)
-        }
-        None => None,
-    };
-    let examiner = Examiner { tokenizer: &plan.teacher.tokenizer, text: tokens, threads: plan.threads };
-    let mut recall = Vec::with_capacity(plan.recall.len());
-    for &length in &plan.recall {
-        if plan.is_stopped() {
-            return Ok(None);
-        }
-        recall.push(examiner.measure(student, length)?);
-    }
-    Ok(Some(Measured { held_out, second, recall }))
+/// A `Meter` measures students beside their teacher, whose predictions of a text it makes once.
+pub(super) struct Meter<'a> {
+    plan: &'a Plan<'a>,
+    teacher: &'a Decoder,
+    held_out: Text<'a>,
+    second: Option<Text<'a>>,
 }
 
-/// Measures the student over about the first tokens of a text, as many as the plan says, in windows
-/// of its context. Returns `None` if the plan was stopped.
-///
-/// # Errors
-/// If a loss is not finite: which token is likeliest then means nothing.
-pub(super) fn predictions(
-    plan: &Plan,
-    teacher: &Decoder,
-    student: &Decoder,
-    tokens: &TokenFile,
-) -> Result<Option<Predictions>> {
-    let limit = plan.measure_tokens;
-    let context = student.config().context.min(tokens.len().saturating_sub(1).max(1));
-    let rows = (1024 / context).max(1);
-    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(limit.div_ceil(rows * context)).collect();
-    let (mut loss, mut same, mut count) = (0.0, 0.0, 0.0);
-    let measured = in_order(
-        windows.len(),
-        plan.threads,
-        |i| {
-            ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
-            let batch = &windows[i];
-            check_vocabulary(batch, student)?;
-            let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), student.device())?;
-            let losses = student.losses(&ids, &batch.targets, None)?.to_vec1::<f32>()?;
-            let likeliest = |model: &Decoder| -> Result<Vec<u32>> {
-                Ok(model.forward(&ids, None)?.argmax(D::Minus1)?.flatten_all()?.to_vec1()?)
-            };
-            let same = likeliest(teacher)?.iter().zip(likeliest(student)?).filter(|(t, s)| **t == *s).count();
-            Ok((losses.iter().map(|&l| f64::from(l)).sum::<f64>(), same, losses.len()))
-        },
-        |(losses, agreeing, tokens)| {
-            loss += losses;
-            same += agreeing as f64;
-            count += tokens as f64;
-            Ok(())
-        },
-    );
-    if measured.as_ref().is_err_and(|error| matches!(error.downcast_ref(), Some(Cause::Stopped(_)))) {
-        return Ok(None);
+/// A text that is measured on, and the teacher's likeliest tokens in it once they are known.
+struct Text<'a> {
+    tokens: &'a TokenFile,
+    likeliest: OnceCell<Vec<u32>>,
+}
+
+impl<'a> Text<'a> {
+    fn new(tokens: &'a TokenFile) -> Self {
+        Self { tokens, likeliest: OnceCell::new() }
     }
-    measured?;
-    let val_loss = loss / count;
-    ensure!(
-        val_loss.is_finite(),
-        "its loss on held-out text is {val_loss}: its weights hold values that are not finite, or too large"
-    );
-    Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement: same / count }))
+}
+
+impl<'a> Meter<'a> {
+    /// Makes a meter for the held-out text, and for the plan's second text if there is one.
+    pub(super) fn new(plan: &'a Plan<'a>, teacher: &'a Decoder, held_out: &'a TokenFile) -> Self {
+        let second = plan.second.map(|second| Text::new(second.tokens));
+        Self { plan, teacher, held_out: Text::new(held_out), second }
+    }
+
+    /// Measures the student on all that the plan names. Returns `None` if the plan was stopped.
+    ///
+    /// # Errors
+    /// If a loss is not finite, for then it means nothing which token is likeliest, and those of
+    /// [`Examiner::measure`].
+    pub(super) fn measure(&self, student: &Decoder) -> Result<Option<Measured>> {
+        let Some(held_out) = self.predictions(student, &self.held_out)? else { return Ok(None) };
+        let second = match (&self.second, self.plan.second) {
+            (Some(text), Some(named)) => {
+                let about = || format!("on the second text, {}", named.name);
+                let Some(found) = self.predictions(student, text).with_context(about)? else { return Ok(None) };
+                Some(found)
+            }
+            _ => None,
+        };
+        let (tokenizer, threads) = (&self.plan.teacher.tokenizer, self.plan.threads);
+        let examiner = Examiner { tokenizer, text: self.held_out.tokens, threads };
+        let mut recall = Vec::with_capacity(self.plan.recall.len());
+        for &length in &self.plan.recall {
+            if self.plan.is_stopped() {
+                return Ok(None);
+            }
+            recall.push(examiner.measure(student, length)?);
+        }
+        Ok(Some(Measured { held_out, second, recall }))
+    }
+
+    /// Measures the student's loss on the held-out text alone. Returns `None` if the plan was
+    /// stopped.
+    ///
+    /// # Errors
+    /// If the loss is not finite.
+    pub(super) fn loss(&self, student: &Decoder) -> Result<Option<f64>> {
+        let losses = |ids: &Tensor, targets: &[u32]| Ok((student.losses(ids, targets, None)?, None));
+        let Some(found) = self.read(student, self.held_out.tokens, losses)? else { return Ok(None) };
+        found.mean_loss().map(Some)
+    }
+
+    fn predictions(&self, student: &Decoder, text: &Text<'_>) -> Result<Option<Predictions>> {
+        let both = |model: &Decoder| {
+            self.read(model, text.tokens, |ids, targets| {
+                let (losses, likeliest) = model.losses_and_likeliest(ids, targets)?;
+                Ok((losses, Some(likeliest)))
+            })
+        };
+        let Some(found) = both(student)? else { return Ok(None) };
+        let val_loss = found.mean_loss()?;
+        let teachers = match text.likeliest.get() {
+            Some(likeliest) => likeliest,
+            None if std::ptr::eq(student, self.teacher) => text.likeliest.get_or_init(|| found.likeliest.clone()),
+            None => {
+                let Some(read) = both(self.teacher)? else { return Ok(None) };
+                text.likeliest.get_or_init(|| read.likeliest)
+            }
+        };
+        let same = teachers.iter().zip(&found.likeliest).filter(|(teacher, student)| teacher == student).count();
+        let top1_agreement = same as f64 / found.likeliest.len() as f64;
+        Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement }))
+    }
+
+    /// Reads about the first tokens of a text, as many as the plan says, in windows of the model's
+    /// context, with `look`, which returns the losses of ids `(B, T)` and the likeliest tokens, if
+    /// they are asked for. Returns `None` if the plan was stopped.
+    fn read(
+        &self,
+        model: &Decoder,
+        tokens: &TokenFile,
+        look: impl Fn(&Tensor, &[u32]) -> Result<(Tensor, Option<Tensor>)> + Sync,
+    ) -> Result<Option<Read>> {
+        let plan = self.plan;
+        let context = model.config().context.min(tokens.len().saturating_sub(1).max(1));
+        let rows = (1024 / context).max(1);
+        let count = plan.measure_tokens.div_ceil(rows * context);
+        let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(count).collect();
+        let mut read = Read { loss: 0.0, tokens: 0, likeliest: Vec::new() };
+        let done = in_order(
+            windows.len(),
+            plan.threads,
+            |i| {
+                ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
+                let batch = &windows[i];
+                check_vocabulary(batch, model)?;
+                let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
+                let (losses, likeliest) = look(&ids, &batch.targets)?;
+                let likeliest = likeliest.map(|tokens| tokens.to_vec1::<u32>()).transpose()?;
+                Ok((losses.to_vec1::<f32>()?, likeliest.unwrap_or_default()))
+            },
+            |(losses, likeliest)| {
+                read.loss += losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
+                read.tokens += losses.len();
+                read.likeliest.extend(likeliest);
+                Ok(())
+            },
+        );
+        if done.as_ref().is_err_and(|error| matches!(error.downcast_ref(), Some(Cause::Stopped(_)))) {
+            return Ok(None);
+        }
+        done?;
+        Ok(Some(read))
+    }
+}
+
+/// What a model says of a text.
+struct Read {
+    /// The sum of its losses.
+    loss: f64,
+    tokens: usize,
+    /// Its likeliest token at each position, if they were asked for.
+    likeliest: Vec<u32>,
+}
+
+impl Read {
+    fn mean_loss(&self) -> Result<f64> {
+        let loss = self.loss / self.tokens as f64;
+        ensure!(
+            loss.is_finite(),
+            "its loss on held-out text is {loss}: its weights hold values that are not finite, or too large"
+        );
+        Ok(loss)
+    }
 }
 
 /// What an error of a measurement is about.
@@ -141,14 +210,14 @@ pub(super) struct Measurements {
 impl Measurements {
     /// Measures a model, without its windows and with its features off too where it has them;
     /// `None` if it was stopped.
-    pub(super) fn of(model: &Decoder, measure: &dyn Fn(&Decoder) -> Result<Option<Measured>>) -> Result<Option<Self>> {
-        let Some(measured) = measure(model)? else { return Ok(None) };
+    pub(super) fn of(model: &Decoder, meter: &Meter<'_>) -> Result<Option<Self>> {
+        let Some(measured) = meter.measure(model)? else { return Ok(None) };
         let mut whole = Self { measured, without_window: None, features_off: None };
         let others =
             [(&mut whole.without_window, without_windows(model)?), (&mut whole.features_off, model.features_off()?)];
         for (place, model) in others {
             let Some(model) = model else { continue };
-            *place = measure(&model)?;
+            *place = meter.measure(&model)?;
             if place.is_none() {
                 return Ok(None);
             }

@@ -46,7 +46,7 @@ use crate::{
     train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest},
 };
 pub use measure::{Measured, Predictions};
-use measure::{Measurements, about};
+use measure::{Measurements, Meter, about};
 use stage::{Bookmark, Progress};
 #[cfg(feature = "lab")]
 pub(crate) use statistics::moments;
@@ -220,12 +220,12 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
             (report, None)
         }
     };
-    let measure = |student: &Decoder| measure::measure(plan, &teacher, student, &data.valid);
+    let meter = Meter::new(plan, &teacher, &data.valid);
     if report.stages.is_empty() {
         plan.listener.note("the teacher, and features drawn at random in it");
         for (name, student) in [("teacher", &teacher), ("swap", &student(plan, plan.teacher.tensors.clone())?)] {
             let started = Instant::now();
-            let Some(measurements) = Measurements::of(student, &measure).with_context(|| about(name))? else {
+            let Some(measurements) = Measurements::of(student, &meter).with_context(|| about(name))? else {
                 return Ok(None);
             };
             report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
@@ -235,10 +235,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         }
         save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
     }
-    let loss = |student: &Decoder| {
-        let found = measure::predictions(plan, &teacher, student, &data.valid)?;
-        Ok(found.map(|predictions| predictions.val_loss))
-    };
+    let loss = |student: &Decoder| meter.loss(student);
     for name in STAGES {
         if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
             continue;
@@ -261,7 +258,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
-        let Some(measurements) = Measurements::of(&student, &measure).with_context(|| about(name))? else {
+        let Some(measurements) = Measurements::of(&student, &meter).with_context(|| about(name))? else {
             return Ok(None);
         };
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
@@ -280,7 +277,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let tuned = tune::tune(plan, &bookmark, tuning, &teacher, copy, data, &loss)?;
         let Some(Trained { student: tuned, tokens, points }) = tuned else { return Ok(None) };
         let checkpoint = bookmark.into_checkpoint();
-        let Some(measured) = measure(&tuned).with_context(|| about(CONTROL))? else { return Ok(None) };
+        let Some(measured) = meter.measure(&tuned).with_context(|| about(CONTROL))? else { return Ok(None) };
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
         let alone = Measurements { measured, without_window: None, features_off: None };
         report.control = Some(alone.stage(CONTROL, tokens, seconds, points));

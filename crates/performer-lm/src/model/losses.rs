@@ -2,7 +2,7 @@
 //! them, over whole sequences, over segments of them and at chosen positions.
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{DType, Tensor};
+use candle_core::{D, DType, Tensor};
 use performer_core::{Mask, attention::Segment, ops};
 
 use super::{
@@ -23,6 +23,19 @@ impl Decoder {
     pub fn losses(&self, ids: &Tensor, targets: &[u32], dropout: Option<&Dropout>) -> Result<Tensor> {
         let x = self.last_norm(&self.hidden(ids, Tokens::Whole(&self.mask()), dropout)?)?;
         Ok(ops::linear_cross_entropy(&ops::rows(&x)?, self.head.weight(), &targets.into())?)
+    }
+
+    /// Computes what [`Self::losses`] computes, to the bit, and the likeliest next token at every
+    /// position, in one pass through the layers: ids `(B, T)` and `B·T` targets → losses `(B·T)`
+    /// and tokens `(B·T)`.
+    ///
+    /// # Errors
+    /// As [`Self::losses`].
+    pub fn losses_and_likeliest(&self, ids: &Tensor, targets: &[u32]) -> Result<(Tensor, Tensor)> {
+        let x = ops::rows(&self.last_norm(&self.hidden(ids, Tokens::Whole(&self.mask()), None)?)?)?;
+        let losses = ops::linear_cross_entropy(&x, self.head.weight(), &targets.into())?;
+        let logits = ops::linear(&x, self.head.weight(), None)?;
+        Ok((losses, logits.to_dtype(DType::F32)?.argmax(D::Minus1)?))
     }
 
     /// Computes what [`Self::losses`] computes of the tokens of one segment of the sequences, while
