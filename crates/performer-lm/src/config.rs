@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 pub use borders::Borders;
 pub use optimizer::AdamWConfig;
-pub use pattern::AttentionPattern;
+pub use pattern::{AttentionPattern, Place};
 pub use performer_core::AttentionConfig;
 pub use schedule::Schedule;
 
@@ -169,28 +169,30 @@ impl ModelConfig {
     pub fn with_attention(mut self, pattern: &AttentionPattern) -> Result<Self> {
         self.attention = pattern.most.clone();
         self.attention_by_layer.clear();
-        if let Some((attention, n)) = &pattern.every {
+        if let Some((attention, place)) = &pattern.other {
+            self.attention_by_layer = place.layers(self.layers).map(|layer| (layer, attention.clone())).collect();
             ensure!(
-                *n <= self.layers,
+                !self.attention_by_layer.is_empty(),
                 "attention {pattern}: the model has {} layers, so none would have {attention}; the number after / must be at \
                  most {0}",
                 self.layers
             );
-            self.attention_by_layer =
-                (n - 1..self.layers).step_by(*n).map(|layer| (layer, attention.clone())).collect();
         }
         Ok(self)
     }
 
-    /// Returns the pattern of attention: a hybrid if layers at regular distances have an attention
-    /// of their own and that is the same one, else the attention of the layers that have none.
+    /// Returns the pattern of attention: a hybrid if the first layer alone, or layers at regular
+    /// distances have an attention of their own and that is the same one, else the attention of the
+    /// layers that have none.
     pub fn pattern(&self) -> AttentionPattern {
         let own = &self.attention_by_layer;
-        let every = own.first_key_value().map(|(first, attention)| (attention.clone(), first + 1));
-        let every = every.filter(|(attention, n)| {
-            *n > 1 && own.values().all(|a| a == attention) && own.keys().copied().eq((n - 1..self.layers).step_by(*n))
+        let other = own.first_key_value().map(|(&first, attention)| {
+            (attention.clone(), if first == 0 { Place::First } else { Place::Every(first + 1) })
         });
-        AttentionPattern { most: self.attention.clone(), every }
+        let other = other.filter(|(attention, place)| {
+            own.values().all(|a| a == attention) && own.keys().copied().eq(place.layers(self.layers))
+        });
+        AttentionPattern { most: self.attention.clone(), other }
     }
 
     /// Returns this model with the features of all linear attention off

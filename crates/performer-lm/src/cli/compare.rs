@@ -36,7 +36,8 @@ Examples:
 The same command again goes on where a stopped one left off.")]
 pub(super) struct Args {
     /// An attention to compare; give it several times. The first is what the others are measured
-    /// against. A+B/n, as in favor-gated+softmax/4, has B in every n-th layer and A in the others.
+    /// against. A+B/n, as in favor-gated+softmax/4, has B in every n-th layer and A in the others;
+    /// in A+B/first, the first layer has B.
     #[arg(long, default_values = ["softmax", "favor"])]
     attention: Vec<AttentionPattern>,
     /// Seeds to repeat each with.

@@ -51,7 +51,8 @@ pub(super) struct Args {
     /// key-dim=16 gives queries and keys 16 dimensions a head, which map=taylor2 needs in large
     /// heads. Controls: uniform (means of the values, without queries and keys) and none. sinks=4
     /// beside a window keeps the first four tokens visible. A hybrid A+B/n, as in
-    /// favor-gated+softmax/4, has B in every n-th layer, A in the others.
+    /// favor-gated+softmax/4, has B in every n-th layer, A in the others; in A+B/first, the first
+    /// layer has B.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]

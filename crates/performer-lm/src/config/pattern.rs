@@ -6,40 +6,70 @@ use super::AttentionConfig;
 
 /// An `AttentionPattern` says which attention each layer has, as the command line takes it: one
 /// name for all layers, such as `favor-gated`, or a hybrid `A+B/n`, such as
-/// `favor-gated+softmax/4`, in which every n-th layer has B and the others have A. Layers are
-/// counted from 0, so B has the layers n − 1, 2n − 1 and so on.
+/// `favor-gated+softmax/4`, in which every n-th layer has B and the others have A, or `A+B/first`,
+/// in which the first layer has B.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionPattern {
-    /// The attention of all layers, or of those that are not every n-th.
+    /// The attention of all layers, or in a hybrid of those that do not have the other.
     pub most: AttentionConfig,
-    /// The attention of every n-th layer, and n, in a hybrid.
-    pub every: Option<(AttentionConfig, usize)>,
+    /// The other attention of a hybrid, and the layers that have it.
+    pub other: Option<(AttentionConfig, Place)>,
+}
+
+/// The layers of a hybrid that have its second attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The first layer.
+    First,
+    /// Every n-th layer, for n of at least 2: counted from 0, the layers n − 1, 2n − 1 and so on.
+    Every(usize),
+}
+
+impl Place {
+    /// Returns these layers among so many, in order.
+    pub fn layers(self, layers: usize) -> impl Iterator<Item = usize> {
+        let (start, step) = match self {
+            Self::First => (0, layers),
+            Self::Every(n) => (n - 1, n),
+        };
+        (start..layers).step_by(step.max(1))
+    }
+}
+
+/// Writes what stands behind the stroke in `A+B/n` or `A+B/first`.
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::First => write!(f, "first"),
+            Self::Every(n) => write!(f, "{n}"),
+        }
+    }
 }
 
 impl AttentionPattern {
     /// Returns the attentions in it, that of most layers first.
     pub fn attentions(&self) -> impl Iterator<Item = &AttentionConfig> {
-        std::iter::once(&self.most).chain(self.every.as_ref().map(|(attention, _)| attention))
+        std::iter::once(&self.most).chain(self.other.as_ref().map(|(attention, _)| attention))
     }
 
     /// Returns the stable name in JSON output: that of the attention, or `hybrid`.
     pub fn kind(&self) -> &'static str {
-        if self.every.is_some() { "hybrid" } else { self.most.kind() }
+        if self.other.is_some() { "hybrid" } else { self.most.kind() }
     }
 }
 
 impl From<AttentionConfig> for AttentionPattern {
     fn from(most: AttentionConfig) -> Self {
-        Self { most, every: None }
+        Self { most, other: None }
     }
 }
 
 /// Writes what [`FromStr`] reads.
 impl fmt::Display for AttentionPattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.every {
+        match &self.other {
             None => write!(f, "{}", self.most),
-            Some((attention, n)) => write!(f, "{}+{attention}/{n}", self.most),
+            Some((attention, place)) => write!(f, "{}+{attention}/{place}", self.most),
         }
     }
 }
@@ -49,13 +79,17 @@ impl FromStr for AttentionPattern {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let Some((most, rest)) = s.split_once('+') else { return Ok(s.parse::<AttentionConfig>()?.into()) };
-        let hint = "a hybrid is A+B/n, such as favor-gated+softmax/4: every n-th layer has B, the others have A";
-        let (attention, n) =
+        let hint = "a hybrid is A+B/n, such as favor-gated+softmax/4: every n-th layer has B, the others have A; or \
+                    A+B/first: the first layer has B";
+        let (attention, place) =
             rest.rsplit_once('/').ok_or_else(|| format!("'{s}' names two attentions without /n; {hint}"))?;
-        let n = match n.parse() {
-            Ok(n) if n > 1 => n,
-            Ok(1) => return Err(format!("'{s}': every layer would have {attention}; give {attention} alone")),
-            _ => return Err(format!("'{s}': n is '{n}', and must be a whole number of at least 2; {hint}")),
+        let place = match (place, place.parse()) {
+            ("first", _) => Place::First,
+            (_, Ok(n)) if n > 1 => Place::Every(n),
+            (_, Ok(1)) => return Err(format!("'{s}': every layer would have {attention}; give {attention} alone")),
+            _ => {
+                return Err(format!("'{s}': n is '{place}', and must be a whole number of at least 2, or first; {hint}"));
+            }
         };
         if attention.contains('+') {
             return Err(format!("'{s}' names more than two attentions; {hint}"));
@@ -64,7 +98,7 @@ impl FromStr for AttentionPattern {
         if most == attention {
             return Err(format!("'{s}': both attentions are {most}; give {most} alone"));
         }
-        Ok(Self { most, every: Some((attention, n)) })
+        Ok(Self { most, other: Some((attention, place)) })
     }
 }
 
@@ -82,6 +116,7 @@ mod tests {
             ("softmax:window=32,sinks=4+favor:map=elu/2", "softmax:window=32,sinks=4+favor:map=elu/2", &[1, 3, 5, 7]),
             ("uniform+none/9", "uniform+none/9", &[8]),
             ("uniform+none/5", "uniform+none/5", &[4]),
+            ("favor-gated+softmax:window=32/first", "favor:m=128,gate+softmax:window=32/first", &[0]),
         ] {
             let pattern: AttentionPattern = text.parse().map_err(anyhow::Error::msg)?;
             let config = base.clone().with_attention(&pattern)?;
@@ -97,7 +132,7 @@ mod tests {
         let error = base.clone().with_attention(&"favor+softmax/10".parse().map_err(anyhow::Error::msg)?).unwrap_err();
         assert!(error.to_string().contains("9 layers"), "{error}");
         // Layers of their own that form no pattern are shown by the attention of the others.
-        base.attention_by_layer.insert(0, AttentionConfig::Softmax);
+        base.attention_by_layer.insert(1, AttentionConfig::Softmax);
         assert_eq!(base.pattern().to_string(), base.attention.to_string());
         Ok(())
     }
@@ -108,7 +143,8 @@ mod tests {
             ("favor+softmax", "without /n"),
             ("favor+softmax/0", "at least 2"),
             ("favor+softmax/1", "give softmax alone"),
-            ("favor+softmax/x", "at least 2"),
+            ("favor+softmax/x", "at least 2, or first"),
+            ("favor+softmax/last", "at least 2, or first"),
             ("favor+softmax/4+uniform/2", "more than two"),
             ("favor+favor:m=128/4", "both attentions"),
             ("favor+nothing/4", "unknown attention"),
