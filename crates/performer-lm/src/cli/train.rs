@@ -50,9 +50,10 @@ pub(super) struct Args {
     /// return; mup-scale divides logits by the head dimension in place of its square root;
     /// key-dim=16 gives queries and keys 16 dimensions a head, which map=taylor2 needs in large
     /// heads. Controls: uniform (means of the values, without queries and keys) and none. sinks=4
-    /// beside a window keeps the first four tokens visible. A hybrid A+B/n, as in
-    /// favor-gated+softmax/4, has B in every n-th layer, A in the others; in A+B/first, the first
-    /// layer has B.
+    /// beside a window keeps the first four tokens visible. In a hybrid
+    /// A+B/first, as in favor-gated+softmax/first, the first layer has B and the others have A; in
+    /// A+B/n, every n-th has B. On long text an exact first layer was worth far more than exact
+    /// later ones.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]
