@@ -88,7 +88,9 @@ impl FromStr for AttentionPattern {
             (_, Ok(n)) if n > 1 => Place::Every(n),
             (_, Ok(1)) => return Err(format!("'{s}': every layer would have {attention}; give {attention} alone")),
             _ => {
-                return Err(format!("'{s}': n is '{place}', and must be a whole number of at least 2, or first; {hint}"));
+                return Err(format!(
+                    "'{s}': n is '{place}', and must be a whole number of at least 2, or first; {hint}"
+                ));
             }
         };
         if attention.contains('+') {
