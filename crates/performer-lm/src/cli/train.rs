@@ -52,8 +52,7 @@ pub(super) struct Args {
     /// heads. Controls: uniform (means of the values, without queries and keys) and none. sinks=4
     /// beside a window keeps the first four tokens visible. In a hybrid
     /// A+B/first, as in favor-gated+softmax/first, the first layer has B and the others have A; in
-    /// A+B/n, every n-th has B. On long text an exact first layer was worth far more than exact
-    /// later ones.
+    /// A+B/n, as in favor-gated+softmax/4, every n-th has B.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]

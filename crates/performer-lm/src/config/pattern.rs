@@ -29,10 +29,10 @@ impl Place {
     /// Returns these layers among so many, in order.
     pub fn layers(self, layers: usize) -> impl Iterator<Item = usize> {
         let (start, step) = match self {
-            Self::First => (0, layers),
+            Self::First => (0, usize::MAX),
             Self::Every(n) => (n - 1, n),
         };
-        (start..layers).step_by(step.max(1))
+        (start..layers).step_by(step)
     }
 }
 

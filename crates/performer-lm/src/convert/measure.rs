@@ -76,13 +76,16 @@ impl<'a> Meter<'a> {
     /// [`Examiner::measure`].
     pub(super) fn measure(&self, student: &Decoder) -> Result<Option<Measured>> {
         let Some(held_out) = self.predictions(student, &self.held_out)? else { return Ok(None) };
-        let second = match (&self.second, self.plan.second) {
-            (Some(text), Some(named)) => {
-                let about = || format!("on the second text, {}", named.name);
-                let Some(found) = self.predictions(student, text).with_context(about)? else { return Ok(None) };
+        let second = match &self.second {
+            Some(text) => {
+                let name = self.plan.second.map_or("", |second| second.name);
+                let found = self.predictions(student, text);
+                let Some(found) = found.with_context(|| format!("on the second text, {name}"))? else {
+                    return Ok(None);
+                };
                 Some(found)
             }
-            _ => None,
+            None => None,
         };
         let (tokenizer, threads) = (&self.plan.teacher.tokenizer, self.plan.threads);
         let examiner = Examiner { tokenizer, text: self.held_out.tokens, threads };
@@ -102,48 +105,38 @@ impl<'a> Meter<'a> {
     /// # Errors
     /// If the loss is not finite.
     pub(super) fn loss(&self, student: &Decoder) -> Result<Option<f64>> {
-        let losses = |ids: &Tensor, targets: &[u32]| Ok((student.losses(ids, targets, None)?, None));
-        let Some(found) = self.read(student, self.held_out.tokens, losses)? else { return Ok(None) };
-        found.mean_loss().map(Some)
+        let Some(read) = self.read(student, self.held_out.tokens)? else { return Ok(None) };
+        read.mean_loss().map(Some)
     }
 
     fn predictions(&self, student: &Decoder, text: &Text<'_>) -> Result<Option<Predictions>> {
-        let both = |model: &Decoder| {
-            self.read(model, text.tokens, |ids, targets| {
-                let (losses, likeliest) = model.losses_and_likeliest(ids, targets)?;
-                Ok((losses, Some(likeliest)))
-            })
-        };
-        let Some(found) = both(student)? else { return Ok(None) };
-        let val_loss = found.mean_loss()?;
-        let teachers = match text.likeliest.get() {
-            Some(likeliest) => likeliest,
-            None if std::ptr::eq(student, self.teacher) => text.likeliest.get_or_init(|| found.likeliest.clone()),
-            None => {
-                let Some(read) = both(self.teacher)? else { return Ok(None) };
-                text.likeliest.get_or_init(|| read.likeliest)
-            }
-        };
-        let same = teachers.iter().zip(&found.likeliest).filter(|(teacher, student)| teacher == student).count();
-        let top1_agreement = same as f64 / found.likeliest.len() as f64;
+        let Some(read) = self.read(student, text.tokens)? else { return Ok(None) };
+        let val_loss = read.mean_loss()?;
+        if text.likeliest.get().is_none() {
+            // The teacher is the first model that is measured, unless an earlier process did so.
+            let likeliest = if std::ptr::eq(student, self.teacher) {
+                read.likeliest.clone()
+            } else {
+                let Some(read) = self.read(self.teacher, text.tokens)? else { return Ok(None) };
+                read.likeliest
+            };
+            text.likeliest.get_or_init(|| likeliest);
+        }
+        let teachers = text.likeliest.get().into_iter().flatten();
+        let same = teachers.zip(&read.likeliest).filter(|(teacher, student)| teacher == student).count();
+        let top1_agreement = same as f64 / read.likeliest.len() as f64;
         Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement }))
     }
 
     /// Reads about the first tokens of a text, as many as the plan says, in windows of the model's
-    /// context, with `look`, which returns the losses of ids `(B, T)` and the likeliest tokens, if
-    /// they are asked for. Returns `None` if the plan was stopped.
-    fn read(
-        &self,
-        model: &Decoder,
-        tokens: &TokenFile,
-        look: impl Fn(&Tensor, &[u32]) -> Result<(Tensor, Option<Tensor>)> + Sync,
-    ) -> Result<Option<Read>> {
+    /// context. Returns `None` if the plan was stopped.
+    fn read(&self, model: &Decoder, tokens: &TokenFile) -> Result<Option<Read>> {
         let plan = self.plan;
         let context = model.config().context.min(tokens.len().saturating_sub(1).max(1));
         let rows = (1024 / context).max(1);
         let count = plan.measure_tokens.div_ceil(rows * context);
         let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(count).collect();
-        let mut read = Read { loss: 0.0, tokens: 0, likeliest: Vec::new() };
+        let mut read = Read { loss: 0.0, likeliest: Vec::new() };
         let done = in_order(
             windows.len(),
             plan.threads,
@@ -152,13 +145,11 @@ impl<'a> Meter<'a> {
                 let batch = &windows[i];
                 check_vocabulary(batch, model)?;
                 let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
-                let (losses, likeliest) = look(&ids, &batch.targets)?;
-                let likeliest = likeliest.map(|tokens| tokens.to_vec1::<u32>()).transpose()?;
-                Ok((losses.to_vec1::<f32>()?, likeliest.unwrap_or_default()))
+                let (losses, likeliest) = model.losses_and_likeliest(&ids, &batch.targets)?;
+                Ok((losses.to_vec1::<f32>()?, likeliest.to_vec1::<u32>()?))
             },
             |(losses, likeliest)| {
                 read.loss += losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
-                read.tokens += losses.len();
                 read.likeliest.extend(likeliest);
                 Ok(())
             },
@@ -175,14 +166,13 @@ impl<'a> Meter<'a> {
 struct Read {
     /// The sum of its losses.
     loss: f64,
-    tokens: usize,
-    /// Its likeliest token at each position, if they were asked for.
+    /// Its likeliest token at each position.
     likeliest: Vec<u32>,
 }
 
 impl Read {
     fn mean_loss(&self) -> Result<f64> {
-        let loss = self.loss / self.tokens as f64;
+        let loss = self.loss / self.likeliest.len() as f64;
         ensure!(
             loss.is_finite(),
             "its loss on held-out text is {loss}: its weights hold values that are not finite, or too large"

@@ -20,6 +20,7 @@
 mod adapters;
 mod descend;
 mod measure;
+mod report;
 mod stage;
 mod statistics;
 mod transfer;
@@ -30,11 +31,8 @@ use std::{collections::HashMap, path::Path, sync::atomic::AtomicBool, time::Inst
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use performer_core::FavorConfig;
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-#[cfg(feature = "plot")]
-use crate::plot::{At, Axis, Chart, Marker, Scale, Series};
 use crate::{
     checkpoint::{REPORTS, remove_reports, require_free},
     config::{AttentionConfig, ModelConfig},
@@ -43,10 +41,11 @@ use crate::{
     files::{self, Lock},
     listener::Listener,
     model::{Decoder, pretrained::Pretrained},
-    train::{Checkpoint, Earlier, Leg, RunKey, TrainingState, digests, git_revision, model_digest},
+    train::{Checkpoint, Earlier, RunKey, TrainingState, digests, git_revision, model_digest},
 };
 pub use measure::{Measured, Predictions};
 use measure::{Measurements, Meter, about};
+pub use report::{Point, Report, Stage};
 use stage::{Bookmark, Progress};
 #[cfg(feature = "lab")]
 pub(crate) use statistics::moments;
@@ -130,69 +129,6 @@ struct Trained {
     points: Vec<Point>,
 }
 
-/// A `Point` is a measurement of the student during a stage.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Point {
-    /// Number of tokens seen in the stage so far.
-    pub tokens: u64,
-    /// Loss on held-out text, in nats per token.
-    pub val_loss: f64,
-}
-
-/// A `Stage` describes a finished stage and its result.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Stage {
-    /// `teacher`, `swap` (plain random features), `calibrate`, `transfer`, `tune`, or `control`.
-    pub name: String,
-    /// Number of tokens that the student had seen in all stages when this one was done.
-    pub tokens: u64,
-    /// Seconds that the stage took.
-    pub seconds: f64,
-    /// The student after the stage, measured on held-out text.
-    #[serde(flatten)]
-    pub measured: Measured,
-    /// The student with every exact window switched off, if it has windows, which shows what the
-    /// features do alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub without_window: Option<Measured>,
-    /// The student with its features off, which shows what they add to its windows, or to means of
-    /// the values where there are none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub features_off: Option<Measured>,
-    /// The student during the stage, where it was measured.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub points: Vec<Point>,
-}
-
-/// A `Report` describes the results of a conversion; it is saved as `convert.json`.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
-    /// The attention of the student, as the command line takes it.
-    pub attention_spec: String,
-    /// Name of the corpus.
-    pub corpus: String,
-    /// Number of held-out tokens measured on.
-    pub measured_tokens: usize,
-    /// Name of the second text, if there is one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub second_corpus: Option<String>,
-    /// The stages in order, the teacher first.
-    pub stages: Vec<Stage>,
-    /// The teacher after the same fine-tuning, if that was asked for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub control: Option<Stage>,
-    /// Revision of this program.
-    pub revision: String,
-    /// Key of the student and of the stages so far; `None` in reports of versions that did not
-    /// record it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub key: Option<RunKey>,
-    /// The parts that other revisions of this program made, or that were made on other kinds of
-    /// device.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub earlier_legs: Vec<Leg>,
-}
-
 /// Converts. `None` if it was stopped: run it again to go on after the last finished stage.
 ///
 /// # Errors
@@ -235,7 +171,6 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         }
         save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
     }
-    let loss = |student: &Decoder| meter.loss(student);
     for name in STAGES {
         if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
             continue;
@@ -252,9 +187,9 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let result = match (name, plan.tuning) {
             ("calibrate", _) => Some(statistics::calibrate(plan, &teacher, student(plan, tensors)?, data)?),
             ("tune", Some(tuning)) => {
-                tune::tune(plan, &bookmark, tuning, &teacher, pupil(plan, tensors)?, data, &loss)?
+                tune::tune(plan, &bookmark, tuning, &teacher, pupil(plan, tensors)?, data, &meter)?
             }
-            _ => transfer::transfer(plan, &bookmark, &teacher, pupil(plan, tensors)?, data, &loss)?,
+            _ => transfer::transfer(plan, &bookmark, &teacher, pupil(plan, tensors)?, data, &meter)?,
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
@@ -274,7 +209,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let of_all = plan.key_after(&key, CONTROL);
         let bookmark = Bookmark::new(plan, of_all, CONTROL, checkpoint, &report, interrupted.take());
         let earlier_seconds = bookmark.seconds();
-        let tuned = tune::tune(plan, &bookmark, tuning, &teacher, copy, data, &loss)?;
+        let tuned = tune::tune(plan, &bookmark, tuning, &teacher, copy, data, &meter)?;
         let Some(Trained { student: tuned, tokens, points }) = tuned else { return Ok(None) };
         let checkpoint = bookmark.into_checkpoint();
         let Some(measured) = meter.measure(&tuned).with_context(|| about(CONTROL))? else { return Ok(None) };
@@ -547,55 +482,4 @@ fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
     let progress = Progress { key: report.key.clone(), report: report.clone(), stage: None };
     progress.save(&checkpoint, plan.out, Default::default())?;
     files::write_json(&plan.out.join(REPORT), report)
-}
-
-#[cfg(feature = "plot")]
-impl Report {
-    /// Draws loss against tokens used, with the teacher's loss as a line.
-    pub fn chart(&self) -> Chart {
-        let millions = |tokens: u64| tokens as f64 / 1e6;
-        let students: Vec<&Stage> = self.stages.iter().filter(|stage| stage.name != "teacher").collect();
-        let (mut curve, mut begun) = (Vec::new(), 0);
-        for stage in &students {
-            curve.extend(stage.points.iter().map(|p| (millions(begun + p.tokens), p.val_loss)));
-            curve.push((millions(stage.tokens), stage.measured.held_out.val_loss));
-            begun = stage.tokens;
-        }
-        let mut series = vec![Series::new("student", curve)];
-        if let Some(control) = &self.control {
-            let ends = (millions(control.tokens), control.measured.held_out.val_loss);
-            let points = control.points.iter().map(|p| (millions(p.tokens), p.val_loss)).chain([ends]);
-            series.push(Series::new("teacher, tuned likewise", points));
-        }
-        let bare: Vec<(f64, f64)> = students
-            .iter()
-            .filter_map(|s| Some((millions(s.tokens), s.without_window.as_ref()?.held_out.val_loss)))
-            .collect();
-        if !bare.is_empty() {
-            series.push(Series::new("student, window off", bare));
-            let off =
-                students.iter().filter_map(|s| Some((millions(s.tokens), s.features_off.as_ref()?.held_out.val_loss)));
-            series.push(Series::new("student, features off", off));
-        }
-        let ends = students.iter().filter(|stage| matches!(&stage.name[..], "transfer" | "tune"));
-        let teacher = self.stages.iter().find(|stage| stage.name == "teacher");
-        let teacher = teacher.map(|t| Marker { at: At::Y(t.measured.held_out.val_loss), label: "teacher".into() });
-        let stages: Vec<&str> = students.iter().map(|stage| &stage.name[..]).collect();
-        Chart {
-            title: format!("Converting to {}", self.attention_spec),
-            subtitle: Some(format!(
-                "stages: {}; {} held-out tokens of {}",
-                stages.join(", "),
-                self.measured_tokens,
-                self.corpus
-            )),
-            x: Axis::new("tokens seen (millions)", Scale::Linear),
-            y: Axis::new("loss (nats per token)", Scale::Linear),
-            series,
-            lines: ends
-                .map(|stage| Marker { at: At::X(millions(stage.tokens)), label: format!("{} ends", stage.name) })
-                .chain(teacher)
-                .collect(),
-        }
-    }
 }

@@ -8,20 +8,20 @@ use performer_core::{Attention, Inputs, Mask, Softmax};
 use super::{
     Plan, Trained,
     descend::{Descent, descend},
+    measure::Meter,
     stage::Bookmark,
 };
 use crate::{data::Prepared, model::Decoder};
 
 /// Trains the feature maps on `‖o − ô‖² / ‖o‖²` summed over the layers, where `o` is what the
-/// teacher's attention returns for the same queries, keys and values; `measure` returns a model's
-/// loss on held-out text. Returns `None` if training was stopped.
+/// teacher's attention returns for the same queries, keys and values. Returns `None` if training was stopped.
 pub(super) fn transfer(
     plan: &Plan,
     bookmark: &Bookmark,
     teacher: &Decoder,
     student: Decoder,
     data: &Prepared,
-    measure: &dyn Fn(&Decoder) -> Result<Option<f64>>,
+    meter: &Meter<'_>,
 ) -> Result<Option<Trained>> {
     let maps = student.named_parameters()?.into_iter().filter(|(name, _)| name.contains(".feature_map.")).collect();
     let descent = Descent {
@@ -33,7 +33,7 @@ pub(super) fn transfer(
     };
     let loss = |ids: &Tensor, _: &[u32]| differences(plan, teacher, &student, ids);
     let frozen = || Decoder::frozen(&plan.config, &student.tensors()?, &plan.device);
-    let done = descend(plan, bookmark, &descent, maps, data, loss, || measure(&frozen()?))?;
+    let done = descend(plan, bookmark, &descent, maps, data, loss, || meter.loss(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))
 }

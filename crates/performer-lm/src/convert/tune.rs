@@ -8,6 +8,7 @@ use super::{
     Plan, Trained,
     adapters::Adapters,
     descend::{Descent, descend},
+    measure::Meter,
     stage::Bookmark,
 };
 use crate::{data::Prepared, model::Decoder};
@@ -26,8 +27,7 @@ pub struct Tuning {
     pub adapters: Option<usize>,
 }
 
-/// Fine-tunes `student` as the stage of the bookmark; `measure` returns a model's loss on held-out
-/// text. Returns `None` if training was stopped.
+/// Fine-tunes `student` as the stage of the bookmark. Returns `None` if training was stopped.
 pub(super) fn tune(
     plan: &Plan,
     bookmark: &Bookmark,
@@ -35,7 +35,7 @@ pub(super) fn tune(
     teacher: &Decoder,
     student: Decoder,
     data: &Prepared,
-    measure: &dyn Fn(&Decoder) -> Result<Option<f64>>,
+    meter: &Meter<'_>,
 ) -> Result<Option<Trained>> {
     let config = student.config().clone();
     let adapters = tuning.adapters.map(|rank| Adapters::new(&student, rank, plan.seed)).transpose()?;
@@ -74,7 +74,7 @@ pub(super) fn tune(
         let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, tensor.detach().copy()?)));
         Decoder::frozen(&config, &tensors.collect::<Result<_>>()?, &plan.device)
     };
-    let done = descend(plan, bookmark, &descent, parameters, data, loss, || measure(&frozen()?))?;
+    let done = descend(plan, bookmark, &descent, parameters, data, loss, || meter.loss(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))
 }

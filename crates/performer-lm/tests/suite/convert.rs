@@ -236,6 +236,9 @@ fn a_window_is_converted_to_and_stages_are_measured_in_recall() -> Result<()> {
         assert!(stage.features_off.is_none() && stage.without_window.is_none(), "{}", stage.name);
         let second = stage.measured.second.context("a second text")?;
         assert_ne!(second.val_loss, stage.measured.held_out.val_loss);
+        // Agreement on a text is with what the teacher says of that text.
+        let agreed = [second.top1_agreement, stage.measured.held_out.top1_agreement];
+        assert_eq!(agreed == [1.0; 2], stage.name == "teacher", "{}: {agreed:?}", stage.name);
         assert_eq!(stage.measured.recall.iter().map(|recall| recall.tokens).collect::<Vec<_>>(), [200]);
     }
     // A report that was read again is the same, and nothing is done twice.

@@ -2,7 +2,7 @@
 //! from the future, and decoding computes what the whole model does.
 
 use anyhow::Result;
-use candle_core::{Device, Tensor};
+use candle_core::{D, Device, Tensor};
 use performer_core::{Tape, ops};
 use performer_lm::{
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions, Preset},
@@ -99,6 +99,21 @@ fn ids(rows: usize, tokens: usize, shift: usize) -> Vec<u32> {
 
 fn tensor(ids: &[u32], rows: usize) -> Result<Tensor> {
     Ok(Tensor::from_slice(ids, (rows, ids.len() / rows), &Device::Cpu)?)
+}
+
+#[test]
+fn one_pass_gives_losses_and_the_likeliest_tokens() -> Result<()> {
+    let (rows, tokens) = (2, 9);
+    let model = Decoder::new(&base("favor:m=16,gate+softmax/first"), 3, &Device::Cpu)?;
+    let vocabulary = model.config().vocab_size as u32;
+    let ids: Vec<u32> = (0..rows * tokens).map(|i| (i * i * 7 + 3) as u32 % vocabulary).collect();
+    let targets: Vec<u32> = ids.iter().map(|id| (id + 5) % vocabulary).collect();
+    let ids = Tensor::from_vec(ids, (rows, tokens), &Device::Cpu)?;
+    let (losses, likeliest) = model.losses_and_likeliest(&ids, &targets)?;
+    assert_eq!(losses.to_vec1::<f32>()?, model.losses(&ids, &targets, None)?.to_vec1::<f32>()?);
+    let logits = model.forward(&ids, None)?.flatten(0, 1)?;
+    assert_eq!(likeliest.to_vec1::<u32>()?, logits.argmax(D::Minus1)?.to_vec1::<u32>()?);
+    Ok(())
 }
 
 #[test]
