@@ -207,15 +207,18 @@ impl Examiner<'_> {
     }
 
     /// Reads so many tokens from a random place of the held-out text, again from its beginning
-    /// where it ends.
+    /// where it ends. Tokens that separate texts are left out: a model may have learned that
+    /// nothing before one matters, and forget on purpose what it is to be asked for.
     fn filler(&self, tokens: usize, rng: &mut ChaCha8Rng) -> Result<Vec<u32>> {
-        let len = self.text.len();
+        let (len, separator) = (self.text.len(), self.tokenizer.eot());
         let mut start = below(rng, len);
         let mut ids = Vec::with_capacity(tokens);
+        // This ends, since a text with so few different tokens that all may be separators was
+        // refused before.
         while ids.len() < tokens {
             let end = len.min(start + tokens - ids.len());
-            ids.extend(self.text.read(start..end));
-            start = 0;
+            ids.extend(self.text.read(start..end).into_iter().filter(|&id| id != separator));
+            start = if end == len { 0 } else { end };
         }
         Ok(ids)
     }
@@ -258,6 +261,7 @@ mod tests {
             let mut rng = ChaCha8Rng::seed_from_u64(i as u64);
             let question = examiner.pass_key(300, i, &mut rng)?;
             assert_eq!(question.ids.len(), 300);
+            assert!(!question.ids.contains(&data.tokenizer.eot()), "a separator of texts in text {i}");
             let answer: Vec<u32> = question.answers.iter().map(|&i| question.ids[i]).collect();
             let key = data.tokenizer.decode(&answer)?;
             assert!(key.trim().parse::<u32>().is_ok_and(|key| (10_000..100_000).contains(&key)), "{key:?}");
@@ -268,6 +272,7 @@ mod tests {
 
             let question = examiner.pairs(300, &known, &mut rng)?;
             assert_eq!((question.ids.len(), question.answers.len()), (300, PAIRS));
+            assert!(!question.ids.contains(&data.tokenizer.eot()), "a separator of texts among pairs {i}");
             for &answer in &question.answers {
                 let pair = [question.ids[answer - 1], question.ids[answer]];
                 let first = question.ids.windows(2).position(|two| two == pair).expect("it is there");
