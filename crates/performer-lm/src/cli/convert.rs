@@ -1,6 +1,9 @@
 //! This module is the command `performer-lm convert`.
 
-use std::{path::PathBuf, sync::atomic::AtomicBool};
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::AtomicBool,
+};
 
 use anyhow::{Context, Result, bail};
 use performer_core::FeatureMapKind;
@@ -11,7 +14,7 @@ use super::{
 };
 use crate::{
     config::{AttentionConfig, AttentionPattern, Positions},
-    convert::{HeadReport, Measured, Plan, Report, Second, Stage, Tuning, inspect, run as convert},
+    convert::{Costs, HeadReport, Measured, Plan, Report, Second, Stage, Tuning, costs, inspect, run as convert},
     data::{DataSpec, prepare_for},
     errors::Cause,
     eval::show_perplexity,
@@ -25,7 +28,8 @@ use crate::{
 Examples:
   performer-lm convert runs/small-softmax-seed42 --data stories/ --out runs/converted
   performer-lm convert stories260K.bin --attention favor:m=64,map=learned,window=32 --data stories/ --out runs/converted
-  performer-lm convert SmolLM2-135M.gguf --layer 0=softmax --layer 29=softmax --context 256 --data book.txt --out runs/smol
+  performer-lm convert SmolLM2-135M.gguf --layer 0,29=softmax --context 256 --data book.txt --out runs/smol
+  performer-lm convert SmolLM2-135M.gguf --layer-costs --attention softmax:window=64,sinks=4 --data book.txt
   performer-lm convert small.gguf --attention softmax:window=64 --tune-steps 500 --out runs/window  a window alone
   performer-lm convert stories260K.bin --inspect --data stories/")]
 pub(super) struct Args {
@@ -34,11 +38,12 @@ pub(super) struct Args {
     model: String,
     /// What its attention becomes. A+B/n, as in favor-window+softmax/4, makes it B in every n-th
     /// layer and A in the others.
-    #[arg(long, default_value = "favor:m=64,map=learned,window=32")]
+    #[arg(long, default_value = "favor:m=64,map=learned,window=32,sinks=4")]
     attention: AttentionPattern,
-    /// A layer with an attention of its own, counted from 0; give it several times.
-    #[arg(long, value_name = "LAYER=ATTENTION", value_parser = layer)]
-    layer: Vec<(usize, AttentionConfig)>,
+    /// Layers with an attention of their own, counted from 0, such as 0,29=softmax; give it several
+    /// times for several attentions.
+    #[arg(long, value_name = "LAYERS=ATTENTION", value_parser = layers)]
+    layer: Vec<(Vec<usize>, AttentionConfig)>,
     /// Text to convert on: auto, tinystories, sample, a text file, or a folder with train.txt and
     /// valid.txt.
     #[arg(long)]
@@ -108,6 +113,10 @@ pub(super) struct Args {
     /// Convert nothing: report how sharp each head is, and how well features would do in it.
     #[arg(long)]
     inspect: bool,
+    /// Convert nothing: report what the conversion of each layer alone costs, with nothing trained.
+    /// Those that cost most are worth leaving exact.
+    #[arg(long, conflicts_with = "inspect")]
+    layer_costs: bool,
     /// Print as JSON.
     #[arg(long)]
     json: bool,
@@ -122,10 +131,11 @@ const CHART: &str = "convert";
 /// Default number of tokens to which features are fitted.
 const CALIBRATE: usize = 32_768;
 
-fn layer(text: &str) -> Result<(usize, AttentionConfig), String> {
-    let (layer, attention) = text.split_once('=').ok_or("give LAYER=ATTENTION, such as 0=softmax")?;
-    let layer = layer.parse().map_err(|_| format!("'{layer}' is no layer: they are counted 0, 1, 2, ..."))?;
-    Ok((layer, attention.parse()?))
+fn layers(text: &str) -> Result<(Vec<usize>, AttentionConfig), String> {
+    let (layers, attention) = text.split_once('=').ok_or("give LAYERS=ATTENTION, such as 0,29=softmax")?;
+    let number =
+        |layer: &str| layer.parse().map_err(|_| format!("'{layer}' is no layer: they are counted 0, 1, 2, ..."));
+    Ok((layers.split(',').map(number).collect::<Result<_, _>>()?, attention.parse()?))
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
@@ -153,9 +163,16 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             output::result(&inspection(&heads, &args.attention.most))
         };
     }
-    let Some(out) = &args.out else { bail!("give the converted model's folder by --out (or --inspect)") };
-    require_another_folder(&args.model, out)?;
-    plot::require_own(&out.join(CHART))?;
+    let out = match &args.out {
+        Some(out) => out.as_path(),
+        // Nothing is written.
+        None if args.layer_costs => Path::new(""),
+        None => bail!("give the converted model's folder by --out (or --inspect, or --layer-costs)"),
+    };
+    if !args.layer_costs {
+        require_another_folder(&args.model, out)?;
+        plot::require_own(&out.join(CHART))?;
+    }
     let some = |is: fn(FeatureMapKind) -> bool| {
         let others = args.layer.iter().map(|(_, attention)| attention);
         args.attention.attentions().chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
@@ -166,7 +183,9 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         bail!("--adapters is 0; it is a rank of at least 1, and 8 is usual");
     }
     let mut config = teacher.config.clone().with_attention(&args.attention)?;
-    config.attention_by_layer.extend(args.layer.iter().cloned());
+    for (layers, attention) in &args.layer {
+        config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
+    }
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
     let second = second.as_ref().map(|(name, tokens)| Second { name, tokens });
     let recall = match &args.recall {
@@ -205,6 +224,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         seed: args.seed,
         listener: &output::TERMINAL,
     };
+    if args.layer_costs {
+        let costs = costs(&plan, &data)?.ok_or_else(|| Cause::Stopped("stopped; nothing was kept".into()))?;
+        return if args.json { output::json(&costs) } else { output::result(&cost_table(&costs, &plan.recall)) };
+    }
     let report = convert(&plan, &data)?;
     let Some(report) = report else {
         let again = if args.overwrite { "the same command without --overwrite" } else { "the same command" };
@@ -271,6 +294,34 @@ fn table(report: &Report) -> String {
     format!("{losses}\n\n{}\n\nrecall: share found again (nats/token)", output::table(&header, &rows))
 }
 
+/// Shows the layers in the order of what they cost, and how to leave the dearer half exact.
+fn cost_table(costs: &Costs, recall: &[usize]) -> String {
+    let row = |name: String, cost: String, measured: &Measured| {
+        let losses = [name, cost, format!("{:.4}", measured.held_out.val_loss)];
+        losses.into_iter().chain(measured.recall.iter().flat_map(recall_cells)).collect::<Vec<_>>()
+    };
+    let layers = costs.by_cost();
+    let mut rows = vec![row("none".into(), String::new(), &costs.teacher)];
+    rows.extend(layers.iter().map(|of| row(of.layer.to_string(), format!("{:+.4}", of.cost), &of.measured)));
+    let mut header = vec!["layer converted".to_string(), "cost".into(), "loss".into()];
+    for &tokens in recall {
+        let tokens = output::thousands(tokens as u64);
+        header.extend([format!("pass keys, {tokens}"), format!("pairs, {tokens}")]);
+    }
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let mut dearer: Vec<usize> = layers[..layers.len() / 2].iter().map(|of| of.layer).collect();
+    dearer.sort();
+    let dearer: Vec<String> = dearer.iter().map(usize::to_string).collect();
+    let hint = match dearer.is_empty() {
+        true => String::new(),
+        false => format!("\nto leave the dearer half exact: --layer {}=softmax", dearer.join(",")),
+    };
+    format!(
+        "{}\n\ncost: nats/token lost on the text, on pass keys and on pairs; recall: share found again (nats/token){hint}",
+        output::table(&header, &rows)
+    )
+}
+
 fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
     let rows: Vec<Vec<String>> = heads
         .iter()
@@ -288,4 +339,20 @@ fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
         .collect();
     let header = ["layer", "head", "logit sd", "row TV", "uniform TV", "output error", "row TV < 0.15 by"];
     format!("{}\n\nfeatures of {attention}, without a window, fitted where they can be", output::table(&header, &rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_layers_are_given_one_attention() {
+        assert_eq!(layers("0,29=softmax"), Ok((vec![0, 29], AttentionConfig::Softmax)));
+        for (text, error) in
+            [("softmax", "0,29=softmax"), ("0,x=softmax", "'x' is no layer"), ("=softmax", "'' is no layer")]
+        {
+            let said = layers(text).unwrap_err();
+            assert!(said.contains(error), "{text}: {said}");
+        }
+    }
 }

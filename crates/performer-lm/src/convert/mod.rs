@@ -18,6 +18,7 @@
 //! change is refused.
 
 mod adapters;
+mod costs;
 mod descend;
 mod measure;
 mod report;
@@ -43,6 +44,7 @@ use crate::{
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, Earlier, RunKey, TrainingState, digests, git_revision, model_digest},
 };
+pub use costs::{Costs, LayerCost, costs};
 pub use measure::{Measured, Predictions};
 use measure::{Measurements, Meter, about};
 pub use report::{Point, Report, Stage};
@@ -449,19 +451,23 @@ fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
 
 /// Makes the student of these tensors, to be used.
 fn student(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
-    Decoder::frozen(&plan.config, &with_fresh(plan, tensors)?, &plan.device)
+    Decoder::frozen(&plan.config, &with_fresh(&plan.config, plan, tensors)?, &plan.device)
 }
 
 /// Makes the student of these tensors, to be trained.
 fn pupil(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
-    Decoder::from_tensors(&plan.config, &with_fresh(plan, tensors)?, &plan.device)
+    Decoder::from_tensors(&plan.config, &with_fresh(&plan.config, plan, tensors)?, &plan.device)
 }
 
-/// Adds what is not among the tensors: feature maps are drawn at random, and convolutions and
-/// output gates begin without effect.
-fn with_fresh(plan: &Plan, mut tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
-    let fresh = Decoder::buffers(&plan.config, plan.seed, &plan.device)?;
-    for (name, tensor) in fresh.into_iter().chain(Decoder::neutral_parts(&plan.config, &plan.device)?) {
+/// Adds what a model of this configuration has and what is not among the tensors: feature maps are
+/// drawn at random, and convolutions and output gates begin without effect.
+fn with_fresh(
+    config: &ModelConfig,
+    plan: &Plan,
+    mut tensors: HashMap<String, Tensor>,
+) -> Result<HashMap<String, Tensor>> {
+    let fresh = Decoder::buffers(config, plan.seed, &plan.device)?;
+    for (name, tensor) in fresh.into_iter().chain(Decoder::neutral_parts(config, &plan.device)?) {
         tensors.entry(name).or_insert(tensor);
     }
     Ok(tensors)

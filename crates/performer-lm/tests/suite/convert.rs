@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use performer_lm::{
     config::{AttentionConfig, ModelConfig, Preset},
-    convert::{Plan, Report, Second, Tuning, inspect, run},
+    convert::{Plan, Report, Second, Tuning, costs, inspect, run},
     data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare},
     listener::{Bar, Listener, Silent, Unit},
     model::{Decoder, pretrained::Pretrained},
@@ -357,6 +357,35 @@ fn a_student_may_have_parts_that_change_nothing_at_first() -> Result<()> {
     let saved = Pretrained::open(&equipped.path().to_string_lossy())?;
     let filters = saved.tensors["model.layers.0.self_attn.k_conv1d.weight"].to_vec2::<f32>()?;
     assert!(filters.iter().all(|filter| filter[3] > 0.9) && filters.iter().any(|filter| filter[0] != 0.0));
+    Ok(())
+}
+
+/// What a layer costs is what a conversion of that layer alone loses before anything is trained.
+#[test]
+fn the_cost_of_a_layer_is_what_its_conversion_loses() -> Result<()> {
+    let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let nowhere = folder.path().join("nowhere");
+    fn untrained(plan: Plan) -> Plan {
+        Plan { calibrate_tokens: 0, transfer_steps: 0, tuning: None, ..plan }
+    }
+    let costs_of = |plan: &Plan| costs(plan, &data)?.context("nobody stopped it");
+    let all = costs_of(&untrained(plan(&teacher, "softmax:window=2", &nowhere, &stop)))?;
+    assert_eq!(all.layers.iter().map(|of| of.layer).collect::<Vec<_>>(), [0, 1]);
+    for of in &all.layers {
+        let out = folder.path().join(of.layer.to_string());
+        let mut alone = untrained(plan(&teacher, "softmax:window=2", &out, &stop));
+        alone.config.attention_by_layer.insert(1 - of.layer, AttentionConfig::Softmax);
+        let report = convert(&alone, &data)?;
+        let losses: Vec<f64> = report.stages.iter().map(|stage| stage.measured.held_out.val_loss).collect();
+        assert_eq!(losses, [all.teacher.held_out.val_loss, of.measured.held_out.val_loss], "layer {}", of.layer);
+        assert_eq!(of.cost, losses[1] - losses[0]);
+        // A layer that stays exact is not measured.
+        assert_eq!(costs_of(&alone)?.layers.iter().map(|of| of.layer).collect::<Vec<_>>(), [of.layer]);
+    }
+    let costs: Vec<f64> = all.by_cost().iter().map(|of| of.cost).collect();
+    assert!(costs[0] > costs[1], "{costs:?}");
+    assert!(!nowhere.exists(), "costs were written somewhere");
     Ok(())
 }
 

@@ -228,7 +228,7 @@ fn convert() {
             ("--device", Some("cpu"), GiveBack),
             ("--json", None, GiveBack),
         ],
-        others: &["--control", "--overwrite", "--inspect"],
+        others: &["--control", "--overwrite", "--inspect", "--layer-costs"],
         result: &["stages"],
     }
     .holds(folder().path());
