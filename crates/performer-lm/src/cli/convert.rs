@@ -317,8 +317,10 @@ fn cost_table(costs: &Costs, recall: &[usize]) -> String {
         false => format!("\nto leave the dearer half exact: --layer {}=softmax", dearer.join(",")),
     };
     format!(
-        "{}\n\ncost: nats/token lost on the text, on pass keys and on pairs; recall: share found again (nats/token){hint}",
-        output::table(&header, &rows)
+        "{}\n\n{}: {}\ncost: nats/token lost on the text, on pass keys and on pairs; recall: share found again (nats/token){hint}",
+        output::table(&header, &rows),
+        costs.attention_spec,
+        costs.corpus
     )
 }
 

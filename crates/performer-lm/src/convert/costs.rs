@@ -13,11 +13,19 @@ use super::{
     measure::{Measured, Meter},
     with_fresh,
 };
-use crate::{config::ModelConfig, data::Prepared, model::Decoder};
+use crate::{config::ModelConfig, data::Prepared, model::Decoder, train::git_revision};
 
 /// `Costs` are what the conversion of each layer alone costs, with nothing trained.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Costs {
+    /// The attention that layers are given, as it is written on the command line.
+    pub attention_spec: String,
+    /// Name of the text.
+    pub corpus: String,
+    /// Number of held-out tokens that were measured.
+    pub measured_tokens: usize,
+    /// Revision of the program.
+    pub revision: String,
     /// The teacher.
     pub teacher: Measured,
     /// Each layer that was to be converted, in the order of layers.
@@ -75,7 +83,14 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
         let Some(measured) = measured else { return Ok(None) };
         layers.push(LayerCost { layer, cost: nats(&measured) - nats(&teacher), measured });
     }
-    Ok(Some(Costs { teacher, layers }))
+    Ok(Some(Costs {
+        attention_spec: plan.config.pattern().to_string(),
+        corpus: data.corpus_name.clone(),
+        measured_tokens: plan.measure_tokens,
+        revision: git_revision().to_string(),
+        teacher,
+        layers,
+    }))
 }
 
 /// Sums up the losses of a model, in nats per token.
