@@ -534,5 +534,12 @@ fn committed_results_are_still_read() -> Result<()> {
         let report: convert::Report = read(file)?;
         assert!(report.stages.len() > 2 && report.chart().to_svg()?.contains("student"), "{}", file.display());
     }
+    let layers = root.join("benchmarks/layer-costs");
+    let costs: convert::Costs = read(&layers.join("costs.json"))?;
+    assert_eq!(costs.layers.len(), 30);
+    for name in ["half", "odd", "five"] {
+        let untrained: convert::Report = read(&layers.join(name).with_extension("json"))?;
+        assert_eq!(untrained.stages.iter().map(|stage| stage.name.as_str()).collect::<Vec<_>>(), ["teacher", "swap"]);
+    }
     Ok(())
 }
