@@ -294,7 +294,7 @@ fn table(report: &Report) -> String {
     format!("{losses}\n\n{}\n\nrecall: share found again (nats/token)", output::table(&header, &rows))
 }
 
-/// Shows the layers in the order of what they cost, and how to leave the dearer half exact.
+/// Shows the layers in the order of what they cost, and how to keep the half exact that costs most.
 fn cost_table(costs: &Costs, recall: &[usize]) -> String {
     let row = |name: String, cost: String, measured: &Measured| {
         let losses = [name, cost, format!("{:.4}", measured.held_out.val_loss)];
@@ -309,15 +309,16 @@ fn cost_table(costs: &Costs, recall: &[usize]) -> String {
         header.extend([format!("pass keys, {tokens}"), format!("pairs, {tokens}")]);
     }
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
-    let mut dearer: Vec<usize> = layers[..layers.len() / 2].iter().map(|of| of.layer).collect();
-    dearer.sort();
-    let dearer: Vec<String> = dearer.iter().map(usize::to_string).collect();
-    let hint = match dearer.is_empty() {
+    let mut exact: Vec<usize> = layers[..layers.len() / 2].iter().map(|of| of.layer).collect();
+    exact.sort();
+    let exact: Vec<String> = exact.iter().map(usize::to_string).collect();
+    let hint = match exact.is_empty() {
         true => String::new(),
-        false => format!("\nto leave the dearer half exact: --layer {}=softmax", dearer.join(",")),
+        false => format!("\nto keep the half exact that costs most: --layer {}=softmax", exact.join(",")),
     };
     format!(
-        "{}\n\n{}: {}\ncost: nats/token lost on the text, on pass keys and on pairs; recall: share found again (nats/token){hint}",
+        "{}\n\n{}: {}\ncost: nats/token lost on the text, and on pass keys and pairs where the teacher finds any; recall: share found again \
+         (nats/token){hint}",
         output::table(&header, &rows),
         costs.attention_spec,
         costs.corpus

@@ -37,15 +37,16 @@ pub struct Costs {
 pub struct LayerCost {
     /// Index of the layer, from 0.
     pub layer: usize,
-    /// By how many nats the teacher loses: the sum of its losses per token on the held-out text, and
-    /// on pass keys and pairs, the mean over their lengths.
+    /// What the exchange loses, in nats per token: the rise of the loss on the held-out text, and
+    /// those on pass keys and on pairs, each a mean over their lengths. What the teacher never finds
+    /// again does not count, since its loss there is noise.
     pub cost: f64,
     /// The teacher with the attention of this layer exchanged.
     pub measured: Measured,
 }
 
 impl Costs {
-    /// Returns the layers in the order of what they cost, dearest first.
+    /// Returns the layers in the order of what they cost, those that cost most first.
     pub fn by_cost(&self) -> Vec<&LayerCost> {
         let mut layers: Vec<_> = self.layers.iter().collect();
         layers.sort_by(|a, b| b.cost.total_cmp(&a.cost));
@@ -81,7 +82,7 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
         let student = Decoder::frozen(&config, &tensors, &plan.device)?;
         let measured = meter.measure(&student).with_context(|| format!("cannot measure layer {layer}"))?;
         let Some(measured) = measured else { return Ok(None) };
-        layers.push(LayerCost { layer, cost: nats(&measured) - nats(&teacher), measured });
+        layers.push(LayerCost { layer, cost: cost(&teacher, &measured), measured });
     }
     Ok(Some(Costs {
         attention_spec: plan.config.pattern().to_string(),
@@ -93,8 +94,42 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
     }))
 }
 
-/// Sums up the losses of a model, in nats per token.
-fn nats(measured: &Measured) -> f64 {
-    let recall: f64 = measured.recall.iter().map(|recall| recall.passkey_loss + recall.pairs_loss).sum();
-    measured.held_out.val_loss + recall / measured.recall.len().max(1) as f64
+/// Returns the [cost](LayerCost::cost) of what was measured beside the teacher.
+fn cost(teacher: &Measured, measured: &Measured) -> f64 {
+    let rises = teacher.recall.iter().zip(&measured.recall).flat_map(|(before, after)| {
+        [
+            (before.passkey, after.passkey_loss - before.passkey_loss),
+            (before.pairs, after.pairs_loss - before.pairs_loss),
+        ]
+    });
+    let recall: f64 = rises.filter(|(found, _)| *found > 0.0).map(|(_, rise)| rise).sum();
+    measured.held_out.val_loss - teacher.held_out.val_loss + recall / teacher.recall.len().max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{convert::Predictions, recall::Recall};
+
+    #[test]
+    fn recall_counts_where_the_teacher_has_any() {
+        let measured = |val_loss, recall: [[f64; 4]; 2]| Measured {
+            held_out: Predictions { val_loss, perplexity: val_loss.exp(), top1_agreement: 1.0 },
+            second: None,
+            recall: recall
+                .into_iter()
+                .map(|[passkey, passkey_loss, pairs, pairs_loss]| Recall {
+                    tokens: 256,
+                    passkey,
+                    passkey_loss,
+                    pairs,
+                    pairs_loss,
+                })
+                .collect(),
+        };
+        // It finds pass keys in texts of the first length, and pairs in those of both.
+        let teacher = measured(2.0, [[0.5, 1.0, 0.5, 2.0], [0.0, 8.0, 0.25, 3.0]]);
+        let exchanged = measured(2.5, [[0.0, 3.0, 0.0, 3.0], [0.0, 4.0, 0.5, 2.0]]);
+        assert_eq!(cost(&teacher, &exchanged), 0.5 + (2.0 + 1.0 - 1.0) / 2.0);
+    }
 }
