@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, ProjectionKind, Radii, Softmax, State,
-    features::fit::{Moments, Options, fit},
+    features::{
+        Fitted,
+        fit::{Moments, Options, fit},
+    },
     projection::{derive_seed, draw_tensor},
 };
 
@@ -28,8 +31,12 @@ pub(crate) const KINDS: [Kind; 5] = [
     Kind { name: "FAVOR+, radii √D", map: Positive, radii: Radii::Sqrt, fitted: None },
     Kind { name: "FAVOR++, fitted", map: Optimal, radii: Radii::Chi, fitted: Some(false) },
     Kind { name: "FAVOR#, fitted", map: Dense, radii: Radii::Chi, fitted: Some(false) },
-    Kind { name: "FAVOR#, fitted and centred", map: Dense, radii: Radii::Chi, fitted: Some(true) },
+    CENTRED,
 ];
+
+/// The kind that comes nearest without training; training begins from its features.
+pub(crate) const CENTRED: Kind =
+    Kind { name: "FAVOR#, fitted and centred", map: Dense, radii: Radii::Chi, fitted: Some(true) };
 
 impl Kind {
     /// Builds FAVOR with `features` features of this kind for a layer whose queries and keys have
@@ -41,19 +48,32 @@ impl Kind {
         moments: &Moments,
         draw: u64,
     ) -> Result<Arc<dyn Attention>> {
+        if let Some(centre) = self.fitted {
+            let fitted = self.fitted_features(layer, features, moments, draw, centre)?;
+            return Ok(Arc::new(Favor::with_map(Box::new(fitted))?));
+        }
+        let config = FavorConfig::default()
+            .with_map(self.map)
+            .with_features(features)
+            .with_projection(ProjectionKind::Orthogonal)
+            .with_radii(self.radii);
         let seed = derive_seed(draw, layer as u64);
-        let (kind, head_dim) = (ProjectionKind::Orthogonal, moments.head_dim());
-        let Some(centre) = self.fitted else {
-            let config = FavorConfig::default()
-                .with_map(self.map)
-                .with_features(features)
-                .with_projection(kind)
-                .with_radii(self.radii);
-            return Ok(Arc::new(Favor::new(&config, head_dim, seed, DType::F32, &Device::Cpu)?));
-        };
-        let omega = draw_tensor(kind, self.radii, features, head_dim, seed, DType::F64, &Device::Cpu)?;
-        let fitted = fit(&omega, moments, Options::new(self.map).with_centre(centre))?;
-        Ok(Arc::new(Favor::with_map(Box::new(fitted.to(DType::F32, &Device::Cpu)?))?))
+        Ok(Arc::new(Favor::new(&config, moments.head_dim(), seed, DType::F32, &Device::Cpu)?))
+    }
+
+    /// Fits features of this kind's map to `moments`, centred or not; the other arguments are those
+    /// of [`Self::attention`].
+    pub(crate) fn fitted_features(
+        &self,
+        layer: usize,
+        features: usize,
+        moments: &Moments,
+        draw: u64,
+        centre: bool,
+    ) -> Result<Fitted> {
+        let (kind, seed) = (ProjectionKind::Orthogonal, derive_seed(draw, layer as u64));
+        let omega = draw_tensor(kind, self.radii, features, moments.head_dim(), seed, DType::F64, &Device::Cpu)?;
+        fit(&omega, moments, Options::new(self.map).with_centre(centre))?.to(DType::F32, &Device::Cpu)
     }
 }
 

@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 
 /// The number of sentences in a batch.
-const ROWS: usize = 32;
+pub(crate) const ROWS: usize = 32;
 
 /// An `Encoder` maps token ids, token types and mask, `(B, T)` each, to hidden states `(B, T, E)`.
 pub(crate) type Encoder<'a> = &'a dyn Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;

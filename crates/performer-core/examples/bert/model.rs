@@ -5,9 +5,13 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use candle_nn::{Embedding, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear};
+use candle_nn::{Embedding, Linear, Module, VarBuilder, embedding, linear};
 use candle_transformers::models::bert::{Config, HiddenAct};
-use performer_core::{Attention, Inputs, Mask};
+// SWAP: these norms are from candle_nn there, where they pass no gradient back.
+use performer_core::{
+    Attention, Inputs, Mask,
+    nn::{LayerNorm, layer_norm},
+};
 
 struct BertEmbeddings {
     word_embeddings: Embedding,

@@ -8,8 +8,6 @@ mod agreement;
 #[allow(dead_code)]
 #[path = "../../examples/bert/attentions.rs"]
 mod attentions;
-#[path = "../../examples/bert/model.rs"]
-mod bert_model;
 #[allow(dead_code)]
 #[path = "../../examples/bert/embed.rs"]
 mod embed;
@@ -18,6 +16,10 @@ mod embed;
 mod folder;
 #[path = "../../examples/llama/model.rs"]
 mod llama_model;
+#[path = "../../examples/bert/model.rs"]
+mod model;
+#[path = "../../examples/bert/training.rs"]
+mod training;
 
 use std::{collections::HashMap, fs, path::Path, sync::Arc};
 
@@ -31,11 +33,12 @@ use performer_core::{
 };
 
 use agreement::Agreement;
-use attentions::{KINDS, Observed, Uniform};
-use bert_model::BertModel;
+use attentions::{CENTRED, KINDS, Observed, Uniform};
 use embed::{embed, padded, pool};
 use folder::Folder;
 use llama_model::{Cache, Llama};
+use model::BertModel;
+use training::{Part, Student, Trainer};
 
 const DEVICE: Device = Device::Cpu;
 
@@ -276,6 +279,53 @@ fn bert_with_many_features_is_near_the_original() -> Result<()> {
         let (few, many) = (at(8)?, at(4096)?);
         assert!(many > 0.99 && many > few && many > uniform, "{}: {few}, {many}, uniform {uniform}", kind.name);
     }
+    Ok(())
+}
+
+/// Both parts of training bring a few features nearer to the original, on texts that they were not
+/// trained on too.
+#[test]
+fn trained_features_come_nearer_to_the_original() -> Result<()> {
+    let (config, weights) = (bert_config(bert::HiddenAct::Gelu), drawn());
+    let drawn_texts = |from: u64| -> Result<Vec<Vec<u32>>> {
+        (from..from + 8).map(|seed| tokens(20 + 3 * (seed as usize % 8), seed, 60)).collect()
+    };
+    let others = drawn_texts(900)?;
+    let original = embeddings(&bert_with(&|_| Ok(Arc::new(Softmax::new())))?, &others, 0)?;
+    let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1, true);
+    let student = Student::new(&moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?)?;
+    let cosine = || -> Result<f64> {
+        let model = bert_with(&|layer| student.attention(layer))?;
+        Ok(Agreement::new(&original, &embeddings(&model, &others, 0)?).mean_cosine)
+    };
+    let batches = (0..8).map(|batch| drawn_texts(100 + 8 * batch)).collect::<Result<Vec<_>>>()?;
+    let trainer = Trainer { weights: &weights, config: &config, batches: &batches };
+    let mut losses = Vec::new();
+    let before = cosine()?;
+    trainer.match_layers(&student, Part { steps: 64, rate: 1e-2 }, &mut |_, loss| losses.push(loss))?;
+    let between = cosine()?;
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+    let (first, last) = (mean(&losses[..8]), mean(&losses[56..]));
+    assert!(last < 0.8 * first, "layers differ by {first} at first and {last} at last");
+    losses.clear();
+    trainer.match_embeddings(&student, Part { steps: 64, rate: 3e-3 }, &mut |_, loss| losses.push(loss))?;
+    let after = cosine()?;
+    let (first, last) = (mean(&losses[..8]), mean(&losses[56..]));
+    assert!(last < 0.8 * first, "embeddings differ by {first} at first and {last} at last");
+    assert!(before < between && between < after, "cosines {before}, {between}, {after}");
+    Ok(())
+}
+
+/// A loss that is no number any more ends training with what to do.
+#[test]
+fn a_training_that_diverges_says_so() -> Result<()> {
+    let (config, weights) = (bert_config(bert::HiddenAct::Gelu), drawn());
+    let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1, true);
+    let student = Student::new(&moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?)?;
+    let trainer = Trainer { weights: &weights, config: &config, batches: &[texts()?] };
+    let diverged = trainer.match_layers(&student, Part { steps: 20, rate: f64::INFINITY }, &mut |_, _| ());
+    let message = diverged.err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(message.contains("train at a lower rate"), "{message}");
     Ok(())
 }
 
