@@ -45,6 +45,8 @@ pub enum Unit {
     /// Optimiser steps. While such work lasts, what was learned since the last save would be lost;
     /// the training looks at its flag to stop after every step, and saves.
     Steps,
+    /// Layers of a model.
+    Layers,
 }
 
 /// Is told how far some work has come.

@@ -51,11 +51,12 @@ impl Listener for Terminal {
         let template = match unit {
             Unit::Bytes => "{prefix} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})",
             Unit::Steps => "{prefix} [{bar:30}] step {pos}/{len}  {msg}  left {eta}",
+            Unit::Layers => "{prefix} [{bar:30}] {pos}/{len} layers  left {eta}",
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = if SILENT.load(Ordering::Relaxed) { ProgressBar::hidden() } else { ProgressBar::new(total) };
         let bar = bar.with_position(done).with_prefix(name.to_string());
-        let bar = BARS.add(bar.with_style(if unit == Unit::Steps { style.progress_chars("=> ") } else { style }));
+        let bar = BARS.add(bar.with_style(if unit == Unit::Bytes { style } else { style.progress_chars("=> ") }));
         bar.reset_eta();
         bar.enable_steady_tick(Duration::from_millis(500));
         if unit == Unit::Steps {

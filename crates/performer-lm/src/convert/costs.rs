@@ -13,7 +13,7 @@ use super::{
     measure::{Measured, Meter},
     with_fresh,
 };
-use crate::{config::ModelConfig, data::Prepared, model::Decoder, train::git_revision};
+use crate::{config::ModelConfig, data::Prepared, listener::Unit, model::Decoder, train::git_revision};
 
 /// `Costs` are what the conversion of each layer alone costs, with nothing trained.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -66,15 +66,13 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
     let model = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
     let meter = Meter::new(plan, &model, &data.valid);
     let Some(teacher) = meter.measure(&model).context("cannot measure the teacher")? else { return Ok(None) };
+    let changed = |layer: &usize| plan.config.attention_of(*layer) != plan.teacher.config.attention_of(*layer);
+    let changed: Vec<usize> = (0..plan.config.layers).filter(changed).collect();
     let mut layers = Vec::new();
-    for layer in 0..plan.config.layers {
-        let attention = plan.config.attention_of(layer);
-        if attention == plan.teacher.config.attention_of(layer) {
-            continue;
-        }
-        plan.listener.note(&format!("layer {layer} of {}", plan.config.layers));
+    let bar = plan.listener.begin("costs", Unit::Layers, 0, changed.len() as u64);
+    for layer in changed {
         let config = ModelConfig {
-            attention_by_layer: [(layer, attention.clone())].into(),
+            attention_by_layer: [(layer, plan.config.attention_of(layer).clone())].into(),
             attention: plan.teacher.config.attention.clone(),
             ..plan.config.clone()
         };
@@ -82,7 +80,10 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
         let student = Decoder::frozen(&config, &tensors, &plan.device)?;
         let measured = meter.measure(&student).with_context(|| format!("cannot measure layer {layer}"))?;
         let Some(measured) = measured else { return Ok(None) };
-        layers.push(LayerCost { layer, cost: cost(&teacher, &measured), measured });
+        let cost = cost(&teacher, &measured);
+        plan.listener.note(&format!("layer {layer} of {}: {cost:+.4} nats", plan.config.layers));
+        layers.push(LayerCost { layer, cost, measured });
+        bar.advance(layers.len() as u64);
     }
     Ok(Some(Costs {
         attention_spec: plan.config.pattern().to_string(),
