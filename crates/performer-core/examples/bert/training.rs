@@ -49,13 +49,11 @@ impl Student {
         Ok(Self { layers, variables })
     }
 
-    /// Returns the attention of a layer with the features as they are now, for use and not for
-    /// training.
+    /// Returns the attention of a layer for use, which keeps nothing for gradients.
     pub(crate) fn attention(&self, layer: usize) -> Result<Arc<dyn Attention>> {
         let tensors = self.layers[layer].tensors();
-        let find = |name: &str| tensors.iter().find(|(n, _)| *n == name).map(|(_, tensor)| tensor.copy());
-        let copies = Fitted::from_tensors(&|name| find(name)?.ok().map(|tensor| tensor.detach()))?;
-        Ok(Arc::new(Favor::with_map(Box::new(copies))?))
+        let find = |name: &str| tensors.iter().find(|(n, _)| *n == name).map(|(_, tensor)| tensor.detach());
+        Ok(Arc::new(Favor::with_map(Box::new(Fitted::from_tensors(&find)?))?))
     }
 
     /// Returns the attention of a layer for training.
