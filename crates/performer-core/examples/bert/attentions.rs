@@ -48,8 +48,8 @@ impl Kind {
         moments: &Moments,
         draw: u64,
     ) -> Result<Arc<dyn Attention>> {
-        if let Some(centre) = self.fitted {
-            let fitted = self.fitted_features(layer, features, moments, draw, centre)?;
+        if self.fitted.is_some() {
+            let fitted = self.fitted_features(layer, features, moments, draw)?;
             return Ok(Arc::new(Favor::with_map(Box::new(fitted))?));
         }
         let config = FavorConfig::default()
@@ -61,16 +61,16 @@ impl Kind {
         Ok(Arc::new(Favor::new(&config, moments.head_dim(), seed, DType::F32, &Device::Cpu)?))
     }
 
-    /// Fits features of this kind's map to `moments`, centred or not; the other arguments are those
-    /// of [`Self::attention`].
+    /// Fits features of this kind's map to `moments`; the other arguments are those of
+    /// [`Self::attention`].
     pub(crate) fn fitted_features(
         &self,
         layer: usize,
         features: usize,
         moments: &Moments,
         draw: u64,
-        centre: bool,
     ) -> Result<Fitted> {
+        let centre = self.fitted == Some(true);
         let (kind, seed) = (ProjectionKind::Orthogonal, derive_seed(draw, layer as u64));
         let omega = draw_tensor(kind, self.radii, features, moments.head_dim(), seed, DType::F64, &Device::Cpu)?;
         fit(&omega, moments, Options::new(self.map).with_centre(centre))?.to(DType::F32, &Device::Cpu)

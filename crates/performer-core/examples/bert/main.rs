@@ -32,8 +32,8 @@
 //! paragraphs from a text file and prints, for several kinds and numbers of features, how near
 //! embeddings, similarities and nearest neighbours stay to those of the original. Some kinds are
 //! fitted to queries and keys of half as many other texts. The third run trains features on the
-//! sentences of one text, and prints how near those of the second text come; the model's own weights
-//! stay as they are. `benchmarks/minilm` has results.
+//! sentences of one text, and prints how near the embeddings of sentences of the second text come to
+//! the original's; the model's own weights stay as they are. `benchmarks/minilm` has results.
 
 mod agreement;
 mod attentions;
@@ -282,7 +282,7 @@ impl Models {
             parts.len()
         );
         eprintln!("training on {} batches, {} sentences are held out", batches.len(), held_out.len());
-        let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, TRAINED, moments, 0, true);
+        let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, TRAINED, moments, 0);
         let start: Vec<Fitted> =
             self.moments(&sample.calibration)?.iter().enumerate().map(fitted).collect::<candle_core::Result<_>>()?;
         let student = Student::new(&start)?;

@@ -292,7 +292,7 @@ fn trained_features_come_nearer_to_the_original() -> Result<()> {
     };
     let others = drawn_texts(900)?;
     let original = embeddings(&bert_with(&|_| Ok(Arc::new(Softmax::new())))?, &others, 0)?;
-    let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1, true);
+    let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1);
     let student = Student::new(&moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?)?;
     let cosine = || -> Result<f64> {
         let model = bert_with(&|layer| student.attention(layer))?;
@@ -320,7 +320,7 @@ fn trained_features_come_nearer_to_the_original() -> Result<()> {
 #[test]
 fn a_training_that_diverges_says_so() -> Result<()> {
     let (config, weights) = (bert_config(bert::HiddenAct::Gelu), drawn());
-    let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1, true);
+    let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1);
     let student = Student::new(&moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?)?;
     let trainer = Trainer { weights: &weights, config: &config, batches: &[texts()?] };
     let diverged = trainer.match_layers(&student, Part { steps: 20, rate: f64::INFINITY }, &mut |_, _| ());
