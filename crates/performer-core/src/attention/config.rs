@@ -416,6 +416,23 @@ mod tests {
         }
     }
 
+    /// What results in JSON call an attention, and how many tokens it sees exactly.
+    #[test]
+    fn kinds_and_windows_are_those_of_the_text() {
+        for (text, kind, window, sinks) in [
+            ("softmax", "softmax", None, 0),
+            ("softmax:window=32,sinks=4", "softmax-window", Some(32), 4),
+            ("favor", "favor", None, 0),
+            ("favor:window=8", "windowed", Some(8), 0),
+            ("favor:window=8,sinks=2,gate", "equipped", Some(8), 2),
+            ("uniform", "uniform", None, 0),
+            ("none", "none", None, 0),
+        ] {
+            let config: AttentionConfig = text.parse().unwrap();
+            assert_eq!((config.kind(), config.window(), config.sinks()), (kind, window, sinks), "{text}");
+        }
+    }
+
     #[test]
     fn attention_reads_back_what_it_shows() {
         for text in [
@@ -487,6 +504,7 @@ mod tests {
             ("none:gate", "nothing to forget"),
             ("none:conv,output-norm", "leave conv,output-norm out"),
             ("uniform:m=4", "no such settings"),
+            ("none:m=4", "no such settings"),
             ("uniform:gate,mup-scale", "no logits to scale"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();

@@ -209,9 +209,15 @@ mod tests {
         for name in ["a", "c", "d"] {
             assert!(has(name), "{name}");
         }
+        // The two that were used longest ago make room for one of twice their size.
+        for (name, seconds) in [("a", 300), ("c", 200), ("d", 100)] {
+            back(name, seconds);
+        }
+        store.put("e", &[1; DIGEST + 20]).unwrap();
+        assert_eq!(["a", "c", "d", "e"].map(has), [false, false, true, true]);
         // A kernel that is larger than the limit is kept: it was asked for last.
         store.put("large", &[1; 1000]).unwrap();
-        assert!(has("large") && !has("a"));
+        assert!(has("large") && !has("d"));
         fs::remove_dir_all(&store.folder).unwrap();
     }
 

@@ -6,7 +6,7 @@ use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{Elu, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
-    State, Windowed,
+    State, Windowed, ops,
 };
 
 const DEVICE: Device = Device::Cpu;
@@ -128,6 +128,9 @@ fn values_that_are_not_finite() {
             assert_refused(bad, good, good, &[&parts("q"), "finite"]);
             assert_refused(good, bad, good, &[&parts("k"), "finite"]);
             assert_refused(good, good, bad, &[&parts("v"), "finite"]);
+            // Two wrongs are no right.
+            assert_refused(good, bad, bad, &[&parts("k"), "finite"]);
+            assert_refused(bad, bad, bad, &[&parts("q"), "finite"]);
         }
         // The tensor is seen through a transposition; the error names the place in the view.
         let (good, bad) = (good.transpose(1, 2).unwrap(), bad.transpose(1, 2).unwrap());
@@ -280,6 +283,13 @@ fn rotary_positions_that_do_not_fit() {
     assert_error(rotary.apply(&zeros(&[1, 2, 1, 4]), usize::MAX), &["positions", "16"]);
     assert_error(rotary.apply(&zeros(&[1, 2, 3, 6]), 0), &["x has shape [1, 2, 3, 6]", "4"]);
     assert_error(rotary.apply(&zeros(&[2, 3, 4]), 0), &["x has shape [2, 3, 4]", "(batch, heads, tokens, 4)"]);
+    // Sines and cosines are of the same positions.
+    let (x, cos, sin) = (zeros(&[1, 2, 3, 4]), zeros(&[3, 2]), zeros(&[2, 2]));
+    for rotate in [ops::rotary, ops::rotary_interleaved] {
+        assert!(rotate(&x, &cos, &cos).is_ok());
+        assert_error(rotate(&x, &cos, &sin), &["rotary", "[1, 2, 3, 4]"]);
+        assert_error(rotate(&x, &sin, &sin), &["rotary", "[1, 2, 3, 4]"]);
+    }
     // The layer refuses a table of another head dimension, and positions beyond its end while
     // decoding.
     let layer = layer(&MultiHeadConfig::new(12, 3), Some(rotary)).unwrap();

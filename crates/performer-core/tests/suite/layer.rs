@@ -80,6 +80,8 @@ fn every_parameter_has_a_gradient() -> Result<()> {
                 let data = vars.data().lock().unwrap();
                 assert_eq!(data.keys().filter(|name| is_weight(name)).count(), 8, "{name}: {:?}", data.keys());
                 let trained = layer.attention().trained_buffers();
+                // What is trained is among what is saved.
+                assert!(trained.iter().all(|trained| data.contains_key(trained)), "{name}: {trained:?}");
                 for (parameter, var) in data.iter() {
                     // Random features are saved with the weights, and never trained.
                     if !is_weight(parameter) && !trained.contains(parameter) {

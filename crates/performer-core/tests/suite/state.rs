@@ -241,6 +241,12 @@ fn damaged_files_are_refused() -> Result<()> {
         let result = go_on(damaged);
         assert!(result.is_err() || field == "tokens", "{field} of 7");
     }
+    // Tokens need a batch that they are of, and a state of no tokens has none.
+    let mut without = record.clone();
+    without.fields.remove("batch");
+    let error = State::from_record(&without).expect_err("tokens of nothing").to_string();
+    assert!(error.contains("50 tokens but no batch"), "{error}");
+    assert_eq!(State::from_record(&State::new().record()?)?.tokens(), 0);
     let path = std::env::temp_dir().join(format!("performer-damaged-{}.safetensors", std::process::id()));
     record.save(&path)?;
     let bytes = std::fs::read(&path)?;
@@ -250,6 +256,32 @@ fn damaged_files_are_refused() -> Result<()> {
     assert!(error.contains("performer-damaged"), "{error}");
     let error = State::load("no/such/file", &DEVICE).expect_err("no file").to_string();
     assert!(error.contains("no/such/file"), "{error}");
+    Ok(())
+}
+
+/// Each tensor of a file is held to the others by itself, and the error is theirs, not one of
+/// whatever would be computed from them.
+#[test]
+fn tensors_that_do_not_belong_together_are_refused() -> Result<()> {
+    for (name, part) in [
+        ("Some(Positive) F32", "do not belong together"),
+        ("Some(Positive) F32, composed", "its sums have shape"),
+        ("None F32", "do not belong together"),
+    ] {
+        let case = cases()?.into_iter().find(|case| case.name == name).unwrap();
+        let record = case.prompt(&ALL)?.record()?;
+        for (tensor, was) in &record.tensors {
+            // One row more, and for keys and values, one token more.
+            let longer = Tensor::cat(&[was, &was.narrow(2, 0, 1)?], 2)?;
+            for wrong in [longer, was.to_dtype(DType::F64)?] {
+                let mut damaged = record.clone();
+                damaged.tensors.insert(tensor.clone(), wrong);
+                let go_on = || case.rest(State::from_record(&damaged)?, &ALL);
+                let error = go_on().expect_err(tensor).to_string();
+                assert!(error.contains(part), "{name}, {tensor}: {error}");
+            }
+        }
+    }
     Ok(())
 }
 

@@ -96,14 +96,16 @@ impl PrefixSums {
 
     /// Checks that a state belongs to inputs that make sums and scales of these shapes.
     pub(super) fn check(&self, sums: [usize; 3], scales: [usize; 3], dtype: DType) -> Result<()> {
-        if self.sums.dims() != sums || self.log_scale.dims() != scales || self.sums.dtype() != dtype {
+        let same_dtype = [&self.sums, &self.log_scale].iter().all(|t| t.dtype() == dtype);
+        if self.sums.dims() != sums || self.log_scale.dims() != scales || !same_dtype {
             bail!(
-                "state: its sums have shape {:?}, its scales {:?}, and dtype {:?}, but this input needs {sums:?} = \
-                 (batch x key heads, features, value dim + 1), {scales:?} and {dtype:?}; a state belongs to one \
-                 layer and one batch",
+                "state: its sums have shape {:?} and dtype {:?}, its scales {:?} and {:?}, but this input needs \
+                 {sums:?} = (batch x key heads, features, value dim + 1), {scales:?} and {dtype:?}; a state belongs \
+                 to one layer and one batch",
                 self.sums.dims(),
-                self.log_scale.dims(),
                 self.sums.dtype(),
+                self.log_scale.dims(),
+                self.log_scale.dtype(),
             );
         }
         Ok(())
