@@ -217,4 +217,17 @@ mod tests {
         let whole = encode(&tokenizer, &[document(text.trim())]).unwrap();
         assert!(batches.concat() == whole);
     }
+
+    /// Such a tokenizer would put its mark before every piece of a long document.
+    #[test]
+    fn a_mark_before_a_document_stands_there_once() {
+        let mut json: serde_json::Value = serde_json::from_slice(tokenizer().as_bytes()).unwrap();
+        json["normalizer"] = serde_json::json!({ "type": "Prepend", "prepend": "_" });
+        let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(&json).unwrap()).unwrap();
+        let text = "One cat. ".repeat(2 * PIECE / 9);
+        let batches: Vec<_> = encode_documents(&tokenizer, &documents(&text)).map(|batch| batch.unwrap().0).collect();
+        let whole = encode(&tokenizer, &[document(text.trim())]).unwrap();
+        assert!(batches.concat() == whole);
+        assert_ne!(tokenizer.encode("One").unwrap(), self::tokenizer().encode("One").unwrap());
+    }
 }

@@ -146,7 +146,23 @@ mod tests {
     use super::{split as split_most, *};
     use crate::data::text::Text;
     use crate::listener::Silent;
-    use std::sync::Arc;
+    use std::sync::{Arc, Mutex};
+
+    /// Keeps what it is told.
+    #[derive(Default)]
+    struct Told(Mutex<String>);
+
+    impl Listener for Told {
+        fn note(&self, text: &str) {
+            self.0.lock().unwrap().push_str(text);
+        }
+    }
+
+    impl Told {
+        fn all(self) -> String {
+            self.0.into_inner().unwrap()
+        }
+    }
 
     fn documents(text: String) -> Documents {
         let text = Arc::new(Text::Embedded(text.leak()));
@@ -166,7 +182,9 @@ mod tests {
     fn no_story_on_both_sides_even_when_repeated() {
         let stories: Vec<_> = (0..300).map(|i| format!("Story {}.", i % 150)).collect();
         let all = documents(stories.join("<|endoftext|>"));
-        let (train, valid) = split(&all, &Silent).unwrap();
+        let told = Told::default();
+        let (train, valid) = split(&all, &told).unwrap();
+        assert!(told.all().contains("15 repeated documents"));
         assert_eq!(train.len(), 2 * 135);
         assert_eq!(valid.len(), 15);
         assert_eq!(set(&valid).len(), 15);
@@ -180,7 +198,9 @@ mod tests {
     #[test]
     fn validation_is_capped() {
         let stories: Vec<_> = (0..30_000).map(|i| i.to_string()).collect();
-        let (train, valid) = split(&documents(stories.join("<|endoftext|>")), &Silent).unwrap();
+        let told = Told::default();
+        let (train, valid) = split(&documents(stories.join("<|endoftext|>")), &told).unwrap();
+        assert_eq!(told.all(), "");
         assert_eq!((train.len(), valid.len()), (28_000, 2000));
         let (train, valid) = split_most(&documents(stories.join("<|endoftext|>")), 80, &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (29_920, 80));
@@ -190,7 +210,9 @@ mod tests {
     fn one_document_is_split_at_its_end() {
         let text: String = (0..20_000).map(|i| format!("Line {i}.\n")).collect();
         let all = documents(text.clone());
-        let (train, valid) = split(&all, &Silent).unwrap();
+        let told = Told::default();
+        let (train, valid) = split(&all, &told).unwrap();
+        assert_eq!(told.all(), "");
         assert_eq!((train.len(), valid.len()), (1, 1));
         let (train, valid) = (train.iter().next().unwrap(), valid.iter().next().unwrap());
         assert_eq!(format!("{train}\n{valid}\n"), text);
@@ -213,7 +235,9 @@ mod tests {
         let paragraph = |i: usize| format!("{i:04} ").repeat(450);
         let mut paragraphs: Vec<_> = (0..30).map(paragraph).collect();
         paragraphs[28] = paragraph(0);
-        let (train, valid) = split(&documents(paragraphs.join("\n\n")), &Silent).unwrap();
+        let told = Told::default();
+        let (train, valid) = split(&documents(paragraphs.join("\n\n")), &told).unwrap();
+        assert!(told.all().contains(" 1 blocks of text"));
         assert!(train.iter().all(|part| part.contains("0000")));
         assert!(valid.iter().all(|part| !part.contains("0000")));
         assert_eq!(valid.len(), 2);
