@@ -120,14 +120,23 @@ impl Problem {
         self
     }
 
-    /// Makes the problem causal, with gates that forget at every pace: from the past of a thousand
-    /// tokens to everything, e^-40, in one token of 32.
+    /// Makes the problem causal, with gates. In one head they forget at every pace: from the past of
+    /// a thousand tokens to everything, e^-40, in one token of 32, so that little is left of what
+    /// lies some tens of tokens back. In the next they forget so slowly that what lies a thousand
+    /// tokens back still counts; mistakes in distant sums show there alone.
     pub(crate) fn gated(mut self, seed: u64) -> Self {
         let mut random = Random::new(seed);
-        let count = self.shape.batch * self.shape.kv_heads * self.shape.k_len;
-        let exponents = random.uniform(count, -7.0, 1.0);
-        let gate = |exponent: f64| if random.unit() < 1.0 / 32.0 { -40.0 } else { -exponent.exp() };
-        self.gates = Some(exponents.into_iter().map(gate).collect());
+        let Shape { batch, kv_heads, k_len, .. } = self.shape;
+        let exponents = random.uniform(batch * kv_heads * k_len, -7.0, 1.0);
+        let gate = |(n, exponent): (usize, f64)| {
+            let forgets_all = random.unit() < 1.0 / 32.0;
+            match (n / k_len + seed as usize) % 2 {
+                0 if forgets_all => -40.0,
+                0 => -exponent.exp(),
+                _ => -(exponent / 2.0 - 6.0).exp(),
+            }
+        };
+        self.gates = Some(exponents.into_iter().enumerate().map(gate).collect());
         self.causal = true;
         self
     }

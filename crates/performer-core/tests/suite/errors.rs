@@ -43,7 +43,9 @@ fn attentions() -> Vec<Box<dyn Attention>> {
 #[track_caller]
 fn assert_refused(q: &Tensor, k: &Tensor, v: &Tensor, parts: &[&str]) {
     for attention in attentions() {
-        assert_error(attention.forward(Inputs::new(q, k, v), &Mask::full()), parts);
+        for mask in [Mask::full(), Mask::causal()] {
+            assert_error(attention.forward(Inputs::new(q, k, v), &mask), parts);
+        }
         let mut state = State::new();
         assert_error(attention.extend(Inputs::new(q, k, v), &mut state), parts);
         assert_eq!((state.tokens(), state.bytes()), (0, 0));
