@@ -313,6 +313,8 @@ mod tests {
         };
         let (left, working, foreign) =
             (long_ago("performer-lm-a1.partial"), long_ago("performer-lm-b2.partial"), long_ago(".tmpc3"));
+        // Names that are half like those of this program are others'.
+        let others = [long_ago("performer-lm-notes.txt"), long_ago("download.partial")];
         let young = dir.path().join("performer-lm-d4.partial");
         fs::write(&young, "").unwrap();
         let lock = File::open(&working).unwrap();
@@ -320,6 +322,7 @@ mod tests {
         drop(cache);
         Cache::at(dir.path()).unwrap();
         assert!(!left.exists() && working.exists() && foreign.exists() && young.exists());
+        assert!(others.iter().all(|path| path.exists()));
 
         // What this process makes is on the list of what to remove until it is whole or dropped.
         let is_listed = |path: &Path| in_progress().contains(path);

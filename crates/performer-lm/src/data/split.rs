@@ -244,6 +244,12 @@ mod tests {
     }
 
     #[test]
+    fn two_stories_are_enough() {
+        let (train, valid) = split(&documents("One.<|endoftext|>Two.".into()), &Silent).unwrap();
+        assert_eq!((train.len(), valid.len()), (1, 1));
+    }
+
+    #[test]
     fn too_little_text_is_an_error() {
         for text in ["Hello.".to_string(), "a<|endoftext|>a".into()] {
             assert!(split(&documents(text), &Silent).is_err());

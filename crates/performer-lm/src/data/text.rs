@@ -218,6 +218,9 @@ mod tests {
         assert_eq!(cut("short", 4), 5);
         assert_eq!(cut("0123 567\n\nabcdefgh", 5), 9);
         assert_eq!(cut("0123 567\nabcdefghijkl", 5), 8);
+        // The end of a paragraph is better than that of a line or a word before it.
+        assert_eq!(cut("0123 567\nab\n\ndefghijkl", 7), 12);
+        assert_eq!(cut("0123 567\nab cdefghijkl", 5), 8);
         assert_eq!(cut("0123 567 abcdefghijkl", 5), 8);
         // Without any boundary, the cut is between two characters, never inside one.
         assert_eq!(cut("ééééééééé", 4), 8);
