@@ -416,20 +416,23 @@ mod tests {
         }
     }
 
-    /// What results in JSON call an attention, and how many tokens it sees exactly.
+    /// What results in JSON call an attention, how many tokens it sees exactly, and whether its
+    /// state grows.
     #[test]
     fn kinds_and_windows_are_those_of_the_text() {
-        for (text, kind, window, sinks) in [
-            ("softmax", "softmax", None, 0),
-            ("softmax:window=32,sinks=4", "softmax-window", Some(32), 4),
-            ("favor", "favor", None, 0),
-            ("favor:window=8", "windowed", Some(8), 0),
-            ("favor:window=8,sinks=2,gate", "equipped", Some(8), 2),
-            ("uniform", "uniform", None, 0),
-            ("none", "none", None, 0),
+        for (text, kind, window, sinks, grows) in [
+            ("softmax", "softmax", None, 0, true),
+            ("softmax:gate", "equipped", None, 0, true),
+            ("softmax:window=32,sinks=4", "softmax-window", Some(32), 4, false),
+            ("favor", "favor", None, 0, false),
+            ("favor:window=8", "windowed", Some(8), 0, false),
+            ("favor:window=8,sinks=2,gate", "equipped", Some(8), 2, false),
+            ("uniform", "uniform", None, 0, false),
+            ("none", "none", None, 0, false),
         ] {
             let config: AttentionConfig = text.parse().unwrap();
-            assert_eq!((config.kind(), config.window(), config.sinks()), (kind, window, sinks), "{text}");
+            let told = (config.kind(), config.window(), config.sinks(), config.state_grows());
+            assert_eq!(told, (kind, window, sinks, grows), "{text}");
         }
     }
 

@@ -217,6 +217,22 @@ fn what_cannot_be_is_refused() -> Result<()> {
     Ok(())
 }
 
+/// What an attention was made with is what it tells, and its far part's parameters are its own.
+#[test]
+fn windows_sinks_and_trained_parameters_are_told() -> Result<()> {
+    let softmax = Softmax::new().with_window(9)?.with_sinks(4)?;
+    assert_eq!((softmax.window(), softmax.sinks()), (Some(9), 4));
+    assert_eq!((Softmax::new().window(), Softmax::new().sinks()), (None, 0));
+    for map in [FeatureMapKind::Positive, FeatureMapKind::Learned] {
+        let windowed = windowed(9, DType::F32, map)?;
+        let names: Vec<String> = windowed.buffers().into_iter().map(|(name, _)| name).collect();
+        let trained = windowed.trained_buffers();
+        assert_eq!(trained.is_empty(), map == FeatureMapKind::Positive, "{map}");
+        assert!(trained.iter().all(|name| names.contains(name)), "{map}: {trained:?} of {names:?}");
+    }
+    Ok(())
+}
+
 /// A window of softmax alone is its definition in the f64 reference, with its gradients, at lengths
 /// within, at and beyond the kernels' tiles.
 #[test]
