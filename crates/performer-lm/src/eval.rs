@@ -215,6 +215,8 @@ mod tests {
         }
         // Seven of twelve targets are of 23 bytes of 40, rounded.
         check(&evaluate_windows(&model, &file, 1, CONTEXT, 7)?, &own[..7], 23, CONTEXT);
+        // Positions that nothing was predicted at have no loss.
+        check(&evaluate_windows(&model, &file, 1, CONTEXT, 3)?, &own[..3], 10, CONTEXT);
         check(&evaluate_windows(&model, &file, 1, 100, usize::MAX)?, &losses(&model, 12)?, BYTES, 12);
         // Of a text without bytes, one is counted.
         let none = evaluate(&model, &TokenFile::from_tokens(&tokens(), 0)?, 1)?;

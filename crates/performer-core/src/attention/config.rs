@@ -433,6 +433,10 @@ mod tests {
             let config: AttentionConfig = text.parse().unwrap();
             let told = (config.kind(), config.window(), config.sinks(), config.state_grows());
             assert_eq!(told, (kind, window, sinks, grows), "{text}");
+            assert_eq!(config.is_gated(), text.contains("gate"), "{text}");
+            assert_eq!(config.favor().is_some(), text.contains("favor"), "{text}");
+            let plain = config.without_parts();
+            assert_eq!((plain.parts(), plain.window()), (LayerParts::default(), window), "{text}");
         }
     }
 

@@ -39,3 +39,30 @@ impl Attention for NoAttention {
         Self::zeros(inputs, inputs.sizes()?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Var};
+
+    use super::*;
+
+    /// Outputs are 0, and so are the gradients, which exist: an optimiser may ask for them.
+    #[test]
+    fn outputs_and_gradients_are_zero() -> Result<()> {
+        let made = |heads, width| Var::randn(1f32, 1.0, (2, heads, 5, width), &Device::Cpu);
+        let (q, k, v) = (made(4, 6)?, made(2, 6)?, made(2, 3)?);
+        let inputs = Inputs::new(&q, &k, &v);
+        let mut state = State::new();
+        let outputs = [NoAttention.forward(inputs, &Mask::causal())?, NoAttention.extend(inputs, &mut state)?];
+        for out in outputs {
+            assert_eq!((out.dims(), out.dtype()), (&[2, 4, 5, 3][..], DType::F32));
+            assert_eq!(out.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+        }
+        let store = NoAttention.forward(inputs, &Mask::causal())?.sum_all()?.backward()?;
+        for input in [&q, &k, &v] {
+            let grad = store.get(input.as_tensor()).expect("a gradient");
+            assert_eq!(grad.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+        }
+        Ok(())
+    }
+}

@@ -3,7 +3,9 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use performer_core::features::{Elu, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric};
+use performer_core::features::{
+    Elu, FeatureMap, Features, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric,
+};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
     State, Windowed, ops,
@@ -161,6 +163,32 @@ fn feature_maps_that_cannot_be() {
             &[&format!("chunk is {chunk}"), "power of two"],
         );
     }
+}
+
+/// A map of one's own must take and make something.
+#[test]
+fn feature_maps_of_no_numbers() {
+    #[derive(Clone, Debug)]
+    struct Sized(usize, usize);
+    impl FeatureMap for Sized {
+        fn name(&self) -> &'static str {
+            "sized"
+        }
+        fn input_dim(&self) -> usize {
+            self.0
+        }
+        fn feature_dim(&self) -> usize {
+            self.1
+        }
+        fn features(&self, x: &Tensor) -> Result<Features> {
+            Ok(Features::Linear { values: x.clone(), log_scale: None })
+        }
+    }
+    for (dim, features) in [(0, 4), (4, 0), (0, 0)] {
+        let made = Favor::with_map(Box::new(Sized(dim, features)));
+        assert_error(made, &[&format!("rows of {dim} and makes {features} features"), "at least 1"]);
+    }
+    assert!(Favor::with_map(Box::new(Sized(4, 4))).is_ok());
 }
 
 #[test]

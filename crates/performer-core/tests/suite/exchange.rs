@@ -320,8 +320,11 @@ fn what_cannot_be_cut_is_refused() -> Result<()> {
     };
     refused(&Own, "implements Attention::forward_segment");
     refused(&Softmax::new().with_window(2)?.with_sinks(1)?, "leave the sinks out");
+    let far = Favor::new(&FavorConfig::default(), 6, 1, DType::F32, &Device::Cpu)?;
+    refused(&Windowed::new(2, far)?.with_sinks(1)?, "leave the sinks out");
     let signed = FavorConfig::default().with_map(FeatureMapKind::Trigonometric);
     refused(&Favor::new(&signed, 6, 1, DType::F32, &Device::Cpu)?, "logarithms of features");
+    assert_eq!((Segment::alone().index(), Segment::alone().count()), (0, 1));
     let (layer, _) = layer("favor:m=8")?;
     let x = Tensor::zeros((1, 2, 12), DType::F64, &Device::Cpu)?;
     let error = layer.forward_segment(&x, &Segment::alone(), None).expect_err("refused").to_string();

@@ -1,9 +1,9 @@
 //! A sequence cut into segments is the whole: outputs, and gradients across the borders, which go
 //! through the sums that earlier segments come to.
 
-use candle_core::{DType, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::{
-    Attention, Favor, Inputs, Mask,
+    Attention, Favor, FavorConfig, Inputs, Mask,
     attention::SegmentSums,
     features::FeatureMapKind,
     reference::{self, Shape},
@@ -148,6 +148,20 @@ fn what_segments_cannot_do_is_refused() -> Result<()> {
     let [q, k, v] = problem.tensors(DType::F32)?;
     let error = problem.favor(DType::F32)?.sums_of_segment(Inputs::new(&q, &k, &v)).unwrap_err().to_string();
     assert!(error.contains("logarithms of features"), "{error}");
+    // Sums of other features, of other values, and of another batch.
+    let of = |features: usize, values: usize, batch: usize| -> Result<SegmentSums> {
+        let config = FavorConfig::default().with_features(features);
+        let x = Tensor::zeros((batch, 2, 3, 4), DType::F32, &Device::Cpu)?;
+        let favor = Favor::new(&config, 4, 1, DType::F32, &Device::Cpu)?;
+        favor.sums_of_segment(Inputs::new(&x, &x, &x.narrow(3, 0, values)?))
+    };
+    let sums = of(8, 4, 1)?;
+    for other in [of(6, 4, 1)?, of(8, 3, 1)?, of(8, 4, 2)?] {
+        for error in [sums.merge(&other), other.merge(&sums)] {
+            let error = error.err().expect("refused").to_string();
+            assert!(error.contains("cannot be merged"), "{error}");
+        }
+    }
     let positive = self::problem(FeatureMapKind::Positive, false).favor(DType::F32)?;
     let none = |x: &Tensor| x.narrow(2, 0, 0);
     let (q0, k0, v0) = (none(&q)?, none(&k)?, none(&v)?);

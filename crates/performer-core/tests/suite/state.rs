@@ -2,7 +2,7 @@
 //! and joined without changing a bit, and refused wherever it does not belong.
 
 use crate::common::{Problem, all_kernels, conditioned_scale, values};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::reference::Shape;
 use performer_core::{
     Attention, AttentionConfig, Favor, FavorConfig, FeatureMapKind, Inputs, Path, Softmax, State, Windowed,
@@ -204,12 +204,32 @@ fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Re
     refused(&Windowed::new(4, favor(16, 1, positive)?)?.with_sinks(2)?, &x, &["sinks none and not 2"]);
     refused(&favor(16, 1, positive)?, &x.to_dtype(DType::BF16)?, &["F32", "BF16"]);
     refused(&favor(16, 1, positive)?.composed(), &x, &["fused CPU kernels", "another path", "composed operations"]);
+    let mut near = State::new();
+    Softmax::new().with_window(4)?.extend(Inputs::new(&x, &x, &x), &mut near)?;
+    for (window, sinks, part) in [(5, 0, "window 4 and not 5"), (4, 2, "sinks none and not 2")] {
+        let other = Softmax::new().with_window(window)?.with_sinks(sinks)?;
+        let error = other.extend(Inputs::new(&x, &x, &x), &mut near).expect_err("another window").to_string();
+        assert!(error.contains(part), "{error}");
+    }
     // Learned maps are identified by their numbers.
     let learned = [1, 2].map(|seed| favor(16, seed, FeatureMapKind::Learned));
     let mut state = State::new();
     let [one, two] = learned;
     one?.extend(Inputs::new(&x, &x, &x), &mut state)?;
     let error = two?.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("another seed").to_string();
+    assert!(error.contains("another seed"), "{error}");
+    // The numbers of variables are those of the moment.
+    let mut learned = favor(16, 1, FeatureMapKind::Learned)?;
+    let saved: Vec<(String, Var)> =
+        learned.buffers().iter().map(|(name, t)| Ok((name.clone(), Var::from_tensor(t)?))).collect::<Result<_>>()?;
+    learned.load_buffers(&|name| saved.iter().find(|(n, _)| n == name).map(|(_, var)| var.as_tensor().clone()))?;
+    let mut state = State::new();
+    learned.extend(Inputs::new(&x, &x, &x), &mut state)?;
+    learned.extend(Inputs::new(&x, &x, &x), &mut state)?;
+    for (_, var) in &saved {
+        var.set(&(var.as_tensor() * 2.0)?)?;
+    }
+    let error = learned.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("other numbers").to_string();
     assert!(error.contains("another seed"), "{error}");
     Ok(())
 }
@@ -322,11 +342,13 @@ fn claims_that_no_attention_makes_are_refused() -> Result<()> {
             record.fields.insert("tokens".into(), tokens.into());
             refused("softmax", &record, &["7 tokens", tokens]);
         }
-        for spec in ["favor:m=8,window=4,sinks=1", "softmax:window=4,sinks=1"] {
+        for (spec, more) in
+            [("favor:m=8,window=4,sinks=1", 1), ("softmax:window=4,sinks=1", 1), ("softmax:window=4", 3)]
+        {
             let mut record = made(spec, gated)?;
             for (name, tensor) in &mut record.tensors {
                 if ["memory.keys", "memory.values", "memory.gates"].contains(&name.as_str()) {
-                    *tensor = Tensor::cat(&[&*tensor, &*tensor, &*tensor, &*tensor], 2)?;
+                    *tensor = Tensor::cat(&[&*tensor, &tensor.narrow(2, 0, more)?], 2)?;
                 }
             }
             refused(spec, &record, &["window", "tokens"]);

@@ -233,6 +233,27 @@ fn windows_sinks_and_trained_parameters_are_told() -> Result<()> {
     Ok(())
 }
 
+/// Features drawn anew under a window are those that its seed would have given from the start.
+#[test]
+fn features_are_drawn_anew() -> Result<()> {
+    let of_seed = |seed| -> Result<Windowed> {
+        let config = FavorConfig::default().with_features(12);
+        Windowed::new(3, Favor::new(&config, D, seed, DType::F32, &Device::Cpu)?)
+    };
+    let [q, k, v] = inputs(40, DType::F32)?;
+    let out = |attention: &Windowed| values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?);
+    let mut attention = of_seed(3)?;
+    let mut state = State::new();
+    attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
+    let before = out(&attention)?;
+    attention.redraw(4)?;
+    assert_ne!(out(&attention)?, before);
+    assert_eq!(out(&attention)?, out(&of_seed(4)?)?);
+    // A state of the features before is not one of these.
+    assert!(attention.extend(Inputs::new(&q, &k, &v), &mut state).is_err());
+    Ok(())
+}
+
 /// A window of softmax alone is its definition in the f64 reference, with its gradients, at lengths
 /// within, at and beyond the kernels' tiles.
 #[test]

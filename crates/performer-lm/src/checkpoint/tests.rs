@@ -314,6 +314,56 @@ fn a_save_that_fails_says_why_and_leaves_the_old_checkpoint() -> Result<()> {
     Ok(())
 }
 
+/// How long a training took changes no byte of the model that it ends with.
+#[test]
+fn models_do_not_depend_on_the_time_that_their_training_took() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let model = |name: &str, seconds: f64, loss: f64| -> Result<Vec<u8>> {
+        let (checkpoint, mut training) = sample(1);
+        training.progress = json!({"seconds": seconds, "epochs": [{"epoch_seconds": seconds, "loss": loss}]});
+        checkpoint.save(&root.path().join(name), Some(&training))?;
+        TrainingState::load(&root.path().join(name), &Device::Cpu)?;
+        Ok(fs::read(root.path().join(name).join(MODEL))?)
+    };
+    let first = model("first", 1.0, 2.0)?;
+    assert_eq!(model("slower", 9.0, 2.0)?, first);
+    assert_ne!(model("other", 1.0, 3.0)?, first);
+    Ok(())
+}
+
+#[test]
+fn stale_reports_go_and_what_cannot_be_removed_is_an_error() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let dir = dir.path();
+    for name in ["metrics.json", "loss.svg", "convert.json"] {
+        fs::write(dir.join(name), "old")?;
+    }
+    remove_reports(dir, |name| name != "convert.json")?;
+    assert!(!dir.join("metrics.json").exists() && !dir.join("loss.svg").exists());
+    assert!(dir.join("convert.json").exists());
+    // A folder is no file, for root either.
+    fs::create_dir(dir.join("loss.png"))?;
+    let error = remove_reports(dir, |_| true).unwrap_err().to_string();
+    assert!(error.contains("cannot remove") && error.contains("loss.png"), "{error}");
+    Ok(())
+}
+
+/// A link that leads to itself is not a file that is missing.
+#[cfg(unix)]
+#[test]
+fn only_a_file_that_is_not_there_has_no_digest() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("model");
+    assert_eq!(file_digest(&path)?, None);
+    std::os::unix::fs::symlink("model", &path)?;
+    let error = file_digest(&path).unwrap_err().to_string();
+    assert!(error.contains("cannot read"), "{error}");
+    fs::remove_file(&path)?;
+    fs::write(&path, "abc")?;
+    assert_eq!(file_digest(&path)?, Some(blake3::hash(b"abc").to_hex().to_string()));
+    Ok(())
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_leaves_the_old_checkpoint_and_no_litter() -> Result<()> {

@@ -271,6 +271,31 @@ mod tests {
         assert_eq!(fs::read_dir(&cache.dir).unwrap().count(), 5);
     }
 
+    /// Keeps what it is told.
+    #[derive(Default)]
+    struct Told(Mutex<String>);
+
+    impl Listener for Told {
+        fn note(&self, text: &str) {
+            self.0.lock().unwrap().push_str(text);
+        }
+    }
+
+    #[test]
+    fn a_text_that_is_too_short_for_a_vocabulary_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path()).unwrap();
+        let notes = |vocab_size| {
+            let told = Told::default();
+            let size = cache.tokenizer(&stories(), vocab_size, &told).unwrap().vocab_size();
+            (size, told.0.into_inner().unwrap())
+        };
+        let (size, told) = notes(300);
+        assert_eq!((size, told.contains("is enough for")), (300, false), "{told}");
+        let (size, told) = notes(100_000);
+        assert!(size < 100_000 && told.contains(&format!("is enough for a vocabulary of {size}")), "{told}");
+    }
+
     #[test]
     fn damaged_and_foreign_files_are_made_anew() {
         let dir = tempfile::tempdir().unwrap();

@@ -277,8 +277,10 @@ pub(crate) mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::net::{TcpListener, TcpStream};
 
+    use std::sync::Mutex;
+
     use super::*;
-    use crate::listener::Silent;
+    use crate::listener::{Bar, Silent};
 
     /// Returns a hub at an address of this machine where nobody listens (the discard port).
     pub(crate) fn nowhere(cache: &Path) -> Hub {
@@ -436,6 +438,127 @@ pub(crate) mod tests {
         std::fs::create_dir_all(&blobs).unwrap();
         std::fs::write(blobs.join("tag.part"), BODY).unwrap();
         assert_eq!(std::fs::read(hub.fetch(&dataset(), FILES[0], &Silent).unwrap()).unwrap(), BODY);
+    }
+
+    /// What is shortened is asked for again, so nothing else may be: parts of another length, files
+    /// that are no parts, and parts that another process holds the lock of.
+    #[test]
+    fn only_parts_that_lack_nothing_but_their_names_are_shortened() {
+        let dir = tempfile::tempdir().unwrap();
+        let hub = nowhere(dir.path());
+        let blobs = dir.path().join(dataset().folder_name()).join("blobs");
+        std::fs::create_dir_all(&blobs).unwrap();
+        for (name, len) in [("whole.part", 9), ("half.part", 5), ("empty.part", 0), ("held.part", 9), ("other", 9)] {
+            std::fs::write(blobs.join(name), vec![b'x'; len]).unwrap();
+            std::fs::write(blobs.join(name).with_extension("lock"), "").unwrap();
+        }
+        let held = File::options().write(true).open(blobs.join("held.lock")).unwrap();
+        held.lock().unwrap();
+        assert!(!hub.shorten_whole_parts(&dataset(), 0));
+        assert!(!hub.shorten_whole_parts(&dataset(), 4));
+        assert!(hub.shorten_whole_parts(&dataset(), 9));
+        let len = |name: &str| blobs.join(name).metadata().unwrap().len();
+        assert_eq!(["whole.part", "half.part", "empty.part", "held.part", "other"].map(len), [8, 5, 0, 9, 9]);
+        assert!(!hub.shorten_whole_parts(&dataset(), 9));
+    }
+
+    /// The client keeps files under names that are links to them; a copied cache has the files.
+    #[test]
+    fn files_of_another_length_are_removed_with_their_links() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link) = (dir.path().join("file"), dir.path().join("link"));
+        let refused = |path: &Path| {
+            let error = require_whole(path, 4).unwrap_err().to_string();
+            assert!(error.starts_with("3 bytes came where the hub told of 4"), "{error}");
+            assert!(!path.exists() && !file.exists());
+        };
+        std::fs::write(&file, "abc").unwrap();
+        require_whole(&file, 3).unwrap();
+        refused(&file);
+        #[cfg(unix)]
+        {
+            std::fs::write(&file, "abc").unwrap();
+            std::os::unix::fs::symlink(&file, &link).unwrap();
+            refused(&link);
+        }
+        assert!(!link.exists());
+    }
+
+    #[test]
+    fn the_words_of_a_panic_are_found() {
+        assert_eq!(panic_message(&"literal"), "literal");
+        assert_eq!(panic_message(&String::from("formatted")), "formatted");
+        assert_eq!(panic_message(&3), "the client failed");
+    }
+
+    /// Keeps what it is told, and how far each piece of work came.
+    #[derive(Default)]
+    struct Told {
+        notes: Mutex<Vec<String>>,
+        bytes: Mutex<Vec<u64>>,
+    }
+
+    struct ToldBar<'a>(&'a Told);
+
+    impl Listener for Told {
+        fn note(&self, text: &str) {
+            self.notes.lock().unwrap().push(text.into());
+        }
+
+        fn begin(&self, _name: &str, unit: Unit, done: u64, total: u64) -> Box<dyn Bar + '_> {
+            assert!(unit == Unit::Bytes && done == 0 && total == BODY.len() as u64);
+            Box::new(ToldBar(self))
+        }
+    }
+
+    impl Bar for ToldBar<'_> {
+        fn advance(&self, done: u64) {
+            self.0.bytes.lock().unwrap().push(done);
+        }
+    }
+
+    #[test]
+    fn a_download_tells_how_far_it_is() {
+        if behind_proxy() {
+            return;
+        }
+        let (dir, told) = (tempfile::tempdir().unwrap(), Told::default());
+        served(dir.path(), |_| Sends::All).fetch(&dataset(), FILES[0], &told).unwrap();
+        let bytes = told.bytes.lock().unwrap();
+        assert!(bytes.is_sorted() && bytes.last() == Some(&(BODY.len() as u64)), "{bytes:?}");
+        let notes = told.notes.lock().unwrap();
+        assert!(notes.iter().any(|note| note.starts_with("downloading")), "{notes:?}");
+    }
+
+    /// A hub that has told a size and then sends nothing is another error than one that never
+    /// answered, since what came before the silence is kept.
+    #[test]
+    fn a_stalled_download_is_told_from_a_silent_hub() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut hub = nowhere(dir.path());
+        (hub.answer, hub.stall) = (Duration::from_secs(60), Duration::from_millis(50));
+        let (send, events) = channel();
+        send.send(Event::Size(9)).unwrap();
+        let error = hub.watch("file", "name", &events, &Silent).unwrap_err().to_string();
+        assert!(error.starts_with("the download of file stalled"), "{error}");
+    }
+
+    #[test]
+    fn only_a_model_that_is_not_here_is_announced() {
+        let (dir, told) = (tempfile::tempdir().unwrap(), Told::default());
+        let hub = nowhere(dir.path());
+        hub.model("someone/model", &told).unwrap_err();
+        assert!(told.notes.lock().unwrap()[0].starts_with("asking"));
+        told.notes.lock().unwrap().clear();
+        let repo = dir.path().join("models--someone--model");
+        std::fs::create_dir_all(repo.join("snapshots/abc")).unwrap();
+        std::fs::create_dir_all(repo.join("refs")).unwrap();
+        std::fs::write(repo.join("refs/main"), "abc").unwrap();
+        for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+            std::fs::write(repo.join("snapshots/abc").join(name), "").unwrap();
+        }
+        hub.model("someone/model", &told).unwrap();
+        assert!(told.notes.lock().unwrap().is_empty(), "{:?}", told.notes);
     }
 
     #[test]
