@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
-use serde_json::Value;
+use serde::de::IgnoredAny;
+use tokenizers::decoders::DecoderWrapper;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
@@ -159,9 +160,12 @@ impl Tokenizer {
         borders: impl FnOnce(&tokenizers::Tokenizer) -> Result<(Borders, bool)>,
     ) -> Result<Self> {
         // The library panics where a part of the file is no JSON, so this comes first.
-        require_sound_decoder(&json)?;
+        serde_json::from_slice::<IgnoredAny>(&json).context("not a tokenizer.json")?;
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
+        if let Some(decoder) = inner.get_decoder() {
+            require_sound_decoder(decoder)?;
+        }
         if let Some(post_processor) = inner.get_post_processor() {
             require_sound_templates(post_processor).context("the tokenizer's post-processor is damaged")?;
         }
@@ -311,20 +315,17 @@ fn parts_of_words(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Refuses a decoder that cuts characters off the ends of tokens: the library fails on every token
-/// that has fewer.
-fn require_sound_decoder(json: &[u8]) -> Result<()> {
-    fn cut(decoder: &Value) -> Option<u64> {
-        let of_parts = decoder["decoders"].as_array().and_then(|parts| parts.iter().find_map(cut));
-        let own = decoder["stop"].as_u64().filter(|&stop| decoder["type"] == "Strip" && stop > 0);
-        own.or(of_parts)
-    }
-    let json: Value = serde_json::from_slice(json).context("not a tokenizer.json")?;
-    match cut(&json["decoder"]) {
-        Some(stop) => bail!(
-            "the tokenizer's decoder cuts {stop} characters off the end of each token (Strip, stop), which fails for shorter ones; \
-             set its stop to 0"
+/// that has fewer. The decoder is the one that the library has read, since it also knows decoders
+/// by their fields, where their type is not named.
+fn require_sound_decoder(decoder: &DecoderWrapper) -> Result<()> {
+    match decoder {
+        DecoderWrapper::Strip(strip) if strip.stop > 0 => bail!(
+            "the tokenizer's decoder cuts {} characters off the end of each token (Strip, stop), which fails for shorter ones; \
+             set its stop to 0",
+            strip.stop
         ),
-        None => Ok(()),
+        DecoderWrapper::Sequence(parts) => parts.get_decoders().iter().try_for_each(require_sound_decoder),
+        _ => Ok(()),
     }
 }
 
