@@ -158,7 +158,7 @@ fn what_segments_cannot_do_is_refused() -> Result<()> {
     let sums = of(8, 4, 1)?;
     for other in [of(6, 4, 1)?, of(8, 3, 1)?, of(8, 4, 2)?] {
         for error in [sums.merge(&other), other.merge(&sums)] {
-            let error = error.err().expect("refused").to_string();
+            let error = error.expect_err("refused").to_string();
             assert!(error.contains("cannot be merged"), "{error}");
         }
     }
