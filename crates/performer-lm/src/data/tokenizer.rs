@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
-use serde::de::IgnoredAny;
+use serde_json::Value;
 use tokenizers::decoders::DecoderWrapper;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
@@ -160,7 +160,8 @@ impl Tokenizer {
         borders: impl FnOnce(&tokenizers::Tokenizer) -> Result<(Borders, bool)>,
     ) -> Result<Self> {
         // The library panics where a part of the file is no JSON, so this comes first.
-        serde_json::from_slice::<IgnoredAny>(&json).context("not a tokenizer.json")?;
+        // It is read as a value, since texts in it are not looked at where they are passed over.
+        serde_json::from_slice::<Value>(&json).context("not a tokenizer.json")?;
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
         if let Some(decoder) = inner.get_decoder() {

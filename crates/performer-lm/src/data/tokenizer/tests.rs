@@ -1,5 +1,3 @@
-use serde_json::Value;
-
 use super::*;
 use crate::data::text::Text;
 use std::sync::Arc;
@@ -78,11 +76,19 @@ fn decoders_that_fail_are_refused_and_nothing_is_decoded_to_nothing() {
     };
     let strip = |stop: u32| serde_json::json!({"type": "Strip", "content": "a", "start": 1, "stop": stop});
     let sequence = serde_json::json!({"type": "Sequence", "decoders": [{"type": "Fuse"}, strip(2)]});
-    for broken in [strip(1), sequence] {
+    // The library knows a decoder by its fields, too.
+    let unnamed = serde_json::json!({"content": "a", "start": 1, "stop": 1});
+    for broken in [strip(1), sequence, unnamed] {
         let error = with(broken).unwrap_err().to_string();
         assert!(error.contains("Strip") && error.contains("stop"), "{error}");
     }
     assert!(with(strip(0)).unwrap().decode(&[65]).is_ok());
+    // Half of a surrogate pair is no text; the library panics where a decoder has one.
+    let text = String::from_utf8(tokenizer.as_bytes().to_vec()).unwrap();
+    let half = text.replacen("\"decoder\":{", r#""decoder":{"half":"\ud800","#, 1);
+    assert_ne!(half, text);
+    let error = Tokenizer::from_bytes(half.into_bytes()).unwrap_err().to_string();
+    assert!(error.contains("not a tokenizer.json"), "{error}");
     let bpe = with(serde_json::json!({"type": "BPEDecoder", "suffix": "</w>"})).unwrap();
     for nothing in [&[][..], &[0], &[0, 0], &[99_999]] {
         assert_eq!(bpe.decode(nothing).unwrap(), "");
