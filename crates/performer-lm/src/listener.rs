@@ -70,3 +70,26 @@ pub struct Silent;
 impl Listener for Silent {}
 
 impl Bar for Silent {}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::sync::Mutex;
+
+    use super::Listener;
+
+    /// Keeps the notes that it is told, one after the other.
+    #[derive(Default)]
+    pub(crate) struct Told(pub(crate) Mutex<String>);
+
+    impl Listener for Told {
+        fn note(&self, text: &str) {
+            self.0.lock().unwrap().push_str(text);
+        }
+    }
+
+    impl Told {
+        pub(crate) fn all(self) -> String {
+            self.0.into_inner().unwrap()
+        }
+    }
+}

@@ -231,7 +231,7 @@ impl Cache {
 mod tests {
     use super::super::tokenizer::tests::{documents, stories};
     use super::*;
-    use crate::listener::Silent;
+    use crate::listener::{Silent, tests::Told};
 
     fn only_file(dir: &Path, prefix: &str) -> PathBuf {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
@@ -271,16 +271,6 @@ mod tests {
         assert_eq!(fs::read_dir(&cache.dir).unwrap().count(), 5);
     }
 
-    /// Keeps what it is told.
-    #[derive(Default)]
-    struct Told(Mutex<String>);
-
-    impl Listener for Told {
-        fn note(&self, text: &str) {
-            self.0.lock().unwrap().push_str(text);
-        }
-    }
-
     #[test]
     fn a_text_that_is_too_short_for_a_vocabulary_is_told() {
         let dir = tempfile::tempdir().unwrap();
@@ -288,7 +278,7 @@ mod tests {
         let notes = |vocab_size| {
             let told = Told::default();
             let size = cache.tokenizer(&stories(), vocab_size, &told).unwrap().vocab_size();
-            (size, told.0.into_inner().unwrap())
+            (size, told.all())
         };
         let (size, told) = notes(300);
         assert_eq!((size, told.contains("is enough for")), (300, false), "{told}");

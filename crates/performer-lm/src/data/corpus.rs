@@ -280,19 +280,8 @@ fn name_of(path: &Path) -> String {
 mod tests {
     use super::super::hub::tests::{fill, nowhere};
     use super::*;
-    use crate::listener::Silent;
+    use crate::listener::{Silent, tests::Told};
     use std::collections::HashSet;
-    use std::sync::Mutex;
-
-    /// Keeps what it is told.
-    #[derive(Default)]
-    struct Told(Mutex<String>);
-
-    impl Listener for Told {
-        fn note(&self, text: &str) {
-            self.0.lock().unwrap().push_str(text);
-        }
-    }
 
     fn load(spec: &str) -> Result<Corpus> {
         let nothing = tempfile::tempdir().unwrap();

@@ -145,24 +145,8 @@ pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents 
 mod tests {
     use super::{split as split_most, *};
     use crate::data::text::Text;
-    use crate::listener::Silent;
-    use std::sync::{Arc, Mutex};
-
-    /// Keeps what it is told.
-    #[derive(Default)]
-    struct Told(Mutex<String>);
-
-    impl Listener for Told {
-        fn note(&self, text: &str) {
-            self.0.lock().unwrap().push_str(text);
-        }
-    }
-
-    impl Told {
-        fn all(self) -> String {
-            self.0.into_inner().unwrap()
-        }
-    }
+    use crate::listener::{Silent, tests::Told};
+    use std::sync::Arc;
 
     fn documents(text: String) -> Documents {
         let text = Arc::new(Text::Embedded(text.leak()));
