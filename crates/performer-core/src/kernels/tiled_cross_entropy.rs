@@ -27,9 +27,14 @@ const BYTES: usize = 256 << 20;
 ///
 /// Products are made in the type of `x`, sums over them in f32 or f64.
 pub(crate) fn cross_entropy(x: &Tensor, weight: &Tensor, targets: Tensor) -> Result<Tensor> {
-    let row = weight.dim(0)? * x.dtype().size_in_bytes();
-    let tiles = Tiles { rows: (BYTES / row.max(1)).max(1), targets };
+    let tiles = Tiles { rows: rows_of_tile(weight.dim(0)?, x.dtype()), targets };
     in_tiles(x, weight, tiles)
+}
+
+/// How many rows of logits over a vocabulary are in memory at a time.
+fn rows_of_tile(vocabulary: usize, dtype: DType) -> usize {
+    let row = vocabulary * dtype.size_in_bytes();
+    (BYTES / row.max(1)).max(1)
 }
 
 /// Computes the losses in the given tiles.
@@ -156,6 +161,14 @@ mod tests {
     use candle_core::{Device, Var};
 
     use super::*;
+
+    #[test]
+    fn a_tile_has_a_bounded_size_and_one_row_at_least() {
+        assert_eq!(rows_of_tile(32_000, DType::F32), 2_097);
+        assert_eq!(rows_of_tile(32_000, DType::BF16), 4_194);
+        assert_eq!(rows_of_tile(1 << 30, DType::F64), 1);
+        assert_eq!(rows_of_tile(0, DType::F32), BYTES);
+    }
 
     /// Returns the losses and both gradients.
     fn run(rows: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {

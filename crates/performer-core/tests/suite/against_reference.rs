@@ -279,3 +279,18 @@ fn favor_approaches_softmax() -> Result<()> {
     assert!(many < few / 8.0 && many < 0.05, "relative error {few} with 16 features, {many} with 4096");
     Ok(())
 }
+
+/// Values whose width is a whole number of vectors are read where they lie, if their rows follow
+/// each other.
+#[test]
+fn values_of_whole_vectors() -> Result<()> {
+    for layout in [Layout::Contiguous, Layout::Transposed] {
+        for causal in [false, true] {
+            let mut problem = problem(12, shape(1, 2, 2, 70, 6, 16), Some(FeatureMapKind::Positive), 8);
+            problem.causal = causal;
+            let actual = problem.run(&*problem.attention(DType::F32)?, DType::F32, layout)?;
+            problem.assert_outcome(&format!("{layout:?}"), &actual, &problem.expected(), 1e-4);
+        }
+    }
+    Ok(())
+}

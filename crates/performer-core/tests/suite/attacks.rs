@@ -4,8 +4,9 @@
 
 use crate::common::{Layout, Problem, Random, all_kernels, assert_close, is_positive, tensor, values};
 use candle_core::{DType, Device, Result, Tensor};
+use performer_core::features::Exp;
 use performer_core::reference::Shape;
-use performer_core::{Attention, FeatureMapKind, Inputs, Mask, Windowed};
+use performer_core::{Attention, Favor, FeatureMapKind, Inputs, Mask, Windowed};
 
 /// Heads are grouped, and there are chunks, the last a partial one.
 const SHAPE: Shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 45, k_len: 45, head_dim: 6, value_dim: 3 };
@@ -377,6 +378,21 @@ fn what_is_not_finite_is_refused() -> Result<()> {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// Sums are brought to the scale of the largest key of a chunk, and not to that of its first one:
+/// else keys that are larger than the first by e³¹ would gather until they overflow.
+#[test]
+fn keys_that_rise_inside_every_chunk_do_not_overflow() -> Result<()> {
+    let tokens = 2048;
+    let k: Vec<f32> = (0..tokens).map(|t| if t % 32 == 0 { -31.5 } else { 0.0 }).collect();
+    let k = Tensor::from_vec(k, (1, 1, tokens, 1), &Device::Cpu)?;
+    let (q, v) = (k.zeros_like()?, (k.ones_like()? * 1e22)?);
+    let favor = Favor::with_map(Box::new(Exp::new(1, &Device::Cpu)?))?;
+    for x in values(&favor.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)? {
+        assert!((x / 1e22 - 1.0).abs() < 1e-5, "{x}");
     }
     Ok(())
 }

@@ -142,6 +142,18 @@ fn values_that_are_not_finite() {
     }
 }
 
+/// Where there is a single head, no other one makes the kernels look for its bad value.
+#[test]
+fn values_of_a_single_head_that_are_not_finite() {
+    let good = zeros(&[1, 1, 3, 4]);
+    let mut values = vec![0f32; 12];
+    values[5] = f32::NAN;
+    let bad = Tensor::from_vec(values, (1, 1, 3, 4), &DEVICE).unwrap();
+    assert_refused(&bad, &good, &good, &["q holds NaN at [0, 0, 1, 1]", "finite"]);
+    assert_refused(&good, &bad, &good, &["k holds NaN at [0, 0, 1, 1]", "finite"]);
+    assert_refused(&good, &good, &bad, &["v holds NaN at [0, 0, 1, 1]", "finite"]);
+}
+
 #[test]
 fn feature_maps_that_cannot_be() {
     let with = |features, head_dim| {

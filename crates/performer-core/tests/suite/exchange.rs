@@ -17,7 +17,8 @@ use crate::common::{
 };
 
 const T: usize = 24;
-const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: T, k_len: T, head_dim: 6, value_dim: 3 };
+/// A batch of 3 and 2 key heads: their sum is not their product.
+const SHAPE: Shape = Shape { batch: 3, heads: 4, kv_heads: 2, q_len: T, k_len: T, head_dim: 6, value_dim: 3 };
 /// With 6, not every segment receives in the last round of a scan.
 const COUNTS: [usize; 5] = [1, 2, 4, 6, 8];
 

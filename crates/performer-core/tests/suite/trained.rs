@@ -3,7 +3,7 @@
 
 use crate::common::{Random, assert_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use performer_core::features::Fitted;
+use performer_core::features::{FeatureMap, Features, Fitted};
 use performer_core::{Attention, Favor, Inputs, Mask, Windowed};
 
 const BATCH: usize = 2;
@@ -205,5 +205,40 @@ fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
             assert!((along / slope - 1.0).abs() < 1e-3, "{}: {along}, by differences {slope}", NAMES[i]);
         }
     }
+    Ok(())
+}
+
+/// A rectified map whose projection is a variable, as somebody else may write one.
+#[derive(Debug)]
+struct Own(Var);
+
+impl FeatureMap for Own {
+    fn input_dim(&self) -> usize {
+        4
+    }
+
+    fn feature_dim(&self) -> usize {
+        6
+    }
+
+    fn rectified_form(&self) -> Option<(Tensor, f64)> {
+        Some((self.0.as_tensor().clone(), 1e-3))
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        let values = x.broadcast_matmul(&self.0.t()?)?.relu()?.affine(6f64.powf(-0.5), 1e-3)?;
+        Ok(Features::Linear { values, log_scale: None })
+    }
+}
+
+#[test]
+fn a_rectified_map_of_a_variable_has_its_gradient() -> Result<()> {
+    let projection = tensor(&Random::new(1).normal(24, 1.0), &[6, 4], DType::F32, &Device::Cpu)?;
+    let x = tensor(&Random::new(2).normal(40, 1.0), &[1, 2, 5, 4], DType::F32, &Device::Cpu)?;
+    let projection = Var::from_tensor(&projection)?;
+    let favor = Favor::with_map(Box::new(Own(projection.clone())))?;
+    let gradients = favor.forward(Inputs::new(&x, &x, &x), &Mask::causal())?.sqr()?.sum_all()?.backward()?;
+    let gradient = values(gradients.get(&projection).expect("a gradient of the projection"))?;
+    assert!(gradient.iter().any(|&g| g != 0.0), "{gradient:?}");
     Ok(())
 }

@@ -286,3 +286,20 @@ fn read<S: Simd>(
     }
     finite
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sums before every chunk would take a multiple of the memory.
+    #[test]
+    fn sums_are_kept_once_a_segment() {
+        let (mut chunks, sums) = (Chunks::default(), Sums::new(3, 3, 2));
+        for start in (0..3 * SEGMENT).step_by(CHUNK) {
+            chunks.push(start, &sums);
+        }
+        let starts: Vec<_> = chunks.segments.iter().map(|segment| chunks.start(segment.first)).collect();
+        assert_eq!(starts, [0, SEGMENT, 2 * SEGMENT]);
+        assert!(chunks.segments[0].sums.is_empty() && !chunks.segments[1].sums.is_empty());
+    }
+}
