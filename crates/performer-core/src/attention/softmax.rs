@@ -216,6 +216,9 @@ impl Attention for Softmax {
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
         let sizes = inputs.sizes()?;
+        if sizes.is_empty() {
+            return sizes.zeros(inputs.q);
+        }
         let Inputs { q, k, v, .. } = inputs;
         // The new part, before the cache is touched.
         for (name, t) in [("q", q), ("k", k), ("v", v)] {
@@ -239,7 +242,7 @@ impl Attention for Softmax {
         let (k, v) = appended?;
         let all = Inputs::new(q, &k, &v).with_gates_of(gates.as_ref());
         // Keys and values were checked when they came.
-        if sizes.queries == 1 && sizes.batch > 0 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
+        if sizes.queries == 1 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
             return softmax::step(&rows(q)?, &k, &v, all.gates);
         }
         self.attend(all, all.sizes()?, &Mask::full(), Some(past))
@@ -267,7 +270,7 @@ impl Attention for Softmax {
 }
 
 impl Softmax {
-    /// Computes [`Attention::advance`] where there is a window.
+    /// Computes [`Attention::advance`] where there is a window. Nothing is empty.
     fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
         let past = state.take::<LastKeysAndValues>()?;
         let attended = (|| {
@@ -275,10 +278,10 @@ impl Softmax {
                 past.0.require_at_most(self.sinks + window - 1)?;
             }
             let seen = Exact::append(past.as_ref().map(|past: &LastKeysAndValues| &past.0), inputs)?;
-            let gates = if sizes.queries > 0 { seen.gates_with_missing(self.sinks)? } else { None };
+            let gates = seen.gates_with_missing(self.sinks)?;
             let inputs = Inputs::new(inputs.q, &seen.keys, &seen.values).with_gates_of(gates.as_ref());
             let fused = matches!(self.kernel(inputs), Ok(Kernel::Cpu));
-            let out = if sizes.queries == 1 && sizes.batch > 0 && fused {
+            let out = if sizes.queries == 1 && fused {
                 softmax::step(&rows(inputs.q)?, &seen.keys, &seen.values, inputs.gates)?
             } else {
                 self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(seen.len()? - sizes.queries))?

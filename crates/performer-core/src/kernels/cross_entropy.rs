@@ -413,3 +413,25 @@ impl Operation<2> for CrossEntropy {
         Ok([Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(Tensor::from_vec(dw, w.shape(), w.device())?)])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Var};
+
+    use super::*;
+
+    /// They are as many as the logits, so they are only there for a backward pass that will come,
+    /// and up to a limit.
+    #[test]
+    fn exponentials_are_kept_for_a_backward_pass_alone() {
+        let zeros = |n: usize| Tensor::zeros((n, 3), DType::F32, &Device::Cpu).unwrap();
+        let (x, w, targets) = (zeros(70), zeros(5), [0; 70]);
+        let tracked = Var::from_tensor(&x).unwrap();
+        for (x, blocks) in [(&x, 0), (tracked.as_tensor(), 2)] {
+            let operation = CrossEntropy::new(x, &w, &targets, None);
+            with_storages([x, &w], |inputs| operation.cpu(inputs)).unwrap();
+            assert_eq!(operation.saved.lock().unwrap().weights.len(), blocks);
+        }
+        assert_eq!(Tiles::new(&[0.0; 70 * 3], &[0.0; 5 * 3], 3, 5, &targets).numbers(), 5 * 2 * ROWS);
+    }
+}

@@ -294,3 +294,20 @@ fn values_of_whole_vectors() -> Result<()> {
     }
     Ok(())
 }
+
+/// Rows may be the columns of a tensor: numbers of a row then do not follow each other in memory.
+#[test]
+fn rows_that_are_columns() -> Result<()> {
+    for map in [None, Some(FeatureMapKind::Positive)] {
+        let problem = problem(13, shape(1, 2, 1, 37, 5, 3), map, 8);
+        let attention = problem.attention(DType::F32)?;
+        let plain = problem.tensors(DType::F32)?;
+        let columns = plain.each_ref().map(|x| x.transpose(2, 3)?.contiguous()?.transpose(2, 3));
+        let [q, k, v] = columns.each_ref().map(|x| x.as_ref().expect("a transposition"));
+        let of_columns = attention.forward(Inputs::new(q, k, v), &Mask::causal())?;
+        let [q, k, v] = &plain;
+        let of_rows = attention.forward(Inputs::new(q, k, v), &Mask::causal())?;
+        assert_eq!(values(&of_columns)?, values(&of_rows)?, "{map:?}");
+    }
+    Ok(())
+}

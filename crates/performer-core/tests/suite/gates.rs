@@ -242,9 +242,17 @@ fn tokens_without_gates_forget_nothing() -> Result<()> {
 /// A window of softmax alone, with the gradients of the reference.
 #[test]
 fn a_window_of_softmax_is_the_reference() -> Result<()> {
-    for (t, window, sinks) in
-        [(1, 1, 0), (63, 7, 0), (130, 64, 0), (300, 129, 0), (63, 7, 4), (300, 3, 1), (400, 129, 7), (1000, 5, 130)]
-    {
+    for (t, window, sinks) in [
+        (1, 1, 0),
+        (63, 7, 0),
+        (130, 64, 0),
+        (300, 129, 0),
+        (63, 7, 4),
+        (300, 3, 1),
+        (400, 129, 7),
+        (400, 5, 300),
+        (1000, 5, 130),
+    ] {
         let problem = problem(13, shape(2, 4, 2, t, 8, 5), None, 1);
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
             let problem = problem.clone().rounded(dtype)?;
@@ -303,9 +311,17 @@ fn plain_window(problem: &Problem, favor: &Favor, window: usize, sinks: usize) -
 #[test]
 fn a_window_before_favor_is_what_it_says() -> Result<()> {
     for map in [FeatureMapKind::Positive, FeatureMapKind::Hedgehog, FeatureMapKind::Learned] {
-        for (t, window, sinks) in
-            [(1, 1, 0), (2, 1, 0), (63, 5, 0), (130, 64, 0), (300, 7, 0), (40, 200, 0), (63, 5, 3), (300, 7, 1)]
-        {
+        for (t, window, sinks) in [
+            (1, 1, 0),
+            (2, 1, 0),
+            (63, 2, 0),
+            (63, 5, 0),
+            (130, 64, 0),
+            (300, 7, 0),
+            (40, 200, 0),
+            (63, 5, 3),
+            (300, 7, 1),
+        ] {
             let problem = problem(14, shape(2, 4, 2, t, 8, 5), Some(map), 12);
             let expected = plain_window(&problem, &problem.favor(DType::F64)?, window, sinks)?;
             for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
@@ -453,5 +469,25 @@ fn columns_without_a_query_are_in_no_sum() -> Result<()> {
     let gradients = (out * by(1e25, 1e-25)?)?.sum_all()?.backward()?;
     let gradient = values(gradients.get(&gates).expect("a gradient of the gates"))?;
     assert!(gradient.iter().all(|g| g.is_finite()), "{gradient:?}");
+    Ok(())
+}
+
+/// A window of softmax remembers its keys and values, their gates, and for its sinks how much was
+/// forgotten of them in all; a piece of no tokens changes nothing.
+#[test]
+fn a_window_of_softmax_counts_its_bytes_and_takes_empty_pieces() -> Result<()> {
+    let x = tensor(&Random::new(3).normal(48, 1.0), &[1, 2, 6, 4], DType::F32, &Device::Cpu)?;
+    let gates = Tensor::full(-0.5f32, (1, 2, 6), &Device::Cpu)?;
+    for (window, kept) in [(3, 2 + 1), (1, 1)] {
+        let softmax = Softmax::new().with_window(window)?.with_sinks(1)?;
+        let mut state = State::new();
+        softmax.extend(Inputs::new(&x, &x, &x).with_gates(&gates), &mut state)?;
+        // For each of the two heads: rows of 4, their gates, and a number for the sink.
+        let bytes = 4 * 2 * (kept * (4 + 4) + kept + 1);
+        assert_eq!(state.bytes(), bytes, "window {window}");
+        let (none, no_gates) = (x.narrow(2, 0, 0)?, gates.narrow(2, 0, 0)?);
+        let out = softmax.extend(Inputs::new(&none, &none, &none).with_gates(&no_gates), &mut state)?;
+        assert_eq!((out.dims(), state.tokens(), state.bytes()), (&[1, 2, 0, 4][..], 6, bytes), "window {window}");
+    }
     Ok(())
 }

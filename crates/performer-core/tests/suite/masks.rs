@@ -196,6 +196,8 @@ fn empty_inputs_give_empty_outputs() -> Result<()> {
                 let mut state = State::new();
                 let output = attention.extend(Inputs::new(&q, &k, &v), &mut state)?;
                 assert_eq!((output.dims(), state.tokens()), (&[b, 4, tq, 3][..], tq), "{map:?}");
+                // A state that has seen no token is any attention's, and of any batch.
+                assert_eq!(state.batch(), (tq > 0).then_some(b), "{map:?}");
                 if b > 0 {
                     // An empty prompt before a token changes nothing.
                     let [q, k, v] = problem.tensors(DType::F32)?;

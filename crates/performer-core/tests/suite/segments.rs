@@ -3,8 +3,8 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::{
-    Attention, Favor, FavorConfig, Inputs, Mask,
-    attention::SegmentSums,
+    Attention, Favor, FavorConfig, Inputs, Mask, Windowed,
+    attention::{Segment, SegmentSums},
     features::FeatureMapKind,
     reference::{self, Shape},
 };
@@ -172,5 +172,17 @@ fn what_segments_cannot_do_is_refused() -> Result<()> {
     let before = positive.sums_of_segment(Inputs::new(&q1, &k1, &v1))?;
     let error = positive.forward_after(Inputs::new(&q, &k, &v), &before).unwrap_err().to_string();
     assert!(error.contains("the sums before this one"), "{error}");
+    Ok(())
+}
+
+/// A batch of no sequences whose segment lies within the window.
+#[test]
+fn a_segment_of_an_empty_batch_is_empty() -> Result<()> {
+    for dtype in [DType::F64, DType::F32] {
+        let none = Tensor::zeros((0, 2, 5, 4), dtype, &Device::Cpu)?;
+        let windowed = Windowed::new(9, Favor::new(&FavorConfig::default(), 4, 3, dtype, &Device::Cpu)?)?;
+        let out = windowed.forward_segment(Inputs::new(&none, &none, &none), &Segment::alone())?;
+        assert_eq!(out.dims(), [0, 2, 5, 4], "{dtype:?}");
+    }
     Ok(())
 }

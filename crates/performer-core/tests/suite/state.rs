@@ -218,19 +218,36 @@ fn a_state_of_another_seed_dtype_size_or_path_is_refused_with_the_reason() -> Re
     one?.extend(Inputs::new(&x, &x, &x), &mut state)?;
     let error = two?.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("another seed").to_string();
     assert!(error.contains("another seed"), "{error}");
-    // The numbers of variables are those of the moment.
-    let mut learned = favor(16, 1, FeatureMapKind::Learned)?;
-    let saved: Vec<(String, Var)> =
-        learned.buffers().iter().map(|(name, t)| Ok((name.clone(), Var::from_tensor(t)?))).collect::<Result<_>>()?;
-    learned.load_buffers(&|name| saved.iter().find(|(n, _)| n == name).map(|(_, var)| var.as_tensor().clone()))?;
-    let mut state = State::new();
-    learned.extend(Inputs::new(&x, &x, &x), &mut state)?;
-    learned.extend(Inputs::new(&x, &x, &x), &mut state)?;
-    for (_, var) in &saved {
-        var.set(&(var.as_tensor() * 2.0)?)?;
+    Ok(())
+}
+
+/// A map that is trained has the numbers of the moment: a state from before a step of the training
+/// is of another map.
+#[test]
+fn a_state_of_a_map_that_was_trained_since_is_refused() -> Result<()> {
+    let x = Tensor::randn(0f32, 1.0, (1, 2, 7, 4), &DEVICE)?;
+    for map in [FeatureMapKind::Learned, FeatureMapKind::Hedgehog] {
+        for window in [None, Some(2)] {
+            let config = FavorConfig::default().with_map(map).with_features(16);
+            let mut favor = Favor::new(&config, 4, 1, DType::F32, &DEVICE)?;
+            let buffers = favor.buffers().into_iter();
+            let vars: Vec<(String, Var)> =
+                buffers.map(|(name, t)| Ok((name, Var::from_tensor(&t.copy()?)?))).collect::<Result<_>>()?;
+            favor.load_buffers(&|name| vars.iter().find(|(n, _)| n == name).map(|(_, var)| var.as_tensor().clone()))?;
+            let attention: Box<dyn Attention> = match window {
+                Some(window) => Box::new(Windowed::new(window, favor)?),
+                None => Box::new(favor),
+            };
+            let mut state = State::new();
+            attention.extend(Inputs::new(&x, &x, &x), &mut state)?;
+            attention.extend(Inputs::new(&x, &x, &x), &mut state)?;
+            for (_, var) in &vars {
+                var.set(&(var.as_tensor() * 1.5)?)?;
+            }
+            let error = attention.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("trained since").to_string();
+            assert!(error.contains("another seed"), "{map}, window {window:?}: {error}");
+        }
     }
-    let error = learned.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("other numbers").to_string();
-    assert!(error.contains("another seed"), "{error}");
     Ok(())
 }
 
@@ -305,6 +322,25 @@ fn tensors_that_do_not_belong_together_are_refused() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn gates_that_are_not_those_of_the_keys_are_refused() -> Result<()> {
+    for name in ["None F32, gated", "softmax of 9 and 0 sinks F32, gated"] {
+        let case = cases()?.into_iter().find(|case| case.name == name).unwrap();
+        let record = case.prompt(&ALL)?.record()?;
+        let gates = &record.tensors["memory.gates"];
+        let (twice, one_token, one_head) =
+            (Tensor::cat(&[gates, gates], 2)?, gates.narrow(2, 0, 1)?, gates.narrow(1, 0, 1)?);
+        for wrong in [twice, one_token, one_head] {
+            let mut damaged = record.clone();
+            damaged.tensors.insert("memory.gates".into(), wrong.contiguous()?);
+            let go_on = || case.rest(State::from_record(&damaged)?, &ALL);
+            let error = go_on().expect_err("other gates").to_string();
+            assert!(error.contains("do not belong together"), "{name}: {error}");
+        }
+    }
+    Ok(())
+}
+
 /// A file may claim what no attention leaves behind: more tokens than there are keys, a window of
 /// more tokens than it has, no heads. It is refused before anything is computed or made room for.
 #[test]
@@ -330,6 +366,11 @@ fn claims_that_no_attention_makes_are_refused() -> Result<()> {
         let error = go_on().expect_err(spec).to_string();
         assert!(parts.iter().all(|part| error.contains(part)), "{spec}: {error} lacks one of {parts:?}");
     };
+    let mut most = made("favor:m=8", false)?;
+    most.fields.insert("tokens".into(), (usize::MAX >> 8).to_string());
+    assert_eq!(State::from_record(&most)?.tokens(), usize::MAX >> 8);
+    most.fields.insert("tokens".into(), ((usize::MAX >> 8) + 1).to_string());
+    assert!(State::from_record(&most).is_err());
     let all = ["favor:m=8", "favor:m=8,window=4,sinks=1", "softmax", "softmax:window=4,sinks=1"];
     for spec in all {
         let mut record = made(spec, false)?;

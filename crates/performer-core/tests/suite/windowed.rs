@@ -99,18 +99,22 @@ fn sinks_are_exact_and_not_among_the_far() -> Result<()> {
 #[test]
 fn hidden_keys_count_on_neither_side() -> Result<()> {
     let (t, window) = (90, 9);
-    let mut visible = Random::new(5).mask(2 * t, 0.7);
+    let mut some = Random::new(5).mask(2 * t, 0.7);
     // This row sees nothing.
-    visible[0] = false;
-    let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
-    for sinks in [0, 3] {
-        for dtype in [DType::F64, DType::F32] {
-            let windowed = |dtype| windowed(window, dtype, FeatureMapKind::Positive)?.with_sinks(sinks);
-            let [q, k, v] = inputs(t, dtype)?;
-            let expected = plain(&windowed(DType::F64)?, &inputs(t, DType::F64)?, Some(&visible))?;
-            let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
-            let out = windowed(dtype)?.forward(Inputs::new(&q, &k, &v), &mask)?;
-            assert_tensor_close(&format!("masked, {sinks} sinks"), &out, &expected, tolerance);
+    some[0] = false;
+    // Later rows see nothing in their window, and these keys before it.
+    let early = (0..2 * t).map(|j| (3..20).contains(&(j % t))).collect();
+    for visible in [some, early] {
+        let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
+        for sinks in [0, 3] {
+            for dtype in [DType::F64, DType::F32] {
+                let windowed = |dtype| windowed(window, dtype, FeatureMapKind::Positive)?.with_sinks(sinks);
+                let [q, k, v] = inputs(t, dtype)?;
+                let expected = plain(&windowed(DType::F64)?, &inputs(t, DType::F64)?, Some(&visible))?;
+                let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+                let out = windowed(dtype)?.forward(Inputs::new(&q, &k, &v), &mask)?;
+                assert_tensor_close(&format!("masked, {sinks} sinks"), &out, &expected, tolerance);
+            }
         }
     }
     Ok(())
@@ -223,6 +227,8 @@ fn windows_sinks_and_trained_parameters_are_told() -> Result<()> {
     let softmax = Softmax::new().with_window(9)?.with_sinks(4)?;
     assert_eq!((softmax.window(), softmax.sinks()), (Some(9), 4));
     assert_eq!((Softmax::new().window(), Softmax::new().sinks()), (None, 0));
+    // No sinks need no window.
+    assert_eq!(Softmax::new().with_sinks(0)?.sinks(), 0);
     for map in [FeatureMapKind::Positive, FeatureMapKind::Learned] {
         let windowed = windowed(9, DType::F32, map)?;
         let names: Vec<String> = windowed.buffers().into_iter().map(|(name, _)| name).collect();
@@ -230,6 +236,21 @@ fn windows_sinks_and_trained_parameters_are_told() -> Result<()> {
         assert_eq!(trained.is_empty(), map == FeatureMapKind::Positive, "{map}");
         assert!(trained.iter().all(|name| names.contains(name)), "{map}: {trained:?} of {names:?}");
     }
+    Ok(())
+}
+
+#[test]
+fn features_of_a_file_are_those_under_the_window() -> Result<()> {
+    let of_seed = |seed| -> Result<Windowed> {
+        let config = FavorConfig::default().with_features(12);
+        Windowed::new(3, Favor::new(&config, D, seed, DType::F32, &Device::Cpu)?)
+    };
+    let (saved, mut loaded) = (of_seed(1)?, of_seed(2)?);
+    loaded.load_buffers(&|name| saved.buffers().into_iter().find(|(n, _)| n == name).map(|(_, t)| t))?;
+    let [q, k, v] = inputs(40, DType::F32)?;
+    let out = |attention: &Windowed| values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?);
+    assert_eq!(out(&loaded)?, out(&saved)?);
+    assert_eq!(loaded.identity()?, saved.identity()?);
     Ok(())
 }
 
