@@ -3,7 +3,7 @@
 
 use crate::common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
 use candle_core::{DType, Result};
-use performer_core::{Attention, FeatureMapKind, Softmax, reference::Shape};
+use performer_core::{Attention, FeatureMapKind, Softmax, Windowed, reference::Shape};
 
 /// A number of heads above most machines' number of threads, so that nothing is cut.
 const MANY: usize = 64;
@@ -76,6 +76,19 @@ fn a_window_with_sinks_has_the_same_bits() -> Result<()> {
         for one in [one.clone(), one.clone().gated(9)] {
             same_bits_of(&one, &softmax, &format!("window of {window}, {sinks} sinks, gated {}", one.gates.is_some()))?;
         }
+    }
+    Ok(())
+}
+
+/// The window leaves the logarithms of its denominators for FAVOR's sums.
+#[test]
+fn a_window_before_favor_has_the_same_bits() -> Result<()> {
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 500, k_len: 500, head_dim: 4, value_dim: 3 };
+    let mut one = Problem::random(8, shape, Some(FeatureMapKind::Positive), 6);
+    one.causal = true;
+    let windowed = Windowed::new(9, one.favor(DType::F32)?)?;
+    for one in [one.clone(), one.gated(9)] {
+        same_bits_of(&one, &windowed, &format!("window before FAVOR, gated {}", one.gates.is_some()))?;
     }
     Ok(())
 }
