@@ -390,3 +390,23 @@ fn a_full_disk_leaves_the_old_checkpoint_and_no_litter() -> Result<()> {
     }
     Ok(())
 }
+
+/// What waits beside a model that cannot be read may be all that is left of it.
+#[test]
+fn files_that_wait_beside_an_unreadable_model_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join(MODEL)).unwrap();
+    let waiting = pending(dir.path(), COMPANIONS[0]);
+    fs::write(&waiting, "{}").unwrap();
+    let error = settle(dir.path(), &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("cannot read") && error.contains(MODEL), "{error}");
+    assert!(waiting.exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_folder_that_cannot_be_synced_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    sync_folder(dir.path()).unwrap();
+    assert!(sync_folder(&dir.path().join("nowhere")).is_err());
+}

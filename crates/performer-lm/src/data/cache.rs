@@ -6,11 +6,12 @@
 //! is removed by the next one that opens the cache: nobody holds its lock.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use tempfile::{NamedTempFile, TempDir};
@@ -26,7 +27,12 @@ use crate::listener::Listener;
 /// # Errors
 /// If there is neither a home folder nor `PERFORMER_CACHE`.
 pub fn cache_dir() -> Result<PathBuf> {
-    match std::env::var_os("PERFORMER_CACHE") {
+    named_or_usual(std::env::var_os("PERFORMER_CACHE"))
+}
+
+/// The folder of this name, or else the usual one: an empty name is none.
+fn named_or_usual(name: Option<OsString>) -> Result<PathBuf> {
+    match name {
         Some(dir) if !dir.is_empty() => Ok(dir.into()),
         _ => Ok(dirs::cache_dir()
             .context("there is no home folder; set PERFORMER_CACHE to a folder of yours")?
@@ -61,15 +67,14 @@ pub fn remove_partial_files() {
 /// The time between two signs of work whose progress is not known.
 const SIGN: Duration = Duration::from_secs(20);
 
-/// Trains a tokenizer, and says at intervals that it is still being trained.
-fn patiently<T: Send>(listener: &dyn Listener, train: impl FnOnce() -> T + Send) -> T {
+/// Trains a tokenizer, and says at these intervals that it is still being trained.
+fn patiently<T: Send>(listener: &dyn Listener, interval: Duration, train: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let (ended, waiting) = std::sync::mpsc::channel::<()>();
         scope.spawn(move || {
-            let mut seconds = 0;
-            while let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(SIGN) {
-                seconds += SIGN.as_secs();
-                listener.note(&format!("tokenizer: still training, {seconds} s"));
+            let started = Instant::now();
+            while let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(interval) {
+                listener.note(&format!("tokenizer: still training, {} s", started.elapsed().as_secs()));
             }
         });
         let trained = train();
@@ -168,7 +173,7 @@ impl Cache {
         let path = self.dir.join(format!("tokenizer-{}-{vocab_size}.json", &hash[..32]));
         self.get(&path, listener, Tokenizer::load, |file| {
             listener.note(&format!("tokenizer: training one of {vocab_size} tokens"));
-            let tokenizer = patiently(listener, || Tokenizer::train(documents, vocab_size))?;
+            let tokenizer = patiently(listener, SIGN, || Tokenizer::train(documents, vocab_size))?;
             let size = tokenizer.vocab_size();
             if size < vocab_size {
                 listener.note(&format!("tokenizer: the text is enough for a vocabulary of {size}, not {vocab_size}"));
@@ -269,6 +274,27 @@ mod tests {
         cache.tokens(&docs, &other, &Silent).unwrap();
         cache.tokens(&documents("Other text."), &tokenizer, &Silent).unwrap();
         assert_eq!(fs::read_dir(&cache.dir).unwrap().count(), 5);
+    }
+
+    #[test]
+    fn a_cache_that_is_named_by_nothing_is_the_usual_one() {
+        let usual = named_or_usual(None).ok();
+        assert_eq!(usual, dirs::cache_dir().map(|dir| dir.join("performer-lm")));
+        assert_eq!(named_or_usual(Some("".into())).ok(), usual);
+        assert_eq!(named_or_usual(Some("here".into())).unwrap(), Path::new("here"));
+        assert_eq!(cache_dir().ok(), named_or_usual(std::env::var_os("PERFORMER_CACHE")).ok());
+    }
+
+    #[test]
+    fn a_long_training_gives_signs() {
+        let told = Told::default();
+        let answer = patiently(&told, Duration::from_millis(1), || {
+            while told.0.lock().unwrap().is_empty() {
+                std::thread::yield_now();
+            }
+            7
+        });
+        assert_eq!((answer, told.all().starts_with("tokenizer: still training, 0 s")), (7, true));
     }
 
     #[test]

@@ -259,7 +259,7 @@ fn unseen(path: &Path, all: Documents, earlier: &Documents, split: &str, listene
     let dropped = all.len() - rest.len();
     if dropped > 0 {
         listener.note(&format!(
-            "data: {dropped} documents of {} stand in the {split} text too and are left out",
+            "data: documents of {} that stand in the {split} text too are left out: {dropped}",
             path.display()
         ));
     }
@@ -373,6 +373,21 @@ mod tests {
         write(dir.path(), "valid.txt", "Story 7.");
         let error = load(path).unwrap_err().to_string();
         assert!(error.contains("every document"), "{error}");
+    }
+
+    #[test]
+    fn documents_that_are_left_out_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name, text: &[&str]| PathBuf::from(write(dir.path(), name, &text.join(SEP)));
+        let train = file("train.txt", &["a", "b", "c"]);
+        for (valid, left, note) in
+            [(&["d", "e"][..], 2, ""), (&["d", "a", "e", "b"], 2, "stand in the training text too are left out: 2")]
+        {
+            let told = Told::default();
+            assert_eq!(pair(&train, &file("valid.txt", valid), &told).unwrap().1.len(), left);
+            let told = told.all();
+            assert!(told.ends_with(note) && told.is_empty() == note.is_empty(), "{told}");
+        }
     }
 
     #[test]

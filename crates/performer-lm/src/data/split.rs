@@ -57,7 +57,7 @@ pub(crate) fn split(documents: &Documents, most: usize, listener: &dyn Listener)
     let valid = documents.filter(|_| print.next().is_some_and(|print| *print <= limit && seen.insert(*print)));
     let repeated = documents.len() - train.len() - valid.len();
     if repeated > 0 {
-        listener.note(&format!("data: {repeated} repeated documents are left out of validation"));
+        listener.note(&format!("data: repeated documents are left out of validation: {repeated}"));
     }
     Ok((train, valid))
 }
@@ -97,7 +97,7 @@ fn split_document(document: &Documents, most: usize, listener: &dyn Listener) ->
     }
     if dropped > 0 {
         listener.note(&format!(
-            "data: {dropped} blocks of text stand in the training part too and are left out of validation"
+            "data: blocks of text that stand in the training part too are left out of validation: {dropped}"
         ));
     }
     let train = document.within(trim(text, 0..train[train.len() - 1].end));
@@ -168,7 +168,7 @@ mod tests {
         let all = documents(stories.join("<|endoftext|>"));
         let told = Told::default();
         let (train, valid) = split(&all, &told).unwrap();
-        assert!(told.all().contains("15 repeated documents"));
+        assert!(told.all().contains("repeated documents are left out of validation: 15"));
         assert_eq!(train.len(), 2 * 135);
         assert_eq!(valid.len(), 15);
         assert_eq!(set(&valid).len(), 15);
@@ -221,7 +221,7 @@ mod tests {
         paragraphs[28] = paragraph(0);
         let told = Told::default();
         let (train, valid) = split(&documents(paragraphs.join("\n\n")), &told).unwrap();
-        assert!(told.all().contains(" 1 blocks of text"));
+        assert!(told.all().contains("left out of validation: 1"));
         assert!(train.iter().all(|part| part.contains("0000")));
         assert!(valid.iter().all(|part| !part.contains("0000")));
         assert_eq!(valid.len(), 2);
@@ -230,6 +230,16 @@ mod tests {
     #[test]
     fn two_stories_are_enough() {
         let (train, valid) = split(&documents("One.<|endoftext|>Two.".into()), &Silent).unwrap();
+        assert_eq!((train.len(), valid.len()), (1, 1));
+    }
+
+    /// One block to train on, and one to hold out.
+    #[test]
+    fn two_blocks_are_enough() {
+        let text: String = (0..BLOCK).map(|i| format!("Line {i}.\n")).collect();
+        let text = &text[..2 * BLOCK + BLOCK / 2];
+        assert_eq!(pieces(text.trim(), BLOCK).count(), 2);
+        let (train, valid) = split(&documents(text.into()), &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (1, 1));
     }
 

@@ -87,13 +87,7 @@ impl Tokenizer {
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
             .build()
             .into();
-        let mut left = MAX_TRAINING_BYTES;
-        let text = documents.iter().flat_map(|document| pieces(document, PIECE)).take_while(|piece| {
-            let more = left > 0;
-            left = left.saturating_sub(piece.len());
-            more
-        });
-        let text = text.flat_map(parts_of_words);
+        let text = beginning(documents, MAX_TRAINING_BYTES).flat_map(parts_of_words);
         inner.train(&mut trainer, text).map_err(|error| anyhow!("cannot train a tokenizer: {error}"))?;
         let json = inner.to_string(false).map_err(|error| anyhow!("cannot write the tokenizer: {error}"))?;
         Self::from_bytes(json.into_bytes())
@@ -295,6 +289,16 @@ impl Tokenizer {
     pub fn stream_after(&self, tokens: &[u32]) -> StreamDecoder<'_> {
         StreamDecoder { tokenizer: self, tokens: tokens.to_vec(), shown: tokens.len() }
     }
+}
+
+/// The first bytes of the documents, and the rest of the piece in which they end.
+fn beginning(documents: &Documents, bytes: usize) -> impl Iterator<Item = &str> {
+    let mut left = bytes;
+    documents.iter().flat_map(|document| pieces(document, PIECE)).take_while(move |piece| {
+        let more = left > 0;
+        left = left.saturating_sub(piece.len());
+        more
+    })
 }
 
 /// Yields a text in parts of which no word has much more than [`MAX_WORD`] bytes: it is cut inside

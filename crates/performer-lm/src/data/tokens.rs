@@ -298,6 +298,7 @@ mod tests {
 
     #[test]
     fn wide_and_narrow_tokens() {
+        assert_eq!([1, 65_536, 65_537, 1 << 20].map(width), [2, 2, 4, 4]);
         for tokens in [vec![0, 1, 65_535], vec![65_536, 7], vec![u32::MAX - 1], vec![]] {
             let file = TokenFile::from_tokens(&tokens, 12).unwrap();
             assert_eq!(file.read(0..tokens.len()), tokens);

@@ -206,6 +206,11 @@ fn files_of_another_length_are_removed_with_their_links() {
         refused(&link);
     }
     assert!(!link.exists());
+    // What cannot be removed is not said to be gone.
+    let stays = dir.path().join("stays");
+    std::fs::create_dir(&stays).unwrap();
+    let error = format!("{:#}", require_whole(&stays, u64::MAX).unwrap_err());
+    assert!(error.contains("remove it") && !error.contains("are removed"), "{error}");
 }
 
 #[test]

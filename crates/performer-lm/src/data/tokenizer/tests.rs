@@ -27,7 +27,16 @@ fn training_is_deterministic() {
     let small = Tokenizer::train(&stories(), 300).unwrap();
     assert_eq!(small.vocab_size(), 300);
     assert_ne!(small.hash(), one.hash());
-    assert!(Tokenizer::train(&stories(), 256).is_err());
+    assert_eq!(Tokenizer::train(&stories(), MIN_VOCAB_SIZE).unwrap().vocab_size(), MIN_VOCAB_SIZE);
+    assert!(Tokenizer::train(&stories(), MIN_VOCAB_SIZE - 1).is_err());
+}
+
+#[test]
+fn a_tokenizer_is_trained_on_the_beginning_of_a_text() {
+    let text = documents("four<|endoftext|>more<|endoftext|>rest");
+    for (bytes, documents) in [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (99, 3)] {
+        assert_eq!(beginning(&text, bytes).count(), documents, "{bytes} bytes");
+    }
 }
 
 #[test]
