@@ -96,7 +96,7 @@ mutants *ARGS:
 # The unsafe code under valgrind, which emulates AVX2: minutes.
 memcheck:
     CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER='valgrind --quiet --error-exitcode=9' \
-        cargo test -p performer-core --lib --test suite -- kernels:: decoding:: ops:: trained::hidden_keys against_reference::strided \
+        cargo test -p performer-core --lib --test suite -- kernels:: decoding:: ops:: losses:: trained::hidden_keys against_reference::strided \
         against_reference::keys_far against_reference::across against_reference::with_hidden_keys
 
 # The unsafe code of performer-core, interpreted by Miri (`rustup +nightly component add miri`): plain Rust and the thread pool, whose queues (crossbeam-epoch) keep Tree Borrows and not Stacked Borrows.

@@ -18,6 +18,7 @@ mod gates;
 mod gradients;
 mod layer;
 mod long_causality;
+mod losses;
 mod masks;
 mod ops;
 mod projection;
