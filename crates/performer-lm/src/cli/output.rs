@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::Result;
 use comfy_table::{CellAlignment, Table, presets};
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{HumanDuration, MultiProgress, ProgressBar, ProgressState, ProgressStyle};
 use performer_dist::Disagreement;
 use serde::Serialize;
 
@@ -49,11 +49,17 @@ impl Listener for Terminal {
 
     fn begin(&self, name: &str, unit: Unit, done: u64, total: u64) -> Box<dyn Bar + '_> {
         let template = match unit {
-            Unit::Bytes => "{prefix} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})",
-            Unit::Steps => "{prefix} [{bar:30}] step {pos}/{len}  {msg}  left {eta}",
-            Unit::Layers => "{prefix} [{bar:30}] {pos}/{len} layers  left {eta}",
+            Unit::Bytes => "{prefix} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec}  {left}",
+            Unit::Steps => "{prefix} [{bar:30}] step {pos}/{len}  {msg}  {left}",
+            Unit::Layers => "{prefix} [{bar:30}] {pos}/{len} layers  {left}",
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        // Before anything is done, nobody knows.
+        let style = style.with_key("left", move |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+            if state.pos() > done {
+                let _ = write!(out, "left {:#}", HumanDuration(state.eta()));
+            }
+        });
         let bar = if SILENT.load(Ordering::Relaxed) { ProgressBar::hidden() } else { ProgressBar::new(total) };
         let bar = bar.with_position(done).with_prefix(name.to_string());
         let bar = BARS.add(bar.with_style(if unit == Unit::Bytes { style } else { style.progress_chars("=> ") }));
