@@ -30,11 +30,12 @@ toolkit=${CARGO_TARGET_DIR:-target}/nvcc-stand-in
 mkdir -p "$toolkit/bin"
 toolkit=$(cd "$toolkit" && pwd)
 cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
+# With all of the workspace, as elsewhere in CI: dependencies then have the same features, and are not
+# compiled again.
 features=performer-core/cuda,performer-lm/cuda
 # Several cards need an MPI library to be compiled for, but no NCCL.
 if command -v mpicc >/dev/null; then
     features+=,performer-lm/nccl
 fi
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
-    cargo clippy --locked -p performer-core -p performer-dist -p performer-lm --all-targets --features "$features" -- \
-    -D warnings
+    cargo clippy --locked --workspace --all-targets --features "$features" -- -D warnings

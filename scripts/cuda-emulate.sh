@@ -43,8 +43,11 @@ if [ "$(cat "$library.stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "$stamp" >"$library.stamp"
 fi
 
+# All of the workspace and an example are named so that dependencies have the features that they have
+# in `cargo test`, and are not compiled again.
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
-    cargo rustc --locked -p performer-lm --bin performer-lm --features cuda -- -L "native=$toolkit/lib64" >&2
+    LIBRARY_PATH=$toolkit/lib64${LIBRARY_PATH:+:$LIBRARY_PATH} \
+    cargo build --locked --workspace --bin performer-lm --example library --features performer-lm/cuda >&2
 # Images of this compiler are kept where EMULATED_CACHE says, not where those of NVRTC are.
 export PERFORMER_KERNELS=
 # Not left where the ordinary program belongs: it starts with these libraries only.
