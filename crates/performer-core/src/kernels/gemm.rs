@@ -217,9 +217,18 @@ mod tests {
     #[test]
     fn products_of_every_shape_match_the_definition() {
         // Small integers: every sum is exact, so any order must give the same bits.
-        for (m, n, k) in
-            [(1, 16, 1), (3, 16, 5), (8, 32, 7), (13, 48, 64), (64, 80, 0), (29, 64, 33), (11, 48, 2 * TERMS + 5)]
-        {
+        for (m, n, k) in [
+            (1, 16, 1),
+            (3, 16, 5),
+            (8, 32, 7),
+            (13, 48, 64),
+            (64, 80, 0),
+            (29, 64, 33),
+            (1, 16, TERMS + 5),
+            (11, 48, 2 * TERMS + 5),
+        ] {
+            // Miri takes minutes for sums over many terms; a single row of them is enough there.
+            let k = if cfg!(miri) && m > 1 { k.min(3) } else { k };
             for (transposed, into) in [(false, Into::Zero), (true, Into::Sum)] {
                 let (pad, (a, b)) = (3, (numbers((m + 3) * (k + 3)), numbers(k * (n + 16) + n)));
                 let left = if transposed { Left::transposed(&a, m + pad) } else { Left::rows(&a, k + pad) };

@@ -9,14 +9,12 @@ use crate::common::{Layout, Problem, assert_tensor_close, conditioned_scale};
 
 /// Softmax, and a map of each kind that the kernels tell apart: exponential ones with one half and
 /// two, rectified ones, those with signs, and those of parameters in training.
-const KERNELS: [Option<FeatureMapKind>; 6] = [
-    None,
-    Some(FeatureMapKind::Positive),
-    Some(FeatureMapKind::Hyperbolic),
-    Some(FeatureMapKind::Relu),
-    Some(FeatureMapKind::Trigonometric),
-    Some(FeatureMapKind::Learned),
-];
+const SOFTMAX: Option<FeatureMapKind> = None;
+const POSITIVE: Option<FeatureMapKind> = Some(FeatureMapKind::Positive);
+const HYPERBOLIC: Option<FeatureMapKind> = Some(FeatureMapKind::Hyperbolic);
+const RELU: Option<FeatureMapKind> = Some(FeatureMapKind::Relu);
+const TRIGONOMETRIC: Option<FeatureMapKind> = Some(FeatureMapKind::Trigonometric);
+const LEARNED: Option<FeatureMapKind> = Some(FeatureMapKind::Learned);
 
 const TOLERANCE: f64 = 1e-4;
 
@@ -33,43 +31,74 @@ fn check(problem: &Problem) -> Result<()> {
 }
 
 /// Three tokens are less than a vector, 35 more than a chunk.
-#[test]
-fn passes() -> Result<()> {
-    for map in KERNELS {
-        for tokens in [3, 35] {
-            let full = problem(map, tokens);
-            let causal = Problem { causal: true, ..full.clone() };
-            let seen: Vec<bool> = (0..tokens).map(|t| t % 3 != 1).collect();
-            check(&Problem { key_mask: Some(seen), ..causal.clone() })?;
-            check(&causal)?;
-            check(&full)?;
-        }
+fn check_passes(map: Option<FeatureMapKind>) -> Result<()> {
+    for tokens in [3, 35] {
+        let full = problem(map, tokens);
+        let causal = Problem { causal: true, ..full.clone() };
+        let seen: Vec<bool> = (0..tokens).map(|t| t % 3 != 1).collect();
+        check(&Problem { key_mask: Some(seen), ..causal.clone() })?;
+        check(&causal)?;
+        check(&full)?;
     }
     Ok(())
 }
 
-#[test]
-fn passes_with_gates() -> Result<()> {
-    for map in KERNELS {
-        check(&problem(map, 5).gated(6))?;
-    }
-    Ok(())
+fn check_gates(map: Option<FeatureMapKind>) -> Result<()> {
+    check(&problem(map, 5).gated(6))
 }
 
 /// Two tokens at once, then one after the other.
-#[test]
-fn decoding() -> Result<()> {
-    for map in KERNELS {
-        let problem = Problem { causal: true, ..problem(map, 5) };
-        let (attention, [q, k, v]) = (problem.attention(DType::F32)?, problem.tensors(DType::F32)?);
-        let mut state = State::new();
-        let mut outputs = Vec::new();
-        for (start, count) in [(0, 2), (2, 1), (3, 1), (4, 1)] {
-            let [q, k, v] = [&q, &k, &v].map(|t| t.narrow(2, start, count));
-            outputs.push(attention.extend(Inputs::new(&q?, &k?, &v?), &mut state)?);
-        }
-        let all = Tensor::cat(&outputs, 2)?;
-        assert_tensor_close(&format!("{map:?}"), &all, &problem.expected().output, TOLERANCE);
+fn check_decoding(map: Option<FeatureMapKind>) -> Result<()> {
+    let problem = Problem { causal: true, ..problem(map, 5) };
+    let (attention, [q, k, v]) = (problem.attention(DType::F32)?, problem.tensors(DType::F32)?);
+    let mut state = State::new();
+    let mut outputs = Vec::new();
+    for (start, count) in [(0, 2), (2, 1), (3, 1), (4, 1)] {
+        let [q, k, v] = [&q, &k, &v].map(|t| t.narrow(2, start, count));
+        outputs.push(attention.extend(Inputs::new(&q?, &k?, &v?), &mut state)?);
     }
+    let all = Tensor::cat(&outputs, 2)?;
+    assert_tensor_close(&format!("{map:?}"), &all, &problem.expected().output, TOLERANCE);
     Ok(())
 }
+
+/// Makes a test for each kernel, since Miri takes minutes for one.
+macro_rules! of_each_kernel {
+    ($($name:ident: $check:ident),*) => {$(
+        mod $name {
+            use super::*;
+
+            #[test]
+            fn softmax() -> Result<()> {
+                $check(SOFTMAX)
+            }
+
+            #[test]
+            fn positive() -> Result<()> {
+                $check(POSITIVE)
+            }
+
+            #[test]
+            fn hyperbolic() -> Result<()> {
+                $check(HYPERBOLIC)
+            }
+
+            #[test]
+            fn relu() -> Result<()> {
+                $check(RELU)
+            }
+
+            #[test]
+            fn trigonometric() -> Result<()> {
+                $check(TRIGONOMETRIC)
+            }
+
+            #[test]
+            fn learned() -> Result<()> {
+                $check(LEARNED)
+            }
+        }
+    )*};
+}
+
+of_each_kernel!(passes: check_passes, passes_with_gates: check_gates, decoding: check_decoding);

@@ -180,10 +180,14 @@ fn a_conversion_that_is_stopped_goes_on() {
 fn a_training_under_nohup_outlives_its_terminal() {
     let dir = tempfile::tempdir().unwrap();
     let train = ["train", "--attention", "softmax", "--max-steps", "150", "--eval-every", "5", "--out"];
-    let mut training = Running::start(dir.path(), &[&train[..], &["stops"], &SMALL[..]].concat());
-    training.says("validation");
-    training.signal("-HUP");
-    assert_eq!(training.end().0, Some(130));
+    // Where these tests run under nohup themselves, nothing that they start can be stopped so.
+    let outlives = Command::new("sh").args(["-c", "kill -HUP $$"]).status().unwrap().success();
+    if !outlives {
+        let mut training = Running::start(dir.path(), &[&train[..], &["stops"], &SMALL[..]].concat());
+        training.says("validation");
+        training.signal("-HUP");
+        assert_eq!(training.end().0, Some(130));
+    }
 
     let mut nohup = Command::new("nohup");
     nohup.arg(env!("CARGO_BIN_EXE_performer-lm")).args(train).arg("lives").args(SMALL);
