@@ -8,11 +8,12 @@ libnvrtc.so.13 and its builtins where the system looks for libraries.
 """
 
 import ctypes
+import functools
 import itertools
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 CRATES = Path(__file__).resolve().parent.parent / "crates"
@@ -77,6 +78,17 @@ class Nvrtc:
         return status == 0, log.value.decode()
 
 
+@functools.cache
+def library():
+    return Nvrtc()
+
+
+def compile_one(job):
+    """Compiles a file with its macros for an architecture: whether it compiles, and the log."""
+    name, macros, arch = job
+    return library().compile(CRATES / name, macros, arch)
+
+
 def usage(log):
     """Registers, static shared bytes, stack bytes, and spilled bytes (stored, loaded) by kernel."""
     for part in re.split(r"Compiling entry function ", log)[1:]:
@@ -98,11 +110,11 @@ def main(archs):
     for unlisted in sorted(paths - {name for name, _ in listed}):
         print(f"{unlisted} is not in {LIST.relative_to(CRATES)}", file=sys.stderr)
         failed += 1
-    nvrtc = Nvrtc()
     jobs = [(name, macros, arch) for name, macros in listed for arch in archs]
     rows, spilling, kernels = {}, [], 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(lambda job: nvrtc.compile(CRATES / job[0], job[1], job[2]), jobs)
+    # Processes, since NVRTC compiles for one thread at a time.
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(compile_one, jobs)
         for (name, macros, arch), (compiled, log) in zip(jobs, results):
             if not compiled:
                 print(f"{' '.join([name, *macros, arch])} does not compile:\n{log}", file=sys.stderr)

@@ -37,6 +37,10 @@ fn check_passes(map: Option<FeatureMapKind>) -> Result<()> {
         let causal = Problem { causal: true, ..full.clone() };
         let seen: Vec<bool> = (0..tokens).map(|t| t % 3 != 1).collect();
         check(&Problem { key_mask: Some(seen), ..causal.clone() })?;
+        if cfg!(miri) && tokens > 3 {
+            // Minutes each: one pass over more than a chunk is enough there.
+            break;
+        }
         check(&causal)?;
         check(&full)?;
     }
