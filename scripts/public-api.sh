@@ -39,8 +39,10 @@ json=$target/doc/performer_core.json
 flags='-Z unstable-options --output-format json'
 # Cargo does not know of this file, and must be given other flags to write it again.
 [ -f "$json" ] || flags+=" --cfg written_$$"
-# The whole workspace, since dependencies then have the features with which they are built already.
-RUSTDOC="$scratch/rustdoc" RUSTDOCFLAGS=$flags "${cargo[@]}" doc --quiet --workspace --no-deps --locked
+# The whole workspace and an example, since dependencies then have the features with which they are
+# built already.
+RUSTDOC="$scratch/rustdoc" RUSTDOCFLAGS=$flags "${cargo[@]}" doc --quiet --workspace --no-deps --locked \
+    --lib --example library
 
 CARGO_TARGET_DIR=$target/public-api cargo run --quiet --locked --manifest-path scripts/public-api/Cargo.toml -- "$json" >"$scratch/now.txt"
 if [ "${1:-}" = --write ]; then
