@@ -30,8 +30,8 @@ toolkit=${CARGO_TARGET_DIR:-target}/nvcc-stand-in
 mkdir -p "$toolkit/bin"
 toolkit=$(cd "$toolkit" && pwd)
 cp scripts/nvcc-stand-in "$toolkit/bin/nvcc"
-# With all of the workspace, as elsewhere in CI: dependencies then have the same features, and are not
-# compiled again.
+# With all of the workspace, as elsewhere in CI: dependencies then have the same features, and are
+# not compiled again.
 features=performer-core/cuda,performer-lm/cuda
 # Several cards need an MPI library to be compiled for, but no NCCL.
 if command -v mpicc >/dev/null; then

@@ -43,8 +43,8 @@ if [ "$(cat "$library.stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "$stamp" >"$library.stamp"
 fi
 
-# All of the workspace and an example are named so that dependencies have the features that they have
-# in `cargo test`, and are not compiled again.
+# All of the workspace and an example are named so that dependencies have the features that they
+# have in `cargo test`, and are not compiled again.
 CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc PATH=$toolkit/bin:$PATH CUDA_COMPUTE_CAP=80 \
     LIBRARY_PATH=$toolkit/lib64${LIBRARY_PATH:+:$LIBRARY_PATH} \
     cargo build --locked --workspace --bin performer-lm --example library --features performer-lm/cuda >&2

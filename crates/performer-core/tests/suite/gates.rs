@@ -455,8 +455,8 @@ fn gates_of_hidden_keys_count() -> Result<()> {
     Ok(())
 }
 
-/// The backward pass goes over tiles of 64 queries. In the last one, which has fewer, the columns of
-/// no query must not keep what the tile before left there: it may be too large for a sum.
+/// The backward pass goes over tiles of 64 queries. In the last one, which has fewer, the columns
+/// of no query must not keep what the tile before left there: it may be too large for a sum.
 #[test]
 fn columns_without_a_query_are_in_no_sum() -> Result<()> {
     let by = |early: f32, late: f32| {
