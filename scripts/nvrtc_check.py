@@ -21,18 +21,22 @@ LIST = CRATES / "performer-core/src/kernels/cuda/kernels.txt"
 
 
 def variants(text):
-    """Each line `FILE NAME=a,b OTHER=c` gives FILE with every combination of values."""
+    """Each line `FILE NAME=a,b OTHER=c` gives FILE with every combination of values, and the
+    architecture that `only=` names, if it does."""
     for line in text.splitlines():
         words = line.split("#")[0].split()
         if not words:
             continue
-        names, values = [], []
+        names, values, only = [], [], None
         for word in words[1:]:
             name, _, value = word.partition("=")
+            if name == "only":
+                only = value
+                continue
             names.append(name)
             values.append(value.split(","))
         for chosen in itertools.product(*values):
-            yield words[0], [f"{n}={v}" for n, v in zip(names, chosen)]
+            yield words[0], [f"{n}={v}" for n, v in zip(names, chosen)], only
 
 
 def headers(path, found):
@@ -107,10 +111,10 @@ def main(archs):
     listed = list(variants(LIST.read_text()))
     paths = {str(path.relative_to(CRATES)) for path in CRATES.rglob("*.cu") if "tests" not in path.parts}
     failed = 0
-    for unlisted in sorted(paths - {name for name, _ in listed}):
+    for unlisted in sorted(paths - {name for name, _, _ in listed}):
         print(f"{unlisted} is not in {LIST.relative_to(CRATES)}", file=sys.stderr)
         failed += 1
-    jobs = [(name, macros, arch) for name, macros in listed for arch in archs]
+    jobs = [(name, macros, arch) for name, macros, only in listed for arch in ([only] if only else archs)]
     rows, spilling, kernels = {}, [], 0
     # Processes, since NVRTC compiles for one thread at a time.
     with ProcessPoolExecutor(os.cpu_count()) as pool:

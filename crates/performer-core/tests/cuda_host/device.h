@@ -1,7 +1,7 @@
 // A CUDA device emulated on one CPU thread, for the kernels in src/kernels/cuda: blocks run one
 // after the other, the threads of a block as fibers that take turns at barriers. What a warp does
 // together is emulated lane by lane as the PTX ISA documents it (fragments of mma.m16n8k16 and
-// m16n8k8, ldmatrix), so a wrong index is a wrong number here too. Barriers that some threads miss
+// m16n8k8, ldmatrix, wgmma and its descriptors), so a wrong index is a wrong number here too. Barriers that some threads miss
 // end the program; fibers may run in either of two orders (`descending`), so that a missing barrier
 // shows as two different results. Lanes of a warp that come to an instruction for all of them from
 // different lines of the source end it too: a card would hang or compute nonsense. Products may cut
@@ -9,11 +9,12 @@
 // left to the compiler: -fsanitize=alignment. races.h has a mode that reports races. planted.cpp
 // has an error of each kind.
 //
-// It stands in for warp.cuh. It shows that the logic is right, not that a card runs it, and nothing
+// It stands in for warp.cuh and warpgroup.cuh. It shows that the logic is right, not that a card runs it, and nothing
 // about speed.
 
 #pragma once
 #define PERFORMER_WARP
+#define PERFORMER_WARPGROUP
 
 #include <algorithm>
 #include <cmath>
@@ -34,6 +35,7 @@
 #define __global__
 #define __shared__
 #define __launch_bounds__(...)
+#define __align__(...)
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -47,7 +49,7 @@ using std::min;
 inline Dim threadIdx, blockIdx, gridDim;
 // The shared memory that a block may have on an H100.
 constexpr size_t SHARED_BYTES = 227 << 10;
-alignas(128) inline uint4 shared_memory[SHARED_BYTES / 16];
+alignas(1024) inline uint4 shared_memory[SHARED_BYTES / 16];
 
 namespace host {
 
@@ -100,6 +102,24 @@ struct Copy { void* to; const void* from; bool has; };
 inline std::vector<std::vector<Copy>> copies[MOST_THREADS];
 inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::memset(c.to, 0, 16); }
 
+// GroupProduct is a thread's part of a product of four warps that is under way: its sums, in N tiles
+// of eight columns, its two rows of the left factor or where that is, and where the right one is.
+struct GroupProduct {
+    float* c;
+    int tiles;
+    float left[2][16];
+    bool left_is_shared, transposed;
+    unsigned long long left_at, right_at;
+};
+// Group is what a thread has started: the products under way, how many in all, and whether its
+// registers are ready for the next.
+struct Group {
+    std::vector<GroupProduct> products;
+    int started = 0;
+    bool begun = false;
+};
+inline Group groups[MOST_THREADS];
+
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "block (%u, %u), thread %d: %s\n", blockIdx.x, blockIdx.y, running, what);
     std::_Exit(3);
@@ -117,6 +137,7 @@ inline void trampoline() {
     for (const auto& group : copies[running]) {
         if (!group.empty()) fail("ends while copies are under way");
     }
+    if (!groups[running].products.empty()) fail("ends while products are under way");
     fibers[running].state = FINISHED;
 #if RACES
     quiet.~Quiet();
@@ -216,6 +237,7 @@ void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Argument
                 fibers[i].state = READY_TO_RUN;
                 fibers[i].started = false;
                 copies[i].assign(1, {});
+                groups[i] = {};
 #if RACES
                 fibers[i].of_sanitizer = new_fiber();
 #endif
@@ -261,6 +283,7 @@ inline void block_barrier(int line) {
     for (int i = 0; i < threads; i++) {
         if (fibers[i].state != WAITS_FOR_BLOCK && i != running) fail("a thread missed the barrier");
         if (barrier_lines[i] != barrier_lines[i / 32 * 32]) fail("lanes of a warp wait at different barriers");
+        if (groups[i].started != groups[i / 128 * 128].started) fail("warps of a group started different products");
         fibers[i].state = READY_TO_RUN;
     }
 }
@@ -542,4 +565,94 @@ inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned 
         }
         host::product(all, left, right);
     });
+}
+
+// ---- Products of four warps; see warpgroup.cuh.
+
+typedef unsigned long long SharedMatrix;
+
+// As on a card: the place in units of 16 bytes, the distances between columns of pieces and between
+// eight rows, and the permutation for rows of 128 bytes.
+inline SharedMatrix matrix_at(const void* first) {
+    size_t place = (const char*)first - (const char*)shared_memory;
+    if (place % 16 || place >= SHARED_BYTES) host::fail("a matrix at a place that cannot be described");
+    return place >> 4 | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+}
+
+namespace host {
+
+// The number at (row, column) of a matrix, whose rows are 128 bytes; a piece of 16 bytes lies where
+// bits 4 to 6 of its address are combined with bits 7 to 9.
+inline float number_at(unsigned long long matrix, int row, int column) {
+    if (matrix >> 62 != 1 || (matrix >> 49 & 7) != 0) fail("a matrix of another layout");
+    size_t rows_of_eight = (matrix >> 32 & 0x3fff) << 4;
+    size_t place = ((matrix & 0x3fff) << 4) + row / 8 * rows_of_eight + row % 8 * 128 + column * 2;
+    place ^= place >> 3 & 0x70;
+    if (place + 2 > SHARED_BYTES) fail("a product of numbers outside of shared memory");
+    const Bfloat* at = (const Bfloat*)((const char*)shared_memory + place);
+    return widen(*at);
+}
+
+inline void compute(const GroupProduct& p) {
+    int lane = running % 32, warp = running / 32 % 4;
+    for (int i = 0; i < 4 * p.tiles; i++) {
+        int half = i / 2 % 2, row = 16 * warp + lane / 4 + 8 * half, column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
+        double products[2][8];
+        for (int k = 0; k < 16; k++) {
+            float left = p.left_is_shared ? number_at(p.left_at, row, k) : p.left[half][k];
+            float right = p.transposed ? number_at(p.right_at, k, column) : number_at(p.right_at, column, k);
+            products[k / 8][k % 8] = (double)left * right;
+        }
+        for (int k = 0; k < 16 && !truncating; k++) p.c[i] += (float)products[k / 8][k % 8];
+        for (int k = 0; k < 2 && truncating; k++) p.c[i] = truncated_sum(p.c[i], products[k]);
+    }
+}
+
+// Products are computed as late as they may be; where threads run in the other order, as early.
+inline void start(const GroupProduct& product) {
+    Group& mine = groups[running];
+    if (!mine.begun) fail("a product is started before its registers are ready");
+    mine.started++;
+    if (descending) return compute(product);
+    const Quiet quiet;
+    mine.products.push_back(product);
+}
+
+}  // namespace host
+
+inline void share_with_products() {}
+template <int N>
+void begin_products(float (&)[N]) { host::groups[host::running].begun = true; }
+template <int N>
+void wait_for_products(float (&)[N]) {
+    host::Group& mine = host::groups[host::running];
+    for (const host::GroupProduct& product : mine.products) host::compute(product);
+    const host::Quiet quiet;
+    mine.products.clear();
+    mine.begun = false;
+}
+
+template <bool TRANSPOSED, int N>
+void multiply_group(float (&c)[N], const unsigned (&a)[4], SharedMatrix b, int line = __builtin_LINE()) {
+    struct { const unsigned* a; float left[2][16]; } slot = {a, {}};
+    host::together("wgmma", line, slot, [](auto** all) {
+        for (int lane = 0; lane < 32; lane++) {
+            for (int i = 0; i < 8; i++) {
+                // Registers 0 and 2 are of the lane's first row, 1 and 3 of its second.
+                unsigned pair = all[lane]->a[i / 2];
+                int column = lane % 4 * 2 + i % 2 + 8 * (i / 4);
+                for (int other = lane / 4 * 4; other < lane / 4 * 4 + 4; other++) {
+                    all[other]->left[i / 2 % 2][column] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+                }
+            }
+        }
+    });
+    host::GroupProduct product = {c, N / 4, {}, false, TRANSPOSED, 0, b};
+    std::memcpy(product.left, slot.left, sizeof(slot.left));
+    host::start(product);
+}
+inline void multiply_group(float (&c)[32], SharedMatrix a, SharedMatrix b, int line = __builtin_LINE()) {
+    int none = 0;
+    host::together("wgmma", line, none, [](int**) {});
+    host::start({c, 8, {}, true, false, a, b});
 }

@@ -5,7 +5,7 @@
 
 #include <string>
 
-constexpr int THREADS = 64;
+constexpr int THREADS = 128;
 
 // Reads 16 bytes from an address that is a multiple of 4 only.
 static void misaligned(const float* from, float* to) {
@@ -75,6 +75,24 @@ static void too_early(const float* from, float* to) {
     wait_for_copies<0>();
 }
 
+// Multiplies ones by ones, by all warps or by the first alone; the sums are read before they are
+// waited for, or the registers are not made ready.
+template <bool BEGINS, bool WAITS, bool ALL>
+static void by_groups(const float*, float* to) {
+    unsigned short* shared = (unsigned short*)shared_memory;
+    for (int i = threadIdx.x; i < 64 * 64; i += THREADS) shared[i] = 0x3f80;
+    share_with_products();
+    __syncthreads();
+    float sums[32] = {}, result = 0;
+    const unsigned ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    if (BEGINS) begin_products(sums);
+    if (ALL || threadIdx.x < 32) multiply_group<false>(sums, ones, matrix_at(shared));
+    if (!WAITS) result = sums[0];
+    wait_for_products(sums);
+    __syncthreads();
+    to[threadIdx.x] = WAITS ? sums[0] : result;
+}
+
 // Adds up 16,000 products in an accumulator; the result is divided by what is right.
 static void long_sum(const float*, float* to) {
     float sum[4] = {};
@@ -100,6 +118,10 @@ int main(int, char** arguments) {
                   : kind == "within_a_warp" ? within_a_warp
                   : kind == "ordered"       ? ordered
                   : kind == "too_early"     ? too_early
+                  : kind == "not_begun"     ? by_groups<false, true, true>
+                  : kind == "not_all"       ? by_groups<true, true, false>
+                  : kind == "not_waited"    ? by_groups<true, false, true>
+                  : kind == "products"      ? by_groups<true, true, true>
                                             : long_sum;
     host::launch({1, 1, 1}, THREADS, kernel, (const float*)from.data(), to.data());
     return std::fwrite(to.data(), sizeof(float), to.size(), stdout) == to.size() ? 0 : 2;

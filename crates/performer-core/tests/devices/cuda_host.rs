@@ -31,6 +31,8 @@ struct Build {
     teams: bool,
     /// Whether the projection's factor is exact in bf16 and the kernels are told so.
     exact: bool,
+    /// Whether the forward kernel of teams takes Hopper's products of four warps.
+    wgmma: bool,
     /// Whether there are forget gates.
     gated: bool,
 }
@@ -92,6 +94,7 @@ impl Build {
             partial: false,
             teams: false,
             exact: false,
+            wgmma: false,
             gated: false,
         }
     }
@@ -130,7 +133,7 @@ impl Build {
     }
 
     /// Returns the macros of the kernels; `group` is the number of query heads of a key head.
-    fn macros(&self, group: usize) -> [(&'static str, usize); 14] {
+    fn macros(&self, group: usize) -> [(&'static str, usize); 15] {
         [
             ("STORAGE", storage(self.dtype)),
             ("MAP", 0),
@@ -145,6 +148,7 @@ impl Build {
             ("GROUP", group),
             ("TEAMS", usize::from(self.teams)),
             ("EXACT", usize::from(self.exact)),
+            ("WGMMA", usize::from(self.wgmma)),
             ("GATED", usize::from(self.gated)),
         ]
     }
@@ -546,7 +550,26 @@ fn causal_bf16_by_teams() {
     check_teams_in_part(true, 60, 33, 30);
 }
 
-/// Every size of the test above, each with an exact projection and without.
+/// Products of four warps, whose right factors the tensor cores read by descriptors.
+#[test]
+fn causal_bf16_by_warpgroups() {
+    let of = |dim, rows| Build { teams: true, exact: true, wgmma: true, ..Build::new(DType::BF16, dim, rows) };
+    for gated in [false, true] {
+        let build = Build { gated, ..of(64, 128) };
+        for (tokens, segments, descending) in [(1, 1, false), (65, 1, true), (200, 3, false)] {
+            let split = if tokens > 100 { 70 } else { 0 };
+            let run = Run { segments, split, descending, ..Run::default() };
+            build.check(&build.problem(41, build.shape([1, 2, 2], tokens, tokens)), run);
+        }
+        // Features and values are not whole tiles, heads are grouped and keys hidden.
+        let build = Build { gated, values: 50, slice: 64, map: Hyperbolic, ..of(60, 20) };
+        let mut problem = build.problem(42, build.shape([2, 2, 1], 130, 130));
+        problem.key_mask = Some(Random::new(43).mask(2 * 130, 0.7));
+        build.check(&problem, Run { segments: 2, truncating: true, ..Run::default() });
+    }
+}
+
+/// The sizes of teams of warps, each with an exact projection and without.
 #[test]
 #[ignore = "takes minutes"]
 fn causal_bf16_by_teams_at_more_sizes() {

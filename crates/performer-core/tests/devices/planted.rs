@@ -22,6 +22,8 @@ fn misaligned_accesses_and_divergence_end_the_program() {
         ("misaligned", "misaligned address"),
         ("diverging", "the same in different places"),
         ("split_barrier", "different barriers"),
+        ("not_begun", "before its registers are ready"),
+        ("not_all", "different products"),
     ] {
         for order in [0, 1] {
             let Some(result) = run(kind, order) else { return };
@@ -33,9 +35,17 @@ fn misaligned_accesses_and_divergence_end_the_program() {
 
 #[test]
 fn missing_barriers_and_waits_show_as_two_results() {
-    for kind in ["racing", "too_early"] {
+    for kind in ["racing", "too_early", "not_waited"] {
         let (Some(one), Some(other)) = (run(kind, 0), run(kind, 1)) else { return };
         assert!(one.expect(kind) != other.expect(kind), "{kind}");
+    }
+}
+
+#[test]
+fn products_of_warpgroups_are_those_of_their_numbers() {
+    for order in [0, 1] {
+        let Some(result) = run("products", order) else { return };
+        assert!(result.expect("products").iter().all(|&bits| f32::from_bits(bits) == 16.0));
     }
 }
 

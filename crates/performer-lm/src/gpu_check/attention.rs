@@ -8,7 +8,7 @@ use performer_core::{
     reference::{self, Kernel, Shape},
 };
 
-use super::{Check, Extent, Item, Random, numbers, relative_error, tolerance};
+use super::{Check, Extent, Item, Random, numbers, relative_error, tolerance, with_warpgroups};
 
 /// A `Case` is one problem; its sizes are no multiples of what kernels take at a time.
 #[derive(Clone, Copy, Debug)]
@@ -127,6 +127,40 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
 pub(super) fn items(extent: Extent, gpu: bool) -> Vec<Item> {
     let item = |(i, case): (usize, Case)| Item::checks(case.name(), move |device| check(case, i as u64, device));
     cases(extent, gpu).into_iter().enumerate().map(item).collect()
+}
+
+/// Returns an item for each case in which FAVOR's forward kernel may take products of warpgroups.
+/// No other kernel than this one differs.
+pub(super) fn items_with_warpgroups(extent: Extent) -> Vec<Item> {
+    let base = Case {
+        features: Some(128),
+        map: FeatureMapKind::Positive,
+        dtype: DType::BF16,
+        batch: 1,
+        heads: 2,
+        kv_heads: 2,
+        tokens: 70,
+        dim: 64,
+        causal: true,
+        masked: false,
+        gated: false,
+        window: None,
+    };
+    let mut cases = vec![base, Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base }];
+    if extent == Extent::Full {
+        cases.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });
+        cases.push(Case { tokens: 1100, heads: 1, kv_heads: 1, gated: true, ..base });
+        cases.push(Case { tokens: 100, features: Some(24), dim: 56, ..base });
+    }
+    cases.push(Case { gated: true, ..base });
+    let item = |(i, case): (usize, Case)| {
+        Item::checks(format!("{}, with warpgroups", case.name()), move |device| {
+            let mut checks = with_warpgroups(|| check(case, i as u64, device))?;
+            checks.iter_mut().for_each(|check| check.what += ", with warpgroups");
+            Ok(checks)
+        })
+    };
+    cases.into_iter().enumerate().map(item).collect()
 }
 
 /// Makes all comparisons for a case.

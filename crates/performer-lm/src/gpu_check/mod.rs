@@ -98,6 +98,10 @@ impl Item {
 pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
     let mut items = attention::items(extent, !device.is_cpu());
     items.extend(parts::items());
+    // Products that no card has run yet come last, so that what they may do to it costs least.
+    if has_warpgroups(device) {
+        items.extend(attention::items_with_warpgroups(extent));
+    }
     #[cfg(feature = "metal")]
     items.push(Item::checks("Metal's own kernel", |_| {
         let failure = performer_core::kernels::metal::failure().map(anyhow::Error::msg);
@@ -154,6 +158,28 @@ fn poison(on: bool) {
     performer_core::kernels::cuda::poison_outputs(on);
     #[cfg(not(feature = "cuda"))]
     let _ = on;
+}
+
+/// Whether the device is a Hopper GPU, whose groups of four warps have products of their own.
+fn has_warpgroups(device: &Device) -> bool {
+    #[cfg(feature = "cuda")]
+    let has = device.as_cuda_device().and_then(performer_core::kernels::cuda::capability).is_ok_and(|c| c.0 == 9);
+    #[cfg(not(feature = "cuda"))]
+    let has = {
+        let _ = device;
+        false
+    };
+    has
+}
+
+/// Does work with products of warpgroups in the kernels that have some.
+fn with_warpgroups<T>(work: impl FnOnce() -> T) -> T {
+    #[cfg(feature = "cuda")]
+    let before = performer_core::kernels::cuda::use_warpgroups(true);
+    let done = work();
+    #[cfg(feature = "cuda")]
+    performer_core::kernels::cuda::use_warpgroups(before);
+    done
 }
 
 /// Returns an error with its causes, without the backtrace that Candle adds.

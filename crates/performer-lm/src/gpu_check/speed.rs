@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State, Tape};
 use serde::{Deserialize, Serialize};
 
-use super::{Extent, Item, Line, Part};
+use super::{Extent, Item, Line, Part, has_warpgroups, with_warpgroups};
 use crate::bench::attention::Others;
 
 /// `Work` says what was timed.
@@ -28,7 +28,8 @@ pub enum Work {
 /// A `Speed` is one timing of causal attention.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Speed {
-    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations.
+    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations, or by
+    /// `with warpgroups`.
     pub attention: String,
     /// What was timed.
     pub work: Work,
@@ -93,11 +94,20 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
     }
     for work in [Work::Forward, Work::Both, Work::Autograd] {
         for &tokens in lengths {
-            for timed in [Timed::Favor, Timed::Softmax, Timed::FavorComposed, Timed::SoftmaxComposed] {
+            for timed in [
+                Timed::Favor,
+                Timed::FavorWithWarpgroups,
+                Timed::Softmax,
+                Timed::FavorComposed,
+                Timed::SoftmaxComposed,
+            ] {
+                if timed == Timed::FavorWithWarpgroups && (work != Work::Forward || !has_warpgroups(device)) {
+                    continue;
+                }
                 let largest = match timed {
                     Timed::FavorComposed => heads * tokens * 2 * FEATURES,
                     Timed::SoftmaxComposed => heads * tokens * tokens,
-                    Timed::Favor | Timed::Softmax => 0,
+                    Timed::Favor | Timed::FavorWithWarpgroups | Timed::Softmax => 0,
                 };
                 // Composed operations have no other backward pass than Candle's.
                 if largest <= LARGEST && (largest == 0 || work != Work::Both) {
@@ -124,6 +134,7 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Timed {
     Favor,
+    FavorWithWarpgroups,
     Softmax,
     FavorComposed,
     SoftmaxComposed,
@@ -133,6 +144,7 @@ impl Timed {
     fn name(self) -> &'static str {
         match self {
             Self::Favor => "favor",
+            Self::FavorWithWarpgroups => "favor with warpgroups",
             Self::Softmax => "softmax",
             Self::FavorComposed => "favor composed",
             Self::SoftmaxComposed => "softmax composed",
@@ -140,14 +152,14 @@ impl Timed {
     }
 
     fn features(self) -> Option<usize> {
-        matches!(self, Self::Favor | Self::FavorComposed).then_some(FEATURES)
+        (!matches!(self, Self::Softmax | Self::SoftmaxComposed)).then_some(FEATURES)
     }
 
     fn build(self, device: &Device) -> Result<Box<dyn Attention>> {
         let config = FavorConfig::default().with_features(FEATURES);
         let favor = || Favor::new(&config, HEAD_DIM, 1, DType::F32, device);
         Ok(match self {
-            Self::Favor => Box::new(favor()?),
+            Self::Favor | Self::FavorWithWarpgroups => Box::new(favor()?),
             Self::FavorComposed => Box::new(favor()?.composed()),
             Self::Softmax => Box::new(Softmax::new()),
             Self::SoftmaxComposed => Box::new(Softmax::new().composed()),
@@ -190,7 +202,8 @@ impl Bench {
                 return attention.forward(Inputs::new(q, k, v), &Mask::causal())?.backward().map(drop);
             }
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
-            attention.forward(Inputs::new(&q, &k, &v), &Mask::causal()).map(drop)
+            let forward = || attention.forward(Inputs::new(&q, &k, &v), &Mask::causal()).map(drop);
+            if timed == Timed::FavorWithWarpgroups { with_warpgroups(forward) } else { forward() }
         })?;
         Ok(self.speed(timed, work, tokens, tokens, times))
     }

@@ -57,10 +57,11 @@ __device__ inline unsigned halves(float x) {
     return high | pack_bf16(0.0f, x - low_half(high));
 }
 
-// Computes sums += a left factor of 32 columns (`a`, `b`) times the units of 32 rows of `from`.
-__device__ inline void multiply_units(float (&sums)[4], const Left& a, const Left& b, const Operand* from, int row) {
+// Computes sums += a left factor of 32 columns (`a`, `b`) times the units of 32 rows from `row` on,
+// which are in column 0 of `units`.
+__device__ inline void multiply_units(float (&sums)[4], const Left& a, const Left& b, const Padded& units, int row) {
     unsigned x[4];
-    load_matrices(x, from + (row + lane()) * W + V, true);
+    load_matrices(x, units(row + lane(), 0), true);
     multiply_bf16(sums, a.x, {x[0], x[1]});
     multiply_bf16(sums, b.x, {x[2], x[3]});
 }
@@ -77,6 +78,16 @@ struct TeamBuilder : Gates {
     alignas(16) Operand sums[P][W];
     float offset[C], unit[C], scale[P], norm[P];
     int breaks[TEAM];
+
+    // Where the numbers of its matrices are, and the units beside values and sums.
+    __device__ Padded at_x() { return {&x[0][0], D + PAD}; }
+    __device__ Padded at_y() { return {&y[0][0], W}; }
+    __device__ Padded at_features() { return {&features[0][0], C + PAD}; }
+    __device__ Padded at_sums() { return {&sums[0][0], W}; }
+    __device__ Padded units_of_y() { return {&y[0][V], W}; }
+    __device__ Padded units_of_sums() { return {&sums[0][V], W}; }
+    // Makes what a thread wrote here ready for products, which a barrier follows.
+    __device__ void share() {}
 };
 
 // Own is what a warp holds in registers for its features: the sums of [y, u] before the chunk,
@@ -89,13 +100,16 @@ struct Own {
     float scale[MINE][2], running[MINE][2];
     Left features[MINE][C / 16], rest[WHOLE ? MINE : 1][WHOLE ? C / 16 : 1];
 
-    __device__ static int tile(int m) { return warp() * MINE + m; }
+    __device__ static int tile(int m) { return m * TEAM + warp(); }
     __device__ static int row(int m, int half) { return 16 * tile(m) + lane() / 4 + 8 * half; }
 };
 
+// Puts into shared memory what belongs there from the beginning.
+__device__ inline void prepare(TeamBuilder&, const Packed&) {}
+
 // Begins with the sums of `record`, or with sums over nothing.
-template <bool WHOLE>
-__device__ void begin(TeamBuilder& b, Own<WHOLE>& own, float* record) {
+template <class Builder, bool WHOLE>
+__device__ void begin(Builder& b, Own<WHOLE>& own, float* record) {
     if (threadIdx.x == 0) b.set_pending(0);
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
@@ -115,8 +129,8 @@ __device__ void begin(TeamBuilder& b, Own<WHOLE>& own, float* record) {
 }
 
 // Writes the sums to `record`, at the scale of the running maximum.
-template <bool WHOLE>
-__device__ void leave(const TeamBuilder& b, Own<WHOLE>& own, float* record) {
+template <class Builder, bool WHOLE>
+__device__ void leave(const Builder& b, Own<WHOLE>& own, float* record) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
         float factor[2];
@@ -137,19 +151,20 @@ __device__ void leave(const TeamBuilder& b, Own<WHOLE>& own, float* record) {
 }
 
 // Sets the unit of a row of the builder.
-__device__ inline void set_unit(TeamBuilder& b, int row, float unit) {
+template <class Builder>
+__device__ void set_unit(Builder& b, int row, float unit) {
     b.unit[row] = unit;
-    *(unsigned*)&b.y[row][V] = halves(unit);
+    *(unsigned*)b.units_of_y()(row, 0) = halves(unit);
 }
 
 // Computes the offsets of keys, -|x|^2/2 in base 2; two threads have one row.
-template <class F_>
-__device__ void set_key_offsets(TeamBuilder& b, Span span, float norm, F_ keep) {
+template <class Builder, class F_>
+__device__ void set_key_offsets(Builder& b, Span span, float norm, F_ keep) {
     int row = threadIdx.x / 2;
     float square = 0;
 #pragma unroll
     for (int piece = 0; piece < D / 16; piece++) {
-        uint4 x = *(const uint4*)&b.x[row][16 * piece + 8 * (threadIdx.x % 2)];
+        uint4 x = *(const uint4*)b.at_x()(row, 16 * piece + 8 * (threadIdx.x % 2));
         const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) square += low_half(pairs[i]) * low_half(pairs[i]) + high_half(pairs[i]) * high_half(pairs[i]);
@@ -175,15 +190,15 @@ __device__ void each_feature(Left (&features)[MINE][C / 16], F_ f) {
 }
 
 // Copies the warp's features of the chunk to shared memory; `low` gets what rounding them lost.
-template <bool WHOLE>
-__device__ void store_features(TeamBuilder& b, const Own<WHOLE>& own, Operand* low) {
+template <class Builder, bool WHOLE>
+__device__ void store_features(Builder& b, const Own<WHOLE>& own, Operand* low) {
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
 #pragma unroll
         for (int j = 0; j < C / 16; j++) {
-            store(&b.features[0][0], C + PAD, 16 * own.tile(m), 16 * j, own.features[m][j]);
+            store(b.at_features(), 16 * own.tile(m), 16 * j, own.features[m][j]);
             if constexpr (WHOLE && GATED) {
-                if (low) store(low, C + PAD, 16 * own.tile(m), 16 * j, own.rest[m][j]);
+                if (low) store(Padded{low, C + PAD}, 16 * own.tile(m), 16 * j, own.rest[m][j]);
             }
         }
     }
@@ -191,8 +206,8 @@ __device__ void store_features(TeamBuilder& b, const Own<WHOLE>& own, Operand* l
 
 // Ends the chunk before the first row with a feature above 2^LIMIT, if there is one; returns how
 // many rows the chunk has then.
-template <bool WHOLE>
-__device__ int break_chunk(TeamBuilder& b, Own<WHOLE>& own, int count, Operand* low) {
+template <class Builder, bool WHOLE>
+__device__ int break_chunk(Builder& b, Own<WHOLE>& own, int count, Operand* low) {
     int first = C;
     each_feature(own.features, [&](int, int, int token, unsigned pair) {
         float limit = power_of_two(LIMIT);
@@ -218,34 +233,14 @@ __device__ int break_chunk(TeamBuilder& b, Own<WHOLE>& own, int count, Operand* 
         }
     }
     store_features(b, own, low);
+    b.share();
     __syncthreads();
     return n;
 }
 
-// Takes a chunk whose rows are loaded and offsets known; returns how many rows the chunk has.
-// Afterwards a reader may begin (if READ). The chunk itself is not in the sums before `absorb`.
-// `rest` gets what rounding the sums lost, `low` with gates what rounding the features lost, and
-// `before` the sums of the features before each run of 16 rows.
-template <bool READ = true, bool WHOLE>
-__device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& projection, Operand* rest = nullptr,
-                     Operand* low = nullptr, float (*before)[P] = nullptr) {
-    if (GATED) {
-#pragma unroll
-        for (int m = 0; m < MINE; m++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) own.scale[m][h] += b.pending(), own.running[m][h] += b.pending();
-        }
-    }
-    Tile x[MINE][C / 16];
-#pragma unroll
-    for (int j = 0; j < C / 16; j++) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float offset = b.offset[16 * j + column_in_tile(i / 4) + i % 2];
-#pragma unroll
-            for (int m = 0; m < MINE; m++) x[m][j][i / 4][i % 4] = offset;
-        }
-    }
+// Adds the products of the projection's rows with the rows of the builder, (P/4, 64) for a warp.
+template <bool WHOLE>
+__device__ void add_products(Tile (&x)[MINE][C / 16], const TeamBuilder& b, const Own<WHOLE>& own, const Packed& projection) {
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         Left high[MINE], low[MINE];
@@ -270,6 +265,33 @@ __device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& p
             }
         }
     }
+}
+
+// Takes a chunk whose rows are loaded and offsets known; returns how many rows the chunk has.
+// Afterwards a reader may begin (if READ). The chunk itself is not in the sums before `absorb`.
+// `rest` gets what rounding the sums lost, `low` with gates what rounding the features lost, and
+// `before` the sums of the features before each run of 16 rows.
+template <bool READ = true, class Builder, bool WHOLE>
+__device__ int enter(Builder& b, Own<WHOLE>& own, int count, const Packed& projection, Operand* rest = nullptr,
+                     Operand* low = nullptr, float (*before)[P] = nullptr) {
+    if (GATED) {
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) own.scale[m][h] += b.pending(), own.running[m][h] += b.pending();
+        }
+    }
+    Tile x[MINE][C / 16];
+#pragma unroll
+    for (int j = 0; j < C / 16; j++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float offset = b.offset[16 * j + column_in_tile(i / 4) + i % 2];
+#pragma unroll
+            for (int m = 0; m < MINE; m++) x[m][j][i / 4][i % 4] = offset;
+        }
+    }
+    add_products(x, b, own, projection);
     bool over = false, changed = false;
     float factor[MINE][2];
 #pragma unroll
@@ -311,14 +333,14 @@ __device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& p
 #pragma unroll
         for (int n = 0; n < V / 16; n++) {
             Left rounded = as_left(own.sums[m][n]);
-            store(&b.sums[0][0], W, 16 * own.tile(m), 16 * n, rounded);
-            if (rest) store(rest, W, 16 * own.tile(m), 16 * n, lost(own.sums[m][n], rounded));
+            store(b.at_sums(), 16 * own.tile(m), 16 * n, rounded);
+            if (rest) store(Padded{rest, W}, 16 * own.tile(m), 16 * n, lost(own.sums[m][n], rounded));
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (lane() % 4) continue;
             float norm = own.units[m][2 * h] + own.units[m][2 * h + 1];
-            *(unsigned*)&b.sums[own.row(m, h)][V] = halves(norm);
+            *(unsigned*)b.units_of_sums()(own.row(m, h), 0) = halves(norm);
             b.norm[own.row(m, h)] = norm;
         }
     }
@@ -337,15 +359,33 @@ __device__ int enter(TeamBuilder& b, Own<WHOLE>& own, int count, const Packed& p
         }
     }
     wait_for_copies<0>();
+    b.share();
     int n = __syncthreads_or(over) ? break_chunk(b, own, count, low) : count;
     if (GATED && threadIdx.x == 0) b.set_pending(b.since(n - 1));
     return n;
 }
 
+// Adds the chunk's units to their sums.
+template <class Builder, bool WHOLE>
+__device__ void absorb_units(Builder& b, Own<WHOLE>& own) {
+    Padded units = b.units_of_y();
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+        float chunk[4] = {};
+#pragma unroll
+        for (int k = 0; k < C / 16; k += 2) {
+            multiply_units(chunk, own.features[m][k], own.features[m][k + 1], units, 16 * k);
+            if constexpr (WHOLE) multiply_units(chunk, own.rest[m][k], own.rest[m][k + 1], units, 16 * k);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) own.units[m][i] += chunk[i];
+    }
+}
+
 // Adds the chunk that has entered to the sums: by additions in f32, since tensor cores truncate
 // what they add up, and a sequence is long.
 template <bool WHOLE>
-__device__ void absorb(const TeamBuilder& b, Own<WHOLE>& own) {
+__device__ void absorb(TeamBuilder& b, Own<WHOLE>& own) {
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
         Tile chunk[MINE];
@@ -364,23 +404,13 @@ __device__ void absorb(const TeamBuilder& b, Own<WHOLE>& own) {
 #pragma unroll
         for (int m = 0; m < MINE; m++) add_each(own.sums[m][n], chunk[m]);
     }
-#pragma unroll
-    for (int m = 0; m < MINE; m++) {
-        float chunk[4] = {};
-#pragma unroll
-        for (int k = 0; k < C / 16; k += 2) {
-            multiply_units(chunk, own.features[m][k], own.features[m][k + 1], &b.y[0][0], 16 * k);
-            if constexpr (WHOLE) multiply_units(chunk, own.rest[m][k], own.rest[m][k + 1], &b.y[0][0], 16 * k);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) own.units[m][i] += chunk[i];
-    }
+    absorb_units(b, own);
 }
 
 // ---- The reader: a warp's 16 rows.
 
-// Adds the logarithms of the rows' features to what `x` holds.
-__device__ inline void add_logarithms(Tile (&x)[P / 16], const Operand* rows, const Packed& projection) {
+// Adds the logarithms of the features of a matrix of rows to what `x` holds.
+__device__ inline void add_logarithms(Tile (&x)[P / 16], const TeamBuilder&, const Operand* rows, const Packed& projection) {
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         Left left;
@@ -402,7 +432,8 @@ __device__ inline void add_logarithms(Tile (&x)[P / 16], const Operand* rows, co
 }
 
 // Starts the logarithms of weights with the scales, and with what belongs to the lane's two rows.
-__device__ inline void start_weights(Tile (&x)[P / 16], const TeamBuilder& b, const float (&rows)[2]) {
+template <class Builder>
+__device__ void start_weights(Tile (&x)[P / 16], const Builder& b, const float (&rows)[2]) {
     each(x, [&](int h, int column, float& y) { y = FEATURES == P || column < FEATURES ? b.scale[column] + rows[h] : -infinity(); });
 }
 
@@ -425,7 +456,7 @@ __device__ void multiply_pairs(Tile (&x)[C / 16], const Left (&left)[DEPTH / 16]
 // Computes x and units += the first `depth` tiles of `left` times rows of W numbers with their
 // units.
 template <int DEPTH>
-__device__ void multiply_rows(Tile (&x)[V / 16], float (&units)[4], const Left (&left)[DEPTH], const Operand* right, int depth) {
+__device__ void multiply_rows(Tile (&x)[V / 16], float (&units)[4], const Left (&left)[DEPTH], Operand* right, int depth) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
         if (k >= depth) continue;
@@ -436,7 +467,7 @@ __device__ void multiply_rows(Tile (&x)[V / 16], float (&units)[4], const Left (
             multiply(x[n], left[k], y);
         }
         // The tiles of `left` after `depth` are zero.
-        if (k % 2 == 0) multiply_units(units, left[k], left[k + 1], right, 16 * k);
+        if (k % 2 == 0) multiply_units(units, left[k], left[k + 1], {right + V, W}, 16 * k);
     }
 }
 
@@ -452,7 +483,7 @@ __device__ inline void hide_later(Tile& x, int j) {
 
 // Computes what the warp's rows see, by their weights: x, from the sums before the chunk and from
 // the chunk's rows up to their own; and `units`, the same combination of units.
-__device__ inline void read_sums(Tile (&x)[V / 16], float (&units)[4], const Left (&weights)[P / 16], const TeamBuilder& b) {
+__device__ inline void read_sums(Tile (&x)[V / 16], float (&units)[4], const Left (&weights)[P / 16], TeamBuilder& b) {
     Tile pairs[C / 16];
     zero(pairs);
     multiply_pairs<P, false>(pairs, weights, &b.features[0][0], C + PAD);

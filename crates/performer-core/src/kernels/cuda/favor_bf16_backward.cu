@@ -105,7 +105,7 @@ __device__ inline void sum_features(Tile& x, const TeamBackward& s, int n, const
 // Computes the reader's weights, with what belongs to the lane's two rows.
 __device__ inline void make_weights(Tile (&w)[P / 16], const TeamBuilder& b, const float (&rows)[2], const Operand* x, const Packed& projection) {
     start_weights(w, b, rows);
-    add_logarithms(w, x, projection);
+    add_logarithms(w, b, x, projection);
     each(w, [](int, int, float& x) { x = power_of_two(x); });
 }
 

@@ -3,12 +3,24 @@
 //
 //   q (B, H, T, DIM), k (B, Hkv, T, DIM), v (B, Hkv, T, VALUES)
 //   -> out (B, H, T, VALUES), logs (B, H, T)
+//
+// Macro WGMMA: 1, products are those of Hopper's warpgroups (favor_wgmma.cuh); 0, those of single
+// warps, which every card has.
 
+#ifndef WGMMA
+#define WGMMA 0
+#endif
+#if WGMMA
+#include "favor_wgmma.cuh"
+typedef GroupBuilder ForwardBuilder;
+#else
 #include "favor_bf16.cuh"
+typedef TeamBuilder ForwardBuilder;
+#endif
 
 // TeamForward is the shared memory of a block: the builder, and the reader's queries.
 struct TeamForward {
-    TeamBuilder builder;
+    ForwardBuilder builder;
     alignas(16) Operand x[C][D + PAD];
 };
 static_assert(sizeof(TeamForward) == SHARED_FORWARD, "the host asks for another size of shared memory");
@@ -17,9 +29,9 @@ static_assert(sizeof(TeamForward) == SHARED_FORWARD, "the host asks for another 
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
                    float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {
-    extern __shared__ uint4 shared_memory[];
+    extern __shared__ __align__(1024) uint4 shared_memory[];
     TeamForward& s = *(TeamForward*)shared_memory;
-    TeamBuilder& b = s.builder;
+    ForwardBuilder& b = s.builder;
     Place place(p);
     Rows<const Stored> queries = rows_of(q, p.q, place.batch, place.head);
     Rows<const Stored> keys = rows_of(k, p.k, place.batch, place.key_head);
@@ -30,10 +42,10 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
     int end = min(p.queries, (place.segment + 1) * p.segment);
     auto span_from = [&](int start) { return Span{start, max(0, min(C, end - start)), 1}; };
     auto copy_keys = [&](Span span) {
-        copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, keys, span, 0, keep);
+        copy_rows<C, D, DIM, TEAM_THREADS>(b.at_x(), keys, span, 0, keep);
     };
     auto copy_values = [&](Span span) {
-        copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, values, span, 0, keep);
+        copy_rows<C, V, VALUES, TEAM_THREADS>(b.at_y(), values, span, 0, keep);
     };
     auto copy_queries = [&](Span span) {
         copy_rows<16, D, DIM, 32>(&s.x[0][0], D + PAD, queries, span, 16 * warp(), [](long long) { return true; });
@@ -49,12 +61,14 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
     copy_values(span);
     end_copies();
     int key_heads = gridDim.x / p.group;
+    prepare(b, packed);
     Own<false> own;
     begin(b, own, before ? before + ((long long)place.segment * key_heads + place.key_index) * RECORD : nullptr);
     if (threadIdx.x < C) set_unit(b, threadIdx.x, 1);
 
     while (span.count > 0) {
         wait_for_copies<1>();
+        b.share();
         if (GATED && warp() == 0) sum_steps(b, steps);
         __syncthreads();
         set_key_offsets(b, span, p.norm, keep);
@@ -67,7 +81,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
 
         Tile w[P / 16];
         start_weights(w, b, {0, 0});
-        add_logarithms(w, &s.x[0][0], packed);
+        add_logarithms(w, b, &s.x[0][0], packed);
         __syncwarp();
         copy_queries(next);
         end_copies();

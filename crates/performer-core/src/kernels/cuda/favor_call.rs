@@ -13,7 +13,8 @@
 //! ```
 //!
 //! The passes over segments are left out where a causal sequence is one segment. The kernels for
-//! bf16 (`favor_bf16_*`) take the place of those of the same name where [`Blocks::teams`] says so.
+//! bf16 (`favor_bf16_*`) take the place of those of the same name where [`Blocks::teams`] says so. Of
+//! these, the forward kernel may take products of warpgroups, see [`super::warpgroups`].
 
 use std::sync::Arc;
 
@@ -38,6 +39,8 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("favor.cuh", include_str!("favor.cuh")),
     ("team.cuh", include_str!("team.cuh")),
     ("favor_bf16.cuh", include_str!("favor_bf16.cuh")),
+    ("warpgroup.cuh", include_str!("warpgroup.cuh")),
+    ("favor_wgmma.cuh", include_str!("favor_wgmma.cuh")),
 ];
 
 const SUMS: Source = source!("favor_sums.cu", HEADERS);
@@ -137,6 +140,8 @@ pub(super) struct Call<'a> {
     packed: Option<Arc<[Buffer; 2]>>,
     /// Whether the packed projection is exact in its first part; only kernels of teams ask.
     exact: bool,
+    /// Whether the forward kernel takes products of warpgroups.
+    warpgroups: bool,
 }
 
 impl<'a> Call<'a> {
@@ -180,6 +185,7 @@ impl<'a> Call<'a> {
             }
             _ => (None, false),
         };
+        let warpgroups = exact && blocks.for_warpgroups() && super::warpgroups(device)?;
         Ok(Self {
             device,
             dtype,
@@ -197,6 +203,7 @@ impl<'a> Call<'a> {
             given,
             packed,
             exact,
+            warpgroups,
         })
     }
 
@@ -354,8 +361,11 @@ impl<'a> Call<'a> {
         let split = b.splits() > 1 && self.dtype != DType::F32;
         let mut exact = if split { Some(Buffer::new(self.device, rows * b.values)?) } else { None };
         let mut denominators = if b.map == MapKind::Signed { Some(Buffer::new(self.device, rows)?) } else { None };
-        let shared = self.shared().forward;
-        let more = self.with_logs(&[("SHARED_FORWARD", &shared)]);
+        let shared = if self.warpgroups { b.warpgroup_forward() } else { self.shared().forward };
+        let mut more = self.with_logs(&[("SHARED_FORWARD", &shared)]);
+        if self.warpgroups {
+            more.push(("WGMMA", &1));
+        }
         let (kernel, threads) = self.either([FORWARD, TEAM_FORWARD], "forward", &more, shared)?;
         let launch = self.launch(&kernel, problem)?;
         let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;

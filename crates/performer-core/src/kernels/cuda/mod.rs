@@ -30,7 +30,10 @@ mod stopwatch;
 use std::{
     collections::HashMap,
     fmt::Display,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{
+        Arc, LazyLock, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Instant,
 };
 
@@ -282,6 +285,22 @@ impl<'a> Launch<'a> {
 /// Returns the compute capability of a device, such as (9, 0).
 pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
     device.cuda_stream().context().compute_capability().w()
+}
+
+static WARPGROUPS: LazyLock<AtomicBool> =
+    LazyLock::new(|| AtomicBool::new(std::env::var_os("PERFORMER_WGMMA").is_some_and(|value| value == "1")));
+
+/// Lets FAVOR's forward kernel for bf16 take the products of Hopper's warpgroups (wgmma) where it
+/// has some, or not, and returns what was before. Unless the environment has `PERFORMER_WGMMA=1`
+/// it does not: these products have run on the emulated device alone.
+pub fn use_warpgroups(on: bool) -> bool {
+    WARPGROUPS.swap(on, Ordering::Relaxed)
+}
+
+/// Whether kernels for a device shall take products of warpgroups. No other cards than those of
+/// capability 9.x have them.
+fn warpgroups(device: &CudaDevice) -> Result<bool> {
+    Ok(WARPGROUPS.load(Ordering::Relaxed) && capability(device)?.0 == 9)
 }
 
 /// Returns the card's name.

@@ -37,14 +37,28 @@ __device__ inline int first_of_row() { return lane() & 28; }
 __device__ inline Left as_left(const Tile& x) {
     return {{pack(x[0][0], x[0][1]), pack(x[0][2], x[0][3]), pack(x[1][0], x[1][1]), pack(x[1][2], x[1][3])}};
 }
-// Stores a left factor as 16 rows and columns in shared memory.
-__device__ inline void store(Operand* to, int stride, int row, int column, const Left& x) {
+
+// Padded says where the numbers of a matrix in shared memory are: rows are `stride` operands apart.
+struct Padded {
+    Operand* first;
+    int stride;
+    __device__ Operand* operator()(int row, int column) const { return first + row * stride + column; }
+};
+
+// Stores a left factor as 16 rows and columns of a matrix in shared memory; `at(row, column)` is
+// the place of a number.
+template <class At>
+__device__ void store(At at, int row, int column, const Left& x) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        *(unsigned*)(to + (row + lane() / 4 + 8 * (i % 2)) * stride + column + 8 * (i / 2) + 2 * (lane() % 4)) = x.x[i];
+        *(unsigned*)at(row + lane() / 4 + 8 * (i % 2), column + 8 * (i / 2) + 2 * (lane() % 4)) = x.x[i];
     }
 }
 
+__device__ inline void zero_tile(Tile& x) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0;
+}
 template <int N>
 __device__ void zero(Tile (&x)[N]) {
 #pragma unroll
@@ -86,10 +100,11 @@ __device__ float over_row(float x, Op op) {
 
 // ---- Rows.
 
-// Starts to copy ROWS rows of a tile of COLUMNS columns, by N threads; rows that do not count and
-// numbers beyond WIDTH become zero.
-template <int ROWS, int COLUMNS, int WIDTH, int N, class F_>
-__device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span span, int first_row, F_ keep) {
+// Starts to copy ROWS rows of a tile of COLUMNS columns to a matrix in shared memory, by N threads;
+// rows that do not count and numbers beyond WIDTH become zero. `at(row, column)` is the place of a
+// number, and eight that begin at a multiple of eight follow each other.
+template <int ROWS, int COLUMNS, int WIDTH, int N, class At, class F_>
+__device__ void copy_rows(At at, Rows<const Stored> from, Span span, int first_row, F_ keep) {
     constexpr int LENGTH = 16 / sizeof(Stored), PIECES = COLUMNS / LENGTH, ALL = ROWS * PIECES;
     bool whole = ((unsigned long long)from.first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
     if (whole && WIDTH % LENGTH == 0) {
@@ -98,7 +113,7 @@ __device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span
             if (ALL % N && i >= ALL) continue;
             int row = first_row + i / PIECES, c = i % PIECES * LENGTH;
             bool has = row < span.count && (WIDTH == COLUMNS || c < WIDTH) && keep(span.token(row));
-            copy_on(to + row * stride + c, from.first + span.token(row) * from.stride + c, has);
+            copy_on(at(row, c), from.first + span.token(row) * from.stride + c, has);
         }
         return;
     }
@@ -106,8 +121,13 @@ __device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span
     for (int i = threadIdx.x % N; i < ROWS * COLUMNS; i += N) {
         int row = first_row + i / COLUMNS, c = i % COLUMNS;
         bool has = row < span.count && c < WIDTH && keep(span.token(row));
-        to[row * stride + c] = has ? from.first[span.token(row) * from.stride + c] : Stored{0};
+        *at(row, c) = has ? from.first[span.token(row) * from.stride + c] : Stored{0};
     }
+}
+
+template <int ROWS, int COLUMNS, int WIDTH, int N, class F_>
+__device__ void copy_rows(Operand* to, int stride, Rows<const Stored> from, Span span, int first_row, F_ keep) {
+    copy_rows<ROWS, COLUMNS, WIDTH, N>(Padded{to, stride}, from, span, first_row, keep);
 }
 
 // Writes two neighbouring numbers, from column `column` on, of a row of WIDTH numbers.

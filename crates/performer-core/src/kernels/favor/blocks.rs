@@ -224,6 +224,22 @@ impl Blocks {
         let low = if self.gated { chunk } else { 0 };
         Team { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 + low }
     }
+
+    /// Whether these sizes are those of `favor_wgmma.cuh`, if the projection is exact.
+    pub(crate) fn for_warpgroups(&self) -> bool {
+        self.teams && self.dim.next_multiple_of(16) == 64 && self.slice == 64
+    }
+
+    /// The shared memory of the forward kernel of teams with products of warpgroups, in bytes: rows
+    /// of 128 bytes, of which eight begin at a multiple of 1,024, units, and what is beside them.
+    pub(crate) fn warpgroup_forward(&self) -> usize {
+        const EIGHT_ROWS: usize = 1024;
+        let (c, features) = (self.chunk, self.features.next_multiple_of(64));
+        let rows = (2 * c + 3 * features) * EIGHT_ROWS / 8;
+        let rest = 16 * (c + features) + 4 * (2 * c + 2 * features + 4);
+        let builder = self.gates().next_multiple_of(EIGHT_ROWS) + rows + rest;
+        (builder.next_multiple_of(EIGHT_ROWS) + self.tile(c, 64)).next_multiple_of(EIGHT_ROWS)
+    }
 }
 
 #[cfg(test)]
@@ -338,6 +354,12 @@ mod tests {
                     forward: blocks.shared_forward(),
                     backward: blocks.shared_backward(),
                 }
+            };
+            let forward = if value("WGMMA") == Some(1) {
+                assert!(blocks.for_warpgroups(), "{line}");
+                blocks.warpgroup_forward()
+            } else {
+                forward
             };
             let of = [("SHARED_FORWARD", forward), ("SHARED_SUMS", sums), ("SHARED_BACKWARD", backward)];
             for (name, bytes) in of {
