@@ -104,7 +104,9 @@ fn hidden_keys_count_on_neither_side() -> Result<()> {
     some[0] = false;
     // Later rows see nothing in their window, and these keys before it.
     let early = (0..2 * t).map(|j| (3..20).contains(&(j % t))).collect();
-    for visible in [some, early] {
+    // Rows beyond the window see nothing in it nor before it, as where texts are padded in front.
+    let late = (0..2 * t).map(|j| j % t >= 30).collect();
+    for visible in [some, early, late] {
         let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
         for sinks in [0, 3] {
             for dtype in [DType::F64, DType::F32] {
