@@ -209,6 +209,10 @@ bench-train:
 cuda-check:
     scripts/cuda-check.sh
 
+# Registers, instructions and the least times of FAVOR's CUDA kernels, from their machine code. Needs NVRTC and nvdisasm.
+cuda-report:
+    scripts/cuda_report.py > benchmarks/cuda-kernels/kernels.json
+
 # All cases of the CUDA kernels on the emulated device, with what it catches; CI runs the short ones. Minutes.
 cuda-cases *ARGS:
     cargo test -p performer-core --test devices -- --include-ignored cuda_host planted {{ ARGS }}

@@ -573,8 +573,8 @@ typedef unsigned long long SharedMatrix;
 
 // As on a card: the place in units of 16 bytes, the distances between columns of pieces and between
 // eight rows, and the permutation for rows of 128 bytes.
-inline SharedMatrix matrix_at(const void* first) {
-    size_t place = (const char*)first - (const char*)shared_memory;
+inline SharedMatrix matrix_at(const void* first, unsigned bytes) {
+    size_t place = (const char*)first + bytes - (const char*)shared_memory;
     if (place % 16 || place >= SHARED_BYTES) host::fail("a matrix at a place that cannot be described");
     return place >> 4 | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
 }

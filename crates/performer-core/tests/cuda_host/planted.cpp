@@ -86,7 +86,7 @@ static void by_groups(const float*, float* to) {
     float sums[32] = {}, result = 0;
     const unsigned ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
     if (BEGINS) begin_products(sums);
-    if (ALL || threadIdx.x < 32) multiply_group<false>(sums, ones, matrix_at(shared));
+    if (ALL || threadIdx.x < 32) multiply_group<false>(sums, ones, matrix_at(shared, 0));
     if (!WAITS) result = sums[0];
     wait_for_products(sums);
     __syncthreads();

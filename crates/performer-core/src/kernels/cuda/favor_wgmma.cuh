@@ -54,6 +54,10 @@ struct GroupBuilder : Gates {
     __device__ Padded units_of_y() { return {&of_y[0][0], 8}; }
     __device__ Padded units_of_sums() { return {&of_sums[0][0], 8}; }
     __device__ void share() { share_with_products(); }
+    // Describes the rows of a matrix from this number on to the tensor cores.
+    __device__ SharedMatrix from(const Operand& number) const {
+        return matrix_at(this, (unsigned)((const char*)&number - (const char*)this));
+    }
 };
 
 // The sums of a row of tiles, as products take them.
@@ -89,8 +93,7 @@ __device__ inline void add_products(Tile (&x)[MINE][C / 16], GroupBuilder& b, co
     for (int k = 0; k < D; k += 16) {
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
-            const Operand* rows = &b.projection[16 * TEAM * m][k];
-            multiply_group(flat(x[m]), matrix_at(rows), matrix_at(&b.x[0][k]));
+            multiply_group(flat(x[m]), b.from(b.projection[16 * TEAM * m][k]), b.from(b.x[0][k]));
         }
     }
     wait_for_products(flat(x));
@@ -104,7 +107,7 @@ __device__ inline void absorb(GroupBuilder& b, Own<false>& own) {
         begin_products(flat(chunk));
 #pragma unroll
         for (int k = 0; k < C / 16; k++) {
-            multiply_group<true>(flat(chunk), own.features[m][k].x, matrix_at(&b.y[16 * k][0]));
+            multiply_group<true>(flat(chunk), own.features[m][k].x, b.from(b.y[16 * k][0]));
         }
         wait_for_products(flat(chunk));
 #pragma unroll
@@ -123,7 +126,7 @@ __device__ inline void add_logarithms(Tile (&x)[P / 16], GroupBuilder& b, const 
     begin_products(flat(x));
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        multiply_group<false>(flat(x), left[k].x, matrix_at(&b.projection[0][16 * k]));
+        multiply_group<false>(flat(x), left[k].x, b.from(b.projection[0][16 * k]));
     }
     wait_for_products(flat(x));
 }
@@ -135,7 +138,7 @@ __device__ inline void read_sums(Tile (&x)[V / 16], float (&units)[4], const Lef
     begin_products(flat(pairs));
 #pragma unroll
     for (int k = 0; k < P / 16; k++) {
-        multiply_group<true>(flat(pairs), weights[k].x, matrix_at(&b.features[16 * k][0]));
+        multiply_group<true>(flat(pairs), weights[k].x, b.from(b.features[16 * k][0]));
     }
     wait_for_products(flat(pairs));
     Left counted[C / 16];
@@ -149,11 +152,11 @@ __device__ inline void read_sums(Tile (&x)[V / 16], float (&units)[4], const Lef
     begin_products(flat(x));
 #pragma unroll
     for (int k = 0; k < P / 16; k++) {
-        multiply_group<true>(flat(x), weights[k].x, matrix_at(&b.sums[16 * k][0]));
+        multiply_group<true>(flat(x), weights[k].x, b.from(b.sums[16 * k][0]));
     }
 #pragma unroll
     for (int k = 0; k < C / 16; k++) {
-        multiply_group<true>(flat(x), counted[k].x, matrix_at(&b.y[16 * k][0]));
+        multiply_group<true>(flat(x), counted[k].x, b.from(b.y[16 * k][0]));
     }
     wait_for_products(flat(x));
 #pragma unroll

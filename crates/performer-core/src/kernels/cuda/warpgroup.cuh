@@ -18,12 +18,13 @@
 // of eight must begin at a multiple of that.
 typedef unsigned long long SharedMatrix;
 
-// Describes the rows from `first` on, whose place is a multiple of 16 bytes. The fields are the
-// place, in units of 16 bytes; the distance between columns of pieces, which this layout does not
-// use; the distance between eight rows and the next; and the kind of permutation, 1 for 128 bytes.
-__device__ inline SharedMatrix matrix_at(const void* first) {
-    unsigned long long place = (unsigned)__cvta_generic_to_shared(first) >> 4 & 0x3fff;
-    return place | 1ull << 16 | 1024ull / 16 << 32 | 1ull << 62;
+// Describes the rows that begin `bytes` after `first`, both multiples of 16 bytes. The fields are
+// the place, in units of 16 bytes; the distance between columns of pieces, which this layout does
+// not use; the distance between eight rows and the next; and the kind of permutation, 1 for 128
+// bytes. Where `bytes` is a constant, this is one addition.
+__device__ inline SharedMatrix matrix_at(const void* first, unsigned bytes) {
+    unsigned low = ((unsigned)__cvta_generic_to_shared(first) / 16 | 1u << 16) + bytes / 16;
+    return (unsigned long long)(1024u / 16 | 1u << 30) << 32 | low;
 }
 
 // Makes what the thread wrote to shared memory visible to products, whose reads go another way.
