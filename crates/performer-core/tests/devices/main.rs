@@ -6,5 +6,6 @@ mod common;
 
 mod cuda_host;
 mod cuda_host_ops;
+mod cuda_host_softmax;
 mod metal_host;
 mod planted;

@@ -94,13 +94,9 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
     }
     for work in [Work::Forward, Work::Both, Work::Autograd] {
         for &tokens in lengths {
-            for timed in [
-                Timed::Favor,
-                Timed::FavorWithWarpgroups,
-                Timed::Softmax,
-                Timed::FavorComposed,
-                Timed::SoftmaxComposed,
-            ] {
+            for timed in
+                [Timed::Favor, Timed::FavorWithWarpgroups, Timed::Softmax, Timed::FavorComposed, Timed::SoftmaxComposed]
+            {
                 if timed == Timed::FavorWithWarpgroups && (work != Work::Forward || !has_warpgroups(device)) {
                     continue;
                 }
