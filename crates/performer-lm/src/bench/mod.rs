@@ -1,5 +1,5 @@
 //! This module measures speed: of attention over lengths and features, of decoding over contexts,
-//! and of training.
+//! of whole models that generate, and of training.
 //!
 //! Every figure is the median of repeated runs after a warm-up. It stands beside the machine's rate
 //! of matrix products, measured in the same process, because a figure says little without what the
@@ -7,6 +7,7 @@
 
 pub mod attention;
 pub mod decode;
+pub mod generate;
 pub mod train;
 
 use std::time::{Duration, Instant};

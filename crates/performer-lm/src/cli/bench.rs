@@ -1,4 +1,4 @@
-//! This module is the command `performer-lm bench attention|decode|train`.
+//! This module is the command `performer-lm bench attention|decode|generate|train`.
 
 use std::{
     path::{Path, PathBuf},
@@ -15,9 +15,11 @@ use super::{
     output,
 };
 use crate::{
-    bench::{Effort, attention, decode, train},
+    bench::{Effort, attention, decode, generate, train},
     config::AttentionPattern,
-    files, plot,
+    files,
+    model::pretrained,
+    plot,
     train::git_revision,
 };
 
@@ -28,6 +30,9 @@ pub(super) enum Command {
     Attention(AttentionArgs),
     /// Time a token of decoding over the context before it.
     Decode(DecodeArgs),
+    /// Time whole models that generate over the length of the text before, and the size of their
+    /// state.
+    Generate(GenerateArgs),
     /// Time whole training steps.
     Train(Box<TrainArgs>),
 }
@@ -116,6 +121,25 @@ pub(super) struct DecodeArgs {
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
+  performer-lm bench generate models/stories/softmax models/stories/performer
+  performer-lm bench generate SmolLM2-135M.gguf runs/converted --contexts 1000,16000 --out runs/generate")]
+pub(super) struct GenerateArgs {
+    /// Models: checkpoint folders, Hugging Face folders or hub ids, llama2.c .bin, or .gguf files.
+    #[arg(required = true)]
+    models: Vec<String>,
+    /// Tokens before the measured ones.
+    #[arg(long, value_delimiter = ',', default_value = "100,1000,4000,16000")]
+    contexts: Vec<usize>,
+    /// Tokens to measure at each length; the first of them is not counted.
+    #[arg(long, default_value_t = 33)]
+    tokens: usize,
+    #[command(flatten)]
+    results: Results,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
   performer-lm bench train
   performer-lm bench train --preset stories15m --steps 3 --batch-size 4 --attention softmax --attention favor:m=64")]
 pub(super) struct TrainArgs {
@@ -138,6 +162,13 @@ struct Common {
     /// Milliseconds to measure one thing, at least (decoding counts tokens instead).
     #[arg(long, default_value_t = 400)]
     milliseconds: u64,
+    #[command(flatten)]
+    results: Results,
+}
+
+/// Where results go.
+#[derive(clap::Args)]
+struct Results {
     /// Folder for the results as JSON, table and pictures.
     #[arg(long)]
     out: Option<PathBuf>,
@@ -159,7 +190,9 @@ impl Common {
     fn effort(&self) -> Effort {
         Effort { time: Duration::from_millis(self.milliseconds), ..Effort::default() }
     }
+}
 
+impl Results {
     /// Refuses a folder in which [`Self::finish`] would replace what is no report of this name, or a
     /// chart beside it what is none.
     fn check(&self, name: &str, charts: &[&str]) -> Result<()> {
@@ -186,12 +219,13 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     match command {
         Command::Attention(args) => attention(&args, machine),
         Command::Decode(args) => decode(&args, machine),
+        Command::Generate(args) => generate(&args, machine),
         Command::Train(args) => train(*args, machine),
     }
 }
 
 fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
-    args.common.check("attention", &["attention-forward", "attention-both"])?;
+    args.common.results.check("attention", &["attention-forward", "attention-both"])?;
     let sweep = attention::Sweep {
         tokens: args.tokens.clone(),
         features: args.features.clone(),
@@ -206,11 +240,11 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
     let others = args.against.as_deref().map(read_others).transpose()?;
     let effort = args.common.effort();
     let report = attention::run(&sweep, &machine.device, machine.threads, effort, others, |what| output::note(&what))?;
-    if let Some(out) = &args.common.out {
+    if let Some(out) = &args.common.results.out {
         report.chart(false).save(&out.join("attention-forward"))?;
         report.chart(true).save(&out.join("attention-both"))?;
     }
-    args.common.finish("attention", &report, &attention_table(&report))
+    args.common.results.finish("attention", &report, &attention_table(&report))
 }
 
 pub(super) fn read_others(path: &Path) -> Result<attention::Others> {
@@ -267,7 +301,7 @@ fn attention_table(report: &attention::Report) -> String {
 }
 
 fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
-    args.common.check("decode", &["decode"])?;
+    args.common.results.check("decode", &["decode"])?;
     let sweep = decode::Sweep {
         contexts: args.contexts.clone(),
         softmax_limit: args.softmax_limit,
@@ -277,7 +311,7 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
     };
     let effort = args.common.effort();
     let report = decode::run(&sweep, &machine.device, machine.threads, effort, |what| output::note(&what))?;
-    if let Some(out) = &args.common.out {
+    if let Some(out) = &args.common.results.out {
         report.chart().save(&out.join("decode"))?;
     }
     let rows: Vec<Vec<String>> = report
@@ -301,11 +335,59 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
         sweep.features,
         report.machine.in_full(report.threads)
     );
-    args.common.finish("decode", &report, &table)
+    args.common.results.finish("decode", &report, &table)
+}
+
+fn generate(args: &GenerateArgs, machine: &Machine) -> Result<()> {
+    args.results.check("generate", &["generate-speed", "generate-memory"])?;
+    let sweep = generate::Sweep { contexts: args.contexts.clone(), tokens: args.tokens };
+    let mut report = generate::Report::begin(sweep, &machine.device, machine.threads)?;
+    for source in &args.models {
+        // One at a time is in memory.
+        let (model, _) = pretrained::load_with(source, &machine.device, &output::TERMINAL)?;
+        report.add(&name_among(source, &args.models), &model, |what| output::note(&what))?;
+    }
+    if let Some(out) = &args.results.out {
+        report.speed_chart().save(&out.join("generate-speed"))?;
+        report.memory_chart().save(&out.join("generate-memory"))?;
+    }
+    let rows: Vec<Vec<String>> = report
+        .points
+        .iter()
+        .map(|p| {
+            vec![
+                p.model.clone(),
+                output::thousands(p.context as u64),
+                format!("{:.1}", p.tokens_per_second),
+                format!("{}–{}", milliseconds(p.timing.quartiles_ms.0), milliseconds(p.timing.quartiles_ms.1)),
+                output::thousands(p.state_bytes as u64),
+                format!("{:.1}", p.read_seconds),
+            ]
+        })
+        .collect();
+    let header = ["model", "tokens before", "tokens/s", "ms/token, quartiles", "state bytes", "seconds to read"];
+    let weights: Vec<String> =
+        report.weights.iter().map(|(name, bytes)| format!("{name} {} MiB", mib(*bytes as u64))).collect();
+    let table = format!(
+        "{}\n\nweights: {}; {}",
+        output::table(&header, &rows),
+        weights.join(", "),
+        report.machine.in_full(report.threads)
+    );
+    args.results.finish("generate", &report, &table)
+}
+
+/// The last part of a model's path, or all of it where that would not tell two models apart.
+fn name_among(source: &str, all: &[String]) -> String {
+    let last = |path: &str| Path::new(path).file_name().map(|name| name.to_string_lossy().into_owned());
+    match last(source) {
+        Some(name) if all.iter().filter(|other| last(other).as_ref() == Some(&name)).count() == 1 => name,
+        _ => source.to_string(),
+    }
 }
 
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
-    args.common.check("train", &[])?;
+    args.common.results.check("train", &[])?;
     let (config, training) = args.recipe.load(machine)?;
     let data = args.data.prepare(config.vocab_size)?;
     let plan = train::Plan {
@@ -339,7 +421,7 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         report.machine.in_full(report.threads),
         report.matmul_gflops
     );
-    args.common.finish("train", &report, &table)
+    args.common.results.finish("train", &report, &table)
 }
 
 fn mib(bytes: u64) -> String {
