@@ -83,7 +83,7 @@ impl Report {
         let mut contexts = self.sweep.contexts.clone();
         contexts.sort_unstable();
         let mut state = model.new_state();
-        let needed = contexts.last().map_or(0, |most| most + self.sweep.tokens);
+        let needed = contexts.last().map_or(0, |most| most.saturating_add(self.sweep.tokens));
         let positions = model.positions_left(&state);
         ensure!(
             needed <= positions,
@@ -183,7 +183,7 @@ mod tests {
     fn what_cannot_be_measured_is_refused() {
         let begin = |contexts, tokens| Report::begin(Sweep { contexts, tokens }, &Device::Cpu, 1);
         assert!(begin(vec![0], 2).is_err() && begin(vec![1], 1).is_err());
-        let mut report = begin(vec![usize::MAX / 2], 2).unwrap();
+        let mut report = begin(vec![usize::MAX], 2).unwrap();
         let error = report.add("softmax", &model("softmax").unwrap(), |_| {}).unwrap_err().to_string();
         assert!(error.contains("positions") && report.points.is_empty(), "{error}");
     }

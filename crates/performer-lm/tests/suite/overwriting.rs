@@ -190,6 +190,7 @@ fn measurements_replace_measurements_alone() {
     let eval = vec!["eval", "teacher", "--data", "text.txt", "--plot", "out/chart"];
     let bench = ["bench", "decode", "--contexts", "8", "--features", "2", "--head-dim", "2", "--heads", "1"];
     let bench = [&bench[..], &["--milliseconds", "1", "--out", "out"]].concat();
+    let generate = vec!["bench", "generate", "teacher", "--contexts", "9,4", "--tokens", "2", "--out", "out"];
     let check = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "embedding", "--out"];
     let check = [&check[..], &["out/check.json"]].concat();
     let convert = ["convert", "teacher", "--attention", "favor:m=2,map=learned", "--out", "out"];
@@ -197,6 +198,7 @@ fn measurements_replace_measurements_alone() {
     for (command, names) in [
         (eval, &["chart.svg", "chart.png"][..]),
         (bench, &["decode.json", "decode.md", "decode.svg", "decode.png"]),
+        (generate, &["generate.json", "generate.md", "generate-speed.svg", "generate-memory.png"]),
         (check, &["check.json", "check.jsonl"]),
         (convert, &["convert.svg", "convert.png"]),
     ] {
