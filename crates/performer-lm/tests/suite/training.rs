@@ -6,6 +6,7 @@ use std::{path::Path, sync::atomic::AtomicBool};
 use anyhow::{Context, Result};
 use candle_core::Device;
 use performer_lm::{
+    bench,
     compare::{Comparison, Outcome},
     config::{ModelConfig, Positions, Precision, Preset, TrainingConfig},
     convert,
@@ -534,6 +535,8 @@ fn committed_results_are_still_read() -> Result<()> {
         let report: convert::Report = read(file)?;
         assert!(report.stages.len() > 2 && report.chart().to_svg()?.contains("student"), "{}", file.display());
     }
+    let generating: bench::generate::Report = read(&root.join("benchmarks/generate/generate.json"))?;
+    assert_eq!((generating.weights.len(), generating.points.len()), (4, 16));
     let layers = root.join("benchmarks/layer-costs");
     let costs: convert::Costs = read(&layers.join("costs.json"))?;
     assert_eq!(costs.layers.len(), 30);
