@@ -3,9 +3,8 @@
 // warps go on. tests/cuda_host/device.h implements the same functions on a CPU.
 //
 // Products are started after `begin_products`, and their sums are there after `wait_for_products`;
-// until then neither they nor a left factor in registers may be touched. What
-// threads wrote to shared memory is seen by products after `share_with_products` of the writers
-// and a barrier.
+// until then neither they nor a left factor in registers may be touched. Products see what threads
+// wrote to shared memory once the writers have called `share_with_products` and passed a barrier.
 
 #ifndef PERFORMER_WARPGROUP
 #define PERFORMER_WARPGROUP
