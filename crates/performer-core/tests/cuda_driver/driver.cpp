@@ -190,13 +190,13 @@ static void on_fault(int signal, siginfo_t* info, void*) {
 API cuModuleLoadData(Module** module, const char* image) {
     *module = new Module;
     if (setting("EMULATED_TRACE", 0)) std::fprintf(stderr, "loads a module\n");
-    // Real machine code, which kernels that do nothing may have.
-    if (std::strncmp(image, "\177ELF", 4) == 0) {
-        if (!kernels_are_skipped()) give_up("this is machine code of a card, which the emulated device cannot run");
-        (*module)->is_code = true;
-        return SUCCESS;
-    }
     if (std::strncmp(image, EMULATED, sizeof(EMULATED) - 1) != 0) {
+        // Real machine code, which kernels that do nothing may have, or PTX.
+        if (std::strncmp(image, "\177ELF", 4) == 0) {
+            if (!kernels_are_skipped()) give_up("this is machine code of a card, which the emulated device cannot run");
+            (*module)->is_code = true;
+            return SUCCESS;
+        }
         for (const char* at = image; (at = std::strstr(at, ".entry ")); at++) {
             (*module)->entries.insert(std::string(at + 7, std::strcspn(at + 7, "( \n")));
         }

@@ -11,8 +11,9 @@
 bool candle_knows(const std::string& name);
 void candle_run(const std::string& name, void** arguments);
 
-// Images that the emulated NVRTC hands out begin with this, followed by the path of a library.
-constexpr char EMULATED[] = "emulated:";
+// Images that the emulated NVRTC hands out begin with this, followed by the path of a library. They
+// begin as machine code does, by which the program tells it from PTX where it reads what it kept.
+constexpr char EMULATED[] = "\177ELF emulated:";
 
 // Ends the program with a message.
 [[noreturn]] inline void give_up(const std::string& what) {
