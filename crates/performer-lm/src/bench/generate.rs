@@ -78,8 +78,9 @@ impl Report {
     /// others; `progress` is called with what comes next.
     ///
     /// # Errors
-    /// If the model has too few positions, or fails.
+    /// If a model of this name was measured, or this one has too few positions, or fails.
     pub fn add(&mut self, name: &str, model: &Decoder, mut progress: impl FnMut(String)) -> Result<()> {
+        ensure!(self.weights.iter().all(|(other, _)| other != name), "{name} is named twice: give each model once");
         let mut contexts = self.sweep.contexts.clone();
         contexts.sort_unstable();
         let mut state = model.new_state();
@@ -170,6 +171,8 @@ mod tests {
         for attention in ["favor:m=8", "softmax"] {
             report.add(attention, &model(attention)?, |_| {})?;
         }
+        let again = report.add("softmax", &model("softmax")?, |_| {}).unwrap_err().to_string();
+        assert!(again.contains("named twice") && report.points.len() == 4, "{again}");
         let of = |i: usize| (report.points[i].model.as_str(), report.points[i].context, report.points[i].state_bytes);
         assert_eq!((of(0).0, of(0).1, of(1).1), ("favor:m=8", 10, 40));
         assert_eq!(of(0).2, of(1).2);
