@@ -175,14 +175,14 @@ fn what_segments_cannot_do_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A batch of no sequences whose segment lies within the window.
+/// A batch of no sequences whose segment lies within the window, and one whose does not.
 #[test]
 fn a_segment_of_an_empty_batch_is_empty() -> Result<()> {
-    for dtype in [DType::F64, DType::F32] {
+    for (dtype, window) in [(DType::F64, 9), (DType::F32, 9), (DType::F64, 2), (DType::F32, 2)] {
         let none = Tensor::zeros((0, 2, 5, 4), dtype, &Device::Cpu)?;
-        let windowed = Windowed::new(9, Favor::new(&FavorConfig::default(), 4, 3, dtype, &Device::Cpu)?)?;
+        let windowed = Windowed::new(window, Favor::new(&FavorConfig::default(), 4, 3, dtype, &Device::Cpu)?)?;
         let out = windowed.forward_segment(Inputs::new(&none, &none, &none), &Segment::alone())?;
-        assert_eq!(out.dims(), [0, 2, 5, 4], "{dtype:?}");
+        assert_eq!(out.dims(), [0, 2, 5, 4], "{dtype:?}, window {window}");
     }
     Ok(())
 }
