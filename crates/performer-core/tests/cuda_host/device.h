@@ -1,16 +1,16 @@
 // A CUDA device emulated on one CPU thread, for the kernels in src/kernels/cuda: blocks run one
 // after the other, the threads of a block as fibers that take turns at barriers. What a warp does
 // together is emulated lane by lane as the PTX ISA documents it (fragments of mma.m16n8k16 and
-// m16n8k8, ldmatrix, wgmma and its descriptors), so a wrong index is a wrong number here too. Barriers that some threads miss
-// end the program; fibers may run in either of two orders (`descending`), so that a missing barrier
-// shows as two different results. Lanes of a warp that come to an instruction for all of them from
-// different lines of the source end it too: a card would hang or compute nonsense. Products may cut
-// off what tensor cores cut off (`truncating`). Accesses of 8 and 16 bytes that are not aligned are
-// left to the compiler: -fsanitize=alignment. races.h has a mode that reports races. planted.cpp
-// has an error of each kind.
+// m16n8k8, ldmatrix, wgmma and its descriptors), so a wrong index is a wrong number here too.
+// Barriers that some threads miss end the program; fibers may run in either of two orders
+// (`descending`), so that a missing barrier shows as two different results. Lanes of a warp that
+// come to an instruction for all of them from different lines of the source end it too: a card
+// would hang or compute nonsense. Products may cut off what tensor cores cut off (`truncating`).
+// Accesses of 8 and 16 bytes that are not aligned are left to the compiler: -fsanitize=alignment.
+// races.h has a mode that reports races. planted.cpp has an error of each kind.
 //
-// It stands in for warp.cuh and warpgroup.cuh. It shows that the logic is right, not that a card runs it, and nothing
-// about speed.
+// It stands in for warp.cuh and warpgroup.cuh. It shows that the logic is right, not that a card
+// runs it, and nothing about speed.
 
 #pragma once
 #define PERFORMER_WARP

@@ -1,8 +1,8 @@
 // Runs FAVOR forward, backward and step by step through the kernels of src/kernels/cuda on a CPU.
 //
 // It reads one problem from stdin and writes its results to stdout, in the layout of
-// `tests/devices/cuda_host.rs`: numbers are f32, rounded to STORAGE here. It is compiled once for each set
-// of macros.
+// `tests/devices/cuda_host.rs`: numbers are f32, rounded to STORAGE here. It is compiled once for
+// each set of macros.
 
 #include "device.h"
 

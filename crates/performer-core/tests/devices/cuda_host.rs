@@ -14,55 +14,55 @@ use performer_core::reference::{Kernel, Shape, attention, attention_backward};
 
 /// `Build` is what one set of kernels is compiled for.
 #[derive(Clone, Copy, Debug)]
-struct Build {
-    dtype: DType,
-    map: FeatureMapKind,
-    head_dim: usize,
+pub(super) struct Build {
+    pub(super) dtype: DType,
+    pub(super) map: FeatureMapKind,
+    pub(super) head_dim: usize,
     /// The number of rows `M` of the projection.
-    rows: usize,
-    values: usize,
+    pub(super) rows: usize,
+    pub(super) values: usize,
     /// The tokens of a chunk, and the values of a thread block.
-    chunk: usize,
-    slice: usize,
-    causal: bool,
+    pub(super) chunk: usize,
+    pub(super) slice: usize,
+    pub(super) causal: bool,
     /// Whether gradients are added up from those of query heads and slices.
-    partial: bool,
+    pub(super) partial: bool,
     /// Whether the kernels are those for bf16, whose thread blocks are teams.
-    teams: bool,
+    pub(super) teams: bool,
     /// Whether the projection's factor is exact in bf16 and the kernels are told so.
-    exact: bool,
+    pub(super) exact: bool,
     /// Whether the forward kernel of teams takes Hopper's products of four warps.
-    wgmma: bool,
+    pub(super) wgmma: bool,
     /// Whether there are forget gates.
-    gated: bool,
+    pub(super) gated: bool,
 }
 
 /// `Run` says how the kernels are launched.
 #[derive(Clone, Copy, Debug, Default)]
-struct Run {
-    segments: usize,
-    backward: bool,
+pub(super) struct Run {
+    pub(super) segments: usize,
+    pub(super) backward: bool,
     /// If not 0, the token at which the sequence is also split: the second part goes on from the
     /// state of the first, and the last two tokens are decoding steps.
-    split: usize,
+    pub(super) split: usize,
     /// Whether threads take turns in the other order.
-    descending: bool,
+    pub(super) descending: bool,
     /// Whether matrix products cut off what tensor cores cut off.
-    truncating: bool,
+    pub(super) truncating: bool,
     /// Whether races are looked for, which ends the program where there is one.
-    races: bool,
+    pub(super) races: bool,
 }
 
 /// `Results` holds the results, which are empty where they were not asked for.
-struct Results {
-    out: Vec<f64>,
+pub(super) struct Results {
+    pub(super) out: Vec<f64>,
     /// The outputs of the split sequence, the state after all tokens in one go, and the state after
     /// the parts.
-    parts: Option<[Vec<f64>; 3]>,
-    q: Vec<f64>,
-    k: Vec<f64>,
-    v: Vec<f64>,
-    gates: Vec<f64>,
+    pub(super) parts: Option<[Vec<f64>; 3]>,
+    pub(super) q: Vec<f64>,
+    pub(super) k: Vec<f64>,
+    pub(super) v: Vec<f64>,
+    pub(super) gates: Vec<f64>,
 }
 
 pub(super) fn tolerance(dtype: DType) -> f64 {
@@ -81,7 +81,7 @@ impl Build {
 }
 
 impl Build {
-    fn new(dtype: DType, head_dim: usize, rows: usize) -> Self {
+    pub(super) fn new(dtype: DType, head_dim: usize, rows: usize) -> Self {
         Self {
             dtype,
             map: Positive,
@@ -99,12 +99,12 @@ impl Build {
         }
     }
 
-    fn gated(self) -> Self {
+    pub(super) fn gated(self) -> Self {
         Self { gated: true, ..self }
     }
 
     /// Draws a problem of this build, with numbers rounded to its type.
-    fn problem(&self, seed: u64, shape: Shape) -> Problem {
+    pub(super) fn problem(&self, seed: u64, shape: Shape) -> Problem {
         let mut p = Problem::random(seed, shape, Some(self.map), self.rows);
         p.causal = self.causal;
         for x in [&mut p.q, &mut p.k, &mut p.v, &mut p.grad_output] {
@@ -122,7 +122,7 @@ impl Build {
         p
     }
 
-    fn shape(&self, [batch, heads, kv_heads]: [usize; 3], q_len: usize, k_len: usize) -> Shape {
+    pub(super) fn shape(&self, [batch, heads, kv_heads]: [usize; 3], q_len: usize, k_len: usize) -> Shape {
         Shape { batch, heads, kv_heads, q_len, k_len, head_dim: self.head_dim, value_dim: self.values }
     }
 
@@ -154,7 +154,7 @@ impl Build {
     }
 
     /// Runs the kernels on a problem; returns nothing without a C++ compiler.
-    fn run(&self, p: &Problem, run: Run) -> Option<Results> {
+    pub(super) fn run(&self, p: &Problem, run: Run) -> Option<Results> {
         let macros = self.macros(p.shape.heads / p.shape.kv_heads);
         let compile = if run.races { compile_for_races } else { compile };
         let program = compile("cuda", "favor", &macros)?;
@@ -198,7 +198,7 @@ impl Build {
     }
 
     /// Compares outputs and gradients with the reference.
-    fn check(&self, p: &Problem, run: Run) {
+    pub(super) fn check(&self, p: &Problem, run: Run) {
         let Some(results) = self.run(p, run) else { return };
         let kernel = Kernel::Features { map: self.map, projection: &p.projection, offsets: &[] };
         let what = |which: &str| format!("{which} of {self:?}, {run:?}, {:?}", p.shape);
@@ -331,7 +331,8 @@ fn features_that_come_ready() {
     }
 }
 
-const BOTH: Run = Run { segments: 1, backward: true, split: 0, descending: false, truncating: false, races: false };
+pub(super) const BOTH: Run =
+    Run { segments: 1, backward: true, split: 0, descending: false, truncating: false, races: false };
 
 #[test]
 fn causal_bf16() {
@@ -522,58 +523,6 @@ fn large_queries_and_keys() {
     }
 }
 
-/// What comes after a token does not change a bit of its output, chunk borders included.
-#[test]
-fn the_past_has_the_same_bits() {
-    for (dtype, dim, rows, teams, gated, wgmma) in [
-        (DType::BF16, 64, 128, false, false, false),
-        (DType::F32, 16, 32, false, false, false),
-        (DType::BF16, 64, 128, true, false, false),
-        (DType::F32, 16, 32, false, true, false),
-        (DType::BF16, 64, 128, true, true, false),
-        (DType::BF16, 64, 128, true, true, true),
-    ] {
-        let build = Build { teams, exact: teams, gated, wgmma, ..Build::new(dtype, dim, rows) };
-        let run = Run { segments: 2, ..Run::default() };
-        let problem = build.problem(9, build.shape([1, 1, 1], 150, 150)).scale_qk(2.0);
-        let Some(whole) = build.run(&problem, run) else { return };
-        for cut in [1, 2, 40, 63, 64, 65, 100, 149] {
-            let mut changed = problem.clone();
-            changed.k[cut * dim..(cut + 1) * dim].iter_mut().for_each(|x| *x *= 50.0);
-            for x in [&mut changed.q, &mut changed.k, &mut changed.v] {
-                x[(cut + 1) * dim..].iter_mut().for_each(|x| *x *= -1.5);
-            }
-            if let Some(gates) = &mut changed.gates {
-                gates[cut..].iter_mut().for_each(|gate| *gate = 3.0 * *gate - 1.0);
-            }
-            let Some(other) = build.run(&changed, run) else { return };
-            let past = |r: &Results| r.out[..cut * dim].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            assert!(past(&whole) == past(&other), "{dtype:?}: outputs before token {cut} changed");
-        }
-    }
-}
-
-/// Results are the same whether threads run in one order or the other, so no barrier is missing.
-#[test]
-fn the_order_of_threads_does_not_matter() {
-    for (dtype, causal, teams, gated) in [
-        (DType::BF16, true, false, false),
-        (DType::F32, true, false, false),
-        (DType::BF16, false, false, false),
-        (DType::BF16, true, true, false),
-        (DType::F32, true, false, true),
-        (DType::BF16, true, true, true),
-    ] {
-        let build = Build { causal, teams, gated, ..Build::new(dtype, 16, 48) };
-        let problem = build.problem(10, build.shape([1, 1, 1], 130, 130));
-        let run = Run { segments: 2, ..BOTH };
-        let Some(one) = build.run(&problem, run) else { return };
-        let Some(other) = build.run(&problem, Run { descending: true, ..run }) else { return };
-        assert!(one.out == other.out && one.q == other.q && one.k == other.k && one.v == other.v, "{build:?}");
-        assert!(one.gates == other.gates, "{build:?}");
-    }
-}
-
 /// The lengths that gates are to be checked at, f32 and bf16, by both kinds of kernels.
 #[test]
 #[ignore = "takes minutes"]
@@ -586,42 +535,6 @@ fn gates_at_all_lengths() {
             build.check(&build.problem(25, build.shape([1, 1, 1], tokens, tokens)), run);
         }
     }
-}
-
-/// Between two accesses of one number, of which one writes, lies a barrier: in both orders of
-/// threads, with copies at their latest and at their earliest.
-fn check_races(build: Build, tokens: usize) {
-    for descending in [false, true] {
-        let run = Run { segments: 2, split: 33, descending, races: true, ..BOTH };
-        build.check(&build.problem(29, build.shape([1, 1, 1], tokens, tokens)), run);
-    }
-}
-
-#[test]
-fn teams_with_gates_have_no_races() {
-    check_races(Build { teams: true, exact: true, ..Build::new(DType::BF16, 32, 64) }.gated(), 70);
-}
-
-#[test]
-#[ignore = "takes minutes"]
-fn kernels_have_no_races() {
-    for gated in [false, true] {
-        for (dtype, dim, rows, teams) in [
-            (DType::F32, 16, 48, false),
-            (DType::F32, 64, 128, false),
-            (DType::BF16, 16, 48, false),
-            (DType::F16, 48, 64, false),
-            (DType::BF16, 64, 128, true),
-            (DType::BF16, 40, 100, true),
-        ] {
-            check_races(Build { teams, gated, exact: teams, ..Build::new(dtype, dim, rows) }, 150);
-        }
-        let teams = Build { teams: true, exact: true, ..Build::new(DType::BF16, 64, 128) };
-        check_races(Build { wgmma: true, gated, ..teams }, 150);
-    }
-    let build = Build { causal: false, ..Build::new(DType::BF16, 16, 48) };
-    let problem = build.problem(30, build.shape([1, 1, 1], 70, 130));
-    build.check(&problem, Run { segments: 2, races: true, ..BOTH });
 }
 
 /// Checks every head dimension, number of features and length, of queries and keys of deviation

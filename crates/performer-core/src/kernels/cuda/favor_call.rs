@@ -13,8 +13,8 @@
 //! ```
 //!
 //! The passes over segments are left out where a causal sequence is one segment. The kernels for
-//! bf16 (`favor_bf16_*`) take the place of those of the same name where [`Blocks::teams`] says so. Of
-//! these, the forward kernel may take products of warpgroups, see [`super::warpgroups`].
+//! bf16 (`favor_bf16_*`) take the place of those of the same name where [`Blocks::teams`] says so.
+//! Of these, the forward kernel may take products of warpgroups, see [`super::warpgroups`].
 
 use std::sync::Arc;
 
