@@ -96,6 +96,19 @@ impl ExponentialForm {
     pub(crate) fn tracked(&self) -> bool {
         self.tensors().any(Tensor::track_op)
     }
+
+    /// The parameters whose gradients kernels know: rows of queries, rows of keys, weights of keys.
+    /// `None` where the form has others.
+    pub(crate) fn trained(&self) -> Option<[&Tensor; 3]> {
+        match self {
+            Self {
+                projection,
+                hyperbolic: false,
+                keys: Some(KeyForm { projection: keys, log_weights, metric: None }),
+            } => Some([projection, keys, log_weights]),
+            _ => None,
+        }
+    }
 }
 
 /// The form of features of keys `F^-½ exp(b_r·y + w_r − ‖Py‖²/2)`.

@@ -65,28 +65,44 @@ int main() {
     int segments = in.integer(), masked = in.integer(), backward = in.integer(), split = in.integer();
     int mode = in.integer();
     host::descending = mode & 1, host::truncating = mode & 2;
+    // Sets of numbers of the map, where keys have numbers of their own.
+    int tables = OWN_KEYS ? in.integer() : 1;
     int width = READY ? FEATURES : DIM, key_width = width + SIGNED;
     std::vector<Stored> q = in.stored((size_t)batch * heads * queries * width), k = in.stored((size_t)batch * key_heads * keys * key_width);
     std::vector<Stored> v = in.stored((size_t)batch * key_heads * keys * VALUES), grad;
     if (backward) grad = in.stored((size_t)batch * heads * queries * VALUES);
-    std::vector<float> projection = READY ? std::vector<float>() : in.numbers((size_t)FEATURES / (1 + HYPERBOLIC) * DIM);
+    std::vector<float> projection = READY ? std::vector<float>() : in.numbers((size_t)tables * FEATURES / (1 + HYPERBOLIC) * DIM);
+    std::vector<float> key_projection = in.numbers(OWN_KEYS ? projection.size() : 0), weights = in.numbers(OWN_KEYS ? (size_t)tables * FEATURES : 0);
+    std::vector<float> metric = in.numbers(METRIC ? (size_t)tables * DIM * DIM : 0), square(metric.size());
+    for (size_t i = 0; i < square.size(); i++) {
+        const float* matrix = metric.data() + i / (DIM * DIM) * DIM * DIM;
+        for (int row = 0; row < DIM; row++) square[i] += matrix[row * DIM + i / DIM % DIM] * matrix[row * DIM + i % DIM];
+    }
     std::vector<float> gates = GATED ? in.numbers((size_t)batch * key_heads * keys) : std::vector<float>();
     std::vector<unsigned char> mask;
     if (masked) mask = in.bytes((size_t)batch * keys);
     const unsigned char* visible = masked ? mask.data() : nullptr;
 
     float factor = std::pow((float)DIM, -0.25f);
-    size_t packed_count = READY ? 0 : (size_t)D / 16 * (F / 16) * 64;
-    std::vector<uint4> columns = poison<uint4>(STORAGE != 0 ? 2 * packed_count : packed_count), rows = poison<uint4>(packed_count);
-    for (int back = 0; back < 2 && !READY; back++) {
-        Dim grid = {(unsigned)divide((int)(back ? rows : columns).size(), THREADS), 1, 1};
-        host::launch(grid, THREADS, favor_pack, (const float*)projection.data(), FEATURES, DIM, HYPERBOLIC, back && !EXACT ? factor : factor * LOG2E, back,
-                     back ? rows.data() : columns.data());
-    }
+    // Packs all sets of numbers; where keys have none of their own, with what teams read besides.
+    auto pack = [&](const std::vector<float>& of, int features, float scale, int back) {
+        int pieces = D / 16 * (up(features, 16) / 16) * 64 * (STORAGE != 0 && !back && !OWN_KEYS ? 2 : 1);
+        std::vector<uint4> to = poison<uint4>(of.empty() ? 0 : (size_t)tables * pieces);
+        Dim grid = {(unsigned)divide(pieces, THREADS), (unsigned)tables, 1};
+        if (!of.empty()) host::launch(grid, THREADS, favor_pack, of.data(), features, DIM, HYPERBOLIC, scale, back, pieces, to.data());
+        return to;
+    };
+    float factor_back = EXACT ? factor * LOG2E : factor;
+    std::vector<uint4> columns = pack(projection, FEATURES, factor * LOG2E, 0), rows = pack(projection, FEATURES, factor_back, 1);
+    std::vector<uint4> key_columns = pack(key_projection, FEATURES, factor * LOG2E, 0), key_rows = pack(key_projection, FEATURES, factor_back, 1);
+    std::vector<uint4> metrics = pack(metric, DIM, 1, 0), squares = pack(square, DIM, 1, 0);
+    KeyForm form = {key_columns.data(), key_rows.data(), weights.data(), metrics.data(), squares.data(), tables};
+    // Decoding steps read numbers as they are.
+    KeyForm of_step = {(const uint4*)key_projection.data(), nullptr, weights.data(), (const uint4*)metric.data(), nullptr, tables};
 
     auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
     Problem p = {heads, heads / key_heads, queries, keys, divide(queries, segments), segments, dense(heads, queries, width),
-                 dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E, gates.data()};
+                 dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E, gates.data(), form};
     // `of_keys` and `of_queries` are problems for `favor_sums`, in which every head builds its own
     // sums; `key_readers` is the problem for the gradients of keys.
     Problem of_keys = p, of_queries = p, key_readers = p;
@@ -142,6 +158,7 @@ int main() {
                              part ? carried.data() : nullptr, piece.data(), (float*)nullptr, (float*)nullptr, (float*)nullptr,
                              next.data());
             } else {
+                some.form = of_step;
                 host::launch({key_blocks, 1, 1}, THREADS, favor_step, some, at_q, at_k, at_v, projection.data(), HYPERBOLIC, factor,
                              carried.data(), next.data(), piece.data());
             }
@@ -161,7 +178,9 @@ int main() {
         std::vector<float> delta = poison<float>(count);
         if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, exact.data(), grad.data(),
                      SIGNED ? denominators.data() : nullptr, delta.data());
-        Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before, nullptr};
+        Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before, nullptr, nullptr};
+        std::vector<float> of_queries_features = poison<float>(OWN_KEYS ? count * FEATURES * SPLITS : 0);
+        t.of_features = of_queries_features.data();
         std::vector<Result> dq = poison<Result>(count * width * (PARTIAL ? SPLITS : 1));
         host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(query_gradients), p, t, dq.data());
 
@@ -178,7 +197,8 @@ int main() {
         size_t key_count = (size_t)batch * heads * keys;
         std::vector<Result> dk = poison<Result>(key_count * key_width * (PARTIAL ? SPLITS : 1)), dv = poison<Result>(key_count * VALUES);
         std::vector<float> factors = poison<float>(GATED ? key_count * SPLITS : 0), of_gates = poison<float>(gates.size());
-        t.factors = factors.data();
+        std::vector<float> of_keys_features = poison<float>(OWN_KEYS ? key_count * FEATURES * SPLITS : 0);
+        t.factors = factors.data(), t.of_features = of_keys_features.data();
         host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(key_gradients), key_readers, t, dk.data(), dv.data());
 #if PARTIAL
         auto reduce = [&](const std::vector<float>& from, int group, int parts, int tokens, int width) {
@@ -201,5 +221,6 @@ int main() {
                      (const float*)factors.data(), (const float*)borders.data(), of_gates.data());
         write(of_gates);
 #endif
+        write(of_queries_features), write(of_keys_features);
     }
 }

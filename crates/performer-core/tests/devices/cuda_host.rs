@@ -133,7 +133,7 @@ impl Build {
     }
 
     /// Returns the macros of the kernels; `group` is the number of query heads of a key head.
-    fn macros(&self, group: usize) -> [(&'static str, usize); 15] {
+    pub(super) fn macros(&self, group: usize) -> [(&'static str, usize); 15] {
         [
             ("STORAGE", storage(self.dtype)),
             ("MAP", 0),
@@ -224,110 +224,6 @@ impl Build {
                 );
             }
         }
-    }
-}
-
-/// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv
-/// and, with gates, theirs. Rows of `q` are log-features; or, if `signed`, features, and rows of
-/// `k` have the logarithm of their scale as one more number.
-fn given_features(
-    s: Shape,
-    [q, k, v, g]: [&[f64]; 4],
-    gates: Option<&[f64]>,
-    features: usize,
-    signed: bool,
-    causal: bool,
-) -> [Vec<f64>; 5] {
-    let key_width = features + usize::from(signed);
-    let phi = |x: &[f64]| -> Vec<f64> {
-        let scale = if x.len() > features { x[features].exp() } else { 1.0 };
-        x[..features].iter().map(|x| if signed { x * scale } else { x.exp() }).collect()
-    };
-    let dot = |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
-    let add = |to: &mut [f64], factor: f64, x: &[f64]| to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
-    let (mut out, mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut dgates = vec![0.0; gates.map_or(0, <[f64]>::len)];
-    for n in 0..s.batch * s.heads {
-        let rows = |x: &[f64], width: usize, tokens: usize| -> Vec<Vec<f64>> {
-            x[n * tokens * width..(n + 1) * tokens * width].chunks(width).map(<[f64]>::to_vec).collect()
-        };
-        let (q, k) = (rows(q, features, s.q_len), rows(k, key_width, s.k_len));
-        let (v, g) = (rows(v, s.value_dim, s.k_len), rows(g, s.value_dim, s.q_len));
-        let (phi_q, phi_k): (Vec<_>, Vec<_>) = (q.iter().map(|x| phi(x)).collect(), k.iter().map(|x| phi(x)).collect());
-        let (mut of_keys, mut of_values) = (vec![vec![0.0; features]; s.k_len], vec![vec![0.0; s.value_dim]; s.k_len]);
-        for i in 0..s.q_len {
-            let seen = if causal { i + 1 } else { s.k_len };
-            // What is left of each key at this query.
-            let mut left = vec![1.0; seen];
-            if let Some(gates) = gates {
-                (0..i).rev().for_each(|j| left[j] = left[j + 1] * gates[n * s.k_len + j + 1].exp());
-            }
-            let kernel: Vec<f64> = phi_k.iter().zip(&left).map(|(k, left)| dot(&phi_q[i], k) * left).collect();
-            let den: f64 = kernel.iter().sum();
-            let mut o = vec![0.0; s.value_dim];
-            (0..seen).for_each(|j| add(&mut o, kernel[j] / den, &v[j]));
-            let (mut of_query, mut before) = (vec![0.0; features], 0.0);
-            for j in 0..seen {
-                add(&mut of_values[j], kernel[j] / den, &g[i]);
-                let gradient = (dot(&g[i], &v[j]) - dot(&g[i], &o)) / den;
-                add(&mut of_query, gradient * left[j], &phi_k[j]);
-                add(&mut of_keys[j], gradient * left[j], &phi_q[i]);
-                if gates.is_some() {
-                    dgates[n * s.k_len + j] += before;
-                    before += gradient * kernel[j];
-                }
-            }
-            out.extend(o);
-            dq.extend(of_query.iter().zip(&phi_q[i]).map(|(d, phi)| if signed { *d } else { d * phi }));
-        }
-        for j in 0..s.k_len {
-            let scale = if signed { k[j][features].exp() } else { 1.0 };
-            dk.extend(of_keys[j].iter().zip(&phi_k[j]).map(|(d, phi)| if signed { d * scale } else { d * phi }));
-            if signed {
-                dk.push(dot(&of_keys[j], &phi_k[j]));
-            }
-            dv.extend(&of_values[j]);
-        }
-    }
-    [out, dq, dk, dv, dgates]
-}
-
-#[test]
-fn features_that_come_ready() {
-    for (signed, causal, gated, tokens, segments) in [
-        (false, true, false, 70, 1),
-        (true, true, false, 70, 2),
-        (true, false, false, 33, 1),
-        (false, true, true, 70, 2),
-        (true, true, true, 70, 2),
-    ] {
-        let features = 24;
-        let build = Build { causal, gated, values: 16, slice: 16, ..Build::new(DType::F32, 16, features) };
-        let shape = build.shape([1, 2, 2], tokens, tokens);
-        let mut random = Random::new(15);
-        let rows = 2 * tokens;
-        // Signed features that are mostly positive, so that no denominator comes near zero.
-        let (deviation, mean) = if signed { (0.3, 1.0) } else { (1.5, 0.0) };
-        let mut numbers = |n: usize, deviation: f64, mean: f64| -> Vec<f64> {
-            random.normal(n, deviation).into_iter().map(|x| f64::from((x + mean) as f32)).collect()
-        };
-        let q = numbers(rows * features, deviation, mean);
-        let k = numbers(rows * (features + usize::from(signed)), deviation, mean);
-        let (v, g) = (numbers(rows * 16, 1.0, 0.0), numbers(rows * 16, 1.0, 0.0));
-        let gates = gated.then(|| build.problem(16, shape).gates.expect("gates"));
-        let mut macros = build.macros(1).to_vec();
-        macros[1].1 = if signed { 2 } else { 1 };
-        let Some(program) = compile("cuda", "favor", &macros) else { return };
-        let header = [1, 2, 2, tokens, tokens, segments, 0, 1, 0, 0];
-        let numbers = [&q[..], &k, &v, &g, gates.as_deref().unwrap_or_default()];
-        let mut actual = execute(&program, &header, &numbers, None).into_iter();
-        let expected = given_features(shape, [&q, &k, &v, &g], gates.as_deref(), features, signed, causal);
-        for (what, expected) in ["outputs", "dq", "dk", "dv", "dgates"].iter().zip(&expected) {
-            let actual: Vec<f64> = actual.by_ref().take(expected.len()).collect();
-            let what = format!("{what}, signed {signed}, causal {causal}, gated {gated}");
-            assert_close(&what, &[expected.len()], &actual, expected, 1e-4);
-        }
-        assert_eq!(actual.len(), 0);
     }
 }
 

@@ -6,6 +6,7 @@ mod common;
 
 mod cuda_host;
 mod cuda_host_bits;
+mod cuda_host_maps;
 mod cuda_host_ops;
 mod cuda_host_softmax;
 mod metal_host;

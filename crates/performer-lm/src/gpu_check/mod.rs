@@ -9,6 +9,7 @@
 
 mod attention;
 mod lines;
+mod maps;
 mod parts;
 mod speed;
 mod training;
@@ -97,6 +98,7 @@ impl Item {
 /// first.
 pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
     let mut items = attention::items(extent, !device.is_cpu());
+    items.extend(maps::items(extent));
     items.extend(parts::items());
     // Products that no card has run yet come last, so that what they may do to it costs least.
     if has_warpgroups(device) {
@@ -216,6 +218,13 @@ fn relative_error(got: &[f64], want: &[f64]) -> f64 {
         let error = (g - w).abs() / largest;
         if error.is_nan() { f64::INFINITY } else { worst.max(error) }
     })
+}
+
+/// Returns the relative error; or the largest number where all should be zero, as the gradient of
+/// attention to one key is, and what is computed is rounding.
+fn error_of(got: &[f64], want: &[f64]) -> f64 {
+    let largest = |x: &[f64]| x.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+    if largest(want) < 1e-9 { largest(got) } else { relative_error(got, want) }
 }
 
 /// Returns the numbers of a tensor, row by row.

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::composed::Composed;
 use super::cpu::Cpu;
@@ -13,7 +13,7 @@ use super::cuda::Cuda;
 use super::metal::Metal;
 use crate::{
     attention::{Inputs, Mask, Path, State, inputs::Sizes},
-    features::FeatureMap,
+    features::{ExponentialForm, FeatureMap},
     ops,
 };
 
@@ -43,6 +43,29 @@ impl Call<'_> {
         let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
         ops::reshape(&self.map.query_offset(&rows)?, (b, h, t, 1))
     }
+}
+
+/// The parameters of a trained map as they are now, from its `form`.
+///
+/// # Errors
+/// If the map has changed its form since the kernels were prepared for it.
+pub(super) fn trained_parameters<'a>(
+    map: &dyn FeatureMap,
+    form: Option<&'a ExponentialForm>,
+) -> Result<[&'a Tensor; 3]> {
+    match form.and_then(ExponentialForm::trained) {
+        Some(parameters) => Ok(parameters),
+        None => bail!("feature map {map:?} is no longer of the form that it was made in"),
+    }
+}
+
+/// Refuses keys `(B, Hkv, T, D)` of other heads than the `fitted` ones that a map was fitted to; 1
+/// serves any number.
+pub(super) fn check_heads(fitted: usize, k: &Tensor) -> Result<()> {
+    if fitted != 1 && fitted != k.dim(1)? {
+        bail!("k has shape {:?}; the feature map was fitted to {fitted} key heads", k.dims());
+    }
+    Ok(())
 }
 
 /// Whether a state has seen tokens.

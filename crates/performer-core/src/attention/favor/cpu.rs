@@ -6,12 +6,12 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    backend::{Backend, Begun, Call, Output},
+    backend::{Backend, Begun, Call, Output, check_heads, trained_parameters},
     ready::{Ready, ReadyForm},
 };
 use crate::{
     attention::{Memory, Path, State, StateRecord, gates, inputs::rows},
-    features::{ExponentialForm, FeatureMap, KeyForm},
+    features::{ExponentialForm, FeatureMap},
     kernels::{
         self,
         favor::{self, Exponential, Form, Map, Quadratic, Rectified, Sums, Trained},
@@ -58,7 +58,7 @@ impl Source {
             return Ok(Self::Ready);
         }
         if form.tracked() {
-            return Ok(if trained(&form).is_some() { Self::Trained } else { Self::Ready });
+            return Ok(if form.trained().is_some() { Self::Trained } else { Self::Ready });
         }
         let numbers = |t: &Tensor, head| t.get(head)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         let kernel = |head| -> Result<Map> {
@@ -75,35 +75,10 @@ impl Source {
     }
 }
 
-/// The parameters of a form whose gradients the kernels know: queries' rows, keys' rows, keys'
-/// weights.
-fn trained(form: &ExponentialForm) -> Option<[&Tensor; 3]> {
-    match form {
-        ExponentialForm {
-            projection,
-            hyperbolic: false,
-            keys: Some(KeyForm { projection: keys, log_weights, metric: None }),
-        } => Some([projection, keys, log_weights]),
-        _ => None,
-    }
-}
-
 /// The parameters of a [`Source::Trained`] map as they are now.
 fn parameters(map: &dyn FeatureMap) -> Result<Trained> {
     let form = map.exponential_form();
-    let Some([queries, keys, log_weights]) = form.as_ref().and_then(trained) else {
-        bail!("feature map {map:?} is no longer of the form that it was made in")
-    };
-    Trained::new(queries, keys, log_weights)
-}
-
-/// Refuses keys `(B, Hkv, T, D)` of other heads than those the maps were fitted to.
-fn check_heads(maps: &[Map], k: &Tensor) -> Result<()> {
-    let heads = k.dim(1)?;
-    if maps.len() != 1 && maps.len() != heads {
-        bail!("k has shape {:?}; the feature map was fitted to {} key heads", k.dims(), maps.len());
-    }
-    Ok(())
+    Trained::new(trained_parameters(map, form.as_ref())?)
 }
 
 /// Ready features as the kernels take them.
@@ -160,7 +135,7 @@ impl Backend for Cpu {
         gates.map(gates::check).transpose()?;
         let rows = match &self.source {
             Source::Constant(maps) => {
-                check_heads(maps, k)?;
+                check_heads(maps.len(), k)?;
                 let form = Form { maps: Arc::clone(maps), logs: call.logs };
                 match gates {
                     None => favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible()?, causal)?,
@@ -169,7 +144,7 @@ impl Backend for Cpu {
             }
             Source::Trained => {
                 let trained = parameters(call.map)?;
-                check_heads(trained.maps(), k)?;
+                check_heads(trained.maps().len(), k)?;
                 trained.favor([&rows(q)?, k, v], gates, visible()?, causal, call.logs)?
             }
             Source::Ready => {
@@ -206,7 +181,7 @@ impl Backend for Cpu {
         let ready_form;
         let (form, q, k, v) = match constant {
             Some(maps) => {
-                check_heads(&maps, k)?;
+                check_heads(maps.len(), k)?;
                 (&Form { maps, logs: call.logs }, &rows(q)?, &rows(k)?, &rows(v)?)
             }
             None => {

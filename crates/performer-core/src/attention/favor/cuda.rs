@@ -5,37 +5,108 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::{
-    backend::{Backend, Call, Output},
+    backend::{Backend, Call, Output, check_heads, trained_parameters},
     ready::{Ready, ReadyForm},
 };
 use crate::{
     attention::{Memory, Path, State, StateRecord, inputs::rows},
     features::{ExponentialForm, FeatureMap},
-    kernels::cuda::favor::{self, Map, Projection, Sums},
+    kernels::{
+        cuda::favor::{self, Map, OwnKeys, Projection, Sums},
+        favor::join_parameters,
+    },
     ops,
 };
 
 /// The fused kernels for CUDA, prepared for one feature map.
 #[derive(Debug)]
 pub(super) struct Cuda {
-    /// Ω on the card, where the kernels compute the map's features; Candle's operations do
-    /// otherwise.
-    projection: Option<Arc<Projection>>,
+    source: Source,
+}
+
+/// Where the kernels have features from.
+#[derive(Debug)]
+enum Source {
+    /// The kernels compute features, by numbers that do not change.
+    Constant(Map),
+    /// The kernels compute features by variables, which are read at every call and given gradients.
+    Trained,
+    /// Candle's operations compute features, and the kernels read them.
+    Ready,
+}
+
+impl Source {
+    /// The source for the features of `map`.
+    fn of(map: &dyn FeatureMap) -> Result<Self> {
+        let Some(form) = map.exponential_form() else { return Ok(Self::Ready) };
+        let ExponentialForm { projection, hyperbolic, keys } = &form;
+        if !projection.device().is_cuda() {
+            return Ok(Self::Ready);
+        }
+        if form.tracked() {
+            return Ok(if form.trained().is_some() { Self::Trained } else { Self::Ready });
+        }
+        Ok(match keys {
+            None if projection.dim(0)? == 1 => {
+                Self::Constant(Map::Exponential(Arc::new(Projection::new(&projection.squeeze(0)?, *hyperbolic)?)))
+            }
+            None => Self::Ready,
+            Some(_) if *hyperbolic => Self::Ready,
+            Some(keys) => {
+                let numbers = [projection, &keys.projection, &keys.log_weights];
+                Self::Constant(Map::OwnKeys(Arc::new(OwnKeys::new(numbers, keys.metric.as_ref())?)))
+            }
+        })
+    }
+}
+
+/// A map of which the kernels compute features, at one call.
+struct Computed {
+    map: Map,
+    /// The parameters of a trained map, see [`join_parameters`].
+    parameters: Option<Tensor>,
 }
 
 impl Cuda {
     /// Prepares the kernels for `map`.
     pub(super) fn new(map: &dyn FeatureMap) -> Result<Self> {
-        let Some(ExponentialForm { projection, hyperbolic, keys }) = map.exponential_form() else {
-            return Ok(Self { projection: None });
-        };
-        // Maps of several heads, and those whose keys differ, come to these kernels as ready
-        // features.
-        if keys.is_some() || projection.dim(0)? != 1 || !projection.device().is_cuda() {
-            return Ok(Self { projection: None });
-        }
-        Ok(Self { projection: Some(Arc::new(Projection::new(&projection.squeeze(0)?, hyperbolic)?)) })
+        Ok(Self { source: Source::of(map)? })
     }
+
+    /// The map of a call, where the kernels compute its features.
+    fn computed(&self, call: &Call<'_>) -> Result<Option<Computed>> {
+        let computed = match &self.source {
+            Source::Ready => return Ok(None),
+            Source::Constant(map) => Computed { map: map.clone(), parameters: None },
+            Source::Trained => {
+                let form = call.map.exponential_form();
+                let numbers = trained_parameters(call.map, form.as_ref())?;
+                let map = Map::OwnKeys(Arc::new(OwnKeys::new(numbers, None)?));
+                Computed { map, parameters: Some(join_parameters(numbers)?) }
+            }
+        };
+        if let Map::OwnKeys(map) = &computed.map {
+            check_heads(map.heads(), call.inputs.k)?;
+        }
+        Ok(Some(computed))
+    }
+}
+
+/// Adds to logarithms of denominators what the kernels leave out where they compute features: the
+/// factor common to all features of a query, and the factor `1/√M` of keys.
+fn complete(call: &Call<'_>, logs: Tensor) -> Result<Tensor> {
+    let of_keys = 0.5 * (call.map.feature_dim() as f64).ln();
+    ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?)
+}
+
+/// Unfolds what comes of ready features, whose heads are folded into the batch.
+fn unfold(call: &Call<'_>, (values, logs): (Tensor, Option<Tensor>)) -> Result<Output> {
+    let (sizes, dtype) = (call.sizes, call.inputs.q.dtype());
+    let unfold = |rows: Tensor, width: usize| {
+        ops::to_dtype(&ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?, dtype)
+    };
+    let logs = logs.map(|logs| unfold(logs, 1)).transpose()?;
+    Ok(Output { values: unfold(values, sizes.value_dim)?, logs })
 }
 
 /// Ready features as the kernels take them.
@@ -69,11 +140,6 @@ impl Backend for Cuda {
         let (q, v) = (call.inputs.q, call.inputs.v);
         if !q.device().is_cuda() {
             Some("the CUDA kernels take tensors on a CUDA device".into())
-        } else if call.logs && call.decoding.is_some() {
-            Some(
-                "the CUDA kernels that go on from a state return no logarithms of denominators, which a window needs"
-                    .into(),
-            )
         } else if call.logs && q.dtype() != DType::F32 {
             Some("the CUDA kernels return logarithms of denominators, which a window needs, in f32 alone".into())
         } else if !favor::takes(q, v, call.map.feature_dim()) {
@@ -91,31 +157,19 @@ impl Backend for Cuda {
 
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
-        let (sizes, causal) = (call.sizes, call.mask.is_causal());
-        match &self.projection {
-            Some(projection) => {
-                let visible = call.mask.visible_of(sizes.batch)?;
-                let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
-                let (map, gates) = (Map::Exponential(Arc::clone(projection)), gates(call, false)?);
-                let qkv = [&rows(q)?, &rows(k)?, &rows(v)?];
-                let (values, logs) = favor::favor(&map, qkv, gates.as_ref(), visible, causal, call.logs)?;
-                // The kernels leave the factor 1/√M out of the features of keys as well.
-                let of_keys = 0.5 * (call.map.feature_dim() as f64).ln();
-                let complete = |logs: Tensor| ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?);
-                Ok(Output { values, logs: logs.map(complete).transpose()? })
-            }
-            None => {
-                let (ready, gates) = (Ready::new(call)?, gates(call, true)?);
-                let (visible, qkv) = (ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
-                let (values, logs) = favor::favor(&form(&ready), qkv, gates.as_ref(), visible, causal, call.logs)?;
-                let unfold = |rows: Tensor, width: usize| {
-                    let rows = ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?;
-                    ops::to_dtype(&rows, q.dtype())
-                };
-                let logs = logs.map(|logs| unfold(logs, 1)).transpose()?;
-                Ok(Output { values: unfold(values, sizes.value_dim)?, logs })
-            }
-        }
+        let causal = call.mask.is_causal();
+        let Some(Computed { map, parameters }) = self.computed(call)? else {
+            let (ready, gates) = (Ready::new(call)?, gates(call, true)?);
+            let (visible, qkv) = (ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
+            let beside = [gates.as_ref(), None];
+            return unfold(call, favor::favor(&form(&ready), qkv, beside, visible, causal, call.logs)?);
+        };
+        let visible = call.mask.visible_of(call.sizes.batch)?;
+        let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
+        let gates = gates(call, false)?;
+        let (qkv, beside) = ([&rows(q)?, &rows(k)?, &rows(v)?], [gates.as_ref(), parameters.as_ref()]);
+        let (values, logs) = favor::favor(&map, qkv, beside, visible, causal, call.logs)?;
+        Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
     }
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
@@ -123,24 +177,21 @@ impl Backend for Cuda {
         let heads = [call.sizes.batch, call.sizes.key_heads];
         let mut sums = state.take::<CudaSums>()?.map(|memory| memory.0);
         // After an error the sums are what they were.
-        let out = match &self.projection {
-            Some(projection) => {
-                let map = Map::Exponential(Arc::clone(projection));
-                gates(call, false).and_then(|gates| {
-                    favor::extend(&map, [&rows(q)?, &rows(k)?, &rows(v)?], gates.as_ref(), heads, &mut sums)
-                })
-            }
-            None => Ready::new(call).and_then(|ready| {
-                let qkv = [&ready.q, &ready.k, &ready.v];
-                favor::extend(&form(&ready), qkv, gates(call, true)?.as_ref(), heads, &mut sums)
-            }),
+        let mut extend = || -> Result<Output> {
+            let Some(Computed { map, .. }) = self.computed(call)? else {
+                let ready = Ready::new(call)?;
+                let (qkv, gates) = ([&ready.q, &ready.k, &ready.v], gates(call, true)?);
+                return unfold(call, favor::extend(&form(&ready), qkv, gates.as_ref(), call.logs, heads, &mut sums)?);
+            };
+            let (qkv, gates) = ([&rows(q)?, &rows(k)?, &rows(v)?], gates(call, false)?);
+            let (values, logs) = favor::extend(&map, qkv, gates.as_ref(), call.logs, heads, &mut sums)?;
+            Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
         };
+        let out = extend();
         if let Some(sums) = sums {
             state.set(CudaSums(sums));
         }
-        let sizes = call.sizes;
-        let values = out?.reshape((sizes.batch, sizes.heads, sizes.queries, sizes.value_dim))?.to_dtype(q.dtype())?;
-        Ok(Output { values, logs: None })
+        out
     }
 }
 

@@ -62,6 +62,11 @@ pub(super) fn address<'l>(launch: &mut Launch<'l>, view: Option<View<'l>>) -> Re
     view.map_or(Ok(0), |(storage, layout)| launch.address(storage, layout))
 }
 
+/// Returns the address of memory for results that may be missing; 0 where it is.
+pub(super) fn address_of_output<'l>(launch: &mut Launch<'l>, buffer: Option<&'l mut Buffer>) -> Result<u64> {
+    buffer.map_or(Ok(0), |buffer| launch.address_mut(&mut buffer.storage))
+}
+
 /// Adds memory for results that may be missing to the arguments of a launch.
 pub(super) fn optional_output<'l>(launch: Launch<'l>, buffer: Option<&'l mut Buffer>) -> Result<Launch<'l>> {
     match buffer {

@@ -36,7 +36,9 @@
 //
 // Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
 // are signed features, and keys have the logarithm of their scale as one more number (1 and 2,
-// "ready" features, in f32). DIM, FEATURES, VALUES: the sizes of a query, of its features, of a
+// "ready" features, in f32); 3, features are computed here, exp(a.x) of queries and
+// exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key head or one set for all
+// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES, VALUES: the sizes of a query, of its features, of a
 // value. SLICE: the values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens.
 // GATED: whether there are forget gates; only where a query sees the keys up to its own. STORAGE:
 // see tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its
@@ -50,10 +52,14 @@
 #ifndef LOGS
 #define LOGS 0
 #endif
+#ifndef METRIC
+#define METRIC 0
+#endif
 
-constexpr bool READY = MAP != 0, SIGNED = MAP == 2;
+constexpr bool READY = MAP == 1 || MAP == 2, SIGNED = MAP == 2, OWN_KEYS = MAP == 3;
 static_assert(!READY || STORAGE == 0, "ready features are f32");
 static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token");
+static_assert(!METRIC || OWN_KEYS, "only keys with a form of their own have a metric");
 static_assert(!LOGS || (STORAGE == 0 && !SIGNED), "logarithms of denominators are of positive features, in f32");
 
 constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V = SLICE;
@@ -90,6 +96,22 @@ constexpr float FLOOR = -1e37f;
 struct Strides { long long batch, head, token; };
 static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
 
+// KeyForm holds what features of keys have of their own (MAP 3): `tables` sets of numbers, one for
+// each key head, or one for all. `favor_pack` lays out its factors; `favor_step` gets the numbers
+// as they are, `projection` (M, DIM) and `metric` (DIM, DIM).
+struct KeyForm {
+    // b as a factor (D, F) in base 2, and as a factor (F, D) in base e.
+    const uint4 *projection, *back;
+    // c in base e, FEATURES numbers a set.
+    const float* weights;
+    // P and P^T P as factors (D, D), as they are; only with METRIC.
+    const uint4 *metric, *square;
+    long long tables;
+};
+static_assert(sizeof(KeyForm) == 48 && OFFSET(KeyForm, back) == 8 && OFFSET(KeyForm, weights) == 16 && OFFSET(KeyForm, metric) == 24 &&
+                  OFFSET(KeyForm, square) == 32 && OFFSET(KeyForm, tables) == 40,
+              "the host has another layout");
+
 // Problem holds the sizes and strides of one call.
 struct Problem {
     // Query heads, and how many of them read one key head.
@@ -103,11 +125,13 @@ struct Problem {
     float norm;
     // Forget gates of the keys, (B, Hkv, Tk), in base e.
     const float* gates;
+    // With MAP 3, where `projection` and `back` of queries have as many sets of numbers.
+    KeyForm form;
 };
-static_assert(sizeof(Problem) == 112 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
+static_assert(sizeof(Problem) == 160 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
                   OFFSET(Problem, segment) == 16 && OFFSET(Problem, segments) == 20 && OFFSET(Problem, q) == 24 &&
                   OFFSET(Problem, k) == 48 && OFFSET(Problem, v) == 72 && OFFSET(Problem, norm) == 96 &&
-                  OFFSET(Problem, gates) == 104,
+                  OFFSET(Problem, gates) == 104 && OFFSET(Problem, form) == 112,
               "the host has another layout");
 
 // Tensors are the addresses that the gradient kernels take.
@@ -124,11 +148,15 @@ struct Tensors {
     // The gradients of a common factor of a key's features, (SPLITS, B, H, Tk): those of gates are
     // made of them. Only with gates.
     float* factors;
+    // The gradients of log-features, (SPLITS, B, H, T, FEATURES), of which those of the map are
+    // made; only with MAP 3, and only if they are asked for.
+    float* of_features;
 };
-static_assert(sizeof(Tensors) == 96 && OFFSET(Tensors, k) == 8 && OFFSET(Tensors, v) == 16 && OFFSET(Tensors, grad) == 24 &&
+static_assert(sizeof(Tensors) == 104 && OFFSET(Tensors, k) == 8 && OFFSET(Tensors, v) == 16 && OFFSET(Tensors, grad) == 24 &&
                   OFFSET(Tensors, visible) == 32 && OFFSET(Tensors, projection) == 40 && OFFSET(Tensors, back) == 48 &&
                   OFFSET(Tensors, logs) == 56 && OFFSET(Tensors, delta) == 64 && OFFSET(Tensors, denominators) == 72 &&
-                  OFFSET(Tensors, before) == 80 && OFFSET(Tensors, factors) == 88,
+                  OFFSET(Tensors, before) == 80 && OFFSET(Tensors, factors) == 88 &&
+                  OFFSET(Tensors, of_features) == 96,
               "the host has another layout");
 
 // A record is the sums of one head in global memory: scales (F), the sums of u (F), the sums of u y
@@ -165,6 +193,44 @@ struct Place {
 template <class T>
 __device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
     return {first + batch * strides.batch + head * strides.head, strides.token};
+}
+
+// ---- Where features come from.
+
+// Linear is the linear map of which features are exponentials.
+struct Linear {
+    // A factor (D, F), in base 2.
+    Packed factor;
+    // What is added to the logarithm of each feature, in base e; null where nothing is.
+    const float* weights;
+};
+
+// Returns which set of numbers a head has.
+__device__ inline long long table_of(const Problem& p, const Place& place) {
+    return OWN_KEYS && p.form.tables > 1 ? place.key_head : 0;
+}
+
+// The 16-byte pieces of a packed factor (D, F) or (F, D), and of one (D, D), of one set.
+constexpr long long PIECES = D / 16 * (F / 16) * 64, SQUARE_PIECES = D / 16 * (D / 16) * 64;
+
+// Returns the linear map of the features of keys (KEYS) or of queries, whose factor is
+// `projection`.
+template <bool KEYS>
+__device__ Linear linear_of(const Problem& p, const Place& place, const uint4* projection) {
+    long long table = table_of(p, place);
+    if (OWN_KEYS && KEYS) return {{p.form.projection + table * PIECES, D / 16}, p.form.weights + table * FEATURES};
+    return {{projection + table * PIECES, D / 16}, nullptr};
+}
+
+// Returns the factor (F, D) that makes gradients of keys (KEYS) or of queries, whose own is `back`.
+template <bool KEYS>
+__device__ Packed back_of(const Problem& p, const Place& place, const uint4* back) {
+    return {(OWN_KEYS && KEYS ? p.form.back : back) + table_of(p, place) * PIECES, F / 16};
+}
+
+// Returns a factor (D, D) of a head: P, or P^T P.
+__device__ inline Packed square_of(const Problem& p, const Place& place, const uint4* squares) {
+    return {squares + table_of(p, place) * SQUARE_PIECES, D / 16};
 }
 
 // ---- Forget gates.
@@ -269,15 +335,23 @@ __device__ void load_side(Side& side, Rows<const Stored> from, Span span, F_ kee
                            [&](int row) { return keep(span.token(row)) ? 1.0f : 0.0f; });
 }
 
-// Computes the offsets of loaded keys: -|x|^2/2, or the logarithm of the scale that comes with a
-// key.
-// `since`, with what is forgotten, of rows that build or read (SIDE).
+// Computes the offsets of loaded keys: -|x|^2/2, or -|Px|^2/2, or the logarithm of the scale that
+// comes with a key; and what is forgotten, as of rows that build or read (SIDE). P is `metric`,
+// and sums of squares go through `squares`; both are for METRIC only.
 template <int SIDE, class F_>
-__device__ void set_key_offsets(Side& side, const Gates& gates, Rows<const Stored> from, Span span, float norm, F_ keep) {
+__device__ void set_key_offsets(Side& side, const Gates& gates, Rows<const Stored> from, Span span, float norm, F_ keep,
+                                const Packed& metric, float (&squares)[TURNS][C]) {
     constexpr int EACH = THREADS / C;
     int row = threadIdx.x / EACH, part = threadIdx.x % EACH;
     float square = 0;
-    if (!READY) {
+    if (METRIC) {
+        Inputs turned;
+        turned.zero();
+        turned.add_packed<PARTS>(&side.x[0][0][0], D + PAD, C * (D + PAD), metric, D);
+        turned.over_columns(squares, Add(), [](int, int, float x) { return x * x; });
+        __syncthreads();
+        square = together(squares, row, Add());
+    } else if (!READY) {
         for (int d = part; d < D; d += EACH) {
             float x = widen(side.x[0][row][d]);
             if (PARTS == 2) x += widen(side.x[PARTS - 1][row][d]);
@@ -302,7 +376,7 @@ __device__ void forget_rows(Side& side, const Gates& gates) {
 
 // Computes the logarithms of features, with the rows' `offsets` where asked for; or signed
 // features.
-__device__ void take_features(Features& to, const Side& side, Rows<const Stored> from, Span span, const Packed& projection, bool offsets) {
+__device__ void take_features(Features& to, const Side& side, Rows<const Stored> from, Span span, const Linear& linear, bool offsets) {
     to.zero();
     if (READY) {
         to.each([&](int row, int column, float& x) {
@@ -311,10 +385,11 @@ __device__ void take_features(Features& to, const Side& side, Rows<const Stored>
             }
         });
     } else {
-        to.add_packed<PARTS>(&side.x[0][0][0], D + PAD, C * (D + PAD), projection, D);
+        to.add_packed<PARTS>(&side.x[0][0][0], D + PAD, C * (D + PAD), linear.factor, D);
     }
     if (SIGNED) return;
     to.each([&](int row, int column, float& x) {
+        if (OWN_KEYS && linear.weights && column < FEATURES) x += linear.weights[column] * LOG2E;
         if (offsets) x += side.offset[row];
         if (F != FEATURES && column >= FEATURES) x = -infinity();
     });
@@ -398,9 +473,9 @@ __device__ inline void weigh(Builder& b, Features& f, int n) {
 // Takes a causal chunk whose rows are loaded, and returns how many of them the chunk has.
 // Afterwards `features`, `memory`, its copy `sums` and `norm` are at the chunk's scale and a reader
 // may begin at once; the chunk itself is not in the sums before `absorb`.
-__device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
+__device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Linear& linear) {
     Features f;
-    take_features(f, b, from, span, projection, true);
+    take_features(f, b, from, span, linear, true);
     f.each([&](int row, int column, float& x) {
         if (row == 0) b.first[column] = SIGNED ? b.offset[0] : x;
     });
@@ -436,9 +511,9 @@ __device__ inline void absorb(Builder& b, Memory& memory) {
 // Takes a chunk of which all rows are seen at once: its scale is the running maximum with the
 // chunk. With gates, logarithms are counted from the chunk's last row, where those that count most
 // lose no digits.
-__device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Packed& projection) {
+__device__ inline void gather(Builder& b, Memory& memory, Rows<const Stored> from, Span span, const Linear& linear) {
     Features f;
-    take_features(f, b, from, span, projection, true);
+    take_features(f, b, from, span, linear, true);
     f.over_rows(b.largest, Largest(), [&](int row, int, float x) { return SIGNED ? b.offset[row] : x; });
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) {

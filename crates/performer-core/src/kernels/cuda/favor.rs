@@ -5,10 +5,7 @@
 //! features in one pass, 300 ps in two (arithmetic alone, bf16); the projection's low part adds to
 //! that.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Tensor,
@@ -18,9 +15,9 @@ use candle_core::{
 
 use super::super::operation::{Operation, Stored, apply};
 use super::{
-    CudaDevice, CudaStorage, Source, THREADS, View,
+    CudaDevice, CudaStorage, View,
     buffer::Buffer,
-    favor_call::{Call, Given, HEADERS, Saved},
+    favor_call::{Call, Given, Gradients, Saved},
     with_storages,
 };
 use crate::{
@@ -29,55 +26,9 @@ use crate::{
         records,
     },
     ops,
-    projection::factor_is_bf16,
 };
 
-/// The kernel that packs the projection for the others.
-const PACK: Source = Source {
-    name: "performer-core/src/kernels/cuda/favor_pack.cu",
-    text: include_str!("favor_pack.cu"),
-    headers: HEADERS,
-};
-
-/// `Map` says where features come from.
-#[derive(Clone, Debug)]
-pub(crate) enum Map {
-    /// Positive or hyperbolic features, computed in the kernel.
-    Exponential(Arc<Projection>),
-    /// The rows are log-features already: `(.., F)`, f32.
-    Log {
-        /// The number of features `F`.
-        features: usize,
-    },
-    /// The rows are signed features, and a row of keys has its log-scale as one more number:
-    /// `(.., F)` for queries and `(.., F + 1)` for keys, f32.
-    Signed {
-        /// The number of features `F`.
-        features: usize,
-    },
-}
-
-impl Map {
-    /// The value of the macro `MAP` of `favor.cuh`.
-    pub(super) fn kind(&self) -> MapKind {
-        match self {
-            Self::Exponential(_) => MapKind::Computed,
-            Self::Log { .. } => MapKind::Log,
-            Self::Signed { .. } => MapKind::Signed,
-        }
-    }
-
-    pub(super) fn features(&self) -> usize {
-        match self {
-            Self::Exponential(projection) => projection.features,
-            Self::Log { features } | Self::Signed { features } => *features,
-        }
-    }
-
-    pub(super) fn hyperbolic(&self) -> bool {
-        matches!(self, Self::Exponential(projection) if projection.hyperbolic)
-    }
-}
+pub(crate) use super::favor_map::{Map, OwnKeys, Projection};
 
 /// Whether the kernels take queries `q` and values `v` at this number of features.
 pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
@@ -85,89 +36,12 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
     super::takes(q) && narrow(q) && narrow(v) && features <= MOST_FEATURES
 }
 
-/// `Projection` is Ω on the device, as drawn and packed for the kernels.
-#[derive(Debug)]
-pub(crate) struct Projection {
-    /// Ω, `(M, D)`, f32, contiguous.
-    pub(super) omega: Tensor,
-    hyperbolic: bool,
-    features: usize,
-    dim: usize,
-    /// Whether the factor that makes features is exact in bf16.
-    exact: bool,
-    /// The packed projection: the factor that makes features, and the factor that makes gradients
-    /// of rows.
-    packed: Mutex<HashMap<Packing, Arc<[Buffer; 2]>>>,
-}
-
-/// `Packing` says how a projection is packed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Packing {
-    /// For f32.
-    Single,
-    /// For half types: every number in two parts.
-    Parts,
-    /// For half types, where the first part of the factor for features is all of it. The factor
-    /// for gradients is in base 2 as well, so that this holds for it too.
-    Exact,
-}
-
-impl Projection {
-    pub(crate) fn new(omega: &Tensor, hyperbolic: bool) -> Result<Self> {
-        let (m, dim) = omega.dims2()?;
-        let omega = omega.detach().to_dtype(DType::F32)?.contiguous()?;
-        let features = if hyperbolic { 2 * m } else { m };
-        let exact = factor_is_bf16(&omega.flatten_all()?.to_vec1::<f32>()?, dim);
-        Ok(Self { omega, hyperbolic, features, dim, exact, packed: Mutex::default() })
-    }
-
-    /// The factor `D^-1/4`.
-    pub(super) fn scale(&self) -> f32 {
-        (self.dim as f64).powf(-0.25) as f32
-    }
-
-    /// Whether the factor that makes features is exact in bf16.
-    pub(super) fn is_exact(&self) -> bool {
-        self.exact
-    }
-
-    /// Returns the packed projection, packing it at the first call.
-    pub(super) fn packed(&self, packing: Packing) -> Result<Arc<[Buffer; 2]>> {
-        // Half types share their operands, which are bf16.
-        let storage = if packing == Packing::Single { 0 } else { 2 };
-        let mut all = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(packed) = all.get(&packing) {
-            return Ok(Arc::clone(packed));
-        }
-        let packed = with_storages([&self.omega], |[omega]| {
-            let device = omega.0.device();
-            let tiles = self.dim.div_ceil(16) * self.features.div_ceil(16);
-            let kernel = PACK.kernel(device, "favor_pack", &[("STORAGE", &storage)], 0)?;
-            let pack = |scale: f32, back: i32| -> Result<Buffer> {
-                // The factor for features is stored twice for half types; each of 64 threads writes
-                // 16 bytes of a tile.
-                let pieces = tiles * 64 * if storage != 0 && back == 0 { 2 } else { 1 };
-                let mut packed = Buffer::new(device, pieces * 4)?;
-                let launch =
-                    kernel.launch().input(omega.0, omega.1)?.value(self.features as i32).value(self.dim as i32);
-                let launch = launch.value(i32::from(self.hyperbolic)).value(scale).value(back);
-                // SAFETY: the projection is (M, D), and there is room for every tile.
-                unsafe { launch.output(&mut packed.storage)?.run([pieces.div_ceil(THREADS), 1, 1], THREADS) }?;
-                Ok(packed)
-            };
-            let in_base_2 = self.scale() * std::f32::consts::LOG2_E;
-            let back = if packing == Packing::Exact { in_base_2 } else { self.scale() };
-            Ok(Arc::new([pack(in_base_2, 0)?, pack(back, 1)?]))
-        })?;
-        all.insert(packing, Arc::clone(&packed));
-        Ok(packed)
-    }
-}
-
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
 /// `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is empty. `visible` is
 /// `(B, Tk)`, u8, contiguous. A row that sees no key is zero. `gates` are `(B, Hkv, Tk)`, f32,
-/// contiguous, and need a causal mask.
+/// contiguous, and need a causal mask. `parameters` are those of which an [`OwnKeys`] was made,
+/// where they may ask for gradients: see
+/// [`OwnKeys::parameter_gradients`].
 ///
 /// With `logs` come the logarithms of the denominators `(B, H, Tq, 1)`, `−1e37` where no key is
 /// seen. Where the kernels compute features, denominators lack the factor that all features of a
@@ -178,12 +52,36 @@ impl Projection {
 pub(crate) fn favor(
     map: &Map,
     qkv: [&Tensor; 3],
-    gates: Option<&Tensor>,
+    [gates, parameters]: [Option<&Tensor>; 2],
     visible: Option<Tensor>,
     causal: bool,
     logs: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let [q, _, v] = qkv;
+    check_logs(map, qkv[0], logs)?;
+    let tracked = qkv.into_iter().chain(gates).chain(parameters).any(Tensor::track_op);
+    let trained = parameters.is_some_and(Tensor::track_op);
+    let passes = Passes { map: map.clone(), causal, visible, tracked, trained, logs, saved: Mutex::new(None) };
+    let beside = |passes| -> Result<(Tensor, Beside)> {
+        let gradients = Arc::new(Mutex::new(None));
+        let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
+        Ok((joined, Beside { passes, gated: gates.is_some(), qkv: qkv.map(Tensor::detach), gradients }))
+    };
+    let rows = match (gates, parameters.filter(|_| trained)) {
+        (None, None) => apply(Favor(passes), qkv)?,
+        (Some(one), None) | (None, Some(one)) => {
+            let (joined, operation) = beside(passes)?;
+            apply(operation, [&joined, one])?
+        }
+        (Some(gates), Some(parameters)) => {
+            let (joined, operation) = beside(passes)?;
+            apply(operation, [&joined, gates, parameters])?
+        }
+    };
+    apart(rows, qkv[2].dim(3)?, logs)
+}
+
+/// Refuses logarithms of denominators where the kernels have none.
+fn check_logs(map: &Map, q: &Tensor, logs: bool) -> Result<()> {
     if logs && (q.dtype() != DType::F32 || map.kind() == MapKind::Signed) {
         bail!(
             "favor with logarithms on CUDA: q is {:?} and features are {:?}; q must be f32 and features positive",
@@ -191,20 +89,14 @@ pub(crate) fn favor(
             map.kind()
         );
     }
-    let tracked = qkv.into_iter().chain(gates).any(Tensor::track_op);
-    let passes = Passes { map: map.clone(), causal, visible, tracked, logs, saved: Mutex::new(None) };
-    let rows = match gates {
-        None => apply(Favor(passes), qkv)?,
-        Some(gates) => {
-            let gradients = Arc::new(Mutex::new(None));
-            let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
-            apply(Gated { passes, qkv: qkv.map(Tensor::detach), gradients }, [&joined, gates])?
-        }
-    };
+    Ok(())
+}
+
+/// Divides rows of outputs into their `values` numbers and, with `logs`, the logarithm after them.
+fn apart(rows: Tensor, values: usize, logs: bool) -> Result<(Tensor, Option<Tensor>)> {
     if !logs {
         return Ok((rows, None));
     }
-    let values = v.dim(3)?;
     Ok((ops::narrow(&rows, 3, 0, values)?, Some(ops::narrow(&rows, 3, values, 1)?)))
 }
 
@@ -215,6 +107,8 @@ struct Passes {
     visible: Option<Tensor>,
     /// Whether a backward pass may follow.
     tracked: bool,
+    /// Whether a backward pass has gradients of the map's parameters.
+    trained: bool,
     /// Whether the logarithm of each row's denominator stands after its values.
     logs: bool,
     saved: Mutex<Option<Saved>>,
@@ -223,7 +117,7 @@ struct Passes {
 impl Passes {
     /// Calls `work` with the problem of these tensors.
     fn with_call<R>(&self, views: [View; 3], gates: Option<View>, work: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
-        let given = Given { visible: None, gates, tracked: self.tracked, logs: self.logs };
+        let given = Given { visible: None, gates, tracked: self.tracked, trained: self.trained, logs: self.logs };
         match &self.visible {
             None => work(&Call::new(&self.map, views, given, self.causal)?),
             Some(visible) => with_storages([visible], |[visible]| {
@@ -239,20 +133,13 @@ impl Passes {
         Ok((out.storage, shape))
     }
 
-    /// Returns the gradients of queries, keys and values, and of gates where there are some.
-    fn backward(
-        &self,
-        views: [View; 3],
-        gates: Option<View>,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+    /// Returns the gradients of the inputs.
+    fn backward(&self, views: [View; 3], gates: Option<View>, out: &Tensor, grad: &Tensor) -> Result<Gradients> {
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(saved) = &*saved else { bail!("favor: the backward pass needs a forward pass before it") };
-        let (gradients, of_gates) = with_storages([out, &grad.contiguous()?], |[out, grad]| {
+        with_storages([out, &grad.contiguous()?], |[out, grad]| {
             self.with_call(views, gates, |call| call.backward(out, grad, saved))
-        })?;
-        Ok((gradients.map(Buffer::tensor), of_gates.map(Buffer::tensor)))
+        })
     }
 }
 
@@ -269,17 +156,17 @@ impl Operation<3> for Favor {
     }
 
     fn backward(&self, qkv: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let (gradients, _) = with_storages(qkv, |views| self.0.backward(views, None, out, grad))?;
-        Ok(gradients.map(Some))
+        let gradients = with_storages(qkv, |views| self.0.backward(views, None, out, grad))?;
+        Ok(gradients.qkv.map(|gradient| Some(gradient.tensor())))
     }
 }
 
-/// The gradients of `(q, k, v)` on their way from [`Gated`] to [`Joined`].
+/// The gradients of `(q, k, v)` on their way from [`Beside`] to [`Joined`].
 type Handover = Arc<Mutex<Option<[Tensor; 3]>>>;
 
 /// `Joined` stands for `(q, k, v)` as one operand: an operation takes three tensors, and with gates
-/// there are four. Its output is one number, which says nothing; its backward pass returns the
-/// gradients that [`Gated`] has left, which comes before it in every backward pass.
+/// or parameters there are more. Its output is one number, which says nothing; its backward pass
+/// returns the gradients that [`Beside`] has left, which comes before it in every backward pass.
 struct Joined(Handover);
 
 impl Operation<3> for Joined {
@@ -299,29 +186,46 @@ impl Operation<3> for Joined {
     }
 }
 
-/// `Gated` is FAVOR attention with gates as one differentiable operation on `(joined, gates)`.
-struct Gated {
+/// `Beside` is FAVOR attention with gates, with parameters of the map, or with both, as one
+/// differentiable operation on `(joined, gates)`, `(joined, parameters)` or
+/// `(joined, gates, parameters)`.
+struct Beside {
     passes: Passes,
+    /// Whether the first operand beside the inputs is gates.
+    gated: bool,
     qkv: [Tensor; 3],
     gradients: Handover,
 }
 
-impl Operation<2> for Gated {
+impl<const N: usize> Operation<N> for Beside {
     fn name(&self) -> &'static str {
-        "favor-gated"
+        "favor-beside"
     }
 
-    fn cuda(&self, [_, (gates, layout)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        with_storages(self.qkv.each_ref(), |views| self.passes.forward(views, Some((gates, layout))))
+    fn cuda(&self, inputs: [Stored<'_, CudaStorage>; N]) -> Result<(CudaStorage, Shape)> {
+        let gates = self.gated.then(|| inputs[1]);
+        with_storages(self.qkv.each_ref(), |views| self.passes.forward(views, gates))
     }
 
-    fn backward(&self, [joined, gates]: [&Tensor; 2], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        let [q, k, v] = &self.qkv;
-        let (gradients, of_gates) = with_storages([q, k, v, gates], |[q, k, v, gates]| {
-            self.passes.backward([q, k, v], Some(gates), out, grad)
-        })?;
-        *self.gradients.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradients);
-        Ok([Some(joined.zeros_like()?), of_gates])
+    fn backward(&self, inputs: [&Tensor; N], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
+        let qkv @ [q, k, v] = self.qkv.each_ref();
+        let gradients = match self.gated {
+            false => with_storages(qkv, |views| self.passes.backward(views, None, out, grad)),
+            true => with_storages([q, k, v, inputs[1]], |[q, k, v, gates]| {
+                self.passes.backward([q, k, v], Some(gates), out, grad)
+            }),
+        }?;
+        let of_joined = gradients.qkv.map(Buffer::tensor);
+        *self.gradients.lock().unwrap_or_else(PoisonError::into_inner) = Some(of_joined);
+        let of_parameters = match (&self.passes.map, gradients.features) {
+            (Map::OwnKeys(map), Some(of_features)) => {
+                Some(map.parameter_gradients([q, k], of_features.map(Buffer::tensor))?)
+            }
+            _ => None,
+        };
+        let mut of_others = gradients.gates.map(Buffer::tensor).into_iter().chain(of_parameters);
+        let joined = inputs[0].zeros_like()?;
+        Ok(std::array::from_fn(|i| if i == 0 { Some(joined.clone()) } else { of_others.next() }))
     }
 }
 
@@ -406,38 +310,44 @@ impl Sums {
 }
 
 /// Computes causal FAVOR of tokens that follow those in `sums`, and replaces `sums` by those after
-/// the last token. For inference: no gradient is recorded.
-/// `gates` are those of [`favor`]; tokens without gates forget nothing. `heads` are the batch and
-/// its key heads, which tensors of ready features have folded into one.
+/// the last token. For inference: no gradient is recorded. Outputs, `gates` and `logs` are those of
+/// [`favor`]; tokens without gates forget nothing. `heads` are the batch and its key heads, which
+/// tensors of ready features have folded into one.
+///
+/// # Errors
+/// Those of [`favor`], and if `sums` are of other sizes; they are then left as they were.
 pub(crate) fn extend(
     map: &Map,
     qkv: [&Tensor; 3],
     gates: Option<&Tensor>,
+    logs: bool,
     heads: [usize; 2],
     sums: &mut Option<Sums>,
-) -> Result<Tensor> {
+) -> Result<(Tensor, Option<Tensor>)> {
+    check_logs(map, qkv[0], logs)?;
+    let given = Given { logs, ..Given::default() };
     let (out, next) = match gates {
-        None => with_storages(qkv, |views| extended(map, views, None, heads, sums.as_ref())),
+        None => with_storages(qkv, |views| extended(map, views, given, heads, sums.as_ref())),
         Some(gates) => {
             let [q, k, v] = qkv;
             with_storages([q, k, v, gates], |[q, k, v, gates]| {
-                extended(map, [q, k, v], Some(gates), heads, sums.as_ref())
+                extended(map, [q, k, v], Given { gates: Some(gates), ..given }, heads, sums.as_ref())
             })
         }
     }?;
     sums.replace(next);
-    Ok(out.tensor())
+    apart(out.tensor(), qkv[2].dim(3)?, logs)
 }
 
 /// Computes the outputs of tokens that follow those in `sums`, and the sums after them.
 fn extended(
     map: &Map,
     views: [View; 3],
-    gates: Option<View>,
+    given: Given,
     heads: [usize; 2],
     sums: Option<&Sums>,
 ) -> Result<(Buffer, Sums)> {
-    let call = Call::new(map, views, Given { gates, ..Given::default() }, true)?;
+    let call = Call::new(map, views, given, true)?;
     let shape = RecordShape::of(&call, heads);
     if let Some(sums) = sums
         && sums.shape != shape
@@ -453,7 +363,7 @@ fn extended(
     // writes.
     let mut records = Buffer::new(call.device, shape.count())?;
     let out = match before {
-        Some(before) if call.queries == 1 => call.step(map, before, &mut records)?,
+        Some(before) if call.queries == 1 => call.step(before, &mut records)?,
         _ => call.forward(before, Some(&mut records))?.0,
     };
     Ok((out, Sums { records: Records::Card(Arc::new(records)), shape }))

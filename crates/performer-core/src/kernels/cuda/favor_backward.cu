@@ -27,6 +27,7 @@
 //                            dv (B, H, Tk, VALUES), factors (SPLITS, B, H, Tk)
 //
 // where d is the gradient of the logarithms of features. `favor_reduce` adds up slices and groups.
+// Where the map itself is trained, d is written too (`of_features`).
 
 #include "favor.cuh"
 
@@ -93,7 +94,9 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     Rows<const Stored> grads = rows_of(t.grad, dense, place.batch, place.head);
     Rows<const Stored> keys = rows_of(t.k, p.k, place.batch, place.key_head);
     Rows<const Stored> values = rows_of(t.v, p.v, place.batch, place.key_head);
-    Packed packed = {t.projection, D / 16}, back = {t.back, F / 16};
+    Linear of_queries = linear_of<false>(p, place, t.projection), of_keys = linear_of<true>(p, place, t.projection);
+    Packed back = back_of<KEYS>(p, place, t.back);
+    Packed metric = square_of(p, place, p.form.metric), square = square_of(p, place, p.form.square);
     const unsigned char* seen = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     auto always = [](long long) { return true; };
@@ -156,17 +159,17 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         if (GATED) measure<false>(b, gates, span, p.keys);
         __syncthreads();
         if (KEYS) {
-            set_key_offsets<READS>(s.reader, b, keys, span, p.norm, keep);
+            set_key_offsets<READS>(s.reader, b, keys, span, p.norm, keep, metric, b.excess);
             forget_rows<BUILDS>(b, b);
         } else if (CAUSAL) {
-            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep);
+            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep, metric, b.excess);
             forget_rows<READS>(s.reader, b);
         }
         __syncthreads();
-        if (CAUSAL) n = enter(b, memory, KEYS ? queries : keys, span, packed);
+        if (CAUSAL) n = enter(b, memory, KEYS ? queries : keys, span, KEYS ? of_queries : of_keys);
 
         Features w;
-        take_features(w, s.reader, KEYS ? keys : queries, span, packed, true);
+        take_features(w, s.reader, KEYS ? keys : queries, span, KEYS ? of_keys : of_queries, true);
         Pairs pairs;
         if (KEYS) {
             w.each([&](int row, int column, float& x) {
@@ -263,6 +266,13 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         } else {
             d.each_with(w, [](int, int, float& x, float& weight) { x *= weight; });
             if (KEYS) d.over_columns(s.total, Add(), [](int, int, float x) { return x; });
+            if (OWN_KEYS && t.of_features) {
+                long long head = place.split * (long long)(gridDim.x / SPLITS) + place.query_index;
+                float* to = t.of_features + head * tokens * FEATURES;
+                d.each([&](int row, int column, float& x) {
+                    if (row < n && column < FEATURES) to[span.token(row) * FEATURES + column] = x;
+                });
+            }
         }
 
         constexpr int ROW = READY ? FEATURES : DIM;
@@ -287,15 +297,26 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             Inputs x;
             x.zero();
             x.add_packed<halves>(s.weights, F + PAD, (int)(&b.features[0][0] - s.weights), back, F);
-            x.each([&](int row, int column, float& y) {
-                if (row >= n || column >= DIM) return;
-                if (KEYS) {
-                    float key = widen(s.reader.x[0][row][column]);
-                    if (PARTS == 2) key += widen(s.reader.x[PARTS - 1][row][column]);
-                    // Twice the norm, in base e.
-                    y -= 2 * 0.6931471805599453f * p.norm * key * together(s.total, row, Add());
+            if (KEYS) {
+                // The gradient of -norm |key|^2, or of -norm |P key|^2, in base e.
+                auto of_norm = [&](int row, float key) {
+                    return 2 * 0.6931471805599453f * p.norm * key * together(s.total, row, Add());
+                };
+                if (METRIC) {
+                    Inputs turned;
+                    turned.zero();
+                    turned.add_packed<PARTS>(&s.reader.x[0][0][0], D + PAD, C * (D + PAD), square, D);
+                    x.each_with(turned, [&](int row, int, float& y, float& key) { y -= of_norm(row, key); });
+                } else {
+                    x.each([&](int row, int column, float& y) {
+                        float key = widen(s.reader.x[0][row][column]);
+                        if (PARTS == 2) key += widen(s.reader.x[PARTS - 1][row][column]);
+                        y -= of_norm(row, key);
+                    });
                 }
-                narrow(y, to[span.token(row) * width + column]);
+            }
+            x.each([&](int row, int column, float& y) {
+                if (row < n && column < DIM) narrow(y, to[span.token(row) * width + column]);
             });
         }
         if (GATED && KEYS && (int)threadIdx.x < n) {

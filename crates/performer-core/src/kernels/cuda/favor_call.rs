@@ -16,19 +16,17 @@
 //! bf16 (`favor_bf16_*`) take the place of those of the same name where [`Blocks::teams`] says so.
 //! Of these, the forward kernel may take products of warpgroups, see [`super::warpgroups`].
 
-use std::sync::Arc;
+use std::{cell::OnceCell, sync::Arc};
 
 use candle_core::{
-    DType, Device, Layout, Result,
-    backend::BackendStorage,
-    bail,
-    cuda_backend::cudarc::driver::{DeviceRepr, sys::CUdevice_attribute},
+    DType, Device, Layout, Result, backend::BackendStorage, bail, cuda_backend::cudarc::driver::sys::CUdevice_attribute,
 };
 
 use super::{
     CudaDevice, Kernel, Launch, Macro, Source, THREADS, View, attribute,
-    buffer::{Buffer, Strides, address, optional, optional_output},
-    favor::{Map, Packing},
+    buffer::{Buffer, Strides, address, address_of_output, optional, optional_output},
+    favor_layout::{KeyForm, Problem, Tensors},
+    favor_map::{Map, Packed, Packing},
     source, storage, with_storages,
 };
 use crate::kernels::favor::blocks::{Blocks, MapKind, StoredType, TEAM, Team};
@@ -56,58 +54,6 @@ const TEAM_BACKWARD: Source = source!("favor_bf16_backward.cu", HEADERS);
 /// The warps of a thread block.
 const WARPS: usize = THREADS / 32;
 
-/// `Problem` is the struct of that name in `favor.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Problem {
-    heads: i32,
-    group: i32,
-    queries: i32,
-    keys: i32,
-    segment: i32,
-    segments: i32,
-    q: Strides,
-    k: Strides,
-    v: Strides,
-    norm: f32,
-    gates: u64,
-}
-
-assert_layout!(
-    Problem, 112,
-    heads: 0, group: 4, queries: 8, keys: 12, segment: 16, segments: 20, q: 24, k: 48, v: 72, norm: 96, gates: 104
-);
-
-// SAFETY: it holds only numbers, laid out as in C.
-unsafe impl DeviceRepr for Problem {}
-
-/// `Tensors` is the struct of that name in `favor.cuh`: addresses on the device.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Tensors {
-    q: u64,
-    k: u64,
-    v: u64,
-    grad: u64,
-    visible: u64,
-    projection: u64,
-    back: u64,
-    logs: u64,
-    delta: u64,
-    denominators: u64,
-    before: u64,
-    factors: u64,
-}
-
-assert_layout!(
-    Tensors, 96,
-    q: 0, k: 8, v: 16, grad: 24, visible: 32, projection: 40, back: 48, logs: 56, delta: 64, denominators: 72, before: 80,
-    factors: 88
-);
-
-// SAFETY: it holds only numbers, laid out as in C.
-unsafe impl DeviceRepr for Tensors {}
-
 /// `Given` is what a problem may have besides queries, keys and values.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Given<'a> {
@@ -117,6 +63,9 @@ pub(super) struct Given<'a> {
     pub(super) gates: Option<View<'a>>,
     /// Whether a backward pass may follow.
     pub(super) tracked: bool,
+    /// Whether a backward pass is to return the gradients of log-features too, of which those of
+    /// the map's parameters are made.
+    pub(super) trained: bool,
     /// Whether a row of outputs has the logarithm of its denominator after its values.
     pub(super) logs: bool,
 }
@@ -126,7 +75,7 @@ pub(super) struct Call<'a> {
     pub(super) device: &'a CudaDevice,
     dtype: DType,
     pub(super) blocks: Blocks,
-    hyperbolic: bool,
+    map: &'a Map,
     causal: bool,
     pub(super) batch: usize,
     heads: usize,
@@ -137,7 +86,8 @@ pub(super) struct Call<'a> {
     k: View<'a>,
     v: View<'a>,
     given: Given<'a>,
-    packed: Option<Arc<[Buffer; 2]>>,
+    /// The packed map, once a kernel has asked for it; none where features come ready.
+    packed: OnceCell<Option<Arc<Packed>>>,
     /// Whether the packed projection is exact in its first part; only kernels of teams ask.
     exact: bool,
     /// Whether the forward kernel takes products of warpgroups.
@@ -145,11 +95,11 @@ pub(super) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    pub(super) fn new(map: &Map, [q, k, v]: [View<'a>; 3], given: Given<'a>, causal: bool) -> Result<Self> {
+    pub(super) fn new(map: &'a Map, [q, k, v]: [View<'a>; 3], given: Given<'a>, causal: bool) -> Result<Self> {
         let device = q.0.device();
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
         let dtype = q.0.dtype();
-        if k.0.dtype() != dtype || v.0.dtype() != dtype || (map.kind() != MapKind::Computed && dtype != DType::F32) {
+        if k.0.dtype() != dtype || v.0.dtype() != dtype || (!map.kind().is_computed() && dtype != DType::F32) {
             bail!("favor on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
         }
         if queries.max(keys) > i32::MAX as usize / 2 || batch * heads > i32::MAX as usize / 64 {
@@ -169,28 +119,16 @@ impl<'a> Call<'a> {
             [dim, map.features(), values],
             most,
         );
-        let hyperbolic = map.hyperbolic();
-        let (packed, exact) = match map {
-            Map::Exponential(projection) if projection.omega.device().same_device(&Device::Cuda(device.clone())) => {
-                let exact = blocks.teams && projection.is_exact();
-                let packing = match blocks.storage {
-                    StoredType::F32 => Packing::Single,
-                    _ if exact => Packing::Exact,
-                    _ => Packing::Parts,
-                };
-                (Some(projection.packed(packing)?), exact)
-            }
-            Map::Exponential(_) => {
-                bail!("favor: q is on another device than the projection; build the attention on that of q")
-            }
-            _ => (None, false),
-        };
+        if map.numbers().is_some_and(|numbers| !numbers.device().same_device(&Device::Cuda(device.clone()))) {
+            bail!("favor: q is on another device than the projection; build the attention on that of q");
+        }
+        let exact = blocks.teams && matches!(map, Map::Exponential(projection) if projection.is_exact());
         let warpgroups = exact && blocks.for_warpgroups() && super::warpgroups(device)?;
         Ok(Self {
             device,
             dtype,
             blocks,
-            hyperbolic,
+            map,
             causal,
             batch,
             heads,
@@ -201,7 +139,7 @@ impl<'a> Call<'a> {
             k,
             v,
             given,
-            packed,
+            packed: OnceCell::new(),
             exact,
             warpgroups,
         })
@@ -223,15 +161,44 @@ impl<'a> Call<'a> {
             v: Strides::of(self.v.1),
             norm: (0.5 / (self.blocks.dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
             gates: 0,
+            form: KeyForm::default(),
         };
         (problem, segments)
     }
 
-    /// Begins a launch with a problem, to which the address of the gates is added.
+    /// What the kernels read of the map, packed at the first call; nothing where features come
+    /// ready.
+    fn packed(&self) -> Result<Option<&Packed>> {
+        if let Some(packed) = self.packed.get() {
+            return Ok(packed.as_deref());
+        }
+        let packing = match self.blocks.storage {
+            StoredType::F32 => Packing::Single,
+            _ if self.exact => Packing::Exact,
+            _ => Packing::Parts,
+        };
+        let packed = self.map.packed(packing)?;
+        Ok(self.packed.get_or_init(|| packed).as_deref())
+    }
+
+    /// Begins a launch with a problem, to which the addresses of the gates and of what keys have of
+    /// their own are added.
     fn launch<'l>(&'l self, kernel: &'l Kernel, problem: Problem) -> Result<Launch<'l>> {
         let mut launch = kernel.launch();
         let gates = address(&mut launch, self.given.gates)?;
-        Ok(launch.value(Problem { gates, ..problem }))
+        let mut form = KeyForm::default();
+        if let Some(keys) = self.packed()?.and_then(|packed| packed.keys.as_ref()) {
+            let metric = |i: usize| keys.metric.as_ref().map(|metric| metric[i].view());
+            form = KeyForm {
+                projection: address(&mut launch, Some(keys.factors[0].view()))?,
+                back: address(&mut launch, Some(keys.factors[1].view()))?,
+                weights: address(&mut launch, Some(keys.weights.view()))?,
+                metric: address(&mut launch, metric(0))?,
+                square: address(&mut launch, metric(1))?,
+                tables: keys.tables as i64,
+            };
+        }
+        Ok(launch.value(Problem { gates, form, ..problem }))
     }
 
     /// The numbers of a row of outputs; with a logarithm each begins at a multiple of 16 bytes.
@@ -261,6 +228,13 @@ impl<'a> Call<'a> {
             ("CAUSAL", &causal),
             ("GATED", &gated),
         ];
+        let metric = match self.map {
+            Map::OwnKeys(map) => u8::from(map.metric.is_some()),
+            _ => 0,
+        };
+        if self.blocks.map == MapKind::OwnKeys {
+            macros.push(("METRIC", &metric));
+        }
         macros.extend(more);
         source.kernel(self.device, entry, &macros, shared)
     }
@@ -295,7 +269,7 @@ impl<'a> Call<'a> {
 
     /// Adds the packed projection, if there is one, to the arguments of a launch.
     fn projection<'l>(&'l self, launch: Launch<'l>) -> Result<Launch<'l>> {
-        optional(launch, self.packed.as_ref().map(|packed| packed[0].view()))
+        optional(launch, self.packed()?.map(|packed| packed.queries[0].view()))
     }
 
     /// Computes the sums over keys, or over queries: a record for each segment of the sums before
@@ -378,8 +352,8 @@ impl<'a> Call<'a> {
         Ok((out, Saved { logs, exact, denominators, sums }))
     }
 
-    /// Computes the gradients of queries, keys and values, and of gates where there are some.
-    pub(super) fn backward(&self, out: View, grad: View, saved: &Saved) -> Result<([Buffer; 3], Option<Buffer>)> {
+    /// Computes the gradients of the inputs.
+    pub(super) fn backward(&self, out: View, grad: View, saved: &Saved) -> Result<Gradients> {
         let b = &self.blocks;
         let (splits, group) = (b.splits(), self.heads / self.key_heads);
         let rows = self.batch * self.heads * self.queries;
@@ -398,8 +372,15 @@ impl<'a> Call<'a> {
             }?;
         }
         let made = if partial == 1 { DType::F32 } else { self.dtype };
-        let width = if b.map == MapKind::Computed { b.dim } else { b.features };
+        let width = if b.map.is_computed() { b.dim } else { b.features };
         let key_width = width + usize::from(b.map == MapKind::Signed);
+
+        let of_features = |tokens: usize| -> Result<Option<Buffer>> {
+            let shape = [splits, self.batch, self.heads, tokens, b.features];
+            self.given.trained.then(|| Buffer::of(self.device, shape.as_slice(), DType::F32)).transpose()
+        };
+        let mut of_query_features = of_features(self.queries)?;
+        let mut of_key_features = of_features(self.keys)?;
 
         // Queries come first: their kernel leaves `delta` to the others.
         let (problem, segments) = self.problem(self.queries);
@@ -413,6 +394,7 @@ impl<'a> Call<'a> {
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, saved.sums.as_ref().map(Buffer::view))?;
         tensors.delta = launch.address_mut(&mut delta.storage)?;
+        tensors.of_features = address_of_output(&mut launch, of_query_features.as_mut())?;
         // SAFETY: strides and sizes are those of the tensors; every row of the gradient is written.
         unsafe { launch.value(tensors).output(&mut dq.storage)?.run(grid(segments), threads) }?;
 
@@ -427,10 +409,8 @@ impl<'a> Call<'a> {
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, later.as_ref().map(Buffer::view))?;
         tensors.delta = launch.address(&delta.storage, &delta.layout)?;
-        tensors.factors = match &mut factors {
-            Some(factors) => launch.address_mut(&mut factors.storage)?,
-            None => 0,
-        };
+        tensors.factors = address_of_output(&mut launch, factors.as_mut())?;
+        tensors.of_features = address_of_output(&mut launch, of_key_features.as_mut())?;
         let launch = launch.value(tensors);
         // SAFETY: as above.
         unsafe { launch.output(&mut dk.storage)?.output(&mut dv.storage)?.run(grid(segments), threads) }?;
@@ -452,13 +432,13 @@ impl<'a> Call<'a> {
                 Ok(to)
             };
         let sums = [&saved.sums, &later].map(|sums| sums.as_ref().map(Buffer::view));
-        let of_gates = factors.map(|factors| self.gate_gradients(problem, factors.view(), sums)).transpose()?;
-        let gradients = [
+        let gates = factors.map(|factors| self.gate_gradients(problem, factors.view(), sums)).transpose()?;
+        let qkv = [
             reduce(dq, self.heads, 1, splits, self.queries, width)?,
             reduce(dk, self.key_heads, group, splits, self.keys, key_width)?,
             reduce(dv, self.key_heads, group, 1, self.keys, b.values)?,
         ];
-        Ok((gradients, of_gates))
+        Ok(Gradients { qkv, gates, features: of_query_features.zip(of_key_features).map(<[Buffer; 2]>::from) })
     }
 
     /// Computes the gradients of gates from the factors' and from both sums at the borders of
@@ -485,7 +465,8 @@ impl<'a> Call<'a> {
 
     /// The addresses that both gradient kernels take: all but `delta` and `before`.
     fn tensors<'l>(&'l self, launch: &mut Launch<'l>, grad: View<'l>, saved: &'l Saved) -> Result<Tensors> {
-        let packed = |i: usize| self.packed.as_ref().map(|packed| packed[i].view());
+        let packed = self.packed()?;
+        let packed = |i: usize| packed.map(|packed| packed.queries[i].view());
         Ok(Tensors {
             q: launch.address(self.q.0, self.q.1)?,
             k: launch.address(self.k.0, self.k.1)?,
@@ -502,30 +483,76 @@ impl<'a> Call<'a> {
 
     /// Computes the outputs of one more token after the sums `before`, and writes the sums after it
     /// to `after`.
-    pub(super) fn step(&self, map: &Map, before: View, after: &mut Buffer) -> Result<Buffer> {
+    pub(super) fn step(&self, before: View, after: &mut Buffer) -> Result<Buffer> {
         let b = &self.blocks;
         let group = self.heads / self.key_heads;
-        let mut out = Buffer::of(self.device, (self.batch, self.heads, 1, b.values), self.dtype)?;
+        let mut out = Buffer::of(self.device, (self.batch, self.heads, 1, self.width()), self.dtype)?;
         let shared = 4 * (b.f() * (3 + group) + group + THREADS / b.slice * group * b.slice);
-        let kernel = self.kernel(STEP, "favor_step", &[("GROUP", &group), ("SHARED_STEP", &shared)], shared)?;
-        let launch = self.launch(&kernel, self.problem(1).0)?;
-        let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
+        let more = self.with_logs(&[("GROUP", &group), ("SHARED_STEP", &shared)]);
+        let kernel = self.kernel(STEP, "favor_step", &more, shared)?;
         let grid = [self.batch * self.key_heads * b.splits(), 1, 1];
-        let run = |omega: Option<View>, scale: f32| {
-            let launch = optional(launch, omega)?.value(i32::from(self.hyperbolic)).value(scale);
+        let mut run = |omega: Option<View>, scale: f32, of_keys: Option<OwnNumbers>| {
+            let mut launch = kernel.launch();
+            let gates = address(&mut launch, self.given.gates)?;
+            let form = of_keys.map_or(Ok(KeyForm::default()), |of_keys| of_keys.form(&mut launch))?;
+            let launch = launch.value(Problem { gates, form, ..self.problem(1).0 });
+            let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
+            let hyperbolic = i32::from(self.map.is_hyperbolic());
+            let launch = optional(launch, omega)?.value(hyperbolic).value(scale);
             let launch = launch.input(before.0, before.1)?.output(&mut after.storage)?.output(&mut out.storage)?;
             // SAFETY: sizes are those of the tensors, and both sums have a record for each key
             // head.
             unsafe { launch.run(grid, THREADS) }
         };
-        match map {
+        match self.map {
             Map::Exponential(projection) => {
-                with_storages([&projection.omega], |[omega]| run(Some(omega), projection.scale()))?;
+                with_storages([&projection.omega], |[omega]| run(Some(omega), projection.scale(), None))?;
             }
-            _ => run(None, 1.0)?,
+            Map::OwnKeys(map) => {
+                let metric = map.metric.as_ref().unwrap_or(&map.queries);
+                let numbers = [&map.queries, &map.keys, &map.weights, metric];
+                with_storages(numbers, |[queries, keys, weights, metric]| {
+                    let metric = map.metric.as_ref().map(|_| metric);
+                    let of_keys = OwnNumbers { keys, weights, metric, tables: map.heads() };
+                    run(Some(queries), map.scale(), Some(of_keys))
+                })?;
+            }
+            Map::Log { .. } | Map::Signed { .. } => run(None, 1.0, None)?,
         }
         Ok(out)
     }
+}
+
+/// `OwnNumbers` is what keys have of their own, as it is: a decoding step reads it so.
+struct OwnNumbers<'a> {
+    keys: View<'a>,
+    weights: View<'a>,
+    metric: Option<View<'a>>,
+    tables: usize,
+}
+
+impl<'a> OwnNumbers<'a> {
+    fn form(self, launch: &mut Launch<'a>) -> Result<KeyForm> {
+        Ok(KeyForm {
+            projection: address(launch, Some(self.keys))?,
+            weights: address(launch, Some(self.weights))?,
+            metric: address(launch, self.metric)?,
+            tables: self.tables as i64,
+            ..KeyForm::default()
+        })
+    }
+}
+
+/// `Gradients` is what a backward pass returns.
+#[derive(Debug)]
+pub(super) struct Gradients {
+    /// Of queries, keys and values.
+    pub(super) qkv: [Buffer; 3],
+    /// Of gates, if there are some.
+    pub(super) gates: Option<Buffer>,
+    /// Of the log-features of queries and keys, `(S, B, H, T, F)`, if they were asked for: in parts,
+    /// of `S` slices of the values and of query heads.
+    pub(super) features: Option<[Buffer; 2]>,
 }
 
 /// `OfQueries` is what sums over queries are made of, besides the queries.

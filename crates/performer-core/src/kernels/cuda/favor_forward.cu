@@ -48,7 +48,8 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
     Rows<const Stored> queries = rows_of(q, p.q, place.batch, place.head);
     Rows<const Stored> keys = rows_of(k, p.k, place.batch, place.key_head);
     Rows<const Stored> values = rows_of(v, p.v, place.batch, place.key_head);
-    Packed packed = {projection, D / 16};
+    Linear of_queries = linear_of<false>(p, place, projection), of_keys = linear_of<true>(p, place, projection);
+    Packed metric = square_of(p, place, p.form.metric);
     const unsigned char* seen = visible ? visible + (long long)place.batch * p.keys : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     int column = place.split * V;
@@ -84,14 +85,14 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         }
         __syncthreads();
         if (CAUSAL) {
-            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep);
+            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep, metric, b.excess);
             __syncthreads();
-            n = enter(b, memory, keys, span, packed);
+            n = enter(b, memory, keys, span, of_keys);
             absorb(b, memory);
         }
 
         Features w;
-        take_features(w, s.reader, queries, span, packed, false);
+        take_features(w, s.reader, queries, span, of_queries, false);
         if (!SIGNED) {
             w.each([&](int, int column, float& x) { x += b.scale[column]; });
             w.over_columns(s.largest, Largest(), [](int, int, float x) { return x; });

@@ -6,16 +6,19 @@
 // Packs (M, DIM) `projection` into `to`; a thread writes 16 bytes of a lane. The factor is (rows,
 // columns) of D^-1/4 w: for features, dimensions by features and times log2(e); for gradients
 // (`back`), features by dimensions. For half types, the factor for features is followed by its
-// transpose as a left factor. Hyperbolic maps have the rows w and then their negatives.
+// transpose as a left factor. Hyperbolic maps have the rows w and then their negatives. Where there
+// are several projections, blockIdx.y counts them, and each has `pieces` times 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, uint4* to) {
+favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, int pieces, uint4* to) {
     int rows = back ? features : dim, columns = back ? dim : features;
     int depth = divide(rows, 16), count = depth * divide(columns, 16) * 64;
     int index = blockIdx.x * THREADS + threadIdx.x;
-    if (index >= count * (STORAGE != 0 && !back ? 2 : 1)) return;
+    if (index >= pieces) return;
     bool left = index >= count;
     int lane = index % 32, half = index / 32 % 2, row = index / 64 % depth * 16, column = index % count / 64 / depth * 16;
     int half_way = hyperbolic ? features / 2 : features;
+    projection += (long long)blockIdx.y * half_way * dim;
+    to += (long long)blockIdx.y * pieces;
     auto at = [&](int r, int c) {
         if (r >= rows || c >= columns) return 0.0f;
         int feature = back ? r : c, d = back ? c : r;

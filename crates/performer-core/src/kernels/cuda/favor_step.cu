@@ -4,6 +4,9 @@
 //   k, v (B, Hkv, 1, .) -> features f (F), decay (F), in which the token's gate is
 //                       -> S (F, V) = decay S + f v, norm (F) = decay norm + f
 //   q (B, H, 1, DIM)    -> weights w (GROUP, F) -> out (B, H, 1, VALUES) = w S / w norm
+//
+// With LOGS, a row of `out` has OUT_WIDTH numbers: after its values stands the logarithm of its
+// denominator in base e, as `favor_forward` writes it.
 
 #include "favor.cuh"
 
@@ -33,7 +36,25 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     const Stored* value = rows_of(v, p.v, batch, key_head).first + split * V;
     float* old = before + (long long)index * RECORD;
     float* next = after + (long long)index * RECORD;
+    long long table = OWN_KEYS && p.form.tables > 1 ? key_head : 0;
+    // The rows whose products are the logarithms of features, of queries and of keys.
+    const float* of_queries = projection + table * FEATURES * DIM;
+    const float* of_keys = OWN_KEYS ? (const float*)p.form.projection + table * FEATURES * DIM : projection;
 
+    // |Py|^2 of the key, a part from each warp, which goes through all of its rows.
+    float* squares = &s.parts[0][0][0];
+    if (METRIC) {
+        const float* metric = (const float*)p.form.metric + table * DIM * DIM;
+        float squared = 0;
+        for (int i = warp(); i < DIM; i += WARPS) {
+            float turned = 0;
+            for (int d = lane(); d < DIM; d += 32) turned += widen(key[d]) * metric[i * DIM + d];
+            for (int mask = 16; mask; mask /= 2) turned += from_lane_xor(turned, mask);
+            squared += turned * turned;
+        }
+        if (lane() == 0) squares[warp()] = squared;
+        __syncthreads();
+    }
     // Logarithms of features: a warp has one feature; row 0 is the key, the others are queries.
     for (int r = warp(); r < F; r += WARPS) {
         int half = hyperbolic ? FEATURES / 2 : FEATURES;
@@ -45,13 +66,18 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
             } else {
                 for (int d = lane(); d < DIM; d += 32) {
                     float number = widen(x[d]);
-                    if (r < FEATURES) sum += number * projection[(r % half) * DIM + d];
+                    if (r < FEATURES) sum += number * (row == 0 ? of_keys : of_queries)[(r % half) * DIM + d];
                     square += number * number;
                 }
                 for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
                 for (int mask = 16; mask; mask /= 2) square += from_lane_xor(square, mask);
+                if (METRIC) {
+                    square = 0;
+                    for (int w = 0; w < WARPS; w++) square += squares[w];
+                }
                 sum *= (r < half ? scale : -scale) * LOG2E;
                 if (row == 0) sum -= p.norm * square;
+                if (OWN_KEYS && row == 0 && r < FEATURES) sum += p.form.weights[table * FEATURES + r] * LOG2E;
             }
             if (!SIGNED && r >= FEATURES) sum = -infinity();
             if (lane() == 0) (row == 0 ? s.key[r] : s.weights[row - 1][r]) = sum;
@@ -86,6 +112,10 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
         }
         for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
         if (lane() == 0) s.denominator[g] = sum;
+        if (LOGS && split == 0 && lane() == 0) {
+            float log = sum == 0.0f ? FLOOR : (largest + logarithm(sum)) / LOG2E;
+            narrow(log, out[((long long)index * p.group + g) * OUT_WIDTH + VALUES]);
+        }
     }
     __syncthreads();
     constexpr int ROWS_AT_ONCE = THREADS / V;
@@ -107,6 +137,6 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
         if (split * V + c >= VALUES) continue;
         float sum = 0, denominator = s.denominator[g];
         for (int part = 0; part < ROWS_AT_ONCE; part++) sum += s.parts[part][g][c];
-        narrow(denominator == 0.0f ? 0.0f : sum / denominator, out[((long long)index * p.group + g) * VALUES + split * V + c]);
+        narrow(denominator == 0.0f ? 0.0f : sum / denominator, out[((long long)index * p.group + g) * OUT_WIDTH + split * V + c]);
     }
 }

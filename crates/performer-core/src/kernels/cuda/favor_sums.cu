@@ -22,7 +22,8 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
     Place place(p);
     Rows<const Stored> rows = rows_of(x, p.q, place.batch, place.head);
     Rows<const Stored> weighed = rows_of(y, p.v, place.batch, place.head);
-    Packed packed = {projection, D / 16};
+    Linear linear = linear_of<!QUERIES>(p, place, projection);
+    Packed metric = square_of(p, place, p.form.metric);
     const unsigned char* seen = visible ? visible + (long long)place.batch * p.queries : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     long long first = (long long)place.query_index * p.queries;
@@ -61,11 +62,11 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
         } else {
             for (int row = threadIdx.x; row < C; row += THREADS) b.unit[row] = 1;
             __syncthreads();
-            set_key_offsets<BUILDS>(b, b, rows, span, p.norm, keep);
+            set_key_offsets<BUILDS>(b, b, rows, span, p.norm, keep, metric, b.excess);
             __syncthreads();
         }
         if (GATED) decay += b.pending();
-        gather(b, memory, rows, span, packed);
+        gather(b, memory, rows, span, linear);
         __syncthreads();
     }
     long long index = (long long)place.segment * (gridDim.x / SPLITS) + place.query_index;

@@ -20,6 +20,8 @@ pub(super) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod favor;
 mod favor_call;
+mod favor_layout;
+mod favor_map;
 pub(super) mod heads;
 mod memory;
 pub(super) mod norm;

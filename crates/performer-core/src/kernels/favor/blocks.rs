@@ -28,6 +28,15 @@ pub(crate) enum MapKind {
     Log = 1,
     /// Rows are signed features.
     Signed = 2,
+    /// The kernel computes them, and keys have rows and weights of their own.
+    OwnKeys = 3,
+}
+
+impl MapKind {
+    /// Whether the kernel computes features from queries and keys.
+    pub(crate) fn is_computed(self) -> bool {
+        matches!(self, Self::Computed | Self::OwnKeys)
+    }
 }
 
 impl fmt::Display for MapKind {
@@ -175,7 +184,7 @@ impl Blocks {
     /// for each.
     fn side(&self) -> usize {
         let parts = if self.storage == StoredType::F16 { 2 } else { 1 };
-        let dim = if self.map == MapKind::Computed { self.dim.next_multiple_of(16) } else { 16 };
+        let dim = if self.map.is_computed() { self.dim.next_multiple_of(16) } else { 16 };
         parts * self.tile(self.chunk, dim) + 4 * self.chunk
     }
 
@@ -248,12 +257,15 @@ mod tests {
 
     /// By their codes.
     const STORAGES: [StoredType; 3] = [F32, F16, Bf16];
-    const MAPS: [MapKind; 3] = [Computed, Log, Signed];
+    const MAPS: [MapKind; 4] = [Computed, Log, Signed, OwnKeys];
 
     #[test]
     fn codes_are_those_of_the_sources() {
-        for (i, (storage, map)) in STORAGES.into_iter().zip(MAPS).enumerate() {
-            assert_eq!((storage.to_string(), map.to_string()), (i.to_string(), i.to_string()));
+        for (i, storage) in STORAGES.into_iter().enumerate() {
+            assert_eq!(storage.to_string(), i.to_string());
+        }
+        for (i, map) in MAPS.into_iter().enumerate() {
+            assert_eq!(map.to_string(), i.to_string());
         }
     }
 
@@ -289,6 +301,7 @@ mod tests {
             (false, Bf16, Computed, 64, 128),
             (true, F16, Computed, 64, 128),
             (true, F32, Log, 64, 128),
+            (true, Bf16, OwnKeys, 64, 128),
             (true, Bf16, Computed, 80, 128),
             (true, Bf16, Computed, 64, 129),
         ] {

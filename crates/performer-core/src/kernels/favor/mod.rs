@@ -76,6 +76,8 @@ pub(crate) use packed::gated;
 pub(crate) use quadratic::Quadratic;
 pub(crate) use rectified::Rectified;
 pub(crate) use trained::Trained;
+#[cfg(feature = "cuda")]
+pub(crate) use trained::join_parameters;
 
 use super::{
     check_finite, for_heads,

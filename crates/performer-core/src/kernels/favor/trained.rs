@@ -18,14 +18,20 @@ pub(crate) struct Trained {
     sizes: [usize; 2],
 }
 
+/// Puts the rows of queries and of keys `(H, M, D)` and the weights of keys `(H, M)` into one tensor
+/// `(H, 2·M·D + M)`, f32, since an operation takes few.
+pub(crate) fn join_parameters([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Tensor> {
+    let (h, m, d) = queries.dims3()?;
+    let flat = |rows: &Tensor| ops::reshape(rows, (h, m * d));
+    ops::to_dtype(&ops::cat(&[&flat(queries)?, &flat(keys)?, log_weights], 1)?, DType::F32)
+}
+
 impl Trained {
     /// Takes rows `(H, M, D)` and weights `(H, M)`, see [`Exponential`]; `H` may be 1 for any
     /// number of heads.
-    pub(crate) fn new(queries: &Tensor, keys: &Tensor, log_weights: &Tensor) -> Result<Self> {
+    pub(crate) fn new([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Self> {
         let (_, m, d) = queries.dims3()?;
-        let flat = |rows: &Tensor| ops::reshape(rows, (rows.dim(0)?, m * d));
-        let blocks = [&flat(queries)?, &flat(keys)?, log_weights];
-        let parameters = ops::to_dtype(&ops::cat(&blocks, 1)?, DType::F32)?;
+        let parameters = join_parameters([queries, keys, log_weights])?;
         let map = |block: &Vec<f32>| {
             let (queries, of_keys) = block.split_at(m * d);
             let (keys, log_weights) = of_keys.split_at(m * d);
