@@ -5,7 +5,7 @@
 use crate::{
     common::{
         Random, assert_close,
-        emulated::{compile, execute},
+        emulated::{compile, compile_for_races, execute},
     },
     cuda_host::{Build, tolerance},
 };
@@ -211,12 +211,13 @@ impl OwnKeys {
 }
 
 /// A map with rows of its own for keys, for each key head or for all, in one pass, in segments, in
-/// slices of values, with gates, and from a state on, token by token at the end.
+/// slices of values, with gates, and from a state on, token by token at the end. Threads take turns
+/// in either order, and products cut off what tensor cores do.
 #[test]
 fn keys_with_rows_of_their_own() {
     let base = Build { values: 24, slice: 32, ..Build::new(DType::F32, 24, 20) };
     let half = Build { values: 64, slice: 64, ..Build::new(DType::BF16, 64, 128) };
-    for (build, heads, tables, metric, tokens, segments, split) in [
+    for (i, (build, heads, tables, metric, tokens, segments, split)) in [
         (base, [2, 2], 1, false, 70, 1, 33),
         (base, [2, 2], 2, true, 70, 2, 40),
         (Build { gated: true, ..base }, [2, 2], 2, true, 70, 2, 33),
@@ -224,73 +225,96 @@ fn keys_with_rows_of_their_own() {
         (Build { partial: true, values: 40, slice: 16, ..base }, [4, 2], 2, true, 63, 2, 30),
         (Build { gated: true, ..half }, [2, 2], 2, true, 130, 2, 70),
         (Build { values: 48, slice: 48, ..Build::new(DType::F16, 48, 64) }, [2, 2], 1, true, 100, 1, 0),
-    ] {
-        let [query_heads, key_heads] = heads;
-        let (features, dim, group) = (build.rows, build.head_dim, query_heads / key_heads);
-        let shape = build.shape([1, query_heads, key_heads], tokens, tokens);
-        let mut random = Random::new(31);
-        let map = OwnKeys::random(&mut random, tables, [features, dim], metric);
-        let problem = build.problem(32, shape);
-        let gates = problem.gates.as_deref();
-        let mut macros = build.macros(group).to_vec();
-        macros[1].1 = 3;
-        macros.push(("METRIC", usize::from(metric)));
-        let Some(program) = compile("cuda", "favor", &macros) else { return };
-        let header = [1, query_heads, key_heads, tokens, tokens, segments, 0, 1, split, 0, tables];
-        let empty = Vec::new();
-        let numbers = [
-            &problem.q[..],
-            &problem.k,
-            &problem.v,
-            &problem.grad_output,
-            &map.queries,
-            &map.keys,
-            &map.weights,
-            map.metric.as_ref().unwrap_or(&empty),
-            gates.unwrap_or_default(),
-        ];
-        let mut actual = execute(&program, &header, &numbers, None).into_iter();
-
-        let of_query = |head: usize| if tables == 1 { 0 } else { head / group };
-        let of_key = |head: usize| if tables == 1 { 0 } else { head };
-        let log_q = map.logs(&problem.q, tokens, false, of_query);
-        let log_k = map.logs(&problem.k, tokens, true, of_key);
-        let of_features = [&log_q[..], &log_k, &problem.v, &problem.grad_output];
-        let [out, dlog_q, dlog_k, dv, dgates] =
-            given_features(shape, of_features, gates, features, false, build.causal);
-        let dq = map.gradients(&problem.q, &dlog_q, tokens, false, of_query);
-        let dk = map.gradients(&problem.k, &dlog_k, tokens, true, of_key);
-        let bound = tolerance(build.dtype);
-        let mut take = |n: usize| actual.by_ref().take(n).collect::<Vec<f64>>();
-        let compare = |what: &str, actual: &[f64], expected: &[f64], bound: f64| {
-            let what = format!("{what} of {build:?}, {heads:?} heads, {tables} tables, metric {metric}");
-            assert_close(&what, &[expected.len()], actual, expected, bound);
-        };
-        compare("outputs", &take(out.len()), &out, bound);
-        if split > 0 {
-            compare("outputs in parts", &take(out.len()), &out, bound);
-            let width = build.values.next_multiple_of(16).next_multiple_of(build.slice);
-            let state = key_heads * features.next_multiple_of(16) * (2 + width);
-            let whole = take(state);
-            compare("state after parts", &take(state), &whole, bound);
-        }
-        for (what, expected) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
-            compare(what, &take(expected.len()), expected, bound);
-        }
-        compare("dgates", &take(dgates.len()), &dgates, 2.0 * bound);
-        // The gradients of log-features come in parts, of slices of values and of query heads.
-        let splits = build.values.div_ceil(build.slice);
-        let (rows, of_head) = (query_heads * tokens * features, tokens * features);
-        let parts = take(splits * rows);
-        let sum: Vec<f64> = (0..rows).map(|i| (0..splits).map(|s| parts[s * rows + i]).sum()).collect();
-        compare("gradients of queries' log-features", &sum, &dlog_q, bound);
-        let parts = take(splits * rows);
-        let of_key_heads = (0..key_heads * of_head).map(|i| {
-            let (head, at) = (i / of_head, i % of_head);
-            (0..splits * group).map(|n| parts[n / group * rows + (head * group + n % group) * of_head + at]).sum()
-        });
-        let sum: Vec<f64> = of_key_heads.collect();
-        compare("gradients of keys' log-features", &sum, &dlog_k, bound);
-        assert_eq!(actual.len(), 0);
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        check_own_keys(build, heads, (tables, metric), (tokens, segments, split), (i % 4, false));
     }
+}
+
+/// A metric has one more product, whose rows several warps add up.
+#[test]
+fn keys_with_a_metric_have_no_races() {
+    let build = Build { gated: true, ..Build::new(DType::F32, 16, 20) };
+    for mode in [0, 1] {
+        check_own_keys(build, [2, 2], (2, true), (70, 2, 33), (mode, true));
+    }
+}
+
+/// Checks a map of `tables` sets of numbers on a sequence of `tokens` in `segments`, and split at a
+/// token. `mode` is the order of threads (1) and whether products cut off digits (2).
+fn check_own_keys(
+    build: Build,
+    [query_heads, key_heads]: [usize; 2],
+    (tables, metric): (usize, bool),
+    (tokens, segments, split): (usize, usize, usize),
+    (mode, races): (usize, bool),
+) {
+    let (features, dim, group) = (build.rows, build.head_dim, query_heads / key_heads);
+    let shape = build.shape([1, query_heads, key_heads], tokens, tokens);
+    let mut random = Random::new(31);
+    let map = OwnKeys::random(&mut random, tables, [features, dim], metric);
+    let problem = build.problem(32, shape);
+    let gates = problem.gates.as_deref();
+    let mut macros = build.macros(group).to_vec();
+    macros[1].1 = 3;
+    macros.push(("METRIC", usize::from(metric)));
+    let compile = if races { compile_for_races } else { compile };
+    let Some(program) = compile("cuda", "favor", &macros) else { return };
+    let header = [1, query_heads, key_heads, tokens, tokens, segments, 0, 1, split, mode, tables];
+    let empty = Vec::new();
+    let numbers = [
+        &problem.q[..],
+        &problem.k,
+        &problem.v,
+        &problem.grad_output,
+        &map.queries,
+        &map.keys,
+        &map.weights,
+        map.metric.as_ref().unwrap_or(&empty),
+        gates.unwrap_or_default(),
+    ];
+    let mut actual = execute(&program, &header, &numbers, None).into_iter();
+
+    let of_query = |head: usize| if tables == 1 { 0 } else { head / group };
+    let of_key = |head: usize| if tables == 1 { 0 } else { head };
+    let log_q = map.logs(&problem.q, tokens, false, of_query);
+    let log_k = map.logs(&problem.k, tokens, true, of_key);
+    let of_features = [&log_q[..], &log_k, &problem.v, &problem.grad_output];
+    let [out, dlog_q, dlog_k, dv, dgates] = given_features(shape, of_features, gates, features, false, build.causal);
+    let dq = map.gradients(&problem.q, &dlog_q, tokens, false, of_query);
+    let dk = map.gradients(&problem.k, &dlog_k, tokens, true, of_key);
+    let bound = tolerance(build.dtype);
+    let mut take = |n: usize| actual.by_ref().take(n).collect::<Vec<f64>>();
+    let compare = |what: &str, actual: &[f64], expected: &[f64], bound: f64| {
+        let what = format!("{what} of {build:?}, {query_heads}/{key_heads} heads, {tables} tables, metric {metric}");
+        assert_close(&what, &[expected.len()], actual, expected, bound);
+    };
+    compare("outputs", &take(out.len()), &out, bound);
+    if split > 0 {
+        compare("outputs in parts", &take(out.len()), &out, bound);
+        let width = build.values.next_multiple_of(16).next_multiple_of(build.slice);
+        let state = key_heads * features.next_multiple_of(16) * (2 + width);
+        let whole = take(state);
+        compare("state after parts", &take(state), &whole, bound);
+    }
+    for (what, expected) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
+        compare(what, &take(expected.len()), expected, bound);
+    }
+    compare("dgates", &take(dgates.len()), &dgates, 2.0 * bound);
+    // The gradients of log-features come in parts, of slices of values and of query heads.
+    let splits = build.values.div_ceil(build.slice);
+    let (rows, of_head) = (query_heads * tokens * features, tokens * features);
+    let parts = take(splits * rows);
+    let sum: Vec<f64> = (0..rows).map(|i| (0..splits).map(|s| parts[s * rows + i]).sum()).collect();
+    compare("gradients of queries' log-features", &sum, &dlog_q, bound);
+    let parts = take(splits * rows);
+    let of_key_heads = (0..key_heads * of_head).map(|i| {
+        let (head, at) = (i / of_head, i % of_head);
+        (0..splits * group).map(|n| parts[n / group * rows + (head * group + n % group) * of_head + at]).sum()
+    });
+    let sum: Vec<f64> = of_key_heads.collect();
+    compare("gradients of keys' log-features", &sum, &dlog_k, bound);
+    assert_eq!(actual.len(), 0);
 }
