@@ -113,15 +113,17 @@ def main():
     rows = []
     for name, macros, only in nvrtc_check.variants(LIST.read_text()):
         chosen = dict(macro.split("=") for macro in macros)
-        # One variant of each kernel: causal, features computed in it, Ω exact.
-        if not ("/favor_" in name and SIZES in " ".join(macros) and chosen.get("CAUSAL") == "1" and chosen["MAP"] == "0"):
+        # One variant of each kernel: causal, features computed in it, by a projection that is exact
+        # or by rows that keys have of their own.
+        if not ("/favor_" in name and SIZES in " ".join(macros) and chosen.get("CAUSAL") == "1" and chosen["MAP"] in "03"):
             continue
+        own_keys = chosen["MAP"] == "3"
         if chosen.get("EXACT") == "0" or chosen.get("LOGS") == "1" or chosen.get("PARTIAL") == "1":
             continue
         if only not in (None, ARCH) or chosen["STORAGE"] == "1":
             continue
         half = chosen["STORAGE"] == "2"
-        if half and "bf16" not in name:
+        if half and "bf16" not in name and not own_keys:
             continue
         code, log = compile_to_cubin(library, CRATES / name, macros)
         usage = {kernel: numbers for kernel, *numbers in nvrtc_check.usage(log)}
@@ -143,6 +145,8 @@ def main():
                 "kernel": kernel + (" (queries)" if chosen.get("QUERIES") == "1" else ""),
                 "dtype": "bf16" if half else "f32",
                 "gated": chosen["GATED"] == "1",
+                "own_keys": own_keys,
+                "metric": chosen.get("METRIC") == "1",
                 "warpgroups": chosen.get("WGMMA") == "1",
                 "registers": registers,
                 "spilled_bytes": [stored, loaded],
@@ -155,7 +159,7 @@ def main():
             })
     print(json.dumps({"architecture": ARCH, "sizes": SIZES, "kernels": rows}, indent=1))
     for row in rows:
-        marks = "".join([" gated" if row["gated"] else "", " warpgroups" if row["warpgroups"] else ""])
+        marks = "".join(f" {mark}" for mark in ("gated", "warpgroups", "own_keys", "metric") if row[mark])
         print(f"{row['kernel'] + marks:48} {row['dtype']:5} {row['registers']:4} {row['spilled_bytes']!s:13} "
               f"{row['instructions']:6} {row['products']:5} {row['picoseconds']} {row['floor_picoseconds']}", file=sys.stderr)
 
