@@ -60,7 +60,13 @@ fn cuda() -> Result<Device> {
             .into(),
     ))?;
     #[cfg(feature = "cuda")]
-    performer_core::kernels::cuda::keep_memory(device.as_cuda_device()?).context("the CUDA device cannot be set up")?;
+    {
+        let card = device.as_cuda_device()?;
+        // SAFETY: the events would order several streams that one context has made. This program
+        // makes none beside Candle's own, between whose threads they are never recorded.
+        unsafe { card.disable_event_tracking() };
+        performer_core::kernels::cuda::keep_memory(card).context("the CUDA device cannot be set up")?;
+    }
     Ok(device)
 }
 

@@ -5,8 +5,8 @@
 //
 // EMULATED_CARD (90: the architecture, from which follows how much shared memory a block may have),
 // EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRUNCATE
-// (1: matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches and
-// compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the
+// (1: matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches, events
+// that are made, and compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the
 // host), EMULATED_FAULT (the name of a kernel that makes the device fail, as one does that touches
 // memory which is not its own: the process gets nothing but errors from then on).
 
@@ -296,7 +296,11 @@ API cuStreamWaitEvent(void*, void*, unsigned) { return SUCCESS; }
 API cuStreamIsCapturing(void*, int* status) { return *status = 0, SUCCESS; }
 
 typedef std::chrono::steady_clock Clock;
-API cuEventCreate(Clock::time_point** event, unsigned) { return *event = new Clock::time_point, SUCCESS; }
+API cuEventCreate(Clock::time_point** event, unsigned) {
+    static const bool trace = setting("EMULATED_TRACE", 0);
+    if (trace) std::fprintf(stderr, "makes an event\n");
+    return *event = new Clock::time_point, SUCCESS;
+}
 API cuEventDestroy_v2(Clock::time_point* event) { return delete event, SUCCESS; }
 API cuEventRecord(Clock::time_point* event, void*) { return *event = Clock::now(), SUCCESS; }
 API cuEventSynchronize(void*) { return failed ? ILLEGAL_ADDRESS : SUCCESS; }
