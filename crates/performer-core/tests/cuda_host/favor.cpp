@@ -118,7 +118,7 @@ int main() {
     auto combine_grid = [](int heads) { return Dim{(unsigned)divide(heads * F, WARPS), 1, 1}; };
     std::vector<float> decays = poison<float>((size_t)segments * batch * key_heads);
     auto key_sums = [&](std::vector<float>& sums, float* initial) {
-        host::launch({key_blocks, parts, 1}, BLOCK_THREADS, KERNEL(key_sums), of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
+        host::launch({key_blocks, parts - CAUSAL, 1}, BLOCK_THREADS, KERNEL(key_sums), of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
                      (float*)nullptr, (float*)nullptr, sums.data(), decays.data());
         host::launch(combine_grid(batch * key_heads), THREADS, favor_combine, batch * key_heads, segments, sums.data(), decays.data(), initial,
                      CAUSAL ? nullptr : total.data(), CAUSAL, 0);
@@ -188,7 +188,7 @@ int main() {
         std::vector<float> later_decays = poison<float>((size_t)segments * batch * heads);
         t.before = nullptr;
         if (!CAUSAL || segments > 1) {
-            host::launch({blocks, parts, 1}, BLOCK_THREADS, KERNEL(query_sums), of_queries, q.data(), grad.data(), (unsigned char*)nullptr, columns.data(),
+            host::launch({blocks, parts - CAUSAL, 1}, BLOCK_THREADS, KERNEL(query_sums), of_queries, q.data(), grad.data(), (unsigned char*)nullptr, columns.data(),
                          logs.data(), delta.data(), denominators.data(), later.data(), later_decays.data());
             host::launch(combine_grid(batch * heads), THREADS, favor_combine, batch * heads, segments, later.data(), later_decays.data(), (float*)nullptr,
                          CAUSAL ? nullptr : all.data(), CAUSAL, 1);

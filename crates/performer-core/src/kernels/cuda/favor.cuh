@@ -38,11 +38,12 @@
 // are signed features, and keys have the logarithm of their scale as one more number (1 and 2,
 // "ready" features, in f32); 3, features are computed here, exp(a.x) of queries and
 // exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key head or one set for all
-// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES, VALUES: the sizes of a query, of its features, of a
-// value. SLICE: the values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens.
-// GATED: whether there are forget gates; only where a query sees the keys up to its own. STORAGE:
-// see tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its
-// values, which only f32 and features that are positive have; 0 if it is not given.
+// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
+// VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
+// takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. GATED: whether there are forget gates; only
+// where a query sees the keys up to its own. STORAGE: see tile.cuh. LOGS: whether a row of outputs
+// has the logarithm of its denominator after its values, which only f32 and features that are
+// positive have; 0 if it is not given.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR
@@ -177,10 +178,11 @@ struct Place {
     // Counted through the batch.
     int query_index, key_index;
 
-    __device__ explicit Place(const Problem& p) {
+    // `blockIdx.y` counts segments from `first_segment` on.
+    __device__ explicit Place(const Problem& p, int first_segment = 0) {
         int index = blockIdx.x / SPLITS;
         split = blockIdx.x % SPLITS;
-        segment = blockIdx.y;
+        segment = first_segment + blockIdx.y;
         batch = index / p.heads;
         head = index % p.heads;
         key_head = head / p.group;

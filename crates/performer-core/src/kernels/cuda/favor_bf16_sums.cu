@@ -14,7 +14,7 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
                 const float* unit, const float* denominators, float* records, float* decays) {
     extern __shared__ uint4 shared_memory[];
     TeamBuilder& b = *(TeamBuilder*)shared_memory;
-    Place place(p);
+    Place place(p, CAUSAL && QUERIES ? 1 : 0);
     Rows<const Stored> rows = rows_of(x, p.q, place.batch, place.head);
     Rows<const Stored> weighed = rows_of(y, p.v, place.batch, place.head);
     Packed packed = {projection, D / 16};

@@ -305,9 +305,11 @@ impl<'a> Call<'a> {
         let launch = optional(launch, of_queries.map(|of| of.delta))?;
         let launch = optional(launch, of_queries.and_then(|of| of.denominators))?;
         let launch = optional_output(launch.output(&mut records.storage)?, decays.as_mut())?;
+        // Under a causal mask, no other segment sees the last of keys, or the first of queries.
+        let seen = segments - usize::from(self.causal);
         // SAFETY: strides and sizes are those of the tensors, and there is a record for each
         // segment and head.
-        unsafe { launch.run([all * b.splits(), segments, 1], threads) }?;
+        unsafe { launch.run([all * b.splits(), seen, 1], threads) }?;
 
         let kernel = self.kernel(PARTS, "favor_combine", &[], 0)?;
         let launch = kernel.launch().value(all as i32).value(segments as i32).output(&mut records.storage)?;

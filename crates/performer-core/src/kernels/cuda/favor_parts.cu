@@ -5,7 +5,8 @@
 
 // Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads, RECORD),
 // from `initial` (heads, RECORD) on, if given. If `exclusive`, each record becomes the sum of those
-// before it (after it if `reverse`); `total`, if given, gets the sum of all. A warp has one head
+// before it (after it if `reverse`), and the last (the first) is not read, since `favor_sums` has
+// left it out; `total`, if given, gets the sum of all. A warp has one head
 // and feature, so that it has read a scale before it overwrites it. With gates, `decays` (segments,
 // heads) is what a segment makes the sums before it forget.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -32,7 +33,7 @@ favor_combine(int heads, int segments, float* records, const float* decays, cons
         auto record_of = [&](int s) { return records + index_of(s) * RECORD; };
 #pragma unroll
         for (int s = 0; s < AT_A_TIME; s++) {
-            bool has = step + s < segments;
+            bool has = step + s < segments - exclusive;
             float* record = record_of(has ? step + s : step);
             next_scale[s] = has ? scales_of(record)[r] : FLOOR;
             next_norm[s] = has ? norms_of(record)[r] : 0.0f;

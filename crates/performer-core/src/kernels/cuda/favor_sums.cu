@@ -3,7 +3,10 @@
 //
 //   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD)
 //
-// where x, y and H' are keys, values and key heads, or queries, gradients of outputs and query
+// Where a token sees those before it alone, the segment that no other reads is left out: the last
+// of keys, the first of queries. Its record is not written.
+//
+// Here x, y and H' are keys, values and key heads, or queries, gradients of outputs and query
 // heads. With gates, a record is what is left of the segment's rows at its last token (for queries,
 // its first), and `decays` (segments, B, H') gets what the whole segment makes the rows before it
 // forget (for queries, those after it).
@@ -19,7 +22,7 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
            const float* unit, const float* denominators, float* records, float* decays) {
     extern __shared__ uint4 shared_memory[];
     Builder& b = *(Builder*)shared_memory;
-    Place place(p);
+    Place place(p, CAUSAL && QUERIES ? 1 : 0);
     Rows<const Stored> rows = rows_of(x, p.q, place.batch, place.head);
     Rows<const Stored> weighed = rows_of(y, p.v, place.batch, place.head);
     Linear linear = linear_of<!QUERIES>(p, place, projection);
