@@ -44,8 +44,8 @@ pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
     /// features trained too) or favor-window (and exact to the last 32 tokens; in a first
     /// measurement features that are not trained did worse than that window alone), with settings:
-    /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, favor]. The
-    /// setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short
+    /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, which is
+    /// favor-gated, and favor for seed and published]. The setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short
     /// convolutions of queries, keys and values; output-gate and output-norm scale what heads
     /// return; mup-scale divides logits by the head dimension in place of its square root;
     /// key-dim=16 gives queries and keys 16 dimensions a head, which map=taylor2 needs in large
