@@ -1,6 +1,7 @@
 //! This module is the command `performer-lm gpu-check`.
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::{Read, Write},
     path::{Path, PathBuf},
@@ -302,6 +303,19 @@ fn work(args: &Args, seconds: f64, machine: &Machine, items: &[Item]) -> Result<
     })
 }
 
+/// Counts the checks of each path, those that passed among them.
+fn paths(report: &Report) -> Vec<Vec<String>> {
+    let mut counts = BTreeMap::<&str, (usize, usize)>::new();
+    for check in &report.checks {
+        if let Some(path) = &check.path {
+            let (all, passed) = counts.entry(path).or_default();
+            *all += 1;
+            *passed += usize::from(check.passed);
+        }
+    }
+    counts.into_iter().map(|(path, (all, passed))| vec![all.to_string(), passed.to_string(), path.into()]).collect()
+}
+
 fn tables(report: &Report) -> String {
     let mut checks: Vec<Vec<String>> = Vec::new();
     for check in report.checks.iter().filter(|c| !c.passed) {
@@ -346,6 +360,10 @@ fn tables(report: &Report) -> String {
         format!("{}: {passed} of {} checks passed, {:.0} s\n", report.device, report.checks.len(), report.seconds);
     if !checks.is_empty() {
         text += &format!("\n{}\n", output::table(&["failed", "error", "allowed", "because"], &checks));
+    }
+    let paths = paths(report);
+    if !paths.is_empty() {
+        text += &format!("\n{}\n", output::table(&["checks", "passed", "computed by"], &paths));
     }
     let header = [
         "attention",

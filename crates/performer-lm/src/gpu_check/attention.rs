@@ -191,7 +191,8 @@ fn check(case: Case, seed: u64, device: &Device) -> Result<Vec<Check>> {
             }
         }
     }
-    Ok(checks)
+    let path = problem.path()?;
+    Ok(checks.into_iter().map(|check| check.by(&path)).collect())
 }
 
 /// The inputs of attention, with gates if there are some.
@@ -300,6 +301,14 @@ impl<'a> Problem<'a> {
         let (h, kv) = (self.case.heads, self.case.kv_heads);
         let (q, k, v, gates) = (self.tensor(q, h)?, self.tensor(k, kv)?, self.tensor(v, kv)?, self.gate_tensor(gates)?);
         self.attention.forward(inputs([&q, &k, &v], gates.as_ref()), &self.mask()?)
+    }
+
+    /// What computes the attention.
+    fn path(&self) -> candle_core::Result<String> {
+        let (h, kv) = (self.case.heads, self.case.kv_heads);
+        let (q, k, v) = (self.tensor(&self.q, h)?, self.tensor(&self.k, kv)?, self.tensor(&self.v, kv)?);
+        let gates = self.gate_tensor(self.gates.as_deref())?;
+        Ok(self.attention.path(inputs([&q, &k, &v], gates.as_ref()), &self.mask()?)?.to_string())
     }
 
     /// Returns the output and the gradients of q, k and v, and of gates if there are some, for

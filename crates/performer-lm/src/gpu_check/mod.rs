@@ -41,6 +41,9 @@ pub struct Check {
     pub tolerance: f64,
     /// Whether the check passed.
     pub passed: bool,
+    /// What computed it: kernels for a device, or Candle's operations and why; where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
     /// Why the check failed, if there is more to say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub because: Option<String>,
@@ -133,12 +136,10 @@ pub fn perform<'a>(
         write(&Line::Begin { item: item.name.clone() })?;
         let started = Instant::now();
         let lines = (item.work)(device).unwrap_or_else(|error| {
-            let (what, because) = (item.name.clone(), first_line(&error));
+            let what = item.name.clone();
             vec![match item.part {
-                Part::Checks => {
-                    Line::Check(Check { what, error: None, tolerance: 0.0, passed: false, because: Some(because) })
-                }
-                Part::Timings | Part::Training => Line::Skipped { what, because },
+                Part::Checks => Line::Check(Check::of(what, Err(error), 0.0)),
+                Part::Timings | Part::Training => Line::Skipped { what, because: first_line(&error) },
             }]
         });
         for line in &lines {
@@ -196,7 +197,12 @@ impl Check {
             Ok(error) => (Some(error).filter(|e| e.is_finite()), None),
             Err(error) => (None, Some(first_line(&error))),
         };
-        Self { what, error, tolerance, passed: error.is_some_and(|e| e <= tolerance), because }
+        Self { what, error, tolerance, passed: error.is_some_and(|e| e <= tolerance), path: None, because }
+    }
+
+    /// Adds what computed it.
+    fn by(self, path: impl Into<String>) -> Self {
+        Self { path: Some(path.into()), ..self }
     }
 }
 

@@ -367,6 +367,11 @@ fn gpu_check_passes_on_the_cpu_and_leaves_json() {
     let report = json(&performer(dir.path(), &words));
     let failed: Vec<&Value> = report["checks"].as_array().unwrap().iter().filter(|c| c["passed"] != true).collect();
     assert!(failed.is_empty() && report["passed"] == true, "{failed:?}");
+    // What computed each attention is said.
+    for check in report["checks"].as_array().unwrap() {
+        let is_attention = ["favor ", "softmax "].iter().any(|name| check["what"].as_str().unwrap().starts_with(name));
+        assert_eq!(check["path"] == "fused CPU kernels", is_attention, "{check}");
+    }
     assert_eq!(report["training"].as_array().unwrap().len(), 2, "{}", report["skipped"]);
     for speed in report["speed"].as_array().unwrap() {
         assert!(speed["milliseconds"].as_f64() > Some(0.0), "{speed}");
