@@ -23,6 +23,8 @@ case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
 shift
 [ $# -gt 0 ] || set -- 80 89 90 100 120
 presets=${PRESETS-seed small stories15m code}
+cores=$(nproc 2>/dev/null || echo 2)
+shares=$((cores < 4 ? cores : 4))
 extent=()
 [ "${EXTENT:-full}" = full ] || extent=(--quick)
 
@@ -69,13 +71,21 @@ for group in "${large[*]}" "${small[*]}"; do
     card=${group%% *} archs=${group// /,}
     # Only Hopper is asked for kernels with products of warpgroups, and has all the others too.
     case " $group " in *' 90 '*) card=90 ;; esac
+    # NVRTC compiles for one thread of a process at a time, so several processes divide the work.
     # What does nothing computes nothing right.
-    on "$card" "$archs" gpu-check "${extent[@]}" --out "$scratch/check.json" || true
-    if [ ! -s "$scratch/check.json" ] || grep -hE 'NVRTC|does not compile|cannot be written|"lost":' "$scratch/check.jsonl" >&2; then
-        tail -n 5 "$scratch/said.txt" >&2
-        echo "the kernels for $group could not all be compiled" >&2
-        exit 1
-    fi
+    for ((share = 1; share <= shares; share++)); do
+        on "$card" "$archs" gpu-check "${extent[@]}" --share "$share/$shares" --out "$scratch/check-$share.json" || true &
+    done
+    wait
+    for ((share = 1; share <= shares; share++)); do
+        check=$scratch/check-$share.json
+        if [ ! -s "$check" ] || grep -hE 'NVRTC|does not compile|cannot be written|"lost":' "${check}l" >&2; then
+            tail -n 5 "$scratch/said.txt" >&2
+            echo "the kernels for $group could not all be compiled" >&2
+            exit 1
+        fi
+        rm -f "$check" "${check}l"
+    done
     for preset in $presets; do
         for dtype in bf16 f32; do
             for attention in softmax favor:m=128 favor:m=64 favor:gate,conv; do

@@ -69,17 +69,19 @@ API nvrtcCompileProgram(Program* program, int count, const char* const* options)
     if (access(library.c_str(), R_OK) != 0) {
         mkdir(cache.c_str(), 0777);
         mkdir(folder.c_str(), 0777);
-        std::ofstream(folder + "/kernels.cpp") << source;
-        for (auto& [name, text] : program->headers) std::ofstream(folder + "/" + name) << text;
+        // Another process may compile the same now, from files of its own.
+        std::string sources = folder + "/" + std::to_string(getpid()), unfinished = sources + "/kernels.so";
+        mkdir(sources.c_str(), 0777);
+        std::ofstream(sources + "/kernels.cpp") << source;
+        for (auto& [name, text] : program->headers) std::ofstream(sources + "/" + name) << text;
         const char* compiler = std::getenv("CXX");
-        std::string unfinished = library + std::to_string(getpid());
         std::string command = std::string(compiler ? compiler : "c++") +
                               " -std=c++17 -O2 -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error -shared -fPIC -fvisibility=hidden -fno-gnu-unique -U_FORTIFY_SOURCE"
                               " -Wno-unknown-pragmas -Wno-attributes -I '" +
-                              folder + "' -I '" HOST "' -I '" HERE "'" + defines + " -o '" + unfinished + "' '" + folder +
-                              "/kernels.cpp' 2>'" + folder + "/log'";
+                              sources + "' -I '" HOST "' -I '" HERE "'" + defines + " -o '" + unfinished + "' '" + sources +
+                              "/kernels.cpp' 2>'" + sources + "/log'";
         if (std::system(command.c_str()) != 0) {
-            program->log = read(folder + "/log");
+            program->log = read(sources + "/log");
             return 6;
         }
         std::rename(unfinished.c_str(), library.c_str());

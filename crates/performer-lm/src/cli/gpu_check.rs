@@ -6,6 +6,7 @@ use std::{
     io::{Read, Write},
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
+    str::FromStr,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -51,6 +52,10 @@ pub(super) struct Args {
     /// several times.
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
+    /// Only the K-th of N equal shares of what is left of the work: several processes, or cards,
+    /// divide it.
+    #[arg(long, value_name = "K/N", default_value = "1/1", hide_default_value = true)]
+    share: Share,
     /// Stop beginning new work after this many minutes; what is left is listed.
     #[arg(long, value_name = "N")]
     minutes: Option<f64>,
@@ -81,6 +86,35 @@ pub(super) struct Args {
     crash: Option<String>,
 }
 
+/// `Share` is one of several equal parts of a list, in its order.
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    /// From 1 on.
+    which: usize,
+    of: usize,
+}
+
+impl FromStr for Share {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text.split_once('/').and_then(|(which, of)| Some((which.parse().ok()?, of.parse().ok()?)));
+        match numbers {
+            Some((which, of)) if 1 <= which && which <= of => Ok(Self { which, of }),
+            _ => Err("it must be K/N with K from 1 to N, such as 1/2 for the first half".into()),
+        }
+    }
+}
+
+impl Share {
+    /// Keeps this share of a list.
+    fn take<T>(self, mut list: Vec<T>) -> Vec<T> {
+        let border = |which: usize| list.len() * which / self.of;
+        let (from, to) = (border(self.which - 1), border(self.which));
+        list.drain(from..to).collect()
+    }
+}
+
 impl Args {
     fn extent(&self) -> Extent {
         if self.quick { Extent::Quick } else { Extent::Full }
@@ -106,6 +140,11 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     items.retain(|item| args.wants(item));
     if items.is_empty() {
         bail!("nothing has a name with {}", args.only.join(" or "));
+    }
+    let (all, Share { which, of }) = (items.len(), args.share);
+    let items = args.share.take(items);
+    if items.is_empty() {
+        bail!("share {which} of {of} has nothing of {all} pieces of work; divide them into fewer");
     }
     if let Some(seconds) = args.work {
         return work(&args, seconds, machine, &items);
@@ -392,4 +431,22 @@ fn tables(report: &Report) -> String {
         text += &format!("\n{}", output::table(&header, &training));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_all_of_a_list_once() {
+        for of in 1..9 {
+            let shares = (1..=of).map(|which| Share { which, of }.take((0..7).collect::<Vec<_>>()));
+            let lengths: Vec<usize> = shares.clone().map(|share| share.len()).collect();
+            assert_eq!(shares.flatten().collect::<Vec<_>>(), (0..7).collect::<Vec<_>>());
+            assert!(lengths.iter().max().unwrap() - lengths.iter().min().unwrap() <= 1, "{lengths:?}");
+        }
+        for text in ["", "1", "0/2", "3/2", "1/0", "-1/2", "a/b"] {
+            assert!(text.parse::<Share>().is_err(), "{text}");
+        }
+    }
 }
