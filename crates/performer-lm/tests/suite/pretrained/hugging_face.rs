@@ -186,7 +186,8 @@ fn what_is_exported_is_what_is_read() -> Result<()> {
     let (copy, json) = round_trip(&model, dir.path())?;
     assert_eq!((&json["model_type"], &copy.config), (&json!("qwen2"), &model.config));
 
-    let odd = own(ModelConfig { feed_forward: FeedForwardKind::Gelu, ..Preset::Stories15m.load()?.0 })?;
+    let odd = ModelConfig { feed_forward: FeedForwardKind::Gelu, ..Preset::Stories15m.load()?.0 };
+    let odd = own(ModelConfig { attention: "softmax".parse().unwrap(), ..odd })?;
     let error = export(&odd, &dir.path().join("odd")).unwrap_err().to_string();
     assert!(error.contains("no Hugging Face architecture") && error.contains("Llama has"), "{error}");
     Ok(())
