@@ -5,10 +5,11 @@
 //
 // EMULATED_CARD (90: the architecture, from which follows how much shared memory a block may have),
 // EMULATED_MEMORY (MiB, 16384), EMULATED_ORDER (1: threads in the other order), EMULATED_TRUNCATE
-// (1: matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches, events
-// that are made, and compilations), EMULATED_SKIP (1: kernels do nothing, so that what is left is the time of the
-// host), EMULATED_FAULT (the name of a kernel that makes the device fail, as one does that touches
-// memory which is not its own: the process gets nothing but errors from then on).
+// (1: matrix products cut off what tensor cores cut off), EMULATED_TRACE (1: prints launches,
+// events that are made, and compilations), EMULATED_SKIP (1: kernels do nothing, so that what is
+// left is the time of the host), EMULATED_FAULT (the name of a kernel that makes the device fail,
+// as one does that touches memory which is not its own: the process gets nothing but errors from
+// then on).
 
 #include "driver.h"
 

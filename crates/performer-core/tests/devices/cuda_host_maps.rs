@@ -13,8 +13,8 @@ use candle_core::DType;
 use performer_core::reference::Shape;
 
 /// Computes attention over given features and its gradients from the formulas: outputs, dq, dk, dv
-/// and, with gates, theirs; several query heads may share a key head. Rows of `q` are log-features; or, if `signed`, features, and rows of
-/// `k` have the logarithm of their scale as one more number.
+/// and, with gates, theirs; several query heads may share a key head. Rows of `q` are log-features;
+/// or, if `signed`, features, and rows of `k` have the logarithm of their scale as one more number.
 fn given_features(
     s: Shape,
     [q, k, v, g]: [&[f64]; 4],

@@ -45,14 +45,14 @@ pub(super) struct Args {
     /// features trained too) or favor-window (and exact to the last 32 tokens; in a first
     /// measurement features that are not trained did worse than that window alone), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, which is
-    /// favor-gated, and favor for seed and published]. The setting gate, as in softmax:gate or favor-gated, adds forget gates; conv adds short
-    /// convolutions of queries, keys and values; output-gate and output-norm scale what heads
-    /// return; mup-scale divides logits by the head dimension in place of its square root;
-    /// key-dim=16 gives queries and keys 16 dimensions a head, which map=taylor2 needs in large
-    /// heads. Controls: uniform (means of the values, without queries and keys) and none. sinks=4
-    /// beside a window keeps the first four tokens visible. In a hybrid
-    /// A+B/first, as in favor-gated+softmax/first, the first layer has B and the others have A; in
-    /// A+B/n, as in favor-gated+softmax/4, every n-th has B.
+    /// favor-gated, and favor for seed and published]. The setting gate, as in softmax:gate or
+    /// favor-gated, adds forget gates; conv adds short convolutions of queries, keys and values;
+    /// output-gate and output-norm scale what heads return; mup-scale divides logits by the head
+    /// dimension in place of its square root; key-dim=16 gives queries and keys 16 dimensions a
+    /// head, which map=taylor2 needs in large heads. Controls: uniform (means of the values,
+    /// without queries and keys) and none. sinks=4 beside a window keeps the first four tokens
+    /// visible. In a hybrid A+B/first, as in favor-gated+softmax/first, the first layer has B and
+    /// the others have A; in A+B/n, as in favor-gated+softmax/4, every n-th has B.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]

@@ -60,13 +60,6 @@ impl Source {
     }
 }
 
-/// A map of which the kernels compute features, at one call.
-struct Computed {
-    map: Map,
-    /// The parameters of a trained map, see [`join_parameters`].
-    parameters: Option<Tensor>,
-}
-
 impl Cuda {
     /// Prepares the kernels for `map`.
     pub(super) fn new(map: &dyn FeatureMap) -> Result<Self> {
@@ -74,21 +67,26 @@ impl Cuda {
     }
 
     /// The map of a call, where the kernels compute its features.
-    fn computed(&self, call: &Call<'_>) -> Result<Option<Computed>> {
-        let computed = match &self.source {
+    fn computed(&self, call: &Call<'_>) -> Result<Option<Map>> {
+        let map = match &self.source {
             Source::Ready => return Ok(None),
-            Source::Constant(map) => Computed { map: map.clone(), parameters: None },
+            Source::Constant(map) => map.clone(),
             Source::Trained => {
                 let form = call.map.exponential_form();
-                let numbers = trained_parameters(call.map, form.as_ref())?;
-                let map = Map::OwnKeys(Arc::new(OwnKeys::new(numbers, None)?));
-                Computed { map, parameters: Some(join_parameters(numbers)?) }
+                Map::OwnKeys(Arc::new(OwnKeys::new(trained_parameters(call.map, form.as_ref())?, None)?))
             }
         };
-        if let Map::OwnKeys(map) = &computed.map {
+        if let Map::OwnKeys(map) = &map {
             check_heads(map.heads(), call.inputs.k)?;
         }
-        Ok(Some(computed))
+        Ok(Some(map))
+    }
+
+    /// The parameters that get gradients, see [`join_parameters`].
+    fn parameters(&self, call: &Call<'_>) -> Result<Option<Tensor>> {
+        let Source::Trained = self.source else { return Ok(None) };
+        let form = call.map.exponential_form();
+        Ok(Some(join_parameters(trained_parameters(call.map, form.as_ref())?)?))
     }
 }
 
@@ -158,7 +156,7 @@ impl Backend for Cuda {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let causal = call.mask.is_causal();
-        let Some(Computed { map, parameters }) = self.computed(call)? else {
+        let Some(map) = self.computed(call)? else {
             let (ready, gates) = (Ready::new(call)?, gates(call, true)?);
             let (visible, qkv) = (ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
             let beside = [gates.as_ref(), None];
@@ -166,7 +164,7 @@ impl Backend for Cuda {
         };
         let visible = call.mask.visible_of(call.sizes.batch)?;
         let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
-        let gates = gates(call, false)?;
+        let (gates, parameters) = (gates(call, false)?, self.parameters(call)?);
         let (qkv, beside) = ([&rows(q)?, &rows(k)?, &rows(v)?], [gates.as_ref(), parameters.as_ref()]);
         let (values, logs) = favor::favor(&map, qkv, beside, visible, causal, call.logs)?;
         Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
@@ -178,7 +176,7 @@ impl Backend for Cuda {
         let mut sums = state.take::<CudaSums>()?.map(|memory| memory.0);
         // After an error the sums are what they were.
         let mut extend = || -> Result<Output> {
-            let Some(Computed { map, .. }) = self.computed(call)? else {
+            let Some(map) = self.computed(call)? else {
                 let ready = Ready::new(call)?;
                 let (qkv, gates) = ([&ready.q, &ready.k, &ready.v], gates(call, true)?);
                 return unfold(call, favor::extend(&form(&ready), qkv, gates.as_ref(), call.logs, heads, &mut sums)?);

@@ -207,9 +207,9 @@ struct Linear {
     const float* weights;
 };
 
-// Returns which set of numbers a head has.
-__device__ inline long long table_of(const Problem& p, const Place& place) {
-    return OWN_KEYS && p.form.tables > 1 ? place.key_head : 0;
+// Returns which set of numbers a key head has.
+__device__ inline long long table_of(const Problem& p, int key_head) {
+    return OWN_KEYS && p.form.tables > 1 ? key_head : 0;
 }
 
 // The 16-byte pieces of a packed factor (D, F) or (F, D), and of one (D, D), of one set.
@@ -219,7 +219,7 @@ constexpr long long PIECES = D / 16 * (F / 16) * 64, SQUARE_PIECES = D / 16 * (D
 // `projection`.
 template <bool KEYS>
 __device__ Linear linear_of(const Problem& p, const Place& place, const uint4* projection) {
-    long long table = table_of(p, place);
+    long long table = table_of(p, place.key_head);
     if (OWN_KEYS && KEYS) return {{p.form.projection + table * PIECES, D / 16}, p.form.weights + table * FEATURES};
     return {{projection + table * PIECES, D / 16}, nullptr};
 }
@@ -227,12 +227,12 @@ __device__ Linear linear_of(const Problem& p, const Place& place, const uint4* p
 // Returns the factor (F, D) that makes gradients of keys (KEYS) or of queries, whose own is `back`.
 template <bool KEYS>
 __device__ Packed back_of(const Problem& p, const Place& place, const uint4* back) {
-    return {(OWN_KEYS && KEYS ? p.form.back : back) + table_of(p, place) * PIECES, F / 16};
+    return {(OWN_KEYS && KEYS ? p.form.back : back) + table_of(p, place.key_head) * PIECES, F / 16};
 }
 
 // Returns a factor (D, D) of a head: P, or P^T P.
 __device__ inline Packed square_of(const Problem& p, const Place& place, const uint4* squares) {
-    return {squares + table_of(p, place) * SQUARE_PIECES, D / 16};
+    return {squares + table_of(p, place.key_head) * SQUARE_PIECES, D / 16};
 }
 
 // ---- Forget gates.

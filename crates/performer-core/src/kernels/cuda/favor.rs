@@ -39,9 +39,8 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
 /// `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is empty. `visible` is
 /// `(B, Tk)`, u8, contiguous. A row that sees no key is zero. `gates` are `(B, Hkv, Tk)`, f32,
-/// contiguous, and need a causal mask. `parameters` are those of which an [`OwnKeys`] was made,
-/// where they may ask for gradients: see
-/// [`OwnKeys::parameter_gradients`].
+/// contiguous, and need a causal mask. `parameters` are those of which an [`OwnKeys`] was made, if
+/// they may ask for gradients; [`OwnKeys::parameter_gradients`] says how they lie.
 ///
 /// With `logs` come the logarithms of the denominators `(B, H, Tq, 1)`, `−1e37` where no key is
 /// seen. Where the kernels compute features, denominators lack the factor that all features of a

@@ -36,7 +36,7 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     const Stored* value = rows_of(v, p.v, batch, key_head).first + split * V;
     float* old = before + (long long)index * RECORD;
     float* next = after + (long long)index * RECORD;
-    long long table = OWN_KEYS && p.form.tables > 1 ? key_head : 0;
+    long long table = table_of(p, key_head);
     // The rows whose products are the logarithms of features, of queries and of keys.
     const float* of_queries = projection + table * FEATURES * DIM;
     const float* of_keys = OWN_KEYS ? (const float*)p.form.projection + table * FEATURES * DIM : projection;
