@@ -362,6 +362,16 @@ impl MultiHeadAttention {
         self.merge(&attend(projected.inputs())?, x, None)
     }
 
+    /// The forget gates that the layer computes of `x` `(B, T, E)`: `(B, Hkv, T)`, the logarithms
+    /// of factors; `None` if it has none. For trying an attention with other queries and keys than
+    /// the layer's.
+    ///
+    /// # Errors
+    /// If `x` has another shape.
+    pub fn gates(&self, x: &Tensor) -> Result<Option<Tensor>> {
+        self.gate.as_ref().map(|gate| gates(gate, x)).transpose()
+    }
+
     /// The attention inside.
     pub fn attention(&self) -> &dyn Attention {
         &*self.attention

@@ -32,8 +32,9 @@
 //! paragraphs from a text file and prints, for several kinds and numbers of features, how near
 //! embeddings, similarities and nearest neighbours stay to those of the original. Some kinds are
 //! fitted to queries and keys of half as many other texts. The third run trains features on the
-//! sentences of one text, and prints how near the embeddings of sentences of the second text come to
-//! the original's; the model's own weights stay as they are. `benchmarks/minilm` has results.
+//! sentences of one text, and at last the model's own weights beside them, and prints how near the
+//! embeddings of sentences of the second text come to the original's. `benchmarks/minilm` has
+//! results.
 
 mod agreement;
 mod attentions;
@@ -62,7 +63,7 @@ use attentions::{CENTRED, KINDS, Observed, Uniform};
 use embed::{ROWS, embed};
 use folder::Folder;
 use model::BertModel;
-use training::{Part, Student, Trainer};
+use training::{Learner, Part, Student, Trainer};
 
 const USAGE: &str =
     "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]], or bert FOLDER train TRAINING_TEXT TEXT [OUT.json]";
@@ -74,10 +75,11 @@ const SHORTEST_SENTENCE: usize = 6;
 /// Every so many batches of training, one is held out; and so far apart in length are batches that
 /// follow each other.
 const STRIDE: usize = 16;
-/// The number of features that are trained, and the two parts of their training.
+/// The number of features that are trained, and the three parts of training.
 const TRAINED: usize = 128;
-const LAYERS: Part = Part { steps: 500, rate: 3e-3 };
-const EMBEDDINGS: Part = Part { steps: 1000, rate: 1e-3 };
+const LAYERS: Part = Part { steps: 500, rate: 1e-2 };
+const EMBEDDINGS: Part = Part { steps: 300, rate: 3e-3 };
+const WEIGHTS: Part = Part { steps: 1000, rate: 3e-4 };
 const DEVICE: Device = Device::Cpu;
 
 fn main() {
@@ -170,7 +172,17 @@ impl Models {
         sentences: &[Vec<u32>],
         attention: &dyn Fn(usize) -> candle_core::Result<Arc<dyn Attention>>,
     ) -> Result<Vec<Vec<f32>>> {
-        let model = BertModel::load(self.weights.clone(), &self.config, attention)?;
+        self.swapped_over(self.weights.clone(), sentences, attention)
+    }
+
+    /// Computes embeddings with these weights and with another attention in each layer.
+    fn swapped_over(
+        &self,
+        weights: VarBuilder,
+        sentences: &[Vec<u32>],
+        attention: &dyn Fn(usize) -> candle_core::Result<Arc<dyn Attention>>,
+    ) -> Result<Vec<Vec<f32>>> {
+        let model = BertModel::load(weights, &self.config, attention)?;
         let encoder = |ids: &Tensor, types: &Tensor, mask: &Tensor| model.forward(ids, types, mask);
         Ok(embed(&encoder, sentences, self.config.pad_token_id as u32, &DEVICE)?)
     }
@@ -261,8 +273,8 @@ impl Models {
         }))
     }
 
-    /// Trains features on the sentences of a text, and prints how near those of the sample come to
-    /// the original before, between and after the two parts of training.
+    /// Trains features, and at last weights, on the sentences of a text, and prints how near those of
+    /// the sample come to the original before training and after each of its parts.
     fn train(&self, training: &Path, sample: &Sample) -> Result<serde_json::Value> {
         let text = fs::read_to_string(training).with_context(|| format!("cannot read {}", training.display()))?;
         let parts: Vec<&str> = lines(&text).flat_map(sentences).filter(|s| words(s) >= SHORTEST_SENTENCE).collect();
@@ -285,14 +297,15 @@ impl Models {
         let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, TRAINED, moments, 0);
         let start: Vec<Fitted> =
             self.moments(&sample.calibration)?.iter().enumerate().map(fitted).collect::<candle_core::Result<_>>()?;
-        let student = Student::new(&start)?;
+        let student = Student::new(&start, self.weights.clone())?;
         let trainer = Trainer { weights: &self.weights, config: &self.config, batches: &batches };
         let originals = [self.original(&sample.compared)?, self.original(&held_out)?];
         println!("{:26} {:>8} {:>8} {:>8} {:>10} {:>8}", "stage", "cosine", "worst", "ranks", "neighbours", "held out");
         let mut rows = Vec::new();
         let mut measure = |stage: &str, steps: usize| -> Result<()> {
             let against = |original: &[Vec<f32>], texts: &[Vec<u32>]| -> Result<Agreement> {
-                Ok(Agreement::new(original, &self.swapped(texts, &|layer| student.attention(layer))?))
+                let weights = student.weights(Learner::Features);
+                Ok(Agreement::new(original, &self.swapped_over(weights, texts, &|layer| student.attention(layer))?))
             };
             let (a, held_out) = (against(&originals[0], &sample.compared)?, against(&originals[1], &held_out)?);
             println!(
@@ -318,13 +331,15 @@ impl Models {
         measure("fitted", 0)?;
         trainer.match_layers(&student, LAYERS, &mut progress(LAYERS))?;
         measure("layers matched", LAYERS.steps)?;
-        trainer.match_embeddings(&student, EMBEDDINGS, &mut progress(EMBEDDINGS))?;
+        trainer.match_embeddings(&student, Learner::Features, EMBEDDINGS, &mut progress(EMBEDDINGS))?;
         measure("embeddings matched", LAYERS.steps + EMBEDDINGS.steps)?;
+        trainer.match_embeddings(&student, Learner::FeaturesAndWeights, WEIGHTS, &mut progress(WEIGHTS))?;
+        measure("weights trained too", LAYERS.steps + EMBEDDINGS.steps + WEIGHTS.steps)?;
         let part = |part: Part| json!({"steps": part.steps, "rate": part.rate});
         Ok(json!({
             "texts": sample.compared.len(), "training_texts": batches.iter().map(Vec::len).sum::<usize>(),
             "held_out_texts": held_out.len(), "features": TRAINED, "rows_of_a_step": ROWS,
-            "layers": part(LAYERS), "embeddings": part(EMBEDDINGS), "rows": rows,
+            "layers": part(LAYERS), "embeddings": part(EMBEDDINGS), "weights": part(WEIGHTS), "rows": rows,
         }))
     }
 

@@ -1,15 +1,18 @@
-//! This module trains the features that take the place of a model's softmax, and leaves the model's
-//! own weights as they are.
+//! This module trains the features that take the place of a model's softmax, and at last the model's
+//! own weights beside them.
 //!
-//! Training has two parts. In the first, each layer's attention learns to return what softmax
+//! Training has three parts. In the first, each layer's attention learns to return what softmax
 //! returns for the same queries, keys and values, those of the original model. In the second, the
 //! whole model learns to return the original's embeddings, so that layers also make up for what
-//! the layers before them leave.
+//! the layers before them leave. In the third, the weights of its layers learn that as well.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
 
-use candle_core::{Result, Tensor, Var, bail};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
+use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
+use candle_nn::{AdamW, Init, Optimizer, ParamsAdamW, VarBuilder, var_builder::SimpleBackend};
 use candle_transformers::models::bert::Config;
 use performer_core::{Attention, Favor, Inputs, Mask, Softmax, State, features::Fitted};
 
@@ -26,15 +29,59 @@ pub(crate) struct Part {
     pub(crate) rate: f64,
 }
 
-/// `Student` holds the features of every layer, whose parameters are variables.
+/// `Student` holds the features of every layer, whose parameters are variables, and the weights of
+/// the model. Those of its layers are variables; the embeddings of tokens stay as they are.
 pub(crate) struct Student {
     layers: Vec<Fitted>,
     variables: Vec<Var>,
+    weights: StudentWeights,
+}
+
+/// `StudentWeights` are the original's weights, of which those of layers become variables where they
+/// are first asked for.
+#[derive(Clone)]
+struct StudentWeights {
+    original: VarBuilder<'static>,
+    variables: Arc<Mutex<HashMap<String, Var>>>,
+    learner: Learner,
+}
+
+impl SimpleBackend for StudentWeights {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, _: &Device) -> Result<Tensor> {
+        let original = || self.original.get_with_hints_dtype(shape.clone(), name, Init::Const(0.0), dtype);
+        if !name.contains("encoder.layer.") {
+            return original();
+        }
+        let mut variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner);
+        if !variables.contains_key(name) {
+            variables.insert(name.to_owned(), Var::from_tensor(&original()?)?);
+        }
+        let variable = &variables[name];
+        Ok(match self.learner {
+            Learner::Features => variable.as_detached_tensor(),
+            Learner::FeaturesAndWeights => variable.as_tensor().clone(),
+        })
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
+        bail!("the shape of {name} is not known")
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.original.contains_tensor(name)
+    }
+}
+
+/// `Learner` says what of a student is trained.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Learner {
+    Features,
+    FeaturesAndWeights,
 }
 
 impl Student {
     /// Makes variables of the parameters of each layer's features.
-    pub(crate) fn new(start: &[Fitted]) -> Result<Self> {
+    pub(crate) fn new(start: &[Fitted], original: VarBuilder<'static>) -> Result<Self> {
         let (mut layers, mut variables) = (Vec::new(), Vec::new());
         for fitted in start {
             let named: Vec<(&str, Var)> = fitted
@@ -46,7 +93,23 @@ impl Student {
             layers.push(Fitted::from_tensors(&find)?);
             variables.extend(named.into_iter().map(|(_, var)| var));
         }
-        Ok(Self { layers, variables })
+        let weights = StudentWeights { original, variables: Arc::default(), learner: Learner::Features };
+        Ok(Self { layers, variables, weights })
+    }
+
+    /// Returns the weights of the model, through which gradients flow to those that the learner
+    /// trains.
+    pub(crate) fn weights(&self, learner: Learner) -> VarBuilder<'static> {
+        let weights = StudentWeights { learner, ..self.weights.clone() };
+        let (dtype, device) = (self.weights.original.dtype(), self.weights.original.device().clone());
+        VarBuilder::from_backend(Box::new(weights), dtype, device)
+    }
+
+    /// Returns the variables that the learner trains, once a model has been made of the weights.
+    fn variables(&self, learner: Learner) -> Vec<Var> {
+        let weights = self.weights.variables.lock().unwrap_or_else(PoisonError::into_inner);
+        let weights = weights.values().filter(|_| learner == Learner::FeaturesAndWeights);
+        self.variables.iter().chain(weights).cloned().collect()
     }
 
     /// Returns the attention of a layer for use, which keeps nothing for gradients.
@@ -62,7 +125,7 @@ impl Student {
     }
 }
 
-/// A `Trainer` trains the features of a [`Student`] on `batches` of tokenized texts.
+/// A `Trainer` trains a [`Student`] on `batches` of tokenized texts.
 pub(crate) struct Trainer<'a> {
     pub(crate) weights: &'a VarBuilder<'static>,
     pub(crate) config: &'a Config,
@@ -77,27 +140,29 @@ impl Trainer<'_> {
             .map(|layer| Ok(Arc::new(Beside { student: student.trained(layer)?, differences: Mutex::default() })))
             .collect::<Result<_>>()?;
         let model = BertModel::load(self.weights.clone(), self.config, &|layer| Ok(layers[layer].clone()))?;
-        self.descend(student, part, watch, &|ids, mask| {
+        self.descend(student.variables(Learner::Features), part, watch, &|ids, mask| {
             model.forward(ids, &ids.zeros_like()?, mask)?;
             let differences: Vec<Tensor> = layers.iter().flat_map(|layer| layer.take()).collect();
             Tensor::stack(&differences, 0)?.sum_all()
         })
     }
 
-    /// The second part: lowers the mean of `1 − cos(e, ê)`, where `e` is the original's embedding
-    /// of a text. Calls `watch` as [`Self::match_layers`] does.
+    /// The second and the third part: lowers the mean of `1 − cos(e, ê)`, where `e` is the original's
+    /// embedding of a text. Calls `watch` as [`Self::match_layers`] does.
     pub(crate) fn match_embeddings(
         &self,
         student: &Student,
+        learner: Learner,
         part: Part,
         watch: &mut dyn FnMut(usize, f64),
     ) -> Result<()> {
         let original = BertModel::load(self.weights.clone(), self.config, &|_| Ok(Arc::new(Softmax::new())))?;
-        let model = BertModel::load(self.weights.clone(), self.config, &|layer| Ok(Arc::new(student.trained(layer)?)))?;
+        let weights = student.weights(learner);
+        let model = BertModel::load(weights, self.config, &|layer| Ok(Arc::new(student.trained(layer)?)))?;
         let embeddings = |model: &BertModel, ids: &Tensor, mask: &Tensor| -> Result<Tensor> {
             pool(&model.forward(ids, &ids.zeros_like()?, mask)?, mask)
         };
-        self.descend(student, part, watch, &|ids, mask| {
+        self.descend(student.variables(learner), part, watch, &|ids, mask| {
             let cosines = (embeddings(&original, ids, mask)? * embeddings(&model, ids, mask)?)?.sum(1)?;
             cosines.mean_all()?.affine(-1.0, 1.0)
         })
@@ -107,13 +172,13 @@ impl Trainer<'_> {
     /// function of ids and mask `(B, T)`.
     fn descend(
         &self,
-        student: &Student,
+        variables: Vec<Var>,
         part: Part,
         watch: &mut dyn FnMut(usize, f64),
         loss: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>,
     ) -> Result<()> {
         let parameters = ParamsAdamW { lr: part.rate, beta2: 0.99, weight_decay: 0.0, ..Default::default() };
-        let mut optimizer = AdamW::new(student.variables.clone(), parameters)?;
+        let mut optimizer = AdamW::new(variables, parameters)?;
         let device = self.weights.device();
         for (step, batch) in self.batches.iter().cycle().take(part.steps).enumerate() {
             optimizer.set_learning_rate(part.rate * (1.0 - step as f64 / part.steps as f64));

@@ -1,8 +1,11 @@
 //! The sizes of a layer, and which parts it has.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::convolutions::{CONVOLUTIONS, identity};
+use super::{
+    convolutions::{CONVOLUTIONS, identity},
+    gates::biases_of,
+};
 use crate::attention::LayerParts;
 
 /// The sizes of a [`MultiHeadAttention`](super::MultiHeadAttention).
@@ -94,8 +97,9 @@ impl MultiHeadConfig {
 
     /// The weights of new convolutions and output gates, if the layer is to have them, by the names
     /// that [`MultiHeadAttention`](super::MultiHeadAttention) reads: they change nothing, so a
-    /// trained layer is given these parts by putting them beside its weights. Forget gates, norms
-    /// and another scale of logits would change it, and are left out.
+    /// trained layer is given these parts by putting them beside its weights. Forget gates
+    /// ([`Self::constant_gates`]), norms and another scale of logits would change it, and are left
+    /// out.
     ///
     /// # Errors
     /// If memory runs out.
@@ -112,5 +116,24 @@ impl MultiHeadConfig {
             weights.push(("output_gate.weight".into(), Tensor::zeros(shape, DType::F32, device)?));
         }
         Ok(weights)
+    }
+
+    /// The weights of forget gates that forget at a constant pace, by the names that
+    /// [`MultiHeadAttention`](super::MultiHeadAttention) reads: a token's factor is `1 − 1/τ`, for
+    /// the time constant τ, in tokens, of each key head. The larger τ, the less a trained layer is
+    /// changed by being given such gates.
+    ///
+    /// # Errors
+    /// If there is not one time constant for each key head, or one is not finite and above 1.
+    pub fn constant_gates(&self, time_constants: &[f64], device: &Device) -> Result<[(String, Tensor); 2]> {
+        if time_constants.len() != self.kv_heads {
+            bail!("{} time constants for {} key heads; give one for each", time_constants.len(), self.kv_heads);
+        }
+        if let Some(tau) = time_constants.iter().find(|tau| !(tau.is_finite() && **tau > 1.0)) {
+            bail!("time constant {tau}: it is a number of tokens above 1");
+        }
+        let weight = Tensor::zeros((self.kv_heads, self.hidden), DType::F32, device)?;
+        let bias = biases_of(time_constants, device)?.to_dtype(DType::F32)?;
+        Ok([("gate.weight".into(), weight), ("gate.bias".into(), bias)])
     }
 }

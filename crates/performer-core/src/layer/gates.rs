@@ -1,6 +1,6 @@
 //! The forget gates of a layer, which it computes from its input.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
 use crate::{
@@ -17,11 +17,16 @@ pub(super) fn forget_gate(hidden: usize, heads: usize, vb: &VarBuilder) -> Resul
     let known = vb.contains_tensor("bias");
     let bias = vb.get_with_hints(heads, "bias", Init::Const(0.0))?;
     if !known {
-        let biases = TIME_CONSTANTS.iter().cycle().take(heads).map(|tau| (tau - 1.0).ln());
-        let biases = Tensor::from_iter(biases, bias.device())?.to_dtype(bias.dtype())?;
-        bias.slice_set(&biases, 0, 0)?;
+        let constants: Vec<f64> = TIME_CONSTANTS.into_iter().cycle().take(heads).collect();
+        bias.slice_set(&biases_of(&constants, bias.device())?.to_dtype(bias.dtype())?, 0, 0)?;
     }
     Ok(Linear::new(weight, Some(bias)))
+}
+
+/// The biases `ln(τ − 1)`, which alone make `e^g = σ(ln(τ − 1)) = 1 − 1/τ`, one for each time
+/// constant τ, in f64.
+pub(super) fn biases_of(time_constants: &[f64], device: &Device) -> Result<Tensor> {
+    Tensor::from_iter(time_constants.iter().map(|tau| (tau - 1.0).ln()), device)
 }
 
 /// Computes gates `(B, Hkv, T)` of `x` `(B, T, E)`, in f32 (f64 for f64): half types have too few
@@ -48,6 +53,37 @@ mod tests {
     use candle_core::{Device, Var};
 
     use super::*;
+    use crate::{AttentionConfig, LayerParts, MultiHeadAttention, MultiHeadConfig};
+
+    /// A layer with gates of a constant pace forgets by `1 − 1/τ` in each head, whatever it reads.
+    #[test]
+    fn gates_of_a_constant_pace_do_not_depend_on_the_text() -> Result<()> {
+        let device = Device::Cpu;
+        let parts = LayerParts::default().with_gate(true);
+        let config = MultiHeadConfig::new(8, 4).with_kv_heads(2).with_parts(parts);
+        let mut weights: std::collections::HashMap<String, Tensor> = [("q_proj", 8), ("k_proj", 4), ("v_proj", 4)]
+            .into_iter()
+            .map(|(name, rows)| Ok((format!("{name}.weight"), Tensor::randn(0f32, 1.0, (rows, 8), &device)?)))
+            .collect::<Result<_>>()?;
+        weights.insert("o_proj.weight".into(), Tensor::zeros((8, 8), DType::F32, &device)?);
+        weights.extend(config.constant_gates(&[4.0, 1000.0], &device)?);
+        let softmax = AttentionConfig::Softmax.build(2, 1, DType::F32, &device)?;
+        let vb = VarBuilder::from_tensors(weights, DType::F32, &device);
+        let layer = MultiHeadAttention::without_buffers(&config, softmax, None, vb)?;
+        let x = Tensor::randn(0f32, 3.0, (1, 5, 8), &device)?;
+        let gates = layer.gates(&x)?.expect("it has gates").squeeze(0)?.to_vec2::<f32>()?;
+        for (gates, tau) in gates.iter().zip([4f64, 1000.0]) {
+            let expected = (1.0 - 1.0 / tau).ln();
+            assert!(gates.iter().all(|&g| (f64::from(g) / expected - 1.0).abs() < 1e-4), "{gates:?} and {expected}");
+        }
+
+        for (bad, words) in [(&[4.0][..], "1 time constants for 2 key heads"), (&[4.0, 1.0], "time constant 1: it is")]
+        {
+            let error = config.constant_gates(bad, &device).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        Ok(())
+    }
 
     /// The operation on the CPU and Candle's operations agree with f64, gradients included, at 0
     /// and where one digit of the other form would be left.

@@ -38,7 +38,7 @@ use embed::{embed, padded, pool};
 use folder::Folder;
 use llama_model::{Cache, Llama};
 use model::BertModel;
-use training::{Part, Student, Trainer};
+use training::{Learner, Part, Student, Trainer};
 
 const DEVICE: Device = Device::Cpu;
 
@@ -282,8 +282,8 @@ fn bert_with_many_features_is_near_the_original() -> Result<()> {
     Ok(())
 }
 
-/// Both parts of training bring a few features nearer to the original, on texts that they were not
-/// trained on too.
+/// Each part of training brings a student of few features nearer to the original, on texts that it
+/// was not trained on too, and only the last changes weights.
 #[test]
 fn trained_features_come_nearer_to_the_original() -> Result<()> {
     let (config, weights) = (bert_config(bert::HiddenAct::Gelu), drawn());
@@ -293,9 +293,11 @@ fn trained_features_come_nearer_to_the_original() -> Result<()> {
     let others = drawn_texts(900)?;
     let original = embeddings(&bert_with(&|_| Ok(Arc::new(Softmax::new())))?, &others, 0)?;
     let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1);
-    let student = Student::new(&moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?)?;
+    let start = moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?;
+    let student = Student::new(&start, weights.clone())?;
     let cosine = || -> Result<f64> {
-        let model = bert_with(&|layer| student.attention(layer))?;
+        let weights = student.weights(Learner::Features);
+        let model = BertModel::load(weights, &config, &|layer| student.attention(layer))?;
         Ok(Agreement::new(&original, &embeddings(&model, &others, 0)?).mean_cosine)
     };
     let batches = (0..8).map(|batch| drawn_texts(100 + 8 * batch)).collect::<Result<Vec<_>>>()?;
@@ -308,11 +310,24 @@ fn trained_features_come_nearer_to_the_original() -> Result<()> {
     let (first, last) = (mean(&losses[..8]), mean(&losses[56..]));
     assert!(last < 0.8 * first, "layers differ by {first} at first and {last} at last");
     losses.clear();
-    trainer.match_embeddings(&student, Part { steps: 64, rate: 3e-3 }, &mut |_, loss| losses.push(loss))?;
+    let part = Part { steps: 64, rate: 3e-3 };
+    trainer.match_embeddings(&student, Learner::Features, part, &mut |_, loss| losses.push(loss))?;
     let after = cosine()?;
     let (first, last) = (mean(&losses[..8]), mean(&losses[56..]));
     assert!(last < 0.8 * first, "embeddings differ by {first} at first and {last} at last");
     assert!(before < between && between < after, "cosines {before}, {between}, {after}");
+
+    // With the original's attention, the student's weights are the original's until they are trained.
+    let exact = || -> Result<Vec<Vec<f32>>> {
+        let weights = student.weights(Learner::Features);
+        embeddings(&BertModel::load(weights, &config, &|_| Ok(Arc::new(Softmax::new())))?, &others, 0)
+    };
+    assert_eq!(exact()?, original);
+    let part = Part { steps: 64, rate: 1e-3 };
+    trainer.match_embeddings(&student, Learner::FeaturesAndWeights, part, &mut |_, _| ())?;
+    let with_weights = cosine()?;
+    assert!(after < with_weights, "cosines {after} without, and {with_weights} with weights trained");
+    assert_ne!(exact()?, original);
     Ok(())
 }
 
@@ -321,7 +336,8 @@ fn trained_features_come_nearer_to_the_original() -> Result<()> {
 fn a_training_that_diverges_says_so() -> Result<()> {
     let (config, weights) = (bert_config(bert::HiddenAct::Gelu), drawn());
     let fitted = |(layer, moments): (usize, &Moments)| CENTRED.fitted_features(layer, 16, moments, 1);
-    let student = Student::new(&moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?)?;
+    let start = moments()?.iter().enumerate().map(fitted).collect::<Result<Vec<_>>>()?;
+    let student = Student::new(&start, weights.clone())?;
     let trainer = Trainer { weights: &weights, config: &config, batches: &[texts()?] };
     let diverged = trainer.match_layers(&student, Part { steps: 20, rate: f64::INFINITY }, &mut |_, _| ());
     let message = diverged.err().map(|error| error.to_string()).unwrap_or_default();

@@ -6,7 +6,6 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use performer_core::FeatureMapKind;
 
 use super::{
     args::{Machine, held_out, require_another_folder},
@@ -14,7 +13,10 @@ use super::{
 };
 use crate::{
     config::{AttentionConfig, AttentionPattern, Positions},
-    convert::{Costs, HeadReport, Measured, Plan, Report, Second, Stage, Tuning, costs, inspect, run as convert},
+    convert::{
+        Costs, HeadReport, Measured, Plan, Report, Second, Stage, Tuning, costs, inspect, is_calibrated,
+        is_transferred, run as convert,
+    },
     data::{DataSpec, prepare_for},
     errors::Cause,
     eval::show_perplexity,
@@ -28,6 +30,7 @@ use crate::{
 Examples:
   performer-lm convert runs/small-softmax-seed42 --data stories/ --out runs/converted
   performer-lm convert stories260K.bin --attention favor:m=64,map=learned,window=32 --data stories/ --out runs/converted
+  performer-lm convert models/stories/softmax --attention favor:m=128,map=learned,gate,conv --data stories/ --out runs/gated
   performer-lm convert SmolLM2-135M.gguf --layer 0,29=softmax --context 256 --data book.txt --out runs/smol
   performer-lm convert SmolLM2-135M.gguf --layer-costs --attention softmax:window=64,sinks=4 --data book.txt
   performer-lm convert small.gguf --attention softmax:window=64 --tune-steps 500 --out runs/window  a window alone
@@ -58,22 +61,23 @@ pub(super) struct Args {
     /// the model's context, at most 512].
     #[arg(long)]
     context: Option<usize>,
-    /// Tokens that features are fitted to; 0 leaves them random [default: 32768 where they can be
-    /// fitted].
+    /// Tokens that features are fitted to, and forget gates to the distances at which the teacher
+    /// looks; 0 leaves features random and gates open [default: 32768 where there are any].
     #[arg(long)]
     calibrate_tokens: Option<usize>,
     /// Fit them with queries and keys brought to the same covariance, at a product more for every
     /// key.
     #[arg(long)]
     balance: bool,
-    /// Steps that train the feature maps to return what softmax returns; 0 for none [default: 300
-    /// where they can be trained].
+    /// Steps that train feature maps and forget gates to return what softmax returns; 0 for none
+    /// [default: 300 where they can be trained].
     #[arg(long)]
     transfer_steps: Option<usize>,
     /// Peak learning rate of that.
     #[arg(long, default_value_t = 1e-2)]
     transfer_rate: f64,
-    /// Steps of fine-tuning after it: all weights, and feature maps that can be trained.
+    /// Steps of fine-tuning after it: all weights, feature maps that can be trained, and forget
+    /// gates.
     #[arg(long, default_value_t = 0)]
     tune_steps: usize,
     /// Peak learning rate of that.
@@ -173,12 +177,11 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         require_another_folder(&args.model, out)?;
         plot::require_own(&out.join(CHART))?;
     }
-    let some = |is: fn(FeatureMapKind) -> bool| {
-        let others = args.layer.iter().map(|(_, attention)| attention);
-        args.attention.attentions().chain(others).filter_map(AttentionConfig::favor).any(|favor| is(favor.map))
+    let any = |is: fn(&AttentionConfig) -> bool| {
+        args.attention.attentions().chain(args.layer.iter().map(|(_, attention)| attention)).any(is)
     };
-    let calibrate = if some(FeatureMapKind::is_fitted) { CALIBRATE } else { 0 };
-    let transfer = if some(FeatureMapKind::is_trained) { 300 } else { 0 };
+    let calibrate = if any(is_calibrated) { CALIBRATE } else { 0 };
+    let transfer = if any(is_transferred) { 300 } else { 0 };
     if args.adapters == Some(0) {
         bail!("--adapters is 0; it is a rank of at least 1, and 8 is usual");
     }

@@ -1,6 +1,7 @@
 //! This module adds low-rank adapters to a model (LoRA, Hu et al. 2021,
 //! <https://arxiv.org/abs/2106.09685>): every matrix `W` of the blocks becomes `W + B A`, and only
-//! A and B are trained.
+//! A and B are trained, beside whatever its teacher does not have: feature maps, forget gates,
+//! convolutions and output gates.
 
 use std::collections::HashMap;
 
@@ -15,6 +16,8 @@ use crate::model::{Decoder, pretrained::Pretrained};
 pub(super) struct Adapters {
     tensors: HashMap<String, Tensor>,
     pairs: Vec<Pair>,
+    /// The parameters that the teacher does not have, by name; they are among the tensors.
+    own: Vec<(String, Var)>,
 }
 
 /// A `Pair` holds the factors of one matrix `(rows, columns)`.
@@ -48,14 +51,15 @@ pub(super) fn check(model: &Pretrained, rank: usize) -> Result<()> {
 }
 
 impl Adapters {
-    /// Makes factors of rank `rank` for the matrices of all blocks. Feature maps that are
-    /// parameters of the model remain parameters.
-    pub(super) fn new(model: &Decoder, rank: usize, seed: u64) -> Result<Self> {
+    /// Makes factors of rank `rank` for the matrices of all blocks. Parameters of the model that the
+    /// teacher does not have remain parameters.
+    pub(super) fn new(model: &Decoder, teacher: &Pretrained, rank: usize, seed: u64) -> Result<Self> {
         let mut tensors = model.tensors()?;
-        let mut pairs = Vec::new();
+        let (mut pairs, mut own) = (Vec::new(), Vec::new());
         for (name, var) in model.named_parameters()? {
-            if name.contains(".feature_map.") {
-                tensors.insert(name, var.into_inner());
+            if !teacher.tensors.contains_key(&name) {
+                tensors.insert(name.clone(), var.as_tensor().clone());
+                own.push((name, var));
                 continue;
             }
             if !name.ends_with(ADAPTED) {
@@ -73,15 +77,16 @@ impl Adapters {
                 up: Var::zeros((rows, rank), DType::F32, var.device())?,
             });
         }
-        Ok(Self { tensors, pairs })
+        Ok(Self { tensors, pairs, own })
     }
 
-    /// Returns the factors that are trained, by name.
+    /// Returns what is trained, by name: the parameters that the teacher does not have, and the
+    /// factors.
     pub(super) fn parameters(&self) -> Vec<(String, Var)> {
         let both = |pair: &Pair| {
             [("down", &pair.down), ("up", &pair.up)].map(|(part, var)| (format!("{}.{part}", pair.weight), var.clone()))
         };
-        self.pairs.iter().flat_map(both).collect()
+        self.own.iter().cloned().chain(self.pairs.iter().flat_map(both)).collect()
     }
 
     /// Returns all tensors of the adapted model; gradients flow through them to the factors.

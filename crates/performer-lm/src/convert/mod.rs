@@ -2,12 +2,14 @@
 //! transfer the attention, fine-tune.
 //!
 //! 1. **Calibrate** (`statistics`): the teacher reads text, and features are fitted to the means
-//!    and covariances of each head's queries and keys ([`performer_core::features::fit`]). No
-//!    weight changes.
-//! 2. **Transfer** (`transfer`): the feature maps alone are trained, in all layers at once, so that
-//!    each layer's attention returns what the teacher's returns on the teacher's own hidden states.
-//! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and the feature maps, are trained
-//!    on the next token and on the teacher's distribution of it.
+//!    and covariances of each head's queries and keys ([`performer_core::features::fit`]). Forget
+//!    gates, where the student has them, get a pace for each head (`gates`). No other weight
+//!    changes.
+//! 2. **Transfer** (`transfer`): the feature maps and forget gates alone are trained, in all layers
+//!    at once, so that each layer's attention returns what the teacher's returns on the teacher's
+//!    own hidden states.
+//! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and all that the student has and
+//!    the teacher has not, are trained on the next token and on the teacher's distribution of it.
 //!
 //! After each stage the student is saved, and measured beside the teacher on the same held-out
 //! tokens. All that an unfinished stage needs to resume is saved at intervals, and when the stage
@@ -20,6 +22,7 @@
 mod adapters;
 mod costs;
 mod descend;
+mod gates;
 mod measure;
 mod report;
 mod stage;
@@ -330,13 +333,13 @@ fn check(plan: &Plan) -> Result<()> {
     }
     let changes = |i: &usize| {
         let parts = plan.config.attention_of(*i).parts();
-        parts.gate || parts.output_norm || parts.mup_scale || parts.key_dim.is_some()
+        parts.output_norm || parts.mup_scale || parts.key_dim.is_some()
     };
     if let Some(layer) = layers.clone().find(changes) {
         bail!(
-            "layer {layer} is to have attention {}; a softmax model has no forget gates, no norms of outputs, no logits over D \
-             and no other dimension of queries and keys to begin with, so train one with them from the start, or leave \
-             gate, output-norm, mup-scale and key-dim out",
+            "layer {layer} is to have attention {}; a softmax model has no norms of outputs, no logits over D and no other \
+             dimension of queries and keys to begin with, so train one with them from the start, or leave output-norm, \
+             mup-scale and key-dim out",
             plan.config.attention_of(layer)
         );
     }
@@ -345,7 +348,7 @@ fn check(plan: &Plan) -> Result<()> {
         "no layer is to have another attention than softmax; give one that is linear, such as favor:m=64,map=learned, or a window \
          of softmax as the control of one"
     );
-    let favor: Vec<_> = layers.filter_map(|i| plan.config.attention_of(i).favor()).collect();
+    let favor: Vec<_> = layers.clone().filter_map(|i| plan.config.attention_of(i).favor()).collect();
     if let Some(layer) = plan.config.idle_features() {
         bail!(plan.config.of_idle_features(layer));
     }
@@ -354,17 +357,34 @@ fn check(plan: &Plan) -> Result<()> {
     }
     if plan.calibrate_tokens > 0 {
         ensure!(
-            favor.iter().any(|favor| favor.map.is_fitted()),
+            layers.clone().any(|i| is_calibrated(plan.config.attention_of(i))),
             "{} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
             maps(&favor)
         );
     }
     ensure!(
-        plan.transfer_steps == 0 || favor.iter().any(|favor| favor.map.is_trained()),
+        plan.transfer_steps == 0 || layers.clone().any(|i| is_transferred(plan.config.attention_of(i))),
         "{} cannot be trained: use map=learned or map=hedgehog, or --transfer-steps 0",
         maps(&favor)
     );
     Ok(())
+}
+
+/// Whether calibration changes this attention: its features can be fitted, or its forget gates get
+/// a pace.
+pub fn is_calibrated(attention: &AttentionConfig) -> bool {
+    attention.favor().is_some_and(|favor| favor.map.is_fitted()) || has_paced_gates(attention)
+}
+
+/// Whether the transfer changes this attention: its features are trained, or its forget gates.
+pub fn is_transferred(attention: &AttentionConfig) -> bool {
+    attention.favor().is_some_and(|favor| favor.map.is_trained()) || has_paced_gates(attention)
+}
+
+/// Whether this attention has forget gates and only estimates the weights of softmax. Exact weights
+/// need no pace.
+fn has_paced_gates(attention: &AttentionConfig) -> bool {
+    attention.is_gated() && (attention.favor().is_some() || *attention.without_parts() == AttentionConfig::Uniform)
 }
 
 /// What feature maps the student has, for an error about them.
@@ -460,14 +480,16 @@ fn pupil(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
 }
 
 /// Adds what a model of this configuration has and what is not among the tensors: feature maps are
-/// drawn at random, and convolutions and output gates begin without effect.
+/// drawn at random, convolutions and output gates begin without effect, and forget gates with
+/// hardly any.
 fn with_fresh(
     config: &ModelConfig,
     plan: &Plan,
     mut tensors: HashMap<String, Tensor>,
 ) -> Result<HashMap<String, Tensor>> {
-    let fresh = Decoder::buffers(config, plan.seed, &plan.device)?;
-    for (name, tensor) in fresh.into_iter().chain(Decoder::neutral_parts(config, &plan.device)?) {
+    let drawn = Decoder::buffers(config, plan.seed, &plan.device)?;
+    let parts = [Decoder::neutral_parts(config, &plan.device)?, gates::lasting(config, &plan.device)?].concat();
+    for (name, tensor) in drawn.into_iter().chain(parts) {
         tensors.entry(name).or_insert(tensor);
     }
     Ok(tensors)

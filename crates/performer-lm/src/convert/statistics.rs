@@ -10,7 +10,7 @@ use performer_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Plan, Trained};
+use super::{Plan, Trained, gates};
 use crate::{
     data::{Batches, Prepared, TokenFile, eval_windows},
     model::{
@@ -39,7 +39,8 @@ pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u
     Ok(all)
 }
 
-/// Fits the features of every layer to the teacher's queries and keys.
+/// Fits the features of every layer to the teacher's queries and keys, and then gives forget gates
+/// the pace with which they look as far back as the teacher.
 pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
     let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
     for (layer, moments) in moments.iter().enumerate() {
@@ -48,6 +49,12 @@ pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, da
         let fitted = fitted_to(favor, moments, plan.balance, derive_seed(plan.seed, layer as u64), &plan.device)
             .with_context(|| format!("layer {layer}"))?;
         student.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
+    }
+    let paced = gates::paced(teacher, &student, data, plan.seed)?;
+    if !paced.is_empty() {
+        let mut tensors = student.tensors()?;
+        tensors.extend(paced);
+        student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;
     }
     Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
 }

@@ -1,5 +1,5 @@
-//! This module fine-tunes a student: all weights or low-rank adapters, and the feature maps, are
-//! trained on the next token and on the teacher's distribution of it (distillation).
+//! This module fine-tunes a student: all weights, or low-rank adapters and all that the teacher does
+//! not have, are trained on the next token and on the teacher's distribution of it (distillation).
 
 use anyhow::Result;
 use candle_core::Tensor;
@@ -38,12 +38,11 @@ pub(super) fn tune(
     meter: &Meter<'_>,
 ) -> Result<Option<Trained>> {
     let config = student.config().clone();
-    let adapters = tuning.adapters.map(|rank| Adapters::new(&student, rank, plan.seed)).transpose()?;
-    let mut parameters = student.named_parameters()?;
-    if let Some(adapters) = &adapters {
-        parameters.retain(|(name, _)| name.contains(".feature_map."));
-        parameters.extend(adapters.parameters());
-    }
+    let adapters = tuning.adapters.map(|rank| Adapters::new(&student, plan.teacher, rank, plan.seed)).transpose()?;
+    let parameters = match &adapters {
+        Some(adapters) => adapters.parameters(),
+        None => student.named_parameters()?,
+    };
     let adapted = || -> Result<Option<Decoder>> {
         let Some(adapters) = &adapters else { return Ok(None) };
         Ok(Some(Decoder::over_tensors(&config, &adapters.merged()?, &plan.device)?))

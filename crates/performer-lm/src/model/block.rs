@@ -67,6 +67,14 @@ impl Block {
         self.residuals(x, None, |x, residual| plus(residual, self.attention.forward_through(x, attend)?))
     }
 
+    /// Computes the forget gates of a block that is given `x` `(B, T, E)`, if it has any.
+    pub(super) fn gates(&self, x: &Tensor) -> Result<Option<Tensor>> {
+        match self.position {
+            NormPosition::Pre => self.attention.gates(&self.attention_norm.forward(x)?),
+            NormPosition::Post => self.attention.gates(x),
+        }
+    }
+
     pub(super) fn set_attention(&mut self, attention: Box<dyn Attention>) {
         self.attention.set_attention(attention);
     }

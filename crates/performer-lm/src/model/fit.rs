@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use performer_core::{
-    Attention, Favor, FavorConfig, Mask, Windowed,
+    Attention, Favor, FavorConfig, Inputs, Mask, Windowed,
     features::{
         FeatureMapKind, Fitted,
         fit::{Moments, Options, fit},
@@ -30,6 +30,28 @@ impl Decoder {
                     block.attention().forward(inputs, &Mask::causal())
                 })?
                 .detach();
+        }
+        Ok(())
+    }
+
+    /// Runs the forward pass without the output head over ids `(B, T)`, with `attend(layer, inputs)`
+    /// in place of each layer's attention. The inputs are this model's queries, keys and values, and
+    /// the forget gates that the same layer of `student` computes of this model's hidden states: a
+    /// student of the same sizes may have gates where its teacher has none.
+    pub(crate) fn hidden_beside(
+        &self,
+        student: &Self,
+        ids: &Tensor,
+        mut attend: impl FnMut(usize, Inputs<'_>) -> candle_core::Result<Tensor>,
+    ) -> Result<()> {
+        let mut x = self.embed(ids, 0)?;
+        for (layer, (own, other)) in self.blocks.iter().zip(&student.blocks).enumerate() {
+            let gates = other.gates(&x)?;
+            let attend = |inputs: Inputs<'_>| match &gates {
+                Some(gates) => attend(layer, inputs.with_gates(gates)),
+                None => attend(layer, inputs),
+            };
+            x = own.forward_through(&x, attend)?.detach();
         }
         Ok(())
     }

@@ -342,6 +342,22 @@ impl Decoder {
         Ok(all)
     }
 
+    /// Returns the weights, by name, of forget gates of a layer in this configuration that forget at
+    /// a constant pace, which the time constants of its key heads say; nothing where it has no gates.
+    pub(crate) fn constant_gates(
+        config: &ModelConfig,
+        layer: usize,
+        time_constants: &[f64],
+        device: &Device,
+    ) -> Result<Vec<(String, Tensor)>> {
+        if !config.attention_of(layer).is_gated() {
+            return Ok(Vec::new());
+        }
+        let sizes = heads(config, config.attention_of(layer).parts());
+        let weights = sizes.constant_gates(time_constants, device)?;
+        Ok(weights.into_iter().map(|(name, weight)| (format!("{}{name}", buffer_prefix(layer)), weight)).collect())
+    }
+
     /// Returns everything to save: parameters and buffers by name.
     ///
     /// # Errors
