@@ -8,31 +8,38 @@ use candle_core::{DType, Tensor};
 use performer_core::{Attention, Inputs, Mask, Softmax};
 use performer_lm::model::Decoder;
 
-/// Returns the causal weights of the model's own attention, and those of softmax from the same
-/// queries and keys, `T · T` numbers each.
+/// Returns the causal weights of the model's own attention, with its forget gates if it has any, and
+/// those of softmax alone from the same queries and keys, `T · T` numbers each.
 ///
 /// # Errors
 /// If the model cannot compute these tokens.
 pub(crate) fn of_head(model: &Decoder, ids: &[u32], layer: usize, head: usize) -> Result<[Vec<f32>; 2]> {
     let ids = Tensor::from_slice(ids, (1, ids.len()), model.device())?;
     let mut found = None;
-    model.hidden_through(&ids, |at, q, k, v| {
+    model.hidden_through(&ids, |at, inputs| {
         let attention = model.attention(at);
         if at == layer {
-            found = Some([weights(attention, q, k)?, weights(&Softmax::new(), q, k)?]);
+            let alone = Inputs::new(inputs.q, inputs.k, inputs.v);
+            found = Some([weights(attention, inputs)?, weights(&Softmax::new(), alone)?]);
         }
-        attention.forward(Inputs::new(q, k, v), &Mask::causal())
+        attention.forward(inputs, &Mask::causal())
     })?;
     let [own, softmax] = found.context("the layer was not computed")?;
     let of_head = |all: &Tensor| all.get(0)?.get(head)?.flatten_all()?.to_vec1();
     Ok([of_head(&own)?, of_head(&softmax)?])
 }
 
-/// Returns the causal weights of an attention: `(B, H, T, D)`, `(B, Hkv, T, D)` → `(B, H, T, T)`.
-fn weights(attention: &dyn Attention, q: &Tensor, k: &Tensor) -> candle_core::Result<Tensor> {
-    let (b, heads, t, _) = k.dims4()?;
-    let unit = Tensor::eye(t, DType::F32, k.device())?.broadcast_as((b, heads, t, t))?.contiguous()?;
-    attention.forward(Inputs::new(q, k, &unit), &Mask::causal())
+/// Returns the causal weights of an attention for the queries `(B, H, T, D)`, keys `(B, Hkv, T, D)`
+/// and gates of its inputs: `(B, H, T, T)`.
+fn weights(attention: &dyn Attention, inputs: Inputs<'_>) -> candle_core::Result<Tensor> {
+    let (b, heads, t, _) = inputs.k.dims4()?;
+    let unit = Tensor::eye(t, DType::F32, inputs.k.device())?.broadcast_as((b, heads, t, t))?.contiguous()?;
+    let of_units = Inputs::new(inputs.q, inputs.k, &unit);
+    let of_units = match inputs.gates {
+        Some(gates) => of_units.with_gates(gates),
+        None => of_units,
+    };
+    attention.forward(of_units, &Mask::causal())
 }
 
 #[cfg(test)]
@@ -72,7 +79,20 @@ mod tests {
     fn of_softmax() {
         let (q, k) = (numbers(0.0), numbers(0.6));
         let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() / (D as f64).sqrt()).unwrap();
-        compare(&weights(&Softmax::new(), &q, &k).unwrap(), &scores.exp().unwrap());
+        compare(&weights(&Softmax::new(), Inputs::new(&q, &k, &q)).unwrap(), &scores.exp().unwrap());
+    }
+
+    /// A gate of ln ½ halves the weight of all that stands before it.
+    #[test]
+    fn of_softmax_with_gates() {
+        let (q, k) = (numbers(0.0), numbers(0.6));
+        let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() / (D as f64).sqrt()).unwrap();
+        let gates = Tensor::full(0.5f32.ln(), (1, 2, T), &Device::Cpu).unwrap();
+        let distance = |n: usize| (n / T).saturating_sub(n % T) as i32;
+        let decays: Vec<f32> = (0..T * T).map(|n| 0.5f32.powi(distance(n))).collect();
+        let decays = Tensor::from_vec(decays, (T, T), &Device::Cpu).unwrap();
+        let kernel = scores.exp().unwrap().broadcast_mul(&decays).unwrap();
+        compare(&weights(&Softmax::new(), Inputs::new(&q, &k, &q).with_gates(&gates)).unwrap(), &kernel);
     }
 
     #[test]
@@ -81,6 +101,6 @@ mod tests {
         let favor = Favor::new(&FavorConfig::default().with_features(32), D, 5, DType::F32, &Device::Cpu).unwrap();
         let scale = (D as f64).powf(-0.25);
         let kernel = favor.map().kernel(&(&q * scale).unwrap(), &(&k * scale).unwrap()).unwrap();
-        compare(&weights(&favor, &q, &k).unwrap(), &kernel);
+        compare(&weights(&favor, Inputs::new(&q, &k, &q)).unwrap(), &kernel);
     }
 }

@@ -51,8 +51,8 @@ pub(super) fn paced(teacher: &Decoder, student: &Decoder, data: &Prepared, seed:
     let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
     let mut weights = Vec::new();
     let mut error = None;
-    teacher.hidden_through(&ids, |layer, q, k, v| {
-        let (q, k) = (q.detach(), k.detach());
+    teacher.hidden_through(&ids, |layer, inputs| {
+        let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(Tensor::detach);
         if has_paced_gates(config.attention_of(layer)) {
             let paced = time_constants(student.attention(layer), &q, &k, longest(config))
                 .and_then(|constants| Decoder::constant_gates(config, layer, &constants, student.device()))
@@ -62,7 +62,7 @@ pub(super) fn paced(teacher: &Decoder, student: &Decoder, data: &Prepared, seed:
                 Err(e) => error = error.take().or(Some(e)),
             }
         }
-        Softmax::new().forward(Inputs::new(&q, &k, &v.detach()), &Mask::causal())
+        Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal())
     })?;
     error.map_or(Ok(weights), Err)
 }

@@ -116,8 +116,8 @@ pub fn inspect(
     let mut reports = Vec::new();
     let ids = windows.to_device(teacher.device())?;
     let mut error = None;
-    teacher.hidden_through(&ids, |layer, q, k, v| {
-        let [q, k, v] = [q, k, v].map(|x| x.detach().to_device(&Device::Cpu));
+    teacher.hidden_through(&ids, |layer, inputs| {
+        let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(|x| x.detach().to_device(&Device::Cpu));
         let (q, k, v) = (q?, k?, v?);
         let mut heads = rows(&*map_of(layer, favor.features)?, &q, &k, &v)?;
         for (head, report) in heads.iter_mut().enumerate() {

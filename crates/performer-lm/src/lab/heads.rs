@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
-use performer_core::{Attention, Inputs, Mask, Softmax, features::fit::Moments, projection::derive_seed};
+use performer_core::{Attention, Mask, Softmax, features::fit::Moments, projection::derive_seed};
 use serde_json::{Value, json};
 
 use super::error::{Problem, QUERIES, Set};
@@ -104,12 +104,12 @@ impl Heads {
             layers.push((0..config.heads).map(head).collect());
         }
         for ids in windows(&data, context, source.windows.max(1))? {
-            decoder.hidden_through(&ids.to_device(device)?, |layer, q, k, v| {
+            decoder.hidden_through(&ids.to_device(device)?, |layer, inputs| {
                 for (head, kept) in layers[layer].iter_mut().enumerate() {
                     let of = |x: &Tensor, head: usize| x.detach().get(0)?.get(head)?.to_device(&Device::Cpu);
-                    kept.windows.push([of(q, head)?, of(k, head / group)?, of(v, head / group)?]);
+                    kept.windows.push([of(inputs.q, head)?, of(inputs.k, head / group)?, of(inputs.v, head / group)?]);
                 }
-                Softmax::new().forward(Inputs::new(q, k, v), &Mask::causal())
+                Softmax::new().forward(inputs, &Mask::causal())
             })?;
         }
         Ok(Self { model: name(&source.model), corpus: data.corpus_name, context, digests, layers })

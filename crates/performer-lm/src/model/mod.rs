@@ -438,9 +438,10 @@ impl Decoder {
         self.logits(&self.hidden(ids, Tokens::Whole(&self.mask()), dropout)?)
     }
 
-    /// Runs the forward pass without the output head, with `attend(layer, q, k, v)` in place of
-    /// each layer's attention, to measure the inputs of attention or to try other attentions.
-    /// Shapes are those of [`MultiHeadAttention::forward_through`]; returns `(B, T, E)`.
+    /// Runs the forward pass without the output head, with `attend(layer, inputs)` in place of each
+    /// layer's attention, to measure the inputs of attention or to try other attentions. The inputs
+    /// are those of [`MultiHeadAttention::forward_through`]: queries, keys, values, and gates where
+    /// the layer has them. Returns `(B, T, E)`.
     ///
     /// # Errors
     /// As [`Self::forward`], with an error of `attend`, or if `attend` returns another shape.
@@ -449,11 +450,11 @@ impl Decoder {
     pub fn hidden_through(
         &self,
         ids: &Tensor,
-        mut attend: impl FnMut(usize, &Tensor, &Tensor, &Tensor) -> candle_core::Result<Tensor>,
+        mut attend: impl FnMut(usize, Inputs<'_>) -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
         let mut x = self.embed(ids, 0)?;
         for (i, block) in self.blocks.iter().enumerate() {
-            x = block.forward_through(&x, |inputs| attend(i, inputs.q, inputs.k, inputs.v))?;
+            x = block.forward_through(&x, |inputs| attend(i, inputs))?;
         }
         Ok(x)
     }
