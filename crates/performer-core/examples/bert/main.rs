@@ -79,7 +79,7 @@ const STRIDE: usize = 16;
 const TRAINED: usize = 128;
 const LAYERS: Part = Part { steps: 500, rate: 1e-2 };
 const EMBEDDINGS: Part = Part { steps: 300, rate: 1e-3 };
-const WEIGHTS: Part = Part { steps: 1000, rate: 2e-4 };
+const WEIGHTS: Part = Part { steps: 500, rate: 3e-5 };
 const DEVICE: Device = Device::Cpu;
 
 fn main() {
