@@ -128,18 +128,18 @@ mod tests {
         let k = Tensor::randn(0f32, 1.0, (2, 1, t, 4), &Device::Cpu)?;
         let uniform = decayed_means(4)?;
         let gates = Tensor::full(gamma.ln() as f32, (2, 1, t), &Device::Cpu)?;
-        let mean = |weight: fn(f64, usize) -> f64| {
+        let mean = |weight: &dyn Fn(usize) -> f64| {
             let of_query = |i: usize| {
-                let sum: f64 = (0..=i).map(|d| weight(0.75, d)).sum();
-                (0..=i).map(|d| weight(0.75, d) * d as f64).sum::<f64>() / sum
+                let sum: f64 = (0..=i).map(weight).sum();
+                (0..=i).map(|d| weight(d) * d as f64).sum::<f64>() / sum
             };
             (0..t).map(of_query).sum::<f64>() / t as f64
         };
         let near = |found: Vec<f64>, expected: f64| {
             assert!(found.len() == 1 && (found[0] - expected).abs() < 1e-5, "{found:?} and {expected}");
         };
-        near(mean_distances(&*uniform, &q, &k, None)?, mean(|_, _| 1.0));
-        near(mean_distances(&*uniform, &q, &k, Some(&gates))?, mean(|gamma, d| gamma.powi(d as i32)));
+        near(mean_distances(&*uniform, &q, &k, None)?, mean(&|_| 1.0));
+        near(mean_distances(&*uniform, &q, &k, Some(&gates))?, mean(&|d| gamma.powi(d as i32)));
         Ok(())
     }
 
