@@ -8,8 +8,8 @@ use candle_core::{DType, Tensor};
 use performer_core::{Attention, Inputs, Mask, Softmax};
 use performer_lm::model::Decoder;
 
-/// Returns the causal weights of the model's own attention, with its forget gates if it has any, and
-/// those of softmax alone from the same queries and keys, `T · T` numbers each.
+/// Returns the causal weights of the model's own attention, with its forget gates if it has any,
+/// and those of softmax alone from the same queries and keys, `T · T` numbers each.
 ///
 /// # Errors
 /// If the model cannot compute these tokens.
@@ -34,11 +34,8 @@ pub(crate) fn of_head(model: &Decoder, ids: &[u32], layer: usize, head: usize) -
 fn weights(attention: &dyn Attention, inputs: Inputs<'_>) -> candle_core::Result<Tensor> {
     let (b, heads, t, _) = inputs.k.dims4()?;
     let unit = Tensor::eye(t, DType::F32, inputs.k.device())?.broadcast_as((b, heads, t, t))?.contiguous()?;
-    let of_units = Inputs::new(inputs.q, inputs.k, &unit);
-    let of_units = match inputs.gates {
-        Some(gates) => of_units.with_gates(gates),
-        None => of_units,
-    };
+    let mut of_units = Inputs::new(inputs.q, inputs.k, &unit);
+    of_units.gates = inputs.gates;
     attention.forward(of_units, &Mask::causal())
 }
 

@@ -273,8 +273,8 @@ impl Models {
         }))
     }
 
-    /// Trains features, and at last weights, on the sentences of a text, and prints how near those of
-    /// the sample come to the original before training and after each of its parts.
+    /// Trains features, and at last weights, on the sentences of a text, and prints how near those
+    /// of the sample come to the original before training and after each of its parts.
     fn train(&self, training: &Path, sample: &Sample) -> Result<serde_json::Value> {
         let text = fs::read_to_string(training).with_context(|| format!("cannot read {}", training.display()))?;
         let parts: Vec<&str> = lines(&text).flat_map(sentences).filter(|s| words(s) >= SHORTEST_SENTENCE).collect();

@@ -1,5 +1,5 @@
-//! This module trains the features that take the place of a model's softmax, and at last the model's
-//! own weights beside them.
+//! This module trains the features that take the place of a model's softmax, and at last the
+//! model's own weights beside them.
 //!
 //! Training has three parts. In the first, each layer's attention learns to return what softmax
 //! returns for the same queries, keys and values, those of the original model. In the second, the
@@ -37,8 +37,8 @@ pub(crate) struct Student {
     weights: StudentWeights,
 }
 
-/// `StudentWeights` are the original's weights, of which those of layers become variables where they
-/// are first asked for.
+/// `StudentWeights` are the original's weights, of which those of layers become variables where
+/// they are first asked for.
 #[derive(Clone)]
 struct StudentWeights {
     original: VarBuilder<'static>,
@@ -147,8 +147,8 @@ impl Trainer<'_> {
         })
     }
 
-    /// The second and the third part: lowers the mean of `1 − cos(e, ê)`, where `e` is the original's
-    /// embedding of a text. Calls `watch` as [`Self::match_layers`] does.
+    /// The second and the third part: lowers the mean of `1 − cos(e, ê)`, where `e` is the
+    /// original's embedding of a text. Calls `watch` as [`Self::match_layers`] does.
     pub(crate) fn match_embeddings(
         &self,
         student: &Student,

@@ -317,7 +317,8 @@ fn trained_features_come_nearer_to_the_original() -> Result<()> {
     assert!(last < 0.8 * first, "embeddings differ by {first} at first and {last} at last");
     assert!(before < between && between < after, "cosines {before}, {between}, {after}");
 
-    // With the original's attention, the student's weights are the original's until they are trained.
+    // With the original's attention, the student's weights are the original's until they are
+    // trained.
     let exact = || -> Result<Vec<Vec<f32>>> {
         let weights = student.weights(Learner::Features);
         embeddings(&BertModel::load(weights, &config, &|_| Ok(Arc::new(Softmax::new())))?, &others, 0)

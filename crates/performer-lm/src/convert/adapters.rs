@@ -51,8 +51,8 @@ pub(super) fn check(model: &Pretrained, rank: usize) -> Result<()> {
 }
 
 impl Adapters {
-    /// Makes factors of rank `rank` for the matrices of all blocks. Parameters of the model that the
-    /// teacher does not have remain parameters.
+    /// Makes factors of rank `rank` for the matrices of all blocks. Parameters of the model that
+    /// the teacher does not have remain parameters.
     pub(super) fn new(model: &Decoder, teacher: &Pretrained, rank: usize, seed: u64) -> Result<Self> {
         let mut tensors = model.tensors()?;
         let (mut pairs, mut own) = (Vec::new(), Vec::new());

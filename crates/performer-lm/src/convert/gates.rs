@@ -97,11 +97,8 @@ fn mean_distances(attention: &dyn Attention, q: &Tensor, k: &Tensor, gates: Opti
     let group = q.dim(1)? / heads;
     let positions = Tensor::arange(0.0, t as f32, k.device())?.to_dtype(k.dtype())?;
     let values = positions.reshape((1, 1, t, 1))?.broadcast_as((b, heads, t, d))?.contiguous()?;
-    let inputs = Inputs::new(q, k, &values);
-    let inputs = match gates {
-        Some(gates) => inputs.with_gates(gates),
-        None => inputs,
-    };
+    let mut inputs = Inputs::new(q, k, &values);
+    inputs.gates = gates;
     let means = attention.forward(inputs, &Mask::causal())?.narrow(3, 0, 1)?.squeeze(3)?.to_dtype(DType::F32)?;
     let distances = positions.to_dtype(DType::F32)?.broadcast_sub(&means)?;
     let mean = distances.to_dtype(DType::F64)?.reshape((b, heads, group * t))?.mean((0, 2))?;

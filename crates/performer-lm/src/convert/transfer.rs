@@ -49,9 +49,7 @@ fn differences(plan: &Plan, teacher: &Decoder, student: &Decoder, ids: &Tensor) 
         let exact = Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
         if is_transferred(plan.config.attention_of(layer)) {
             let mut same = Inputs::new(&q, &k, &v);
-            if let Some(gates) = inputs.gates {
-                same = same.with_gates(gates);
-            }
+            same.gates = inputs.gates;
             let estimate = student.attention(layer).forward(same, &Mask::causal())?;
             let norm = exact.sqr()?.sum_all()?;
             losses.push((estimate - &exact)?.sqr()?.sum_all()?.div(&norm)?);

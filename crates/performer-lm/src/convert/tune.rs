@@ -1,5 +1,6 @@
-//! This module fine-tunes a student: all weights, or low-rank adapters and all that the teacher does
-//! not have, are trained on the next token and on the teacher's distribution of it (distillation).
+//! This module fine-tunes a student: all weights, or low-rank adapters and all that the teacher
+//! does not have, are trained on the next token and on the teacher's distribution of it
+//! (distillation).
 
 use anyhow::Result;
 use candle_core::Tensor;

@@ -34,10 +34,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// Runs the forward pass without the output head over ids `(B, T)`, with `attend(layer, inputs)`
-    /// in place of each layer's attention. The inputs are this model's queries, keys and values, and
-    /// the forget gates that the same layer of `student` computes of this model's hidden states: a
-    /// student of the same sizes may have gates where its teacher has none.
+    /// Runs the forward pass without the output head over ids `(B, T)`, with `attend(layer,
+    /// inputs)` in place of each layer's attention. The inputs are this model's queries, keys and
+    /// values, and the forget gates that the same layer of `student` computes of this model's
+    /// hidden states: a student of the same sizes may have gates where its teacher has none.
     pub(crate) fn hidden_beside(
         &self,
         student: &Self,
@@ -47,9 +47,10 @@ impl Decoder {
         let mut x = self.embed(ids, 0)?;
         for (layer, (own, other)) in self.blocks.iter().zip(&student.blocks).enumerate() {
             let gates = other.gates(&x)?;
-            let attend = |inputs: Inputs<'_>| match &gates {
-                Some(gates) => attend(layer, inputs.with_gates(gates)),
-                None => attend(layer, inputs),
+            let attend = |inputs: Inputs<'_>| {
+                let mut of_both = Inputs::new(inputs.q, inputs.k, inputs.v);
+                of_both.gates = gates.as_ref();
+                attend(layer, of_both)
             };
             x = own.forward_through(&x, attend)?.detach();
         }
@@ -97,4 +98,49 @@ pub(crate) fn attention_over(config: &AttentionConfig, map: Favor) -> Result<Box
         None => Box::new(map),
         Some(window) => Box::new(Windowed::new(window, map)?.with_sinks(config.sinks())?),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Result;
+    use candle_core::IndexOp;
+
+    use super::*;
+    use crate::{
+        config::{ModelConfig, Preset},
+        model::{Dropout, block::Tokens},
+    };
+
+    /// With each layer's own attention and the inputs that are handed over, gates among them, the
+    /// pass that looks into layers is the model's own; beside itself a model has its own gates.
+    #[test]
+    fn what_looks_into_layers_is_given_their_gates() -> Result<()> {
+        let (preset, _) = Preset::Small.load()?;
+        let attention = "favor:m=8,gate,conv".parse().expect("an attention");
+        let config = ModelConfig { attention, vocab_size: 20, layers: 2, context: 16, ..preset };
+        let model = Decoder::new(&config, 1, &Device::Cpu)?;
+        let ids = Tensor::arange(0u32, 12, &Device::Cpu)?.unsqueeze(0)?;
+        let numbers = |x: &Tensor| x.i(0)?.to_vec2::<f32>();
+        let through = |keep: bool| {
+            model.hidden_through(&ids, |layer, mut inputs| {
+                inputs.gates = inputs.gates.filter(|_| keep);
+                model.attention(layer).forward(inputs, &Mask::causal())
+            })
+        };
+        let whole = model.hidden(&ids, Tokens::Whole(&Mask::causal()), None::<&Dropout>)?;
+        let largest = |x: &Tensor| -> Result<f32> { Ok((x - &whole)?.abs()?.max_all()?.to_scalar()?) };
+        assert!(largest(&through(true)?)? < 1e-5 && largest(&through(false)?)? > 1e-3);
+
+        let (mut own, mut beside) = (Vec::new(), Vec::new());
+        model.hidden_through(&ids, |layer, inputs| {
+            own.push(numbers(inputs.gates.expect("gates"))?);
+            model.attention(layer).forward(inputs, &Mask::causal())
+        })?;
+        model.hidden_beside(&model, &ids, |layer, inputs| {
+            beside.push(numbers(inputs.gates.expect("gates"))?);
+            model.attention(layer).forward(inputs, &Mask::causal())
+        })?;
+        assert_eq!(own, beside);
+        Ok(())
+    }
 }

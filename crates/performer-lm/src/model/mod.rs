@@ -342,8 +342,9 @@ impl Decoder {
         Ok(all)
     }
 
-    /// Returns the weights, by name, of forget gates of a layer in this configuration that forget at
-    /// a constant pace, which the time constants of its key heads say; nothing where it has no gates.
+    /// Returns the weights, by name, of forget gates of a layer in this configuration that forget
+    /// at a constant pace, which the time constants of its key heads say; nothing where it has no
+    /// gates.
     pub(crate) fn constant_gates(
         config: &ModelConfig,
         layer: usize,

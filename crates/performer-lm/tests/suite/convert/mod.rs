@@ -378,8 +378,8 @@ fn a_student_may_have_parts_that_change_nothing_at_first() -> Result<()> {
     Ok(())
 }
 
-/// Forget gates begin with hardly any effect, get a pace of each head from calibration, and learn in
-/// the transfer, which leaves everything else but the features as it was.
+/// Forget gates begin with hardly any effect, get a pace of each head from calibration, and learn
+/// in the transfer, which leaves everything else but the features as it was.
 #[test]
 fn a_student_may_have_forget_gates() -> Result<()> {
     let (data, stop) = (data()?, AtomicBool::new(false));
