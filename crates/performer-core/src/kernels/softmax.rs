@@ -19,12 +19,15 @@
 //!   at the end            -> out (Q, Dv) = numerator / denominator, log = m + ln denominator (Q)
 //! ```
 //!
-//! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both. Sums
-//! are made anew for each tile of queries, from its first query on in both directions, since
-//! differences of long sums would lose digits. Sinks stand far before a tile's window: for them one
-//! sum, of the gates after the sinks, goes on from tile to tile.
+//! Tiles of keys are taken from the last to the first. A weight below `e^-60` of the largest that a
+//! query has met by then is zero: it changes no digit of f32, and numbers near the end of the range
+//! would make products many times slower.
+//!
+//! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both, see
+//! `softmax/forgotten.rs`. Where that leaves nothing but zeros, a tile of queries ends.
 
 mod backward;
+mod forgotten;
 
 use std::{
     ops::Range,
@@ -32,6 +35,7 @@ use std::{
 };
 
 use candle_core::{CpuStorage, DType, Result, Shape, Tensor, backend::BackendStorage};
+use forgotten::Forgotten;
 use pulp::{Simd, WithSimd};
 
 use super::{
@@ -44,7 +48,7 @@ use super::{
     padded,
     rows::{Heads, Matrix, Rows, Span},
     spare_threads,
-    vector::{self, add, dot, exp_minus, exp_minus_each, max, max_each, multiply, shift, sum},
+    vector::{self, add, dot, exp_above, exp_minus, max, max_each, multiply, sum},
     with_storages,
 };
 use crate::ops;
@@ -56,6 +60,8 @@ const KEYS: usize = 128;
 /// The queries or keys of a piece: what a thread takes at a time where there are more threads than
 /// heads.
 const PIECE: usize = 2 * KEYS;
+/// Weights `e^x` of scores `x` from the largest on are zero below this `x`.
+const LOWEST: f32 = -60.0;
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
 /// keys up to `offset + t`; with a window, only the last `window` of those and the first `sinks`.
@@ -114,77 +120,7 @@ struct Head<'a> {
     gates: Option<&'a [f32]>,
 }
 
-/// `Forgotten` holds sums of gates around the first query of a tile.
-#[derive(Default)]
-struct Forgotten {
-    /// After the first query, up to each.
-    queries: Vec<f32>,
-    /// After each key, up to the first query: from the key `first` on, up to that of the query.
-    keys: Vec<f32>,
-    first: usize,
-    /// The position of the first query among the keys.
-    own: usize,
-    /// After each sink before the key `first`, up to the first query.
-    sinks: Vec<f32>,
-    /// The sum of the gates from the first key after the sinks on, and the key that it ends before.
-    /// It only ever grows to the right, so it has the same bits wherever a piece begins.
-    since_sinks: (f64, usize),
-}
-
 impl Head<'_> {
-    /// Sums the gates around the `queries` queries from `i` on, for keys from `start` on.
-    fn forget(&self, Span { start: i, count: queries }: Span, start: usize, to: &mut Forgotten) {
-        let (Some(gates), Some(offset)) = (self.gates, self.offset) else { return };
-        let (own, first) = (offset + i, self.first(i).max(start));
-        (to.first, to.own) = (first, own);
-        to.queries.clear();
-        to.queries.resize(QUERIES, 0.0);
-        for t in 1..queries {
-            to.queries[t] = to.queries[t - 1] + gates[own + t];
-        }
-        to.keys.clear();
-        to.keys.resize((own + 1).saturating_sub(first), 0.0);
-        let mut sum = 0f64;
-        for (key, gate) in to.keys.iter_mut().rev().skip(1).zip(gates[..=own].iter().rev()) {
-            sum += f64::from(*gate);
-            *key = sum as f32;
-        }
-        // Sinks from `first` on are among the keys above.
-        let sinks = self.sinks.min(first);
-        if sinks <= start {
-            return;
-        }
-        let (mut since, end) = to.since_sinks;
-        for gate in &gates[end.max(self.sinks)..(own + 1).max(self.sinks)] {
-            since += f64::from(*gate);
-        }
-        to.since_sinks = (since, own + 1);
-        let mut sum = gates[sinks..self.sinks.min(own + 1)].iter().fold(since, |sum, &gate| sum + f64::from(gate));
-        to.sinks.resize(sinks, 0.0);
-        for (sink, gate) in to.sinks.iter_mut().zip(&gates[..sinks]).rev() {
-            *sink = sum as f32;
-            sum += f64::from(*gate);
-        }
-    }
-
-    /// Adds the sums of the gates after key `j` up to each of the queries to the key's scores.
-    #[inline(always)]
-    fn add_forgotten<S: Simd>(&self, simd: S, j: usize, forgotten: &Forgotten, to: &mut [f32]) {
-        let Some(gates) = self.gates else { return };
-        if j <= forgotten.own {
-            let sum = if j < forgotten.first { forgotten.sinks[j] } else { forgotten.keys[j - forgotten.first] };
-            add(simd, to, &forgotten.queries);
-            shift(simd, to, sum);
-        } else {
-            // The key stands among the tile's own queries; earlier ones do not see it.
-            let mut sum = 0.0;
-            for (to, gate) in to[j + 1 - forgotten.own..].iter_mut().zip(&gates[j + 1..]) {
-                sum += gate;
-                *to += sum;
-            }
-        }
-    }
-
     /// The first key that queries from `start` on may see, rounded down to a whole tile.
     fn first(&self, start: usize) -> usize {
         match (self.offset, self.window) {
@@ -193,8 +129,8 @@ impl Head<'_> {
         }
     }
 
-    /// The tiles of those of `keys` that a span of queries may see: tiles of sinks, then those of
-    /// the window.
+    /// The tiles of those of `keys` that a span of queries may see, the last first: tiles of the
+    /// window, then those of sinks.
     fn tiles(&self, queries: Span, keys: Range<usize>) -> impl Iterator<Item = Span> {
         let tiles = |range: Range<usize>| {
             range.clone().step_by(KEYS).map(move |start| Span { start, count: KEYS.min(range.end - start) })
@@ -202,7 +138,7 @@ impl Head<'_> {
         let end = queries.start + queries.count;
         let (first, reach) = (self.first(queries.start).max(keys.start), self.reach(end).min(keys.end));
         let sinks = self.sinks.min(first).min(keys.end).min(reach);
-        tiles(keys.start..sinks.max(keys.start)).chain(tiles(first..reach.max(first)))
+        tiles(first..reach.max(first)).rev().chain(tiles(keys.start..sinks.max(keys.start)).rev())
     }
 
     /// The factor `1/√D`.
@@ -224,7 +160,7 @@ impl Head<'_> {
         Span { start: i, count: queries }: Span,
         Span { start: j, count: keys }: Span,
         k: &Matrix,
-        (columns, forgotten): (&[f32], &Forgotten),
+        (columns, forgotten): (&[f32], Option<&Forgotten>),
         to: &mut [f32],
     ) {
         let right = Right { values: columns, stride: QUERIES };
@@ -233,7 +169,9 @@ impl Head<'_> {
             if self.visible.is_some_and(|visible| !visible[j + row]) {
                 to.fill(f32::NEG_INFINITY);
             } else if let Some(offset) = self.offset {
-                self.add_forgotten(simd, j + row, forgotten, to);
+                if let Some(forgotten) = forgotten {
+                    forgotten.add(simd, j + row, to);
+                }
                 let hidden = (j + row).saturating_sub(offset + i).min(QUERIES);
                 to[..hidden].fill(f32::NEG_INFINITY);
                 if let Some(window) = self.window.filter(|_| j + row >= self.sinks) {
@@ -274,7 +212,7 @@ impl WithSimd for Forward<'_> {
         let mut scores = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::default();
+        let mut forgotten = Forgotten::new(simd, head, &k, head.reach(end));
         for i in (start..end).step_by(QUERIES) {
             let queries = QUERIES.min(end - i);
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
@@ -283,21 +221,27 @@ impl WithSimd for Forward<'_> {
             let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let tile = Span { start: i, count: queries };
-            head.forget(tile, 0, &mut forgotten);
+            if let Some(forgotten) = &mut forgotten {
+                forgotten.begin(tile, 0, &columns);
+            }
             for Span { start: j, count: keys } in head.tiles(tile, 0..head.k.tokens) {
-                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&columns, &forgotten), &mut scores);
+                let span = Span { start: j, count: keys };
+                if forgotten.as_mut().is_some_and(|forgotten| !forgotten.reaches(simd, span, &largest)) {
+                    break;
+                }
+                head.scores(simd, tile, span, &k, (&columns, forgotten.as_ref()), &mut scores);
                 let before = largest;
                 for row in scores.chunks_exact(QUERIES).take(keys) {
                     max_each(simd, &mut largest, row);
                 }
                 let mut decay = before;
-                exp_minus_each(simd, &mut decay, &largest);
+                exp_above(simd, &mut decay, &largest, LOWEST);
                 multiply(simd, &mut den, &decay);
                 for (row, &decay) in rows.chunks_exact_mut(width).zip(&decay).filter(|(_, decay)| **decay != 1.0) {
                     vector::scale(simd, row, decay);
                 }
                 for row in scores.chunks_exact_mut(QUERIES).take(keys) {
-                    exp_minus_each(simd, row, &largest);
+                    exp_above(simd, row, &largest, LOWEST);
                     add(simd, &mut den, row);
                 }
                 let left = Left::transposed(&scores, QUERIES);

@@ -33,7 +33,12 @@ pub(crate) fn exp(x: f32) -> f32 {
 /// Computes [`exp`] on vectors, for `x ≤ 88`.
 #[inline(always)]
 pub(super) fn exp_simd<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    let low = simd.splat_f32s(-87.0);
+    exp_simd_above(simd, x, simd.splat_f32s(-87.0))
+}
+
+/// Computes [`exp_simd`], with 0 below `low ≥ −87`.
+#[inline(always)]
+fn exp_simd_above<S: Simd>(simd: S, x: S::f32s, low: S::f32s) -> S::f32s {
     let round = simd.splat_f32s(ROUND);
     let shifted = simd.mul_add_e_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), round);
     let n = simd.sub_f32s(shifted, round);
@@ -44,7 +49,7 @@ pub(super) fn exp_simd<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     for c in [b, c, d, 1.0, 1.0] {
         p = simd.mul_add_e_f32s(p, r, simd.splat_f32s(c));
     }
-    // Below −87 the value computed here is meaningless, and 0 is taken instead.
+    // Below −87 the value computed here is meaningless; 0 is taken instead.
     let scale = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(scale));
     simd.select_f32s(simd.less_than_f32s(x, low), simd.splat_f32s(0.0), value)
@@ -102,12 +107,16 @@ elementwise!(/// `x − y`
     subtract(simd, x, [y]) => simd.sub_f32s(x, y));
 elementwise!(/// `x y`
     multiply(simd, x, [y]) => simd.mul_f32s(x, y));
+elementwise!(/// `x + (y + a)`
+    add_shifted(simd, x, [y], a) => simd.add_f32s(x, simd.add_f32s(y, a)));
 elementwise!(/// `x + a y`
     add_scaled(simd, x, [y], a) => simd.mul_add_e_f32s(y, a, x));
 elementwise!(/// `b x + a y`
     decay_add(simd, x, [y], b, a) => simd.mul_add_e_f32s(y, a, simd.mul_f32s(x, b)));
 elementwise!(/// `e^{x − y}` for `x − y ≤ 88`
     exp_minus_each(simd, x, [y]) => exp_simd(simd, simd.sub_f32s(x, y)));
+elementwise!(/// `e^{x − y}` for `x − y ≤ 88`, and 0 where `x − y` is below `low ≥ −87`
+    exp_above(simd, x, [y], low) => exp_simd_above(simd, simd.sub_f32s(x, y), low));
 elementwise!(/// `max(x, y)`
     max_each(simd, x, [y]) => simd.max_f32s(x, y));
 
@@ -265,6 +274,27 @@ mod tests {
                 let want = if x < -87.0 { 0.0 } else { f64::from(x).exp() };
                 assert!((f64::from(got) - want).abs() <= 3e-7 * want, "exp({x}) = {got}, not {want}");
             }
+        }
+    }
+
+    struct Above<'a>(&'a mut [f32], &'a [f32]);
+
+    impl WithSimd for Above<'_> {
+        type Output = ();
+        fn with_simd<S: Simd>(self, simd: S) {
+            exp_above(simd, self.0, self.1, -60.0);
+        }
+    }
+
+    #[test]
+    fn exponentials_are_zero_below_a_bound() {
+        let mut x: Vec<f32> = (0..96).map(|i| i as f32 - 90.0).collect();
+        let y = vec![7f32; 96];
+        let before = x.clone();
+        arch().dispatch(Above(&mut x, &y));
+        for (x, &got) in before.iter().map(|x| x - 7.0).zip(&x) {
+            let want = if x < -60.0 { 0.0 } else { f64::from(x).exp() };
+            assert!((f64::from(got) - want).abs() <= 3e-7 * want, "exp({x}) = {got}, not {want}");
         }
     }
 

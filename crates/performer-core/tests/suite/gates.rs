@@ -103,6 +103,33 @@ fn strong_gates_lose_no_digits() -> Result<()> {
     Ok(())
 }
 
+/// Some keys are so long that they outweigh all that has been forgotten since, a thousand tokens
+/// back, where most have no weight any more. With sinks and windows, too.
+#[test]
+fn long_keys_are_seen_across_gates() -> Result<()> {
+    let mut problem = problem(21, shape(1, 2, 1, 1500, 4, 3), None, 1);
+    problem.gates = Some((0..1500).map(|t| if t % 100 == 0 { -9.0 } else { -0.05 }).collect());
+    for t in [3, 130, 400, 777] {
+        problem.k[t * 4..(t + 1) * 4].iter_mut().for_each(|x| *x *= 120.0);
+    }
+    check(&problem, Layout::Contiguous)?;
+    for (window, sinks) in [(700, 0), (150, 5), (64, 200)] {
+        let inputs = reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
+        let gradients = reference::attention_backward(problem.kernel(), inputs, &problem.grad_output);
+        let expected = crate::common::Outcome {
+            output: reference::attention(problem.kernel(), inputs),
+            q: gradients.q,
+            k: gradients.k,
+            v: gradients.v,
+            gates: gradients.gates,
+        };
+        let softmax = Softmax::new().with_window(window)?.with_sinks(sinks)?;
+        let outcome = problem.run(&softmax, DType::F32, Layout::Contiguous)?;
+        problem.assert_outcome(&format!("W={window}, {sinks} sinks"), &outcome, &expected, 1e-4);
+    }
+    Ok(())
+}
+
 /// Constant gates `ln γ` are the decay of RetNet, here with its weights `γ^{i−j}` written out.
 #[test]
 fn constant_gates_are_the_decay_of_retnet() -> Result<()> {

@@ -27,10 +27,10 @@ use super::{
         padded,
         rows::{Heads, Matrix, Rows, Span},
         spare_threads,
-        vector::{self, LANES, add, dot, exp_minus_each, multiply, subtract, sum},
+        vector::{self, LANES, add, dot, exp_above, multiply, subtract, sum},
         with_storages,
     },
-    Forgotten, Head, Inputs, KEYS, PIECE, QUERIES, Softmax,
+    Forgotten, Head, Inputs, KEYS, LOWEST, PIECE, QUERIES, Softmax,
 };
 
 /// `Backward` computes the gradients that come from the pairs of some queries of one head and some
@@ -85,7 +85,7 @@ impl WithSimd for Backward<'_> {
         let mut products = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::default();
+        let mut forgotten = Forgotten::new(simd, head, &k, head.reach(span.end).min(seen.end));
         for i in span.clone().step_by(QUERIES) {
             let queries = QUERIES.min(span.end - i);
             let reach = head.reach(i + queries).min(seen.end);
@@ -115,14 +115,20 @@ impl WithSimd for Backward<'_> {
             rows.fill(0.0);
             let mut over_keys = [0f32; QUERIES];
             let tile = Span { start: i, count: queries };
-            head.forget(tile, seen.start, &mut forgotten);
+            if let Some(forgotten) = &mut forgotten {
+                forgotten.begin(tile, seen.start, &query_columns);
+            }
             for Span { start: j, count: keys } in head.tiles(tile, seen.clone()) {
-                head.scores(simd, tile, Span { start: j, count: keys }, &k, (&query_columns, &forgotten), &mut weights);
+                let span = Span { start: j, count: keys };
+                if forgotten.as_mut().is_some_and(|forgotten| !forgotten.reaches(simd, span, &log)) {
+                    break;
+                }
+                head.scores(simd, tile, span, &k, (&query_columns, forgotten.as_ref()), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
                 gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
                 for (weight, product) in pairs.take(keys) {
-                    exp_minus_each(simd, &mut weight[..columns], &log[..columns]);
+                    exp_above(simd, &mut weight[..columns], &log[..columns], LOWEST);
                     subtract(simd, &mut product[..columns], &delta[..columns]);
                     multiply(simd, &mut product[..columns], &weight[..columns]);
                 }
