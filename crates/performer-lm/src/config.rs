@@ -291,6 +291,19 @@ impl ModelConfig {
                 key_dim.is_none_or(|dim| (1..=MAX_HEAD_DIM).contains(&dim)),
                 "model config: key_dim of {attention} must be in 1..={MAX_HEAD_DIM}"
             );
+            let groups = attention.by_head();
+            ensure!(
+                kv.is_multiple_of(groups.len()),
+                "model config: the {kv} key heads cannot be divided equally among the {} attentions of {attention}",
+                groups.len()
+            );
+            let is_fitted =
+                |one: &AttentionConfig| one.favor().is_some_and(|f| f.map.is_fitted() && !f.map.is_trained());
+            ensure!(
+                groups.len() == 1 || !groups.iter().any(is_fitted),
+                "model config: attention {attention}: features of some heads of a layer cannot be fitted; take map=positive or \
+                 map=learned there"
+            );
             let dim = key_dim.unwrap_or(self.head_dim());
             if matches!(self.positions, Positions::Rotary { .. }) && !dim.is_multiple_of(2) {
                 bail!("model config: rotary positions need an even dimension of queries and keys; it is {dim}");

@@ -5,8 +5,11 @@ use std::{fmt, str::FromStr};
 use candle_core::{DType, Device, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{Attention, Favor, FavorConfig, LayerParts, Softmax, Windowed, none::NoAttention};
-use crate::features::{Constant, FeatureMapKind};
+use super::{Attention, ByHead, Favor, FavorConfig, LayerParts, Softmax, Windowed, none::NoAttention};
+use crate::{
+    features::{Constant, FeatureMapKind},
+    projection::derive_seed,
+};
 
 /// An attention by its settings, as a configuration file or a command line gives it.
 ///
@@ -58,6 +61,11 @@ pub enum AttentionConfig {
         /// The attention, which has no parts of its own.
         of: Box<AttentionConfig>,
     },
+    /// The heads divided equally among several attentions, in order; see [`ByHead`].
+    ByHead {
+        /// At least two attentions, which have no parts of their own.
+        of: Vec<AttentionConfig>,
+    },
     /// Causal means of the values, all of one weight: attention without queries, keys and features,
     /// in linear time and with a state of constant size. It is the control of feature maps, and
     /// with a gate, that of gated ones.
@@ -75,17 +83,27 @@ impl AttentionConfig {
             Self::Favor(_) => "favor",
             Self::Windowed { .. } => "windowed",
             Self::Equipped { .. } => "equipped",
+            Self::ByHead { .. } => "by-head",
             Self::Uniform => "uniform",
             Self::None => "none",
         }
     }
 
-    /// Linear attention in it, if any.
+    /// The attentions that its heads are divided among, without parts of the layer; one, mostly.
+    pub fn by_head(&self) -> &[Self] {
+        match self.without_parts() {
+            Self::ByHead { of } => of,
+            one => std::slice::from_ref(one),
+        }
+    }
+
+    /// Linear attention in it, if any: the first, where heads differ ([`Self::by_head`] has all).
     pub fn favor(&self) -> Option<&FavorConfig> {
         match self {
             Self::Softmax | Self::SoftmaxWindow { .. } | Self::Uniform | Self::None => None,
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => Some(favor),
             Self::Equipped { of, .. } => of.favor(),
+            Self::ByHead { of } => of.iter().find_map(Self::favor),
         }
     }
 
@@ -115,7 +133,8 @@ impl AttentionConfig {
     /// are for that one.
     ///
     /// # Errors
-    /// As [`Favor::new`] and [`Windowed::new`], and if parts are around parts.
+    /// As [`Favor::new`] and [`Windowed::new`], and if parts are around parts, or around the
+    /// attention of some heads.
     pub fn build(&self, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Box<dyn Attention>> {
         let favor = |config: &FavorConfig| Favor::new(config, head_dim, seed, dtype, device);
         Ok(match self {
@@ -127,26 +146,39 @@ impl AttentionConfig {
                 bail!("attention: {parts} is around {of}, which has parts already; put all parts in one place")
             }
             Self::Equipped { parts, of } => of.build(parts.key_dim.unwrap_or(head_dim), seed, dtype, device)?,
+            Self::ByHead { of } => {
+                if let Some(one) = of.iter().find(|one| !one.parts().is_empty() || one.by_head().len() > 1) {
+                    bail!(
+                        "attention: {one} is of some heads; its parts belong to the layer, and heads are divided once"
+                    );
+                }
+                let build = |(n, one): (usize, &Self)| one.build(head_dim, derive_seed(seed, n as u64), dtype, device);
+                Box::new(ByHead::new(of.iter().enumerate().map(build).collect::<Result<_>>()?)?)
+            }
             Self::Uniform => Box::new(Favor::with_map(Box::new(Constant::new(head_dim)))?),
             Self::None => Box::new(NoAttention),
         })
     }
 
-    /// Tokens of exact attention, where they are limited.
+    /// Tokens of exact attention, where they are limited, and the same in all heads.
     pub fn window(&self) -> Option<usize> {
         match self {
             Self::SoftmaxWindow { window, .. } | Self::Windowed { window, .. } => Some(*window),
             Self::Softmax | Self::Favor(_) | Self::Uniform | Self::None => None,
             Self::Equipped { of, .. } => of.window(),
+            Self::ByHead { of } => {
+                of.first()?.window().filter(|&window| of.iter().all(|one| one.window() == Some(window)))
+            }
         }
     }
 
-    /// Tokens at the beginning of a sequence that are seen exactly beside a window.
+    /// Tokens at the beginning of a sequence that are seen exactly beside a window, by all heads.
     pub fn sinks(&self) -> usize {
         match self {
             Self::SoftmaxWindow { sinks, .. } | Self::Windowed { sinks, .. } => *sinks,
             Self::Softmax | Self::Favor(_) | Self::Uniform | Self::None => 0,
             Self::Equipped { of, .. } => of.sinks(),
+            Self::ByHead { of } => of.iter().map(Self::sinks).min().unwrap_or(0),
         }
     }
 
@@ -157,6 +189,7 @@ impl AttentionConfig {
             Self::Softmax => true,
             Self::SoftmaxWindow { .. } | Self::Favor(_) | Self::Windowed { .. } | Self::Uniform | Self::None => false,
             Self::Equipped { of, .. } => of.state_grows(),
+            Self::ByHead { of } => of.iter().any(Self::state_grows),
         }
     }
 
@@ -170,6 +203,11 @@ impl AttentionConfig {
             Self::Favor(_) => Some(Self::Uniform),
             Self::Windowed { window, sinks, .. } => Some(Self::SoftmaxWindow { window: *window, sinks: *sinks }),
             Self::Equipped { parts, of } => Some(Self::Equipped { parts: *parts, of: Box::new(of.features_off()?) }),
+            Self::ByHead { of } => {
+                let any = of.iter().any(|one| one.features_off().is_some());
+                let off = |one: &Self| one.features_off().unwrap_or_else(|| one.clone());
+                any.then(|| Self::ByHead { of: of.iter().map(off).collect() })
+            }
         }
     }
 }
@@ -182,6 +220,8 @@ fn is_zero(n: &usize) -> bool {
 
 /// Exact tokens of `favor-window`.
 const WINDOW: usize = 32;
+/// What stands between the attentions that heads are divided among.
+const HEADS: char = '|';
 
 /// The shortest text that [`FromStr`] reads back: only what differs from the default.
 impl fmt::Display for AttentionConfig {
@@ -194,7 +234,15 @@ impl fmt::Display for AttentionConfig {
             Self::None => return f.write_str("none"),
             Self::Equipped { parts, of } => {
                 let of = of.to_string();
-                return write!(f, "{of}{}{parts}", if of.contains(':') { ',' } else { ':' });
+                let has_settings = of.rsplit(HEADS).next().is_some_and(|last| last.contains(':'));
+                return write!(f, "{of}{}{parts}", if has_settings { ',' } else { ':' });
+            }
+            Self::ByHead { of } => {
+                for (n, one) in of.iter().enumerate() {
+                    let between = if n == 0 { String::new() } else { HEADS.to_string() };
+                    write!(f, "{between}{one}")?;
+                }
+                return Ok(());
             }
             Self::Favor(favor) | Self::Windowed { far: favor, .. } => favor,
         };
@@ -228,10 +276,16 @@ impl fmt::Display for AttentionConfig {
 /// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names
 /// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate`, `output-norm`, `mup-scale` and
 /// `key-dim=16`.
+///
+/// `favor:m=32|favor:m=224,gate` divides the heads: the first half has 32 features and the second
+/// 224. Parts of the layer stand behind the last of them.
 impl FromStr for AttentionConfig {
     type Err = String;
 
     fn from_str(s: &str) -> std::result::Result<Self, String> {
+        if s.contains(HEADS) {
+            return Self::of_groups(s);
+        }
         let (kind, settings) = s.split_once(':').unwrap_or((s, ""));
         let mut parts = LayerParts::default();
         let kind = if kind == "favor-gated" {
@@ -281,6 +335,28 @@ impl FromStr for AttentionConfig {
 }
 
 impl AttentionConfig {
+    /// Reads attentions that heads are divided among.
+    fn of_groups(s: &str) -> std::result::Result<Self, String> {
+        let mut of = s.split(HEADS).map(str::parse).collect::<std::result::Result<Vec<Self>, _>>()?;
+        let parts = of.last().map(Self::parts).unwrap_or_default();
+        if let Some(last) = of.last_mut() {
+            *last = last.without_parts().clone();
+        }
+        if let Some(one) = of.iter().find(|one| !one.parts().is_empty()) {
+            return Err(format!(
+                "'{s}': {} belongs to the layer, with all its heads; give it once, behind the last attention",
+                one.parts()
+            ));
+        }
+        let of_logits = parts.key_dim.is_some() || parts.mup_scale;
+        let without = |one: &&Self| matches!(one, Self::None) || (of_logits && **one == Self::Uniform);
+        if let Some(one) = of.iter().find(without).filter(|_| !parts.is_empty()) {
+            return Err(format!("'{s}': heads with the attention {one} have no {parts}; leave {parts} out"));
+        }
+        let heads = Self::ByHead { of };
+        Ok(if parts.is_empty() { heads } else { Self::Equipped { parts, of: Box::new(heads) } })
+    }
+
     /// Reads an attention whose settings have no parts of the layer among them.
     fn without_settings_of_layer(kind: &str, settings: &str) -> std::result::Result<Self, String> {
         let learned = FavorConfig::default().with_map(FeatureMapKind::Learned);
@@ -375,6 +451,7 @@ mod tests {
             "favor:m=64,window=32,sinks=4",
             "uniform:gate",
             "none",
+            "softmax:window=8|favor:m=16,gate",
         ] {
             let config: AttentionConfig = text.parse().unwrap();
             let json = serde_json::to_string(&config).unwrap();
@@ -399,6 +476,23 @@ mod tests {
         assert!(error.contains("conv is around softmax:gate"), "{error}");
     }
 
+    /// Heads are divided once, and each group has features of its own.
+    #[test]
+    fn groups_of_heads_are_not_nested() {
+        let build = |of: &[&str]| {
+            let of = of.iter().map(|text| text.parse().unwrap()).collect();
+            AttentionConfig::ByHead { of }.build(8, 1, DType::F32, &Device::Cpu)
+        };
+        for nested in ["softmax|favor", "favor:gate"] {
+            let error = build(&["softmax", nested]).unwrap_err().to_string();
+            assert!(error.contains("heads are divided once"), "{error}");
+        }
+        let buffers = build(&["favor:m=16", "favor:m=16"]).unwrap().buffers();
+        let numbers = |n: usize| buffers[n].1.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(buffers.len(), 2);
+        assert_ne!(numbers(0), numbers(1));
+    }
+
     #[test]
     fn features_off_leaves_the_window_the_sinks_and_the_gates() {
         for (text, off) in [
@@ -410,6 +504,8 @@ mod tests {
             ("softmax:window=8,gate", None),
             ("uniform:gate", None),
             ("none", None),
+            ("softmax:window=8|favor:m=16,window=4|favor:gate", Some("softmax:window=8|softmax:window=4|uniform:gate")),
+            ("softmax:window=8|softmax:gate", None),
         ] {
             let config: AttentionConfig = text.parse().unwrap();
             assert_eq!(config.features_off().map(|off| off.to_string()).as_deref(), off, "{text}");
@@ -429,6 +525,9 @@ mod tests {
             ("favor:window=8,sinks=2,gate", "equipped", Some(8), 2, false),
             ("uniform", "uniform", None, 0, false),
             ("none", "none", None, 0, false),
+            ("softmax:window=8|favor", "by-head", None, 0, false),
+            ("softmax:window=8|softmax:window=8,sinks=2,gate", "equipped", Some(8), 0, false),
+            ("softmax|favor:window=8", "by-head", None, 0, true),
         ] {
             let config: AttentionConfig = text.parse().unwrap();
             let told = (config.kind(), config.window(), config.sinks(), config.state_grows());
@@ -466,6 +565,10 @@ mod tests {
             "uniform",
             "uniform:gate",
             "none",
+            "favor:m=32|favor:m=224",
+            "favor:m=32|softmax:gate,conv",
+            "softmax|softmax:window=8,sinks=2,key-dim=8",
+            "none|uniform",
         ] {
             assert_eq!(text.parse::<AttentionConfig>().unwrap().to_string(), text);
         }
@@ -513,6 +616,11 @@ mod tests {
             ("uniform:m=4", "no such settings"),
             ("none:m=4", "no such settings"),
             ("uniform:gate,mup-scale", "no logits to scale"),
+            ("favor:gate|softmax", "gate belongs to the layer"),
+            ("favor-gated|softmax:gate", "give it once, behind the last"),
+            ("favor|", "unknown attention ''"),
+            ("none|softmax:conv", "leave conv out"),
+            ("uniform|softmax:key-dim=4", "have no key-dim=4"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();
             assert!(error.contains(word), "{bad}: {error}");

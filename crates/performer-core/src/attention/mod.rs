@@ -68,6 +68,7 @@
 //! # }
 //! ```
 
+mod by_head;
 mod config;
 mod exact;
 mod favor;
@@ -88,6 +89,7 @@ use std::fmt;
 
 use candle_core::{Result, Tensor, bail};
 
+pub use by_head::ByHead;
 pub use config::AttentionConfig;
 pub use favor::{Favor, FavorConfig, SegmentSums};
 pub use identity::Identity;

@@ -239,7 +239,8 @@ fn gradients_of(vars: &VarMap, store: &candle_core::backprop::GradStore) -> Resu
 /// weights, added up over segments, are those of one process.
 #[test]
 fn layers_in_segments_are_the_whole() -> Result<()> {
-    for attention in ["favor:m=8", "favor-window:m=8,window=5", "softmax", "softmax:window=5", "uniform"] {
+    let groups = "softmax:window=5|favor:m=8";
+    for attention in ["favor:m=8", "favor-window:m=8,window=5", "softmax", "softmax:window=5", "uniform", groups] {
         let x = tensor(&Random::new(1).normal(2 * T * 12, 1.0), &[2, T, 12], DType::F64, &Device::Cpu)?;
         let weights = tensor(&Random::new(2).normal(2 * T * 12, 1.0), &[2, T, 12], DType::F64, &Device::Cpu)?;
         let (one, vars) = layer(attention)?;

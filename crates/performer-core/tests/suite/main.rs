@@ -7,6 +7,7 @@ mod common;
 
 mod against_reference;
 mod attacks;
+mod by_head;
 mod candle_models;
 mod causality;
 mod convolution;

@@ -187,6 +187,7 @@ fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> 
         ("favor:m=16,window=9,map=learned", true, 8),
         ("favor:m=16,window=9,map=exp", false, 8),
         ("favor:m=16,window=9", true, 1),
+        ("favor:m=16|softmax:window=9", true, 8),
     ] {
         let attention: AttentionConfig = name.parse().map_err(candle_core::Error::msg)?;
         let attention = attention.build(head_dim, 3, DType::F32, &Device::Cpu)?;

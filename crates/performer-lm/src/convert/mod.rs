@@ -356,6 +356,13 @@ fn check(plan: &Plan) -> Result<()> {
         adapters::check(plan.teacher, rank)?;
     }
     if plan.calibrate_tokens > 0 {
+        if let Some(layer) = layers.clone().find(|&i| plan.config.attention_of(i).by_head().len() > 1) {
+            bail!(
+                "layer {layer} is to have attention {}; features of some heads of a layer cannot be fitted: give all heads one \
+                 attention, or --calibrate-tokens 0",
+                plan.config.attention_of(layer)
+            );
+        }
         ensure!(
             layers.clone().any(|i| is_calibrated(plan.config.attention_of(i))),
             "{} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
@@ -378,7 +385,8 @@ pub fn is_calibrated(attention: &AttentionConfig) -> bool {
 
 /// Whether the transfer changes this attention: its features are trained, or its forget gates.
 pub fn is_transferred(attention: &AttentionConfig) -> bool {
-    attention.favor().is_some_and(|favor| favor.map.is_trained()) || has_paced_gates(attention)
+    let is_trained = |one: &AttentionConfig| one.favor().is_some_and(|favor| favor.map.is_trained());
+    attention.by_head().iter().any(is_trained) || has_paced_gates(attention)
 }
 
 /// Whether this attention has forget gates and only estimates the weights of softmax. Exact weights

@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear_no_bias};
-use performer_core::{Attention, Inputs, Mask, Path, Rotary, State, ops, projection::derive_seed};
+use performer_core::{Attention, AttentionConfig, Inputs, Mask, Path, Rotary, State, ops, projection::derive_seed};
 
 use crate::config::{ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
@@ -222,15 +222,22 @@ impl Decoder {
     fn register_maps(&mut self) -> Result<()> {
         let mut parameters = locked(self.parameters.data());
         for (i, block) in self.blocks.iter_mut().enumerate() {
-            if self.config.attention_of(i).favor().is_none_or(|favor| !favor.map.is_trained()) {
+            let groups = self.config.attention_of(i).by_head();
+            let is_trained = |one: &AttentionConfig| one.favor().is_some_and(|favor| favor.map.is_trained());
+            if !groups.iter().any(is_trained) {
                 continue;
             }
             let mut given = HashMap::new();
             for (name, tensor) in block.attention().buffers() {
-                let copies = vec![&tensor; self.config.kv_heads / tensor.dim(0)?];
+                if !name.contains("feature_map.") {
+                    // Random features of other heads.
+                    given.insert(name, tensor);
+                    continue;
+                }
+                let copies = vec![&tensor; self.config.kv_heads / groups.len() / tensor.dim(0)?];
                 let var = Var::from_tensor(&Tensor::cat(&copies, 0)?)?;
                 // A factor of all features of a query cancels, and its gradient is only noise.
-                if name == "feature_map.query_metric" {
+                if name.ends_with("feature_map.query_metric") {
                     given.insert(name, var.as_detached_tensor());
                     continue;
                 }
@@ -463,8 +470,9 @@ impl Decoder {
     /// Replaces the attention of a layer, counted from 0. Parameters of the feature map that it had
     /// are gone, and the new one's are constants until the model is made anew of [`Self::tensors`].
     pub fn set_attention(&mut self, layer: usize, attention: Box<dyn Attention>) {
-        let map = format!("{}feature_map.", buffer_prefix(layer));
-        locked(self.parameters.data()).retain(|name, _| !name.starts_with(&map));
+        let own = buffer_prefix(layer);
+        let is_of_map = |name: &str| name.starts_with(&own) && name.contains(".feature_map.");
+        locked(self.parameters.data()).retain(|name, _| !is_of_map(name));
         self.blocks[layer].set_attention(attention);
     }
 
@@ -551,8 +559,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn require_features_in(config: &ModelConfig, tensors: &HashMap<String, Tensor>) -> Result<()> {
     let held = tensors.values().map(Tensor::elem_count).fold(0usize, usize::saturating_add);
     for layer in 0..config.layers {
-        let drawn = config.attention_of(layer).favor().filter(|favor| favor.map.is_random());
-        let features = drawn.map_or(0, |favor| favor.features);
+        let linear = config.attention_of(layer).by_head().iter().filter_map(AttentionConfig::favor);
+        let drawn = linear.filter(|favor| favor.map.is_random()).map(|favor| favor.features);
+        let features = drawn.fold(0, usize::saturating_add);
         ensure!(
             features.saturating_mul(config.key_dim(layer)) <= held,
             "attention {} of layer {layer}: the weights do not hold {features} features of dimension {}; they belong to another \

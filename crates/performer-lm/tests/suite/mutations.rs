@@ -417,6 +417,7 @@ fn names_of_settings() {
         "softmax+favor:m=8,map=limit-4/2",
         "uniform:gate",
         "favor-window:map=hedgehog",
+        "favor:m=32|softmax:window=8|favor:gate,conv",
     ];
     let schedules = ["constant", "one-cycle:div=10", "warmup-cosine:warmup_steps=100"];
     let mut found = Vec::new();
