@@ -125,6 +125,23 @@ fn features_are_saved_loaded_and_drawn_for_each_group() -> Result<()> {
     Ok(())
 }
 
+/// Training changes what a state was made by.
+#[test]
+fn trained_features_are_another_attention() -> Result<()> {
+    let mut attention = ByHead::new(vec![built("softmax", DType::F32)?, built("favor:m=8,map=learned", DType::F32)?])?;
+    let vars: Vec<(String, Var)> = (attention.buffers().into_iter())
+        .map(|(name, tensor)| Ok((name, Var::from_tensor(&tensor)?)))
+        .collect::<Result<_>>()?;
+    attention.load_buffers(&|name| vars.iter().find(|(n, _)| n == name).map(|(_, var)| var.as_tensor().clone()))?;
+    let before = attention.identity()?;
+    let trained = attention.trained_buffers();
+    let (name, var) = vars.iter().find(|(name, _)| trained.contains(name)).expect("trained features");
+    assert!(name.starts_with("heads.1.feature_map."), "{name}");
+    var.set(&(var.as_tensor() * 2.0)?)?;
+    assert!(attention.identity()? != before);
+    Ok(())
+}
+
 #[test]
 fn what_cannot_be_is_refused_and_leaves_the_state() -> Result<()> {
     let (inputs, attention) = (inputs(DType::F32)?, all(DType::F32)?);

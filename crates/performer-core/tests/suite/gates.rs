@@ -103,6 +103,35 @@ fn strong_gates_lose_no_digits() -> Result<()> {
     Ok(())
 }
 
+/// Weights that fade by e^-6 from one tile of keys to the next still count two tiles later, and
+/// sinks on this side of a gate that forgets everything count beside those on the other side.
+#[test]
+fn what_fades_is_seen_until_it_is_nothing() -> Result<()> {
+    let mut fading = problem(22, shape(1, 2, 1, 500, 4, 3), None, 1);
+    fading.gates = Some(vec![-0.05; 500]);
+    check(&fading, Layout::Contiguous)?;
+    let mut divided = problem(23, shape(1, 2, 1, 600, 4, 3), None, 1);
+    divided.gates = Some((0..600).map(|t| if t == 64 { -100.0 } else { -0.001 }).collect());
+    check_window(&divided, 5, 130)
+}
+
+/// Checks a window of softmax in f32.
+fn check_window(problem: &Problem, window: usize, sinks: usize) -> Result<()> {
+    let inputs = reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
+    let gradients = reference::attention_backward(problem.kernel(), inputs, &problem.grad_output);
+    let expected = crate::common::Outcome {
+        output: reference::attention(problem.kernel(), inputs),
+        q: gradients.q,
+        k: gradients.k,
+        v: gradients.v,
+        gates: gradients.gates,
+    };
+    let softmax = Softmax::new().with_window(window)?.with_sinks(sinks)?;
+    let outcome = problem.run(&softmax, DType::F32, Layout::Contiguous)?;
+    problem.assert_outcome(&format!("W={window}, {sinks} sinks"), &outcome, &expected, 1e-4);
+    Ok(())
+}
+
 /// Some keys are so long that they outweigh all that has been forgotten since, a thousand tokens
 /// back, where most have no weight any more. With sinks and windows, too.
 #[test]
@@ -114,18 +143,7 @@ fn long_keys_are_seen_across_gates() -> Result<()> {
     }
     check(&problem, Layout::Contiguous)?;
     for (window, sinks) in [(700, 0), (150, 5), (64, 200)] {
-        let inputs = reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
-        let gradients = reference::attention_backward(problem.kernel(), inputs, &problem.grad_output);
-        let expected = crate::common::Outcome {
-            output: reference::attention(problem.kernel(), inputs),
-            q: gradients.q,
-            k: gradients.k,
-            v: gradients.v,
-            gates: gradients.gates,
-        };
-        let softmax = Softmax::new().with_window(window)?.with_sinks(sinks)?;
-        let outcome = problem.run(&softmax, DType::F32, Layout::Contiguous)?;
-        problem.assert_outcome(&format!("W={window}, {sinks} sinks"), &outcome, &expected, 1e-4);
+        check_window(&problem, window, sinks)?;
     }
     Ok(())
 }
