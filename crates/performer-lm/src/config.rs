@@ -212,17 +212,21 @@ impl ModelConfig {
     /// Returns the first layer whose features are of no use in sequences of this context: they are
     /// for what is beyond an exact window, and nothing is.
     pub fn idle_features(&self) -> Option<usize> {
-        (0..self.layers).find(|&layer| {
-            let attention = self.attention_of(layer);
-            let exact = attention.window().map(|window| window.saturating_add(attention.sinks()));
-            attention.favor().is_some() && exact.is_some_and(|exact| exact >= self.context)
-        })
+        (0..self.layers).find(|&layer| self.attention_of(layer).by_head().iter().any(|one| self.is_idle(one)))
+    }
+
+    /// Whether this attention of some heads has features that sequences of this context never
+    /// reach.
+    fn is_idle(&self, attention: &AttentionConfig) -> bool {
+        let exact = attention.window().map(|window| window.saturating_add(attention.sinks()));
+        attention.favor().is_some() && exact.is_some_and(|exact| exact >= self.context)
     }
 
     /// Says of a layer that [`Self::idle_features`] returned what is wrong and what to do.
     pub(crate) fn of_idle_features(&self, layer: usize) -> String {
         let attention = self.attention_of(layer);
-        let (window, sinks) = (attention.window().unwrap_or_default(), attention.sinks());
+        let idle = attention.by_head().iter().find(|one| self.is_idle(one)).unwrap_or(attention);
+        let (window, sinks) = (idle.window().unwrap_or_default(), idle.sinks());
         let sinks = if sinks > 0 { format!(" and sinks of {sinks}") } else { String::new() };
         format!(
             "attention {attention} of layer {layer}: with a window of {window} tokens{sinks}, sequences of {} tokens never reach \
@@ -292,6 +296,13 @@ impl ModelConfig {
                 "model config: key_dim of {attention} must be in 1..={MAX_HEAD_DIM}"
             );
             let groups = attention.by_head();
+            if let AttentionConfig::ByHead { of } = attention.without_parts() {
+                ensure!(
+                    of.len() > 1 && of.iter().all(|one| one.parts().is_empty() && one.by_head().len() == 1),
+                    "model config: the heads of a layer are divided once, among at least two attentions without parts; \
+                     this is {attention}"
+                );
+            }
             ensure!(
                 kv.is_multiple_of(groups.len()),
                 "model config: the {kv} key heads cannot be divided equally among the {} attentions of {attention}",

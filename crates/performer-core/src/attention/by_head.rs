@@ -32,7 +32,7 @@ use crate::{ops, projection::derive_seed};
 #[derive(Debug)]
 pub struct ByHead {
     groups: Vec<Box<dyn Attention>>,
-    /// The groups' identities when they were last asked, and the whole's.
+    /// The groups' identities when they were built, loaded or redrawn, and the whole's of then.
     identity: (Vec<Identity>, Identity),
 }
 
@@ -107,6 +107,25 @@ impl ByHead {
         ops::cat(&outs.iter().collect::<Vec<_>>(), 1)
     }
 
+    /// Lets every group go on from its own state, after all that one of them could refuse has been
+    /// looked at: none goes on where another does not.
+    fn extend_groups(&self, parts: &[Group], past: usize, states: &mut [State]) -> Result<Vec<Tensor>> {
+        if states.len() != self.groups.len() || states.iter().any(|state| state.tokens() != past) {
+            bail!(
+                "state: it counts {past} tokens for {} groups of heads, and holds groups of {:?}; an earlier call failed, or \
+                 the file it is from is damaged",
+                self.groups.len(),
+                states.iter().map(State::tokens).collect::<Vec<_>>()
+            );
+        }
+        let groups = || self.groups.iter().zip(parts);
+        for ((group, part), state) in groups().zip(&*states) {
+            group.path(part.inputs(), &Mask::causal())?;
+            state.check(&group.identity()?, part.inputs().sizes()?, part.q.dtype())?;
+        }
+        groups().zip(states).map(|((group, part), state)| group.extend(part.inputs(), state)).collect()
+    }
+
     /// The name of a group's buffer among those of all.
     fn name(group: usize, name: &str) -> String {
         format!("heads.{group}.{name}")
@@ -135,26 +154,17 @@ impl Attention for ByHead {
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
         let sizes = inputs.sizes()?;
         let parts = self.divide(inputs, sizes)?;
-        // All that a group could refuse, before another has gone on.
         for (name, t) in [("q", inputs.q), ("k", inputs.k), ("v", inputs.v)] {
             check_finite(t, name)?;
         }
         inputs.gates.map(gates::check).transpose()?;
-        let n = self.groups.len();
-        let past = state.tokens();
+        let (n, past) = (self.groups.len(), state.tokens());
         let mut states = state.take::<States>()?.map_or_else(|| vec![State::new(); n], |states| states.0);
-        let fit = states.len() == n && states.iter().all(|state| state.tokens() == past);
-        let outs: Result<Vec<Tensor>> = if fit {
-            let groups = self.groups.iter().zip(&parts).zip(&mut states);
-            groups.map(|((group, part), state)| group.extend(part.inputs(), state)).collect()
-        } else {
-            Err(candle_core::Error::Msg(format!(
-                "state: it counts {past} tokens for {n} groups of heads, and holds groups of {:?}; an earlier call failed, or the file it is from \
-                 is damaged",
-                states.iter().map(State::tokens).collect::<Vec<_>>()
-            )))
-        };
-        state.set(States(states));
+        let outs = self.extend_groups(&parts, past, &mut states);
+        // Before the first token there was nothing to put back.
+        if outs.is_ok() || past > 0 {
+            state.set(States(states));
+        }
         Self::join(&outs?)
     }
 
@@ -171,10 +181,10 @@ impl Attention for ByHead {
     }
 
     fn buffers(&self) -> Vec<(String, Tensor)> {
-        let named = |(n, group): (usize, &Box<dyn Attention>)| {
+        let named = |(n, group): (usize, &dyn Attention)| {
             group.buffers().into_iter().map(move |(name, tensor)| (Self::name(n, &name), tensor))
         };
-        self.groups.iter().enumerate().flat_map(named).collect()
+        self.groups().enumerate().flat_map(named).collect()
     }
 
     fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
@@ -185,10 +195,10 @@ impl Attention for ByHead {
     }
 
     fn trained_buffers(&self) -> Vec<String> {
-        let named = |(n, group): (usize, &Box<dyn Attention>)| {
+        let named = |(n, group): (usize, &dyn Attention)| {
             group.trained_buffers().into_iter().map(move |name| Self::name(n, &name))
         };
-        self.groups.iter().enumerate().flat_map(named).collect()
+        self.groups().enumerate().flat_map(named).collect()
     }
 
     fn redraw(&mut self, seed: u64) -> Result<()> {

@@ -147,6 +147,12 @@ impl AttentionConfig {
             }
             Self::Equipped { parts, of } => of.build(parts.key_dim.unwrap_or(head_dim), seed, dtype, device)?,
             Self::ByHead { of } => {
+                if of.len() < 2 {
+                    bail!(
+                        "attention: heads are divided among {} attentions; give at least two, or one for all",
+                        of.len()
+                    );
+                }
                 if let Some(one) = of.iter().find(|one| !one.parts().is_empty() || one.by_head().len() > 1) {
                     bail!(
                         "attention: {one} is of some heads; its parts belong to the layer, and heads are divided once"

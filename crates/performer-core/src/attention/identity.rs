@@ -60,15 +60,15 @@ impl Identity {
         let of = |identity: &Self, name: &str| identity.0.get(name).unwrap_or(&missing).clone();
         let differing: Vec<(&String, String, String)> =
             names.map(|name| (name, of(self, name), of(other, name))).filter(|(_, had, has)| had != has).collect();
-        if let [(name, ..)] = &differing[..]
-            && *name == "digest"
-        {
+        // The attentions of some heads each have a digest of their own.
+        let is_digest = |name: &str| name == "digest" || name.ends_with(".digest");
+        if !differing.is_empty() && differing.iter().all(|(name, ..)| is_digest(name)) {
             bail!(
                 "state: it was made by another attention: same settings, but other random or trained features \
                  (another seed, or a model that was loaded without its projections)"
             );
         }
-        let differing = differing.iter().filter(|(name, ..)| *name != "digest");
+        let differing = differing.iter().filter(|(name, ..)| !is_digest(name));
         let words: Vec<String> = differing.map(|(name, had, has)| format!("{name} {had} and not {has}")).collect();
         bail!("state: it was made by another attention, of {}; begin a new state", words.join(", "))
     }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Attention, Inputs, Mask, Segment, State, inputs::Sizes};
+use super::{Attention, Inputs, Mask, Path, Segment, State, inputs::Sizes};
 
 /// Outputs of zero, whatever the inputs are. All gradients are zero too, and none is missing, so
 /// that a layer around it can be trained like others.
@@ -32,6 +32,12 @@ impl Attention for NoAttention {
 
     fn forward_segment(&self, inputs: Inputs<'_>, _: &Segment) -> Result<Tensor> {
         self.forward(inputs, &Mask::causal())
+    }
+
+    fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
+        inputs.refuse_gates("no attention")?;
+        inputs.sizes_under(mask)?;
+        Ok(Path::Composed { why: "there is nothing to compute".into() })
     }
 
     fn advance(&self, inputs: Inputs<'_>, _: &mut State) -> Result<Tensor> {

@@ -20,8 +20,8 @@
 //! ```
 //!
 //! Tiles of keys are taken from the last to the first. A weight below `e^-60` of the largest that a
-//! query has met by then is zero: it changes no digit of f32, and numbers near the end of the range
-//! would make products many times slower.
+//! query has met by then is zero: only a value 10^19 times as large as others would make it count
+//! in f32, and weights near the end of the range would make products many times slower.
 //!
 //! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both, see
 //! `softmax/forgotten.rs`. Where that leaves nothing but zeros, a tile of queries ends.
@@ -60,7 +60,8 @@ const KEYS: usize = 128;
 /// The queries or keys of a piece: what a thread takes at a time where there are more threads than
 /// heads.
 const PIECE: usize = 2 * KEYS;
-/// Weights `e^x` of scores `x` from the largest on are zero below this `x`.
+/// The weight `e^{s − m}` of a score `s` is zero where `s − m` is below this; `m` is the largest
+/// score of the query so far, and in the backward pass the logarithm of its denominator.
 const LOWEST: f32 = -60.0;
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
@@ -212,7 +213,7 @@ impl WithSimd for Forward<'_> {
         let mut scores = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::new(simd, head, &k, head.reach(end));
+        let mut forgotten = Forgotten::new(simd, head, &k, 0..head.reach(end));
         for i in (start..end).step_by(QUERIES) {
             let queries = QUERIES.min(end - i);
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);

@@ -155,6 +155,23 @@ fn what_cannot_be_is_refused_and_leaves_the_state() -> Result<()> {
     let mut state = State::new();
     attention.extend(given(&inputs), &mut state)?;
     let expected = attention.extend(given(&inputs), &mut state.clone())?;
+    // What the second group alone refuses leaves a fresh state fresh, and an older one what it was.
+    let narrow = ByHead::new(vec![built("softmax", DType::F32)?, built("favor:m=8", DType::F32)?])?;
+    let wide = Tensor::zeros((1, 2, 3, 8), DType::F32, &Device::Cpu)?;
+    let fitting = Tensor::zeros((1, 2, 3, SHAPE.head_dim), DType::F32, &Device::Cpu)?;
+    let mut fresh = State::new();
+    refused(narrow.extend(Inputs::new(&wide, &wide, &wide), &mut fresh), "8");
+    assert_eq!((fresh.tokens(), fresh.bytes()), (0, 0));
+    narrow.extend(Inputs::new(&fitting, &fitting, &fitting), &mut fresh)?;
+    let heads: Vec<AttentionConfig> = ["softmax", "none"].map(|name| name.parse().expect("a name")).into();
+    let with_none = AttentionConfig::ByHead { of: heads }.build(SHAPE.head_dim, 1, DType::F32, &Device::Cpu)?;
+    let gates = Tensor::zeros((1, 2, 3), DType::F32, &Device::Cpu)?;
+    let mut none = State::new();
+    with_none.extend(Inputs::new(&fitting, &fitting, &fitting), &mut none)?;
+    let bytes = none.bytes();
+    let gated = Inputs::new(&fitting, &fitting, &fitting).with_gates(&gates);
+    refused(with_none.extend(gated, &mut none), "no forget gates");
+    assert_eq!((none.tokens(), none.bytes()), (3, bytes));
     // A number that the last group alone would refuse.
     let infinite = (inputs[2].narrow(1, 2, 1)? * f64::INFINITY)?;
     let mut bad = inputs.clone();
@@ -165,6 +182,9 @@ fn what_cannot_be_is_refused_and_leaves_the_state() -> Result<()> {
     // States of another division, and of groups that have seen other numbers of tokens.
     let others = ByHead::new(GROUPS.iter().rev().map(|spec| built(spec, DType::F32)).collect::<Result<_>>()?)?;
     refused(others.extend(given(&inputs), &mut state.clone()), "another attention");
+    let mut redrawn = all(DType::F32)?;
+    redrawn.redraw(9)?;
+    refused(redrawn.extend(given(&inputs), &mut state.clone()), "same settings, but other random");
     let mut record = state.record()?;
     record.fields.insert("memory.heads1.tokens".into(), "3".into());
     refused(attention.extend(given(&inputs), &mut State::from_record(&record)?), "groups of [140, 3, 140]");

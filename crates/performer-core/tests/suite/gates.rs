@@ -115,6 +115,19 @@ fn what_fades_is_seen_until_it_is_nothing() -> Result<()> {
     check_window(&divided, 5, 130)
 }
 
+/// A row that sees no key, beside a key so long that its square is beyond the numbers, leaves the
+/// gradients of other rows as they are.
+#[test]
+fn rows_without_keys_leave_others_alone() -> Result<()> {
+    let mut problem = problem(24, shape(1, 1, 1, 160, 4, 3), None, 1);
+    problem.gates = Some(vec![-0.01; 160]);
+    let mut seen = vec![true; 160];
+    seen[137..].fill(false);
+    problem.key_mask = Some(seen);
+    problem.k[140 * 4..141 * 4].copy_from_slice(&[2e19, 0.0, 0.0, 0.0]);
+    check_window(&problem, 8, 0)
+}
+
 /// Checks a window of softmax in f32.
 fn check_window(problem: &Problem, window: usize, sinks: usize) -> Result<()> {
     let inputs = reference::Inputs { window: Some(window), sinks, ..problem.inputs() };

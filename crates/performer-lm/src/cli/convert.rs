@@ -157,7 +157,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         .context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
     if args.inspect {
-        let Some(favor) = args.attention.most.favor() else { bail!("--inspect needs --attention favor:...") };
+        let [one] = args.attention.most.by_head() else {
+            bail!("--inspect looks at one attention for all heads, such as --attention favor:m=64")
+        };
+        let Some(favor) = one.favor() else { bail!("--inspect needs --attention favor:...") };
         let model = teacher.decoder(&machine.device)?;
         let calibrate = args.calibrate_tokens.unwrap_or(CALIBRATE).max(1);
         let heads = inspect(&model, &data, favor, args.balance, calibrate, args.seed)?;

@@ -107,9 +107,11 @@ impl Ending {
                 ));
             }
             let compared = if other == "softmax" { &report.attention_spec } else { other };
+            // A shell would read the stroke between the attentions of some heads.
+            let quote = if compared.contains('|') { "'" } else { "" };
             output::note(&format!(
                 "compared over several seeds (add the other options of this run):\n  \
-                 {program} compare --attention softmax --attention {compared} --seeds 1,2,3"
+                 {program} compare --attention softmax --attention {quote}{compared}{quote} --seeds 1,2,3"
             ));
         }
         Ok(())

@@ -200,7 +200,8 @@ pub(super) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN).set_header(header.to_vec());
     for row in rows {
-        table.add_row(row.clone());
+        // A stroke, as in the attention favor:m=32|softmax, would end the cell.
+        table.add_row(row.iter().map(|cell| cell.replace('|', "\\|")));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -246,6 +247,12 @@ mod tests {
         }
         let folder = anyhow::Error::from(Cause::AnotherFolder("runs/a is taken".into()));
         assert!(folder.downcast_ref().and_then(options).unwrap().contains("--out"));
+    }
+
+    #[test]
+    fn a_stroke_does_not_end_a_cell() {
+        let table = table(&["attention", "loss"], &[vec!["favor:m=32|softmax,gate".into(), "2.1".into()]]);
+        assert!(table.contains("| favor:m=32\\|softmax,gate |  2.1 |"), "{table}");
     }
 
     #[test]

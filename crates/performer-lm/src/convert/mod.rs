@@ -348,6 +348,12 @@ fn check(plan: &Plan) -> Result<()> {
         "no layer is to have another attention than softmax; give one that is linear, such as favor:m=64,map=learned, or a window \
          of softmax as the control of one"
     );
+    if let Some(layer) = layers.clone().find(|&i| plan.config.attention_of(i).by_head().len() > 1) {
+        bail!(
+            "layer {layer} is to have attention {}; a conversion gives all heads of a layer one attention",
+            plan.config.attention_of(layer)
+        );
+    }
     let favor: Vec<_> = layers.clone().filter_map(|i| plan.config.attention_of(i).favor()).collect();
     if let Some(layer) = plan.config.idle_features() {
         bail!(plan.config.of_idle_features(layer));
@@ -356,13 +362,6 @@ fn check(plan: &Plan) -> Result<()> {
         adapters::check(plan.teacher, rank)?;
     }
     if plan.calibrate_tokens > 0 {
-        if let Some(layer) = layers.clone().find(|&i| plan.config.attention_of(i).by_head().len() > 1) {
-            bail!(
-                "layer {layer} is to have attention {}; features of some heads of a layer cannot be fitted: give all heads one \
-                 attention, or --calibrate-tokens 0",
-                plan.config.attention_of(layer)
-            );
-        }
         ensure!(
             layers.clone().any(|i| is_calibrated(plan.config.attention_of(i))),
             "{} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
@@ -385,8 +384,7 @@ pub fn is_calibrated(attention: &AttentionConfig) -> bool {
 
 /// Whether the transfer changes this attention: its features are trained, or its forget gates.
 pub fn is_transferred(attention: &AttentionConfig) -> bool {
-    let is_trained = |one: &AttentionConfig| one.favor().is_some_and(|favor| favor.map.is_trained());
-    attention.by_head().iter().any(is_trained) || has_paced_gates(attention)
+    attention.favor().is_some_and(|favor| favor.map.is_trained()) || has_paced_gates(attention)
 }
 
 /// Whether this attention has forget gates and only estimates the weights of softmax. Exact weights

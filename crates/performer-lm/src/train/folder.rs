@@ -186,7 +186,9 @@ pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
 
 /// Returns `ATTENTION-seed` with characters that every file system takes.
 pub fn run_name(attention: &AttentionPattern, seed: u64) -> String {
+    // Attentions of some heads and those of some layers stand beside each other in another way.
+    let name = attention.to_string().replace('|', "_");
     let name: String =
-        attention.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' }).collect();
+        name.chars().map(|c| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_') { c } else { '-' }).collect();
     format!("{}-seed{seed}", name.replace("m-", "m"))
 }

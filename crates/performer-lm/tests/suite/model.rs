@@ -274,6 +274,15 @@ fn heads_that_differ_are_trained_and_read_back() -> Result<()> {
         let error = Decoder::new(&base(attention), 3, &Device::Cpu).err().expect(words).to_string();
         assert!(error.contains(words), "{error}");
     }
+    // What no text says, but a file may.
+    for of in [vec![AttentionConfig::Softmax], vec!["softmax|favor".parse().unwrap(), AttentionConfig::Softmax]] {
+        let config = ModelConfig { attention: AttentionConfig::ByHead { of }, ..base("softmax") };
+        assert!(config.validate().unwrap_err().to_string().contains("divided once"));
+    }
+    // Features behind a window that is as long as the context, of half of the heads.
+    let idle = ModelConfig { context: 40, ..base("favor:m=8|favor:m=8,window=30,sinks=10") };
+    assert_eq!(idle.idle_features(), Some(0));
+    assert_eq!(base("favor:m=8|favor:m=8,window=30,sinks=9").idle_features(), None);
     Ok(())
 }
 

@@ -85,7 +85,7 @@ impl WithSimd for Backward<'_> {
         let mut products = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::new(simd, head, &k, head.reach(span.end).min(seen.end));
+        let mut forgotten = Forgotten::new(simd, head, &k, seen.start..head.reach(span.end).min(seen.end));
         for i in span.clone().step_by(QUERIES) {
             let queries = QUERIES.min(span.end - i);
             let reach = head.reach(i + queries).min(seen.end);
@@ -112,6 +112,8 @@ impl WithSimd for Backward<'_> {
                 let log = if grad.width > vd { grad.number(i + t, vd) } else { 0.0 };
                 *delta = dot(simd, row, out) - log;
             }
+            // The logarithm of a row that sees no key is ∞, and ∞ minus another would be NaN.
+            let reached = log.map(|log| log.min(f32::MAX));
             rows.fill(0.0);
             let mut over_keys = [0f32; QUERIES];
             let tile = Span { start: i, count: queries };
@@ -120,7 +122,7 @@ impl WithSimd for Backward<'_> {
             }
             for Span { start: j, count: keys } in head.tiles(tile, seen.clone()) {
                 let span = Span { start: j, count: keys };
-                if forgotten.as_mut().is_some_and(|forgotten| !forgotten.reaches(simd, span, &log)) {
+                if forgotten.as_mut().is_some_and(|forgotten| !forgotten.reaches(simd, span, &reached)) {
                     break;
                 }
                 head.scores(simd, tile, span, &k, (&query_columns, forgotten.as_ref()), &mut weights);

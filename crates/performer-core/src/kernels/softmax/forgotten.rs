@@ -12,6 +12,8 @@
 //! results are the same as if they were. Lin et al. 2025, <https://arxiv.org/abs/2504.06949>, leave
 //! out blocks by a similar bound, of weights that are small and not zero.
 
+use std::ops::Range;
+
 use pulp::Simd;
 
 use super::{
@@ -31,34 +33,34 @@ pub(super) struct Forgotten<'a> {
     norm: f32,
     /// The position of the first query among the keys.
     own: usize,
-    /// The first key of those before the tile that are no sinks of their own.
+    /// The first key of the window's tiles; keys before it are sinks, whose sums are in `sinks`.
     first: usize,
-    /// After each key from the first query's own on, up to each query: `(QUERIES, QUERIES)`, a key
-    /// a row. 0 where the query is not later.
+    /// Sums of the gates after each key from the first query's own on, up to each query: `(QUERIES,
+    /// QUERIES)`, a key a row. 0 where the query is not later.
     within: Vec<f32>,
-    /// For each query more than its scores with the first query's own key and those before it can
-    /// be, without the gates up to the first query.
+    /// An upper bound of each query's scores with keys up to `own`, before the sums of the gates up
+    /// to `own` are added.
     bounds: [f32; QUERIES],
-    /// After each key of the last tile that was reached, up to the first query.
+    /// Sums of the gates after each key of the last tile that was reached, up to the first query.
     keys: Vec<f32>,
     /// The first key of that tile.
     start: usize,
     /// The sum of the gates from the key `start` on, up to the first query.
     sum: f64,
-    /// After each sink before the key `first`, up to the first query.
+    /// Sums of the gates after each sink before the key `first`, up to the first query.
     sinks: Vec<f32>,
     /// The sum of the gates from the first key after the sinks on, and the key that it ends before.
-    /// It only ever grows to the right, so it has the same bits wherever a piece begins.
+    /// Only later keys are ever added to it, so it has the same bits wherever a piece begins.
     since_sinks: (f64, usize),
 }
 
 impl<'a> Forgotten<'a> {
-    /// Nothing yet, for queries that see no keys from `reach` on; `None` without gates.
+    /// Nothing yet, for queries that look at no other keys than these; `None` without gates.
     #[inline(always)]
-    pub(super) fn new<S: Simd>(simd: S, head: &'a Head<'a>, k: &Matrix, reach: usize) -> Option<Self> {
+    pub(super) fn new<S: Simd>(simd: S, head: &'a Head<'a>, k: &Matrix, keys: Range<usize>) -> Option<Self> {
         let mut square = 0f32;
         let gates = head.gates?;
-        for j in 0..reach {
+        for j in keys {
             let row = &k.values[j * k.stride..j * k.stride + head.k.width];
             square = square.max(dot(simd, row, row));
         }
@@ -137,7 +139,7 @@ impl<'a> Forgotten<'a> {
     }
 
     /// Goes back to a tile of keys. Returns false where it and all keys before it have no weight,
-    /// given for each query a score that some key has reached.
+    /// given for each query a score that some key has reached, which is finite.
     #[inline(always)]
     pub(super) fn reaches<S: Simd>(&mut self, simd: S, keys: Span, reached: &[f32]) -> bool {
         let end = keys.start + keys.count;
@@ -199,7 +201,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) -> usize {
             let Self(head, score) = self;
             let tile = Span { start: 960, count: QUERIES };
-            let mut forgotten = Forgotten::new(simd, head, &Matrix::new(&head.k), 1024).expect("gates");
+            let mut forgotten = Forgotten::new(simd, head, &Matrix::new(&head.k), 0..1024).expect("gates");
             forgotten.begin(tile, 0, &[1.0; 16 * QUERIES]);
             let reached = [score; QUERIES];
             head.tiles(tile, 0..1024).take_while(|&keys| forgotten.reaches(simd, keys, &reached)).count()

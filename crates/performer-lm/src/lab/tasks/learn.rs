@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path, sync::atomic::AtomicBool, time::Dur
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
-use performer_core::projection::derive_seed;
+use performer_core::{AttentionConfig, projection::derive_seed};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use serde::{Deserialize, Serialize};
 
@@ -146,9 +146,10 @@ impl<'a> Setting<'a> {
     pub(super) fn model(&self, attention: &AttentionPattern, seed: u64) -> Result<Decoder> {
         let config = self.config(attention)?;
         // Features that are not trained are no obstacle, though they are of no use.
-        let idle = config
-            .idle_features()
-            .filter(|&layer| config.attention_of(layer).favor().is_some_and(|favor| favor.map.is_trained()));
+        let idle = config.idle_features().filter(|&layer| {
+            let is_trained = |one: &AttentionConfig| one.favor().is_some_and(|favor| favor.map.is_trained());
+            config.attention_of(layer).by_head().iter().any(is_trained)
+        });
         if let Some(layer) = idle {
             bail!("{}: {}", self.task, config.of_idle_features(layer));
         }

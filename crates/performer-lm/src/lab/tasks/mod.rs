@@ -225,7 +225,8 @@ pub fn run(plan: &Plan) -> Result<Findings> {
 /// Whether an attention can learn a task: attention with a window is causal, so it cannot learn a
 /// bidirectional task.
 fn can_learn(attention: &AttentionPattern, task: Task) -> bool {
-    task.is_causal() || attention.attentions().all(|attention| attention.window().is_none())
+    let mut heads = attention.attentions().flat_map(|attention| attention.by_head());
+    task.is_causal() || heads.all(|one| one.window().is_none())
 }
 
 impl Plan<'_> {
