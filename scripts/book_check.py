@@ -215,7 +215,7 @@ class Checker:
         source = Source(self, path, marks[0][0], " ".join(words for _, kind, words in marks if kind == "data"))
         exempt = {n[0].strip() for _, kind, _ in marks if kind != "data" for n in parse(kind)}
         table = block[0].startswith("|")
-        rows = [(line + i, row.strip().strip("|").split("|")) for i, row in enumerate(block)][2:]
+        rows = [(line + i, cells_of(row)) for i, row in enumerate(block)][2:]
         if not table:
             rows = [(line, ["\n".join(block)])]
         cells = [(n, parsed) for n, row in rows for cell in row for parsed in parse(cell)]
@@ -291,6 +291,11 @@ def related(others, kind, value, half):
             if low <= value + half and high >= value - half:
                 return True
     return False
+
+
+def cells_of(row):
+    """The cells of a table's row; a stroke behind a backslash is one of the text."""
+    return [cell.replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))]
 
 
 def row_name(cell):
