@@ -83,6 +83,7 @@ mod path;
 mod segments;
 mod softmax;
 mod state;
+mod text;
 mod windowed;
 
 use std::fmt;

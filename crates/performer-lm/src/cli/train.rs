@@ -52,9 +52,9 @@ pub(super) struct Args {
     /// head, which map=taylor2 needs in large heads. Controls: uniform (means of the values,
     /// without queries and keys) and none. sinks=4 beside a window keeps the first four tokens
     /// visible. In a hybrid A+B/first, as in favor-gated+softmax/first, the first layer has B and
-    /// the others have A; in A+B/n, as in favor-gated+softmax/4, every n-th has B. 'A|B' divides the
-    /// heads of every layer: in 'favor:m=32|favor:m=224,gate' the first half has 32 features and
-    /// the second 224, and all have gates.
+    /// the others have A; in A+B/n, as in favor-gated+softmax/4, every n-th has B. 'A|B' divides
+    /// the heads of every layer: in 'favor:m=32|favor:m=224,gate' the first half has 32 features
+    /// and the second 224, and all have gates.
     #[arg(long)]
     attention: Option<AttentionPattern>,
     #[command(flatten)]

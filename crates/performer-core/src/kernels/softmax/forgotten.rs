@@ -208,8 +208,8 @@ mod tests {
         }
     }
 
-    /// Scores lie between −16 and 16, and each query has reached one. What is left out is what gates
-    /// bring below −60 of that for certain, and no more than a tile later.
+    /// Scores lie between −16 and 16, and each query has reached one. What is left out is what
+    /// gates bring below −60 of that for certain, and no more than a tile later.
     #[test]
     fn tiles_end_where_weights_do() {
         let ones = vec![1f32; 1024 * 16];
