@@ -292,8 +292,9 @@ mod tests {
             for block in page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next()) {
                 for line in block.lines().filter(|line| line.starts_with("performer-lm ")) {
                     let command = line.split(" #").next().unwrap_or(line);
-                    // Every second part stands between quotation marks and is one word.
-                    let words = command.split('"').enumerate().flat_map(|(i, part)| match i % 2 {
+                    // Every second part stands between quotation marks, of either kind, and is one
+                    // word.
+                    let words = command.split(['"', '\'']).enumerate().flat_map(|(i, part)| match i % 2 {
                         0 => part.split_whitespace().collect(),
                         _ => vec![part],
                     });
