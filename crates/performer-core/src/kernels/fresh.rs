@@ -16,7 +16,12 @@ pub(super) struct Fresh {
 
 impl Fresh {
     pub(super) fn new(len: usize) -> Self {
-        Self { values: Vec::with_capacity(len), len, cleared: AtomicUsize::new(0) }
+        Self::with_room(len, 0)
+    }
+
+    /// Memory for `len` numbers, whose vector has room for `more` behind them once it is finished.
+    pub(super) fn with_room(len: usize, more: usize) -> Self {
+        Self { values: Vec::with_capacity(len + more), len, cleared: AtomicUsize::new(0) }
     }
 
     /// Divides the memory into parts of `size` numbers, the last of which may have fewer.

@@ -4,7 +4,7 @@
 //! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `gated`,
 //! `rotary`, `linear`, `heads` and `convolution` are the other operations of a decoder. They are
 //! built from `gemm` (products of small tiles), `vector` (elementwise functions), `rows` (reading
-//! tensors), `transpose` and `fresh` (memory for outputs). Everything is compiled for AVX-512, AVX2
+//! tensors), `transpose`, `fresh` (memory for outputs) and `joined` (inputs beyond the third). Everything is compiled for AVX-512, AVX2
 //! and NEON beside plain Rust, and `instructions` chooses the version when the program runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
@@ -34,6 +34,7 @@ pub(crate) mod gated;
 mod gemm;
 pub(crate) mod heads;
 mod instructions;
+mod joined;
 pub(crate) mod linear;
 #[cfg(feature = "metal")]
 pub mod metal;
@@ -112,6 +113,11 @@ fn narrow(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
         DType::BF16 => CpuStorage::BF16(values.into_iter().map(bf16::from_f32).collect()),
         other => bail!("a fused kernel was asked for {other:?}; it makes f32, f16 and bf16"),
     })
+}
+
+/// The gradient of a tensor, in the tensor's type.
+fn gradient(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
+    Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
 }
 
 /// Returns an error that says where, if the tensor holds NaN or infinity.

@@ -39,10 +39,12 @@ use forgotten::Forgotten;
 use pulp::{Simd, WithSimd};
 
 use super::{
-    check_finite, contiguous, for_heads,
+    check_finite, for_heads,
     fresh::Fresh,
     gemm::{Into, Left, Right, gemm},
+    gradient,
     instructions::arch,
+    joined::Joined,
     narrow,
     operation::{Operation, Stored, apply},
     padded,
@@ -93,10 +95,8 @@ pub(crate) fn softmax(
 ) -> Result<Tensor> {
     let softmax = Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
-    // An operation takes at most three tensors, so keys and values become one.
-    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
-    let gates = ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?;
-    apply(GatedSoftmax { softmax, head_dim: k.dim(3)? }, [q, &keys_values, &gates])
+    let (joined, keys_and_gates) = Joined::new(k, &ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?)?;
+    apply(GatedSoftmax { softmax, joined }, [q, &keys_and_gates, v])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -401,15 +401,17 @@ impl Operation<3> for Softmax {
     }
 
     fn backward(&self, inputs: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        Ok(Softmax::backward(self, inputs, None, out, grad)?.0.map(Some))
+        let ([dq, dk, dv], _) = Softmax::backward(self, inputs, None, out, grad)?;
+        let [q, k, v] = inputs;
+        Ok([Some(gradient(dq, q)?), Some(gradient(dk, k)?), Some(gradient(dv, v)?)])
     }
 }
 
-/// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, v], gates)`.
+/// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, gates], v)`. The
+/// gates are joined to the keys, see [`Joined`].
 struct GatedSoftmax {
     softmax: Softmax,
-    /// The width of a row of keys, before the values.
-    head_dim: usize,
+    joined: Joined,
 }
 
 impl Operation<3> for GatedSoftmax {
@@ -417,23 +419,20 @@ impl Operation<3> for GatedSoftmax {
         "gated-softmax-attention"
     }
 
-    fn cpu(&self, [q, (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        let d = self.head_dim;
-        let (k, v) = (l2.narrow(3, 0, d)?, l2.narrow(3, d, l2.dims()[3] - d)?);
-        self.softmax.forward([q, (s2, &k), (s2, &v)], Some(contiguous(s3, l3)?))
+    fn cpu(&self, [q, (s2, l2), v]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
+        let ((storage, k), gates) = self.joined.split((s2, l2))?;
+        self.softmax.forward([q, (storage, &k), v], Some(gates))
     }
 
     fn backward(
         &self,
-        [q, keys_values, gates]: [&Tensor; 3],
+        [q, keys_and_gates, v]: [&Tensor; 3],
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
-        let (d, width) = (self.head_dim, keys_values.dim(3)?);
-        let (k, v) = (keys_values.narrow(3, 0, d)?, keys_values.narrow(3, d, width - d)?);
-        let numbers = gates.flatten_all()?.to_vec1::<f32>()?;
-        let ([dq, dk, dv], dgates) = self.softmax.backward([q, &k, &v], Some(&numbers), out, grad)?;
-        let dgates = Tensor::from_vec(dgates, gates.shape(), gates.device())?;
-        Ok([Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), Some(dgates)])
+        let (k, gates) = self.joined.parts(keys_and_gates)?;
+        let ([dq, dk, dv], dgates) = self.softmax.backward([q, &k, v], Some(&gates), out, grad)?;
+        let of_keys_and_gates = Joined::gradient(dk, &dgates, keys_and_gates)?;
+        Ok([Some(gradient(dq, q)?), Some(of_keys_and_gates), Some(gradient(dv, v)?)])
     }
 }

@@ -139,13 +139,13 @@ impl Backend for Cpu {
                 let form = Form { maps: Arc::clone(maps), logs: call.logs };
                 match gates {
                     None => favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible()?, causal)?,
-                    Some(gates) => favor::gated(form, [&rows(q)?, k, v], gates, visible()?)?,
+                    Some(gates) => favor::gated(form, [&rows(q)?, &rows(k)?, &rows(v)?], gates, visible()?)?,
                 }
             }
             Source::Trained => {
                 let trained = parameters(call.map)?;
                 check_heads(trained.maps().len(), k)?;
-                trained.favor([&rows(q)?, k, v], gates, visible()?, causal, call.logs)?
+                trained.favor([&rows(q)?, &rows(k)?, &rows(v)?], gates, visible()?, causal, call.logs)?
             }
             Source::Ready => {
                 let ready = Ready::new(call)?;

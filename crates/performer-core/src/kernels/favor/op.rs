@@ -8,7 +8,7 @@ use super::{
     super::{
         for_heads,
         fresh::{Fresh, Part},
-        narrow,
+        gradient, narrow,
         operation::{Operation, Stored, apply},
         rows::{Heads, Rows},
         spare_threads, with_storages,
@@ -108,7 +108,7 @@ impl Passes {
     /// The backward pass: the gradients of `q`, `k` and `v`. The gradients of a trained map, for
     /// queries and for keys, are added to `linear`, one pair for each key head; it is empty where
     /// the map is not trained. With gates, `dgates` receives theirs, `(B, Hkv, Tk)`; it is empty
-    /// without.
+    /// without. The vector of the keys' gradients has room for `more` numbers behind them.
     pub(super) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -116,10 +116,11 @@ impl Passes {
         grad: &Tensor,
         linear: &mut [[LinearGradient; 2]],
         (gates, dgates): (Option<&[f32]>, &mut [f32]),
-    ) -> Result<[Tensor; 3]> {
+        more: usize,
+    ) -> Result<[Vec<f32>; 3]> {
         let grad = grad.contiguous()?;
         let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
-        let mut gradients = [q, k, v].map(|x| Fresh::new(x.elem_count()));
+        let mut gradients = [(q, 0), (k, more), (v, 0)].map(|(x, more)| Fresh::with_room(x.elem_count(), more));
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
         if saved.is_empty() {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
@@ -164,10 +165,7 @@ impl Passes {
             });
             Ok(())
         })?;
-        let [dq, dk, dv] = gradients.map(Fresh::finish);
-        let tensor =
-            |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype());
-        Ok([tensor(dq, q)?, tensor(dk, k)?, tensor(dv, v)?])
+        Ok(gradients.map(Fresh::finish))
     }
 }
 
@@ -194,7 +192,7 @@ impl Operation<3> for Favor {
     }
 
     fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [], (None, &mut []))?;
-        Ok([dq, dk, dv].map(Some))
+        let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [], (None, &mut []), 0)?;
+        Ok([Some(gradient(dq, q)?), Some(gradient(dk, k)?), Some(gradient(dv, v)?)])
     }
 }

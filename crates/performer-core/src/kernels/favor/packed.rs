@@ -1,12 +1,13 @@
 //! FAVOR with forget gates, with the parameters of a map that is trained, or with both. These are
-//! more tensors than the three that a custom operation of Candle takes, so some are packed into
-//! one. The forward and backward passes are those of [`super::favor`], whose backward pass also
+//! joined to the keys, see [`Joined`], since a custom operation of Candle takes at most three
+//! tensors. The forward and backward passes are those of [`super::favor`], whose backward pass also
 //! sums the gradients of gates and parameters.
 
 use candle_core::{CpuStorage, DType, Result, Shape, Tensor, bail};
 
 use super::super::{
-    contiguous,
+    gradient,
+    joined::Joined,
     operation::{Operation, Stored, apply},
 };
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
@@ -29,11 +30,8 @@ pub(super) fn packed(
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    // An operation takes at most three tensors, so keys and values become one, and parameters and
-    // gates another. Keys and values are made contiguous first, because the result of Candle's
-    // concatenation is otherwise not contiguous.
-    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
-    let numbers = |gates: &Tensor| ops::reshape(&ops::to_dtype(gates, DType::F32)?, gates.elem_count());
+    let numbers =
+        |gates: &Tensor| ops::reshape(&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?, gates.elem_count());
     let gates = gates.map(numbers).transpose()?;
     let sizes = parameters.map(|(_, sizes)| sizes);
     let rest = match (parameters, gates) {
@@ -45,25 +43,25 @@ pub(super) fn packed(
         }
     };
     let parameters = sizes.map_or(0, |[m, d]| form.maps.len() * (2 * m * d + m));
-    let of = [q, &keys_values, &rest];
+    let (joined, keys_and_rest) = Joined::new(k, &rest)?;
+    let of = [q, &keys_and_rest, v];
     let passes = Passes::new(form, causal, visible, of);
-    apply(PackedFavor { passes, sizes, parameters, head_dim: k.dim(3)? }, of)
+    apply(PackedFavor { passes, joined, sizes, parameters }, of)
 }
 
 /// `PackedFavor` is FAVOR attention as one differentiable operation on
-/// `(q, [k, v], [parameters, gates])`.
+/// `(q, [k, parameters, gates], v)`.
 struct PackedFavor {
     passes: Passes,
+    joined: Joined,
     /// The sizes `M` and `D` of a trained map.
     sizes: Option<[usize; 2]>,
     /// The number of parameters, before the gates.
     parameters: usize,
-    /// The width of a row of keys, before the values.
-    head_dim: usize,
 }
 
 impl PackedFavor {
-    /// The gates among the last operand, if there are any.
+    /// The gates among the numbers that are joined to the keys, if there are any.
     fn gates<'a>(&self, rest: &'a [f32]) -> Option<&'a [f32]> {
         Some(&rest[self.parameters..]).filter(|gates| !gates.is_empty())
     }
@@ -74,35 +72,31 @@ impl Operation<3> for PackedFavor {
         "favor-packed"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        let d = self.head_dim;
-        let (k, v) = (l2.narrow(3, 0, d)?, l2.narrow(3, d, l2.dims()[3] - d)?);
-        self.passes.forward([(s1, l1), (s2, &k), (s2, &v)], self.gates(contiguous(s3, l3)?))
+    fn cpu(&self, [q, (s2, l2), v]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
+        let ((storage, k), rest) = self.joined.split((s2, l2))?;
+        self.passes.forward([q, (storage, &k), v], self.gates(rest))
     }
 
     fn backward(
         &self,
-        [q, keys_values, rest]: [&Tensor; 3],
+        [q, keys_and_rest, v]: [&Tensor; 3],
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
-        let d = self.head_dim;
-        let (batch, key_heads, _, width) = keys_values.dims4()?;
-        let (k, v) = (keys_values.narrow(3, 0, d)?, keys_values.narrow(3, d, width - d)?);
+        let (k, rest) = self.joined.parts(keys_and_rest)?;
         let mut linear = match self.sizes {
             None => Vec::new(),
-            Some([m, d]) => vec![[LinearGradient::new(m, d), LinearGradient::new(m, d)]; batch * key_heads],
+            Some([m, d]) => vec![[LinearGradient::new(m, d), LinearGradient::new(m, d)]; k.dim(0)? * k.dim(1)?],
         };
-        let numbers = rest.flatten_all()?.to_vec1::<f32>()?;
-        let mut gradients = vec![0f32; numbers.len()];
-        let (of_parameters, of_gates) = gradients.split_at_mut(self.parameters);
-        let gates = (self.gates(&numbers), of_gates);
-        let [dq, dk, dv] = self.passes.backward([q, &k, &v], out, grad, &mut linear, gates)?;
+        let mut of_rest = vec![0f32; rest.len()];
+        let (of_parameters, of_gates) = of_rest.split_at_mut(self.parameters);
+        let gates = (self.gates(&rest), of_gates);
+        let [dq, dk, dv] = self.passes.backward([q, &k, v], out, grad, &mut linear, gates, rest.len())?;
         if let Some(sizes) = self.sizes {
             add_parameters(sizes, &linear, of_parameters);
         }
-        let rest = Tensor::from_vec(gradients, rest.shape(), rest.device())?;
-        Ok([Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), Some(rest)])
+        let of_keys_and_rest = Joined::gradient(dk, &of_rest, keys_and_rest)?;
+        Ok([Some(gradient(dq, q)?), Some(of_keys_and_rest), Some(gradient(dv, v)?)])
     }
 }
 

@@ -206,20 +206,20 @@ enum Work<'a> {
 
 impl Softmax {
     /// The backward pass: the gradients of `q`, `k` and `v`, and those of the gates `(B, Hkv, Tk)`,
-    /// which are empty without.
+    /// which are empty without. The vector of the keys' gradients has room for those of the gates.
     pub(super) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
         gates: Option<&[f32]>,
         out: &Tensor,
         grad: &Tensor,
-    ) -> Result<([Tensor; 3], Vec<f32>)> {
+    ) -> Result<([Vec<f32>; 3], Vec<f32>)> {
         let grad = grad.contiguous()?;
         let (_, h, t, d) = q.dims4()?;
         let (b, hkv, keys, vd) = v.dims4()?;
         let (group, width, value_width) = (h / hkv, padded(d), padded(vd));
         let mut dq = Fresh::new(q.elem_count());
-        let mut dk = Fresh::new(b * hkv * keys * width);
+        let mut dk = Fresh::with_room(b * hkv * keys * width, gates.map_or(0, <[f32]>::len));
         let mut dv = Fresh::new(b * hkv * keys * value_width);
         let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
         let mut of_rows = vec![0f32; if gates.is_some() { b * h * t } else { 0 }];
@@ -291,18 +291,19 @@ impl Softmax {
                 sum_from_each(dlog, &of_rows, offset);
             }
         }
-        let tensor = |values: Vec<f32>, width: usize, like: &Tensor| -> Result<Tensor> {
-            let last = like.dim(3)?;
-            let values = if last == width {
-                values
-            } else {
-                values.chunks_exact(width).flat_map(|row| row[..last].iter().copied()).collect()
-            };
-            Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
-        };
-        let gradients =
-            [tensor(dq.finish(), d, q)?, tensor(dk.finish(), width, k)?, tensor(dv.finish(), value_width, v)?];
-        Ok((gradients, dlog))
+        let [mut dk, mut dv] = [dk, dv].map(Fresh::finish);
+        narrow_rows(&mut dk, width, d);
+        narrow_rows(&mut dv, value_width, vd);
+        Ok(([dq.finish(), dk, dv], dlog))
+    }
+}
+
+/// Makes rows of `width` numbers rows of their first `to` numbers, in place.
+fn narrow_rows(rows: &mut Vec<f32>, width: usize, to: usize) {
+    if width > to {
+        let count = rows.len() / width;
+        (1..count).for_each(|row| rows.copy_within(row * width..row * width + to, row * to));
+        rows.truncate(count * to);
     }
 }
 
