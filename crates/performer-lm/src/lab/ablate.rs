@@ -100,8 +100,17 @@ fn favor(features: usize) -> FavorConfig {
     FavorConfig::default().with_features(features)
 }
 
-/// Returns all variants, softmax first.
-fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
+/// Returns the length of the window of softmax whose keys and values are as many numbers as the
+/// state of `features` features in a head of `dim` dimensions, as nearly as whole tokens allow.
+fn window_of_equal_bytes(features: usize, dim: usize) -> usize {
+    // A feature keeps a sum of values, a sum of ones and the scale of both. A window keeps a key and
+    // a value of each of its tokens but the query's own.
+    1 + (features as f64 * (dim + 2) as f64 / (2 * dim) as f64).round() as usize
+}
+
+/// Returns all variants of a model of so many layers with heads of `dim` dimensions, softmax first.
+/// New ones come at the end, since the folders of runs are numbered.
+fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
     let variant = |name: String, attention: AttentionConfig| Variant {
         curve: None,
         name,
@@ -162,6 +171,23 @@ fn variants(features: &[usize], layers: usize) -> Vec<Variant> {
         let name = format!("{name}, M={m} on the mean");
         all.push(Variant { by_layer, ..variant(name, AttentionConfig::Favor(favor(m))) });
     }
+    // What features have to be better than: windows of softmax without any, and a forget gate
+    // without queries and keys.
+    let gated = |of: AttentionConfig| AttentionConfig::Equipped {
+        parts: LayerParts::default().with_gate(true),
+        of: Box::new(of),
+    };
+    let window = |window: usize| AttentionConfig::SoftmaxWindow { window, sinks: 0 };
+    let equal = window_of_equal_bytes(m, dim);
+    for (name, attention) in [
+        ("control: softmax over a window of 32, without features".into(), window(32)),
+        (format!("control: softmax over a window of {equal}, of as many bytes as M={m}"), window(equal)),
+        ("control: forget gate without queries, keys and features".into(), gated(AttentionConfig::Uniform)),
+        ("control: softmax with a forget gate".into(), gated(AttentionConfig::Softmax)),
+        (format!("forget gate, M={m}"), gated(AttentionConfig::Favor(favor(m)))),
+    ] {
+        all.push(variant(name, attention));
+    }
     all
 }
 
@@ -173,7 +199,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     if plan.seeds.is_empty() || plan.features.is_empty() || plan.features.contains(&0) {
         bail!("give at least one seed, and numbers of features of at least 1");
     }
-    let variants = variants(&plan.features, plan.config.layers);
+    let variants = variants(&plan.features, plan.config.layers, plan.config.head_dim());
     let all: Vec<(usize, u64)> =
         (0..variants.len()).flat_map(|i| plan.seeds.iter().map(move |&seed| (i, seed))).collect();
     // This fails now where a run would fail hours later.
@@ -294,8 +320,8 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
     if let Some(plain) = plain {
         let gap = plain.mean() - softmax;
         changes.push(format!(
-            "FAVOR+ with M = {m} and nothing changed is {gap:+.3} nats from softmax. Of single changes to it, these make a difference of more \
-             than {noise:.3}:"
+            "FAVOR+ with M = {m} and nothing changed is {gap:+.3} nats from softmax. Of single changes to it, and of controls, these make a \
+             difference of more than {noise:.3}:"
         ));
         let single = outcomes.iter().filter(|o| o.curve.as_ref().is_none_or(|(_, features)| *features == m)).skip(1);
         for o in single.filter(|o| (o.mean() - plain.mean()).abs() > noise) {
@@ -378,10 +404,11 @@ fn chart(outcomes: &[Outcome], softmax: f64) -> Chart {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{config::Preset, model::Decoder};
 
     #[test]
     fn variants_differ_and_keep_their_mean_of_features() {
-        let all = variants(&[16, 64, 256], 3);
+        let all = variants(&[16, 64, 256], 3, 16);
         for (i, a) in all.iter().enumerate() {
             assert!(all[..i].iter().all(|b| b.name != a.name), "{}", a.name);
         }
@@ -391,6 +418,22 @@ mod tests {
             let features: Vec<usize> = v.by_layer.iter().filter_map(|a| a.favor()).map(|f| f.features).collect();
             assert_eq!(features.iter().sum::<usize>(), 3 * 64, "{features:?}");
             assert_ne!(features[0], features[2]);
+        }
+    }
+
+    #[test]
+    fn the_control_of_equal_bytes_has_the_state_of_the_features() {
+        let state = |attention: AttentionConfig| {
+            let (config, _) = Preset::Seed.load().unwrap();
+            let config = ModelConfig { vocab_size: 20, attention, ..config };
+            let bytes = Decoder::new(&config, 1, &Device::Cpu).unwrap().state_bytes().unwrap();
+            (bytes, config.layers * config.hidden_size * 2 * size_of::<f32>(), config.head_dim())
+        };
+        for features in [16, 64, 96] {
+            let (of_features, token, dim) = state(AttentionConfig::Favor(favor(features)));
+            let window = window_of_equal_bytes(features, dim);
+            let (of_window, ..) = state(AttentionConfig::SoftmaxWindow { window, sinks: 0 });
+            assert!(2 * of_window.abs_diff(of_features) <= token, "{features}: {of_features} {of_window}");
         }
     }
 }
