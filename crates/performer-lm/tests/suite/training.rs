@@ -333,11 +333,13 @@ impl Asked {
         };
         let found = ablate::run(&plan, &self.data, |_| ())?;
         let outcomes = found.data["outcomes"].clone();
-        // Every variant with features is measured without them, and the table has a row for
-        // windows.
+        // Every variant with features is measured without them, the controls have none, and the
+        // table has a row for windows.
         for outcome in outcomes.as_array().context("outcomes")? {
             let controls = outcome["features_off"].as_array().map_or(0, Vec::len);
-            assert_eq!(controls, usize::from(outcome["attention_spec"] != "softmax"), "{outcome}");
+            let name = outcome["name"].as_str().context("a name")?;
+            let has_features = name != "softmax" && !name.starts_with("control: ");
+            assert_eq!(controls, usize::from(has_features), "{outcome}");
         }
         let tables = found.sections.iter().filter_map(|section| section.table.as_ref());
         let names: Vec<&String> = tables.flat_map(|table| &table.rows).map(|row| &row[0]).collect();
