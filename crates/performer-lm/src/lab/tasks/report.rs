@@ -237,6 +237,36 @@ fn state_text(run: &Run) -> String {
     }
 }
 
+/// Collects attentions that differ in nothing but their size, in the order in which the first of each
+/// came. The name of such a family is that of its only member, or has `…` for the size.
+fn families(specs: Vec<String>) -> Vec<(String, Vec<String>)> {
+    let mut families: Vec<(String, Vec<String>)> = Vec::new();
+    for spec in specs {
+        let family = without_sizes(&spec);
+        match families.iter_mut().find(|(name, _)| *name == family) {
+            Some((_, members)) => members.push(spec),
+            None => families.push((family, vec![spec])),
+        }
+    }
+    for (name, members) in &mut families {
+        if let [only] = members.as_slice() {
+            name.clone_from(only);
+        }
+    }
+    families
+}
+
+/// Replaces the numbers of `m=128`, `window=66` and `key-dim=16` by `…`.
+fn without_sizes(spec: &str) -> String {
+    let parts = spec.split_inclusive([':', ',', '+', '|', '/']).map(|part| match part.split_once('=') {
+        Some((key @ ("m" | "window" | "key-dim"), number)) => {
+            format!("{key}=…{}", number.trim_start_matches(|c: char| c.is_ascii_digit()))
+        }
+        _ => part.to_string(),
+    });
+    parts.collect()
+}
+
 /// Shows the result over what each attention remembers: a window, a linear attention and softmax
 /// can be compared by the bytes that decoding keeps of a sequence. Only causal attention decodes.
 fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
@@ -244,10 +274,16 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
     if !setting.task.is_causal() || runs.iter().any(|run| run.state_bytes == 0) {
         return None;
     }
-    let series = specs(plan, setting).into_iter().map(|spec| {
-        let point = |run: &&Run| vec![(run.state_bytes as f64, metric.value(&run.score))];
-        let points: Vec<_> = of(runs, &spec).iter().map(point).collect();
-        Series { style: Style::Points, ..Series::over_seeds(spec, &points) }
+    let series = families(specs(plan, setting)).into_iter().map(|(name, members)| {
+        let of_seed = |&seed: &u64| {
+            let runs = members.iter().flat_map(|spec| of(runs, spec)).filter(|run| run.seed == seed);
+            let mut curve: Vec<_> = runs.map(|run| (run.state_bytes as f64, metric.value(&run.score))).collect();
+            curve.sort_by(|a, b| a.0.total_cmp(&b.0));
+            curve
+        };
+        let curves: Vec<_> = plan.seeds.iter().map(of_seed).collect();
+        let style = if members.len() > 1 { Style::Solid } else { Style::Points };
+        Series { style, ..Series::over_seeds(name, &curves) }
     });
     let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
     if metric == Metric::Accuracy {
@@ -257,7 +293,8 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
         title: format!("{}: by bytes of state", setting.task.title()),
         text: vec![
             "The state is what decoding keeps of one sequence of this length, in all layers, in f32. That of softmax \
-             without a window grows with every token; the others' does not."
+             without a window grows with every token; the others' does not. Lines join attentions that differ in nothing \
+             but their size: the number of features, the window, the dimension of queries and keys."
                 .into(),
         ],
         chart: Some((
@@ -265,7 +302,7 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
             Chart {
                 title: format!("{}: by bytes of state", setting.task.title()),
                 subtitle: Some(format!(
-                    "{}; mean of {} seed(s), bar: smallest to largest",
+                    "{}; mean of {} seed(s), band: smallest to largest",
                     setting.source.describe(),
                     plan.seeds.len()
                 )),
@@ -332,5 +369,33 @@ fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
         y,
         series: series.collect(),
         lines: vec![chance],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::families;
+
+    #[test]
+    fn attentions_of_other_sizes_are_one_family() {
+        let specs = [
+            "softmax:gate",
+            "softmax:window=16,gate",
+            "favor:m=64",
+            "softmax:window=128,gate",
+            "favor:m=64,map=learned",
+            "favor:map=taylor2,key-dim=8+softmax:window=20/first",
+            "favor:map=taylor2,key-dim=16+softmax:window=40/first",
+            "favor:map=taylor2,key-dim=16+softmax:window=40/2",
+        ];
+        let found = families(specs.map(String::from).into());
+        let members = |name: &str| &found.iter().find(|(family, _)| family == name).unwrap().1;
+        assert_eq!(members("softmax:gate"), &specs[..1]);
+        assert_eq!(members("softmax:window=…,gate"), &[specs[1], specs[3]]);
+        assert_eq!(members("favor:m=64"), &specs[2..3]);
+        assert_eq!(members("favor:m=64,map=learned"), &specs[4..5]);
+        assert_eq!(members("favor:map=taylor2,key-dim=…+softmax:window=…/first"), &specs[5..7]);
+        assert_eq!(members(specs[7]), &specs[7..]);
+        assert_eq!(found.len(), 6);
     }
 }
