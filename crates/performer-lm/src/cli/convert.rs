@@ -76,6 +76,10 @@ pub(super) struct Args {
     /// Peak learning rate of that.
     #[arg(long, default_value_t = 1e-2)]
     transfer_rate: f64,
+    /// Share of the steps of both trainings, from 0 to 1, in which the windows before features are
+    /// switched off, so that features learn what they would leave to the windows.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    drop_window: f64,
     /// Steps of fine-tuning after it: all weights, feature maps that can be trained, and forget
     /// gates.
     #[arg(long, default_value_t = 0)]
@@ -215,6 +219,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         balance: args.balance,
         transfer_steps: args.transfer_steps.unwrap_or(transfer),
         transfer_rate: args.transfer_rate,
+        drop_window: args.drop_window,
         batch_size: args.batch_size.max(1),
         tuning: (args.tune_steps > 0).then_some(Tuning {
             steps: args.tune_steps,

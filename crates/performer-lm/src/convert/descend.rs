@@ -32,8 +32,8 @@ pub(super) struct Descent {
     pub(super) measure_every: usize,
 }
 
-/// Trains `parameters` on `loss(ids, targets)`, the mean loss over ids `(B, T)`, and calls
-/// `measure` at intervals, which returns `None` if it was stopped. Returns the number of tokens
+/// Trains `parameters` on `loss(step, ids, targets)`, the mean loss over ids `(B, T)` in a step
+/// counted from 0, and calls `measure` at intervals, which returns `None` if it was stopped. Returns the number of tokens
 /// seen and the points measured, or `None` if training was stopped.
 pub(super) fn descend(
     plan: &Plan,
@@ -41,7 +41,7 @@ pub(super) fn descend(
     descent: &Descent,
     parameters: Vec<(String, Var)>,
     data: &Prepared,
-    loss: impl Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
+    loss: impl Fn(usize, &Tensor, &[u32]) -> Result<Tensor> + Sync,
     measure: impl Fn() -> Result<Option<f64>>,
 ) -> Result<Option<(u64, Vec<Point>)>> {
     let Descent { steps, rate, weight_decay, seed, measure_every } = *descent;
@@ -108,7 +108,7 @@ where
 
 impl<L, M> Steps for InProgress<'_, L, M>
 where
-    L: Fn(&Tensor, &[u32]) -> Result<Tensor> + Sync,
+    L: Fn(usize, &Tensor, &[u32]) -> Result<Tensor> + Sync,
     M: Fn() -> Result<Option<f64>>,
 {
     fn optimizer(&mut self) -> &mut AdamW {
@@ -124,7 +124,7 @@ where
             let part = i * ROWS * batch.context..((i + 1) * ROWS * batch.context).min(batch.inputs.len());
             let rows = part.len() / batch.context;
             let ids = Tensor::from_slice(&batch.inputs[part.clone()], (rows, batch.context), &plan.device)?;
-            Ok((loss(&ids, &batch.targets[part])? * (rows as f64 / plan.batch_size as f64))?)
+            Ok((loss(step, &ids, &batch.targets[part])? * (rows as f64 / plan.batch_size as f64))?)
         })
     }
 

@@ -6,9 +6,8 @@ use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Plan, Point, Stage};
+use super::{Plan, Point, Stage, windows::without_windows};
 use crate::{
-    config::{AttentionConfig, ModelConfig},
     data::{Batch, TokenFile, eval_windows},
     errors::Cause,
     eval::{check_vocabulary, perplexity},
@@ -203,8 +202,9 @@ impl Measurements {
     pub(super) fn of(model: &Decoder, meter: &Meter<'_>) -> Result<Option<Self>> {
         let Some(measured) = meter.measure(model)? else { return Ok(None) };
         let mut whole = Self { measured, without_window: None, features_off: None };
-        let others =
-            [(&mut whole.without_window, without_windows(model)?), (&mut whole.features_off, model.features_off()?)];
+        let bare = without_windows(model.config());
+        let bare = bare.map(|config| Decoder::frozen(&config, &model.tensors()?, model.device())).transpose()?;
+        let others = [(&mut whole.without_window, bare), (&mut whole.features_off, model.features_off()?)];
         for (place, model) in others {
             let Some(model) = model else { continue };
             *place = meter.measure(&model)?;
@@ -219,28 +219,4 @@ impl Measurements {
         let Self { measured, without_window, features_off } = self;
         Stage { name: name.into(), tokens, seconds, measured, without_window, features_off, points }
     }
-}
-
-/// Returns the student with its windows switched off, or `None` if it has none beside features.
-fn without_windows(student: &Decoder) -> Result<Option<Decoder>> {
-    let config = student.config();
-    let has_both = |attention: &AttentionConfig| attention.window().is_some() && attention.favor().is_some();
-    if !(0..config.layers).any(|i| has_both(config.attention_of(i))) {
-        return Ok(None);
-    }
-    fn bare(attention: &AttentionConfig) -> AttentionConfig {
-        match attention {
-            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
-            AttentionConfig::Equipped { parts, of } => {
-                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
-            }
-            other => other.clone(),
-        }
-    }
-    let config = ModelConfig {
-        attention: bare(&config.attention),
-        attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
-        ..config.clone()
-    };
-    Ok(Some(Decoder::frozen(&config, &student.tensors()?, student.device())?))
 }

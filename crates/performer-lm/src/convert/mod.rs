@@ -11,6 +11,9 @@
 //! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and all that the student has and
 //!    the teacher has not, are trained on the next token and on the teacher's distribution of it.
 //!
+//! In a share of the steps of both trainings, the windows that stand before features may be switched
+//! off (`windows`).
+//!
 //! After each stage the student is saved, and measured beside the teacher on the same held-out
 //! tokens. All that an unfinished stage needs to resume is saved at intervals, and when the stage
 //! is stopped (`stage`).
@@ -29,6 +32,7 @@ mod stage;
 mod statistics;
 mod transfer;
 mod tune;
+mod windows;
 
 use std::{collections::HashMap, path::Path, sync::atomic::AtomicBool, time::Instant};
 
@@ -97,6 +101,9 @@ pub struct Plan<'a> {
     pub transfer_steps: usize,
     /// Peak learning rate of the transfer.
     pub transfer_rate: f64,
+    /// Share of the steps of the transfer and of fine-tuning in which the windows before features
+    /// are switched off, from 0 to 1.
+    pub drop_window: f64,
     /// Number of sequences in a step.
     pub batch_size: usize,
     /// Settings of the fine-tuning, if there is any.
@@ -248,6 +255,7 @@ impl Plan<'_> {
             balance: _,
             transfer_steps: _,
             transfer_rate: _,
+            drop_window: _,
             batch_size: _,
             tuning: _,
             points: _,
@@ -290,9 +298,11 @@ impl Plan<'_> {
     /// Returns the settings on which a stage depends; null for a stage that is left out.
     fn stage_settings(&self, stage: &str) -> Value {
         let (batch_size, points) = (self.batch_size, self.points);
-        let settings = match stage {
+        let mut settings = match stage {
             "calibrate" => {
-                (self.calibrate_tokens > 0).then(|| json!({ "tokens": self.calibrate_tokens, "balance": self.balance }))
+                return (self.calibrate_tokens > 0)
+                    .then(|| json!({ "tokens": self.calibrate_tokens, "balance": self.balance }))
+                    .into();
             }
             "transfer" => (self.transfer_steps > 0).then(|| {
                 let (steps, rate) = (self.transfer_steps, self.transfer_rate);
@@ -305,6 +315,10 @@ impl Plan<'_> {
                 })
             }),
         };
+        // What is not switched off is not named, so that earlier conversions go on.
+        if let Some(settings) = settings.as_mut().filter(|_| self.drop_window > 0.0) {
+            settings["drop_window"] = self.drop_window.into();
+        }
         settings.into()
     }
 
@@ -358,6 +372,16 @@ fn check(plan: &Plan) -> Result<()> {
     if let Some(layer) = plan.config.idle_features() {
         bail!(plan.config.of_idle_features(layer));
     }
+    ensure!(
+        (0.0..=1.0).contains(&plan.drop_window),
+        "windows are to be switched off in {} of the steps; it is a share, from 0 to 1",
+        plan.drop_window
+    );
+    ensure!(
+        plan.drop_window == 0.0 || windows::without_windows(&plan.config).is_some(),
+        "no layer is to have a window before features, so there is none to switch off: give one, such as \
+         favor:m=64,map=learned,window=32, or leave out --drop-window"
+    );
     if let Some(rank) = plan.tuning.and_then(|tuning| tuning.adapters) {
         adapters::check(plan.teacher, rank)?;
     }

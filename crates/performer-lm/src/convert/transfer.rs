@@ -11,12 +11,14 @@ use super::{
     is_transferred,
     measure::Meter,
     stage::Bookmark,
+    windows::{are_dropped, bare},
 };
 use crate::{data::Prepared, model::Decoder};
 
 /// Trains the feature maps, and the forget gates beside them, on `‖o − ô‖² / ‖o‖²` summed over the
 /// layers, where `o` is what the teacher's attention returns for the same queries, keys and values.
-/// Returns `None` if training was stopped.
+/// In steps without windows the features have to estimate all of `o`. Returns `None` if training
+/// was stopped.
 pub(super) fn transfer(
     plan: &Plan,
     bookmark: &Bookmark,
@@ -34,7 +36,10 @@ pub(super) fn transfer(
         seed: plan.seed,
         measure_every: plan.transfer_steps / plan.points.saturating_add(1),
     };
-    let loss = |ids: &Tensor, _: &[u32]| differences(plan, teacher, &student, ids);
+    let loss = |step: usize, ids: &Tensor, _: &[u32]| {
+        let bare = if are_dropped(step, plan.drop_window) { bare(&student)? } else { None };
+        differences(plan, teacher, bare.as_ref().unwrap_or(&student), ids)
+    };
     let frozen = || Decoder::frozen(&plan.config, &student.tensors()?, &plan.device);
     let done = descend(plan, bookmark, &descent, parameters, data, loss, || meter.loss(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };

@@ -11,6 +11,7 @@ use super::{
     descend::{Descent, descend},
     measure::Meter,
     stage::Bookmark,
+    windows::{are_dropped, bare, without_windows},
 };
 use crate::{data::Prepared, model::Decoder};
 
@@ -44,9 +45,12 @@ pub(super) fn tune(
         Some(adapters) => adapters.parameters(),
         None => student.named_parameters()?,
     };
-    let adapted = || -> Result<Option<Decoder>> {
-        let Some(adapters) = &adapters else { return Ok(None) };
-        Ok(Some(Decoder::over_tensors(&config, &adapters.merged()?, &plan.device)?))
+    // The model of a step, where it is not the student itself.
+    let changed = |step: usize| -> Result<Option<Decoder>> {
+        let dropped = are_dropped(step, plan.drop_window);
+        let Some(adapters) = &adapters else { return if dropped { bare(&student) } else { Ok(None) } };
+        let bare = if dropped { without_windows(&config) } else { None };
+        Ok(Some(Decoder::over_tensors(bare.as_ref().unwrap_or(&config), &adapters.merged()?, &plan.device)?))
     };
     let descent = Descent {
         steps: tuning.steps,
@@ -56,9 +60,9 @@ pub(super) fn tune(
         seed: plan.seed.wrapping_add(1),
         measure_every: tuning.steps / plan.points.saturating_add(1),
     };
-    let loss = |ids: &Tensor, targets: &[u32]| -> Result<Tensor> {
-        let adapted = adapted()?;
-        let student = adapted.as_ref().unwrap_or(&student);
+    let loss = |step: usize, ids: &Tensor, targets: &[u32]| -> Result<Tensor> {
+        let changed = changed(step)?;
+        let student = changed.as_ref().unwrap_or(&student);
         let losses = match tuning.distillation {
             0.0 => student.losses(ids, targets, None)?,
             share => student.distillation_losses(ids, targets, teacher, share)?,

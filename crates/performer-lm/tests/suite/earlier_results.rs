@@ -213,6 +213,7 @@ fn convert() {
             ("--transfer-steps", Some("3"), Refuse("settings.transfer.steps")),
             ("--transfer-steps", Some("0"), Refuse("settings.transfer")),
             ("--transfer-rate", Some("0.02"), Refuse("settings.transfer.rate")),
+            ("--drop-window", Some("0.5"), Refuse("drop_window")),
             ("--tune-steps", Some("3"), Refuse("settings.tune.steps")),
             ("--tune-steps", Some("0"), Refuse("settings.tune")),
             ("--tune-rate", Some("0.001"), Refuse("settings.tune.rate")),

@@ -91,6 +91,7 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         balance: false,
         transfer_steps: 40,
         transfer_rate: 1e-2,
+        drop_window: 0.0,
         batch_size: 4,
         tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0, adapters: None }),
         control: false,
@@ -184,7 +185,8 @@ fn it_goes_on_after_the_last_finished_stage_on_any_number_of_threads() -> Result
 }
 
 fn with_control(plan: Plan, calibrate_tokens: usize, tuning: Tuning) -> Plan {
-    Plan { transfer_steps: 6, tuning: Some(tuning), control: true, calibrate_tokens, ..plan }
+    let drop_window = if plan.config.attention.window().is_some() { 0.5 } else { 0.0 };
+    Plan { transfer_steps: 6, tuning: Some(tuning), control: true, calibrate_tokens, drop_window, ..plan }
 }
 
 #[test]
@@ -286,6 +288,9 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "favor:m=8,map=hedgehog", other.path(), &stop), "cannot be fitted");
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have another attention than softmax");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
+    let dropped = |attention, drop_window| Plan { drop_window, ..plan(&teacher, attention, other.path(), &stop) };
+    refused(&dropped("favor:m=8,map=learned", 0.5), "leave out --drop-window");
+    refused(&dropped("favor:m=8,map=learned,window=4", 1.5), "a share, from 0 to 1");
     for part in ["output-norm", "mup-scale", "key-dim=8"] {
         let attention = format!("favor:m=8,map=learned,conv,{part}");
         refused(&plan(&teacher, &attention, other.path(), &stop), "leave output-norm, mup-scale and key-dim out");
@@ -449,6 +454,44 @@ fn adapters_leave_new_parts_to_be_trained() -> Result<()> {
     }
     let norm = "model.layers.0.input_layernorm.weight";
     assert_eq!(numbers(&before[norm])?, numbers(&after[norm])?);
+    Ok(())
+}
+
+/// Where windows are off in every step, the student is trained to the same bits as one that has
+/// none, in both stages of training. Where they are off in half of the steps, its features end
+/// nearer to the teacher without them than features that never had to do without.
+#[test]
+fn windows_can_be_switched_off_in_training() -> Result<()> {
+    let (data, stop) = (data()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    let trained = |attention, drop_window, adapters| -> Result<_> {
+        let folder = tempfile::tempdir()?;
+        let plan = tuned(plan(&teacher, attention, folder.path(), &stop), |tuning| tuning.steps = 4);
+        let tuning = plan.tuning.map(|tuning| Tuning { adapters, ..tuning });
+        let report = convert(&Plan { drop_window, tuning, ..plan }, &data)?;
+        Ok((report, Pretrained::open(&folder.path().to_string_lossy())?.tensors))
+    };
+    for adapters in [None, Some(2)] {
+        let (off, weights) = trained("favor:m=8,map=learned,window=4", 1.0, adapters)?;
+        let (pure, pure_weights) = trained("favor:m=8,map=learned", 0.0, adapters)?;
+        let last = |report: &Report| report.stages.last().cloned().context("a stage");
+        let alone = last(&off)?.without_window.context("a window")?.held_out;
+        assert_eq!(alone.val_loss, last(&pure)?.measured.held_out.val_loss, "{adapters:?}");
+        assert_eq!(weights.len(), pure_weights.len());
+        for (name, tensor) in &pure_weights {
+            let numbers = |tensor: &Tensor| tensor.flatten_all()?.to_vec1::<f32>();
+            assert_eq!(numbers(&weights[name])?, numbers(tensor)?, "{name}, {adapters:?}");
+        }
+    }
+    let losses_alone = |drop_window| -> Result<Vec<f64>> {
+        let (report, _) = trained("favor:m=8,map=learned,window=4", drop_window, None)?;
+        let alone = report.stages.iter().filter_map(|stage| stage.without_window.as_ref());
+        Ok(alone.map(|measured| measured.held_out.val_loss).collect())
+    };
+    let (kept, halved) = (losses_alone(0.0)?, losses_alone(0.5)?);
+    // Untrained and calibrated they are equal.
+    assert_eq!(kept[..2], halved[..2]);
+    assert!(halved[2] < kept[2] && halved[3] < kept[3], "{halved:?} and {kept:?}");
     Ok(())
 }
 

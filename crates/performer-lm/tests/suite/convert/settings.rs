@@ -47,7 +47,7 @@ impl Asked {
 /// asked for.
 type Change = (&'static str, fn(&mut Asked));
 
-const CHANGES: [Change; 20] = [
+const CHANGES: [Change; 21] = [
     ("teacher", |a| {
         let name = "model.norm.weight";
         let changed = (&a.teacher.tensors[name] * 1.01).unwrap();
@@ -66,6 +66,7 @@ const CHANGES: [Change; 20] = [
     ("settings.calibrate.balance", |a| a.plan = |plan| Plan { balance: true, ..plan }),
     ("settings.transfer.steps", |a| a.plan = |plan| Plan { transfer_steps: 3, ..plan }),
     ("settings.transfer.rate", |a| a.plan = |plan| Plan { transfer_rate: 2e-2, ..plan }),
+    ("settings.transfer.drop_window", |a| a.plan = |plan| Plan { drop_window: 0.5, ..plan }),
     ("settings.transfer.batch_size", |a| a.plan = |plan| Plan { batch_size: 2, ..plan }),
     ("settings.transfer", |a| a.plan = |plan| Plan { transfer_steps: 0, ..plan }),
     ("settings.tune.steps", |a| a.plan = |plan| tuned(plan, |t| t.steps = 3)),
