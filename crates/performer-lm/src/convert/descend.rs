@@ -33,8 +33,8 @@ pub(super) struct Descent {
 }
 
 /// Trains `parameters` on `loss(step, ids, targets)`, the mean loss over ids `(B, T)` in a step
-/// counted from 0, and calls `measure` at intervals, which returns `None` if it was stopped. Returns the number of tokens
-/// seen and the points measured, or `None` if training was stopped.
+/// counted from 0, and calls `measure` at intervals, which returns `None` if it was stopped.
+/// Returns the number of tokens seen and the points measured, or `None` if training was stopped.
 pub(super) fn descend(
     plan: &Plan,
     bookmark: &Bookmark,

@@ -11,8 +11,8 @@
 //! 3. **Fine-tune** (`tune`): all weights or low-rank `adapters`, and all that the student has and
 //!    the teacher has not, are trained on the next token and on the teacher's distribution of it.
 //!
-//! In a share of the steps of both trainings, the windows that stand before features may be switched
-//! off (`windows`).
+//! In a share of the steps of both trainings, the windows that stand before features may be
+//! switched off (`windows`).
 //!
 //! After each stage the student is saved, and measured beside the teacher on the same held-out
 //! tokens. All that an unfinished stage needs to resume is saved at intervals, and when the stage

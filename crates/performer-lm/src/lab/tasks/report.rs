@@ -237,8 +237,8 @@ fn state_text(run: &Run) -> String {
     }
 }
 
-/// Collects attentions that differ in nothing but their size, in the order in which the first of each
-/// came. The name of such a family is that of its only member, or has `…` for the size.
+/// Collects attentions that differ in nothing but their size, in the order in which the first of
+/// each came. The name of such a family is that of its only member, or has `…` for the size.
 fn families(specs: Vec<String>) -> Vec<(String, Vec<String>)> {
     let mut families: Vec<(String, Vec<String>)> = Vec::new();
     for spec in specs {
