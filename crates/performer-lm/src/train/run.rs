@@ -1,65 +1,49 @@
 //! This module is a training run: batches of text, validated, logged, saved, and reported at the
-//! end. Its loop is the one that every training shares, in `steps`.
+//! end. How a run begins and resumes is in `begin`, what a step computes in `batch`, and what is
+//! measured of the model in `measure`. The loop is the one that every training shares, in `steps`.
 //!
 //! Everything random is a function of the seed and the step: the order of the data, the features
 //! and their redraws, dropout. So a run that is stopped anywhere and resumes from its checkpoint
 //! continues as if it had never been stopped.
 
+mod batch;
+mod begin;
+mod measure;
+
 use std::{
-    collections::HashMap,
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
 };
 
-use anyhow::{Result, bail, ensure};
-use candle_core::{Device, Tensor};
-use performer_core::{attention::Segment, ops, projection::derive_seed};
+use anyhow::Result;
+use candle_core::Device;
 
 use super::{
-    AdamW, Checkpoint, Earlier, Gradients, Grid, Leg, Pace, RunKey, Step, Steps, TrainingState,
-    folder::{LOG, REPORT, RunState, STATE, as_trained},
+    AdamW, Checkpoint, Gradients, Grid, Leg, Pace, RunKey, Step, Steps, TrainingState,
+    folder::RunState,
     git_revision,
     log::{Log, Record},
     progress::Progress,
-    report::{Control, Report, TestLoss, by_range},
-    run_key::{digests, model_digest},
-    segments::SharedSequence,
-    shared::{agreed, any_asked, gradients, led, require_equal, require_equal_weights},
+    report::Report,
+    run_key::model_digest,
+    shared::{any_asked, led, require_equal, require_equal_weights},
     take_steps,
 };
 use crate::{
-    checkpoint::{remove_reports, require_folder},
-    config::{ModelConfig, Positions, Precision, TrainingConfig},
-    data::{Batches, DataSpec, Prepared, TokenFile, Tokenizer},
-    device::{describe, explain_memory},
+    config::TrainingConfig,
+    data::{Batches, Prepared, Tokenizer},
+    device::explain_memory,
     errors::Cause,
-    eval::{Evaluation, check_vocabulary, evaluate_over},
-    files::{Lock, between},
-    generate::begin_story,
+    eval::Evaluation,
+    files::Lock,
     listener::Listener,
-    model::{Decoder, Dropout, pretrained::Pretrained},
+    model::Decoder,
 };
+pub use batch::training_batches;
+pub(super) use begin::require_features;
 
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
-
-/// Number of tokens, at least, whose queries and keys features are fitted to.
-const FIT_TOKENS: usize = 8192;
-
-/// Sequences of a pass over these: their keys and queries are all in memory at once.
-const FIT_ROWS: usize = 16;
-
-/// Most tokens over which the loss by position is measured.
-const POSITION_TOKENS: usize = 1 << 18;
-
-/// Number of ranges of positions in that measurement, over one context.
-const POSITION_RANGES: usize = 16;
-
-/// The stream of the seed from which dropout draws.
-const DROPOUT_STREAM: u64 = 3;
 
 /// A flag to stop that is never set, for short runs that nobody needs to interrupt or to resume.
 #[cfg(feature = "lab")]
@@ -112,175 +96,6 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// Begins a run, with the vocabulary of the data's tokenizer. The folder is written to at once,
-    /// so that a folder that cannot be written to is found out now.
-    ///
-    /// # Errors
-    /// If a configuration is invalid, its features are of no use at its context, there is too
-    /// little data for one batch, or the folder cannot be written.
-    pub fn new(
-        config: &ModelConfig,
-        training: &TrainingConfig,
-        data: &'a Prepared,
-        options: RunOptions<'a>,
-    ) -> Result<Self> {
-        Self::exactly(&as_trained(config, data), training, data, options)
-    }
-
-    /// Begins a run with exactly this configuration, whose vocabulary may be larger than the
-    /// tokenizer's.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn exactly(
-        config: &ModelConfig,
-        training: &TrainingConfig,
-        data: &'a Prepared,
-        options: RunOptions<'a>,
-    ) -> Result<Self> {
-        Self::begin(config, training, data, options, None)
-    }
-
-    /// Begins a run with the weights of `model`, whatever trained them, in place of weights drawn
-    /// from the seed. The data must be encoded with its tokenizer.
-    ///
-    /// # Errors
-    /// As [`Self::new`]; also if the weights are not those of the model's configuration.
-    pub fn from_weights(
-        model: &Pretrained,
-        training: &TrainingConfig,
-        data: &'a Prepared,
-        options: RunOptions<'a>,
-    ) -> Result<Self> {
-        Self::begin(&model.config, training, data, options, Some(&model.tensors))
-    }
-
-    fn begin(
-        config: &ModelConfig,
-        training: &TrainingConfig,
-        data: &'a Prepared,
-        options: RunOptions<'a>,
-        weights: Option<&HashMap<String, Tensor>>,
-    ) -> Result<Self> {
-        let ranks = options.ranks.clone();
-        let model = || {
-            training.validate()?;
-            config.validate()?;
-            require_features(config)?;
-            // Too little text is found out before a large model is made.
-            training_batches(config, training, data)?;
-            let Some(weights) = weights else {
-                return Ok((Decoder::new(config, training.seed, &options.device)?, None));
-            };
-            let model = Decoder::from_tensors(config, weights, &options.device)?;
-            model.require_all_of(weights)?;
-            Ok((model, Some(model_digest(config, weights)?)))
-        };
-        let (model, initial) = agreed(&ranks, model())?;
-        agreed(&ranks, require_segments(&model, &ranks))?;
-        let lock = led(&ranks, || Lock::of(options.out))?;
-        let model = model.compute_in(training.dtype.dtype());
-        let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
-        trainer.key.initial = initial;
-        trainer.require_equal()?;
-        // Reports of what was in this folder before would be mistaken for those of this run; its log
-        // is open already.
-        led(&ranks, || remove_reports(trainer.options.out, |name| name != LOG))?;
-        trainer.save()?;
-        Ok(trainer)
-    }
-
-    /// Resumes the run of which `options.out` holds a checkpoint, where it was stopped.
-    ///
-    /// # Errors
-    /// If there is no such checkpoint, it has no key, or training data, model or other settings
-    /// differ from those with which the run began.
-    pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
-        let ranks = options.ranks.clone();
-        agreed(&ranks, require_folder(options.out))?;
-        // What another process is about to replace must not be read.
-        let lock = led(&ranks, || Lock::of(options.out))?;
-        let trainer = agreed(&ranks, Self::reopen(data, options, lock))?;
-        trainer.require_equal()?;
-        Ok(trainer)
-    }
-
-    fn reopen(data: &'a Prepared, options: RunOptions<'a>, lock: Option<Lock>) -> Result<Self> {
-        let checkpoint = Checkpoint::load(options.out, &options.device)?;
-        let saved = TrainingState::load(options.out, &options.device)?;
-        let state = RunState::of(&saved, options.out)?;
-        ensure!(
-            state.key.as_ref().is_none_or(|key| key.data == digests(data)),
-            Cause::OtherData(format!(
-                "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with",
-                options.out.display(),
-                state.corpus
-            ))
-        );
-        let config: ModelConfig = checkpoint.config_as()?;
-        state.training.validate()?;
-        let mut key = RunKey::of_training(&config, &state.training, data, &options.device)?;
-        // What a run began with is no setting that could be changed on the way.
-        key.initial = state.key.as_ref().and_then(|key| key.initial.clone());
-        let file = options.out.join(STATE);
-        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
-        let mixed = key.check_interrupted(earlier)?;
-        if let Some(text) = &mixed {
-            options.listener.note(text);
-        }
-        let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
-            .compute_in(state.training.dtype.dtype());
-        model.require_all_of(&checkpoint.tensors)?;
-        require_segments(&model, &options.ranks)?;
-        let mut trainer = Self::assemble(model, state.training, data, options, state.step, lock)?;
-        trainer.optimizer.load_state(&saved.optimizer)?;
-        trainer.key.initial = key.initial;
-        if trainer.options.data == state.data_spec {
-            trainer.data_from_here = state.data_from_here;
-        }
-        trainer.epoch_seconds = state.epoch_seconds;
-        trainer.earlier_legs = state.earlier_legs;
-        trainer
-            .earlier_legs
-            .extend(state.key.filter(|_| mixed.is_some()).map(|key| key.leg(format!("step {}", state.step))));
-        Ok(trainer)
-    }
-
-    fn assemble(
-        model: Decoder,
-        training: TrainingConfig,
-        data: &'a Prepared,
-        options: RunOptions<'a>,
-        step: usize,
-        lock: Option<Lock>,
-    ) -> Result<Self> {
-        let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
-        let batches = training_batches(model.config(), &training, data)?;
-        let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
-        let log = || Log::open(&options.out.join(LOG), step);
-        let log = options.ranks.leads().then(log).transpose()?;
-        let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
-        let data_from_here = match options.data.parse()? {
-            DataSpec::Path(path) if path.is_relative() => between(options.out, &path),
-            _ => None,
-        };
-        Ok(Self {
-            model,
-            optimizer,
-            batches,
-            data,
-            training,
-            options,
-            log,
-            epoch_seconds,
-            key,
-            earlier_legs,
-            data_from_here,
-            saved: step,
-            _lock: lock,
-        })
-    }
-
     /// Returns the model as it is now.
     pub fn model(&self) -> &Decoder {
         &self.model
@@ -356,81 +171,9 @@ impl<'a> Trainer<'a> {
         require_equal(&self.options.ranks, &what)
     }
 
-    /// Evaluates a model over all of a text, each rank over a part.
-    fn evaluate(&self, model: &Decoder, tokens: &TokenFile) -> Result<Evaluation> {
-        self.evaluate_in(model, tokens, (model.config().context, usize::MAX))
-    }
-
-    /// Evaluates a model in windows of this context and over so many tokens at most.
-    fn evaluate_in(&self, model: &Decoder, tokens: &TokenFile, windows: (usize, usize)) -> Result<Evaluation> {
-        evaluate_over(self.options.ranks.world(), model, tokens, self.options.threads, windows)
-    }
-
     /// Returns the number of steps taken.
     fn step(&self) -> usize {
         self.optimizer.steps()
-    }
-
-    /// Names the settings that decide how much memory a step needs.
-    fn memory_settings(&self) -> String {
-        let (t, model) = (&self.training, self.model.config());
-        let bf16 = if t.dtype == Precision::F32 { ", or compute in bf16" } else { "" };
-        format!("the micro-batch (it is {}) or the context (it is {}){bf16}", t.micro_batch, model.context)
-    }
-
-    /// Computes the gradients of a step's micro-batches side by side, and adds them in order. This
-    /// rank reads and computes its share of them, and its segment of their sequences, if these are
-    /// cut; then one after the other, as the ranks that share a sequence wait for each other.
-    fn batch_gradients(&self, step: usize) -> Result<(f64, Gradients)> {
-        let (context, dropout) = (self.model.config().context, self.model.config().dropout);
-        let rows = self.training.batch_size;
-        let micro = self.training.micro_batch.min(rows);
-        let count = rows.div_ceil(micro);
-        let own = self.options.ranks.share(count);
-        let (epoch, index) = self.batches.position(step as u64);
-        let of_own = (own.start * micro).min(rows)..(own.end * micro).min(rows);
-        let sequence = self.options.ranks.sequence();
-        let (segment, segments) = (sequence.rank(), sequence.size());
-        let tokens = context / segments;
-        let batch = self.batches.part(epoch, index, of_own.clone(), segment * tokens..(segment + 1) * tokens)?;
-        check_vocabulary(&batch, &self.model)?;
-        let threads = if segments > 1 { 1 } else { self.options.threads };
-        let parameters = self.optimizer.parameters();
-        gradients(&self.options.ranks, count, threads, parameters, |i| {
-            let part = i * micro - of_own.start..((i + 1) * micro).min(rows) - of_own.start;
-            let shape = (part.len(), tokens);
-            let part = part.start * tokens..part.end * tokens;
-            let ids = Tensor::from_slice(&batch.inputs[part.clone()], shape, self.model.device())?;
-            let seed = derive_seed(derive_seed(self.training.seed, DROPOUT_STREAM), (step * count + i) as u64);
-            // Segments drop other units than one process would.
-            let seed = if segments > 1 { derive_seed(seed, segment as u64) } else { seed };
-            let dropout = (dropout > 0.0).then(|| Dropout::new(dropout, seed));
-            let mean =
-                |losses: &Tensor| ops::scale(&ops::sum_all(losses)?, 1.0 / self.batches.tokens_per_batch() as f64);
-            if segments == 1 {
-                return Ok(mean(&self.model.losses(&ids, &batch.targets[part], dropout.as_ref())?)?);
-            }
-            let segment = Segment::new(Arc::new(SharedSequence::new(Arc::clone(sequence))));
-            let losses = self.model.losses_of_segment(&ids, &batch.targets[part], dropout.as_ref(), &segment)?;
-            Ok(segment.close(&mean(&losses)?)?)
-        })
-    }
-
-    /// Fits features to the model's queries and keys of the batches from this step on.
-    fn fit_features(&mut self, step: usize) -> Result<()> {
-        let mut moments = self.model.no_moments();
-        for later in 0..FIT_TOKENS.div_ceil(self.batches.tokens_per_batch()) {
-            let (epoch, index) = self.batches.position((step + later) as u64);
-            let batch = self.batches.batch(epoch, index)?;
-            check_vocabulary(&batch, &self.model)?;
-            let tokens = batch.inputs.len().min(FIT_TOKENS.div_ceil(batch.context) * batch.context);
-            for part in batch.inputs[..tokens].chunks(FIT_ROWS * batch.context) {
-                let ids = Tensor::from_slice(part, (part.len() / batch.context, batch.context), self.model.device())?;
-                self.model.add_moments(&ids, &mut moments)?;
-            }
-        }
-        let count = step / self.training.fit_every;
-        self.model.fit_features(&moments, self.training.seed, count as u64)
     }
 
     fn tokens(&self) -> u64 {
@@ -454,14 +197,6 @@ impl<'a> Trainer<'a> {
         self.log.as_mut().map_or(Ok(()), |log| log.write(record))
     }
 
-    /// Generates a few words, by which the user can follow what the model learns.
-    fn sample(&self) -> Result<String> {
-        if !self.options.samples || !self.options.ranks.leads() {
-            return Ok(String::new());
-        }
-        Ok(begin_story(&self.model, &self.data.tokenizer, 40)?.unwrap_or_default())
-    }
-
     fn save(&mut self) -> Result<()> {
         let state = RunState {
             step: self.step(),
@@ -482,70 +217,6 @@ impl<'a> Trainer<'a> {
         })?;
         self.saved = self.step();
         Ok(())
-    }
-
-    /// Measures the trained model on all of the held-out text and by position, and reports. `off`
-    /// is the model with its features off.
-    fn report(&self, evaluation: &Evaluation, off: Option<&Decoder>, progress: &Progress) -> Result<Report> {
-        let features_off = match off {
-            Some(off) => {
-                progress.message("validating with the features off");
-                let evaluation = self.evaluate(off, &self.data.valid)?;
-                Some(Control {
-                    attention_spec: off.config().pattern().to_string(),
-                    val_loss: evaluation.val_loss,
-                    perplexity: evaluation.perplexity,
-                    bits_per_byte: evaluation.bits_per_byte,
-                })
-            }
-            None => None,
-        };
-        let test = match &self.data.test {
-            Some(tokens) => {
-                progress.message("measuring on the test split");
-                let evaluation = self.evaluate(&self.model, tokens)?;
-                Some(TestLoss {
-                    loss: evaluation.val_loss,
-                    perplexity: evaluation.perplexity,
-                    bits_per_byte: evaluation.bits_per_byte,
-                    features_off: off.map(|off| self.evaluate(off, tokens)).transpose()?.map(|e| e.val_loss),
-                })
-            }
-            None => None,
-        };
-        progress.message("measuring the loss by position");
-        let config = self.model.config();
-        let contexts = if config.positions == Positions::Learned { 1 } else { 2 };
-        let windows =
-            self.evaluate_in(&self.model, self.data.reported(), (contexts * config.context, POSITION_TOKENS))?;
-        let report = Report {
-            attention: config.pattern().kind().to_string(),
-            attention_spec: config.pattern().to_string(),
-            seed: self.training.seed,
-            params: self.model.parameter_count()?,
-            state_bytes: self.model.state_bytes()?,
-            state_grows: config.growing_layers() > 0,
-            features_off,
-            test,
-            loss_by_position: by_range(&windows.loss_by_position, contexts * POSITION_RANGES),
-            val_loss: evaluation.val_loss,
-            perplexity: evaluation.perplexity,
-            bits_per_byte: evaluation.bits_per_byte,
-            epoch_seconds: self.epoch_seconds.clone(),
-            tokens_per_second: self.tokens() as f64 / self.epoch_seconds.iter().sum::<f64>().max(1e-9),
-            corpus: self.data.corpus_name.clone(),
-            steps: self.step(),
-            tokens: self.tokens(),
-            threads: self.options.threads,
-            ranks: self.options.ranks.world().size(),
-            device: describe(&self.options.device),
-            dtype: self.training.dtype,
-            revision: git_revision().to_string(),
-            key: Some(self.key.clone()),
-            earlier_legs: self.earlier_legs.clone(),
-        };
-        led(&self.options.ranks, || crate::files::write_json(&self.options.out.join(REPORT), &report))?;
-        Ok(report)
     }
 }
 
@@ -617,34 +288,6 @@ impl Steps for InProgress<'_, '_> {
     fn save(&mut self) -> Result<()> {
         self.run.save()
     }
-}
-
-/// Refuses features that no sequence of the model's context is long enough for.
-pub(super) fn require_features(config: &ModelConfig) -> Result<()> {
-    match config.idle_features() {
-        Some(layer) => bail!(config.of_idle_features(layer)),
-        None => Ok(()),
-    }
-}
-
-/// Refuses ranks that share sequences which this model cannot compute in segments.
-fn require_segments(model: &Decoder, ranks: &Grid) -> Result<()> {
-    match ranks.sequence().size() {
-        1 => Ok(()),
-        segments => model.require_segments(segments),
-    }
-}
-
-/// Returns the batches on which a run trains.
-///
-/// # Errors
-/// If there is too little text for one batch.
-pub fn training_batches(config: &ModelConfig, training: &TrainingConfig, data: &Prepared) -> Result<Batches> {
-    let batches = Batches::new(data.train.clone(), config.context, training.batch_size, training.seed)?;
-    Ok(match training.max_train_tokens {
-        Some(tokens) => batches.limited_to(tokens),
-        None => batches,
-    })
 }
 
 fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize) -> Result<Checkpoint> {

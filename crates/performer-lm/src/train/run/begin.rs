@@ -1,0 +1,211 @@
+//! How a run begins, from new or given weights, and how it resumes from its checkpoint: what is
+//! refused before the first step, and what the parts of a [`Trainer`] start as.
+
+use std::collections::HashMap;
+
+use anyhow::{Result, bail, ensure};
+use candle_core::Tensor;
+
+use super::{RunOptions, Trainer, training_batches};
+use crate::{
+    checkpoint::{remove_reports, require_folder},
+    config::{ModelConfig, TrainingConfig},
+    data::{DataSpec, Prepared},
+    errors::Cause,
+    files::{Lock, between},
+    model::{Decoder, pretrained::Pretrained},
+    train::{
+        AdamW, Checkpoint, Earlier, Grid, RunKey, TrainingState,
+        folder::{LOG, RunState, STATE, as_trained},
+        log::Log,
+        run_key::{digests, model_digest},
+        shared::{agreed, led},
+    },
+};
+
+impl<'a> Trainer<'a> {
+    /// Begins a run, with the vocabulary of the data's tokenizer. The folder is written to at once,
+    /// so that a folder that cannot be written to is found out now.
+    ///
+    /// # Errors
+    /// If a configuration is invalid, its features are of no use at its context, there is too
+    /// little data for one batch, or the folder cannot be written.
+    pub fn new(
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+    ) -> Result<Self> {
+        Self::exactly(&as_trained(config, data), training, data, options)
+    }
+
+    /// Begins a run with exactly this configuration, whose vocabulary may be larger than the
+    /// tokenizer's.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn exactly(
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+    ) -> Result<Self> {
+        Self::begin(config, training, data, options, None)
+    }
+
+    /// Begins a run with the weights of `model`, whatever trained them, in place of weights drawn
+    /// from the seed. The data must be encoded with its tokenizer.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; also if the weights are not those of the model's configuration.
+    pub fn from_weights(
+        model: &Pretrained,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+    ) -> Result<Self> {
+        Self::begin(&model.config, training, data, options, Some(&model.tensors))
+    }
+
+    fn begin(
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+        weights: Option<&HashMap<String, Tensor>>,
+    ) -> Result<Self> {
+        let ranks = options.ranks.clone();
+        let model = || {
+            training.validate()?;
+            config.validate()?;
+            require_features(config)?;
+            // Too little text is found out before a large model is made.
+            training_batches(config, training, data)?;
+            let Some(weights) = weights else {
+                return Ok((Decoder::new(config, training.seed, &options.device)?, None));
+            };
+            let model = Decoder::from_tensors(config, weights, &options.device)?;
+            model.require_all_of(weights)?;
+            Ok((model, Some(model_digest(config, weights)?)))
+        };
+        let (model, initial) = agreed(&ranks, model())?;
+        agreed(&ranks, require_segments(&model, &ranks))?;
+        let lock = led(&ranks, || Lock::of(options.out))?;
+        let model = model.compute_in(training.dtype.dtype());
+        let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
+        trainer.key.initial = initial;
+        trainer.require_equal()?;
+        // Reports of what was in this folder before would be mistaken for those of this run; its log
+        // is open already.
+        led(&ranks, || remove_reports(trainer.options.out, |name| name != LOG))?;
+        trainer.save()?;
+        Ok(trainer)
+    }
+
+    /// Resumes the run of which `options.out` holds a checkpoint, where it was stopped.
+    ///
+    /// # Errors
+    /// If there is no such checkpoint, it has no key, or training data, model or other settings
+    /// differ from those with which the run began.
+    pub fn resume(data: &'a Prepared, options: RunOptions<'a>) -> Result<Self> {
+        let ranks = options.ranks.clone();
+        agreed(&ranks, require_folder(options.out))?;
+        // What another process is about to replace must not be read.
+        let lock = led(&ranks, || Lock::of(options.out))?;
+        let trainer = agreed(&ranks, Self::reopen(data, options, lock))?;
+        trainer.require_equal()?;
+        Ok(trainer)
+    }
+
+    fn reopen(data: &'a Prepared, options: RunOptions<'a>, lock: Option<Lock>) -> Result<Self> {
+        let checkpoint = Checkpoint::load(options.out, &options.device)?;
+        let saved = TrainingState::load(options.out, &options.device)?;
+        let state = RunState::of(&saved, options.out)?;
+        ensure!(
+            state.key.as_ref().is_none_or(|key| key.data == digests(data)),
+            Cause::OtherData(format!(
+                "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with",
+                options.out.display(),
+                state.corpus
+            ))
+        );
+        let config: ModelConfig = checkpoint.config_as()?;
+        state.training.validate()?;
+        let mut key = RunKey::of_training(&config, &state.training, data, &options.device)?;
+        // What a run began with is no setting that could be changed on the way.
+        key.initial = state.key.as_ref().and_then(|key| key.initial.clone());
+        let file = options.out.join(STATE);
+        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
+        let mixed = key.check_interrupted(earlier)?;
+        if let Some(text) = &mixed {
+            options.listener.note(text);
+        }
+        let model = Decoder::from_tensors(&config, &checkpoint.tensors, &options.device)?
+            .compute_in(state.training.dtype.dtype());
+        model.require_all_of(&checkpoint.tensors)?;
+        require_segments(&model, &options.ranks)?;
+        let mut trainer = Self::assemble(model, state.training, data, options, state.step, lock)?;
+        trainer.optimizer.load_state(&saved.optimizer)?;
+        trainer.key.initial = key.initial;
+        if trainer.options.data == state.data_spec {
+            trainer.data_from_here = state.data_from_here;
+        }
+        trainer.epoch_seconds = state.epoch_seconds;
+        trainer.earlier_legs = state.earlier_legs;
+        trainer
+            .earlier_legs
+            .extend(state.key.filter(|_| mixed.is_some()).map(|key| key.leg(format!("step {}", state.step))));
+        Ok(trainer)
+    }
+
+    fn assemble(
+        model: Decoder,
+        training: TrainingConfig,
+        data: &'a Prepared,
+        options: RunOptions<'a>,
+        step: usize,
+        lock: Option<Lock>,
+    ) -> Result<Self> {
+        let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
+        let batches = training_batches(model.config(), &training, data)?;
+        let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
+        let log = || Log::open(&options.out.join(LOG), step);
+        let log = options.ranks.leads().then(log).transpose()?;
+        let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
+        let data_from_here = match options.data.parse()? {
+            DataSpec::Path(path) if path.is_relative() => between(options.out, &path),
+            _ => None,
+        };
+        Ok(Self {
+            model,
+            optimizer,
+            batches,
+            data,
+            training,
+            options,
+            log,
+            epoch_seconds,
+            key,
+            earlier_legs,
+            data_from_here,
+            saved: step,
+            _lock: lock,
+        })
+    }
+}
+
+/// Refuses features that no sequence of the model's context is long enough for.
+pub(in crate::train) fn require_features(config: &ModelConfig) -> Result<()> {
+    match config.idle_features() {
+        Some(layer) => bail!(config.of_idle_features(layer)),
+        None => Ok(()),
+    }
+}
+
+/// Refuses ranks that share sequences which this model cannot compute in segments.
+fn require_segments(model: &Decoder, ranks: &Grid) -> Result<()> {
+    match ranks.sequence().size() {
+        1 => Ok(()),
+        segments => model.require_segments(segments),
+    }
+}
