@@ -40,21 +40,22 @@ pub use config::MultiHeadConfig;
 ///   biases `ln(τ − 1)` make `e^g = 1 − 1/τ` for time constants τ of 4, 16, 64 and 256 tokens,
 ///   which the key heads take in turn.
 /// - **Short convolutions** ([`ops::short_convolution`]) of the projected rows of q, k and v,
-///   before they are divided into heads and turned by rotary positions: `q_conv1d.weight` `(H·D,
-///   4)`, `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The names
-///   are those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
+///   before they are divided into heads and turned by rotary positions: `q_conv1d.weight`
+///   `(H·D, 4)`, `k_conv1d.weight` and `v_conv1d.weight` `(Hkv·D, 4)`. New ones change nothing. The
+///   names are those of flash-linear-attention, whose tensors have one dimension more, `(C, 1, 4)`.
 /// - **Queries and keys of another dimension** `Dk` than values have `q_proj.weight` `(H·Dk, E)`,
-///   `k_proj.weight` `(Hkv·Dk, E)` and filters of as many rows. The attention is then made for heads
-///   of `Dk`, its logits are `q·k/√Dk`, and rotary positions are those of `Dk`.
+///   `k_proj.weight` `(Hkv·Dk, E)` and filters of as many rows. The attention is then made for
+///   heads of `Dk`, its logits are `q·k/√Dk`, and rotary positions are those of `Dk`.
 /// - **Norms of outputs**: each head's output is divided by its root mean square (ε is 1e-5), as in
 ///   RetNet (Sun et al. 2023, <https://arxiv.org/abs/2307.08621>), and multiplied by
 ///   `output_norm.weight` `(D)`, at first 1. This changes a trained layer.
 /// - **Output gates** multiply the outputs of all heads by `2σ(W x)`, where `W` is
 ///   `output_gate.weight` `(H·D, E)` (Qiu et al. 2025, <https://arxiv.org/abs/2505.06708>, without
 ///   the 2). It is 0 at first, which changes nothing.
-/// - **Logits over D**: queries are divided by √D once more, so that logits are `q·k/D` as in µP
-///   (Yang et al. 2022, <https://arxiv.org/abs/2203.03466>), which is also what dividing queries
-///   and keys by √D each comes to. It has no weights, and changes a trained layer.
+/// - **Logits over Dk**: queries are divided by √Dk once more, where Dk is the dimension of queries
+///   and keys, so that logits are `q·k/Dk` as in µP (Yang et al. 2022,
+///   <https://arxiv.org/abs/2203.03466>). To divide queries and keys by √Dk each comes to the same
+///   logits. It has no weights, and changes a trained layer.
 ///
 /// Convolutions look back whatever the mask says; in cross-attention queries are convolved along
 /// `x`, keys and values along `context`. A key that the mask hides counts as zeros in the
@@ -197,10 +198,13 @@ impl MultiHeadAttention {
         let mut given = Vec::new();
         let mut stored = Vec::new();
         for (name, buffer) in self.attention.buffers() {
-            // A map that is trained has parameters of its own for each key head.
+            // A map that is trained has parameters of its own for each of its key heads.
             let is_trained = trained.contains(&name);
             let buffer = match buffer.dims().first() {
-                Some(1) if is_trained => Tensor::cat(&vec![&buffer; self.config.kv_heads], 0)?,
+                Some(1) if is_trained => {
+                    let heads = self.attention.key_heads_of(&name, self.config.kv_heads);
+                    Tensor::cat(&vec![&buffer; heads], 0)?
+                }
                 _ => buffer,
             };
             let known = vb.contains_tensor(&name);
@@ -519,15 +523,32 @@ impl Projected {
     }
 }
 
-/// Whether two contiguous tensors on the CPU, f32 or f64, have the same numbers.
+/// Whether two contiguous tensors of one type on the CPU have the same numbers, NaN included.
 fn same_numbers(a: &Tensor, b: &Tensor) -> Result<bool> {
     use candle_core::{CpuStorage, Storage};
-    let ((a, a_layout), (b, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
+    let ((a_storage, a_layout), (b_storage, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
     let ranges = (a_layout.contiguous_offsets(), b_layout.contiguous_offsets());
     let (Some((a0, a1)), Some((b0, b1))) = ranges else { bail!("a buffer of the attention is not contiguous") };
-    Ok(match (&*a, &*b) {
-        (Storage::Cpu(CpuStorage::F32(a)), Storage::Cpu(CpuStorage::F32(b))) => a[a0..a1] == b[b0..b1],
-        (Storage::Cpu(CpuStorage::F64(a)), Storage::Cpu(CpuStorage::F64(b))) => a[a0..a1] == b[b0..b1],
-        _ => false,
+    let (Storage::Cpu(x), Storage::Cpu(y)) = (&*a_storage, &*b_storage) else {
+        bail!("a buffer of the attention is not on the CPU")
+    };
+    macro_rules! compare {
+        ($($bits:expr, $($kind:ident)|+;)+) => {
+            match (x, y) {
+                $($((CpuStorage::$kind(x), CpuStorage::$kind(y)) => {
+                    x[a0..a1].iter().map($bits).eq(y[b0..b1].iter().map($bits))
+                })+)+
+                _ => bail!(
+                    "a buffer of the attention is {:?} where the VarMap has {:?}; buffers may be f32, f64, f16, bf16, \
+                     u8, u32 or i64",
+                    b.dtype(),
+                    a.dtype()
+                ),
+            }
+        };
+    }
+    Ok(compare! {
+        |x| x.to_bits(), F32 | F64 | F16 | BF16;
+        |x| *x, U8 | U32 | I64;
     })
 }

@@ -38,9 +38,13 @@ enum Pass {
     AddTo(AddTo),
 }
 
+/// What a tape knows of the tensors that were made while it recorded.
+type Records = HashMap<TensorId, Record>;
+
 thread_local! {
-    /// The records of the tape that was started last on this thread and is still there.
-    static RECORDS: RefCell<Option<HashMap<TensorId, Record>>> = const { RefCell::new(None) };
+    /// The records of each tape of this thread, with its number, in the order in which they were
+    /// started. The last one records.
+    static TAPES: RefCell<Vec<(u64, Records)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A `Tape` records the operations of this crate on the thread that started it, until it is
@@ -69,24 +73,37 @@ thread_local! {
 /// # }
 /// ```
 pub struct Tape {
-    /// The records of the tape that was there before, which goes on when this one is dropped.
-    outer: Option<HashMap<TensorId, Record>>,
+    /// Its number among the tapes of its thread.
+    number: u64,
     /// A tape belongs to its thread.
     thread: PhantomData<*const ()>,
 }
 
 impl Tape {
     /// Starts a tape on this thread. A tape that is already there records nothing until this one
-    /// is dropped.
+    /// is dropped. They may be dropped in any order.
     pub fn start() -> Self {
-        let outer = RECORDS.with_borrow_mut(|records| records.replace(HashMap::new()));
-        Self { outer, thread: PhantomData }
+        let number = TAPES.with_borrow_mut(|tapes| {
+            let number = tapes.last().map_or(0, |(last, _)| last + 1);
+            tapes.push((number, HashMap::new()));
+            number
+        });
+        Self { number, thread: PhantomData }
+    }
+
+    /// Does something with the records of this tape.
+    fn with_records<R>(&self, with: impl FnOnce(&mut Records) -> R) -> R {
+        TAPES.with_borrow_mut(|tapes| {
+            let own = tapes.iter_mut().find(|(number, _)| *number == self.number);
+            // They are there until the tape is dropped.
+            with(own.map_or(&mut HashMap::new(), |(_, records)| records))
+        })
     }
 
     /// Counts the tensors between `loss` and its variables that no operation of this crate made.
     /// If there are any, [`Self::backward`] is [`Tensor::backward`].
     pub fn unrecorded(&self, loss: &Tensor) -> usize {
-        RECORDS.with_borrow(|records| records.as_ref().map_or(0, |records| Order::of(loss, records).unrecorded))
+        self.with_records(|records| Order::of(loss, records).unrecorded)
     }
 
     /// Computes the gradients of all variables that `loss` depends on, as [`Tensor::backward`]
@@ -120,8 +137,7 @@ impl Tape {
 
     /// The backward pass from `loss`, whose own gradient is ones if none is given.
     fn pass(&self, loss: &Tensor, gradient: Option<&Tensor>) -> Result<GradStore> {
-        // While gradients are computed nothing is recorded.
-        let mut records = RECORDS.with_borrow_mut(|records| records.replace(HashMap::new())).unwrap_or_default();
+        let mut records = self.with_records(std::mem::take);
         let Order { nodes, unrecorded, .. } = Order::of(loss, &records);
         if unrecorded > 0 {
             return match gradient {
@@ -193,7 +209,7 @@ struct Order {
 }
 
 impl Order {
-    fn of(loss: &Tensor, records: &HashMap<TensorId, Record>) -> Self {
+    fn of(loss: &Tensor, records: &Records) -> Self {
         let mut order = Self { nodes: Vec::new(), seen: HashMap::new(), unrecorded: 0 };
         order.walk(loss, records);
         order.nodes.reverse();
@@ -201,7 +217,7 @@ impl Order {
     }
 
     /// Adds the tensors below `node`, then `node`; returns whether gradients pass through it.
-    fn walk(&mut self, node: &Tensor, records: &HashMap<TensorId, Record>) -> bool {
+    fn walk(&mut self, node: &Tensor, records: &Records) -> bool {
         if let Some(&passes) = self.seen.get(&node.id()) {
             return passes;
         }
@@ -225,9 +241,12 @@ impl Order {
 
 impl Drop for Tape {
     fn drop(&mut self) {
-        let inner = RECORDS.with_borrow_mut(|records| std::mem::replace(records, self.outer.take()));
-        // Dropping tensors may take long, and must not find the records borrowed.
-        drop(inner);
+        let own = TAPES.with_borrow_mut(|tapes| {
+            let at = tapes.iter().position(|(number, _)| *number == self.number);
+            at.map(|at| tapes.remove(at))
+        });
+        // Dropping tensors may take long, and must not find the tapes borrowed.
+        drop(own);
     }
 }
 
@@ -262,8 +281,8 @@ pub(crate) fn record_sum(
 }
 
 fn add(out: &Tensor, inputs: &[&Tensor], backward: impl FnOnce() -> Pass) {
-    RECORDS.with_borrow_mut(|records| {
-        if let Some(records) = records
+    TAPES.with_borrow_mut(|tapes| {
+        if let Some((_, records)) = tapes.last_mut()
             && inputs.iter().any(|input| input.track_op())
             // An operation with nothing to do may return its input.
             && inputs.iter().all(|input| input.id() != out.id())
@@ -276,5 +295,5 @@ fn add(out: &Tensor, inputs: &[&Tensor], backward: impl FnOnce() -> Pass) {
 
 /// Whether there is a tape on this thread.
 pub(crate) fn is_recording() -> bool {
-    RECORDS.with_borrow(Option::is_some)
+    TAPES.with_borrow(|tapes| !tapes.is_empty())
 }

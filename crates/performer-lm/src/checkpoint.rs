@@ -370,8 +370,8 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     })
 }
 
-/// Checks the digest of a file of weights, and returns what its header tells beside the tensors: the
-/// caller's metadata, and the digests of the files saved with it.
+/// Checks the digest of a file of weights, and returns what its header tells beside the tensors:
+/// the caller's metadata, and the digests of the files saved with it.
 fn read_header(weights: &[u8], path: &Path) -> Result<(BTreeMap<String, String>, Digests)> {
     check_digest(weights).with_context(|| damaged(path))?;
     let header = SafeTensors::read_metadata(weights).with_context(|| damaged(path))?;

@@ -213,8 +213,8 @@ impl Examiner<'_> {
         let (len, separator) = (self.text.len(), self.tokenizer.eot());
         let mut start = below(rng, len);
         let mut ids = Vec::with_capacity(tokens);
-        // The loop ends, because a text that has no other tokens has too few different ones, and was
-        // refused.
+        // The loop ends, because a text that has no other tokens has too few different ones, and
+        // was refused.
         while ids.len() < tokens {
             let end = len.min(start + tokens - ids.len());
             ids.extend(self.text.read(start..end).into_iter().filter(|&id| id != separator));

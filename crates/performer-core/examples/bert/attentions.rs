@@ -83,8 +83,8 @@ impl Kind {
 pub(crate) struct Observed(Mutex<Moments>);
 
 impl Observed {
-    pub(crate) fn new(heads: usize, head_dim: usize) -> Self {
-        Self(Mutex::new(Moments::new(heads, head_dim)))
+    pub(crate) fn new(heads: usize, head_dim: usize) -> Result<Self> {
+        Ok(Self(Mutex::new(Moments::new(heads, head_dim)?)))
     }
 
     pub(crate) fn moments(&self) -> Moments {

@@ -190,8 +190,8 @@ impl Models {
     /// Computes the moments of each layer's queries and keys over sentences.
     fn moments(&self, sentences: &[Vec<u32>]) -> Result<Vec<Moments>> {
         let (layers, heads) = (self.config.num_hidden_layers, self.config.num_attention_heads);
-        let observed = || Arc::new(Observed::new(heads, self.config.hidden_size / heads));
-        let observers: Vec<Arc<Observed>> = (0..layers).map(|_| observed()).collect();
+        let observed = || Observed::new(heads, self.config.hidden_size / heads).map(Arc::new);
+        let observers: Vec<Arc<Observed>> = (0..layers).map(|_| observed()).collect::<candle_core::Result<_>>()?;
         // Sentences are embedded one by one, because padding would count.
         for sentence in sentences.chunks(1) {
             self.swapped(sentence, &|layer| Ok(observers[layer].clone()))?;
@@ -235,7 +235,8 @@ impl Models {
         println!("{} texts of {:.1} tokens on average", texts.len(), tokens as f64 / texts.len() as f64);
         let original = self.original(texts)?;
         let moments = self.moments(calibration)?;
-        let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect();
+        let deviations: Vec<Vec<f64>> =
+            moments.iter().map(Moments::logit_deviation).collect::<candle_core::Result<_>>()?;
         for (layer, heads) in deviations.iter().enumerate() {
             let numbers: Vec<String> = heads.iter().map(|deviation| format!("{deviation:.1}")).collect();
             println!("layer {layer}: logits of its heads have deviations of {}", numbers.join(" "));

@@ -201,6 +201,15 @@ impl Attention for ByHead {
         self.groups().enumerate().flat_map(named).collect()
     }
 
+    fn key_heads_of(&self, buffer: &str, key_heads: usize) -> usize {
+        let of_group = key_heads / self.groups.len();
+        let named = |(n, group): (usize, &dyn Attention)| {
+            let name = buffer.strip_prefix(&Self::name(n, ""))?;
+            Some(group.key_heads_of(name, of_group))
+        };
+        self.groups().enumerate().find_map(named).unwrap_or(of_group)
+    }
+
     fn redraw(&mut self, seed: u64) -> Result<()> {
         for (n, group) in self.groups.iter_mut().enumerate() {
             group.redraw(derive_seed(seed, n as u64))?;

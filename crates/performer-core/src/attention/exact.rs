@@ -3,28 +3,27 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{Inputs, Segment, StateRecord, gates, state::bytes_of};
+use super::{
+    Inputs, Segment, StateRecord, gates,
+    state::{MOST_TOKENS, bytes_of},
+};
 use crate::ops;
-
-/// The most tokens of a window, and the most sinks: more than any text has, and so few that sums of
-/// positions and windows are numbers.
-const MOST: usize = usize::MAX >> 8;
 
 /// Refuses a window without tokens, and one that no text fills.
 pub(super) fn check_window(window: usize) -> Result<()> {
     if window == 0 {
         bail!("window is 0; it must be at least 1, the query's own token");
     }
-    if window > MOST {
-        bail!("window is {window}; it must be at most {MOST}, which no text has");
+    if window > MOST_TOKENS {
+        bail!("window is {window}; it must be at most {MOST_TOKENS}, which no text has");
     }
     Ok(())
 }
 
 /// Refuses more sinks than any text has tokens.
 pub(super) fn check_sinks(sinks: usize) -> Result<()> {
-    if sinks > MOST {
-        bail!("sinks are {sinks}; they must be at most {MOST}, which no text has");
+    if sinks > MOST_TOKENS {
+        bail!("sinks are {sinks}; they must be at most {MOST_TOKENS}, which no text has");
     }
     Ok(())
 }

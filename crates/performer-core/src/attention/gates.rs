@@ -7,8 +7,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::layout::compute;
-use crate::ops;
+use crate::{kernels::compute_dtype, ops};
 
 /// The lowest gate that is taken: sums of them are still far from overflow in f32.
 pub(super) const LOWEST: f64 = -1e30;
@@ -56,7 +55,8 @@ pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
     }
     if n == 1 {
         // A GPU refuses memory for no numbers, so there is no empty part. The zeros are a product,
-        // through which gates get a gradient of zero; Candle passes over a factor that is no tensor.
+        // through which gates get a gradient of zero; Candle passes over a factor that is no
+        // tensor.
         return x * x.zeros_like()?;
     }
     let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;
@@ -122,7 +122,7 @@ pub(super) fn append(
         return Ok(None);
     }
     let (b, heads, tokens, _) = k.dims4()?;
-    let dtype = compute(k.dtype());
+    let dtype = compute_dtype(k.dtype());
     let or_zeros = |gates: Option<&Tensor>, tokens| match gates {
         Some(gates) => gates.to_dtype(dtype),
         None => Tensor::zeros((b, heads, tokens), dtype, k.device()),

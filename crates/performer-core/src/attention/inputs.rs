@@ -44,8 +44,8 @@ pub struct Inputs<'a> {
     /// softmax this is the forgetting transformer (Lin et al. 2025,
     /// <https://arxiv.org/abs/2503.02130>), and constant gates are the decay of RetNet (Sun et al.
     /// 2023, <https://arxiv.org/abs/2307.08621>). Without gates nothing is forgotten, which is what
-    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates are finite
-    /// and at most 0. An attention that has no gates refuses them.
+    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates lie in
+    /// `-1e30..=0`. An attention that has no gates refuses them.
     pub gates: Option<&'a Tensor>,
 }
 
@@ -182,12 +182,15 @@ pub struct Sizes {
 
 impl Sizes {
     /// Whether there is nothing to compute: no output, or no key that any query could see.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.batch * self.queries == 0 || self.keys == 0
     }
 
     /// The output where nothing is computed: zeros `(B, H, Tq, Dv)` of the type of `like`.
-    pub(crate) fn zeros(&self, like: &Tensor) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// If the device has no memory for them.
+    pub fn zeros(&self, like: &Tensor) -> Result<Tensor> {
         Tensor::zeros((self.batch, self.heads, self.queries, self.value_dim), like.dtype(), like.device())
     }
 }

@@ -4,7 +4,10 @@
 use candle_core::{D, DType, Result, Storage, Tensor};
 
 use super::{Inputs, Mask, gates};
-use crate::{kernels, ops};
+use crate::{
+    kernels::{self, compute_dtype},
+    ops,
+};
 
 /// Stands for `−∞` in running maxima `c` where no key has been seen. It is below every real
 /// log-feature, and it is finite, so that `−∞ − c` is `−∞`; with `c = −∞` it would be NaN.
@@ -17,12 +20,12 @@ pub(super) const FLOOR: f64 = -1e37;
 pub(super) struct Folded {
     /// `D^-1/4 q`, shape `(N, Tq, G, D)`.
     pub(super) q: Tensor,
-    /// `D^-1/4 k`, shape `(N, Tk, D)`; the rows of masked keys are zero.
+    /// `D^-1/4 k`, shape `(N, Tk, D)`; the rows of hidden keys are zero.
     pub(super) k: Tensor,
-    /// Values, shape `(N, Tk, Dv)`; the rows of masked keys are zero.
+    /// Values, shape `(N, Tk, Dv)`; the rows of hidden keys are zero.
     pub(super) v: Tensor,
-    /// 1 for visible and 0 for masked keys, in the type of the computation, shape `(N, Tk, 1)`.
-    pub(super) keys: Option<Tensor>,
+    /// 1 for visible and 0 for hidden keys, in the type of the computation, shape `(N, Tk, 1)`.
+    pub(super) visible: Option<Tensor>,
     /// Logarithms of forget gates, at most 0, shape `(N, Tk)`.
     pub(super) gates: Option<Tensor>,
     batch: usize,
@@ -36,13 +39,13 @@ impl Folded {
     /// Lays out inputs, whose sizes the caller has checked against each other and the mask.
     ///
     /// # Errors
-    /// If an input on the CPU is not finite, or a gate is above 0.
+    /// If an input on the CPU is not finite, or a gate is outside `-1e30..=0`.
     pub(super) fn new(inputs: Inputs<'_>, mask: &Mask) -> Result<Self> {
         let (b, h, tq, d) = inputs.q.dims4()?;
         let (_, hkv, tk, dv) = inputs.v.dims4()?;
         let g = h / hkv;
         let dtype = inputs.q.dtype();
-        let compute = compute(dtype);
+        let compute = compute_dtype(dtype);
         let scale = (d as f64).powf(-0.25);
         let lay_out = |t: &Tensor, name: &str| -> Result<Tensor> {
             let t = t.to_dtype(compute)?.contiguous()?;
@@ -58,15 +61,15 @@ impl Folded {
         };
         let gates = inputs.gates.map(lay_out_gates).transpose()?;
         let Some(visible) = mask.visible_of(b)? else {
-            return Ok(Self { q, k, v, keys: None, gates, batch: b, heads: h, dtype });
+            return Ok(Self { q, k, v, visible: None, gates, batch: b, heads: h, dtype });
         };
         let visible = visible.to_dtype(compute)?;
-        let keys = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
-        // Masked keys and values become zero before the feature map. The features of a large masked
+        let visible = visible.unsqueeze(1)?.expand((b, hkv, tk))?.contiguous()?.reshape((b * hkv, tk, 1))?;
+        // Hidden keys and values become zero before the feature map. The features of a large hidden
         // key would be infinite, and infinity times the zero of the mask is NaN. On other devices
-        // than the CPU, where nothing is checked, infinity and NaN in masked rows stay NaN.
-        let (k, v) = (k.broadcast_mul(&keys)?, v.broadcast_mul(&keys)?);
-        Ok(Self { q, k, v, keys: Some(keys), gates, batch: b, heads: h, dtype })
+        // than the CPU, where nothing is checked, infinity and NaN in hidden rows stay NaN.
+        let (k, v) = (k.broadcast_mul(&visible)?, v.broadcast_mul(&visible)?);
+        Ok(Self { q, k, v, visible: Some(visible), gates, batch: b, heads: h, dtype })
     }
 
     /// Brings rows `(N, Tq·G, Dv)` back to `(B, H, Tq, Dv)` in the caller's dtype.
@@ -78,11 +81,11 @@ impl Folded {
 }
 
 /// Returns `[v, 1]`: the values with a column of ones, whose weighted sum is the denominator. The
-/// rows of masked keys are zero.
-pub(super) fn values_and_one(v: &Tensor, keys: Option<&Tensor>) -> Result<Tensor> {
-    let ones = match keys {
+/// rows of hidden keys are zero.
+pub(super) fn values_and_one(v: &Tensor, visible: Option<&Tensor>) -> Result<Tensor> {
+    let ones = match visible {
         None => &v.narrow(D::Minus1, 0, 1)?.ones_like()?,
-        Some(keys) => keys,
+        Some(visible) => visible,
     };
     Tensor::cat(&[v, ones], D::Minus1)
 }
@@ -146,9 +149,4 @@ pub(super) fn check_finite(t: &Tensor, name: &str) -> Result<()> {
         Storage::Cpu(storage) => kernels::check_finite(name, storage, layout),
         _ => Ok(()),
     }
-}
-
-/// Returns the type of the computation for a caller's type: f64 for f64, f32 for all others.
-pub(super) fn compute(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

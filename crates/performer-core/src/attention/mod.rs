@@ -44,11 +44,18 @@
 //!
 //! impl Attention for RunningMean {
 //!     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
-//!         inputs.sizes_under(mask)?;
+//!         let sizes = inputs.sizes_under(mask)?;
+//!         if sizes.is_empty() {
+//!             return sizes.zeros(inputs.q);
+//!         }
 //!         Ok(Self::means(inputs.v, None, 0)?.0)
 //!     }
 //!
 //!     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
+//!         let sizes = inputs.sizes()?;
+//!         if sizes.is_empty() {
+//!             return sizes.zeros(inputs.q);
+//!         }
 //!         let before = state.take::<Sum>()?;
 //!         let (out, sum) = Self::means(inputs.v, before.as_ref().map(|sum| &sum.0), state.tokens())?;
 //!         state.set(Sum(sum));
@@ -208,6 +215,14 @@ pub trait Attention: fmt::Debug + Send + Sync {
     /// The names among [`Self::buffers`] that are meant to be trained; none, unless overridden.
     fn trained_buffers(&self) -> Vec<String> {
         Vec::new()
+    }
+
+    /// How many key heads the buffer of this name is for, in a layer with `key_heads` key heads:
+    /// all of them, unless overridden by an attention that divides them. A trained buffer is given
+    /// parameters for each.
+    fn key_heads_of(&self, buffer: &str, key_heads: usize) -> usize {
+        let _ = buffer;
+        key_heads
     }
 
     /// Draws new random features from `seed`; nothing where there are none.

@@ -26,7 +26,7 @@ impl NoAttention {
 
 impl Attention for NoAttention {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
-        inputs.refuse_gates("no attention")?;
+        inputs.refuse_gates("the attention none")?;
         Self::zeros(inputs, inputs.sizes_under(mask)?)
     }
 
@@ -35,13 +35,13 @@ impl Attention for NoAttention {
     }
 
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
-        inputs.refuse_gates("no attention")?;
+        inputs.refuse_gates("the attention none")?;
         inputs.sizes_under(mask)?;
         Ok(Path::Composed { why: "there is nothing to compute".into() })
     }
 
     fn advance(&self, inputs: Inputs<'_>, _: &mut State) -> Result<Tensor> {
-        inputs.refuse_gates("no attention")?;
+        inputs.refuse_gates("the attention none")?;
         Self::zeros(inputs, inputs.sizes()?)
     }
 }

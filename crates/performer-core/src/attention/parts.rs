@@ -34,7 +34,7 @@ pub struct LayerParts {
     /// `output-norm`: an RMS norm of the output of each head.
     #[serde(skip_serializing_if = "is_missing")]
     pub output_norm: bool,
-    /// `mup-scale`: logits `q·k/D` in place of `q·k/√D`, for heads of dimension D.
+    /// `mup-scale`: logits `q·k/Dk` in place of `q·k/√Dk`, for queries and keys of dimension Dk.
     #[serde(skip_serializing_if = "is_missing")]
     pub mup_scale: bool,
     /// `key-dim=16`: the dimension of the queries and keys of a head, where it is not that of its
@@ -83,7 +83,8 @@ impl LayerParts {
         self
     }
 
-    /// Sets whether logits are divided by the head dimension in place of its square root.
+    /// Sets whether logits are divided by the dimension of queries and keys in place of its square
+    /// root.
     #[must_use]
     pub const fn with_mup_scale(mut self, mup_scale: bool) -> Self {
         self.mup_scale = mup_scale;

@@ -210,14 +210,15 @@ impl Segment {
     /// Merges what all segments before this one have in the place of `x`, in their order:
     /// `x₀ ⊕ x₁ ⊕ … ⊕ x_{r−1}` in segment `r`, `None` in the first. `merge(before, after)` computes
     /// `⊕`, which is associative up to rounding and keeps shape and type; it need not commute.
-    /// Otherwise as [`Self::earlier`].
+    /// Gradients go back to where the tensors came from. All segments call it in the same places,
+    /// with tensors of one shape and type, the first and the last included.
     ///
     /// In round `k` a segment sends what it has merged so far to the one `2^k` places on (Hillis
     /// and Steele 1986), so each sends at most `⌈log₂ N⌉` times the size of `x`, however many
     /// segments there are. How terms are grouped depends on the number of segments alone.
     ///
     /// # Errors
-    /// As [`Self::earlier`], and those of `merge`.
+    /// If a segment does not take part, and those of `merge`.
     pub fn merged_before(
         &self,
         x: &Tensor,
@@ -268,11 +269,12 @@ impl Segment {
 
     /// Returns the last `count` tokens before this segment, along dimension `dim` of `x`, whose
     /// tokens follow them: fewer near the beginning, `None` in the first segment or where `count`
-    /// is 0. Where a segment has fewer tokens than that, whole segments are sent. Otherwise as
-    /// [`Self::earlier`].
+    /// is 0. Where a segment has fewer tokens than that, whole segments are sent. Gradients go
+    /// back to where the tokens came from. All segments call it in the same places, with tensors of
+    /// one shape and type.
     ///
     /// # Errors
-    /// As [`Self::earlier`], and if `x` has no tokens.
+    /// If a segment does not take part, or `x` has no tokens.
     pub fn tokens_before(&self, x: &Tensor, dim: usize, count: usize) -> Result<Option<Tensor>> {
         let tokens = x.dim(dim)?;
         if tokens == 0 {

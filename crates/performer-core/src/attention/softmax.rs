@@ -35,7 +35,8 @@ pub struct Softmax {
 }
 
 impl Softmax {
-    /// Exact attention has no settings.
+    /// Makes attention to every key that the mask shows, by fused kernels where there are any;
+    /// [`Self::with_window`] limits it to the last tokens.
     pub fn new() -> Self {
         Self::default()
     }
@@ -176,7 +177,7 @@ impl Softmax {
         }
     }
 
-    /// The path of [`Self::with_logs`].
+    /// The path of [`Self::with_logs`], which is also that of attention without logarithms.
     pub(super) fn path_with_logs(&self, inputs: Inputs<'_>) -> Path {
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },
@@ -260,12 +261,7 @@ impl Attention for Softmax {
 
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
         inputs.sizes_under(mask)?;
-        Ok(match self.kernel(inputs) {
-            Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },
-            #[cfg(feature = "cuda")]
-            Ok(Kernel::Cuda) => Path::Fused { device: "CUDA" },
-            Err(why) => Path::Composed { why },
-        })
+        Ok(self.path_with_logs(inputs))
     }
 }
 
@@ -415,7 +411,7 @@ fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>, sinks: 
     if let Some(offset) = offset {
         scores = scores.broadcast_add(&causal_bias([tq, g, tk], offset, (window, sinks), &scores)?)?;
     }
-    if let Some(keys) = &inputs.keys {
+    if let Some(keys) = &inputs.visible {
         let hidden = Tensor::full(f32::NEG_INFINITY, keys.shape(), keys.device())?.to_dtype(keys.dtype())?;
         let bias = keys.eq(0.0)?.where_cond(&hidden, &keys.zeros_like()?)?;
         scores = scores.broadcast_add(&bias.transpose(1, 2)?)?;
@@ -423,7 +419,7 @@ fn attend(inputs: &Folded, offset: Option<usize>, window: Option<usize>, sinks: 
     // The row maximum cancels: a constant to the gradient.
     let max = scores.detach().max_keepdim(D::Minus1)?.maximum(FLOOR)?;
     let weights = scores.broadcast_sub(&max)?.exp()?;
-    let num_den = weights.matmul(&values_and_one(&inputs.v, inputs.keys.as_ref())?)?;
+    let num_den = weights.matmul(&values_and_one(&inputs.v, inputs.visible.as_ref())?)?;
     let rows = Rows::new(&num_den, Some(&max))?;
     Ok((rows.values, rows.logs.unwrap_or(max)))
 }

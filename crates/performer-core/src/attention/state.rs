@@ -39,9 +39,9 @@ pub trait Memory: Any + fmt::Debug + Send + Sync {
         Self: Sized;
 }
 
-/// The most tokens that a state counts: more than any text has, and so few that sums of positions
-/// are numbers.
-const MOST_TOKENS: usize = usize::MAX >> 8;
+/// The most tokens that a state counts, that a window has and that are sinks: more than any text
+/// has, and so few that sums of positions and windows are numbers.
+pub(super) const MOST_TOKENS: usize = usize::MAX >> 8;
 
 /// Named tensors and text: a [`State`] in a form that can be saved and taken apart.
 #[derive(Clone, Debug, Default)]
@@ -527,7 +527,11 @@ impl State {
         for other in others {
             let same = other.origin.as_ref().is_some_and(|o| Origin { batch: origin.batch, ..o.clone() } == *origin);
             if !same {
-                bail!("state: it cannot be joined with one of another attention, dtype or size");
+                bail!(
+                    "state: only states of one attention, one type and one size can be joined; one belongs to {origin:?}, \
+                     another to {:?}",
+                    other.origin
+                );
             }
             if other.tokens != first.tokens {
                 bail!(

@@ -15,12 +15,13 @@ use super::{
     Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord,
     exact::{Exact, check_sinks, check_window},
     gates,
-    layout::{compute, join},
+    layout::join,
 };
-use crate::{features::Features, ops};
+use crate::{features::Features, kernels::compute_dtype, ops};
 
 /// Causal attention, exact to the last `window` tokens and by FAVOR to those before: `O(T·(W + F))`
-/// time, decoding state of `W` keys and values and FAVOR's sums. Features must be positive.
+/// time, decoding state of `W` and the sinks' keys and values and FAVOR's
+/// sums. Features must be positive.
 #[derive(Debug)]
 pub struct Windowed {
     window: usize,
@@ -35,14 +36,20 @@ impl Windowed {
     /// Exact to `window` tokens, the query's own among them, and `far` beyond.
     ///
     /// # Errors
-    /// If `window` is 0 or more than any text has, or the features of `far` are signed: a sum of
-    /// theirs cannot be joined with a positive one.
+    /// If `window` is 0 or more than any text has, or the map of `far` does not return logarithms of
+    /// its features: sums of signed features, and of kernels other than softmax, cannot be joined
+    /// with the window's.
     pub fn new(window: usize, far: Favor) -> Result<Self> {
         check_window(window)?;
         let map = far.map();
-        let row = Tensor::zeros((1, 1, map.input_dim()), DType::F32, &Device::Cpu)?;
+        let row = Tensor::zeros((map.heads(), 1, map.input_dim()), DType::F32, &Device::Cpu)?;
+        // A map whose constants are on a GPU cannot be asked with a row on the CPU. Features of the
+        // wrong kind are then found out by the first call, which needs their logarithms.
         if map.exponential_form().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
-            bail!("feature map {map:?} has signed features; a window needs positive ones, such as map=positive");
+            bail!(
+                "feature map {map:?} does not return logarithms of its features, which a window needs, to be joined \
+                 with softmax in one normalisation; choose one that does, such as map=positive"
+            );
         }
         let mut windowed = Self { window, sinks: 0, near: Softmax::new(), far, identity: None };
         windowed.set_identity()?;
@@ -61,7 +68,7 @@ impl Windowed {
         Ok(self)
     }
 
-    /// Never uses the fused CPU kernels.
+    /// Computes both parts with Candle's own operations, on every device.
     pub fn composed(mut self) -> Self {
         self.near = self.near.composed();
         self.far = self.far.composed();
@@ -89,6 +96,35 @@ fn tokens(x: &Tensor, start: usize, len: usize) -> Result<Tensor> {
     ops::narrow(x, 2, start, len)
 }
 
+/// The inputs of a call in the type of its computation: logarithms of denominators need more digits
+/// than half types have.
+struct Wide {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Option<Tensor>,
+}
+
+impl Wide {
+    fn of(inputs: Inputs<'_>) -> Result<Self> {
+        let wide = compute_dtype(inputs.q.dtype());
+        let widen = |x| ops::to_dtype(x, wide);
+        let gates = inputs.gates.map(widen).transpose()?;
+        Ok(Self { q: widen(inputs.q)?, k: widen(inputs.k)?, v: widen(inputs.v)?, gates })
+    }
+
+    fn inputs(&self) -> Inputs<'_> {
+        Inputs::new(&self.q, &self.k, &self.v).with_gates_of(self.gates.as_ref())
+    }
+}
+
+fn check_causal(mask: &Mask) -> Result<()> {
+    if !mask.is_causal() {
+        bail!("attention with a window is causal; give it Mask::causal()");
+    }
+    Ok(())
+}
+
 /// Adds to the logarithms `(B, H, T − W, 1)` of the far part what was forgotten within the window:
 /// the far part knows the gates up to the token that has just left it.
 fn forget(logs: Tensor, gates: Option<&Tensor>, window: usize) -> Result<Tensor> {
@@ -100,21 +136,15 @@ fn forget(logs: Tensor, gates: Option<&Tensor>, window: usize) -> Result<Tensor>
 impl Attention for Windowed {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
         let sizes = inputs.sizes_under(mask)?;
-        if !mask.is_causal() {
-            bail!("attention with a window is causal; give it Mask::causal()");
-        }
+        check_causal(mask)?;
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
         }
         let (w, n, t) = (self.window, self.sinks, sizes.queries);
         let dtype = inputs.q.dtype();
-        // Logarithms of denominators need more digits than half types have.
-        let wide = compute(dtype);
-        let widen = |x| ops::to_dtype(x, wide);
-        let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
-        let gates = inputs.gates.map(widen).transpose()?;
-        let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
-        let (near, near_log) = self.near.with_logs(inputs, mask, 0, (w, n))?;
+        let wide = Wide::of(inputs)?;
+        let (near, near_log) = self.near.with_logs(wide.inputs(), mask, 0, (w, n))?;
+        let Wide { q, k, v, gates } = wide;
         if t <= w + n {
             return ops::to_dtype(&near, dtype);
         }
@@ -139,7 +169,7 @@ impl Attention for Windowed {
             return sizes.zeros(inputs.q);
         }
         let (w, t, dtype) = (self.window, sizes.queries, inputs.q.dtype());
-        let widen = |x| ops::to_dtype(x, compute(dtype));
+        let widen = |x| ops::to_dtype(x, compute_dtype(dtype));
         let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
         let gates = inputs.gates.map(widen).transpose()?;
         let own = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
@@ -194,8 +224,10 @@ impl Attention for Windowed {
     }
 
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
+        check_causal(mask)?;
         inputs.sizes_under(mask)?;
-        Ok(self.near.path_with_logs(inputs).slower(self.far.path_with_logs(inputs, mask)?))
+        let wide = Wide::of(inputs)?;
+        Ok(self.near.path_with_logs(wide.inputs()).slower(self.far.path_with_logs(wide.inputs(), mask)?))
     }
 
     fn buffers(&self) -> Vec<(String, Tensor)> {
@@ -235,7 +267,7 @@ impl Windowed {
     /// Computes attention from what `past` remembers on, and what is to be remembered. Nothing is
     /// empty.
     fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
-        let (dtype, wide) = (inputs.q.dtype(), compute(inputs.q.dtype()));
+        let (dtype, wide) = (inputs.q.dtype(), compute_dtype(inputs.q.dtype()));
         let (q, k, v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
         if let Some(past) = past {
             past.exact.require_at_most(self.window + self.sinks)?;

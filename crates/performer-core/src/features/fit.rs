@@ -62,8 +62,14 @@ impl Side {
 
 impl Moments {
     /// Moments of nothing yet, for `heads` key heads of dimension `head_dim`.
-    pub fn new(heads: usize, head_dim: usize) -> Self {
-        Self { queries: vec![Side::new(head_dim); heads], keys: vec![Side::new(head_dim); heads] }
+    ///
+    /// # Errors
+    /// If one of them is 0.
+    pub fn new(heads: usize, head_dim: usize) -> Result<Self> {
+        if heads == 0 || head_dim == 0 {
+            bail!("moments: {heads} key heads of dimension {head_dim}; both must be at least 1");
+        }
+        Ok(Self { queries: vec![Side::new(head_dim); heads], keys: vec![Side::new(head_dim); heads] })
     }
 
     /// Returns the moments of one key head, counted from 0.
@@ -82,7 +88,8 @@ impl Moments {
     /// Adds queries `(B, H, T, D)` and keys `(B, Hkv, T, D)` of a model, as attention gets them.
     ///
     /// # Errors
-    /// If they have other heads or dimensions than the moments.
+    /// If they have other heads or dimensions than the moments, or numbers that are not finite. The
+    /// moments are then what they were.
     pub fn add(&mut self, q: &Tensor, k: &Tensor) -> Result<()> {
         let (heads, d) = (self.keys.len(), self.keys[0].sum.len());
         let (_, h, _, qd) = q.dims4()?;
@@ -91,29 +98,51 @@ impl Moments {
             bail!("moments of {heads} key heads of {d} were given q {:?} and k {:?}", q.dims(), k.dims());
         }
         let scale = (d as f64).powf(-0.25);
-        let rows = |x: &Tensor| -> Result<Vec<f64>> {
-            (x.to_device(&Device::Cpu)?.to_dtype(DType::F64)? * scale)?.contiguous()?.flatten_all()?.to_vec1()
+        let rows = |x: &Tensor, name: &str| -> Result<Vec<f64>> {
+            let rows = (x.to_device(&Device::Cpu)?.to_dtype(DType::F64)? * scale)?.contiguous()?.flatten_all()?;
+            let rows = rows.to_vec1::<f64>()?;
+            match rows.iter().find(|x| !x.is_finite()) {
+                None => Ok(rows),
+                Some(x) => bail!("moments: {name} contain {x}; look for what made them infinite or NaN"),
+            }
         };
-        for head in 0..heads {
-            let group = h / heads;
-            self.queries[head].add(&rows(&q.narrow(1, head * group, group)?)?, d);
-            self.keys[head].add(&rows(&k.narrow(1, head, 1)?)?, d);
+        let group = h / heads;
+        let all = (0..heads)
+            .map(|head| {
+                Ok((rows(&q.narrow(1, head * group, group)?, "queries")?, rows(&k.narrow(1, head, 1)?, "keys")?))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        for (head, (queries, keys)) in all.iter().enumerate() {
+            self.queries[head].add(queries, d);
+            self.keys[head].add(keys, d);
         }
         Ok(())
     }
 
     /// Computes the standard deviation of `q·k/√D` about its mean, over independent queries and
     /// keys of each head.
-    pub fn logit_deviation(&self) -> Vec<f64> {
+    ///
+    /// # Errors
+    /// If no queries or no keys have been added.
+    pub fn logit_deviation(&self) -> Result<Vec<f64>> {
+        self.require_rows()?;
         let pairs = self.queries.iter().zip(&self.keys);
-        pairs
+        Ok(pairs
             .map(|(q, k)| {
                 let (mq, mk) = (q.mean(), k.mean());
                 let (cq, ck) = (q.second_about(&mq), k.second_about(&mk));
                 let variance = (&cq * &ck).trace() + (mk.transpose() * &cq * &mk)[0] + (mq.transpose() * &ck * &mq)[0];
                 variance.max(0.0).sqrt()
             })
-            .collect()
+            .collect())
+    }
+
+    /// Refuses moments of nothing.
+    fn require_rows(&self) -> Result<()> {
+        if self.keys.iter().chain(&self.queries).any(|side| side.count < 1.0) {
+            bail!("moments: there are no queries and keys to fit features to; add some first");
+        }
+        Ok(())
     }
 }
 
@@ -164,9 +193,7 @@ pub fn fit(projection: &Tensor, moments: &Moments, options: Options) -> Result<F
             projection.dims()
         );
     }
-    if moments.keys.iter().chain(&moments.queries).any(|side| side.count < 1.0) {
-        bail!("there are no queries and keys to fit features to");
-    }
+    moments.require_rows()?;
     let omega = matrix(projection)?;
     let heads: Vec<Head> = moments
         .queries
@@ -304,12 +331,11 @@ fn stack(heads: &[Head], m: usize, d: usize, balanced: bool, like: &Tensor) -> R
     };
     // nalgebra stores matrices by columns.
     let rows = |x: &DMatrix<f64>| x.transpose().as_slice().to_vec();
-    let metric = |part: &dyn Fn(&Head) -> Vec<f64>| balanced.then(|| tensor(part, &[n, d, d])).transpose();
-    Ok(Fitted {
-        queries: tensor(&|h| rows(&h.queries), &[n, m, d])?,
-        keys: tensor(&|h| rows(&h.keys), &[n, m, d])?,
-        log_weights: tensor(&|h| h.log_weights.as_slice().to_vec(), &[n, m])?,
-        query_metric: metric(&|h| rows(&h.g))?,
-        key_metric: metric(&|h| rows(&h.p))?,
-    })
+    let metric = |part: &dyn Fn(&Head) -> Vec<f64>| tensor(part, &[n, d, d]);
+    let fitted = Fitted::new(
+        tensor(&|h| rows(&h.queries), &[n, m, d])?,
+        tensor(&|h| rows(&h.keys), &[n, m, d])?,
+        tensor(&|h| h.log_weights.as_slice().to_vec(), &[n, m])?,
+    )?;
+    if balanced { fitted.with_metrics(metric(&|h| rows(&h.g))?, metric(&|h| rows(&h.p))?) } else { Ok(fitted) }
 }

@@ -17,27 +17,48 @@ use crate::ops;
 #[derive(Clone, Debug)]
 pub struct Fitted {
     /// `a`, shape `(H, M, D)`.
-    pub queries: Tensor,
+    queries: Tensor,
     /// `b`, shape `(H, M, D)`.
-    pub keys: Tensor,
+    keys: Tensor,
     /// `w`, shape `(H, M)`.
-    pub log_weights: Tensor,
+    log_weights: Tensor,
     /// `G`, shape `(H, D, D)`; `None` is the identity.
-    pub query_metric: Option<Tensor>,
+    query_metric: Option<Tensor>,
     /// `P`, shape `(H, D, D)`; `None` is the identity.
-    pub key_metric: Option<Tensor>,
+    key_metric: Option<Tensor>,
 }
 
 impl Fitted {
+    /// The map with rows of queries `a` `(H, M, D)`, rows of keys `b` `(H, M, D)` and weights of
+    /// keys `w` `(H, M)`, whose metrics `G` and `P` are the identity.
+    ///
+    /// # Errors
+    /// If their shapes do not fit each other, or a dimension is 0.
+    pub fn new(queries: Tensor, keys: Tensor, log_weights: Tensor) -> Result<Self> {
+        let fitted = Self { queries, keys, log_weights, query_metric: None, key_metric: None };
+        fitted.check()?;
+        Ok(fitted)
+    }
+
+    /// Sets the metrics `G` of queries and `P` of keys, each `(H, D, D)`.
+    ///
+    /// # Errors
+    /// If one has another shape.
+    pub fn with_metrics(mut self, queries: Tensor, keys: Tensor) -> Result<Self> {
+        (self.query_metric, self.key_metric) = (Some(queries), Some(keys));
+        self.check()?;
+        Ok(self)
+    }
+
     /// The map of positive random features of Ω `(M, D)`, to be fitted or trained.
     ///
     /// # Errors
-    /// If Ω is no matrix, or its device has no memory for a copy.
+    /// If Ω is no matrix, a dimension of it is 0, or its device has no memory for a copy.
     pub fn positive(projection: &Tensor) -> Result<Self> {
         let (features, _) = projection.dims2()?;
         let rows = projection.detach().unsqueeze(0)?.contiguous()?;
         let log_weights = Tensor::zeros((1, features), projection.dtype(), projection.device())?;
-        Ok(Self { queries: rows.clone(), keys: rows, log_weights, query_metric: None, key_metric: None })
+        Self::new(rows.clone(), rows, log_weights)
     }
 
     /// Converts all parameters to another dtype and device.
@@ -107,11 +128,6 @@ impl Fitted {
         Ok(())
     }
 
-    /// The number of key heads that it has parameters for; 1 serves any number.
-    pub fn heads(&self) -> usize {
-        self.queries.dims()[0]
-    }
-
     /// Computes `‖mx‖²/2 + ln(M)/2`, the offset common to all log-features of a row,
     /// `(.., D) → (.., 1)`.
     fn shared(&self, x: &Tensor, metric: Option<&Tensor>) -> Result<Tensor> {
@@ -128,6 +144,10 @@ impl FeatureMap for Fitted {
 
     fn feature_dim(&self) -> usize {
         self.queries.dims()[1]
+    }
+
+    fn heads(&self) -> usize {
+        self.queries.dims()[0]
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {

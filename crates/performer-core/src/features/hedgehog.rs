@@ -58,6 +58,10 @@ impl FeatureMap for Hedgehog {
         2 * self.queries.dims()[1]
     }
 
+    fn heads(&self) -> usize {
+        self.queries.dims()[0]
+    }
+
     fn features(&self, x: &Tensor) -> Result<Features> {
         features(x, &self.queries)
     }

@@ -136,11 +136,24 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// The number `F` of features of one row.
     fn feature_dim(&self) -> usize;
 
+    /// The number of key heads that the map has parameters for; 1, unless overridden, serves any
+    /// number.
+    fn heads(&self) -> usize {
+        1
+    }
+
     /// Computes the features of the rows of `x`, shape `(..., D)`, f32 or f64. Where a map has
     /// parameters for each key head, the first dimension counts key heads, batch by batch.
+    ///
+    /// # Errors
+    /// If the rows are not of [`Self::input_dim`] numbers, or the first dimension is no multiple of
+    /// [`Self::heads`].
     fn features(&self, x: &Tensor) -> Result<Features>;
 
     /// Computes the features of keys, where they differ from those of queries.
+    ///
+    /// # Errors
+    /// Those of [`Self::features`].
     fn key_features(&self, y: &Tensor) -> Result<Features> {
         self.features(y)
     }
@@ -166,6 +179,9 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// Computes the offset common to all log-features of a query, `(..., D) → (..., 1)`, for maps
     /// with [`Self::exponential_form`]: by this much they are less than the linear map. Kernels
     /// leave it out, since it cancels in attention.
+    ///
+    /// # Errors
+    /// Those of [`Self::features`].
     fn query_offset(&self, x: &Tensor) -> Result<Tensor> {
         ops::affine(&half_square_norm(x)?, 1.0, 0.5 * (self.feature_dim() as f64).ln())
     }
@@ -196,6 +212,9 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// `(..., Tq, Tk)`.
     ///
     /// It materialises every feature: for looking at an approximation, not for attention.
+    ///
+    /// # Errors
+    /// Those of [`Self::features`], and if `x` and `y` have other leading dimensions.
     fn kernel(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let phi_x = self.features(x)?.materialize()?;
         let phi_y = self.key_features(y)?.materialize()?;

@@ -17,7 +17,7 @@ use candle_core::{
 };
 
 use super::{
-    contiguous,
+    compute_dtype, contiguous,
     heads::arrange,
     instructions::arch,
     operation::{Operation, Stored},
@@ -216,8 +216,7 @@ fn bias_gradient(bias: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let n = bias.elem_count();
     let grad = grad.reshape((grad.elem_count() / n, n))?;
     if !grad.device().is_cpu() || grad.dtype() != DType::F32 {
-        let wide = if grad.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        return grad.to_dtype(wide)?.sum(0)?.to_dtype(bias.dtype());
+        return grad.to_dtype(compute_dtype(grad.dtype()))?.sum(0)?.to_dtype(bias.dtype());
     }
     let mut sums = vec![0f32; n];
     with_storages([&grad], |[(storage, layout)]| {

@@ -4,8 +4,9 @@
 //! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `gated`,
 //! `rotary`, `linear`, `heads` and `convolution` are the other operations of a decoder. They are
 //! built from `gemm` (products of small tiles), `vector` (elementwise functions), `rows` (reading
-//! tensors), `transpose`, `fresh` (memory for outputs) and `joined` (inputs beyond the third). Everything is compiled for AVX-512, AVX2
-//! and NEON beside plain Rust, and `instructions` chooses the version when the program runs.
+//! tensors), `transpose`, `fresh` (memory for outputs) and `joined` (inputs beyond the third).
+//! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and `instructions` chooses
+//! the version when the program runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
 //! first used; Metal's have not been run on hardware. The terms of the kernels (chunk, segment,
@@ -56,6 +57,12 @@ pub(crate) mod vector;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
+
+/// The type in which sums, exponentials and products of a caller's type are computed: f64 for f64,
+/// f32 for all others.
+pub(crate) fn compute_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
 
 /// Whether the CPU kernels take this tensor: it is on the CPU and f32, f16 or bf16.
 pub(crate) fn takes(t: &Tensor) -> bool {

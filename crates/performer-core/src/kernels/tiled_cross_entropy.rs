@@ -14,6 +14,7 @@ use candle_core::{
 };
 
 use super::{
+    compute_dtype,
     operation::{Operation, Stored, apply},
     rows::Span,
 };
@@ -95,11 +96,6 @@ fn gradients(logits: Tensor, targets: &Tensor, logs: &Tensor, grad: &Tensor) -> 
 #[cfg(feature = "cuda")]
 fn on_cuda(logits: &Tensor) -> bool {
     logits.device().is_cuda() && logits.dtype() != DType::F64 && logits.elem_count() > 0
-}
-
-/// The type in which exponentials and sums are computed.
-fn compute_dtype(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// `TiledCrossEntropy` holds losses computed before the operation, and what its gradient needs.

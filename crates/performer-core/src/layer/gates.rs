@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
 use crate::{
-    kernels::{activation::LogSigmoid, operation::apply},
+    kernels::{activation::LogSigmoid, compute_dtype, operation::apply},
     ops,
 };
 
@@ -32,7 +32,7 @@ pub(super) fn biases_of(time_constants: &[f64], device: &Device) -> Result<Tenso
 /// Computes gates `(B, Hkv, T)` of `x` `(B, T, E)`, in f32 (f64 for f64): half types have too few
 /// digits for gates near 0, which remember for long.
 pub(super) fn gates(gate: &Linear, x: &Tensor) -> Result<Tensor> {
-    let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let wide = compute_dtype(x.dtype());
     let bias = gate.bias().map(|bias| ops::to_dtype(bias, wide)).transpose()?;
     let z = ops::linear(&ops::to_dtype(x, wide)?, &ops::to_dtype(gate.weight(), wide)?, bias.as_ref())?;
     ops::contiguous(&ops::transpose(&log_sigmoid(&z)?, 1, 2)?)

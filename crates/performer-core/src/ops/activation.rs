@@ -2,7 +2,8 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::{contiguous, is_fused, is_fused_on_cpu, is_half, to_dtype, wide};
+use super::{contiguous, is_fused, is_fused_on_cpu, is_half, to_dtype};
+use crate::kernels::compute_dtype;
 use crate::{
     kernels::{
         activation::{Gelu, SigmoidGate, Swiglu},
@@ -42,7 +43,7 @@ pub(crate) fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
         return apply(SigmoidGate, [&contiguous(gate)?, &contiguous(x)?]);
     }
     if is_half(x) {
-        let (gate, wide) = (to_dtype(gate, wide(x))?, to_dtype(x, wide(x))?);
+        let (gate, wide) = (to_dtype(gate, compute_dtype(x.dtype()))?, to_dtype(x, compute_dtype(x.dtype()))?);
         return to_dtype(&sigmoid_gate(&gate, &wide)?, x.dtype());
     }
     // 2σ(g) = 1 + tanh(g/2), with the derivative (1 − tanh²(g/2))/2.
@@ -83,5 +84,5 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return Ok(x.clone());
     }
-    candle_nn::ops::softmax(&x.to_dtype(wide(x))?, D::Minus1)?.to_dtype(x.dtype())
+    candle_nn::ops::softmax(&x.to_dtype(compute_dtype(x.dtype()))?, D::Minus1)?.to_dtype(x.dtype())
 }

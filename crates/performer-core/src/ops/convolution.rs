@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{contiguous, is_fused, is_half, reshape, rotary::turn, to_dtype, transpose, wide};
+use super::{contiguous, is_fused, is_half, reshape, rotary::turn, to_dtype, transpose};
+use crate::kernels::compute_dtype;
 use crate::{
     kernels::{
         convolution::{ConvolvedHeads, ShortConvolution, TAPS},
@@ -53,12 +54,12 @@ pub fn short_convolution(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return Ok(x.clone());
     }
-    let weight = to_dtype(weight, wide(x))?;
+    let weight = to_dtype(weight, compute_dtype(x.dtype()))?;
     if is_fused(x) {
         return apply(ShortConvolution, [&contiguous(x)?, &contiguous(&weight)?]);
     }
     if is_half(x) {
-        return to_dtype(&short_convolution(&to_dtype(x, wide(x))?, &weight)?, x.dtype());
+        return to_dtype(&short_convolution(&to_dtype(x, compute_dtype(x.dtype()))?, &weight)?, x.dtype());
     }
     // Rows before the first are zeros, and so are gradients after the last.
     let (tokens, past) = (x.dim(1)?, TAPS - 1);
@@ -89,7 +90,7 @@ pub(crate) fn convolved_heads(
 ) -> Result<Tensor> {
     let (b, t, c) = rows.dims3()?;
     if is_fused(rows) && past == 0 && weight.dims() == [c, TAPS] {
-        let weight = contiguous(&to_dtype(weight, wide(rows))?)?;
+        let weight = contiguous(&to_dtype(weight, compute_dtype(rows.dtype()))?)?;
         return apply(ConvolvedHeads { heads, rotary }, [&contiguous(rows)?, &weight]);
     }
     let tokens = t - past;

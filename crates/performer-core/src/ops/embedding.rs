@@ -4,7 +4,8 @@ use candle_core::{D, Result, Tensor};
 
 #[cfg(feature = "cuda")]
 use super::contiguous;
-use super::{index_select, reshape, to_dtype, wide};
+use super::{index_select, reshape, to_dtype};
+use crate::kernels::compute_dtype;
 #[cfg(feature = "cuda")]
 use crate::kernels::{cuda, operation::apply};
 
@@ -22,6 +23,6 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
         return reshape(&apply(cuda::embedding::Embedding { ids }, [&contiguous(table)?])?, shape);
     }
     // Its gradient adds up rows, for which half types are too coarse.
-    let rows = index_select(&to_dtype(table, wide(table))?, &ids)?;
+    let rows = index_select(&to_dtype(table, compute_dtype(table.dtype()))?, &ids)?;
     reshape(&to_dtype(&rows, table.dtype())?, shape)
 }

@@ -64,7 +64,7 @@ pub fn linear_residual(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, resid
 /// ```
 pub fn swiglu_linear(x: &Tensor, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() {
-        bail!("swiglu: the weight of gates is {:?} and that of numbers {:?}", gate.dims(), up.dims());
+        bail!("swiglu: gate has shape {:?} and up {:?}; both must be the same (N, K)", gate.dims(), up.dims());
     }
     if !is_fused(x) || gate.elem_count() == 0 {
         return swiglu(&linear(x, gate, None)?, &linear(x, up, None)?);

@@ -2,7 +2,8 @@
 
 use candle_core::{D, DType, Device, Result, Shape, Tensor, bail};
 
-use super::{contiguous, index_select, is_fused_on_cpu, matmul, reshape, scale, sum_all, wide};
+use super::{contiguous, index_select, is_fused_on_cpu, matmul, reshape, scale, sum_all};
+use crate::kernels::compute_dtype;
 use crate::kernels::{
     cross_entropy::{CrossEntropy, Teacher},
     operation::apply,
@@ -85,7 +86,11 @@ impl Targets {
     /// If `losses` has another shape, or no position counts.
     pub fn mean(&self, losses: &Tensor) -> Result<Tensor> {
         if losses.dims() != self.shape.dims() {
-            bail!("mean loss: losses have shape {:?} and targets {:?}", losses.dims(), self.shape.dims());
+            bail!(
+                "mean loss: losses have shape {:?} and targets {:?}; both must have one shape",
+                losses.dims(),
+                self.shape.dims()
+            );
         }
         if self.ids.is_empty() {
             bail!(
@@ -121,7 +126,7 @@ impl Targets {
         // nothing.
         let rows = if rows.rank() == 2 { rows.clone() } else { reshape(rows, (count, rows.dim(D::Minus1)?))? };
         let all = match &self.places {
-            _ if self.ids.is_empty() => Tensor::zeros(count, wide(&rows), rows.device())?,
+            _ if self.ids.is_empty() => Tensor::zeros(count, compute_dtype(rows.dtype()), rows.device())?,
             None => losses(&rows, &self.ids)?,
             Some(places) => {
                 let places = Tensor::from_slice(places, places.len(), rows.device())?;
@@ -167,7 +172,7 @@ fn index(dims: &[usize], place: usize) -> Vec<usize> {
 pub fn cross_entropy(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     targets.check(logits, "logits", logits.dims().last().copied().unwrap_or(0))?;
     targets.losses(logits, |logits, ids| {
-        let logits = logits.to_dtype(wide(logits))?;
+        let logits = logits.to_dtype(compute_dtype(logits.dtype()))?;
         let ids = Tensor::from_slice(ids, (ids.len(), 1), logits.device())?;
         candle_nn::ops::log_softmax(&logits, D::Minus1)?.gather(&ids, D::Minus1)?.squeeze(1)?.neg()
     })
@@ -261,7 +266,11 @@ pub fn linear_distillation(
 /// Refuses hidden states of another width than the head's.
 fn check_width(x: &Tensor, weight: &Tensor) -> Result<()> {
     if x.dims().last() != weight.dims().last() {
-        bail!("cross-entropy: hidden states have shape {:?} and the head {:?}", x.dims(), weight.dims());
+        bail!(
+            "cross-entropy: hidden states have shape {:?} and the head {:?}; their last dimensions must be equal",
+            x.dims(),
+            weight.dims()
+        );
     }
     Ok(())
 }

@@ -72,8 +72,3 @@ fn is_fused(x: &Tensor) -> bool {
 fn is_half(x: &Tensor) -> bool {
     matches!(x.dtype(), DType::F16 | DType::BF16)
 }
-
-/// The type in which sums over numbers of `x` are made.
-fn wide(x: &Tensor) -> DType {
-    if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
-}

@@ -2,7 +2,8 @@
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use super::{contiguous, is_fused, is_half, to_dtype, wide};
+use super::{contiguous, is_fused, is_half, to_dtype};
+use crate::kernels::compute_dtype;
 use crate::kernels::{norm::Norm, operation::apply};
 
 /// LayerNorm computes `w ∘ (x − mean x)/√(var x + ε) + b` over the last dimension (Ba et al. 2016,
@@ -75,8 +76,8 @@ pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps:
             bail!("norm: x has shape {:?}, so its {name} must have shape [{width}], not {:?}", x.dims(), t.dims());
         }
     }
-    let weight = to_dtype(weight, wide(x))?;
-    let bias = bias.map(|bias| to_dtype(bias, wide(x))).transpose()?;
+    let weight = to_dtype(weight, compute_dtype(x.dtype()))?;
+    let bias = bias.map(|bias| to_dtype(bias, compute_dtype(x.dtype()))).transpose()?;
     if is_fused(x) {
         let norm = Norm { eps: eps as f32, center };
         return match bias {

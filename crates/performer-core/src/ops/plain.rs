@@ -4,7 +4,7 @@
 //! gives it. A model that is made of these and the other operations of this module has a backward
 //! pass without additions to zeros.
 
-use candle_core::{D, DType, Result, Shape, Tensor};
+use candle_core::{D, DType, Result, Shape, Tensor, bail};
 
 use crate::tape::{record, record_sum, record_view};
 
@@ -224,6 +224,13 @@ pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If the last dimensions of `a` are not those of `b`.
 pub fn add_to_each(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if !a.dims().ends_with(b.dims()) {
+        bail!(
+            "add_to_each: a has shape {:?} and b {:?}; the last dimensions of a must be those of b",
+            a.dims(),
+            b.dims()
+        );
+    }
     let out = a.broadcast_add(b)?;
     let leading: Vec<usize> = (0..a.rank().saturating_sub(b.rank())).collect();
     let shape = b.shape().clone();

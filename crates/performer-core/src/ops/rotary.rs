@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{is_fused, is_half, wide};
+use super::{is_fused, is_half};
+use crate::kernels::compute_dtype;
 use crate::kernels::{
     operation::apply,
     rotary::{Pairs, Rotary},
@@ -83,7 +84,7 @@ pub(super) fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Resu
     // (1, T, D/2) or (B, T, D/2).
     let table = |t: &Tensor| {
         let t = if t.rank() == 2 { t.unsqueeze(0)? } else { t.clone() };
-        t.narrow(1, 0, tokens)?.to_dtype(wide(x))
+        t.narrow(1, 0, tokens)?.to_dtype(compute_dtype(x.dtype()))
     };
     let (cos, sin) = (table(cos)?, table(sin)?);
     if is_fused {

@@ -120,10 +120,10 @@ impl Problem {
         self
     }
 
-    /// Makes the problem causal, with gates. In one head they forget at every pace: from the past of
-    /// a thousand tokens to everything, e^-40, in one token of 32, so that little is left of what
-    /// lies some tens of tokens back. In the next they forget so slowly that what lies a thousand
-    /// tokens back still counts; mistakes in distant sums show there alone.
+    /// Makes the problem causal, with gates. In one head they forget at every pace: from the past
+    /// of a thousand tokens to everything, e^-40, in one token of 32, so that little is left of
+    /// what lies some tens of tokens back. In the next they forget so slowly that what lies a
+    /// thousand tokens back still counts; mistakes in distant sums show there alone.
     pub(crate) fn gated(mut self, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let Shape { batch, kv_heads, k_len, .. } = self.shape;

@@ -102,8 +102,9 @@ struct Copy { void* to; const void* from; bool has; };
 inline std::vector<std::vector<Copy>> copies[MOST_THREADS];
 inline void copy(const Copy& c) { c.has ? std::memcpy(c.to, c.from, 16) : std::memset(c.to, 0, 16); }
 
-// GroupProduct is a thread's part of a product of four warps that is under way: its sums, in N tiles
-// of eight columns, its two rows of the left factor or where that is, and where the right one is.
+// GroupProduct is a thread's part of a product of four warps that is under way: its sums, in N
+// tiles of eight columns, its two rows of the left factor or where that is, and where the right one
+// is.
 struct GroupProduct {
     float* c;
     int tiles;

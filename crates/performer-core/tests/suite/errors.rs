@@ -4,7 +4,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{
-    Elu, FeatureMap, Features, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric,
+    Elu, FeatureMap, Features, Fitted, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric,
+    fit::Moments,
 };
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
@@ -169,12 +170,67 @@ fn feature_maps_that_cannot_be() {
     assert_error(favor(FeatureMapKind::Limit(8), 64), &["degree 8", "65 variables", "16384"]);
     // With room for that many factors, this would be the end of the memory.
     assert_error(favor(FeatureMapKind::Limit(u32::MAX - 1), 4), &["limit-4294967294", "at most 1024"]);
-    for chunk in [0, 3, 48] {
+    for chunk in [0, 3, 48, 1 << 13, 1 << 40] {
         assert_error(
             favor(FeatureMapKind::Positive, 4).and_then(|f| f.with_chunk(chunk)),
             &[&format!("chunk is {chunk}"), "power of two"],
         );
     }
+}
+
+/// A map with parameters for three key heads fits no other number of them, and a batch whose rows
+/// could be divided by three is no reason to divide them.
+#[test]
+fn maps_of_other_heads() -> Result<()> {
+    for map in [FeatureMapKind::Learned, FeatureMapKind::Hedgehog] {
+        let mut favor = favor(map, 4)?;
+        let own = favor.buffers();
+        let three = |name: &str| own.iter().find(|(own, _)| own == name).map(|(_, x)| Tensor::cat(&[x; 3], 0).unwrap());
+        favor.load_buffers(&three)?;
+        for dtype in [DType::F32, DType::F64] {
+            let [two, three] = [2, 3].map(|heads| zeros(&[3, heads, 5, 4]).to_dtype(dtype).unwrap());
+            assert!(favor.forward(Inputs::new(&three, &three, &three), &Mask::causal()).is_ok(), "{map} {dtype:?}");
+            for result in [
+                favor.forward(Inputs::new(&two, &two, &two), &Mask::causal()),
+                favor.extend(Inputs::new(&two, &two, &two), &mut State::new()),
+            ] {
+                assert_error(result, &["k has shape [3, 2, 5, 4]", "fitted to 3 key heads"]);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn moments_of_nothing() -> Result<()> {
+    assert_error(Moments::new(0, 4), &["0 key heads of dimension 4", "at least 1"]);
+    assert_error(Moments::new(2, 0), &["2 key heads of dimension 0", "at least 1"]);
+    let mut moments = Moments::new(1, 4)?;
+    assert_error(moments.logit_deviation(), &["no queries and keys"]);
+    let (good, bad) = (zeros(&[1, 1, 2, 4]), Tensor::full(f32::NAN, (1, 1, 2, 4), &DEVICE)?);
+    assert_error(moments.add(&bad, &good), &["queries contain NaN"]);
+    assert_error(moments.add(&good, &bad), &["keys contain NaN"]);
+    // What was refused has left nothing.
+    assert_error(moments.logit_deviation(), &["no queries and keys"]);
+    moments.add(&good, &good)?;
+    assert_eq!(moments.logit_deviation()?, [0.0]);
+    Ok(())
+}
+
+#[test]
+fn fitted_maps_whose_parameters_do_not_fit() {
+    let made =
+        |queries: &[usize], keys: &[usize], weights: &[usize]| Fitted::new(zeros(queries), zeros(keys), zeros(weights));
+    assert!(made(&[2, 8, 4], &[2, 8, 4], &[2, 8]).is_ok());
+    assert_error(made(&[8, 4], &[2, 8, 4], &[2, 8]), &["queries", "[8, 4]", "(heads, M, D)"]);
+    assert_error(made(&[2, 8, 4], &[2, 7, 4], &[2, 8]), &["keys", "[2, 7, 4]", "[2, 8, 4]"]);
+    assert_error(made(&[2, 8, 4], &[2, 8, 4], &[1, 8]), &["log_weights", "[1, 8]", "[2, 8]"]);
+    assert_error(made(&[0, 8, 4], &[0, 8, 4], &[0, 8]), &["queries", "no dimension may be 0"]);
+    let metrics = |queries: &[usize], keys: &[usize]| {
+        made(&[2, 8, 4], &[2, 8, 4], &[2, 8])?.with_metrics(zeros(queries), zeros(keys))
+    };
+    assert!(metrics(&[2, 4, 4], &[2, 4, 4]).is_ok());
+    assert_error(metrics(&[2, 4, 4], &[2, 4]), &["key_metric", "[2, 4]", "[2, 4, 4]"]);
 }
 
 /// A map of one's own must take and make something.
@@ -350,6 +406,7 @@ fn windows_and_sinks_that_no_text_has() {
     for (window, sinks) in [(most, 0), (most, most), (3, most), (1, 1)] {
         let softmax = Softmax::new().with_window(window).unwrap().with_sinks(sinks).unwrap();
         let windowed = Windowed::new(window, far()).unwrap().with_sinks(sinks).unwrap();
+        assert_error(windowed.path(Inputs::new(&x, &x, &x), &Mask::full()), &["is causal", "Mask::causal()"]);
         for attention in [&softmax as &dyn Attention, &windowed] {
             assert!(attention.forward(Inputs::new(&x, &x, &x), &Mask::causal()).is_ok());
             let mut state = State::new();

@@ -33,7 +33,7 @@ fn data(seed: u64, batch: usize, t: usize) -> Result<(Tensor, Tensor)> {
 }
 
 fn moments() -> Result<Moments> {
-    let mut moments = Moments::new(HEADS, D);
+    let mut moments = Moments::new(HEADS, D)?;
     for seed in 0..4 {
         let (q, k) = data(seed, 3, 50)?;
         moments.add(&q, &k)?;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use crate::common::{ALL_MAPS, Random, assert_tensor_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
 use candle_nn::{VarBuilder, VarMap};
-use performer_core::features::FeatureMapKind;
+use performer_core::features::{FeatureMapKind, Fitted};
 use performer_core::{
     Attention, Favor, FavorConfig, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
     State,
@@ -282,6 +282,25 @@ fn a_saved_layer_is_the_same_layer() -> Result<()> {
         stale.reload_buffers()?;
         assert_tensor_close(&map.to_string(), &stale.forward(&x, &Mask::causal())?, &expected, 0.0);
         std::fs::remove_file(&path)?;
+    }
+    Ok(())
+}
+
+/// An attention may have buffers of any type that a VarMap holds, and NaN in them.
+#[test]
+fn buffers_of_other_types_belong_to_the_layer_too() -> Result<()> {
+    for dtype in [DType::BF16, DType::F16, DType::F64] {
+        let map = Fitted::positive(&random(1, &[16, HEAD_DIM])?)?.to(dtype, &DEVICE)?;
+        let (layer, vars) = layer(Box::new(Favor::with_map(Box::new(map))?), false)?;
+        let x = random(1, &[1, 5, HIDDEN])?;
+        assert!(layer.forward(&x, &Mask::causal()).is_ok(), "{dtype:?}");
+        let data = vars.data().lock().unwrap();
+        let weights = &data["feature_map.log_weights"];
+        assert_eq!(weights.dtype(), dtype);
+        weights.set(&(weights.as_tensor() + 1.0)?)?;
+        drop(data);
+        let error = layer.forward(&x, &Mask::causal()).expect_err("other buffers in the VarMap").to_string();
+        assert!(error.contains("reload_buffers"), "{dtype:?}: {error}");
     }
     Ok(())
 }

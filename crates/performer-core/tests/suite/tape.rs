@@ -108,6 +108,19 @@ fn arithmetic_has_candles_gradients() -> Result<()> {
 }
 
 #[test]
+fn a_tensor_that_is_added_to_each_has_the_sum_of_their_gradients() -> Result<()> {
+    let vars = [Var::from_tensor(&random(&[2, 3, 4], 1)?)?, Var::from_tensor(&random(&[3, 4], 2)?)?];
+    let unrecorded = compare(&vars, || ops::add_to_each(&ops::sqr(&vars[0])?, &ops::sqr(&vars[1])?))?;
+    assert_eq!(unrecorded, 0);
+    // Candle would repeat these, and the gradients would have other shapes than they.
+    for (a, b) in [(&[3, 4][..], &[1, 4][..]), (&[4], &[3, 4]), (&[2, 3, 4], &[2, 1, 1])] {
+        let error = ops::add_to_each(&random(a, 1)?, &random(b, 2)?).expect_err("shapes that do not fit").to_string();
+        assert!(error.contains(&format!("{a:?} and b {b:?}")), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn an_operation_that_is_not_recorded_makes_it_candles_backward_pass() -> Result<()> {
     let vars = [Var::from_tensor(&random(&[3, 4], 5)?)?, Var::from_tensor(&random(&[2, 4], 6)?)?];
     let unrecorded = compare(&vars, || {
@@ -165,6 +178,19 @@ fn tapes_may_lie_in_each_other_and_end() -> Result<()> {
     assert_eq!(outer.unrecorded(&ops::to_dtype(&first, DType::F64)?), 0);
     drop(outer);
     assert_eq!(Tape::start().unrecorded(&first), 1);
+    // Tapes may end in the order in which they began. The later one records until it ends, and
+    // each has its own records whether or not it is the last.
+    let earlier = Tape::start();
+    let first = ops::scale(&x, 2.0)?;
+    let later = Tape::start();
+    let second = ops::scale(&x, 3.0)?;
+    assert_eq!(bits(earlier.backward(&first)?.get(&x).expect("a gradient"))?, vec![2f32.to_bits(); 4]);
+    drop(earlier);
+    assert_eq!(later.unrecorded(&second), 0);
+    drop(later);
+    // Nothing records any more.
+    let third = ops::scale(&x, 4.0)?;
+    assert_eq!(Tape::start().unrecorded(&third), 1);
     // A tensor that no variable made has no gradients.
     let constant = random(&[2], 1)?;
     let tape = Tape::start();
@@ -188,6 +214,8 @@ fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> 
         ("favor:m=16,window=9,map=exp", false, 8),
         ("favor:m=16,window=9", true, 1),
         ("favor:m=16|softmax:window=9", true, 8),
+        // A map that is trained has parameters for the one key head of its group.
+        ("favor:m=16,map=learned|softmax:window=9", true, 8),
     ] {
         let attention: AttentionConfig = name.parse().map_err(candle_core::Error::msg)?;
         let attention = attention.build(head_dim, 3, DType::F32, &Device::Cpu)?;

@@ -47,13 +47,7 @@ fn inputs(sizes: Sizes) -> Result<Vec<Tensor>> {
 
 /// Returns the randomly weighted sum of the outputs, and the outputs.
 fn loss(inputs: &[Tensor], sizes: Sizes, mask: &Mask) -> Result<(Tensor, Tensor)> {
-    let map = Fitted {
-        queries: inputs[3].clone(),
-        keys: inputs[4].clone(),
-        log_weights: inputs[5].clone(),
-        query_metric: None,
-        key_metric: None,
-    };
+    let map = Fitted::new(inputs[3].clone(), inputs[4].clone(), inputs[5].clone())?;
     let favor = Favor::with_map(Box::new(map))?;
     let attention: Box<dyn Attention> = match sizes.window {
         Some(window) => Box::new(Windowed::new(window, favor)?),
@@ -163,13 +157,8 @@ fn gradients_of_one(batch: usize, mask: &Mask) -> Result<Vec<Vec<f64>>> {
     let [q, k, v] = [draw(&[1, 2, t, d])?, draw(&[1, 1, t, d])?, draw(&[1, 1, t, 3])?];
     let weights = draw(&[1, 2, t, 3])?;
     let repeated = |x: &Tensor| x.repeat((batch, 1, 1, 1));
-    let map = Fitted {
-        queries: vars[0].as_tensor().clone(),
-        keys: vars[1].as_tensor().clone(),
-        log_weights: vars[2].as_tensor().clone(),
-        query_metric: None,
-        key_metric: None,
-    };
+    let [queries, keys, log_weights] = [0, 1, 2].map(|i: usize| vars[i].as_tensor().clone());
+    let map = Fitted::new(queries, keys, log_weights)?;
     let out =
         Favor::with_map(Box::new(map))?.forward(Inputs::new(&repeated(&q)?, &repeated(&k)?, &repeated(&v)?), mask)?;
     let gradients = (out.narrow(0, 0, 1)? * weights)?.sum_all()?.backward()?;

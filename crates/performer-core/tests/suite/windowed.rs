@@ -212,8 +212,10 @@ fn a_window_over_everything_is_softmax() -> Result<()> {
 fn what_cannot_be_is_refused() -> Result<()> {
     let error = |result: Result<Tensor>| result.expect_err("an error").to_string();
     assert!(windowed(0, DType::F32, FeatureMapKind::Positive).is_err());
-    let signed = windowed(4, DType::F32, FeatureMapKind::Trigonometric);
-    assert!(signed.is_err_and(|e| e.to_string().contains("signed")));
+    for map in [FeatureMapKind::Trigonometric, FeatureMapKind::Relu] {
+        let error = windowed(4, DType::F32, map).expect_err("features without logarithms").to_string();
+        assert!(error.contains("does not return logarithms") && error.contains("map=positive"), "{map}: {error}");
+    }
     let attention = windowed(4, DType::F32, FeatureMapKind::Positive)?;
     let [q, k, v] = inputs(6, DType::F32)?;
     assert!(error(attention.forward(Inputs::new(&q, &k, &v), &Mask::full())).contains("causal"));

@@ -193,8 +193,8 @@ impl Common {
 }
 
 impl Results {
-    /// Refuses a folder in which [`Self::finish`] would replace what is no report of this name, or a
-    /// chart beside it what is none.
+    /// Refuses a folder in which [`Self::finish`] would replace what is no report of this name, or
+    /// a chart beside it what is none.
     fn check(&self, name: &str, charts: &[&str]) -> Result<()> {
         let Some(out) = &self.out else { return Ok(()) };
         let table = format!("{name}.md");

@@ -46,8 +46,8 @@ pub(super) struct Args {
     /// Report the loss at each position of the context, too.
     #[arg(long)]
     by_position: bool,
-    /// Ask for pass keys and pairs of tokens in texts of these lengths, in tokens, too: what the model
-    /// finds again, far back in its context.
+    /// Ask for pass keys and pairs of tokens in texts of these lengths, in tokens, too: what the
+    /// model finds again, far back in its context.
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     recall: Vec<usize>,
     /// Draw the loss by position as STEM.svg and STEM.png.

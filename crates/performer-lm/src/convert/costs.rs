@@ -38,8 +38,8 @@ pub struct LayerCost {
     /// Index of the layer, from 0.
     pub layer: usize,
     /// What the exchange loses, in nats per token: the rise of the loss on the held-out text, and
-    /// those on pass keys and on pairs, each a mean over their lengths. What the teacher never finds
-    /// again does not count, since its loss there is noise.
+    /// those on pass keys and on pairs, each a mean over their lengths. What the teacher never
+    /// finds again does not count, since its loss there is noise.
     pub cost: f64,
     /// The teacher with the attention of this layer exchanged.
     pub measured: Measured,

@@ -27,7 +27,7 @@ const SAMPLED_QUERIES: usize = 32;
 
 /// Computes the moments of every layer over about `tokens` training tokens.
 pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
-    let mut all = teacher.no_moments();
+    let mut all = teacher.no_moments()?;
     let batches = Batches::new(data.train.clone(), teacher.config().context, ROWS, seed)?;
     let passes = tokens.div_ceil(batches.tokens_per_batch());
     for pass in 0..passes {
@@ -96,7 +96,7 @@ pub fn inspect(
     seed: u64,
 ) -> Result<Vec<HeadReport>> {
     let moments = moments(teacher, data, calibrate_tokens, seed)?;
-    let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect();
+    let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect::<candle_core::Result<_>>()?;
     let group = teacher.config().heads / teacher.config().kv_heads;
     let map_of = |layer: usize, m: usize| -> candle_core::Result<Box<dyn FeatureMap>> {
         let seed = derive_seed(seed, layer as u64);

@@ -335,7 +335,8 @@ fn require_sound_decoder(decoder: &DecoderWrapper) -> Result<()> {
 }
 
 /// Refuses templates at which the library panics: that add a token which they do not define, put a
-/// second text beside the only one, or follow another one, which may leave them more than two parts.
+/// second text beside the only one, or follow another one, which may leave them more than two
+/// parts.
 fn require_sound_templates(post_processor: &PostProcessorWrapper) -> Result<()> {
     fn collect<'a>(processor: &'a PostProcessorWrapper, templates: &mut Vec<&'a TemplateProcessing>) {
         match processor {

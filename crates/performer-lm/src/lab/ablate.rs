@@ -103,8 +103,8 @@ fn favor(features: usize) -> FavorConfig {
 /// Returns the length of the window of softmax whose keys and values are as many numbers as the
 /// state of `features` features in a head of `dim` dimensions, as nearly as whole tokens allow.
 fn window_of_equal_bytes(features: usize, dim: usize) -> usize {
-    // A feature keeps a sum of values, a sum of ones and the scale of both. A window keeps a key and
-    // a value of each of its tokens but the query's own.
+    // A feature keeps a sum of values, a sum of ones and the scale of both. A window keeps a key
+    // and a value of each of its tokens but the query's own.
     1 + (features as f64 * (dim + 2) as f64 / (2 * dim) as f64).round() as usize
 }
 

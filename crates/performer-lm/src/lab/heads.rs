@@ -95,7 +95,7 @@ impl Heads {
         let group = config.heads / config.kv_heads;
         let mut layers: Vec<Vec<Head>> = Vec::new();
         for moments in &by_layer {
-            let deviations = moments.logit_deviation();
+            let deviations = moments.logit_deviation()?;
             let head = |head: usize| Head {
                 windows: Vec::new(),
                 moments: moments.head(head / group),

@@ -16,7 +16,7 @@ use crate::config::AttentionConfig;
 
 impl Decoder {
     /// Returns moments of nothing yet, for each layer.
-    pub(crate) fn no_moments(&self) -> Vec<Moments> {
+    pub(crate) fn no_moments(&self) -> candle_core::Result<Vec<Moments>> {
         (0..self.config.layers).map(|layer| Moments::new(self.config.kv_heads, self.config.key_dim(layer))).collect()
     }
 

@@ -70,7 +70,8 @@ fn a_file_that_would_be_replaced_is_named_and_stays() {
     }
 }
 
-/// What tells of a model goes with it: the numbers of one beside another would be taken for its own.
+/// What tells of a model goes with it: the numbers of one beside another would be taken for its
+/// own.
 #[test]
 fn no_report_outlives_its_model() {
     let dir = with_teacher();

@@ -205,8 +205,8 @@ fn bytes_sent(attention: &str, context: usize) -> Result<usize> {
 fn what_favor_sends_is_constant_and_what_softmax_sends_is_linear() -> Result<()> {
     let contexts = [256, 512, 1024];
     let (heads, dim, features, window) = (2, 16, 64, 32);
-    // Every rank sends keys and values to all after it, there and back; in the rounds of a scan, all
-    // send but the last, and then all but the last two.
+    // Every rank sends keys and values to all after it, there and back; in the rounds of a scan,
+    // all send but the last, and then all but the last two.
     let (to_all, to_next) = (2 * RANKS * (RANKS - 1) / 2, 2 * (RANKS - 1));
     let of_scan = 2 * ((RANKS - 1) + (RANKS - 2));
     let sums = |gated: usize| of_scan * heads * (features * (dim + 2) + gated) * 4;

@@ -1,4 +1,4 @@
-//! FAVOR by the fused kernels for the CPU: where they have a map's features from, and what they
+//! FAVOR by the fused kernels for the CPU: where they get the features of a map from, and what they
 //! remember.
 
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) struct Cpu {
     source: Source,
 }
 
-/// Where the kernels have features from.
+/// Where the kernels get features from.
 #[derive(Debug)]
 enum Source {
     /// The kernels compute features, by numbers that do not change: one map for all key heads, or

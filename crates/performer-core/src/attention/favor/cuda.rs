@@ -24,7 +24,7 @@ pub(super) struct Cuda {
     source: Source,
 }
 
-/// Where the kernels have features from.
+/// Where the kernels get features from.
 #[derive(Debug)]
 enum Source {
     /// The kernels compute features, by numbers that do not change.
@@ -91,7 +91,7 @@ impl Cuda {
 }
 
 /// Adds to logarithms of denominators what the kernels leave out where they compute features: the
-/// factor common to all features of a query, and the factor `1/√M` of keys.
+/// factor common to all features of a query, and the factor `1/√F` of keys.
 fn complete(call: &Call<'_>, logs: Tensor) -> Result<Tensor> {
     let of_keys = 0.5 * (call.map.feature_dim() as f64).ln();
     ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?)

@@ -19,11 +19,12 @@ use std::fmt;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use self::backend::{Backends, Begun, Call, Output};
+use self::backend::{Backends, Begun, Call, Output, check_heads};
 pub use self::segment::SegmentSums;
 use super::{Attention, Identity, Inputs, Mask, Path, Segment, State};
 use crate::{
     features::{FeatureMap, FeatureMapKind, RandomParameters},
+    kernels::compute_dtype,
     projection::{self, ProjectionKind, Radii},
 };
 
@@ -133,6 +134,10 @@ enum Parameters {
 /// by the end of the memory.
 const MAX_FEATURES: usize = 1 << 20;
 
+/// The most tokens of a chunk: a sequence is padded to whole chunks, and memory within a chunk
+/// grows with its square.
+const MAX_CHUNK: usize = 1 << 12;
+
 impl Favor {
     /// Draws the random features of `config` from `seed`, for heads of dimension `head_dim`.
     ///
@@ -143,8 +148,8 @@ impl Favor {
     /// otherwise. A projection that is loaded stays as it is.
     ///
     /// # Errors
-    /// If `features` or `head_dim` is 0, `features` is above 2²⁰, or the map cannot be built for
-    /// that dimension.
+    /// If `features` or `head_dim` is 0, `features` is above 2²⁰, `dtype` is none of f32, f64, f16
+    /// and bf16, or the map cannot be built for that dimension.
     pub fn new(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Self> {
         if !matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
             bail!("FAVOR: dtype is {dtype:?}; it must be f32, f64, f16 or bf16");
@@ -161,8 +166,7 @@ impl Favor {
         if config.features > MAX_FEATURES {
             bail!("features (M) is {}; it must be at most {MAX_FEATURES}, and 128 is a good start", config.features);
         }
-        let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let parameters = draw(config, head_dim, seed, dtype, device)?;
+        let parameters = draw(config, head_dim, seed, compute_dtype(dtype), device)?;
         let mut favor = Self::with_map(config.map.build(head_dim, Some(&parameters), device)?)?;
         favor.parameters = match config.map.has_parameters() {
             true => Parameters::OfMap { trained: config.map.is_trained() },
@@ -219,10 +223,10 @@ impl Favor {
     /// change, the result does not.
     ///
     /// # Errors
-    /// If `chunk` is no power of two.
+    /// If `chunk` is no power of two, or above 4,096.
     pub fn with_chunk(mut self, chunk: usize) -> Result<Self> {
-        if !chunk.is_power_of_two() {
-            bail!("chunk is {chunk}; it must be a power of two, such as 64");
+        if !chunk.is_power_of_two() || chunk > MAX_CHUNK {
+            bail!("chunk is {chunk}; it must be a power of two of at most {MAX_CHUNK}, such as 64");
         }
         self.chunk = chunk;
         self.backends.set_chunk(chunk);
@@ -256,6 +260,7 @@ impl Favor {
                 self.map.input_dim()
             );
         }
+        check_heads(self.map.heads(), inputs.k)?;
         Ok(Call { map: &*self.map, inputs, mask, sizes, logs, decoding: None })
     }
 
@@ -400,7 +405,10 @@ impl Attention for Favor {
             match get(name) {
                 Some(t) if t.dims() == old.dims() => t.to_dtype(old.dtype())?.to_device(old.device()),
                 Some(t) => bail!("buffer {name} has shape {:?}; it must be {:?}", t.dims(), old.dims()),
-                None => bail!("buffer {name} {:?} is missing", old.dims()),
+                None => bail!(
+                    "buffer {name} {:?} is missing; it belongs to the model's weights, so save Attention::buffers with them",
+                    old.dims()
+                ),
             }
         };
         match &self.parameters {

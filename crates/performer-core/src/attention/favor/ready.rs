@@ -48,7 +48,7 @@ impl Ready {
             _ => bail!("feature map {map:?} returned two kinds of features"),
         };
         debug_assert_eq!(q.dtype(), DType::F32);
-        let visible = folded.keys.as_ref().map(|keys| keys.ne(0.0)?.flatten_all()?.contiguous());
+        let visible = folded.visible.as_ref().map(|visible| visible.ne(0.0)?.flatten_all()?.contiguous());
         Ok(Self {
             form,
             features,

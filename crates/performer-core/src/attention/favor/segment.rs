@@ -23,10 +23,11 @@ use crate::{
     attention::{
         Attention, Inputs, Mask, Segment,
         gates::{sums_after, sums_up_to},
-        layout::{FLOOR, Folded, Rows, compute, join, join_logs, values_and_one},
+        layout::{FLOOR, Folded, Rows, join, join_logs, values_and_one},
         state::bytes_of,
     },
     features::{FeatureMap, Features},
+    kernels::compute_dtype,
     ops,
 };
 
@@ -67,7 +68,8 @@ impl SegmentSums {
     /// rounding, and does not commute.
     ///
     /// # Errors
-    /// If the two belong to different attentions or batches.
+    /// If their sizes differ. Sums of other features, or of another batch, that have these sizes are
+    /// not noticed: merge only sums of one attention and one batch.
     pub fn merge(&self, later: &Self) -> Result<Self> {
         if self.log_scale.dims() != later.log_scale.dims() || self.sums.dims() != later.sums.dims() {
             bail!(
@@ -157,10 +159,11 @@ impl Favor {
     /// queries for the backward pass.
     ///
     /// # Errors
-    /// As for [`Self::sums_of_segment`], and if `before` belongs to another attention or batch.
+    /// As for [`Self::sums_of_segment`], and if `before` has other sizes or another type than this
+    /// attention has for these inputs.
     pub fn forward_after(&self, inputs: Inputs<'_>, before: &SegmentSums) -> Result<Tensor> {
         let dtype = inputs.q.dtype();
-        let widen = |x: &Tensor| ops::to_dtype(x, compute(dtype));
+        let widen = |x: &Tensor| ops::to_dtype(x, compute_dtype(dtype));
         let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
         let gates = inputs.gates.map(widen).transpose()?;
         let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
@@ -204,7 +207,8 @@ impl Favor {
     /// What no keys come to, beside these inputs of sizes `(B, H, T, D)`.
     pub(in crate::attention) fn no_sums(&self, inputs: Inputs<'_>) -> Result<SegmentSums> {
         let (b, heads, _, dv) = inputs.v.dims4()?;
-        let (n, f, dtype, device) = (b * heads, self.map.feature_dim(), compute(inputs.q.dtype()), inputs.q.device());
+        let (n, f, dtype, device) =
+            (b * heads, self.map.feature_dim(), compute_dtype(inputs.q.dtype()), inputs.q.device());
         Ok(SegmentSums {
             log_scale: Tensor::full(FLOOR, (n, 1, f), device)?.to_dtype(dtype)?,
             sums: Tensor::zeros((n, f, dv + 1), dtype, device)?,
@@ -275,6 +279,10 @@ impl FeatureMap for Logarithms<'_> {
 
     fn feature_dim(&self) -> usize {
         self.favor.map.feature_dim()
+    }
+
+    fn heads(&self) -> usize {
+        self.favor.map.heads()
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {

@@ -4,11 +4,7 @@ use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
 
-const SOURCE: Source = Source {
-    name: "performer-core/src/kernels/cuda/activation.cu",
-    text: include_str!("activation.cu"),
-    headers: STORED,
-};
+const SOURCE: Source = source!("activation.cu", STORED);
 
 /// Runs the kernel `entry[0]`, or `entry[1]` where it can read 16 bytes at a time, that makes `OUT`
 /// tensors from `N` tensors, all of one shape and type.

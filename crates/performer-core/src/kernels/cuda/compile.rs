@@ -47,7 +47,7 @@ impl Target {
     }
 }
 
-/// `Loads` says where this process has its kernels from.
+/// `Loads` says where this process got its kernels from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Loads {

@@ -5,11 +5,7 @@ use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 use super::{CudaStorage, Macro, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor};
 use crate::kernels::convolution::TAPS;
 
-const SOURCE: Source = Source {
-    name: "performer-core/src/kernels/cuda/convolution.cu",
-    text: include_str!("convolution.cu"),
-    headers: STORED,
-};
+const SOURCE: Source = source!("convolution.cu", STORED);
 
 /// The tokens that a thread takes. The gradient of a filter is summed over such runs, so its bits
 /// depend on this number.

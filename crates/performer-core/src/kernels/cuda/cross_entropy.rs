@@ -4,11 +4,7 @@ use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 
 use super::{STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
 
-const SOURCE: Source = Source {
-    name: "performer-core/src/kernels/cuda/cross_entropy.cu",
-    text: include_str!("cross_entropy.cu"),
-    headers: STORED,
-};
+const SOURCE: Source = source!("cross_entropy.cu", STORED);
 
 /// Whether all rows begin at multiples of 16 bytes.
 fn is_wide((storage, layout): View) -> bool {

@@ -6,11 +6,7 @@ use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 use super::super::operation::{Operation, Stored};
 use super::{CudaStorage, STORED, Source, THREADS, allocate, contiguous, storage, tensor, with_storages};
 
-const SOURCE: Source = Source {
-    name: "performer-core/src/kernels/cuda/embedding.cu",
-    text: include_str!("embedding.cu"),
-    headers: STORED,
-};
+const SOURCE: Source = source!("embedding.cu", STORED);
 
 /// The tokens of a thread block, as in `embedding.cu`.
 const TOKENS: usize = 4;

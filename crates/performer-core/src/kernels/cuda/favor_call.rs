@@ -104,7 +104,10 @@ impl<'a> Call<'a> {
         }
         if queries.max(keys) > i32::MAX as usize / 2 || batch * heads > i32::MAX as usize / 64 {
             bail!(
-                "favor on CUDA: {batch} sequences of {heads} heads with {queries} queries and {keys} keys are too many"
+                "favor on CUDA: {batch} sequences of {heads} heads with {queries} queries and {keys} keys are too many; at \
+                 most {} heads of all sequences and {} tokens can be taken",
+                i32::MAX as usize / 64,
+                i32::MAX as usize / 2
             );
         }
         // Only two sizes are distinguished, so that all cards of data centres divide problems
@@ -414,7 +417,8 @@ impl<'a> Call<'a> {
         tensors.factors = address_of_output(&mut launch, factors.as_mut())?;
         tensors.of_features = address_of_output(&mut launch, of_key_features.as_mut())?;
         let launch = launch.value(tensors);
-        // SAFETY: as above.
+        // SAFETY: strides and sizes are those of the tensors; every row of both gradients is
+        // written.
         unsafe { launch.output(&mut dk.storage)?.output(&mut dv.storage)?.run(grid(segments), threads) }?;
 
         let reduce =
@@ -552,8 +556,8 @@ pub(super) struct Gradients {
     pub(super) qkv: [Buffer; 3],
     /// Of gates, if there are some.
     pub(super) gates: Option<Buffer>,
-    /// Of the log-features of queries and keys, `(S, B, H, T, F)`, if they were asked for: in parts,
-    /// of `S` slices of the values and of query heads.
+    /// Of the log-features of queries and keys, `(S, B, H, T, F)`, if they were asked for: in
+    /// parts, of `S` slices of the values and of query heads.
     pub(super) features: Option<[Buffer; 2]>,
 }
 

@@ -1,4 +1,4 @@
-//! Where the kernels of FAVOR have features from, and how the numbers of a feature map are packed
+//! Where the kernels of FAVOR get features from, and how the numbers of a feature map are packed
 //! for them: see `Packed` in `tile.cuh`, and `KeyForm` in `favor.cuh`.
 
 use std::{
@@ -12,11 +12,7 @@ use super::{Source, THREADS, View, buffer::Buffer, favor_call::HEADERS, with_sto
 use crate::{kernels::favor::blocks::MapKind, projection::factor_is_bf16};
 
 /// The kernel that packs numbers of a map for the others.
-const PACK: Source = Source {
-    name: "performer-core/src/kernels/cuda/favor_pack.cu",
-    text: include_str!("favor_pack.cu"),
-    headers: HEADERS,
-};
+const PACK: Source = source!("favor_pack.cu", HEADERS);
 
 /// `Map` says where features come from.
 #[derive(Clone, Debug)]
@@ -113,7 +109,7 @@ pub(super) struct Packed {
 /// `PackedKeys` is what the kernels read of keys' own form: `KeyForm` of `favor.cuh`.
 #[derive(Debug)]
 pub(super) struct PackedKeys {
-    /// As [`Packed::queries`].
+    /// The factor that makes features of keys, and the factor that makes their gradients.
     pub(super) factors: [Buffer; 2],
     pub(super) weights: Buffer,
     /// `P` and `PᵀP`.

@@ -8,8 +8,7 @@ use candle_core::{
 use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, with_storages};
 use crate::kernels::rotary::{Pairs, Rotary};
 
-const SOURCE: Source =
-    Source { name: "performer-core/src/kernels/cuda/heads.cu", text: include_str!("heads.cu"), headers: STORED };
+const SOURCE: Source = source!("heads.cu", STORED);
 
 /// `Rows` is the struct of that name in `heads.cu`.
 #[repr(C)]

@@ -5,7 +5,7 @@
 //   backward: x, weight, grad (rows, width) -> dx (rows, width), kept (rows, 2) = mean and scale
 //             x, grad, kept -> sums (blocks, 2, width) of the gradients of weight and bias
 //
-// Macros: STORAGE as in tile.cuh; CENTER 1 subtracts the mean and has a bias. Weights, biases and
+// Macros: STORAGE as in stored.cuh; CENTER 1 subtracts the mean and has a bias. Weights, biases and
 // statistics are f32.
 
 #include "stored.cuh"

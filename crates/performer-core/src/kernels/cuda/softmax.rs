@@ -153,7 +153,10 @@ impl<'a> Call<'a> {
         }
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
         if queries.max(keys) > MOST_TOKENS || queries.max(keys) / 64 > 65535 {
-            bail!("softmax on CUDA: {queries} queries over {keys} keys are too many");
+            bail!(
+                "softmax on CUDA: {queries} queries over {keys} keys are too many; at most {} of each can be taken",
+                MOST_TOKENS.min(65536 * 64 - 1)
+            );
         }
         let slope = (dim as f64).sqrt().recip();
         // Rows with logarithms are padded, so that each begins at a multiple of 16 bytes.
@@ -290,7 +293,7 @@ impl<'a> Call<'a> {
         let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
         let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dk.storage)?.output(&mut dv.storage)?;
         let launch = optional_output(launch, of_keys.as_mut())?;
-        // SAFETY: as above.
+        // SAFETY: strides and sizes are those of the tensors; every row of both gradients is written.
         unsafe { launch.run([self.batch * self.key_heads, self.keys.div_ceil(rows), 1], threads) }?;
         let gates = match (of_queries, of_keys) {
             (Some(of_queries), Some(of_keys)) => Some(self.gate_gradients(&of_queries, &of_keys)?),

@@ -112,8 +112,8 @@ __device__ inline void put_sums(float* to, const float (&parts)[TALL][2], int co
 #endif
 }
 
-// Says whether some of the warp's rows do not see some of the `count` keys from `first` on, of which
-// `reach` are left. The block's rows begin with query `start`.
+// Says whether some of the warp's rows do not see some of the `count` keys from `first` on, of
+// which `reach` are left. The block's rows begin with query `start`.
 __device__ inline bool is_partial(const Problem& p, int first, int count, int reach, int start) {
     if (p.offset < 0) return first + count > reach;
     int own = p.offset + start + first_row(0), last_own = p.offset + start + first_row(TALL) - 1;

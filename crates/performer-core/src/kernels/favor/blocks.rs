@@ -259,6 +259,8 @@ mod tests {
     const STORAGES: [StoredType; 3] = [F32, F16, Bf16];
     const MAPS: [MapKind; 4] = [Computed, Log, Signed, OwnKeys];
 
+    /// The macros say by numbers what tensors hold and where features come from, and the kernels'
+    /// sources say what the numbers mean.
     #[test]
     fn codes_are_those_of_the_sources() {
         for (i, storage) in STORAGES.into_iter().enumerate() {
@@ -267,6 +269,15 @@ mod tests {
         for (i, map) in MAPS.into_iter().enumerate() {
             assert_eq!(map.to_string(), i.to_string());
         }
+        let (stored, tile) = (include_str!("../cuda/stored.cuh"), include_str!("../cuda/tile.cuh"));
+        for source in [stored, tile] {
+            assert!(source.contains("0 f32, 1 f16, 2 bf16"), "what STORAGE means is written in words");
+        }
+        let types =
+            "#if STORAGE == 0\ntypedef float Stored;\n#elif STORAGE == 1\ntypedef Half Stored;\n#else\ntypedef Bfloat";
+        assert!(stored.contains(types), "f32 is 0, f16 is 1, bf16 is the rest");
+        let favor = include_str!("../cuda/favor.cuh");
+        assert!(favor.contains("READY = MAP == 1 || MAP == 2, SIGNED = MAP == 2, OWN_KEYS = MAP == 3;"));
     }
 
     /// The most shared memory of a thread block on A100 and on H100.

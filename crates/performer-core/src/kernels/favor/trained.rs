@@ -18,8 +18,8 @@ pub(crate) struct Trained {
     sizes: [usize; 2],
 }
 
-/// Puts the rows of queries and of keys `(H, M, D)` and the weights of keys `(H, M)` into one tensor
-/// `(H, 2·M·D + M)`, f32, since an operation takes few.
+/// Puts the rows of queries and of keys `(H, M, D)` and the weights of keys `(H, M)` into one
+/// tensor `(H, 2·M·D + M)`, f32, since an operation takes few.
 pub(crate) fn join_parameters([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Tensor> {
     let (h, m, d) = queries.dims3()?;
     let flat = |rows: &Tensor| ops::reshape(rows, (h, m * d));

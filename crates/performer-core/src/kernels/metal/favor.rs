@@ -120,7 +120,12 @@ pub(crate) fn favor(
     }
     let (slice, splits) = slices(values);
     if tokens > i32::MAX as usize / 2 || batch * heads * splits > i32::MAX as usize {
-        bail!("favor on Metal: {batch} sequences of {heads} heads with {tokens} tokens are too many");
+        bail!(
+            "favor on Metal: {batch} sequences of {heads} heads with {tokens} tokens are too many; at most {} heads of all \
+             sequences and {} tokens can be taken",
+            i32::MAX as usize / splits,
+            i32::MAX as usize / 2
+        );
     }
     let strides = |t: &Tensor| Strides::of(t.layout());
     let problem = Problem {

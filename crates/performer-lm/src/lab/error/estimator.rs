@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn features_are_as_many_as_asked_for() {
         let d = 6;
-        let mut moments = Moments::new(1, d);
+        let mut moments = Moments::new(1, d).unwrap();
         let rows = draw_tensor(ProjectionKind::Gaussian, Radii::Chi, 50, d, 1, DType::F64, &Device::Cpu).unwrap();
         let rows = rows.reshape((1, 1, 50, d)).unwrap();
         moments.add(&rows, &rows).unwrap();

@@ -172,7 +172,7 @@ mod tests {
 
     fn problem(causal: bool) -> Problem {
         let [q, k, v] = [1, 2, 3].map(normal);
-        let mut moments = Moments::new(1, DIM);
+        let mut moments = Moments::new(1, DIM).unwrap();
         let heads = |x: &Tensor| x.reshape((1, 1, T, DIM)).unwrap();
         moments.add(&heads(&q), &heads(&k)).unwrap();
         Problem::new([&q, &k, &v], causal, T, moments).unwrap()

@@ -124,7 +124,7 @@ pub(super) fn gaussian(tokens: usize, d: usize, seed: u64) -> Result<[Tensor; 3]
 
 /// Computes the moments of one head's queries and keys, shape `(T, D)` each.
 pub(super) fn moments(q: &Tensor, k: &Tensor) -> Result<Moments> {
-    let mut moments = Moments::new(1, q.dim(1)?);
+    let mut moments = Moments::new(1, q.dim(1)?)?;
     moments.add(&q.unsqueeze(0)?.unsqueeze(0)?, &k.unsqueeze(0)?.unsqueeze(0)?)?;
     Ok(moments)
 }

@@ -73,7 +73,7 @@ impl Trainer<'_> {
 
     /// Fits features to the model's queries and keys of the batches from this step on.
     pub(super) fn fit_features(&mut self, step: usize) -> Result<()> {
-        let mut moments = self.model.no_moments();
+        let mut moments = self.model.no_moments()?;
         for later in 0..FIT_TOKENS.div_ceil(self.batches.tokens_per_batch()) {
             let (epoch, index) = self.batches.position((step + later) as u64);
             let batch = self.batches.batch(epoch, index)?;

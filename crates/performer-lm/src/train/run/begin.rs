@@ -95,8 +95,8 @@ impl<'a> Trainer<'a> {
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
         trainer.require_equal()?;
-        // Reports of what was in this folder before would be mistaken for those of this run; its log
-        // is open already.
+        // Reports of what was in this folder before would be mistaken for those of this run; its
+        // log is open already.
         led(&ranks, || remove_reports(trainer.options.out, |name| name != LOG))?;
         trainer.save()?;
         Ok(trainer)

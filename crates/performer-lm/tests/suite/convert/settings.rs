@@ -1,5 +1,5 @@
-//! These tests change one setting of a conversion at a time: a folder that holds the result of other
-//! settings, or of another revision, is not taken for what was asked for.
+//! These tests change one setting of a conversion at a time: a folder that holds the result of
+//! other settings, or of another revision, is not taken for what was asked for.
 
 use std::{
     path::Path,

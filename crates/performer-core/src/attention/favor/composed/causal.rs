@@ -77,13 +77,13 @@ struct Mapped {
 impl Mapped {
     fn new(map: &dyn FeatureMap, inputs: &Folded) -> Result<Self> {
         match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
-            (Features::Log(q), Features::Log(k)) => Ok(Self { q, k: hide(&k, inputs.keys.as_ref())?, scale: None }),
+            (Features::Log(q), Features::Log(k)) => Ok(Self { q, k: hide(&k, inputs.visible.as_ref())?, scale: None }),
             (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
                 let scale = match log_scale {
                     Some(scale) => scale,
                     None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
                 };
-                Ok(Self { q, k, scale: Some(hide(&scale, inputs.keys.as_ref())?) })
+                Ok(Self { q, k, scale: Some(hide(&scale, inputs.visible.as_ref())?) })
             }
             _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
         }
@@ -97,7 +97,7 @@ fn attend(
     state: Option<&PrefixSums>,
 ) -> Result<(Rows, PrefixSums)> {
     let (n, t, g, f) = q.dims4()?;
-    let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
+    let v1 = values_and_one(&inputs.v, inputs.visible.as_ref())?;
     if let Some(state) = state {
         let scales = scale.as_ref().unwrap_or(&k).dim(D::Minus1)?;
         state.check([n, f, inputs.v.dim(2)? + 1], [n, 1, scales], v1.dtype())?;

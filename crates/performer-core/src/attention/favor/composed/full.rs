@@ -17,10 +17,10 @@ use crate::{
 pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
     let (n, tq, g, _) = inputs.q.dims4()?;
     let f = map.feature_dim();
-    let v1 = values_and_one(&inputs.v, inputs.keys.as_ref())?;
+    let v1 = values_and_one(&inputs.v, inputs.visible.as_ref())?;
     let num_den = match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
         (Features::Log(lq), Features::Log(lk)) => {
-            let lk = hide(&lk, inputs.keys.as_ref())?;
+            let lk = hide(&lk, inputs.visible.as_ref())?;
             let c = lk.detach().max_keepdim(1)?.maximum(FLOOR)?;
             let sums = lk.broadcast_sub(&c)?.exp()?.transpose(1, 2)?.contiguous()?.matmul(&v1)?;
             query_weights(&lq.reshape((n, tq * g, f))?, &c)?.0.matmul(&sums)?
@@ -29,7 +29,7 @@ pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
             let k = match log_scale {
                 None => k,
                 Some(scale) => {
-                    let scale = hide(&scale, inputs.keys.as_ref())?;
+                    let scale = hide(&scale, inputs.visible.as_ref())?;
                     let c = scale.detach().max_keepdim(1)?.maximum(FLOOR)?;
                     k.broadcast_mul(&scale.broadcast_sub(&c)?.exp()?)?
                 }
