@@ -34,9 +34,10 @@ pub trait Cards: fmt::Debug + Send + Sync {
     /// be left out. Whoever is sent to must receive as many bytes.
     ///
     /// # Safety
-    /// As for [`Self::sum`].
+    /// The memory must be that of this rank's card, and nothing else may use it until the call
+    /// returns.
     ///
     /// # Errors
-    /// As for [`Self::sum`].
+    /// If a rank does not take part before the deadline, or a card or connection fails.
     unsafe fn exchange(&self, send: Option<(usize, CardMemory)>, receive: Option<(usize, CardMemory)>) -> Result<()>;
 }

@@ -11,7 +11,6 @@
 //! - [`sum_in_order`] adds the gradients of a batch whose parts are computed by several ranks, in
 //!   one order, whatever the number of ranks. So a training has the same bits on any number.
 //! - [`agree`] lets all ranks fail where one fails, with one text that names it.
-//! - [`exclusive_scan`] merges what lies before a rank, for sequences that are cut over ranks.
 //! - [`Counted`] counts what is sent.
 //!
 //! `Mpi`, and `Card` and `Nccl` of the feature `nccl`, are compiled only with their features, which
@@ -36,7 +35,6 @@ mod mpi;
 mod nccl;
 mod one;
 mod ranks;
-mod scan;
 mod start;
 mod threads;
 
@@ -52,6 +50,5 @@ pub use mpi::Mpi;
 pub use nccl::{Card, Nccl};
 pub use one::One;
 pub use ranks::{Ranks, Reduction};
-pub use scan::exclusive_scan;
-pub use start::{launched_rank, neighbours, place, start};
+pub use start::{launched_rank, local_rank, local_size, start};
 pub use threads::{Thread, threads};

@@ -18,8 +18,8 @@ pub enum Reduction {
 /// with buffers of the same sizes.
 ///
 /// Each call returns when this rank has what it asked for, or an [`Error`](crate::Error) after the
-/// deadline: a rank that died or went another way leaves nobody waiting for ever. After an error no
-/// further call succeeds, since ranks no longer agree on what comes next.
+/// deadline: a rank that died or went another way leaves nobody waiting for ever. After an error
+/// ranks no longer agree on what comes next, so no further call may be made.
 pub trait Ranks: fmt::Debug + Send + Sync {
     /// The number of this rank, from 0.
     fn rank(&self) -> usize;

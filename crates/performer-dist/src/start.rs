@@ -17,22 +17,22 @@ fn launched() -> usize {
 }
 
 /// What launchers say of the number of processes on this machine: OpenMPI, MPICH, Slurm.
-const NEIGHBOURS: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"];
+const LOCAL_SIZES: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"];
 
 /// Returns the number of processes of this program on this machine, as far as the launcher says it.
-pub fn neighbours() -> usize {
+pub fn local_size() -> usize {
     let size = |name: &&str| env::var(name).ok()?.parse().ok();
-    if launched() > 1 { NEIGHBOURS.iter().find_map(size).unwrap_or(1).max(1) } else { 1 }
+    if launched() > 1 { LOCAL_SIZES.iter().find_map(size).unwrap_or(1).max(1) } else { 1 }
 }
 
 /// What launchers say of the number of a process on its machine: OpenMPI, MPICH, Slurm.
-const PLACES: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
+const LOCAL_RANKS: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
 
 /// Returns the number of this process among those of this program on its machine, from 0, as far as
 /// the launcher says it: by it, each takes a card of its own.
-pub fn place() -> usize {
-    let place = |name: &&str| env::var(name).ok()?.parse().ok();
-    if launched() > 1 { PLACES.iter().find_map(place).unwrap_or(0) } else { 0 }
+pub fn local_rank() -> usize {
+    let rank = |name: &&str| env::var(name).ok()?.parse().ok();
+    if launched() > 1 { LOCAL_RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
 }
 
 /// What launchers say of the number of a process, in the order of [`SIZES`].

@@ -4,15 +4,13 @@
 use std::{sync::Arc, time::Duration};
 
 use performer_dist::{
-    Counted, Disagreement, Grid, Ranks, Reduction, Traffic, agree, agree_on, exclusive_scan, gather, share,
-    sum_in_order, threads,
+    Counted, Disagreement, Grid, Ranks, Reduction, Traffic, agree, agree_on, gather, share, sum_in_order, threads,
 };
 
 /// Checks all calls; every rank calls it.
 pub(crate) fn check(ranks: &Arc<dyn Ranks>) {
     collectives(&**ranks);
     exchanges(&**ranks);
-    scans(&**ranks);
     sums(&**ranks);
     agreement(&**ranks);
     splits(ranks);
@@ -59,23 +57,6 @@ fn exchanges(ranks: &dyn Ranks) {
     let receive = (rank > 0).then_some((previous, &mut received[..]));
     ranks.exchange(send, receive).unwrap();
     assert!(rank == 0 || received == [previous as u8; 3]);
-}
-
-/// A merge that does not commute: digits of a number, of which the later ones are multiplied.
-fn scans(ranks: &dyn Ranks) {
-    let own = [ranks.rank() as f32 + 2.0, 3.0];
-    // (a, b) ⊕ (c, d) is x → (x·b + a)·d + c.
-    let merge = |before: &[u8], after: &[u8]| -> Vec<u8> {
-        let numbers = |bytes: &[u8]| bytemuck::pod_collect_to_vec::<u8, f32>(bytes);
-        let (x, y) = (numbers(before), numbers(after));
-        bytemuck::cast_slice(&[x[0] * y[1] + y[0], x[1] * y[1]]).to_vec()
-    };
-    let before = exclusive_scan(ranks, bytemuck::cast_slice(&own).to_vec(), merge).unwrap();
-    let expected = (0..ranks.rank()).fold((0f32, 1f32), |(a, b), rank| (a * 3.0 + rank as f32 + 2.0, b * 3.0));
-    match before {
-        None => assert_eq!(ranks.rank(), 0),
-        Some(bytes) => assert_eq!(bytemuck::pod_collect_to_vec::<u8, f32>(&bytes), [expected.0, expected.1]),
-    }
 }
 
 /// Sums over ranks have the bits of a sum in one place, for lengths around the size of a bucket.

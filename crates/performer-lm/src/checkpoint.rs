@@ -49,7 +49,7 @@ pub(crate) use weights_file::{check_digest, write_durably, write_safetensors, wr
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
-const MODEL: &str = "model.safetensors";
+pub(crate) const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const TRAIN_STATE: &str = "train_state.json";
 

@@ -1,5 +1,5 @@
-//! What a model is and how it is trained: the structs behind `config.json` and `training.json`, and
-//! the presets.
+//! What a model is and how it is trained: the structs behind the files `config.json` and
+//! `training.json` of presets, and the presets.
 //!
 //! Nothing here computes, and nothing here imports from the rest of the crate: every other module
 //! may import from this one.
@@ -353,7 +353,8 @@ impl Precision {
     }
 }
 
-/// A `TrainingConfig` says how a model is trained; it is saved as `training.json`.
+/// A `TrainingConfig` says how a model is trained. Presets are read from a `training.json`; a run
+/// saves it in its `train_state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingConfig {
@@ -436,7 +437,8 @@ impl Preset {
     /// Returns the preset's model and training settings.
     ///
     /// # Errors
-    /// If a file of the preset, which is compiled in, cannot be read as settings: none so far.
+    /// If a file of the preset, which is compiled in, cannot be read as settings; tests read them
+    /// all.
     pub fn load(self) -> Result<(ModelConfig, TrainingConfig)> {
         let (model, training) = match self {
             Self::Seed => (include_str!("../models/seed/config.json"), include_str!("../models/seed/training.json")),

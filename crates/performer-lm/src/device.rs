@@ -74,7 +74,7 @@ fn cuda() -> Result<Device> {
 fn card() -> usize {
     #[cfg(feature = "cuda")]
     if let Ok(count @ 1..) = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count() {
-        return performer_dist::place() % count as usize;
+        return performer_dist::local_rank() % count as usize;
     }
     0
 }

@@ -301,7 +301,7 @@ impl Writing<'_> {
 /// [`Continuation::write`].
 ///
 /// # Errors
-/// As these.
+/// If the prompt cannot be encoded or is longer than the model's positions, or the model fails.
 pub fn generate(
     model: &Decoder,
     tokenizer: &Tokenizer,

@@ -96,12 +96,20 @@ impl Examiner<'_> {
     /// # Errors
     /// Those of [`Self::check`], and if the length is more than the model's positions.
     pub fn measure(&self, model: &Decoder, tokens: usize) -> Result<Recall> {
-        let positions = model.positions_left(&model.new_state());
-        ensure!(
-            tokens <= positions,
-            "recall over {tokens} tokens: the model has {positions} positions; ask for at most as many"
-        );
+        require_positions(model, tokens)?;
         self.grade(tokens, |question| answers(model, question))
+    }
+
+    /// Refuses lengths of which [`Self::measure`] would refuse one, so that it is found out before
+    /// anything is measured.
+    ///
+    /// # Errors
+    /// Those of [`Self::measure`] that do not come from computing.
+    pub fn check_all(&self, model: &Decoder, lengths: &[usize]) -> Result<()> {
+        lengths.iter().try_for_each(|&tokens| {
+            require_positions(model, tokens)?;
+            self.check(tokens)
+        })
     }
 
     /// Grades what `answers` makes of the texts.
@@ -237,6 +245,16 @@ fn answers(model: &Decoder, question: &Question) -> Result<Vec<Answer>> {
         Answer { is_likeliest: id == likeliest, loss: -f64::from(logits[id as usize]) }
     });
     Ok(graded.collect())
+}
+
+/// Refuses texts that are longer than the model has positions.
+fn require_positions(model: &Decoder, tokens: usize) -> Result<()> {
+    let positions = model.positions_left(&model.new_state());
+    ensure!(
+        tokens <= positions,
+        "recall over {tokens} tokens: the model has {positions} positions; ask for at most as many"
+    );
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,4 +1,6 @@
-//! The revision of this program, for whatever it writes.
+//! What made a result: the revision of this program and its command line, for whatever it writes.
+
+use std::ffi::OsString;
 
 /// The revision this program was built from: a git commit (with `-dirty` where files had been
 /// changed), or the version of the package where it was built outside its repository.
@@ -9,9 +11,46 @@ pub fn git_revision() -> &'static str {
     }
 }
 
+/// The command line of this process, as a shell takes it. An argument that is no UTF-8 is written
+/// with replacement characters.
+pub(crate) fn command_line() -> String {
+    let words = std::env::args_os().skip(1).map(|word| quoted(&word));
+    std::iter::once("performer-lm".to_string()).chain(words).collect::<Vec<_>>().join(" ")
+}
+
+/// A word of a command line, in single quotes where it holds a character that a shell may
+/// interpret.
+fn quoted(word: &OsString) -> String {
+    let word = word.to_string_lossy();
+    let is_plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.into_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_that_a_shell_would_interpret_are_quoted() {
+        for (word, expected) in [
+            ("--attention", "--attention"),
+            ("favor:m=32,map=learned", "favor:m=32,map=learned"),
+            ("favor:m=32|softmax:window=8", "'favor:m=32|softmax:window=8'"),
+            ("a b", "'a b'"),
+            ("it's", r"'it'\''s'"),
+            ("", "''"),
+        ] {
+            assert_eq!(quoted(&word.into()), expected);
+        }
+        #[cfg(unix)]
+        {
+            use std::os::unix::ffi::OsStringExt;
+            assert_eq!(quoted(&OsString::from_vec(b"rep\xff".to_vec())), "'rep\u{fffd}'");
+        }
+    }
 
     #[test]
     fn the_revision_is_a_commit_or_a_version() {

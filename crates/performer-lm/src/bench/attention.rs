@@ -149,6 +149,9 @@ pub struct Report {
 pub struct Others {
     /// Their shapes, which must equal ours.
     pub sweep: OtherSweep,
+    /// How they were measured.
+    #[serde(default)]
+    pub about: OtherAbout,
     /// The measurements.
     pub points: Vec<Point>,
 }
@@ -162,7 +165,20 @@ pub struct OtherSweep {
     causal: bool,
 }
 
+/// An `OtherAbout` is what another program says of how it measured.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct OtherAbout {
+    /// The type of the numbers, such as `f32`; files from before this was written are of f32.
+    #[serde(default)]
+    dtype: Option<String>,
+}
+
 impl Others {
+    /// The type of the numbers that were measured.
+    pub fn dtype(&self) -> &str {
+        self.about.dtype.as_deref().unwrap_or("f32")
+    }
+
     /// Returns the milliseconds of PyTorch's exact causal attention with `heads` sequences times
     /// heads, if they are among the measurements.
     pub fn sdpa(&self, heads: usize, head_dim: usize, tokens: usize, backward: bool) -> Option<f64> {
@@ -247,6 +263,9 @@ pub fn run(
         if others.sweep != ours {
             bail!("the other measurements are of {:?}, these of {ours:?}; give both the same sizes", others.sweep);
         }
+        if others.dtype() != "f32" {
+            bail!("the other measurements are of {}, these of f32; measure both in f32", others.dtype());
+        }
         for mut point in others.points {
             point.gflops = flop(sweep, point.tokens, point.features, point.backward) / point.timing.median_ms / 1e6;
             report.points.push(point);
@@ -290,11 +309,15 @@ impl Report {
                         Some((t as f64, favor.timing.median_ms / self.softmax(t, backward)?))
                     })
                     .collect();
+                // Where softmax or this pass was not measured there is nothing to say.
+                if ratios.is_empty() {
+                    continue;
+                }
                 found.push(Crossover {
                     features,
                     backward,
                     tokens: crossing(&ratios),
-                    ahead_at_once: !ratios.is_empty() && ratios.iter().all(|r| r.1 <= 1.0),
+                    ahead_at_once: ratios.iter().all(|r| r.1 <= 1.0),
                     by_flop: crossover_by_flop(&self.sweep, features, backward),
                 });
             }

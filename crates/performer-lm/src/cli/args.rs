@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use clap::Args;
-use performer_dist::{One, Ranks, neighbours};
+use performer_dist::{One, Ranks, local_size};
 
 use super::output;
 use crate::{
@@ -58,7 +58,7 @@ impl Global {
                 )
             }
             Some(threads) => threads,
-            None => (cores / neighbours()).max(1),
+            None => (cores / local_size()).max(1),
         };
         // While passes run side by side, Candle's own pools would only compete for the cores.
         let inside = if side_by_side { 1 } else { threads }.to_string();
@@ -121,7 +121,8 @@ pub(super) struct DataArgs {
     /// program; tinystories downloads it (2 GB, once).
     #[arg(long)]
     pub(super) data: Option<DataSpec>,
-    /// Vocabulary of the byte-level BPE trained on the training text [default: the preset's].
+    /// Tokens of the byte-level BPE that is trained on the training text [default: the preset's; 4096
+    /// for data, 512 for lab ablate].
     #[arg(long)]
     vocab_size: Option<usize>,
     /// A tokenizer.json to use instead.
@@ -207,11 +208,11 @@ const SAMPLE_EPOCHS: usize = 20;
 /// The context of the preset `seed` on the sample: whole stories fit in.
 const SAMPLE_CONTEXT: usize = 128;
 
-/// Sequences of a step there. With the preset's 128, a run of this length has too few steps to
+/// Sequences of a step on the sample with the preset `seed`. With the preset's 128, a run of this length has too few steps to
 /// learn more than words.
 const SAMPLE_BATCH: usize = 32;
 
-/// The peak learning rate there.
+/// The peak learning rate on the sample with the preset `seed`.
 const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {

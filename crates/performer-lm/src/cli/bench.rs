@@ -20,6 +20,7 @@ use crate::{
     files,
     model::pretrained,
     plot,
+    revision::command_line,
     train::git_revision,
 };
 
@@ -72,8 +73,11 @@ pub(super) struct AttentionArgs {
     /// Measurements of PyTorch at the same sizes, from scripts/torch_attention.py, to put beside.
     #[arg(long, value_name = "JSON")]
     against: Option<PathBuf>,
+    /// Milliseconds for which each implementation is timed at each size, at least.
+    #[arg(long, default_value_t = 400)]
+    milliseconds: u64,
     #[command(flatten)]
-    common: Common,
+    results: Results,
 }
 
 /// The attention that is timed.
@@ -85,7 +89,7 @@ pub(super) struct ShapeArgs {
     /// Sequences.
     #[arg(long, default_value_t = 1)]
     pub(super) batch: usize,
-    /// Heads of each.
+    /// Heads of each sequence.
     #[arg(long, default_value_t = 4)]
     pub(super) heads: usize,
     /// Let every query see every key.
@@ -115,7 +119,7 @@ pub(super) struct DecodeArgs {
     #[arg(long, default_value_t = 4)]
     heads: usize,
     #[command(flatten)]
-    common: Common,
+    results: Results,
 }
 
 #[derive(clap::Args)]
@@ -146,22 +150,13 @@ pub(super) struct TrainArgs {
     /// An attention to measure; give it several times.
     #[arg(long, default_values = ["softmax", "favor:m=64", "favor:m=128"])]
     attention: Vec<AttentionPattern>,
-    /// Optimiser steps of each.
+    /// Optimiser steps for each attention.
     #[arg(long, default_value_t = 50)]
     steps: usize,
     #[command(flatten)]
     recipe: RecipeArgs,
     #[command(flatten)]
     data: DataArgs,
-    #[command(flatten)]
-    common: Common,
-}
-
-#[derive(clap::Args)]
-struct Common {
-    /// Milliseconds to measure one thing, at least (decoding counts tokens instead).
-    #[arg(long, default_value_t = 400)]
-    milliseconds: u64,
     #[command(flatten)]
     results: Results,
 }
@@ -186,12 +181,6 @@ struct Saved<'a, R> {
     report: &'a R,
 }
 
-impl Common {
-    fn effort(&self) -> Effort {
-        Effort { time: Duration::from_millis(self.milliseconds), ..Effort::default() }
-    }
-}
-
 impl Results {
     /// Refuses a folder in which [`Self::finish`] would replace what is no report of this name, or
     /// a chart beside it what is none.
@@ -204,8 +193,7 @@ impl Results {
 
     /// Saves and prints a report.
     fn finish(&self, name: &str, report: &impl Serialize, table: &str) -> Result<()> {
-        let words: Vec<String> = std::env::args().skip(1).collect();
-        let report = &Saved { command: format!("performer-lm {}", words.join(" ")), revision: git_revision(), report };
+        let report = &Saved { command: command_line(), revision: git_revision(), report };
         if let Some(out) = &self.out {
             files::write_json(&out.join(format!("{name}.json")), report)?;
             files::write(&out.join(format!("{name}.md")), format!("{table}\n").as_bytes())?;
@@ -225,7 +213,7 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
 }
 
 fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
-    args.common.results.check("attention", &["attention-forward", "attention-both"])?;
+    args.results.check("attention", &["attention-forward", "attention-both"])?;
     let sweep = attention::Sweep {
         tokens: args.tokens.clone(),
         features: args.features.clone(),
@@ -238,13 +226,15 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
         backward: !args.no_backward,
     };
     let others = args.against.as_deref().map(read_others).transpose()?;
-    let effort = args.common.effort();
+    let effort = Effort { time: Duration::from_millis(args.milliseconds), ..Effort::default() };
     let report = attention::run(&sweep, &machine.device, machine.threads, effort, others, |what| output::note(&what))?;
-    if let Some(out) = &args.common.results.out {
+    if let Some(out) = &args.results.out {
         report.chart(false).save(&out.join("attention-forward"))?;
-        report.chart(true).save(&out.join("attention-both"))?;
+        if sweep.backward {
+            report.chart(true).save(&out.join("attention-both"))?;
+        }
     }
-    args.common.results.finish("attention", &report, &attention_table(&report))
+    args.results.finish("attention", &report, &attention_table(&report))
 }
 
 pub(super) fn read_others(path: &Path) -> Result<attention::Others> {
@@ -301,7 +291,7 @@ fn attention_table(report: &attention::Report) -> String {
 }
 
 fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
-    args.common.results.check("decode", &["decode"])?;
+    args.results.check("decode", &["decode"])?;
     let sweep = decode::Sweep {
         contexts: args.contexts.clone(),
         softmax_limit: args.softmax_limit,
@@ -309,9 +299,8 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
         head_dim: args.head_dim,
         heads: args.heads,
     };
-    let effort = args.common.effort();
-    let report = decode::run(&sweep, &machine.device, machine.threads, effort, |what| output::note(&what))?;
-    if let Some(out) = &args.common.results.out {
+    let report = decode::run(&sweep, &machine.device, machine.threads, Effort::default(), |what| output::note(&what))?;
+    if let Some(out) = &args.results.out {
         report.chart().save(&out.join("decode"))?;
     }
     let rows: Vec<Vec<String>> = report
@@ -335,7 +324,7 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
         sweep.features,
         report.machine.in_full(report.threads)
     );
-    args.common.results.finish("decode", &report, &table)
+    args.results.finish("decode", &report, &table)
 }
 
 fn generate(args: &GenerateArgs, machine: &Machine) -> Result<()> {
@@ -387,7 +376,7 @@ fn name_among(source: &str, all: &[String]) -> String {
 }
 
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
-    args.common.results.check("train", &[])?;
+    args.results.check("train", &[])?;
     let (config, training) = args.recipe.load(machine)?;
     let data = args.data.prepare(config.vocab_size)?;
     let plan = train::Plan {
@@ -421,7 +410,7 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         report.machine.in_full(report.threads),
         report.matmul_gflops
     );
-    args.common.results.finish("train", &report, &table)
+    args.results.finish("train", &report, &table)
 }
 
 fn mib(bytes: u64) -> String {

@@ -17,6 +17,7 @@ use crate::{
     compare::{Comparison, Outcome, Summary},
     config::AttentionPattern,
     eval::show_perplexity,
+    revision::command_line,
     train::Grid,
 };
 
@@ -76,7 +77,6 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     machine.ranks.set_deadline(DEADLINE);
     output::note(&format!("training on {}", data.description));
     let (config, training) = args.recipe.for_data(&data, config, training);
-    let words: Vec<String> = std::env::args().skip(1).collect();
     let comparison = Comparison {
         config,
         training,
@@ -90,7 +90,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         stop,
         listener: &output::TERMINAL,
         ranks: ranks.clone(),
-        command: format!("performer-lm {}", words.join(" ")),
+        command: command_line(),
     };
     let outcome = comparison.run(&data)?;
     if !ranks.leads() {

@@ -57,34 +57,34 @@ pub(super) struct Args {
     /// Begin anew, and replace what the folder holds.
     #[arg(long)]
     overwrite: bool,
-    /// Tokens that a sequence holds, and the position of the model's config from then on [default:
-    /// the model's context, at most 512].
+    /// Tokens of a training sequence, which become the context in the converted model's config
+    /// [default: the model's context, at most 512].
     #[arg(long)]
     context: Option<usize>,
     /// Tokens that features are fitted to, and forget gates to the distances at which the teacher
     /// looks; 0 leaves features random and gates open [default: 32768 where there are any].
     #[arg(long)]
     calibrate_tokens: Option<usize>,
-    /// Fit them with queries and keys brought to the same covariance, at a product more for every
-    /// key.
+    /// Bring queries and keys to the same covariance before features are fitted to them, which
+    /// costs one matrix product more for every key.
     #[arg(long)]
     balance: bool,
     /// Steps that train feature maps and forget gates to return what softmax returns; 0 for none
     /// [default: 300 where they can be trained].
     #[arg(long)]
     transfer_steps: Option<usize>,
-    /// Peak learning rate of that.
+    /// Peak learning rate of the steps that train feature maps and forget gates.
     #[arg(long, default_value_t = 1e-2)]
     transfer_rate: f64,
     /// Share of the steps of both trainings, from 0 to 1, in which the windows before features are
     /// switched off, so that features learn what they would leave to the windows.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     drop_window: f64,
-    /// Steps of fine-tuning after it: all weights, feature maps that can be trained, and forget
+    /// Steps of fine-tuning after the transfer: all weights, feature maps that can be trained, and forget
     /// gates.
     #[arg(long, default_value_t = 0)]
     tune_steps: usize,
-    /// Peak learning rate of that.
+    /// Peak learning rate of fine-tuning.
     #[arg(long, default_value_t = 3e-4)]
     tune_rate: f64,
     /// Train factors of this rank beside the matrices in place of all weights; they are merged at
@@ -94,7 +94,8 @@ pub(super) struct Args {
     /// Times that the student is measured on the way of each stage of training, for the curve.
     #[arg(long, default_value_t = 8)]
     points: usize,
-    /// Fine-tune the teacher likewise too: what of the student's gain is the tuning alone?
+    /// Fine-tune the teacher in the same way, too: it shows how much of the student's gain is due to
+    /// fine-tuning alone.
     #[arg(long)]
     control: bool,
     /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest.

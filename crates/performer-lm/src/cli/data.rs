@@ -44,6 +44,8 @@ struct Summary {
     vocab_size: usize,
     train: Split,
     valid: Split,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    test: Option<Split>,
     cache: String,
 }
 
@@ -86,15 +88,15 @@ pub(super) fn run(args: Args, _machine: &Machine) -> Result<()> {
         vocab_size: data.tokenizer.vocab_size(),
         train: Split::new(&data.train),
         valid: Split::new(&data.valid),
+        test: data.test.as_deref().map(Split::new),
         cache: cache_dir()?.display().to_string(),
     };
     if options.json {
         return output::json(&summary);
     }
-    let table = output::table(
-        &["split", "stories", "bytes", "tokens", "bytes/token"],
-        &[summary.train.row("train"), summary.valid.row("valid")],
-    );
+    let mut rows = vec![summary.train.row("train"), summary.valid.row("valid")];
+    rows.extend(summary.test.as_ref().map(|test| test.row("test")));
+    let table = output::table(&["split", "stories", "bytes", "tokens", "bytes/token"], &rows);
     let mut text = format!("{}\nvocabulary {}\n\n{table}", summary.description, summary.vocab_size);
     if inspect {
         text.push_str(&format!("\n\nbeginning of the held-out text, tokens apart:\n{}", first_tokens(&data)?));

@@ -103,6 +103,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let recall = |model: &Decoder| -> Result<Vec<Recall>> {
         args.recall.iter().map(|&tokens| examiner.measure(model, tokens)).collect()
     };
+    examiner.check_all(&model, &args.recall)?;
     let mut evaluation = evaluate(&model)?;
     let mut control = match control {
         Some(control) => Some(Control {

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::{args::Machine, bench::read_others, output};
 use crate::{
@@ -109,7 +109,7 @@ impl FromStr for Share {
 impl Share {
     /// Keeps this share of a list.
     fn take<T>(self, mut list: Vec<T>) -> Vec<T> {
-        let border = |which: usize| list.len() * which / self.of;
+        let border = |which: usize| (list.len() as u128 * which as u128 / self.of as u128) as usize;
         let (from, to) = (border(self.which - 1), border(self.which));
         list.drain(from..to).collect()
     }
@@ -186,6 +186,11 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
 /// Refuses files that would be replaced and are no results of a check. Lines that are gone on with
 /// are not replaced.
 fn require_own(out: &Path, lines: &Path, resume: bool) -> Result<()> {
+    ensure!(
+        out != lines,
+        "--out is {}, but results go there line by line while they are measured: give a name that ends in .json",
+        out.display()
+    );
     let is_report =
         |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok_and(|found| found["checks"].is_array());
     let are_lines =
@@ -244,7 +249,8 @@ fn add_line(path: &Path, line: &Line) -> Result<()> {
 /// Starts processes that do the work until nothing is left, or time is up.
 fn oversee(args: &Args, path: &Path, items: &[Item]) -> Result<()> {
     let started = Instant::now();
-    let time = args.minutes.map(|minutes| Duration::from_secs_f64(minutes.clamp(0.0, 1e6) * 60.0));
+    let time = args.minutes.map(|minutes| Duration::try_from_secs_f64(minutes * 60.0)).transpose();
+    let time = time.context("--minutes must be a number of at least 0")?;
     loop {
         let before = State::of(&read_lines(path)?);
         let left = time.map(|time| time.saturating_sub(started.elapsed()));

@@ -82,7 +82,7 @@ enum Command {
     Generate(generate::Args),
     /// Write a model as a Hugging Face folder.
     Export(export::Args),
-    /// Measure the speed of attention, decoding and training on this machine.
+    /// Measure the speed of attention, decoding, text generation and training on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
     /// Answer questions about FAVOR+ by experiments, as a report with charts.
@@ -93,11 +93,17 @@ enum Command {
     /// Prepare or inspect training data.
     Data(data::Args),
     /// Print shell completions.
+    #[command(after_help = "\
+Example:
+  performer-lm completions bash > ~/.local/share/bash-completion/completions/performer-lm")]
     Completions {
         /// The shell to complete for.
         shell: clap_complete::Shell,
     },
     /// Print the manual page.
+    #[command(after_help = "\
+Example:
+  performer-lm man > performer-lm.1 && man ./performer-lm.1")]
     Man,
     /// Print all commands and options as Markdown.
     Reference,
@@ -227,7 +233,7 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
 /// Handles Ctrl-C. Steps of a training would be lost, so they are saved first; everything else that
 /// a command does is saved already or is made again, and ends at once.
 ///
-/// The end of the terminal is handled likewise, unless the program was started to live on after it.
+/// A terminal that is closed is handled in the same way, unless the program was started to live on after it.
 fn listen_for_ctrl_c() -> Result<()> {
     #[cfg(unix)]
     let lives_on = ignores_hangup();

@@ -64,7 +64,8 @@ pub(super) struct Args {
     /// Seed of weights, data order and random features.
     #[arg(long)]
     seed: Option<u64>,
-    /// Folder for the checkpoint, metrics.jsonl and metrics.json [default: runs/ATTENTION-seedN].
+    /// Folder for the checkpoint, metrics.jsonl and metrics.json [default:
+    /// runs/PRESET-ATTENTION-seedN].
     #[arg(long)]
     out: Option<PathBuf>,
     /// Go on with the run in this folder, with its own settings.
@@ -275,6 +276,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         ));
         return Ok(());
     }
-    let program = std::env::args().next().unwrap_or_else(|| "performer-lm".into());
+    let program =
+        std::env::args_os().next().map_or_else(|| "performer-lm".into(), |name| name.to_string_lossy().into_owned());
     ending.tell(&program, args.resume.is_none() && args.from.is_none())
 }

@@ -141,7 +141,7 @@ struct Trained {
     points: Vec<Point>,
 }
 
-/// Converts. `None` if it was stopped: run it again to go on after the last finished stage.
+/// Converts the teacher stage by stage, as the plan says. Returns `None` if it was stopped: run it again to go on after the last finished stage.
 ///
 /// # Errors
 /// A teacher that is not all softmax, attention without feature maps that can be fitted where
@@ -214,7 +214,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         save(plan, &student, &report)?;
     }
     if let Some(tuning) = plan.tuning.filter(|_| plan.control && report.control.is_none()) {
-        plan.listener.note("control: the teacher, tuned likewise");
+        plan.listener.note("control: the teacher, fine-tuned in the same way");
         let started = Instant::now();
         let copy = Decoder::from_tensors(&plan.teacher.config, &plan.teacher.tensors, &plan.device)?;
         let checkpoint = student_after(plan, &report)?;
@@ -372,6 +372,16 @@ fn check(plan: &Plan) -> Result<()> {
     if let Some(layer) = plan.config.idle_features() {
         bail!(plan.config.of_idle_features(layer));
     }
+    let rates = [("transfer_rate", Some(plan.transfer_rate)), ("tuning.rate", plan.tuning.map(|tuning| tuning.rate))];
+    for (name, rate) in rates.into_iter().filter_map(|(name, rate)| Some((name, rate?))) {
+        ensure!(rate > 0.0 && rate.is_finite(), "{name} is {rate}; a learning rate is a number above 0");
+    }
+    if let Some(share) = plan.tuning.map(|tuning| tuning.distillation) {
+        ensure!(
+            (0.0..=1.0).contains(&share),
+            "tuning.distillation is {share}; it is the teacher's share of the loss, from 0 to 1"
+        );
+    }
     ensure!(
         (0.0..=1.0).contains(&plan.drop_window),
         "windows are to be switched off in {} of the steps; it is a share, from 0 to 1",
@@ -380,7 +390,7 @@ fn check(plan: &Plan) -> Result<()> {
     ensure!(
         plan.drop_window == 0.0 || windows::without_windows(&plan.config).is_some(),
         "no layer is to have a window before features, so there is none to switch off: give one, such as \
-         favor:m=64,map=learned,window=32, or leave out --drop-window"
+         favor:m=64,map=learned,window=32, or set drop_window to 0"
     );
     if let Some(rank) = plan.tuning.and_then(|tuning| tuning.adapters) {
         adapters::check(plan.teacher, rank)?;
@@ -388,13 +398,13 @@ fn check(plan: &Plan) -> Result<()> {
     if plan.calibrate_tokens > 0 {
         ensure!(
             layers.clone().any(|i| is_calibrated(plan.config.attention_of(i))),
-            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or --calibrate-tokens 0",
+            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or set calibrate_tokens to 0",
             maps(&favor)
         );
     }
     ensure!(
         plan.transfer_steps == 0 || layers.clone().any(|i| is_transferred(plan.config.attention_of(i))),
-        "{} cannot be trained: use map=learned or map=hedgehog, or --transfer-steps 0",
+        "{} cannot be trained: use map=learned or map=hedgehog, or set transfer_steps to 0",
         maps(&favor)
     );
     Ok(())

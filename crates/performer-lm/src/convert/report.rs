@@ -86,7 +86,7 @@ impl Report {
         if let Some(control) = &self.control {
             let ends = (millions(control.tokens), control.measured.held_out.val_loss);
             let points = control.points.iter().map(|p| (millions(p.tokens), p.val_loss)).chain([ends]);
-            series.push(Series::new("teacher, tuned likewise", points));
+            series.push(Series::new("teacher, fine-tuned in the same way", points));
         }
         let bare: Vec<(f64, f64)> = students
             .iter()

@@ -200,7 +200,11 @@ impl Hub {
                     limit.as_secs()
                 ),
                 Err(RecvTimeoutError::Timeout) => {
-                    bail!("no answer from {} in {} s", self.endpoint, limit.as_secs())
+                    bail!(
+                        "no answer from {} in {} s: check the network or HF_ENDPOINT, or give a folder on this machine",
+                        self.endpoint,
+                        limit.as_secs()
+                    )
                 }
             }
         }

@@ -12,7 +12,7 @@ pub(crate) enum Hub {}
 
 impl Hub {
     /// # Errors
-    /// Always, with the feature that is missing.
+    /// It always fails; the error names the feature that is missing.
     pub(crate) fn from_env() -> Result<Self> {
         bail!(
             "this build does not ask the Hugging Face hub or read its cache: build performer-lm with the feature `hub`, or give a file \

@@ -15,7 +15,7 @@ use tokenizers::processors::template::{Piece, Sequence, TemplateProcessing};
 use tokenizers::{AddedToken, EncodeInput};
 
 use super::text::{Documents, SEPARATOR, pieces};
-use crate::config::Borders;
+use crate::{config::Borders, files};
 
 /// The default size of a vocabulary that is trained.
 pub const DEFAULT_VOCAB_SIZE: usize = 4096;
@@ -120,7 +120,7 @@ impl Tokenizer {
             Some(borders) => Ok((borders.clone(), true)),
             None => match named_end(inner) {
                 Some(end) => Ok((Borders::between(end), false)),
-                None => bail!("the tokenizer has no end-of-text token (looked for {})", END_OF_TEXT.join(" ")),
+                None => Err(no_end_of_text()),
             },
         })
     }
@@ -141,7 +141,7 @@ impl Tokenizer {
                 borders.end = named.or(stop.first().copied());
             }
             if borders.begin.or(borders.end).is_none() {
-                bail!("the tokenizer has no end-of-text token (looked for {})", END_OF_TEXT.join(" "));
+                return Err(no_end_of_text());
             }
             borders.stop = stop.iter().copied().filter(|&token| !borders.is_end(token)).collect();
             let given = Some(&borders) != named.map(Borders::between).as_ref();
@@ -183,7 +183,7 @@ impl Tokenizer {
     /// # Errors
     /// If the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
-        fs::write(path, &self.json).with_context(|| format!("cannot write the tokenizer {}", path.display()))
+        files::write(path, &self.json)
     }
 
     /// Returns the content of the `tokenizer.json`.
@@ -371,6 +371,14 @@ fn require_sound_templates(post_processor: &PostProcessorWrapper) -> Result<()> 
 /// Returns the end-of-text token, found by the names that vocabularies give it.
 fn named_end(inner: &tokenizers::Tokenizer) -> Option<u32> {
     END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name))
+}
+
+fn no_end_of_text() -> anyhow::Error {
+    anyhow!(
+        "the tokenizer has no end-of-text token (looked for {}): add one of these to its added_tokens, or give `borders` in \
+         config.json",
+        END_OF_TEXT.join(" ")
+    )
 }
 
 /// Returns the borders that the tokenizer's own post-processor puts around a text.

@@ -236,13 +236,16 @@ impl Bench {
 }
 
 impl Speed {
-    /// Adds PyTorch's time for the same work and sizes, if there is one.
+    /// Adds PyTorch's time for the same work and sizes, if there is one of the same type.
     pub(super) fn set_beside(&mut self, others: &Others) {
         let backward = match self.work {
             Work::Forward => false,
             Work::Both | Work::Autograd => true,
             Work::Decode => return,
         };
+        if others.dtype() != self.dtype {
+            return;
+        }
         self.pytorch_milliseconds = others.sdpa(self.heads, self.head_dim, self.tokens, backward);
     }
 }

@@ -286,7 +286,8 @@ impl Plan<'_> {
 
 fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
     let softmax = outcomes[0].mean();
-    let mut table = Table::new(["variant", "loss, nats/token", "± over seeds", "to softmax", "perplexity", "tokens/s"]);
+    let mut table =
+        Table::new(["variant", "loss, nats/token", "half range of seeds", "to softmax", "perplexity", "tokens/s"]);
     let mut ranked: Vec<&Outcome> = outcomes.iter().collect();
     ranked.sort_by(|a, b| a.mean().total_cmp(&b.mean()));
     let row = |name: String, losses: &[f64], speed: String| {

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use anyhow::Result;
 use candle_core::Device;
 
-use super::{Findings, Section, Table};
+use super::{Findings, Section, Table, capitalised};
 use crate::{
     bench::{
         Effort,
@@ -112,11 +112,6 @@ fn fit_in_words(report: &Report, backward: bool) -> String {
         }
         _ => format!("{}: no crossover within the lengths measured.", capitalised(pass)),
     }
-}
-
-fn capitalised(text: &str) -> String {
-    let mut chars = text.chars();
-    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }
 
 /// Says in words what happens at the context of the published experiment.

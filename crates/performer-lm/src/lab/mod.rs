@@ -21,7 +21,7 @@ use serde_json::Value;
 
 pub use heads::{Heads, Source, shipped};
 
-use crate::{files, machine::Machine, plot::Chart, train::git_revision};
+use crate::{files, machine::Machine, plot::Chart, revision::command_line, train::git_revision};
 
 /// `Findings` are the result of one experiment.
 #[derive(Clone, Debug)]
@@ -89,12 +89,16 @@ pub struct Provenance {
     pub seconds: f64,
 }
 
+/// The text with its first letter as a capital one, for the beginning of a sentence.
+fn capitalised(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
+}
+
 impl Provenance {
     /// Describes this process, begun `seconds` ago, which computed on `device`.
     pub fn this(device: &Device, threads: usize, seconds: f64) -> Self {
-        let command =
-            std::iter::once("performer-lm".into()).chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ");
-        Self { machine: Machine::with(device), threads, command, revision: git_revision(), seconds }
+        Self { machine: Machine::with(device), threads, command: command_line(), revision: git_revision(), seconds }
     }
 }
 

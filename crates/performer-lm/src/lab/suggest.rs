@@ -6,7 +6,7 @@ use performer_core::{FavorConfig, FeatureMapKind};
 use serde_json::json;
 
 use super::{
-    Findings, Heads, Section, Table,
+    Findings, Heads, Section, Table, capitalised,
     error::{COLORS, Errors, Estimator, number},
     heads::layer_seed,
 };
@@ -282,9 +282,4 @@ fn chart(plan: &Plan, title: String, suggestions: &[Suggestion]) -> Chart {
         series: suggestions.iter().enumerate().map(line).collect(),
         lines: vec![Marker { at: At::Y(plan.error), label: "wanted".into() }],
     }
-}
-
-fn capitalised(text: &str) -> String {
-    let mut chars = text.chars();
-    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }

@@ -269,7 +269,7 @@ impl Decoder {
     /// Returns the trained parameters in the order of their names.
     ///
     /// # Errors
-    /// None so far.
+    /// It never fails; the `Result` is kept for the interface.
     pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
         let map = locked(self.parameters.data());
         let mut named: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();

@@ -12,7 +12,7 @@ use super::{
     run_key::TRAINING,
 };
 use crate::{
-    checkpoint::{REPORTS, require_free},
+    checkpoint::{MODEL, REPORTS, require_free},
     config::{AttentionPattern, ModelConfig, Preset, TrainingConfig},
     data::{DataSpec, Prepared, Tokenizer},
     model::{Decoder, pretrained},
@@ -125,8 +125,8 @@ pub fn find_or_run(
 }
 
 /// Returns the finished runs in folders beside `out` that differ from the run of `report`, which is
-/// in `out`, in their attention alone. Folders without a whole report of this version are passed
-/// over.
+/// in `out`, in their attention alone. Folders without a whole report of this version, the log of
+/// losses and the model are passed over.
 ///
 /// # Errors
 /// If the folder in which `out` lies cannot be read.
@@ -139,7 +139,8 @@ pub fn runs_beside(report: &Report, out: &Path) -> Result<Vec<(Report, PathBuf)>
         let folder = entry.with_context(|| format!("cannot read {}", parent.display()))?.path();
         let Ok(text) = std::fs::read(folder.join(REPORT)) else { continue };
         let Ok(other) = serde_json::from_slice::<Report>(&text) else { continue };
-        if other.key.as_ref().is_some_and(|other| key.differs_in_attention_alone(other).unwrap_or(false)) {
+        let is_whole = folder.join(LOG).is_file() && folder.join(MODEL).is_file();
+        if is_whole && other.key.as_ref().is_some_and(|other| key.differs_in_attention_alone(other).unwrap_or(false)) {
             beside.push((other, folder));
         }
     }

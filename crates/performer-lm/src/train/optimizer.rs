@@ -125,7 +125,7 @@ impl AdamW {
     /// If a parameter has no gradient, the gradients are those of other parameters, or the norm is
     /// not finite; nothing is changed then.
     pub fn step(&mut self, grads: &Gradients, lr: f64, clip: Option<f64>) -> Result<f64> {
-        ensure!(lr >= 0.0 && lr.is_finite(), "learning rate {lr} must be finite and not negative");
+        ensure!(lr >= 0.0 && lr.is_finite(), "learning rate {lr} is not allowed; it must be a number of at least 0");
         if let Some(limit) = clip {
             ensure!(limit > 0.0, "the gradient norm to clip at must be positive, got {limit}");
         }

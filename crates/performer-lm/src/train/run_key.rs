@@ -51,7 +51,7 @@ const SHOWN_CHARACTERS: usize = 60;
 /// - The steps between checkpoints: a run that resumes goes on as if it had never stopped. The
 ///   steps between validations are in the key, for they decide the curve that is drawn.
 /// - The model of a GPU. The kind of device is in the key, because kinds add in different orders;
-///   two cards of one kind are taken to be the same, and a report names the card.
+///   two GPUs of one kind are taken to be the same, and a report names the GPU.
 ///
 /// # Revisions of the program
 ///

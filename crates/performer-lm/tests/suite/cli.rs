@@ -252,6 +252,14 @@ fn a_run_is_shown_beside_those_with_other_attentions() {
         assert!(told.contains(part), "{part} is not in {told}");
     }
     assert!(chart.contains("favor:m=16") && chart.contains("softmax") && !chart.contains("favor:m=8"));
+
+    // A run whose log or model was removed is passed over, and does not make another one fail.
+    for file in ["metrics.jsonl", "model.safetensors"] {
+        std::fs::rename(dir.path().join("runs/softmax").join(file), dir.path().join(file)).unwrap();
+        let (table, ..) = run("favor:m=12", "1", &format!("runs/without-{file}"));
+        assert!(!table.contains("softmax") && table.contains("favor:m=16"), "{table}");
+        std::fs::rename(dir.path().join(file), dir.path().join("runs/softmax").join(file)).unwrap();
+    }
 }
 
 /// The softmax run that comes with the program has the settings and the text of a first run, or it
@@ -341,12 +349,24 @@ fn bad_input_gets_one_clear_error() {
     assert_eq!(run(&["train", "--no-such"]).status.code(), Some(2));
     assert_eq!(run(&["eval", "nowhere", "--data", "sample"]).status.code(), Some(1));
 
+    fails(&run(&["lab", "ablate", "--steps", "0", "--data", "sample"]), &["--steps is 0"]);
+    fails(&run(&["lab", "tasks", "--task", "listops", "--length", "40000"]), &["--length is 40000", "8000"]);
+    fails(&run(&["lab", "tasks", "--task", "copying", "--learning-rate", "-1"]), &["--learning-rate is -1"]);
+    fails(&run(&["bench", "train", "--steps", "0", "--data", "sample"]), &["steps is 0"]);
+    fails(&run(&["gpu-check", "--device", "cpu", "--out", "lines.jsonl"]), &["lines.jsonl", ".json"]);
+    let minutes = ["gpu-check", "--device", "cpu", "--quick", "--only", "embedding", "--minutes", "nan"];
+    fails(&run(&minutes), &["--minutes must be a number"]);
+
     std::fs::write(dir.path().join("bad.txt"), b"fine\xff\xfe").unwrap();
     fails(&run(&["train", "--data", "bad.txt"]), &["bad.txt", "UTF-8"]);
     std::fs::write(dir.path().join("empty.txt"), b"").unwrap();
     fails(&run(&["train", "--data", "empty.txt"]), &["empty.txt"]);
 
     assert!(run(&train(&["--attention", "softmax", "--out", "run"])).status.success());
+    // Found out before the text is evaluated, so nothing is printed.
+    let recall = run(&["eval", "run", "--data", "sample", "--recall", "10"]);
+    fails(&recall, &["10 tokens", "ask for more"]);
+    assert!(recall.stdout.is_empty());
     let model = dir.path().join("run/model.safetensors");
     let bytes = std::fs::read(&model).unwrap();
     std::fs::write(&model, &bytes[..bytes.len() / 2]).unwrap();
@@ -503,12 +523,20 @@ fn bench_measures_draws_and_refuses() {
     for file in ["attention.json", "attention.md", "attention-forward.svg", "attention-both.png"] {
         assert!(dir.path().join("out").join(file).exists(), "{file}");
     }
+    let forward = [&attention[..], &["--no-backward", "--no-softmax", "--out", "forward", "--json"]].concat();
+    let report = json(&performer(dir.path(), &forward));
+    assert_eq!(report["crossovers"].as_array().unwrap().len(), 0, "softmax was not measured");
+    assert!(dir.path().join("forward/attention-forward.svg").exists());
+    assert!(!dir.path().join("forward/attention-both.svg").exists());
+    let halves = r#"{"sweep": {"head_dim": 4, "batch": 1, "heads": 4, "causal": true}, "about": {"dtype": "bf16"}, "points": []}"#;
+    std::fs::write(dir.path().join("halves.json"), halves).unwrap();
+    fails(&performer(dir.path(), &[&attention[..], &["--against", "halves.json"]].concat()), &["bf16", "f32"]);
     std::fs::write(dir.path().join("torch.json"), "{}").unwrap();
     let foreign = performer(dir.path(), &[&attention[..], &["--against", "torch.json"]].concat());
     fails(&foreign, &["torch.json", "scripts/torch_attention.py"]);
     fails(&performer(dir.path(), &["bench", "attention", "--tokens", "0"]), &["at least 1"]);
 
-    let decode = ["bench", "decode", "--contexts", "10,50", "--features", "8", "--milliseconds", "0", "--json"];
+    let decode = ["bench", "decode", "--contexts", "10,50", "--features", "8", "--json"];
     let report = json(&performer(dir.path(), &decode));
     assert_eq!(report["points"][0]["state_bytes"], report["points"][1]["state_bytes"]);
 

@@ -190,7 +190,7 @@ fn measurements_replace_measurements_alone() {
     fs::write(file("text.txt"), "A text to be read. ".repeat(9)).unwrap();
     let eval = vec!["eval", "teacher", "--data", "text.txt", "--plot", "out/chart"];
     let bench = ["bench", "decode", "--contexts", "8", "--features", "2", "--head-dim", "2", "--heads", "1"];
-    let bench = [&bench[..], &["--milliseconds", "1", "--out", "out"]].concat();
+    let bench = [&bench[..], &["--out", "out"]].concat();
     let generate = vec!["bench", "generate", "teacher", "--contexts", "9,4", "--tokens", "2", "--out", "out"];
     let check = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "embedding", "--out"];
     let check = [&check[..], &["out/check.json"]].concat();

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, atomic::AtomicBool},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::Common;
 use crate::{
@@ -65,6 +65,7 @@ pub(in crate::cli) struct Args {
 
 impl Args {
     pub(super) fn run(self, machine: &Machine, stop: &AtomicBool) -> Result<Findings> {
+        ensure!(self.steps > 0, "--steps is 0; it must be at least 1");
         let (config, training) = self.preset.load()?;
         let training = TrainingConfig {
             batch_size: self.batch_size,

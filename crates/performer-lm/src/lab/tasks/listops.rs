@@ -26,6 +26,10 @@ const END: u32 = 14;
 const CLASS: u32 = 15;
 const VOCABULARY: usize = 16;
 
+/// The greatest length that can be asked for: expressions must have more than a quarter of it, and
+/// of those that the rules make, fewer than one in a thousand have 2,000 tokens.
+const MAX_TOKENS: usize = 8000;
+
 pub(super) struct Listops {
     /// The length that expressions must stay below, in tokens.
     max: usize,
@@ -34,7 +38,11 @@ pub(super) struct Listops {
 impl Listops {
     /// Makes a source of expressions longer than a quarter of `max` and shorter than `max` tokens.
     pub(super) fn new(max: usize) -> Result<Self> {
-        ensure!(max >= 16, "--length {max} for ListOps: the longest expression must have at least 16 tokens");
+        ensure!(
+            (16..=MAX_TOKENS).contains(&max),
+            "--length is {max}; for ListOps it must lie between 16 and {MAX_TOKENS}, since the rules hardly ever make a \
+             longer expression"
+        );
         Ok(Self { max })
     }
 

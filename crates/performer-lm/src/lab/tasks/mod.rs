@@ -162,7 +162,10 @@ pub struct Plan<'a> {
 /// If settings make no sense, a file that a task needs is missing, a run diverges, or the
 /// experiment is stopped, or ranks do not share the folder.
 pub fn run(plan: &Plan) -> Result<Findings> {
-    ensure!(!plan.tasks.is_empty() && !plan.attentions.is_empty() && !plan.seeds.is_empty(), "nothing to compare");
+    ensure!(
+        !plan.tasks.is_empty() && !plan.attentions.is_empty() && !plan.seeds.is_empty(),
+        "nothing to compare: give at least one task, one attention and one seed"
+    );
     ensure!(
         plan.length.is_none() || plan.tasks.len() == 1,
         "--length means something else in every task: give it with one --task"
@@ -171,6 +174,9 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         plan.pairs.is_none() || plan.tasks.contains(&Task::Mqar),
         "--pairs is a setting of the task mqar, which is not among those to learn"
     );
+    if let Some(rate) = plan.learning_rate {
+        ensure!(rate > 0.0 && rate.is_finite(), "--learning-rate is {rate}; it must be a number above 0");
+    }
     for (name, size) in [("--steps", plan.steps), ("--length", plan.length)] {
         ensure!(size != Some(0), "{name} is 0; it must be at least 1");
     }

@@ -62,7 +62,7 @@ impl Pretrained {
         Self::open_with(source, &Silent)
     }
 
-    /// [`Self::open`]; `listener` is told of a download from the hub.
+    /// Opens a model as [`Self::open`] does, and tells `listener` of a download from the hub.
     ///
     /// # Errors
     /// Those of [`Self::open`].
@@ -127,7 +127,7 @@ pub fn load(source: &str, device: &Device) -> Result<(Decoder, Tokenizer)> {
     load_with(source, device, &Silent)
 }
 
-/// [`load`]; `listener` is told of a download from the hub.
+/// Loads a model as [`load`] does, and tells `listener` of a download from the hub.
 ///
 /// # Errors
 /// Those of [`load`].
