@@ -37,7 +37,8 @@ attack-numbers:
 attack-files COUNT='6100':
     MUTATIONS={{ COUNT }} cargo test --release -p performer-lm --test suite mutations:: -- --nocapture
 
-# Feed a reader of files what reaches new code of it, for SECONDS; `just fuzz all 300`. With nightly: fuzz/README.md.
+# Needs a nightly toolchain: fuzz/README.md.
+# Feed a reader of files what reaches new code of it, for SECONDS; `just fuzz all 300`.
 fuzz TARGET SECONDS='300':
     scripts/fuzz.sh {{ TARGET }} {{ SECONDS }}
 
@@ -50,12 +51,14 @@ attack-kills KILLS='300':
 attack-threads STEPS='200':
     STEPS={{ STEPS }} cargo test --release -p performer-lm --test suite regressions::weights
 
-# The kernels with AVX2 alone, and as plain Rust: performer-core's tests on an x86-64 machine that has more.
+# For an x86-64 machine that has more than AVX2.
+# Test performer-core with kernels of AVX2 alone, and of plain Rust.
 test-simd *ARGS:
     PERFORMER_TEST_SIMD=avx2 cargo test -p performer-core --lib --test suite {{ ARGS }}
     PERFORMER_TEST_SIMD=scalar cargo test -p performer-core --lib --test suite {{ ARGS }}
 
-# NEON: performer-core's tests, compiled for aarch64 (gcc-aarch64-linux-gnu) and emulated (qemu-user); one that starts itself cannot be.
+# Needs gcc-aarch64-linux-gnu and qemu-user; a test that starts itself cannot be emulated.
+# Test performer-core with kernels of NEON, compiled for aarch64 and emulated.
 test-neon *ARGS:
     rustup target add aarch64-unknown-linux-gnu
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
@@ -81,12 +84,14 @@ attack-tokens TOKENS='1000000':
     scripts/long_run.py --seconds 7200 --every 5 --out target/long-text -- sh -c 'exec target/release/performer-lm generate \
         models/stories/performer --ignore-end --max-tokens {{ TOKENS }} >target/long-text/stories.txt'
 
-# Licences and sources of what is depended on, and the reasons of unsafe code; faults too, where cargo-deny is installed.
+# Known faults are looked for too, where cargo-deny is installed.
+# Check licences and sources of what is depended on, and the reasons of unsafe code.
 supply:
     scripts/supply_check.py
     cargo deny check
 
-# Change the code in small ways and see that a test fails each time (`cargo install cargo-mutants --locked`): days, or hours with `--sharding round-robin --shard 0/50`.
+# Needs cargo-mutants. It takes days, or hours with `--sharding round-robin --shard 0/50`.
+# Change the code in small ways, and see that a test fails each time.
 mutants *ARGS:
     cargo mutants -p performer-core -f 'crates/performer-core/src/attention/**' -f 'crates/performer-core/src/kernels/**' \
         -e '**/cuda*' -e '**/cuda/**' -e '**/metal*' -e '**/metal/**' -C=--lib -C=--test -C=suite {{ ARGS }}
@@ -99,14 +104,17 @@ memcheck:
         cargo test -p performer-core --lib --test suite -- kernels:: decoding:: ops:: losses:: trained::hidden_keys against_reference::strided \
         against_reference::keys_far against_reference::across against_reference::with_hidden_keys
 
-# The unsafe code of performer-core, interpreted by Miri (`rustup +nightly component add miri`): plain Rust and the thread pool, whose queues (crossbeam-epoch) keep Tree Borrows and not Stacked Borrows.
+# Needs `rustup +nightly component add miri`. The queues of the thread pool (crossbeam-epoch) keep
+# Tree Borrows and not Stacked Borrows.
+# Interpret the unsafe code of performer-core by Miri: plain Rust and the thread pool.
 miri *ARGS:
     MIRIFLAGS='{{ miri }}' RAYON_NUM_THREADS=2 cargo +nightly miri test -p performer-core --lib {{ ARGS }} -- \
         kernels::fresh kernels::gemm kernels::transpose kernels::vector kernels::activation
     MIRIFLAGS='{{ miri }} -Zmiri-tree-borrows' RAYON_NUM_THREADS=2 cargo +nightly miri test -p performer-core --test suite {{ ARGS }} -- \
         small::
 
-# Write down the public interface of performer-core as it is now; CI refuses one that is not written down.
+# CI refuses an interface that is not written down.
+# Write down the public interface of performer-core as it is now.
 public-api:
     scripts/public-api.sh --write
 
@@ -128,11 +136,13 @@ windows-check:
     cargo build --release -p performer-lm
     scripts/windows-check.sh target/release/performer-lm
 
-# The browser page in target/page, with the two models that write stories: static files for any web server.
+# Static files for any web server, with the two models that write stories.
+# Build the browser page in target/page.
 page:
     scripts/page.sh
 
-# The page in a headless Chromium: text, speed, memory over 100,000 tokens, keyboard, without a network; screenshots. Minutes.
+# Text, speed, memory over 100,000 tokens, keyboard, without a network; takes screenshots. Minutes.
+# Check the page in a headless Chromium.
 page-check *ARGS: page
     cargo build --release -p performer-lm
     scripts/page_check.py target/page target/release/performer-lm {{ ARGS }}
@@ -140,7 +150,7 @@ page-check *ARGS: page
 # Compare the program with scripts/performer_torch.py, on models of every kind or those in FOLDERS.
 torch-check PYTHON='python3' *FOLDERS:
     cargo build --release -p performer-lm --bin performer-lm --example logits
-    {{ PYTHON }} scripts/torch_check.py target/release/performer-lm target/release/examples/logits {{ FOLDERS }}
+    "{{ PYTHON }}" scripts/torch_check.py target/release/performer-lm target/release/examples/logits {{ FOLDERS }}
 
 # The book's page of commands and options, as the program prints it.
 book-reference:
@@ -159,12 +169,13 @@ compare-seed:
     {{ program }} compare --preset seed --data "{{ data }}" \
         --attention softmax --attention favor:m=64 --attention favor:m=128 --seeds 1,2,3 --out benchmarks/seed
 
-# The same with the model that writes stories, one seed.
+# Compare softmax with FAVOR+ at 128 features in the `small` preset, one seed, on the text in $DATA.
 compare-small:
     {{ program }} compare --preset small --data "{{ data }}" \
         --attention softmax --attention favor:m=128 --seeds 1 --out benchmarks/small
 
-# What features, gates, windows and convolutions are worth at 256 tokens, each at the best of three learning rates.
+# At 256 tokens, each attention at the best of three learning rates.
+# Measure what features, gates, windows and convolutions are worth, on the text in $DATA.
 compare-attentions SEEDS='1':
     {{ program }} compare --preset small --epochs 1 --data "{{ data }}" --learning-rates 3e-3,6e-3,9e-3 --seeds {{ SEEDS }} \
         --attention softmax --attention favor-gated --attention softmax:window=66 --attention softmax:gate \
@@ -183,15 +194,18 @@ compare-code TOKENS='8000000':
         --attention softmax:window=66,gate,conv --attention softmax:window=256,gate,conv \
         --attention softmax:gate,conv --out runs/code-{{ TOKENS }}
 
-# The stories of the committed results, out of the public file (22 MB): OUT/train.txt, OUT/valid.txt, OUT/test.txt.
+# They become OUT/train.txt, OUT/valid.txt and OUT/test.txt.
+# Get the stories of the committed results, out of the public file (22 MB).
 stories OUT:
     scripts/tinystories.py "{{ OUT }}"
 
-# The stories in FOLDER (train.txt, valid.txt) with half of the validation text kept for the last result, as OUT/test.txt.
+# FOLDER has train.txt and valid.txt; half of the latter becomes OUT/test.txt.
+# Keep half of the stories' validation text for the last result.
 split-stories FOLDER OUT:
     scripts/tinystories.py --split "{{ FOLDER }}" "{{ OUT }}"
 
-# Attention over lengths and features; beside PyTorch where the Python given has it: `just bench-attention .venv/bin/python`.
+# Beside PyTorch where the Python given has it: `just bench-attention .venv/bin/python`.
+# Measure attention over lengths and features.
 bench-attention PYTHON='':
     {{ if PYTHON == '' { '' } else { PYTHON + ' scripts/torch_attention.py > benchmarks/attention/torch.json' } }}
     {{ program }} bench attention --no-composed --out benchmarks/attention \
@@ -209,11 +223,13 @@ bench-train:
 cuda-check:
     scripts/cuda-check.sh
 
-# Registers, instructions and the least times of FAVOR's CUDA kernels, from their machine code. Needs NVRTC and nvdisasm.
+# Registers, instructions and least times, from the machine code. Needs NVRTC and nvdisasm.
+# Report what the machine code of FAVOR's CUDA kernels says.
 cuda-report:
     scripts/cuda_report.py > benchmarks/cuda-kernels/kernels.json
 
-# All cases of the CUDA kernels on the emulated device, with what it catches; CI runs the short ones. Minutes.
+# CI runs the short ones; all take minutes.
+# Run all cases of the CUDA kernels on the emulated device, with what it catches.
 cuda-cases *ARGS:
     cargo test -p performer-core --test devices -- --include-ignored cuda_host planted {{ ARGS }}
 
@@ -223,15 +239,17 @@ metal-check:
 
 # The program with CUDA, in a folder to copy to a machine with a card.
 cuda-build FOLDER='target/performer-cuda':
-    scripts/cuda-build.sh {{ FOLDER }}
+    scripts/cuda-build.sh "{{ FOLDER }}"
 
-# The same and the scripts that measure a card, small enough to send: `FOLDER/gpu-run.sh` there.
+# `FOLDER/gpu-run.sh` measures the card of the machine that the folder is sent to.
+# Pack the program with CUDA, its kernels and the scripts that measure a card.
 cuda-pack FOLDER='target/performer-gpu' *ARCHITECTURES:
-    scripts/cuda-pack.sh {{ FOLDER }} {{ ARCHITECTURES }}
+    scripts/cuda-pack.sh "{{ FOLDER }}" {{ ARCHITECTURES }}
 
-# The kernels that a program with CUDA uses, compiled for cards that are not here: a folder to put beside it as `kernels`.
+# They go into a folder to put beside the program as `kernels`.
+# Compile the kernels that a program with CUDA uses, for cards that are not here.
 cuda-kernels FOLDER *ARCHITECTURES:
-    scripts/cuda-kernels.sh {{ FOLDER }} {{ ARCHITECTURES }}
+    scripts/cuda-kernels.sh "{{ FOLDER }}" {{ ARCHITECTURES }}
 
 # The way of a pack on an emulated card: there, unpacked, checked, killed, gone on. Minutes.
 gpu-rehearsal *ARGS:

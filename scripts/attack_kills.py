@@ -64,7 +64,7 @@ def sentences(seed, count):
 
 
 class SlowHub(http.server.BaseHTTPRequestHandler):
-    """Serves the texts in `texts` by their names, as the hub does, in pieces that take a second in all."""
+    """Serves the texts in `texts` by name, as the hub does, in pieces that take a second in all."""
 
     protocol_version = "HTTP/1.1"
     texts = {}
@@ -316,7 +316,7 @@ class Attack:
         self.attack("lab ablate", ablate, ablate, outcome, kills)
 
     def full_disk(self):
-        """Limits the size of files that a process may write: beyond, a write fails as on a full disk."""
+        """Limits the size of files that a process may write: beyond, it fails as on a full disk."""
         train = ["train", "--data", "data", *SMALL, "--attention", "favor:m=8", "--save-every", 1]
         self.must_run([*train, "--max-steps", 2, "--out", "full"])
         size = (self.work / "full" / "model.safetensors").stat().st_size
@@ -403,6 +403,10 @@ class Attack:
         print(f"\n{kills} kills, {len(self.found)} findings")
 
 
+# What --only may name.
+ATTACKS = ["trainings", "data", "download", "convert", "export", "compare", "ablate", "full_disk", "small_disk", "two_processes"]
+
+
 def losses_in(value):
     """Every number under a key with "loss" in it, in order."""
     if isinstance(value, dict):
@@ -418,7 +422,7 @@ def main():
     parser.add_argument("--program", type=pathlib.Path, default="target/release/performer-lm")
     parser.add_argument("--kills", type=int, default=300, help="kills in all, about (default: 300)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="one attack by the name of its method, such as convert")
+    parser.add_argument("--only", choices=ATTACKS, help="one attack")
     args = parser.parse_args()
     program = args.program.resolve()
     if not program.exists():

@@ -6,6 +6,7 @@
 # Takes the `mdbook` that is installed. Where there is none, it builds the version below, which
 # takes two minutes once, and keeps it in the user's cache. A warning of mdBook is an error.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
@@ -13,8 +14,9 @@ if [ $# -lt 1 ]; then
     echo 'usage: scripts/book.sh FOLDER [OPTION of mdbook build...]' >&2
     exit 2
 fi
-mkdir -p "$1"
-folder=$(cd "$1" && pwd)
+case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
 shift
 
 scripts/book_check.py README.md benchmarks/README.md benchmarks/minilm/README.md docs/report/README.md \

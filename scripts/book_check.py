@@ -244,7 +244,7 @@ class Checker:
 
 
 def blocks(text):
-    """The blocks of a page, as lines with the number of the first; code between fences is in none."""
+    """The blocks of a page, as lines with the number of the first; fenced code is in none."""
     found, inside, fresh = [], False, True
     for number, line in enumerate(text.split("\n"), 1):
         fence = line.lstrip().startswith("```")

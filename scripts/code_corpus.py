@@ -63,7 +63,11 @@ def version_key(version):
 def newest(lock):
     """The newest version of each package in the lock file that has a checksum."""
     packages = {}
-    for package in tomllib.loads(lock.read_text(encoding="utf-8")).get("package", []):
+    try:
+        text = lock.read_text(encoding="utf-8")
+    except OSError as error:
+        sys.exit(f"cannot read {lock}: {error.strerror}")
+    for package in tomllib.loads(text).get("package", []):
         if "checksum" not in package or BINDINGS.match(package["name"]):
             continue
         known = packages.get(package["name"])

@@ -12,6 +12,7 @@
 # libcuda, as Candle is: without a driver it does not start at all, so it is no replacement for the
 # ordinary one.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 libraries=1
@@ -20,6 +21,7 @@ if [ "${1:-}" = --without-libraries ]; then
     shift
 fi
 folder=${1:-target/performer-cuda}
+[ $# -eq 0 ] || case $folder in /*) ;; *) folder=$here/$folder ;; esac
 
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 if [ -z "${CUDA_HOME:-}" ]; then

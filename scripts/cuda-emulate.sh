@@ -28,7 +28,7 @@ if ! command -v "${CXX:-c++}" >/dev/null; then
 fi
 tests=$PWD/crates/performer-core/tests
 library=$toolkit/lib64/libcuda.so
-stamp=$(echo "$tests" && cat "$tests"/cuda_driver/* "$tests"/cuda_host/device.h | cksum)
+stamp=$({ echo "$tests ${CXX:-c++}" && cat "$tests"/cuda_driver/* "$tests"/cuda_host/{device,races}.h; } | cksum)
 if [ "$(cat "$library.stamp" 2>/dev/null)" != "$stamp" ]; then
     "${CXX:-c++}" -std=c++17 -O2 -fno-strict-aliasing -shared -fPIC -fvisibility=hidden \
         -DHERE="\"$tests/cuda_driver\"" -DHOST="\"$tests/cuda_host\"" -I "$tests/cuda_host" \

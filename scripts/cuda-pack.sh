@@ -17,7 +17,16 @@ folder=${1:-target/performer-gpu}
 most=$((60 << 20))
 command -v xz >/dev/null || { echo 'there is no xz to compress the program with: install xz-utils' >&2; exit 1; }
 
+if [ -n "$(ls -A "$folder" 2>/dev/null)" ] && ! [ -f "$folder/gpu-run.sh" ]; then
+    echo "$folder holds files that are no pack of this script's, and would be replaced: choose another folder" >&2
+    exit 1
+fi
+
 program=${PROGRAM:-}
+if [ -n "$program" ] && ! [ -f "$program" ]; then
+    echo "PROGRAM is $program, and there is no such file" >&2
+    exit 1
+fi
 if [ -z "$program" ]; then
     program=target/performer-cuda/performer-lm
     scripts/cuda-build.sh --without-libraries target/performer-cuda >&2

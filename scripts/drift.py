@@ -4,8 +4,8 @@ weights and losses drift apart.
 
     scripts/drift.py --steps 200
 
-The processors are emulated by qemu-user: `qemu-x86_64` and `qemu-aarch64`, of the package qemu-user;
-the program for the latter is compiled with gcc-aarch64-linux-gnu. As a measure of how much rounding
+The processors are emulated by `qemu-x86_64` and `qemu-aarch64`, of the package qemu-user; the
+program for the latter is compiled with gcc-aarch64-linux-gnu. As a measure of how much rounding
 matters at all, one more training on this machine adds up the gradients of a step in other groups.
 Exits with 1 where a loss differs by more than --tolerance from that of this machine.
 """
@@ -64,6 +64,8 @@ def main():
         "x86-64 without AVX": (["qemu-x86_64", "-cpu", "Nehalem", here], 4),
         "aarch64 with NEON": (["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max"], 4),
     }
+    if unknown := set(options.only or []) - set(processors):
+        parser.error(f"unknown processors: {', '.join(sorted(unknown))}; known are {', '.join(processors)}")
     if options.only is not None:
         processors = {name: how for name, how in processors.items() if name in ["this machine", *options.only]}
     if "aarch64 with NEON" in processors:

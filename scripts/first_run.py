@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes crates/performer-lm/assets/first-run.json: the softmax run that comes with the program, which
-`train` shows beside a first run.
+"""Makes crates/performer-lm/assets/first-run.json: the softmax run that comes with the program, and
+that `train` shows beside a first run.
 
     performer-lm train --data sample --attention softmax --out RUN 2> LOG
     scripts/first_run.py RUN LOG > crates/performer-lm/assets/first-run.json
@@ -17,10 +17,13 @@ import sys
 if len(sys.argv) != 3:
     sys.exit(__doc__)
 run, log = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-report = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
-lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+try:
+    report = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    told = log.read_text(encoding="utf-8")
+except OSError as error:
+    sys.exit(f"cannot read {error.filename}: {error.strerror}")
 curve = [[line["tokens"], line["val_loss"]] for line in lines if "val_loss" in line]
-told = log.read_text(encoding="utf-8")
 begin, end = "softmax writes:\n\n", "\n\nsaved in "
 if begin not in told or end not in told:
     sys.exit(f"{log} does not end with a story by softmax: it must be what `train` wrote to its standard error")

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Fuzzes one target, or all of them one after the other, for so many seconds each, on one core. Prints
-# for each how many inputs were tried, how much of the code they reached, and what the outcome was;
-# exits with 1 if anything was found. The targets: fuzz/README.md.
+# Fuzzes one target, or all of them one after the other, for so many seconds each, on one core.
+# Prints for each how many inputs were tried, how much of the code they reached, and what the
+# outcome was; exits with 1 if anything was found. The targets: fuzz/README.md.
 #
 #   scripts/fuzz.sh gguf 600
 #   scripts/fuzz.sh all 300
 #
-# Needs a nightly toolchain, for AddressSanitizer, and a C++ compiler, for libFuzzer. What the fuzzer
-# said is in fuzz/artifacts/TARGET.log, and what broke something in fuzz/artifacts/TARGET.
+# Needs a nightly toolchain, for AddressSanitizer, and a C++ compiler, for libFuzzer. What the
+# fuzzer said is in fuzz/artifacts/TARGET.log, and what broke something in fuzz/artifacts/TARGET.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,11 +22,14 @@ if [ "$1" = all ]; then
         targets+=("$(basename "$file" .rs)")
     done
 fi
+for target in "${targets[@]}"; do
+    [ -f "fuzz/fuzz_targets/$target.rs" ] || { echo "there is no target $target in fuzz/fuzz_targets" >&2; exit 1; }
+done
 seconds=$2
 
 # The files of performer-lm's tests, and the versions that the program is built with.
 cargo test -p performer-lm --test suite seeds:: -- --ignored >&2
-cp -n Cargo.lock fuzz/Cargo.lock
+cp Cargo.lock fuzz/Cargo.lock
 
 # What cargo-fuzz asks of the compiler: counters of every edge, comparisons told to the fuzzer,
 # AddressSanitizer, and the assertions of development builds.

@@ -7,20 +7,20 @@
 # Stages, in order; without a name, the first five:
 #
 #     quick      every kernel against the f64 reference at small sizes (1 minute)
-#     full       the same at all sizes and in all types (3 minutes)
+#     full       every kernel against the f64 reference at all sizes and in all types (3 minutes)
 #     torch      PyTorch's FlashAttention and training steps, if python3 has PyTorch (1 minute)
 #     timings    attention over lengths, beside PyTorch's where that ran (1 minute)
-#     training   whole training steps at the preset's own vocabulary, beside PyTorch's, plain and with
-#                torch.compile, if python3 has it (2 minutes)
+#     training   whole training steps at the preset's own vocabulary, beside PyTorch's, plain and
+#                with torch.compile, if python3 has it (2 minutes)
 #     sanitize   compute-sanitizer over the quick checks of attention: memory accesses, then races
 #                (1 minute)
 #     profile    ncu over attention and over a training step: how long each kernel runs, and what
 #                holds it up (3 minutes)
 #
-# MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH and STEPS
-# say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver and CUDA 13's
-# libraries, which PyTorch's packages have too; NVRTC only if a kernel is needed that did not come
-# with the program.
+# MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH and
+# STEPS say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver and
+# CUDA 13's libraries, which PyTorch's packages have too; NVRTC only if a kernel is needed that did
+# not come with the program.
 #
 # One stage that fails does not stop the others; each result is written as soon as it is known. The
 # same command again goes on where the first was ended, by whatever: what is finished is not done
@@ -29,11 +29,10 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 results=$PWD/gpu-results
 if [ "${1:-}" = --out ]; then
-    results=$2
+    results=${2:?--out needs a folder}
     shift 2
 fi
-mkdir -p "$results"
-results=$(cd "$results" && pwd)
+mkdir -p "$results" && results=$(cd "$results" && pwd) || { echo 'cannot make the folder of results' >&2; exit 1; }
 
 # Processes of an earlier run that was killed hold this too, as long as they live.
 if command -v flock >/dev/null; then
@@ -156,34 +155,38 @@ stage() {
             if has_torch; then
                 for how in '' --compile; do
                     into "torch-train$how.json" timeout "${SECONDS_EACH:-150}" python3 "$here/torch_train.py" --preset "$preset" \
-                        --device cuda --dtype bf16 --features 128 --batch-size "$batch" "${beside[@]}" $how
+                        --device cuda --dtype bf16 --features 128 --batch-size "$batch" "${beside[@]}" $how || failed=1
                 done
             fi
             return "$failed"
             ;;
         sanitize)
             command -v compute-sanitizer >/dev/null || { echo 'there is no compute-sanitizer here' >&2; return 1; }
-            local tool extent=--quick
+            local tool code failed=0 extent=--quick
             for tool in memcheck racecheck; do
                 item 'causal, 1x2' timeout "${SECONDS_EACH:-150}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
                     --log-file "$results/sanitizer-$tool.txt"
-                echo "$tool: exit code $?" | tee -a "$results/sanitizer-$tool.txt"
+                code=$?
+                [ "$code" -eq 0 ] || failed=1
+                echo "$tool: exit code $code" | tee -a "$results/sanitizer-$tool.txt"
             done
+            return "$failed"
             ;;
         profile)
             command -v ncu >/dev/null || { echo 'there is no ncu here' >&2; return 1; }
-            local work extent=
+            local work failed=0 extent=
             for work in 'favor, 8192 tokens, both' 'softmax, 8192 tokens, both'; do
                 # After the warm-up; every kernel of two passes.
                 item "$work" timeout "${SECONDS_EACH:-150}" ncu --clock-control none --kernel-name 'regex:favor|softmax' --launch-skip 16 \
-                    --launch-count 8 --set full --page details --log-file "$results/profile-${work%%,*}.txt"
+                    --launch-count 8 --set full --page details --log-file "$results/profile-${work%%,*}.txt" || failed=1
             done
             # How long each kernel of training steps runs.
             for work in softmax favor:m=128; do
                 timeout "${SECONDS_EACH:-150}" ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 2000 --launch-count 2000 \
                     --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train "${training[@]}" --attention "$work" \
-                    --steps 4 --json >/dev/null
+                    --steps 4 --json >/dev/null || failed=1
             done
+            return "$failed"
             ;;
         *) echo "there is no stage $1: see the head of $0" >&2; return 2 ;;
     esac

@@ -130,7 +130,7 @@ class Rehearsal:
         return code, text
 
     def kill(self, process, pattern, when):
-        """Ends the process of a run that has a pattern in its command line, as soon as `when` holds."""
+        """Ends the process of a run with a pattern in its command line, as soon as `when` holds."""
         while not when():
             demand(process.poll() is None, "the run ended before it could be killed", pathlib.Path(process.log.name).read_text())
             time.sleep(0.02)

@@ -6,10 +6,10 @@
         --eval-every 50 --save-every 50 --out target/long-run/run
 
 The command is interrupted (SIGINT) after that time and may end by itself before. Results are
-OUT/samples.csv and a chart of them, OUT/samples.svg. Fails if memory, threads or open files grew from the second
-quarter of the time to the last by more than a twentieth: in the first quarter caches fill. How
-much the command writes in a second, and in a second of the processor, is shown by quarters and not
-judged, since other work may slow it. Linux only, since it reads /proc.
+OUT/samples.csv and a chart of them, OUT/samples.svg. Fails if memory, threads or open files grew
+from the second quarter of the time to the last by more than a twentieth: in the first quarter
+caches fill. How much the command writes in a second, and in a second of the processor, is shown by
+quarters and not judged, since other work may slow it. Linux only, since it reads /proc.
 """
 
 import argparse
@@ -42,7 +42,10 @@ def sample(pid, seconds):
 
 
 def watch(command, seconds, every):
-    process = subprocess.Popen(command)
+    try:
+        process = subprocess.Popen(command)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error.strerror}")
     started = time.monotonic()
     samples = []
     while process.poll() is None and (passed := time.monotonic() - started) < seconds:

@@ -34,7 +34,10 @@ CASES = {
 
 
 def sh(command, check=True):
-    return subprocess.run(command, shell=True, check=check, capture_output=True, text=True).stdout
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    if check and done.returncode != 0:
+        sys.exit(f"{command} failed:\n{done.stderr}")
+    return done.stdout
 
 
 def space(i):

@@ -18,6 +18,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -40,6 +41,8 @@ class Check:
     def __init__(self, program, folder):
         self.program = str(pathlib.Path(program).resolve())
         self.folder = pathlib.Path(folder)
+        if shutil.which("mpirun") is None:
+            sys.exit("there is no mpirun: install OpenMPI or MPICH")
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
         self.is_open_mpi = "Open MPI" in version
         self.launcher = ["mpirun"]
@@ -51,7 +54,7 @@ class Check:
         self.environment = dict(os.environ, PERFORMER_CACHE=str(self.folder / "cache"), HF_HUB_OFFLINE="1")
 
     def start(self, *groups):
-        """Starts groups of (number, arguments, shell text to run first or None) under one launcher."""
+        """Starts groups of (number, arguments, shell text before or None) under one launcher."""
         command = list(self.launcher)
         for i, (number, arguments, first) in enumerate(groups):
             own = [self.program, *arguments, "--threads", "1"]
@@ -139,7 +142,7 @@ def equal_bits(check):
 
 
 def sequences(check):
-    """Losses of a run, and the optimiser's first moments after one step: gradients, but for a factor."""
+    """Losses of a run, and the first moments after one step: gradients, but for a factor."""
     for name, attention in [("favor", "favor-gated:m=16,conv"), ("window", "favor-window:m=16,window=5"),
                             ("softmax", "softmax:gate")]:
         run = [*TRAIN, "--attention", attention, "--dropout", "0"]

@@ -5,11 +5,13 @@
 # and crates from the registry the first time. BOOK is the address of the book, if the page is to
 # link to one.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
 target=${CARGO_TARGET_DIR:-target}
 page=${1:-$target/page}
+[ $# -eq 0 ] || case $page in /*) ;; *) page=$here/$page ;; esac
 triple=wasm32-unknown-unknown
 if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
     if ! command -v rustup >/dev/null; then

@@ -176,7 +176,12 @@ def require(condition, message):
 def native(program):
     command = [program, "generate", MODEL, "--prompt", PROMPT, "--temperature", "0", "--ignore-end"]
     command += ["--max-tokens", str(GREEDY_TOKENS), "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError as error:
+        raise Failure(f"{program} cannot be started: {error.strerror}") from error
+    require(done.returncode == 0, f"{program} generate failed:\n{done.stderr}")
+    return json.loads(done.stdout)
 
 
 # The page's own worker, asked for its text as it comes.

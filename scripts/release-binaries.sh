@@ -16,6 +16,7 @@
 #
 # The revision is part of the program, so this refuses a tree with changes that are not committed.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
@@ -23,8 +24,9 @@ if [ $# -lt 1 ]; then
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
-mkdir -p "$1"
-folder=$(cd "$1" && pwd)
+case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
 shift
 if [ -n "$(git status --porcelain)" ]; then
     echo 'the tree has changes that are not committed; commit them, for the program names its revision' >&2

@@ -25,6 +25,7 @@ nothing else.
 """
 
 import argparse
+import pathlib
 import random
 import re
 import sys
@@ -488,9 +489,12 @@ def main():
     if args.check is None:
         sys.stdout.write(text)
         return
-    with open(args.check, encoding="utf-8", newline="") as file:
-        if file.read() != text:
-            sys.exit(f"{args.check} is not what seed {args.seed} gives; write it anew without --check")
+    try:
+        found = pathlib.Path(args.check).read_bytes().decode("utf-8")
+    except OSError as error:
+        sys.exit(f"cannot read {args.check}: {error.strerror}")
+    if found != text:
+        sys.exit(f"{args.check} is not what seed {args.seed} gives; write it anew without --check")
     print(f"{args.check}: {args.stories} stories of seed {args.seed}, {len(text.encode())} bytes")
 
 

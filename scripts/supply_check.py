@@ -61,7 +61,10 @@ def licences():
     rules = tomllib.loads((ROOT / "deny.toml").read_text())["licenses"]
     exceptions = {rule["crate"]: rule["allow"] for rule in rules["exceptions"]}
     command = ["cargo", "metadata", "--locked", "--format-version", "1"]
-    packages = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)["packages"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if told.returncode != 0:
+        sys.exit(f"cargo metadata failed:\n{told.stderr}")
+    packages = json.loads(told.stdout)["packages"]
     for package in packages:
         name, source = f"{package['name']} {package['version']}", package["source"]
         if source is not None and not source.startswith("registry+"):
@@ -79,6 +82,8 @@ def unsafe_code():
         lines = path.read_text().split("\n")
         whole = None
         for i, line in enumerate(lines):
+            if line.startswith("}"):
+                whole = None
             if not UNSAFE.search(line) or line.strip().startswith("//"):
                 continue
             # What an unsafe implementation does is what its own reason covers.
@@ -86,7 +91,7 @@ def unsafe_code():
                 continue
             whole = None
             reason = reason_above(lines, i)
-            if line.startswith("unsafe impl"):
+            if line.startswith("unsafe impl") and not line.rstrip().endswith("}"):
                 whole = reason
             yield path.relative_to(ROOT), i + 1, reason
 
@@ -94,6 +99,9 @@ def unsafe_code():
 def reason_above(lines, at):
     for start in range(at, max(-1, at - ABOVE), -1):
         text = lines[start].strip()
+        # A reason further up is that of the unsafe code in between.
+        if start < at and UNSAFE.search(text) and not text.startswith("//"):
+            return None
         for mark in ["// SAFETY:", "/// # Safety"]:
             if text.startswith(mark):
                 own = [text.removeprefix(mark)]

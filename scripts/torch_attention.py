@@ -6,7 +6,8 @@
 
 On a GPU, at the sizes of `performer-lm gpu-check`, beside which it runs:
 
-    python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 --tokens 512,1024,2048,4096,8192,16384 > torch.json
+    python3 scripts/torch_attention.py --device cuda --dtype bf16 --heads 64 \\
+        --tokens 512,1024,2048,4096,8192,16384 > torch.json
 
 There scaled_dot_product_attention is held to FlashAttention (--sdpa), and inputs change from run to
 run, so that no cache holds them.
@@ -14,8 +15,8 @@ run, so that no cache holds them.
 Needs PyTorch (`pip install torch`). Prints JSON on stdout and progress on stderr. The FAVOR+ is
 what one writes in PyTorch without kernels of one's own: chunks of 64 tokens, one maximum over all
 keys as stabiliser (which lets the future into the past by rounding; it is here for its speed),
-prefix sums over chunks by cumsum. --compile gives that FAVOR+ to torch.compile, once for each shape;
-scaled_dot_product_attention is one kernel already.
+prefix sums over chunks by cumsum. --compile gives that FAVOR+ to torch.compile, once for each
+shape; scaled_dot_product_attention is one kernel already.
 """
 
 import argparse
@@ -28,7 +29,11 @@ import time
 import torch
 
 
-def favor(q, k, v, omega, causal, chunk=64):
+# Tokens of a chunk of causal FAVOR+.
+CHUNK = 64
+
+
+def favor(q, k, v, omega, causal, chunk=CHUNK):
     d = q.shape[-1]
     x, y = q * d**-0.25, k * d**-0.25
     lq, lk = x @ omega.T, y @ omega.T - 0.5 * (y * y).sum(-1, keepdim=True)
@@ -56,7 +61,8 @@ def quantile(values, share):
 
 
 def measure(work, seconds, on_gpu):
-    """By the GPU's own clock where there is one; there, short work is repeated between two looks at it."""
+    """The times of some work, by the GPU's own clock where there is one; there, short work is repeated
+    between two looks at it."""
 
     def sample(repeats):
         if on_gpu:
@@ -102,6 +108,8 @@ def main():
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the kernels of FAVOR+")
     parser.add_argument("--sdpa", choices=["flash", "any"], help="implementation [default: flash on a GPU in bf16 or f16, else any]")
     args = parser.parse_args()
+    if not args.bidirectional and any(t > CHUNK and t % CHUNK for t in args.tokens):
+        parser.error(f"--tokens: lengths above {CHUNK} must be multiples of {CHUNK}, the chunk of causal FAVOR+")
     if args.threads:
         torch.set_num_threads(args.threads)
     on_gpu = args.device.startswith("cuda")

@@ -6,7 +6,8 @@
 On a GPU, beside `performer-lm bench train --preset stories15m --device cuda --dtype bf16 --json >
 train.json`:
 
-    python3 scripts/torch_train.py --preset stories15m --device cuda --dtype bf16 --against train.json > torch.json
+    python3 scripts/torch_train.py --preset stories15m --device cuda --dtype bf16 \\
+        --against train.json > torch.json
 
 Needs PyTorch (`pip install torch`). Prints JSON on stdout, with the ratio to the file of
 `performer-lm bench train` where one is given, and progress on stderr. The model is written as one
@@ -30,7 +31,9 @@ from torch_attention import favor
 
 # Beside this script in a folder of scripts/cuda-pack.sh, else where the repository has them.
 HERE = pathlib.Path(__file__).resolve().parent
-MODELS = next(p for p in (HERE / "models", HERE.parent / "models") if p.is_dir())
+MODELS = next((p for p in (HERE / "models", HERE.parent / "models") if p.is_dir()), None)
+if MODELS is None:
+    sys.exit("there is no folder models beside this script or above it")
 
 
 class Attention(nn.Module):
@@ -148,6 +151,8 @@ def main():
     parser.add_argument("--against", type=argparse.FileType(), action="append", default=[],
                         help="JSON of `performer-lm bench train` for the same preset; may be given several times")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
     c = json.loads((MODELS / args.preset / "config.json").read_text())

@@ -7,6 +7,7 @@
 # PROGRAM is the native performer-lm. Needs rustup, mingw-w64 and Wine for 64 bits (Debian:
 # apt-get install mingw-w64 wine64). Takes some ten minutes on two cores, most of them to build.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
@@ -14,7 +15,8 @@ if [ $# -ne 1 ]; then
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
-native=$(realpath "$1")
+case $1 in /*) native=$1 ;; *) native=$here/$1 ;; esac
+[ -x "$native" ] || { echo "$native is no program that can be run" >&2; exit 1; }
 wine=$(command -v wine64 || command -v wine || true)
 [ -n "$wine" ] || wine=/usr/lib/wine/wine64
 for command in x86_64-w64-mingw32-gcc "$wine"; do
@@ -50,14 +52,14 @@ greedy=(generate model --prompt "Once upon a time" --temperature 0 --max-tokens 
 windows "${greedy[@]}" | tr -d '\r' >theirs.txt
 "$native" "${greedy[@]}" >ours.txt
 cmp theirs.txt ours.txt
-[ -s ours.txt ]
+[ -s ours.txt ] || { echo 'the native program wrote no text' >&2; exit 1; }
 echo "the greedy text of $(wc -w <ours.txt) words is that of the native program"
 
-windows train --attention favor --max-steps 6 --save-every 3 --out run >/dev/null 2>&1
+windows train --attention favor --max-steps 6 --save-every 3 --out run >train.txt 2>&1 || { cat train.txt >&2; exit 1; }
 windows eval run --data sample --max-tokens 20000
 if windows train --attention favor --max-steps 6 --out run 2>refusal.txt; then
     echo 'a second training replaced the model of the first' >&2
     exit 1
 fi
-grep -q 'holds a model already' refusal.txt
+grep -q 'holds a model already' refusal.txt || { cat refusal.txt >&2; exit 1; }
 echo 'it trains, evaluates, and does not replace a model'

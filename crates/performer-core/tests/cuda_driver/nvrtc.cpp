@@ -60,7 +60,13 @@ API nvrtcCompileProgram(Program* program, int count, const char* const* options)
         if (option.rfind("--define-macro=", 0) == 0) defines += " '-D" + option.substr(15) + "'";
     }
     if (setting("EMULATED_TRACE", 0)) std::fprintf(stderr, "compiles %s%s\n", program->name.c_str(), defines.c_str());
-    std::string source = emulated(*program), everything = source + defines + read(HOST "/device.h") + read(HERE "/module.h");
+    const char* compiler = std::getenv("CXX");
+    std::string start = std::string(compiler ? compiler : "c++") +
+                        " -std=c++17 -O2 -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error -shared -fPIC -fvisibility=hidden -fno-gnu-unique -U_FORTIFY_SOURCE"
+                        " -Wno-unknown-pragmas -Wno-attributes";
+    // All that the machine code depends on.
+    std::string source = emulated(*program), everything = start + source + defines;
+    for (const char* file : {HOST "/device.h", HOST "/races.h", HERE "/module.h"}) everything += read(file);
     for (auto& [name, text] : program->headers) everything += name + text;
     const char* named = std::getenv("EMULATED_CACHE");
     if (!named) give_up("EMULATED_CACHE names no folder for compiled kernels");
@@ -74,11 +80,8 @@ API nvrtcCompileProgram(Program* program, int count, const char* const* options)
         mkdir(sources.c_str(), 0777);
         std::ofstream(sources + "/kernels.cpp") << source;
         for (auto& [name, text] : program->headers) std::ofstream(sources + "/" + name) << text;
-        const char* compiler = std::getenv("CXX");
-        std::string command = std::string(compiler ? compiler : "c++") +
-                              " -std=c++17 -O2 -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error -shared -fPIC -fvisibility=hidden -fno-gnu-unique -U_FORTIFY_SOURCE"
-                              " -Wno-unknown-pragmas -Wno-attributes -I '" +
-                              sources + "' -I '" HOST "' -I '" HERE "'" + defines + " -o '" + unfinished + "' '" + sources +
+        if (access(sources.c_str(), W_OK) != 0) give_up("cannot write to " + sources);
+        std::string command = start + " -I '" + sources + "' -I '" HOST "' -I '" HERE "'" + defines + " -o '" + unfinished + "' '" + sources +
                               "/kernels.cpp' 2>'" + sources + "/log'";
         if (std::system(command.c_str()) != 0) {
             program->log = read(sources + "/log");

@@ -1,5 +1,6 @@
-// Kernels with an error each, of the kinds that the emulated device is to catch: `planted KIND
-// ORDER` runs one and writes its results to stdout, where it comes that far.
+// Kernels with an error each, of the kinds that the emulated device is to catch: `planted KIND MODE`
+// runs one and writes its results to stdout, where it comes that far. MODE is a sum: 1 lets fibers
+// run in descending order, 2 lets products cut off what tensor cores cut off.
 
 #include "device.h"
 
@@ -51,7 +52,8 @@ static void within_a_warp(const float* from, float* to) {
     to[threadIdx.x] = other * shared[threadIdx.x ^ 1];
 }
 
-// Does the same with all the barriers that it needs, and then again in the same memory.
+// Exchanges numbers between lanes and between warps with all the barriers that this needs, and then
+// again in the same memory. It has no error.
 static void ordered(const float* from, float* to) {
     float* shared = (float*)shared_memory;
     for (int turn = 0; turn < 4; turn++) {
@@ -105,7 +107,11 @@ static void long_sum(const float*, float* to) {
     to[threadIdx.x] = (float)(sum[0] / right);
 }
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
+    if (count != 3) {
+        std::fprintf(stderr, "usage: planted KIND MODE\n");
+        return 2;
+    }
     std::string kind = arguments[1];
     int mode = std::atoi(arguments[2]);
     host::descending = mode & 1, host::truncating = mode & 2;

@@ -206,6 +206,7 @@ fn serve(
 }
 
 impl Cards for Nccl {
+    // SAFETY: the caller keeps the contract of `Cards::sum`, which this passes on to NCCL.
     unsafe fn sum(&self, numbers: CardMemory) -> Result<()> {
         let CardMemory { address, bytes } = numbers;
         let (stream, count) = (self.card.stream(), bytes / size_of::<f32>());
@@ -218,6 +219,7 @@ impl Cards for Nccl {
         self.call("sum on cards", bytes, Box::new(job))
     }
 
+    // SAFETY: the caller keeps the contract of `Cards::exchange`, which this passes on to NCCL.
     unsafe fn exchange(&self, send: Option<(usize, CardMemory)>, receive: Option<(usize, CardMemory)>) -> Result<()> {
         let others = [send.map(|(to, _)| to), receive.map(|(from, _)| from)];
         let what = match others {

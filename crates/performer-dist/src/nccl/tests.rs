@@ -257,16 +257,18 @@ fn errors_name_the_rank_the_call_and_the_size() {
         |rank| Memory { broken: rank == 1, ..Memory::default() },
         |nccl| {
             let nccl = nccl.unwrap();
-            // SAFETY: the memory is this thread's, here and below.
+            // SAFETY: the memory is this thread's.
             let outcome = unsafe { nccl.sum(memory(&mut [0f32; 3])) };
             if nccl.rank() == 1 {
                 said(outcome.unwrap_err(), "rank 1 of 2: sum on cards of 12 bytes: CUDA_ERROR_ECC");
+                // SAFETY: the memory is this thread's.
                 said(unsafe { nccl.sum(memory(&mut [0f32; 3])) }.unwrap_err(), "a call before it failed");
                 return;
             }
             outcome.unwrap();
             // Its memory may be written to for as long as the process lives.
             let received = Box::leak(Box::new([0u8; LOST]));
+            // SAFETY: the memory is there as long as the process.
             let outcome = unsafe { nccl.exchange_on_cards(1, memory(received)) };
             said(outcome.unwrap_err(), "receive from rank 1) of 13 bytes: NCCL says: remote process exited");
         },
@@ -294,6 +296,9 @@ fn a_rank_that_is_stuck_is_waited_for_until_the_deadline() {
 
 impl Nccl {
     /// Receives from a rank; the name of the call is one of both traits.
+    ///
+    /// # Safety
+    /// That of [`Cards::exchange`].
     unsafe fn exchange_on_cards(&self, from: usize, memory: CardMemory) -> Result<()> {
         // SAFETY: the caller's.
         unsafe { Cards::exchange(self, None, Some((from, memory))) }

@@ -3,7 +3,8 @@
 //
 //   x (B, T, C), w (C, 4) -> y_t = sum_j w_j x_(t-3+j) (B, T, C)
 //   x, w, g (B, T, C)     -> dx_s = sum_j w_j g_(s+3-j) (B, T, C)
-//                            dw_j = sum_s x_s g_(s+3-j), of each run of tokens (B ceil(T/RUN_LENGTH), C, 4)
+//                            dw_j = sum_s x_s g_(s+3-j), of each run of tokens,
+//                            (B ceil(T/RUN_LENGTH), C, 4)
 //
 // A thread has some channels of a run of RUN_LENGTH tokens, and keeps the rows that the next ones
 // need, so that each number is read once. A thread of the kernels `_wide` has 16 bytes of a row,
@@ -53,6 +54,7 @@ __device__ inline void move_on(float (&rows)[TAPS][N]) {
     }
 }
 
+// Loads the filters of a thread's N channels from `channel` on.
 template <int N>
 __device__ inline void load_filters(const float* weight, int channel, float (&taps)[TAPS][N]) {
     for (int i = 0; i < N; i++) {
@@ -60,6 +62,7 @@ __device__ inline void load_filters(const float* weight, int channel, float (&ta
     }
 }
 
+// Computes y of a run of tokens, from the first to the last.
 template <int N>
 __device__ inline void forward(int batch, int tokens, int channels, const Stored* x, const float* weight, Stored* y) {
     Place at = place<N>(batch, tokens, channels);
@@ -80,7 +83,8 @@ __device__ inline void forward(int batch, int tokens, int channels, const Stored
     }
 }
 
-// The tokens of a run are taken from the last to the first.
+// Computes dx, and a run's sums for dw (C, 4). Tokens go from the last to the first, so that the
+// gradients of the three tokens after each are at hand.
 template <int N>
 __device__ inline void backward(int batch, int tokens, int channels, const Stored* x, const float* weight, const Stored* grad, Stored* dx, float* sums) {
     Place at = place<N>(batch, tokens, channels);

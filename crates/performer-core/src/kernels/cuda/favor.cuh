@@ -87,15 +87,11 @@ typedef Stored Result;
 #endif
 
 constexpr float LOG2E = 1.4426950408889634f;
-// e^32 = 2^46.
+// 2^46 is about e^32, the limit of the kernels on the CPU.
 constexpr float LIMIT = 46.0f;
 // FLOOR stands for minus infinity in running maxima, but is finite: -inf - FLOOR is -inf and not
 // NaN.
 constexpr float FLOOR = -1e37f;
-
-// Strides are the distances between batch entries, heads and tokens of a tensor.
-struct Strides { long long batch, head, token; };
-static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
 
 // KeyForm holds what features of keys have of their own (MAP 3): `tables` sets of numbers, one for
 // each key head, or one for all. `favor_pack` lays out its factors; `favor_step` gets the numbers
@@ -122,7 +118,7 @@ struct Problem {
     // there are.
     int segment, segments;
     Strides q, k, v;
-    // |x|^2/2 in base 2 is this times |q|^2.
+    // A key k has the offset -|x|^2/2 = -norm |k|^2 in base 2, where x = k D^(-1/4).
     float norm;
     // Forget gates of the keys, (B, Hkv, Tk), in base e.
     const float* gates;
@@ -137,14 +133,21 @@ static_assert(sizeof(Problem) == 160 && OFFSET(Problem, group) == 4 && OFFSET(Pr
 
 // Tensors are the addresses that the gradient kernels take.
 struct Tensors {
+    // Inputs, and the gradient of outputs (B, H, Tq, OUT_WIDTH).
     const Stored *q, *k, *v, *grad;
+    // Which keys count, (B, Tk); null if all do.
     const unsigned char* visible;
-    // The projection packed as a factor (D, F) in base 2, and packed as a factor (F, D) in base e.
+    // The projection packed as a factor (D, F) in base 2, and as a factor (F, D) for gradients: in
+    // base e, or in base 2 with EXACT, see favor_bf16_backward.cu.
     const uint4 *projection, *back;
+    // The logarithm in base 2 of each query's denominator, (B, H, Tq).
     const float* logs;
     // e, one number a query: read, or written by the gradient of queries for that of keys.
     float* delta;
+    // 1/denominator, (B, H, Tq); only with signed features.
     const float* denominators;
+    // Records of what lies before each segment, (segments, B, H', RECORD), or one of all where all
+    // keys are seen; null with one segment.
     float* before;
     // The gradients of a common factor of a key's features, (SPLITS, B, H, Tk): those of gates are
     // made of them. Only with gates.
@@ -190,12 +193,6 @@ struct Place {
         key_index = batch * (p.heads / p.group) + key_head;
     }
 };
-
-// Returns the rows of a head.
-template <class T>
-__device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
-    return {first + batch * strides.batch + head * strides.head, strides.token};
-}
 
 // ---- Where features come from.
 

@@ -70,13 +70,13 @@ __device__ inline float of_logarithm(const Tensors& t, long long query) {
 
 // Computes e = l - g.out, times 1/denominator where there is one; a warp has one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-favor_delta(int rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
-    int row = blockIdx.x * WARPS + warp();
+favor_delta(long long rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
+    long long row = (long long)blockIdx.x * WARPS + warp();
     if (row >= rows) return;
     float sum = 0;
     for (int i = lane(); i < VALUES; i += 32) {
         // The gradient is rounded as the products see it.
-        sum += out[(long long)row * OUT_WIDTH + i] * rounded(widen(grad[(long long)row * OUT_WIDTH + i]));
+        sum += out[row * OUT_WIDTH + i] * rounded(widen(grad[row * OUT_WIDTH + i]));
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
     if (lane() == 0) delta[row] = of_logarithm(grad, row) - sum * (denominators ? denominators[row] : 1.0f);

@@ -94,6 +94,9 @@ pub(super) struct Call<'a> {
     warpgroups: bool,
 }
 
+/// The most segments of a call: the most that the second dimension of a grid can have.
+const MOST_SEGMENTS: usize = 65_535;
+
 impl<'a> Call<'a> {
     pub(super) fn new(map: &'a Map, [q, k, v]: [View<'a>; 3], given: Given<'a>, causal: bool) -> Result<Self> {
         let device = q.0.device();
@@ -122,6 +125,13 @@ impl<'a> Call<'a> {
             [dim, map.features(), values],
             most,
         );
+        let (segments, _) = blocks.segments(batch * heads, queries.max(keys), given.tracked);
+        if segments > MOST_SEGMENTS {
+            bail!(
+                "favor on CUDA: {queries} queries and {keys} keys make {segments} segments; at most {MOST_SEGMENTS} can \
+                 be launched, so give fewer tokens, or compute without gradients"
+            );
+        }
         if map.numbers().is_some_and(|numbers| !numbers.device().same_device(&Device::Cuda(device.clone()))) {
             bail!("favor: q is on another device than the projection; build the attention on that of q");
         }
@@ -370,7 +380,7 @@ impl<'a> Call<'a> {
         if splits > 1 {
             let kernel = self.kernel(BACKWARD, "favor_delta", &more, 0)?;
             let out = saved.exact.as_ref().map_or(out, Buffer::view);
-            let launch = kernel.launch().value(rows as i32).input(out.0, out.1)?.input(grad.0, grad.1)?;
+            let launch = kernel.launch().value(rows as i64).input(out.0, out.1)?.input(grad.0, grad.1)?;
             // SAFETY: as many rows as the kernel is told.
             unsafe {
                 optional(launch, denominators)?.output(&mut delta.storage)?.run([rows.div_ceil(WARPS), 1, 1], THREADS)

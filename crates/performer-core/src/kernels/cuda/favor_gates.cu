@@ -11,7 +11,7 @@
 // what it misses the next border, which is rounding, it is corrected evenly.
 //
 //   before (segments, B, Hkv, RECORD), later (segments, B, H, RECORD) -> borders (segments, B, H)
-//   factors (PARTS, B, H, T), borders -> d gates (B, Hkv, T)
+//   factors (SPLITS, B, H, T), borders -> d gates (B, Hkv, T)
 
 #include "favor.cuh"
 

@@ -6,9 +6,9 @@
 // Adds up the sums of `segments` segments of `heads` heads, `records` (segments, heads, RECORD),
 // from `initial` (heads, RECORD) on, if given. If `exclusive`, each record becomes the sum of those
 // before it (after it if `reverse`), and the last (the first) is not read, since `favor_sums` has
-// left it out; `total`, if given, gets the sum of all. A warp has one head
-// and feature, so that it has read a scale before it overwrites it. With gates, `decays` (segments,
-// heads) is what a segment makes the sums before it forget.
+// left it out; `total`, if given, gets the sum of all. A warp has one head and feature, so that it
+// has read a scale before it overwrites it. With gates, `decays` (segments, heads) is what a
+// segment makes the sums before it forget.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_combine(int heads, int segments, float* records, const float* decays, const float* initial, float* total, int exclusive,
               int reverse) {

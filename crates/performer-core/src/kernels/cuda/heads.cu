@@ -54,6 +54,7 @@ __device__ inline Place place(unsigned count, int parts, Rows rows) {
     return at;
 }
 
+// Copies the thread's N numbers to their place in the result.
 template <int N>
 __device__ inline void copy(unsigned count, Rows rows, const Stored* x, Stored* out) {
     Place at = place(count, rows.width / N, rows);
@@ -65,7 +66,8 @@ __device__ inline void copy(unsigned count, Rows rows, const Stored* x, Stored* 
     }
 }
 
-// N pairs (N/2 where neighbours are turned 16 bytes at a time).
+// Copies the thread's pairs to their place in the result, turned by the angles of their token: N
+// pairs, or N/2 where neighbours are turned 16 bytes at a time.
 template <int N>
 __device__ inline void turn(unsigned count, Rows rows, Turn turn, const float* cos, const float* sin, const Stored* x, Stored* out) {
     int half = rows.width / 2;

@@ -266,7 +266,8 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
     Sums<R, V, WARPS> value_sums;
     key_sums.zero();
     value_sums.zero();
-    // Queries before the one see none of the keys of the block, nor do those from the other on.
+    // Queries before `begin` see none of the block's keys, since all of these are later; queries
+    // from `end` on see none, since all lie before their windows.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K, end = end_of_queries(p, start, rows.count);
     for (int head = key_head * p.group; head < (key_head + 1) * p.group; head++) {
         Rows<const Stored> queries = rows_of(q, p.q, batch, head);

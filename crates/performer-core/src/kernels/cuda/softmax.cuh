@@ -22,10 +22,6 @@ constexpr float LN2 = 0.6931471805599453f;
 // difference of two sums keeps the digits of a short one at the end of a long text.
 struct GateSum { float high, low; };
 
-// Strides are the distances between batch entries, heads and tokens of a tensor.
-struct Strides { long long batch, head, token; };
-static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
-
 // Problem holds the sizes and strides of one call.
 struct Problem {
     // Query heads, and how many of them read one key head.
@@ -50,12 +46,6 @@ static_assert(sizeof(Problem) == 120 && OFFSET(Problem, group) == 4 && OFFSET(Pr
                   OFFSET(Problem, width) == 28 && OFFSET(Problem, scale) == 32 && OFFSET(Problem, slope) == 36 &&
                   OFFSET(Problem, q) == 40 && OFFSET(Problem, k) == 64 && OFFSET(Problem, v) == 88 && OFFSET(Problem, gates) == 112,
               "the host has another layout");
-
-// Returns the rows of a head.
-template <class T>
-__device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
-    return {first + batch * strides.batch + head * strides.head, strides.token};
-}
 
 // Returns the logarithm to base 2 of what is forgotten from a key's token to a query's own.
 __device__ inline float between(GateSum own, GateSum key) { return (own.high - key.high) + (own.low - key.low); }

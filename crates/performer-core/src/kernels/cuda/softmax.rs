@@ -268,7 +268,7 @@ impl<'a> Call<'a> {
         let mut delta = Buffer::new(device, count)?;
         let shape: [Macro; 3] = [("STORAGE", &storage(self.dtype)?), ("DIM", &self.dim), ("VALUES", &self.values)];
         let kernel = DELTA.kernel(device, "softmax_delta", &shape, 0)?;
-        let launch = kernel.launch().value(count as i32).value(self.width as i32);
+        let launch = kernel.launch().value(count as i64).value(self.width as i32);
         let launch = launch.input(out.0, out.1)?.input(grad.0, grad.1)?;
         // SAFETY: as many rows as the kernel is told.
         unsafe { launch.output(&mut delta.storage)?.run([count.div_ceil(THREADS / 32), 1, 1], THREADS) }?;

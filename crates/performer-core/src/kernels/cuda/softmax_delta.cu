@@ -6,12 +6,12 @@
 
 // Computes g.out; a warp has one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-softmax_delta(int rows, int width, const Stored* out, const Stored* grad, float* delta) {
-    int row = blockIdx.x * WARPS + warp();
+softmax_delta(long long rows, int width, const Stored* out, const Stored* grad, float* delta) {
+    long long row = (long long)blockIdx.x * WARPS + warp();
     if (row >= rows) return;
     float sum = 0;
-    out += (long long)row * width;
-    grad += (long long)row * width;
+    out += row * width;
+    grad += row * width;
     for (int i = lane(); i < VALUES; i += 32) sum += widen(out[i]) * widen(grad[i]);
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
     if (lane() == 0) delta[row] = width > VALUES ? sum - widen(grad[VALUES]) : sum;

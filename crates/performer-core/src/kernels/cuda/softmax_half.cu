@@ -361,7 +361,8 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
     auto keep = [&](long long token) { return !seen || seen[token]; };
     auto always = [](long long) { return true; };
-    // Queries before the one see none of the keys of the block, nor do those from the other on.
+    // Queries before `begin` see none of the block's keys, since all of these are later; queries
+    // from `end` on see none, since all lie before their windows.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K, end = end_of_queries(p, start, rows.count);
     int steps = begin < end ? divide(end - begin, K) : 0, all = steps * p.group;
     auto copy = [&](int stage, int step) {

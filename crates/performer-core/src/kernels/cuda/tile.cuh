@@ -497,6 +497,16 @@ struct Rows {
     long long stride;
 };
 
+// Strides are the distances between batch entries, heads and tokens of a tensor.
+struct Strides { long long batch, head, token; };
+static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
+
+// Returns the rows of a head.
+template <class T>
+__device__ Rows<T> rows_of(T* first, const Strides& strides, int batch, int head) {
+    return {first + batch * strides.batch + head * strides.head, strides.token};
+}
+
 // `Span` says which rows a tile takes: `count` from token `first` on, forwards or backwards by
 // `step`.
 struct Span {

@@ -63,7 +63,7 @@ constant constexpr int SIMDGROUPS = V / 8, THREADS = 32 * SIMDGROUPS;
 constant constexpr int PAD = 4;
 
 constant constexpr float LOG2E = 1.4426950408889634f;
-// e^32 = 2^46.
+// 2^46 is about e^32, the limit of the kernels on the CPU.
 constant constexpr float LIMIT = 46.0f;
 // FLOOR stands for minus infinity.
 constant constexpr float FLOOR = -1e37f;
