@@ -1,5 +1,6 @@
 //! What made a result: the revision of this program and its command line, for whatever it writes.
 
+#[cfg(feature = "lab")]
 use std::ffi::OsString;
 
 /// The revision this program was built from: a git commit (with `-dirty` where files had been
@@ -13,6 +14,7 @@ pub fn git_revision() -> &'static str {
 
 /// The command line of this process, as a shell takes it. An argument that is no UTF-8 is written
 /// with replacement characters.
+#[cfg(feature = "lab")]
 pub(crate) fn command_line() -> String {
     let words = std::env::args_os().skip(1).map(|word| quoted(&word));
     std::iter::once("performer-lm".to_string()).chain(words).collect::<Vec<_>>().join(" ")
@@ -20,6 +22,7 @@ pub(crate) fn command_line() -> String {
 
 /// A word of a command line, in single quotes where it holds a character that a shell may
 /// interpret.
+#[cfg(feature = "lab")]
 fn quoted(word: &OsString) -> String {
     let word = word.to_string_lossy();
     let is_plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%".contains(c);
@@ -33,6 +36,7 @@ fn quoted(word: &OsString) -> String {
 mod tests {
     use super::*;
 
+    #[cfg(feature = "lab")]
     #[test]
     fn words_that_a_shell_would_interpret_are_quoted() {
         for (word, expected) in [
