@@ -1,7 +1,7 @@
 //! This module converts a pretrained softmax model to a Performer in three stages: calibrate,
 //! transfer the attention, fine-tune.
 //!
-//! 1. **Calibrate** (`statistics`): the teacher reads text, and features are fitted to the means
+//! 1. **Calibrate** (`calibrate`): the teacher reads text, and features are fitted to the means
 //!    and covariances of each head's queries and keys ([`performer_core::features::fit`]). Forget
 //!    gates, where the student has them, get a pace for each head (`gates`). No other weight
 //!    changes.
@@ -23,13 +23,14 @@
 //! change is refused.
 
 mod adapters;
+mod calibrate;
 mod costs;
 mod descend;
 mod gates;
+mod inspect;
 mod measure;
 mod report;
 mod stage;
-mod statistics;
 mod transfer;
 mod tune;
 mod windows;
@@ -51,14 +52,14 @@ use crate::{
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, Earlier, RunKey, TrainingState, digests, git_revision, model_digest},
 };
+#[cfg(feature = "lab")]
+pub(crate) use calibrate::moments;
 pub use costs::{Costs, LayerCost, costs};
+pub use inspect::{HeadReport, inspect};
 pub use measure::{Measured, Predictions};
 use measure::{Measurements, Meter, about};
 pub use report::{Point, Report, Stage};
 use stage::{Bookmark, Progress};
-#[cfg(feature = "lab")]
-pub(crate) use statistics::moments;
-pub use statistics::{HeadReport, inspect};
 pub use tune::Tuning;
 
 /// File name of the [`Report`].
@@ -197,7 +198,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let bookmark = Bookmark::new(plan, plan.key_after(&key, name), name, checkpoint, &report, interrupted.take());
         let earlier_seconds = bookmark.seconds();
         let result = match (name, plan.tuning) {
-            ("calibrate", _) => Some(statistics::calibrate(plan, &teacher, student(plan, tensors)?, data)?),
+            ("calibrate", _) => Some(calibrate::calibrate(plan, &teacher, student(plan, tensors)?, data)?),
             ("tune", Some(tuning)) => {
                 tune::tune(plan, &bookmark, tuning, &teacher, pupil(plan, tensors)?, data, &meter)?
             }

@@ -1,63 +1,23 @@
-//! This module measures the heads of a softmax model: the moments that features are fitted to, and
-//! how well features would approximate each head.
+//! This module inspects a softmax model: how far the logits of each head spread, and how well
+//! features would approximate it.
 
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
 use performer_core::{
-    Attention, Favor, FavorConfig, Inputs, Mask, Softmax,
+    Attention, FavorConfig, Inputs, Mask, Softmax,
     features::{FeatureMap, fit::Moments},
     projection::{self, derive_seed},
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Plan, Trained, gates};
+use super::calibrate::moments;
 use crate::{
-    data::{Batches, Prepared, TokenFile, eval_windows},
-    model::{
-        Decoder,
-        fit::{attention_over, fitted_to},
-    },
+    data::{Prepared, TokenFile, eval_windows},
+    model::{Decoder, fit::fitted_to},
 };
-
-/// Number of sequences in a calibration pass.
-const ROWS: usize = 4;
 
 /// About how many queries of each sequence are compared.
 const SAMPLED_QUERIES: usize = 32;
-
-/// Computes the moments of every layer over about `tokens` training tokens.
-pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
-    let mut all = teacher.no_moments()?;
-    let batches = Batches::new(data.train.clone(), teacher.config().context, ROWS, seed)?;
-    let passes = tokens.div_ceil(batches.tokens_per_batch());
-    for pass in 0..passes {
-        let (epoch, index) = batches.position(pass as u64);
-        let batch = batches.batch(epoch, index)?;
-        let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
-        teacher.add_moments(&ids, &mut all)?;
-    }
-    Ok(all)
-}
-
-/// Fits the features of every layer to the teacher's queries and keys, and then gives forget gates
-/// the pace with which they look as far back as the teacher.
-pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
-    let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
-    for (layer, moments) in moments.iter().enumerate() {
-        let config = plan.config.attention_of(layer).clone();
-        let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
-        let fitted = fitted_to(favor, moments, plan.balance, derive_seed(plan.seed, layer as u64), &plan.device)
-            .with_context(|| format!("layer {layer}"))?;
-        student.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
-    }
-    let paced = gates::paced(teacher, &student, data, plan.seed)?;
-    if !paced.is_empty() {
-        let mut tensors = student.tensors()?;
-        tensors.extend(paced);
-        student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;
-    }
-    Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
-}
 
 /// A `HeadReport` describes one head of a softmax model, and how well features would approximate
 /// it.

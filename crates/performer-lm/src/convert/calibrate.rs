@@ -1,0 +1,52 @@
+//! This module calibrates a student: it fits features to the moments of the teacher's queries and
+//! keys, and gives forget gates a pace.
+
+use anyhow::{Context, Result};
+use candle_core::Tensor;
+use performer_core::{Favor, features::fit::Moments, projection::derive_seed};
+
+use super::{Plan, Trained, gates};
+use crate::{
+    data::{Batches, Prepared},
+    model::{
+        Decoder,
+        fit::{attention_over, fitted_to},
+    },
+};
+
+/// Number of sequences in a calibration pass.
+const ROWS: usize = 4;
+
+/// Computes the moments of every layer over about `tokens` training tokens.
+pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
+    let mut all = teacher.no_moments()?;
+    let batches = Batches::new(data.train.clone(), teacher.config().context, ROWS, seed)?;
+    let passes = tokens.div_ceil(batches.tokens_per_batch());
+    for pass in 0..passes {
+        let (epoch, index) = batches.position(pass as u64);
+        let batch = batches.batch(epoch, index)?;
+        let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
+        teacher.add_moments(&ids, &mut all)?;
+    }
+    Ok(all)
+}
+
+/// Fits the features of every layer to the teacher's queries and keys, and then gives forget gates
+/// the pace with which they look as far back as the teacher.
+pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
+    let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
+    for (layer, moments) in moments.iter().enumerate() {
+        let config = plan.config.attention_of(layer).clone();
+        let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
+        let fitted = fitted_to(favor, moments, plan.balance, derive_seed(plan.seed, layer as u64), &plan.device)
+            .with_context(|| format!("layer {layer}"))?;
+        student.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
+    }
+    let paced = gates::paced(teacher, &student, data, plan.seed)?;
+    if !paced.is_empty() {
+        let mut tensors = student.tensors()?;
+        tensors.extend(paced);
+        student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;
+    }
+    Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
+}
