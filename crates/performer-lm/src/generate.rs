@@ -329,13 +329,15 @@ mod tests {
     #[test]
     fn frequencies_follow_the_softmax() {
         let logits = [0.0, 1.0, 2.0, f32::NEG_INFINITY];
-        let plain = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 1 };
-        let weights: Vec<f64> = logits.iter().map(|&l: &f32| f64::from(l).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        for (count, weight) in counts(plain, &logits).into_iter().zip(weights) {
-            let p = weight / total;
-            // Five standard errors.
-            assert!((count as f64 / 20_000.0 - p).abs() <= 5.0 * (p * (1.0 - p) / 20_000.0).sqrt());
+        for temperature in [0.5, 1.0, 2.0] {
+            let plain = Sampling { temperature, top_k: None, top_p: None, seed: 1 };
+            let weights: Vec<f64> = logits.iter().map(|&l: &f32| (f64::from(l) / temperature).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            for (count, weight) in counts(plain, &logits).into_iter().zip(weights) {
+                let p = weight / total;
+                // Five standard errors.
+                assert!((count as f64 / 20_000.0 - p).abs() <= 5.0 * (p * (1.0 - p) / 20_000.0).sqrt());
+            }
         }
     }
 

@@ -176,7 +176,7 @@ fn what_cannot_be_is_refused_and_leaves_the_state() -> Result<()> {
     let infinite = (inputs[2].narrow(1, 2, 1)? * f64::INFINITY)?;
     let mut bad = inputs.clone();
     bad[2] = Tensor::cat(&[&inputs[2].narrow(1, 0, 2)?, &infinite], 1)?;
-    refused(attention.extend(given(&bad), &mut state), "v");
+    refused(attention.extend(given(&bad), &mut state), "v holds inf");
     assert_eq!(state.tokens(), 70);
     assert_eq!(values(&attention.extend(given(&inputs), &mut state)?)?, values(&expected)?);
     // States of another division, and of groups that have seen other numbers of tokens.

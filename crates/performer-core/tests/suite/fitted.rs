@@ -94,7 +94,7 @@ fn estimates_are_unbiased_whatever_is_fitted() -> Result<()> {
     Ok(())
 }
 
-/// Returns the mean squared error of kernel values, relative to the exact ones.
+/// Returns the mean size of the logarithm of a kernel value over the exact one, counted as at most 3.
 fn spread(options: Options, moments: &Moments) -> Result<f64> {
     let (q, k) = data(7, 1, 40)?;
     let (mut sum, mut count) = (0.0, 0.0);
@@ -108,6 +108,28 @@ fn spread(options: Options, moments: &Moments) -> Result<f64> {
         }
     }
     Ok(sum / count)
+}
+
+/// The deviation of logits is that of all pairs of a query and a key of a head, and what does not fit
+/// the moments is refused.
+#[test]
+fn the_deviation_of_logits_is_that_of_all_pairs() -> Result<()> {
+    let (q, k) = data(3, 1, 40)?;
+    let mut moments = Moments::new(HEADS, D)?;
+    moments.add(&q, &k)?;
+    for (head, found) in moments.logit_deviation()?.into_iter().enumerate() {
+        let queries = q.get(0)?.narrow(0, 2 * head, 2)?.flatten(0, 1)?;
+        let keys = k.get(0)?.get(head)?;
+        let logits = (queries.matmul(&keys.t()?.contiguous()?)? * (D as f64).powf(-0.5))?;
+        let logits = logits.flatten_all()?.to_vec1::<f64>()?;
+        let mean = |numbers: &[f64]| numbers.iter().sum::<f64>() / numbers.len() as f64;
+        let squares: Vec<f64> = logits.iter().map(|x| x * x).collect();
+        let want = (mean(&squares) - mean(&logits).powi(2)).sqrt();
+        assert!((found - want).abs() < 1e-9 * want, "head {head}: {found} and {want}");
+    }
+    let error = moments.add(&k, &k.narrow(3, 0, D - 1)?).expect_err("keys of another width").to_string();
+    assert!(error.contains("moments of"), "{error}");
+    Ok(())
 }
 
 #[test]

@@ -359,6 +359,30 @@ fn cross_attention_reads_the_context() -> Result<()> {
     Ok(())
 }
 
+/// Queries and the context's keys are both turned by their own positions, each from the first on.
+#[test]
+fn cross_attention_turns_both_sides() -> Result<()> {
+    let (layer, vars) = layer(Box::new(Softmax::new()), true)?;
+    let (x, context) = (random(10, &[2, 7, HIDDEN])?, random(11, &[2, 12, HIDDEN])?);
+    let weights = vars.data().lock().unwrap();
+    let heads = |x: &Tensor, name: &str, heads: usize| -> Result<Tensor> {
+        let (b, t, _) = x.dims3()?;
+        let get = |part: &str| weights[&format!("{name}.{part}")].as_tensor().clone();
+        let rows = x.broadcast_matmul(&get("weight").t()?)?.broadcast_add(&get("bias"))?;
+        rows.reshape((b, t, heads, HEAD_DIM))?.transpose(1, 2)?.contiguous()
+    };
+    let rotary = Rotary::new(HEAD_DIM, 64, 1e4, &DEVICE)?;
+    let (q, k) = (rotary.apply(&heads(&x, "q_proj", 4)?, 0)?, rotary.apply(&heads(&context, "k_proj", 2)?, 0)?);
+    let v = heads(&context, "v_proj", 2)?;
+    let out = Softmax::new().forward(Inputs::new(&q, &k, &v), &Mask::full())?;
+    let out = out.transpose(1, 2)?.contiguous()?.reshape((2, 7, HIDDEN))?;
+    let (weight, bias) = (weights["o_proj.weight"].as_tensor(), weights["o_proj.bias"].as_tensor());
+    let want = out.broadcast_matmul(&weight.t()?)?.broadcast_add(bias)?;
+    drop(weights);
+    assert_tensor_close("cross", &layer.cross(&x, &context, &Mask::full())?, &values(&want)?, 1e-5);
+    Ok(())
+}
+
 #[test]
 fn empty_sequences_stay_empty() -> Result<()> {
     for (name, attention) in attentions()? {

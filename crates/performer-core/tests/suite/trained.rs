@@ -1,10 +1,10 @@
 //! These tests check feature maps that are trained inside the fused kernels: the gradients of their
 //! parameters are compared with those of composed operations in f64, and with finite differences.
 
-use crate::common::{Random, assert_close, tensor, values};
+use crate::common::{Random, assert_close, assert_tensor_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::features::{FeatureMap, Features, Fitted};
-use performer_core::{Attention, Favor, Inputs, Mask, Windowed};
+use performer_core::{Attention, Favor, Inputs, Mask, State, Windowed};
 
 const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
@@ -229,5 +229,14 @@ fn a_rectified_map_of_a_variable_has_its_gradient() -> Result<()> {
     let gradients = favor.forward(Inputs::new(&x, &x, &x), &Mask::causal())?.sqr()?.sum_all()?.backward()?;
     let gradient = values(gradients.get(&projection).expect("a gradient of the projection"))?;
     assert!(gradient.iter().any(|&g| g != 0.0), "{gradient:?}");
+    let composed = Favor::with_map(Box::new(Own(projection.clone())))?.composed();
+    let gradients = composed.forward(Inputs::new(&x, &x, &x), &Mask::causal())?.sqr()?.sum_all()?.backward()?;
+    assert_tensor_close("the gradient", gradients.get(&projection).expect("a gradient"), &gradient, 1e-4);
+    // A state of the map as it was is not gone on with once the map was trained.
+    let mut state = State::new();
+    favor.extend(Inputs::new(&x, &x, &x), &mut state)?;
+    projection.set(&(projection.as_tensor() * 1.5)?)?;
+    let error = favor.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("a state of another map").to_string();
+    assert!(error.contains("another"), "{error}");
     Ok(())
 }

@@ -231,3 +231,23 @@ impl Dropout {
         ops::mul(x, &Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+
+    /// Of many numbers as many are dropped as asked for, and the others are scaled so that the mean
+    /// stays.
+    #[test]
+    fn dropout_drops_its_share_and_scales_the_rest() -> Result<()> {
+        let ones = Tensor::ones((100, 100), DType::F32, &Device::Cpu)?;
+        let kept = Dropout::new(0.3, 1).apply(&ones)?.flatten_all()?.to_vec1::<f32>()?;
+        let scale = (1f32 - 0.3).recip();
+        assert!(kept.iter().all(|&x| x == 0.0 || (x - scale).abs() < 1e-6));
+        let count = kept.iter().filter(|&&x| x != 0.0).count();
+        assert!((6_800..7_200).contains(&count), "{count}");
+        Ok(())
+    }
+}

@@ -205,8 +205,9 @@ fn trained_maps_get_gradients_and_come_back_as_they_were() -> Result<()> {
 
 #[test]
 fn the_future_does_not_leak() -> Result<()> {
-    for attention in ATTENTIONS {
-        let model = Decoder::new(&base(attention), 2, &Device::Cpu)?;
+    let positions = [NormPosition::Pre, NormPosition::Post];
+    for (attention, norm_position) in ATTENTIONS.into_iter().flat_map(|a| positions.map(|position| (a, position))) {
+        let model = Decoder::new(&ModelConfig { norm_position, ..base(attention) }, 2, &Device::Cpu)?;
         let first = ids(2, 40, 0);
         let before = model.forward(&tensor(&first, 2)?, None)?;
         for cut in [1, 15, 16, 33] {
@@ -225,8 +226,11 @@ fn the_future_does_not_leak() -> Result<()> {
 #[test]
 fn decoding_is_the_same_model() -> Result<()> {
     for attention in ATTENTIONS {
-        for positions in [Positions::Learned, Positions::Rotary { base: 10_000.0 }] {
-            let model = Decoder::new(&ModelConfig { positions, kv_heads: 2, ..base(attention) }, 3, &Device::Cpu)?;
+        for (positions, norm_position) in
+            [(Positions::Learned, NormPosition::Pre), (Positions::Rotary { base: 10_000.0 }, NormPosition::Post)]
+        {
+            let config = ModelConfig { positions, norm_position, kv_heads: 2, ..base(attention) };
+            let model = Decoder::new(&config, 3, &Device::Cpu)?;
             let text = ids(1, 40, 0);
             let whole = model.forward(&tensor(&text, 1)?, None)?.squeeze(0)?.to_vec2::<f32>()?;
             let mut state = model.new_state();
@@ -388,7 +392,10 @@ fn saved_tensors_give_the_same_model_with_its_features() -> Result<()> {
     for attention in ["favor:m=24", "favor:m=8,map=phase", "softmax"] {
         let config = base(attention);
         let mut model = Decoder::new(&config, 6, &Device::Cpu)?;
+        let before = model.forward(&tensor(&ids(1, 40, 0), 1)?, None)?.flatten_all()?.to_vec1::<f32>()?;
         model.redraw(6, 3)?;
+        let after = model.forward(&tensor(&ids(1, 40, 0), 1)?, None)?.flatten_all()?.to_vec1::<f32>()?;
+        assert_eq!(before == after, attention == "softmax", "{attention}: other features give other logits");
         let copy = Decoder::from_tensors(&config, &model.tensors()?, &Device::Cpu)?;
         let input = tensor(&ids(1, 40, 0), 1)?;
         let logits =
@@ -491,6 +498,57 @@ fn a_block_is_few_nodes_of_the_graph() -> Result<()> {
         };
         assert_eq!(nodes(3)? - nodes(2)?, 9 + 9, "{attention}");
     }
+    Ok(())
+}
+
+/// The gradients that training uses are a tape's, and those of Candle's backward pass.
+#[test]
+fn gradients_of_training_are_candles() -> Result<()> {
+    let (x, targets) = (tensor(&ids(2, 12, 0), 2)?, ids(2, 12, 1));
+    let count = targets.len() as f64;
+    for attention in ["softmax", "favor:m=16,gate,conv,output-gate,output-norm"] {
+        for config in variants(attention) {
+            let model = Decoder::new(&config, 4, &Device::Cpu)?;
+            let want = model.losses(&x, &targets, None)?.mean_all()?.backward()?;
+            let tape = Tape::start();
+            let loss = ops::scale(&ops::sum_all(&model.losses(&x, &targets, None)?)?, 1.0 / count)?;
+            assert_eq!(tape.unrecorded(&loss), 0);
+            let got = tape.backward(&loss)?;
+            for (name, parameter) in model.named_parameters()? {
+                let numbers = |store: &candle_core::backprop::GradStore| -> Result<Vec<f32>> {
+                    Ok(store.get(&parameter).expect("a gradient").flatten_all()?.to_vec1()?)
+                };
+                let (want, got) = (numbers(&want)?, numbers(&got)?);
+                let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
+                let worst = want.iter().zip(&got).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+                assert!(worst <= 1e-5 * largest, "{config:?}: {name} differs by {worst} of {largest}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The teacher's share of the loss is its share, and its distribution is what counts.
+#[test]
+fn distillation_mixes_the_teacher_with_the_next_token() -> Result<()> {
+    let student = Decoder::new(&base("favor:m=16"), 1, &Device::Cpu)?;
+    let teacher = Decoder::new(&base("softmax"), 2, &Device::Cpu)?;
+    let (x, targets) = (tensor(&ids(2, 12, 0), 2)?, ids(2, 12, 1));
+    let losses =
+        |share| -> Result<Vec<f32>> { Ok(student.distillation_losses(&x, &targets, &teacher, share)?.to_vec1()?) };
+    let (hard, soft, mixed) = (losses(0.0)?, losses(1.0)?, losses(0.25)?);
+    let close = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5 * (1.0 + b.abs()));
+    assert!(close(&hard, &student.losses(&x, &targets, None)?.to_vec1()?));
+    let expected: Vec<f32> = hard.iter().zip(&soft).map(|(hard, soft)| 0.75 * hard + 0.25 * soft).collect();
+    assert!(close(&mixed, &expected), "{mixed:?} and {expected:?}");
+    let logits = |model: &Decoder| -> Result<Tensor> { Ok(model.forward(&x, None)?.flatten(0, 1)?) };
+    let theirs = candle_nn::ops::softmax(&logits(&teacher)?, D::Minus1)?;
+    let ours = candle_nn::ops::log_softmax(&logits(&student)?, D::Minus1)?;
+    let expected: Vec<f32> = (theirs * ours)?.sum(D::Minus1)?.neg()?.to_vec1()?;
+    assert!(close(&soft, &expected), "{soft:?} and {expected:?}");
+    assert!(!close(&hard, &soft));
+    let gradients = student.distillation_losses(&x, &targets, &teacher, 0.5)?.mean_all()?.backward()?;
+    assert!(teacher.named_parameters()?.iter().all(|(_, parameter)| gradients.get(parameter).is_none()));
     Ok(())
 }
 

@@ -137,7 +137,14 @@ fn what_only_attention_can_know_is_learned() -> Result<()> {
     let blind = loss("none")?;
     println!("none: {blind:.4}");
     assert!(blind > 2.9, "without attention, the loss is {blind:.4}: the echo can be known otherwise");
-    for attention in ["softmax", "favor:m=64", "favor:m=16,map=learned", "favor:m=16,window=4"] {
+    for attention in [
+        "softmax",
+        "softmax:gate",
+        "favor:m=64",
+        "favor:m=64,gate,conv,output-gate,output-norm",
+        "favor:m=16,map=learned",
+        "favor:m=16,window=4",
+    ] {
         let loss = loss(attention)?;
         println!("{attention}: {loss:.4}");
         assert!(loss < 2.2, "{attention}: the loss is {loss:.4}; {blind:.4} is that of no attention");

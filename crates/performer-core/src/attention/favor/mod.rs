@@ -303,6 +303,7 @@ impl Favor {
     /// The identity, where the map's numbers cannot change behind it.
     fn constant_identity(&self) -> Result<Option<Identity>> {
         let tracked = self.map.exponential_form().is_some_and(|form| form.tracked())
+            || self.map.rectified_form().is_some_and(|(projection, _)| projection.track_op())
             || self.map.parameters().iter().any(|(_, tensor)| tensor.track_op());
         if tracked { Ok(None) } else { Ok(Some(self.current_identity()?)) }
     }

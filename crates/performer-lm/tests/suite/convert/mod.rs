@@ -17,6 +17,7 @@ use performer_lm::{
     config::{AttentionConfig, ModelConfig, Preset},
     convert::{Plan, Report, Second, Tuning, costs, inspect, run},
     data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare},
+    eval::evaluate_windows,
     listener::{Bar, Listener, Silent, Unit},
     model::{Decoder, pretrained::Pretrained},
 };
@@ -149,6 +150,10 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     let saved = Pretrained::open(&folder.path().to_string_lossy())?;
     assert_eq!(saved.config.attention.to_string(), "favor:m=16,map=learned,window=4");
     let model = saved.decoder(&Device::Cpu)?;
+    // Stages are measured over whole windows.
+    let again = evaluate_windows(&model, &data.valid, 2, 48, plan.measure_tokens / 48 * 48)?.val_loss;
+    let measured = report.stages[4].measured.held_out.val_loss;
+    assert!((again - measured).abs() < 1e-6, "{again} and {measured}");
     let mut state = model.new_state();
     let ids = Tensor::zeros((1, 64), candle_core::DType::U32, &Device::Cpu)?;
     let mut bytes = Vec::new();
@@ -460,7 +465,32 @@ fn adapters_leave_new_parts_to_be_trained() -> Result<()> {
     }
     let norm = "model.layers.0.input_layernorm.weight";
     assert_eq!(numbers(&before[norm])?, numbers(&after[norm])?);
+    // What the adapters learned is merged into the weights, and has their rank.
+    for name in ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"] {
+        let name = format!("model.layers.0.{name}.weight");
+        let change = (&after[&name] - &before[&name])?.to_vec2::<f32>()?;
+        assert_eq!(rank(change), 2, "{name}");
+    }
     Ok(())
+}
+
+/// The rank of a matrix, by elimination; what is below a thousandth of the largest number counts as
+/// zero. A matrix of zeros has rank 0.
+fn rank(mut rows: Vec<Vec<f32>>) -> usize {
+    let largest = |rows: &[Vec<f32>]| rows.iter().flatten().fold(0f32, |most, x| most.max(x.abs()));
+    let limit = 1e-3 * largest(&rows);
+    let mut rank = 0;
+    while largest(&rows) > limit {
+        let places = rows.iter().enumerate().flat_map(|(i, row)| row.iter().enumerate().map(move |(j, &x)| (i, j, x)));
+        let Some((i, j, pivot)) = places.max_by(|a, b| a.2.abs().total_cmp(&b.2.abs())) else { break };
+        let with_pivot = rows.swap_remove(i);
+        for row in &mut rows {
+            let factor = row[j] / pivot;
+            row.iter_mut().zip(&with_pivot).for_each(|(x, y)| *x -= factor * y);
+        }
+        rank += 1;
+    }
+    rank
 }
 
 /// Where windows are off in every step, the student is trained to the same bits as one that has
@@ -501,7 +531,6 @@ fn windows_can_be_switched_off_in_training() -> Result<()> {
     Ok(())
 }
 
-/// What a layer costs is what a conversion of that layer alone loses before anything is trained.
 /// Keeps how much work the costs of layers announce, and what is said to be done after each.
 #[derive(Default)]
 struct LayersDone(Mutex<Vec<u64>>);
@@ -560,7 +589,8 @@ fn inspection_reports_every_head() -> Result<()> {
     for attention in ["favor:m=64", "favor:m=64,map=dense"] {
         let attention: AttentionConfig = attention.parse().expect("an attention");
         let heads = inspect(&model, &data, attention.favor().expect("linear"), true, 500, 1)?;
-        assert_eq!(heads.iter().map(|h| (h.layer, h.head)).collect::<Vec<_>>().len(), 2 * 4);
+        let pairs: Vec<(usize, usize)> = heads.iter().map(|h| (h.layer, h.head)).collect();
+        assert_eq!(pairs, (0..2).flat_map(|layer| (0..4).map(move |head| (layer, head))).collect::<Vec<_>>());
         for h in heads {
             assert!((0.0..=1.0).contains(&h.row_total_variation), "{h:?}");
             assert!((0.0..=1.0).contains(&h.uniform_total_variation) && h.logit_deviation > 0.0, "{h:?}");
