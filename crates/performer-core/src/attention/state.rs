@@ -222,6 +222,14 @@ struct Origin {
     dtype: DType,
 }
 
+impl Origin {
+    /// What tells it from others of the same batch, for messages.
+    fn describe(&self) -> String {
+        let Self { identity, key_heads, head_dim, value_dim, dtype, .. } = self;
+        format!("{identity:?}, {dtype:?}, {key_heads} key heads of {head_dim} and values of {value_dim}")
+    }
+}
+
 /// A place for the memory of one owner.
 #[derive(Debug, Default)]
 enum Slot {
@@ -525,12 +533,14 @@ impl State {
         let Some((first, others)) = states.split_first() else { bail!("state: there is no state to join") };
         let Some(origin) = &first.origin else { bail!("state: it has seen no token, so there are no rows to join") };
         for other in others {
-            let same = other.origin.as_ref().is_some_and(|o| Origin { batch: origin.batch, ..o.clone() } == *origin);
-            if !same {
+            let Some(of_other) = &other.origin else {
+                bail!("state: it cannot be joined with one that has seen no token")
+            };
+            if (Origin { batch: origin.batch, ..of_other.clone() }) != *origin {
                 bail!(
-                    "state: only states of one attention, one type and one size can be joined; one belongs to {origin:?}, \
-                     another to {:?}",
-                    other.origin
+                    "state: it cannot be joined with one of another attention, type or size: {}, and {}",
+                    origin.describe(),
+                    of_other.describe()
                 );
             }
             if other.tokens != first.tokens {

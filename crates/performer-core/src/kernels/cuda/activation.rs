@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
-use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor, with_storages};
 
 const SOURCE: Source = source!("activation.cu", STORED);
 

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
-use super::{CudaStorage, Macro, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor};
+use super::{CudaStorage, Macro, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor};
 use crate::kernels::convolution::TAPS;
 
 const SOURCE: Source = source!("convolution.cu", STORED);

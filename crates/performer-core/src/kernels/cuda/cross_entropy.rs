@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 
-use super::{STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
+use super::{STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor, with_storages};
 
 const SOURCE: Source = source!("cross_entropy.cu", STORED);
 

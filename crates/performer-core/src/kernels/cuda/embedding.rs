@@ -4,7 +4,7 @@
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage};
 
 use super::super::operation::{Operation, Stored};
-use super::{CudaStorage, STORED, Source, THREADS, allocate, contiguous, storage, tensor, with_storages};
+use super::{CudaStorage, STORED, Source, THREADS, allocate, contiguous, source, storage, tensor, with_storages};
 
 const SOURCE: Source = source!("embedding.cu", STORED);
 

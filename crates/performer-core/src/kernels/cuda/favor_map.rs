@@ -8,7 +8,7 @@ use std::{
 
 use candle_core::{DType, Result, Tensor, backend::BackendStorage};
 
-use super::{Source, THREADS, View, buffer::Buffer, favor_call::HEADERS, with_storages};
+use super::{Source, THREADS, View, buffer::Buffer, favor_call::HEADERS, source, with_storages};
 use crate::{kernels::favor::blocks::MapKind, projection::factor_is_bf16};
 
 /// The kernel that packs numbers of a map for the others.

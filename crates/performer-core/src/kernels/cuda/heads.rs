@@ -5,7 +5,7 @@ use candle_core::{
     DType, Error, Layout, Result, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
 };
 
-use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, with_storages};
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, with_storages};
 use crate::kernels::rotary::{Pairs, Rotary};
 
 const SOURCE: Source = source!("heads.cu", STORED);

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
-use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, storage, tensor, with_storages};
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor, with_storages};
 use crate::kernels::norm::Norm;
 
 const SOURCE: Source = source!("norm.cu", STORED);
