@@ -7,8 +7,9 @@
 // come to an instruction for all of them from different lines of the source end it too: a card
 // would hang or compute nonsense. Products may cut off what tensor cores cut off (`truncating`).
 // Accesses of 8 and 16 bytes that are not aligned are left to the compiler: -fsanitize=alignment.
-// races.h has a mode that reports races. planted.cpp has an error of each kind. Whether writers call
-// `share_with_products` before products read what they wrote is not checked: a card alone shows it.
+// races.h has a mode that reports races. planted.cpp has an error of each kind. Whether writers
+// call `share_with_products` before products read what they wrote is not checked: a card alone
+// shows it.
 //
 // It stands in for warp.cuh and warpgroup.cuh. It shows that the logic is right, not that a card
 // runs it, and nothing about speed.

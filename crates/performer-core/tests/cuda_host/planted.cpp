@@ -1,6 +1,6 @@
-// Kernels with an error each, of the kinds that the emulated device is to catch: `planted KIND MODE`
-// runs one and writes its results to stdout, where it comes that far. MODE is a sum: 1 lets fibers
-// run in descending order, 2 lets products cut off what tensor cores cut off.
+// Kernels with an error each, of the kinds that the emulated device is to catch: `planted KIND
+// MODE` runs one and writes its results to stdout, where it comes that far. MODE is a sum: 1 lets
+// fibers run in descending order, 2 lets products cut off what tensor cores cut off.
 
 #include "device.h"
 

@@ -94,7 +94,8 @@ fn estimates_are_unbiased_whatever_is_fitted() -> Result<()> {
     Ok(())
 }
 
-/// Returns the mean size of the logarithm of a kernel value over the exact one, counted as at most 3.
+/// Returns the mean size of the logarithm of a kernel value over the exact one, counted as at most
+/// 3.
 fn spread(options: Options, moments: &Moments) -> Result<f64> {
     let (q, k) = data(7, 1, 40)?;
     let (mut sum, mut count) = (0.0, 0.0);
@@ -110,8 +111,8 @@ fn spread(options: Options, moments: &Moments) -> Result<f64> {
     Ok(sum / count)
 }
 
-/// The deviation of logits is that of all pairs of a query and a key of a head, and what does not fit
-/// the moments is refused.
+/// The deviation of logits is that of all pairs of a query and a key of a head, and what does not
+/// fit the moments is refused.
 #[test]
 fn the_deviation_of_logits_is_that_of_all_pairs() -> Result<()> {
     let (q, k) = data(3, 1, 40)?;

@@ -121,8 +121,8 @@ pub(super) struct DataArgs {
     /// program; tinystories downloads it (2 GB, once).
     #[arg(long)]
     pub(super) data: Option<DataSpec>,
-    /// Tokens of the byte-level BPE that is trained on the training text [default: the preset's; 4096
-    /// for data, 512 for lab ablate].
+    /// Tokens of the byte-level BPE that is trained on the training text [default: the preset's;
+    /// 4096 for data, 512 for lab ablate].
     #[arg(long)]
     vocab_size: Option<usize>,
     /// A tokenizer.json to use instead.
@@ -208,8 +208,8 @@ const SAMPLE_EPOCHS: usize = 20;
 /// The context of the preset `seed` on the sample: whole stories fit in.
 const SAMPLE_CONTEXT: usize = 128;
 
-/// Sequences of a step on the sample with the preset `seed`. With the preset's 128, a run of this length has too few steps to
-/// learn more than words.
+/// Sequences of a step on the sample with the preset `seed`. With the preset's 128, a run of this
+/// length has too few steps to learn more than words.
 const SAMPLE_BATCH: usize = 32;
 
 /// The peak learning rate on the sample with the preset `seed`.

@@ -80,8 +80,8 @@ pub(super) struct Args {
     /// switched off, so that features learn what they would leave to the windows.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     drop_window: f64,
-    /// Steps of fine-tuning after the transfer: all weights, feature maps that can be trained, and forget
-    /// gates.
+    /// Steps of fine-tuning after the transfer: all weights, feature maps that can be trained, and
+    /// forget gates.
     #[arg(long, default_value_t = 0)]
     tune_steps: usize,
     /// Peak learning rate of fine-tuning.
@@ -94,8 +94,8 @@ pub(super) struct Args {
     /// Times that the student is measured on the way of each stage of training, for the curve.
     #[arg(long, default_value_t = 8)]
     points: usize,
-    /// Fine-tune the teacher in the same way, too: it shows how much of the student's gain is due to
-    /// fine-tuning alone.
+    /// Fine-tune the teacher in the same way, too: it shows how much of the student's gain is due
+    /// to fine-tuning alone.
     #[arg(long)]
     control: bool,
     /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest.

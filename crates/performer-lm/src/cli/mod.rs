@@ -233,7 +233,8 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
 /// Handles Ctrl-C. Steps of a training would be lost, so they are saved first; everything else that
 /// a command does is saved already or is made again, and ends at once.
 ///
-/// A terminal that is closed is handled in the same way, unless the program was started to live on after it.
+/// A terminal that is closed is handled in the same way, unless the program was started to live on
+/// after it.
 fn listen_for_ctrl_c() -> Result<()> {
     #[cfg(unix)]
     let lives_on = ignores_hangup();

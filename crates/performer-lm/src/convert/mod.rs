@@ -142,7 +142,8 @@ struct Trained {
     points: Vec<Point>,
 }
 
-/// Converts the teacher stage by stage, as the plan says. Returns `None` if it was stopped: run it again to go on after the last finished stage.
+/// Converts the teacher stage by stage, as the plan says. Returns `None` if it was stopped: run it
+/// again to go on after the last finished stage.
 ///
 /// # Errors
 /// A teacher that is not all softmax, attention without feature maps that can be fitted where

@@ -71,8 +71,8 @@ fn memory(x: &Tensor) -> candle_core::Result<CardMemory> {
 }
 
 /// Sums the gradients of all ranks in f32; `None` are those of a rank that had nothing to compute.
-/// Where a sequence is cut over ranks, a parameter may have no gradient on one of them; it counts as
-/// zero there.
+/// Where a sequence is cut over ranks, a parameter may have no gradient on one of them; it counts
+/// as zero there.
 pub(super) fn sum(
     cards: &dyn Cards,
     own: Option<&Gradients>,

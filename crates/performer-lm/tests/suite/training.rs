@@ -209,7 +209,8 @@ fn resume(attention: &str, change: fn(TrainingConfig) -> TrainingConfig) -> Resu
     Ok(())
 }
 
-/// Features are drawn anew at the steps that are multiples of the setting, by the seed and their count.
+/// Features are drawn anew at the steps that are multiples of the setting, by the seed and their
+/// count.
 #[test]
 fn redrawn_features_are_others() -> Result<()> {
     let (model, training) = recipe("favor:m=8");

@@ -69,8 +69,8 @@ pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, gra
         let kernel = SOURCE.kernel(device, "norm_weight_gradients", &macros, 0)?;
         let launch = kernel.launch().value(rows as i64).value(width as i32);
         let launch = launch.input(x.0, x.1)?.input(grad.0, grad.1)?.output(&mut kept)?;
-        // SAFETY: everything has the sizes that the kernel is told; every thread block writes its part
-        // of the sums.
+        // SAFETY: everything has the sizes that the kernel is told; every thread block writes its
+        // part of the sums.
         unsafe { launch.output(&mut sums)?.run([width.div_ceil(32), splits, 1], THREADS) }?;
         let sums = tensor(sums, (splits, 2, width)).sum(0)?;
         let part = |i: usize| sums.get(i)?.reshape(weight.1.shape());

@@ -293,7 +293,8 @@ impl<'a> Call<'a> {
         let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
         let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dk.storage)?.output(&mut dv.storage)?;
         let launch = optional_output(launch, of_keys.as_mut())?;
-        // SAFETY: strides and sizes are those of the tensors; every row of both gradients is written.
+        // SAFETY: strides and sizes are those of the tensors; every row of both gradients is
+        // written.
         unsafe { launch.run([self.batch * self.key_heads, self.keys.div_ceil(rows), 1], threads) }?;
         let gates = match (of_queries, of_keys) {
             (Some(of_queries), Some(of_keys)) => Some(self.gate_gradients(&of_queries, &of_keys)?),
