@@ -363,10 +363,12 @@ fn bad_input_gets_one_clear_error() {
     fails(&run(&["train", "--data", "empty.txt"]), &["empty.txt"]);
 
     assert!(run(&train(&["--attention", "softmax", "--out", "run"])).status.success());
-    // Found out before the text is evaluated, so nothing is printed.
-    let recall = run(&["eval", "run", "--data", "sample", "--recall", "10"]);
-    fails(&recall, &["10 tokens", "ask for more"]);
-    assert!(recall.stdout.is_empty());
+    // Found out before the text is evaluated, after which the chart would be there.
+    fails(
+        &run(&["eval", "run", "--data", "sample", "--recall", "10", "--plot", "chart"]),
+        &["10 tokens", "ask for more"],
+    );
+    assert!(!dir.path().join("chart.svg").exists(), "the text was evaluated before the length was refused");
     let model = dir.path().join("run/model.safetensors");
     let bytes = std::fs::read(&model).unwrap();
     std::fs::write(&model, &bytes[..bytes.len() / 2]).unwrap();

@@ -190,6 +190,37 @@ fn the_future_does_not_leak() -> Result<()> {
     Ok(())
 }
 
+/// With norms after each part, a block is `norm(x + part(x))` twice, and nothing is normed at the
+/// end. Attention returns zeros here, so that the formula is short.
+#[test]
+fn norms_after_each_part_are_their_formula() -> Result<()> {
+    let config = ModelConfig {
+        norm: NormKind::RmsNorm,
+        norm_position: NormPosition::Post,
+        feed_forward: FeedForwardKind::Swiglu,
+        bias: false,
+        ..base("none")
+    };
+    let model = Decoder::new(&config, 5, &Device::Cpu)?;
+    let tensors = model.tensors()?;
+    let of_layer = |layer: usize, name: &str| tensors[&format!("model.layers.{layer}.{name}.weight")].clone();
+    let input = tensor(&ids(1, 9, 0), 1)?;
+    let places = tensors["model.embed_positions.weight"].narrow(0, 0, 9)?;
+    let mut x = (tensors["model.embed_tokens.weight"].embedding(&input.flatten_all()?)? + places)?;
+    for layer in 0..config.layers {
+        let norm = |x: &Tensor, name: &str| candle_nn::ops::rms_norm(x, &of_layer(layer, name), 1e-5);
+        let linear = |x: &Tensor, name: &str| x.matmul(&of_layer(layer, name).t()?);
+        x = norm(&x, "input_layernorm")?;
+        let inner = (linear(&x, "mlp.gate_proj")?.silu()? * linear(&x, "mlp.up_proj")?)?;
+        x = norm(&(&x + linear(&inner, "mlp.down_proj")?)?, "post_attention_layernorm")?;
+    }
+    let want = x.matmul(&tensors["lm_head.weight"].t()?)?.flatten_all()?.to_vec1::<f32>()?;
+    let got = model.forward(&input, None)?.flatten_all()?.to_vec1::<f32>()?;
+    let worst = want.iter().zip(&got).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    assert!(worst < 1e-5, "off by {worst}");
+    Ok(())
+}
+
 #[test]
 fn decoding_is_the_same_model() -> Result<()> {
     for attention in ATTENTIONS {
