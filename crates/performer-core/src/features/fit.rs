@@ -13,7 +13,7 @@
 //!   the features and has smaller arguments, the second is a weight of the key, the third belongs
 //!   to the query and cancels.
 //! - **Balancing**: `x·y = (Gx)·(G⁻ᵀy)` for any invertible G; the symmetric G is chosen that gives
-//!   both sides the same covariance.
+//!   both sides the same second moments, which are their covariances where they are centred.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use nalgebra::{DMatrix, DVector, SymmetricEigen};

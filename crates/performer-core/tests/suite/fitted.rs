@@ -133,6 +133,43 @@ fn the_deviation_of_logits_is_that_of_all_pairs() -> Result<()> {
     Ok(())
 }
 
+/// The metrics of a balanced map, `G` of queries and `P` of keys, undo each other and give both
+/// sides the same second moments, about their means where they are centred. As they are, the sides
+/// differ.
+#[test]
+fn balanced_queries_and_keys_have_the_same_moments() -> Result<()> {
+    let (q, k) = data(3, 1, 60)?;
+    let mut moments = Moments::new(HEADS, D)?;
+    moments.add(&q, &k)?;
+    for centre in [false, true] {
+        let options = Options::new(FeatureMapKind::Positive).with_centre(centre);
+        let plain = fit(&omega(8, 1)?, &moments, options)?;
+        assert_eq!(plain.tensors().len(), 3, "a map that is not balanced has no metrics");
+        let fitted = fit(&omega(8, 1)?, &moments, options.with_balance(true))?;
+        let metric = |name: &str, head: usize| -> Result<Tensor> {
+            let (_, metric) = fitted.tensors().into_iter().find(|(other, _)| *other == name).expect("a metric");
+            metric.get(head)
+        };
+        let second_moments = |rows: &Tensor| -> Result<Tensor> {
+            let rows = if centre { rows.broadcast_sub(&rows.mean_keepdim(0)?)? } else { rows.clone() };
+            rows.t()?.contiguous()?.matmul(&rows)? / rows.dim(0)? as f64
+        };
+        for head in 0..HEADS {
+            let queries = second_moments(&q.get(0)?.narrow(0, 2 * head, 2)?.flatten(0, 1)?)?;
+            let keys = second_moments(&k.get(0)?.get(head)?)?;
+            let (g, p) = (metric("query_metric", head)?, metric("key_metric", head)?);
+            let unit = Tensor::eye(D, DType::F64, &Device::Cpu)?;
+            assert_tensor_close("G P", &g.matmul(&p)?, &values(&unit)?, 1e-9);
+            let of_keys = values(&p.matmul(&keys)?.matmul(&p)?)?;
+            let what = format!("centred {centre}, head {head}");
+            assert_tensor_close(&what, &g.matmul(&queries)?.matmul(&g)?, &of_keys, 1e-9);
+            let apart = (queries - keys)?.abs()?.max_all()?.to_scalar::<f64>()?;
+            assert!(apart > 0.01, "{what}: the sides differ by {apart} as they are");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn what_is_fitted_lowers_the_error() -> Result<()> {
     let moments = moments()?;

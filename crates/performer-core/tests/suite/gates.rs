@@ -412,15 +412,25 @@ fn gradients_with_sinks(sinks: usize) -> Result<()> {
     let windowed = |dtype| Windowed::new(window, problem.favor(dtype)?)?.with_sinks(sinks);
     let run = |dtype| problem.run(&windowed(dtype)?, dtype, Layout::Contiguous);
     let exact = run(DType::F64)?;
-    let mut changed = problem.clone();
-    let mut loss = |t: usize, change: f64| -> Result<f64> {
-        changed.gates.as_mut().expect("gates")[t] += change;
-        let output = plain_window(&changed, &changed.favor(DType::F64)?, window, sinks)?;
-        changed.gates.as_mut().expect("gates")[t] -= change;
-        Ok(output.iter().zip(&problem.grad_output).map(|(a, b)| a * b).sum())
-    };
-    let numeric: Vec<f64> = (0..t).map(|t| Ok((loss(t, 1e-5)? - loss(t, -1e-5)?) / 2e-5)).collect::<Result<_>>()?;
-    assert_close("gradient of gates", &[t], &exact.gates, &numeric, 1e-7);
+    type Field = fn(&mut Problem) -> &mut Vec<f64>;
+    let fields: [(&str, &[f64], Field); 4] = [
+        ("q", &exact.q, |problem| &mut problem.q),
+        ("k", &exact.k, |problem| &mut problem.k),
+        ("v", &exact.v, |problem| &mut problem.v),
+        ("gates", &exact.gates, |problem| problem.gates.as_mut().expect("gates")),
+    ];
+    for (name, gradient, field) in fields {
+        let mut changed = problem.clone();
+        let mut loss = |i: usize, change: f64| -> Result<f64> {
+            field(&mut changed)[i] += change;
+            let output = plain_window(&changed, &changed.favor(DType::F64)?, window, sinks)?;
+            field(&mut changed)[i] -= change;
+            Ok(output.iter().zip(&problem.grad_output).map(|(a, b)| a * b).sum())
+        };
+        let numeric: Vec<f64> =
+            (0..gradient.len()).map(|i| Ok((loss(i, 1e-5)? - loss(i, -1e-5)?) / 2e-5)).collect::<Result<_>>()?;
+        assert_close(&format!("gradient of {name}, {sinks} sinks"), &[gradient.len()], gradient, &numeric, 1e-7);
+    }
     problem.assert_outcome("F32", &run(DType::F32)?, &exact, 1e-4);
     Ok(())
 }

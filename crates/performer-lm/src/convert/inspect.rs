@@ -167,3 +167,52 @@ fn log_sum_exp(x: &Tensor) -> candle_core::Result<Tensor> {
     let max = x.max_keepdim(D::Minus1)?;
     x.broadcast_sub(&max)?.exp()?.sum_keepdim(D::Minus1)?.log()? + max
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use performer_core::features::FeatureMapKind;
+
+    fn random(heads: usize, seed: u64) -> Tensor {
+        let drawn = projection::draw_tensor(
+            projection::ProjectionKind::Gaussian,
+            projection::Radii::Chi,
+            heads * 40,
+            4,
+            seed,
+            DType::F32,
+            &Device::Cpu,
+        );
+        drawn.unwrap().reshape((1, heads, 40, 4)).unwrap()
+    }
+
+    fn map(kind: FeatureMapKind, features: usize) -> Box<dyn FeatureMap> {
+        let projection = FavorConfig::default();
+        let rows =
+            projection::draw_tensor(projection.projection, projection.radii, features, 4, 5, DType::F32, &Device::Cpu);
+        let drawn = performer_core::features::RandomParameters { projection: rows.unwrap(), offsets: None };
+        kind.build(4, Some(&drawn), &Device::Cpu).unwrap()
+    }
+
+    /// Very many features come near to softmax, few do not, and keys that are all alike are
+    /// attended to uniformly.
+    #[test]
+    fn rows_are_compared_with_those_of_softmax() {
+        let (q, k, v) = (random(4, 1), random(2, 2), random(2, 3));
+        let many = rows(&*map(FeatureMapKind::Positive, 4096), &q, &k, &v).unwrap();
+        let few = rows(&*map(FeatureMapKind::Positive, 4), &q, &k, &v).unwrap();
+        assert_eq!((many.len(), few.len()), (4, 4));
+        for (head, (many, few)) in many.iter().zip(&few).enumerate() {
+            assert_eq!(many.head, head);
+            assert!(many.row_total_variation < 0.1 && many.output_error < 0.2, "{many:?}");
+            assert!(few.row_total_variation > 2.0 * many.row_total_variation, "{few:?} and {many:?}");
+            assert!(few.output_error > 2.0 * many.output_error, "{few:?} and {many:?}");
+            assert_eq!(many.uniform_total_variation, few.uniform_total_variation);
+            assert!(many.uniform_total_variation > many.row_total_variation, "{many:?}");
+        }
+        let alike = k.zeros_like().unwrap();
+        for report in rows(&*map(FeatureMapKind::Positive, 4), &q, &alike, &v).unwrap() {
+            assert!(report.uniform_total_variation < 1e-6 && report.row_total_variation < 1e-6, "{report:?}");
+        }
+    }
+}

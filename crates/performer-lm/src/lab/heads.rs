@@ -74,7 +74,7 @@ impl Heads {
         let context = source.context.unwrap_or(model.config.context.min(512));
         ensure!(context >= 16, "a context of {context} tokens says nothing about attention; give at least 16");
         if context != model.config.context && model.tensors.contains_key("model.embed_positions.weight") {
-            bail!("--context {context}: a model with learned positions keeps its context of {}", model.config.context);
+            bail!("context {context}: a model with learned positions keeps its context of {}", model.config.context);
         }
         model.config.context = context;
         if let Some(layer) =
@@ -202,7 +202,7 @@ fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>>
     let all: Vec<_> = eval_windows(&data.valid, context, 1)?.filter(|batch| batch.context == context).collect();
     ensure!(
         !all.is_empty(),
-        "the held-out text has {} tokens; a window takes {}: give more text or a smaller --context",
+        "the held-out text has {} tokens; a window takes {}: give more text or a smaller context",
         data.valid.len(),
         context + 1
     );

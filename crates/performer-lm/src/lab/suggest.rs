@@ -89,14 +89,14 @@ impl Plan {
     pub fn check(&self) -> Result<()> {
         ensure!(
             self.error > 0.0 && self.error < 1.0,
-            "--error is {}; it must lie between 0 and 1: 0.1 allows a tenth of the attention to go elsewhere",
+            "error is {}; it must lie between 0 and 1: 0.1 allows a tenth of the attention to go elsewhere",
             self.error
         );
-        ensure!(!self.maps.is_empty(), "no map to choose from: give --map, such as dense");
-        ensure!(self.draws > 0, "--draws is 0; it must be at least 1");
+        ensure!(!self.maps.is_empty(), "no map to choose from: give one, such as dense");
+        ensure!(self.draws > 0, "draws is 0; it must be at least 1");
         ensure!(
             self.most_features >= FEATURES[0],
-            "--most-features is {}; the smallest number tried is {}",
+            "most-features is {}; the smallest number tried is {}",
             self.most_features,
             FEATURES[0]
         );

@@ -138,12 +138,12 @@ fn suggestions_are_commands_that_convert() {
 fn bad_options_get_one_clear_error() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| lab(dir.path(), args);
-    fails(&run(&["error", "--draws", "1"]), &["--draws is 1", "at least 2"]);
-    fails(&run(&["error", "--tokens", "3"]), &["--tokens is 3", "16"]);
-    fails(&run(&["error", "--head-dim", "0"]), &["--head-dim is 0"]);
-    fails(&run(&["error", "--features", "128,1"]), &["--features is 1"]);
+    fails(&run(&["error", "--draws", "1"]), &["draws is 1", "at least 2"]);
+    fails(&run(&["error", "--tokens", "3"]), &["tokens is 3", "16"]);
+    fails(&run(&["error", "--head-dim", "0"]), &["head-dim is 0"]);
+    fails(&run(&["error", "--features", "128,1"]), &["features is 1"]);
     fails(&run(&["error", "--quick", "--checkpoint", "nowhere"]), &["nowhere", "no file or folder"]);
-    fails(&run(&["suggest", "--checkpoint", "nowhere", "--error", "2"]), &["--error is 2", "between 0 and 1"]);
+    fails(&run(&["suggest", "--checkpoint", "nowhere", "--error", "2"]), &["error is 2", "between 0 and 1"]);
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "taylor2"]), &["taylor2", "dense"]);
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "dense,positive"]), &["fitted", "--map"]);
     fails(&run(&["suggest"]), &["--checkpoint"]);

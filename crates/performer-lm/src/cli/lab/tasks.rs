@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, atomic::AtomicBool},
 };
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use super::Common;
 use crate::{
@@ -78,6 +78,12 @@ impl Args {
         } else {
             self.task
         };
+        let without = |task: Task, given: bool| tasks.contains(&task) && !given;
+        ensure!(!without(Task::Text, !self.text.is_empty()), "the task text reads a text: give --text FILE");
+        ensure!(
+            !without(Task::Protein, self.proteins.is_some()),
+            "the task protein reads protein sequences: give --proteins FILE.fasta"
+        );
         let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
         super::require_folder(&ranks, &self.common)?;
         machine.ranks.set_deadline(DEADLINE);

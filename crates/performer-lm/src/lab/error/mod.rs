@@ -79,14 +79,14 @@ impl Plan {
     /// If an option is too small or empty; the message names the option, its value and what it must
     /// be.
     pub fn check(&self) -> Result<()> {
-        ensure!(!self.tokens.is_empty(), "--tokens names no length; give at least one, such as 1024");
-        ensure!(!self.features.is_empty(), "--features names no number; give at least one, such as 128");
+        ensure!(!self.tokens.is_empty(), "tokens names no length; give at least one, such as 1024");
+        ensure!(!self.features.is_empty(), "features names no number; give at least one, such as 128");
         for (option, value, least) in [
-            ("--tokens", self.tokens.iter().min(), 16),
-            ("--features", self.features.iter().min(), 2),
-            ("--head-dim", Some(&self.head_dim), 2),
-            ("--draws", Some(&self.draws), 2),
-            ("--kernel-draws", Some(&self.kernel_draws), 2),
+            ("tokens", self.tokens.iter().min(), 16),
+            ("features", self.features.iter().min(), 2),
+            ("head-dim", Some(&self.head_dim), 2),
+            ("draws", Some(&self.draws), 2),
+            ("kernel-draws", Some(&self.kernel_draws), 2),
         ] {
             let value = value.copied().unwrap_or(0);
             ensure!(value >= least, "{option} is {value}; it must be at least {least}");

@@ -176,7 +176,7 @@ impl<'a> Setting<'a> {
         }
         let Lesson { model, state, bar, .. } = lesson;
         let State { key, earlier_legs, seconds, tokens, curve, .. } = state;
-        let score = curve.last().context("--steps is 0; it must be at least 1")?.score;
+        let score = curve.last().context("steps is 0; it must be at least 1")?.score;
         drop(bar);
         self.listener.note(&format!("{name}: {}, {seconds:.0} s", self.task.metric().show(&[score])));
         Ok(Some(Run {

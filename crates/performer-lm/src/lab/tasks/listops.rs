@@ -40,7 +40,7 @@ impl Listops {
     pub(super) fn new(max: usize) -> Result<Self> {
         ensure!(
             (16..=MAX_TOKENS).contains(&max),
-            "--length is {max}; for ListOps it must lie between 16 and {MAX_TOKENS}, since the rules hardly ever make a \
+            "length is {max}; for ListOps it must lie between 16 and {MAX_TOKENS}, since the rules hardly ever make a \
              longer expression"
         );
         Ok(Self { max })

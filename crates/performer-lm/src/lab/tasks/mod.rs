@@ -168,19 +168,19 @@ pub fn run(plan: &Plan) -> Result<Findings> {
     );
     ensure!(
         plan.length.is_none() || plan.tasks.len() == 1,
-        "--length means something else in every task: give it with one --task"
+        "length means something else in every task: give it with one task"
     );
     ensure!(
         plan.pairs.is_none() || plan.tasks.contains(&Task::Mqar),
-        "--pairs is a setting of the task mqar, which is not among those to learn"
+        "pairs is a setting of the task mqar, which is not among those to learn"
     );
     if let Some(rate) = plan.learning_rate {
-        ensure!(rate > 0.0 && rate.is_finite(), "--learning-rate is {rate}; it must be a number above 0");
+        ensure!(rate > 0.0 && rate.is_finite(), "learning-rate is {rate}; it must be a number above 0");
     }
-    for (name, size) in [("--steps", plan.steps), ("--length", plan.length)] {
+    for (name, size) in [("steps", plan.steps), ("length", plan.length)] {
         ensure!(size != Some(0), "{name} is 0; it must be at least 1");
     }
-    for (name, size) in [("--length", plan.length), ("--pairs", plan.pairs)] {
+    for (name, size) in [("length", plan.length), ("pairs", plan.pairs)] {
         if let Some(size) = size.filter(|&size| size > MAX_LENGTH) {
             bail!("{name} is {size}; it must be at most {MAX_LENGTH}");
         }
@@ -268,7 +268,7 @@ impl Plan<'_> {
                     }
                 })?;
             }
-            let text = "stopped; with the same --out, the same command goes on from here";
+            let text = "stopped; the same experiment in the same folder goes on from here";
             ensure!(!stopped, Cause::Stopped(text.into()));
         }
         Ok(())

@@ -32,14 +32,10 @@ impl Protein {
     /// # Errors
     /// If the file cannot be read, is no FASTA, or has too few proteins.
     pub(super) fn new(file: Option<&Path>, crop: usize) -> Result<Self> {
-        let file = file.context("the task protein needs protein sequences: give --proteins FILE.fasta")?;
+        let file = file.context("the task protein needs protein sequences: give a file of some, in FASTA")?;
         let text =
-            std::fs::read_to_string(file).with_context(|| format!("cannot read --proteins {}", file.display()))?;
-        ensure!(
-            text.trim_start().starts_with('>'),
-            "--proteins {} is no FASTA: it must begin with a line >NAME",
-            file.display()
-        );
+            std::fs::read_to_string(file).with_context(|| format!("cannot read the proteins {}", file.display()))?;
+        ensure!(text.trim_start().starts_with('>'), "{} is no FASTA: it must begin with a line >NAME", file.display());
         let (mut train, mut held_out) = (Vec::new(), Vec::new());
         for record in text.split('>').skip(1) {
             let (_, sequence) = record.split_once('\n').unwrap_or((record, ""));
@@ -54,7 +50,7 @@ impl Protein {
         }
         ensure!(
             !train.is_empty() && !held_out.is_empty(),
-            "--proteins {} has {} sequences: too few to hold some out; give more",
+            "{} has {} sequences: too few to hold some out; give more",
             file.display(),
             train.len() + held_out.len()
         );
@@ -159,6 +155,6 @@ mod tests {
 
         std::fs::write(&file, "ACDE").unwrap();
         assert!(Protein::new(Some(&file), 12).err().unwrap().to_string().contains("no FASTA"));
-        assert!(Protein::new(None, 12).err().unwrap().to_string().contains("--proteins"));
+        assert!(Protein::new(None, 12).err().unwrap().to_string().contains("protein sequences"));
     }
 }

@@ -317,9 +317,9 @@ fn bad_settings_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let good = plan(folder.path(), &["softmax"]);
     let error = |plan: Plan| format!("{:#}", run(&plan).unwrap_err());
-    assert!(error(Plan { length: Some(5), ..copy(&good) }).contains("one --task"));
-    assert!(error(Plan { steps: Some(0), ..copy(&good) }).contains("--steps is 0"));
-    assert!(error(Plan { texts: vec![], ..copy(&good) }).contains("--text FILE"));
+    assert!(error(Plan { length: Some(5), ..copy(&good) }).contains("one task"));
+    assert!(error(Plan { steps: Some(0), ..copy(&good) }).contains("steps is 0"));
+    assert!(error(Plan { texts: vec![], ..copy(&good) }).contains("needs a text"));
     let both = Plan { tasks: vec![Task::Text], texts: vec![folder.path().join("none")], ..copy(&good) };
     assert!(error(both).contains("none"));
     std::fs::write(folder.path().join(RUNS), "[").unwrap();

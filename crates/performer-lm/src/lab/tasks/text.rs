@@ -25,15 +25,15 @@ impl Text {
     /// # Errors
     /// If a file cannot be read, or one of its parts is shorter than a sequence.
     pub(super) fn new(files: &[PathBuf], context: usize) -> Result<Self> {
-        ensure!(!files.is_empty(), "the task text needs a text to read: give --text FILE");
+        ensure!(!files.is_empty(), "the task text needs a text to read: give a file of one");
         let (mut train, mut held_out, mut names) = (Vec::new(), Vec::new(), Vec::new());
         for file in files {
-            let bytes = std::fs::read(file).with_context(|| format!("cannot read --text {}", file.display()))?;
+            let bytes = std::fs::read(file).with_context(|| format!("cannot read the text {}", file.display()))?;
             let (first, last) = bytes.split_at(bytes.len() - bytes.len() / HELD_OUT);
             ensure!(
                 last.len() > context,
-                "--text {} has {} bytes, of which 1/{HELD_OUT} are held out; for sequences of {context} it must have more than {}: give a longer \
-                 text, or a smaller --length",
+                "the text {} has {} bytes, of which 1/{HELD_OUT} are held out; for sequences of {context} it must have more than {}: give a longer \
+                 text, or a smaller length",
                 file.display(),
                 bytes.len(),
                 HELD_OUT * (context + 1)
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(example.answers.len(), 8);
         assert!(example.answers.iter().all(|&(place, next)| next == (example.ids[place] + 1) % 256));
         let error = Text::new(&[file], 250).err().unwrap().to_string();
-        assert!(error.contains("5000 bytes") && error.contains("--length"), "{error}");
-        assert!(Text::new(&[], 8).err().unwrap().to_string().contains("--text FILE"));
+        assert!(error.contains("5000 bytes") && error.contains("smaller length"), "{error}");
+        assert!(Text::new(&[], 8).err().unwrap().to_string().contains("needs a text"));
     }
 }

@@ -195,6 +195,36 @@ fn with_control(plan: Plan, calibrate_tokens: usize, tuning: Tuning) -> Plan {
     Plan { transfer_steps: 6, tuning: Some(tuning), control: true, calibrate_tokens, drop_window, ..plan }
 }
 
+/// Stops the conversion after a step of a stage.
+struct StopIn<'a> {
+    stage: &'static str,
+    step: usize,
+    /// Whether the stage has been announced.
+    inside: AtomicBool,
+    stop: &'a AtomicBool,
+}
+
+impl Listener for StopIn<'_> {
+    fn note(&self, text: &str) {
+        self.inside.store(text.starts_with(self.stage), Ordering::Relaxed);
+    }
+
+    fn begin(&self, _: &str, _: Unit, _: u64, _: u64) -> Box<dyn Bar + '_> {
+        Box::new(StopAt(self))
+    }
+}
+
+struct StopAt<'a>(&'a StopIn<'a>);
+
+impl Bar for StopAt<'_> {
+    fn step(&self, number: usize, _: f64, _: f64) {
+        let StopIn { step, inside, stop, .. } = self.0;
+        if inside.load(Ordering::Relaxed) && number == *step {
+            stop.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
 #[test]
 fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
     let (data, stop) = (data()?, AtomicBool::new(false));
@@ -210,27 +240,20 @@ fn a_stage_goes_on_where_it_was_stopped() -> Result<()> {
             assert_eq!((&stage.name[..], stage.points.len()), (name, 2));
         }
 
-        // The conversion is stopped from outside again and again, at any step.
-        let mut stops = 0;
-        let report = loop {
-            let now = AtomicBool::new(false);
-            let done = std::thread::scope(|scope| {
-                let run = scope.spawn(|| {
-                    let plan = with_control(plan(&teacher, attention, parts.path(), &now), calibrate_tokens, tuning);
-                    run(&plan, &data)
-                });
-                std::thread::sleep(std::time::Duration::from_millis(40 + 150 * stops));
-                now.store(true, std::sync::atomic::Ordering::Relaxed);
-                run.join().expect("no panic")
-            })?;
-            match done {
-                Some(report) => break report,
-                None => stops += 1,
-            }
-        };
+        // The conversion is stopped in the middle of each stage of training, and between two points
+        // of its curve.
+        for (stage, step) in [("transfer", 4), ("tune", 7), ("tune", 11), ("control", 5)] {
+            let listener = StopIn { stage, step, inside: AtomicBool::new(false), stop: &stop };
+            let unfinished = with_control(plan(&teacher, attention, parts.path(), &stop), calibrate_tokens, tuning);
+            let report = run(&Plan { listener: &listener, ..unfinished }, &data)?;
+            assert!(report.is_none() && stop.load(Ordering::Relaxed), "{attention} in {stage}");
+            stop.store(false, Ordering::Relaxed);
+        }
+        let report =
+            convert(&with_control(plan(&teacher, attention, parts.path(), &stop), calibrate_tokens, tuning), &data)?;
         let losses =
             |r: &Report| -> Vec<_> { r.stages.iter().map(|s| (s.measured.clone(), s.points.clone())).collect() };
-        assert_eq!(losses(&report), losses(&expected), "{attention} after {stops} stops");
+        assert_eq!(losses(&report), losses(&expected), "{attention}");
         let control = |r: &Report| r.control.as_ref().map(|stage| stage.measured.clone());
         assert!(control(&report).is_some() && control(&report) == control(&expected), "{attention}");
         let left = std::fs::read_dir(parts.path())?.map(|entry| Ok(entry?.file_name().to_string_lossy().to_string()));
