@@ -2,17 +2,18 @@
 //! everything else to stderr.
 
 use std::{
+    cell::Cell,
     io::{ErrorKind, Write},
     sync::{
         LazyLock,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::Result;
 use comfy_table::{CellAlignment, Table, presets};
-use indicatif::{HumanDuration, MultiProgress, ProgressBar, ProgressState, ProgressStyle};
+use indicatif::{HumanBytes, HumanDuration, MultiProgress, ProgressBar, ProgressState, ProgressStyle};
 use performer_dist::Disagreement;
 use serde::Serialize;
 
@@ -22,7 +23,7 @@ use crate::{
     recall::Recall,
 };
 
-/// All bars, on stderr; they show nothing where that is no terminal.
+/// All bars, on stderr; where that is no terminal, lines stand for them.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// The number of bars of steps.
@@ -68,7 +69,7 @@ impl Listener for Terminal {
         if unit == Unit::Steps {
             TRAININGS.fetch_add(1, Ordering::Relaxed);
         }
-        Box::new(Drawn(bar, unit))
+        Box::new(Drawn { bar, unit, total, begun: (Instant::now(), done), told: Cell::new(Instant::now()) })
     }
 }
 
@@ -77,27 +78,67 @@ pub(super) fn takes_steps() -> bool {
     TRAININGS.load(Ordering::Relaxed) > 0
 }
 
-/// A bar on the terminal, which goes when the work ends.
-struct Drawn(ProgressBar, Unit);
+/// The time between two lines that stand for a bar where stderr is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(60);
+
+/// A bar on the terminal, which goes when the work ends. Where there is no terminal, as in a log, a
+/// line a minute says how far the work is.
+struct Drawn {
+    bar: ProgressBar,
+    unit: Unit,
+    total: u64,
+    /// When the bar began, and what was done by then.
+    begun: (Instant, u64),
+    /// When the last line was printed.
+    told: Cell<Instant>,
+}
+
+impl Drawn {
+    fn show(&self, done: u64) {
+        self.bar.set_position(done);
+        if BARS.is_hidden() && self.told.get().elapsed() >= LINE_EVERY {
+            self.told.set(Instant::now());
+            let (begun, before) = self.begun;
+            note(&self.line(done, begun.elapsed().as_secs_f64() / done.saturating_sub(before) as f64));
+        }
+    }
+
+    /// Says how far the work is, and how long the rest will take at so many seconds for each of its
+    /// parts.
+    fn line(&self, done: u64, seconds_each: f64) -> String {
+        let Self { bar, unit, total, .. } = self;
+        let mut line = match unit {
+            Unit::Bytes => format!("{}  {} of {}", bar.prefix(), HumanBytes(done), HumanBytes(*total)),
+            Unit::Steps => format!("{}  step {done}/{total}  {}", bar.prefix(), bar.message()),
+            Unit::Layers => format!("{}  {done}/{total} layers", bar.prefix()),
+        };
+        let left = seconds_each * total.saturating_sub(done) as f64;
+        // Before anything is done, nobody knows.
+        if left.is_finite() {
+            line += &format!("  left {:#}", HumanDuration(Duration::from_secs_f64(left)));
+        }
+        line
+    }
+}
 
 impl Bar for Drawn {
     fn advance(&self, done: u64) {
-        self.0.set_position(done);
+        self.show(done);
     }
 
     fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
-        self.0.set_position(number as u64);
-        self.0.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", tokens_per_second / 1000.0));
+        self.bar.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", tokens_per_second / 1000.0));
+        self.show(number as u64);
     }
 }
 
 impl Drop for Drawn {
     fn drop(&mut self) {
-        if self.1 == Unit::Steps {
+        if self.unit == Unit::Steps {
             TRAININGS.fetch_sub(1, Ordering::Relaxed);
         }
-        self.0.finish_and_clear();
-        BARS.remove(&self.0);
+        self.bar.finish_and_clear();
+        BARS.remove(&self.bar);
     }
 }
 
@@ -247,6 +288,20 @@ mod tests {
         }
         let folder = anyhow::Error::from(Cause::AnotherFolder("runs/a is taken".into()));
         assert!(folder.downcast_ref().and_then(options).unwrap().contains("--out"));
+    }
+
+    #[test]
+    fn a_line_says_how_far_the_work_is() {
+        let drawn = |unit| Drawn {
+            bar: ProgressBar::hidden().with_prefix("tune").with_message("loss 2.1000"),
+            unit,
+            total: 250,
+            begun: (Instant::now(), 10),
+            told: Cell::new(Instant::now()),
+        };
+        assert_eq!(drawn(Unit::Steps).line(40, 2.0), "tune  step 40/250  loss 2.1000  left 7m");
+        assert_eq!(drawn(Unit::Layers).line(40, f64::INFINITY), "tune  40/250 layers");
+        assert_eq!(drawn(Unit::Bytes).line(250, 0.1), "tune  250 B of 250 B  left 0s");
     }
 
     #[test]

@@ -197,17 +197,27 @@ pub(super) struct Measurements {
 }
 
 impl Measurements {
-    /// Measures a model, without its windows and with its features off too where it has them;
-    /// `None` if it was stopped.
+    /// Measures a model, without its windows and with its features off too where it has them, and
+    /// tells the plan's listener each loss; `None` if it was stopped.
     pub(super) fn of(model: &Decoder, meter: &Meter<'_>) -> Result<Option<Self>> {
-        let Some(measured) = meter.measure(model)? else { return Ok(None) };
+        let tell = |what: &str, measured: &Option<Measured>| {
+            let loss = measured.as_ref().map(|measured| measured.held_out.val_loss);
+            loss.inspect(|loss| meter.plan.listener.note(&format!("  {what}: {loss:.4} nats/token")));
+        };
+        let measured = meter.measure(model)?;
+        tell("measured", &measured);
+        let Some(measured) = measured else { return Ok(None) };
         let mut whole = Self { measured, without_window: None, features_off: None };
         let bare = without_windows(model.config());
         let bare = bare.map(|config| Decoder::frozen(&config, &model.tensors()?, model.device())).transpose()?;
-        let others = [(&mut whole.without_window, bare), (&mut whole.features_off, model.features_off()?)];
-        for (place, model) in others {
+        let others = [
+            ("without windows", &mut whole.without_window, bare),
+            ("with features off", &mut whole.features_off, model.features_off()?),
+        ];
+        for (what, place, model) in others {
             let Some(model) = model else { continue };
             *place = meter.measure(&model)?;
+            tell(what, place);
             if place.is_none() {
                 return Ok(None);
             }

@@ -172,8 +172,12 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     };
     let meter = Meter::new(plan, &teacher, &data.valid);
     if report.stages.is_empty() {
-        plan.listener.note("the teacher, and features drawn at random in it");
-        for (name, student) in [("teacher", &teacher), ("swap", &student(plan, plan.teacher.tensors.clone())?)] {
+        let swapped = student(plan, plan.teacher.tensors.clone())?;
+        for (name, title, student) in [
+            ("teacher", "teacher", &teacher),
+            ("swap", "swap: the teacher with another attention, untrained", &swapped),
+        ] {
+            plan.listener.note(title);
             let started = Instant::now();
             let Some(measurements) = Measurements::of(student, &meter).with_context(|| about(name))? else {
                 return Ok(None);

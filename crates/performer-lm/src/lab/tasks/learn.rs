@@ -90,6 +90,10 @@ pub struct Run {
     /// The score at the end.
     #[serde(flatten)]
     pub score: Score,
+    /// The score at the end of the same weights with the features off, where the attention has
+    /// some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub features_off: Option<Score>,
     /// The learning curve.
     pub curve: Vec<Point>,
     /// Key of the run; `None` in runs of versions that did not record it.
@@ -177,6 +181,7 @@ impl<'a> Setting<'a> {
         let Lesson { model, state, bar, .. } = lesson;
         let State { key, earlier_legs, seconds, tokens, curve, .. } = state;
         let score = curve.last().context("steps is 0; it must be at least 1")?.score;
+        let features_off = model.features_off()?.map(|off| self.score(&off)).transpose()?;
         drop(bar);
         self.listener.note(&format!("{name}: {}, {seconds:.0} s", self.task.metric().show(&[score])));
         Ok(Some(Run {
@@ -191,6 +196,7 @@ impl<'a> Setting<'a> {
             seconds,
             tokens_per_second: tokens as f64 / seconds.max(1e-9),
             score,
+            features_off,
             curve,
             key,
             earlier_legs,

@@ -53,7 +53,7 @@ impl Metric {
             Self::BitsPerByte => (3, ""),
             Self::Perplexity => (2, ""),
         };
-        format!("{}{unit}", show(&values, digits))
+        if values.is_empty() { show(&values, digits) } else { format!("{}{unit}", show(&values, digits)) }
     }
 }
 
@@ -208,23 +208,32 @@ fn numbers(plan: &Plan, setting: &Setting, runs: &[Run], metric: Metric) -> Tabl
     if with_accuracy {
         header.push(Metric::Accuracy.label());
     }
-    header.extend(["loss (nats)", "state (bytes)", "training tokens/s"]);
+    header.push("loss (nats)");
+    let with_off = runs.iter().any(|run| run.features_off.is_some());
+    if with_off {
+        header.push("features off");
+    }
+    header.extend(["state (bytes)", "training tokens/s"]);
     let mut table = Table::new(header);
-    let row = |name: &str, scores: &[Score], state: String, speed: String| {
+    let row = |name: &str, scores: &[Score], off: &[Score], state: String, speed: String| {
         let mut cells = vec![name.to_string(), metric.show(scores)];
         if with_accuracy {
             cells.push(Metric::Accuracy.show(scores));
         }
         cells.push(show(&scores.iter().map(|score| score.loss).collect::<Vec<_>>(), 4));
+        if with_off {
+            cells.push(metric.show(off));
+        }
         cells.extend([state, speed]);
         cells
     };
-    table.push(row("chance", &[setting.chance()], "–".into(), "–".into()));
+    table.push(row("chance", &[setting.chance()], &[], "–".into(), "–".into()));
     for spec in specs(plan, setting) {
         let runs = of(runs, &spec);
         let speeds: Vec<f64> = runs.iter().map(|run| run.tokens_per_second).collect();
         let state = runs.first().map_or_else(String::new, |run| state_text(run));
-        table.push(row(&spec, &scores(&runs), state, show(&speeds, 0)));
+        let off: Vec<Score> = runs.iter().filter_map(|run| run.features_off).collect();
+        table.push(row(&spec, &scores(&runs), &off, state, show(&speeds, 0)));
     }
     table
 }
@@ -321,12 +330,15 @@ fn summaries(plan: &Plan, setting: &Setting, runs: &[Run]) -> Vec<serde_json::Va
     let line = |spec: String| {
         let runs = of(runs, &spec);
         let values: Vec<f64> = runs.iter().map(|run| metric.value(&run.score)).collect();
+        let off: Vec<f64> =
+            runs.iter().filter_map(|run| run.features_off.as_ref()).map(|score| metric.value(score)).collect();
         let speeds: Vec<f64> = runs.iter().map(|run| run.tokens_per_second).collect();
         json!({
             "attention": spec,
             "mean": mean(&values),
             "standard_deviation": deviation(&values),
             "seeds": runs.iter().map(|run| run.seed).collect::<Vec<_>>(),
+            "features_off": (!off.is_empty()).then(|| mean(&off)),
             "state_bytes": runs.first().map_or(0, |run| run.state_bytes),
             "state_grows": runs.first().is_some_and(|run| run.state_grows),
             "tokens_per_second": mean(&speeds),

@@ -84,11 +84,19 @@ fn every_task_runs_and_reports() {
             let uniform = (plan.setting(task).unwrap().source.vocabulary() as f64).ln();
             let loss = run["loss"].as_f64().unwrap();
             assert!(loss > 0.0 && loss < 1.5 * uniform, "{task}: {loss}");
+            // Without its features a window is left of the second attention.
+            let off = run["features_off"]["loss"].as_f64();
+            assert_eq!(off.is_some(), run["attention"] != "softmax", "{task}");
+            assert!(
+                off.is_none_or(|off| off > 0.0 && off < 1.5 * uniform && off != loss),
+                "{task}: {off:?} and {loss}"
+            );
         }
         let section = &found.sections[0];
         assert!(section.chart.as_ref().unwrap().1.to_svg().unwrap().contains("chance"));
         let table = section.table.as_ref().unwrap();
         assert!(table.rows.iter().all(|row| row.len() == table.header.len()));
+        assert_eq!(table.header.contains(&"features off".to_string()), task.is_causal(), "{task}");
     }
 }
 
