@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Draws what the longest trainings on program source came to (benchmarks/code-long): the loss over
+the time of training, and the loss by position beside that of softmax in all layers.
+
+    python3 -m pip install matplotlib
+    scripts/code_charts.py
+
+Writes the charts of the book, book/src/results/code-time.svg and code-beside.svg, and time.png and
+equal-time.json into benchmarks/code-long, from the files that lie there. Nothing is measured here. The time of a training is the number of its
+tokens over the speed of whole training steps in speed.json, which was measured on one thread of an
+idle machine; the trainings themselves ran beside other work. equal-time.json has what the charts
+show at the places that the book names, so that scripts/book_check.py can compare them.
+"""
+
+import json
+import pathlib
+import tarfile
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks/code-long"
+PARTS = ",gate,conv,output-gate,output-norm"
+POLYNOMIAL = f"favor:map=taylor2{PARTS},key-dim=16"
+SOFTMAX = f"softmax:{PARTS[1:]}"
+UNIFORM = f"uniform:{PARTS[1:]}"
+# What each attention is called in the charts, with its colour and the style of its line.
+SHOWN = {
+    SOFTMAX: ("softmax in all layers", "#000000", "-"),
+    f"{POLYNOMIAL}+{SOFTMAX}/first": ("softmax in the first layer, then features", "#009e73", "-"),
+    f"{UNIFORM}+{SOFTMAX}/first": ("softmax in the first layer, then averages", "#cc79a7", "-"),
+    f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("a window of 1,000 in the first, then averages", "#e69f00", "-"),
+    f"{UNIFORM}+softmax:window=300{PARTS}/first": ("a window of 300 in the first, then averages", "#56b4e9", "-"),
+    f"softmax:window=75{PARTS}": ("windows of 75 in all layers", "#d55e00", "--"),
+    POLYNOMIAL: ("features in all layers", "#009e73", "--"),
+}
+
+
+def validations():
+    """The validation losses of each run on the way, as (tokens, nats a token), by the name of its
+    folder."""
+    found = {}
+    with tarfile.open(FOLDER / "runs.tar.gz") as archive:
+        for member in archive:
+            if not member.name.endswith("metrics.jsonl"):
+                continue
+            lines = archive.extractfile(member).read().decode().splitlines()
+            points = [json.loads(line) for line in lines]
+            points = [(point["tokens"], point["val_loss"]) for point in points if "val_loss" in point]
+            found[pathlib.PurePath(member.name).parts[0]] = points
+    return found
+
+
+def letters(name):
+    return [letter for letter in name if letter.isalnum()]
+
+
+def of_run(curves, spec):
+    """The curve of an attention, whose folder is named by its letters and digits and the seed."""
+    [curve] = [curve for name, curve in curves.items() if letters(name) == letters(f"{spec}-seed1")]
+    return curve
+
+
+def at(curve, speed, seconds):
+    """The loss at a time, between the two validations around it."""
+    times = [tokens / speed for tokens, _ in curve]
+    for i in range(1, len(curve)):
+        if times[i - 1] <= seconds <= times[i]:
+            share = (seconds - times[i - 1]) / (times[i] - times[i - 1])
+            return curve[i - 1][1] + share * (curve[i][1] - curve[i - 1][1])
+    raise ValueError(f"no validation about {seconds} seconds")
+
+
+def save(plot, name):
+    # Without a date, the same numbers give the same bytes.
+    plot.savefig(ROOT / f"book/src/results/code-{name}.svg", metadata={"Date": None})
+
+
+def label_ends(axes, ends, least):
+    """Writes the names of lines at their right ends, as far apart as they must be to be read."""
+    below = None
+    for x, y, (name, colour, _) in sorted(ends, key=lambda end: end[1]):
+        y = y if below is None else max(y, below + least)
+        axes.annotate(name, (x, y), xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
+        below = y
+
+
+def figure(title, x, y):
+    plot, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color="#e0e0e0")
+    axes.spines[["top", "right"]].set_visible(False)
+    return plot, axes
+
+
+def main():
+    plt.rcParams["svg.hashsalt"] = "code"
+    runs = {run["attention_spec"]: run for run in json.loads((FOLDER / "compare.json").read_text())["runs"]}
+    points = json.loads((FOLDER / "speed.json").read_text())["points"]
+    speeds = {point["attention_spec"]: point["tokens_per_second"] for point in points}
+    curves = validations()
+    bits = runs[SOFTMAX]["bits_per_byte"] / runs[SOFTMAX]["val_loss"]
+
+    plot, axes = figure(
+        "Program source, 4,096 tokens, 16 million tokens of training each: loss over time",
+        "minutes of training on one thread",
+        "validation loss (bits a byte)",
+    )
+    for spec, look in SHOWN.items():
+        curve = [(tokens / speeds[spec] / 60, loss * bits) for tokens, loss in of_run(curves, spec)]
+        curve = [point for point in curve if point[0] > 6]
+        axes.plot(*zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3, label=look[0])
+    axes.legend(frameon=False, fontsize=9)
+    save(plot, "time")
+    plot.savefig(FOLDER / "time.png", dpi=160)
+
+    plot, axes = figure(
+        "The same models: loss by position, less that of softmax in all layers",
+        "position in a piece (tokens)",
+        "difference (nats a token)",
+    )
+    softmax = {part["until"]: part["loss"] for part in runs[SOFTMAX]["loss_by_position"]}
+    ends = []
+    for spec, look in SHOWN.items():
+        curve = [(part["until"], part["loss"] - softmax[part["until"]]) for part in runs[spec]["loss_by_position"]]
+        axes.plot(*zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3)
+        ends.append((*curve[-1], look))
+    context = runs[SOFTMAX]["key"]["model"]["context"]
+    axes.axvline(context, color="#808080", linestyle=":")
+    axes.annotate("trained length", (context, axes.get_ylim()[1]), xytext=(4, -10), textcoords="offset points", fontsize=9)
+    label_ends(axes, ends, 0.033)
+    axes.set_xlim(0, 13000)
+    axes.set_xticks(range(0, 2 * context + 1, context // 4 * 2))
+    save(plot, "beside")
+
+    def quarter(spec, number):
+        """The mean loss of a quarter of the trained length, counted from 1."""
+        low, high = (number - 1) * context // 4, number * context // 4
+        losses = [part["loss"] for part in runs[spec]["loss_by_position"] if low < part["until"] <= high]
+        return sum(losses) / len(losses)
+
+    rows = []
+    for spec in runs:
+        curve = of_run(curves, spec)
+        seconds = curve[-1][0] / speeds[spec]
+        then = at(of_run(curves, SOFTMAX), speeds[SOFTMAX], seconds)
+        row = {
+            "attention_spec": spec,
+            "minutes": seconds / 60,
+            "bits_per_byte": runs[spec]["bits_per_byte"],
+            "softmax_bits_per_byte_then": then * bits,
+        }
+        for name, number in (("second_quarter", 2), ("last_quarter", 4)):
+            row[name] = quarter(spec, number)
+            row[f"{name}_beside_softmax"] = row[name] - quarter(SOFTMAX, number)
+        rows.append(row)
+    (FOLDER / "equal-time.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
