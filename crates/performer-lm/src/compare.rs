@@ -3,6 +3,7 @@
 //! schedules; only the attention differs, and its learning rate where one is chosen for each.
 
 mod charts;
+mod names;
 mod summary;
 
 use std::path::{Path, PathBuf};
@@ -238,7 +239,8 @@ impl Comparison<'_> {
 
     /// Fails now where a run would fail hours later.
     fn check(&self, data: &Prepared) -> Result<()> {
-        let written = ["table.md", "loss.svg", "loss.png", "positions.svg", "positions.png"];
+        let written =
+            ["table.md", "loss.svg", "loss.png", "positions.svg", "positions.png", "beside.svg", "beside.png"];
         files::require_own(self.out, ("compare.json", "runs"), &written)?;
         let rates = self.rates();
         for (i, rate) in rates.iter().enumerate() {
@@ -283,6 +285,9 @@ impl Comparison<'_> {
         charts::loss(&outcome, &folders)?.save(&self.out.join("loss"))?;
         if let Some(chart) = charts::positions(&outcome) {
             chart.save(&self.out.join("positions"))?;
+        }
+        if let Some(chart) = charts::beside(&outcome) {
+            chart.save(&self.out.join("beside"))?;
         }
         Ok(outcome)
     }

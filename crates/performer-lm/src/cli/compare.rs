@@ -55,8 +55,8 @@ pub(super) struct Args {
     recipe: RecipeArgs,
     #[command(flatten)]
     data: DataArgs,
-    /// Folder for compare.json, table.md, the charts loss and positions (SVG and PNG), and the
-    /// runs.
+    /// Folder for compare.json, table.md, the runs, and charts as SVG and PNG: loss over training,
+    /// positions over the context, and beside, which is positions less the first attention's.
     #[arg(long, default_value = "runs/compare")]
     out: PathBuf,
     /// Print the outcome as JSON.

@@ -1,5 +1,5 @@
-//! This module draws what a comparison measured: the loss over the tokens of training, and over the
-//! positions of the context.
+//! This module draws what a comparison measured: the loss over the tokens of training, over the
+//! positions of the context, and beside that of the first attention at the same positions.
 
 #[cfg(feature = "cli")]
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use super::Outcome;
+use super::{Outcome, Summary, names};
 use crate::{
     plot::{At, Axis, Chart, Marker, Scale, Series},
     train::{Record, Report, read_log},
@@ -16,8 +16,9 @@ use crate::{
 /// Draws validation loss against training tokens: for each attention the mean over seeds, with the
 /// range as a band. `folders` has the folder of each run.
 pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
+    let (names, shared) = names(outcome);
     let mut series = Vec::new();
-    for summary in &outcome.summary {
+    for (summary, name) in outcome.summary.iter().zip(names) {
         let logs: Vec<Vec<Record>> = outcome
             .runs
             .iter()
@@ -26,11 +27,11 @@ pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
             .map(|(_, folder)| read_log(&folder.join("metrics.jsonl")))
             .collect::<Result<_>>()?;
         let curves: Vec<Vec<(f64, f64)>> = logs.iter().map(|log| validation_curve(log)).collect();
-        series.push(Series::over_seeds(&summary.attention_spec, &curves));
+        series.push(Series::over_seeds(name, &curves));
     }
     Ok(Chart {
         title: format!("Validation loss on {}", outcome.corpus),
-        subtitle: Some(format!("{}; without the first quarter", subtitle(outcome))),
+        subtitle: Some(format!("{}; without the first quarter", subtitle(outcome, &shared))),
         x: Axis::new("training tokens", Scale::Linear),
         y: Axis::new("validation loss (nats per token)", Scale::Linear),
         series: series.into_iter().map(without_first_quarter).collect(),
@@ -65,31 +66,59 @@ pub(crate) fn loss_of_runs(corpus: &str, runs: &[(&str, &[(f64, f64)])]) -> Char
 /// Draws loss against the position in the window, to twice the context where positions reach so
 /// far. Returns `None` if the runs have no such measurement.
 pub(super) fn positions(outcome: &Outcome) -> Option<Chart> {
-    let curve =
-        |run: &Report| -> Vec<(f64, f64)> { run.loss_by_position.iter().map(|p| (p.until as f64, p.loss)).collect() };
-    let series: Vec<Series> = outcome
-        .summary
-        .iter()
-        .map(|summary| {
-            let runs = outcome.runs.iter().filter(|run| run.attention_spec == summary.attention_spec);
-            Series::over_seeds(&summary.attention_spec, &runs.map(curve).collect::<Vec<_>>())
-        })
-        .collect();
+    by_position(outcome, format!("Loss by position on {}", outcome.corpus), "loss (nats per token)", |run| {
+        Some(run.loss_by_position.iter().map(|p| (p.until as f64, p.loss)).collect())
+    })
+}
+
+/// Draws loss against the position less that of the first attention there, of the run with the same
+/// seed: how hard the text is differs from place to place by more than attentions do. Returns
+/// `None` if there is one attention, or if the runs have no such measurement.
+pub(super) fn beside(outcome: &Outcome) -> Option<Chart> {
+    let [first, _, ..] = &outcome.summary[..] else { return None };
+    let runs_of_first = || outcome.runs.iter().filter(|run| run.attention_spec == first.attention_spec);
+    let title = format!("Loss by position on {}, less that of {}", outcome.corpus, first.attention_spec);
+    by_position(outcome, title, "difference of losses (nats per token)", |run| {
+        let base = runs_of_first().find(|base| base.seed == run.seed)?;
+        let pairs = run.loss_by_position.iter().zip(&base.loss_by_position);
+        Some(pairs.map(|(run, base)| (run.until as f64, run.loss - base.loss)).collect())
+    })
+}
+
+/// Draws a curve over positions for each attention, from those of its runs.
+fn by_position(
+    outcome: &Outcome,
+    title: String,
+    quantity: &str,
+    curve: impl Fn(&Report) -> Option<Vec<(f64, f64)>>,
+) -> Option<Chart> {
+    let (names, shared) = names(outcome);
+    let of_attention = |(summary, name): (&Summary, String)| {
+        let runs = outcome.runs.iter().filter(|run| run.attention_spec == summary.attention_spec);
+        Series::over_seeds(name, &runs.filter_map(&curve).collect::<Vec<_>>())
+    };
+    let series: Vec<Series> = outcome.summary.iter().zip(names).map(of_attention).collect();
     series.iter().any(|s| !s.points.is_empty()).then(|| Chart {
-        title: format!("Loss by position on {}", outcome.corpus),
-        subtitle: Some(subtitle(outcome)),
+        title,
+        subtitle: Some(subtitle(outcome, &shared)),
         x: Axis::new("position in the window (tokens)", Scale::Linear),
-        y: Axis::new("loss (nats per token)", Scale::Linear),
+        y: Axis::new(quantity, Scale::Linear),
         series,
         lines: vec![Marker { at: At::X(outcome.config.context as f64), label: "context in training".into() }],
     })
 }
 
-fn subtitle(outcome: &Outcome) -> String {
+/// Returns the names of the attentions in a chart, and what all of them have.
+fn names(outcome: &Outcome) -> (Vec<String>, String) {
+    names::short(&outcome.summary.iter().map(|summary| summary.attention_spec.as_str()).collect::<Vec<_>>())
+}
+
+fn subtitle(outcome: &Outcome, shared: &str) -> String {
     let seeds = outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0);
     let config = &outcome.config;
+    let all_have = if shared.is_empty() { String::new() } else { format!("; all with {shared}") };
     format!(
-        "{} layers, dim {}, context {}; mean of {seeds} seed(s), band: smallest to largest",
+        "{} layers, dim {}, context {}{all_have}; mean of {seeds} seed(s), band: smallest to largest",
         config.layers, config.hidden_size, config.context
     )
 }

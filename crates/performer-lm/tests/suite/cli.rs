@@ -222,7 +222,9 @@ fn compare_chooses_a_learning_rate_by_other_text_than_it_reports() {
     assert_eq!(outcome["summary"][1]["learning_rate"], 3e-3);
     let table = std::fs::read_to_string(dir.path().join("c/table.md")).unwrap();
     assert!(table.contains("test loss") && table.contains("rate") && table.contains("0.003"), "{table}");
-    assert!(std::fs::read_to_string(dir.path().join("c/positions.svg")).unwrap().contains("context in training"));
+    let chart = |name: &str| std::fs::read_to_string(dir.path().join("c").join(name)).unwrap();
+    assert!(chart("positions.svg").contains("context in training"));
+    assert!(chart("beside.svg").contains("less that of softmax"));
 }
 
 /// A run ends beside those in its folder that differ in their attention alone: in the table, by a
