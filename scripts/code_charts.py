@@ -6,10 +6,13 @@ the time of training, and the loss by position beside that of softmax in all lay
     scripts/code_charts.py
 
 Writes the charts of the book, book/src/results/code-time.svg and code-beside.svg, and time.png and
-equal-time.json into benchmarks/code-long, from the files that lie there. Nothing is measured here. The time of a training is the number of its
-tokens over the speed of whole training steps in speed.json, which was measured on one thread of an
-idle machine; the trainings themselves ran beside other work. equal-time.json has what the charts
-show at the places that the book names, so that scripts/book_check.py can compare them.
+equal-time.json into benchmarks/code-long, from the files that lie there. Nothing is measured here.
+The time of a training is the number of its tokens over the speed of whole training steps in
+speed.json, which was measured on one thread of an idle machine; the trainings themselves ran beside
+other work. Losses over time are those of the quick validations on the way, which all read the same
+first part of the validation text; the last validation of a run reads all of it, and is left out.
+equal-time.json has what the charts show at the places that the book names, so that
+scripts/book_check.py can compare them.
 """
 
 import json
@@ -31,6 +34,7 @@ UNIFORM = f"uniform:{PARTS[1:]}"
 SHOWN = {
     SOFTMAX: ("softmax in all layers", "#000000", "-"),
     f"{POLYNOMIAL}+{SOFTMAX}/first": ("softmax in the first layer, then features", "#009e73", "-"),
+    f"softmax:window=75{PARTS}+{SOFTMAX}/first": ("softmax in the first layer, then windows of 75", "#0072b2", ":"),
     f"{UNIFORM}+{SOFTMAX}/first": ("softmax in the first layer, then averages", "#cc79a7", "-"),
     f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("a window of 1,000 in the first, then averages", "#e69f00", "-"),
     f"{UNIFORM}+softmax:window=300{PARTS}/first": ("a window of 300 in the first, then averages", "#56b4e9", "-"),
@@ -40,8 +44,7 @@ SHOWN = {
 
 
 def validations():
-    """The validation losses of each run on the way, as (tokens, nats a token), by the name of its
-    folder."""
+    """The quick validations of each run, as (tokens, nats a token), by the name of its folder."""
     found = {}
     with tarfile.open(FOLDER / "runs.tar.gz") as archive:
         for member in archive:
@@ -49,7 +52,7 @@ def validations():
                 continue
             lines = archive.extractfile(member).read().decode().splitlines()
             points = [json.loads(line) for line in lines]
-            points = [(point["tokens"], point["val_loss"]) for point in points if "val_loss" in point]
+            points = [(point["tokens"], point["val_loss"]) for point in points if point.get("whole") is False]
             found[pathlib.PurePath(member.name).parts[0]] = points
     return found
 
@@ -108,7 +111,7 @@ def main():
 
     plot, axes = figure(
         "Program source, 4,096 tokens, 16 million tokens of training each: loss over time",
-        "minutes of training on one thread",
+        "minutes of training on one thread (the first six are not shown)",
         "validation loss (bits a byte)",
     )
     for spec, look in SHOWN.items():
@@ -120,7 +123,7 @@ def main():
     plot.savefig(FOLDER / "time.png", dpi=160)
 
     plot, axes = figure(
-        "The same models: loss by position, less that of softmax in all layers",
+        "Program source, trained at 4,096 tokens: loss by position, less that of softmax in all layers",
         "position in a piece (tokens)",
         "difference (nats a token)",
     )
@@ -152,12 +155,11 @@ def main():
         row = {
             "attention_spec": spec,
             "minutes": seconds / 60,
-            "bits_per_byte": runs[spec]["bits_per_byte"],
+            "bits_per_byte": curve[-1][1] * bits,
             "softmax_bits_per_byte_then": then * bits,
         }
-        for name, number in (("second_quarter", 2), ("last_quarter", 4)):
-            row[name] = quarter(spec, number)
-            row[f"{name}_beside_softmax"] = row[name] - quarter(SOFTMAX, number)
+        for number in (1, 2, 3, 4):
+            row[f"quarter_{number}_beside_softmax"] = quarter(spec, number) - quarter(SOFTMAX, number)
         rows.append(row)
     (FOLDER / "equal-time.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

@@ -31,15 +31,20 @@ def main():
         raise SystemExit(__doc__.split("\n\n")[1])
     novel, out = map(pathlib.Path, sys.argv[1:])
     try:
-        parts = divide(novel.read_text(encoding="utf-8"))
+        # Ends of lines stay as they are, so that the parts joined are the file.
+        text = novel.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"error: cannot read {novel}: {error}")
+    parts = divide(text)
     if not all(parts.values()):
         raise SystemExit(f"error: {novel} has too few chapters to be divided")
-    out.mkdir(parents=True, exist_ok=True)
-    for name, part in parts.items():
-        (out / f"{name}.txt").write_text(part, encoding="utf-8", newline="")
-        print(f"{name}.txt  {len(part.encode()):,} bytes")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, part in parts.items():
+            (out / f"{name}.txt").write_bytes(part.encode())
+            print(f"{name}.txt  {len(part.encode()):,} bytes")
+    except OSError as error:
+        raise SystemExit(f"error: cannot write into {out}: {error}")
 
 
 if __name__ == "__main__":

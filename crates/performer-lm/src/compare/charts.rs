@@ -31,7 +31,7 @@ pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
     }
     Ok(Chart {
         title: format!("Validation loss on {}", outcome.corpus),
-        subtitle: Some(format!("{}; without the first quarter", subtitle(outcome, &shared))),
+        subtitle: Some(subtitle(outcome, "; without the first quarter", &shared)),
         x: Axis::new("training tokens", Scale::Linear),
         y: Axis::new("validation loss (nats per token)", Scale::Linear),
         series: series.into_iter().map(without_first_quarter).collect(),
@@ -76,13 +76,18 @@ pub(super) fn positions(outcome: &Outcome) -> Option<Chart> {
 /// `None` if there is one attention, or if the runs have no such measurement.
 pub(super) fn beside(outcome: &Outcome) -> Option<Chart> {
     let [first, _, ..] = &outcome.summary[..] else { return None };
-    let runs_of_first = || outcome.runs.iter().filter(|run| run.attention_spec == first.attention_spec);
-    let title = format!("Loss by position on {}, less that of {}", outcome.corpus, first.attention_spec);
+    let title = format!("Loss by position on {}, less that of {}", outcome.corpus, names(outcome).0[0]);
     by_position(outcome, title, "difference of losses (nats per token)", |run| {
-        let base = runs_of_first().find(|base| base.seed == run.seed)?;
-        let pairs = run.loss_by_position.iter().zip(&base.loss_by_position);
-        Some(pairs.map(|(run, base)| (run.until as f64, run.loss - base.loss)).collect())
+        less_that_of(&first.attention_spec, run, &outcome.runs)
     })
+}
+
+/// Returns the loss of a run at each position less that of the run of `attention` with the same
+/// seed, if there is one.
+fn less_that_of(attention: &str, run: &Report, runs: &[Report]) -> Option<Vec<(f64, f64)>> {
+    let base = runs.iter().find(|base| base.attention_spec == attention && base.seed == run.seed)?;
+    let pairs = run.loss_by_position.iter().zip(&base.loss_by_position);
+    Some(pairs.map(|(run, base)| (run.until as f64, run.loss - base.loss)).collect())
 }
 
 /// Draws a curve over positions for each attention, from those of its runs.
@@ -100,7 +105,7 @@ fn by_position(
     let series: Vec<Series> = outcome.summary.iter().zip(names).map(of_attention).collect();
     series.iter().any(|s| !s.points.is_empty()).then(|| Chart {
         title,
-        subtitle: Some(subtitle(outcome, &shared)),
+        subtitle: Some(subtitle(outcome, "", &shared)),
         x: Axis::new("position in the window (tokens)", Scale::Linear),
         y: Axis::new(quantity, Scale::Linear),
         series,
@@ -113,12 +118,14 @@ fn names(outcome: &Outcome) -> (Vec<String>, String) {
     names::short(&outcome.summary.iter().map(|summary| summary.attention_spec.as_str()).collect::<Vec<_>>())
 }
 
-fn subtitle(outcome: &Outcome, shared: &str) -> String {
+/// Says what was measured, with a remark; what all attentions have comes last, since a long line is
+/// cut.
+fn subtitle(outcome: &Outcome, remark: &str, shared: &str) -> String {
     let seeds = outcome.summary.iter().map(|s| s.seeds.len()).max().unwrap_or(0);
     let config = &outcome.config;
     let all_have = if shared.is_empty() { String::new() } else { format!("; all with {shared}") };
     format!(
-        "{} layers, dim {}, context {}{all_have}; mean of {seeds} seed(s), band: smallest to largest",
+        "{} layers, dim {}, context {}; mean of {seeds} seed(s), band: smallest to largest{remark}{all_have}",
         config.layers, config.hidden_size, config.context
     )
 }
@@ -139,4 +146,29 @@ fn without_first_quarter(mut series: Series) -> Series {
 /// validation at the end.
 fn validation_curve(log: &[Record]) -> Vec<(f64, f64)> {
     log.iter().filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{compare::summary::tests::report, train::PositionLoss};
+
+    #[test]
+    fn a_run_stands_beside_the_one_of_its_seed() {
+        let with = |spec: &str, seed: u64, losses: [f64; 2]| Report {
+            loss_by_position: vec![
+                PositionLoss { until: 8, loss: losses[0] },
+                PositionLoss { until: 16, loss: losses[1] },
+            ],
+            ..report(spec, seed, 1.0)
+        };
+        let runs = [
+            with("softmax", 1, [3.0, 2.0]),
+            with("favor:m=8", 2, [5.5, 5.0]),
+            with("softmax", 2, [4.0, 4.0]),
+            with("favor:m=8", 3, [1.0, 1.0]),
+        ];
+        assert_eq!(less_that_of("softmax", &runs[1], &runs), Some(vec![(8.0, 1.5), (16.0, 1.0)]));
+        assert_eq!(less_that_of("softmax", &runs[3], &runs), None, "no run has its seed");
+    }
 }

@@ -150,10 +150,10 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn report(spec: &str, seed: u64, val_loss: f64) -> Report {
+    pub(in crate::compare) fn report(spec: &str, seed: u64, val_loss: f64) -> Report {
         Report {
             ranks: 1,
             attention: "favor".into(),

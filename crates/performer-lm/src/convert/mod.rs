@@ -231,6 +231,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let Some(Trained { student: tuned, tokens, points }) = tuned else { return Ok(None) };
         let checkpoint = bookmark.into_checkpoint();
         let Some(measured) = meter.measure(&tuned).with_context(|| about(CONTROL))? else { return Ok(None) };
+        plan.listener.note(&format!("  measured: {:.4} nats/token", measured.held_out.val_loss));
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
         let alone = Measurements { measured, without_window: None, features_off: None };
         report.control = Some(alone.stage(CONTROL, tokens, seconds, points));

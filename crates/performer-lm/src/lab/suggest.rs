@@ -85,11 +85,11 @@ impl Plan {
     /// Refuses a plan that would measure nothing.
     ///
     /// # Errors
-    /// If an option is out of range; the message names the option, its value and what it must be.
+    /// If a setting is out of range; the message names it, its value and what it must be.
     pub fn check(&self) -> Result<()> {
         ensure!(
             self.error > 0.0 && self.error < 1.0,
-            "error is {}; it must lie between 0 and 1: 0.1 allows a tenth of the attention to go elsewhere",
+            "the error allowed is {}; it must lie between 0 and 1: 0.1 allows a tenth of the attention to go elsewhere",
             self.error
         );
         ensure!(!self.maps.is_empty(), "no map to choose from: give one, such as dense");

@@ -143,7 +143,7 @@ fn bad_options_get_one_clear_error() {
     fails(&run(&["error", "--head-dim", "0"]), &["head-dim is 0"]);
     fails(&run(&["error", "--features", "128,1"]), &["features is 1"]);
     fails(&run(&["error", "--quick", "--checkpoint", "nowhere"]), &["nowhere", "no file or folder"]);
-    fails(&run(&["suggest", "--checkpoint", "nowhere", "--error", "2"]), &["error is 2", "between 0 and 1"]);
+    fails(&run(&["suggest", "--checkpoint", "nowhere", "--error", "2"]), &["allowed is 2", "between 0 and 1"]);
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "taylor2"]), &["taylor2", "dense"]);
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "dense,positive"]), &["fitted", "--map"]);
     fails(&run(&["suggest"]), &["--checkpoint"]);

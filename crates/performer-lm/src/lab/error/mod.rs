@@ -76,8 +76,7 @@ impl Plan {
     /// Refuses a plan that would measure nothing.
     ///
     /// # Errors
-    /// If an option is too small or empty; the message names the option, its value and what it must
-    /// be.
+    /// If a setting is too small or empty; the message names it, its value and what it must be.
     pub fn check(&self) -> Result<()> {
         ensure!(!self.tokens.is_empty(), "tokens names no length; give at least one, such as 1024");
         ensure!(!self.features.is_empty(), "features names no number; give at least one, such as 128");

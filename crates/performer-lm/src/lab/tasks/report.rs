@@ -191,6 +191,14 @@ fn section(plan: &Plan, setting: &Setting, runs: &[Run]) -> Section {
     ];
     let left_out: Vec<String> =
         plan.attentions.iter().filter(|a| !can_learn(a, setting.task)).map(ToString::to_string).collect();
+    if runs.iter().any(|run| run.features_off.is_some()) {
+        text.push(
+            "\"Features off\" measures the same trained weights with linear attention switched off: where a window \
+             stands before the features it is left, elsewhere the values are averaged. It is a control of what the \
+             features do, not of what a model trained without them would do."
+                .into(),
+        );
+    }
     if !left_out.is_empty() {
         text.push(format!("Left out, since a window is causal: {}.", left_out.join("; ")));
     }
