@@ -23,8 +23,8 @@ fn sizes_beyond_all_reason_are_refused_or_do_no_harm() {
     let context = ["train", "--data", "sample", "--vocab-size", "300", "--context", "16777216"];
     fails(&run(&context), &["fewer than one batch"]);
 
-    for size in ["--length", "--pairs"] {
-        let task = ["lab", "tasks", "--task", "mqar", "--steps", "1", size, "4611686018427387904"];
+    for (option, size) in [("--length", "length"), ("--pairs", "pairs")] {
+        let task = ["lab", "tasks", "--task", "mqar", "--steps", "1", option, "4611686018427387904"];
         fails(&run(&task), &[size, "at most 1048576"]);
     }
 
