@@ -34,37 +34,41 @@ UNIFORM = f"uniform:{PARTS[1:]}"
 SHOWN = {
     SOFTMAX: ("softmax in all layers", "#000000", "-"),
     f"{POLYNOMIAL}+{SOFTMAX}/first": ("softmax in the first layer, then features", "#009e73", "-"),
-    f"softmax:window=75{PARTS}+{SOFTMAX}/first": ("softmax in the first layer, then windows of 75", "#0072b2", ":"),
+    f"softmax:window=75{PARTS}+{SOFTMAX}/first": (
+        "softmax in the first layer, then windows of 75",
+        "#0072b2",
+        ":",
+    ),
     f"{UNIFORM}+{SOFTMAX}/first": ("softmax in the first layer, then averages", "#cc79a7", "-"),
-    f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("a window of 1,000 in the first, then averages", "#e69f00", "-"),
-    f"{UNIFORM}+softmax:window=300{PARTS}/first": ("a window of 300 in the first, then averages", "#56b4e9", "-"),
+    f"{UNIFORM}+softmax:window=1000{PARTS}/first": (
+        "a window of 1,000 in the first, then averages",
+        "#e69f00",
+        "-",
+    ),
+    f"{UNIFORM}+softmax:window=300{PARTS}/first": (
+        "a window of 300 in the first, then averages",
+        "#56b4e9",
+        "-",
+    ),
     f"softmax:window=75{PARTS}": ("windows of 75 in all layers", "#d55e00", "--"),
     POLYNOMIAL: ("features in all layers", "#009e73", "--"),
 }
 
 
 def validations():
-    """The quick validations of each run, as (tokens, nats a token), by the name of its folder."""
-    found = {}
+    """The quick validations of each attention's run, as (tokens, nats a token)."""
+    specs, curves = {}, {}
     with tarfile.open(FOLDER / "runs.tar.gz") as archive:
-        for member in archive:
-            if not member.name.endswith("metrics.jsonl"):
-                continue
-            lines = archive.extractfile(member).read().decode().splitlines()
-            points = [json.loads(line) for line in lines]
-            points = [(point["tokens"], point["val_loss"]) for point in points if point.get("whole") is False]
-            found[pathlib.PurePath(member.name).parts[0]] = points
-    return found
-
-
-def letters(name):
-    return [letter for letter in name if letter.isalnum()]
-
-
-def of_run(curves, spec):
-    """The curve of an attention, whose folder is named by its letters and digits and the seed."""
-    [curve] = [curve for name, curve in curves.items() if letters(name) == letters(f"{spec}-seed1")]
-    return curve
+        for member in archive.getmembers():
+            folder, name = pathlib.PurePath(member.name).parts
+            text = archive.extractfile(member).read().decode()
+            if name == "metrics.json":
+                specs[folder] = json.loads(text)["attention_spec"]
+            else:
+                records = [json.loads(line) for line in text.splitlines()]
+                quick = [record for record in records if record.get("whole") is False]
+                curves[folder] = [(record["tokens"], record["val_loss"]) for record in quick]
+    return {specs[folder]: curve for folder, curve in curves.items()}
 
 
 def at(curve, speed, seconds):
@@ -87,7 +91,15 @@ def label_ends(axes, ends, least):
     below = None
     for x, y, (name, colour, _) in sorted(ends, key=lambda end: end[1]):
         y = y if below is None else max(y, below + least)
-        axes.annotate(name, (x, y), xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            fontsize=9,
+        )
         below = y
 
 
@@ -103,21 +115,25 @@ def figure(title, x, y):
 
 def main():
     plt.rcParams["svg.hashsalt"] = "code"
-    runs = {run["attention_spec"]: run for run in json.loads((FOLDER / "compare.json").read_text())["runs"]}
+    runs = {
+        run["attention_spec"]: run
+        for run in json.loads((FOLDER / "compare.json").read_text())["runs"]
+    }
     points = json.loads((FOLDER / "speed.json").read_text())["points"]
     speeds = {point["attention_spec"]: point["tokens_per_second"] for point in points}
     curves = validations()
-    bits = runs[SOFTMAX]["bits_per_byte"] / runs[SOFTMAX]["val_loss"]
 
     plot, axes = figure(
         "Program source, 4,096 tokens, 16 million tokens of training each: loss over time",
         "minutes of training on one thread (the first six are not shown)",
-        "validation loss (bits a byte)",
+        "validation loss (nats a token)",
     )
     for spec, look in SHOWN.items():
-        curve = [(tokens / speeds[spec] / 60, loss * bits) for tokens, loss in of_run(curves, spec)]
+        curve = [(tokens / speeds[spec] / 60, loss) for tokens, loss in curves[spec]]
         curve = [point for point in curve if point[0] > 6]
-        axes.plot(*zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3, label=look[0])
+        axes.plot(
+            *zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3, label=look[0]
+        )
     axes.legend(frameon=False, fontsize=9)
     save(plot, "time")
     plot.savefig(FOLDER / "time.png", dpi=160)
@@ -130,12 +146,18 @@ def main():
     softmax = {part["until"]: part["loss"] for part in runs[SOFTMAX]["loss_by_position"]}
     ends = []
     for spec, look in SHOWN.items():
-        curve = [(part["until"], part["loss"] - softmax[part["until"]]) for part in runs[spec]["loss_by_position"]]
+        curve = [
+            (part["until"], part["loss"] - softmax[part["until"]])
+            for part in runs[spec]["loss_by_position"]
+        ]
         axes.plot(*zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3)
         ends.append((*curve[-1], look))
     context = runs[SOFTMAX]["key"]["model"]["context"]
     axes.axvline(context, color="#808080", linestyle=":")
-    axes.annotate("trained length", (context, axes.get_ylim()[1]), xytext=(4, -10), textcoords="offset points", fontsize=9)
+    top = axes.get_ylim()[1]
+    axes.annotate(
+        "trained length", (context, top), xytext=(4, -10), textcoords="offset points", fontsize=9
+    )
     label_ends(axes, ends, 0.033)
     axes.set_xlim(0, 13000)
     axes.set_xticks(range(0, 2 * context + 1, context // 4 * 2))
@@ -144,22 +166,26 @@ def main():
     def quarter(spec, number):
         """The mean loss of a quarter of the trained length, counted from 1."""
         low, high = (number - 1) * context // 4, number * context // 4
-        losses = [part["loss"] for part in runs[spec]["loss_by_position"] if low < part["until"] <= high]
+        losses = [
+            part["loss"] for part in runs[spec]["loss_by_position"] if low < part["until"] <= high
+        ]
         return sum(losses) / len(losses)
 
     rows = []
     for spec in runs:
-        curve = of_run(curves, spec)
+        curve = curves[spec]
         seconds = curve[-1][0] / speeds[spec]
-        then = at(of_run(curves, SOFTMAX), speeds[SOFTMAX], seconds)
+        then = at(curves[SOFTMAX], speeds[SOFTMAX], seconds)
         row = {
             "attention_spec": spec,
             "minutes": seconds / 60,
-            "bits_per_byte": curve[-1][1] * bits,
-            "softmax_bits_per_byte_then": then * bits,
+            "quick_loss": curve[-1][1],
+            "softmax_quick_loss_then": then,
         }
         for number in (1, 2, 3, 4):
-            row[f"quarter_{number}_beside_softmax"] = quarter(spec, number) - quarter(SOFTMAX, number)
+            row[f"quarter_{number}_beside_softmax"] = quarter(spec, number) - quarter(
+                SOFTMAX, number
+            )
         rows.append(row)
     (FOLDER / "equal-time.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

@@ -84,8 +84,8 @@ fn every_task_runs_and_reports() {
             let uniform = (plan.setting(task).unwrap().source.vocabulary() as f64).ln();
             let loss = run["loss"].as_f64().unwrap();
             assert!(loss > 0.0 && loss < 1.5 * uniform, "{task}: {loss}");
-            // Without its features a window is left of the second attention, and means of the values
-            // of the third.
+            // Without its features a window is left of the second attention, and means of the
+            // values of the third.
             let off = run["features_off"]["loss"].as_f64();
             assert_eq!(off.is_some(), run["attention"] != "softmax", "{task}");
             assert!(

@@ -1,5 +1,5 @@
-//! These tests check conversions to students with parts that the teacher has not: gates, filters and
-//! output gates begin as nothing, get a pace, and are trained beside adapters.
+//! These tests check conversions to students with parts that the teacher has not: gates, filters
+//! and output gates begin as nothing, get a pace, and are trained beside adapters.
 
 use super::*;
 
