@@ -48,9 +48,12 @@ mod tests {
 
     #[test]
     fn what_one_lacks_stays() {
-        for specs in
-            [&["softmax", "favor:m=64,gate"][..], &["favor:m=64,gate"], &["favor:m=8|softmax,gate", "softmax:gate"]]
-        {
+        for specs in [
+            &["softmax:gate", "favor:m=64"][..],
+            &["softmax", "favor:m=64,gate"],
+            &["favor:m=64,gate"],
+            &["favor:m=8|softmax,gate", "softmax:gate"],
+        ] {
             let (names, shared) = short(specs);
             assert_eq!((&names[..], &shared[..]), (&specs.iter().map(ToString::to_string).collect::<Vec<_>>()[..], ""));
         }
