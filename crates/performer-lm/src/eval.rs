@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     data::{Batch, TokenFile, eval_windows},
+    listener::{Listener, Silent, Unit},
     model::Decoder,
     parallel::in_order,
 };
@@ -36,11 +37,11 @@ pub struct Evaluation {
 /// # Errors
 /// If the text has fewer than two tokens, or a token lies beyond the model's vocabulary.
 pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<Evaluation> {
-    evaluate_over(&One, model, tokens, threads, (model.config().context, usize::MAX))
+    evaluate_over(&One, model, tokens, threads, (model.config().context, usize::MAX), &Silent)
 }
 
 /// Evaluates `model` over the first `limit` tokens that can be predicted, in windows of `context`
-/// tokens.
+/// tokens. The listener is told how far it is.
 ///
 /// # Errors
 /// As [`evaluate`]; also if the limit or the context is 0, or the context is longer than the
@@ -51,8 +52,9 @@ pub fn evaluate_windows(
     threads: usize,
     context: usize,
     limit: usize,
+    listener: &dyn Listener,
 ) -> Result<Evaluation> {
-    evaluate_over(&One, model, tokens, threads, (context, limit))
+    evaluate_over(&One, model, tokens, threads, (context, limit), listener)
 }
 
 /// Does what [`evaluate_windows`] does on several ranks, each of which takes a part of the windows.
@@ -63,6 +65,7 @@ pub(crate) fn evaluate_over(
     tokens: &TokenFile,
     threads: usize,
     (context, limit): (usize, usize),
+    listener: &dyn Listener,
 ) -> Result<Evaluation> {
     ensure!(context > 0, "the context is 0; it must be at least 1");
     ensure!(limit > 0, "0 tokens are to be predicted; it must be at least 1");
@@ -72,7 +75,8 @@ pub(crate) fn evaluate_over(
     let rows = (4096 / context).max(1);
     let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.first(limit).collect();
     let own = &windows[share(windows.len(), ranks.rank(), ranks.size())];
-    let mut losses = Vec::new();
+    let bar = listener.begin("measuring", Unit::Texts, 0, own.len() as u64);
+    let (mut losses, mut done) = (Vec::new(), 0);
     in_order(
         own.len(),
         threads,
@@ -84,6 +88,8 @@ pub(crate) fn evaluate_over(
         },
         |part| {
             losses.extend(part);
+            done += 1;
+            bar.advance(done);
             Ok(())
         },
     )?;
@@ -214,10 +220,10 @@ mod tests {
             check(&evaluate(&model, &file, threads)?, &own, BYTES, CONTEXT);
         }
         // Seven of twelve targets are of 23 bytes of 40, rounded.
-        check(&evaluate_windows(&model, &file, 1, CONTEXT, 7)?, &own[..7], 23, CONTEXT);
+        check(&evaluate_windows(&model, &file, 1, CONTEXT, 7, &Silent)?, &own[..7], 23, CONTEXT);
         // Positions that nothing was predicted at have no loss.
-        check(&evaluate_windows(&model, &file, 1, CONTEXT, 3)?, &own[..3], 10, CONTEXT);
-        check(&evaluate_windows(&model, &file, 1, 100, usize::MAX)?, &losses(&model, 12)?, BYTES, 12);
+        check(&evaluate_windows(&model, &file, 1, CONTEXT, 3, &Silent)?, &own[..3], 10, CONTEXT);
+        check(&evaluate_windows(&model, &file, 1, 100, usize::MAX, &Silent)?, &losses(&model, 12)?, BYTES, 12);
         // Of a text without bytes, one is counted.
         let none = evaluate(&model, &TokenFile::from_tokens(&tokens(), 0)?, 1)?;
         assert_eq!(none.bytes, 0);
@@ -229,8 +235,8 @@ mod tests {
     fn what_cannot_be_evaluated_is_refused() -> Result<()> {
         let (model, file) = (model()?, TokenFile::from_tokens(&tokens(), BYTES)?);
         let error = |result: Result<Evaluation>| result.expect_err("it is refused").to_string();
-        assert!(error(evaluate_windows(&model, &file, 1, 0, 9)).contains("the context is 0"));
-        assert!(error(evaluate_windows(&model, &file, 1, 9, 0)).contains("0 tokens"));
+        assert!(error(evaluate_windows(&model, &file, 1, 0, 9, &Silent)).contains("the context is 0"));
+        assert!(error(evaluate_windows(&model, &file, 1, 9, 0, &Silent)).contains("0 tokens"));
         assert!(error(evaluate(&model, &TokenFile::from_tokens(&[1], 1)?, 1)).contains("nothing to predict"));
         for beyond in [[1, 20], [20, 1]] {
             let foreign = TokenFile::from_tokens(&beyond, 2)?;

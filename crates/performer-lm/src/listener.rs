@@ -47,6 +47,8 @@ pub enum Unit {
     Steps,
     /// Layers of a model.
     Layers,
+    /// Texts that a model reads while it is measured.
+    Texts,
 }
 
 /// Is told how far some work has come.

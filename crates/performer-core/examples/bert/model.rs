@@ -158,11 +158,24 @@ impl BertModel {
         token_type_ids: &Tensor,
         attention_mask: &Tensor,
     ) -> Result<Tensor> {
+        self.forward_by_layer(input_ids, token_type_ids, attention_mask, &mut |_| ())
+    }
+
+    /// Computes what [`Self::forward`] does, and calls `watch` with the hidden states after each
+    /// layer.
+    pub(crate) fn forward_by_layer(
+        &self,
+        input_ids: &Tensor,
+        token_type_ids: &Tensor,
+        attention_mask: &Tensor,
+        watch: &mut dyn FnMut(&Tensor),
+    ) -> Result<Tensor> {
         // SWAP: the mask was turned into numbers to add to the scores; now it is passed on as it
         // is.
         let mut hidden_states = self.embeddings.forward(input_ids, token_type_ids)?;
         for layer in &self.layers {
             hidden_states = layer.forward(&hidden_states, attention_mask)?;
+            watch(&hidden_states);
         }
         Ok(hidden_states)
     }

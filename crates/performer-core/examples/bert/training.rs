@@ -3,8 +3,9 @@
 //!
 //! Training has three parts. In the first, each layer's attention learns to return what softmax
 //! returns for the same queries, keys and values, those of the original model. In the second, the
-//! whole model learns to return the original's embeddings, so that layers also make up for what
-//! the layers before them leave. In the third, the weights of its layers learn that as well.
+//! whole model learns to return the original's hidden states and embeddings, so that layers also
+//! make up for what the layers before them leave. In the third, the weights of its layers learn
+//! that as well.
 
 use std::{
     collections::HashMap,
@@ -21,12 +22,23 @@ use super::{
     model::BertModel,
 };
 
-/// A `Part` of training takes so many `steps`, at a learning rate that begins at `rate` and falls
-/// to 0 in a straight line.
+/// A `Part` of training takes so many `steps`. The learning rate rises to `rate` over the first
+/// tenth of them, and then falls to 0; both in a straight line.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
     pub(crate) steps: usize,
     pub(crate) rate: f64,
+}
+
+impl Part {
+    /// Returns the learning rate of a step, which are counted from 0.
+    pub(crate) fn rate_at(self, step: usize) -> f64 {
+        let rising = self.steps.div_ceil(10);
+        let falling = self.steps - rising;
+        let share =
+            if step < rising { (step + 1) as f64 / rising as f64 } else { (self.steps - step) as f64 / falling as f64 };
+        self.rate * share
+    }
 }
 
 /// `Student` holds the features of every layer, whose parameters are variables, and the weights of
@@ -35,6 +47,25 @@ pub(crate) struct Student {
     layers: Vec<Fitted>,
     variables: Vec<Var>,
     weights: StudentWeights,
+}
+
+/// Returns where a model's file has the features of a layer.
+fn features_of(layer: usize) -> String {
+    format!("encoder.layer.{layer}.attention.self.features")
+}
+
+/// Returns the attention of a layer with the features that are among the tensors of a model's file,
+/// or nothing if there are none.
+///
+/// # Errors
+/// If a part of them is missing, or they do not fit each other.
+pub(crate) fn saved_attention(tensors: &HashMap<String, Tensor>, layer: usize) -> Result<Option<Arc<dyn Attention>>> {
+    let place = features_of(layer);
+    if !tensors.keys().any(|name| name.starts_with(&place)) {
+        return Ok(None);
+    }
+    let features = Fitted::from_tensors(&|name| tensors.get(&format!("{place}.{name}")).cloned())?;
+    Ok(Some(Arc::new(Favor::with_map(Box::new(features))?)))
 }
 
 /// `StudentWeights` are the original's weights, of which those of layers become variables where
@@ -119,6 +150,18 @@ impl Student {
         Ok(Arc::new(Favor::with_map(Box::new(Fitted::from_tensors(&find)?))?))
     }
 
+    /// Returns the parameters of the features, and the weights that were variables, by their names
+    /// in the file of a model.
+    pub(crate) fn tensors(&self) -> HashMap<String, Tensor> {
+        let weights = self.weights.variables.lock().unwrap_or_else(PoisonError::into_inner);
+        let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+        let features = self.layers.iter().enumerate().flat_map(|(layer, features)| {
+            let tensors = features.tensors().into_iter();
+            tensors.map(move |(name, tensor)| (format!("{}.{name}", features_of(layer)), tensor.detach()))
+        });
+        weights.chain(features).collect()
+    }
+
     /// Returns the attention of a layer for training.
     fn trained(&self, layer: usize) -> Result<Favor> {
         Favor::with_map(Box::new(self.layers[layer].clone()))
@@ -147,9 +190,10 @@ impl Trainer<'_> {
         })
     }
 
-    /// The second and the third part: lowers the mean of `1 − cos(e, ê)`, where `e` is the
-    /// original's embedding of a text. Calls `watch` as [`Self::match_layers`] does.
-    pub(crate) fn match_embeddings(
+    /// The second and the third part: lowers `1 − cos(e, ê)`, where `e` is the original's embedding
+    /// of a text, and the mean over layers of `‖h − ĥ‖² / ‖h‖²`, where `h` are its hidden states
+    /// after the layer. Calls `watch` as [`Self::match_layers`] does.
+    pub(crate) fn match_model(
         &self,
         student: &Student,
         learner: Learner,
@@ -159,12 +203,25 @@ impl Trainer<'_> {
         let original = BertModel::load(self.weights.clone(), self.config, &|_| Ok(Arc::new(Softmax::new())))?;
         let weights = student.weights(learner);
         let model = BertModel::load(weights, self.config, &|layer| Ok(Arc::new(student.trained(layer)?)))?;
-        let embeddings = |model: &BertModel, ids: &Tensor, mask: &Tensor| -> Result<Tensor> {
-            pool(&model.forward(ids, &ids.zeros_like()?, mask)?, mask)
+        let run = |model: &BertModel, ids: &Tensor, mask: &Tensor| -> Result<(Tensor, Vec<Tensor>)> {
+            let mut layers = Vec::new();
+            let last =
+                model.forward_by_layer(ids, &ids.zeros_like()?, mask, &mut |hidden| layers.push(hidden.clone()))?;
+            Ok((pool(&last, mask)?, layers))
         };
         self.descend(student.variables(learner), part, watch, &|ids, mask| {
-            let cosines = (embeddings(&original, ids, mask)? * embeddings(&model, ids, mask)?)?.sum(1)?;
-            cosines.mean_all()?.affine(-1.0, 1.0)
+            let (expected, states) = run(&original, ids, mask)?;
+            let (embeddings, estimates) = run(&model, ids, mask)?;
+            let cosine = (expected * embeddings)?.sum(1)?.mean_all()?;
+            // The rows of padding have no meaning.
+            let real = mask.to_dtype(DType::F32)?.unsqueeze(2)?;
+            let squares = |x: &Tensor| x.sqr()?.broadcast_mul(&real)?.sum_all();
+            let differences: Vec<Tensor> = states
+                .iter()
+                .zip(&estimates)
+                .map(|(exact, estimate)| squares(&(estimate - exact)?)?.div(&squares(exact)?))
+                .collect::<Result<_>>()?;
+            Tensor::stack(&differences, 0)?.mean_all()? + cosine.affine(-1.0, 1.0)?
         })
     }
 
@@ -181,7 +238,7 @@ impl Trainer<'_> {
         let mut optimizer = AdamW::new(variables, parameters)?;
         let device = self.weights.device();
         for (step, batch) in self.batches.iter().cycle().take(part.steps).enumerate() {
-            optimizer.set_learning_rate(part.rate * (1.0 - step as f64 / part.steps as f64));
+            optimizer.set_learning_rate(part.rate_at(step));
             let (ids, mask) = padded(batch, self.config.pad_token_id as u32, device)?;
             let loss = loss(&ids, &mask)?;
             let value = f64::from(loss.to_scalar::<f32>()?);

@@ -202,7 +202,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     let recall = match &args.recall {
         Some(lengths) => lengths.iter().copied().filter(|&tokens| tokens > 0).collect(),
         None => {
-            let examiner = Examiner { tokenizer: &teacher.tokenizer, text: &data.valid, threads: machine.threads };
+            let (tokenizer, listener) = (&teacher.tokenizer, &output::TERMINAL);
+            let examiner = Examiner { tokenizer, text: &data.valid, threads: machine.threads, listener };
             // Learned positions end with the context; rotary ones do not.
             let positions = if config.positions == Positions::Learned { context } else { usize::MAX };
             RECALL.into_iter().filter(|&tokens| tokens <= positions && examiner.check(tokens).is_ok()).collect()

@@ -97,9 +97,11 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (corpus, tokens) = held_out(&args.data, &tokenizer)?;
     let evaluate = |model: &Decoder| {
         let context = args.context.unwrap_or(model.config().context);
-        evaluate_windows(model, &tokens, machine.threads, context, args.max_tokens.unwrap_or(usize::MAX))
+        let limit = args.max_tokens.unwrap_or(usize::MAX);
+        evaluate_windows(model, &tokens, machine.threads, context, limit, &output::TERMINAL)
     };
-    let examiner = Examiner { tokenizer: &tokenizer, text: &tokens, threads: machine.threads };
+    let examiner =
+        Examiner { tokenizer: &tokenizer, text: &tokens, threads: machine.threads, listener: &output::TERMINAL };
     let recall = |model: &Decoder| -> Result<Vec<Recall>> {
         args.recall.iter().map(|&tokens| examiner.measure(model, tokens)).collect()
     };

@@ -53,6 +53,7 @@ impl Listener for Terminal {
             Unit::Bytes => "{prefix} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec}  {left}",
             Unit::Steps => "{prefix} [{bar:30}] step {pos}/{len}  {msg}  {left}",
             Unit::Layers => "{prefix} [{bar:30}] {pos}/{len} layers  {left}",
+            Unit::Texts => "{prefix} [{bar:30}] {pos}/{len} texts  {left}",
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         // Before anything is done, nobody knows.
@@ -111,6 +112,7 @@ impl Drawn {
             Unit::Bytes => format!("{}  {} of {}", bar.prefix(), HumanBytes(done), HumanBytes(*total)),
             Unit::Steps => format!("{}  step {done}/{total}  {}", bar.prefix(), bar.message()),
             Unit::Layers => format!("{}  {done}/{total} layers", bar.prefix()),
+            Unit::Texts => format!("{}  {done}/{total} texts", bar.prefix()),
         };
         // Before anything is done, nobody knows.
         if let Ok(left) = Duration::try_from_secs_f64(seconds_each * total.saturating_sub(done) as f64) {
@@ -302,6 +304,7 @@ mod tests {
         };
         assert_eq!(drawn(Unit::Steps).line(40, 2.0), "tune  step 40/250  loss 2.1000  left 7m");
         assert_eq!(drawn(Unit::Layers).line(40, f64::INFINITY), "tune  40/250 layers");
+        assert_eq!(drawn(Unit::Texts).line(40, 0.5), "tune  40/250 texts  left 105s");
         assert_eq!(drawn(Unit::Bytes).line(250, 0.1), "tune  250 B of 250 B  left 0s");
     }
 

@@ -11,6 +11,7 @@ use crate::{
     data::{Batch, TokenFile, eval_windows},
     errors::Cause,
     eval::{check_vocabulary, perplexity},
+    listener::Unit,
     model::Decoder,
     recall::{Examiner, Recall},
     train::in_order,
@@ -87,7 +88,7 @@ impl<'a> Meter<'a> {
             None => None,
         };
         let (tokenizer, threads) = (&self.plan.teacher.tokenizer, self.plan.threads);
-        let examiner = Examiner { tokenizer, text: self.held_out.tokens, threads };
+        let examiner = Examiner { tokenizer, text: self.held_out.tokens, threads, listener: self.plan.listener };
         let mut recall = Vec::with_capacity(self.plan.recall.len());
         for &length in &self.plan.recall {
             if self.plan.is_stopped() {
@@ -135,7 +136,8 @@ impl<'a> Meter<'a> {
         let rows = (1024 / context).max(1);
         let count = plan.measure_tokens.div_ceil(rows * context);
         let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(count).collect();
-        let mut read = Read { loss: 0.0, likeliest: Vec::new() };
+        let bar = plan.listener.begin("measuring", Unit::Texts, 0, windows.len() as u64);
+        let (mut read, mut finished) = (Read { loss: 0.0, likeliest: Vec::new() }, 0);
         let done = in_order(
             windows.len(),
             plan.threads,
@@ -150,6 +152,8 @@ impl<'a> Meter<'a> {
             |(losses, likeliest)| {
                 read.loss += losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
                 read.likeliest.extend(likeliest);
+                finished += 1;
+                bar.advance(finished);
                 Ok(())
             },
         );

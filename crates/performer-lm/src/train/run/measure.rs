@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 
-use super::Trainer;
+use super::{RunOptions, Trainer};
 use crate::{
     config::Positions,
     data::TokenFile,
@@ -36,7 +36,8 @@ impl Trainer<'_> {
         tokens: &TokenFile,
         windows: (usize, usize),
     ) -> Result<Evaluation> {
-        evaluate_over(self.options.ranks.world(), model, tokens, self.options.threads, windows)
+        let RunOptions { ranks, threads, listener, .. } = &self.options;
+        evaluate_over(ranks.world(), model, tokens, *threads, windows, *listener)
     }
 
     /// Generates a few words, by which the user can follow what the model learns.

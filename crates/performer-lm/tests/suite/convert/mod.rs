@@ -152,7 +152,7 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     assert_eq!(saved.config.attention.to_string(), "favor:m=16,map=learned,window=4");
     let model = saved.decoder(&Device::Cpu)?;
     // Stages are measured over whole windows.
-    let again = evaluate_windows(&model, &data.valid, 2, 48, plan.measure_tokens / 48 * 48)?.val_loss;
+    let again = evaluate_windows(&model, &data.valid, 2, 48, plan.measure_tokens / 48 * 48, &Silent)?.val_loss;
     let measured = report.stages[4].measured.held_out.val_loss;
     assert!((again - measured).abs() < 1e-6, "{again} and {measured}");
     let mut state = model.new_state();
@@ -434,22 +434,24 @@ fn windows_can_be_switched_off_in_training() -> Result<()> {
     Ok(())
 }
 
-/// Keeps how much work the costs of layers announce, and what is said to be done after each.
+/// Keeps the sizes of all work that is announced, each followed by what is said to be done.
 #[derive(Default)]
-struct LayersDone(Mutex<Vec<u64>>);
+struct Work(Mutex<Vec<(Unit, Vec<u64>)>>);
 
-impl Listener for LayersDone {
+impl Listener for Work {
     fn begin(&self, _: &str, unit: Unit, _: u64, total: u64) -> Box<dyn Bar + '_> {
-        assert_eq!((unit, total), (Unit::Layers, 2));
-        Box::new(DoneBar(self))
+        let mut all = self.0.lock().unwrap();
+        all.push((unit, vec![total]));
+        Box::new(WorkBar(self, all.len() - 1))
     }
 }
 
-struct DoneBar<'a>(&'a LayersDone);
+/// The bar of one piece of work, by its number.
+struct WorkBar<'a>(&'a Work, usize);
 
-impl Bar for DoneBar<'_> {
+impl Bar for WorkBar<'_> {
     fn advance(&self, done: u64) {
-        self.0.0.lock().unwrap().push(done);
+        self.0.0.lock().unwrap()[self.1].1.push(done);
     }
 }
 
@@ -459,13 +461,20 @@ fn the_cost_of_a_layer_is_what_its_conversion_loses() -> Result<()> {
     let teacher = teacher(&data)?;
     let nowhere = folder.path().join("nowhere");
     fn untrained(plan: Plan) -> Plan {
-        Plan { calibrate_tokens: 0, transfer_steps: 0, tuning: None, ..plan }
+        Plan { calibrate_tokens: 0, transfer_steps: 0, tuning: None, measure_tokens: 3000, ..plan }
     }
     let costs_of = |plan: &Plan| costs(plan, &data)?.context("nobody stopped it");
-    let listener = LayersDone::default();
+    let listener = Work::default();
     let watched = Plan { listener: &listener, ..plan(&teacher, "softmax:window=2", &nowhere, &stop) };
     let all = costs_of(&untrained(watched))?;
-    assert_eq!(listener.0.into_inner().unwrap(), [1, 2]);
+    // The layers are counted off, and so are the texts that the teacher and each student read.
+    let (layers, texts): (Vec<_>, Vec<_>) =
+        listener.0.into_inner().unwrap().into_iter().partition(|(unit, _)| *unit == Unit::Layers);
+    assert_eq!(layers, [(Unit::Layers, vec![2, 1, 2])]);
+    let windows = texts[0].1[0];
+    assert!(windows > 1, "one text says nothing of progress");
+    let counted: Vec<u64> = std::iter::once(windows).chain(1..=windows).collect();
+    assert_eq!(texts, vec![(Unit::Texts, counted); 3]);
     assert_eq!(all.layers.iter().map(|of| of.layer).collect::<Vec<_>>(), [0, 1]);
     for of in &all.layers {
         let out = folder.path().join(of.layer.to_string());
