@@ -71,6 +71,39 @@ impl Features {
     }
 }
 
+/// The features of queries and keys together, which a map returns in the same form.
+pub(crate) enum Pair {
+    /// Log-features, `(..., F)`.
+    Log { q: Tensor, k: Tensor },
+    /// Values `(..., F)` and the log-scale of the keys, `(..., 1)`. That of a query multiplies
+    /// numerator and denominator alike, so it is left out.
+    Linear { q: Tensor, k: Tensor, log_scale: Option<Tensor> },
+}
+
+impl Pair {
+    /// Computes the features of queries and keys.
+    ///
+    /// # Errors
+    /// If the map returns them in two forms.
+    pub(crate) fn of(map: &dyn FeatureMap, queries: &Tensor, keys: &Tensor) -> Result<Self> {
+        match (map.features(queries)?, map.key_features(keys)?) {
+            (Features::Log(q), Features::Log(k)) => Ok(Self::Log { q, k }),
+            (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+                Ok(Self::Linear { q, k, log_scale })
+            }
+            _ => bail!("feature map {map:?} returned two kinds of features"),
+        }
+    }
+}
+
+/// Returns a log-scale of values `(..., F)`, `(..., 1)`, which is 0 where there is none.
+pub(crate) fn scale_or_zero(log_scale: Option<Tensor>, values: &Tensor) -> Result<Tensor> {
+    match log_scale {
+        Some(scale) => Ok(scale),
+        None => values.narrow(D::Minus1, 0, 1)?.zeros_like(),
+    }
+}
+
 /// The form of features `F^-½ exp(±ω_r·x − ‖x‖²/2)`, with parameters for each of `H` key heads, or
 /// one set for all (`H` = 1).
 #[derive(Clone, Debug)]

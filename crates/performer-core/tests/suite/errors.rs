@@ -259,6 +259,38 @@ fn feature_maps_of_no_numbers() {
     assert!(Favor::with_map(Box::new(Sized(4, 4))).is_ok());
 }
 
+/// A map of one's own must return the features of queries and keys in one form, wherever they are
+/// computed.
+#[test]
+fn feature_maps_of_two_forms() -> Result<()> {
+    #[derive(Clone, Debug)]
+    struct Both;
+    impl FeatureMap for Both {
+        fn name(&self) -> &'static str {
+            "both"
+        }
+        fn input_dim(&self) -> usize {
+            4
+        }
+        fn feature_dim(&self) -> usize {
+            4
+        }
+        fn features(&self, x: &Tensor) -> Result<Features> {
+            Ok(Features::Log(x.clone()))
+        }
+        fn key_features(&self, y: &Tensor) -> Result<Features> {
+            Ok(Features::Linear { values: y.clone(), log_scale: None })
+        }
+    }
+    let x = zeros(&[1, 2, 5, 4]);
+    for favor in [Favor::with_map(Box::new(Both))?, Favor::with_map(Box::new(Both))?.composed()] {
+        for mask in [Mask::full(), Mask::causal()] {
+            assert_error(favor.forward(Inputs::new(&x, &x, &x), &mask), &["Both", "two kinds of features"]);
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn feature_maps_by_names_that_are_none() {
     let error = |name: &str| name.parse::<FeatureMapKind>().unwrap_err();

@@ -304,7 +304,7 @@ mod tests {
         };
         assert_eq!(drawn(Unit::Steps).line(40, 2.0), "tune  step 40/250  loss 2.1000  left 7m");
         assert_eq!(drawn(Unit::Layers).line(40, f64::INFINITY), "tune  40/250 layers");
-        assert_eq!(drawn(Unit::Texts).line(40, 0.5), "tune  40/250 texts  left 105s");
+        assert_eq!(drawn(Unit::Texts).line(40, 0.5), "tune  40/250 texts  left 2m");
         assert_eq!(drawn(Unit::Bytes).line(250, 0.1), "tune  250 B of 250 B  left 0s");
     }
 

@@ -1,11 +1,11 @@
 //! Features that Candle's operations have computed, for kernels that do not know the feature map.
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor};
 
 use super::backend::Call;
 use crate::{
     attention::{inputs::rows, layout::Folded},
-    features::Features,
+    features::{Pair, scale_or_zero},
 };
 
 /// In which form features are ready.
@@ -36,16 +36,12 @@ impl Ready {
     pub(super) fn new(call: &Call<'_>) -> Result<Self> {
         let folded = Folded::new(call.inputs, call.mask)?;
         let (map, features) = (call.map, call.map.feature_dim());
-        let (form, q, k) = match (map.features(&folded.q)?, map.key_features(&folded.k)?) {
-            (Features::Log(q), Features::Log(k)) => (ReadyForm::Log, q, k),
-            (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
-                let scale = match log_scale {
-                    Some(scale) => scale,
-                    None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
-                };
+        let (form, q, k) = match Pair::of(map, &folded.q, &folded.k)? {
+            Pair::Log { q, k } => (ReadyForm::Log, q, k),
+            Pair::Linear { q, k, log_scale } => {
+                let scale = scale_or_zero(log_scale, &k)?;
                 (ReadyForm::Signed, q, Tensor::cat(&[&k, &scale], D::Minus1)?)
             }
-            _ => bail!("feature map {map:?} returned two kinds of features"),
         };
         debug_assert_eq!(q.dtype(), DType::F32);
         let visible = folded.visible.as_ref().map(|visible| visible.ne(0.0)?.flatten_all()?.contiguous());

@@ -46,7 +46,7 @@ use crate::{
         gates::{between, sums_after, sums_up_to},
         layout::{FLOOR, Folded, Rows, values_and_one},
     },
-    features::{FeatureMap, Features},
+    features::{FeatureMap, Pair, scale_or_zero},
 };
 
 /// Computes causal attention in one pass.
@@ -76,16 +76,12 @@ struct Mapped {
 
 impl Mapped {
     fn new(map: &dyn FeatureMap, inputs: &Folded) -> Result<Self> {
-        match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
-            (Features::Log(q), Features::Log(k)) => Ok(Self { q, k: hide(&k, inputs.visible.as_ref())?, scale: None }),
-            (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
-                let scale = match log_scale {
-                    Some(scale) => scale,
-                    None => k.narrow(D::Minus1, 0, 1)?.zeros_like()?,
-                };
-                Ok(Self { q, k, scale: Some(hide(&scale, inputs.visible.as_ref())?) })
+        match Pair::of(map, &inputs.q, &inputs.k)? {
+            Pair::Log { q, k } => Ok(Self { q, k: hide(&k, inputs.visible.as_ref())?, scale: None }),
+            Pair::Linear { q, k, log_scale } => {
+                let scale = hide(&scale_or_zero(log_scale, &k)?, inputs.visible.as_ref())?;
+                Ok(Self { q, k, scale: Some(scale) })
             }
-            _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
         }
     }
 }

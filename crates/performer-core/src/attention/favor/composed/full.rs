@@ -10,7 +10,7 @@ use candle_core::{D, Result, Tensor};
 
 use crate::{
     attention::layout::{FLOOR, Folded, normalise, values_and_one},
-    features::{FeatureMap, Features},
+    features::{FeatureMap, Pair},
 };
 
 /// Computes attention of all queries over all visible keys, `(N, Tq·G, Dv)`.
@@ -18,14 +18,14 @@ pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
     let (n, tq, g, _) = inputs.q.dims4()?;
     let f = map.feature_dim();
     let v1 = values_and_one(&inputs.v, inputs.visible.as_ref())?;
-    let num_den = match (map.features(&inputs.q)?, map.key_features(&inputs.k)?) {
-        (Features::Log(lq), Features::Log(lk)) => {
+    let num_den = match Pair::of(map, &inputs.q, &inputs.k)? {
+        Pair::Log { q: lq, k: lk } => {
             let lk = hide(&lk, inputs.visible.as_ref())?;
             let c = lk.detach().max_keepdim(1)?.maximum(FLOOR)?;
             let sums = lk.broadcast_sub(&c)?.exp()?.transpose(1, 2)?.contiguous()?.matmul(&v1)?;
             query_weights(&lq.reshape((n, tq * g, f))?, &c)?.0.matmul(&sums)?
         }
-        (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+        Pair::Linear { q, k, log_scale } => {
             let k = match log_scale {
                 None => k,
                 Some(scale) => {
@@ -36,7 +36,6 @@ pub(super) fn attend(map: &dyn FeatureMap, inputs: &Folded) -> Result<Tensor> {
             };
             q.reshape((n, tq * g, f))?.matmul(&k.transpose(1, 2)?.contiguous()?.matmul(&v1)?)?
         }
-        _ => candle_core::bail!("feature map {map:?} returned two kinds of features"),
     };
     normalise(&num_den)
 }
