@@ -66,7 +66,8 @@ use folder::Folder;
 use model::BertModel;
 use training::{Learner, Part, Student, Trainer, saved_attention};
 
-const USAGE: &str = "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]], or bert FOLDER train TRAINING_TEXT TEXT [OUT.json [STUDENT_FOLDER]]";
+const USAGE: &str = "usage: bert FOLDER [TEXT [sentences|paragraphs] [OUT.json]], \
+                     or bert FOLDER train TRAINING_TEXT TEXT [OUT.json [STUDENT_FOLDER]]";
 /// The longest input in tokens, which sentence-transformers sets for this model.
 const MAX_TOKENS: usize = 256;
 const FEATURES: [usize; 6] = [32, 64, 128, 256, 512, 1024];
