@@ -128,6 +128,9 @@ impl AttentionConfig {
     /// `seed`. Where its [parts](Self::parts) name a dimension of queries and keys, its features
     /// are for that one.
     ///
+    /// The parts themselves are those of a layer, and are not made here: `favor-gated` gives plain
+    /// FAVOR, to which a layer with [these parts](crate::MultiHeadConfig::with_parts) gives gates.
+    ///
     /// # Errors
     /// As [`Favor::new`] and [`Windowed::new`], and if parts are around parts, or around the
     /// attention of some heads.
