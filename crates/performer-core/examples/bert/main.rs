@@ -80,7 +80,7 @@ const STRIDE: usize = 16;
 const TRAINED: usize = 128;
 const LAYERS: Part = Part { steps: 500, rate: 1e-2 };
 const MODEL: Part = Part { steps: 300, rate: 1e-3 };
-const WEIGHTS: Part = Part { steps: 2000, rate: 1e-4 };
+const WEIGHTS: Part = Part { steps: 1000, rate: 1e-4 };
 const DEVICE: Device = Device::Cpu;
 /// Sentences whose similarities are printed.
 const SENTENCES: [&str; 6] = [
