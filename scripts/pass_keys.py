@@ -26,10 +26,7 @@ def texts(words, count):
         place = draw.randrange(length * 9 // 10)
         key = draw.randint(10_000, 99_999)
         told = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-        before, after = (
-            " ".join(stretch[:place]),
-            " ".join(stretch[place:]),
-        )
+        before, after = " ".join(stretch[:place]), " ".join(stretch[place:])
         yield f"{before}{told}{after}\nWhat is the pass key? The pass key is {key}\n"
 
 

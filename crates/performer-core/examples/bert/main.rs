@@ -35,7 +35,7 @@
 //! fitted to queries and keys of half as many other texts. The third run trains features on the
 //! sentences of one text, and at last the model's own weights beside them, and prints how near the
 //! embeddings of sentences of the second text come to the original's; it keeps the student in a
-//! folder, whose similarities the last run prints. `benchmarks/minilm` has results.
+//! folder if one is named, and the last run prints similarities by it. `benchmarks/minilm` has results.
 
 mod agreement;
 mod attentions;
@@ -127,9 +127,20 @@ fn run() -> Result<()> {
 fn train(path: &str, training: &str, text: &str, out: Option<&str>, student: Option<&str>) -> Result<()> {
     let models = Models::open(path)?;
     models.ensure_original(path)?;
+    if let Some(folder) = student {
+        // Found out before an hour of training, and so that no model is replaced, the original least.
+        ensure!(
+            !Path::new(folder).join("model.safetensors").exists(),
+            "{folder} holds a model already; give the student a folder of its own"
+        );
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {folder}"))?;
+    }
     let (report, trained) = models.train(Path::new(training), &models.sample(Path::new(text), "sentences")?)?;
     write(&report, out)?;
-    student.map_or(Ok(()), |folder| models.save(&trained, Path::new(path), Path::new(folder)))
+    match student {
+        Some(folder) => models.save(&trained, Path::new(path), Path::new(folder)),
+        None => Ok(()),
+    }
 }
 
 fn write(report: &serde_json::Value, out: Option<&str>) -> Result<()> {
@@ -191,10 +202,9 @@ impl Models {
         Ok(())
     }
 
-    /// Writes a student to a folder, as its original in `from` is written, with the features beside
-    /// the weights.
+    /// Writes a student to a folder that exists, in the files of its original in `from`, with the
+    /// features beside the weights.
     fn save(&self, student: &Student, from: &Path, to: &Path) -> Result<()> {
-        fs::create_dir_all(to).with_context(|| format!("cannot make {}", to.display()))?;
         for name in ["config.json", "tokenizer.json"] {
             fs::copy(from.join(name), to.join(name))
                 .with_context(|| format!("cannot write {}", to.join(name).display()))?;

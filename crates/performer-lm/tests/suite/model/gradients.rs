@@ -1,5 +1,5 @@
-//! These tests check the decoder's gradients and what training makes of them: every parameter
-//! of every variant gets one, the tape's are Candle's, and a teacher's share of the loss is its share.
+//! These tests check the decoder's gradients and what training makes of them: every parameter of
+//! every variant gets one, the tape's are Candle's, and a teacher's share of the loss is its share.
 
 use anyhow::Result;
 use candle_core::{D, Device, Tensor};
