@@ -196,7 +196,7 @@ fn check(case: Case, seed: u64, device: &Device) -> Result<Vec<Check>> {
 }
 
 /// The inputs of attention, with gates if there are some.
-fn inputs<'a>([q, k, v]: [&'a Tensor; 3], gates: Option<&'a Tensor>) -> Inputs<'a> {
+pub(super) fn inputs<'a>([q, k, v]: [&'a Tensor; 3], gates: Option<&'a Tensor>) -> Inputs<'a> {
     let mut inputs = Inputs::new(q, k, v);
     inputs.gates = gates;
     inputs

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State, Tape};
 use serde::{Deserialize, Serialize};
 
+use super::attention::inputs;
 use super::{Extent, Item, Line, Part, has_warpgroups, with_warpgroups};
 use crate::bench::attention::Others;
 
@@ -28,8 +29,8 @@ pub enum Work {
 /// A `Speed` is one timing of causal attention.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Speed {
-    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations, or by
-    /// `with warpgroups`.
+    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations, by `gated`
+    /// if it has forget gates, by `with warpgroups`, or by the window that softmax is limited to.
     pub attention: String,
     /// What was timed.
     pub work: Work,
@@ -59,6 +60,14 @@ pub struct Speed {
 
 const HEAD_DIM: usize = 64;
 const FEATURES: usize = 128;
+
+/// Tokens of the window that softmax is timed with: its keys and values are as many numbers as the
+/// state of FAVOR, which is `FEATURES · (HEAD_DIM + 1)`.
+const WINDOW: usize = 65;
+
+/// The logarithm of what a forget gate keeps of the past at every token: a memory of a thousand
+/// tokens, so that no kernel may leave out keys as forgotten at the lengths that are timed.
+const GATE: f64 = -1e-3;
 
 /// The most numbers that a composed operation may hold at a time.
 const LARGEST: usize = 1 << 28;
@@ -94,16 +103,19 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
     }
     for work in [Work::Forward, Work::Both, Work::Autograd] {
         for &tokens in lengths {
-            for timed in
-                [Timed::Favor, Timed::FavorWithWarpgroups, Timed::Softmax, Timed::FavorComposed, Timed::SoftmaxComposed]
-            {
+            for timed in Timed::ALL {
                 if timed == Timed::FavorWithWarpgroups && (work != Work::Forward || !has_warpgroups(device)) {
+                    continue;
+                }
+                // Gates and windows are beside the others in the two passes that training takes.
+                let is_variant = matches!(timed, Timed::FavorGated | Timed::SoftmaxGated | Timed::SoftmaxWindow);
+                if is_variant && work == Work::Autograd {
                     continue;
                 }
                 let largest = match timed {
                     Timed::FavorComposed => heads * tokens * 2 * FEATURES,
                     Timed::SoftmaxComposed => heads * tokens * tokens,
-                    Timed::Favor | Timed::FavorWithWarpgroups | Timed::Softmax => 0,
+                    _ => 0,
                 };
                 // Composed operations have no other backward pass than Candle's.
                 if largest <= LARGEST && (largest == 0 || work != Work::Both) {
@@ -130,34 +142,59 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Timed {
     Favor,
+    FavorGated,
     FavorWithWarpgroups,
     Softmax,
+    SoftmaxGated,
+    SoftmaxWindow,
     FavorComposed,
     SoftmaxComposed,
 }
 
 impl Timed {
-    fn name(self) -> &'static str {
+    const ALL: [Self; 8] = [
+        Self::Favor,
+        Self::FavorGated,
+        Self::FavorWithWarpgroups,
+        Self::Softmax,
+        Self::SoftmaxGated,
+        Self::SoftmaxWindow,
+        Self::FavorComposed,
+        Self::SoftmaxComposed,
+    ];
+
+    fn name(self) -> String {
         match self {
-            Self::Favor => "favor",
-            Self::FavorWithWarpgroups => "favor with warpgroups",
-            Self::Softmax => "softmax",
-            Self::FavorComposed => "favor composed",
-            Self::SoftmaxComposed => "softmax composed",
+            Self::Favor => "favor".into(),
+            Self::FavorGated => "favor gated".into(),
+            Self::FavorWithWarpgroups => "favor with warpgroups".into(),
+            Self::Softmax => "softmax".into(),
+            Self::SoftmaxGated => "softmax gated".into(),
+            Self::SoftmaxWindow => format!("softmax, window of {WINDOW}"),
+            Self::FavorComposed => "favor composed".into(),
+            Self::SoftmaxComposed => "softmax composed".into(),
         }
     }
 
     fn features(self) -> Option<usize> {
-        (!matches!(self, Self::Softmax | Self::SoftmaxComposed)).then_some(FEATURES)
+        match self {
+            Self::Favor | Self::FavorGated | Self::FavorWithWarpgroups | Self::FavorComposed => Some(FEATURES),
+            Self::Softmax | Self::SoftmaxGated | Self::SoftmaxWindow | Self::SoftmaxComposed => None,
+        }
+    }
+
+    fn is_gated(self) -> bool {
+        matches!(self, Self::FavorGated | Self::SoftmaxGated)
     }
 
     fn build(self, device: &Device) -> Result<Box<dyn Attention>> {
         let config = FavorConfig::default().with_features(FEATURES);
         let favor = || Favor::new(&config, HEAD_DIM, 1, DType::F32, device);
         Ok(match self {
-            Self::Favor | Self::FavorWithWarpgroups => Box::new(favor()?),
+            Self::Favor | Self::FavorGated | Self::FavorWithWarpgroups => Box::new(favor()?),
             Self::FavorComposed => Box::new(favor()?.composed()),
-            Self::Softmax => Box::new(Softmax::new()),
+            Self::Softmax | Self::SoftmaxGated => Box::new(Softmax::new()),
+            Self::SoftmaxWindow => Box::new(Softmax::new().with_window(WINDOW)?),
             Self::SoftmaxComposed => Box::new(Softmax::new().composed()),
         })
     }
@@ -184,6 +221,8 @@ impl Bench {
                 Ok([var()?, var()?, var()?])
             })
             .collect::<candle_core::Result<Vec<_>>>()?;
+        let gates = (Tensor::ones((1, self.heads, tokens), DType::F32, &self.device)? * GATE)?;
+        let gates = timed.is_gated().then(|| Var::from_tensor(&gates)).transpose()?;
         let mut next = 0;
         let times = time(&self.device, || {
             let [q, k, v] = &sets[next % sets.len()];
@@ -192,13 +231,16 @@ impl Bench {
             // several times more.
             if work == Work::Both {
                 let tape = Tape::start();
-                return tape.backward(&attention.forward(Inputs::new(q, k, v), &Mask::causal())?).map(drop);
+                return tape
+                    .backward(&attention.forward(inputs([q, k, v], gates.as_deref()), &Mask::causal())?)
+                    .map(drop);
             }
             if work == Work::Autograd {
-                return attention.forward(Inputs::new(q, k, v), &Mask::causal())?.backward().map(drop);
+                return attention.forward(inputs([q, k, v], gates.as_deref()), &Mask::causal())?.backward().map(drop);
             }
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
-            let forward = || attention.forward(Inputs::new(&q, &k, &v), &Mask::causal()).map(drop);
+            let gates = gates.as_ref().map(|gates| gates.as_detached_tensor());
+            let forward = || attention.forward(inputs([&q, &k, &v], gates.as_ref()), &Mask::causal()).map(drop);
             if timed == Timed::FavorWithWarpgroups { with_warpgroups(forward) } else { forward() }
         })?;
         Ok(self.speed(timed, work, tokens, tokens, times))
@@ -219,7 +261,7 @@ impl Bench {
 
     fn speed(&self, timed: Timed, work: Work, tokens: usize, per_pass: usize, [low, median, high]: [f64; 3]) -> Speed {
         Speed {
-            attention: timed.name().to_string(),
+            attention: timed.name(),
             work,
             tokens,
             heads: self.heads,
