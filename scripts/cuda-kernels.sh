@@ -7,7 +7,7 @@
 # Which kernels these are, the program itself says: it goes through all of gpu-check and through
 # training steps of the presets on an emulated card whose kernels do nothing, and what it asks for is
 # compiled for the architectures given. NVRTC comes with a toolkit (CUDA_HOME, or
-# scripts/cuda-toolkit.sh). It takes 10 minutes on two cores, and little when it was done before.
+# scripts/cuda-toolkit.sh). It takes 15 minutes on two cores, and little when it was done before.
 #
 # For a rehearsal: NVRTC=emulated compiles for the emulated card instead, EXTENT=quick leaves out
 # what only the longer checks use, and PRESETS names the presets.
@@ -47,7 +47,7 @@ fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$folder"
-echo 'compiling the kernels takes 10 minutes on two cores, and little where they were compiled before' >&2
+echo 'compiling the kernels takes 15 minutes on two cores, and little where they were compiled before' >&2
 
 # on CARD ARCHITECTURES COMMAND...: the program on an emulated card, with its kernels collected.
 on() {
@@ -59,18 +59,18 @@ on() {
 }
 
 # Kernels are made for two sizes of shared memory: that of data centres' cards, and the others'.
-large=() small=()
+# Hopper is asked for kernels with products of warpgroups, which no other card has.
+large=() hopper=() small=()
 for arch in "$@"; do
     case $arch in
         8[69] | 12?) small+=("$arch") ;;
+        9?) hopper+=("$arch") ;;
         *) large+=("$arch") ;;
     esac
 done
-for group in "${large[*]}" "${small[*]}"; do
+for group in "${large[*]}" "${hopper[*]}" "${small[*]}"; do
     [ -n "$group" ] || continue
     card=${group%% *} archs=${group// /,}
-    # Only Hopper is asked for kernels with products of warpgroups, and has all the others too.
-    case " $group " in *' 90 '*) card=90 ;; esac
     # NVRTC compiles for one thread of a process at a time, so several processes divide the work.
     # What does nothing computes nothing right.
     for ((share = 1; share <= shares; share++)); do

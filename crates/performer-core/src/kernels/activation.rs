@@ -178,8 +178,7 @@ impl Operation<2> for Swiglu {
     }
 }
 
-/// `SigmoidGate` computes `2σ(g) x` for contiguous gates `g` and numbers `x` of one shape, on the
-/// CPU.
+/// `SigmoidGate` computes `2σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
 pub(crate) struct SigmoidGate;
 
 impl Operation<2> for SigmoidGate {
@@ -204,7 +203,16 @@ impl Operation<2> for SigmoidGate {
         Ok((CpuStorage::F32(out), l1.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        cuda::activation::sigmoid_gate((s1, l1), (s2, l2))
+    }
+
     fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return Ok(cuda::activation::sigmoid_gate_backward(gate, x, grad)?.map(Some));
+        }
         let grad = grad.contiguous()?;
         let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
         with_storages([gate, x, &grad], |[gate, x, grad]| {

@@ -30,6 +30,8 @@ pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub(crate) mod favor;
+#[cfg(feature = "cuda")]
+pub(crate) mod forget_gate;
 mod fresh;
 pub(crate) mod gated;
 mod gemm;

@@ -3,6 +3,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
+#[cfg(feature = "cuda")]
+use crate::kernels::{cuda, forget_gate::ForgetGate};
 use crate::{
     kernels::{activation::LogSigmoid, compute_dtype, operation::apply},
     ops,
@@ -33,8 +35,13 @@ pub(super) fn biases_of(time_constants: &[f64], device: &Device) -> Result<Tenso
 /// digits for gates near 0, which remember for long.
 pub(super) fn gates(gate: &Linear, x: &Tensor) -> Result<Tensor> {
     let wide = compute_dtype(x.dtype());
+    let weight = ops::to_dtype(gate.weight(), wide)?;
     let bias = gate.bias().map(|bias| ops::to_dtype(bias, wide)).transpose()?;
-    let z = ops::linear(&ops::to_dtype(x, wide)?, &ops::to_dtype(gate.weight(), wide)?, bias.as_ref())?;
+    #[cfg(feature = "cuda")]
+    if let Some(bias) = bias.as_ref().filter(|_| cuda::takes(x)) {
+        return apply(ForgetGate, [&ops::contiguous(x)?, &ops::contiguous(&weight)?, &ops::contiguous(bias)?]);
+    }
+    let z = ops::linear(&ops::to_dtype(x, wide)?, &weight, bias.as_ref())?;
     ops::contiguous(&ops::transpose(&log_sigmoid(&z)?, 1, 2)?)
 }
 

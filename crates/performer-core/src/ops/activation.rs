@@ -2,7 +2,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::{contiguous, is_fused, is_fused_on_cpu, is_half, to_dtype};
+use super::{contiguous, is_fused, is_half, to_dtype};
 use crate::kernels::compute_dtype;
 use crate::{
     kernels::{
@@ -39,7 +39,7 @@ pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
 /// A gate multiplies `x` by `2σ(g)`, which is 1 where the gate `g` is 0. Both have one shape and
 /// type, and both get gradients.
 pub(crate) fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
-    if is_fused_on_cpu(x) && gate.dtype() == x.dtype() {
+    if is_fused(x) && gate.dtype() == x.dtype() {
         return apply(SigmoidGate, [&contiguous(gate)?, &contiguous(x)?]);
     }
     if is_half(x) {

@@ -1,5 +1,5 @@
-// Compares the kernels of norms, activations, heads, convolutions, embedding, cross-entropy and
-// AdamW, on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
+// Compares the kernels of norms, activations, heads, convolutions, forget gates, embedding,
+// cross-entropy and AdamW, on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
 
 #include "device.h"
 
@@ -23,6 +23,9 @@ namespace heads_of_rows {
 #define RUN_LENGTH 8
 namespace convolution {
 #include "convolution.cu"
+}
+namespace forget_gate {
+#include "forget_gate.cu"
 }
 namespace cross_entropy {
 #include "cross_entropy.cu"
@@ -134,7 +137,7 @@ static void check_norm(long long rows, int width) {
 static void check_activations(long long count, bool wide) {
     Numbers x = random_numbers(count), up = random_numbers(count), g = random_numbers(count);
     x[0] = 40, x[1] = -40, x[2] = 0;
-    Numbers gelu(count), dgelu(count), swiglu(count), dgate(count), dup(count);
+    Numbers gelu(count), dgelu(count), swiglu(count), dgate(count), dup(count), gated(count), of_gate(count), of_up(count);
     for (long long i = 0; i < count; i++) {
         double a = x[i], c = std::sqrt(2 / M_PI), u = c * (a + 0.044715 * a * a * a), t = std::tanh(u);
         gelu[i] = 0.5 * a * (1 + t);
@@ -143,6 +146,9 @@ static void check_activations(long long count, bool wide) {
         swiglu[i] = a * s * up[i];
         dgate[i] = g[i] * up[i] * (s + a * s * (1 - s));
         dup[i] = g[i] * a * s;
+        gated[i] = 2 * s * up[i];
+        of_gate[i] = 2 * g[i] * up[i] * s * (1 - s);
+        of_up[i] = 2 * g[i] * s;
     }
     auto xs = stored(x), us = stored(up), gs = stored(g);
     auto a = room<Stored>(count), b = room<Stored>(count), c = room<Stored>(count), d = room<Stored>(count), e = room<Stored>(count);
@@ -155,9 +161,14 @@ static void check_activations(long long count, bool wide) {
     host::launch(grid, threads, wide ? swiglu_backward_wide : swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
     check("gelu", a, gelu);
     check("gelu, gradient", b, dgelu);
+    host::launch(grid, threads, wide ? sigmoid_gate_forward_wide : sigmoid_gate_forward, count, xs.data(), us.data(), a.data());
+    check("output gate", a, gated);
     check("swiglu", c, swiglu);
     check("swiglu, gradient of gate", d, dgate);
     check("swiglu, gradient of input", e, dup);
+    host::launch(grid, threads, wide ? sigmoid_gate_backward_wide : sigmoid_gate_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
+    check("output gate, gradient of gate", d, of_gate);
+    check("output gate, of its input", e, of_up);
 }
 
 // x is (batch, tokens, heads, 2 half) in memory, as it comes out of a linear map. Pairs are halves
@@ -240,6 +251,46 @@ static void check_convolution(int batch, int tokens, int channels, bool wide) {
     check("convolution", ys, y);
     check("convolution, gradient of rows", dxs, dx);
     check("convolution, gradient of filters", dws, dw);
+}
+
+// The bias of the first head; each next head has one more. With 6 all gates are near 0, and their
+// digits are seen, which beside larger gates they would not be.
+static void check_forget_gates(int batch, int tokens, int width, int heads, double bias) {
+    using namespace forget_gate;
+    long long rows = (long long)batch * tokens;
+    Numbers x = random_numbers(rows * width), w = random_numbers((size_t)heads * width, false), b(heads);
+    for (double& number : w) number = (float)(number / std::sqrt(width));
+    for (int h = 0; h < heads; h++) b[h] = bias + h;
+    Numbers g(rows * heads), dg = random_numbers(rows * heads, false), dx(x.size()), dw((size_t)heads * (width + 1));
+    for (long long r = 0; r < rows; r++) {
+        for (int h = 0; h < heads; h++) {
+            double z = b[h];
+            for (int i = 0; i < width; i++) z += x[r * width + i] * w[(size_t)h * width + i];
+            size_t at = (size_t)((r / tokens * heads + h) * tokens + r % tokens);
+            g[at] = std::min(z, 0.0) - std::log1p(std::exp(-std::fabs(z)));
+            double dz = dg[at] / (1 + std::exp(z));
+            for (int i = 0; i < width; i++) {
+                dx[r * width + i] += dz * w[(size_t)h * width + i];
+                dw[(size_t)h * (width + 1) + i] += dz * x[r * width + i];
+            }
+            dw[(size_t)h * (width + 1) + width] += dz;
+        }
+    }
+    auto xs = stored(x), dxs = room<Stored>(x.size());
+    auto ws = floats(w), bs = floats(b), dgs = floats(dg), gs = room<float>(g.size()), slopes = room<float>(g.size());
+    unsigned splits = std::min(blocks(rows, WARPS), 3u);
+    auto sums = room<float>(splits * dw.size());
+    Dim grid = {blocks(rows, WARPS * ROWS), 1, 1};
+    host::launch(grid, THREADS, forget_gates, rows, tokens, width, heads, xs.data(), ws.data(), bs.data(), gs.data());
+    host::launch({blocks(rows * heads, THREADS), 1, 1}, THREADS, forget_gate_slopes, rows, tokens, heads, gs.data(), dgs.data(), slopes.data());
+    host::launch(grid, THREADS, forget_gate_rows, rows, width, heads, ws.data(), slopes.data(), dxs.data());
+    host::launch({blocks(width + 1, 32) * blocks(heads, HEADS), splits, 1}, THREADS, forget_gate_weights, rows, width, heads, xs.data(), slopes.data(),
+                 sums.data());
+    std::vector<float> dws(dw.size());
+    for (size_t i = 0; i < sums.size(); i++) dws[i % dw.size()] += sums[i];
+    check("forget gates", gs, g);
+    check("forget gates, gradient of rows", dxs, dx);
+    check("forget gates, of weights", dws, dw);
 }
 
 static void check_cross_entropy(int rows, int vocabulary, bool wide) {
@@ -326,6 +377,9 @@ int main() {
             check_convolution(2, tokens, 5, false);
             check_convolution(3, tokens, 48, true);
         }
+        check_forget_gates(1, 1, 1, 1, 0);
+        check_forget_gates(2, 33, 40, 5, -3);
+        check_forget_gates(3, 37, 70, 3, 6);
         check_cross_entropy(1, 1, false);
         check_cross_entropy(5, 700, false);
         check_cross_entropy(5, 2512, true);

@@ -8,7 +8,7 @@ use performer_core::{
     reference::{self, Kernel, Shape},
 };
 
-use super::{Check, Extent, Item, Random, error_of, numbers, relative_error, tolerance, with_warpgroups};
+use super::{Check, Extent, Item, Random, error_of, numbers, relative_error, tolerance, without_warpgroups};
 
 /// A `Case` is one problem; its sizes are no multiples of what kernels take at a time.
 #[derive(Clone, Copy, Debug)]
@@ -129,9 +129,9 @@ pub(super) fn items(extent: Extent, gpu: bool) -> Vec<Item> {
     cases(extent, gpu).into_iter().enumerate().map(item).collect()
 }
 
-/// Returns an item for each case in which FAVOR's forward kernel may take products of warpgroups.
-/// No other kernel than this one differs.
-pub(super) fn items_with_warpgroups(extent: Extent) -> Vec<Item> {
+/// Returns an item for each case in which FAVOR's forward kernel takes products of warpgroups on
+/// Hopper, without these. No other kernel than this one differs.
+pub(super) fn items_without_warpgroups(extent: Extent) -> Vec<Item> {
     let base = Case {
         features: Some(128),
         map: FeatureMapKind::Positive,
@@ -154,9 +154,9 @@ pub(super) fn items_with_warpgroups(extent: Extent) -> Vec<Item> {
     }
     cases.push(Case { gated: true, ..base });
     let item = |(i, case): (usize, Case)| {
-        Item::checks(format!("{}, with warpgroups", case.name()), move |device| {
-            let mut checks = with_warpgroups(|| check(case, i as u64, device))?;
-            checks.iter_mut().for_each(|check| check.what += ", with warpgroups");
+        Item::checks(format!("{}, without warpgroups", case.name()), move |device| {
+            let mut checks = without_warpgroups(|| check(case, i as u64, device))?;
+            checks.iter_mut().for_each(|check| check.what += ", without warpgroups");
             Ok(checks)
         })
     };

@@ -103,9 +103,9 @@ pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
     let mut items = attention::items(extent, !device.is_cpu());
     items.extend(maps::items(extent));
     items.extend(parts::items());
-    // Products that no card has run yet come last, so that what they may do to it costs least.
+    // Elsewhere on Hopper these kernels take products of warpgroups.
     if has_warpgroups(device) {
-        items.extend(attention::items_with_warpgroups(extent));
+        items.extend(attention::items_without_warpgroups(extent));
     }
     #[cfg(feature = "metal")]
     items.push(Item::checks("Metal's own kernel", |_| {
@@ -175,10 +175,10 @@ fn has_warpgroups(device: &Device) -> bool {
     has
 }
 
-/// Does work with products of warpgroups in the kernels that have some.
-fn with_warpgroups<T>(work: impl FnOnce() -> T) -> T {
+/// Does work without products of warpgroups, as cards do that have none.
+fn without_warpgroups<T>(work: impl FnOnce() -> T) -> T {
     #[cfg(feature = "cuda")]
-    let before = performer_core::kernels::cuda::use_warpgroups(true);
+    let before = performer_core::kernels::cuda::use_warpgroups(false);
     let done = work();
     #[cfg(feature = "cuda")]
     performer_core::kernels::cuda::use_warpgroups(before);

@@ -1,6 +1,8 @@
 //! This module checks the operations of a transformer around its attention, on the device, against
 //! the same operations in f64 on the CPU.
 
+use std::collections::HashMap;
+
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -47,6 +49,14 @@ const OPERATIONS: &[Operation] = &[
             projected(t, config, Rotary::new(16, 40, 1e4, t[0].device())?)
         },
     ),
+    // There are more heads, rows and numbers of a row than a warp has at a time, and no multiples of
+    // these.
+    ("forget gates", &[&[2, 33, 40], &[5, 40], &[5]], forget_gates),
+    ("forget gates of long rows", &[&[1, 130, 700], &[2, 700], &[2]], forget_gates),
+    ("output gates", &[&[2, 7, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40]], |t| {
+        let config = MultiHeadConfig::new(40, 4).with_parts(LayerParts::default().with_output_gate(true));
+        projected(t, config, Rotary::new(10, 40, 1e4, t[0].device())?)
+    }),
     // Rows of heads are no multiple of 16 bytes.
     ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
         let rotary = Rotary::new(10, 9, 1e4, t[0].device())?.interleaved();
@@ -65,13 +75,32 @@ const OPERATIONS: &[Operation] = &[
 ];
 
 /// Computes a layer with the sum of queries, keys and values in place of its attention, from its
-/// input and four weights, and filters of convolutions if it has some.
+/// input and four weights, and filters of convolutions or a weight of output gates if it has some.
 fn projected(t: &[Tensor], config: MultiHeadConfig, rotary: Rotary) -> candle_core::Result<Tensor> {
-    let names = ["q_proj", "k_proj", "v_proj", "o_proj", "q_conv1d", "k_conv1d", "v_conv1d"];
-    let weights = names.iter().zip(&t[1..]).map(|(name, weight)| (format!("{name}.weight"), weight.clone()));
+    let more = if config.parts.convolution { &["q_conv1d", "k_conv1d", "v_conv1d"][..] } else { &["output_gate"] };
+    let names = ["q_proj", "k_proj", "v_proj", "o_proj"].iter().chain(more);
+    let weights = names.zip(&t[1..]).map(|(name, weight)| (format!("{name}.weight"), weight.clone()));
     let vb = VarBuilder::from_tensors(weights.collect(), t[0].dtype(), t[0].device());
     MultiHeadAttention::without_buffers(&config, Box::new(Softmax::new()), Some(rotary), vb)?
         .forward_through(&t[0], |inputs| (inputs.q + inputs.k)? + inputs.v)
+}
+
+/// Computes the forget gates of a layer from its input, a weight and a bias for each head.
+fn forget_gates(t: &[Tensor]) -> candle_core::Result<Tensor> {
+    let ((_, _, width), heads) = (t[0].dims3()?, t[2].elem_count());
+    let parts = LayerParts::default().with_gate(true);
+    let config = MultiHeadConfig::new(width, heads).with_head_dim(1).with_parts(parts);
+    let zeros = |rows, columns| Tensor::zeros((rows, columns), t[0].dtype(), t[0].device());
+    // Gates shall not be 0 or 1 alone, however long rows are.
+    let weight = (&t[1] * (width as f64).powf(-0.5))?;
+    let mut weights = HashMap::from([("gate.weight".to_string(), weight), ("gate.bias".to_string(), t[2].clone())]);
+    for name in ["q_proj", "k_proj", "v_proj"] {
+        weights.insert(format!("{name}.weight"), zeros(heads, width)?);
+    }
+    weights.insert("o_proj.weight".into(), zeros(width, heads)?);
+    let vb = VarBuilder::from_tensors(weights, t[0].dtype(), t[0].device());
+    let layer = MultiHeadAttention::without_buffers(&config, Box::new(Softmax::new()), None, vb)?;
+    Ok(layer.gates(&t[0])?.expect("the layer has gates"))
 }
 
 /// Returns an item for each operation in each type, and one for the optimiser.

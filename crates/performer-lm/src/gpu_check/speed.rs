@@ -9,7 +9,7 @@ use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, State
 use serde::{Deserialize, Serialize};
 
 use super::attention::inputs;
-use super::{Extent, Item, Line, Part, has_warpgroups, with_warpgroups};
+use super::{Extent, Item, Line, Part, has_warpgroups, without_warpgroups};
 use crate::bench::attention::Others;
 
 /// `Work` says what was timed.
@@ -30,7 +30,7 @@ pub enum Work {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Speed {
     /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations, by `gated`
-    /// if it has forget gates, by `with warpgroups`, or by the window that softmax is limited to.
+    /// if it has forget gates, by `without warpgroups`, or by the window that softmax is limited to.
     pub attention: String,
     /// What was timed.
     pub work: Work,
@@ -104,7 +104,7 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
     for work in [Work::Forward, Work::Both, Work::Autograd] {
         for &tokens in lengths {
             for timed in Timed::ALL {
-                if timed == Timed::FavorWithWarpgroups && (work != Work::Forward || !has_warpgroups(device)) {
+                if timed == Timed::FavorWithoutWarpgroups && (work != Work::Forward || !has_warpgroups(device)) {
                     continue;
                 }
                 // Gates and windows are beside the others in the two passes that training takes.
@@ -143,7 +143,7 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
 enum Timed {
     Favor,
     FavorGated,
-    FavorWithWarpgroups,
+    FavorWithoutWarpgroups,
     Softmax,
     SoftmaxGated,
     SoftmaxWindow,
@@ -155,7 +155,7 @@ impl Timed {
     const ALL: [Self; 8] = [
         Self::Favor,
         Self::FavorGated,
-        Self::FavorWithWarpgroups,
+        Self::FavorWithoutWarpgroups,
         Self::Softmax,
         Self::SoftmaxGated,
         Self::SoftmaxWindow,
@@ -167,7 +167,7 @@ impl Timed {
         match self {
             Self::Favor => "favor".into(),
             Self::FavorGated => "favor gated".into(),
-            Self::FavorWithWarpgroups => "favor with warpgroups".into(),
+            Self::FavorWithoutWarpgroups => "favor without warpgroups".into(),
             Self::Softmax => "softmax".into(),
             Self::SoftmaxGated => "softmax gated".into(),
             Self::SoftmaxWindow => format!("softmax, window of {WINDOW}"),
@@ -178,7 +178,7 @@ impl Timed {
 
     fn features(self) -> Option<usize> {
         match self {
-            Self::Favor | Self::FavorGated | Self::FavorWithWarpgroups | Self::FavorComposed => Some(FEATURES),
+            Self::Favor | Self::FavorGated | Self::FavorWithoutWarpgroups | Self::FavorComposed => Some(FEATURES),
             Self::Softmax | Self::SoftmaxGated | Self::SoftmaxWindow | Self::SoftmaxComposed => None,
         }
     }
@@ -191,7 +191,7 @@ impl Timed {
         let config = FavorConfig::default().with_features(FEATURES);
         let favor = || Favor::new(&config, HEAD_DIM, 1, DType::F32, device);
         Ok(match self {
-            Self::Favor | Self::FavorGated | Self::FavorWithWarpgroups => Box::new(favor()?),
+            Self::Favor | Self::FavorGated | Self::FavorWithoutWarpgroups => Box::new(favor()?),
             Self::FavorComposed => Box::new(favor()?.composed()),
             Self::Softmax | Self::SoftmaxGated => Box::new(Softmax::new()),
             Self::SoftmaxWindow => Box::new(Softmax::new().with_window(WINDOW)?),
@@ -241,7 +241,7 @@ impl Bench {
             let [q, k, v] = [q, k, v].map(|x| x.as_detached_tensor());
             let gates = gates.as_ref().map(|gates| gates.as_detached_tensor());
             let forward = || attention.forward(inputs([&q, &k, &v], gates.as_ref()), &Mask::causal()).map(drop);
-            if timed == Timed::FavorWithWarpgroups { with_warpgroups(forward) } else { forward() }
+            if timed == Timed::FavorWithoutWarpgroups { without_warpgroups(forward) } else { forward() }
         })?;
         Ok(self.speed(timed, work, tokens, tokens, times))
     }

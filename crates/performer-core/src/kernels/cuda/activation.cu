@@ -1,5 +1,5 @@
-// GELU (tanh form) and SwiGLU, element by element, and their gradients. All tensors of a kernel
-// have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple of 16 bytes;
+// GELU (tanh form), SwiGLU and output gates, element by element, and their gradients. All tensors of
+// a kernel have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple of 16 bytes;
 // a thread of the others has one element.
 
 #include "stored.cuh"
@@ -72,6 +72,37 @@ swiglu_gradients(long long count, const Stored* gate, const Stored* up, const St
     store<N>(g, dup + i);
 }
 
+// Computes out = 2 sigmoid(gate) x.
+template <int N>
+__device__ inline void sigmoid_gate(long long count, const Stored* gate, const Stored* x, Stored* out) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
+    if (i >= count) return;
+    float a[N], u[N];
+    load<N>(gate + i, a);
+    load<N>(x + i, u);
+    for (int k = 0; k < N; k++) u[k] *= 2.0f * sigmoid(a[k]);
+    store<N>(u, out + i);
+}
+
+// Computes the gradients of an output gate and of what it multiplies.
+template <int N>
+__device__ inline void
+sigmoid_gate_gradients(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
+    if (i >= count) return;
+    float a[N], u[N], g[N];
+    load<N>(gate + i, a);
+    load<N>(x + i, u);
+    load<N>(grad + i, g);
+    for (int k = 0; k < N; k++) {
+        float s = 2.0f * sigmoid(a[k]);
+        u[k] *= g[k] * s * (1.0f - 0.5f * s);
+        g[k] *= s;
+    }
+    store<N>(u, dgate + i);
+    store<N>(g, dx + i);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(long long count, const Stored* x, Stored* out) {
     gelu<1>(count, x, out);
 }
@@ -108,4 +139,24 @@ swiglu_backward(long long count, const Stored* gate, const Stored* up, const Sto
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_backward_wide(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
     swiglu_gradients<WIDE>(count, gate, up, grad, dgate, dup);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sigmoid_gate_forward(long long count, const Stored* gate, const Stored* x, Stored* out) {
+    sigmoid_gate<1>(count, gate, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sigmoid_gate_forward_wide(long long count, const Stored* gate, const Stored* x, Stored* out) {
+    sigmoid_gate<WIDE>(count, gate, x, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sigmoid_gate_backward(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
+    sigmoid_gate_gradients<1>(count, gate, x, grad, dgate, dx);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sigmoid_gate_backward_wide(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
+    sigmoid_gate_gradients<WIDE>(count, gate, x, grad, dgate, dx);
 }

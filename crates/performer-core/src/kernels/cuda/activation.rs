@@ -1,4 +1,4 @@
-//! GELU and SwiGLU on CUDA: launches the kernels of `activation.cu`, element by element.
+//! GELU, SwiGLU and output gates on CUDA: launches the kernels of `activation.cu`, element by element.
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -58,6 +58,20 @@ pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Sh
 pub(in crate::kernels) fn swiglu_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
     let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| {
         run(["swiglu_backward", "swiglu_backward_wide"], inputs)
+    })?;
+    Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
+}
+
+/// Computes `2σ(g) x`.
+pub(in crate::kernels) fn sigmoid_gate(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
+    let [out] = run(["sigmoid_gate_forward", "sigmoid_gate_forward_wide"], [gate, x])?;
+    Ok((out, x.1.shape().clone()))
+}
+
+/// Computes the gradients of the gates and of the numbers.
+pub(in crate::kernels) fn sigmoid_gate_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+    let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| {
+        run(["sigmoid_gate_backward", "sigmoid_gate_backward_wide"], inputs)
     })?;
     Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
 }

@@ -22,6 +22,7 @@ pub(crate) mod favor;
 mod favor_call;
 mod favor_layout;
 mod favor_map;
+pub(super) mod forget_gate;
 pub(super) mod heads;
 mod memory;
 pub(super) mod norm;
@@ -290,11 +291,11 @@ pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
 }
 
 static WARPGROUPS: LazyLock<AtomicBool> =
-    LazyLock::new(|| AtomicBool::new(std::env::var_os("PERFORMER_WGMMA").is_some_and(|value| value == "1")));
+    LazyLock::new(|| AtomicBool::new(std::env::var_os("PERFORMER_WGMMA").is_none_or(|value| value != "0")));
 
 /// Lets FAVOR's forward kernel for bf16 take the products of Hopper's warpgroups (wgmma) where it
-/// has some, or not, and returns what was before. Unless the environment has `PERFORMER_WGMMA=1`
-/// it does not: these products have run on the emulated device alone.
+/// has some, or not, and returns what was before. It does, since it is faster by them, unless the
+/// environment has `PERFORMER_WGMMA=0`.
 pub fn use_warpgroups(on: bool) -> bool {
     WARPGROUPS.swap(on, Ordering::Relaxed)
 }

@@ -57,9 +57,11 @@ __device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, boo
 }
 
 // Says whether a query, whose own key is `own`, does not see a key: it is of a later token, or it
-// lies before the window and is no sink.
+// lies before the window and is no sink. All comparisons are made, since a branch for each number of
+// a tile costs more than they do.
 __device__ inline bool is_unseen(const Problem& p, int own, int key) {
-    return p.offset >= 0 && (key > own || (key <= own - p.window && key >= p.sinks));
+    bool later = key > own, before = key <= own - p.window, no_sink = key >= p.sinks;
+    return (p.offset >= 0) & (later | (before & no_sink));
 }
 
 // KeySteps are the keys that the queries of a block see, K at a time: those of the sinks, then

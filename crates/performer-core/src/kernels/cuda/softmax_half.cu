@@ -112,12 +112,38 @@ __device__ inline void put_sums(float* to, const float (&parts)[TALL][2], int co
 #endif
 }
 
-// Says whether some of the warp's rows do not see some of the `count` keys from `first` on, of
-// which `reach` are left. The block's rows begin with query `start`.
-__device__ inline bool is_partial(const Problem& p, int first, int count, int reach, int start) {
-    if (p.offset < 0) return first + count > reach;
-    int own = p.offset + start + first_row(0), last_own = p.offset + start + first_row(TALL) - 1;
-    return first + count - 1 > min(reach - 1, own) || first <= last_own - p.window;
+// Unseen says why some of the warp's rows do not see some of the keys of a step.
+struct Unseen {
+    // Keys are of later tokens, or beyond the last.
+    bool later;
+    // Keys lie before the window.
+    bool earlier;
+
+    // For `count` keys from `first` on, where keys end at `reach`, and the block's rows begin with
+    // query `start`.
+    __device__ Unseen(const Problem& p, int first, int count, int reach, int start) : later(first + count > reach), earlier(false) {
+        if (p.offset < 0) return;
+        int own = p.offset + start + first_row(0), last_own = p.offset + start + first_row(TALL) - 1;
+        later |= first + count - 1 > own;
+        earlier = first <= last_own - p.window;
+    }
+};
+// Hides the keys that the rows of the warp's m-th tile do not see from their scores. All comparisons
+// are made, since a branch for each number would cost more than they do.
+template <int N>
+__device__ void hide(Tile (&scores)[N], int m, Unseen unseen, const Problem& p, int first, int reach, int start) {
+    if (unseen.later) {
+        each(scores, [&](int h, int column, float& x) {
+            int last = p.offset < 0 ? reach - 1 : min(reach - 1, p.offset + start + row_of(m, h));
+            x = first + column > last ? -infinity() : x;
+        });
+    }
+    if (unseen.earlier) {
+        each(scores, [&](int h, int column, float& x) {
+            int key = first + column, before = p.offset + start + row_of(m, h) - p.window;
+            x = (key <= before) & (key >= p.sinks) ? -infinity() : x;
+        });
+    }
 }
 
 // Computes x = rows times columns, both of `DEPTH` numbers.
@@ -202,17 +228,11 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
 #pragma unroll
         for (int m = 0; m < TALL; m++) forget<true>(scores[m], p, gates.sums[m], s, stage);
-        // Scores are masked only where some of the columns are hidden, or before or beyond the keys
-        // that a row sees.
-        if (seen || is_partial(p, first, K, reach, start)) {
+        Unseen unseen(p, first, K, reach, start);
 #pragma unroll
-            for (int m = 0; m < TALL; m++) {
-                each(scores[m], [&](int h, int column, float& x) {
-                    int key = first + column;
-                    if (key >= reach || is_unseen(p, p.offset + start + row_of(m, h), key)) x = -infinity();
-                    if (seen) x += s.hidden[stage][column];
-                });
-            }
+        for (int m = 0; m < TALL; m++) {
+            hide(scores[m], m, unseen, p, first, reach, start);
+            if (seen) each(scores[m], [&](int, int column, float& x) { x += s.hidden[stage][column]; });
         }
         float decay[TALL][2];
         bool changed = false;
@@ -316,17 +336,12 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         Matrix<K / 16> scores, products;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
         multiply_rows<V>(products, &s.y[0][0], &s.across.y[stage][0][0]);
-        bool partial = seen || is_partial(p, first, K, reach, start);
+        Unseen unseen(p, first, K, reach, start);
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             forget<true>(scores[m], p, gates.sums[m], s, stage);
-            if (partial) {
-                each(scores[m], [&](int h, int column, float& x) {
-                    int key = first + column;
-                    if (key >= reach || is_unseen(p, p.offset + start + row_of(m, h), key)) x = -infinity();
-                    if (seen) x += s.hidden[stage][column];
-                });
-            }
+            hide(scores[m], m, unseen, p, first, reach, start);
+            if (seen) each(scores[m], [&](int, int column, float& x) { x += s.hidden[stage][column]; });
             each(scores[m], [&](int h, int, float& x) { x = power_of_two(x * p.scale - log[m][h]); });
             each(products[m], [&](int h, int, float& x) { x -= product_of[m][h]; });
             multiply_each(products[m], scores[m]);
@@ -406,15 +421,23 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
         Matrix<K / 16> scores, products;
         multiply_rows<D>(scores, &s.x[0][0], &s.across.x[stage][0][0]);
         multiply_rows<V>(products, &s.y[0][0], &s.across.y[stage][0][0]);
+        // The rows are keys here, and the own keys of the step's queries begin with `own`.
         int own = p.offset + first;
-        bool partial = p.offset >= 0 && (start + first_row(TALL) > own || start + first_row(0) <= own + K - 1 - p.window);
+        bool later = p.offset >= 0 && start + first_row(TALL) > own;
+        bool earlier = p.offset >= 0 && start + first_row(0) <= own + K - 1 - p.window;
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             forget<false>(scores[m], p, gates.sums[m], s, stage);
             each(scores[m], [&](int h, int column, float& x) {
                 x = counts[m][h] ? power_of_two(x * p.scale - s.log[stage][column]) : 0.0f;
-                if (partial && is_unseen(p, own + column, start + row_of(m, h))) x = 0;
             });
+            if (later) each(scores[m], [&](int h, int column, float& x) { x = start + row_of(m, h) > own + column ? 0.0f : x; });
+            if (earlier) {
+                each(scores[m], [&](int h, int column, float& x) {
+                    int key = start + row_of(m, h), before = own + column - p.window;
+                    x = (key <= before) & (key >= p.sinks) ? 0.0f : x;
+                });
+            }
             each(products[m], [&](int, int column, float& x) { x -= s.delta[stage][column]; });
             multiply_each(products[m], scores[m]);
             if (GATED) each(products[m], [&](int h, int, float& x) { total[m][h] += x; });
