@@ -88,7 +88,7 @@ for group in "${large[*]}" "${hopper[*]}" "${small[*]}"; do
     done
     for preset in $presets; do
         for dtype in bf16 f32; do
-            for attention in softmax favor:m=128 favor:m=64 favor:gate,conv; do
+            for attention in softmax favor:m=128 favor:m=64 favor:gate,conv,output-gate,output-norm softmax:window=75,gate,conv; do
                 on "$card" "$archs" train --data sample --preset "$preset" --dtype "$dtype" --attention "$attention" --max-steps 1 \
                     --batch-size 2 --max-train-tokens 20000 --out "$scratch/run" --overwrite || {
                     tail -n 5 "$scratch/said.txt" >&2

@@ -4,21 +4,25 @@
 #
 #     FOLDER/gpu-run.sh [--out RESULTS] [STAGE...]
 #
-# Stages, in order; without a name, the first five:
+# Stages, in order; without a name, the first six:
 #
 #     quick      every kernel against the f64 reference at small sizes (1 minute)
-#     full       every kernel against the f64 reference at all sizes and in all types (3 minutes)
+#     full       every kernel against the f64 reference at all sizes and in all types: 4 minutes of
+#                work, most of it the reference's on the processor, in shares side by side
 #     torch      PyTorch's FlashAttention and training steps, if python3 has PyTorch (1 minute)
 #     timings    attention over lengths, beside PyTorch's where that ran (1 minute)
 #     training   whole training steps at the preset's own vocabulary, beside PyTorch's, plain and
 #                with torch.compile, if python3 has it (2 minutes)
+#     parts      whole training steps with forget gates, short convolutions, output gates and norms,
+#                and windows, of PRESET, and of `code` at 4,096 and 8,192 tokens (1 minute)
 #     sanitize   compute-sanitizer over the quick checks of attention: memory accesses, then races
 #                (1 minute)
 #     profile    ncu over attention and over a training step: how long each kernel runs, and what
 #                holds it up (3 minutes)
 #
-# MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH and
-# STEPS say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver and
+# SHARES is the number of shares of the full checks: one for each core, at most 12, unless it is
+# given. MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH
+# and STEPS say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver and
 # CUDA 13's libraries, which PyTorch's packages have too; NVRTC only if a kernel is needed that did
 # not come with the program.
 #
@@ -102,6 +106,26 @@ check() {
     "$program" gpu-check --device "${DEVICE:-cuda}" "$@" --out "$results/$name.json"
 }
 
+# share NAME OPTION...: as check, by SHARES processes side by side that keep lines of their own, which
+# are joined when all of them have ended; what is missing then is done by one process.
+share() {
+    local name=$1 cores shares k
+    shift
+    cores=$(nproc 2>/dev/null || echo 1)
+    shares=${SHARES:-$((cores < 12 ? cores : 12))}
+    if [ ! -s "$results/$name.jsonl" ]; then
+        local processes=()
+        for ((k = 1; k <= shares; k++)); do
+            check "$name-$k" "$@" --share "$k/$shares" >"$results/$name-$k.txt" 2>&1 &
+            processes+=($!)
+        done
+        # A failed check fails the joined one too.
+        wait "${processes[@]}" || true
+        cat "$results/$name"-*.jsonl >"$results/$name.jsonl.new" && mv "$results/$name.jsonl.new" "$results/$name.jsonl" || return 1
+    fi
+    check "$name" "$@"
+}
+
 # into FILE COMMAND...: the command's output as that file of results, once it is whole; not if it is
 # there already.
 into() {
@@ -131,7 +155,7 @@ stage() {
     training=(--data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset "$preset" --batch-size "$batch" --micro-batch "$batch")
     case $1 in
         quick) check quick --quick --only-checks ;;
-        full) check full --only-checks --minutes "${MINUTES:-10}" ;;
+        full) share full --only-checks --minutes "${MINUTES:-10}" ;;
         torch)
             if ! has_torch; then
                 echo 'python3 has no PyTorch with CUDA: no timings of it' >&2
@@ -158,6 +182,20 @@ stage() {
                         --device cuda --dtype bf16 --features 128 --batch-size "$batch" "${beside[@]}" $how || failed=1
                 done
             fi
+            return "$failed"
+            ;;
+        parts)
+            local p=gate,conv,output-gate,output-norm context tokens=$((batch * 1024)) failed=0
+            into parts.json "$program" bench train "${training[@]}" ${STEPS:+--steps "$STEPS"} --attention softmax --attention favor:m=128 \
+                --attention favor:m=128,gate --attention favor:m=128,gate,conv --attention softmax:gate,conv --attention softmax:window=66 \
+                --json || failed=1
+            training=(--data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset code)
+            for context in 4096 8192; do
+                batch=$((tokens / context > 0 ? tokens / context : 1))
+                into "code-$context.json" "$program" bench train "${training[@]}" --context "$context" --batch-size "$batch" \
+                    --micro-batch "$batch" --steps "${STEPS:-20}" --attention softmax --attention "softmax:$p" --attention favor:m=128 \
+                    --attention "favor:m=128,$p" --attention "softmax:window=75,$p" --json || failed=1
+            done
             return "$failed"
             ;;
         sanitize)
@@ -192,7 +230,7 @@ stage() {
     esac
 }
 
-[ $# -gt 0 ] || set -- quick full torch timings training
+[ $# -gt 0 ] || set -- quick full torch timings training parts
 failed=0
 for name in "$@"; do
     printf '== %s, %s\n' "$name" "$(date +%T)" >&2
