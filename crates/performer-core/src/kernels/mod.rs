@@ -46,6 +46,8 @@ pub mod metal;
 mod metal;
 pub(crate) mod norm;
 pub(crate) mod operation;
+#[cfg(feature = "cuda")]
+pub(crate) mod quadratic;
 pub(crate) mod rotary;
 mod rows;
 pub(crate) mod softmax;

@@ -1,5 +1,5 @@
-// Compares the kernels of norms, activations, heads, convolutions, forget gates, embedding,
-// cross-entropy and AdamW, on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
+// Compares the kernels of norms, activations, heads, convolutions, forget gates, polynomial
+// features, embedding, cross-entropy and AdamW, on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
 
 #include "device.h"
 
@@ -26,6 +26,9 @@ namespace convolution {
 }
 namespace forget_gate {
 #include "forget_gate.cu"
+}
+namespace quadratic {
+#include "quadratic.cu"
 }
 namespace cross_entropy {
 #include "cross_entropy.cu"
@@ -293,6 +296,32 @@ static void check_forget_gates(int batch, int tokens, int width, int heads, doub
     check("forget gates, of weights", dws, dw);
 }
 
+static void check_quadratic(long long rows, int dim, int zeros, double c) {
+    using namespace quadratic;
+    int width = 1 + dim + dim * (dim + 1) / 2 + zeros;
+    Numbers x = random_numbers(rows * dim, false), g = random_numbers(rows * width, false), y(g.size()), dx(x.size());
+    for (long long r = 0; r < rows; r++) {
+        const double *from = &x[r * dim], *grad = &g[r * width];
+        double *to = &y[r * width], *back = &dx[r * dim];
+        *to++ = 1, grad++;
+        for (int i = 0; i < dim; i++) *to++ = from[i], back[i] += *grad++;
+        for (int i = 0; i < dim; i++) {
+            for (int j = i; j < dim; j++, grad++) {
+                double w = std::sqrt(i == j ? c : 2 * c);
+                *to++ = w * from[i] * from[j];
+                back[i] += w * *grad * from[j];
+                back[j] += w * *grad * from[i];
+            }
+        }
+    }
+    auto xs = floats(x), gs = floats(g), ys = room<float>(y.size()), dxs = room<float>(x.size());
+    Dim grid = {blocks(rows, WARPS), 1, 1};
+    host::launch(grid, THREADS, quadratic_features, rows, dim, width, (float)c, xs.data(), ys.data());
+    host::launch(grid, THREADS, quadratic_gradient, rows, dim, width, (float)c, xs.data(), gs.data(), dxs.data());
+    check("polynomial features", ys, y);
+    check("polynomial features, gradient", dxs, dx);
+}
+
 static void check_cross_entropy(int rows, int vocabulary, bool wide) {
     Numbers logits = random_numbers((size_t)rows * vocabulary), g = random_numbers(rows, false);
     for (int i = 0; i < vocabulary; i++) logits[i] *= 64;
@@ -380,6 +409,9 @@ int main() {
         check_forget_gates(1, 1, 1, 1, 0);
         check_forget_gates(2, 33, 40, 5, -3);
         check_forget_gates(3, 37, 70, 3, 6);
+        check_quadratic(1, 1, 0, 0.5);
+        check_quadratic(11, 16, 1, 0.5);
+        check_quadratic(9, 40, 0, 0.25);
         check_cross_entropy(1, 1, false);
         check_cross_entropy(5, 700, false);
         check_cross_entropy(5, 2512, true);

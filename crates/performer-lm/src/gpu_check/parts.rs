@@ -6,7 +6,10 @@ use std::collections::HashMap;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
-use performer_core::{LayerParts, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax, ops};
+use performer_core::{
+    Attention, Favor, FavorConfig, FeatureMapKind, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig,
+    Rotary, Softmax, ops,
+};
 
 use super::{Check, Item, Random, numbers, relative_error, tolerance};
 use crate::train::{AdamW, AdamWConfig, Gradients};
@@ -57,6 +60,12 @@ const OPERATIONS: &[Operation] = &[
         let config = MultiHeadConfig::new(40, 4).with_parts(LayerParts::default().with_output_gate(true));
         projected(t, config, Rotary::new(10, 40, 1e4, t[0].device())?)
     }),
+    ("attention by taylor2", &[&[1, 4, 70, 16], &[1, 2, 70, 16], &[1, 2, 70, 24]], |t| {
+        polynomial(FeatureMapKind::Taylor2, t)
+    }),
+    ("attention by limit-2", &[&[1, 2, 33, 12], &[1, 2, 33, 12], &[1, 2, 33, 12]], |t| {
+        polynomial(FeatureMapKind::Limit(2), t)
+    }),
     // Rows of heads are no multiple of 16 bytes.
     ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
         let rotary = Rotary::new(10, 9, 1e4, t[0].device())?.interleaved();
@@ -101,6 +110,13 @@ fn forget_gates(t: &[Tensor]) -> candle_core::Result<Tensor> {
     let vb = VarBuilder::from_tensors(weights, t[0].dtype(), t[0].device());
     let layer = MultiHeadAttention::without_buffers(&config, Box::new(Softmax::new()), None, vb)?;
     Ok(layer.gates(&t[0])?.expect("the layer has gates"))
+}
+
+/// Computes causal attention by polynomial features from queries, keys and values.
+fn polynomial(map: FeatureMapKind, t: &[Tensor]) -> candle_core::Result<Tensor> {
+    let (dim, kind) = (t[0].dim(3)?, if t[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 });
+    let favor = Favor::new(&FavorConfig::default().with_map(map), dim, 1, kind, t[0].device())?;
+    favor.forward(Inputs::new(&t[0], &t[1], &t[2]), &Mask::causal())
 }
 
 /// Returns an item for each operation in each type, and one for the optimiser.

@@ -1,11 +1,14 @@
-//! Features that Candle's operations have computed, for kernels that do not know the feature map.
+//! Features that are computed before attention, by Candle's operations or by a kernel of their own,
+//! for kernels of attention that do not know the feature map.
 
 use candle_core::{D, DType, Result, Tensor};
 
 use super::backend::Call;
+#[cfg(feature = "cuda")]
+use crate::kernels::{cuda, operation::apply, quadratic::Quadratic};
 use crate::{
     attention::{inputs::rows, layout::Folded},
-    features::{Pair, scale_or_zero},
+    features::{FeatureMap, Pair, scale_or_zero},
 };
 
 /// In which form features are ready.
@@ -36,12 +39,15 @@ impl Ready {
     pub(super) fn new(call: &Call<'_>) -> Result<Self> {
         let folded = Folded::new(call.inputs, call.mask)?;
         let (map, features) = (call.map, call.map.feature_dim());
-        let (form, q, k) = match Pair::of(map, &folded.q, &folded.k)? {
-            Pair::Log { q, k } => (ReadyForm::Log, q, k),
-            Pair::Linear { q, k, log_scale } => {
-                let scale = scale_or_zero(log_scale, &k)?;
-                (ReadyForm::Signed, q, Tensor::cat(&[&k, &scale], D::Minus1)?)
-            }
+        let (form, q, k) = match quadratic(map, &folded)? {
+            Some([q, k]) => (ReadyForm::Signed, q, k),
+            None => match Pair::of(map, &folded.q, &folded.k)? {
+                Pair::Log { q, k } => (ReadyForm::Log, q, k),
+                Pair::Linear { q, k, log_scale } => {
+                    let scale = scale_or_zero(log_scale, &k)?;
+                    (ReadyForm::Signed, q, Tensor::cat(&[&k, &scale], D::Minus1)?)
+                }
+            },
         };
         debug_assert_eq!(q.dtype(), DType::F32);
         let visible = folded.visible.as_ref().map(|visible| visible.ne(0.0)?.flatten_all()?.contiguous());
@@ -54,4 +60,21 @@ impl Ready {
             visible: visible.transpose()?,
         })
     }
+}
+
+/// The features of queries and of keys, these with their log-scale of 0, where a kernel of CUDA
+/// computes those of the map.
+#[cfg(feature = "cuda")]
+fn quadratic(map: &dyn FeatureMap, folded: &Folded) -> Result<Option<[Tensor; 2]>> {
+    let Some(second) = map.quadratic_form().filter(|_| cuda::takes(&folded.q) && cuda::takes(&folded.k)) else {
+        return Ok(None);
+    };
+    let features = |x: &Tensor, zeros| apply(Quadratic { second: second as f32, zeros }, [x]);
+    Ok(Some([features(&folded.q, 0)?, features(&folded.k, 1)?]))
+}
+
+/// Only CUDA has such a kernel; on the CPU those of attention compute these features.
+#[cfg(not(feature = "cuda"))]
+fn quadratic(_: &dyn FeatureMap, _: &Folded) -> Result<Option<[Tensor; 2]>> {
+    Ok(None)
 }

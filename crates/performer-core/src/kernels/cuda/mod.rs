@@ -27,6 +27,7 @@ pub(super) mod heads;
 mod memory;
 pub(super) mod norm;
 mod nvrtc;
+pub(super) mod quadratic;
 pub(crate) mod softmax;
 mod stopwatch;
 

@@ -1,0 +1,50 @@
+//! Polynomial features on CUDA: launches the kernels of `quadratic.cu`.
+
+use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
+
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, tensor};
+use crate::kernels::quadratic::Quadratic;
+
+const SOURCE: Source = source!("quadratic.cu", STORED);
+
+/// The rows of a thread block: one for each warp.
+const ROWS: usize = THREADS / 32;
+
+/// Returns the number of rows of contiguous f32 numbers `(.., D)`, and `D`.
+fn size(x: View) -> Result<[usize; 2]> {
+    contiguous([x])?;
+    let dims = x.1.dims();
+    match dims.last() {
+        Some(&dim) if dim > 0 && x.0.dtype() == DType::F32 => Ok([x.1.shape().elem_count() / dim, dim]),
+        _ => bail!("polynomial features: rows must be f32 numbers, not {:?} {dims:?}", x.0.dtype()),
+    }
+}
+
+/// Computes the features `(.., W)` of rows `(.., D)`.
+pub(in crate::kernels) fn forward(map: &Quadratic, x: View) -> Result<(CudaStorage, Shape)> {
+    let [rows, dim] = size(x)?;
+    let width = map.width(dim);
+    let mut dims = x.1.dims().to_vec();
+    dims[x.1.dims().len() - 1] = width;
+    let (device, shape) = (x.0.device(), Shape::from(dims));
+    let mut out = allocate(device, &shape, DType::F32)?;
+    let kernel = SOURCE.kernel(device, "quadratic_features", &[], 0)?;
+    let launch = kernel.launch().value(rows as i64).value(dim as i32).value(width as i32).value(map.second);
+    // SAFETY: both tensors have the sizes that the kernel is told.
+    unsafe { launch.input(x.0, x.1)?.output(&mut out)?.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
+    Ok((out, shape))
+}
+
+/// Computes the gradient of rows from that of their features, which is contiguous.
+pub(in crate::kernels) fn backward(map: &Quadratic, x: View, grad: View) -> Result<Tensor> {
+    contiguous([grad])?;
+    let [rows, dim] = size(x)?;
+    let device = x.0.device();
+    let mut of_x = allocate(device, x.1.shape(), DType::F32)?;
+    let kernel = SOURCE.kernel(device, "quadratic_gradient", &[], 0)?;
+    let launch = kernel.launch().value(rows as i64).value(dim as i32).value(map.width(dim) as i32).value(map.second);
+    let launch = launch.input(x.0, x.1)?.input(grad.0, grad.1)?.output(&mut of_x)?;
+    // SAFETY: all tensors have the sizes that the kernel is told.
+    unsafe { launch.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
+    Ok(tensor(of_x, x.1.shape()))
+}
