@@ -407,7 +407,7 @@ int main() {
             check_convolution(3, tokens, 48, true);
         }
         check_forget_gates(1, 1, 1, 1, 0);
-        check_forget_gates(2, 33, 40, 5, -3);
+        check_forget_gates(2, 33, 40, 9, -3);
         check_forget_gates(3, 37, 70, 3, 6);
         check_quadratic(1, 1, 0, 0.5);
         check_quadratic(11, 16, 1, 0.5);

@@ -54,7 +54,7 @@ const OPERATIONS: &[Operation] = &[
     ),
     // There are more heads, rows and numbers of a row than a warp has at a time, and no multiples of
     // these.
-    ("forget gates", &[&[2, 33, 40], &[5, 40], &[5]], forget_gates),
+    ("forget gates", &[&[2, 33, 40], &[9, 40], &[9]], forget_gates),
     ("forget gates of long rows", &[&[1, 130, 700], &[2, 700], &[2]], forget_gates),
     ("output gates", &[&[2, 7, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40]], |t| {
         let config = MultiHeadConfig::new(40, 4).with_parts(LayerParts::default().with_output_gate(true));
