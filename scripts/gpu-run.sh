@@ -22,9 +22,9 @@
 #
 # SHARES is the number of shares of the full checks: one for each core, at most 12, unless it is
 # given. MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH
-# and STEPS say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver and
-# CUDA 13's libraries, which PyTorch's packages have too; NVRTC only if a kernel is needed that did
-# not come with the program.
+# and STEPS say what is trained. scripts/cuda-pack.sh makes the folder. The machine needs a driver
+# and CUDA 13's libraries, which PyTorch's packages have too; NVRTC only if a kernel is needed that
+# did not come with the program.
 #
 # One stage that fails does not stop the others; each result is written as soon as it is known. The
 # same command again goes on where the first was ended, by whatever: what is finished is not done
@@ -106,8 +106,8 @@ check() {
     "$program" gpu-check --device "${DEVICE:-cuda}" "$@" --out "$results/$name.json"
 }
 
-# share NAME OPTION...: as check, by SHARES processes side by side that keep lines of their own, which
-# are joined when all of them have ended; what is missing then is done by one process.
+# share NAME OPTION...: as check, by SHARES processes side by side that keep lines of their own,
+# which are joined when all of them have ended; what is missing then is done by one process.
 share() {
     local name=$1 cores shares k
     shift

@@ -1,8 +1,8 @@
 //! The forget gates of a layer as one operation, on CUDA.
 //!
-//! Candle's operations take some forty launches a layer for them, forward and backward, of which
-//! the conversion of the layer's input to f32 and the product whose result is a few numbers for each
-//! of many tokens are the slowest.
+//! Candle's operations took some seventy launches a layer for them in a training step, and on an
+//! H100 a third of the time of all of it. We suppose that the slowest were the layer's input in
+//! f32, and the product that sums over all tokens for a few numbers of each head.
 //!
 //! # Shapes
 //!

@@ -1,5 +1,6 @@
 // Compares the kernels of norms, activations, heads, convolutions, forget gates, polynomial
-// features, embedding, cross-entropy and AdamW, on a CPU, with the formulas in f64. Ends with 1 and says what is wrong, if something is.
+// features, embedding, cross-entropy and AdamW, on a CPU, with the formulas in f64. Ends with 1 and
+// says what is wrong, if something is.
 
 #include "device.h"
 

@@ -52,8 +52,8 @@ const OPERATIONS: &[Operation] = &[
             projected(t, config, Rotary::new(16, 40, 1e4, t[0].device())?)
         },
     ),
-    // There are more heads, rows and numbers of a row than a warp has at a time, and no multiples of
-    // these.
+    // There are more heads, rows and numbers of a row than a warp has at a time, and no multiples
+    // of these.
     ("forget gates", &[&[2, 33, 40], &[9, 40], &[9]], forget_gates),
     ("forget gates of long rows", &[&[1, 130, 700], &[2, 700], &[2]], forget_gates),
     ("output gates", &[&[2, 7, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40]], |t| {

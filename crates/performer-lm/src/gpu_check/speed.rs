@@ -29,8 +29,9 @@ pub enum Work {
 /// A `Speed` is one timing of causal attention.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Speed {
-    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations, by `gated`
-    /// if it has forget gates, by `without warpgroups`, or by the window that softmax is limited to.
+    /// `favor` or `softmax`, followed by `composed` if it is made of Candle's operations, by
+    /// `gated` if it has forget gates, by `without warpgroups`, or by the window that softmax is
+    /// limited to.
     pub attention: String,
     /// What was timed.
     pub work: Work,

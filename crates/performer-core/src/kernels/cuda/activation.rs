@@ -1,4 +1,5 @@
-//! GELU, SwiGLU and output gates on CUDA: launches the kernels of `activation.cu`, element by element.
+//! GELU, SwiGLU and output gates on CUDA, element by element: launches the kernels of
+//! `activation.cu`.
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 

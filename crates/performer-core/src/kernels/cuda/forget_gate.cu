@@ -7,8 +7,8 @@
 //             x, dz -> sums (splits, H, E + 1) = parts of dz^T x, and of the sums of dz behind them
 //
 // H is small, and tensor cores have nothing to gain: each number of x is read once for four rows
-// and four heads at a time, and summed in f32, since gates near 0 remember for long and bf16 has too
-// few digits for them.
+// and four heads at a time, and summed in f32, since gates near 0 remember for long and bf16 has
+// too few digits for them.
 //
 // Macros: STORAGE as in stored.cuh, for x and dx; all else is f32.
 

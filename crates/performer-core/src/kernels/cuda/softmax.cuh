@@ -57,8 +57,8 @@ __device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, boo
 }
 
 // Says whether a query, whose own key is `own`, does not see a key: it is of a later token, or it
-// lies before the window and is no sink. All comparisons are made, since a branch for each number of
-// a tile costs more than they do.
+// lies before the window and is no sink. All comparisons are made, since a branch for each number
+// of a tile costs more than they do.
 __device__ inline bool is_unseen(const Problem& p, int own, int key) {
     bool later = key > own, before = key <= own - p.window, no_sink = key >= p.sinks;
     return (p.offset >= 0) & (later | (before & no_sink));

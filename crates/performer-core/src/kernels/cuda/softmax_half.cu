@@ -128,8 +128,8 @@ struct Unseen {
         earlier = first <= last_own - p.window;
     }
 };
-// Hides the keys that the rows of the warp's m-th tile do not see from their scores. All comparisons
-// are made, since a branch for each number would cost more than they do.
+// Hides the keys that the rows of the warp's m-th tile do not see from their scores. All
+// comparisons are made, since a branch for each number would cost more than they do.
 template <int N>
 __device__ void hide(Tile (&scores)[N], int m, Unseen unseen, const Problem& p, int first, int reach, int start) {
     if (unseen.later) {
