@@ -48,16 +48,17 @@ impl Folded {
         let compute = compute_dtype(dtype);
         let scale = (d as f64).powf(-0.25);
         let lay_out = |t: &Tensor, name: &str| -> Result<Tensor> {
-            let t = t.to_dtype(compute)?.contiguous()?;
+            let t = ops::contiguous(&ops::to_dtype(t, compute)?)?;
             check_finite(&t, name)?;
             Ok(t)
         };
-        let q = (lay_out(inputs.q, "q")? * scale)?.reshape((b * hkv, g, tq, d))?.transpose(1, 2)?.contiguous()?;
-        let k = (lay_out(inputs.k, "k")? * scale)?.reshape((b * hkv, tk, d))?;
-        let v = lay_out(inputs.v, "v")?.reshape((b * hkv, tk, dv))?;
+        let q = ops::reshape(&ops::scale(&lay_out(inputs.q, "q")?, scale)?, (b * hkv, g, tq, d))?;
+        let q = ops::contiguous(&ops::transpose(&q, 1, 2)?)?;
+        let k = ops::reshape(&ops::scale(&lay_out(inputs.k, "k")?, scale)?, (b * hkv, tk, d))?;
+        let v = ops::reshape(&lay_out(inputs.v, "v")?, (b * hkv, tk, dv))?;
         let lay_out_gates = |gates: &Tensor| -> Result<Tensor> {
             gates::check(gates)?;
-            gates.to_dtype(compute)?.contiguous()?.reshape((b * hkv, tk))
+            ops::reshape(&ops::contiguous(&ops::to_dtype(gates, compute)?)?, (b * hkv, tk))
         };
         let gates = inputs.gates.map(lay_out_gates).transpose()?;
         let Some(visible) = mask.visible_of(b)? else {

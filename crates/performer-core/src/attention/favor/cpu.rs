@@ -158,7 +158,8 @@ impl Backend for Cpu {
                     None => favor::favor(&form, &ready.q, &ready.k, &ready.v, visible, causal)?,
                     Some(gates) => favor::gated(form, [&ready.q, &ready.k, &ready.v], gates, visible)?,
                 };
-                rows.reshape((sizes.batch, sizes.heads, sizes.queries, width))?.to_dtype(q.dtype())?
+                let rows = ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?;
+                ops::to_dtype(&rows, q.dtype())?
             }
         };
         self.output(call, rows)

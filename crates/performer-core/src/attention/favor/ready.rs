@@ -1,7 +1,7 @@
 //! Features that are computed before attention, by Candle's operations or by a kernel of their own,
 //! for kernels of attention that do not know the feature map.
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::backend::Call;
 #[cfg(feature = "cuda")]
@@ -9,6 +9,7 @@ use crate::kernels::{cuda, operation::apply, quadratic::Quadratic};
 use crate::{
     attention::{inputs::rows, layout::Folded},
     features::{FeatureMap, Pair, scale_or_zero},
+    ops,
 };
 
 /// In which form features are ready.
@@ -45,7 +46,7 @@ impl Ready {
                 Pair::Log { q, k } => (ReadyForm::Log, q, k),
                 Pair::Linear { q, k, log_scale } => {
                     let scale = scale_or_zero(log_scale, &k)?;
-                    (ReadyForm::Signed, q, Tensor::cat(&[&k, &scale], D::Minus1)?)
+                    (ReadyForm::Signed, q, ops::cat(&[&k, &scale], 2)?)
                 }
             },
         };
@@ -54,12 +55,18 @@ impl Ready {
         Ok(Self {
             form,
             features,
-            q: rows(&q.transpose(1, 2)?)?,
-            k: rows(&k.unsqueeze(1)?)?,
-            v: folded.v.unsqueeze(1)?,
+            q: rows(&ops::transpose(&q, 1, 2)?)?,
+            k: rows(&with_one_head(&k)?)?,
+            v: with_one_head(&folded.v)?,
             visible: visible.transpose()?,
         })
     }
+}
+
+/// Makes `(N, T, F)` rows of one head, `(N, 1, T, F)`.
+fn with_one_head(rows: &Tensor) -> Result<Tensor> {
+    let (n, tokens, width) = rows.dims3()?;
+    ops::reshape(rows, (n, 1, tokens, width))
 }
 
 /// The features of queries and of keys, these with their log-scale of 0, where a kernel of CUDA

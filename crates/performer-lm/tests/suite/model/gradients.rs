@@ -142,6 +142,7 @@ fn training_is_made_of_operations_that_a_tape_records() -> Result<()> {
             "favor:m=16,window=8",
             "favor:m=16,map=learned,window=8",
             "favor:m=16,map=learned,window=8,gate",
+            "uniform:gate",
         ] {
             let attention: AttentionConfig = attention.parse().map_err(anyhow::Error::msg)?;
             let (config, _) = preset.load()?;
