@@ -35,7 +35,8 @@
 //! fitted to queries and keys of half as many other texts. The third run trains features on the
 //! sentences of one text, and at last the model's own weights beside them, and prints how near the
 //! embeddings of sentences of the second text come to the original's; it keeps the student in a
-//! folder if one is named, and the last run prints similarities by it. `benchmarks/minilm` has results.
+//! folder if one is named, and the last run prints similarities by it. `benchmarks/minilm` has
+//! results.
 
 mod agreement;
 mod attentions;
@@ -128,7 +129,8 @@ fn train(path: &str, training: &str, text: &str, out: Option<&str>, student: Opt
     let models = Models::open(path)?;
     models.ensure_original(path)?;
     if let Some(folder) = student {
-        // Found out before an hour of training, and so that no model is replaced, the original least.
+        // This is found out before an hour of training, so that no model is replaced, and least of
+        // all the original.
         ensure!(
             !Path::new(folder).join("model.safetensors").exists(),
             "{folder} holds a model already; give the student a folder of its own"

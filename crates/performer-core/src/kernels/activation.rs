@@ -146,13 +146,13 @@ impl Operation<2> for Swiglu {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        cuda::activation::swiglu((s1, l1), (s2, l2))
+        cuda::activation::Gate::Swiglu.forward((s1, l1), (s2, l2))
     }
 
     fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            let [dgate, dx] = cuda::activation::swiglu_backward(gate, x, grad)?;
+            let [dgate, dx] = cuda::activation::Gate::Swiglu.backward(gate, x, grad)?;
             return Ok([Some(dgate), Some(dx)]);
         }
         let grad = grad.contiguous()?;
@@ -205,13 +205,13 @@ impl Operation<2> for SigmoidGate {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        cuda::activation::sigmoid_gate((s1, l1), (s2, l2))
+        cuda::activation::Gate::Output.forward((s1, l1), (s2, l2))
     }
 
     fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return Ok(cuda::activation::sigmoid_gate_backward(gate, x, grad)?.map(Some));
+            return Ok(cuda::activation::Gate::Output.backward(gate, x, grad)?.map(Some));
         }
         let grad = grad.contiguous()?;
         let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);

@@ -41,63 +41,43 @@ __device__ inline void gelu_gradient(long long count, const Stored* x, const Sto
     store<N>(g, dx + i);
 }
 
-// Computes out = gate sigmoid(gate) up.
-template <int N>
-__device__ inline void swiglu(long long count, const Stored* gate, const Stored* up, Stored* out) {
+// Swiglu and OutputGate say what a gate multiplies by: its factor, and the factor's derivative, of
+// the gate a and its sigmoid s.
+struct Swiglu {
+    static __device__ float factor(float a, float s) { return a * s; }
+    static __device__ float slope(float a, float s) { return s + a * s * (1.0f - s); }
+};
+struct OutputGate {
+    static __device__ float factor(float, float s) { return 2.0f * s; }
+    static __device__ float slope(float, float s) { return 2.0f * s * (1.0f - s); }
+};
+
+// Computes out = factor(gate) x.
+template <class Gate, int N>
+__device__ inline void gated(long long count, const Stored* gate, const Stored* x, Stored* out) {
     long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
     if (i >= count) return;
     float a[N], u[N];
     load<N>(gate + i, a);
-    load<N>(up + i, u);
-    for (int k = 0; k < N; k++) u[k] *= a[k] * sigmoid(a[k]);
+    load<N>(x + i, u);
+    for (int k = 0; k < N; k++) u[k] *= Gate::factor(a[k], sigmoid(a[k]));
     store<N>(u, out + i);
 }
 
-// Computes the gradients of SwiGLU's gate and up.
-template <int N>
+// Computes the gradients of a gate and of what it multiplies.
+template <class Gate, int N>
 __device__ inline void
-swiglu_gradients(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
+gated_gradients(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
     long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
     if (i >= count) return;
     float a[N], u[N], g[N];
     load<N>(gate + i, a);
-    load<N>(up + i, u);
+    load<N>(x + i, u);
     load<N>(grad + i, g);
     for (int k = 0; k < N; k++) {
         float s = sigmoid(a[k]);
-        u[k] *= g[k] * (s + a[k] * s * (1.0f - s));
-        g[k] *= a[k] * s;
-    }
-    store<N>(u, dgate + i);
-    store<N>(g, dup + i);
-}
-
-// Computes out = 2 sigmoid(gate) x.
-template <int N>
-__device__ inline void sigmoid_gate(long long count, const Stored* gate, const Stored* x, Stored* out) {
-    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
-    if (i >= count) return;
-    float a[N], u[N];
-    load<N>(gate + i, a);
-    load<N>(x + i, u);
-    for (int k = 0; k < N; k++) u[k] *= 2.0f * sigmoid(a[k]);
-    store<N>(u, out + i);
-}
-
-// Computes the gradients of an output gate and of what it multiplies.
-template <int N>
-__device__ inline void
-sigmoid_gate_gradients(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
-    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
-    if (i >= count) return;
-    float a[N], u[N], g[N];
-    load<N>(gate + i, a);
-    load<N>(x + i, u);
-    load<N>(grad + i, g);
-    for (int k = 0; k < N; k++) {
-        float s = 2.0f * sigmoid(a[k]);
-        u[k] *= g[k] * s * (1.0f - 0.5f * s);
-        g[k] *= s;
+        u[k] *= g[k] * Gate::slope(a[k], s);
+        g[k] *= Gate::factor(a[k], s);
     }
     store<N>(u, dgate + i);
     store<N>(g, dx + i);
@@ -123,40 +103,40 @@ gelu_backward_wide(long long count, const Stored* x, const Stored* grad, Stored*
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_forward(long long count, const Stored* gate, const Stored* up, Stored* out) {
-    swiglu<1>(count, gate, up, out);
+    gated<Swiglu, 1>(count, gate, up, out);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_forward_wide(long long count, const Stored* gate, const Stored* up, Stored* out) {
-    swiglu<WIDE>(count, gate, up, out);
+    gated<Swiglu, WIDE>(count, gate, up, out);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_backward(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
-    swiglu_gradients<1>(count, gate, up, grad, dgate, dup);
+    gated_gradients<Swiglu, 1>(count, gate, up, grad, dgate, dup);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_backward_wide(long long count, const Stored* gate, const Stored* up, const Stored* grad, Stored* dgate, Stored* dup) {
-    swiglu_gradients<WIDE>(count, gate, up, grad, dgate, dup);
+    gated_gradients<Swiglu, WIDE>(count, gate, up, grad, dgate, dup);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sigmoid_gate_forward(long long count, const Stored* gate, const Stored* x, Stored* out) {
-    sigmoid_gate<1>(count, gate, x, out);
+    gated<OutputGate, 1>(count, gate, x, out);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sigmoid_gate_forward_wide(long long count, const Stored* gate, const Stored* x, Stored* out) {
-    sigmoid_gate<WIDE>(count, gate, x, out);
+    gated<OutputGate, WIDE>(count, gate, x, out);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sigmoid_gate_backward(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
-    sigmoid_gate_gradients<1>(count, gate, x, grad, dgate, dx);
+    gated_gradients<OutputGate, 1>(count, gate, x, grad, dgate, dx);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sigmoid_gate_backward_wide(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
-    sigmoid_gate_gradients<WIDE>(count, gate, x, grad, dgate, dx);
+    gated_gradients<OutputGate, WIDE>(count, gate, x, grad, dgate, dx);
 }

@@ -49,30 +49,32 @@ pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Ten
     Ok(tensor(dx, x.shape()))
 }
 
-/// Computes SwiGLU.
-pub(in crate::kernels) fn swiglu(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
-    let [out] = run(["swiglu_forward", "swiglu_forward_wide"], [gate, x])?;
-    Ok((out, x.1.shape().clone()))
+/// `Gate` is a kind of gate, by which other numbers are multiplied.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::kernels) enum Gate {
+    /// `g σ(g)`.
+    Swiglu,
+    /// `2σ(g)`, the gate of a layer's output.
+    Output,
 }
 
-/// Computes the gradients of the gates and of the numbers.
-pub(in crate::kernels) fn swiglu_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
-    let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| {
-        run(["swiglu_backward", "swiglu_backward_wide"], inputs)
-    })?;
-    Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
-}
+impl Gate {
+    /// Multiplies `x` by the gate.
+    pub(in crate::kernels) fn forward(self, gate: View, x: View) -> Result<(CudaStorage, Shape)> {
+        let [out] = match self {
+            Self::Swiglu => run(["swiglu_forward", "swiglu_forward_wide"], [gate, x]),
+            Self::Output => run(["sigmoid_gate_forward", "sigmoid_gate_forward_wide"], [gate, x]),
+        }?;
+        Ok((out, x.1.shape().clone()))
+    }
 
-/// Computes `2σ(g) x`.
-pub(in crate::kernels) fn sigmoid_gate(gate: View, x: View) -> Result<(CudaStorage, Shape)> {
-    let [out] = run(["sigmoid_gate_forward", "sigmoid_gate_forward_wide"], [gate, x])?;
-    Ok((out, x.1.shape().clone()))
-}
-
-/// Computes the gradients of the gates and of the numbers.
-pub(in crate::kernels) fn sigmoid_gate_backward(gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
-    let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| {
-        run(["sigmoid_gate_backward", "sigmoid_gate_backward_wide"], inputs)
-    })?;
-    Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
+    /// Computes the gradients of the gates and of the numbers.
+    pub(in crate::kernels) fn backward(self, gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+        let entry = match self {
+            Self::Swiglu => ["swiglu_backward", "swiglu_backward_wide"],
+            Self::Output => ["sigmoid_gate_backward", "sigmoid_gate_backward_wide"],
+        };
+        let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| run(entry, inputs))?;
+        Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
+    }
 }

@@ -56,13 +56,13 @@ __device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, boo
     return has ? p.gates[(long long)key_index * p.keys + key] : GateSum{0, 0};
 }
 
-// Says whether a query, whose own key is `own`, does not see a key: it is of a later token, or it
-// lies before the window and is no sink. All comparisons are made, since a branch for each number
-// of a tile costs more than they do.
-__device__ inline bool is_unseen(const Problem& p, int own, int key) {
-    bool later = key > own, before = key <= own - p.window, no_sink = key >= p.sinks;
-    return (p.offset >= 0) & (later | (before & no_sink));
-}
+// Says whether a key lies before the window of a query, whose own key is `own`, and is no sink.
+// This and is_unseen make all comparisons, since a branch for each number of a tile costs more.
+__device__ inline bool is_before(const Problem& p, int own, int key) { return (key <= own - p.window) & (key >= p.sinks); }
+
+// Says whether a query, whose own key is `own`, does not see a key: it is of a later token, or lies
+// before the window.
+__device__ inline bool is_unseen(const Problem& p, int own, int key) { return (p.offset >= 0) & ((key > own) | is_before(p, own, key)); }
 
 // KeySteps are the keys that the queries of a block see, K at a time: those of the sinks, then
 // those from the window of the block's first query on. Steps between them are left out.

@@ -128,8 +128,8 @@ struct Unseen {
         earlier = first <= last_own - p.window;
     }
 };
-// Hides the keys that the rows of the warp's m-th tile do not see from their scores. All
-// comparisons are made, since a branch for each number would cost more than they do.
+// Hides the keys that the rows of the warp's m-th tile do not see from their scores, without a
+// branch for each number.
 template <int N>
 __device__ void hide(Tile (&scores)[N], int m, Unseen unseen, const Problem& p, int first, int reach, int start) {
     if (unseen.later) {
@@ -140,8 +140,7 @@ __device__ void hide(Tile (&scores)[N], int m, Unseen unseen, const Problem& p, 
     }
     if (unseen.earlier) {
         each(scores, [&](int h, int column, float& x) {
-            int key = first + column, before = p.offset + start + row_of(m, h) - p.window;
-            x = (key <= before) & (key >= p.sinks) ? -infinity() : x;
+            x = is_before(p, p.offset + start + row_of(m, h), first + column) ? -infinity() : x;
         });
     }
 }
@@ -434,8 +433,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
             if (later) each(scores[m], [&](int h, int column, float& x) { x = start + row_of(m, h) > own + column ? 0.0f : x; });
             if (earlier) {
                 each(scores[m], [&](int h, int column, float& x) {
-                    int key = start + row_of(m, h), before = own + column - p.window;
-                    x = (key <= before) & (key >= p.sinks) ? 0.0f : x;
+                    x = is_before(p, own + column, start + row_of(m, h)) ? 0.0f : x;
                 });
             }
             each(products[m], [&](int, int column, float& x) { x -= s.delta[stage][column]; });
