@@ -15,8 +15,8 @@
 #                with torch.compile, if python3 has it (2 minutes)
 #     parts      whole training steps with forget gates, short convolutions, output gates and norms,
 #                and windows, of PRESET, and of `code` at 4,096 and 8,192 tokens (1 minute)
-#     sanitize   compute-sanitizer over the quick checks of attention: memory accesses, then races
-#                (1 minute)
+#     sanitize   compute-sanitizer over the quick checks of attention and gates: memory accesses,
+#                then races (2 minutes)
 #     profile    ncu over attention and over a training step: how long each kernel runs, and what
 #                holds it up (3 minutes)
 #
@@ -200,14 +200,19 @@ stage() {
             ;;
         sanitize)
             command -v compute-sanitizer >/dev/null || { echo 'there is no compute-sanitizer here' >&2; return 1; }
-            local tool code failed=0 extent=--quick
+            local tool work code failed=0 extent=--quick
             for tool in memcheck racecheck; do
-                item 'causal, 1x2' timeout "${SECONDS_EACH:-150}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-                    --log-file "$results/sanitizer-$tool.txt"
-                code=$?
-                [ "$code" -eq 0 ] || failed=1
-                echo "$tool: exit code $code" | tee -a "$results/sanitizer-$tool.txt"
+                : >"$results/sanitizer-$tool.txt"
+                for work in 'causal, 1x2' 'forget gates' 'output gates' 'attention by'; do
+                    item "$work" timeout "${SECONDS_EACH:-150}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+                        --log-file "$results/sanitizer.txt"
+                    code=$?
+                    [ "$code" -eq 0 ] || failed=1
+                    cat "$results/sanitizer.txt" >>"$results/sanitizer-$tool.txt"
+                    echo "$tool of $work: exit code $code" | tee -a "$results/sanitizer-$tool.txt"
+                done
             done
+            rm -f "$results/sanitizer.txt"
             return "$failed"
             ;;
         profile)

@@ -65,6 +65,15 @@ pub trait Bar {
     }
 }
 
+/// Writes a speed of training with its unit: `38 tokens/s`, `1.5k tokens/s`.
+pub(crate) fn show_speed(tokens_per_second: f64) -> String {
+    if tokens_per_second < 999.5 {
+        format!("{tokens_per_second:.0} tokens/s")
+    } else {
+        format!("{:.1}k tokens/s", tokens_per_second / 1000.0)
+    }
+}
+
 /// Does nothing with what it is told.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Silent;
@@ -78,6 +87,13 @@ pub(crate) mod tests {
     use std::sync::Mutex;
 
     use super::Listener;
+
+    #[test]
+    fn slow_trainings_have_a_speed_too() {
+        let shown = [0.4, 38.2, 999.4, 999.5, 1_000.0, 83_300.0].map(super::show_speed);
+        let numbers = shown.each_ref().map(|speed| speed.strip_suffix(" tokens/s").expect("the unit"));
+        assert_eq!(numbers, ["0", "38", "999", "1.0k", "1.0k", "83.3k"]);
+    }
 
     /// Keeps the notes that it is told, one after the other.
     #[derive(Default)]

@@ -69,7 +69,8 @@ impl Folded {
         // Hidden keys and values become zero before the feature map. The features of a large hidden
         // key would be infinite, and infinity times the zero of the mask is NaN. On other devices
         // than the CPU, where nothing is checked, infinity and NaN in hidden rows stay NaN.
-        let (k, v) = (k.broadcast_mul(&visible)?, v.broadcast_mul(&visible)?);
+        let show = |t: &Tensor| ops::mul(t, &visible.broadcast_as(t.shape())?);
+        let (k, v) = (show(&k)?, show(&v)?);
         Ok(Self { q, k, v, visible: Some(visible), gates, batch: b, heads: h, dtype })
     }
 

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ. With gates
-//! `g`, κ(x_i, y_j) is multiplied by `e^{Σ_{j<s≤i} g_s}`. Time is quadratic in the number of
+//! `g`, κ(x_i, y_j) is multiplied by `e^{Σ_{j<s≤i} g_s}`. Keys before a window may have a kernel of
+//! their own, as where an exact window stands before features. Time is quadratic in the number of
 //! tokens. Nothing here is shared with the fast attention that it judges: no tensors, no chunks, no
 //! running sums, no ε, and no derivative of a feature map worked out by hand (derivatives come from
 //! dual numbers).
@@ -83,8 +84,11 @@ pub struct Inputs<'a> {
     /// Whether query i sees only the keys `j <= i + (Tk - Tq)`: the queries are the last Tq of Tk
     /// tokens, Tq <= Tk.
     pub causal: bool,
-    /// How many keys a query sees at most under `causal`: the last so many, its own among them.
+    /// How many keys a query sees at most under `causal`, or weighs by the first kernel if there is
+    /// one `before_window`: the last so many, its own among them.
     pub window: Option<usize>,
+    /// The kernel of the keys before the window that are no sinks; `None` hides them.
+    pub before_window: Option<Kernel<'a>>,
     /// How many of the first keys every later query sees beside its window, the attention sinks of
     /// Xiao et al. 2023, <https://arxiv.org/abs/2309.17453>; without a window they change nothing.
     pub sinks: usize,
@@ -100,7 +104,7 @@ pub struct Inputs<'a> {
 /// # Panics
 ///
 /// If slices and shape do not fit, or a causal problem has more queries than keys.
-pub fn attention(kernel: Kernel, inputs: Inputs) -> Vec<f64> {
+pub fn attention<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>) -> Vec<f64> {
     inputs.check();
     let shape = inputs.shape;
     let mut output = Vec::with_capacity(shape.output_count());
@@ -134,12 +138,11 @@ pub struct Gradients {
 /// # Panics
 ///
 /// As [`attention`].
-pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -> Gradients {
+pub fn attention_backward<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>, grad_output: &[f64]) -> Gradients {
     inputs.check();
     let shape = inputs.shape;
     assert_eq!(grad_output.len(), shape.output_count(), "elements of grad_output");
     let (dim, value_dim) = (shape.head_dim, shape.value_dim);
-    let form = kernel.form();
     let scale = scale(dim);
     let mut grads = Gradients {
         q: vec![0.0; shape.q_count()],
@@ -150,25 +153,27 @@ pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -
     for batch in 0..shape.batch {
         for head in 0..shape.heads {
             let head = Head::new(kernel, &inputs, batch, head);
-            let mut grad_key_codes: Vec<Vec<f64>> = head.key_codes.iter().map(|code| vec![0.0; code.len()]).collect();
+            let mut grad_key_codes: Vec<Vec<Vec<f64>>> = head.codes.iter().map(|codes| zeros(&codes.keys)).collect();
 
             for i in 0..shape.q_len {
                 let g = row(grad_output, head.q_rows + i, value_dim);
                 let weights = head.weights(i);
                 let output = head.output(&weights);
-                let mut grad_query_code = vec![0.0; head.query_codes[i].len()];
+                let mut grad_query_codes: Vec<Vec<f64>> =
+                    head.codes.iter().map(|codes| vec![0.0; codes.queries[i].len()]).collect();
                 let mut grad_decay = vec![0.0; shape.k_len];
-                for &(j, kernel_value) in &weights.kernel {
+                for &(j, of, kernel_value) in &weights.kernel {
                     // With o = Σ_j κ_j v_j / Σ_j κ_j:
                     // ∂(g·o)/∂v_j = g κ_j / Σκ  and  ∂(g·o)/∂κ_j = (g·v_j − g·o) / Σκ.
                     let grad_v = row_mut(&mut grads.v, head.kv_rows + j, value_dim);
                     add_scaled(grad_v, kernel_value / weights.denominator, g);
                     let grad_kernel = (dot(g, head.values[j]) - dot(g, &output)) / weights.denominator;
-                    form.combine_backward(
-                        (&head.query_codes[i], &head.key_codes[j]),
+                    let codes = &head.codes[of];
+                    codes.form.combine_backward(
+                        (&codes.queries[i], &codes.keys[j]),
                         weights.shift - head.decays[i][j],
                         grad_kernel,
-                        (&mut grad_query_code, &mut grad_key_codes[j]),
+                        (&mut grad_query_codes[of], &mut grad_key_codes[of][j]),
                     );
                     grad_decay[j] = grad_kernel * kernel_value;
                 }
@@ -182,30 +187,49 @@ pub fn attention_backward(kernel: Kernel, inputs: Inputs, grad_output: &[f64]) -
                         grad_gates[s] += before;
                     }
                 }
-                let grad_x = kernel.code_backward(&head.queries[i], &grad_query_code);
-                add_scaled(row_mut(&mut grads.q, head.q_rows + i, dim), scale, &grad_x);
+                for (codes, grad_query_code) in head.codes.iter().zip(&grad_query_codes) {
+                    let grad_x = codes.kernel.code_backward(&head.queries[i], grad_query_code);
+                    add_scaled(row_mut(&mut grads.q, head.q_rows + i, dim), scale, &grad_x);
+                }
             }
-            for (j, grad_key_code) in grad_key_codes.iter().enumerate() {
-                let grad_y = kernel.code_backward(&head.keys[j], grad_key_code);
-                let grad_k = row_mut(&mut grads.k, head.kv_rows + j, dim);
-                add_scaled(grad_k, scale, &grad_y);
+            for (codes, grad_key_codes) in head.codes.iter().zip(&grad_key_codes) {
+                for (j, grad_key_code) in grad_key_codes.iter().enumerate() {
+                    let grad_y = codes.kernel.code_backward(&head.keys[j], grad_key_code);
+                    let grad_k = row_mut(&mut grads.k, head.kv_rows + j, dim);
+                    add_scaled(grad_k, scale, &grad_y);
+                }
             }
         }
     }
     grads
 }
 
-/// `Head` is one head of one sequence: scaled rows, their codes, values, and which query sees which
-/// key.
-struct Head<'a> {
+/// `Codes` are the rows of one head as one kernel reads them.
+struct Codes<'a> {
+    kernel: Kernel<'a>,
     form: Form,
     queries: Vec<Vec<f64>>,
     keys: Vec<Vec<f64>>,
-    query_codes: Vec<Vec<f64>>,
-    key_codes: Vec<Vec<f64>>,
+}
+
+impl<'a> Codes<'a> {
+    fn new(kernel: Kernel<'a>, queries: &[Vec<f64>], keys: &[Vec<f64>]) -> Self {
+        let codes = |rows: &[Vec<f64>]| rows.iter().map(|row| kernel.code(row)).collect();
+        Codes { kernel, form: kernel.form(), queries: codes(queries), keys: codes(keys) }
+    }
+}
+
+/// `Head` is one head of one sequence: scaled rows, their codes, values, and which query sees which
+/// key.
+struct Head<'a> {
+    queries: Vec<Vec<f64>>,
+    keys: Vec<Vec<f64>>,
+    /// The codes of the kernel, and of that before the window if there is one.
+    codes: Vec<Codes<'a>>,
     values: Vec<&'a [f64]>,
     value_dim: usize,
-    visible: Vec<Vec<bool>>,
+    /// Which of `codes` query i weighs key j by; `None` where it does not see the key.
+    seen_by: Vec<Vec<Option<usize>>>,
     /// The sum of the gates after key j, up to that of query i; 0 without gates.
     decays: Vec<Vec<f64>>,
     /// The number of query rows before this head's in `q`, and of key rows in `k` and `v`.
@@ -215,15 +239,15 @@ struct Head<'a> {
 
 /// `Weights` says how one query weighs the keys.
 struct Weights {
-    /// The keys j it sees, with `e^-shift κ(x, y_j)`.
-    kernel: Vec<(usize, f64)>,
+    /// The keys j it sees, with the number of their codes and `e^-shift κ(x, y_j)`.
+    kernel: Vec<(usize, usize, f64)>,
     shift: f64,
     /// `Σ_j e^-shift κ(x, y_j)`.
     denominator: f64,
 }
 
 impl<'a> Head<'a> {
-    fn new(kernel: Kernel, inputs: &Inputs<'a>, batch: usize, head: usize) -> Self {
+    fn new(kernel: Kernel<'a>, inputs: &Inputs<'a>, batch: usize, head: usize) -> Self {
         let shape = inputs.shape;
         let q_rows = (batch * shape.heads + head) * shape.q_len;
         let kv_head = head / (shape.heads / shape.kv_heads);
@@ -234,12 +258,20 @@ impl<'a> Head<'a> {
         };
         let queries: Vec<_> = (0..shape.q_len).map(|i| scaled(inputs.q, q_rows + i)).collect();
         let keys: Vec<_> = (0..shape.k_len).map(|j| scaled(inputs.k, kv_rows + j)).collect();
-        let visible = |i, j| {
-            let past = !inputs.causal || {
-                let own = i + (shape.k_len - shape.q_len);
-                j <= own && (j < inputs.sinks || inputs.window.is_none_or(|window| j + window > own))
-            };
-            past && inputs.key_mask.is_none_or(|mask| mask[batch * shape.k_len + j])
+        let seen_by = |i: usize, j: usize| {
+            if inputs.key_mask.is_some_and(|mask| !mask[batch * shape.k_len + j]) {
+                return None;
+            }
+            if !inputs.causal {
+                return Some(0);
+            }
+            let own = i + (shape.k_len - shape.q_len);
+            let near = j < inputs.sinks || inputs.window.is_none_or(|window| j + window > own);
+            match near {
+                _ if j > own => None,
+                true => Some(0),
+                false => inputs.before_window.map(|_| 1),
+            }
         };
         let decays = |i| {
             let mut decays = vec![0.0; shape.k_len];
@@ -251,15 +283,14 @@ impl<'a> Head<'a> {
             }
             decays
         };
+        let kernels = [Some(kernel), inputs.before_window].into_iter().flatten();
         Head {
-            form: kernel.form(),
-            query_codes: queries.iter().map(|x| kernel.code(x)).collect(),
-            key_codes: keys.iter().map(|y| kernel.code(y)).collect(),
+            codes: kernels.map(|kernel| Codes::new(kernel, &queries, &keys)).collect(),
             queries,
             keys,
             values: (0..shape.k_len).map(|j| row(inputs.v, kv_rows + j, shape.value_dim)).collect(),
             value_dim: shape.value_dim,
-            visible: (0..shape.q_len).map(|i| (0..shape.k_len).map(|j| visible(i, j)).collect()).collect(),
+            seen_by: (0..shape.q_len).map(|i| (0..shape.k_len).map(|j| seen_by(i, j)).collect()).collect(),
             decays: (0..shape.q_len).map(decays).collect(),
             q_rows,
             kv_rows,
@@ -267,19 +298,25 @@ impl<'a> Head<'a> {
     }
 
     fn weights(&self, i: usize) -> Weights {
-        let a = &self.query_codes[i];
-        let seen: Vec<usize> = (0..self.keys.len()).filter(|&j| self.visible[i][j]).collect();
-        let (decays, keys) = (&self.decays[i], &self.key_codes);
-        let exponents = seen.iter().map(|&j| self.form.exponent(a, &keys[j]) + decays[j]);
-        let shift = exponents.fold(f64::NEG_INFINITY, f64::max);
-        let kernel: Vec<_> = seen.iter().map(|&j| (j, self.form.combine(a, &keys[j], shift - decays[j]))).collect();
-        let denominator = kernel.iter().map(|(_, value)| value).sum();
+        let decays = &self.decays[i];
+        let seen = (0..self.keys.len()).filter_map(|j| Some((j, self.seen_by[i][j]?)));
+        let exponent = |(j, of): (usize, usize)| {
+            let codes = &self.codes[of];
+            codes.form.exponent(&codes.queries[i], &codes.keys[j]) + decays[j]
+        };
+        let shift = seen.clone().map(exponent).fold(f64::NEG_INFINITY, f64::max);
+        let weigh = |(j, of): (usize, usize)| {
+            let codes = &self.codes[of];
+            (j, of, codes.form.combine(&codes.queries[i], &codes.keys[j], shift - decays[j]))
+        };
+        let kernel: Vec<_> = seen.map(weigh).collect();
+        let denominator = kernel.iter().map(|(_, _, value)| value).sum();
         Weights { kernel, shift, denominator }
     }
 
     fn output(&self, weights: &Weights) -> Vec<f64> {
         let mut output = vec![0.0; self.value_dim];
-        for &(j, kernel_value) in &weights.kernel {
+        for &(j, _, kernel_value) in &weights.kernel {
             add_scaled(&mut output, kernel_value / weights.denominator, self.values[j]);
         }
         output
@@ -307,6 +344,10 @@ impl Inputs<'_> {
         if let Some(mask) = self.key_mask {
             assert_eq!(mask.len(), shape.batch * shape.k_len, "elements of key_mask");
         }
+        assert!(
+            self.before_window.is_none() || self.window.is_some(),
+            "a kernel of the keys before a window needs a window"
+        );
         if let Some(gates) = self.gates {
             assert!(self.causal, "gates need a causal mask");
             assert_eq!(gates.len(), shape.batch * shape.kv_heads * shape.k_len, "elements of gates");
@@ -317,6 +358,11 @@ impl Inputs<'_> {
 /// `D^-1/4`: on both sides of the product it makes the 1/√D of softmax attention.
 fn scale(head_dim: usize) -> f64 {
     (head_dim as f64).powf(-0.25)
+}
+
+/// Makes rows of zeros as long as those of `rows`.
+fn zeros(rows: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    rows.iter().map(|row| vec![0.0; row.len()]).collect()
 }
 
 fn row(values: &[f64], index: usize, size: usize) -> &[f64] {

@@ -84,6 +84,9 @@ pub(crate) struct Problem {
     pub(crate) v: Vec<f64>,
     pub(crate) grad_output: Vec<f64>,
     pub(crate) causal: bool,
+    /// The length of the exact window and the number of its sinks: softmax sees nothing before it,
+    /// and features stand before it.
+    pub(crate) window: Option<(usize, usize)>,
     pub(crate) key_mask: Option<Vec<bool>>,
     /// Gates `(B, Hkv, Tk)`.
     pub(crate) gates: Option<Vec<f64>>,
@@ -106,9 +109,18 @@ impl Problem {
             projection: random.normal(rows * shape.head_dim, 1.0),
             offsets: random.uniform(phases, 0.0, std::f64::consts::TAU),
             causal: false,
+            window: None,
             key_mask: None,
             gates: None,
         }
+    }
+
+    /// Makes the problem causal, with an exact window of the last `window` tokens and the first
+    /// `sinks`.
+    pub(crate) fn windowed(mut self, window: usize, sinks: usize) -> Self {
+        self.window = Some((window, sinks));
+        self.causal = true;
+        self
     }
 
     /// Scales queries and keys by a factor. Short ones keep signed random features (trigonometric,
@@ -141,11 +153,14 @@ impl Problem {
         self
     }
 
+    /// The kernel of the problem: that of the window if there is one.
     pub(crate) fn kernel(&self) -> Kernel<'_> {
-        match self.map {
-            None => Kernel::Softmax,
-            Some(map) => Kernel::Features { map, projection: &self.projection, offsets: &self.offsets },
-        }
+        self.features().filter(|_| self.window.is_none()).unwrap_or(Kernel::Softmax)
+    }
+
+    fn features(&self) -> Option<Kernel<'_>> {
+        let (projection, offsets) = (&self.projection[..], &self.offsets[..]);
+        self.map.map(|map| Kernel::Features { map, projection, offsets })
     }
 
     pub(crate) fn inputs(&self) -> Inputs<'_> {
@@ -155,8 +170,9 @@ impl Problem {
             k: &self.k,
             v: &self.v,
             causal: self.causal,
-            window: None,
-            sinks: 0,
+            window: self.window.map(|(window, _)| window),
+            before_window: self.features().filter(|_| self.window.is_some()),
+            sinks: self.window.map_or(0, |(_, sinks)| sinks),
             key_mask: self.key_mask.as_deref(),
             gates: self.gates.as_deref(),
         }

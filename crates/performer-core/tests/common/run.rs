@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::features::{FeatureMapKind, RandomParameters};
 use performer_core::reference::{attention, attention_backward};
-use performer_core::{Attention, Favor, Inputs, Mask, Softmax};
+use performer_core::{Attention, Favor, Inputs, Mask, Softmax, Windowed};
 
 use super::{ALL_MAPS, Problem, assert_close, mask_tensor, tensor, values};
 
@@ -100,20 +100,31 @@ impl Problem {
         Favor::with_map(map.build(d, Some(&random), &device)?)
     }
 
-    /// Builds the attention whose kernel is the problem's.
+    /// Builds the problem's attention.
     pub(crate) fn attention(&self, dtype: DType) -> Result<Box<dyn Attention>> {
-        match self.map {
-            None => Ok(Box::new(Softmax::new())),
-            Some(_) => Ok(Box::new(self.favor(dtype)?)),
-        }
+        Ok(match (self.map, self.window) {
+            (None, None) => Box::new(Softmax::new()),
+            (None, Some((window, sinks))) => Box::new(Softmax::new().with_window(window)?.with_sinks(sinks)?),
+            (Some(_), None) => Box::new(self.favor(dtype)?),
+            (Some(_), Some(_)) => Box::new(self.features_and_window(dtype)?),
+        })
     }
 
     /// Builds that attention without fused kernels.
     pub(crate) fn composed(&self, dtype: DType) -> Result<Box<dyn Attention>> {
-        match self.map {
-            None => Ok(Box::new(Softmax::new().composed())),
-            Some(_) => Ok(Box::new(self.favor(dtype)?.composed())),
-        }
+        Ok(match (self.map, self.window) {
+            (None, None) => Box::new(Softmax::new().composed()),
+            (None, Some((window, sinks))) => {
+                Box::new(Softmax::new().composed().with_window(window)?.with_sinks(sinks)?)
+            }
+            (Some(_), None) => Box::new(self.favor(dtype)?.composed()),
+            (Some(_), Some(_)) => Box::new(self.features_and_window(dtype)?.composed()),
+        })
+    }
+
+    fn features_and_window(&self, dtype: DType) -> Result<Windowed> {
+        let Some((window, sinks)) = self.window else { panic!("the problem has no window") };
+        Windowed::new(window, self.favor(dtype)?)?.with_sinks(sinks)
     }
 
     pub(crate) fn mask(&self) -> Result<Mask> {

@@ -8,7 +8,7 @@ use performer_core::features::{
     fit::{Moments, Options, fit},
 };
 use performer_core::projection::{self, ProjectionKind, Radii};
-use performer_core::{Attention, Favor, Inputs, Mask, State};
+use performer_core::{Attention, Favor, Inputs, Mask, State, Windowed};
 
 const D: usize = 6;
 const HEADS: usize = 2;
@@ -200,53 +200,119 @@ fn qkv(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
     Ok([q.to_dtype(dtype)?, k.to_dtype(dtype)?, v.to_dtype(dtype)?])
 }
 
-/// Returns the output and the gradients of q, k, v.
-fn run(attention: &dyn Attention, mask: &Mask, t: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {
-    let vars = qkv(t, dtype)?.map(|x| Var::from_tensor(&x));
-    let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
-    let out = attention.forward(Inputs::new(q, k, v), mask)?;
+/// Draws gates of every pace, `(2, HEADS, T)`.
+fn gates(t: usize, dtype: DType) -> Result<Tensor> {
+    let mut random = Random::new(12);
+    let gates: Vec<f64> = random.uniform(2 * HEADS * t, -6.0, 1.0).into_iter().map(|x| -x.exp()).collect();
+    tensor(&gates, &[2, HEADS, t], dtype, &Device::Cpu)
+}
+
+/// Returns the output and the gradients of q, k, v, and of gates if there are some.
+fn run(attention: &dyn Attention, mask: &Mask, gated: bool, t: usize, dtype: DType) -> Result<Vec<Vec<f64>>> {
+    let mut vars: Vec<Var> = qkv(t, dtype)?.iter().map(Var::from_tensor).collect::<Result<_>>()?;
+    if gated {
+        vars.push(Var::from_tensor(&gates(t, dtype)?)?);
+    }
+    let mut inputs = Inputs::new(&vars[0], &vars[1], &vars[2]);
+    inputs.gates = vars.get(3).map(|gates| gates.as_tensor());
+    let out = attention.forward(inputs, mask)?;
     let weights = tensor(&Random::new(2).normal(out.elem_count(), 1.0), out.dims(), dtype, &Device::Cpu)?;
     let gradients = (&out * weights)?.sum_all()?.backward()?;
     let mut all = vec![values(&out)?];
-    for x in [q, k, v] {
-        all.push(values(gradients.get(x).expect("a gradient"))?);
+    for var in &vars {
+        all.push(values(gradients.get(var).expect("a gradient"))?);
     }
     Ok(all)
+}
+
+/// Makes attention by everything that is fitted: alone, or behind a window of 5 tokens and a sink.
+fn attention(windowed: bool, dtype: DType) -> Result<Box<dyn Attention>> {
+    let favor = Favor::with_map(Box::new(full_fit(dtype)?))?;
+    Ok(match windowed {
+        false => Box::new(favor),
+        true => Box::new(Windowed::new(5, favor)?.with_sinks(1)?),
+    })
 }
 
 #[test]
 fn fused_kernels_agree_with_composed_operations_in_f64() -> Result<()> {
     for t in [2, 9, 130] {
-        for mask in [Mask::causal(), Mask::full()] {
-            let truth = run(&Favor::with_map(Box::new(full_fit(DType::F64)?))?, &mask, t, DType::F64)?;
-            let fused = run(&Favor::with_map(Box::new(full_fit(DType::F32)?))?, &mask, t, DType::F32)?;
-            for (name, (actual, expected)) in ["output", "q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
-                assert_close(
-                    &format!("T={t} causal {} {name}", mask.is_causal()),
-                    &[actual.len()],
-                    actual,
-                    expected,
-                    1e-4,
-                );
+        for (mask, windowed, gated) in [
+            (Mask::full(), false, false),
+            (Mask::causal(), false, false),
+            (Mask::causal(), false, true),
+            (Mask::causal(), true, false),
+            (Mask::causal(), true, true),
+        ] {
+            let truth = run(&*attention(windowed, DType::F64)?, &mask, gated, t, DType::F64)?;
+            let fused = run(&*attention(windowed, DType::F32)?, &mask, gated, t, DType::F32)?;
+            assert_eq!(truth.len(), if gated { 5 } else { 4 });
+            let names = ["output", "q", "k", "v", "gates"];
+            for (name, (actual, expected)) in names.iter().zip(fused.iter().zip(&truth)) {
+                let what = format!("T={t} causal {} windowed {windowed} gated {gated} {name}", mask.is_causal());
+                assert_close(&what, &[actual.len()], actual, expected, 1e-4);
             }
         }
     }
     Ok(())
 }
 
+/// Later tokens change no bit of an earlier output.
 #[test]
-fn steps_are_one_pass() -> Result<()> {
-    let t = 40;
-    let attention = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
+fn the_future_leaves_the_past_alone() -> Result<()> {
+    let t = 150;
     let [q, k, v] = qkv(t, DType::F32)?;
-    let whole = values(&attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?)?;
-    let mut state = State::new();
-    let outs: Vec<Tensor> = (0..t)
-        .map(|i| {
-            attention.extend(Inputs::new(&q.narrow(2, i, 1)?, &k.narrow(2, i, 1)?, &v.narrow(2, i, 1)?), &mut state)
-        })
-        .collect::<Result<_>>()?;
-    assert_tensor_close("steps", &Tensor::cat(&outs, 2)?, &whole, 1e-5);
+    let gates = gates(t, DType::F32)?;
+    for windowed in [false, true] {
+        let attention = attention(windowed, DType::F32)?;
+        let out = |inputs: [&Tensor; 4], tokens: usize| -> Result<Vec<f64>> {
+            let [q, k, v, gates] = inputs;
+            let out = attention.forward(Inputs::new(q, k, v).with_gates(gates), &Mask::causal())?;
+            values(&out.narrow(2, 0, tokens)?)
+        };
+        for cut in [1, 5, 6, 64, 65, 149] {
+            let changed = |x: &Tensor, by: f64| -> Result<Tensor> {
+                Tensor::cat(&[&x.narrow(2, 0, cut)?, &(x.narrow(2, cut, t - cut)? * by)?], 2)
+            };
+            let other = [changed(&q, -3.0)?, changed(&k, 20.0)?, changed(&v, 7.0)?, changed(&gates, 9.0)?];
+            let past = out([&q, &k, &v, &gates], cut)?;
+            assert_eq!(out(other.each_ref(), cut)?, past, "windowed {windowed}, tokens before {cut}");
+        }
+    }
+    Ok(())
+}
+
+/// Any split into pieces is one pass, and a state that was saved goes on as if it had not been.
+#[test]
+fn pieces_are_one_pass() -> Result<()> {
+    let t = 40;
+    let [q, k, v] = qkv(t, DType::F32)?;
+    let gates = gates(t, DType::F32)?;
+    for (windowed, gated) in [(false, false), (false, true), (true, false), (true, true)] {
+        let attention = attention(windowed, DType::F32)?;
+        let what = format!("windowed {windowed}, gated {gated}");
+        let whole = {
+            let mut inputs = Inputs::new(&q, &k, &v);
+            inputs.gates = gated.then_some(&gates);
+            values(&attention.forward(inputs, &Mask::causal())?)?
+        };
+        for pieces in [&[1; 40][..], &[17, 1, 1, 21], &[3, 37]] {
+            let (mut state, mut start, mut outs) = (State::new(), 0, Vec::new());
+            for &n in pieces {
+                let part = |x: &Tensor| x.narrow(2, start, n);
+                let (q, k, v, gates) = (part(&q)?, part(&k)?, part(&v)?, part(&gates)?);
+                let mut inputs = Inputs::new(&q, &k, &v);
+                inputs.gates = gated.then_some(&gates);
+                let mut saved = State::from_record(&state.record()?)?;
+                let again = values(&attention.extend(inputs, &mut saved)?)?;
+                let out = attention.extend(inputs, &mut state)?;
+                assert_eq!(again, values(&out)?, "{what}: a saved state before token {start}");
+                outs.push(out);
+                start += n;
+            }
+            assert_tensor_close(&format!("{what} in {pieces:?}"), &Tensor::cat(&outs, 2)?, &whole, 1e-5);
+        }
+    }
     Ok(())
 }
 

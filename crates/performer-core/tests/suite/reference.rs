@@ -36,24 +36,28 @@ fn gradients_are_those_of_finite_differences() {
             if gated {
                 problem = problem.gated(3);
             }
-            let analytic = attention_backward(problem.kernel(), problem.inputs(), &problem.grad_output);
-
-            type Field = fn(&mut Problem) -> &mut Vec<f64>;
-            let mut fields: Vec<(&str, Vec<usize>, Field, &[f64])> = vec![
-                ("q", problem.q_dims().to_vec(), |p| &mut p.q, &analytic.q),
-                ("k", problem.k_dims().to_vec(), |p| &mut p.k, &analytic.k),
-                ("v", problem.v_dims().to_vec(), |p| &mut p.v, &analytic.v),
-            ];
-            if gated {
-                let dims = vec![SMALL.batch, SMALL.kv_heads, SMALL.k_len];
-                fields.push(("gates", dims, |p| p.gates.as_mut().expect("gates"), &analytic.gates));
-            }
-            for (name, dims, field, gradient) in fields {
-                let numeric = finite_differences(&problem, field);
-                let what = format!("{map:?}, causal {causal}, masked {masked}, gated {gated}: gradient of {name}");
-                assert_close(&what, &dims, gradient, &numeric, 1e-7);
-            }
+            assert_gradients(&problem, &format!("{map:?}, causal {causal}, masked {masked}, gated {gated}"));
         }
+    }
+}
+
+/// Compares the gradients of every input with finite differences.
+#[track_caller]
+fn assert_gradients(problem: &Problem, what: &str) {
+    type Field = fn(&mut Problem) -> &mut Vec<f64>;
+    let analytic = attention_backward(problem.kernel(), problem.inputs(), &problem.grad_output);
+    let mut fields: Vec<(&str, Vec<usize>, Field, &[f64])> = vec![
+        ("q", problem.q_dims().to_vec(), |p| &mut p.q, &analytic.q),
+        ("k", problem.k_dims().to_vec(), |p| &mut p.k, &analytic.k),
+        ("v", problem.v_dims().to_vec(), |p| &mut p.v, &analytic.v),
+    ];
+    if problem.gates.is_some() {
+        let dims = problem.gate_dims()[..3].to_vec();
+        fields.push(("gates", dims, |p| p.gates.as_mut().expect("gates"), &analytic.gates));
+    }
+    for (name, dims, field, gradient) in fields {
+        let numeric = finite_differences(problem, field);
+        assert_close(&format!("{what}: gradient of {name}"), &dims, gradient, &numeric, 1e-7);
     }
 }
 
@@ -116,32 +120,49 @@ fn softmax_attention_is_that_of_plain_tensors() -> Result<()> {
     Ok(())
 }
 
-/// A window hides keys from the gated weights as from others.
+/// A window hides keys from softmax, and gives them to the features that stand before it.
 #[test]
-fn gradients_in_a_window_are_those_of_finite_differences() {
-    let mut problem = Problem::random(11, SMALL, None, 0).gated(12);
-    for (window, sinks) in [(Some(3), 0), (Some(1), 1), (Some(1), 2)] {
-        let analytic = attention_backward(
-            problem.kernel(),
-            performer_core::reference::Inputs { window, sinks, ..problem.inputs() },
-            &problem.grad_output,
-        );
-        let count = analytic.gates.len();
-        let numeric: Vec<f64> = (0..count)
-            .map(|index| {
-                let mut loss = |change: f64| {
-                    problem.gates.as_mut().expect("gates")[index] += change;
-                    let inputs = performer_core::reference::Inputs { window, sinks, ..problem.inputs() };
-                    let loss = dot(&attention(problem.kernel(), inputs), &problem.grad_output);
-                    problem.gates.as_mut().expect("gates")[index] -= change;
-                    loss
-                };
-                (loss(1e-5) - loss(-1e-5)) / 2e-5
-            })
-            .collect();
-        let what = format!("gradient of gates, W={window:?}, {sinks} sinks");
-        assert_close(&what, &[count], &analytic.gates, &numeric, 1e-7);
+fn gradients_with_a_window_are_those_of_finite_differences() {
+    use FeatureMapKind::{Elu, Positive};
+    for map in [None, Some(Positive), Some(Elu)] {
+        for (window, sinks) in [(3, 0), (1, 1), (1, 2)] {
+            for masked in [false, true] {
+                let mut problem = Problem::random(11, SMALL, map, 32).gated(12).windowed(window, sinks);
+                problem.key_mask = masked.then(|| Random::new(2).mask(SMALL.batch * SMALL.k_len, 0.7));
+                assert_gradients(&problem, &format!("{map:?}, W={window}, {sinks} sinks, masked {masked}"));
+            }
+        }
     }
+}
+
+/// The weights of features that stand before a window are those of attention without the window,
+/// and the others are those of softmax: here from the kernels themselves.
+#[test]
+fn features_stand_before_the_window() {
+    let shape = Shape { q_len: 9, k_len: 9, ..SMALL };
+    let problem = Problem::random(15, shape, Some(FeatureMapKind::Positive), 4).windowed(3, 2);
+    let features = problem.inputs().before_window.expect("features");
+    let scale = (shape.head_dim as f64).powf(-0.25);
+    let row = |x: &[f64], row: usize| -> Vec<f64> {
+        x[row * shape.head_dim..][..shape.head_dim].iter().map(|x| scale * x).collect()
+    };
+    let mut expected = Vec::new();
+    for head in 0..shape.batch * shape.heads {
+        for i in 0..9 {
+            let (mut sums, mut denominator) = (vec![0.0; shape.value_dim], 0.0);
+            for j in 0..=i {
+                let kernel = if i - j < 3 || j < 2 { Kernel::Softmax } else { features };
+                let key = head / 2 * 9 + j;
+                let weight = kernel.evaluate(&row(&problem.q, head * 9 + i), &row(&problem.k, key));
+                denominator += weight;
+                let value = &problem.v[key * shape.value_dim..][..shape.value_dim];
+                sums.iter_mut().zip(value).for_each(|(sum, value)| *sum += weight * value);
+            }
+            expected.extend(sums.iter().map(|sum| sum / denominator));
+        }
+    }
+    let output = attention(problem.kernel(), problem.inputs());
+    assert_close("features before a window", &problem.output_dims(), &output, &expected, 1e-13);
 }
 
 /// Sinks are the first keys, and are seen beside the window: here by their definition, as a mask

@@ -1,11 +1,15 @@
 //! These tests check windowed attention, which is exact for near keys and FAVOR for far ones: it is
-//! compared with its plain definition, tested for leaks, and decoded step by step.
+//! compared with the f64 reference, tested for leaks, and decoded step by step.
 
-use crate::common::{Random, assert_tensor_close, mask_tensor, tensor, values};
-use candle_core::{DType, Device, Result, Tensor, Var};
+use crate::common::{Layout, Problem, Random, assert_tensor_close, conditioned_scale, tensor, values};
+use candle_core::{DType, Device, Result, Tensor};
+use performer_core::reference::Shape;
 use performer_core::{Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, State, Windowed};
 
 const D: usize = 8;
+
+/// Tolerances relative to the largest element of an output or a gradient.
+const TOLERANCES: [(DType, f64); 4] = [(DType::F64, 1e-9), (DType::F32, 1e-4), (DType::F16, 5e-3), (DType::BF16, 4e-2)];
 
 /// Windows with sinks: shorter than one, longer, and of as many tokens.
 const SINKS: [(usize, usize, usize); 5] = [(2, 1, 1), (63, 5, 4), (130, 64, 1), (300, 7, 20), (40, 20, 30)];
@@ -24,73 +28,67 @@ fn inputs(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
     Ok([one(4, D)?, one(2, D)?, one(2, 5)?])
 }
 
-/// Computes the attention row by row, in f64: `(2, 4, T, 5)`.
-fn plain(attention: &Windowed, [q, k, v]: &[Tensor; 3], visible: Option<&[bool]>) -> Result<Vec<f64>> {
-    let t = q.dim(2)?;
-    let mut out = Vec::new();
-    for b in 0..2 {
-        for h in 0..4 {
-            let row = |x: &Tensor, head: usize| x.get(b)?.get(head)?.to_dtype(DType::F64);
-            let scale = (D as f64).powf(-0.25);
-            let (q, k, v) = ((row(q, h)? * scale)?, (row(k, h / 2)? * scale)?, row(v, h / 2)?);
-            let exact = q.matmul(&k.t()?)?.exp()?.to_vec2::<f64>()?;
-            let estimated = attention.far().map().kernel(&q, &k)?.to_vec2::<f64>()?;
-            let v = v.to_vec2::<f64>()?;
-            for i in 0..t {
-                let (mut num, mut den) = (vec![0.0; 5], 0.0);
-                for j in (0..=i).filter(|j| visible.is_none_or(|seen| seen[b * t + j])) {
-                    let near = j + attention.window() > i || j < attention.sinks();
-                    let weight = if near { exact[i][j] } else { estimated[i][j] };
-                    den += weight;
-                    num.iter_mut().zip(&v[j]).for_each(|(n, v)| *n += weight * v);
-                }
-                out.extend(num.iter().map(|n| if den == 0.0 { 0.0 } else { n / den }));
-            }
+/// Checks outputs and gradients of a problem with a window, as they are computed by default and in
+/// composed operations.
+#[track_caller]
+fn check(problem: &Problem, dtypes: &[(DType, f64)]) -> Result<()> {
+    for &(dtype, tolerance) in dtypes {
+        let problem = problem.clone().rounded(dtype)?;
+        let expected = problem.expected();
+        for (how, attention) in [("", problem.attention(dtype)?), (" composed", problem.composed(dtype)?)] {
+            let actual = problem.run(&*attention, dtype, Layout::Transposed)?;
+            let (window, sinks) = problem.window.expect("a window");
+            let hidden = problem.key_mask.is_some();
+            let what = format!("{dtype:?}{how} W={window}, {sinks} sinks, hidden keys {hidden}");
+            problem.assert_outcome(&what, &actual, &expected, tolerance);
         }
     }
-    Ok(out)
+    Ok(())
 }
 
+fn problem(seed: u64, shape: Shape, map: Option<FeatureMapKind>, m: usize) -> Problem {
+    Problem::random(seed, shape, map, m).scale_qk(conditioned_scale(map))
+}
+
+const fn shape(t: usize) -> Shape {
+    Shape { batch: 2, heads: 4, kv_heads: 2, q_len: t, k_len: t, head_dim: D, value_dim: 5 }
+}
+
+/// Windows before features, with gates and without, with hidden keys and without, at lengths
+/// within, at and beyond the kernels' tiles and chunks. Sinks are exact however far they are, and
+/// no feature counts them a second time.
 #[test]
-fn it_is_what_it_says() -> Result<()> {
+fn a_window_before_features_is_the_reference() -> Result<()> {
     use FeatureMapKind::{Elu, Exp, Hedgehog, Hyperbolic, Learned, Positive};
-    for map in [Positive, Hyperbolic, Elu, Exp, Learned, Hedgehog] {
-        for (t, window) in [(1, 1), (2, 1), (63, 5), (130, 64), (300, 7), (40, 200)] {
-            let truth = windowed(window, DType::F64, map)?;
-            let expected = plain(&truth, &inputs(t, DType::F64)?, None)?;
-            for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)]
-            {
-                let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-                for attention in [windowed(window, wide, map)?, windowed(window, wide, map)?.composed()] {
-                    let [q, k, v] = inputs(t, dtype)?;
-                    let out = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
-                    assert_eq!(out.dtype(), dtype);
-                    assert_tensor_close(&format!("{map} {dtype:?} T={t} W={window}"), &out, &expected, tolerance);
+    let windows = [(1, 1), (2, 1), (63, 5), (130, 64), (300, 7), (40, 200)].map(|(t, window)| (t, window, 0));
+    for (number, map) in [Positive, Hyperbolic, Elu, Exp, Learned, Hedgehog].into_iter().enumerate() {
+        for (place, (t, window, sinks)) in windows.into_iter().chain(SINKS).enumerate() {
+            for combination in 0..4 {
+                // The other maps have other features alone, so they share the combinations, and half
+                // types are left to the first.
+                if map != Positive && combination != (number + place) % 4 {
+                    continue;
                 }
+                let mut problem = problem(t as u64, shape(t), Some(map), 12);
+                if combination & 1 > 0 {
+                    problem = problem.gated(1);
+                }
+                problem.key_mask = (combination & 2 > 0).then(|| Random::new(9).mask(2 * t, 0.8));
+                let dtypes = if map == Positive { &TOLERANCES[..] } else { &TOLERANCES[..2] };
+                check(&problem.windowed(window, sinks), dtypes)?;
             }
         }
     }
     Ok(())
 }
 
-/// Sinks are exact however far they are, and no far feature counts them a second time.
+/// Segments and chunks of 128 features, with gates.
 #[test]
-fn sinks_are_exact_and_not_among_the_far() -> Result<()> {
-    for map in [FeatureMapKind::Positive, FeatureMapKind::Learned] {
-        for (t, window, sinks) in SINKS {
-            let truth = windowed(window, DType::F64, map)?.with_sinks(sinks)?;
-            let expected = plain(&truth, &inputs(t, DType::F64)?, None)?;
-            for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 4e-2)] {
-                let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-                let attention = windowed(window, wide, map)?.with_sinks(sinks)?;
-                for attention in [windowed(window, wide, map)?.with_sinks(sinks)?.composed(), attention] {
-                    let [q, k, v] = inputs(t, dtype)?;
-                    let out = attention.forward(Inputs::new(&q, &k, &v), &Mask::causal())?;
-                    let what = format!("{map} {dtype:?} T={t} W={window} and {sinks} sinks");
-                    assert_tensor_close(&what, &out, &expected, tolerance);
-                }
-            }
-        }
+fn long_windows_before_many_features_are_the_reference() -> Result<()> {
+    for (t, window, sinks) in [(500, 65, 0), (1000, 33, 4)] {
+        let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: t, k_len: t, head_dim: 64, value_dim: 64 };
+        let problem = problem(t as u64, shape, Some(FeatureMapKind::Positive), 128).gated(2).windowed(window, sinks);
+        check(&problem, &TOLERANCES[1..2])?;
     }
     Ok(())
 }
@@ -107,38 +105,12 @@ fn hidden_keys_count_on_neither_side() -> Result<()> {
     // Rows beyond the window see nothing in it nor before it, as where texts are padded in front.
     let late = (0..2 * t).map(|j| j % t >= 30).collect();
     for visible in [some, early, late] {
-        let mask = Mask::causal().with_keys(&mask_tensor(&visible, &[2, t], &Device::Cpu)?)?;
         for sinks in [0, 3] {
-            for dtype in [DType::F64, DType::F32] {
-                let windowed = |dtype| windowed(window, dtype, FeatureMapKind::Positive)?.with_sinks(sinks);
-                let [q, k, v] = inputs(t, dtype)?;
-                let expected = plain(&windowed(DType::F64)?, &inputs(t, DType::F64)?, Some(&visible))?;
-                let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
-                let out = windowed(dtype)?.forward(Inputs::new(&q, &k, &v), &mask)?;
-                assert_tensor_close(&format!("masked, {sinks} sinks"), &out, &expected, tolerance);
+            let plain = problem(6, shape(t), Some(FeatureMapKind::Positive), 12).windowed(window, sinks);
+            for mut problem in [plain.clone(), plain.gated(7)] {
+                problem.key_mask = Some(visible.clone());
+                check(&problem, &TOLERANCES[..2])?;
             }
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn gradients_agree_with_composed_operations_in_f64() -> Result<()> {
-    for (t, window, sinks) in [(50, 6, 0), (150, 70, 0), (150, 9, 4)] {
-        let run = |attention: &Windowed, dtype: DType| -> Result<Vec<Vec<f64>>> {
-            let vars = inputs(t, dtype)?.map(|x| Var::from_tensor(&x));
-            let [q, k, v] = vars.each_ref().map(|x| x.as_ref().expect("a variable"));
-            let out = attention.forward(Inputs::new(q, k, v), &Mask::causal())?;
-            let weights = tensor(&Random::new(9).normal(out.elem_count(), 1.0), out.dims(), dtype, &Device::Cpu)?;
-            let gradients = (out * weights)?.sum_all()?.backward()?;
-            [q, k, v].iter().map(|x| values(gradients.get(x).expect("a gradient"))).collect()
-        };
-        let map = FeatureMapKind::Positive;
-        let truth = run(&windowed(window, DType::F64, map)?.with_sinks(sinks)?, DType::F64)?;
-        let fused = run(&windowed(window, DType::F32, map)?.with_sinks(sinks)?, DType::F32)?;
-        for (name, (actual, expected)) in ["q", "k", "v"].iter().zip(fused.iter().zip(&truth)) {
-            let what = format!("T={t} W={window}, {sinks} sinks, {name}");
-            crate::common::assert_close(&what, &[actual.len()], actual, expected, 1e-4);
         }
     }
     Ok(())
@@ -283,34 +255,12 @@ fn features_are_drawn_anew() -> Result<()> {
 /// within, at and beyond the kernels' tiles.
 #[test]
 fn a_window_of_softmax_is_the_reference() -> Result<()> {
-    use crate::common::{Layout, Problem};
-    use performer_core::reference::{Shape, attention, attention_backward};
     let windows = [(1, 1), (5, 1), (63, 7), (130, 64), (300, 128), (500, 129), (40, 100)];
     let windows = windows.map(|(t, window)| (t, window, 0)).into_iter().chain(SINKS);
     for (t, window, sinks) in windows.chain([(500, 129, 4), (1000, 3, 130), (700, 100, 300)]) {
-        let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: t, k_len: t, head_dim: D, value_dim: 5 };
-        let mut problem = Problem::random(t as u64, shape, None, 1);
-        problem.causal = true;
+        let mut problem = problem(t as u64, shape(t), None, 1).windowed(window, sinks);
         problem.key_mask = (t > 2).then(|| Random::new(9).mask(2 * t, 0.8));
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)] {
-            let problem = problem.clone().rounded(dtype)?;
-            let inputs = performer_core::reference::Inputs { window: Some(window), sinks, ..problem.inputs() };
-            let output = attention(problem.kernel(), inputs);
-            let gradients = attention_backward(problem.kernel(), inputs, &problem.grad_output);
-            for softmax in [Softmax::new(), Softmax::new().composed()] {
-                let softmax = softmax.with_window(window)?.with_sinks(sinks)?;
-                let outcome = problem.run(&softmax, dtype, Layout::Transposed)?;
-                let what = format!("{dtype:?} T={t} W={window}, {sinks} sinks");
-                crate::common::assert_close(&what, &problem.output_dims(), &outcome.output, &output, tolerance);
-                for (name, got, want, dims) in [
-                    ("dq", &outcome.q, &gradients.q, problem.q_dims()),
-                    ("dk", &outcome.k, &gradients.k, problem.k_dims()),
-                    ("dv", &outcome.v, &gradients.v, problem.v_dims()),
-                ] {
-                    crate::common::assert_close(&format!("{what}, {name}"), &dims, got, want, tolerance);
-                }
-            }
-        }
+        check(&problem, &[(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)])?;
     }
     Ok(())
 }

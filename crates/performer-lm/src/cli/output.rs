@@ -19,7 +19,7 @@ use serde::Serialize;
 
 use crate::{
     errors::Cause,
-    listener::{Bar, Listener, Unit},
+    listener::{Bar, Listener, Unit, show_speed},
     recall::Recall,
 };
 
@@ -128,7 +128,7 @@ impl Bar for Drawn {
     }
 
     fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
-        self.bar.set_message(format!("loss {loss:.4}  {:.1}k tokens/s", tokens_per_second / 1000.0));
+        self.bar.set_message(format!("loss {loss:.4}  {}", show_speed(tokens_per_second)));
         self.show(number as u64);
     }
 }

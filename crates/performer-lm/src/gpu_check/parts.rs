@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use candle_nn::VarBuilder;
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig,
@@ -60,12 +60,10 @@ const OPERATIONS: &[Operation] = &[
     // of these.
     ("forget gates", &[&[2, 33, 40], &[9, 40], &[9]], forget_gates),
     ("forget gates of long rows", &[&[1, 130, 700], &[2, 700], &[2]], forget_gates),
-    ("output gates", &[&[2, 7, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40]], |t| {
-        let config = MultiHeadConfig::new(40, 4).with_parts(LayerParts::default().with_output_gate(true));
-        // Small gates are rounded by little, as those of models are.
-        let small = (&t[5] * 0.2)?;
-        let t: Vec<Tensor> = t[..5].iter().cloned().chain([small]).collect();
-        projected(&t, config, Rotary::new(10, 40, 1e4, t[0].device())?)
+    ("output gates", &[&[2, 7, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40], &[40, 40]], |t| output_gates(t, 4)),
+    // Their numbers are no multiple of 16 bytes.
+    ("output gates of narrow heads", &[&[1, 7, 30], &[30, 30], &[30, 30], &[30, 30], &[30, 30], &[30, 30]], |t| {
+        output_gates(t, 3)
     }),
     ("attention by taylor2", &[&[1, 4, 70, 16], &[1, 2, 70, 16], &[1, 2, 70, 24]], |t| {
         polynomial(FeatureMapKind::Taylor2, t)
@@ -99,6 +97,16 @@ fn projected(t: &[Tensor], config: MultiHeadConfig, rotary: Rotary) -> candle_co
     let vb = VarBuilder::from_tensors(weights.collect(), t[0].dtype(), t[0].device());
     MultiHeadAttention::without_buffers(&config, Box::new(Softmax::new()), Some(rotary), vb)?
         .forward_through(&t[0], |inputs| (inputs.q + inputs.k)? + inputs.v)
+}
+
+/// Computes a layer with output gates from its input, four weights and that of the gates.
+fn output_gates(t: &[Tensor], heads: usize) -> candle_core::Result<Tensor> {
+    let width = t[0].dim(2)?;
+    let config = MultiHeadConfig::new(width, heads).with_parts(LayerParts::default().with_output_gate(true));
+    // Small gates are rounded by little, as those of models are.
+    let small = (&t[5] * 0.2)?;
+    let t: Vec<Tensor> = t[..5].iter().cloned().chain([small]).collect();
+    projected(&t, config, Rotary::new(width / heads, 40, 1e4, t[0].device())?)
 }
 
 /// Computes the forget gates of a layer from its input, a weight and a bias for each head.
@@ -137,17 +145,29 @@ const TAPED: [&str; 6] = [
     "uniform:gate",
 ];
 
-/// Counts the tensors of a small model's loss that no tape records.
-fn unrecorded(attention: &str, device: &Device) -> Result<f64> {
+/// Counts the tensors of a small model's loss that no tape records, and compares the gradients that
+/// a tape computes with those of Candle's backward pass.
+fn taped(attention: &str, device: &Device) -> Result<(f64, f64)> {
     let (config, _) = Preset::Seed.load()?;
     let attention = attention.parse().map_err(anyhow::Error::msg)?;
     let config = ModelConfig { attention, vocab_size: 300, layers: 1, ..config };
     let model = Decoder::new(&config, 1, device)?;
     let model = if device.is_cpu() { model } else { model.compute_in(DType::BF16) };
     let ids = Tensor::arange(0, 64u32, device)?.reshape((2, 32))?;
+    let loss = || -> Result<Tensor> { Ok(ops::sum_all(&model.losses(&ids, &(1..65).collect::<Vec<u32>>(), None)?)?) };
+    let want = loss()?.backward()?;
     let tape = Tape::start();
-    let losses = model.losses(&ids, &(1..65).collect::<Vec<u32>>(), None)?;
-    Ok(tape.unrecorded(&ops::sum_all(&losses)?) as f64)
+    let loss = loss()?;
+    let unrecorded = tape.unrecorded(&loss) as f64;
+    let got = tape.backward(&loss)?;
+    let mut worst = 0f64;
+    for (name, parameter) in model.named_parameters()? {
+        let of = |store: &GradStore| -> Result<Vec<f64>> {
+            Ok(numbers(store.get(&parameter).with_context(|| format!("{name} has no gradient"))?)?)
+        };
+        worst = worst.max(relative_error(&of(&got)?, &of(&want)?));
+    }
+    Ok((unrecorded, worst))
 }
 
 /// Returns an item for each operation in each type, for the optimiser, and for the tape of each
@@ -163,7 +183,15 @@ pub(super) fn items() -> Vec<Item> {
     items.push(one("AdamW, five steps".into(), tolerance(DType::F32), adamw));
     for attention in TAPED {
         let name = format!("operations of {attention} that no tape records");
-        items.push(one(name, 0.0, move |device| unrecorded(attention, device)));
+        items.push(Item::checks(name.clone(), move |device| {
+            let (unrecorded, error) = taped(attention, device)?;
+            let gradients = format!("gradients of {attention} by a tape");
+            let tolerance = tolerance(if device.is_cpu() { DType::F32 } else { DType::BF16 });
+            Ok(vec![
+                by_device(Check::of(name.clone(), Ok(unrecorded), 0.0), device),
+                by_device(Check::of(gradients, Ok(error), tolerance), device),
+            ])
+        }));
     }
     items
 }
@@ -171,12 +199,16 @@ pub(super) fn items() -> Vec<Item> {
 /// Returns an item of one comparison, which has the item's name.
 fn one(name: String, tolerance: f64, error: impl Fn(&Device) -> Result<f64> + 'static) -> Item {
     Item::checks(name.clone(), move |device| {
-        let check = Check::of(name.clone(), error(device), tolerance);
-        Ok(vec![match device.is_metal() {
-            true => check.by("composed operations, since Metal has a kernel for attention alone"),
-            false => check,
-        }])
+        Ok(vec![by_device(Check::of(name.clone(), error(device), tolerance), device)])
     })
+}
+
+/// Says of a check on Metal what computed it.
+fn by_device(check: Check, device: &Device) -> Check {
+    match device.is_metal() {
+        true => check.by("composed operations, since Metal has a kernel for attention alone"),
+        false => check,
+    }
 }
 
 /// Returns the largest error of an operation's output and its gradients.

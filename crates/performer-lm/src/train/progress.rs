@@ -6,7 +6,7 @@ use std::{cell::Cell, time::Instant};
 use crate::{
     config::ModelConfig,
     eval::{Evaluation, guessing, is_worse_than_guessing, show_perplexity},
-    listener::{Bar, Listener, Silent, Unit},
+    listener::{Bar, Listener, Silent, Unit, show_speed},
 };
 
 /// Weight of the newest step in the speed of a run.
@@ -49,11 +49,11 @@ impl<'a> Progress<'a> {
 
     pub(super) fn validation(&self, step: usize, e: &Evaluation, sample: &str) {
         self.listener.note(&format!(
-            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {}  {:.1}k tokens/s",
+            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {}  {}",
             self.name,
             e.val_loss,
             show_perplexity(e.perplexity, 2),
-            self.speed.get() / 1000.0
+            show_speed(self.speed.get())
         ));
         let rises = self.last.replace(Some(e.val_loss)).is_none_or(|last| e.val_loss > last);
         if rises && is_worse_than_guessing(e.val_loss, self.vocabulary) {

@@ -81,7 +81,8 @@ pub(in crate::kernels) fn backward(x: View, weight: View, gates: View, grad: Vie
     unsafe { launch.run(grid, THREADS) }?;
 
     let sums = tensor(sums, (splits, heads, width + 1)).sum(0)?;
-    let of_weight = sums.narrow(1, 0, width)?.contiguous()?;
-    let of_bias = sums.narrow(1, width, 1)?.contiguous()?.reshape(heads)?;
+    // Of one head, both parts are contiguous already, and would share their memory.
+    let of_weight = sums.narrow(1, 0, width)?.force_contiguous()?;
+    let of_bias = sums.narrow(1, width, 1)?.force_contiguous()?.reshape(heads)?;
     Ok([tensor(of_x, x.1.shape()), of_weight, of_bias])
 }
