@@ -183,6 +183,7 @@ def main():
             "softmax_quick_loss_then": then,
         }
         for number in (1, 2, 3, 4):
+            row[f"quarter_{number}"] = quarter(spec, number)
             row[f"quarter_{number}_beside_softmax"] = quarter(spec, number) - quarter(
                 SOFTMAX, number
             )
