@@ -496,11 +496,15 @@ def names_of_this_project(theirs, config, family):
             tensor = tensor.t().contiguous()
         if ".self_attn.c_attn." not in name:
             parts = {name: tensor}
-        elif tensor.shape[0] != 3 * config.hidden_size:
-            raise ModelError(f"{their_name} has {tensor.shape[0]} outputs; config.json needs {3 * config.hidden_size}")
         else:
-            thirds = tensor.chunk(3)
-            parts = {name.replace("c_attn", part): third for part, third in zip(("q_proj", "k_proj", "v_proj"), thirds)}
+            # Queries and keys are as wide as each other, and may be narrower than values.
+            queries, odd = divmod(tensor.shape[0] - config.hidden_size, 2)
+            if odd or queries < 1:
+                raise ModelError(
+                    f"{their_name} has {tensor.shape[0]} outputs, which are no queries, keys and {config.hidden_size} values"
+                )
+            split = tensor.split((queries, queries, config.hidden_size))
+            parts = {name.replace("c_attn", part): rows for part, rows in zip(("q_proj", "k_proj", "v_proj"), split)}
         for part in parts:
             if part in ours:
                 raise ModelError(f"the weights hold {part} twice; copy the model again")

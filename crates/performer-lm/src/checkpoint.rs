@@ -362,6 +362,11 @@ pub(crate) fn require_folder(dir: &Path) -> Result<()> {
 
 fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(|e| match e.kind() {
+        ErrorKind::NotFound if [OPTIMIZER, TRAIN_STATE].iter().any(|name| path.ends_with(name)) => anyhow::anyhow!(
+            "{} is missing: the model beside it can be used, and a new training can begin from its weights, but the training that \
+             made it cannot be resumed",
+            path.display()
+        ),
         ErrorKind::NotFound => anyhow::anyhow!(
             "{} is missing: give the folder of a finished save, with {CONFIG}, {TOKENIZER} and {MODEL}",
             path.display()

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::Prepared,
-    errors::{Cause, STOPPED},
+    errors::{Cause, STOPPED, require_once},
     files,
     listener::Listener,
     machine::Machine,
@@ -145,8 +145,23 @@ impl Comparison<'_> {
                 let rates = self.rates_of(attention, &tried);
                 let mut runs = Vec::new();
                 for &rate in &rates {
-                    runs.push(self.train(attention, seed, rate, data)?);
+                    let made = self.train(attention, seed, rate, data);
+                    let diverged = made.as_ref().err().and_then(|error| error.downcast_ref::<Cause>());
+                    // A rate that is too high loses to the others, if any of them is not.
+                    if rates.len() > 1 && matches!(diverged, Some(Cause::Diverged { .. })) {
+                        self.listener.note(&format!(
+                            "warning: {attention} with the learning rate {rate} and seed {seed} diverged, so another rate is chosen"
+                        ));
+                        continue;
+                    }
+                    runs.push(
+                        made.with_context(|| format!("{attention} with the learning rate {rate} and seed {seed}"))?,
+                    );
                 }
+                ensure!(
+                    !runs.is_empty(),
+                    "{attention} diverged with every learning rate, seed {seed}; give lower ones"
+                );
                 // The first of equal losses is taken, and a loss that is not a number comes last.
                 let best = (0..runs.len()).min_by(|&a, &b| runs[a].report.val_loss.total_cmp(&runs[b].report.val_loss));
                 let Some(best) = best else { bail!("no learning rate is given") };
@@ -243,16 +258,16 @@ impl Comparison<'_> {
             ["table.md", "loss.svg", "loss.png", "positions.svg", "positions.png", "beside.svg", "beside.png"];
         files::require_own(self.out, ("compare.json", "runs"), &written)?;
         let rates = self.rates();
-        for (i, rate) in rates.iter().enumerate() {
-            ensure!(!rates[..i].contains(rate), "learning rate {rate} is given twice");
+        require_once("learning rate", &rates)?;
+        require_once("attention", &self.attentions)?;
+        require_once("seed", &self.seeds)?;
+        for rate in &rates {
             TrainingConfig { learning_rate: *rate, ..self.training.clone() }.validate()?;
         }
-        for (i, attention) in self.attentions.iter().enumerate() {
-            ensure!(!self.attentions[..i].contains(attention), "attention {attention} is given twice");
+        for attention in &self.attentions {
             Decoder::new(&self.config.clone().with_attention(attention)?, 0, &self.device)
                 .with_context(|| format!("attention {attention}"))?;
-            for (j, &seed) in self.seeds.iter().enumerate() {
-                ensure!(!self.seeds[..j].contains(&seed), "seed {seed} is given twice");
+            for &seed in &self.seeds {
                 for &rate in &rates {
                     let (config, training) = self.recipe(attention, seed, rate)?;
                     find(&config, &training, data, &self.options(&self.folder(attention, seed, rate)))?;

@@ -288,8 +288,15 @@ impl ModelConfig {
         );
         ensure!(h.is_multiple_of(kv), "model config: heads {h} must be a multiple of kv_heads {kv}");
         ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
+        let eps = self.norm_eps;
+        ensure!(eps > 0.0 && eps.is_finite(), "model config: norm_eps is {eps}; it must be a number above 0");
         for attention in std::iter::once(&self.attention).chain(self.attention_by_layer.values()) {
             ensure!(attention.window() != Some(0), "model config: a window is 0; it must be at least 1 token");
+            ensure!(
+                !self.leak || !attention.needs_causal_mask(),
+                "model config: leak is set, which takes the causal mask away, and attention {attention} needs it for its gate or \
+                 its window; take one without, such as favor:m=128"
+            );
             let key_dim = attention.parts().key_dim;
             ensure!(
                 key_dim.is_none_or(|dim| (1..=MAX_HEAD_DIM).contains(&dim)),

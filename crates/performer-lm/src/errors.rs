@@ -38,6 +38,18 @@ pub enum Cause {
     OtherData(String),
 }
 
+/// Refuses a list in which something is given twice; `what` names one of its items.
+///
+/// # Errors
+/// With the first that is given again.
+#[cfg(feature = "lab")]
+pub(crate) fn require_once<T: PartialEq + fmt::Display>(what: &str, items: &[T]) -> anyhow::Result<()> {
+    for (i, item) in items.iter().enumerate() {
+        anyhow::ensure!(!items[..i].contains(item), "{what} {item} is given twice");
+    }
+    Ok(())
+}
+
 /// What [`Cause::Stopped`] says of work that is taken up by what began it.
 #[cfg(feature = "lab")]
 pub(crate) const STOPPED: &str = "stopped; the same command goes on from here";

@@ -124,6 +124,11 @@ impl AttentionConfig {
         self.parts().gate
     }
 
+    /// Whether this attention needs a causal mask: it has forget gates, or a window in some heads.
+    pub fn needs_causal_mask(&self) -> bool {
+        self.is_gated() || self.by_head().iter().any(|one| one.window().is_some())
+    }
+
     /// Makes the attention for heads of dimension `head_dim`, its random features drawn from
     /// `seed`. Where its [parts](Self::parts) name a dimension of queries and keys, its features
     /// are for that one.

@@ -208,6 +208,14 @@ impl AttentionConfig {
                 }
             }
         }
+        if let Some(setting) = seen.iter().find(|key| matches!(**key, "m" | "projection" | "radii"))
+            && !config.map.is_random()
+        {
+            return Err(format!(
+                "map={} has no random features, to which the setting {setting} belongs; leave {setting} out",
+                config.map
+            ));
+        }
         let Some(window) = window else {
             return match sinks {
                 None => Ok(Self::Favor(config)),
@@ -277,6 +285,9 @@ mod tests {
             ("linear", "known are softmax, favor, favor-learned"),
             ("favor:m=0", "at least 1"),
             ("favor:64", "KEY=VALUE"),
+            ("favor:map=elu,m=5", "leave m out"),
+            ("favor:m=3,map=limit-2", "leave m out"),
+            ("favor:map=taylor2,radii=sqrt", "leave radii out"),
             ("favor:map=x", "unknown feature map"),
             ("favor:window=0", "at least 1"),
             ("softmax:m=1", "the settings window and sinks"),

@@ -47,8 +47,9 @@ impl Windowed {
         // wrong kind are then found out by the first call, which needs their logarithms.
         if map.exponential_form().is_none() && !matches!(map.features(&row), Ok(Features::Log(_)) | Err(_)) {
             bail!(
-                "feature map {map:?} does not return logarithms of its features, which a window needs, to be joined \
-                 with softmax in one normalisation; choose one that does, such as map=positive"
+                "the feature map {} does not return logarithms of its features, which a window needs, to be joined \
+                 with softmax in one normalisation; choose one that does, such as map=positive",
+                map.name()
             );
         }
         let mut windowed = Self { window, sinks: 0, near: Softmax::new(), far, identity: None };

@@ -91,7 +91,7 @@ impl Pair {
             (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
                 Ok(Self::Linear { q, k, log_scale })
             }
-            _ => bail!("feature map {map:?} returned two kinds of features"),
+            _ => bail!("the feature map {} returned two kinds of features", map.name()),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::{
     sync::atomic::AtomicBool,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::{
     args::{Machine, held_out, require_another_folder},
@@ -84,9 +84,9 @@ pub(super) struct Args {
     /// forget gates.
     #[arg(long, default_value_t = 0)]
     tune_steps: usize,
-    /// Peak learning rate of fine-tuning.
-    #[arg(long, default_value_t = 3e-4)]
-    tune_rate: f64,
+    /// Peak learning rate of fine-tuning [default: 3e-4].
+    #[arg(long)]
+    tune_rate: Option<f64>,
     /// Train factors of this rank beside the matrices in place of all weights; they are merged at
     /// the end.
     #[arg(long, value_name = "RANK")]
@@ -98,9 +98,10 @@ pub(super) struct Args {
     /// to fine-tuning alone.
     #[arg(long)]
     control: bool,
-    /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest.
-    #[arg(long, default_value_t = 0.5)]
-    distillation: f64,
+    /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest
+    /// [default: 0.5].
+    #[arg(long)]
+    distillation: Option<f64>,
     /// Sequences of a step.
     #[arg(long, default_value_t = 8)]
     batch_size: usize,
@@ -124,7 +125,7 @@ pub(super) struct Args {
     inspect: bool,
     /// Convert nothing: report what the conversion of each layer alone costs, with nothing trained.
     /// Those that cost most are worth leaving exact.
-    #[arg(long, conflicts_with = "inspect")]
+    #[arg(long, conflicts_with_all = ["inspect", "out", "overwrite", "transfer_steps", "tune_steps", "control", "second"])]
     layer_costs: bool,
     /// Print as JSON.
     #[arg(long)]
@@ -147,6 +148,36 @@ fn layers(text: &str) -> Result<(Vec<usize>, AttentionConfig), String> {
     Ok((layers.split(',').map(number).collect::<Result<_, _>>()?, attention.parse()?))
 }
 
+impl Args {
+    /// Refuses options that contradict each other, or do nothing beside the others.
+    fn check(&self) -> Result<()> {
+        for (option, value) in [("--batch-size", self.batch_size), ("--measure-tokens", self.measure_tokens)] {
+            ensure!(value > 0, "{option} is 0; it must be at least 1");
+        }
+        ensure!(self.adapters != Some(0), "--adapters is 0; it is a rank of at least 1, and 8 is usual");
+        if let Some(share) = self.distillation {
+            ensure!((0.0..=1.0).contains(&share), "--distillation is {share}; it is a share, from 0 to 1");
+        }
+        let of_tuning = [
+            ("--control", self.control),
+            ("--adapters", self.adapters.is_some()),
+            ("--distillation", self.distillation.is_some()),
+            ("--tune-rate", self.tune_rate.is_some()),
+        ];
+        if let Some((option, _)) = of_tuning.iter().find(|(_, given)| *given && self.tune_steps == 0) {
+            bail!(
+                "{option} belongs to fine-tuning, which takes no steps here: give --tune-steps too, or leave {option} out"
+            );
+        }
+        let mut given: Vec<usize> = self.layer.iter().flat_map(|(layers, _)| layers.clone()).collect();
+        given.sort();
+        if let Some(layer) = given.windows(2).find(|two| two[0] == two[1]) {
+            bail!("--layer gives layer {} an attention twice; give each layer once", layer[0]);
+        }
+        Ok(())
+    }
+}
+
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
     let teacher = Pretrained::open_with(&args.model, &output::TERMINAL)?;
     let context = args.context.unwrap_or(teacher.config.context.min(512));
@@ -155,9 +186,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         bail!("--context {context}: a model with learned positions keeps its context of {}", teacher.config.context);
     }
     teacher.config.context = context;
-    if !(0.0..=1.0).contains(&args.distillation) {
-        bail!("--distillation is {}; it is a share, from 0 to 1", args.distillation);
-    }
+    args.check()?;
     let data = prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer, &output::TERMINAL)
         .context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
@@ -190,9 +219,6 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     };
     let calibrate = if any(is_calibrated) { CALIBRATE } else { 0 };
     let transfer = if any(is_transferred) { 300 } else { 0 };
-    if args.adapters == Some(0) {
-        bail!("--adapters is 0; it is a rank of at least 1, and 8 is usual");
-    }
     let mut config = teacher.config.clone().with_attention(&args.attention)?;
     for (layers, attention) in &args.layer {
         config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
@@ -222,15 +248,15 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         transfer_steps: args.transfer_steps.unwrap_or(transfer),
         transfer_rate: args.transfer_rate,
         drop_window: args.drop_window,
-        batch_size: args.batch_size.max(1),
+        batch_size: args.batch_size,
         tuning: (args.tune_steps > 0).then_some(Tuning {
             steps: args.tune_steps,
-            rate: args.tune_rate,
-            distillation: args.distillation,
+            rate: args.tune_rate.unwrap_or(3e-4),
+            distillation: args.distillation.unwrap_or(0.5),
             adapters: args.adapters,
         }),
         control: args.control,
-        measure_tokens: args.measure_tokens.max(1),
+        measure_tokens: args.measure_tokens,
         second,
         recall,
         points: args.points,
@@ -239,7 +265,11 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     };
     if args.layer_costs {
         let costs = costs(&plan, &data)?.ok_or_else(|| Cause::Stopped("stopped; nothing was kept".into()))?;
-        return if args.json { output::json(&costs) } else { output::result(&cost_table(&costs, &plan.recall)) };
+        return if args.json {
+            output::json(&costs)
+        } else {
+            output::result(&cost_table(&costs, &plan.recall, &args.layer))
+        };
     }
     let report = convert(&plan, &data)?;
     let Some(report) = report else {
@@ -307,8 +337,9 @@ fn table(report: &Report) -> String {
     format!("{losses}\n\n{}\n\nrecall: share found again (nats/token)", output::table(&header, &rows))
 }
 
-/// Shows the layers in the order of what they cost, and how to keep the half exact that costs most.
-fn cost_table(costs: &Costs, recall: &[usize]) -> String {
+/// Shows the layers in the order of what they cost, and how to keep the half exact that costs most,
+/// beside what the `--layer` options say of the others.
+fn cost_table(costs: &Costs, recall: &[usize], given: &[(Vec<usize>, AttentionConfig)]) -> String {
     let row = |name: String, cost: String, measured: &Measured| {
         let losses = [name, cost, format!("{:.4}", measured.held_out.val_loss)];
         losses.into_iter().chain(measured.recall.iter().flat_map(recall_cells)).collect::<Vec<_>>()
@@ -322,12 +353,10 @@ fn cost_table(costs: &Costs, recall: &[usize]) -> String {
         header.extend([format!("pass keys, {tokens}"), format!("pairs, {tokens}")]);
     }
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
-    let mut exact: Vec<usize> = layers[..layers.len() / 2].iter().map(|of| of.layer).collect();
-    exact.sort();
-    let exact: Vec<String> = exact.iter().map(usize::to_string).collect();
-    let hint = match exact.is_empty() {
+    let most: Vec<usize> = layers[..layers.len() / 2].iter().map(|of| of.layer).collect();
+    let hint = match most.is_empty() {
         true => String::new(),
-        false => format!("\nto keep the half exact that costs most: --layer {}=softmax", exact.join(",")),
+        false => format!("\nto keep the half exact that costs most: {}", exact_too(&most, given)),
     };
     format!(
         "{}\n\n{}: {}\ncost: nats/token lost on the text, and on pass keys and pairs where the teacher finds any; recall: share found again \
@@ -336,6 +365,27 @@ fn cost_table(costs: &Costs, recall: &[usize]) -> String {
         costs.attention_spec,
         costs.corpus
     )
+}
+
+/// Writes the `--layer` options that keep some layers exact, and leave others what they are given.
+fn exact_too(layers: &[usize], given: &[(Vec<usize>, AttentionConfig)]) -> String {
+    let mut exact = layers.to_vec();
+    let mut options = Vec::new();
+    for (of, attention) in given {
+        let others: Vec<usize> = of.iter().copied().filter(|layer| !layers.contains(layer)).collect();
+        match attention {
+            AttentionConfig::Softmax => exact.extend(others),
+            _ if others.is_empty() => {}
+            other => options.push((others, other.to_string())),
+        }
+    }
+    exact.sort();
+    options.push((exact, AttentionConfig::Softmax.to_string()));
+    let option = |(layers, attention): &(Vec<usize>, String)| {
+        let layers: Vec<String> = layers.iter().map(usize::to_string).collect();
+        format!("--layer {}={attention}", layers.join(","))
+    };
+    options.iter().map(option).collect::<Vec<_>>().join(" ")
 }
 
 fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
@@ -360,6 +410,16 @@ fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn advice_keeps_what_layers_were_given() {
+        let (softmax, uniform) = (AttentionConfig::Softmax, AttentionConfig::Uniform);
+        assert_eq!(exact_too(&[3, 1], &[]), "--layer 1,3=softmax");
+        assert_eq!(exact_too(&[3], &[(vec![0], softmax.clone())]), "--layer 0,3=softmax");
+        let given = [(vec![0, 2], uniform), (vec![1], softmax)];
+        assert_eq!(exact_too(&[0], &given), "--layer 2=uniform --layer 0,1=softmax");
+        assert_eq!(exact_too(&[0, 2], &given), "--layer 0,1,2=softmax");
+    }
 
     #[test]
     fn several_layers_are_given_one_attention() {

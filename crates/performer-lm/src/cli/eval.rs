@@ -62,6 +62,10 @@ pub(super) struct Args {
 #[derive(Serialize)]
 struct Scored {
     attention: String,
+    attention_spec: String,
+    /// Whether the model saw the tokens that it predicted, which makes its loss worth nothing.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    leak: bool,
     params: usize,
     corpus: String,
     #[serde(flatten)]
@@ -87,6 +91,20 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), plot::require_own)?;
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
+    let leak = model.config().leak;
+    ensure!(
+        !leak || !args.features_off,
+        "--features-off: {} was trained to see the tokens that it predicts, and its loss is worth nothing with features or \
+         without",
+        args.model
+    );
+    if leak {
+        output::note(&format!(
+            "warning: {} was trained to see the tokens that it predicts, so these numbers say nothing about how well it \
+             predicts",
+            args.model
+        ));
+    }
     let control = if args.features_off { model.features_off()? } else { None };
     ensure!(
         control.is_some() || !args.features_off,
@@ -136,6 +154,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     }
     let result = Scored {
         attention: model.config().pattern().kind().to_string(),
+        attention_spec: model.config().pattern().to_string(),
+        leak,
         params: model.parameter_count()?,
         corpus,
         evaluation,

@@ -181,13 +181,21 @@ fn say(text: &str) {
 
 /// Prints an error with its causes.
 pub(super) fn error(error: &anyhow::Error) {
-    say(&format!("error: {error}"));
-    for cause in error.chain().skip(1) {
-        // Candle adds a backtrace to its messages; the first line is the message.
-        let cause = cause.to_string();
-        say(&format!("  because: {}", cause.lines().next().unwrap_or_default()));
+    let mut before = "error";
+    for cause in error.chain() {
+        say(&format!("{before}: {}", message(cause)));
+        before = "  because";
     }
     help(error);
+}
+
+/// What an error says: Candle adds a backtrace to its messages where the environment asks for one.
+fn message(error: &(dyn std::error::Error + 'static)) -> String {
+    let text = error.to_string();
+    match error.downcast_ref::<candle_core::Error>() {
+        Some(_) => text.lines().next().unwrap_or_default().into(),
+        None => text,
+    }
 }
 
 /// Prints an error of one rank among several: the one that all of them return is printed by the

@@ -1,7 +1,7 @@
 //! This module computes the learning rate over a run, as a pure function of the step: nothing needs
 //! to be saved to resume.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 use std::str::FromStr;
@@ -153,7 +153,7 @@ impl FromStr for Schedule {
         ensure!(kind != "constant" || fields.is_empty(), "schedule `constant` takes no settings");
         fields.insert("kind".to_owned(), kind.into());
         let schedule: Self = serde_json::from_value(fields.into())
-            .with_context(|| format!("`{text}` is not a learning-rate schedule"))?;
+            .map_err(|error| anyhow!("`{text}` is not a learning-rate schedule: {error}"))?;
         schedule.validate()?;
         Ok(schedule)
     }

@@ -13,7 +13,7 @@ use super::{
     measure::{Measured, Meter},
     with_fresh,
 };
-use crate::{config::ModelConfig, data::Prepared, listener::Unit, model::Decoder, train::git_revision};
+use crate::{config::ModelConfig, data::Prepared, eval::guessing, listener::Unit, model::Decoder, train::git_revision};
 
 /// `Costs` are what the conversion of each layer alone costs, with nothing trained.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -38,8 +38,8 @@ pub struct LayerCost {
     /// Index of the layer, from 0.
     pub layer: usize,
     /// What the exchange loses, in nats per token: the rise of the loss on the held-out text, and
-    /// those on pass keys and on pairs, each a mean over their lengths. What the teacher never
-    /// finds again does not count, since its loss there is noise.
+    /// those on pass keys and on pairs, each a mean over their lengths. What the teacher does not
+    /// find again better than by guessing does not count, since its loss there is noise.
     pub cost: f64,
     /// The teacher with the attention of this layer exchanged.
     pub measured: Measured,
@@ -80,7 +80,7 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
         let student = Decoder::frozen(&config, &tensors, &plan.device)?;
         let measured = meter.measure(&student).with_context(|| format!("cannot measure layer {layer}"))?;
         let Some(measured) = measured else { return Ok(None) };
-        let cost = cost(&teacher, &measured);
+        let cost = cost(&teacher, &measured, guessing(config.vocab_size));
         plan.listener.note(&format!("layer {layer} of {}: {cost:+.4} nats", plan.config.layers));
         layers.push(LayerCost { layer, cost, measured });
         bar.advance(layers.len() as u64);
@@ -95,15 +95,15 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
     }))
 }
 
-/// Returns the [cost](LayerCost::cost) of what was measured beside the teacher.
-fn cost(teacher: &Measured, measured: &Measured) -> f64 {
+/// Returns the [cost](LayerCost::cost) of what was measured beside the teacher; `guess` is the loss
+/// of a guess among all tokens.
+fn cost(teacher: &Measured, measured: &Measured, guess: f64) -> f64 {
     let rises = teacher.recall.iter().zip(&measured.recall).flat_map(|(before, after)| {
-        [
-            (before.passkey, after.passkey_loss - before.passkey_loss),
-            (before.pairs, after.pairs_loss - before.pairs_loss),
-        ]
+        [(before.passkey, before.passkey_loss, after.passkey_loss), (before.pairs, before.pairs_loss, after.pairs_loss)]
     });
-    let recall: f64 = rises.filter(|(found, _)| *found > 0.0).map(|(_, rise)| rise).sum();
+    // Among many questions a guess is right now and then.
+    let counted = rises.filter(|(found, before, _)| *found > 0.0 && *before < guess);
+    let recall: f64 = counted.map(|(_, before, after)| after - before).sum();
     measured.held_out.val_loss - teacher.held_out.val_loss + recall / teacher.recall.len().max(1) as f64
 }
 
@@ -131,6 +131,10 @@ mod tests {
         // It finds pass keys in texts of the first length, and pairs in those of both.
         let teacher = measured(2.0, [[0.5, 1.0, 0.5, 2.0], [0.0, 8.0, 0.25, 3.0]]);
         let exchanged = measured(2.5, [[0.0, 3.0, 0.0, 3.0], [0.0, 4.0, 0.5, 2.0]]);
-        assert_eq!(cost(&teacher, &exchanged), 0.5 + (2.0 + 1.0 - 1.0) / 2.0);
+        assert_eq!(cost(&teacher, &exchanged, 8.0), 0.5 + (2.0 + 1.0 - 1.0) / 2.0);
+        // A pair that was found by chance says nothing.
+        let teacher = measured(2.0, [[0.0, 9.0, 0.01, 11.6], [0.0, 9.0, 0.0, 11.6]]);
+        let exchanged = measured(2.5, [[0.0, 9.5, 0.0, 11.9], [0.0, 9.1, 0.0, 11.5]]);
+        assert_eq!(cost(&teacher, &exchanged, 8.3), 0.5);
     }
 }

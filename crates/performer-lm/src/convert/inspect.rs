@@ -10,7 +10,7 @@ use performer_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::calibrate::moments;
+use super::{calibrate::moments, require_softmax};
 use crate::{
     data::{Prepared, TokenFile, eval_windows},
     model::{Decoder, fit::fitted_to},
@@ -55,6 +55,7 @@ pub fn inspect(
     calibrate_tokens: usize,
     seed: u64,
 ) -> Result<Vec<HeadReport>> {
+    require_softmax(teacher.config())?;
     let moments = moments(teacher, data, calibrate_tokens, seed)?;
     let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect::<candle_core::Result<_>>()?;
     let group = teacher.config().heads / teacher.config().kv_heads;

@@ -341,17 +341,26 @@ impl Plan<'_> {
     }
 }
 
-fn check(plan: &Plan) -> Result<()> {
-    plan.teacher.config.require_causal()?;
-    plan.config.validate()?;
-    let teacher = &plan.teacher.config;
-    let layers = 0..teacher.layers;
-    if let Some(layer) = layers.clone().find(|&i| *teacher.attention_of(i) != AttentionConfig::Softmax) {
+/// Refuses a model of which a layer is not plain softmax.
+///
+/// # Errors
+/// With the first such layer.
+pub(super) fn require_softmax(teacher: &ModelConfig) -> Result<()> {
+    if let Some(layer) = (0..teacher.layers).find(|&i| *teacher.attention_of(i) != AttentionConfig::Softmax) {
         bail!(
             "layer {layer} of the model has attention {}; only softmax models can be converted",
             teacher.attention_of(layer)
         );
     }
+    Ok(())
+}
+
+fn check(plan: &Plan) -> Result<()> {
+    plan.teacher.config.require_causal()?;
+    plan.config.validate()?;
+    let teacher = &plan.teacher.config;
+    let layers = 0..teacher.layers;
+    require_softmax(teacher)?;
     let changes = |i: &usize| {
         let parts = plan.config.attention_of(*i).parts();
         parts.output_norm || parts.mup_scale || parts.key_dim.is_some()

@@ -15,7 +15,7 @@ use super::{Findings, Section, Table};
 use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
-    errors::{Cause, STOPPED},
+    errors::{Cause, STOPPED, require_once},
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
@@ -199,6 +199,8 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     if plan.seeds.is_empty() || plan.features.is_empty() || plan.features.contains(&0) {
         bail!("give at least one seed, and numbers of features of at least 1");
     }
+    require_once("seed", &plan.seeds)?;
+    require_once("number of features", &plan.features)?;
     let variants = variants(&plan.features, plan.config.layers, plan.config.head_dim());
     let all: Vec<(usize, u64)> =
         (0..variants.len()).flat_map(|i| plan.seeds.iter().map(move |&seed| (i, seed))).collect();

@@ -20,6 +20,9 @@ use crate::{
     train::{digests, model_digest},
 };
 
+/// The context in which heads are looked at, where the model's is longer and none is given.
+pub(super) const MOST_CONTEXT: usize = 512;
+
 /// A `Source` says where heads come from.
 #[derive(Clone, Debug)]
 pub struct Source {
@@ -71,7 +74,7 @@ impl Heads {
     /// of nothing.
     pub fn read(source: &Source, device: &Device, listener: &dyn Listener) -> Result<Self> {
         let mut model = Pretrained::open_with(&source.model, listener)?;
-        let context = source.context.unwrap_or(model.config.context.min(512));
+        let context = source.context.unwrap_or(model.config.context.min(MOST_CONTEXT));
         ensure!(context >= 16, "a context of {context} tokens says nothing about attention; give at least 16");
         if context != model.config.context && model.tensors.contains_key("model.embed_positions.weight") {
             bail!("context {context}: a model with learned positions keeps its context of {}", model.config.context);

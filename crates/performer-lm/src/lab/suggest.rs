@@ -8,7 +8,7 @@ use serde_json::json;
 use super::{
     Findings, Heads, Section, Table, capitalised,
     error::{COLORS, Errors, Estimator, number},
-    heads::layer_seed,
+    heads::{MOST_CONTEXT, layer_seed},
 };
 use crate::{
     config::AttentionConfig,
@@ -103,6 +103,13 @@ impl Plan {
         if let Some(map) = self.maps.iter().find(|map| !map.is_random() || **map == FeatureMapKind::Learned) {
             bail!(
                 "map {map} has no number of features to look for; choose among maps such as dense, optimal, positive"
+            );
+        }
+        if let Some(window) = self.window {
+            let context = self.context.unwrap_or(MOST_CONTEXT);
+            ensure!(
+                (1..context).contains(&window),
+                "a window is to have {window} tokens; it must have at least 1, and fewer than the context, which has {context} at most"
             );
         }
         let fitted = self.maps.iter().filter(|map| map.is_fitted()).count();

@@ -27,6 +27,7 @@ use super::{
     report::Report,
     run_key::model_digest,
     shared::{any_asked, led, require_equal, require_equal_weights},
+    steps::failed,
     take_steps,
 };
 use crate::{
@@ -157,7 +158,8 @@ impl<'a> Trainer<'a> {
         }
         progress.end();
         progress.message("validating on all of the held-out text");
-        let evaluation = self.evaluate(&self.model, &self.data.valid)?;
+        let evaluation = self.evaluate(&self.model, &self.data.valid);
+        let evaluation = evaluation.map_err(|error| failed(error, "training", self.step(), None))?;
         self.log_validation(&evaluation, true)?;
         let control = self.model.features_off()?;
         let report = self.report(&evaluation, control.as_ref(), &progress)?;

@@ -93,18 +93,22 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
         }
         let started = Instant::now();
         let (number, rate) = (step + 1, pace.schedule.lr(pace.rate, step, pace.steps));
-        let (loss, gradients) = training.gradients(step).map_err(|e| failed(e, pace, number, None))?;
-        let norm =
-            training.optimizer().step(&gradients, rate, pace.clip).map_err(|e| failed(e, pace, number, Some(loss)))?;
+        let (loss, gradients) = training.gradients(step).map_err(|e| failed(e, pace.name, number, None))?;
+        let norm = training
+            .optimizer()
+            .step(&gradients, rate, pace.clip)
+            .map_err(|e| failed(e, pace.name, number, Some(loss)))?;
         training.after(&Step { number, loss, rate, norm, seconds: started.elapsed().as_secs_f64() })?;
     }
 }
 
-/// An error of a step, with the step; the cause is named where values are not finite.
-fn failed(error: Error, pace: &Pace, step: usize, loss: Option<f64>) -> Error {
-    let is_diverged = |text: String| text.contains("must be finite") || text.contains("is not finite");
-    if error.chain().any(|cause| is_diverged(cause.to_string())) {
-        return error.context(Cause::Diverged { training: pace.name.to_string(), step, loss });
+/// An error of a step or of what follows it, with the step; the cause is named where values are not
+/// finite.
+pub(super) fn failed(error: Error, training: &str, step: usize, loss: Option<f64>) -> Error {
+    // A gate that is not finite has left the range of gates.
+    let said = ["must be finite", "is not finite", "gates hold"];
+    if error.chain().any(|cause| said.iter().any(|text| cause.to_string().contains(text))) {
+        return error.context(Cause::Diverged { training: training.to_string(), step, loss });
     }
-    error.context(format!("{}, step {step} failed", pace.name))
+    error.context(format!("{training}, step {step} failed"))
 }

@@ -128,8 +128,9 @@ fn a_run_on_the_sample_has_settings_of_its_own_and_ends_with_a_story() {
 fn exported_models_are_used_like_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
-    for attention in ["softmax", "favor:m=16"] {
-        let checkpoint = format!("run-{attention}").replace(':', "-");
+    // In GPT-2's files queries, keys and values are one tensor, whatever the dimensions of each.
+    for attention in ["softmax", "favor:m=16", "favor:m=16,key-dim=6", "favor:m=16+softmax:key-dim=6/2"] {
+        let checkpoint = format!("run-{attention}").replace([':', '/'], "-");
         let args = train(&["--attention", attention, "--out", &checkpoint]);
         assert!(run(&args).status.success());
         let folder = format!("{checkpoint}-hf");
@@ -147,6 +148,11 @@ fn exported_models_are_used_like_checkpoints() {
         let config = std::fs::read_to_string(dir.path().join(&folder).join("config.json")).unwrap();
         assert_eq!(config.contains("\"performer\""), attention != "softmax", "{config}");
     }
+    // What an evaluation is of can be told from its JSON.
+    let eval = ["eval", "run-favor-m=16,key-dim=6-hf", "--data", "sample", "--max-tokens", "50", "--json"];
+    let scored = json(&run(&eval));
+    assert_eq!(scored["attention_spec"], "favor:m=16,key-dim=6");
+    assert_eq!(scored["leak"], Value::Null);
     let short = ["eval", "run-softmax", "--data", "sample", "--context", "4", "--max-tokens", "100", "--json"];
     let tokens = json(&run(&short))["tokens"].as_u64().unwrap();
     assert!((100..5000).contains(&tokens), "{tokens}");
@@ -589,7 +595,23 @@ fn a_leak_is_measured_and_good_for_nothing_else() {
     let generate = performer(dir.path(), &["generate", "exact-leak"]);
     let message = String::from_utf8_lossy(&generate.stderr);
     assert!(!generate.status.success() && message.contains("\"leak\": true"), "{message}");
-    // The loss of a leak is measured again as it was.
-    let again = json(&performer(dir.path(), &["eval", "linear-leak", "--data", "words.txt", "--json"]));
+    // The loss of a leak is measured again as it was, and told to be one.
+    let eval = performer(dir.path(), &["eval", "linear-leak", "--data", "words.txt", "--json"]);
+    let again = json(&eval);
     assert!(again["val_loss"].as_f64().unwrap() < 1.5, "{again}");
+    assert_eq!(again["leak"], true);
+    let said = String::from_utf8_lossy(&eval.stderr);
+    assert!(said.contains("say nothing about how well it predicts"), "{said}");
+    let off = ["eval", "linear-leak", "--data", "words.txt", "--features-off"];
+    fails(&performer(dir.path(), &off), &["trained to see the tokens that it predicts"]);
+    // Gates and windows cannot do without the mask: that is said before a model is replaced.
+    let before = std::fs::read(dir.path().join("linear-leak/model.safetensors")).unwrap();
+    for attention in ["favor:m=8,gate", "softmax:window=4", "softmax+favor:m=8,window=4/2", "softmax|softmax:window=4"]
+    {
+        let args = ["train", "--data", "words.txt", "--leak", "--attention", attention];
+        let over = ["--overwrite", "--out", "linear-leak", "--max-steps", "1"];
+        fails(&performer(dir.path(), &[&args[..], &over].concat()), &["leak", "causal mask", "favor:m=128"]);
+        let after = std::fs::read(dir.path().join("linear-leak/model.safetensors")).unwrap();
+        assert!(before == after, "{attention}: the model was replaced");
+    }
 }

@@ -152,3 +152,29 @@ fn bad_options_get_one_clear_error() {
     std::fs::write(dir.path().join("short.txt"), "A cat.").unwrap();
     fails(&run(&["suggest", "--checkpoint", "model", "--data", "short.txt"]), &["too little"]);
 }
+
+/// Windows and gates need a causal mask, so they take no part in a task that is read from both
+/// sides, and nothing is given twice.
+#[test]
+fn attentions_that_need_a_mask_stay_out_of_tasks_without_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let tasks = |more: &[&str]| {
+        let always = ["lab", "tasks", "--steps", "1", "--seeds", "1", "--threads", "1", "--out", "tasks"];
+        performer(dir.path(), &[&always[..], more].concat())
+    };
+    let gated = ["--task", "listops", "--attention", "favor:m=4", "--attention", "favor:m=4,gate"];
+    let done = tasks(&gated);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let report: Value = serde_json::from_slice(&std::fs::read(dir.path().join("tasks/data.json")).unwrap()).unwrap();
+    let runs = report["tasks"]["tasks"][0]["runs"].as_array().expect("runs");
+    assert_eq!(runs.iter().map(|run| &run["attention"]).collect::<Vec<_>>(), ["favor:m=4"]);
+    for attention in ["softmax:window=4", "favor:m=4,gate"] {
+        fails(&tasks(&["--task", "listops", "--attention", attention]), &["listops", "needs a causal mask"]);
+    }
+    fails(
+        &tasks(&["--task", "copying", "--attention", "softmax", "--attention", "softmax"]),
+        &["attention softmax is given twice"],
+    );
+    let seeds = ["lab", "ablate", "--data", "sample", "--seeds", "1,1", "--out", "ablated"];
+    fails(&performer(dir.path(), &seeds), &["seed 1 is given twice"]);
+}

@@ -130,6 +130,86 @@ fn a_training_that_fails_says_where_and_what_is_left() {
     assert!(performer(dir.path(), &["generate", "run", "--max-tokens", "1"]).status.success());
 }
 
+/// A rate that is too high is named as the cause, in the gates of a model and in its validation too.
+#[test]
+fn a_training_that_diverges_says_so_wherever_it_shows() {
+    let dir = tempfile::tempdir().unwrap();
+    for (attention, steps, rate) in
+        [("favor:m=8,gate", "6", "1e30"), ("softmax", "1", "1e30"), ("favor:m=8,gate", "1", "1e30")]
+    {
+        let args = train(steps, &["--attention", attention, "--learning-rate", rate, "--schedule", "constant"]);
+        let failed = performer(dir.path(), &[&args[..], &["--overwrite"]].concat());
+        fails(&failed, &["values are not finite; lower the learning rate", "help: --learning-rate sets it"]);
+    }
+    // Of several rates, one that is too high loses to the others.
+    let compare = [
+        "compare",
+        "--data",
+        "text",
+        "--attention",
+        "softmax",
+        "--learning-rates",
+        "1e-3,1e30",
+        "--schedule",
+        "constant",
+    ];
+    let sizes =
+        ["--max-steps", "4", "--context", "16", "--batch-size", "4", "--seeds", "1", "--out", "compared", "--json"];
+    std::fs::create_dir(dir.path().join("text")).unwrap();
+    for part in ["train", "valid", "test"] {
+        let text = format!("Once upon a time there was a fox in the {part} text. ").repeat(200);
+        std::fs::write(dir.path().join(format!("text/{part}.txt")), text).unwrap();
+    }
+    let vocabulary = ["--vocab-size", "280"];
+    let compared = performer(dir.path(), &[&compare[..], &sizes, &vocabulary].concat());
+    let outcome = json(&compared);
+    assert_eq!(outcome["runs"].as_array().map(Vec::len), Some(1));
+    assert_eq!(outcome["summary"][0]["learning_rate"], 1e-3);
+    let said = String::from_utf8_lossy(&compared.stderr);
+    assert!(said.contains("softmax with the learning rate 1000000000000000000000000000000 and seed"), "{said}");
+    let too_high =
+        [&compare[..5], &["--learning-rates", "1e29,1e30", "--schedule", "constant"], &sizes, &vocabulary].concat();
+    fails(&performer(dir.path(), &too_high), &["diverged with every learning rate"]);
+}
+
+/// Options that would do nothing, or that contradict each other, are refused.
+#[test]
+fn options_that_do_nothing_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let convert = ["convert", "there-is-none", "--data", "sample"];
+    for (more, word) in [
+        (&["--layer-costs", "--tune-steps", "3"][..], "--tune-steps"),
+        (&["--layer-costs", "--out", "o"], "--out"),
+        (&["--layer-costs", "--control"], "--control"),
+    ] {
+        fails(&performer(dir.path(), &[&convert[..], more].concat()), &["cannot be used with", word]);
+    }
+    let teacher = train("1", &["--attention", "softmax", "--out", "teacher"]);
+    assert!(performer(dir.path(), &teacher).status.success());
+    let convert = ["convert", "teacher", "--data", "sample", "--out", "o"];
+    for (more, word) in [
+        (&["--control"][..], "--control belongs to fine-tuning"),
+        (&["--tune-rate", "1e-3"], "give --tune-steps too"),
+        (&["--adapters", "4"], "--adapters belongs to fine-tuning"),
+        (&["--distillation", "0.3"], "--distillation belongs to fine-tuning"),
+        (&["--layer", "0=softmax", "--layer", "1,0=uniform"], "layer 0 an attention twice"),
+        (&["--measure-tokens", "0"], "--measure-tokens is 0"),
+        (&["--batch-size", "0"], "--batch-size is 0"),
+    ] {
+        fails(&performer(dir.path(), &[&convert[..], more].concat()), &[word]);
+        assert!(!dir.path().join("o/model.safetensors").exists());
+    }
+    let resumed = ["train", "--resume", "exported"];
+    assert!(performer(dir.path(), &["export", "teacher", "--out", "exported"]).status.success());
+    fails(&performer(dir.path(), &resumed), &["exported"]);
+    fails(
+        &performer(dir.path(), &train("1", &["--schedule", "cosine"])),
+        &["is not a learning-rate schedule", "warmup-cosine"],
+    );
+    let features = train("1", &["--attention", "favor:map=taylor2,window=4"]);
+    fails(&performer(dir.path(), &features), &["the feature map Taylor2 does not return logarithms", "map=positive"]);
+}
+
 #[test]
 fn numbers_out_of_range_are_named_by_their_option() {
     let dir = tempfile::tempdir().unwrap();

@@ -414,7 +414,7 @@ fn names_of_settings() {
     let attentions = [
         "favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4,gate,conv",
         "softmax:window=32,sinks=4,output-gate,output-norm",
-        "softmax+favor:m=8,map=limit-4/2",
+        "softmax+favor:map=limit-4/2",
         "uniform:gate",
         "favor-window:map=hedgehog",
         "favor:m=32|softmax:window=8|favor:gate,conv",

@@ -202,7 +202,7 @@ fn written() -> Result<()> {
     for (i, text) in [
         "favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4,gate,conv",
         "softmax:window=32,sinks=4,output-gate,output-norm,mup-scale",
-        "softmax+favor:m=8,map=limit-4/2",
+        "softmax+favor:map=limit-4/2",
         "uniform:gate",
         "none",
         "favor-window:map=hedgehog",

@@ -55,7 +55,7 @@ pub(super) fn trained_parameters<'a>(
 ) -> Result<[&'a Tensor; 3]> {
     match form.and_then(ExponentialForm::trained) {
         Some(parameters) => Ok(parameters),
-        None => bail!("feature map {map:?} is no longer of the form that it was made in"),
+        None => bail!("the feature map {} is no longer of the form that it was made in", map.name()),
     }
 }
 

@@ -186,7 +186,8 @@ impl Favor {
         let head_dim = map.input_dim();
         if head_dim == 0 || map.feature_dim() == 0 {
             bail!(
-                "feature map {map:?} takes rows of {head_dim} and makes {} features; both must be at least 1",
+                "the feature map {} takes rows of {head_dim} and makes {} features; both must be at least 1",
+                map.name(),
                 map.feature_dim()
             );
         }

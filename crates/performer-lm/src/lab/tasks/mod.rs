@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Findings;
 use crate::{
-    config::AttentionPattern,
-    errors::Cause,
+    config::{AttentionConfig, AttentionPattern},
+    errors::{Cause, require_once},
     files::{self, Lock},
     listener::Listener,
     train::{Earlier, Grid, agreed, any_asked, led, run_name},
@@ -166,6 +166,16 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         !plan.tasks.is_empty() && !plan.attentions.is_empty() && !plan.seeds.is_empty(),
         "nothing to compare: give at least one task, one attention and one seed"
     );
+    require_once("seed", &plan.seeds)?;
+    require_once("attention", &plan.attentions)?;
+    require_once("task", &plan.tasks)?;
+    for &task in &plan.tasks {
+        ensure!(
+            plan.attentions.iter().any(|attention| can_learn(attention, task)),
+            "the task {task} is read from both sides, and every attention that is given needs a causal mask for its gate or its \
+             window; give one without, such as favor"
+        );
+    }
     ensure!(
         plan.length.is_none() || plan.tasks.len() == 1,
         "length means something else in every task: give it with one task"
@@ -228,11 +238,10 @@ pub fn run(plan: &Plan) -> Result<Findings> {
     Ok(report::findings(plan, &found))
 }
 
-/// Whether an attention can learn a task: attention with a window is causal, so it cannot learn a
-/// bidirectional task.
+/// Whether an attention can learn a task: one that needs a causal mask cannot learn a bidirectional
+/// task.
 fn can_learn(attention: &AttentionPattern, task: Task) -> bool {
-    let mut heads = attention.attentions().flat_map(|attention| attention.by_head());
-    task.is_causal() || heads.all(|one| one.window().is_none())
+    task.is_causal() || !attention.attentions().any(AttentionConfig::needs_causal_mask)
 }
 
 impl Plan<'_> {

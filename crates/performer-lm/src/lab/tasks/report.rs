@@ -162,8 +162,8 @@ fn overview(plan: &Plan, found: &[(&Setting, Vec<Run>)]) -> Section {
     Section {
         title: "All tasks".into(),
         text: vec![
-            "More is better in accuracy, less in bits and perplexity. The exact window of a hybrid is causal, so it stays out of the two tasks that are \
-             read from both sides."
+            "More is better in accuracy, less in bits and perplexity. Windows and forget gates need a causal mask, so an attention that has them stays out \
+             of the two tasks that are read from both sides."
                 .into(),
         ],
         chart: None,

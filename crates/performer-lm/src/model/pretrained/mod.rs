@@ -254,8 +254,8 @@ struct Part {
     name: String,
     /// Whether the tensor is stored as `(in, out)`.
     transposed: bool,
-    /// The third of the tensor's outputs that is the parameter, where queries, keys and values are
-    /// one tensor.
+    /// Which part of the tensor's outputs is the parameter, where queries, keys and values, 0 to 2,
+    /// are one tensor.
     third: Option<usize>,
     /// The number of heads, where rotary positions turn the neighbours `2i` and `2i + 1` instead of
     /// `i` and `i + D/2`.
@@ -267,12 +267,15 @@ impl Part {
         Self { name: name.into(), transposed: false, third: None, interleaved: None }
     }
 
-    /// Reads the parameter, f32 and contiguous.
-    fn read(&self, stored: &Tensor) -> Result<Tensor> {
+    /// Reads the parameter, f32 and contiguous; `values` is the width of the values of all heads.
+    fn read(&self, stored: &Tensor, values: usize) -> Result<Tensor> {
         let mut tensor = stored.clone();
         if let Some(third) = self.third {
-            let width = tensor.dim(D::Minus1)? / 3;
-            tensor = tensor.narrow(D::Minus1, third * width, width)?;
+            // Queries and keys are as wide as each other, and may be narrower than values.
+            let all = tensor.dim(D::Minus1)?;
+            let queries = all.saturating_sub(values) / 2;
+            let width = if third == 2 { all - 2 * queries } else { queries };
+            tensor = tensor.narrow(D::Minus1, third * queries, width)?;
         }
         if self.transposed && tensor.rank() == 2 {
             tensor = tensor.t()?;
@@ -350,7 +353,7 @@ fn read_parameters(
         let Some(found) = [&*part.name, bare].into_iter().find(|&name| all.contains(name)) else {
             bail!("the weights lack {}: the file is incomplete, or the config is of another model", part.name)
         };
-        let tensor = source.load(found).and_then(|stored| part.read(&stored));
+        let tensor = source.load(found).and_then(|stored| part.read(&stored, config.heads * config.head_dim()));
         parameters.insert(name, tensor.with_context(|| format!("cannot read {found}"))?);
         left.remove(found);
     }
