@@ -9,8 +9,8 @@ PROGRAM is performer-lm, and LOGITS its example `logits`. Each model is run over
 has the largest difference between the program's logits and those of PyTorch, and between a whole
 pass in PyTorch and one in steps of 1, 2, 3, ... tokens. Models with random weights are exported as
 well, where a Hugging Face family is theirs, and other tokens in the second half of a text must
-leave the logits of the first alone. The exit code is 1 if a difference is above 1e-4. Needs
-PyTorch.
+leave the logits of the first alone. The exit code is 1 if a difference to the program is above
+1e-4, or one between steps and a whole pass above 1e-5 of the largest logit. Needs PyTorch.
 """
 
 import json
@@ -35,6 +35,10 @@ POST = {"norm_position": "post", "norm": "layer-norm", "feed_forward": "gelu", "
 
 SOFTMAX = {"kind": "softmax"}
 ALL = ("gate", "convolution", "output_gate", "output_norm", "mup_scale")
+
+# The largest difference between steps and a whole pass that passes, as a share of the largest logit:
+# both are PyTorch's, and round as numbers of that size do.
+OF_STEPS = 1e-5
 
 # Maps of which few features can make denominators near zero, where any rounding shows.
 SIGNED = ("trigonometric", "phase", "gaussian-phase", "hermite-tail")
@@ -87,6 +91,7 @@ def cases():
         yield equipped(attention, *ALL), {}, LLAMA
     yield {"kind": "none"}, {}, LLAMA
     yield favor("learned"), {}, GPT2
+    yield narrow(favor("positive"), 6), {}, GPT2
     yield favor("positive"), {}, {**GPT2, "head_dim": 10}
     yield windowed("learned", 20), {}, POST
     yield SOFTMAX, {1: equipped(favor("relu"), "gate"), 2: windowed("dense", 9)}, GPT2
@@ -195,7 +200,7 @@ def main():
         model, ids, difference, of_steps, largest = differences(logits, folder, text)
         ahead = looks_ahead(model, ids) if invented else 0.0
         # What is not a number fails, too.
-        passed = passed and all(d <= TOLERANCE for d in (difference, of_steps, ahead))
+        passed = passed and difference <= TOLERANCE and ahead <= TOLERANCE and of_steps <= OF_STEPS * largest
         if ahead > 0:
             print(f"{folder}: later tokens move earlier logits by {ahead:.1e}", file=sys.stderr)
         print(f"| {name_of(model)} | {name} | {ids.shape[1]} | {largest:.1f} | {difference:.1e} | {of_steps:.1e} |", flush=True)

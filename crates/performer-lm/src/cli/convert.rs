@@ -98,8 +98,8 @@ pub(super) struct Args {
     /// to fine-tuning alone.
     #[arg(long)]
     control: bool,
-    /// Share of the teacher's distribution in the loss of fine-tuning; the next token has the rest
-    /// [default: 0.5].
+    /// Share of the teacher's distribution in the loss of fine-tuning, from 0 to 1; the next token
+    /// has the rest [default: half].
     #[arg(long)]
     distillation: Option<f64>,
     /// Sequences of a step.
