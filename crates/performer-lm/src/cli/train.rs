@@ -150,10 +150,13 @@ fn grid(ranks: &Arc<dyn Ranks>, segments: usize) -> Result<Grid> {
     let size = ranks.size();
     let fits = || {
         ensure!(
-            segments > 0 && size.is_multiple_of(segments),
-            "--sequence-parallel is {segments}, which does not divide the number of processes, {size}; start {} of them: \
-             mpirun -n {0} performer-lm train ...",
-            segments.max(1)
+            segments > 0,
+            "--sequence-parallel is 0; it must be at least 1, which gives each process whole sequences"
+        );
+        ensure!(
+            size.is_multiple_of(segments),
+            "--sequence-parallel is {segments}, which does not divide the number of processes, {size}; start {segments} of \
+             them: mpirun -n {segments} performer-lm train ..."
         );
         Ok(())
     };
