@@ -103,7 +103,8 @@ pub struct Inputs<'a> {
 ///
 /// # Panics
 ///
-/// If slices and shape do not fit, or a causal problem has more queries than keys.
+/// If slices and shape do not fit, a causal problem has more queries than keys, or there is a kernel
+/// before a window and no window.
 pub fn attention<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>) -> Vec<f64> {
     inputs.check();
     let shape = inputs.shape;
@@ -266,12 +267,11 @@ impl<'a> Head<'a> {
                 return Some(0);
             }
             let own = i + (shape.k_len - shape.q_len);
-            let near = j < inputs.sinks || inputs.window.is_none_or(|window| j + window > own);
-            match near {
-                _ if j > own => None,
-                true => Some(0),
-                false => inputs.before_window.map(|_| 1),
+            if j > own {
+                return None;
             }
+            let near = j < inputs.sinks || inputs.window.is_none_or(|window| j + window > own);
+            if near { Some(0) } else { inputs.before_window.map(|_| 1) }
         };
         let decays = |i| {
             let mut decays = vec![0.0; shape.k_len];

@@ -285,7 +285,7 @@ fn feature_maps_of_two_forms() -> Result<()> {
     let x = zeros(&[1, 2, 5, 4]);
     for favor in [Favor::with_map(Box::new(Both))?, Favor::with_map(Box::new(Both))?.composed()] {
         for mask in [Mask::full(), Mask::causal()] {
-            assert_error(favor.forward(Inputs::new(&x, &x, &x), &mask), &["Both", "two kinds of features"]);
+            assert_error(favor.forward(Inputs::new(&x, &x, &x), &mask), &["feature map both", "two kinds of features"]);
         }
     }
     Ok(())

@@ -211,7 +211,7 @@ fn layers_have_candles_gradients_and_nothing_in_them_is_unknown() -> Result<()> 
         ("favor:m=16,window=9,map=hyperbolic", true, 8),
         ("favor:m=16,window=9,map=learned", false, 8),
         ("favor:m=16,window=9,map=learned", true, 8),
-        ("favor:m=16,window=9,map=exp", false, 8),
+        ("favor:map=exp,window=9", false, 8),
         ("favor:m=16,window=9", true, 1),
         ("favor:m=16|softmax:window=9", true, 8),
         // A map that is trained has parameters for the one key head of its group.
