@@ -64,8 +64,8 @@ fn a_window_before_features_is_the_reference() -> Result<()> {
     for (number, map) in [Positive, Hyperbolic, Elu, Exp, Learned, Hedgehog].into_iter().enumerate() {
         for (place, (t, window, sinks)) in windows.into_iter().chain(SINKS).enumerate() {
             for combination in 0..4 {
-                // The other maps have other features alone, so they share the combinations, and half
-                // types are left to the first.
+                // The other maps differ in their features alone, so they share the combinations,
+                // and half types are left to the first.
                 if map != Positive && combination != (number + place) % 4 {
                     continue;
                 }

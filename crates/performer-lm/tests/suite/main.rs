@@ -17,6 +17,7 @@ mod imports;
 mod kills;
 #[cfg(feature = "cli")]
 mod lab;
+mod leak;
 mod library;
 #[cfg(feature = "cli")]
 mod limits;
