@@ -103,8 +103,8 @@ pub struct Inputs<'a> {
 ///
 /// # Panics
 ///
-/// If slices and shape do not fit, a causal problem has more queries than keys, or a kernel is given
-/// for keys before a window, and no window.
+/// If slices and shape do not fit, a causal problem has more queries than keys, or there is a
+/// kernel for the keys before a window, and no window.
 pub fn attention<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>) -> Vec<f64> {
     inputs.check();
     let shape = inputs.shape;
