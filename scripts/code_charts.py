@@ -55,20 +55,20 @@ SHOWN = {
 }
 
 
-def validations():
-    """The quick validations of each attention's run, as (tokens, nats a token)."""
+def validations(folder):
+    """The quick validations of each attention's run in a folder, as (tokens, nats a token)."""
     specs, curves = {}, {}
-    with tarfile.open(FOLDER / "runs.tar.gz") as archive:
+    with tarfile.open(folder / "runs.tar.gz") as archive:
         for member in archive.getmembers():
-            folder, name = pathlib.PurePath(member.name).parts
+            run, name = pathlib.PurePath(member.name).parts
             text = archive.extractfile(member).read().decode()
             if name == "metrics.json":
-                specs[folder] = json.loads(text)["attention_spec"]
-            else:
+                specs[run] = json.loads(text)["attention_spec"]
+            elif name == "metrics.jsonl":
                 records = [json.loads(line) for line in text.splitlines()]
                 quick = [record for record in records if record.get("whole") is False]
-                curves[folder] = [(record["tokens"], record["val_loss"]) for record in quick]
-    return {specs[folder]: curve for folder, curve in curves.items()}
+                curves[run] = [(record["tokens"], record["val_loss"]) for record in quick]
+    return {specs[run]: curve for run, curve in curves.items()}
 
 
 def at(curve, speed, seconds):
@@ -103,13 +103,18 @@ def label_ends(axes, ends, least):
         below = y
 
 
+def figure_style(axes):
+    """A grid in the background, and no frame at the top and on the right."""
+    axes.grid(color="#e0e0e0")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def figure(title, x, y):
     plot, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.grid(color="#e0e0e0")
-    axes.spines[["top", "right"]].set_visible(False)
+    figure_style(axes)
     return plot, axes
 
 
@@ -121,7 +126,7 @@ def main():
     }
     points = json.loads((FOLDER / "speed.json").read_text())["points"]
     speeds = {point["attention_spec"]: point["tokens_per_second"] for point in points}
-    curves = validations()
+    curves = validations(FOLDER)
 
     plot, axes = figure(
         "Program source, 4,096 tokens, 16 million tokens of training each: loss over time",

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Puts the trainings on program source at 256, 1,024, 4,096 and 8,192 tokens into one table, and
+draws what each attention is worth beside softmax with the same parts.
+
+    python3 -m pip install matplotlib
+    scripts/code_contexts.py
+
+Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
+the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
+It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, the files of
+benchmarks/code-8192, and the speeds in benchmarks/code-contexts. Nothing is measured here.
+
+At each context the table has, for each attention that was trained there:
+
+ - the loss of the test text, in nats a token and in bits a byte. At 256, 1,024 and 4,096 tokens all
+   rows read as many tokens; at 8,192 each read as many as its first steps would read in 26 minutes;
+ - its speed, the median of five measurements of whole training steps on an idle machine, and the
+   ratio of this to the speed of softmax with the same parts;
+ - in equal time: the last quick validation on the way, less that of softmax with the same parts
+   after as many minutes of its own training. Where softmax would have been done by then, it is its
+   last quick validation. At 8,192 tokens the budgets were those of equal time, so it is the
+   difference of the losses on the test text.
+"""
+
+import json
+import pathlib
+import statistics
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from code_charts import at, figure_style, validations
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+OUT = BENCHMARKS / "code-contexts"
+PARTS = ",gate,conv,output-gate,output-norm"
+SOFTMAX = f"softmax:{PARTS[1:]}"
+UNIFORM = f"uniform:{PARTS[1:]}"
+POLYNOMIAL = f"favor:map=taylor2{PARTS},key-dim=16"
+WINDOW = f"softmax:window=75{PARTS}"
+# The attentions in the order of the table: what the chart calls them, their colour and line. Those
+# without a colour are in the table only.
+ROWS = {
+    SOFTMAX: ("softmax", "#000000", "-"),
+    "softmax": ("plain softmax", None, None),
+    f"{POLYNOMIAL}+{SOFTMAX}/first": ("softmax, then features", "#009e73", "-"),
+    f"{WINDOW}+{SOFTMAX}/first": ("softmax, then windows of 75", None, None),
+    f"{UNIFORM}+{SOFTMAX}/first": ("softmax, then averages", "#cc79a7", "-"),
+    f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("window of 1,000, then averages", None, None),
+    f"{UNIFORM}+softmax:window=300{PARTS}/first": ("window of 300, then averages", "#56b4e9", "-"),
+    WINDOW: ("windows of 75", "#d55e00", "--"),
+    POLYNOMIAL: ("polynomial features", "#009e73", "--"),
+    f"favor:m=128{PARTS}": ("random features", "#e69f00", "--"),
+    "favor:m=128": ("plain FAVOR+", None, None),
+}
+EQUAL_TOKENS = {256: "code-256", 1024: "code-1024", 4096: "code-long"}
+CONTEXTS = [256, 1024, 4096, 8192]
+
+
+def trained(context):
+    """The finished runs at a context, by attention."""
+    if context in EQUAL_TOKENS:
+        files = [BENCHMARKS / EQUAL_TOKENS[context] / "compare.json"]
+    else:
+        files = sorted((BENCHMARKS / "code-8192").glob("*.json"))
+    runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
+    return {run["attention_spec"]: run for run in runs}
+
+
+def measured(context):
+    """Tokens a second of whole training steps at a context, by attention."""
+    points = json.loads((OUT / f"speed-{context}.json").read_text())["points"]
+    times = {}
+    for point in points:
+        times.setdefault(point["attention_spec"], []).append(point["tokens_per_second"])
+    return {spec: statistics.median(values) for spec, values in times.items()}
+
+
+def in_equal_time(context, runs, speeds):
+    """The loss less that of softmax with the same parts after as many minutes, by attention."""
+    if context not in EQUAL_TOKENS:
+        softmax = runs[SOFTMAX]["test"]["loss"]
+        return {spec: run["test"]["loss"] - softmax for spec, run in runs.items()}
+    curves = validations(BENCHMARKS / EQUAL_TOKENS[context])
+    softmax, differences = curves[SOFTMAX], {}
+    for spec in runs:
+        tokens, loss = curves[spec][-1]
+        seconds = min(tokens / speeds[spec], softmax[-1][0] / speeds[SOFTMAX])
+        differences[spec] = loss - at(softmax, speeds[SOFTMAX], seconds)
+    return differences
+
+
+def table():
+    """One object for each attention, with one for each context below it."""
+    rows = {spec: {"attention_spec": spec, "contexts": {}} for spec in ROWS}
+    for context in CONTEXTS:
+        runs, speeds = trained(context), measured(context)
+        equal = in_equal_time(context, runs, speeds)
+        for spec, row in rows.items():
+            cell = {"tokens_per_second": speeds[spec]} if spec in speeds else {}
+            if cell:
+                cell["speed_beside_softmax"] = speeds[spec] / speeds[SOFTMAX]
+            if spec in runs:
+                test = runs[spec]["test"]
+                cell |= {
+                    "tokens": runs[spec]["tokens"],
+                    "loss": test["loss"],
+                    "bits_per_byte": test["bits_per_byte"],
+                    "beside_softmax": test["loss"] - runs[SOFTMAX]["test"]["loss"],
+                    "beside_softmax_in_equal_time": equal[spec],
+                    "state_bytes": runs[spec]["state_bytes"],
+                }
+            if cell:
+                row["contexts"][str(context)] = cell
+    return list(rows.values())
+
+
+def panel(axes, rows, key, title, contexts):
+    """Draws one number of every attention over the contexts, at equal distances."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xticks(range(len(CONTEXTS)), [f"{context:,}" for context in CONTEXTS])
+    axes.set_xlim(-0.3, len(CONTEXTS) - 0.7)
+    axes.set_xlabel("context (tokens)")
+    figure_style(axes)
+    for row in rows:
+        name, colour, line = ROWS[row["attention_spec"]]
+        points = [
+            (CONTEXTS.index(context), row["contexts"][str(context)][key])
+            for context in contexts
+            if key in row["contexts"].get(str(context), {})
+        ]
+        if colour and points:
+            axes.plot(
+                *zip(*points), color=colour, linestyle=line, marker="o", markersize=4, label=name
+            )
+
+
+def draw(rows):
+    plt.rcParams["svg.hashsalt"] = "contexts"
+    plot, (tokens, time, speed) = plt.subplots(1, 3, figsize=(12, 4.8), layout="constrained")
+    panel(tokens, rows, "beside_softmax", "behind softmax, equal tokens", CONTEXTS[:3])
+    panel(time, rows, "beside_softmax_in_equal_time", "behind softmax, equal time", CONTEXTS)
+    panel(speed, rows, "speed_beside_softmax", "speed beside softmax", CONTEXTS)
+    for axes in (tokens, time):
+        axes.set_ylabel("difference (nats a token); lower is better")
+    speed.set_ylabel("ratio of tokens a second; higher is better")
+    speed.set_ylim(bottom=0)
+    names = tokens.get_legend_handles_labels()
+    plot.legend(*names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    plot.savefig(ROOT / "book/src/results/code-contexts.svg", metadata={"Date": None})
+    plot.savefig(OUT / "contexts.png", dpi=160)
+
+
+def main():
+    rows = table()
+    (OUT / "table.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    draw(rows)
+
+
+if __name__ == "__main__":
+    main()
