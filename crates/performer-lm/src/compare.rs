@@ -20,7 +20,7 @@ use crate::{
     listener::Listener,
     machine::Machine,
     model::Decoder,
-    train::{Grid, Report, RunOptions, divided, find, find_or_run, led, made, run_name, training_batches},
+    train::{Found, Grid, Report, RunOptions, divided, find, find_or_run, led, made, run_name, training_batches},
 };
 #[cfg(feature = "cli")]
 pub(crate) use charts::{loss_of_run, loss_of_runs};
@@ -90,8 +90,9 @@ pub struct RateTried {
     pub attention_spec: String,
     /// Peak learning rate of the run.
     pub learning_rate: f64,
-    /// Loss over the validation split at its end, in nats per token.
-    pub val_loss: f64,
+    /// Loss over the validation split at its end, in nats per token; `None` if the training
+    /// diverged.
+    pub val_loss: Option<f64>,
     /// Whether this rate was chosen.
     pub chosen: bool,
 }
@@ -144,6 +145,7 @@ impl Comparison<'_> {
                 let spec = attention.to_string();
                 let rates = self.rates_of(attention, &tried);
                 let mut runs = Vec::new();
+                let mut diverging = Vec::new();
                 for &rate in &rates {
                     let made = self.train(attention, seed, rate, data);
                     let diverged = made.as_ref().err().and_then(|error| error.downcast_ref::<Cause>());
@@ -152,6 +154,7 @@ impl Comparison<'_> {
                         self.listener.note(&format!(
                             "warning: {attention} with the learning rate {rate} and seed {seed} diverged, so another rate is chosen"
                         ));
+                        diverging.push(rate);
                         continue;
                     }
                     runs.push(
@@ -165,13 +168,16 @@ impl Comparison<'_> {
                 // The first of equal losses is taken, and a loss that is not a number comes last.
                 let best = (0..runs.len()).min_by(|&a, &b| runs[a].report.val_loss.total_cmp(&runs[b].report.val_loss));
                 let Some(best) = best else { bail!("no learning rate is given") };
-                if runs.len() > 1 {
-                    tried.extend(runs.iter().enumerate().map(|(i, run)| RateTried {
+                if rates.len() > 1 {
+                    let of = |learning_rate, val_loss, chosen| RateTried {
                         attention_spec: spec.clone(),
-                        learning_rate: run.learning_rate,
-                        val_loss: run.report.val_loss,
-                        chosen: i == best,
-                    }));
+                        learning_rate,
+                        val_loss,
+                        chosen,
+                    };
+                    let ended = runs.iter().enumerate();
+                    tried.extend(ended.map(|(i, run)| of(run.learning_rate, Some(run.report.val_loss), i == best)));
+                    tried.extend(diverging.into_iter().map(|rate| of(rate, None, false)));
                 }
                 chosen.push(runs.swap_remove(best));
                 outcome = Some(self.save(data, &chosen, &tried)?);
@@ -217,6 +223,13 @@ impl Comparison<'_> {
     fn train(&self, attention: &AttentionPattern, seed: u64, learning_rate: f64, data: &Prepared) -> Result<Chosen> {
         let (config, training) = self.recipe(attention, seed, learning_rate)?;
         let folder = self.folder(attention, seed, learning_rate);
+        let is_one_of_several = self.seeds.len() > 1 || self.learning_rates.len() > 1;
+        if is_one_of_several && self.ranks.world().size() == 1 {
+            let found = find(&config, &training, data, &self.options(&folder))?;
+            if !matches!(found, Found::Finished(_)) {
+                self.listener.note(&format!("{attention}, seed {seed}, learning rate {learning_rate:e}"));
+            }
+        }
         let report = made(&self.ranks, &config, &training, data, self.options(&folder))?;
         let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
         Ok(Chosen { report, learning_rate, folder })

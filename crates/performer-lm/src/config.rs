@@ -195,6 +195,28 @@ impl ModelConfig {
         AttentionPattern { most: self.attention.clone(), other }
     }
 
+    /// Names the attention of every layer, for reports: the pattern where there is one, as the
+    /// command line takes it, else the attention of most layers and then the layers that differ, as
+    /// in `softmax:window=64; layers 0,3: softmax`.
+    pub fn attention_text(&self) -> String {
+        let pattern = self.pattern();
+        let mut text = pattern.to_string();
+        if pattern.other.is_none() {
+            let mut seen: Vec<&AttentionConfig> = Vec::new();
+            for own in self.attention_by_layer.values().filter(|own| **own != self.attention) {
+                if seen.contains(&own) {
+                    continue;
+                }
+                seen.push(own);
+                let of_own = self.attention_by_layer.iter().filter(|(_, other)| *other == own);
+                let layers: Vec<String> = of_own.map(|(layer, _)| layer.to_string()).collect();
+                let layer = if layers.len() > 1 { "layers" } else { "layer" };
+                text += &format!("; {layer} {}: {own}", layers.join(","));
+            }
+        }
+        text
+    }
+
     /// Returns this model with the features of all linear attention off
     /// ([`AttentionConfig::features_off`]), or `None` if no layer has linear attention, or the
     /// model leaks. It has the weights of this one.
@@ -417,6 +439,7 @@ impl TrainingConfig {
         {
             ensure!(value > 0, "training config: {name} is 0; it must be at least 1");
         }
+        ensure!(self.max_steps != Some(0), "training config: max_steps is 0; it must be at least 1");
         let lr = self.learning_rate;
         ensure!(lr.is_finite() && lr > 0.0, "training config: learning_rate is {lr}; it must be positive");
         ensure!(self.clip.is_none_or(|c| c > 0.0), "training config: clip is {:?}; it must be positive", self.clip);

@@ -1,5 +1,6 @@
-//! The layout of inputs for attention that is composed of Candle's own operations, in contrast to
-//! the fused kernels: heads are folded into the batch.
+//! Inputs with their heads folded into the batch, as Candle's own operations and the kernels that
+//! read ready features take them; quotients and logarithms of denominators from sums; and how two
+//! parts of one attention are joined.
 
 use candle_core::{D, DType, Result, Storage, Tensor};
 
@@ -26,7 +27,7 @@ pub(super) struct Folded {
     pub(super) v: Tensor,
     /// 1 for visible and 0 for hidden keys, in the type of the computation, shape `(N, Tk, 1)`.
     pub(super) visible: Option<Tensor>,
-    /// Logarithms of forget gates, at most 0, shape `(N, Tk)`.
+    /// Forget gates, at least −1e30 and at most 0, shape `(N, Tk)`.
     pub(super) gates: Option<Tensor>,
     batch: usize,
     /// The number of query heads.

@@ -301,8 +301,8 @@ impl Slot {
         })
     }
 
-    /// The memory with every tensor replaced, for `batch` sequences. States inside it have other
-    /// batches too.
+    /// Returns the memory with every tensor replaced by `of(name, tensor)`, for `batch` sequences.
+    /// States nested in it record the batch in a field of their own, which is updated too.
     fn with_rows(&self, batch: usize, of: impl Fn(&str, &Tensor) -> Result<Tensor>) -> Result<Self> {
         let Some((kind, mut record)) = self.record()? else { return Ok(Self::Empty) };
         for (name, tensor) in &mut record.tensors {

@@ -61,8 +61,8 @@ impl fmt::Display for AttentionConfig {
 /// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4`, `uniform`, `none`, and
 /// three variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
 /// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names
-/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate`, `output-norm`, `mup-scale` and
-/// `key-dim=16`.
+/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`; all but `none`
+/// and `uniform` also take `mup-scale` and `key-dim=16`, which are about queries and keys.
 ///
 /// `favor:m=32|favor:m=224,gate` divides the heads: the first half has 32 features and the second
 /// 224. Parts of the layer stand behind the last of them.
@@ -161,7 +161,7 @@ impl AttentionConfig {
                 return Err(format!(
                     "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
                      those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,sinks=..., and all but none \
-                     with {parts}"
+                     with {parts} (uniform without mup-scale and key-dim)"
                 ));
             }
         };

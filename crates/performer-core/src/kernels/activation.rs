@@ -118,6 +118,56 @@ impl Operation<1> for LogSigmoid {
     }
 }
 
+/// Returns `f(g, x)` of contiguous gates and numbers of one shape and type.
+fn gated(
+    name: &str,
+    [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2],
+    f: impl Fn(f32, f32) -> f32,
+) -> Result<(CpuStorage, Shape)> {
+    let of = [(s1.dtype(), l1.dims()), (s2.dtype(), l2.dims())];
+    if of[0] != of[1] {
+        bail!("{name}: gates and numbers must have one type and shape, not {of:?}");
+    }
+    let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
+    let mut out = vec![0f32; xs.len()];
+    arch().dispatch(
+        #[inline(always)]
+        || {
+            for ((o, &g), &x) in out.iter_mut().zip(gates).zip(xs) {
+                *o = f(g, x);
+            }
+        },
+    );
+    Ok((CpuStorage::F32(out), l1.shape().clone()))
+}
+
+/// Returns the gradients of contiguous gates and numbers, which are `f(g, x, gradient)`.
+fn gated_gradients(
+    gate: &Tensor,
+    x: &Tensor,
+    grad: &Tensor,
+    f: impl Fn(f32, f32, f32) -> [f32; 2],
+) -> Result<[Option<Tensor>; 2]> {
+    let grad = grad.contiguous()?;
+    let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
+    with_storages([gate, x, &grad], |[gate, x, grad]| {
+        let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
+        let grads = contiguous(grad.0, grad.1)?;
+        arch().dispatch(
+            #[inline(always)]
+            || {
+                let outputs = dgate.iter_mut().zip(&mut dx);
+                for ((((dgate, dx), &g), &x), &grad) in outputs.zip(gates).zip(xs).zip(grads) {
+                    [*dgate, *dx] = f(g, x, grad);
+                }
+            },
+        );
+        Ok(())
+    })?;
+    let tensor = |values| Tensor::from_vec(values, x.shape(), x.device()).map(Some);
+    Ok([tensor(dgate)?, tensor(dx)?])
+}
+
 /// `Swiglu` computes `g σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
 pub(crate) struct Swiglu;
 
@@ -126,22 +176,13 @@ impl Operation<2> for Swiglu {
         "swiglu"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        let of = [(s1.dtype(), l1.dims()), (s2.dtype(), l2.dims())];
-        if of[0] != of[1] {
-            bail!("swiglu: gates and numbers must have one type and shape, not {of:?}");
-        }
-        let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
-        let mut out = vec![0f32; xs.len()];
-        arch().dispatch(
+    fn cpu(&self, inputs: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
+        gated(
+            self.name(),
+            inputs,
             #[inline(always)]
-            || {
-                for ((o, &g), &x) in out.iter_mut().zip(gates).zip(xs) {
-                    *o = g * sigmoid(g) * x;
-                }
-            },
-        );
-        Ok((CpuStorage::F32(out), l1.shape().clone()))
+            |g, x| g * sigmoid(g) * x,
+        )
     }
 
     #[cfg(feature = "cuda")]
@@ -152,29 +193,18 @@ impl Operation<2> for Swiglu {
     fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            let [dgate, dx] = cuda::activation::Gate::Swiglu.backward(gate, x, grad)?;
-            return Ok([Some(dgate), Some(dx)]);
+            return Ok(cuda::activation::Gate::Swiglu.backward(gate, x, grad)?.map(Some));
         }
-        let grad = grad.contiguous()?;
-        let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
-        with_storages([gate, x, &grad], |[gate, x, grad]| {
-            let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
-            let grads = contiguous(grad.0, grad.1)?;
-            arch().dispatch(
-                #[inline(always)]
-                || {
-                    let outputs = dgate.iter_mut().zip(&mut dx);
-                    for ((((dgate, dx), &g), &x), &grad) in outputs.zip(gates).zip(xs).zip(grads) {
-                        let s = sigmoid(g);
-                        *dgate = grad * x * s * (1.0 + g * (1.0 - s));
-                        *dx = grad * g * s;
-                    }
-                },
-            );
-            Ok(())
-        })?;
-        let tensor = |values| Tensor::from_vec(values, x.shape(), x.device()).map(Some);
-        Ok([tensor(dgate)?, tensor(dx)?])
+        gated_gradients(
+            gate,
+            x,
+            grad,
+            #[inline(always)]
+            |g, x, grad| {
+                let s = sigmoid(g);
+                [grad * x * s * (1.0 + g * (1.0 - s)), grad * g * s]
+            },
+        )
     }
 }
 
@@ -186,21 +216,13 @@ impl Operation<2> for SigmoidGate {
         "sigmoid-gate"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        if l1.dims() != l2.dims() {
-            bail!("sigmoid-gate: gates {:?} and numbers {:?} must have one shape", l1.dims(), l2.dims());
-        }
-        let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
-        let mut out = vec![0f32; xs.len()];
-        arch().dispatch(
+    fn cpu(&self, inputs: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
+        gated(
+            self.name(),
+            inputs,
             #[inline(always)]
-            || {
-                for ((o, &g), &x) in out.iter_mut().zip(gates).zip(xs) {
-                    *o = 2.0 * sigmoid(g) * x;
-                }
-            },
-        );
-        Ok((CpuStorage::F32(out), l1.shape().clone()))
+            |g, x| 2.0 * sigmoid(g) * x,
+        )
     }
 
     #[cfg(feature = "cuda")]
@@ -213,26 +235,16 @@ impl Operation<2> for SigmoidGate {
         if x.device().is_cuda() {
             return Ok(cuda::activation::Gate::Output.backward(gate, x, grad)?.map(Some));
         }
-        let grad = grad.contiguous()?;
-        let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
-        with_storages([gate, x, &grad], |[gate, x, grad]| {
-            let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
-            let grads = contiguous(grad.0, grad.1)?;
-            arch().dispatch(
-                #[inline(always)]
-                || {
-                    let outputs = dgate.iter_mut().zip(&mut dx);
-                    for ((((dgate, dx), &g), &x), &grad) in outputs.zip(gates).zip(xs).zip(grads) {
-                        let s = sigmoid(g);
-                        *dgate = 2.0 * grad * x * s * (1.0 - s);
-                        *dx = 2.0 * grad * s;
-                    }
-                },
-            );
-            Ok(())
-        })?;
-        let tensor = |values| Tensor::from_vec(values, x.shape(), x.device()).map(Some);
-        Ok([tensor(dgate)?, tensor(dx)?])
+        gated_gradients(
+            gate,
+            x,
+            grad,
+            #[inline(always)]
+            |g, x, grad| {
+                let s = sigmoid(g);
+                [2.0 * grad * x * s * (1.0 - s), 2.0 * grad * s]
+            },
+        )
     }
 }
 

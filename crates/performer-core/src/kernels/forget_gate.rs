@@ -1,8 +1,8 @@
 //! The forget gates of a layer as one operation, on CUDA.
 //!
-//! Candle's operations took some seventy launches a layer for them in a training step, and among
-//! them were some that no tape records, by which the whole backward pass was Candle's. On an H100
-//! that was a third of a step.
+//! With Candle's operations the gates of a layer took some seventy launches in a training step.
+//! Some of these operations the tape (`crate::tape`) cannot record, so the whole backward pass went
+//! through Candle's own. On an H100 this cost a third of a step.
 //!
 //! # Shapes
 //!

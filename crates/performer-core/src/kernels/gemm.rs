@@ -1,5 +1,5 @@
-//! Products of small row-major tiles that lie in the caches: where every fused kernel spends most
-//! of its time.
+//! Products of small row-major tiles that lie in the caches: where attention and cross-entropy
+//! spend most of their time.
 //!
 //! `C (m, n) += A (m, k) · B (k, n)` with a tile of `C` in registers, a few rows by two vectors.
 //! Entries of `A` are broadcast, so `A` may have any strides (a transposed tile costs nothing);

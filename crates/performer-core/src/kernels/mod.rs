@@ -1,16 +1,19 @@
 //! Fused kernels behind [`crate::attention`] and [`crate::ops`]: each computes in one pass what
 //! Candle's operations would in many.
 //!
-//! On the CPU, `favor` and `softmax` are attention; `cross_entropy`, `norm`, `activation`, `gated`,
-//! `rotary`, `linear`, `heads` and `convolution` are the other operations of a decoder. They are
-//! built from `gemm` (products of small tiles), `vector` (elementwise functions), `rows` (reading
-//! tensors), `transpose`, `fresh` (memory for outputs) and `joined` (inputs beyond the third).
-//! Everything is compiled for AVX-512, AVX2 and NEON beside plain Rust, and `instructions` chooses
-//! the version when the program runs.
+//! On the CPU, `favor` and `softmax` are attention. `cross_entropy`, `tiled_cross_entropy`, `norm`,
+//! `activation`, `gated`, `rotary`, `linear`, `heads` and `convolution` are the other operations of
+//! a decoder, most of them on GPUs too; `forget_gate` and `quadratic` are on CUDA only. Each is an
+//! `operation`, the adapter to Candle. They are built from `gemm` (products of small tiles),
+//! `vector` (elementwise functions), `rows` (reading tensors), `transpose`, `fresh` (memory for
+//! outputs) and `joined` (inputs beyond the third). Loops over vectors are compiled for AVX-512,
+//! AVX2 and NEON beside plain Rust (`transpose` for AVX alone), and `instructions` chooses the
+//! version when the program runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
-//! first used; Metal's have not been run on hardware. The terms of the kernels (chunk, segment,
-//! tile, block, part, piece, team) are defined in `docs/terms.md` of the repository.
+//! first used; Metal's have not been run on hardware. `store` keeps compiled CUDA kernels on disk.
+//! The terms of the kernels (chunk, segment, tile, block, part, piece, team) are defined in
+//! `docs/terms.md` of the repository.
 
 /// Asserts the size of a `repr(C)` struct and where its fields lie. The source of the kernels that
 /// take it asserts the same numbers, so neither side can change alone.

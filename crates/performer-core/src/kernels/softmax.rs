@@ -72,7 +72,7 @@ const LOWEST: f32 = -60.0;
 pub(crate) struct Seen {
     /// The position of the first query among the keys; `None` where there is no causal mask.
     pub(crate) offset: Option<usize>,
-    /// How many keys a query sees at most, its own among them.
+    /// How many of the last keys a query sees, its own among them; all if it is `None`.
     pub(crate) window: Option<usize>,
     /// How many of the first keys a query sees beside its window.
     pub(crate) sinks: usize,
@@ -122,7 +122,8 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// The first key that queries from `start` on may see, rounded down to a whole tile.
+    /// The first key in the window of query `start`, rounded down to a whole tile. Sinks may lie
+    /// before it.
     fn first(&self, start: usize) -> usize {
         match (self.offset, self.window) {
             (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window) / KEYS * KEYS,

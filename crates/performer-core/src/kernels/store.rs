@@ -7,7 +7,7 @@
 //! never read half a file.
 
 use std::{
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fs,
     io::{self, Write},
     path::{Path, PathBuf},
@@ -17,6 +17,12 @@ use std::{
 
 /// The bytes of a digest.
 const DIGEST: usize = blake3::OUT_LEN;
+
+/// The hexadecimal digits of a file's name.
+const NAME: usize = 40;
+
+/// The end of the name of a file that is still being written.
+const UNFINISHED: &str = ".new";
 
 /// A `Store` is a folder of compiled kernels.
 #[derive(Clone, Debug)]
@@ -45,7 +51,14 @@ pub(super) fn name<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
         digest.update(&(part.len() as u64).to_le_bytes());
         digest.update(part.as_bytes());
     }
-    digest.finalize().to_hex()[..40].to_string()
+    digest.finalize().to_hex()[..NAME].to_string()
+}
+
+/// Returns whether a store can have written a file of this name.
+fn is_of_store(file: &OsStr) -> bool {
+    let Some((digest, rest)) = file.to_str().and_then(|file| file.split_at_checked(NAME)) else { return false };
+    digest.bytes().all(|digit| digit.is_ascii_hexdigit())
+        && (rest.is_empty() || rest.starts_with('.') && rest.ends_with(UNFINISHED))
 }
 
 impl Store {
@@ -65,8 +78,8 @@ impl Store {
         if blake3::hash(&contents).as_bytes()[..] != bytes[..] {
             return Found::Damaged(path);
         }
-        // The files that were used longest ago are the ones that go. Where the folder is
-        // read-only, nothing goes either.
+        // The modification time stands for the last use, by which `shrink` chooses what to remove.
+        // In a read-only folder it cannot be set, and nothing is removed there.
         let _ = fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
         Found::Whole(contents)
     }
@@ -80,7 +93,7 @@ impl Store {
     pub(super) fn put(&self, name: &str, contents: &[u8]) -> io::Result<()> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         fs::create_dir_all(&self.folder)?;
-        let unique = format!("{name}.{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let unique = format!("{name}.{}-{}{UNFINISHED}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let beside = self.folder.join(unique);
         let written = fs::File::create(&beside).and_then(|mut file| {
             file.write_all(blake3::hash(contents).as_bytes())?;
@@ -95,12 +108,16 @@ impl Store {
         self.shrink(name)
     }
 
-    /// Removes the files that were used longest ago, but not `newest`, until the limit holds.
+    /// Removes kernels that were used longest ago, but not `newest`, until the limit holds. What
+    /// else lies in the folder, which a user may have named, is neither counted nor removed.
     fn shrink(&self, newest: &str) -> io::Result<()> {
         let mut files: Vec<(SystemTime, u64, OsString)> = fs::read_dir(&self.folder)?
             .filter_map(|entry| {
                 let entry = entry.ok()?;
                 let about = entry.metadata().ok()?;
+                if !about.is_file() || !is_of_store(&entry.file_name()) {
+                    return None;
+                }
                 Some((about.modified().ok()?, about.len(), entry.file_name()))
             })
             .collect();
@@ -136,7 +153,7 @@ pub(super) fn folder() -> Option<PathBuf> {
 }
 
 /// Returns the folder of kernels that were compiled elsewhere and came with the program: `kernels`
-/// beside it. It is read alone.
+/// beside it. Nothing is written to it.
 pub(super) fn shipped() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     Some(program.parent()?.join("kernels")).filter(|folder: &PathBuf| Path::is_dir(folder))
@@ -198,26 +215,44 @@ mod tests {
             fs::File::options().append(true).open(store.folder.join(name)).unwrap().set_modified(time).unwrap();
         };
         let has = |name: &str| matches!(store.get(name), Found::Whole(_));
-        for (name, seconds) in [("a", 300), ("b", 200), ("c", 100)] {
+        let names = ["a", "b", "c", "d", "e", "large"].map(|kernel| name([kernel]));
+        let [a, b, c, d, e, large] = names.each_ref().map(String::as_str);
+        // What is not the store's, old and large as it is, stays and does not count.
+        let foreign = ["thesis.txt", "0123456789abcdef0123456789abcdef01234567.txt"];
+        fs::create_dir_all(store.folder.join("folder")).unwrap();
+        for file in foreign {
+            fs::write(store.folder.join(file), [0; 5000]).unwrap();
+            back(file, 10_000);
+        }
+        for (name, seconds) in [(a, 300), (b, 200), (c, 100)] {
             store.put(name, &[1; 10]).unwrap();
             back(name, seconds);
         }
         // This read makes `b` the oldest.
-        assert!(has("a"));
-        store.put("d", &[1; 10]).unwrap();
-        assert!(!has("b"));
-        for name in ["a", "c", "d"] {
+        assert!(has(a));
+        store.put(d, &[1; 10]).unwrap();
+        assert!(!has(b));
+        for name in [a, c, d] {
             assert!(has(name), "{name}");
         }
         // The two that were used longest ago make room for one of twice their size.
-        for (name, seconds) in [("a", 300), ("c", 200), ("d", 100)] {
+        for (name, seconds) in [(a, 300), (c, 200), (d, 100)] {
             back(name, seconds);
         }
-        store.put("e", &[1; DIGEST + 20]).unwrap();
-        assert_eq!(["a", "c", "d", "e"].map(has), [false, false, true, true]);
+        store.put(e, &[1; DIGEST + 20]).unwrap();
+        assert_eq!([a, c, d, e].map(has), [false, false, true, true]);
         // A kernel that is larger than the limit is kept: it was asked for last.
-        store.put("large", &[1; 1000]).unwrap();
-        assert!(has("large") && !has("d"));
+        store.put(large, &[1; 1000]).unwrap();
+        assert!(has(large) && !has(d));
+        // A process that was killed may have left the beginning of a file.
+        let unfinished = format!("{}.1-0{UNFINISHED}", name(["unfinished"]));
+        fs::write(store.folder.join(&unfinished), [0; 5000]).unwrap();
+        back(&unfinished, 10_000);
+        store.put(a, &[1; 10]).unwrap();
+        assert!(!store.folder.join(unfinished).exists());
+        for file in foreign.into_iter().chain(["folder"]) {
+            assert!(store.folder.join(file).exists(), "{file}");
+        }
         fs::remove_dir_all(&store.folder).unwrap();
     }
 

@@ -14,8 +14,8 @@ const ROUND: f32 = 12_582_912.0 + 127.0;
 /// error is below 1.05e-7 on `|r| ≤ ln 2 / 2`, where Taylor's series to the sixth power has 1.3e-7.
 const SERIES: [f32; 4] = [0.008_312_52, 0.041_890_156, 0.166_671_14, 0.499_992_3];
 
-/// Computes `e^x` for `x ≤ 0` to about 2 ulp, without branches; 0 below −87, where f32 ends. NaN
-/// stays NaN.
+/// Computes `e^x` for `x ≤ 88` to about 2 ulp, without branches. Below −87 the result is 0: near
+/// there the normal numbers of f32 end. NaN stays NaN.
 ///
 /// It is `2^n · p(r)` with `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`.
 #[inline(always)]

@@ -94,7 +94,7 @@ static void check(const char* what, const std::vector<T>& got, const Numbers& wa
 
 static unsigned blocks(long long count, int size) { return (unsigned)((count + size - 1) / size); }
 
-static void check_norm(long long rows, int width) {
+static void check_norm(long long rows, int width, bool biased) {
     const float eps = 1e-5f;
     Numbers x = random_numbers(rows * width), w = random_numbers(width, false), b = random_numbers(width, false);
     Numbers g = random_numbers(rows * width), y = x, dx = x, dw(width), db(width);
@@ -105,7 +105,7 @@ static void check_norm(long long rows, int width) {
         double scale = 1 / std::sqrt(variance + eps);
         for (int i = 0; i < width; i++) {
             double u = (x[r * width + i] - mean) * scale, grad = g[r * width + i], h = grad * w[i];
-            y[r * width + i] = u * w[i] + (CENTER ? b[i] : 0);
+            y[r * width + i] = u * w[i] + (biased ? b[i] : 0);
             level += CENTER ? h / width : 0;
             along += h * u / width;
             dw[i] += grad * u;
@@ -120,7 +120,8 @@ static void check_norm(long long rows, int width) {
     auto ws = floats(w), bs = floats(b), kept = room<float>(2 * rows);
     unsigned grid = blocks(rows, norm::WARPS), splits = std::min(grid, 3u);
     auto sums = room<float>((size_t)splits * 2 * width);
-    host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), bs.data(), out.data());
+    host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), biased ? bs.data() : nullptr,
+                 out.data());
     host::launch({grid, 1, 1}, norm::THREADS, norm::norm_backward, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(),
                  kept.data());
     host::launch({blocks(width, 32), splits, 1}, norm::THREADS, norm::norm_weight_gradients, rows, width, xs.data(), gs.data(),
@@ -392,9 +393,11 @@ static void check_adamw(long long count) {
 int main() {
     for (bool descending : {false, true}) {
         host::descending = descending;
-        check_norm(1, 5);
-        check_norm(37, 72);
-        check_norm(70, 33);
+        for (bool biased : {false, true}) {
+            check_norm(1, 5, biased);
+            check_norm(37, 72, biased);
+            check_norm(70, 33, biased);
+        }
         check_activations(777, false);
         check_activations(4200, true);
         for (bool neighbours : {false, true}) {

@@ -12,7 +12,7 @@ use performer_dist::{One, Ranks, local_size};
 
 use super::output;
 use crate::{
-    config::{ModelConfig, Positions, Precision, Preset, TrainingConfig},
+    config::{AttentionConfig, ModelConfig, Positions, Precision, Preset, TrainingConfig},
     data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare, prepare_for, prepare_text, prepare_with_test},
     device::DeviceKind,
     errors::Cause,
@@ -135,12 +135,23 @@ impl DataArgs {
         self.data.clone().unwrap_or_default()
     }
 
+    /// Refuses a number of tokens beside a tokenizer, which has its own.
+    fn check(&self) -> Result<()> {
+        ensure!(
+            self.vocab_size.is_none() || self.tokenizer.is_none(),
+            "--vocab-size: the tokenizer of --tokenizer has its own number of tokens; leave one of the two out"
+        );
+        Ok(())
+    }
+
     pub(super) fn prepare(&self, vocab_size: usize) -> Result<Prepared> {
+        self.check()?;
         prepare(&self.spec(), self.vocab_size.unwrap_or(vocab_size), self.tokenizer.as_deref(), &output::TERMINAL)
     }
 
     /// Prepares the data with a test split in any case.
     pub(super) fn prepare_with_test(&self, vocab_size: usize) -> Result<Prepared> {
+        self.check()?;
         let vocab_size = self.vocab_size.unwrap_or(vocab_size);
         prepare_with_test(&self.spec(), vocab_size, self.tokenizer.as_deref(), &output::TERMINAL)
     }
@@ -179,7 +190,7 @@ pub(super) struct RecipeArgs {
     context: Option<usize>,
     /// Peak learning rate.
     #[arg(long)]
-    learning_rate: Option<f64>,
+    pub(super) learning_rate: Option<f64>,
     /// constant, one-cycle or warmup-cosine, with settings as in warmup-cosine:warmup_steps=100.
     #[arg(long)]
     schedule: Option<Schedule>,
@@ -264,6 +275,43 @@ impl RecipeArgs {
             model.context
         );
         self.of_model(model, machine)
+    }
+
+    /// Refuses options that none of the attentions to be trained has a use for.
+    ///
+    /// # Errors
+    /// Names the option, and attentions that have a use for it.
+    pub(super) fn require_use<'a>(&self, attentions: impl Iterator<Item = &'a AttentionConfig>) -> Result<()> {
+        let maps: Vec<_> =
+            attentions.flat_map(AttentionConfig::by_head).filter_map(|one| Some(one.favor()?.map)).collect();
+        let asked = |steps: Option<usize>| steps.is_some_and(|steps| steps > 0);
+        ensure!(
+            !asked(self.redraw_every) || maps.iter().any(|map| map.is_random() && !map.has_parameters()),
+            "--redraw-every: no attention here has random features to draw anew, as favor:map=positive has"
+        );
+        ensure!(
+            !asked(self.fit_every) || maps.iter().any(|map| map.is_fitted() && !map.is_trained()),
+            "--fit-every: no attention here has features to fit, as favor:map=dense and favor:map=optimal have"
+        );
+        Ok(())
+    }
+
+    /// Refuses what says how long a training is or what it keeps, where `--steps` says how many
+    /// steps are timed and nothing is kept.
+    ///
+    /// # Errors
+    /// Names the option.
+    pub(super) fn require_steps_alone(&self) -> Result<()> {
+        let given = [
+            ("--epochs", self.epochs.is_some()),
+            ("--max-steps", self.max_steps.is_some()),
+            ("--eval-every", self.eval_every.is_some()),
+            ("--save-every", self.save_every.is_some()),
+        ];
+        match given.into_iter().find(|(_, given)| *given) {
+            Some((option, _)) => bail!("{option}: --steps says how many steps are timed, and nothing else is done"),
+            None => Ok(()),
+        }
     }
 
     fn of_model(&self, mut model: ModelConfig, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {

@@ -378,6 +378,8 @@ fn name_among(source: &str, all: &[String]) -> String {
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
     args.results.check("train", &[])?;
     let (config, training) = args.recipe.load(machine)?;
+    args.recipe.require_use(args.attention.iter().flat_map(AttentionPattern::attentions))?;
+    args.recipe.require_steps_alone()?;
     let data = args.data.prepare(config.vocab_size)?;
     let plan = train::Plan {
         config,

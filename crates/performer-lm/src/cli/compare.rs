@@ -64,8 +64,13 @@ pub(super) struct Args {
     json: bool,
 }
 
-pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    if let [rate] = args.learning_rates[..] {
+        args.recipe.learning_rate = Some(rate);
+        args.learning_rates.clear();
+    }
     let (config, training) = args.recipe.load(machine)?;
+    args.recipe.require_use(args.attention.iter().flat_map(AttentionPattern::attentions))?;
     let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
     let data = in_turn(&ranks, || {
         if args.learning_rates.len() > 1 {

@@ -74,16 +74,30 @@ impl Ending {
     /// If a log or a model cannot be read, or the chart not be written.
     pub(super) fn tell(&self, program: &str, from_the_beginning: bool) -> Result<()> {
         let (report, out) = &self.runs[0];
-        let curves = self.runs.iter().map(|(_, folder)| loss_of_run(folder)).collect::<Result<Vec<_>>>()?;
+        let mut curves = vec![loss_of_run(out)?];
+        let mut shown = vec![&self.runs[0]];
+        for run in &self.runs[1..] {
+            match loss_of_run(&run.1) {
+                Ok(curve) => {
+                    curves.push(curve);
+                    shown.push(run);
+                }
+                Err(error) => leave_out(&run.1, &error),
+            }
+        }
         let with_models =
-            self.runs.iter().map(|(report, _)| report.attention_spec.as_str()).zip(curves.iter().map(|c| &**c));
+            shown.iter().map(|(report, _)| report.attention_spec.as_str()).zip(curves.iter().map(|c| &**c));
         let recorded = self.recorded.iter().map(|run| (run.report.attention_spec.as_str(), &*run.curve));
         loss_of_runs(&report.corpus, &with_models.chain(recorded).collect::<Vec<_>>()).save(&out.join("loss"))?;
-        for (report, folder) in &self.runs {
+        for (report, folder) in shown {
             // A few words are written as fast on the CPU, and every device's models load there.
-            let (model, tokenizer) = load_model(folder, &Device::Cpu)?;
-            if let Some(story) = begin_story(&model, &tokenizer, STORY_TOKENS)? {
-                output::note(&format!("\n{} writes:\n\n{story}", report.attention_spec));
+            let story = load_model(folder, &Device::Cpu)
+                .and_then(|(model, tokenizer)| begin_story(&model, &tokenizer, STORY_TOKENS));
+            match story {
+                Ok(Some(story)) => output::note(&format!("\n{} writes:\n\n{story}", report.attention_spec)),
+                Ok(None) => {}
+                Err(error) if folder != out => leave_out(folder, &error),
+                Err(error) => return Err(error),
             }
         }
         if let Some(Recorded { report, story, .. }) = &self.recorded {
@@ -116,6 +130,11 @@ impl Ending {
         }
         Ok(())
     }
+}
+
+/// Says that a run beside this one is not shown, which does not make this one fail.
+fn leave_out(folder: &Path, error: &anyhow::Error) {
+    output::note(&format!("{} is left out, for it cannot be read: {error:#}", folder.display()));
 }
 
 /// The rows of a report: their names, which are those of every report, and their values, which it

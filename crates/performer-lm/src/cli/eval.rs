@@ -98,6 +98,11 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
          without",
         args.model
     );
+    ensure!(
+        !leak || args.recall.is_empty(),
+        "--recall: {} was trained to see the tokens that it predicts, so it has nothing to recall",
+        args.model
+    );
     if leak {
         output::note(&format!(
             "warning: {} was trained to see the tokens that it predicts, so these numbers say nothing about how well it \
@@ -110,7 +115,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         control.is_some() || !args.features_off,
         "--features-off: no layer of {} has linear attention; its attention is {}",
         args.model,
-        model.config().pattern()
+        model.config().attention_text()
     );
     let (corpus, tokens) = held_out(&args.data, &tokenizer)?;
     let evaluate = |model: &Decoder| {
@@ -127,7 +132,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let mut evaluation = evaluate(&model)?;
     let mut control = match control {
         Some(control) => Some(Control {
-            attention_spec: control.config().pattern().to_string(),
+            attention_spec: control.config().attention_text(),
             evaluation: evaluate(&control)?,
             recall: recall(&control)?,
         }),
@@ -142,7 +147,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
             title: format!("Loss by context position on {corpus}"),
             x: Axis::new("tokens of context", Scale::Linear),
             y: Axis::new("loss (nats per token)", Scale::Linear),
-            series: std::iter::once(series(model.config().pattern().to_string(), &evaluation)).chain(off).collect(),
+            series: std::iter::once(series(model.config().attention_text(), &evaluation)).chain(off).collect(),
             ..Chart::default()
         };
         chart.save(stem)?;
@@ -154,7 +159,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     }
     let result = Scored {
         attention: model.config().pattern().kind().to_string(),
-        attention_spec: model.config().pattern().to_string(),
+        attention_spec: model.config().attention_text(),
         leak,
         params: model.parameter_count()?,
         corpus,
@@ -171,7 +176,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
 fn text(result: &Scored, model: &Decoder) -> String {
     let e = &result.evaluation;
     let mut rows = vec![
-        vec!["attention".into(), model.config().pattern().to_string()],
+        vec!["attention".into(), model.config().attention_text()],
         vec!["text".into(), result.corpus.clone()],
         vec!["tokens".into(), output::thousands(e.tokens)],
         vec!["loss (nats/token)".into(), format!("{:.4}", e.val_loss)],

@@ -187,6 +187,7 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
     if let Some(attention) = &args.attention {
         model = model.with_attention(attention)?;
     }
+    args.recipe.require_use((0..model.layers).map(|layer| model.attention_of(layer)))?;
     model.leak |= args.leak;
     training.seed = args.seed.unwrap_or(training.seed);
     let out = args.out.clone().unwrap_or_else(|| default_out(args.recipe.preset, &model, training.seed));
@@ -230,7 +231,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     let config = trainer.model().config();
     output::note(&format!(
         "{} attention, {} parameters, {} layers, dim {}, {} heads, context {}, vocabulary {}; {} steps of {} sequences",
-        config.pattern(),
+        config.attention_text(),
         output::thousands(trainer.model().parameter_count()? as u64),
         config.layers,
         config.hidden_size,

@@ -136,6 +136,13 @@ mod tests {
         // Layers of their own that form no pattern are shown by the attention of the others.
         base.attention_by_layer.insert(1, AttentionConfig::Softmax);
         assert_eq!(base.pattern().to_string(), base.attention.to_string());
+        // Reports name them all.
+        assert_eq!(base.attention_text(), format!("{}; layer 1: softmax", base.attention));
+        base.attention_by_layer.insert(2, AttentionConfig::None);
+        base.attention_by_layer.insert(7, AttentionConfig::Softmax);
+        assert_eq!(base.attention_text(), format!("{}; layers 1,7: softmax; layer 2: none", base.attention));
+        let hybrid = base.with_attention(&"favor:m=8+softmax/4".parse().map_err(anyhow::Error::msg)?)?;
+        assert_eq!(hybrid.attention_text(), "favor:m=8+softmax/4");
         Ok(())
     }
 

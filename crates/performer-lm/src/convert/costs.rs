@@ -86,7 +86,7 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
         bar.advance(layers.len() as u64);
     }
     Ok(Some(Costs {
-        attention_spec: plan.config.pattern().to_string(),
+        attention_spec: plan.config.attention_text(),
         corpus: data.corpus_name.clone(),
         measured_tokens: plan.measure_tokens,
         revision: git_revision().to_string(),

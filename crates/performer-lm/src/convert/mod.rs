@@ -157,7 +157,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         Some(Progress { report, stage, .. }) => (report, stage),
         None => {
             let report = Report {
-                attention_spec: plan.config.pattern().to_string(),
+                attention_spec: plan.config.attention_text(),
                 corpus: data.corpus_name.clone(),
                 measured_tokens: plan.measure_tokens,
                 second_corpus: plan.second.map(|second| second.name.to_string()),

@@ -44,7 +44,8 @@ pub struct Stage {
 /// A `Report` describes the results of a conversion; it is saved as `convert.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The attention of the student, as the command line takes it.
+    /// The attention of the student
+    /// ([`ModelConfig::attention_text`](crate::config::ModelConfig::attention_text)).
     pub attention_spec: String,
     /// Name of the corpus.
     pub corpus: String,

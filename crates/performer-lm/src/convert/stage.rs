@@ -111,7 +111,11 @@ impl<'a> Bookmark<'a> {
     pub(super) fn restore(&self, optimizer: &mut AdamW) -> Result<Vec<Point>> {
         let Some(stage) = &self.interrupted else { return Ok(Vec::new()) };
         let damaged = || {
-            format!("{} has no whole state of {}: remove it to begin the stage again", self.dir.display(), self.name)
+            format!(
+                "{} has no whole state of {}: remove that file to begin the stage again",
+                self.dir.join("train_state.json").display(),
+                self.name
+            )
         };
         let (parameters, moments): (HashMap<_, _>, HashMap<_, _>) =
             stage.tensors.clone().into_iter().partition(|(name, _)| name.starts_with(PARAMETER));

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
-use candle_nn::VarBuilder;
+use candle_nn::{LayerNormConfig, Module, VarBuilder};
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig,
-    Rotary, Softmax, Tape, ops,
+    Rotary, Softmax, Tape, nn, ops,
 };
 
 use super::{Check, Item, Random, numbers, relative_error, tolerance};
@@ -23,7 +23,16 @@ type Operation = (&'static str, &'static [&'static [usize]], fn(&[Tensor]) -> ca
 
 const OPERATIONS: &[Operation] = &[
     ("layer norm", &[&[3, 37, 72], &[72], &[72]], |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5)),
+    ("layer norm without a bias", &[&[3, 37, 72], &[72]], |t| {
+        nn::LayerNorm::new_no_bias(t[1].clone(), 1e-5).forward(&t[0])
+    }),
     ("rms norm", &[&[1100, 288], &[288]], |t| ops::rms_norm(&t[0], &t[1], 1e-5)),
+    ("rms norm with a bias", &[&[3, 37, 72], &[72], &[72]], |t| {
+        let of_norm = HashMap::from([("weight".to_string(), t[1].clone()), ("bias".to_string(), t[2].clone())]);
+        let config = LayerNormConfig { eps: 1e-5, remove_mean: false, affine: true };
+        let vb = VarBuilder::from_tensors(of_norm, t[1].dtype(), t[1].device());
+        nn::layer_norm(72, config, vb)?.forward(&t[0])
+    }),
     ("linear with bias", &[&[5, 9, 24], &[40, 24], &[40]], |t| ops::linear(&t[0], &t[1], Some(&t[2]))),
     ("linear with residual", &[&[5, 9, 24], &[40, 24], &[5, 9, 40]], |t| {
         ops::linear_residual(&t[0], &t[1], None, &t[2])

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use performer_core::{
-    Attention, Favor, FavorConfig, Inputs, Mask, Windowed,
+    Attention, Favor, FavorConfig, Inputs, Windowed,
     features::{
         FeatureMapKind, Fitted,
         fit::{Moments, Options, fit},
@@ -27,7 +27,7 @@ impl Decoder {
             x = block
                 .forward_through(&x, |inputs| {
                     moments.add(inputs.q, inputs.k)?;
-                    block.attention().forward(inputs, &Mask::causal())
+                    block.attention().forward(inputs, &self.mask())
                 })?
                 .detach();
         }
@@ -104,6 +104,8 @@ pub(crate) fn attention_over(config: &AttentionConfig, map: Favor) -> Result<Box
 mod tests {
     use anyhow::Result;
     use candle_core::IndexOp;
+
+    use performer_core::Mask;
 
     use super::*;
     use crate::{

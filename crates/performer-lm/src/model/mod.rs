@@ -477,7 +477,7 @@ impl Decoder {
     }
 
     /// Returns which tokens each token sees when the model is trained and evaluated.
-    fn mask(&self) -> Mask {
+    pub(super) fn mask(&self) -> Mask {
         if self.config.leak { Mask::full() } else { Mask::causal() }
     }
 

@@ -72,13 +72,23 @@ impl Log {
 /// If the file cannot be read, or a line before the last is no record.
 pub fn read_log(path: &Path) -> Result<Vec<Record>> {
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let lines = BufReader::new(file).lines().collect::<std::io::Result<Vec<_>>>()?;
+    let lines: std::io::Result<Vec<_>> = BufReader::new(file).lines().collect();
+    let lines = lines.with_context(|| format!("cannot read {}", path.display()))?;
     let mut records = Vec::with_capacity(lines.len());
     for (i, line) in lines.iter().enumerate() {
         match serde_json::from_str(line) {
             Ok(record) => records.push(record),
             Err(_) if i + 1 == lines.len() => break,
-            Err(error) => return Err(error).with_context(|| format!("{}, line {}", path.display(), i + 1)),
+            Err(error) => {
+                return Err(error).with_context(|| {
+                    format!(
+                        "{}, line {}, is no record of a training: restore the file, or remove it to go on without the \
+                         losses so far",
+                        path.display(),
+                        i + 1
+                    )
+                });
+            }
         }
     }
     Ok(records)

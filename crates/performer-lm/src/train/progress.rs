@@ -25,7 +25,7 @@ pub(super) struct Progress<'a> {
 
 impl<'a> Progress<'a> {
     pub(super) fn new(listener: &'a dyn Listener, model: &ModelConfig, step: usize, total: usize) -> Self {
-        let name = model.pattern().to_string();
+        let name = model.attention_text();
         let bar = listener.begin(&name, Unit::Steps, step as u64, total as u64);
         Self { listener, bar, name, vocabulary: model.vocab_size, last: Cell::new(None), speed: Cell::new(0.0) }
     }

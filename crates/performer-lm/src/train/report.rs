@@ -11,7 +11,8 @@ use crate::config::Precision;
 /// split.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Control {
-    /// The attention that is left, as the command line takes it.
+    /// The attention that is left
+    /// ([`ModelConfig::attention_text`](crate::config::ModelConfig::attention_text)).
     pub attention_spec: String,
     /// Validation loss, in nats per token.
     pub val_loss: f64,
@@ -64,7 +65,8 @@ fn one() -> usize {
 pub struct Report {
     /// `softmax`, `favor` or `windowed`, say, or `hybrid`.
     pub attention: String,
-    /// The attention with its settings, as the command line takes it.
+    /// The attention with its settings
+    /// ([`ModelConfig::attention_text`](crate::config::ModelConfig::attention_text)).
     pub attention_spec: String,
     /// Seed of weights, data order and features.
     pub seed: u64,

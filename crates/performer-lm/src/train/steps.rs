@@ -98,16 +98,25 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
             .optimizer()
             .step(&gradients, rate, pace.clip)
             .map_err(|e| failed(e, pace.name, number, Some(loss)))?;
-        training.after(&Step { number, loss, rate, norm, seconds: started.elapsed().as_secs_f64() })?;
+        let step = Step { number, loss, rate, norm, seconds: started.elapsed().as_secs_f64() };
+        // A validation may be the first to meet weights that are not finite.
+        training
+            .after(&step)
+            .map_err(|e| if is_divergence(&e) { failed(e, pace.name, number, Some(loss)) } else { e })?;
     }
+}
+
+/// Whether an error says that values are not finite.
+fn is_divergence(error: &Error) -> bool {
+    // A gate that is not finite has left the range of gates.
+    let said = ["must be finite", "is not finite", "are not finite", "gates hold"];
+    error.chain().any(|cause| said.iter().any(|text| cause.to_string().contains(text)))
 }
 
 /// An error of a step or of what follows it, with the step; the cause is named where values are not
 /// finite.
 pub(super) fn failed(error: Error, training: &str, step: usize, loss: Option<f64>) -> Error {
-    // A gate that is not finite has left the range of gates.
-    let said = ["must be finite", "is not finite", "gates hold"];
-    if error.chain().any(|cause| said.iter().any(|text| cause.to_string().contains(text))) {
+    if is_divergence(&error) {
         return error.context(Cause::Diverged { training: training.to_string(), step, loss });
     }
     error.context(format!("{training}, step {step} failed"))

@@ -22,11 +22,14 @@ fn a_leak_is_measured_and_good_for_nothing_else() {
         let report = json(&performer(dir.path(), &[&args[..], &rest, &named].concat()));
         // Whoever does not see the next word cannot do better than ln 8 = 2.08, one of eight.
         assert!(report["val_loss"].as_f64().unwrap() < 1.5, "{attention}: {}", report["val_loss"]);
-        assert_eq!(report["state_bytes"], 0);
+        assert_eq!((&report["state_bytes"], &report["state_grows"]), (&0.into(), &false.into()));
     }
     let generate = performer(dir.path(), &["generate", "exact-leak"]);
     let message = String::from_utf8_lossy(&generate.stderr);
     assert!(!generate.status.success() && message.contains("\"leak\": true"), "{message}");
+    let recall = performer(dir.path(), &["eval", "linear-leak", "--data", "words.txt", "--recall", "256"]);
+    let message = String::from_utf8_lossy(&recall.stderr);
+    assert!(!recall.status.success() && message.contains("--recall: linear-leak was trained to see"), "{message}");
     // The loss of a leak is measured again as it was, and told to be one.
     let eval = performer(dir.path(), &["eval", "linear-leak", "--data", "words.txt", "--json"]);
     let again = json(&eval);

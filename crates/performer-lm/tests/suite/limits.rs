@@ -138,8 +138,11 @@ fn a_training_that_diverges_says_so_wherever_it_shows() {
         [("favor:m=8,gate", "6", "1e30"), ("softmax", "1", "1e30"), ("favor:m=8,gate", "1", "1e30")]
     {
         let args = train(steps, &["--attention", attention, "--learning-rate", rate, "--schedule", "constant"]);
-        let failed = performer(dir.path(), &[&args[..], &["--overwrite"]].concat());
-        fails(&failed, &["values are not finite; lower the learning rate", "help: --learning-rate sets it"]);
+        // The first to meet such values may be a step or a validation.
+        for more in [&["--overwrite"][..], &["--overwrite", "--eval-every", "1"]] {
+            let failed = performer(dir.path(), &[&args[..], more].concat());
+            fails(&failed, &["values are not finite; lower the learning rate", "help: --learning-rate sets it"]);
+        }
     }
     // Of several rates, one that is too high loses to the others.
     let compare = [
@@ -167,6 +170,15 @@ fn a_training_that_diverges_says_so_wherever_it_shows() {
     assert_eq!(outcome["summary"][0]["learning_rate"], 1e-3);
     let said = String::from_utf8_lossy(&compared.stderr);
     assert!(said.contains("softmax with the learning rate 1000000000000000000000000000000 and seed"), "{said}");
+    // It was chosen by the first seed, and is the one of the second.
+    let again = [&compare[..], &sizes[..8], &["--out", "both", "--json"], &vocabulary].concat();
+    let again: Vec<&str> = again.into_iter().map(|arg| if arg == "1" { "1,2" } else { arg }).collect();
+    let outcome = json(&performer(dir.path(), &again));
+    let tried = outcome["learning_rates"].as_array().unwrap();
+    assert_eq!(tried.len(), 2, "{tried:?}");
+    assert_eq!((&tried[0]["chosen"], &tried[1]["chosen"]), (&true.into(), &false.into()));
+    assert_eq!((&tried[1]["learning_rate"], tried[1]["val_loss"].is_null()), (&1e30.into(), true));
+    assert_eq!(outcome["summary"][0]["seeds"].as_array().map(Vec::len), Some(2));
     let too_high =
         [&compare[..5], &["--learning-rates", "1e29,1e30", "--schedule", "constant"], &sizes, &vocabulary].concat();
     fails(&performer(dir.path(), &too_high), &["diverged with every learning rate"]);
@@ -206,6 +218,25 @@ fn options_that_do_nothing_are_refused() {
         &performer(dir.path(), &train("1", &["--schedule", "cosine"])),
         &["is not a learning-rate schedule", "warmup-cosine"],
     );
+    for (more, words) in [
+        (&["--attention", "softmax", "--redraw-every", "2"][..], &["--redraw-every: no attention here"][..]),
+        (&["--attention", "favor:m=8,map=learned", "--redraw-every", "2"], &["--redraw-every: no attention here"]),
+        (&["--attention", "favor:m=8", "--fit-every", "2"], &["--fit-every: no attention here", "map=dense"]),
+        (&["--tokenizer", "tokenizer.json", "--vocab-size", "300"], &["--vocab-size: the tokenizer of --tokenizer"]),
+        (&["--max-steps", "0"], &["max_steps is 0; it must be at least 1"]),
+    ] {
+        let without_steps = ["train", "--data", "sample", "--out", "none"];
+        fails(&performer(dir.path(), &[&without_steps[..], more].concat()), words);
+        assert!(!dir.path().join("none").exists());
+    }
+    // Of two attentions one has a use for it.
+    let one_of_two = ["bench", "train", "--attention", "softmax", "--attention", "favor:m=8", "--redraw-every", "2"];
+    let short = ["--steps", "1", "--context", "16", "--batch-size", "2", "--data", "sample"];
+    assert!(performer(dir.path(), &[&one_of_two[..], &short].concat()).status.success());
+    for option in ["--epochs", "--max-steps", "--eval-every", "--save-every"] {
+        let args = [&["bench", "train", "--attention", "softmax", option, "2"][..], &short].concat();
+        fails(&performer(dir.path(), &args), &[option, "--steps says how many steps"]);
+    }
     let features = train("1", &["--attention", "favor:map=taylor2,window=4"]);
     fails(&performer(dir.path(), &features), &["the feature map Taylor2 does not return logarithms", "map=positive"]);
 }

@@ -260,7 +260,9 @@ impl Memory for KernelSums {
         let [scale, norm, sums] = ["scale", "norm", "sums"].map(|name| record.tensor(name));
         let (scale, norm, sums) = (scale?, norm?, sums?);
         let ((batch, key_heads, features, values), scales) = (sums.dims4()?, scale.dim(candle_core::D::Minus1)?);
-        let right = scale.dims() == [batch, key_heads, 1, scales]
+        let right = features > 0
+            && values > 0
+            && scale.dims() == [batch, key_heads, 1, scales]
             && norm.dims() == [batch, key_heads, 1, features]
             && [1, features].contains(&scales)
             && [scale, norm, sums].iter().all(|t| t.dtype() == DType::F32);

@@ -1,5 +1,5 @@
-//! The host side of the attention kernels: memory that is not a tensor, and where rows of tensors
-//! lie.
+//! What the launches of the attention kernels share: memory on the device that is not yet a tensor
+//! (`Buffer`), the strides of tensors (`Strides`), and arguments of a launch that may be missing.
 
 use candle_core::{DType, Layout, Result, Shape, Tensor};
 

@@ -94,8 +94,9 @@ fn look_up(store: &Store, name: &str) -> Option<Vec<u8>> {
 /// folder too, whose kernels depend on its version.
 ///
 /// # Errors
-/// Returns the errors of [`compile`]. A folder that cannot be read or written is treated as if it
-/// did not exist, and a damaged file as if it were not there.
+/// Returns the errors of [`compile`], and those of [`collect`] where kernels are collected. The
+/// user's folder and the one that came with the program may be unreadable or read-only: they are
+/// then passed over, as a damaged file is.
 pub(super) fn compiled(source: &Source, macros: &[String], capability: (i32, i32)) -> Result<Ptx> {
     if let Some(collection) = store::collection() {
         collect(&Store::new(collection.folder, u64::MAX), source, macros, &collection.archs)?;

@@ -122,7 +122,8 @@ struct Problem {
     float norm;
     // Forget gates of the keys, (B, Hkv, Tk), in base e.
     const float* gates;
-    // With MAP 3, where `projection` and `back` of queries have as many sets of numbers.
+    // What features of keys have of their own, with MAP 3 only. The factors `projection` and `back`
+    // of queries then have `form.tables` sets of numbers too.
     KeyForm form;
 };
 static_assert(sizeof(Problem) == 160 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&

@@ -1,9 +1,6 @@
 //! FAVOR on CUDA: one differentiable operation, and the state of decoding. `favor.cuh` describes
 //! the kernels and their chain of shapes; this file puts them together.
-//!
-//! On an H200 no kernel can be faster than 119 ps a token and head at 64 dimensions and up to 128
-//! features in one pass, 300 ps in two (arithmetic alone, bf16); the projection's low part adds to
-//! that.
+//! What bounds their time is in `docs/LOG.md` of the repository.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -54,8 +54,10 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
-// e comes from the sums that it is to cancel against. Only where no block has all values does it
-// come from `out`, which must not be rounded: that would show in every gradient.
+// The gradients of a query's log-features sum to zero, since a common shift cancels in the
+// quotient. Where a block has all values (SPLITS is 1), the kernel for dq solves this for e.
+// Otherwise `favor_delta` computes e from `out` before rounding: a rounding error of `out` would be
+// in every gradient.
 constexpr bool OWN_DELTA = SPLITS == 1;
 
 // Returns the gradient of a row's logarithm, which stands after the gradients of its values.

@@ -102,8 +102,11 @@ impl<'a> Call<'a> {
         let device = q.0.device();
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
         let dtype = q.0.dtype();
-        if k.0.dtype() != dtype || v.0.dtype() != dtype || (!map.kind().is_computed() && dtype != DType::F32) {
+        if k.0.dtype() != dtype || v.0.dtype() != dtype {
             bail!("favor on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
+        }
+        if !map.kind().is_computed() && dtype != DType::F32 {
+            bail!("favor on CUDA: ready features are {dtype:?}; they must be F32");
         }
         if queries.max(keys) > i32::MAX as usize / 2 || batch * heads > i32::MAX as usize / 64 {
             bail!(

@@ -4,8 +4,8 @@
 // A block has one query head, one slice of the values and one segment of the tokens, and takes one
 // chunk after the other. Where there are several segments, or all keys are seen, `favor_sums` has
 // made the sums of each segment and `favor_combine` has added them up. Features never leave the
-// block. With 64 heads or more one segment would do for the work; several keep all multiprocessors
-// busy.
+// block. Heads and slices are often fewer than the blocks that keep a card busy; then a sequence is
+// divided into segments (`Blocks::segments` on the host), at the cost of a pass that sums each.
 //
 //   q (B, H, Tq, DIM), k (B, Hkv, Tk, DIM), v (B, Hkv, Tk, VALUES), a chunk of C tokens at a time:
 //   k, v      -> builder: features f (C, F), sums S (F, V), norm (F)

@@ -1,8 +1,8 @@
 //! CUDA kernels, compiled when they are first used: NVRTC turns a source, with macros for the
 //! shape, into machine code of the device at hand, which is kept on disk for the next process. So
-//! nothing of CUDA is needed to build without the feature, and no shape that is not used is ever
-//! compiled. Kernels may also come with the program, in a folder beside it; NVRTC is then not
-//! needed for them.
+//! these kernels need no nvcc when the crate is built (those of Candle do), and no shape that is
+//! not used is ever compiled. Kernels may also come with the program, in a folder beside it; NVRTC
+//! is then not needed for them.
 //!
 //! A source is self-contained: NVRTC has the compiler's own types and functions and `asm`, but none
 //! of the toolkit's headers (`cuda_bf16.h`, `mma.h`), which a machine with only a driver lacks too.
@@ -294,9 +294,9 @@ pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
 static WARPGROUPS: LazyLock<AtomicBool> =
     LazyLock::new(|| AtomicBool::new(std::env::var_os("PERFORMER_WGMMA").is_none_or(|value| value != "0")));
 
-/// Lets FAVOR's forward kernel for bf16 take the products of Hopper's warpgroups (wgmma) where it
-/// has some, or not, and returns what was before. It does, since it is faster by them, unless the
-/// environment has `PERFORMER_WGMMA=0`.
+/// Sets whether FAVOR's forward kernel for bf16 uses the warpgroup products of Hopper (wgmma) on
+/// cards that have them, and returns the earlier setting. They are used by default, since they are
+/// faster; `PERFORMER_WGMMA=0` in the environment turns them off.
 pub fn use_warpgroups(on: bool) -> bool {
     WARPGROUPS.swap(on, Ordering::Relaxed)
 }

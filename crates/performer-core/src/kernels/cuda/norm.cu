@@ -5,8 +5,8 @@
 //   backward: x, weight, grad (rows, width) -> dx (rows, width), kept (rows, 2) = mean and scale
 //             x, grad, kept -> sums (blocks, 2, width) of the gradients of weight and bias
 //
-// Macros: STORAGE as in stored.cuh; CENTER 1 subtracts the mean and has a bias. Weights, biases and
-// statistics are f32.
+// Macros: STORAGE as in stored.cuh; CENTER: 1 subtracts the mean of a row, 0 does not. `bias` is
+// null where there is none, with either. Weights, biases and statistics are f32.
 
 #include "stored.cuh"
 
@@ -45,7 +45,7 @@ norm_forward(long long rows, int width, float eps, const Stored* x, const float*
     statistics(x, width, eps, mean, scale);
     for (int i = threadIdx.x % 32; i < width; i += 32) {
         float y = (widen(x[i]) - mean) * scale * weight[i];
-        narrow(CENTER ? y + bias[i] : y, out[i]);
+        narrow(bias ? y + bias[i] : y, out[i]);
     }
 }
 

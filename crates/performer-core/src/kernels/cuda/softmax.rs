@@ -318,7 +318,8 @@ impl<'a> Call<'a> {
     }
 }
 
-/// A kernel of `softmax_gates.cu`.
+/// Returns a kernel of `softmax_gates.cu`. Its kernels depend on no size and no stored type, but
+/// `softmax.cuh`, which they include, needs these macros; any values do.
 fn gate_kernel(device: &CudaDevice, name: &str) -> Result<Kernel> {
     let shape: [Macro; 3] = [("STORAGE", &2), ("DIM", &16), ("VALUES", &16)];
     GATES.kernel(device, name, &shape, 8 * THREADS)

@@ -271,8 +271,9 @@ struct Sums {
         }
     }
 
-    // Computes what `add` does, but leaves the tensor cores once: they cut off what they add up,
-    // always towards zero, and a sum over many calls would shrink.
+    // Computes what `add` does, but adds the product of this call to the sums in ordinary additions
+    // of f32. Tensor cores truncate what they accumulate towards zero, so sums that stay in them
+    // over many calls would shrink.
     template <bool left_transposed, bool right_transposed>
     __device__ void add_apart(const Operand* left, int left_stride, const Operand* right, int right_stride, int depth) {
 #pragma unroll

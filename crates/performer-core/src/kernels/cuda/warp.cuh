@@ -1,6 +1,6 @@
 // Hardware instructions as functions, one each: conversions, exponentials, matrix fragments and
-// their products. The rest of the kernels is plain C++; tests/cuda_host/device.h implements the
-// same functions on a CPU, lane by lane.
+// their products. Those of warpgroups are in warpgroup.cuh; the rest of the kernels is C++ without
+// assembly. tests/cuda_host/device.h implements the same functions on a CPU, lane by lane.
 //
 // The source is compiled at run time, where no toolkit's headers exist: nothing is included.
 

@@ -18,7 +18,8 @@ pub(crate) fn apart(records: &Tensor, features: usize) -> Result<[Tensor; 3]> {
 /// Puts together what [`apart`] has taken apart.
 pub(crate) fn together([scale, norm, sums]: [&Tensor; 3]) -> Result<Tensor> {
     let (batch, heads, features, _) = sums.dims4()?;
-    let right = [scale, norm].iter().all(|t| t.dims() == [batch, heads, 1, features])
+    let right = sums.elem_count() > 0
+        && [scale, norm].iter().all(|t| t.dims() == [batch, heads, 1, features])
         && [scale, norm, sums].iter().all(|t| t.dtype() == DType::F32);
     if !right {
         bail!(
@@ -53,8 +54,13 @@ mod tests {
         assert_eq!(sums.get(1)?.get(2)?.to_vec2::<f32>()?[3], [23.0, 24.0, 25.0, 26.0, 27.0].map(|i| record + i));
         let back = together([&scale, &norm, &sums])?;
         assert_eq!(back.flatten_all()?.to_vec1::<f32>()?, records.flatten_all()?.to_vec1::<f32>()?);
-        let error = together([&scale.narrow(3, 0, 3)?, &norm, &sums]).unwrap_err().to_string();
-        assert!(error.contains("do not belong together"), "{error}");
+        // The last have no features, which nothing can be divided by.
+        let none = |t: &Tensor| t.narrow(3, 0, 0);
+        for wrong in [[&scale.narrow(3, 0, 3)?, &norm, &sums], [&none(&scale)?, &none(&norm)?, &sums.narrow(2, 0, 0)?]]
+        {
+            let error = together(wrong).unwrap_err().to_string();
+            assert!(error.contains("do not belong together"), "{error}");
+        }
         Ok(())
     }
 }

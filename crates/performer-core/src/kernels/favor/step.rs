@@ -49,7 +49,9 @@ impl WithSimd for Step<'_> {
                 *key -= new;
                 *c = new;
             }
+            // What pads both must stay at 0: the scratch of one step is that of the next.
             key[f..].fill(f32::NEG_INFINITY);
+            decay[f..].fill(f32::NEG_INFINITY);
             exp_minus(simd, key, 0.0);
             exp_minus(simd, decay, 0.0);
         }

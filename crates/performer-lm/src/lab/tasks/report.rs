@@ -200,7 +200,10 @@ fn section(plan: &Plan, setting: &Setting, runs: &[Run]) -> Section {
         );
     }
     if !left_out.is_empty() {
-        text.push(format!("Left out, since a window is causal: {}.", left_out.join("; ")));
+        text.push(format!(
+            "Left out, since they need a causal mask (for a window or a gate): {}.",
+            left_out.join("; ")
+        ));
     }
     Section {
         title: setting.task.title().into(),

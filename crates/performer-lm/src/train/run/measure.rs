@@ -56,7 +56,7 @@ impl Trainer<'_> {
                 progress.message("validating with the features off");
                 let evaluation = self.evaluate(off, &self.data.valid)?;
                 Some(Control {
-                    attention_spec: off.config().pattern().to_string(),
+                    attention_spec: off.config().attention_text(),
                     val_loss: evaluation.val_loss,
                     perplexity: evaluation.perplexity,
                     bits_per_byte: evaluation.bits_per_byte,
@@ -84,11 +84,12 @@ impl Trainer<'_> {
             self.evaluate_in(&self.model, self.data.reported(), (contexts * config.context, POSITION_TOKENS))?;
         let report = Report {
             attention: config.pattern().kind().to_string(),
-            attention_spec: config.pattern().to_string(),
+            attention_spec: config.attention_text(),
             seed: self.training.seed,
             params: self.model.parameter_count()?,
             state_bytes: self.model.state_bytes()?,
-            state_grows: config.growing_layers() > 0,
+            // A model that leaks cannot decode.
+            state_grows: !config.leak && config.growing_layers() > 0,
             features_off,
             test,
             loss_by_position: by_range(&windows.loss_by_position, contexts * POSITION_RANGES),
