@@ -310,9 +310,12 @@ fn tensors_that_do_not_belong_together_are_refused() -> Result<()> {
         for (tensor, was) in &record.tensors {
             // One row more, and for keys and values, one token more.
             let longer = Tensor::cat(&[was, &was.narrow(2, 0, 1)?], 2)?;
-            // And none at all, which would end in a division by zero.
-            let without = was.narrow(3, 0, 0)?;
-            for wrong in [longer, was.to_dtype(DType::F64)?, without] {
+            let mut all = vec![longer, was.to_dtype(DType::F64)?];
+            if tensor.ends_with("sums") {
+                // No values at all, by whose number rows would be divided.
+                all.push(was.narrow(3, 0, 0)?);
+            }
+            for wrong in all {
                 let mut damaged = record.clone();
                 damaged.tensors.insert(tensor.clone(), wrong);
                 let go_on = || case.rest(State::from_record(&damaged)?, &ALL);
