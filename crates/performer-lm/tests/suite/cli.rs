@@ -268,6 +268,16 @@ fn a_run_is_shown_beside_those_with_other_attentions() {
         assert!(!table.contains("softmax") && table.contains("favor:m=16"), "{table}");
         std::fs::rename(dir.path().join(file), dir.path().join("runs/softmax").join(file)).unwrap();
     }
+    // One that is damaged is left out, which is said.
+    for (file, damaged) in [("metrics.jsonl", "{\n{\n"), ("model.safetensors", "no weights")] {
+        let path = dir.path().join("runs/softmax").join(file);
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::write(&path, damaged).unwrap();
+        let (_, told, _) = run("favor:m=10", "1", &format!("runs/damaged-{file}"));
+        assert!(told.contains("softmax is left out") && !told.contains("softmax writes:"), "{told}");
+        assert!(told.contains("favor:m=10 writes:"), "{told}");
+        std::fs::write(&path, whole).unwrap();
+    }
 }
 
 /// The softmax run that comes with the program has the settings and the text of a first run, or it
