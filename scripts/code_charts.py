@@ -55,13 +55,13 @@ SHOWN = {
 }
 
 
-def validations(folder):
-    """The quick validations of each attention's run in a folder, as (tokens, nats a token)."""
+def validations(archive):
+    """The quick validations of each attention's run in an archive, as (tokens, nats a token)."""
     specs, curves = {}, {}
-    with tarfile.open(folder / "runs.tar.gz") as archive:
-        for member in archive.getmembers():
+    with tarfile.open(archive) as runs:
+        for member in runs.getmembers():
             run, name = pathlib.PurePath(member.name).parts
-            text = archive.extractfile(member).read().decode()
+            text = runs.extractfile(member).read().decode()
             if name == "metrics.json":
                 specs[run] = json.loads(text)["attention_spec"]
             elif name == "metrics.jsonl":
@@ -126,7 +126,7 @@ def main():
     }
     points = json.loads((FOLDER / "speed.json").read_text())["points"]
     speeds = {point["attention_spec"]: point["tokens_per_second"] for point in points}
-    curves = validations(FOLDER)
+    curves = validations(FOLDER / "runs.tar.gz")
 
     plot, axes = figure(
         "Program source, 4,096 tokens, 16 million tokens of training each: loss over time",

@@ -7,8 +7,9 @@ draws what each attention is worth beside softmax with the same parts.
 
 Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
 the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
-It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, the files of
-benchmarks/code-8192, and the speeds in benchmarks/code-contexts. Nothing is measured here.
+It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, plain.json and
+plain-runs.tar.gz of code-1024, the files of benchmarks/code-8192, and the speeds in
+benchmarks/code-contexts. Nothing is measured here.
 
 At each context the table has, for each attention that was trained there:
 
@@ -56,14 +57,20 @@ ROWS = {
     f"favor:m=128{PARTS}": ("random features", "#e69f00", "--"),
     "favor:m=128": ("plain FAVOR+", None, None),
 }
-EQUAL_TOKENS = {256: "code-256", 1024: "code-1024", 4096: "code-long"}
+# Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
+EQUAL_TOKENS = {
+    256: ("code-256", {"compare.json": "runs.tar.gz"}),
+    1024: ("code-1024", {"compare.json": "runs.tar.gz", "plain.json": "plain-runs.tar.gz"}),
+    4096: ("code-long", {"compare.json": "runs.tar.gz"}),
+}
 CONTEXTS = [256, 1024, 4096, 8192]
 
 
 def trained(context):
     """The finished runs at a context, by attention."""
     if context in EQUAL_TOKENS:
-        files = [BENCHMARKS / EQUAL_TOKENS[context] / "compare.json"]
+        folder, reports = EQUAL_TOKENS[context]
+        files = [BENCHMARKS / folder / report for report in reports]
     else:
         files = sorted((BENCHMARKS / "code-8192").glob("*.json"))
     runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
@@ -84,7 +91,10 @@ def in_equal_time(context, runs, speeds):
     if context not in EQUAL_TOKENS:
         softmax = runs[SOFTMAX]["test"]["loss"]
         return {spec: run["test"]["loss"] - softmax for spec, run in runs.items()}
-    curves = validations(BENCHMARKS / EQUAL_TOKENS[context])
+    folder, reports = EQUAL_TOKENS[context]
+    curves = {}
+    for archive in reports.values():
+        curves |= validations(BENCHMARKS / folder / archive)
     softmax, differences = curves[SOFTMAX], {}
     for spec in runs:
         tokens, loss = curves[spec][-1]
