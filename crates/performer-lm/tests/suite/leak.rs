@@ -1,5 +1,5 @@
-//! A model that sees the tokens that it predicts shows what such a loss is worth, and can do nothing
-//! else.
+//! A model that sees the tokens that it predicts shows what such a loss is worth, and can do
+//! nothing else.
 
 use super::program::{fails, json, performer};
 

@@ -130,7 +130,7 @@ fn a_training_that_fails_says_where_and_what_is_left() {
     assert!(performer(dir.path(), &["generate", "run", "--max-tokens", "1"]).status.success());
 }
 
-/// A rate that is too high is named as the cause, in the gates of a model and in its validation too.
+/// A rate that is too high is named as the cause, in the gates of a model and in its validation.
 #[test]
 fn a_training_that_diverges_says_so_wherever_it_shows() {
     let dir = tempfile::tempdir().unwrap();
