@@ -7,8 +7,8 @@ draws what each attention is worth beside softmax with the same parts.
 
 Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
 the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
-It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, plain.json and
-plain-runs.tar.gz of code-1024, the files of benchmarks/code-8192, and speeds in
+It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, plain.json
+and plain-runs.tar.gz of code-1024, the files of benchmarks/code-8192, and speeds in
 benchmarks/code-contexts and benchmarks/code-long. Nothing is measured here.
 
 At each context the table has, for each attention that was trained there:
@@ -159,7 +159,9 @@ def draw(rows):
     plot, (tokens, time, speed) = plt.subplots(1, 3, figsize=(12, 4.8), layout="constrained")
     # At 8,192 tokens softmax was trained too short for such a curve: the table has its numbers.
     shorter = list(EQUAL_TOKENS)
-    panel(tokens, rows, "beside_softmax", "Loss less that of softmax, after as many tokens", shorter)
+    panel(
+        tokens, rows, "beside_softmax", "Loss less that of softmax, after as many tokens", shorter
+    )
     panel(
         time,
         rows,
