@@ -20,7 +20,10 @@ use crate::{
     listener::Listener,
     machine::Machine,
     model::Decoder,
-    train::{Found, Grid, Report, RunOptions, divided, find, find_or_run, led, made, run_name, training_batches},
+    train::{
+        Found, Grid, Report, RunOptions, divided, find, find_or_run, is_divergence, led, made, run_name,
+        training_batches,
+    },
 };
 #[cfg(feature = "cli")]
 pub(crate) use charts::{loss_of_run, loss_of_runs};
@@ -133,12 +136,14 @@ impl Comparison<'_> {
         led(&self.ranks, || self.check(data))?;
         let mut outcome = None;
         let (mut chosen, mut tried) = (Vec::<Chosen>::new(), Vec::<RateTried>::new());
+        // Folders of runs that diverged on another rank, or on this one.
+        let mut lost = Vec::<PathBuf>::new();
         for (i, &seed) in self.seeds.iter().enumerate() {
             // All seeds can be trained at once where no rate has to be chosen by the first.
             match i {
-                0 if self.rates().len() > 1 => self.divide(&self.seeds[..1], &tried, data)?,
-                0 => self.divide(&self.seeds, &tried, data)?,
-                1 if self.rates().len() > 1 => self.divide(&self.seeds[1..], &tried, data)?,
+                0 if self.rates().len() > 1 => lost = self.divide(&self.seeds[..1], &tried, data)?,
+                0 => drop(self.divide(&self.seeds, &tried, data)?),
+                1 if self.rates().len() > 1 => drop(self.divide(&self.seeds[1..], &tried, data)?),
                 _ => {}
             }
             for attention in &self.attentions {
@@ -147,16 +152,19 @@ impl Comparison<'_> {
                 let mut runs = Vec::new();
                 let mut diverging = Vec::new();
                 for &rate in &rates {
-                    let made = self.train(attention, seed, rate, data);
-                    let diverged = made.as_ref().err().and_then(|error| error.downcast_ref::<Cause>());
+                    let made = match lost.contains(&self.folder(attention, seed, rate)) {
+                        true => None,
+                        false => Some(self.train(attention, seed, rate, data)),
+                    };
+                    let diverged = made.as_ref().is_none_or(|made| made.as_ref().is_err_and(is_divergence));
                     // A rate that is too high loses to the others, if any of them is not.
-                    if rates.len() > 1 && matches!(diverged, Some(Cause::Diverged { .. })) {
+                    let Some(made) = made.filter(|_| rates.len() == 1 || !diverged) else {
                         self.listener.note(&format!(
                             "warning: {attention} with the learning rate {rate} and seed {seed} diverged, so another rate is chosen"
                         ));
                         diverging.push(rate);
                         continue;
-                    }
+                    };
                     runs.push(
                         made.with_context(|| format!("{attention} with the learning rate {rate} and seed {seed}"))?,
                     );
@@ -187,10 +195,11 @@ impl Comparison<'_> {
     }
 
     /// Spreads the runs of some seeds over the ranks, if there are several. One process makes its
-    /// runs in the order of the table.
-    fn divide(&self, seeds: &[u64], tried: &[RateTried], data: &Prepared) -> Result<()> {
+    /// runs in the order of the table. Returns the folders of the runs that diverged, which fails
+    /// the others only where no other rate is tried in their place.
+    fn divide(&self, seeds: &[u64], tried: &[RateTried], data: &Prepared) -> Result<Vec<PathBuf>> {
         if self.ranks.world().size() == 1 {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let mut runs = Vec::new();
         for &seed in seeds {
@@ -198,13 +207,15 @@ impl Comparison<'_> {
                 runs.extend(self.rates_of(attention, tried).into_iter().map(|rate| (attention, seed, rate)));
             }
         }
-        let finished = divided(&self.ranks, runs.len(), |run| {
+        let is_one_of_several = |run: usize| self.rates_of(runs[run].0, tried).len() > 1;
+        let ended = divided(&self.ranks, runs.len(), is_one_of_several, |run| {
             let (attention, seed, rate) = runs[run];
             let (config, training) = self.recipe(attention, seed, rate)?;
             find_or_run(&config, &training, data, self.options(&self.folder(attention, seed, rate)))
         })?;
-        ensure!(finished, Cause::Stopped(STOPPED.into()));
-        Ok(())
+        let Some(diverged) = ended else { bail!(Cause::Stopped(STOPPED.into())) };
+        let folder = |run: usize| runs.get(run).map(|&(attention, seed, rate)| self.folder(attention, seed, rate));
+        Ok(diverged.into_iter().filter_map(folder).collect())
     }
 
     /// Returns the learning rate that was chosen for an attention, or else those to be tried.

@@ -257,9 +257,15 @@ impl ModelConfig {
         )
     }
 
-    /// Returns the number of layers whose decoding state grows with every token.
+    /// Returns the number of layers whose decoding state grows with every token of a sequence of
+    /// this context: those with softmax, and those with a window that is longer than the context.
     pub fn growing_layers(&self) -> usize {
-        (0..self.layers).filter(|&layer| self.attention_of(layer).state_grows()).count()
+        let is_unfilled = |attention: &AttentionConfig| {
+            attention.window().is_some_and(|window| window.saturating_add(attention.sinks()) > self.context)
+        };
+        let grows =
+            |attention: &AttentionConfig| attention.state_grows() || attention.by_head().iter().any(is_unfilled);
+        (0..self.layers).filter(|&layer| grows(self.attention_of(layer))).count()
     }
 
     /// Whether the attention of every layer is exact.

@@ -1,7 +1,7 @@
 //! What made a result: the revision of this program and its command line, for whatever it writes.
 
 #[cfg(feature = "lab")]
-use std::ffi::OsString;
+use std::ffi::OsStr;
 
 /// The revision this program was built from: a git commit (with `-dirty` where files had been
 /// changed), or the version of the package where it was built outside its repository.
@@ -16,15 +16,15 @@ pub fn git_revision() -> &'static str {
 /// with replacement characters.
 #[cfg(feature = "lab")]
 pub(crate) fn command_line() -> String {
-    let words = std::env::args_os().skip(1).map(|word| quoted(&word));
+    let words = std::env::args_os().skip(1).map(quoted);
     std::iter::once("performer-lm".to_string()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
-/// A word of a command line, in single quotes where it holds a character that a shell may
-/// interpret.
+/// Returns a word of a command line as a shell takes it: in single quotes where it holds a character
+/// that a shell may interpret.
 #[cfg(feature = "lab")]
-fn quoted(word: &OsString) -> String {
-    let word = word.to_string_lossy();
+pub(crate) fn quoted(word: impl AsRef<OsStr>) -> String {
+    let word = word.as_ref().to_string_lossy();
     let is_plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {
         return word.into_owned();
@@ -47,12 +47,12 @@ mod tests {
             ("it's", r"'it'\''s'"),
             ("", "''"),
         ] {
-            assert_eq!(quoted(&word.into()), expected);
+            assert_eq!(quoted(word), expected);
         }
         #[cfg(unix)]
         {
-            use std::os::unix::ffi::OsStringExt;
-            assert_eq!(quoted(&OsString::from_vec(b"rep\xff".to_vec())), "'rep\u{fffd}'");
+            use std::os::unix::ffi::OsStrExt;
+            assert_eq!(quoted(OsStr::from_bytes(b"rep\xff")), "'rep\u{fffd}'");
         }
     }
 

@@ -168,83 +168,73 @@ fn gated_gradients(
     Ok([tensor(dgate)?, tensor(dx)?])
 }
 
-/// `Swiglu` computes `g σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
-pub(crate) struct Swiglu;
-
-impl Operation<2> for Swiglu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn cpu(&self, inputs: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        gated(
-            self.name(),
-            inputs,
-            #[inline(always)]
-            |g, x| g * sigmoid(g) * x,
-        )
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        cuda::activation::Gate::Swiglu.forward((s1, l1), (s2, l2))
-    }
-
-    fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        #[cfg(feature = "cuda")]
-        if x.device().is_cuda() {
-            return Ok(cuda::activation::Gate::Swiglu.backward(gate, x, grad)?.map(Some));
-        }
-        gated_gradients(
-            gate,
-            x,
-            grad,
-            #[inline(always)]
-            |g, x, grad| {
-                let s = sigmoid(g);
-                [grad * x * s * (1.0 + g * (1.0 - s)), grad * g * s]
-            },
-        )
-    }
+/// A `Gate` multiplies contiguous numbers `x` by a function of contiguous gates `g` of their shape
+/// and type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Gate {
+    /// `g σ(g) x`, SwiGLU.
+    Swiglu,
+    /// `2σ(g) x`, the gate of a layer's output, which is 1 where `g` is 0.
+    Output,
 }
 
-/// `SigmoidGate` computes `2σ(g) x` for contiguous gates `g` and numbers `x` of one shape and type.
-pub(crate) struct SigmoidGate;
-
-impl Operation<2> for SigmoidGate {
+impl Operation<2> for Gate {
     fn name(&self) -> &'static str {
-        "sigmoid-gate"
+        match self {
+            Self::Swiglu => "swiglu",
+            Self::Output => "sigmoid-gate",
+        }
     }
 
     fn cpu(&self, inputs: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        gated(
-            self.name(),
-            inputs,
-            #[inline(always)]
-            |g, x| 2.0 * sigmoid(g) * x,
-        )
+        match self {
+            Self::Swiglu => gated(
+                self.name(),
+                inputs,
+                #[inline(always)]
+                |g, x| g * sigmoid(g) * x,
+            ),
+            Self::Output => gated(
+                self.name(),
+                inputs,
+                #[inline(always)]
+                |g, x| 2.0 * sigmoid(g) * x,
+            ),
+        }
     }
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        cuda::activation::Gate::Output.forward((s1, l1), (s2, l2))
+        cuda::activation::gate(*self, (s1, l1), (s2, l2))
     }
 
     fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return Ok(cuda::activation::Gate::Output.backward(gate, x, grad)?.map(Some));
+            return Ok(cuda::activation::gate_backward(*self, gate, x, grad)?.map(Some));
         }
-        gated_gradients(
-            gate,
-            x,
-            grad,
-            #[inline(always)]
-            |g, x, grad| {
-                let s = sigmoid(g);
-                [2.0 * grad * x * s * (1.0 - s), 2.0 * grad * s]
-            },
-        )
+        match self {
+            Self::Swiglu => gated_gradients(
+                gate,
+                x,
+                grad,
+                #[inline(always)]
+                |g, x, grad| {
+                    let s = sigmoid(g);
+                    [grad * x * s * (1.0 + g * (1.0 - s)), grad * g * s]
+                },
+            ),
+            Self::Output => gated_gradients(
+                gate,
+                x,
+                grad,
+                #[inline(always)]
+                |g, x, grad| {
+                    let s = sigmoid(g);
+                    [2.0 * grad * x * s * (1.0 - s), 2.0 * grad * s]
+                },
+            ),
+        }
     }
 }
 

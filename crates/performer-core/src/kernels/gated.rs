@@ -18,7 +18,7 @@ use candle_core::CudaStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, bail, op::BackpropOp};
 
 use super::{
-    activation::Swiglu,
+    activation::Gate,
     linear::Linear,
     operation::{Operation, Stored},
 };
@@ -53,7 +53,7 @@ macro_rules! forward {
         let [x, gate, up] = $inputs;
         let ((gate, shape), (up, _)) = ($self.linear.$call([x, gate])?, $self.linear.$call([x, up])?);
         let layout = Layout::contiguous(&shape);
-        let out = Swiglu.$call([(&gate, &layout), (&up, &layout)])?;
+        let out = Gate::Swiglu.$call([(&gate, &layout), (&up, &layout)])?;
         $self.save(Storage::$device(gate), Storage::$device(up));
         Ok(out)
     }};
@@ -77,7 +77,7 @@ impl Operation<3> for SwigluLinear {
         let Some([gate, up]) = self.saved.lock().unwrap_or_else(PoisonError::into_inner).clone() else {
             bail!("swiglu-linear: the backward pass needs a forward pass with tracked inputs before it")
         };
-        let [dgate, dup] = Swiglu.backward([&gate, &up], out, grad)?;
+        let [dgate, dup] = Gate::Swiglu.backward([&gate, &up], out, grad)?;
         let through = |weight, grad: Option<Tensor>| match grad {
             Some(grad) => self.linear.backward([x, weight], out, &grad),
             None => Ok([None, None]),

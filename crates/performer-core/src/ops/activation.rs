@@ -6,7 +6,7 @@ use super::{contiguous, is_fused, is_half, to_dtype};
 use crate::kernels::compute_dtype;
 use crate::{
     kernels::{
-        activation::{Gelu, SigmoidGate, Swiglu},
+        activation::{Gate, Gelu},
         operation::apply,
     },
     tape::record,
@@ -33,14 +33,14 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If `gate` and `x` differ in shape or type.
 pub fn swiglu(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
-    if is_fused(gate) { apply(Swiglu, [&gate.contiguous()?, &x.contiguous()?]) } else { gate.silu()? * x }
+    if is_fused(gate) { apply(Gate::Swiglu, [&gate.contiguous()?, &x.contiguous()?]) } else { gate.silu()? * x }
 }
 
 /// A gate multiplies `x` by `2σ(g)`, which is 1 where the gate `g` is 0. Both have one shape and
 /// type, and both get gradients.
 pub(crate) fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     if is_fused(x) && gate.dtype() == x.dtype() {
-        return apply(SigmoidGate, [&contiguous(gate)?, &contiguous(x)?]);
+        return apply(Gate::Output, [&contiguous(gate)?, &contiguous(x)?]);
     }
     if is_half(x) {
         let (gate, wide) = (to_dtype(gate, compute_dtype(x.dtype()))?, to_dtype(x, compute_dtype(x.dtype()))?);

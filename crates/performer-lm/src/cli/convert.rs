@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use performer_core::FavorConfig;
 
 use super::{
     args::{Machine, held_out, require_another_folder},
@@ -121,11 +122,13 @@ pub(super) struct Args {
     #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Convert nothing: report how sharp each head is, and how well features would do in it.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["layer", "out", "overwrite", "transfer_steps", "transfer_rate", "drop_window", "tune_steps",
+        "tune_rate", "adapters", "distillation", "points", "control", "batch_size", "measure_tokens", "second", "recall"])]
     inspect: bool,
     /// Convert nothing: report what the conversion of each layer alone costs, with nothing trained.
     /// Those that cost most are worth leaving exact.
-    #[arg(long, conflicts_with_all = ["inspect", "out", "overwrite", "transfer_steps", "tune_steps", "control", "second"])]
+    #[arg(long, conflicts_with_all = ["inspect", "out", "overwrite", "transfer_steps", "transfer_rate",
+        "drop_window", "tune_steps", "tune_rate", "adapters", "distillation", "points", "control", "batch_size", "second"])]
     layer_costs: bool,
     /// Print as JSON.
     #[arg(long)]
@@ -154,6 +157,10 @@ impl Args {
         for (option, value) in [("--batch-size", self.batch_size), ("--measure-tokens", self.measure_tokens)] {
             ensure!(value > 0, "{option} is 0; it must be at least 1");
         }
+        if self.inspect {
+            ensure!(self.calibrate_tokens != Some(0), "--inspect fits features to --calibrate-tokens; give at least 1");
+            self.inspected()?;
+        }
         ensure!(self.adapters != Some(0), "--adapters is 0; it is a rank of at least 1, and 8 is usual");
         if let Some(share) = self.distillation {
             ensure!((0.0..=1.0).contains(&share), "--distillation is {share}; it is a share, from 0 to 1");
@@ -176,53 +183,61 @@ impl Args {
         }
         Ok(())
     }
+
+    /// Returns the features that `--inspect` looks at.
+    fn inspected(&self) -> Result<&FavorConfig> {
+        let [one] = self.attention.most.by_head() else {
+            bail!("--inspect looks at one attention for all heads, such as --attention favor:m=64")
+        };
+        one.favor().context("--inspect needs --attention favor:...")
+    }
+
+    /// Returns the folder of the converted model, in which nothing of others may stand; an empty
+    /// path where nothing is written.
+    fn folder(&self) -> Result<&Path> {
+        if self.inspect || self.layer_costs {
+            return Ok(Path::new(""));
+        }
+        let Some(out) = self.out.as_deref() else {
+            bail!("give the converted model's folder by --out (or --inspect, or --layer-costs)")
+        };
+        require_another_folder(&self.model, out)?;
+        plot::require_own(&out.join(CHART))?;
+        Ok(out)
+    }
 }
 
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
-    let teacher = Pretrained::open_with(&args.model, &output::TERMINAL)?;
+    args.check()?;
+    let out = args.folder()?;
+    let mut teacher = Pretrained::open_with(&args.model, &output::TERMINAL)?;
     let context = args.context.unwrap_or(teacher.config.context.min(512));
-    let mut teacher = teacher;
     if context != teacher.config.context && teacher.tensors.contains_key("model.embed_positions.weight") {
         bail!("--context {context}: a model with learned positions keeps its context of {}", teacher.config.context);
     }
     teacher.config.context = context;
-    args.check()?;
+    let mut config = teacher.config.clone().with_attention(&args.attention)?;
+    for (layers, attention) in &args.layer {
+        config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
+    }
     let data = prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer, &output::TERMINAL)
         .context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
     if args.inspect {
-        let [one] = args.attention.most.by_head() else {
-            bail!("--inspect looks at one attention for all heads, such as --attention favor:m=64")
-        };
-        let Some(favor) = one.favor() else { bail!("--inspect needs --attention favor:...") };
         let model = teacher.decoder(&machine.device)?;
-        let calibrate = args.calibrate_tokens.unwrap_or(CALIBRATE).max(1);
-        let heads = inspect(&model, &data, favor, args.balance, calibrate, args.seed)?;
+        let calibrate = args.calibrate_tokens.unwrap_or(CALIBRATE);
+        let heads = inspect(&model, &data, args.inspected()?, args.balance, calibrate, args.seed)?;
         return if args.json {
             output::json(&heads)
         } else {
             output::result(&inspection(&heads, &args.attention.most))
         };
     }
-    let out = match &args.out {
-        Some(out) => out.as_path(),
-        // Nothing is written.
-        None if args.layer_costs => Path::new(""),
-        None => bail!("give the converted model's folder by --out (or --inspect, or --layer-costs)"),
-    };
-    if !args.layer_costs {
-        require_another_folder(&args.model, out)?;
-        plot::require_own(&out.join(CHART))?;
-    }
     let any = |is: fn(&AttentionConfig) -> bool| {
         args.attention.attentions().chain(args.layer.iter().map(|(_, attention)| attention)).any(is)
     };
     let calibrate = if any(is_calibrated) { CALIBRATE } else { 0 };
     let transfer = if any(is_transferred) { 300 } else { 0 };
-    let mut config = teacher.config.clone().with_attention(&args.attention)?;
-    for (layers, attention) in &args.layer {
-        config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
-    }
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
     let second = second.as_ref().map(|(name, tokens)| Second { name, tokens });
     let recall = match &args.recall {

@@ -15,6 +15,7 @@ use crate::{
     compare::{loss_of_run, loss_of_runs},
     eval::show_perplexity,
     generate::begin_story,
+    revision::quoted,
     train::{Report, load_model, runs_beside},
 };
 
@@ -109,8 +110,9 @@ impl Ending {
         }
         output::note(&format!(
             "\nsaved in {0}, with the losses on the way in {0}/loss.png; another story by it:\n  \
-             {program} generate {0} --seed 7",
-            out.display()
+             {program} generate {1} --seed 7",
+            out.display(),
+            quoted(out)
         ));
         if from_the_beginning {
             let other = if report.attention_spec == "softmax" { "favor" } else { "softmax" };
@@ -121,11 +123,10 @@ impl Ending {
                 ));
             }
             let compared = if other == "softmax" { &report.attention_spec } else { other };
-            // A shell would read the stroke between the attentions of some heads.
-            let quote = if compared.contains('|') { "'" } else { "" };
             output::note(&format!(
                 "compared over several seeds (add the other options of this run):\n  \
-                 {program} compare --attention softmax --attention {quote}{compared}{quote} --seeds 1,2,3"
+                 {program} compare --attention softmax --attention {} --seeds 1,2,3",
+                quoted(compared)
             ));
         }
         Ok(())

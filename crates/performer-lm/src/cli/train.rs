@@ -21,6 +21,7 @@ use crate::{
     errors::Cause,
     eval::{guessing, is_worse_than_guessing},
     model::pretrained::Pretrained,
+    revision::quoted,
     train::{Grid, RunOptions, Trainer, agreed, default_out, led, saved_data},
 };
 
@@ -201,8 +202,9 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 fn require_nothing_in(out: &Path) -> Result<()> {
     ensure!(
         !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
-        "{} holds a model already: go on with its training by --resume {0}, replace it by --overwrite, or choose another --out",
-        out.display()
+        "{} holds a model already: go on with its training by --resume {}, replace it by --overwrite, or choose another --out",
+        out.display(),
+        quoted(out)
     );
     require_free(out, &REPORTS)
 }
@@ -251,7 +253,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     ));
     let (vocabulary, leak, leads) = (config.vocab_size, config.leak, trainer.ranks().leads());
     let Some(report) = trainer.run()? else {
-        let text = format!("stopped and saved; go on with: performer-lm train --resume {}", out.display());
+        let text = format!("stopped and saved; go on with: performer-lm train --resume {}", quoted(out));
         bail!(Cause::Stopped(text));
     };
     if !leads {

@@ -88,7 +88,7 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
     Ok(Some(Costs {
         attention_spec: plan.config.attention_text(),
         corpus: data.corpus_name.clone(),
-        measured_tokens: plan.measure_tokens,
+        measured_tokens: meter.held_out_tokens()?,
         revision: git_revision().to_string(),
         teacher,
         layers,

@@ -109,6 +109,16 @@ impl<'a> Meter<'a> {
         read.mean_loss().map(Some)
     }
 
+    /// Returns the number of tokens of the held-out text that students are measured on: about as many
+    /// as the plan says, or fewer where the text has fewer.
+    ///
+    /// # Errors
+    /// If the text has no tokens to predict.
+    pub(super) fn held_out_tokens(&self) -> Result<usize> {
+        let windows = self.windows(self.teacher, self.held_out.tokens)?;
+        Ok(windows.iter().map(|batch| batch.rows * batch.context).sum())
+    }
+
     fn predictions(&self, student: &Decoder, text: &Text<'_>) -> Result<Option<Predictions>> {
         let Some(read) = self.read(student, text.tokens)? else { return Ok(None) };
         let val_loss = read.mean_loss()?;
@@ -128,14 +138,19 @@ impl<'a> Meter<'a> {
         Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement }))
     }
 
-    /// Reads about the first tokens of a text, as many as the plan says, in windows of the model's
-    /// context. Returns `None` if the plan was stopped.
-    fn read(&self, model: &Decoder, tokens: &TokenFile) -> Result<Option<Read>> {
-        let plan = self.plan;
+    /// Returns about the first tokens of a text, as many as the plan says, in windows of the model's
+    /// context.
+    fn windows(&self, model: &Decoder, tokens: &TokenFile) -> Result<Vec<Batch>> {
         let context = model.config().context.min(tokens.len().saturating_sub(1).max(1));
         let rows = (1024 / context).max(1);
-        let count = plan.measure_tokens.div_ceil(rows * context);
-        let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.take(count).collect();
+        let count = self.plan.measure_tokens.div_ceil(rows * context);
+        Ok(eval_windows(tokens, context, rows)?.take(count).collect())
+    }
+
+    /// Reads the [windows](Self::windows) of a text. Returns `None` if the plan was stopped.
+    fn read(&self, model: &Decoder, tokens: &TokenFile) -> Result<Option<Read>> {
+        let plan = self.plan;
+        let windows = self.windows(model, tokens)?;
         let bar = plan.listener.begin("measuring", Unit::Texts, 0, windows.len() as u64);
         let (mut read, mut finished) = (Read { loss: 0.0, likeliest: Vec::new() }, 0);
         let done = in_order(

@@ -153,13 +153,14 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
     let key = plan.key(data)?;
     let _lock = Lock::of(plan.out)?;
+    let meter = Meter::new(plan, &teacher, &data.valid);
     let (mut report, mut interrupted) = match earlier(plan, &key)? {
         Some(Progress { report, stage, .. }) => (report, stage),
         None => {
             let report = Report {
                 attention_spec: plan.config.attention_text(),
                 corpus: data.corpus_name.clone(),
-                measured_tokens: plan.measure_tokens,
+                measured_tokens: meter.held_out_tokens()?,
                 second_corpus: plan.second.map(|second| second.name.to_string()),
                 stages: Vec::new(),
                 control: None,
@@ -170,7 +171,6 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
             (report, None)
         }
     };
-    let meter = Meter::new(plan, &teacher, &data.valid);
     if report.stages.is_empty() {
         let swapped = student(plan, plan.teacher.tensors.clone())?;
         for (name, title, student) in [

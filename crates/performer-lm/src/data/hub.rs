@@ -91,7 +91,8 @@ impl Hub {
     /// has been downloaded.
     pub(crate) fn model(&self, id: &str, listener: &dyn Listener) -> Result<PathBuf> {
         let repo = Repo::model(id.into());
-        if !self.offline && self.in_cache(&repo, "config.json").is_none() {
+        let is_new = !self.offline && self.in_cache(&repo, "config.json").is_none();
+        if is_new {
             self.announce(id, listener);
         }
         let config = self.fetch(&repo, "config.json", listener)?;
@@ -103,8 +104,13 @@ impl Hub {
                 self.fetch(&repo, &shard, listener)?;
             }
         }
-        // Not every model has one.
-        let _ = self.fetch(&repo, "generation_config.json", listener);
+        // Not every model has one, and without it a text ends where config.json says.
+        if let Err(error) = self.fetch(&repo, "generation_config.json", listener)
+            && is_new
+            && !is_missing(&error)
+        {
+            listener.note(&format!("warning: {error:#}; texts end where config.json says"));
+        }
         let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
         Ok(folder.into())
     }
@@ -233,6 +239,12 @@ fn require_whole(link: &Path, size: u64) -> Result<()> {
     bail!(
         "{found} bytes came where the hub told of {size}: they are removed, and the same command fetches the file again"
     )
+}
+
+/// Whether the hub answered that it has no such file. Its client tells the status by the message
+/// alone.
+fn is_missing(error: &anyhow::Error) -> bool {
+    error.root_cause().to_string().contains("404")
 }
 
 fn dataset() -> Repo {

@@ -213,13 +213,18 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         })
     })?;
     if plan.ranks.world().size() > 1 {
-        let finished = divided(&plan.ranks, all.len(), |run| {
-            let (i, seed) = all[run];
-            let (config, training) = plan.recipe(&variants[i], seed);
-            let report = find_or_run(&config, &training, data, plan.options(&plan.folder(i, seed)));
-            report.with_context(|| variants[i].name.clone())
-        })?;
-        ensure!(finished, Cause::Stopped(STOPPED.into()));
+        let ended = divided(
+            &plan.ranks,
+            all.len(),
+            |_| false,
+            |run| {
+                let (i, seed) = all[run];
+                let (config, training) = plan.recipe(&variants[i], seed);
+                let report = find_or_run(&config, &training, data, plan.options(&plan.folder(i, seed)));
+                report.with_context(|| variants[i].name.clone())
+            },
+        )?;
+        ensure!(ended.is_some(), Cause::Stopped(STOPPED.into()));
     }
     let mut outcomes = Vec::new();
     for (i, variant) in variants.iter().enumerate() {

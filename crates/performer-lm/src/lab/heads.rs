@@ -71,8 +71,10 @@ impl Heads {
     ///
     /// # Errors
     /// What keeps the model or the text from being read; a model that is not all softmax; a context
-    /// of nothing.
+    /// of nothing; no windows, or no tokens that features are fitted to.
     pub fn read(source: &Source, device: &Device, listener: &dyn Listener) -> Result<Self> {
+        ensure!(source.windows > 0, "errors are measured on 0 windows of text; give at least 1");
+        ensure!(source.calibrate_tokens > 0, "features are fitted to 0 tokens; give at least 1");
         let mut model = Pretrained::open_with(&source.model, listener)?;
         let context = source.context.unwrap_or(model.config.context.min(MOST_CONTEXT));
         ensure!(context >= 16, "a context of {context} tokens says nothing about attention; give at least 16");
@@ -94,7 +96,7 @@ impl Heads {
         digests.insert("model".to_string(), model_digest(&model.config, &model.tensors)?);
         let decoder = model.decoder(device)?;
         let config = decoder.config().clone();
-        let by_layer = moments(&decoder, &data, source.calibrate_tokens.max(1), source.seed)?;
+        let by_layer = moments(&decoder, &data, source.calibrate_tokens, source.seed)?;
         let group = config.heads / config.kv_heads;
         let mut layers: Vec<Vec<Head>> = Vec::new();
         for moments in &by_layer {
@@ -106,7 +108,7 @@ impl Heads {
             };
             layers.push((0..config.heads).map(head).collect());
         }
-        for ids in windows(&data, context, source.windows.max(1))? {
+        for ids in windows(&data, context, source.windows)? {
             decoder.hidden_through(&ids.to_device(device)?, |layer, inputs| {
                 for (head, kept) in layers[layer].iter_mut().enumerate() {
                     let of = |x: &Tensor, head: usize| x.detach().get(0)?.get(head)?.to_device(&Device::Cpu);

@@ -13,6 +13,7 @@ use super::{
 use crate::{
     config::AttentionConfig,
     plot::{At, Axis, Chart, Marker, Scale, Series},
+    revision::quoted,
 };
 
 /// The numbers of features that are tried.
@@ -186,7 +187,8 @@ impl Plan {
             .iter()
             .filter(|a| a.favor().is_some())
             .max_by_key(|a| attentions.iter().filter(|b| b == a).count())?;
-        let mut words = vec!["performer-lm convert".into(), self.model.clone(), format!("--data {}", self.data)];
+        let mut words =
+            vec!["performer-lm convert".into(), quoted(&self.model), format!("--data {}", quoted(&self.data))];
         words.extend(self.context.map(|context| format!("--context {context}")));
         words.push(format!("--attention {common}"));
         let others = attentions.iter().enumerate().filter(|(_, a)| *a != common);

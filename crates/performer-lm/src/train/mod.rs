@@ -39,5 +39,5 @@ pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};
 pub use segments::SharedSequence;
 #[cfg(feature = "lab")]
-pub(crate) use shared::{agreed, any_asked, divided, led, made};
+pub(crate) use shared::{agreed, any_asked, divided, is_divergence, led, made};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

@@ -15,6 +15,7 @@ use super::{Gradients, run_key};
 use crate::{
     config::{ModelConfig, TrainingConfig},
     data::Prepared,
+    errors::Cause,
 };
 
 /// Returns the outcome of this rank, or the error of the first rank that failed: all ranks fail,
@@ -66,24 +67,44 @@ fn refuse(differs: Option<Disagreement>) -> Result<()> {
 }
 
 /// Makes each of `count` runs on one of the ranks; later all ranks find the results in a folder
-/// that they share. Returns `false` if a run was stopped: no further one is begun then. A rank
-/// whose run fails waits until the others have ended theirs, which keeps these, and then all fail.
+/// that they share. Returns the numbers of the runs that diverged, of which `bears` says that the
+/// others may go on without them, or `None` if a run was stopped: no further one is begun then. A
+/// rank whose run fails waits until the others have ended theirs, which keeps these, and then all
+/// fail.
 #[cfg(feature = "lab")]
 pub(crate) fn divided(
     ranks: &Grid,
     count: usize,
+    bears: impl Fn(usize) -> bool,
     mut make: impl FnMut(usize) -> Result<Option<Report>>,
-) -> Result<bool> {
+) -> Result<Option<Vec<usize>>> {
     let world = ranks.world();
     let mut mine = (world.rank()..count).step_by(world.size());
+    let mut diverged = Vec::new();
     let outcome = mine.try_fold(true, |_, run| match make(run) {
         Ok(Some(_)) => Ok(true),
         Ok(None) => Err(None),
+        Err(error) if bears(run) && is_divergence(&error) => {
+            diverged.push(run);
+            Ok(true)
+        }
         Err(error) => Err(Some(error)),
     });
     let stopped = matches!(outcome, Err(None));
     agreed(ranks, outcome.or_else(|error| error.map_or(Ok(false), Err)))?;
-    Ok(!any_asked(ranks, stopped)?)
+    if any_asked(ranks, stopped)? {
+        return Ok(None);
+    }
+    let numbers: Vec<u8> = diverged.iter().flat_map(|run| (*run as u64).to_le_bytes()).collect();
+    let numbers = gather(world, &numbers)?.concat();
+    let number = |bytes: &[u8]| bytes.try_into().map_or(usize::MAX, |bytes| u64::from_le_bytes(bytes) as usize);
+    Ok(Some(numbers.chunks_exact(8).map(number).collect()))
+}
+
+/// Whether a run failed because its loss or gradients were no longer finite.
+#[cfg(feature = "lab")]
+pub(crate) fn is_divergence(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(Cause::Diverged { .. }))
 }
 
 /// Returns the result of one of several runs. One process makes it, unless it is there; several

@@ -252,6 +252,16 @@ fn numbers_out_of_range_are_named_by_their_option() {
         let eval = json(&run(&["eval", "run", "--data", "sample", "--max-tokens", &count_text, "--json"]));
         assert_eq!(eval["tokens"], count);
     }
+    fails(&run(&["lab", "error", "--quick", "--checkpoint", "run", "--windows", "0"]), &["0 windows", "at least 1"]);
+    fails(
+        &run(&["lab", "error", "--quick", "--checkpoint", "none", "--data", "sample"]),
+        &["--data belongs to the heads"],
+    );
+    let inspect = ["convert", "run", "--inspect", "--attention", "favor:m=4", "--data", "sample"];
+    fails(&run(&[&inspect[..], &["--calibrate-tokens", "0"]].concat()), &["--inspect fits features", "at least 1"]);
+    for option in ["--tune-steps", "--measure-tokens", "--points", "--recall"] {
+        fails(&run(&[&inspect[..], &[option, "16"]].concat()), &["--inspect", "cannot be used with", option]);
+    }
     fails(&run(&["generate", "run", "--top-p", "0"]), &["top-p is 0; it must be above 0"]);
     fails(&run(&["generate", "run", "--temperature", "-1"]), &["temperature is -1; it must be at least 0"]);
     fails(&run(&train("1", &["--learning-rate", "-0.5"])), &["learning_rate is -0.5; it must be positive"]);

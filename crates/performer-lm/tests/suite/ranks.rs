@@ -185,6 +185,18 @@ fn ranks_that_differ_stop_all_with_one_message() -> Result<()> {
     });
     all_fail(outcomes, 2, &["run.settings.learning_rate is"]);
 
+    // What an earlier run left in the folder stays whole.
+    let earlier = folder.path().join("earlier");
+    train(1, "favor:m=8", &earlier)?;
+    let log = bytes(&earlier, "metrics.jsonl");
+    let outcomes = on_ranks(2, |ranks| {
+        let mut training = training.clone();
+        training.seed += ranks.world().rank() as u64;
+        Trainer::new(&model, &training, &data, options(&earlier, &stop, ranks)).map(drop)
+    });
+    all_fail(outcomes, 1, &["run.seed is"]);
+    assert!(!log.is_empty() && bytes(&earlier, "metrics.jsonl") == log);
+
     // Too little text on one rank.
     let outcomes = on_ranks(3, |ranks| {
         let mut training = training.clone();
@@ -252,7 +264,8 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
             training: TrainingConfig { max_steps: Some(3), redraw_every: 0, ..training.clone() },
             attentions: vec!["softmax".parse().unwrap(), "favor:m=8".parse().unwrap()],
             seeds: vec![1, 2],
-            learning_rates: vec![1e-4, 1e-2],
+            // The last makes every training diverge, which loses to the others on every rank.
+            learning_rates: vec![1e-4, 1e-2, 1e30],
             out,
             data: "sample".into(),
             device: Device::Cpu,
@@ -269,6 +282,7 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
     };
     let alone = compare(&folder.path().join("alone"), Grid::one())?;
     assert_eq!(alone.0.len(), 4);
+    assert_eq!(alone.1.iter().filter(|tried| tried.val_loss.is_none()).count(), 2);
     let out = folder.path().join("three");
     for outcome in on_ranks(3, |ranks| compare(&out, ranks)) {
         assert_eq!(outcome?, alone);

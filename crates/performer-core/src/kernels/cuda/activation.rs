@@ -3,7 +3,10 @@
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
-use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor, with_storages};
+use super::{
+    super::activation::Gate, CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor,
+    with_storages,
+};
 
 const SOURCE: Source = source!("activation.cu", STORED);
 
@@ -49,32 +52,21 @@ pub(in crate::kernels) fn gelu_backward(x: &Tensor, grad: &Tensor) -> Result<Ten
     Ok(tensor(dx, x.shape()))
 }
 
-/// `Gate` is a kind of gate, by which other numbers are multiplied.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::kernels) enum Gate {
-    /// `g σ(g)`.
-    Swiglu,
-    /// `2σ(g)`, the gate of a layer's output.
-    Output,
+/// Multiplies `x` by a gate of this kind.
+pub(in crate::kernels) fn gate(kind: Gate, gate: View, x: View) -> Result<(CudaStorage, Shape)> {
+    let [out] = match kind {
+        Gate::Swiglu => run(["swiglu_forward", "swiglu_forward_wide"], [gate, x]),
+        Gate::Output => run(["sigmoid_gate_forward", "sigmoid_gate_forward_wide"], [gate, x]),
+    }?;
+    Ok((out, x.1.shape().clone()))
 }
 
-impl Gate {
-    /// Multiplies `x` by the gate.
-    pub(in crate::kernels) fn forward(self, gate: View, x: View) -> Result<(CudaStorage, Shape)> {
-        let [out] = match self {
-            Self::Swiglu => run(["swiglu_forward", "swiglu_forward_wide"], [gate, x]),
-            Self::Output => run(["sigmoid_gate_forward", "sigmoid_gate_forward_wide"], [gate, x]),
-        }?;
-        Ok((out, x.1.shape().clone()))
-    }
-
-    /// Computes the gradients of the gates and of the numbers.
-    pub(in crate::kernels) fn backward(self, gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
-        let entry = match self {
-            Self::Swiglu => ["swiglu_backward", "swiglu_backward_wide"],
-            Self::Output => ["sigmoid_gate_backward", "sigmoid_gate_backward_wide"],
-        };
-        let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| run(entry, inputs))?;
-        Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
-    }
+/// Computes the gradients of the gates and of the numbers.
+pub(in crate::kernels) fn gate_backward(kind: Gate, gate: &Tensor, x: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+    let entry = match kind {
+        Gate::Swiglu => ["swiglu_backward", "swiglu_backward_wide"],
+        Gate::Output => ["sigmoid_gate_backward", "sigmoid_gate_backward_wide"],
+    };
+    let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| run(entry, inputs))?;
+    Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
 }

@@ -63,10 +63,10 @@ static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token
 static_assert(!METRIC || OWN_KEYS, "only keys with a form of their own have a metric");
 static_assert(!LOGS || (STORAGE == 0 && !SIGNED), "logarithms of denominators are of positive features, in f32");
 
-constexpr int C = CHUNK, D = READY ? 16 : up(DIM, 16), F = up(FEATURES, 16), V = SLICE;
-constexpr int SPLITS = divide(VALUES, V);
+constexpr int C = CHUNK, D = READY ? 16 : round_up(DIM, 16), F = round_up(FEATURES, 16), V = SLICE;
+constexpr int SPLITS = divide_up(VALUES, V);
 // The numbers of a row of outputs; with a logarithm each begins at a multiple of 16 bytes.
-constexpr int OUT_WIDTH = LOGS ? up(VALUES + 1, 4) : VALUES;
+constexpr int OUT_WIDTH = LOGS ? round_up(VALUES + 1, 4) : VALUES;
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
 // The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a
@@ -263,7 +263,7 @@ constexpr int BUILDS = -1, READS = 1;
 // next that a pass takes, some of them in each lane. If TO_LAST, rows are counted from the last.
 template <bool TO_LAST>
 struct Steps {
-    static constexpr int EACH = divide(C, 32);
+    static constexpr int EACH = divide_up(C, 32);
     float x[EACH];
     // From the row before the chunk to its first.
     float first;
@@ -488,7 +488,7 @@ __device__ inline int enter(Builder& b, Memory& memory, Rows<const Stored> from,
     f.over_columns(b.excess, Largest(), [&](int row, int column, float x) { return (SIGNED ? b.offset[row] : x) - b.scale[column]; });
     __syncthreads();
     int n = span.count;
-    for (int start = 32 * (divide(C, 32) - 1); start >= 0; start -= 32) {
+    for (int start = 32 * (divide_up(C, 32) - 1); start >= 0; start -= 32) {
         int row = start + lane();
         unsigned over = lanes_where(row > 0 && row < C && together(b.excess, row < C ? row : 0, Largest()) > LIMIT);
         if (over) n = min(n, start + __ffs(over) - 1);

@@ -31,7 +31,7 @@ static_assert(STORAGE == 2 && MAP == 0 && CAUSAL && C == 64 && D <= 64 && V <= 6
 
 static_assert(C == 16 * TEAM, "a warp reads 16 rows");
 // The padded features, and the tiles of 16 features of one warp.
-constexpr int P = up(FEATURES, 16 * TEAM), MINE = P / (16 * TEAM);
+constexpr int P = round_up(FEATURES, 16 * TEAM), MINE = P / (16 * TEAM);
 // The length of a row of values with its unit in two halves, the upper bits and the rest, padded to
 // 8.
 constexpr int W = V + 8;

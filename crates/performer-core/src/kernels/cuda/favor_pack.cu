@@ -11,7 +11,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, int pieces, uint4* to) {
     int rows = back ? features : dim, columns = back ? dim : features;
-    int depth = divide(rows, 16), count = depth * divide(columns, 16) * 64;
+    int depth = divide_up(rows, 16), count = depth * divide_up(columns, 16) * 64;
     int index = blockIdx.x * THREADS + threadIdx.x;
     if (index >= pieces) return;
     bool left = index >= count;

@@ -19,16 +19,16 @@ favor_combine(int heads, int segments, float* records, const float* decays, cons
     float* start = initial ? (float*)initial + (long long)head * RECORD : nullptr;
     float scale = start ? scales_of(start)[r] : FLOOR;
     float norm = start ? norms_of(start)[r] : 0.0f;
-    float sums[divide(WIDTH, 32)];
-    for (int i = 0; i < divide(WIDTH, 32); i++) {
+    float sums[divide_up(WIDTH, 32)];
+    for (int i = 0; i < divide_up(WIDTH, 32); i++) {
         int c = lane() + 32 * i;
         sums[i] = start && c < WIDTH ? sums_of(start, 0)[r * WIDTH + c] : 0.0f;
     }
     // Records are read some at a time, before any of them is written: reads that follow each other
     // do not wait for each other.
-    constexpr int AT_A_TIME = divide(WIDTH, 32) <= 2 ? 4 : 2;
+    constexpr int AT_A_TIME = divide_up(WIDTH, 32) <= 2 ? 4 : 2;
     for (int step = 0; step < segments; step += AT_A_TIME) {
-        float next_scale[AT_A_TIME], next_norm[AT_A_TIME], next[AT_A_TIME][divide(WIDTH, 32)], decay[AT_A_TIME];
+        float next_scale[AT_A_TIME], next_norm[AT_A_TIME], next[AT_A_TIME][divide_up(WIDTH, 32)], decay[AT_A_TIME];
         auto index_of = [&](int s) { return (long long)(reverse ? segments - 1 - s : s) * heads + head; };
         auto record_of = [&](int s) { return records + index_of(s) * RECORD; };
 #pragma unroll
@@ -39,7 +39,7 @@ favor_combine(int heads, int segments, float* records, const float* decays, cons
             next_norm[s] = has ? norms_of(record)[r] : 0.0f;
             decay[s] = GATED && has ? decays[index_of(step + s)] : 0.0f;
 #pragma unroll
-            for (int i = 0; i < divide(WIDTH, 32); i++) {
+            for (int i = 0; i < divide_up(WIDTH, 32); i++) {
                 int c = lane() + 32 * i;
                 next[s][i] = has && c < WIDTH ? sums_of(record, 0)[r * WIDTH + c] : 0.0f;
             }
@@ -56,7 +56,7 @@ favor_combine(int heads, int segments, float* records, const float* decays, cons
                 norms_of(record)[r] = norm;
             }
 #pragma unroll
-            for (int i = 0; i < divide(WIDTH, 32); i++) {
+            for (int i = 0; i < divide_up(WIDTH, 32); i++) {
                 int c = lane() + 32 * i;
                 if (exclusive && c < WIDTH) sums_of(record, 0)[r * WIDTH + c] = sums[i];
                 sums[i] = sums[i] * keep + next[s][i] * add;
@@ -71,7 +71,7 @@ favor_combine(int heads, int segments, float* records, const float* decays, cons
             scales_of(record)[r] = scale;
             norms_of(record)[r] = norm;
         }
-        for (int i = 0; i < divide(WIDTH, 32); i++) {
+        for (int i = 0; i < divide_up(WIDTH, 32); i++) {
             int c = lane() + 32 * i;
             if (c < WIDTH) sums_of(record, 0)[r * WIDTH + c] = sums[i];
         }

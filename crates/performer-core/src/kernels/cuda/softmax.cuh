@@ -7,7 +7,7 @@
 #define HALF_OPERANDS
 #include "tile.cuh"
 
-constexpr int D = up(DIM, 16), V = up(VALUES, 16);
+constexpr int D = round_up(DIM, 16), V = round_up(VALUES, 16);
 
 // FLOOR is low, but finite: -inf - FLOOR is -inf and not NaN.
 constexpr float FLOOR = -1e37f;

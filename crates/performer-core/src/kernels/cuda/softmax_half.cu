@@ -18,8 +18,8 @@ struct Across {
     alignas(16) Operand x[2][K][D + PAD];
     alignas(16) Operand y[2][K][V + PAD];
 };
-// Ahead is the shared memory of the forward kernel.
-struct Ahead {
+// ForwardShared is the shared memory of the forward kernel.
+struct ForwardShared {
     alignas(16) Operand x[R][D + PAD];
     Across<FORWARD> across;
     // For each key of both steps: 0, or -inf where it is hidden.
@@ -29,8 +29,8 @@ struct Ahead {
     GateSum gates[2][FORWARD];
 #endif
 };
-// Back is the shared memory of the gradient kernels.
-struct Back {
+// BackwardShared is the shared memory of the gradient kernels.
+struct BackwardShared {
     alignas(16) Operand x[R][D + PAD];
     alignas(16) Operand y[R][V + PAD];
     Across<BACKWARD> across;
@@ -39,7 +39,7 @@ struct Back {
     GateSum gates[2][BACKWARD];
 #endif
 };
-static_assert(sizeof(Ahead) == SHARED_FORWARD && sizeof(Back) == SHARED_BACKWARD, "the host asks for another size of shared memory");
+static_assert(sizeof(ForwardShared) == SHARED_FORWARD && sizeof(BackwardShared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
 
 // Starts to copy keys and values, and says which keys are hidden.
 template <int K>
@@ -194,7 +194,7 @@ __device__ void round_to(Left (&to)[TALL][N], const Matrix<N>& x) {
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, Stored* out, float* logs) {
     extern __shared__ uint4 shared_memory[];
-    Ahead& s = *(Ahead*)shared_memory;
+    ForwardShared& s = *(ForwardShared*)shared_memory;
     constexpr int K = FORWARD;
     int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
     // The queries that see most keys come first.
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                              const float* logs, const float* delta, Stored* dq, float* row_sums) {
     extern __shared__ uint4 shared_memory[];
-    Back& s = *(Back*)shared_memory;
+    BackwardShared& s = *(BackwardShared*)shared_memory;
     constexpr int K = BACKWARD;
     int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
     int start = (gridDim.y - 1 - blockIdx.y) * R;
@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                            const float* logs, const float* delta, Stored* dk, Stored* dv, float* column_sums) {
     extern __shared__ uint4 shared_memory[];
-    Back& s = *(Back*)shared_memory;
+    BackwardShared& s = *(BackwardShared*)shared_memory;
     constexpr int K = BACKWARD;
     int key_heads = p.heads / p.group, batch = blockIdx.x / key_heads, key_head = blockIdx.x % key_heads;
     // Early keys are seen by most queries, and come first.
@@ -378,7 +378,7 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     // Queries before `begin` see none of the block's keys, since all of these are later; queries
     // from `end` on see none, since all lie before their windows.
     int begin = p.offset < 0 ? 0 : max(0, start - p.offset) / K * K, end = end_of_queries(p, start, rows.count);
-    int steps = begin < end ? divide(end - begin, K) : 0, all = steps * p.group;
+    int steps = begin < end ? divide_up(end - begin, K) : 0, all = steps * p.group;
     auto copy = [&](int stage, int step) {
         // After the last step nothing is copied, wherever it would lie.
         int head = key_head * p.group + (step < all ? step / steps : 0), first = begin + (step < all ? step % steps * K : 0);

@@ -109,7 +109,7 @@ __device__ void copy_rows(At at, Rows<const Stored> from, Span span, int first_r
     bool whole = ((unsigned long long)from.first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
     if (whole && WIDTH % LENGTH == 0) {
 #pragma unroll
-        for (unsigned i = threadIdx.x % N, e = 0; e < divide(ALL, N); e++, i += N) {
+        for (unsigned i = threadIdx.x % N, e = 0; e < divide_up(ALL, N); e++, i += N) {
             if (ALL % N && i >= ALL) continue;
             int row = first_row + i / PIECES, c = i % PIECES * LENGTH;
             bool has = row < span.count && (WIDTH == COLUMNS || c < WIDTH) && keep(span.token(row));

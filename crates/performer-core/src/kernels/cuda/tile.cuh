@@ -50,8 +50,8 @@ constexpr int PAD = sizeof(Operand) == 2 ? 8 : 4;
 constexpr int WARPS = BLOCK_WARPS;
 constexpr int THREADS = 32 * WARPS;
 
-__device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
-__device__ constexpr int divide(int n, int by) { return (n + by - 1) / by; }
+__device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+__device__ constexpr int divide_up(int n, int by) { return (n + by - 1) / by; }
 
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
@@ -230,8 +230,8 @@ struct Packed {
 template <int ROWS, int COLUMNS, int ROW_GROUPS>
 struct Sums {
     static constexpr int GROUPS = WARPS / ROW_GROUPS;
-    static constexpr int TALL = divide(ROWS, 16 * ROW_GROUPS);
-    static constexpr int WIDE = divide(COLUMNS, 16 * GROUPS);
+    static constexpr int TALL = divide_up(ROWS, 16 * ROW_GROUPS);
+    static constexpr int WIDE = divide_up(COLUMNS, 16 * GROUPS);
 
     float x[TALL][WIDE][2][4];
 
@@ -522,7 +522,7 @@ template <int ROWS, int COLUMNS, int parts, class F>
 __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> from, Span span, int column, int width, F factor) {
     // Loads take 16 bytes at once where all rows begin at a multiple of them, and each thread asks
     // for a few before it needs the first.
-    constexpr int N = 16 / sizeof(Stored), PIECES = ROWS * (COLUMNS / N), EACH = divide(PIECES, THREADS), BATCH = EACH < 4 ? EACH : 4;
+    constexpr int N = 16 / sizeof(Stored), PIECES = ROWS * (COLUMNS / N), EACH = divide_up(PIECES, THREADS), BATCH = EACH < 4 ? EACH : 4;
     const Stored* first = from.first + column;
     bool whole = ((unsigned long long)first | (unsigned long long)(from.stride * (long long)sizeof(Stored))) % 16 == 0;
     for (int start = threadIdx.x; start < PIECES; start += THREADS * BATCH) {
@@ -561,7 +561,7 @@ __device__ void load_rows(Operand* to, int stride, int part, Rows<const Stored> 
 // Prefetches rows of `width` numbers, for the next chunk.
 __device__ inline void ask_for_rows(Rows<const Stored> from, Span span, int width) {
     constexpr int LINE = 128 / sizeof(Stored);
-    int lines = divide(width, LINE);
+    int lines = divide_up(width, LINE);
     for (int i = threadIdx.x; i < span.count * lines; i += THREADS) {
         ask_for(from.first + span.token(i / lines) * from.stride + i % lines * LINE);
     }

@@ -46,7 +46,7 @@ impl Args {
         };
         part("error");
         let mut error: error::Args = defaults()?;
-        (error.quick, error.text.data) = (self.quick, self.data.to_string());
+        (error.quick, error.text.data) = (self.quick, Some(self.data.to_string()));
         let error = error.run(machine)?;
         part("crossover");
         let crossover = crossover::apart(machine, self.quick)?;

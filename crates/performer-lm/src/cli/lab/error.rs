@@ -1,6 +1,6 @@
 //! This module is the command `performer-lm lab error`.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::{Common, Text};
 use crate::{
@@ -65,6 +65,10 @@ impl Args {
             None => lab::shipped().map(|path| path.display().to_string()),
         };
         if model.is_none() {
+            let given = [("--data", self.text.data.is_some()), ("--context", self.text.context.is_some())];
+            if let Some((option, _)) = given.iter().find(|(_, is_given)| *is_given) {
+                bail!("{option} belongs to the heads of a model, and there is none: give one by --checkpoint");
+            }
             output::note("no model: Gaussian inputs only (--checkpoint MODEL adds its heads)");
         }
         let heads = model.map(|model| self.text.heads(&model, machine)).transpose()?;

@@ -84,9 +84,9 @@ fn require_folder(ranks: &Grid, common: &Common) -> Result<()> {
 #[derive(clap::Args)]
 struct Text {
     /// Text for the model: auto, tinystories, sample, a text file, or a folder with train.txt and
-    /// valid.txt.
-    #[arg(long, default_value = "sample")]
-    data: String,
+    /// valid.txt [default: sample].
+    #[arg(long)]
+    data: Option<String>,
     /// Tokens of a window [default: the model's context, at most 512].
     #[arg(long)]
     context: Option<usize>,
@@ -102,9 +102,14 @@ struct Text {
 }
 
 impl Text {
+    /// Returns the data as the command line spells it.
+    fn spec(&self) -> &str {
+        self.data.as_deref().unwrap_or("sample")
+    }
+
     fn heads(&self, model: &str, machine: &Machine) -> Result<Heads> {
-        let data: DataSpec = self.data.parse()?;
-        output::note(&format!("the heads of {model} on {}", self.data));
+        let data: DataSpec = self.spec().parse()?;
+        output::note(&format!("the heads of {model} on {}", self.spec()));
         let source = Source {
             model: model.into(),
             data,

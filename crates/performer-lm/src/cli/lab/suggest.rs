@@ -47,7 +47,7 @@ impl Args {
     pub(super) fn run(self, machine: &Machine) -> Result<Findings> {
         let plan = suggest::Plan {
             model: self.checkpoint.clone(),
-            data: self.text.data.clone(),
+            data: self.text.spec().to_string(),
             context: self.text.context,
             error: self.error,
             criterion: self.criterion,

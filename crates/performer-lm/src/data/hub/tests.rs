@@ -66,7 +66,7 @@ enum Sends {
 fn serve(listener: TcpListener, body: &'static [u8], sends: impl Fn(usize) -> Sends) {
     for (request, stream) in listener.incoming().enumerate() {
         let Ok(mut stream) = stream else { return };
-        let Some((first, last)) = requested_range(&stream, body.len()) else {
+        let Some((_, first, last)) = request_of(&stream, body.len()) else {
             return;
         };
         if first >= body.len() {
@@ -102,12 +102,14 @@ fn served(cache: &Path, sends: impl Fn(usize) -> Sends + Send + 'static) -> Hub 
     Hub { endpoint, ..nowhere(cache) }
 }
 
-fn requested_range(stream: &TcpStream, len: usize) -> Option<(usize, usize)> {
-    let mut range = None;
-    for line in BufReader::new(stream).lines() {
+/// Reads a request: its first line, and the first and the last byte that it asks for.
+fn request_of(stream: &TcpStream, len: usize) -> Option<(String, usize, usize)> {
+    let mut lines = BufReader::new(stream).lines();
+    let (begin, mut range) = (lines.next()?.ok()?, None);
+    for line in lines {
         let line = line.ok()?.to_ascii_lowercase();
         if line.is_empty() {
-            return range;
+            return range.map(|(first, last)| (begin, first, last));
         }
         if let Some(bytes) = line.strip_prefix("range: bytes=") {
             let (first, last) = bytes.split_once('-')?;
@@ -302,6 +304,41 @@ fn only_a_model_that_is_not_here_is_announced() {
     }
     hub.model("someone/model", &told).unwrap();
     assert!(told.notes.lock().unwrap().is_empty(), "{:?}", told.notes);
+}
+
+/// What keeps a file from being fetched that not every model has is told, but not that the hub has
+/// none.
+#[test]
+fn a_file_that_a_model_may_lack_is_missed_where_the_hub_fails() {
+    if ran_without_proxy("a_file_that_a_model_may_lack_is_missed_where_the_hub_fails") {
+        return;
+    }
+    for (status, is_told) in [("404 Not Found", false), ("500 Internal Server Error", true)] {
+        let (dir, told) = (tempfile::tempdir().unwrap(), Told::default());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let Ok(mut stream) = stream else { return };
+                let Some((line, first, last)) = request_of(&stream, BODY.len()) else { return };
+                let answer = match line.contains("generation_config.json") {
+                    true => format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"),
+                    false => format!(
+                        "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
+                         ETag: \"tag\"\r\nX-Repo-Commit: abc\r\nConnection: close\r\n\r\n{}",
+                        last + 1 - first,
+                        BODY.len(),
+                        String::from_utf8_lossy(&BODY[first..=last])
+                    ),
+                };
+                let _ = stream.write_all(answer.as_bytes());
+            }
+        });
+        Hub { endpoint, ..nowhere(dir.path()) }.model("someone/model", &told).unwrap();
+        let notes = told.notes.lock().unwrap();
+        let found = notes.iter().any(|note| note.starts_with("warning") && note.contains("generation_config.json"));
+        assert_eq!(found, is_told, "{status}: {notes:?}");
+    }
 }
 
 #[test]

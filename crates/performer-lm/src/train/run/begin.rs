@@ -95,6 +95,7 @@ impl<'a> Trainer<'a> {
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
         trainer.require_equal()?;
+        trainer.open_log()?;
         // Reports of what was in this folder before would be mistaken for those of this run; its
         // log is open already.
         led(&ranks, || remove_reports(trainer.options.out, |name| name != LOG))?;
@@ -112,8 +113,9 @@ impl<'a> Trainer<'a> {
         agreed(&ranks, require_folder(options.out))?;
         // What another process is about to replace must not be read.
         let lock = led(&ranks, || Lock::of(options.out))?;
-        let trainer = agreed(&ranks, Self::reopen(data, options, lock))?;
+        let mut trainer = agreed(&ranks, Self::reopen(data, options, lock))?;
         trainer.require_equal()?;
+        trainer.open_log()?;
         Ok(trainer)
     }
 
@@ -169,8 +171,6 @@ impl<'a> Trainer<'a> {
         let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
-        let log = || Log::open(&options.out.join(LOG), step);
-        let log = options.ranks.leads().then(log).transpose()?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
         let data_from_here = match options.data.parse()? {
             DataSpec::Path(path) if path.is_relative() => between(options.out, &path),
@@ -183,7 +183,7 @@ impl<'a> Trainer<'a> {
             data,
             training,
             options,
-            log,
+            log: None,
             epoch_seconds,
             key,
             earlier_legs,
@@ -191,6 +191,14 @@ impl<'a> Trainer<'a> {
             saved: step,
             _lock: lock,
         })
+    }
+
+    /// Opens the log on the rank that writes it, and takes off what is later than the run's step. A
+    /// run that is refused has to leave the log of an earlier one as it was, so this comes last.
+    fn open_log(&mut self) -> Result<()> {
+        let (path, step) = (self.options.out.join(LOG), self.saved);
+        self.log = led(&self.options.ranks, || Log::open(&path, step))?;
+        Ok(())
     }
 }
 

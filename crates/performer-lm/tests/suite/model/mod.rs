@@ -336,6 +336,10 @@ fn the_state_of_a_hybrid_grows_by_its_layers_of_softmax() -> Result<()> {
     }
     let config = rotary("softmax:window=8,sinks=2")?;
     assert_eq!((config.growing_layers(), Decoder::new(&config, 5, &Device::Cpu)?.state_bytes()?), (0, 5 * token * 9));
+    // A window that sequences never fill is no bound.
+    for (window, layers) in [(config.context, 0), (config.context + 1, 5)] {
+        assert_eq!(rotary(&format!("softmax:window={window}"))?.growing_layers(), layers, "{window}");
+    }
     Ok(())
 }
 
