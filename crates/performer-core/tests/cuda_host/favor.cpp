@@ -86,9 +86,9 @@ int main() {
     float factor = std::pow((float)DIM, -0.25f);
     // Packs all sets of numbers; where keys have none of their own, with what teams read besides.
     auto pack = [&](const std::vector<float>& of, int features, float scale, int back) {
-        int pieces = D / 16 * (up(features, 16) / 16) * 64 * (STORAGE != 0 && !back && !OWN_KEYS ? 2 : 1);
+        int pieces = D / 16 * (round_up(features, 16) / 16) * 64 * (STORAGE != 0 && !back && !OWN_KEYS ? 2 : 1);
         std::vector<uint4> to = poison<uint4>(of.empty() ? 0 : (size_t)tables * pieces);
-        Dim grid = {(unsigned)divide(pieces, THREADS), (unsigned)tables, 1};
+        Dim grid = {(unsigned)divide_up(pieces, THREADS), (unsigned)tables, 1};
         if (!of.empty()) host::launch(grid, THREADS, favor_pack, of.data(), features, DIM, HYPERBOLIC, scale, back, pieces, to.data());
         return to;
     };
@@ -101,21 +101,21 @@ int main() {
     KeyForm of_step = {(const uint4*)key_projection.data(), nullptr, weights.data(), (const uint4*)metric.data(), nullptr, tables};
 
     auto dense = [](int heads, int tokens, int width) { return Strides{(long long)heads * tokens * width, (long long)tokens * width, width}; };
-    Problem p = {heads, heads / key_heads, queries, keys, divide(queries, segments), segments, dense(heads, queries, width),
+    Problem p = {heads, heads / key_heads, queries, keys, divide_up(queries, segments), segments, dense(heads, queries, width),
                  dense(key_heads, keys, key_width), dense(key_heads, keys, VALUES), 0.5f * factor * factor * LOG2E, gates.data(), form};
     // `of_keys` and `of_queries` are problems for `favor_sums`, in which every head builds its own
     // sums; `key_readers` is the problem for the gradients of keys.
     Problem of_keys = p, of_queries = p, key_readers = p;
-    of_keys.heads = key_heads, of_keys.group = 1, of_keys.queries = keys, of_keys.q = p.k, of_keys.segment = divide(keys, segments);
+    of_keys.heads = key_heads, of_keys.group = 1, of_keys.queries = keys, of_keys.q = p.k, of_keys.segment = divide_up(keys, segments);
     of_queries.v = dense(heads, queries, VALUES);
-    key_readers.segment = divide(keys, segments);
+    key_readers.segment = divide_up(keys, segments);
     unsigned blocks = batch * heads * SPLITS, key_blocks = batch * key_heads * SPLITS, parts = segments;
 
     size_t count = (size_t)batch * heads * queries;
     std::vector<Stored> out = poison<Stored>(count * VALUES);
     std::vector<float> exact = poison<float>(count * VALUES), logs = poison<float>(count), denominators = poison<float>(count);
     std::vector<float> sums = poison<float>((size_t)segments * batch * key_heads * RECORD), total = poison<float>((size_t)batch * key_heads * RECORD);
-    auto combine_grid = [](int heads) { return Dim{(unsigned)divide(heads * F, WARPS), 1, 1}; };
+    auto combine_grid = [](int heads) { return Dim{(unsigned)divide_up(heads * F, WARPS), 1, 1}; };
     std::vector<float> decays = poison<float>((size_t)segments * batch * key_heads);
     auto key_sums = [&](std::vector<float>& sums, float* initial) {
         host::launch({key_blocks, parts - CAUSAL, 1}, BLOCK_THREADS, KERNEL(key_sums), of_keys, k.data(), v.data(), visible, columns.data(), (float*)nullptr,
@@ -176,7 +176,7 @@ int main() {
 
     if (backward) {
         std::vector<float> delta = poison<float>(count);
-        if (SPLITS > 1) host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, exact.data(), grad.data(),
+        if (SPLITS > 1) host::launch({(unsigned)divide_up((int)count, WARPS), 1, 1}, THREADS, favor_delta, (int)count, exact.data(), grad.data(),
                      SIGNED ? denominators.data() : nullptr, delta.data());
         Tensors t = {q.data(), k.data(), v.data(), grad.data(), visible, columns.data(), rows.data(), logs.data(), delta.data(), denominators.data(), before, nullptr, nullptr};
         std::vector<float> of_queries_features = poison<float>(OWN_KEYS ? count * FEATURES * SPLITS : 0);

@@ -4,8 +4,8 @@
 #include "device.h"
 
 #if TEAMS
-#define SHARED_FORWARD sizeof(Ahead)
-#define SHARED_BACKWARD sizeof(Back)
+#define SHARED_FORWARD sizeof(ForwardShared)
+#define SHARED_BACKWARD sizeof(BackwardShared)
 #include "softmax_half.cu"
 #define BLOCK_THREADS TEAM_THREADS
 #define KERNEL(name) softmax_half_##name
@@ -47,9 +47,9 @@ int main() {
     std::vector<Stored> out = poison<Stored>(count * width), dq = poison<Stored>(q.size()), dk = poison<Stored>(k.size()), dv = poison<Stored>(v.size());
     std::vector<float> logs = poison<float>(count), delta = poison<float>(count);
     std::vector<float> rows = poison<float>(count), columns = poison<float>(gates.size()), dgates = poison<float>(gates.size());
-    auto grid = [&](int heads, int tokens) { return Dim{(unsigned)(batch * heads), (unsigned)divide(tokens, R), 1}; };
+    auto grid = [&](int heads, int tokens) { return Dim{(unsigned)(batch * heads), (unsigned)divide_up(tokens, R), 1}; };
     host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(forward), p, q.data(), k.data(), v.data(), visible, out.data(), logs.data());
-    host::launch({(unsigned)divide((int)count, WARPS), 1, 1}, THREADS, softmax_delta, (int)count, width, out.data(), grad.data(), delta.data());
+    host::launch({(unsigned)divide_up((int)count, WARPS), 1, 1}, THREADS, softmax_delta, (int)count, width, out.data(), grad.data(), delta.data());
     host::launch(grid(heads, queries), BLOCK_THREADS, KERNEL(query_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),
                  delta.data(), dq.data(), rows.data());
     host::launch(grid(key_heads, keys), BLOCK_THREADS, KERNEL(key_gradients), p, q.data(), k.data(), v.data(), visible, grad.data(), logs.data(),

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use super::{Effort, Timing, matmul_rate, require_room};
+use super::{Effort, Timing, matmul_rate, require_room, window_of_equal_state};
 use crate::{
     machine::Machine,
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
@@ -39,6 +39,13 @@ pub struct Sweep {
     /// Whether the backward pass is measured as well as the forward pass.
     #[serde(default = "yes")]
     pub backward: bool,
+    /// Whether fused attention is measured with forget gates as well as without.
+    #[serde(default)]
+    pub gates: bool,
+    /// Whether a window of softmax with as many numbers of decoding state stands beside each number
+    /// of features.
+    #[serde(default)]
+    pub windows: bool,
 }
 
 fn yes() -> bool {
@@ -51,10 +58,20 @@ fn yes() -> bool {
 pub enum Implementation {
     /// FAVOR+ in one fused operation.
     FavorFused,
+    /// FAVOR+ in one fused operation, with forget gates.
+    FavorGated,
     /// FAVOR+ in Candle's operations.
     FavorComposed,
     /// Exact softmax in one fused operation.
     SoftmaxFused,
+    /// Exact softmax in one fused operation, with forget gates. Keys that a gate has faded to almost
+    /// nothing are left out, so its time depends on the gates.
+    SoftmaxGated,
+    /// Exact softmax over a window with as many numbers of decoding state as some number of
+    /// features, in one fused operation.
+    WindowFused,
+    /// The same window with forget gates.
+    WindowGated,
     /// Exact softmax as one writes it with Candle: product, mask, `candle_nn::ops::softmax`,
     /// product.
     SoftmaxCandle,
@@ -69,16 +86,29 @@ impl Implementation {
     pub fn name(self) -> &'static str {
         match self {
             Self::FavorFused => "favor fused",
+            Self::FavorGated => "favor fused, gated",
             Self::FavorComposed => "favor composed",
             Self::SoftmaxFused => "softmax fused",
+            Self::SoftmaxGated => "softmax fused, gated",
+            Self::WindowFused => "window of equal state",
+            Self::WindowGated => "window of equal state, gated",
             Self::SoftmaxCandle => "softmax in Candle ops",
             Self::TorchSdpa => "PyTorch SDPA",
             Self::TorchFavor => "PyTorch chunked favor",
         }
     }
 
-    fn is_favor(self) -> bool {
-        matches!(self, Self::FavorFused | Self::FavorComposed | Self::TorchFavor)
+    /// Whether it is exact softmax over all keys, without gates.
+    fn is_softmax(self) -> bool {
+        matches!(self, Self::SoftmaxFused | Self::SoftmaxCandle | Self::TorchSdpa)
+    }
+
+    fn is_window(self) -> bool {
+        matches!(self, Self::WindowFused | Self::WindowGated)
+    }
+
+    fn is_gated(self) -> bool {
+        matches!(self, Self::FavorGated | Self::SoftmaxGated | Self::WindowGated)
     }
 }
 
@@ -89,7 +119,8 @@ pub struct Point {
     pub implementation: Implementation,
     /// Sequence length.
     pub tokens: usize,
-    /// Number of random features, for FAVOR+.
+    /// Number of random features, for FAVOR+; for a window, the number of features whose state it
+    /// equals.
     pub features: Option<usize>,
     /// Whether the backward pass is included.
     pub backward: bool,
@@ -106,6 +137,19 @@ pub struct Point {
     /// The most bytes of the whole program in use at once, if known.
     #[serde(default)]
     pub peak_bytes: Option<u64>,
+}
+
+impl Point {
+    /// Counts the operations of the point, and with them its rate.
+    fn count(&mut self, sweep: &Sweep) {
+        let flop = match self.features {
+            Some(m) if self.implementation.is_window() => {
+                flop_of_window(sweep, self.tokens, window_of_equal_state(m, sweep.head_dim), self.backward)
+            }
+            features => flop(sweep, self.tokens, features, self.backward),
+        };
+        self.gflops = flop / self.timing.median_ms / 1e6;
+    }
 }
 
 /// A `Crossover` is the length from which on FAVOR+ is faster than softmax.
@@ -212,6 +256,15 @@ pub fn flop(sweep: &Sweep, tokens: usize, features: Option<usize>, backward: boo
     }
 }
 
+/// Counts the FLOP of a window of softmax as [`flop`] counts those of softmax. Those of gates are
+/// not counted.
+fn flop_of_window(sweep: &Sweep, tokens: usize, window: usize, backward: bool) -> f64 {
+    let (t, w) = (tokens as f64, window.min(tokens) as f64);
+    // The first queries see fewer keys than the window has.
+    let pairs = t * w - w * (w - 1.0) / 2.0;
+    (sweep.batch * sweep.heads) as f64 * pairs * sweep.head_dim as f64 * if backward { 14.0 } else { 4.0 }
+}
+
 /// Returns the number of tokens at which FAVOR+ and softmax cost the same number of FLOP.
 fn crossover_by_flop(sweep: &Sweep, features: usize, backward: bool) -> f64 {
     // FAVOR+ is linear in the tokens, softmax quadratic.
@@ -241,6 +294,9 @@ pub fn run(
     if sweep.tokens.contains(&0) || sweep.features.contains(&0) {
         bail!("tokens and features must be at least 1");
     }
+    if !sweep.causal && (sweep.gates || sweep.windows) {
+        bail!("forget gates and windows belong to causal attention");
+    }
     let most = |sizes: &[usize]| sizes.iter().copied().max().unwrap_or(1);
     for (name, size) in [("tokens", most(&sweep.tokens)), ("features", most(&sweep.features))] {
         let heads = [("sequences", sweep.batch), ("heads", sweep.heads), ("numbers a head", sweep.head_dim)];
@@ -267,7 +323,7 @@ pub fn run(
             bail!("the other measurements are of {}, these of f32; measure both in f32", others.dtype());
         }
         for mut point in others.points {
-            point.gflops = flop(sweep, point.tokens, point.features, point.backward) / point.timing.median_ms / 1e6;
+            point.count(sweep);
             report.points.push(point);
         }
     }
@@ -291,7 +347,7 @@ impl Report {
 
     /// Returns the time of the fastest exact attention.
     fn softmax(&self, tokens: usize, backward: bool) -> Option<f64> {
-        let exact = self.points.iter().filter(|p| !p.implementation.is_favor());
+        let exact = self.points.iter().filter(|p| p.implementation.is_softmax());
         let times = exact.filter(|p| p.tokens == tokens && p.backward == backward).map(|p| p.timing.median_ms);
         times.min_by(f64::total_cmp)
     }
@@ -353,6 +409,8 @@ impl Report {
             let style = match implementation {
                 Implementation::FavorFused | Implementation::SoftmaxFused => Style::Solid,
                 Implementation::FavorComposed | Implementation::SoftmaxCandle => Style::Dotted,
+                Implementation::WindowFused | Implementation::WindowGated => Style::Dashed,
+                Implementation::FavorGated | Implementation::SoftmaxGated => Style::Dotted,
                 Implementation::TorchSdpa | Implementation::TorchFavor => Style::Dashed,
             };
             Series { style, color: Some(color), ..Series::new(name, points) }
@@ -411,6 +469,8 @@ mod tests {
             composed: true,
             softmax: true,
             backward: true,
+            gates: false,
+            windows: false,
         }
     }
 
@@ -453,5 +513,29 @@ mod tests {
         assert!(report.points.iter().all(|p| p.implementation == Implementation::FavorFused && !p.backward));
         assert_eq!((report.points.len(), report.softmax(16, false)), (2, None));
         Ok(())
+    }
+
+    #[test]
+    fn gates_and_windows_stand_beside_and_do_not_count_as_softmax() -> Result<()> {
+        let effort = Effort { time: std::time::Duration::ZERO, runs: 1 };
+        let more = Sweep { gates: true, windows: true, composed: false, ..sweep() };
+        let report = run(&more, &Device::Cpu, 1, effort, None, |_| {})?;
+        // Softmax, FAVOR and a window, each with gates and without, at two lengths in two passes.
+        assert_eq!(report.points.len(), 6 * 2 * 2);
+        let softmax = report.point(Implementation::SoftmaxFused, 32, None, true).map(|p| p.timing.median_ms);
+        assert_eq!(report.softmax(32, true), softmax);
+        assert!(report.points.iter().all(|p| p.gflops > 0.0));
+        assert!(run(&Sweep { causal: false, ..more }, &Device::Cpu, 1, effort, None, |_| {}).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn a_window_as_long_as_the_text_costs_what_softmax_does() {
+        let (sweep, exact) = (sweep(), |backward| flop(&sweep(), 32, None, backward));
+        for backward in [false, true] {
+            assert_eq!(flop_of_window(&sweep, 32, 32, backward), exact(backward));
+            assert_eq!(flop_of_window(&sweep, 32, 99, backward), exact(backward));
+            assert!(flop_of_window(&sweep, 32, 8, backward) < exact(backward) / 2.0);
+        }
     }
 }

@@ -30,6 +30,14 @@ fn require_room(sizes: &[(&str, usize)]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns the length of the window of softmax whose keys and values are as many numbers as the
+/// state of `features` features in a head of `dim` dimensions, as nearly as whole tokens allow.
+pub(crate) fn window_of_equal_state(features: usize, dim: usize) -> usize {
+    // A feature keeps a sum of values, a sum of ones and the scale of both. A window keeps a key
+    // and a value of each of its tokens but the query's own.
+    1 + (features as f64 * (dim + 2) as f64 / (2 * dim) as f64).round() as usize
+}
+
 /// A `Timing` summarises repeated timings of the same work.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Timing {

@@ -50,6 +50,7 @@ impl Command {
 Examples:
   performer-lm bench attention
   performer-lm bench attention --tokens 512,4096 --features 128 --no-composed --out runs/bench
+  performer-lm bench attention --tokens 512,4096 --features 128 --no-composed --windows --gates
   performer-lm bench attention --tokens 1000000 --features 128 --no-composed --no-softmax --no-backward
   python3 scripts/torch_attention.py > torch.json && performer-lm bench attention --against torch.json")]
 pub(super) struct AttentionArgs {
@@ -70,6 +71,13 @@ pub(super) struct AttentionArgs {
     /// Leave out the backward pass.
     #[arg(long)]
     no_backward: bool,
+    /// Measure fused attention with forget gates too, which forget as those of a new model do.
+    #[arg(long, conflicts_with = "bidirectional")]
+    gates: bool,
+    /// Measure windows of softmax too, each with as many numbers of decoding state as one of the
+    /// numbers of features.
+    #[arg(long, conflicts_with = "bidirectional")]
+    windows: bool,
     /// Measurements of PyTorch at the same sizes, from scripts/torch_attention.py, to put beside.
     #[arg(long, value_name = "JSON")]
     against: Option<PathBuf>,
@@ -224,6 +232,8 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
         composed: !args.no_composed,
         softmax: !args.no_softmax,
         backward: !args.no_backward,
+        gates: args.gates,
+        windows: args.windows,
     };
     let others = args.against.as_deref().map(read_others).transpose()?;
     let effort = Effort { time: Duration::from_millis(args.milliseconds), ..Effort::default() };

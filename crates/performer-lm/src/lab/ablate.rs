@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Findings, Section, Table};
 use crate::{
+    bench::window_of_equal_state,
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
     errors::{Cause, STOPPED, require_once},
@@ -100,14 +101,6 @@ fn favor(features: usize) -> FavorConfig {
     FavorConfig::default().with_features(features)
 }
 
-/// Returns the length of the window of softmax whose keys and values are as many numbers as the
-/// state of `features` features in a head of `dim` dimensions, as nearly as whole tokens allow.
-fn window_of_equal_bytes(features: usize, dim: usize) -> usize {
-    // A feature keeps a sum of values, a sum of ones and the scale of both. A window keeps a key
-    // and a value of each of its tokens but the query's own.
-    1 + (features as f64 * (dim + 2) as f64 / (2 * dim) as f64).round() as usize
-}
-
 /// Returns all variants of a model of so many layers with heads of `dim` dimensions, softmax first.
 /// New ones come at the end, since the folders of runs are numbered.
 fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
@@ -178,7 +171,7 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
         of: Box::new(of),
     };
     let window = |window: usize| AttentionConfig::SoftmaxWindow { window, sinks: 0 };
-    let equal = window_of_equal_bytes(m, dim);
+    let equal = window_of_equal_state(m, dim);
     for (name, attention) in [
         ("control: softmax over a window of 32, without features".into(), window(32)),
         (format!("control: softmax over a window of {equal}, of as many bytes as M={m}"), window(equal)),
@@ -439,7 +432,7 @@ mod tests {
         };
         for features in [16, 64, 96] {
             let (of_features, token, dim) = state(AttentionConfig::Favor(favor(features)));
-            let window = window_of_equal_bytes(features, dim);
+            let window = window_of_equal_state(features, dim);
             let (of_window, ..) = state(AttentionConfig::SoftmaxWindow { window, sinks: 0 });
             assert!(2 * of_window.abs_diff(of_features) <= token, "{features}: {of_features} {of_window}");
         }

@@ -222,6 +222,8 @@ mod tests {
             composed: false,
             softmax: true,
             backward: true,
+            gates: false,
+            windows: false,
         };
         let effort = Effort { time: std::time::Duration::ZERO, runs: 1 };
         let found = run(&sweep, &Device::Cpu, 1, effort, |_| ())?;

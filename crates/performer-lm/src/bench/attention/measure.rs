@@ -5,8 +5,8 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, V
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask, Softmax, Tape};
 
 use super::{
-    super::{Effort, Timing, time},
-    Implementation, Point, Sweep, flop,
+    super::{Effort, Timing, time, window_of_equal_state},
+    Implementation, Point, Sweep,
 };
 use crate::memory;
 
@@ -37,20 +37,23 @@ fn round(sweep: &Sweep, effort: Effort, device: &Device, progress: &mut impl FnM
     let mut points = Vec::new();
     for &tokens in &sweep.tokens {
         for (implementation, features, attention) in implementations(sweep, tokens, device)? {
+            let gated = implementation.is_gated();
             for backward in [false, true].into_iter().filter(|&backward| sweep.backward || !backward) {
                 let favor = features.map(|m| format!(" M={m}")).unwrap_or_default();
                 progress(format!("{}{favor}, {tokens} tokens", implementation.name()));
-                let (timing, memory) = measure(sweep, tokens, &*attention, backward, effort, device)?;
-                points.push(Point {
+                let (timing, memory) = measure(sweep, tokens, (&*attention, gated), backward, effort, device)?;
+                let mut point = Point {
                     implementation,
                     tokens,
                     features,
                     backward,
                     timing,
-                    gflops: flop(sweep, tokens, features, backward) / timing.median_ms / 1e6,
+                    gflops: 0.0,
                     extra_bytes: memory.map(|m| m.extra),
                     peak_bytes: memory.map(|m| m.peak),
-                });
+                };
+                point.count(sweep);
+                points.push(point);
             }
         }
     }
@@ -73,6 +76,9 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
     let mut all: Vec<Candidate> = Vec::new();
     if sweep.softmax {
         all.push((Implementation::SoftmaxFused, None, Box::new(Softmax::new())));
+        if sweep.gates {
+            all.push((Implementation::SoftmaxGated, None, Box::new(Softmax::new())));
+        }
     }
     let scores = [sweep.batch, sweep.heads, tokens, tokens].into_iter().fold(4, usize::saturating_mul);
     if sweep.softmax && sweep.composed && scores <= SCORES {
@@ -82,6 +88,16 @@ fn implementations(sweep: &Sweep, tokens: usize, device: &Device) -> Result<Vec<
         let config = FavorConfig::default().with_features(features);
         let favor = || Favor::new(&config, sweep.head_dim, 1, DType::F32, device);
         all.push((Implementation::FavorFused, Some(features), Box::new(favor()?)));
+        if sweep.gates {
+            all.push((Implementation::FavorGated, Some(features), Box::new(favor()?)));
+        }
+        if sweep.windows {
+            let window = || Softmax::new().with_window(window_of_equal_state(features, sweep.head_dim));
+            all.push((Implementation::WindowFused, Some(features), Box::new(window()?)));
+            if sweep.gates {
+                all.push((Implementation::WindowGated, Some(features), Box::new(window()?)));
+            }
+        }
         if sweep.composed {
             all.push((Implementation::FavorComposed, Some(features), Box::new(favor()?.composed())));
         }
@@ -96,10 +112,18 @@ struct Memory {
     peak: u64,
 }
 
+/// Returns gates that forget as those of a new model do: within 4, 16, 64 and 256 tokens, one head
+/// after the other.
+fn new_gates(sweep: &Sweep, tokens: usize, device: &Device) -> candle_core::Result<Tensor> {
+    let of_head: Vec<f32> = (0..sweep.heads).map(|head| -(0.25f32.powi(head as i32 % 4 + 1))).collect();
+    let shape = (sweep.batch, sweep.heads, tokens);
+    Tensor::from_vec(of_head, (1, sweep.heads, 1), device)?.broadcast_as(shape)?.contiguous()
+}
+
 fn measure(
     sweep: &Sweep,
     tokens: usize,
-    attention: &dyn Attention,
+    (attention, gated): (&dyn Attention, bool),
     backward: bool,
     effort: Effort,
     device: &Device,
@@ -107,15 +131,17 @@ fn measure(
     let shape = (sweep.batch, sweep.heads, tokens, sweep.head_dim);
     let random = || Tensor::randn(0f32, 1.0, shape, device);
     let mask = if sweep.causal { Mask::causal() } else { Mask::full() };
+    let gates = gated.then(|| new_gates(sweep, tokens, device)).transpose()?;
     if !backward {
         let (q, k, v) = (random()?, random()?, random()?);
-        return repeat(effort, device, || attention.forward(Inputs::new(&q, &k, &v), &mask).map(drop));
+        return repeat(effort, device, || attention.forward(inputs(&q, &k, &v, gates.as_ref()), &mask).map(drop));
     }
     let variable = || Var::from_tensor(&random()?);
     let (q, k, v, gradient) = (variable()?, variable()?, variable()?, random()?);
+    let gates = gates.map(|gates| Var::from_tensor(&gates)).transpose()?;
     repeat(effort, device, || {
         let tape = Tape::start();
-        let out = attention.forward(Inputs::new(&q, &k, &v), &mask)?;
+        let out = attention.forward(inputs(&q, &k, &v, gates.as_deref()), &mask)?;
         // Training takes the tape's backward pass where it knows all operations, and Candle's else.
         if tape.unrecorded(&out) == 0 {
             return tape.backward_from(&out, &gradient).map(drop);
@@ -125,6 +151,14 @@ fn measure(
         }
         out.apply_op1(Handed(gradient.clone()))?.backward().map(drop)
     })
+}
+
+fn inputs<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor, gates: Option<&'a Tensor>) -> Inputs<'a> {
+    let inputs = Inputs::new(q, k, v);
+    match gates {
+        Some(gates) => inputs.with_gates(gates),
+        None => inputs,
+    }
 }
 
 /// Times `work`, and counts its memory once.

@@ -45,6 +45,8 @@ impl Args {
             composed: false,
             softmax: true,
             backward: true,
+            gates: false,
+            windows: false,
         };
         let effort = Effort { time: Duration::from_millis(self.milliseconds), runs: 3 };
         crossover::run(&sweep, &machine.device, machine.threads, effort, |what| output::note(&what))
