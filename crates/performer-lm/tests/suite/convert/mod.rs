@@ -489,6 +489,9 @@ fn the_cost_of_a_layer_is_what_its_conversion_loses() -> Result<()> {
     }
     let costs: Vec<f64> = all.by_cost().iter().map(|of| of.cost).collect();
     assert!(costs[0] > costs[1], "{costs:?}");
+    // A text that is shorter than what is asked for is measured whole, and the report says so.
+    let whole = Plan { measure_tokens: 1 << 40, ..untrained(plan(&teacher, "softmax:window=2", &nowhere, &stop)) };
+    assert_eq!(costs_of(&whole)?.measured_tokens, data.valid.len() - 1);
     assert!(!nowhere.exists(), "costs were written somewhere");
     Ok(())
 }
