@@ -70,7 +70,7 @@ pub enum Implementation {
     /// Exact softmax over a window with as many numbers of decoding state as some number of
     /// features, in one fused operation.
     WindowFused,
-    /// The same window with forget gates.
+    /// Exact softmax over such a window, with forget gates, in one fused operation.
     WindowGated,
     /// Exact softmax as one writes it with Candle: product, mask, `candle_nn::ops::softmax`,
     /// product.
