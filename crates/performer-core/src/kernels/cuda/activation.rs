@@ -3,10 +3,8 @@
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
-use super::{
-    super::activation::Gate, CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor,
-    with_storages,
-};
+use super::super::activation::Gate;
+use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, storage, tensor, with_storages};
 
 const SOURCE: Source = source!("activation.cu", STORED);
 
