@@ -7,8 +7,8 @@ draws what each attention is worth beside softmax with the same parts.
 
 Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
 the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
-It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, plain.json
-and plain-runs.tar.gz of code-1024, the files of benchmarks/code-8192, and speeds in
+It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, the other
+reports of code-1024 with the archives of their runs, the files of benchmarks/code-8192, and speeds in
 benchmarks/code-contexts and benchmarks/code-long. Nothing is measured here.
 
 At each context the table has, for each attention that was trained there:
@@ -41,6 +41,7 @@ PARTS = ",gate,conv,output-gate,output-norm"
 SOFTMAX = f"softmax:{PARTS[1:]}"
 UNIFORM = f"uniform:{PARTS[1:]}"
 POLYNOMIAL = f"favor:map=taylor2{PARTS},key-dim=16"
+WIDE = f"favor:map=taylor2{PARTS},key-dim=32"
 WINDOW = f"softmax:window=75{PARTS}"
 # The attentions in the order of the table: what the chart calls them, their colour and line. Those
 # without a colour are in the table only.
@@ -56,11 +57,19 @@ ROWS = {
     POLYNOMIAL: ("polynomial features", "#009e73", "--"),
     f"favor:m=128{PARTS}": ("random features", "#e69f00", "--"),
     "favor:m=128": ("plain FAVOR+", None, None),
+    f"{UNIFORM}+{WIDE}/first": ("wide polynomial features, then averages", None, None),
 }
 # Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
 EQUAL_TOKENS = {
     256: ("code-256", {"compare.json": "runs.tar.gz"}),
-    1024: ("code-1024", {"compare.json": "runs.tar.gz", "plain.json": "plain-runs.tar.gz"}),
+    1024: (
+        "code-1024",
+        {
+            "compare.json": "runs.tar.gz",
+            "plain.json": "plain-runs.tar.gz",
+            "first.json": "first-runs.tar.gz",
+        },
+    ),
     4096: ("code-long", {"compare.json": "runs.tar.gz"}),
 }
 SPEEDS = {
@@ -102,7 +111,7 @@ def in_equal_time(context, runs, speeds):
     for archive in reports.values():
         curves |= validations(BENCHMARKS / folder / archive)
     softmax, differences = curves[SOFTMAX], {}
-    for spec in runs:
+    for spec in runs.keys() & speeds.keys():
         tokens, loss = curves[spec][-1]
         seconds = min(tokens / speeds[spec], softmax[-1][0] / speeds[SOFTMAX])
         differences[spec] = loss - at(softmax, speeds[SOFTMAX], seconds)
@@ -126,9 +135,10 @@ def table():
                     "loss": test["loss"],
                     "bits_per_byte": test["bits_per_byte"],
                     "beside_softmax": test["loss"] - runs[SOFTMAX]["test"]["loss"],
-                    "beside_softmax_in_equal_time": equal[spec],
                     "state_bytes": runs[spec]["state_bytes"],
                 }
+                if spec in equal:
+                    cell["beside_softmax_in_equal_time"] = equal[spec]
             if cell:
                 row["contexts"][str(context)] = cell
     return list(rows.values())
