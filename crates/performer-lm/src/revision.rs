@@ -20,8 +20,8 @@ pub(crate) fn command_line() -> String {
     std::iter::once("performer-lm".to_string()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
-/// Returns a word of a command line as a shell takes it: in single quotes where it holds a character
-/// that a shell may interpret.
+/// Returns a word of a command line as a shell takes it: in single quotes where it holds a
+/// character that a shell may interpret.
 #[cfg(feature = "lab")]
 pub(crate) fn quoted(word: impl AsRef<OsStr>) -> String {
     let word = word.as_ref().to_string_lossy();

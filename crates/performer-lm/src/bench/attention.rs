@@ -64,8 +64,8 @@ pub enum Implementation {
     FavorComposed,
     /// Exact softmax in one fused operation.
     SoftmaxFused,
-    /// Exact softmax in one fused operation, with forget gates. Keys that a gate has faded to almost
-    /// nothing are left out, so its time depends on the gates.
+    /// Exact softmax in one fused operation, with forget gates. Keys that a gate has faded to
+    /// almost nothing are left out, so its time depends on the gates.
     SoftmaxGated,
     /// Exact softmax over a window with as many numbers of decoding state as some number of
     /// features, in one fused operation.

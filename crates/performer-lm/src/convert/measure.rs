@@ -109,8 +109,8 @@ impl<'a> Meter<'a> {
         read.mean_loss().map(Some)
     }
 
-    /// Returns the number of tokens of the held-out text that students are measured on: about as many
-    /// as the plan says, or fewer where the text has fewer.
+    /// Returns the number of tokens of the held-out text that students are measured on: about as
+    /// many as the plan says, or fewer where the text has fewer.
     ///
     /// # Errors
     /// If the text has no tokens to predict.
@@ -138,8 +138,8 @@ impl<'a> Meter<'a> {
         Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement }))
     }
 
-    /// Returns about the first tokens of a text, as many as the plan says, in windows of the model's
-    /// context.
+    /// Returns windows of the model's context from the beginning of a text, which have about as many
+    /// tokens as the plan says.
     fn windows(&self, model: &Decoder, tokens: &TokenFile) -> Result<Vec<Batch>> {
         let context = model.config().context.min(tokens.len().saturating_sub(1).max(1));
         let rows = (1024 / context).max(1);

@@ -244,7 +244,7 @@ fn require_whole(link: &Path, size: u64) -> Result<()> {
 /// Whether the hub answered that it has no such file. Its client tells the status by the message
 /// alone.
 fn is_missing(error: &anyhow::Error) -> bool {
-    error.root_cause().to_string().contains("404")
+    error.root_cause().to_string().ends_with("status: 404")
 }
 
 fn dataset() -> Repo {

@@ -67,15 +67,15 @@ fn refuse(differs: Option<Disagreement>) -> Result<()> {
 }
 
 /// Makes each of `count` runs on one of the ranks; later all ranks find the results in a folder
-/// that they share. Returns the numbers of the runs that diverged, of which `bears` says that the
-/// others may go on without them, or `None` if a run was stopped: no further one is begun then. A
+/// that they share. Returns the numbers of the runs that diverged, where `may_diverge` says that
+/// the others go on without them, or `None` if a run was stopped: no further one is begun then. A
 /// rank whose run fails waits until the others have ended theirs, which keeps these, and then all
 /// fail.
 #[cfg(feature = "lab")]
 pub(crate) fn divided(
     ranks: &Grid,
     count: usize,
-    bears: impl Fn(usize) -> bool,
+    may_diverge: impl Fn(usize) -> bool,
     mut make: impl FnMut(usize) -> Result<Option<Report>>,
 ) -> Result<Option<Vec<usize>>> {
     let world = ranks.world();
@@ -84,7 +84,7 @@ pub(crate) fn divided(
     let outcome = mine.try_fold(true, |_, run| match make(run) {
         Ok(Some(_)) => Ok(true),
         Ok(None) => Err(None),
-        Err(error) if bears(run) && is_divergence(&error) => {
+        Err(error) if may_diverge(run) && is_divergence(&error) => {
             diverged.push(run);
             Ok(true)
         }
