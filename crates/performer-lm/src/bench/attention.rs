@@ -519,12 +519,16 @@ mod tests {
     fn gates_and_windows_stand_beside_and_do_not_count_as_softmax() -> Result<()> {
         let effort = Effort { time: std::time::Duration::ZERO, runs: 1 };
         let more = Sweep { gates: true, windows: true, composed: false, ..sweep() };
-        let report = run(&more, &Device::Cpu, 1, effort, None, |_| {})?;
+        let mut report = run(&more, &Device::Cpu, 1, effort, None, |_| {})?;
         // Softmax, FAVOR and a window, each with gates and without, at two lengths in two passes.
         assert_eq!(report.points.len(), 6 * 2 * 2);
-        let softmax = report.point(Implementation::SoftmaxFused, 32, None, true).map(|p| p.timing.median_ms);
-        assert_eq!(report.softmax(32, true), softmax);
         assert!(report.points.iter().all(|p| p.gflops > 0.0));
+        // Whatever else is faster, a crossover is with exact softmax over all keys.
+        for point in &mut report.points {
+            let is_exact = point.implementation == Implementation::SoftmaxFused;
+            point.timing.median_ms = if is_exact { 2.0 } else { 1.0 };
+        }
+        assert_eq!(report.softmax(32, true), Some(2.0));
         assert!(run(&Sweep { causal: false, ..more }, &Device::Cpu, 1, effort, None, |_| {}).is_err());
         Ok(())
     }
