@@ -469,6 +469,10 @@ inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed, i
 
 namespace host {
 
+// Without a check of the alignment of each access, which would keep the compiler from computing
+// several numbers at once. Only for functions that touch no memory of the kernels.
+#define UNCHECKED __attribute__((no_sanitize("alignment")))
+
 struct Fragments {
     float* c;
     const unsigned *a, *b;
@@ -500,20 +504,32 @@ float truncated_sum(float sum, const double (&products)[N]) {
 // Computes c (16, 8) += a (16, K) b (K, 8): the products of a row are added to the sum one after
 // the other; or, if truncating, as many at a time as an A100 does.
 template <int K>
-void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
-    constexpr int AT_A_TIME = K / 2;
+UNCHECKED void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
+    float sums[16][8];
     for (int lane = 0; lane < 32; lane++) {
-        for (int i = 0; i < 4; i++) {
-            int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
-            float sum = all[lane]->c[i];
-            for (int k = 0; k < K && !truncating; k++) sum += a[row][k] * b[k][column];
-            for (int k = 0; k < K && truncating; k += AT_A_TIME) {
-                double products[AT_A_TIME];
-                for (int j = 0; j < AT_A_TIME; j++) products[j] = (double)a[row][k + j] * b[k + j][column];
-                sum = truncated_sum(sum, products);
+        for (int i = 0; i < 4; i++) sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2] = all[lane]->c[i];
+    }
+    if (truncating) {
+        constexpr int AT_A_TIME = K / 2;
+        for (int row = 0; row < 16; row++) {
+            for (int column = 0; column < 8; column++) {
+                for (int k = 0; k < K; k += AT_A_TIME) {
+                    double products[AT_A_TIME];
+                    for (int j = 0; j < AT_A_TIME; j++) products[j] = (double)a[row][k + j] * b[k + j][column];
+                    sums[row][column] = truncated_sum(sums[row][column], products);
+                }
             }
-            all[lane]->c[i] = sum;
         }
+    } else {
+        // Columns are the innermost loop, so that the compiler computes several at once.
+        for (int row = 0; row < 16; row++) {
+            for (int k = 0; k < K; k++) {
+                for (int column = 0; column < 8; column++) sums[row][column] += a[row][k] * b[k][column];
+            }
+        }
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        for (int i = 0; i < 4; i++) all[lane]->c[i] = sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2];
     }
 }
 
@@ -523,7 +539,7 @@ void product(Fragments** all, const float (&a)[16][K], const float (&b)[K][8]) {
 template <class Unpack>
 void multiply_16(const char* doing, int line, float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack half) {
     host::Fragments mine = {c, a, b};
-    host::together(doing, line, mine, [&](host::Fragments** all) {
+    host::together(doing, line, mine, [&](host::Fragments** all) UNCHECKED {
         float left[16][16], right[16][8];
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, in_group = lane % 4;
@@ -552,7 +568,7 @@ inline void multiply_f16(float (&c)[4], const unsigned (&a)[4], const unsigned (
 
 inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], int line = __builtin_LINE()) {
     host::Fragments mine = {c, a, b};
-    host::together("mma.tf32", line, mine, [](host::Fragments** all) {
+    host::together("mma.tf32", line, mine, [](host::Fragments** all) UNCHECKED {
         float left[16][8], right[8][8];
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, in_group = lane % 4;
