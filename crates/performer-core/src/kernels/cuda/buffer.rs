@@ -33,7 +33,7 @@ impl Buffer {
     }
 }
 
-/// The distances between batch entries, heads and tokens: `Strides` of `favor.cuh`.
+/// The distances between batch entries, heads and tokens, in numbers: `Strides` of `tile.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Strides {

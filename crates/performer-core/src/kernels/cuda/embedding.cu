@@ -10,15 +10,16 @@
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 // The tokens of a block.
 constexpr int TOKENS = 4;
-// The positions that are looked through before what was found is added up.
+// The positions that a warp, and the whole block, look through before what they found is added up.
 constexpr int RUN = 512, ROUND = WARPS * RUN;
-// The columns that a lane adds up at a time.
+// The columns that a lane, and a warp, add up at a time.
 constexpr int COLUMNS = 12, TILE = 32 * COLUMNS;
 
 // Computes the rows of a block's tokens.
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_backward(int count, int vocabulary, int width, const unsigned* ids, const Stored* grad, float* out) {
-    // Each position with the number of its token in the block.
+    // What each warp found: TOKENS times the position, counted from `start`, plus the number of its
+    // token in the block.
     __shared__ int found[WARPS][RUN];
     __shared__ int counts[WARPS];
     __shared__ float parts[WARPS][TILE];

@@ -9,8 +9,10 @@
 // Shapes of one chunk in a block (C tokens, D head dimension, F features, V values of the slice):
 //
 //   x (C, D)            -> `take_features` -> logarithms of features (C, F), of builder or reader
-//   logarithms, c (F)   -> `weigh`         -> features f (C, F), 2^-c times as large, rounded
-//   f, y (C, V), u (C)  -> `absorb`        -> S (F, V) += f^T y, norm (F) += f^T u
+//   logarithms, c (F)   -> `weigh`         -> features f (C, F), 2^-c times as large, rounded;
+//                                             added (F) = f^T u, u (C)
+//   f, y (C, V)         -> `absorb`        -> S (F, V) += f^T y
+//   added               -> `set_scale`     -> norm (F) += added, when the next chunk is taken
 //   reader's w (C, F)   -> w S + tril(w f^T) y (C, V), w norm + tril(w f^T) u (C)
 //
 //   pass                      builder x, y, u                   reader's rows -> result
@@ -22,9 +24,10 @@
 // seen, the builder's sums come from `favor_sums` and `favor_combine`, and the triangle falls away.
 //
 // Scale. In a chunk, feature r of the builder is divided by 2^c[r], where c[r] is the largest
-// logarithm before the chunk and of its first row, which every row of the chunk may see. A later
-// row may exceed it by 2^LIMIT; the first that exceeds it by more begins a chunk of its own. So
-// where a chunk ends depends on its past alone, and no row's numbers depend on what comes after it.
+// logarithm before the chunk and of its first row, which every row of the chunk may see. The
+// logarithms of a later row may exceed c[r] by up to LIMIT; the first row that exceeds it by more
+// begins a chunk of its own. So where a chunk ends depends on its past alone, and no row's numbers
+// depend on what comes after it.
 //
 // Forget gates (GATED). Between a query and an earlier key stands the factor e^(sum of the gates
 // after the key, up to the query's own). A factor common to all that a query sees cancels in its
@@ -40,10 +43,11 @@
 // exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key head or one set for all
 // (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
 // VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
-// takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. GATED: whether there are forget gates; only
-// where a query sees the keys up to its own. STORAGE: see tile.cuh. LOGS: whether a row of outputs
-// has the logarithm of its denominator after its values, which only f32 and features that are
-// positive have; 0 if it is not given.
+// takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query sees the keys up to its
+// own; 0, it sees all keys. GATED: whether there are forget gates; only with CAUSAL. STORAGE: see
+// tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its values,
+// which only f32 and features that are positive have; 0 if it is not given. PARTIAL, for gradients:
+// whether they are parts in f32 that are still to be added up; 0 if it is not given.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR
@@ -63,16 +67,21 @@ static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token
 static_assert(!METRIC || OWN_KEYS, "only keys with a form of their own have a metric");
 static_assert(!LOGS || (STORAGE == 0 && !SIGNED), "logarithms of denominators are of positive features, in f32");
 
+// The sizes of matrices: tokens of a chunk; head dimension and features, each padded to 16; values
+// of a slice. With ready features nothing is D numbers wide, and 16 only keeps the types valid.
 constexpr int C = CHUNK, D = READY ? 16 : round_up(DIM, 16), F = round_up(FEATURES, 16), V = SLICE;
 constexpr int SPLITS = divide_up(VALUES, V);
-// The numbers of a row of outputs; with a logarithm each begins at a multiple of 16 bytes.
+// The numbers of a row of outputs; with a logarithm, each row begins at a multiple of 16 bytes.
 constexpr int OUT_WIDTH = LOGS ? round_up(VALUES + 1, 4) : VALUES;
+// The groups of rows in which warps stand, and the warps of each: see `Sums` in tile.cuh.
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
 // The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a
 // thread: one waits while the other computes.
 constexpr int AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
 
+// Matrices in the registers of a block: features, values, products of pairs of rows, rows of
+// queries or keys; and Memory, the sums S, which stay there from chunk to chunk.
 typedef Sums<C, F, ROW_GROUPS> Features;
 typedef Sums<C, V, ROW_GROUPS> Values;
 typedef Sums<C, C, ROW_GROUPS> Pairs;
@@ -118,7 +127,7 @@ struct Problem {
     // there are.
     int segment, segments;
     Strides q, k, v;
-    // A key k has the offset -|x|^2/2 = -norm |k|^2 in base 2, where x = k D^(-1/4).
+    // A key k has the offset -|x|^2/2 = -norm |k|^2 in base 2, where x = k DIM^(-1/4).
     float norm;
     // Forget gates of the keys, (B, Hkv, Tk), in base e.
     const float* gates;
@@ -141,14 +150,16 @@ struct Tensors {
     // The projection packed as a factor (D, F) in base 2, and as a factor (F, D) for gradients: in
     // base e, or in base 2 with EXACT, see favor_bf16_backward.cu.
     const uint4 *projection, *back;
-    // The logarithm in base 2 of each query's denominator, (B, H, Tq).
+    // The logarithm in base 2 of each query's denominator, (B, H, Tq), or infinity where it sees no
+    // key; with signed features, the logarithm of the denominator's scale alone.
     const float* logs;
     // e, one number a query: read, or written by the gradient of queries for that of keys.
     float* delta;
     // 1/denominator, (B, H, Tq); only with signed features.
     const float* denominators;
-    // Records of what lies before each segment, (segments, B, H', RECORD), or one of all where all
-    // keys are seen; null with one segment.
+    // Records of what lies before each segment (after it where queries build), (segments, B, H',
+    // RECORD), with H' the heads of the builder. Where all keys are seen, one record of all,
+    // (B, H', RECORD). Null where a causal sequence is one segment.
     float* before;
     // The gradients of a common factor of a key's features, (SPLITS, B, H, Tk): those of gates are
     // made of them. Only with gates.
@@ -291,8 +302,9 @@ __device__ Steps<TO_LAST> load_steps(const float* gates, Span span, int tokens) 
     return steps;
 }
 
-// Adds up the steps, by one warp; the results are there after a barrier. Every sum is one of steps
-// that a row has behind it, so that nothing depends on rows after it, and digits are not lost.
+// Adds up the steps, by one warp; other warps may read the results after a barrier. A row gets the
+// sum of the steps between it and the row from which rows are counted. No sum is a difference of
+// longer ones, which would lose digits and let a row depend on rows further on.
 template <bool TO_LAST>
 __device__ void sum_steps(Gates& gates, Steps<TO_LAST> steps) {
     for (int i = 1; i < steps.EACH; i++) steps.x[i] += steps.x[i - 1];
@@ -310,7 +322,8 @@ __device__ void sum_steps(Gates& gates, Steps<TO_LAST> steps) {
     if (lane() == 0) gates.set_pending(gates.pending() + steps.first + (TO_LAST ? all : 0.0f));
 }
 
-// Measures a chunk by the first warp.
+// Sets `gates` to what is forgotten between the rows of a chunk: the first warp does so, and other
+// warps may read it after a barrier.
 template <bool TO_LAST>
 __device__ void measure(Gates& gates, const float* of_tokens, Span span, int tokens) {
     if (warp() == 0) sum_steps(gates, load_steps<TO_LAST>(of_tokens, span, tokens));
@@ -415,6 +428,8 @@ struct Builder : Side, Gates {
     // A number from each group of rows: the largest logarithms of the chunk, and what the chunk
     // adds to `norm`.
     float largest[ROW_GROUPS][F], added[ROW_GROUPS][F];
+    // The most by which a logarithm of each row exceeds its scale, a part from each turn; before
+    // that, sums of squares of keys.
     float excess[TURNS][C];
 };
 
@@ -460,7 +475,7 @@ __device__ inline void leave(Builder& b, Memory& memory, float* record, int spli
 }
 
 // Turns logarithms into features and stores them in shared memory; those of rows from the n-th on
-// are zero.
+// are zero. `added` gets their products with u, which `set_scale` brings into `norm`.
 __device__ inline void weigh(Builder& b, Features& f, int n) {
     f.each([&](int row, int column, float& x) {
         float weight = SIGNED ? x * power_of_two(b.offset[row] - b.scale[column]) : power_of_two(x - b.scale[column]);

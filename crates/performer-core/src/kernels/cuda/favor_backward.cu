@@ -1,15 +1,16 @@
 // FAVOR, backward. With L the logarithm of a query's denominator at the scale of its logarithms,
 // `w = 2^(logarithm + c - L)` is its weight already divided, so that out = sum_r w_r S_r; and with
-// e = -g.out and n = sum_r the sums of features (`norm`),
+// e = -g.out and n_r the sum of feature r over the keys (`norm`),
 //
 //     d logarithm(q)_r = w_r (g.S_r + e n_r)
 //     d logarithm(k)_r = f_r (v.R_r + m_r),  dv = sum_r f_r R_r
 //     [R, m] = sum of w [g, e] over later queries
 //
 // The two have one form: the reader's rows [y', u'] meet the builder's sums of [y, u], and KEYS
-// says which side reads. Of the forward pass only L is kept, and the sums before each segment where
-// there are several. For keys the scan runs from the last token to the first. For signed features
-// 1/denominator is kept too, and g comes multiplied by it.
+// says which side reads. Of the forward pass L is kept; the sums before each segment where there
+// are several; 1/denominator of signed features, by which g comes multiplied; and for half types in
+// several slices the outputs before rounding. For keys the scan runs from the last token to the
+// first.
 //
 // With LOGS, L itself has a gradient l, which stands after g in a row of OUT_WIDTH numbers. Since
 // d L = sum_r w_r n_r d logarithm(q)_r, it is added to e and to nothing else.
@@ -26,7 +27,9 @@
 //   results, of query heads: dq (SPLITS, B, H, Tq, DIM), dk (SPLITS, B, H, Tk, DIM),
 //                            dv (B, H, Tk, VALUES), factors (SPLITS, B, H, Tk)
 //
-// where d is the gradient of the logarithms of features. `favor_reduce` adds up slices and groups.
+// where d is the gradient of the logarithms of features, or of signed features. With ready
+// features, rows of dq and dk have FEATURES numbers instead of DIM; with signed ones, a row of dk
+// has one more, the gradient of the key's log-scale. `favor_reduce` adds up slices and groups.
 // Where the map itself is trained, d is written too (`of_features`).
 
 #include "favor.cuh"
@@ -38,18 +41,20 @@ struct Shared {
     // The reader's [y', u']: gradients of outputs and e, or values and 1.
     alignas(16) Operand y[C][V + PAD];
     float unit[C];
-    // At different times: what the sums lost by rounding, where sums are rounded, since g.S + e n
-    // is small beside its terms; the weights of the reader's features and products of pairs of
-    // rows; what those products lost; the gradients of the features' logarithms.
+    // The two are never needed at the same time.
     union {
+        // What the sums lost by rounding, for half types: g.S + e n is small beside its terms.
         alignas(16) Operand rest[F][V + PAD];
         struct {
+            // In turn the weights of the reader's features, what `pairs` lost by rounding, and the
+            // gradients of the features' logarithms.
             Operand weights[C * ((F > C ? F : C) + PAD)];
+            // The products of the reader's rows with the builder's.
             Operand pairs[C][C + PAD];
         };
     };
-    // Sums over columns, a part from each turn: of the gradients of logarithms; of g.out, and of
-    // its denominator.
+    // Sums over columns, a part from each turn: `total` of the gradients of logarithms; `sum` of
+    // w g.S, which is g.out, and `weight` of w n, which is the denominator; e is -sum/weight.
     float total[TURNS][C], sum[TURNS][C], weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
@@ -70,7 +75,8 @@ __device__ inline float of_logarithm(const Tensors& t, long long query) {
     return LOGS && t.logs[query] != infinity() ? of_logarithm(t.grad, query) : 0.0f;
 }
 
-// Computes e = l - g.out, times 1/denominator where there is one; a warp has one row.
+// Computes e = l - g.out, or -g.out/denominator with signed features, which have no l. A warp has
+// one row of `out` and `grad`, (rows, OUT_WIDTH) each.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_delta(long long rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
     long long row = (long long)blockIdx.x * WARPS + warp();

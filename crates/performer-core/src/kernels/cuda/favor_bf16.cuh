@@ -12,8 +12,9 @@
 //                     -> copies of features (P, 64), S and units (P, W) in shared memory
 //   reader, a warp:   x (16, D) -> weights (16, P) -> pairs (16, 64) -> rows (16, V), units (16)
 //
-// Rows of the next chunk are copied while the current one is computed: those of the builder once it
-// has entered, the reader's own once their weights are known.
+// Rows of the next chunk are copied as soon as nothing reads what they overwrite: x of the builder
+// once the chunk has entered, its y at the end of the chunk; the reader's own once their weights
+// are known in the forward pass, and at the end of the chunk in the backward pass.
 
 // Macro EXACT: the projection's rounded numbers are all of it, in base 2 for gradients too, so that
 // one product is enough where otherwise a second multiplies what rounding left over.
@@ -57,8 +58,9 @@ __device__ inline unsigned halves(float x) {
     return high | pack_bf16(0.0f, x - low_half(high));
 }
 
-// Computes sums += a left factor of 32 columns (`a`, `b`) times the units of 32 rows from `row` on,
-// which are in column 0 of `units`.
+// Computes sums += a left factor of 32 columns (`a`, `b`) times the units of 32 rows from `row` on.
+// Columns 0 and 1 of `units` are the halves of a unit, and the other six are arbitrary. So only the
+// first of the four lanes that hold a row gets its sum, in two numbers that are still to be added.
 __device__ inline void multiply_units(float (&sums)[4], const Left& a, const Left& b, const Padded& units, int row) {
     unsigned x[4];
     load_matrices(x, units(row + lane(), 0), true);
@@ -77,6 +79,7 @@ struct TeamBuilder : Gates {
     alignas(16) Operand features[P][C + PAD];
     alignas(16) Operand sums[P][W];
     float offset[C], unit[C], scale[P], norm[P];
+    // The row before which each warp's features end the chunk; C where they do not.
     int breaks[TEAM];
 
     // Where the numbers of its matrices are, and the units beside values and sums.
@@ -86,16 +89,19 @@ struct TeamBuilder : Gates {
     __device__ Padded at_sums() { return {&sums[0][0], W}; }
     __device__ Padded units_of_y() { return {&y[0][V], W}; }
     __device__ Padded units_of_sums() { return {&sums[0][V], W}; }
-    // Makes what a thread wrote here ready for products, which a barrier follows.
+    // Makes what the thread wrote here visible to products after the next barrier. Products of
+    // single warps see it without this; those of favor_wgmma.cuh do not.
     __device__ void share() {}
 };
 
 // Own is what a warp holds in registers for its features: the sums of [y, u] before the chunk,
-// scales and running maxima, and the chunk's features. If WHOLE, for gradients, sums are of
-// features that are not rounded: `rest` is what rounding lost.
+// scales and running maxima, and the chunk's features. If WHOLE, for gradients and for the sums of
+// segments, sums are of features that are not rounded: `rest` is what rounding lost.
 template <bool WHOLE>
 struct Own {
     Tile sums[MINE][V / 16];
+    // The sums of u: numbers 2h and 2h + 1 are still to be added, and give that of the lane's row
+    // h; only the first of the four lanes that hold a row has it (see `multiply_units`).
     float units[MINE][4];
     float scale[MINE][2], running[MINE][2];
     Left features[MINE][C / 16], rest[WHOLE ? MINE : 1][WHOLE ? C / 16 : 1];
@@ -104,7 +110,7 @@ struct Own {
     __device__ static int row(int m, int half) { return 16 * tile(m) + lane() / 4 + 8 * half; }
 };
 
-// Puts into shared memory what belongs there from the beginning.
+// Puts into shared memory what stays there: nothing here, the projection in favor_wgmma.cuh.
 __device__ inline void prepare(TeamBuilder&, const Packed&) {}
 
 // Begins with the sums of `record`, or with sums over nothing.
@@ -307,6 +313,8 @@ __device__ int enter(Builder& b, Own<WHOLE>& own, int count, const Packed& proje
             float scale = fmaxf(own.running[m][h], from_lane(x[m][0][0][2 * h], first_of_row()));
             factor[m][h] = power_of_two(own.scale[m][h] - scale);
             changed |= factor[m][h] != 1.0f;
+            // This asks a little early: `break_chunk` decides, by features, which are approximate
+            // powers of two and rounded.
             over |= largest[h] - scale > LIMIT - 1;
             own.scale[m][h] = scale;
             own.running[m][h] = fmaxf(scale, largest[h]);

@@ -55,10 +55,10 @@ __device__ inline void multiply_sums(Tile (&x)[P / 16], const Operand* y, const 
     }
 }
 
-// Computes x += (the reader's y times the values of the builder's rows) times the features of those
-// rows, over the rows of the chunk up to the reader's own. Where `units`, the product of a pair
-// also has the builder's unit added, its factor in the column of the denominator: e for a query, 1
-// for a key.
+// Computes x += (the reader's y times the y of the builder's rows) times the features of those
+// rows, over the rows of the chunk up to the reader's own. Where keys read (`units`), the product
+// of a pair also has the query's e added, since the unit of a key is 1. Where queries read, their e
+// is found only afterwards.
 __device__ inline void multiply_values(Tile (&x)[P / 16], const TeamBackward& s, bool units) {
     const TeamBuilder& b = s.builder;
     Left rows[V / 16];
@@ -186,7 +186,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     // the logarithm of its denominator, which the forward pass kept, and `unit` is its e, which the
     // kernel for dq kept.
     float offset = 0, unit = 1;
-    auto read_left = [&](Span span) {
+    auto read_kept = [&](Span span) {
         int row = threadIdx.x;
         bool has = row < span.count;
         offset = has ? -t.logs[first_query + span.token(row)] : -infinity();
@@ -203,7 +203,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     end_copies();
     copy_weighed(span);
     end_copies();
-    if (KEYS && threadIdx.x < C) read_left(span);
+    if (KEYS && threadIdx.x < C) read_kept(span);
     Own<true> own;
     int builders = gridDim.x / (KEYS ? 1 : p.group), builder = KEYS ? place.query_index : place.key_index;
     begin(b, own, t.before ? t.before + ((long long)place.segment * builders + builder) * RECORD : nullptr);
@@ -232,7 +232,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
         int n = enter(b, own, span.count, packed, &s.rest[0][0], s.lows(), KEYS ? nullptr : s.before);
         Span next = span_after(done + n);
         copy_built(next);
-        if (KEYS && threadIdx.x < C) read_left(next);
+        if (KEYS && threadIdx.x < C) read_kept(next);
         if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
         absorb(b, own);
 

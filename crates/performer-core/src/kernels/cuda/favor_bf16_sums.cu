@@ -36,8 +36,10 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
         end_copies();
     };
     long long first = (long long)place.query_index * p.queries;
+    // These belong to the query in row threadIdx.x of the next chunk: minus the logarithm of its
+    // denominator, and its e. A key has the unit 1, and its offset is computed.
     float next_offset = 0, next_unit = 1;
-    auto read_left = [&](Span span) {
+    auto read_kept = [&](Span span) {
         if (!QUERIES || threadIdx.x >= C) return;
         bool has = (int)threadIdx.x < span.count;
         next_offset = has ? -logs[first + span.token(threadIdx.x)] : -infinity();
@@ -50,7 +52,7 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     if (GATED && warp() == 0) steps = load_steps<false>(gates, span, p.keys);
     copy_built(span);
     copy_weighed(span);
-    read_left(span);
+    read_kept(span);
     Own<true> own;
     begin(b, own, nullptr);
     while (span.count > 0) {
@@ -67,7 +69,7 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
         if (GATED) decay += b.pending();
         Span next = span_from((int)span.token(enter<false>(b, own, span.count, packed)));
         copy_built(next);
-        read_left(next);
+        read_kept(next);
         if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
         absorb(b, own);
         __syncthreads();

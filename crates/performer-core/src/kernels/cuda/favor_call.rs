@@ -116,8 +116,8 @@ impl<'a> Call<'a> {
                 i32::MAX as usize / 2
             );
         }
-        // Only two sizes are distinguished, so that all cards of data centres divide problems
-        // alike.
+        // A card with more shared memory than an A100 counts as an A100, so that all cards of data
+        // centres divide problems alike.
         let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let most = if most >= 163 << 10 { 163 << 10 } else { most };
         let blocks = Blocks::choose(
@@ -482,7 +482,8 @@ impl<'a> Call<'a> {
         Ok(gradients)
     }
 
-    /// The addresses that both gradient kernels take: all but `delta` and `before`.
+    /// The addresses that are the same for both gradient kernels: all but `delta`, `before`,
+    /// `factors` and `of_features`.
     fn tensors<'l>(&'l self, launch: &mut Launch<'l>, grad: View<'l>, saved: &'l Saved) -> Result<Tensors> {
         let packed = self.packed()?;
         let packed = |i: usize| packed.map(|packed| packed.queries[i].view());

@@ -12,14 +12,18 @@
 //   q, scale  -> weights w (C, F), a row divided by its largest
 //   w, f      -> pairs tril(w f^T) (C, C)
 //   numerator = w S + pairs v (C, V), denominator = w norm + pairs 1 (C)
-//             -> out (B, H, Tq, VALUES), logs (B, H, Tq) = log2 of denominator and scale
+//             -> out (B, H, Tq, VALUES)
+//             -> logs (B, H, Tq) = log2(denominator) + log2(what the row of w was divided by)
 //
-// With gates, `logs` are of what a query sees at its own token, after its gate. With LOGS, a row of
-// `out` has OUT_WIDTH numbers: after its values stands the logarithm of `logs` in base e, or FLOOR
-// where no key is seen.
+// Signed features have no logarithm of their denominators: `logs` gets that of the scale, and
+// `denominators` (B, H, Tq) gets 1/denominator. Where no key is seen, `logs` are infinite. With
+// gates, they are of what a query sees at its own token, after its gate.
 //
-// `exact`, if given, gets outputs that are not rounded. `after`, if given, gets the sums after the
-// last token.
+// With LOGS, a row of `out` has OUT_WIDTH numbers: after its values stands the number that `logs`
+// has, in base e, or FLOOR where no key is seen; what follows it is not written.
+//
+// `exact` (B, H, Tq, VALUES), if given, gets outputs before rounding. `after` (B, Hkv, RECORD), if
+// given, gets the sums after the last token.
 
 #include "favor.cuh"
 
@@ -33,7 +37,9 @@ struct Shared {
     // Reductions over columns, a part from each turn: the largest logarithm, and the parts of the
     // denominator from the sums and from the chunk.
     float largest[TURNS][C], past[TURNS][C], present[TURNS][C];
-    float shift[C], denominator[C];
+    // The largest logarithm of each row, to which its weights are relative (with signed features,
+    // the scale), and 1/denominator, or 0 where the denominator is 0.
+    float shift[C], inverse[C];
 };
 static_assert(sizeof(Shared) == SHARED_FORWARD, "the host asks for another size of shared memory");
 
@@ -121,14 +127,14 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         if ((int)threadIdx.x < n) {
             int row = threadIdx.x;
             float sum = together(s.past, row, Add()) + (CAUSAL ? together(s.present, row, Add()) : 0.0f);
-            s.denominator[row] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            s.inverse[row] = sum == 0.0f ? 0.0f : 1.0f / sum;
             if (place.split == 0 && logs) {
                 long long at = (long long)place.query_index * p.queries + start + row;
                 bool none = SIGNED ? s.shift[row] <= FLOOR : sum == 0.0f;
                 float log = none ? infinity() : SIGNED ? s.shift[row] : s.shift[row] + logarithm(sum);
                 logs[at] = GATED ? log + b.since(row) : log;
                 if (LOGS) narrow(none ? FLOOR : logs[at] / LOG2E, out[at * OUT_WIDTH + VALUES]);
-                if (SIGNED) denominators[at] = s.denominator[row];
+                if (SIGNED) denominators[at] = s.inverse[row];
             }
         }
         __syncthreads();
@@ -136,7 +142,7 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         rows.each([&](int row, int c, float& x) {
             if (row >= n || column + c >= VALUES) return;
             // A sum of underflown terms may be -0, which must not reveal how many terms it had.
-            float y = x * s.denominator[row] + 0.0f;
+            float y = x * s.inverse[row] + 0.0f;
             narrow(y, out[(first + row) * OUT_WIDTH + column + c]);
             if (exact) exact[(first + row) * VALUES + column + c] = y;
         });

@@ -7,16 +7,17 @@
 //
 // where factors are those of favor_backward.cu. The first needs sums that are at hand at the
 // borders of segments only; the second, a difference in which almost all cancels, would gather
-// errors over a long sequence. So the first is computed at borders and the second in between; by
-// what it misses the next border, which is rounding, it is corrected evenly.
+// errors over a long sequence. So the first is computed at borders, and the second in between, from
+// a segment's end to its beginning. What it then differs by from the first is rounding, and each
+// token of the segment gets an equal share of the correction.
 //
 //   before (segments, B, Hkv, RECORD), later (segments, B, H, RECORD) -> borders (segments, B, H)
 //   factors (SPLITS, B, H, T), borders -> d gates (B, Hkv, T)
 
 #include "favor.cuh"
 
-// Computes the gradient at the first token of every segment but the first, where it is zero. A
-// block has a query head and a segment; shared memory holds WARPS numbers.
+// Computes the gradient at the first token of every segment but the first. There it is zero, and
+// not written. A block has a query head and a segment; shared memory holds WARPS numbers.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_gate_borders(Problem p, float* before, float* later, float* borders) {
     extern __shared__ uint4 shared_memory[];
@@ -43,7 +44,8 @@ favor_gate_borders(Problem p, float* before, float* later, float* borders) {
 constexpr int EACH = 4;
 
 // Computes the gradients of a key head's gates in one segment, by a block. `heads` counts the query
-// heads of the batch; shared memory holds THREADS numbers.
+// heads of the batch, and `parts` the slices of the values, of which `factors` has one part each;
+// shared memory holds THREADS numbers.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_gate_gradients(Problem p, int heads, int parts, const float* factors, const float* borders, float* gradients) {
     extern __shared__ uint4 shared_memory[];

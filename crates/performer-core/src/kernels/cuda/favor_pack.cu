@@ -3,11 +3,12 @@
 
 #include "tile.cuh"
 
-// Packs (M, DIM) `projection` into `to`; a thread writes 16 bytes of a lane. The factor is (rows,
-// columns) of D^-1/4 w: for features, dimensions by features and times log2(e); for gradients
-// (`back`), features by dimensions. For half types, the factor for features is followed by its
-// transpose as a left factor. Hyperbolic maps have the rows w and then their negatives. Where there
-// are several projections, blockIdx.y counts them, and each has `pieces` times 16 bytes.
+// Packs (M, DIM) `projection` times `scale` into `to`; a thread writes 16 bytes of a lane. The
+// factor is dimensions by features, or (`back`, for gradients) features by dimensions. The host
+// puts into `scale` what features need: D^-1/4, and log2(e) for logarithms to base 2. For half
+// types, `pieces` may be twice those of the factor, whose transpose then follows as a left factor.
+// Hyperbolic maps have the rows w and then their negatives. Where there are several projections,
+// blockIdx.y counts them, and each has `pieces` times 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, int pieces, uint4* to) {
     int rows = back ? features : dim, columns = back ? dim : features;

@@ -78,11 +78,10 @@ favor_combine(int heads, int segments, float* records, const float* decays, cons
     }
 }
 
-// Computes to (batch, heads / group, count), the sum of `from` (parts, batch, heads, count) over
-// parts and the heads of each group.
+// Computes `to` (heads / group, count), the sums of `from` (parts, heads, count) over parts and
+// over the heads of each group. Here `heads` counts the heads of the whole batch.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_reduce(int heads, int group, int parts, long long count, const float* from, Stored* to) {
-    // Here `heads` counts the heads of the whole batch.
     long long all = (long long)heads / group * count;
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += (long long)gridDim.x * THREADS) {
         long long head = i / count * group, at = i % count;

@@ -41,7 +41,7 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     const float* of_queries = projection + table * FEATURES * DIM;
     const float* of_keys = OWN_KEYS ? (const float*)p.form.projection + table * FEATURES * DIM : projection;
 
-    // |Py|^2 of the key, a part from each warp, which goes through all of its rows.
+    // |P key|^2, a part from each warp, which takes every WARPS-th row of P.
     float* squares = &s.parts[0][0][0];
     if (METRIC) {
         const float* metric = (const float*)p.form.metric + table * DIM * DIM;

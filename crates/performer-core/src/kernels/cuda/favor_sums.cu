@@ -9,14 +9,16 @@
 // Here x, y and H' are keys, values and key heads, or queries, gradients of outputs and query
 // heads. With gates, a record is what is left of the segment's rows at its last token (for queries,
 // its first), and `decays` (segments, B, H') gets what the whole segment makes the rows before it
-// forget (for queries, those after it).
+// forget (for queries, those after it), as a logarithm to base 2.
 
 #include "favor.cuh"
 
 static_assert(sizeof(Builder) == SHARED_SUMS, "the host asks for another size of shared memory");
 
 // Computes the sums of one segment: a block has a head of the builder, a slice of the values and a
-// segment. `logs` and `unit` belong to queries, as the gradient kernels take them.
+// segment. In `p`, `heads` and `queries` count the builder's heads and tokens, `q` and `v` are the
+// strides of x and y, and `group` is 1 for keys. `logs`, `unit` and `denominators` belong to
+// queries, as the gradient kernels take them.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
            const float* unit, const float* denominators, float* records, float* decays) {

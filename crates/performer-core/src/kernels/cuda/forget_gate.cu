@@ -6,9 +6,9 @@
 //             dz, w -> dx (rows, E) = dz w
 //             x, dz -> sums (splits, H, E + 1) = parts of dz^T x, and of the sums of dz behind them
 //
-// H is small, and tensor cores have nothing to gain: each number of x is read once for four rows
-// and four heads at a time, and summed in f32, since gates near 0 remember for long and bf16 has
-// too few digits for them.
+// H is small, so tensor cores would save nothing: a warp reads a number of x once for four heads,
+// and a number of w once for four rows. Sums are f32, since gates near 0 remember for long and bf16
+// has too few digits for them.
 //
 // Macros: STORAGE as in stored.cuh, for x and dx; all else is f32.
 

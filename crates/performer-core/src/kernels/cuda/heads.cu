@@ -21,9 +21,10 @@ struct Rows {
 static_assert(sizeof(Rows) == 40 && OFFSET(Rows, inner) == 4 && OFFSET(Rows, width) == 8 && OFFSET(Rows, batch_stride) == 16,
               "the host has another layout");
 
-// Angles: half of `width` for each token, the next sequence's `table_stride` further on. The token
-// is the inner index of a row or the outer one. The d-th pair of a row is the numbers `next` d and
-// `next` d + `second`.
+// Turn says how rows turn. Tables of cosines and sines have half of `width` numbers for each token;
+// those of the next sequence begin `table_stride` numbers later, 0 where all sequences share them.
+// The token is the inner index of a row or the outer one. The d-th pair of a row is the numbers
+// `next` d and `next` d + `second`. `direction` is 1, or -1 to turn back.
 struct Turn {
     int token_is_inner, next, second;
     float direction;
@@ -33,8 +34,8 @@ static_assert(sizeof(Turn) == 24 && OFFSET(Turn, next) == 4 && OFFSET(Turn, seco
                   OFFSET(Turn, table_stride) == 16,
               "the host has another layout");
 
-// Finds the row of a thread and where in it the thread begins, if it has one: `parts` threads share
-// a row.
+// Place says which row a thread has, if it has one, and which of the row's parts: `parts` threads
+// share a row. The row begins at `from` in the input and at `to` in the result.
 struct Place {
     bool has;
     int batch, outer, inner, part;

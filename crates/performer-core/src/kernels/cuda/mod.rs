@@ -96,7 +96,8 @@ pub(crate) fn storage(dtype: DType) -> Result<StoredType> {
     })
 }
 
-/// The threads of a thread block in kernels that treat element by element or row by row.
+/// The threads of a thread block: `THREADS` of the CUDA sources, except in `softmax.cu` for f32.
+/// Thread blocks of teams have fewer.
 pub const THREADS: usize = 256;
 
 /// Whether the kernels of a transformer's smaller operations take this tensor.

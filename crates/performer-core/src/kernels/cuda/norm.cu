@@ -1,5 +1,5 @@
-// LayerNorm and RMSNorm of rows and their gradients; a warp has one row. A row is read three times,
-// from the cache but for the first.
+// LayerNorm and RMSNorm of rows and their gradients; a warp has one row. It reads the row two to
+// four times, all but the first from the cache.
 //
 //   forward:  x (rows, width), weight (width), bias (width) -> mean, scale -> out (rows, width)
 //   backward: x, weight, grad (rows, width) -> dx (rows, width), kept (rows, 2) = mean and scale

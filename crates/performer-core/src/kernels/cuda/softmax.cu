@@ -19,7 +19,7 @@
 //                 denominator where that is a result too, since its gradient by a score is p
 //   backward:  q, k, logs         -> weights p = 2^(score - log)
 //              g (R, V), v, delta -> ds = p (g v^T - delta)
-//              ds, k, q, p, g     -> dq = ds k/sqrt(D), dk = ds^T q/sqrt(D), dv = p^T g
+//              ds, k, q, p, g     -> dq = ds k/sqrt(DIM), dk = ds^T q/sqrt(DIM), dv = p^T g
 //
 // For f32, and for half types where heads are larger than those of softmax_half.cu.
 
@@ -78,12 +78,13 @@ __device__ void add_far(T& sums, const Operand* left, int left_stride, const Ope
     part.template add<false, false>(left, left_stride, right, right_stride, depth);
     sums.each_with(part, [](int, int, float& sum, float& x) { sum += x; });
 }
-// Loads the sums of gates of `count` rows or columns. Those of `span` have the keys from `own` on
-// for their own.
+// Loads the sums of gates of `count` rows or columns: for the i-th, the sum up to key own + i, and
+// zero for those beyond `span`.
 __device__ inline void load_gates(GateSum* to, int count, const Problem& p, int key_index, int own, Span span) {
     for (int i = threadIdx.x; i < count; i += THREADS) to[i] = gate_sum(p, key_index, own + i, i < span.count);
 }
-// Returns what is forgotten between a row and a column, of which one is a query. ROWS says which.
+// Returns the logarithm to base 2 of what is forgotten between a row and a column: rows are queries
+// and columns keys if ROWS, else rows are keys and columns queries.
 template <bool ROWS>
 __device__ float forgotten(const Shared& s, int row, int column) {
 #if GATED

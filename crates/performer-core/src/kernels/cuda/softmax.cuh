@@ -35,7 +35,7 @@ struct Problem {
     // The numbers of a row of outputs and of their gradients: VALUES, or more, and then the
     // logarithm of the row's denominator stands after its values.
     int width;
-    // log2(e)/sqrt(D), and 1/sqrt(D).
+    // log2(e)/sqrt(DIM), which scores are multiplied by, and 1/sqrt(DIM), which gradients are.
     float scale, slope;
     Strides q, k, v;
     // The sums of gates up to each key, (B, Hkv, Tk).
@@ -50,8 +50,8 @@ static_assert(sizeof(Problem) == 120 && OFFSET(Problem, group) == 4 && OFFSET(Pr
 // Returns the logarithm to base 2 of what is forgotten from a key's token to a query's own.
 __device__ inline float between(GateSum own, GateSum key) { return (own.high - key.high) + (own.low - key.low); }
 
-// Returns the sum of gates up to key `key` of a key head, counted through the batch; nothing is
-// forgotten up to keys that there are not.
+// Returns the sum of gates up to key `key` of a key head, which is counted through the batch; zero
+// if the caller has no such key.
 __device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, bool has) {
     return has ? p.gates[(long long)key_index * p.keys + key] : GateSum{0, 0};
 }
@@ -68,6 +68,7 @@ __device__ inline bool is_unseen(const Problem& p, int own, int key) { return (p
 // those from the window of the block's first query on. Steps between them are left out.
 template <int K>
 struct KeySteps {
+    // The number of sinks; where the first step of the window begins; where the last step ends.
     int sinks, near, reach;
 
     // For the `count` queries from `start` on.

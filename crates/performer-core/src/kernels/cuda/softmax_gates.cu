@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax_gate_sums(int keys
             float high = (float)sum;
             sums[token] = {high, (float)(sum - high)};
         }
-        // The last thread has added up all, with what came before.
+        // The last thread has the sum of this run, which is added to those of the runs before.
         __syncthreads();
         before += shared[THREADS - 1];
         __syncthreads();

@@ -27,7 +27,8 @@ __device__ inline unsigned pack(float x, float y) {
 
 typedef float Tile[2][4];
 
-// Number `i` of a tile is in row `row_in_tile(i)` and column `column_in_tile(half) + i % 2`.
+// The number x[half][i] of a tile is in row `row_in_tile(i)` and in column
+// `column_in_tile(half) + i % 2`.
 __device__ inline int row_in_tile(int i) { return lane() / 4 + 8 * (i / 2); }
 __device__ inline int column_in_tile(int half) { return 8 * half + 2 * (lane() % 4); }
 // The first of the four lanes that hold a row.

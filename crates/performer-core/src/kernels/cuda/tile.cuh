@@ -229,18 +229,19 @@ struct Packed {
 
 template <int ROWS, int COLUMNS, int ROW_GROUPS>
 struct Sums {
-    static constexpr int GROUPS = WARPS / ROW_GROUPS;
+    // The warps of a group, and the tiles that each warp has below and beside each other.
+    static constexpr int TURNS = WARPS / ROW_GROUPS;
     static constexpr int TALL = divide_up(ROWS, 16 * ROW_GROUPS);
-    static constexpr int WIDE = divide_up(COLUMNS, 16 * GROUPS);
+    static constexpr int WIDE = divide_up(COLUMNS, 16 * TURNS);
 
     float x[TALL][WIDE][2][4];
 
-    __device__ static int group() { return warp() / GROUPS; }
-    __device__ static int turn() { return warp() % GROUPS; }
+    __device__ static int group() { return warp() / TURNS; }
+    __device__ static int turn() { return warp() % TURNS; }
     __device__ static int tile_row(int m) { return (group() * TALL + m) * 16; }
-    __device__ static int tile_column(int n) { return (n * GROUPS + turn()) * 16; }
+    __device__ static int tile_column(int n) { return (n * TURNS + turn()) * 16; }
     __device__ static bool has_row(int m) { return ROWS % (16 * ROW_GROUPS) == 0 || tile_row(m) < ROWS; }
-    __device__ static bool has_column(int n) { return COLUMNS % (16 * GROUPS) == 0 || tile_column(n) < COLUMNS; }
+    __device__ static bool has_column(int n) { return COLUMNS % (16 * TURNS) == 0 || tile_column(n) < COLUMNS; }
 
     __device__ void zero() {
 #pragma unroll
@@ -319,8 +320,8 @@ struct Sums {
         }
     }
 
-    // Computes += A B with B packed, and A the sum of `parts` matrices, one after the other in
-    // shared memory.
+    // Computes += A B with B packed, and A the sum of `parts` matrices in shared memory, each
+    // `part` operands after the one before.
     template <int parts>
     __device__ void add_packed(const Operand* left, int left_stride, int part, const Packed& right, int depth) {
 #pragma unroll 2
@@ -498,7 +499,7 @@ struct Rows {
     long long stride;
 };
 
-// Strides are the distances between batch entries, heads and tokens of a tensor.
+// Strides are the distances between batch entries, heads and tokens of a tensor, in numbers.
 struct Strides { long long batch, head, token; };
 static_assert(sizeof(Strides) == 24 && OFFSET(Strides, head) == 8 && OFFSET(Strides, token) == 16, "the host has another layout");
 
