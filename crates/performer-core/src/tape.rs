@@ -52,7 +52,10 @@ thread_local! {
 ///
 /// The forward pass stays as it is. Where all of it is made of operations of this crate,
 /// [`ops`](crate::ops) with its views and sums included, [`Tape::backward`] is Candle's without the
-/// additions to zeros; any other operation in between makes it Candle's own.
+/// additions to zeros; any other operation in between makes it Candle's own. So does an operation
+/// of [`ops`](crate::ops) where that composes Candle's operations: [`softmax`](crate::ops::softmax)
+/// and [`cross_entropy`](crate::ops::cross_entropy), and norms, activations and rotary positions of
+/// types that are not fused.
 ///
 /// A tape keeps the inputs and outputs of all operations, as Candle's graph does: drop it after the
 /// backward pass.
@@ -182,7 +185,9 @@ impl Tape {
                     Some(sum) => sum.add(&contribution)?.detach(),
                     // Whoever has the gradients of variables may write to them in place, and take
                     // all of their memory for theirs.
-                    None if input.is_variable() && (!fresh || !is_whole(&contribution)) => {
+                    None if input.is_variable()
+                        && (!fresh || !is_whole(&contribution) || share_memory(&contribution, &gradient)) =>
+                    {
                         contribution.force_contiguous()?.detach()
                     }
                     None => contribution,
@@ -191,6 +196,11 @@ impl Tape {
         }
         Ok(store)
     }
+}
+
+/// Whether two tensors have their numbers in the same memory.
+fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    std::ptr::eq(&*a.storage_and_layout().0, &*b.storage_and_layout().0)
 }
 
 /// Whether a tensor's numbers lie in order from the beginning of its memory on.

@@ -62,9 +62,9 @@ pub enum AttentionConfig {
         /// At least two attentions, which have no parts of their own.
         of: Vec<AttentionConfig>,
     },
-    /// Causal means of the values, all of one weight: attention without queries, keys and features,
-    /// in linear time and with a state of constant size. It is the control of feature maps, and
-    /// with a gate, that of gated ones.
+    /// Means of the values that the mask shows, all of one weight: attention without queries, keys
+    /// and features, in linear time and with a state of constant size. It is the control of feature
+    /// maps, and with a gate, that of gated ones.
     Uniform,
     /// Outputs of zero: the control without attention.
     None,
@@ -137,8 +137,9 @@ impl AttentionConfig {
     /// FAVOR, to which a layer with [these parts](crate::MultiHeadConfig::with_parts) gives gates.
     ///
     /// # Errors
-    /// As [`Favor::new`] and [`Windowed::new`], and if parts are around parts, or around the
-    /// attention of some heads.
+    /// As [`Favor::new`], [`Windowed::new`] and [`Softmax::with_window`]; if parts are around
+    /// parts, or around the attention of some heads; and if heads are divided among fewer than two
+    /// attentions, or twice.
     pub fn build(&self, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Box<dyn Attention>> {
         let favor = |config: &FavorConfig| Favor::new(config, head_dim, seed, dtype, device);
         Ok(match self {

@@ -98,7 +98,9 @@ impl Exact {
         let missing = all.saturating_sub(sinks + last);
         let keep = |t: &Tensor| -> Result<Tensor> {
             if missing == 0 || sinks == 0 {
-                return t.narrow(2, missing, all - missing)?.contiguous();
+                let kept = t.narrow(2, missing, all - missing)?;
+                // A GPU refuses memory for no numbers, so nothing is copied where nothing is kept.
+                return if missing == all { Ok(kept) } else { kept.contiguous() };
             }
             Tensor::cat(&[&t.narrow(2, 0, sinks)?, &t.narrow(2, all - last, last)?], 2)
         };

@@ -12,6 +12,9 @@ use crate::{kernels::compute_dtype, ops};
 /// The lowest gate that is taken: sums of them are still far from overflow in f32.
 pub(super) const LOWEST: f64 = -1e30;
 
+/// That gate as f32 rounds it, to a number that is slightly lower.
+const LOWEST_OF_F32: f64 = LOWEST as f32 as f64;
+
 /// Refuses gates outside `-1e30..=0`, on the CPU. Elsewhere this would wait for the device on every
 /// call.
 pub(super) fn check(gates: &Tensor) -> Result<()> {
@@ -19,7 +22,7 @@ pub(super) fn check(gates: &Tensor) -> Result<()> {
         return Ok(());
     }
     let numbers = gates.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
-    let Some(at) = numbers.iter().position(|g| !(LOWEST..=0.0).contains(g)) else { return Ok(()) };
+    let Some(at) = numbers.iter().position(|g| !(LOWEST_OF_F32..=0.0).contains(g)) else { return Ok(()) };
     let (_, heads, tokens) = gates.dims3()?;
     bail!(
         "gates hold {} at {:?} of shape {:?}; a forget gate is the logarithm of a factor, at most 0 and at least \
@@ -55,8 +58,8 @@ pub(super) fn sums_after(x: &Tensor, dim: usize) -> Result<Tensor> {
     }
     if n == 1 {
         // A GPU refuses memory for no numbers, so there is no empty part. The zeros are a product,
-        // through which gates get a gradient of zero; Candle passes over a factor that is no
-        // tensor.
+        // through which gates get a gradient of zero; a product with the number 0 has no gradient
+        // in Candle.
         return x * x.zeros_like()?;
     }
     let none = x.narrow(dim, n - 1, 1)?.zeros_like()?;

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// What an attention is: its name, its settings, and a digest of its random or trained numbers.
 ///
@@ -34,8 +34,8 @@ impl Identity {
         for tensor in tensors {
             any = true;
             digest.update(format!("{:?}", tensor.dims()).as_bytes());
-            // f32 numbers keep their bits in f64.
-            for number in tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()? {
+            // f32 numbers keep their bits in f64, which a GPU of Apple does not have.
+            for number in tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()? {
                 digest.update(&number.to_le_bytes());
             }
         }

@@ -10,8 +10,9 @@ use crate::{
     ops,
 };
 
-/// Stands for `−∞` in running maxima `c` where no key has been seen. It is below every real
-/// log-feature, and it is finite, so that `−∞ − c` is `−∞`; with `c = −∞` it would be NaN.
+/// Stands for `−∞` in running maxima `c` where no key has been seen. It is below the log-features
+/// of every key whose squared norm is under 1e37; keys beyond that weigh nothing. It is finite, so
+/// that `−∞ − c` is `−∞`; with `c = −∞` it would be NaN.
 pub(super) const FLOOR: f64 = -1e37;
 
 /// `Folded` holds the inputs of an attention, laid out for composed operations. Batch `B` and key

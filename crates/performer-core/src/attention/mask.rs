@@ -120,7 +120,9 @@ fn visible(mask: &Tensor) -> Result<Tensor> {
         DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => 0.0,
         other => bail!("key mask has dtype {other:?}; it must be of integers, f16, bf16, f32 or f64"),
     };
-    let numbers: Vec<f64> = mask.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
+    // A GPU of Apple has no f64.
+    let numbers: Vec<f64> =
+        mask.to_device(&candle_core::Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
     let of = |visible: &dyn Fn(f64) -> bool| {
         let visible: Vec<u8> = numbers.iter().map(|&x| visible(x).into()).collect();
         Tensor::from_vec(visible, mask.shape(), &candle_core::Device::Cpu)

@@ -24,27 +24,45 @@
 //!     fn kind() -> &'static str { "the sum of all values" }
 //!     fn bytes(&self) -> usize { self.0.elem_count() * self.0.dtype().size_in_bytes() }
 //!     fn duplicate(&self) -> Box<dyn Memory> { Box::new(self.clone()) }
-//!     fn save(&self) -> Result<StateRecord> { Ok(StateRecord::new().with_tensor("sum", self.0.clone())) }
+//!     fn save(&self) -> Result<StateRecord> {
+//!         Ok(StateRecord::new().with_tensor("sum", self.0.clone()))
+//!     }
 //!     fn load(record: &StateRecord) -> Result<Self> { Ok(Self(record.tensor("sum")?.clone())) }
 //! }
 //!
 //! impl RunningMean {
-//!     /// Means over values `(B, H, T, Dv)` after `before` tokens whose sum is `sum`, and the last sum.
+//!     /// Means over values `(B, H, T, Dv)` after `before` tokens whose sum is `sum`, and the last
+//!     /// sum.
 //!     fn means(v: &Tensor, sum: Option<&Tensor>, before: usize) -> Result<(Tensor, Tensor)> {
 //!         let mut sums = v.cumsum(2)?;
 //!         if let Some(sum) = sum {
 //!             sums = sums.broadcast_add(sum)?;
 //!         }
 //!         let tokens = v.dim(2)?;
-//!         let counts = Tensor::arange((before + 1) as f32, (before + tokens + 1) as f32, v.device())?;
+//!         let (first, end) = ((before + 1) as f32, (before + tokens + 1) as f32);
+//!         let counts = Tensor::arange(first, end, v.device())?.to_dtype(v.dtype())?;
 //!         let means = sums.broadcast_div(&counts.reshape((tokens, 1))?)?;
 //!         Ok((means, sums.narrow(2, tokens - 1, 1)?))
+//!     }
+//!
+//!     /// Refuses what would give wrong numbers: gates, and groups of heads.
+//!     fn check(inputs: Inputs<'_>) -> Result<()> {
+//!         inputs.refuse_gates("the running mean")?;
+//!         let sizes = inputs.sizes()?;
+//!         if sizes.heads != sizes.key_heads {
+//!             candle_core::bail!("the running mean has no groups of heads");
+//!         }
+//!         Ok(())
 //!     }
 //! }
 //!
 //! impl Attention for RunningMean {
 //!     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
 //!         let sizes = inputs.sizes_under(mask)?;
+//!         Self::check(inputs)?;
+//!         if !mask.is_causal() || mask.visible().is_some() {
+//!             candle_core::bail!("the running mean is causal and sees all earlier tokens");
+//!         }
 //!         if sizes.is_empty() {
 //!             return sizes.zeros(inputs.q);
 //!         }
@@ -56,10 +74,19 @@
 //!         if sizes.is_empty() {
 //!             return sizes.zeros(inputs.q);
 //!         }
+//!         Self::check(inputs)?;
 //!         let before = state.take::<Sum>()?;
-//!         let (out, sum) = Self::means(inputs.v, before.as_ref().map(|sum| &sum.0), state.tokens())?;
-//!         state.set(Sum(sum));
-//!         Ok(out)
+//!         match Self::means(inputs.v, before.as_ref().map(|sum| &sum.0), state.tokens()) {
+//!             Ok((out, sum)) => {
+//!                 state.set(Sum(sum));
+//!                 Ok(out)
+//!             }
+//!             // What was taken goes back after an error, too.
+//!             Err(error) => {
+//!                 before.into_iter().for_each(|sum| state.set(sum));
+//!                 Err(error)
+//!             }
+//!         }
 //!     }
 //! }
 //!
@@ -113,7 +140,8 @@ pub use windowed::Windowed;
 /// Multi-head attention over given queries, keys and values, in one pass or token by token.
 ///
 /// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of
-/// the inputs. Half types are widened: features, sums and states are f32 (f64 for f64).
+/// the inputs. Half types are widened: features and sums, and the states that hold them, are f32
+/// (f64 for f64). Exact softmax keeps keys and values in the type of the inputs.
 ///
 /// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`]
 /// and [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to
@@ -171,8 +199,9 @@ pub trait Attention: fmt::Debug + Send + Sync {
     fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
         let _ = (inputs, segment);
         bail!(
-            "{self:?} cannot compute a sequence in segments; Favor over positive features, Softmax and Windowed can, and \
-             an attention that implements Attention::forward_segment"
+            "{self:?} cannot compute a sequence in segments; Favor over maps that give logarithms of their features, \
+             Softmax, Windowed, ByHead over such and none can, and an attention that implements \
+             Attention::forward_segment"
         )
     }
 
@@ -203,7 +232,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     }
 
     /// Takes over what was saved; `get` returns the tensor of a name in [`Self::buffers`], if it
-    /// was saved. A feature map of given variables passes gradients to them.
+    /// was saved. Where `get` returns variables, a fitted or trained feature map computes with
+    /// them, and they get gradients.
     ///
     /// # Errors
     /// If a buffer is missing or has another shape.

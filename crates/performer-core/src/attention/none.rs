@@ -2,21 +2,23 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Attention, Inputs, Mask, Path, Segment, State, inputs::Sizes};
+use super::{Attention, Inputs, Mask, Path, Segment, State, inputs::Sizes, layout::check_finite};
 
-/// Outputs of zero, whatever the inputs are. All gradients are zero too, and none is missing, so
-/// that a layer around it can be trained like others.
+/// Outputs of zero, whatever finite numbers the inputs are. All gradients are zero too, and none is
+/// missing, so that a layer around it can be trained like others.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NoAttention;
 
 impl NoAttention {
     fn zeros(inputs: Inputs<'_>, sizes: Sizes) -> Result<Tensor> {
+        for (name, t) in [("q", inputs.q), ("k", inputs.k), ("v", inputs.v)] {
+            check_finite(t, name)?;
+        }
         let zeros = sizes.zeros(inputs.q)?;
         if sizes.is_empty() {
             return Ok(zeros);
         }
-        // Candle gives no gradient through a product with the number 0, but through one with a
-        // tensor.
+        // A product with the number 0 has no gradient in Candle; one with a tensor of zeros has.
         [inputs.q, inputs.k, inputs.v].into_iter().try_fold(zeros, |zeros, t| {
             let first = t.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(2, 0, 1)?.narrow(3, 0, 1)?;
             zeros.broadcast_add(&(&first * first.zeros_like()?)?)

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_core::{D, Device, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use super::{
@@ -19,7 +19,8 @@ use crate::{
     ops,
 };
 
-/// First capacity of a key-value cache, in tokens; it grows by as much.
+/// The least first capacity of a key-value cache, in tokens; a longer prompt sets its own. A cache
+/// grows by its first capacity.
 const CACHE_TOKENS: usize = 256;
 
 /// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and
@@ -46,7 +47,7 @@ impl Softmax {
     /// `W − 1` keys and values.
     ///
     /// # Errors
-    /// If `window` is 0, or more than any text has.
+    /// If `window` is 0, or above `usize::MAX / 256`.
     pub fn with_window(mut self, window: usize) -> Result<Self> {
         check_window(window)?;
         self.window = Some(window);
@@ -164,7 +165,7 @@ impl Softmax {
                 Ok((ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?))
             }
             #[cfg(feature = "cuda")]
-            Ok(Kernel::Cuda) if q.dtype() == DType::F32 => {
+            Ok(Kernel::Cuda) if q.dtype() == candle_core::DType::F32 => {
                 let visible = mask.visible_of(q.dim(0)?)?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
                 kernels::cuda::softmax::softmax_with_logs([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
@@ -268,6 +269,7 @@ impl Attention for Softmax {
 impl Softmax {
     /// Computes [`Attention::advance`] where there is a window. Nothing is empty.
     fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
+        state.require_memory()?;
         let past = state.take::<LastKeysAndValues>()?;
         let attended = (|| {
             if let Some(past) = &past {
@@ -439,7 +441,8 @@ fn causal_bias(
     let keys = Tensor::arange(0, tk as u32, device)?.reshape((1, tk))?;
     let mut hidden = keys.broadcast_gt(&visible_to)?;
     if let Some(window) = window {
-        let far = (keys.to_dtype(DType::F64)? + window as f64)?.broadcast_le(&visible_to.to_dtype(DType::F64)?)?;
+        let first: Vec<u32> = (0..tq * g).map(|row| (row / g + offset + 1).saturating_sub(window) as u32).collect();
+        let far = keys.broadcast_lt(&Tensor::from_vec(first, (tq * g, 1), device)?)?;
         hidden = (hidden + far.broadcast_mul(&keys.ge(sinks.min(tk) as u32)?)?)?;
     }
     let shape = hidden.shape();

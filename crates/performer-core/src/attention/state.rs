@@ -24,7 +24,8 @@ pub trait Memory: Any + fmt::Debug + Send + Sync {
     fn duplicate(&self) -> Box<dyn Memory>;
 
     /// Everything that [`Self::load`] needs. Every tensor has the batch as its first dimension, so
-    /// that rows of the batch can be selected and joined.
+    /// that rows of the batch can be selected and joined. A field named `batch`, or ending in
+    /// `.batch`, then becomes the new number of rows.
     ///
     /// # Errors
     /// Whatever keeps the numbers from being read.
@@ -39,8 +40,8 @@ pub trait Memory: Any + fmt::Debug + Send + Sync {
         Self: Sized;
 }
 
-/// The most tokens that a state counts, that a window has and that are sinks: more than any text
-/// has, and so few that sums of positions and windows are numbers.
+/// The most tokens that a state counts, that a window has and that are sinks: far more than any
+/// text has, and few enough that sums of positions, windows and sinks do not overflow a `usize`.
 pub(super) const MOST_TOKENS: usize = usize::MAX >> 8;
 
 /// Named tensors and text: a [`State`] in a form that can be saved and taken apart.
@@ -375,6 +376,18 @@ impl State {
     /// If it is memory of another kind, which stays in the state, or was loaded and is damaged.
     pub fn take<M: Memory>(&mut self) -> Result<Option<M>> {
         self.memory.take()
+    }
+
+    /// Refuses a state that counts tokens and remembers nothing of them, for attention that always
+    /// remembers something.
+    pub(super) fn require_memory(&self) -> Result<()> {
+        if self.tokens > 0 && matches!(self.memory, Slot::Empty) {
+            bail!(
+                "state: it counts {} tokens and remembers nothing of them; the file it is from is damaged",
+                self.tokens
+            );
+        }
+        Ok(())
     }
 
     /// Puts memory in.

@@ -10,7 +10,8 @@ const WINDOW: usize = 32;
 /// What stands between the attentions that heads are divided among.
 const HEADS: char = '|';
 
-/// The shortest text that [`FromStr`] reads back: only what differs from the default.
+/// A text that [`FromStr`] reads back: the settings that differ from the default, and `m` for every
+/// map with random rows.
 impl fmt::Display for AttentionConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let c = match self {

@@ -19,9 +19,9 @@ use super::{
 };
 use crate::{features::Features, kernels::compute_dtype, ops};
 
-/// Causal attention, exact to the last `window` tokens and by FAVOR to those before: `O(T·(W + F))`
-/// time, decoding state of `W` and the sinks' keys and values and FAVOR's
-/// sums. Features must be positive.
+/// Causal attention, exact to the last `window` tokens and by FAVOR to those before, in `O(T·(W +
+/// F))` time. The decoding state holds the keys and values of `W` tokens and of the sinks, and
+/// FAVOR's sums. The feature map must return [`Features::Log`], which `relu` does not.
 #[derive(Debug)]
 pub struct Windowed {
     window: usize,
@@ -36,9 +36,9 @@ impl Windowed {
     /// Exact to `window` tokens, the query's own among them, and `far` beyond.
     ///
     /// # Errors
-    /// If `window` is 0 or more than any text has, or the map of `far` does not return logarithms of
-    /// its features: sums of signed features, and of kernels other than softmax, cannot be joined
-    /// with the window's.
+    /// If `window` is 0 or above `usize::MAX / 256`, or the map of `far` does not return logarithms
+    /// of its features: sums of signed features, and of kernels other than softmax, cannot be
+    /// joined with the window's.
     pub fn new(window: usize, far: Favor) -> Result<Self> {
         check_window(window)?;
         let map = far.map();
@@ -204,6 +204,7 @@ impl Attention for Windowed {
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
         }
+        state.require_memory()?;
         let past = state.take::<Window>()?;
         match self.attend(inputs, past.as_ref()) {
             Ok((out, window)) => {

@@ -169,7 +169,8 @@ impl FeatureMap for Fitted {
         self.tensors()
     }
 
-    /// What multiplies all features of a query cancels in attention, and has no gradient but noise.
+    /// All but `query_metric`, which multiplies all features of a query alike and so cancels in
+    /// attention: its gradient is rounding noise.
     fn trained_parameters(&self) -> Vec<&'static str> {
         self.tensors().into_iter().map(|(name, _)| name).filter(|&name| name != "query_metric").collect()
     }

@@ -147,9 +147,14 @@ impl FeatureMapKind {
                 ("optimal", "(1−4A)^{D/4} M^-½ exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2)", unbiased, "M", true, Fitted)
             }
             Self::Dense => ("dense", "optimal, with an A for each eigendirection", unbiased, "M", true, Fitted),
-            Self::Learned => {
-                ("learned", "exp(a·x − ‖x‖²/2), exp(b·y + w − ‖y‖²/2)", "its own", "M", true, FittedAndTrained)
-            }
+            Self::Learned => (
+                "learned",
+                "M^-½ exp(a·x − ‖x‖²/2), M^-½ exp(b·y + w − ‖y‖²/2)",
+                "its own",
+                "M",
+                true,
+                FittedAndTrained,
+            ),
             Self::Hedgehog => ("hedgehog", "[softmax(a·x), softmax(−a·x)]", "its own", "2M", true, Trained),
         };
         MapDescription { name, formula, kernel, features, positive, numbers }
@@ -192,7 +197,9 @@ impl FeatureMapKind {
     /// it. `device` is where the constants of deterministic maps live.
     ///
     /// # Errors
-    /// If a random map is given no parameters, or parameters of another shape.
+    /// If `head_dim` is 0; if a random map is given no parameters, or parameters of another shape;
+    /// if the power of [`Self::Limit`] is odd, 0, above 1,024 or too high for f32; or if a
+    /// polynomial has more than 16,384 features.
     pub fn build(
         self,
         head_dim: usize,

@@ -293,6 +293,9 @@ fn project(x: &Tensor, projection_t: &Tensor) -> Result<Tensor> {
 fn project_by_head(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (h, o, d) = w.dims3()?;
     let dims = x.dims();
+    if dims.len() < 2 {
+        bail!("a feature map fitted to {h} key heads takes rows of each, (heads, .., {d}), not {dims:?}");
+    }
     if !dims[0].is_multiple_of(h) {
         bail!("a feature map fitted to {h} key heads was given {} of them", dims[0]);
     }

@@ -48,7 +48,7 @@ impl Monomials {
         }
         let f = weights.len();
         let columns = columns.into_iter().map(|c| Tensor::from_vec(c, f, device)).collect::<Result<_>>()?;
-        Ok(Self { columns, weights: Tensor::from_vec(weights, f, device)? })
+        Ok(Self { columns, weights: Tensor::from_vec(weights, f, &Device::Cpu)? })
     }
 
     fn count(&self) -> usize {
@@ -62,7 +62,7 @@ impl Monomials {
         for column in &self.columns[1..] {
             product = (product * x.index_select(column, D::Minus1)?)?;
         }
-        product.broadcast_mul(&self.weights.to_dtype(x.dtype())?)
+        product.broadcast_mul(&self.weights.to_dtype(x.dtype())?.to_device(x.device())?)
     }
 }
 
@@ -146,7 +146,8 @@ impl Limit {
     /// `n` is an even power, `dim` the head dimension `D`.
     ///
     /// # Errors
-    /// If `n` is odd, zero or above 1024, or `C(D+n, n)` exceeds 16384.
+    /// If `n` is odd, zero or above 1024, `C(D+n, n)` exceeds 16384, or f32 does not hold the
+    /// coefficient of a feature.
     pub fn new(n: u32, dim: usize, device: &Device) -> Result<Self> {
         if n == 0 || !n.is_multiple_of(2) {
             bail!("feature map limit-{n}: n must be even and at least 2, or the kernel can be negative");
@@ -154,7 +155,15 @@ impl Limit {
         if n > MAX_POWER {
             bail!("feature map limit-{n}: n must be at most {MAX_POWER}; each feature is a product of so many factors");
         }
-        Ok(Self { n, dim, monomials: Monomials::new(n as usize, dim + 1, device)? })
+        let monomials = Monomials::new(n as usize, dim + 1, device)?;
+        // In heads of one or two numbers, a high power has few features and large coefficients.
+        let largest = monomials.weights.max_all()?.to_scalar::<f64>()?;
+        if largest > f64::from(f32::MAX) {
+            bail!(
+                "feature map limit-{n}: a feature of heads of {dim} numbers has the coefficient {largest:e}, which f32 does not hold; lower n"
+            );
+        }
+        Ok(Self { n, dim, monomials })
     }
 }
 

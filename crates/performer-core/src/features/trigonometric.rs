@@ -1,8 +1,8 @@
 //! Trigonometric maps: random Fourier features of the Gaussian kernel, and their softmax forms.
 //!
 //! Rahimi & Recht 2007; Choromanski et al. 2020, section 2.3. The softmax kernel is the Gaussian
-//! one times `e^{‖x‖²/2} e^{‖y‖²/2}`: that factor is carried as a log-scale, the rest lies in
-//! `[−1, 1]`. Features are signed, so a denominator can come close to zero: these maps are for
+//! one times `e^{‖x‖²/2} e^{‖y‖²/2}`: that factor is carried as a log-scale, the rest lies between
+//! −√2 and √2. Features are signed, so a denominator can come close to zero: these maps are for
 //! study rather than for training.
 
 use candle_core::{D, Result, Tensor, bail};
@@ -76,6 +76,11 @@ impl Phase {
 }
 
 impl FeatureMap for Phase {
+    /// The two maps are told apart, so that neither goes on from a state of the other.
+    fn name(&self) -> &'static str {
+        if self.softmax { "Phase" } else { "GaussianPhase" }
+    }
+
     fn input_dim(&self) -> usize {
         self.projection_t.dims()[0]
     }

@@ -89,8 +89,9 @@ fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
     }
 }
 
-/// Runs `work` on every item, on as many threads as Candle may use, and returns the results in
-/// order. Each item writes to memory of its own, so results do not depend on the number of threads.
+/// Runs `work` on every item, on Rayon's threads (on this one where Candle may use only one), and
+/// returns the results in order. Each item writes to memory of its own, so results do not depend on
+/// the number of threads.
 fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
     if candle_core::utils::get_num_threads() == 1 || items.len() == 1 {
         items.into_iter().map(work).collect()

@@ -24,7 +24,8 @@
 //! in f32, and weights near the end of the range would make products many times slower.
 //!
 //! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both, see
-//! `softmax/forgotten.rs`. Where that leaves nothing but zeros, a tile of queries ends.
+//! `softmax/forgotten.rs`. Once these sums make the weights of all earlier keys zero, the
+//! loop over keys ends for that tile of queries.
 
 mod backward;
 mod forgotten;

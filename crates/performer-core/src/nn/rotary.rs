@@ -32,7 +32,8 @@ use crate::{kernels::rotary as kernels, ops};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// The angles of the first positions, `(min(max_tokens, TABLE), D/2)` each.
+    /// Cosines and sines of the angles of the first positions, `(min(max_tokens, TABLE), D/2)`
+    /// each.
     cos: Tensor,
     sin: Tensor,
     /// `base^{-2i/D}` for `i < D/2`.
@@ -49,7 +50,7 @@ impl Rotary {
     /// The angles `t / base^{2i/D}` for `t < max_tokens`, in the half-split layout. Those of the
     /// first 32,768 positions are kept in a table.
     ///
-    /// Angles are rounded to f32, whatever they are applied to.
+    /// Angles are computed in f64, and their cosines and sines are rounded to f32.
     ///
     /// # Errors
     /// If `head_dim` is odd or zero, or `base` is not a positive number.

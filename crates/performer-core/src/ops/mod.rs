@@ -16,7 +16,8 @@
 //! | `loss::cross_entropy`, which has a gradient, but leaves nothing out | [`cross_entropy`] |
 //!
 //! Tensors of f32 on the CPU, and of f32, f16 and bf16 on CUDA, take one fused operation each way.
-//! Other types and devices take Candle's composed operations; so does [`softmax`] everywhere.
+//! Other types and devices take Candle's composed operations; so do [`softmax`] and
+//! [`cross_entropy`] everywhere, and [`embedding`] outside CUDA.
 //!
 //! Weights may be f32 while the tensors they meet are f16 or bf16: matrix products are made in the
 //! type of `x`, norms in f32, and gradients of f32 weights come back in f32. A model can so be
@@ -45,7 +46,7 @@ pub use convolution::short_convolution;
 pub(crate) use convolution::{convolved_heads, hide};
 pub use embedding::embedding;
 pub use linear::{linear, linear_residual, swiglu_linear};
-pub(crate) use linear::{linear_of_heads, linear_to_heads, matmul};
+pub(crate) use linear::{linear_of_heads, linear_to_heads};
 pub use loss::{Targets, cross_entropy, linear_cross_entropy, linear_distillation};
 pub(crate) use norm::normalise;
 pub use norm::{layer_norm, rms_norm};

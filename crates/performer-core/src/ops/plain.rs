@@ -219,7 +219,8 @@ pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Adds `b` to all that the leading dimensions of `a` count: `a` `(.., S)` and `b` of shape `S`.
+/// Computes `a + b` for `a` of shape `(.., S)` and `b` of shape `S`, which is added to each slice
+/// of `a`.
 ///
 /// # Errors
 /// If the last dimensions of `a` are not those of `b`.

@@ -1,7 +1,7 @@
 //! Random projections: the directions `ω_r` at which random feature maps look at queries and keys.
 //!
 //! A projection Ω is an `(m, d)` matrix with one row per random feature. FAVOR+ ([Choromanski et
-//! al., 2021](https://arxiv.org/abs/2009.14794)) needs every row to be distributed as `N(0, I_d)`
+//! al., 2020](https://arxiv.org/abs/2009.14794)) needs every row to be distributed as `N(0, I_d)`
 //! for its estimate of the softmax kernel to be unbiased; how the rows depend *on each other*
 //! decides its variance. So a draw has two parts:
 //!

@@ -18,7 +18,7 @@ pub enum Radii {
     #[default]
     Chi,
     /// `√d`, the same for all: less variance, for the *regularised* softmax kernel ([Choromanski et
-    /// al., 2021](https://arxiv.org/abs/2009.14794), theorem 1), which lies a little below the
+    /// al., 2020](https://arxiv.org/abs/2009.14794), theorem 1), which lies a little below the
     /// softmax kernel.
     Sqrt,
     /// The `m` quantiles `R_i` of `χ(d)` with `P(r ≤ R_i) = i / (m + 1)`, in random order: radii

@@ -334,6 +334,46 @@ fn features_beyond_all_memory() {
     assert_error(made, &["features (M) is 1099511627776", "at most 1048576"]);
 }
 
+/// In heads of one number a high power has few features, and coefficients that f32 does not hold.
+#[test]
+fn polynomials_that_f32_does_not_hold() {
+    let limit = |power, head_dim| {
+        let config = FavorConfig::default().with_map(FeatureMapKind::Limit(power));
+        Favor::new(&config, head_dim, 1, DType::F32, &DEVICE)
+    };
+    assert_error(limit(1024, 1), &["limit-1024", "which f32 does not hold", "lower n"]);
+    assert!(limit(128, 1).is_ok());
+}
+
+#[test]
+fn rows_without_heads() {
+    let fitted = performer_core::features::Hedgehog::new(&zeros(&[4, 4])).unwrap();
+    assert_error(fitted.features(&zeros(&[])), &["1 key heads", "not []"]);
+}
+
+/// The control without attention refuses what every attention refuses.
+#[test]
+fn no_attention_of_what_is_not_finite() {
+    let none = performer_core::AttentionConfig::None.build(4, 1, DType::F32, &DEVICE).unwrap();
+    let (x, infinite) = (zeros(&[1, 2, 3, 4]), Tensor::full(f32::INFINITY, &[1, 2, 3, 4][..], &DEVICE).unwrap());
+    assert_error(none.forward(Inputs::new(&x, &infinite, &x), &Mask::causal()), &["k holds"]);
+    assert_error(none.extend(Inputs::new(&x, &x, &infinite), &mut State::new()), &["v holds"]);
+}
+
+/// The lowest gate is taken in f32 too, which rounds it to one that is lower.
+#[test]
+fn the_lowest_gate_is_taken() -> Result<()> {
+    let x = zeros(&[1, 1, 3, 4]);
+    for attention in attentions() {
+        let gates = Tensor::full(-1e30f32, (1, 1, 3), &DEVICE)?;
+        let inputs = Inputs::new(&x, &x, &x);
+        attention.forward(inputs.with_gates(&gates), &Mask::causal())?;
+        let lower = (&gates * 1.1)?;
+        assert_error(attention.forward(inputs.with_gates(&lower), &Mask::causal()), &["gates hold", "-1e30"]);
+    }
+    Ok(())
+}
+
 /// Feature maps that are built by hand, without a kind, refuse a projection that does not fit.
 #[test]
 fn projections_that_do_not_fit() {

@@ -296,6 +296,35 @@ fn damaged_files_are_refused() -> Result<()> {
     Ok(())
 }
 
+/// A state that counts tokens and has lost what it remembers of them would otherwise go on as if it
+/// were empty.
+#[test]
+fn a_state_without_its_memory_is_refused() -> Result<()> {
+    for case in cases()? {
+        let mut record = case.prompt(&ALL)?.record()?;
+        record.fields.remove("memory");
+        let refused = State::from_record(&record).and_then(|state| case.rest(state, &ALL));
+        let error = refused.expect_err(&case.name).to_string();
+        assert!(error.contains("damaged"), "{}: {error}", case.name);
+    }
+    Ok(())
+}
+
+/// The maps `phase` and `gaussian-phase` have one type, and the same numbers where they have one
+/// seed.
+#[test]
+fn a_state_of_another_phase_map_is_refused() -> Result<()> {
+    let made = |map| Favor::new(&FavorConfig::default().with_map(map).with_features(8), 5, 1, DType::F32, &DEVICE);
+    let problem = Problem::random(1, SHAPE, Some(FeatureMapKind::Phase), 8);
+    let [q, k, v] = problem.tensors(DType::F32)?;
+    let mut state = State::new();
+    made(FeatureMapKind::Phase)?.extend(Inputs::new(&q, &k, &v), &mut state)?;
+    let other = made(FeatureMapKind::GaussianPhase)?.extend(Inputs::new(&q, &k, &v), &mut state);
+    let error = other.expect_err("another map").to_string();
+    assert!(error.contains("Phase") && error.contains("GaussianPhase"), "{error}");
+    Ok(())
+}
+
 /// Each tensor of a file is held to the others by itself, and the error is theirs, not one of
 /// whatever would be computed from them.
 #[test]

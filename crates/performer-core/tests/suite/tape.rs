@@ -145,6 +145,21 @@ fn gradients_of_variables_are_memory_of_their_own() -> Result<()> {
         }
     };
     assert_ne!(address(&a)?, address(&b)?);
+    // The gradients of both sums and of both residuals are the one that comes from the loss.
+    let vars = [(&[3, 4][..], 1), (&[2, 4], 2), (&[3, 2], 3), (&[3, 2], 4)]
+        .map(|(shape, seed)| Var::from_tensor(&random(shape, seed).unwrap()).unwrap());
+    let [x, weight, first, second] = &vars;
+    let tape = Tape::start();
+    let with = |residual: &Var| ops::linear_residual(x, weight, None, residual);
+    let gradients = tape.backward(&ops::add(&with(first)?, &with(second)?)?)?;
+    let address = |var: &Var| -> Result<*const f32> {
+        let (storage, _) = gradients.get(var).unwrap().storage_and_layout();
+        match &*storage {
+            candle_core::Storage::Cpu(storage) => Ok(storage.as_slice::<f32>()?.as_ptr()),
+            _ => unreachable!("on the CPU"),
+        }
+    };
+    assert_ne!(address(first)?, address(second)?);
     Ok(())
 }
 

@@ -194,7 +194,7 @@ impl Backend for Cuda {
 }
 
 /// Prefix sums of the CUDA kernels. Scales are logarithms to base 2 and sizes are padded, so a
-/// state goes on where it began: on CUDA, or on the CPU.
+/// state that began on one kind of device cannot be continued on another.
 #[derive(Clone, Debug)]
 struct CudaSums(Sums);
 

@@ -130,8 +130,8 @@ enum Parameters {
     OfMap { trained: bool },
 }
 
-/// The most random features that are drawn: a number above it is a mistake, and would be found out
-/// by the end of the memory.
+/// The most random features that are drawn: a number above it is a mistake, which would otherwise
+/// show only when memory runs out.
 const MAX_FEATURES: usize = 1 << 20;
 
 /// The most tokens of a chunk: a sequence is padded to whole chunks, and memory within a chunk
@@ -148,8 +148,8 @@ impl Favor {
     /// otherwise. A projection that is loaded stays as it is.
     ///
     /// # Errors
-    /// If `features` or `head_dim` is 0, `features` is above 2²⁰, `dtype` is none of f32, f64, f16
-    /// and bf16, or the map cannot be built for that dimension.
+    /// If `head_dim` is 0, `dtype` is none of f32, f64, f16 and bf16, or the map cannot be built
+    /// for that dimension; for maps with random rows, if `features` is 0 or above 2²⁰.
     pub fn new(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: &Device) -> Result<Self> {
         if !matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
             bail!("FAVOR: dtype is {dtype:?}; it must be f32, f64, f16 or bf16");
@@ -191,8 +191,8 @@ impl Favor {
                 map.feature_dim()
             );
         }
-        // Inside a chunk of C tokens a row costs C(F + D) products, a chunk's state F·D/C a token:
-        // about even at C = D.
+        // A row costs about C(F + D)/2 products inside its chunk and 2·F·D with the sums, and the
+        // sums before chunks are F·D/C numbers a token. C = D keeps all of these small.
         let chunk = head_dim.next_power_of_two().clamp(16, 64);
         let backends = Backends::new(&*map, chunk)?;
         let mut favor = Self {
@@ -296,6 +296,7 @@ impl Favor {
     }
 
     fn advance_call(&self, call: Call<'_>, state: &mut State) -> Result<Output> {
+        state.require_memory()?;
         let begun = if state.tokens() > 0 { Begun::Yes } else { Begun::No };
         let call = Call { decoding: Some(begun), ..call };
         self.backends.choose(&call).advance(&call, state)

@@ -16,7 +16,7 @@
 //! All scales are constants to the gradient, since they cancel. Gradients go to the sums of earlier
 //! segments and to the gates, and through [`SegmentSums::merge`].
 
-use candle_core::{D, Result, Tensor, bail};
+use candle_core::{D, Device, Result, Tensor, bail};
 
 use super::{Favor, backend::Call};
 use crate::{
@@ -68,8 +68,8 @@ impl SegmentSums {
     /// rounding, and does not commute.
     ///
     /// # Errors
-    /// If their sizes differ. Sums of other features, or of another batch, that have these sizes are
-    /// not noticed: merge only sums of one attention and one batch.
+    /// If their sizes differ. Sums of other features, or of another batch, that have these sizes
+    /// are not noticed: merge only sums of one attention and one batch.
     pub fn merge(&self, later: &Self) -> Result<Self> {
         if self.log_scale.dims() != later.log_scale.dims() || self.sums.dims() != later.sums.dims() {
             bail!(
@@ -210,7 +210,7 @@ impl Favor {
         let (n, f, dtype, device) =
             (b * heads, self.map.feature_dim(), compute_dtype(inputs.q.dtype()), inputs.q.device());
         Ok(SegmentSums {
-            log_scale: Tensor::full(FLOOR, (n, 1, f), device)?.to_dtype(dtype)?,
+            log_scale: Tensor::full(FLOOR, (n, 1, f), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
             sums: Tensor::zeros((n, f, dv + 1), dtype, device)?,
             decay: inputs.gates.map(|_| Tensor::zeros((n, 1), dtype, device)).transpose()?,
         })

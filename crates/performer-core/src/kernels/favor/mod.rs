@@ -3,7 +3,7 @@
 //! keeping them. Nothing of size `T·F` or `T·T` is made.
 //!
 //! Arithmetic is f32; tensors may be f32, f16 or bf16, with any strides between rows. Heads run
-//! side by side on Candle's threads; the numbers of a head do not depend on how many threads there
+//! side by side on Rayon's threads; the numbers of a head do not depend on how many threads there
 //! are.
 //!
 //! # Shapes
@@ -30,14 +30,14 @@
 //! g, out, den         -> dn = g/den (C, Dv), e = −g·out/den (C)
 //! dn, e, v            -> dP = tril(dn vᵀ + e) (C, C)
 //! dn, e, S, z, dP     -> dφ(q) = dn Sᵀ + e zᵀ + dP φ(k)ᵀ (C, F) -> dl = dφ ∘ φ -> dq (C, D)
-//! φ(q), dn, P, R      -> dv = φ(k)ᵀ R + Pᵀ dn (C, Dv)
+//! φ(k), dn, P, R      -> dv = φ(k)ᵀ R + Pᵀ dn (C, Dv)
 //! v, R, r, φ(q), dP   -> dφ(k) = R vᵀ + r 1ᵀ + φ(q)ᵀ dP (F, C) -> dl = dφ ∘ φ -> dk (C, D)
 //! φ(q), dn, e         -> R += φ(q)ᵀ dn (F, Dv), r += φ(q)ᵀ e (F)
 //! ```
 //!
-//! Forget gates `g (T)` give key `j` the factor `e^{c_i − c_j}` for query `i`, where `c` sums the
-//! gates up to a token. The part `e^{c_i}` cancels in the quotient, so a gate is a shift of a key's
-//! log-features and nothing else: `l(k_j) −= c_j − c_start`, counted from the first token of the
+//! Forget gates `g (T)` give key `j` the factor `e^{s_i − s_j}` for query `i`, where `s` sums the
+//! gates up to a token. The part `e^{s_i}` cancels in the quotient, so a gate is a shift of a key's
+//! log-features and nothing else: `l(k_j) −= s_j − s_start`, counted from the first token of the
 //! chunk, since a long sum would lose digits. From chunk to chunk `S` forgets by its scale,
 //! `c += Σ g`, without a product. The gradient of a gate sums over the keys from it on:
 //! `dg_t = −Σ_{j≥t} Σ_r dl_r(k_j)`.

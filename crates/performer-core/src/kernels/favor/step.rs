@@ -49,7 +49,7 @@ impl WithSimd for Step<'_> {
                 *key -= new;
                 *c = new;
             }
-            // What pads both must stay at 0: the scratch of one step is that of the next.
+            // The padding must be 0 after the exponentials, since later steps reuse this memory.
             key[f..].fill(f32::NEG_INFINITY);
             decay[f..].fill(f32::NEG_INFINITY);
             exp_minus(simd, key, 0.0);

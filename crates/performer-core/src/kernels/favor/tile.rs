@@ -313,6 +313,7 @@ impl<'a> Tile<'a> {
             *norm += sum(simd, &row[..padded(n)]);
         }
     }
+
     /// Computes the gradients of the queries' log-features, `dφ ∘ φ`, or of their signed values,
     /// `dφ`, for `dφ = S dn + e z`; `dphi` holds `S dn` on entry.
     #[inline(always)]
