@@ -1,8 +1,8 @@
 //! What a model is and how it is trained: the structs behind the files `config.json` and
 //! `training.json` of presets, and the presets.
 //!
-//! Nothing here computes, and nothing here imports from the rest of the crate: every other module
-//! may import from this one.
+//! Nothing here computes, and nothing here imports from the rest of the crate but its errors: every
+//! other module may import from this one.
 
 mod borders;
 mod optimizer;
@@ -20,6 +20,12 @@ pub use optimizer::AdamWConfig;
 pub use pattern::{AttentionPattern, Place};
 pub use performer_core::AttentionConfig;
 pub use schedule::Schedule;
+
+use crate::errors::Cause;
+
+/// What settings out of range are a part of, as messages call it.
+const MODEL: &str = "model config";
+const TRAINING: &str = "training config";
 
 /// Bounds on sizes that a damaged configuration exceeds and no model does.
 const MAX_SIZE: usize = 1 << 24;
@@ -301,13 +307,13 @@ impl ModelConfig {
             ("context", self.context),
             ("head_dim", self.head_dim.unwrap_or(1)),
         ] {
-            ensure!(value > 0, "model config: {name} is 0; it must be at least 1");
-            ensure!(value <= MAX_SIZE, "model config: {name} is {value}; it must be at most {MAX_SIZE}");
+            ensure!(value > 0, Cause::setting(MODEL, name, value, "at least 1"));
+            ensure!(value <= MAX_SIZE, Cause::setting(MODEL, name, value, format_args!("at most {MAX_SIZE}")));
         }
         for (name, value, most) in
             [("layers", self.layers, MAX_LAYERS), ("head_dim", self.head_dim.unwrap_or(1), MAX_HEAD_DIM)]
         {
-            ensure!(value <= most, "model config: {name} is {value}; it must be at most {most}");
+            ensure!(value <= most, Cause::setting(MODEL, name, value, format_args!("at most {most}")));
         }
         let (e, h, kv) = (self.hidden_size, self.heads, self.kv_heads);
         ensure!(
@@ -315,9 +321,10 @@ impl ModelConfig {
             "model config: hidden_size {e} must be a multiple of heads {h}, or head_dim be given"
         );
         ensure!(h.is_multiple_of(kv), "model config: heads {h} must be a multiple of kv_heads {kv}");
-        ensure!((0.0..1.0).contains(&self.dropout), "model config: dropout is {}; it must be in [0, 1)", self.dropout);
+        let dropout = self.dropout;
+        ensure!((0.0..1.0).contains(&dropout), Cause::setting(MODEL, "dropout", dropout, "at least 0 and below 1"));
         let eps = self.norm_eps;
-        ensure!(eps > 0.0 && eps.is_finite(), "model config: norm_eps is {eps}; it must be a number above 0");
+        ensure!(eps > 0.0 && eps.is_finite(), Cause::setting(MODEL, "norm_eps", eps, "a number above 0"));
         for attention in std::iter::once(&self.attention).chain(self.attention_by_layer.values()) {
             ensure!(attention.window() != Some(0), "model config: a window is 0; it must be at least 1 token");
             ensure!(
@@ -405,7 +412,8 @@ pub struct TrainingConfig {
     pub batch_size: usize,
     /// Number of sequences in a forward pass. A step adds up the gradients of
     /// `batch_size / micro_batch` passes, which run side by side on the CPU's cores. The result
-    /// depends on this number only in rounding, and not at all on the number of threads.
+    /// depends on this number only in rounding and, with dropout, in which numbers are dropped. It
+    /// does not depend on the number of threads.
     pub micro_batch: usize,
     /// Type of activations and matrix products. Weights, moments, norms and losses are f32 in any
     /// case.
@@ -443,12 +451,14 @@ impl TrainingConfig {
         for (name, value) in
             [("epochs", self.epochs), ("batch_size", self.batch_size), ("micro_batch", self.micro_batch)]
         {
-            ensure!(value > 0, "training config: {name} is 0; it must be at least 1");
+            ensure!(value > 0, Cause::setting(TRAINING, name, value, "at least 1"));
         }
-        ensure!(self.max_steps != Some(0), "training config: max_steps is 0; it must be at least 1");
-        let lr = self.learning_rate;
-        ensure!(lr.is_finite() && lr > 0.0, "training config: learning_rate is {lr}; it must be positive");
-        ensure!(self.clip.is_none_or(|c| c > 0.0), "training config: clip is {:?}; it must be positive", self.clip);
+        ensure!(self.max_steps != Some(0), Cause::setting(TRAINING, "max_steps", 0, "at least 1"));
+        let rate = self.learning_rate;
+        ensure!(rate.is_finite() && rate > 0.0, Cause::setting(TRAINING, "learning_rate", rate, "a number above 0"));
+        if let Some(clip) = self.clip {
+            ensure!(clip > 0.0, Cause::setting(TRAINING, "clip", clip, "a number above 0"));
+        }
         self.schedule.validate()
     }
 }

@@ -6,6 +6,17 @@ use std::fmt;
 /// Why something failed, in an [`anyhow::Error`]: `error.downcast_ref::<Cause>()`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cause {
+    /// A setting is out of its range.
+    Setting {
+        /// What the setting is a part of, such as `model config`; empty for a part of nothing.
+        of: &'static str,
+        /// Its name as the configuration and the library have it, such as `batch_size`.
+        name: &'static str,
+        /// What it is.
+        value: String,
+        /// What it must be, in words.
+        must: String,
+    },
     /// The memory of the device ran out.
     OutOfMemory {
         /// Bytes that are free, and bytes in all, where the device says so.
@@ -38,6 +49,18 @@ pub enum Cause {
     OtherData(String),
 }
 
+impl Cause {
+    /// A [`Self::Setting`] of this value.
+    pub(crate) fn setting(
+        of: &'static str,
+        name: &'static str,
+        value: impl fmt::Display,
+        must: impl fmt::Display,
+    ) -> Self {
+        Self::Setting { of, name, value: value.to_string(), must: must.to_string() }
+    }
+}
+
 /// Refuses a list in which something is given twice; `what` names one of its items.
 ///
 /// # Errors
@@ -54,9 +77,15 @@ pub(crate) fn require_once<T: PartialEq + fmt::Display>(what: &str, items: &[T])
 #[cfg(feature = "lab")]
 pub(crate) const STOPPED: &str = "stopped; the same command goes on from here";
 
+/// What [`Cause::Stopped`] says of work without a folder, of which nothing is kept.
+#[cfg(feature = "lab")]
+pub(crate) const STOPPED_FOR_GOOD: &str = "stopped; nothing was kept, since no folder was given";
+
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Setting { of: "", name, value, must } => write!(f, "{name} is {value}; it must be {must}"),
+            Self::Setting { of, name, value, must } => write!(f, "{of}: {name} is {value}; it must be {must}"),
             Self::OutOfMemory { free, lower, .. } => {
                 f.write_str("the device's memory ran out")?;
                 if let Some((free, all)) = free {

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     data::{Batch, TokenFile, eval_windows},
+    errors::Cause,
     listener::{Listener, Silent, Unit},
     model::Decoder,
     parallel::in_order,
@@ -67,7 +68,7 @@ pub(crate) fn evaluate_over(
     (context, limit): (usize, usize),
     listener: &dyn Listener,
 ) -> Result<Evaluation> {
-    ensure!(context > 0, "the context is 0; it must be at least 1");
+    ensure!(context > 0, Cause::setting("", "context", 0, "at least 1"));
     ensure!(limit > 0, "0 tokens are to be predicted; it must be at least 1");
     // No window is longer than the text.
     let context = context.min(tokens.len().saturating_sub(1).max(1));
@@ -235,7 +236,7 @@ mod tests {
     fn what_cannot_be_evaluated_is_refused() -> Result<()> {
         let (model, file) = (model()?, TokenFile::from_tokens(&tokens(), BYTES)?);
         let error = |result: Result<Evaluation>| result.expect_err("it is refused").to_string();
-        assert!(error(evaluate_windows(&model, &file, 1, 0, 9, &Silent)).contains("the context is 0"));
+        assert!(error(evaluate_windows(&model, &file, 1, 0, 9, &Silent)).contains("context is 0"));
         assert!(error(evaluate_windows(&model, &file, 1, 9, 0, &Silent)).contains("0 tokens"));
         assert!(error(evaluate(&model, &TokenFile::from_tokens(&[1], 1)?, 1)).contains("nothing to predict"));
         for beyond in [[1, 20], [20, 1]] {

@@ -10,6 +10,7 @@ use rand_chacha::{
 
 use crate::{
     data::{StreamDecoder, Tokenizer},
+    errors::Cause,
     model::{Decoder, DecoderState},
 };
 
@@ -45,10 +46,13 @@ impl Sampler {
     /// If a setting is out of range; the message names it.
     pub fn new(sampling: Sampling) -> Result<Self> {
         let Sampling { temperature, top_k, top_p, seed } = sampling;
-        ensure!(temperature.is_finite() && temperature >= 0.0, "temperature is {temperature}; it must be at least 0");
-        ensure!(top_k != Some(0), "top-k is 0; it must be at least 1");
+        ensure!(
+            temperature.is_finite() && temperature >= 0.0,
+            Cause::setting("", "temperature", temperature, "at least 0")
+        );
+        ensure!(top_k != Some(0), Cause::setting("", "top_k", 0, "at least 1"));
         if let Some(p) = top_p {
-            ensure!(p > 0.0 && p <= 1.0, "top-p is {p}; it must be above 0 and at most 1");
+            ensure!(p > 0.0 && p <= 1.0, Cause::setting("", "top_p", p, "above 0 and at most 1"));
         }
         Ok(Self { sampling, rng: ChaCha8Rng::seed_from_u64(seed) })
     }
@@ -100,7 +104,7 @@ pub enum Stop {
     EndOfText,
     /// As many tokens as asked for were generated.
     MaxTokens,
-    /// The model has no more learned positions.
+    /// The model has no more positions.
     PositionsUsedUp,
     /// The receiver of the text asked to stop.
     Interrupted,
@@ -358,8 +362,8 @@ mod tests {
     fn settings_out_of_range_are_named() {
         for (sampling, word) in [
             (Sampling { temperature: -1.0, ..Sampling::default() }, "temperature"),
-            (Sampling { top_k: Some(0), ..Sampling::default() }, "top-k"),
-            (Sampling { top_p: Some(0.0), ..Sampling::default() }, "top-p"),
+            (Sampling { top_k: Some(0), ..Sampling::default() }, "top_k"),
+            (Sampling { top_p: Some(0.0), ..Sampling::default() }, "top_p"),
         ] {
             let error = Sampler::new(sampling).err().unwrap().to_string();
             assert!(error.contains(word) && !error.contains("Some"), "{error}");

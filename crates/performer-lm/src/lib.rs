@@ -47,6 +47,7 @@ pub mod device;
 mod draw;
 pub mod errors;
 pub mod eval;
+mod feature_rows;
 mod files;
 pub mod generate;
 #[cfg(feature = "lab")]

@@ -3,12 +3,15 @@
 
 mod measure;
 
+use std::fmt;
+
 use anyhow::{Result, bail};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::{Effort, Timing, matmul_rate, require_room, window_of_equal_state};
 use crate::{
+    errors::Cause,
     machine::Machine,
     plot::{At, Axis, Chart, Color, Marker, Scale, Series, Style},
 };
@@ -209,6 +212,14 @@ pub struct OtherSweep {
     causal: bool,
 }
 
+impl fmt::Display for OtherSweep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { head_dim, batch, heads, causal } = self;
+        let direction = if *causal { "causal" } else { "bidirectional" };
+        write!(f, "{batch} sequences of {heads} heads of {head_dim}, {direction}")
+    }
+}
+
 /// An `OtherAbout` is what another program says of how it measured.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct OtherAbout {
@@ -286,13 +297,31 @@ pub fn run(
     others: Option<Others>,
     mut progress: impl FnMut(String),
 ) -> Result<Report> {
-    for (name, size) in [("head dim", sweep.head_dim), ("batch", sweep.batch), ("heads", sweep.heads)] {
+    let least = |sizes: &[usize]| sizes.iter().copied().min().unwrap_or(1);
+    for (name, size) in [
+        ("head_dim", sweep.head_dim),
+        ("batch", sweep.batch),
+        ("heads", sweep.heads),
+        ("tokens", least(&sweep.tokens)),
+        ("features", least(&sweep.features)),
+    ] {
         if size == 0 {
-            bail!("{name} is 0; it must be at least 1");
+            bail!(Cause::setting("", name, size, "at least 1"));
         }
     }
-    if sweep.tokens.contains(&0) || sweep.features.contains(&0) {
-        bail!("tokens and features must be at least 1");
+    let mut sweep = sweep.clone();
+    // Crossovers and the lines of the charts go from each length to the next.
+    sweep.tokens.sort_unstable();
+    sweep.tokens.dedup();
+    let sweep = &sweep;
+    let ours = OtherSweep { head_dim: sweep.head_dim, batch: sweep.batch, heads: sweep.heads, causal: sweep.causal };
+    if let Some(others) = &others {
+        if others.sweep != ours {
+            bail!("the other measurements are of {}, these of {ours}; give both the same sizes", others.sweep);
+        }
+        if others.dtype() != "f32" {
+            bail!("the other measurements are of {}, these of f32; measure both in f32", others.dtype());
+        }
     }
     if !sweep.causal && (sweep.gates || sweep.windows) {
         bail!("forget gates and windows belong to causal attention");
@@ -313,19 +342,9 @@ pub fn run(
         crossovers: Vec::new(),
     };
     report.points = measure::points(sweep, effort, device, &mut progress)?;
-    if let Some(others) = others {
-        let ours =
-            OtherSweep { head_dim: sweep.head_dim, batch: sweep.batch, heads: sweep.heads, causal: sweep.causal };
-        if others.sweep != ours {
-            bail!("the other measurements are of {:?}, these of {ours:?}; give both the same sizes", others.sweep);
-        }
-        if others.dtype() != "f32" {
-            bail!("the other measurements are of {}, these of f32; measure both in f32", others.dtype());
-        }
-        for mut point in others.points {
-            point.count(sweep);
-            report.points.push(point);
-        }
+    for mut point in others.into_iter().flat_map(|others| others.points) {
+        point.count(sweep);
+        report.points.push(point);
     }
     report.crossovers = report.find_crossovers();
     Ok(report)
@@ -507,7 +526,15 @@ mod tests {
         let text = serde_json::to_string(&report)?;
         assert_eq!(serde_json::from_str::<Report>(&text)?.points.len(), report.points.len());
         let other = torch.replace("\"heads\": 2", "\"heads\": 3");
-        assert!(run(&sweep(), &Device::Cpu, 1, effort, Some(serde_json::from_str(&other)?), |_| {}).is_err());
+        let others = Some(serde_json::from_str(&other)?);
+        let refused = run(&sweep(), &Device::Cpu, 1, effort, others, |what| panic!("{what} is measured first"));
+        let error = refused.expect_err("other sizes").to_string();
+        assert!(error.contains("1 sequences of 3 heads of 4, causal, these of 1 sequences of 2 heads"), "{error}");
+        // Lengths are measured and drawn in their order, however they are given.
+        let unordered = Sweep { tokens: vec![32, 16, 32], composed: false, backward: false, ..sweep() };
+        let ordered = run(&unordered, &Device::Cpu, 1, effort, None, |_| {})?;
+        assert_eq!(ordered.sweep.tokens, [16, 32]);
+        assert_eq!(ordered.points.len(), 4);
         let less = Sweep { softmax: false, backward: false, composed: false, ..sweep() };
         let report = run(&less, &Device::Cpu, 1, effort, None, |_| {})?;
         assert!(report.points.iter().all(|p| p.implementation == Implementation::FavorFused && !p.backward));

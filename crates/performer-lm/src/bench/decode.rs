@@ -103,7 +103,7 @@ pub fn run(
             }
             let [q, k, v] = random(sweep, 1, device)?;
             let state_bytes = state.bytes();
-            // Every measured token lengthens the context, by at most a tenth in all.
+            // Every measured token lengthens the context, by a tenth in all or by the fewest runs.
             let few = Effort { time: std::time::Duration::ZERO, runs: effort.runs.max((context / 10).min(500)) };
             let timing = time(few, device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
             points.push(Point { attention: name.into(), context, timing, state_bytes });

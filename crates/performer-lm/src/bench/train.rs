@@ -77,7 +77,7 @@ pub struct Plan<'a> {
 /// ([`Trainer::exactly`], [`Trainer::run`]), if there is no place for its temporary folder, or,
 /// with [`Cause::Stopped`], if it is stopped.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
-    ensure!(plan.steps > 0, "steps is 0; it must be at least 1");
+    ensure!(plan.steps > 0, Cause::setting("", "steps", 0, "at least 1"));
     // There are as many epochs as the steps can need.
     let epochs = plan.steps.max(2);
     let training = TrainingConfig { epochs, eval_every: 0, save_every: 0, ..plan.training.clone() };

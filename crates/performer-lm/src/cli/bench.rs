@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Subcommand;
 use serde::Serialize;
 
@@ -17,6 +17,7 @@ use super::{
 use crate::{
     bench::{Effort, attention, decode, generate, train},
     config::AttentionPattern,
+    errors::require_once,
     files,
     model::pretrained,
     plot,
@@ -339,6 +340,7 @@ fn decode(args: &DecodeArgs, machine: &Machine) -> Result<()> {
 
 fn generate(args: &GenerateArgs, machine: &Machine) -> Result<()> {
     args.results.check("generate", &["generate-speed", "generate-memory"])?;
+    require_once("model", &args.models)?;
     let sweep = generate::Sweep { contexts: args.contexts.clone(), tokens: args.tokens };
     let mut report = generate::Report::begin(sweep, &machine.device, machine.threads)?;
     for source in &args.models {
@@ -387,6 +389,7 @@ fn name_among(source: &str, all: &[String]) -> String {
 
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
     args.results.check("train", &[])?;
+    ensure!(args.steps > 0, "--steps is 0; it must be at least 1");
     let (config, training) = args.recipe.load(machine)?;
     args.recipe.require_use(args.attention.iter().flat_map(AttentionPattern::attentions))?;
     args.recipe.require_steps_alone()?;

@@ -55,8 +55,9 @@ pub(super) struct Args {
     recipe: RecipeArgs,
     #[command(flatten)]
     data: DataArgs,
-    /// Folder for compare.json, table.md, the runs, and charts as SVG and PNG: loss over training,
-    /// positions over the context, and beside, which is positions less the first attention's.
+    /// Folder for compare.json, table.md, the runs, and three charts as SVG and PNG: loss (over
+    /// training), positions (the loss over positions of the context) and beside (the same, less
+    /// that of the first attention).
     #[arg(long, default_value = "runs/compare")]
     out: PathBuf,
     /// Print the outcome as JSON.

@@ -128,7 +128,8 @@ pub(super) struct Args {
     /// Convert nothing: report what the conversion of each layer alone costs, with nothing trained.
     /// Those that cost most are worth leaving exact.
     #[arg(long, conflicts_with_all = ["inspect", "out", "overwrite", "transfer_steps", "transfer_rate",
-        "drop_window", "tune_steps", "tune_rate", "adapters", "distillation", "points", "control", "batch_size", "second"])]
+        "drop_window", "tune_steps", "tune_rate", "adapters", "distillation", "points", "control", "batch_size", "second",
+        "calibrate_tokens", "balance"])]
     layer_costs: bool,
     /// Print as JSON.
     #[arg(long)]
@@ -186,6 +187,10 @@ impl Args {
 
     /// Returns the features that `--inspect` looks at.
     fn inspected(&self) -> Result<&FavorConfig> {
+        ensure!(
+            self.attention.other.is_none(),
+            "--inspect looks at one attention for all layers, such as --attention favor:m=64"
+        );
         let [one] = self.attention.most.by_head() else {
             bail!("--inspect looks at one attention for all heads, such as --attention favor:m=64")
         };
@@ -404,6 +409,8 @@ fn exact_too(layers: &[usize], given: &[(Vec<usize>, AttentionConfig)]) -> Strin
 }
 
 fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
+    // A map without random rows has no number of them to look for.
+    let has_number = attention.favor().is_some_and(|favor| favor.map.is_random());
     let rows: Vec<Vec<String>> = heads
         .iter()
         .map(|h| {
@@ -414,7 +421,11 @@ fn inspection(heads: &[HeadReport], attention: &AttentionConfig) -> String {
                 format!("{:.3}", h.row_total_variation),
                 format!("{:.3}", h.uniform_total_variation),
                 format!("{:.3}", h.output_error),
-                h.suggested_features.map_or_else(|| "softmax".into(), |m| format!("m={m}")),
+                match h.suggested_features {
+                    Some(m) => format!("m={m}"),
+                    None if has_number => "softmax".into(),
+                    None => "–".into(),
+                },
             ]
         })
         .collect();

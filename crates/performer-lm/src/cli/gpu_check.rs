@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use super::{args::Machine, bench::read_others, output};
 use crate::{
@@ -52,8 +52,8 @@ pub(super) struct Args {
     /// several times.
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Only the K-th of N equal shares of what is left of the work: several processes, or cards,
-    /// divide it.
+    /// Only the K-th of N equal parts of the work that the other options choose, so that several
+    /// processes, or cards, can divide it. Each writes results of its own.
     #[arg(long, value_name = "K/N", default_value = "1/1", hide_default_value = true)]
     share: Share,
     /// Stop beginning new work after this many minutes; what is left is listed.
@@ -68,9 +68,10 @@ pub(super) struct Args {
     /// Measurements of scripts/torch_attention.py to put beside ours.
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
-    /// File for the results as JSON; the lines go beside it.
-    #[arg(long, default_value = "gpu-check.json")]
-    out: PathBuf,
+    /// File for the results as JSON; the lines go beside it [default: gpu-check.json, or
+    /// gpu-check-K-of-N.json for a share].
+    #[arg(long)]
+    out: Option<PathBuf>,
     /// Print the results as JSON.
     #[arg(long)]
     json: bool,
@@ -120,8 +121,23 @@ impl Args {
         if self.quick { Extent::Quick } else { Extent::Full }
     }
 
+    fn out(&self) -> PathBuf {
+        let Share { which, of } = self.share;
+        let usual = if of == 1 { "gpu-check.json".into() } else { format!("gpu-check-{which}-of-{of}.json").into() };
+        self.out.clone().unwrap_or(usual)
+    }
+
     fn lines(&self) -> PathBuf {
-        self.out.with_extension("jsonl")
+        self.out().with_extension("jsonl")
+    }
+
+    /// Returns the most time that all the work may take, if there is a limit.
+    fn time(&self) -> Result<Option<Duration>> {
+        let time = |minutes: f64| {
+            Duration::try_from_secs_f64(minutes * 60.0)
+                .map_err(|_| anyhow!("--minutes is {minutes}; it must be a number of at least 0"))
+        };
+        self.minutes.map(time).transpose()
     }
 
     fn wants(&self, item: &Item) -> bool {
@@ -135,6 +151,8 @@ impl Args {
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
+    let time = args.time()?;
+    ensure!(args.patience > 0, "--patience is 0; it must be at least 1 second");
     let about = About::new(&machine.device, args.extent());
     let mut items = items(&machine.device, args.extent());
     items.retain(|item| args.wants(item));
@@ -153,10 +171,10 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         output::note("there is no GPU here: the CPU takes long for these sizes (--quick for small ones)");
     }
     let pytorch = args.against.as_deref().map(read_others).transpose()?;
-    let path = args.lines();
-    require_own(&args.out, &path, args.resume)?;
+    let (out, path) = (args.out(), args.lines());
+    require_own(&out, &path, args.resume)?;
     begin(&path, &about, args.resume)?;
-    oversee(&args, &path, &items)?;
+    oversee(time, Duration::from_secs(args.patience), &path, &items)?;
 
     let report = Report::of(about, &read_lines(&path)?, &items, pytorch.as_ref());
     if let Some(path) = &args.against
@@ -164,8 +182,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     {
         output::note(&format!("{} has none of the sizes that were timed: see --help", path.display()));
     }
-    files::write_json(&args.out, &report)?;
-    output::note(&format!("saved {}, and each result as a line in {}", args.out.display(), path.display()));
+    files::write_json(&out, &report)?;
+    output::note(&format!("saved {}, and each result as a line in {}", out.display(), path.display()));
     if args.json {
         output::json(&report)?
     } else {
@@ -187,9 +205,20 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
 /// are not replaced.
 fn require_own(out: &Path, lines: &Path, resume: bool) -> Result<()> {
     ensure!(
+        !out.is_dir(),
+        "--out is {}, which is a folder: give the name of a file, such as {}",
+        out.display(),
+        out.join("gpu-check.json").display()
+    );
+    ensure!(
         out != lines,
         "--out is {}, but results go there line by line while they are measured: give a name that ends in .json",
         out.display()
+    );
+    ensure!(
+        !resume || lines.exists(),
+        "there is no {} to go on with: leave out --resume to begin, or give the --out of the check that is to go on",
+        lines.display()
     );
     let is_report =
         |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok_and(|found| found["checks"].is_array());
@@ -218,16 +247,23 @@ fn begin(path: &Path, about: &About, resume: bool) -> Result<()> {
     match read_lines(path)?.first() {
         Some(Line::About(before)) if before == about => Ok(()),
         Some(Line::About(before)) => bail!(
-            "{} is of another check ({} on {}, {:?}; here {} on {}, {:?}): leave out --resume to begin anew",
+            "{} is of another check ({} on {}, {}; here {} on {}, {}): leave out --resume to begin anew",
             path.display(),
             before.revision,
             before.device,
-            before.extent,
+            sizes(before.extent),
             about.revision,
             about.device,
-            about.extent
+            sizes(about.extent)
         ),
         _ => bail!("{} does not begin as a check's lines do: leave out --resume to begin anew", path.display()),
+    }
+}
+
+fn sizes(extent: Extent) -> &'static str {
+    match extent {
+        Extent::Quick => "small sizes",
+        Extent::Full => "full sizes",
     }
 }
 
@@ -246,18 +282,17 @@ fn add_line(path: &Path, line: &Line) -> Result<()> {
     added.with_context(|| format!("cannot write {}: check free space and permissions", path.display()))
 }
 
-/// Starts processes that do the work until nothing is left, or time is up.
-fn oversee(args: &Args, path: &Path, items: &[Item]) -> Result<()> {
+/// Starts processes that do the work until nothing is left, or `time` is up. One that adds no line
+/// for longer than `patience` is ended.
+fn oversee(time: Option<Duration>, patience: Duration, path: &Path, items: &[Item]) -> Result<()> {
     let started = Instant::now();
-    let time = args.minutes.map(|minutes| Duration::try_from_secs_f64(minutes * 60.0)).transpose();
-    let time = time.context("--minutes must be a number of at least 0")?;
     loop {
         let before = State::of(&read_lines(path)?);
         let left = time.map(|time| time.saturating_sub(started.elapsed()));
         if items.iter().all(|item| before.done.contains(&item.name)) || left.is_some_and(|left| left.is_zero()) {
             return Ok(());
         }
-        let ended = watch(worker(left)?, path, Duration::from_secs(args.patience))?;
+        let ended = watch(worker(left)?, path, patience)?;
         let after = State::of(&read_lines(path)?);
         match (after.running, ended) {
             (None, Ended::Itself(status)) if status.success() => return Ok(()),

@@ -19,6 +19,7 @@ mod reference;
 mod train;
 
 use std::{
+    collections::BTreeSet,
     process::ExitCode,
     sync::{
         Arc,
@@ -28,7 +29,7 @@ use std::{
 };
 
 use anyhow::{Context, Error, Result, bail};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource};
 use performer_dist::{Disagreement, One, Ranks};
 
 use args::{Global, Machine};
@@ -116,8 +117,13 @@ pub fn main() -> ExitCode {
     if performer_dist::launched_rank() > 0 {
         output::be_silent();
     }
-    let matches = with_negative_numbers(Cli::command()).try_get_matches();
-    let cli = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
+    let mut command = with_negative_numbers(Cli::command());
+    let matches = command.try_get_matches_from_mut(std::env::args_os());
+    let parsed = matches.and_then(|matches| {
+        output::set_options(usable_options(&command, &matches));
+        Cli::from_arg_matches(&matches)
+    });
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) if performer_dist::launched_rank() > 0 => return ExitCode::from(error.exit_code() as u8),
         Err(error) => error.exit(),
@@ -149,6 +155,28 @@ pub fn main() -> ExitCode {
 /// with it.
 fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command.allow_negative_numbers(true).mut_subcommands(with_negative_numbers)
+}
+
+/// The long options of the command that was given, without those that contradict what was given.
+fn usable_options(mut command: &clap::Command, mut matches: &ArgMatches) -> BTreeSet<String> {
+    while let Some((name, inner)) = matches.subcommand() {
+        let Some(found) = command.find_subcommand(name) else { break };
+        (command, matches) = (found, inner);
+    }
+    let is_given = |arg: &clap::Arg| {
+        let source = matches.try_contains_id(arg.get_id().as_str()).is_ok();
+        source && matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine)
+    };
+    let given: Vec<&clap::Arg> = command.get_arguments().filter(|arg| is_given(arg)).collect();
+    let contradicts = |a: &clap::Arg, b: &clap::Arg| {
+        command.get_arg_conflicts_with(a).iter().any(|other| other.get_id() == b.get_id())
+    };
+    let options = command.get_arguments().filter(|arg| {
+        !given
+            .iter()
+            .any(|given| given.get_id() != arg.get_id() && (contradicts(given, arg) || contradicts(arg, given)))
+    });
+    options.filter_map(|arg| arg.get_long()).map(str::to_owned).collect()
 }
 
 /// Runs a command. `ranks` become the processes that were started with this one.
@@ -280,6 +308,29 @@ mod tests {
     #[test]
     fn arguments_are_consistent() {
         Cli::command().debug_assert();
+    }
+
+    /// A message names no option that the command lacks, or that contradicts what was typed.
+    #[test]
+    fn options_that_can_be_added_are_known() {
+        for (words, with, without) in [
+            (&["train"][..], &["learning-rate", "micro-batch", "out", "overwrite", "device"][..], &["tune-rate"][..]),
+            (&["train", "--resume", "run"], &["device"], &["learning-rate", "micro-batch", "out", "max-train-tokens"]),
+            (&["compare", "--learning-rates", "1e-3,3e-3"], &["out", "context"], &["learning-rate", "overwrite"]),
+            (&["lab", "ablate"], &["context", "out"], &["learning-rate", "micro-batch", "overwrite"]),
+            (&["eval", "run", "--data", "sample"], &["context", "data"], &["micro-batch", "out", "overwrite"]),
+        ] {
+            let mut command = with_negative_numbers(Cli::command());
+            let words = ["performer-lm"].iter().chain(words);
+            let matches = command.try_get_matches_from_mut(words.clone()).expect("words of a command");
+            let options = usable_options(&command, &matches);
+            let lacks =
+                |names: &[&str]| names.iter().find(|name| !options.contains(**name)).map(|name| name.to_string());
+            assert_eq!(lacks(with), None, "{words:?}: {options:?}");
+            for name in without {
+                assert!(!options.contains(*name), "{words:?} has --{name}");
+            }
+        }
     }
 
     /// Returns the pages of a folder and of the folders in it.

@@ -3,9 +3,10 @@
 
 use std::{
     cell::Cell,
+    collections::BTreeSet,
     io::{ErrorKind, Write},
     sync::{
-        LazyLock,
+        LazyLock, OnceLock,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -189,8 +190,12 @@ pub(super) fn error(error: &anyhow::Error) {
     help(error);
 }
 
-/// What an error says: Candle adds a backtrace to its messages where the environment asks for one.
+/// What an error says: a setting is called by its option, and Candle adds a backtrace to its
+/// messages where the environment asks for one.
 fn message(error: &(dyn std::error::Error + 'static)) -> String {
+    if let Some(text) = error.downcast_ref().and_then(|cause| setting(cause, &has_option)) {
+        return text;
+    }
     let text = error.to_string();
     match error.downcast_ref::<candle_core::Error>() {
         Some(_) => text.lines().next().unwrap_or_default().into(),
@@ -214,29 +219,62 @@ pub(super) fn error_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> 
 }
 
 fn help(error: &anyhow::Error) {
-    if let Some(options) = error.downcast_ref().and_then(options) {
+    if let Some(options) = error.downcast_ref().and_then(|cause| options(cause, &has_option)) {
         say(&format!("  help: {options}"));
     }
 }
 
-/// The options that mend what went wrong.
-fn options(cause: &Cause) -> Option<&'static str> {
-    match cause {
-        Cause::OutOfMemory { in_training: false, .. } => None,
-        Cause::OutOfMemory { .. } => Some("--micro-batch, --context and --dtype set these"),
-        Cause::Diverged { training, .. } => Some(match training.as_str() {
-            "transfer" => "--transfer-rate sets it",
-            "tune" | "control" => "--tune-rate sets it",
-            _ => "--learning-rate sets it",
-        }),
-        Cause::AnotherFolder(_) => Some("--out FOLDER chooses another one"),
-        Cause::WouldReplace(_) => Some("--out FOLDER chooses another one, --overwrite replaces what this one holds"),
-        Cause::Stopped(_) => None,
-        Cause::Device(_) => Some("--device cpu does without"),
-        Cause::OtherData(_) => Some("--data and --tokenizer name what the run began with"),
-        Cause::Data(_) => {
-            Some("--data PATH gives a text file of yours, --data sample the stories that come with the program")
+/// The long options that the command can take beside those it was given.
+static OPTIONS: OnceLock<BTreeSet<String>> = OnceLock::new();
+
+/// Remembers which options the command can take: messages name no others.
+pub(super) fn set_options(options: BTreeSet<String>) {
+    // The command line is read once.
+    let _ = OPTIONS.set(options);
+}
+
+fn has_option(name: &str) -> bool {
+    OPTIONS.get().is_some_and(|options| options.contains(name))
+}
+
+/// What is wrong with a setting, by the option that sets it, where the command has one.
+fn setting(cause: &Cause, has: &dyn Fn(&str) -> bool) -> Option<String> {
+    let Cause::Setting { name, value, must, .. } = cause else { return None };
+    let option = name.replace('_', "-");
+    has(&option).then(|| format!("--{option} is {value}; it must be {must}"))
+}
+
+/// The options that mend what went wrong, of those that the command has.
+fn options(cause: &Cause, has: &dyn Fn(&str) -> bool) -> Option<String> {
+    let sets = |options: &[&str]| {
+        let all: Vec<String> = options.iter().filter(|name| has(name)).map(|name| format!("--{name}")).collect();
+        match all.as_slice() {
+            [] => None,
+            [one] => Some(format!("{one} sets it")),
+            [most @ .., last] => Some(format!("{} and {last} set these", most.join(", "))),
         }
+    };
+    let texts = |texts: &[(&str, &str)]| {
+        let all: Vec<&str> = texts.iter().filter(|(name, _)| has(name)).map(|(_, text)| *text).collect();
+        (!all.is_empty()).then(|| all.join(", "))
+    };
+    let other_folder = ("out", "--out FOLDER chooses another one");
+    match cause {
+        Cause::OutOfMemory { in_training: true, .. } => sets(&["micro-batch", "context", "dtype"]),
+        Cause::Diverged { training, .. } => sets(match training.as_str() {
+            "transfer" => &["transfer-rate"],
+            "tune" | "control" => &["tune-rate"],
+            _ => &["learning-rate"],
+        }),
+        Cause::AnotherFolder(_) => texts(&[other_folder]),
+        Cause::WouldReplace(_) => texts(&[other_folder, ("overwrite", "--overwrite replaces what this one holds")]),
+        Cause::Device(_) => texts(&[("device", "--device cpu does without")]),
+        Cause::OtherData(_) => texts(&[("data", "--data and --tokenizer name what the run began with")]),
+        Cause::Data(_) => texts(&[(
+            "data",
+            "--data PATH gives a text file of yours, --data sample the stories that come with the program",
+        )]),
+        Cause::OutOfMemory { .. } | Cause::Setting { .. } | Cause::Stopped(_) => None,
     }
 }
 
@@ -293,10 +331,27 @@ mod tests {
             // The cause may stand anywhere among what led to the error.
             let error = anyhow::anyhow!("a value is not finite").context(diverged(training)).context("this run");
             assert!(!format!("{error:#}").contains("--"));
-            assert!(error.downcast_ref().and_then(options).unwrap().starts_with(option));
+            let help = |has: &dyn Fn(&str) -> bool| error.downcast_ref().and_then(|cause| options(cause, has));
+            assert_eq!(help(&|_| true), Some(format!("{option} sets it")));
+            // A command without the option does not hear of it.
+            assert_eq!(help(&|_| false), None);
         }
-        let folder = anyhow::Error::from(Cause::AnotherFolder("runs/a is taken".into()));
-        assert!(folder.downcast_ref().and_then(options).unwrap().contains("--out"));
+        let folder = Cause::WouldReplace("runs/a is taken".into());
+        assert_eq!(options(&folder, &|name| name == "out").unwrap(), "--out FOLDER chooses another one");
+        assert!(options(&folder, &|_| true).unwrap().ends_with("--overwrite replaces what this one holds"));
+        let memory = Cause::OutOfMemory { free: None, lower: "the batch".into(), in_training: true };
+        assert_eq!(options(&memory, &|name| name != "dtype").unwrap(), "--micro-batch and --context set these");
+        assert_eq!(options(&memory, &|name| name == "context").unwrap(), "--context sets it");
+    }
+
+    /// The library calls a setting by its name in the files; who typed an option reads the option.
+    #[test]
+    fn a_setting_is_called_by_its_option_where_there_is_one() {
+        let cause = Cause::setting("training config", "batch_size", 0, "at least 1");
+        assert_eq!(cause.to_string(), "training config: batch_size is 0; it must be at least 1");
+        let typed = setting(&cause, &|name| name == "batch-size");
+        assert_eq!(typed.unwrap(), "--batch-size is 0; it must be at least 1");
+        assert_eq!(setting(&cause, &|_| false), None);
     }
 
     #[test]

@@ -249,7 +249,8 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         "an epoch is {} of the {} training tokens{}",
         output::thousands(used),
         output::thousands(all),
-        if used * 2 < all { " (--max-train-tokens 0 for all)" } else { "" }
+        // What is resumed reads what it began with.
+        if used * 2 < all && args.resume.is_none() { " (--max-train-tokens 0 for all)" } else { "" }
     ));
     let (vocabulary, leak, leads) = (config.vocab_size, config.leak, trainer.ranks().leads());
     let Some(report) = trainer.run()? else {
@@ -275,14 +276,14 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     }
     if is_worse_than_guessing(report.val_loss, vocabulary) {
         output::note(&format!(
-            "saved in {}; its loss is above {:.4}, that of a guess among all {vocabulary} tokens: it has learned nothing (a lower \
+            "saved in {}; its loss is above {:.4}, that of a guess among all {vocabulary} tokens: it has learned nothing ({}a lower \
              --learning-rate, or more steps)",
             out.display(),
-            guessing(vocabulary)
+            guessing(vocabulary),
+            if args.resume.is_some() { "begin anew with " } else { "" }
         ));
         return Ok(());
     }
-    let program =
-        std::env::args_os().next().map_or_else(|| "performer-lm".into(), |name| name.to_string_lossy().into_owned());
+    let program = std::env::args_os().next().map_or_else(|| "performer-lm".into(), quoted);
     ending.tell(&program, args.resume.is_none() && args.from.is_none())
 }

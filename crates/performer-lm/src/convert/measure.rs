@@ -138,8 +138,8 @@ impl<'a> Meter<'a> {
         Ok(Some(Predictions { val_loss, perplexity: perplexity(val_loss), top1_agreement }))
     }
 
-    /// Returns windows of the model's context from the beginning of a text, which have about as many
-    /// tokens as the plan says.
+    /// Returns windows of the model's context from the beginning of a text, which have about as
+    /// many tokens as the plan says.
     fn windows(&self, model: &Decoder, tokens: &TokenFile) -> Result<Vec<Batch>> {
         let context = model.config().context.min(tokens.len().saturating_sub(1).max(1));
         let rows = (1024 / context).max(1);
@@ -203,7 +203,7 @@ impl Read {
 pub(super) fn about(stage: &str) -> String {
     match stage {
         "teacher" => "cannot measure the teacher".into(),
-        "swap" => "cannot measure the teacher with features drawn at random in it".into(),
+        "swap" => "cannot measure the teacher with the new attention in it, untrained".into(),
         _ => format!("cannot measure the model after the stage '{stage}'"),
     }
 }

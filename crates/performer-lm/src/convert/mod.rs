@@ -388,25 +388,19 @@ fn check(plan: &Plan) -> Result<()> {
     if let Some(layer) = plan.config.idle_features() {
         bail!(plan.config.of_idle_features(layer));
     }
-    let rates = [("transfer_rate", Some(plan.transfer_rate)), ("tuning.rate", plan.tuning.map(|tuning| tuning.rate))];
+    let rates = [("transfer_rate", Some(plan.transfer_rate)), ("tune_rate", plan.tuning.map(|tuning| tuning.rate))];
     for (name, rate) in rates.into_iter().filter_map(|(name, rate)| Some((name, rate?))) {
-        ensure!(rate > 0.0 && rate.is_finite(), "{name} is {rate}; a learning rate is a number above 0");
+        ensure!(rate > 0.0 && rate.is_finite(), Cause::setting("", name, rate, "a number above 0"));
     }
-    if let Some(share) = plan.tuning.map(|tuning| tuning.distillation) {
-        ensure!(
-            (0.0..=1.0).contains(&share),
-            "tuning.distillation is {share}; it is the teacher's share of the loss, from 0 to 1"
-        );
+    let shares =
+        [("distillation", plan.tuning.map(|tuning| tuning.distillation)), ("drop_window", Some(plan.drop_window))];
+    for (name, share) in shares.into_iter().filter_map(|(name, share)| Some((name, share?))) {
+        ensure!((0.0..=1.0).contains(&share), Cause::setting("", name, share, "a share, from 0 to 1"));
     }
-    ensure!(
-        (0.0..=1.0).contains(&plan.drop_window),
-        "windows are to be switched off in {} of the steps; it is a share, from 0 to 1",
-        plan.drop_window
-    );
     ensure!(
         plan.drop_window == 0.0 || windows::without_windows(&plan.config).is_some(),
         "no layer is to have a window before features, so there is none to switch off: give one, such as \
-         favor:m=64,map=learned,window=32, or set drop_window to 0"
+         favor:m=64,map=learned,window=32, or switch none off (drop-window 0)"
     );
     if let Some(rank) = plan.tuning.and_then(|tuning| tuning.adapters) {
         adapters::check(plan.teacher, rank)?;
@@ -414,13 +408,13 @@ fn check(plan: &Plan) -> Result<()> {
     if plan.calibrate_tokens > 0 {
         ensure!(
             layers.clone().any(|i| is_calibrated(plan.config.attention_of(i))),
-            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or set calibrate_tokens to 0",
+            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or fit nothing (calibrate-tokens 0)",
             maps(&favor)
         );
     }
     ensure!(
         plan.transfer_steps == 0 || layers.clone().any(|i| is_transferred(plan.config.attention_of(i))),
-        "{} cannot be trained: use map=learned or map=hedgehog, or set transfer_steps to 0",
+        "{} cannot be trained: use map=learned or map=hedgehog, or leave the transfer out (transfer-steps 0)",
         maps(&favor)
     );
     Ok(())

@@ -19,7 +19,8 @@ pub struct Point {
 /// A `Stage` describes a finished stage and its result.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Stage {
-    /// `teacher`, `swap` (plain random features), `calibrate`, `transfer`, `tune`, or `control`.
+    /// `teacher`, `swap` (the new attention, untrained), `calibrate`, `transfer`, `tune`, or
+    /// `control`.
     pub name: String,
     /// Number of tokens that the student had seen in all stages when this one was done.
     pub tokens: u64,

@@ -75,7 +75,7 @@ impl Batches {
         if windows < batch_size {
             bail!(
                 "{} tokens of training text are {windows} windows of {context} tokens, fewer than one batch of \
-                 {batch_size}; use a shorter context, a smaller batch, or more text",
+                 {batch_size}; use a shorter context or more text, or smaller batches where they can be chosen",
                 tokens.len()
             );
         }

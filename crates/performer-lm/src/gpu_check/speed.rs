@@ -63,7 +63,8 @@ const HEAD_DIM: usize = 64;
 const FEATURES: usize = 128;
 
 /// Tokens of the window that softmax is timed with: its keys and values are as many numbers as the
-/// state of FAVOR, which is `FEATURES · (HEAD_DIM + 1)`.
+/// sums of FAVOR's state, which are `FEATURES · (HEAD_DIM + 1)`. The scales of these sums, one more
+/// for each feature, are not counted, so that timings compare with earlier ones.
 const WINDOW: usize = 65;
 
 /// The logarithm of what a forget gate keeps of the past at every token: a memory of a thousand

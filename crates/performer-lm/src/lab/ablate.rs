@@ -16,7 +16,7 @@ use crate::{
     bench::window_of_equal_state,
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
-    errors::{Cause, STOPPED, require_once},
+    errors::{Cause, STOPPED, STOPPED_FOR_GOOD, require_once},
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
@@ -39,6 +39,8 @@ pub struct Plan<'a> {
     pub features: Vec<usize>,
     /// Folder for the runs; finished runs are not run again.
     pub runs: &'a Path,
+    /// Whether that folder is still there after the experiment, so that a stopped one can go on.
+    pub is_kept: bool,
     /// The data as the command line spells it.
     pub data: String,
     /// Device on which the models are trained.
@@ -51,6 +53,13 @@ pub struct Plan<'a> {
     pub listener: &'a dyn Listener,
     /// The processes that share the experiment: each makes whole runs, in one folder that all see.
     pub ranks: Grid,
+}
+
+impl Plan<'_> {
+    /// What is said of an experiment that was stopped.
+    fn stopped(&self) -> Cause {
+        Cause::Stopped(if self.is_kept { STOPPED } else { STOPPED_FOR_GOOD }.into())
+    }
 }
 
 /// A `Variant` is the model with one thing changed.
@@ -217,7 +226,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
                 report.with_context(|| variants[i].name.clone())
             },
         )?;
-        ensure!(ended.is_some(), Cause::Stopped(STOPPED.into()));
+        ensure!(ended.is_some(), plan.stopped());
     }
     let mut outcomes = Vec::new();
     for (i, variant) in variants.iter().enumerate() {
@@ -236,7 +245,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             let folder = plan.folder(i, seed);
             let report = made(&plan.ranks, &config, &training, data, plan.options(&folder));
             let report = report.with_context(|| variant.name.clone())?;
-            let Some(report) = report else { bail!(Cause::Stopped(STOPPED.into())) };
+            let Some(report) = report else { bail!(plan.stopped()) };
             progress(format!(
                 "{}/{} {}, seed {seed}: {:.4} nats a token, {:.0} tokens/s",
                 i + 1,

@@ -15,6 +15,7 @@ use crate::{
     config::AttentionConfig,
     convert::moments,
     data::{DataSpec, Prepared, eval_windows, prepare_for},
+    errors::Cause,
     listener::Listener,
     model::pretrained::Pretrained,
     train::{digests, model_digest},
@@ -67,6 +68,11 @@ pub fn shipped() -> Option<PathBuf> {
 }
 
 impl Heads {
+    /// Returns the number of tokens of a window of text.
+    pub(super) fn context(&self) -> usize {
+        self.context
+    }
+
     /// Reads a model and runs it on text.
     ///
     /// # Errors
@@ -77,7 +83,10 @@ impl Heads {
         ensure!(source.calibrate_tokens > 0, "features are fitted to 0 tokens; give at least 1");
         let mut model = Pretrained::open_with(&source.model, listener)?;
         let context = source.context.unwrap_or(model.config.context.min(MOST_CONTEXT));
-        ensure!(context >= 16, "a context of {context} tokens says nothing about attention; give at least 16");
+        ensure!(
+            context >= 16,
+            Cause::setting("", "context", context, "at least 16, or it says nothing about attention")
+        );
         if context != model.config.context && model.tensors.contains_key("model.embed_positions.weight") {
             bail!("context {context}: a model with learned positions keeps its context of {}", model.config.context);
         }

@@ -102,7 +102,7 @@ impl Provenance {
     }
 }
 
-/// Refuses a folder in which [`save`] would replace what is no report.
+/// Refuses a folder in which [`save`] would replace what is no report. Charts are not looked at.
 ///
 /// # Errors
 /// If there is such a file; the message names it.

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     config::AttentionConfig,
+    errors::Cause,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     revision::quoted,
 };
@@ -94,12 +95,11 @@ impl Plan {
             self.error
         );
         ensure!(!self.maps.is_empty(), "no map to choose from: give one, such as dense");
-        ensure!(self.draws > 0, "draws is 0; it must be at least 1");
+        ensure!(self.draws > 0, Cause::setting("", "draws", 0, "at least 1"));
+        let (most, least) = (self.most_features, FEATURES[0]);
         ensure!(
-            self.most_features >= FEATURES[0],
-            "most-features is {}; the smallest number tried is {}",
-            self.most_features,
-            FEATURES[0]
+            most >= least,
+            Cause::setting("", "most_features", most, format_args!("at least {least}, the smallest number tried"))
         );
         if let Some(map) = self.maps.iter().find(|map| !map.is_random() || **map == FeatureMapKind::Learned) {
             bail!(
@@ -207,6 +207,13 @@ impl Plan {
 /// If the plan measures nothing, or the errors cannot be measured.
 pub fn run(plan: &Plan, heads: &Heads, progress: &dyn Fn(&str)) -> Result<Findings> {
     plan.check()?;
+    if let Some(window) = plan.window {
+        ensure!(
+            window < heads.context(),
+            "a window of {window} tokens leaves nothing to features in texts of {} tokens: give a shorter one",
+            heads.context()
+        );
+    }
     let mut suggestions = Vec::new();
     for layer in 0..heads.layer_count() {
         progress(&format!("layer {layer} of {}", heads.layer_count()));
@@ -249,9 +256,16 @@ pub fn run(plan: &Plan, heads: &Heads, progress: &dyn Fn(&str)) -> Result<Findin
     )];
     text.push(match &command {
         Some(command) => format!("To convert so: {command}"),
-        None => "No layer can be converted within this error: allow more (--error), add an exact window (--window 32), or train the features \
-                 (`convert` with map=learned)."
-            .into(),
+        None => {
+            let window = match plan.window {
+                None => "add an exact window (--window 32)".into(),
+                Some(window) => format!("widen the window (--window {})", 2 * window),
+            };
+            format!(
+                "No layer can be converted within this error: allow more (--error), {window}, or train the features (`convert` with \
+                 map=learned)."
+            )
+        }
     });
     let title = format!("{} over features, layer by layer", capitalised(plan.criterion.name()));
     let section = Section {

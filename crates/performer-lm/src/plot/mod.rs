@@ -193,7 +193,7 @@ pub(crate) fn require_own(stem: &Path) -> Result<()> {
     };
     match foreign {
         Some(path) => anyhow::bail!(
-            "{} is no chart of this program, and would be replaced: choose another name, or remove it first",
+            "{} is no chart of this program, and would be replaced: choose another place for the chart, or remove the file first",
             path.display()
         ),
         None => Ok(()),

@@ -373,7 +373,7 @@ fn bad_input_gets_one_clear_error() {
     fails(&run(&["bench", "train", "--steps", "0", "--data", "sample"]), &["steps is 0"]);
     fails(&run(&["gpu-check", "--device", "cpu", "--out", "lines.jsonl"]), &["lines.jsonl", ".json"]);
     let minutes = ["gpu-check", "--device", "cpu", "--quick", "--only", "embedding", "--minutes", "nan"];
-    fails(&run(&minutes), &["--minutes must be a number"]);
+    fails(&run(&minutes), &["--minutes is NaN", "a number of at least 0"]);
 
     std::fs::write(dir.path().join("bad.txt"), b"fine\xff\xfe").unwrap();
     fails(&run(&["train", "--data", "bad.txt"]), &["bad.txt", "UTF-8"]);
@@ -467,6 +467,33 @@ fn gpu_check_loses_one_piece_of_work_to_a_crash_and_goes_on_after_a_stop() {
     fails(&check(&["--resume"]), &["out.jsonl", "--resume"]);
     let words = ["gpu-check", "--device", "cpu", "--quick", "--only", "no such thing"];
     fails(&performer(dir.path(), &words), &["no such thing"]);
+}
+
+/// What a check was told wrongly is said before anything of an earlier check is replaced.
+#[test]
+fn gpu_check_refuses_before_it_replaces() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |more: &[&str]| {
+        let words = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "gelu f16"];
+        performer(dir.path(), &[&words[..], more].concat())
+    };
+    assert!(check(&[]).status.success());
+    let read = || ["gpu-check.json", "gpu-check.jsonl"].map(|name| std::fs::read(dir.path().join(name)).unwrap());
+    let before = read();
+    for (more, words) in [
+        (&["--minutes", "-1"][..], &["--minutes is -1", "at least 0"][..]),
+        (&["--patience", "0"], &["--patience is 0", "at least 1"]),
+        (&["--out", "."], &["a folder", "gpu-check.json"]),
+        (&["--resume", "--out", "none.json"], &["none.jsonl", "leave out --resume"]),
+    ] {
+        fails(&check(more), words);
+        assert_eq!(read(), before, "{more:?}");
+    }
+    // Shares of the work do not write to one file.
+    assert!(check(&["--share", "1/1"]).status.success());
+    let half = ["gpu-check", "--device", "cpu", "--quick", "--only-checks", "--only", "gelu", "--share", "2/2"];
+    assert!(performer(dir.path(), &half).status.success());
+    assert!(dir.path().join("gpu-check-2-of-2.json").exists());
 }
 
 /// Whoever kills the program ends the process that does its work too: otherwise that one would add

@@ -8,13 +8,14 @@ use std::{
 };
 
 /// The modules, each after everything that it imports from.
-const ORDER: [&str; 24] = [
+const ORDER: [&str; 25] = [
     "errors",
     "files",
     "listener",
     "memory",
     "parallel",
     "revision",
+    "feature_rows",
     "device",
     "draw",
     "machine",

@@ -148,7 +148,9 @@ fn bad_options_get_one_clear_error() {
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "dense,positive"]), &["fitted", "--map"]);
     fails(&run(&["suggest"]), &["--checkpoint"]);
     model(dir.path());
-    fails(&run(&["error", "--quick", "--checkpoint", "model", "--context", "5"]), &["5 tokens", "at least 16"]);
+    fails(&run(&["error", "--quick", "--checkpoint", "model", "--context", "5"]), &["--context is 5", "at least 16"]);
+    let wide = ["suggest", "--checkpoint", "model", "--data", "sample", "--window", "300"];
+    fails(&run(&wide), &["a window of 300 tokens", "leaves nothing to features"]);
     std::fs::write(dir.path().join("short.txt"), "A cat.").unwrap();
     fails(&run(&["suggest", "--checkpoint", "model", "--data", "short.txt"]), &["too little"]);
 }
@@ -175,6 +177,7 @@ fn attentions_that_need_a_mask_stay_out_of_tasks_without_one() {
         &tasks(&["--task", "copying", "--attention", "softmax", "--attention", "softmax"]),
         &["attention softmax is given twice"],
     );
+    fails(&tasks(&["--task", "copying", "--proteins", "p.fasta"]), &["--proteins belongs to the task protein"]);
     let seeds = ["lab", "ablate", "--data", "sample", "--seeds", "1,1", "--out", "ablated"];
     fails(&performer(dir.path(), &seeds), &["seed 1 is given twice"]);
 }

@@ -193,6 +193,8 @@ fn options_that_do_nothing_are_refused() {
         (&["--layer-costs", "--tune-steps", "3"][..], "--tune-steps"),
         (&["--layer-costs", "--out", "o"], "--out"),
         (&["--layer-costs", "--control"], "--control"),
+        (&["--layer-costs", "--calibrate-tokens", "100"], "--calibrate-tokens"),
+        (&["--layer-costs", "--balance"], "--balance"),
     ] {
         fails(&performer(dir.path(), &[&convert[..], more].concat()), &["cannot be used with", word]);
     }
@@ -223,7 +225,7 @@ fn options_that_do_nothing_are_refused() {
         (&["--attention", "favor:m=8,map=learned", "--redraw-every", "2"], &["--redraw-every: no attention here"]),
         (&["--attention", "favor:m=8", "--fit-every", "2"], &["--fit-every: no attention here", "map=dense"]),
         (&["--tokenizer", "tokenizer.json", "--vocab-size", "300"], &["--vocab-size: the tokenizer of --tokenizer"]),
-        (&["--max-steps", "0"], &["max_steps is 0; it must be at least 1"]),
+        (&["--max-steps", "0"], &["--max-steps is 0; it must be at least 1"]),
     ] {
         let without_steps = ["train", "--data", "sample", "--out", "none"];
         fails(&performer(dir.path(), &[&without_steps[..], more].concat()), words);
@@ -264,7 +266,7 @@ fn numbers_out_of_range_are_named_by_their_option() {
     }
     fails(&run(&["generate", "run", "--top-p", "0"]), &["top-p is 0; it must be above 0"]);
     fails(&run(&["generate", "run", "--temperature", "-1"]), &["temperature is -1; it must be at least 0"]);
-    fails(&run(&train("1", &["--learning-rate", "-0.5"])), &["learning_rate is -0.5; it must be positive"]);
+    fails(&run(&train("1", &["--learning-rate", "-0.5"])), &["--learning-rate is -0.5; it must be a number above 0"]);
     let seed = run(&["generate", "run", "--seed", "-1"]);
     fails(&seed, &["invalid value '-1' for '--seed"]);
     fails(&run(&train("1", &["--attention", "favor:m=4,m=8"])), &["m is given twice"]);

@@ -91,6 +91,22 @@ fn no_report_outlives_its_model() {
     }
 }
 
+/// An export that fails leaves the model that it was to replace, and nothing of its own.
+#[test]
+fn an_export_that_fails_leaves_the_earlier_model() {
+    let dir = with_teacher();
+    let export = ["export", "teacher", "--out", "out", "--overwrite"];
+    assert!(performer(dir.path(), &export).status.success());
+    let out = dir.path().join("out");
+    let weights = fs::read(out.join("model.safetensors")).unwrap();
+    fs::remove_file(out.join("tokenizer_config.json")).unwrap();
+    fs::create_dir(out.join("tokenizer_config.json")).unwrap();
+    fails(&performer(dir.path(), &export), &["tokenizer_config.json is a folder"]);
+    assert_eq!(fs::read(out.join("model.safetensors")).unwrap(), weights);
+    let left = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert_eq!(left.filter(|name| name.ends_with(".new")).count(), 0);
+}
+
 /// A conversion that goes on, or that is finished, is no accident; another model is.
 #[test]
 fn a_conversion_replaces_no_other_model_and_not_its_teacher() {

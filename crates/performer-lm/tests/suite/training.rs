@@ -357,6 +357,7 @@ impl Asked {
             seeds: vec![self.seed],
             features: vec![self.features],
             runs: out,
+            is_kept: true,
             data: "law".into(),
             device: Device::Cpu,
             threads: 2,

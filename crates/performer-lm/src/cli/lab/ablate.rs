@@ -98,6 +98,7 @@ impl Args {
             seeds: self.seeds,
             features: self.features,
             runs: &runs,
+            is_kept: self.common.out.is_some(),
             data: self.data.spec().to_string(),
             device: machine.device.clone(),
             threads: machine.threads,

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, atomic::AtomicBool},
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use super::Common;
 use crate::{
@@ -78,6 +78,11 @@ impl Args {
         } else {
             self.task
         };
+        let files =
+            [("--text", Task::Text, !self.text.is_empty()), ("--proteins", Task::Protein, self.proteins.is_some())];
+        if let Some((option, task, _)) = files.iter().find(|(_, task, given)| *given && !tasks.contains(task)) {
+            bail!("{option} belongs to the task {task}, which --task leaves out");
+        }
         let without = |task: Task, given: bool| tasks.contains(&task) && !given;
         ensure!(!without(Task::Text, !self.text.is_empty()), "the task text reads a text: give --text FILE");
         ensure!(

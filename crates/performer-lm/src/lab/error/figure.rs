@@ -132,16 +132,22 @@ fn figure(plan: &Plan, input: Input, tokens: usize) -> Result<(Section, Value)> 
         .map(|estimator| measure(plan, &attention, estimator.name, &|m, seed| estimator.build(m, d, seed, &moments)));
     let lines: Vec<Line> = lines.collect::<Result<_>>()?;
     let uniform = attention.uniform()?;
-    let file = match (input, tokens == plan.tokens[0]) {
-        (Input::Gaussian, true) => "figure",
-        (Input::Gaussian, false) => "figure-long",
-        (Input::UnitRows, _) => "figure-unit-rows",
-    };
+    let file = file_name(input, &plan.tokens, tokens);
     let title = format!("Output error over features: {}, L={tokens}, D={d}", input.name());
     let text = vec![describe(input, &lines, uniform)];
-    let section = section(plan, file, title, text, &lines, &[("uniform attention", uniform)]);
+    let section = section(plan, &file, title, text, &lines, &[("uniform attention", uniform)]);
     let data = json!({ "input": input.name(), "tokens": tokens, "uniform": uniform, "curves": curves(&lines) });
     Ok((section, data))
+}
+
+/// Returns the name of the chart of one kind of input and one of the lengths.
+fn file_name(input: Input, lengths: &[usize], tokens: usize) -> String {
+    match (input, lengths.iter().position(|&length| length == tokens)) {
+        (Input::UnitRows, _) => "figure-unit-rows".into(),
+        (Input::Gaussian, Some(0)) => "figure".into(),
+        (Input::Gaussian, Some(1)) => "figure-long".into(),
+        (Input::Gaussian, _) => format!("figure-{tokens}"),
+    }
 }
 
 fn curves(lines: &[Line]) -> Value {
@@ -155,7 +161,7 @@ fn curves(lines: &[Line]) -> Value {
 
 fn section(
     plan: &Plan,
-    file: &'static str,
+    file: &str,
     title: String,
     text: Vec<String>,
     lines: &[Line],
@@ -289,4 +295,20 @@ fn two_pi_limit(attention: &Attention) -> Result<f64> {
         Ok(candle_nn::ops::softmax(&logits, D::Minus1)?.matmul(&attention.values)?)
     });
     attention.squared(&Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_chart_replaces_another() {
+        let lengths = [1024, 4096, 512, 64];
+        let mut names: Vec<String> = lengths.iter().map(|&t| file_name(Input::Gaussian, &lengths, t)).collect();
+        names.push(file_name(Input::UnitRows, &lengths, 1024));
+        let all = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), all, "{names:?}");
+    }
 }

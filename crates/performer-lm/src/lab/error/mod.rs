@@ -25,6 +25,7 @@ pub(super) use problem::{Errors, Problem};
 pub(super) use set::{QUERIES, Set};
 
 use super::{Findings, Heads};
+use crate::errors::Cause;
 
 /// A `Plan` says what to measure, and how thoroughly.
 #[derive(Clone, Debug)]
@@ -80,15 +81,15 @@ impl Plan {
     pub fn check(&self) -> Result<()> {
         ensure!(!self.tokens.is_empty(), "tokens names no length; give at least one, such as 1024");
         ensure!(!self.features.is_empty(), "features names no number; give at least one, such as 128");
-        for (option, value, least) in [
+        for (name, value, least) in [
             ("tokens", self.tokens.iter().min(), 16),
             ("features", self.features.iter().min(), 2),
-            ("head-dim", Some(&self.head_dim), 2),
+            ("head_dim", Some(&self.head_dim), 2),
             ("draws", Some(&self.draws), 2),
-            ("kernel-draws", Some(&self.kernel_draws), 2),
+            ("kernel_draws", Some(&self.kernel_draws), 2),
         ] {
             let value = value.copied().unwrap_or(0);
-            ensure!(value >= least, "{option} is {value}; it must be at least {least}");
+            ensure!(value >= least, Cause::setting("", name, value, format_args!("at least {least}")));
         }
         Ok(())
     }

@@ -1,8 +1,10 @@
 //! This module computes one head's exact attention, and the errors of an estimate of it.
 
 use candle_core::{D, DType, Device, Result, Tensor};
-use performer_core::{FeatureMap, Features, features::fit::Moments};
+use performer_core::{FeatureMap, features::fit::Moments};
 use serde::Serialize;
+
+use crate::feature_rows::{FeatureRows, normalised};
 
 /// A `Problem` holds queries, keys and values of one head, with their exact attention.
 pub(crate) struct Problem {
@@ -75,8 +77,8 @@ impl Problem {
     /// Returns the rows of attention by estimated kernels, shape `(Tq, Tk)`; kernels of the last
     /// `window` keys are exact.
     pub(crate) fn estimate(&self, map: &dyn FeatureMap, window: usize) -> Result<Tensor> {
-        let (kernel, log_scale) = kernel_rows(map, &self.x, &self.y)?;
-        let mut kernel = (kernel * &self.visible)?;
+        let (queries, keys, log_scale) = scaled(map, &self.x, &self.y)?;
+        let mut kernel = (queries.matmul(&keys.t()?)? * &self.visible)?;
         if window > 0 {
             let near = (self.distance.lt(window as f64)?.to_dtype(DType::F64)? * &self.visible)?;
             let logits = self.x.matmul(&self.y.t()?)?;
@@ -110,49 +112,11 @@ fn stable(logits: &Tensor) -> Result<Tensor> {
     logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)
 }
 
-/// Divides each row by its sum; a row whose sum is zero is not changed.
-fn normalised(kernel: &Tensor) -> Result<Tensor> {
-    let sums = kernel.sum_keepdim(1)?;
-    let empty = sums.eq(0.0)?.to_dtype(DType::F64)?;
-    kernel.broadcast_div(&(sums + empty)?)
-}
-
-/// Returns `φ(x_i)·φ(y_j)` of all queries and keys as a matrix and the logarithm of a factor of
-/// each row.
-fn kernel_rows(map: &dyn FeatureMap, x: &Tensor, y: &Tensor) -> Result<(Tensor, Tensor)> {
-    let (queries, keys, log_scale) = scaled(map, x, y)?;
-    Ok((queries.matmul(&keys.t()?)?, log_scale))
-}
-
 /// Returns the features of queries `(Tq, F)` and of keys `(Tk, F)`, scaled to the range of f64, and
 /// for each query the logarithm of the factor that its features then lack.
 pub(super) fn scaled(map: &dyn FeatureMap, x: &Tensor, y: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-    Ok(match (map.features(&x.unsqueeze(0)?)?, map.key_features(&y.unsqueeze(0)?)?) {
-        (Features::Log(x), Features::Log(y)) => {
-            let (x, y) = (x.squeeze(0)?, y.squeeze(0)?);
-            // Keys are scaled feature by feature, so that no feature of a key underflows beside a
-            // larger one that hardly occurs in the query.
-            let largest = y.max_keepdim(0)?;
-            let x = x.broadcast_add(&largest)?;
-            let log_scale = x.max_keepdim(1)?;
-            (x.broadcast_sub(&log_scale)?.exp()?, y.broadcast_sub(&largest)?.exp()?, log_scale)
-        }
-        (Features::Linear { values: x, log_scale: x_scale }, Features::Linear { values: y, log_scale: y_scale }) => {
-            let (x, mut y) = (x.squeeze(0)?, y.squeeze(0)?);
-            let mut log_scale = match x_scale {
-                Some(scale) => scale.squeeze(0)?,
-                None => Tensor::zeros((x.dim(0)?, 1), DType::F64, &Device::Cpu)?,
-            };
-            if let Some(scale) = y_scale {
-                let scale = scale.squeeze(0)?;
-                let largest = scale.max_keepdim(0)?;
-                y = y.broadcast_mul(&scale.broadcast_sub(&largest)?.exp()?)?;
-                log_scale = log_scale.broadcast_add(&largest)?;
-            }
-            (x, y, log_scale)
-        }
-        _ => candle_core::bail!("a feature map must give the features of queries and keys in one form"),
-    })
+    let rows = FeatureRows::new(map.features(&x.unsqueeze(0)?)?, map.key_features(&y.unsqueeze(0)?)?)?;
+    Ok((rows.queries.squeeze(0)?, rows.keys.squeeze(0)?, rows.log_scale.squeeze(0)?))
 }
 
 #[cfg(test)]

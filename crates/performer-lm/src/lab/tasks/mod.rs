@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use super::Findings;
 use crate::{
     config::{AttentionConfig, AttentionPattern},
-    errors::{Cause, require_once},
+    errors::{Cause, STOPPED_FOR_GOOD, require_once},
     files::{self, Lock},
     listener::Listener,
     train::{Earlier, Grid, agreed, any_asked, led, run_name},
@@ -185,14 +185,14 @@ pub fn run(plan: &Plan) -> Result<Findings> {
         "pairs is a setting of the task mqar, which is not among those to learn"
     );
     if let Some(rate) = plan.learning_rate {
-        ensure!(rate > 0.0 && rate.is_finite(), "learning-rate is {rate}; it must be a number above 0");
+        ensure!(rate > 0.0 && rate.is_finite(), Cause::setting("", "learning_rate", rate, "a number above 0"));
     }
     for (name, size) in [("steps", plan.steps), ("length", plan.length)] {
-        ensure!(size != Some(0), "{name} is 0; it must be at least 1");
+        ensure!(size != Some(0), Cause::setting("", name, 0, "at least 1"));
     }
     for (name, size) in [("length", plan.length), ("pairs", plan.pairs)] {
         if let Some(size) = size.filter(|&size| size > MAX_LENGTH) {
-            bail!("{name} is {size}; it must be at most {MAX_LENGTH}");
+            bail!(Cause::setting("", name, size, format_args!("at most {MAX_LENGTH}")));
         }
     }
     let settings: Vec<Setting> = plan.tasks.iter().map(|&task| plan.setting(task)).collect::<Result<_>>()?;
@@ -277,7 +277,10 @@ impl Plan<'_> {
                     }
                 })?;
             }
-            let text = "stopped; the same experiment in the same folder goes on from here";
+            let text = match self.out {
+                Some(_) => "stopped; the same experiment in the same folder goes on from here",
+                None => STOPPED_FOR_GOOD,
+            };
             ensure!(!stopped, Cause::Stopped(text.into()));
         }
         Ok(())

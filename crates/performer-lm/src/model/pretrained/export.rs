@@ -70,23 +70,36 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let metadata =
         BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("revision".to_owned(), git_revision().to_owned())]);
-    let (path, pending) = (dir.join(WEIGHTS), dir.join(format!("{WEIGHTS}.new")));
-    let write = || -> Result<()> {
-        write_durably(&pending, |out| write_with_digest(out, &weights, &metadata))?;
-        if path.exists() {
-            std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
+    let small = [
+        (CONFIG, serde_json::to_vec_pretty(&config)?),
+        (GENERATION, serde_json::to_vec_pretty(&tokens(&model.tokenizer))?),
+        (TOKENIZER, model.tokenizer.as_bytes().to_vec()),
+        (TOKENIZER_CONFIG, serde_json::to_vec_pretty(&tokenizer_config(model))?),
+    ];
+    let path = |name: &str| dir.join(name);
+    let pending = |name: &str| dir.join(format!("{name}.new"));
+    // Whatever can fail for want of space or of permission comes before the old model is touched.
+    let prepare = || -> Result<()> {
+        for (name, _) in &small {
+            ensure!(!path(name).is_dir(), "{} is a folder: remove it, or choose another folder", path(name).display());
         }
-        remove_reports(dir, |_| true)?;
-        files::write_json(&dir.join(CONFIG), &config)?;
-        files::write_json(&dir.join(GENERATION), &tokens(&model.tokenizer))?;
-        files::write(&dir.join(TOKENIZER), model.tokenizer.as_bytes())?;
-        files::write_json(&dir.join(TOKENIZER_CONFIG), &tokenizer_config(model))?;
-        std::fs::rename(&pending, &path).with_context(|| format!("cannot write {}", path.display()))
+        write_durably(&pending(WEIGHTS), |out| write_with_digest(out, &weights, &metadata))?;
+        small.iter().try_for_each(|(name, bytes)| write_durably(&pending(name), |out| out.write_all(bytes)).map(drop))
     };
-    write().inspect_err(|_| {
+    prepare().inspect_err(|_| {
         // Frees the space; the error to report is the first one.
-        let _ = std::fs::remove_file(&pending);
-    })
+        for name in small.iter().map(|(name, _)| *name).chain([WEIGHTS]) {
+            let _ = std::fs::remove_file(pending(name));
+        }
+    })?;
+    if path(WEIGHTS).exists() {
+        std::fs::remove_file(path(WEIGHTS)).with_context(|| format!("cannot remove {}", path(WEIGHTS).display()))?;
+    }
+    remove_reports(dir, |_| true)?;
+    for name in small.iter().map(|(name, _)| *name).chain([WEIGHTS]) {
+        std::fs::rename(pending(name), path(name)).with_context(|| format!("cannot write {}", path(name).display()))?;
+    }
+    Ok(())
 }
 
 fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {

@@ -318,14 +318,14 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have another attention than softmax");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
     let dropped = |attention, drop_window| Plan { drop_window, ..plan(&teacher, attention, other.path(), &stop) };
-    refused(&dropped("favor:m=8,map=learned", 0.5), "or set drop_window to 0");
+    refused(&dropped("favor:m=8,map=learned", 0.5), "or switch none off (drop-window 0)");
     refused(&dropped("favor:m=8,map=learned,window=4", 1.5), "a share, from 0 to 1");
     let base = || plan(&teacher, "favor:m=8,map=learned", other.path(), &stop);
     for transfer_rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         refused(&Plan { transfer_rate, ..base() }, &format!("transfer_rate is {transfer_rate}"));
     }
-    refused(&tuned(base(), |tuning| tuning.rate = -0.001), "tuning.rate is -0.001");
-    refused(&tuned(base(), |tuning| tuning.distillation = 1.5), "tuning.distillation is 1.5");
+    refused(&tuned(base(), |tuning| tuning.rate = -0.001), "tune_rate is -0.001");
+    refused(&tuned(base(), |tuning| tuning.distillation = 1.5), "distillation is 1.5");
     for part in ["output-norm", "mup-scale", "key-dim=8"] {
         let attention = format!("favor:m=8,map=learned,conv,{part}");
         refused(&plan(&teacher, &attention, other.path(), &stop), "leave output-norm, mup-scale and key-dim out");
