@@ -7,9 +7,8 @@ draws what each attention is worth beside softmax with the same parts.
 
 Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
 the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
-It reads compare.json and runs.tar.gz of benchmarks/code-256, code-1024 and code-long, the other
-reports of code-1024 with the archives of their runs, the files of benchmarks/code-8192, and speeds in
-benchmarks/code-contexts and benchmarks/code-long. Nothing is measured here.
+It reads the reports of benchmarks/code-256, code-1024 and code-long with the archives of their runs,
+the files of benchmarks/code-8192, and speeds in benchmarks/code-contexts and benchmarks/code-long. Nothing is measured here.
 
 At each context the table has, for each attention that was trained there:
 
@@ -70,7 +69,7 @@ EQUAL_TOKENS = {
             "first.json": "first-runs.tar.gz",
         },
     ),
-    4096: ("code-long", {"compare.json": "runs.tar.gz"}),
+    4096: ("code-long", {"compare.json": "runs.tar.gz", "plain.json": "plain-runs.tar.gz"}),
 }
 SPEEDS = {
     256: OUT / "speed-256.json",
