@@ -23,6 +23,7 @@ use super::{
     operation::{Operation, Stored},
     with_storages,
 };
+use crate::ops::matmul;
 
 /// `Linear` computes `x Wᵀ` or `x Wᵀ + b`, in the type of `x`, for rows of `x`, `W` `(N, K)` and
 /// `b` `(N)`.
@@ -82,7 +83,7 @@ impl Linear {
         let (n, k) = weight.dims2()?;
         let grad = grad.reshape((grad.elem_count() / n, n))?;
         let of_x = || {
-            let rows = grad.matmul(&weight.detach().to_dtype(x.dtype())?)?;
+            let rows = matmul(&grad, &weight.detach().to_dtype(x.dtype())?)?;
             if !self.heads {
                 return rows.reshape(x.shape());
             }
@@ -91,7 +92,7 @@ impl Linear {
         };
         let of_weight = || {
             let x = if self.heads { arrange(x, true, None)? } else { x.detach() };
-            grad.t()?.matmul(&x.reshape((x.elem_count() / k, k))?)?.to_dtype(weight.dtype())
+            matmul(&grad.t()?, &x.reshape((x.elem_count() / k, k))?)?.to_dtype(weight.dtype())
         };
         Ok([x.track_op().then(of_x).transpose()?, weight.track_op().then(of_weight).transpose()?])
     }

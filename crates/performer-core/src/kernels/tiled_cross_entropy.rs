@@ -18,6 +18,7 @@ use super::{
     operation::{Operation, Stored, apply},
     rows::Span,
 };
+use crate::ops::matmul;
 
 /// The most bytes of logits in memory at a time; a tile has one row at least.
 const BYTES: usize = 256 << 20;
@@ -42,7 +43,7 @@ fn in_tiles(x: &Tensor, weight: &Tensor, tiles: Tiles) -> Result<Tensor> {
     let (rows, head) = (x.detach(), weight.detach().to_dtype(x.dtype())?);
     let mut parts = [Vec::new(), Vec::new()];
     for Span { start, count } in tiles.each(&rows)? {
-        let logits = rows.narrow(0, start, count)?.matmul(&head.t()?)?;
+        let logits = matmul(&rows.narrow(0, start, count)?, &head.t()?)?;
         let [loss, log] = losses(&logits, &tiles.targets.narrow(0, start, count)?)?;
         parts[0].push(loss);
         parts[1].push(log);
@@ -137,10 +138,10 @@ impl Operation<2> for TiledCrossEntropy {
         for Span { start, count } in self.tiles.each(&x)? {
             let part = |t: &Tensor| t.narrow(0, start, count);
             let rows = part(&x)?;
-            let logits = rows.matmul(&head.t()?)?;
+            let logits = matmul(&rows, &head.t()?)?;
             let logits = gradients(logits, &part(&self.tiles.targets)?, &part(&self.logs)?, &part(&grad)?)?;
-            dx.push(logits.matmul(&head)?);
-            let share = logits.t()?.matmul(&rows)?.to_dtype(compute_dtype(x.dtype()))?;
+            dx.push(matmul(&logits, &head)?);
+            let share = matmul(&logits.t()?, &rows)?.to_dtype(compute_dtype(x.dtype()))?;
             dw = Some(match dw {
                 None => share,
                 Some(sum) => (sum + share)?,

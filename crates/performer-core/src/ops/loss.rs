@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Shape, Tensor, bail};
 
-use super::{contiguous, index_select, is_fused_on_cpu, reshape, scale, sum_all};
+use super::{contiguous, index_select, is_fused_on_cpu, matmul, reshape, scale, sum_all};
 use crate::kernels::compute_dtype;
 use crate::kernels::{
     cross_entropy::{CrossEntropy, Teacher},
@@ -253,7 +253,7 @@ pub fn linear_distillation(
         return apply(operation, [&contiguous(x)?, &contiguous(weight)?]);
     }
     let logits = |x: &Tensor, w: &Tensor| -> Result<Tensor> {
-        let logits = x.matmul(&w.to_dtype(x.dtype())?.t()?)?;
+        let logits = matmul(x, &w.to_dtype(x.dtype())?.t()?)?;
         if logits.dtype() == DType::F64 { Ok(logits) } else { logits.to_dtype(DType::F32) }
     };
     let logs = candle_nn::ops::log_softmax(&logits(x, weight)?, D::Minus1)?;
