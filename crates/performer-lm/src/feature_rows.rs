@@ -10,8 +10,8 @@ pub(crate) struct FeatureRows {
     pub(crate) queries: Tensor,
     /// Those of keys, `(.., Tk, F)`.
     pub(crate) keys: Tensor,
-    /// The logarithm of the factor that the features of each query lack, `(.., Tq, 1)`. Rows that are
-    /// normalised do without it; the lab sets them beside exact ones.
+    /// The logarithm of the factor that the features of each query lack, `(.., Tq, 1)`. Rows that
+    /// are normalised do without it; the lab sets them beside exact ones.
     #[cfg_attr(not(feature = "lab"), allow(dead_code))]
     pub(crate) log_scale: Tensor,
 }

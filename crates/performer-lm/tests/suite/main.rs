@@ -11,6 +11,8 @@ mod damage;
 mod earlier_results;
 #[cfg(feature = "cli")]
 mod going_on;
+#[cfg(feature = "cli")]
+mod gpu_check;
 mod heap;
 mod imports;
 #[cfg(all(feature = "cli", unix))]

@@ -20,8 +20,8 @@
 // of keys is divided by 2^scale[r], the largest logarithm before the chunk and of its first row,
 // which every row of the chunk may see. The logarithms of a later row may exceed scale[r] by up to
 // LIMIT; the first row that exceeds it by more begins a chunk of its own. So where a chunk ends
-// depends on its past alone, and no row's numbers depend on what comes after it. A row of queries is divided by 2^(its largest
-// logarithm, of query and scale together), which cancels in the quotient.
+// depends on its past alone, and no row's numbers depend on what comes after it. A row of queries is
+// divided by 2^(its largest logarithm, of query and scale together), which cancels in the quotient.
 //
 // No infinity and no NaN stands for anything, since a compiler in fast mode may assume that there
 // is none: FLOOR stands for what does not exist.
