@@ -14,9 +14,12 @@ At each context the table has, for each attention that was trained there:
 
  - the loss of the test text, in nats a token and in bits a byte. At 256, 1,024 and 4,096 tokens all
    rows read as many tokens; at 8,192 each read as many as its first steps would read in 26 minutes;
+ - the mean loss in the second and in the last quarter of a piece of the test text;
  - its speed, of whole training steps on one thread of an idle machine, and the ratio of this to the
    speed of softmax with the same parts: the fastest of five measurements at 256 and 1,024 tokens,
-   between which other guests of the machine took their share, and one at 4,096 and 8,192;
+   between which other guests of the machine took their share, and one at 4,096 and 8,192. What is
+   not in those files was measured five times beside that softmax, on another day. The fastest of
+   the five is scaled as the fastest of softmax would have to be to equal its speed of that file;
  - in equal time: the last quick validation on the way, less that of softmax with the same parts
    after as many minutes of its own training. Where softmax would have been done by then, it is its
    last quick validation. At 8,192 tokens the budgets were those of equal time, so it is the
@@ -48,7 +51,7 @@ ROWS = {
     SOFTMAX: ("softmax", "#000000", "-"),
     "softmax": ("plain softmax", None, None),
     f"{POLYNOMIAL}+{SOFTMAX}/first": ("softmax, then features", "#009e73", "-"),
-    f"{WINDOW}+{SOFTMAX}/first": ("softmax, then windows of 75", None, None),
+    f"{WINDOW}+{SOFTMAX}/first": ("softmax, then windows of 75", "#0072b2", ":"),
     f"{UNIFORM}+{SOFTMAX}/first": ("softmax, then averages", "#cc79a7", "-"),
     f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("window of 1,000, then averages", None, None),
     f"{UNIFORM}+softmax:window=300{PARTS}/first": ("window of 300, then averages", "#56b4e9", "-"),
@@ -60,7 +63,10 @@ ROWS = {
 }
 # Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
 EQUAL_TOKENS = {
-    256: ("code-256", {"compare.json": "runs.tar.gz"}),
+    256: (
+        "code-256",
+        {"compare.json": "runs.tar.gz", "windows.json": "windows-runs.tar.gz"},
+    ),
     1024: (
         "code-1024",
         {
@@ -69,7 +75,14 @@ EQUAL_TOKENS = {
             "first.json": "first-runs.tar.gz",
         },
     ),
-    4096: ("code-long", {"compare.json": "runs.tar.gz", "plain.json": "plain-runs.tar.gz"}),
+    4096: (
+        "code-long",
+        {
+            "compare.json": "runs.tar.gz",
+            "plain.json": "plain-runs.tar.gz",
+            "random.json": "random-runs.tar.gz",
+        },
+    ),
 }
 SPEEDS = {
     256: OUT / "speed-256.json",
@@ -77,6 +90,8 @@ SPEEDS = {
     4096: BENCHMARKS / "code-long/speed.json",
     8192: BENCHMARKS / "code-long/speed-8192.json",
 }
+# Five measurements of softmax with all parts and of attentions that are not in the file above.
+LATER_SPEEDS = {4096: OUT / "speed-4096.json", 8192: OUT / "speed-8192.json"}
 CONTEXTS = list(SPEEDS)
 
 
@@ -91,13 +106,30 @@ def trained(context):
     return {run["attention_spec"]: run for run in runs}
 
 
+def fastest(file):
+    """The most tokens a second that a file has for each attention."""
+    speeds = {}
+    for point in json.loads(file.read_text())["points"]:
+        spec, speed = point["attention_spec"], point["tokens_per_second"]
+        speeds[spec] = max(speed, speeds.get(spec, 0))
+    return speeds
+
+
 def measured(context):
     """Tokens a second of whole training steps at a context, by attention."""
-    points = json.loads(SPEEDS[context].read_text())["points"]
-    times = {}
-    for point in points:
-        times.setdefault(point["attention_spec"], []).append(point["tokens_per_second"])
-    return {spec: max(values) for spec, values in times.items()}
+    speeds = fastest(SPEEDS[context])
+    if context in LATER_SPEEDS:
+        later = fastest(LATER_SPEEDS[context])
+        scale = speeds[SOFTMAX] / later[SOFTMAX]
+        speeds = {spec: scale * speed for spec, speed in later.items()} | speeds
+    return speeds
+
+
+def quarter(run, context, number):
+    """The mean loss in a quarter of a piece of the test text, in nats a token; the first is 1."""
+    low, high = (number - 1) * context // 4, number * context // 4
+    parts = [part for part in run["loss_by_position"] if low < part["until"] <= high]
+    return sum(part["loss"] for part in parts) / len(parts)
 
 
 def in_equal_time(context, runs, speeds):
@@ -135,6 +167,8 @@ def table():
                     "bits_per_byte": test["bits_per_byte"],
                     "beside_softmax": test["loss"] - runs[SOFTMAX]["test"]["loss"],
                     "state_bytes": runs[spec]["state_bytes"],
+                    "quarter_2": quarter(runs[spec], context, 2),
+                    "quarter_4": quarter(runs[spec], context, 4),
                 }
                 if spec in equal:
                     cell["beside_softmax_in_equal_time"] = equal[spec]

@@ -46,7 +46,7 @@ pub(super) struct Args {
     /// features trained too) or favor-window (and exact to the last 32 tokens, which may do as well
     /// alone: softmax:window=32 is its control), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, which is
-    /// favor-gated, and favor for seed and published]. The setting gate, as in softmax:gate or
+    /// favor-gated:conv, and favor for seed and published]. The setting gate, as in softmax:gate or
     /// favor-gated, adds forget gates; conv adds short convolutions of queries, keys and values;
     /// output-gate and output-norm scale what heads return; mup-scale divides logits by the head
     /// dimension in place of its square root; key-dim=16 gives queries and keys 16 dimensions a
