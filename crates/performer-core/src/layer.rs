@@ -203,6 +203,13 @@ impl MultiHeadAttention {
             let buffer = match buffer.dims().first() {
                 Some(1) if is_trained => {
                     let heads = self.attention.key_heads_of(&name, self.config.kv_heads);
+                    if heads == 0 {
+                        bail!(
+                            "multi-head attention: {} key heads cannot be divided among more attentions than that; \
+                             give each attention at least one",
+                            self.config.kv_heads
+                        );
+                    }
                     Tensor::cat(&vec![&buffer; heads], 0)?
                 }
                 _ => buffer,
@@ -354,10 +361,11 @@ impl MultiHeadAttention {
         Ok((out, last))
     }
 
-    /// Self-attention with `attend` in place of the attention inside, which is given queries
-    /// `(B, H, T, D)`, keys and values `(B, Hkv, T, D)` after rotary positions, and gates
-    /// `(B, Hkv, T)` if the layer has them. For looking at what an attention is given, and for
-    /// trying another in its place. Convolutions go over all tokens here, since no mask is given.
+    /// Self-attention with `attend` in place of the attention inside. It is given queries
+    /// `(B, H, T, Dk)` and keys `(B, Hkv, T, Dk)` after rotary positions, values `(B, Hkv, T, D)`,
+    /// and gates `(B, Hkv, T)` if the layer has them, where Dk is
+    /// [`MultiHeadConfig::key_dim`]. This serves to look at what an attention is given, and to try
+    /// another in its place. Convolutions go over all tokens here, since no mask is given.
     ///
     /// # Errors
     /// If `x` has another shape than `(B, T, E)`, and whatever `attend` returns.

@@ -53,9 +53,12 @@ thread_local! {
 /// The forward pass stays as it is. Where all of it is made of operations of this crate,
 /// [`ops`](crate::ops) with its views and sums included, [`Tape::backward`] is Candle's without the
 /// additions to zeros; any other operation in between makes it Candle's own. So does an operation
-/// of [`ops`](crate::ops) where that composes Candle's operations: [`softmax`](crate::ops::softmax)
-/// and [`cross_entropy`](crate::ops::cross_entropy), and norms, activations and rotary positions of
-/// types that are not fused.
+/// of this crate where that composes Candle's operations: composed attention (see
+/// [`Path`](crate::Path)), [`softmax`](crate::ops::softmax),
+/// [`cross_entropy`](crate::ops::cross_entropy),
+/// [`linear_cross_entropy`](crate::ops::linear_cross_entropy) where positions are left out,
+/// [`linear_distillation`](crate::ops::linear_distillation) where not all tensors are f32 on the
+/// CPU, and norms, activations and rotary positions of types that are not fused.
 ///
 /// A tape keeps the inputs and outputs of all operations, as Candle's graph does: drop it after the
 /// backward pass.
@@ -145,7 +148,7 @@ impl Tape {
         if unrecorded > 0 {
             return match gradient {
                 None => loss.backward(),
-                Some(gradient) => (loss * gradient)?.sum_all()?.backward(),
+                Some(gradient) => (loss * gradient.detach())?.sum_all()?.backward(),
             };
         }
         let position: HashMap<TensorId, usize> = nodes.iter().enumerate().map(|(i, node)| (node.id(), i)).collect();

@@ -85,7 +85,8 @@ impl AttentionConfig {
         }
     }
 
-    /// The attentions that its heads are divided among, without parts of the layer; one, mostly.
+    /// The attentions that the heads are divided among, without the parts of the layer. Where all
+    /// heads have the same attention, it is that one alone.
     pub fn by_head(&self) -> &[Self] {
         match self.without_parts() {
             Self::ByHead { of } => of,

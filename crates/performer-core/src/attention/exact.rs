@@ -73,8 +73,9 @@ impl Exact {
         self.keys.dim(2)
     }
 
-    /// The gates from which the sums of the first `sinks` keys come out as if no token were
-    /// missing: what is missing stands just after the sinks.
+    /// Returns the gates of the held tokens, with the sum of the gates of the missing tokens added
+    /// to the first gate after the sinks. Sums of these gates from a sink up to a later token are
+    /// then what they would be if no token were missing.
     pub(super) fn gates_with_missing(&self, sinks: usize) -> Result<Option<Tensor>> {
         let (Some(gates), Some(forgotten)) = (&self.gates, &self.forgotten) else { return Ok(self.gates.clone()) };
         let first = (gates.narrow(2, sinks, 1)? + forgotten)?.maximum(gates::LOWEST)?;

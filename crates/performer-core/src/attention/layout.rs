@@ -127,7 +127,7 @@ impl Rows {
 
 /// Joins two parts of one attention, each given by its quotients and logarithms of denominators.
 pub(super) fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)) -> Result<Tensor> {
-    // Cancels: a constant to the gradient.
+    // The maximum cancels in the quotient, so it is a constant to the gradient.
     let max = near_log.maximum(far_log)?.detach();
     let weight = |log: &Tensor| ops::exp(&ops::sub(log, &max)?);
     let (near_weight, far_weight) = (weight(near_log)?, weight(far_log)?);
@@ -139,7 +139,7 @@ pub(super) fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tenso
 /// Returns the logarithm of the sum of two parts' denominators, which are given by their
 /// logarithms.
 pub(super) fn join_logs(near: &Tensor, far: &Tensor) -> Result<Tensor> {
-    // Cancels: a constant to the gradient.
+    // The maximum is subtracted and added again, so it is a constant to the gradient.
     let max = near.maximum(far)?.detach();
     let weight = |log: &Tensor| (log - &max)?.exp();
     (weight(near)? + weight(far)?)?.log()? + max

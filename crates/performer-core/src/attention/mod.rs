@@ -199,8 +199,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
         let _ = (inputs, segment);
         bail!(
-            "{self:?} cannot compute a sequence in segments; Favor over maps that give logarithms of their features, \
-             Softmax, Windowed, ByHead over such and none can, and an attention that implements \
+            "{self:?} cannot compute a sequence in segments. These can: Favor over a map with positive features, \
+             Softmax, Windowed, the attention none, ByHead over any of them, and an attention of yours that implements \
              Attention::forward_segment"
         )
     }

@@ -357,8 +357,10 @@ impl Operation<2> for After {
     }
 }
 
-/// What earlier segments sent, the second of two tensors, in exchange for the first, to which the
-/// gradients come back that later segments have for it.
+/// `Gathered` returns the second of two tensors: what earlier segments sent in exchange for the
+/// first, which was sent to later segments. Its backward pass sends the gradient of what was
+/// received back to the earlier segments. The gradient of the first tensor is the sum of what the
+/// later segments send back.
 struct Gathered {
     neighbours: Arc<dyn Neighbours>,
     distances: RangeInclusive<usize>,

@@ -326,6 +326,17 @@ impl Slot {
         if let Some(other) = records.iter().find(|record| kind(record) != kind(&records[0])) {
             bail!("state: one of {} cannot be joined with one of {}", kind(&records[0]), kind(other));
         }
+        let names = |record: &Option<(String, StateRecord)>| -> Vec<String> {
+            record.iter().flat_map(|(_, record)| record.tensors.keys().cloned()).collect()
+        };
+        if let Some(other) = records.iter().find(|record| names(record) != names(&records[0])) {
+            bail!(
+                "state: one that remembers {:?} cannot be joined with one that remembers {:?}; give forget gates to \
+                 all of them or to none",
+                names(&records[0]),
+                names(other)
+            );
+        }
         slots[0].with_rows(batch, |name, _| {
             let parts = records.iter().flatten().map(|(_, record)| record.tensor(name));
             Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)

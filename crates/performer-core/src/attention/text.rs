@@ -83,7 +83,7 @@ impl FromStr for AttentionConfig {
             kind
         };
         let mut others = Vec::new();
-        for setting in settings.split(',') {
+        for setting in settings.split(',').filter(|setting| !setting.is_empty()) {
             if let Some((LayerParts::KEY_DIM, value)) = setting.split_once('=') {
                 if parts.key_dim.is_some() {
                     return Err(format!("attention setting key-dim is given twice, in '{s}'; give it once"));
@@ -279,6 +279,8 @@ mod tests {
             ("favor:gate,m=64", "favor:m=64,gate"),
             ("favor-gated:key-dim=16,map=taylor2,conv", "favor:map=taylor2,gate,conv,key-dim=16"),
             ("favor-gated:output-norm,conv,m=64", "favor:m=64,gate,conv,output-norm"),
+            ("softmax:,", "softmax"),
+            ("softmax:gate,,", "softmax:gate"),
         ] {
             assert_eq!(name.parse::<AttentionConfig>().unwrap().to_string(), same);
         }

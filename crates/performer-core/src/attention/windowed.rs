@@ -28,7 +28,8 @@ pub struct Windowed {
     sinks: usize,
     near: Softmax,
     far: Favor,
-    /// The far part's identity when it was last asked, and the whole's.
+    /// The far part's identity when this was built, loaded or redrawn, and the whole's of then;
+    /// `None` only while it is being built.
     identity: Option<(Identity, Identity)>,
 }
 
@@ -37,8 +38,8 @@ impl Windowed {
     ///
     /// # Errors
     /// If `window` is 0 or above `usize::MAX / 256`, or the map of `far` does not return logarithms
-    /// of its features: sums of signed features, and of kernels other than softmax, cannot be
-    /// joined with the window's.
+    /// of its features, without which its sums cannot be joined with the window's. Whether the map
+    /// estimates softmax is not checked: the sums of `elu`, `exp` and `hedgehog` are joined too.
     pub fn new(window: usize, far: Favor) -> Result<Self> {
         check_window(window)?;
         let map = far.map();

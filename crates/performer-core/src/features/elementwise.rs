@@ -4,9 +4,11 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::{ExponentialForm, FeatureMap, Features, KeyForm};
 
-/// `φ(x) = e^x`, elementwise, `F = D`: a positive map without random features, as softmax is taken
-/// over the dimensions of keys in efficient attention (Shen et al. 2018,
-/// <https://arxiv.org/abs/1812.01243>).
+/// `φ(x) = e^x`, elementwise, `F = D`: a positive map without random features. Efficient attention
+/// (Shen et al. 2018, <https://arxiv.org/abs/1812.01243>) takes the same exponentials of queries
+/// and keys. It divides those of a query by their sum over the dimensions, and those of the keys in
+/// a dimension by their sum over the tokens; here only the weights of a query are divided by their
+/// sum over the keys.
 ///
 /// It is a linear map (the identity) and an exponential, so the fused kernels compute it.
 #[derive(Clone, Debug)]
@@ -14,6 +16,9 @@ pub struct Exp {
     dim: usize,
     /// The identity, `(1, D, D)`.
     identity: Tensor,
+    /// The metric of keys, zeros `(1, D, D)`: the form has −‖Py‖²/2, and `e^x` has nothing of a
+    /// key's length.
+    zeros: Tensor,
     /// What undoes the factor `F^-½` that the form has, `½ ln D`, shape `(1, D)`.
     log_weights: Tensor,
 }
@@ -27,7 +32,7 @@ impl Exp {
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
         let identity = Tensor::eye(dim, DType::F32, device)?.unsqueeze(0)?;
         let log_weights = Tensor::full(0.5 * (dim as f32).ln(), (1, dim), device)?;
-        Ok(Self { dim, identity, log_weights })
+        Ok(Self { dim, zeros: identity.zeros_like()?, identity, log_weights })
     }
 }
 
@@ -51,8 +56,7 @@ impl FeatureMap for Exp {
             keys: Some(KeyForm {
                 projection: self.identity.clone(),
                 log_weights: self.log_weights.clone(),
-                // Nothing of a key's length: the form has −‖Py‖²/2.
-                metric: self.identity.zeros_like().ok(),
+                metric: Some(self.zeros.clone()),
             }),
         })
     }

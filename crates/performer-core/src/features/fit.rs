@@ -155,7 +155,8 @@ pub struct Options {
     pub map: FeatureMapKind,
     /// Whether the means are subtracted.
     pub centre: bool,
-    /// Whether both sides are given the same covariance.
+    /// Whether both sides are given the same second moments, which are their covariances where they
+    /// are centred.
     pub balance: bool,
 }
 
@@ -172,7 +173,8 @@ impl Options {
         self
     }
 
-    /// Sets whether both sides are given the same covariance.
+    /// Sets whether both sides are given the same second moments, which are their covariances where
+    /// they are centred.
     #[must_use]
     pub fn with_balance(mut self, balance: bool) -> Self {
         self.balance = balance;
@@ -205,7 +207,8 @@ pub fn fit(projection: &Tensor, moments: &Moments, options: Options) -> Result<F
             let (cq, ck) = (q.second_about(&mq), k.second_about(&mk));
             let g = if options.balance { balance(&cq, &ck) } else { DMatrix::identity(d, d) };
             let p = if options.balance { inverse(&g) } else { DMatrix::identity(d, d) };
-            // The second moment of x + y for balanced, centred sides; means are zero where centred.
+            // The second moment of x + y, after both sides are balanced and centred, if they are.
+            // Where they are centred, dq and dk are zero.
             let (dq, dk) = (&g * (q.mean() - &mq), &p * (k.mean() - &mk));
             let cross = &dq * dk.transpose();
             let spread = &g * cq * &g + &p * ck * &p + &cross + cross.transpose();

@@ -198,8 +198,9 @@ impl FeatureMapKind {
     ///
     /// # Errors
     /// If `head_dim` is 0; if a random map is given no parameters, or parameters of another shape;
-    /// if the power of [`Self::Limit`] is odd, 0, above 1,024 or too high for f32; or if a
-    /// polynomial has more than 16,384 features.
+    /// if the power of [`Self::Limit`] is odd, 0, above 1,024 or too high for f32; or if there are
+    /// more than 16,384 features of [`Self::Limit`], or products `x_i x_j` of [`Self::Taylor2`] and
+    /// [`Self::HermiteTail`].
     pub fn build(
         self,
         head_dim: usize,

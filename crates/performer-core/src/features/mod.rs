@@ -61,7 +61,7 @@ impl Features {
     /// never calls it.
     ///
     /// # Errors
-    /// If values and log-scale do not fit each other, as those of this crate's maps always do.
+    /// If values and log-scale do not fit each other. Those of this crate's maps always do.
     pub fn materialize(&self) -> Result<Tensor> {
         match self {
             Self::Log(log) => log.exp(),

@@ -7,8 +7,8 @@ use candle_core::{D, Device, Result, Tensor, bail};
 
 use super::{FeatureMap, Features};
 
-/// The most features of a map: with more, attention costs more than softmax at any length people
-/// use.
+/// The most monomials of one degree in a map: with more features than about as many, attention
+/// costs more than softmax at any length people use.
 const MAX_FEATURES: usize = 1 << 14;
 
 /// The highest power of the limit form, where `(1 + z/n)^n` is within a thousandth of `e^z` for

@@ -29,7 +29,7 @@ use pulp::{Simd, WithSimd};
 
 use super::{
     contiguous,
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     instructions::arch,
     operation::{Operation, Stored},
     padded,
@@ -164,7 +164,7 @@ impl<'a> Tiles<'a> {
     #[inline(always)]
     fn compute<S: Simd>(&self, simd: S, i: usize, v: usize, logits: &mut [f32]) {
         let right = Right { values: &self.columns[i * self.e..(i + ROWS) * self.e], stride: ROWS };
-        gemm(simd, Into::Zero, [self.len(v), ROWS, self.e], self.w.left(v), right, logits, ROWS);
+        gemm(simd, Accumulate::No, [self.len(v), ROWS, self.e], self.w.left(v), right, logits, ROWS);
     }
 }
 
@@ -345,10 +345,10 @@ impl WithSimd for Backward<'_> {
                     }
                 }
                 let left = Left::transposed(logits, ROWS);
-                gemm(simd, Into::Sum, [n, width, tokens], left, tiles.w.right(v), &mut rows[i * width..], width);
+                gemm(simd, Accumulate::Yes, [n, width, tokens], left, tiles.w.right(v), &mut rows[i * width..], width);
                 let right = Right { values: &states[i * width..], stride: width };
                 let left = Left::rows(logits, ROWS);
-                gemm(simd, Into::Sum, [tokens, width, n], left, right, &mut dw[v * width..], width);
+                gemm(simd, Accumulate::Yes, [tokens, width, n], left, right, &mut dw[v * width..], width);
             }
         }
         for (dx, row) in dx.chunks_exact_mut(e).zip(rows.chunks_exact(width)) {

@@ -63,11 +63,11 @@ impl Right<'_> {
     }
 }
 
-/// `Into` says whether a product replaces what `C` holds or is added to it.
+/// `Accumulate` says whether a product is added to what `C` holds or takes its place.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Into {
-    Zero,
-    Sum,
+pub(super) enum Accumulate {
+    No,
+    Yes,
 }
 
 /// Computes `C = A·B` or `C += A·B` for `C` `(m, n)` with rows `stride` apart and `k` terms an
@@ -75,7 +75,7 @@ pub(super) enum Into {
 #[inline(always)]
 pub(super) fn gemm<S: Simd>(
     simd: S,
-    into: Into,
+    mut accumulate: Accumulate,
     [m, n, k]: [usize; 3],
     a: Left,
     b: Right,
@@ -88,18 +88,18 @@ pub(super) fn gemm<S: Simd>(
     assert!(n.is_multiple_of(LANES) && (m - 1) * stride + n <= c.len());
     assert!(k == 0 || (m - 1) * a.row + (k - 1) * a.column < a.values.len());
     assert!(k == 0 || (k - 1) * b.stride + n <= b.values.len());
-    let (mut into, mut start) = (into, 0);
+    let mut start = 0;
     // With no terms at all there is still one run, which writes zeros.
     while start < k.max(1) {
         let (a, b) = (a.after(start), b.after(start));
-        simd.vectorize(Gemm { into, m, n, k: TERMS.min(k - start), a, b, c: &mut *c, stride });
-        (into, start) = (Into::Sum, start + TERMS);
+        simd.vectorize(Gemm { accumulate, m, n, k: TERMS.min(k - start), a, b, c: &mut *c, stride });
+        (accumulate, start) = (Accumulate::Yes, start + TERMS);
     }
 }
 
 /// `Gemm` is one run of terms of a product.
 struct Gemm<'a> {
-    into: Into,
+    accumulate: Accumulate,
     m: usize,
     n: usize,
     k: usize,
@@ -184,9 +184,9 @@ impl Gemm<'_> {
             for (r, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {
                     let c = self.c.as_mut_ptr().add((i + r) * self.stride + j + v * S::F32_LANES).cast::<S::f32s>();
-                    let value = match self.into {
-                        Into::Zero => sum,
-                        Into::Sum => simd.add_f32s(c.read_unaligned(), sum),
+                    let value = match self.accumulate {
+                        Accumulate::No => sum,
+                        Accumulate::Yes => simd.add_f32s(c.read_unaligned(), sum),
                     };
                     c.write_unaligned(value);
                 }
@@ -201,7 +201,7 @@ mod tests {
 
     use super::{super::instructions::arch, *};
 
-    struct Product<'a>([usize; 3], Left<'a>, Right<'a>, Into, &'a mut [f32], usize);
+    struct Product<'a>([usize; 3], Left<'a>, Right<'a>, Accumulate, &'a mut [f32], usize);
 
     impl WithSimd for Product<'_> {
         type Output = ();
@@ -229,7 +229,7 @@ mod tests {
         ] {
             // Miri takes minutes for sums over many terms; a single row of them is enough there.
             let k = if cfg!(miri) && m > 1 { k.min(3) } else { k };
-            for (transposed, into) in [(false, Into::Zero), (true, Into::Sum)] {
+            for (transposed, accumulate) in [(false, Accumulate::No), (true, Accumulate::Yes)] {
                 let (pad, (a, b)) = (3, (numbers((m + 3) * (k + 3)), numbers(k * (n + 16) + n)));
                 let left = if transposed { Left::transposed(&a, m + pad) } else { Left::rows(&a, k + pad) };
                 let right = Right { values: &b, stride: n + 16 };
@@ -239,15 +239,15 @@ mod tests {
                     for j in 0..n {
                         let dot: f32 =
                             (0..k).map(|p| a[i * left.row + p * left.column] * b[p * right.stride + j]).sum();
-                        let old = if into == Into::Sum { want[i * (n + 16) + j] } else { 0.0 };
+                        let old = if accumulate == Accumulate::Yes { want[i * (n + 16) + j] } else { 0.0 };
                         want[i * (n + 16) + j] = old + dot;
                     }
                 }
                 let mut got = before.clone();
-                arch().dispatch(Product([m, n, k], left, right, into, &mut got, n + 16));
+                arch().dispatch(Product([m, n, k], left, right, accumulate, &mut got, n + 16));
                 assert_eq!(got, want, "{m}x{n}x{k}, transposed {transposed}");
                 let mut scalar = before;
-                Scalar.vectorize(Product([m, n, k], left, right, into, &mut scalar, n + 16));
+                Scalar.vectorize(Product([m, n, k], left, right, accumulate, &mut scalar, n + 16));
                 assert_eq!(scalar, want, "scalar {m}x{n}x{k}, transposed {transposed}");
             }
         }
@@ -260,10 +260,10 @@ mod tests {
         let b: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.73).cos()).collect();
         let right = Right { values: &b, stride: n };
         let mut tall = vec![0f32; 40 * n];
-        arch().dispatch(Product([40, n, k], Left::rows(&a, k), right, Into::Zero, &mut tall, n));
+        arch().dispatch(Product([40, n, k], Left::rows(&a, k), right, Accumulate::No, &mut tall, n));
         for i in 0..40 {
             let mut one = vec![0f32; n];
-            arch().dispatch(Product([1, n, k], Left::rows(&a[i * k..], k), right, Into::Zero, &mut one, n));
+            arch().dispatch(Product([1, n, k], Left::rows(&a[i * k..], k), right, Accumulate::No, &mut one, n));
             assert_eq!(one, tall[i * n..(i + 1) * n], "row {i}");
         }
     }

@@ -12,18 +12,18 @@ use super::{
     rows::Heads,
 };
 
-/// `Joined` says what a tensor of keys and further numbers consists of: first the keys
+/// `JoinedKeys` says what a tensor of keys and further numbers consists of: first the keys
 /// `(B, Hkv, Tk, D)`, contiguous, then the numbers. All of them are f32, whatever the keys were,
 /// since sums of forget gates would lose too much in half types.
-pub(super) struct Joined {
+pub(super) struct JoinedKeys {
     keys: Shape,
 }
 
-impl Joined {
+impl JoinedKeys {
     /// Joins keys `(B, Hkv, Tk, D)`, whose rows are contiguous, and f32 numbers of any shape.
     pub(super) fn new(keys: &Tensor, numbers: &Tensor) -> Result<(Self, Tensor)> {
         let shape = keys.shape().clone();
-        let operation = Join { keys: shape.clone(), dtype: keys.dtype(), numbers: numbers.shape().clone() };
+        let operation = JoinKeys { keys: shape.clone(), dtype: keys.dtype(), numbers: numbers.shape().clone() };
         Ok((Self { keys: shape }, apply(operation, [keys, numbers])?))
     }
 
@@ -51,16 +51,16 @@ impl Joined {
     }
 }
 
-/// `Join` is the joining as one differentiable operation on `(keys, numbers)`.
-struct Join {
+/// `JoinKeys` is the joining as one differentiable operation on `(keys, numbers)`.
+struct JoinKeys {
     keys: Shape,
     dtype: DType,
     numbers: Shape,
 }
 
-impl Operation<2> for Join {
+impl Operation<2> for JoinKeys {
     fn name(&self) -> &'static str {
-        "join"
+        "join-keys"
     }
 
     fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
@@ -104,7 +104,7 @@ mod tests {
         let keys = Var::from_tensor(&Tensor::arange(0f32, 24.0, device)?.reshape((2, 3, 2, 2))?)?;
         let numbers = Var::from_tensor(&Tensor::arange(100f32, 109.0, device)?.reshape((3, 3))?)?;
         let heads = keys.transpose(1, 2)?;
-        let (joined, all) = Joined::new(&heads, &numbers)?;
+        let (joined, all) = JoinedKeys::new(&heads, &numbers)?;
         let (storage, layout) = all.storage_and_layout();
         let candle_core::Storage::Cpu(storage) = &*storage else { panic!("on the CPU") };
         let ((_, of_keys), of_numbers) = joined.split((storage, layout))?;
@@ -128,7 +128,7 @@ mod tests {
         let device = &Device::Cpu;
         let keys = Var::from_slice(&[bf16::from_f32(0.5), bf16::from_f32(-3.0)], (1, 1, 1, 2), device)?;
         let gates = Var::from_slice(&[-0.1f32], (1, 1, 1), device)?;
-        let (_, all) = Joined::new(&keys, &gates)?;
+        let (_, all) = JoinedKeys::new(&keys, &gates)?;
         assert_eq!(all.to_vec1::<f32>()?, [0.5, -3.0, -0.1]);
         let gradients = all.sqr()?.sum_all()?.backward()?;
         let of_keys = gradients.get(&keys).expect("a gradient").flatten_all()?;

@@ -36,7 +36,6 @@ pub(crate) mod favor;
 #[cfg(feature = "cuda")]
 pub(crate) mod forget_gate;
 mod fresh;
-pub(crate) mod gated;
 mod gemm;
 pub(crate) mod heads;
 mod instructions;
@@ -57,6 +56,7 @@ pub(crate) mod softmax;
 #[cfg(any(feature = "cuda", test))]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod store;
+pub(crate) mod swiglu;
 pub(crate) mod tiled_cross_entropy;
 mod transpose;
 pub(crate) mod vector;
@@ -121,7 +121,7 @@ fn with_storages<const N: usize, R>(
 }
 
 /// Converts f32 numbers to a storage of `dtype`.
-fn narrow(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
+fn storage_of(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(values),
         DType::F16 => CpuStorage::F16(values.into_iter().map(f16::from_f32).collect()),

@@ -43,7 +43,8 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     fn backward(&self, inputs: [&Tensor; N], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]>;
 }
 
-/// An [`Operation`] as Candle takes it. A tape has it too.
+/// `Adapter` makes an [`Operation`] one of Candle's custom operations. The operation is shared with
+/// the tape, if one records, which calls the same backward pass.
 struct Adapter<O>(Arc<O>);
 
 /// Tensors that an operation can be applied to: arrays of one, two or three.

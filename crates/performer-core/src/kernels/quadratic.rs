@@ -19,22 +19,22 @@ use super::{
     operation::{Operation, Stored},
 };
 
-/// `Quadratic` computes features whose products are `1 + z + c z²`, of contiguous rows in f32.
-pub(crate) struct Quadratic {
+/// `QuadraticFeatures` computes features whose products are `1 + z + c z²`, of contiguous rows in f32.
+pub(crate) struct QuadraticFeatures {
     /// `c`.
     pub(crate) second: f32,
     /// The number of zeros after the features.
     pub(crate) zeros: usize,
 }
 
-impl Quadratic {
+impl QuadraticFeatures {
     /// The numbers `W` of a row of features, for rows of `dim` numbers.
     pub(crate) fn width(&self, dim: usize) -> usize {
         1 + dim + dim * (dim + 1) / 2 + self.zeros
     }
 }
 
-impl Operation<1> for Quadratic {
+impl Operation<1> for QuadraticFeatures {
     fn name(&self) -> &'static str {
         "quadratic-features"
     }

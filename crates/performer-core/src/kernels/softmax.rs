@@ -42,15 +42,14 @@ use pulp::{Simd, WithSimd};
 use super::{
     check_finite, for_heads,
     fresh::Fresh,
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     gradient,
     instructions::arch,
-    joined::Joined,
-    narrow,
+    joined::JoinedKeys,
     operation::{Operation, Stored, apply},
     padded,
     rows::{Heads, Matrix, Rows, Span},
-    spare_threads,
+    spare_threads, storage_of,
     vector::{self, add, dot, exp_above, exp_minus, max, max_each, multiply, sum},
     with_storages,
 };
@@ -65,7 +64,7 @@ const KEYS: usize = 128;
 const PIECE: usize = 2 * KEYS;
 /// The weight `e^{s − m}` of a score `s` is zero where `s − m` is below this; `m` is the largest
 /// score of the query so far, and in the backward pass the logarithm of its denominator.
-const LOWEST: f32 = -60.0;
+const NEGLIGIBLE: f32 = -60.0;
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
 /// keys up to `offset + t`; with a window, only the last `window` of those and the first `sinks`.
@@ -96,7 +95,7 @@ pub(crate) fn softmax(
 ) -> Result<Tensor> {
     let softmax = Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
-    let (joined, keys_and_gates) = Joined::new(k, &ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?)?;
+    let (joined, keys_and_gates) = JoinedKeys::new(k, &ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?)?;
     apply(GatedSoftmax { softmax, joined }, [q, &keys_and_gates, v])
 }
 
@@ -167,7 +166,7 @@ impl Head<'_> {
         to: &mut [f32],
     ) {
         let right = Right { values: columns, stride: QUERIES };
-        gemm(simd, Into::Zero, [keys, padded(queries), self.q.width], k.left(j), right, to, QUERIES);
+        gemm(simd, Accumulate::No, [keys, padded(queries), self.q.width], k.left(j), right, to, QUERIES);
         for (row, to) in to.chunks_exact_mut(QUERIES).enumerate().take(keys) {
             if self.visible.is_some_and(|visible| !visible[j + row]) {
                 to.fill(f32::NEG_INFINITY);
@@ -238,17 +237,17 @@ impl WithSimd for Forward<'_> {
                     max_each(simd, &mut largest, row);
                 }
                 let mut decay = before;
-                exp_above(simd, &mut decay, &largest, LOWEST);
+                exp_above(simd, &mut decay, &largest, NEGLIGIBLE);
                 multiply(simd, &mut den, &decay);
                 for (row, &decay) in rows.chunks_exact_mut(width).zip(&decay).filter(|(_, decay)| **decay != 1.0) {
                     vector::scale(simd, row, decay);
                 }
                 for row in scores.chunks_exact_mut(QUERIES).take(keys) {
-                    exp_above(simd, row, &largest, LOWEST);
+                    exp_above(simd, row, &largest, NEGLIGIBLE);
                     add(simd, &mut den, row);
                 }
                 let left = Left::transposed(&scores, QUERIES);
-                gemm(simd, Into::Sum, [queries, width, keys], left, v.right(j), &mut rows, width);
+                gemm(simd, Accumulate::Yes, [queries, width, keys], left, v.right(j), &mut rows, width);
             }
             for (t, row) in rows.chunks_exact(width).enumerate().take(queries) {
                 let scale = if den[t] == 0.0 { 0.0 } else { den[t].recip() };
@@ -298,7 +297,7 @@ impl WithSimd for Step<'_> {
         exp_minus(simd, &mut weights, largest);
         let den = sum(simd, &weights);
         let mut row = vec![0f32; width];
-        gemm(simd, Into::Zero, [1, width, keys], Left::rows(&weights, keys), v.right(0), &mut row, width);
+        gemm(simd, Accumulate::No, [1, width, keys], Left::rows(&weights, keys), v.right(0), &mut row, width);
         out.iter_mut().zip(&row).for_each(|(out, x)| *out = x / den);
     }
 }
@@ -389,7 +388,7 @@ impl Softmax {
             }
         }
         *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = logs;
-        Ok((narrow(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
+        Ok((storage_of(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
     }
 }
 
@@ -410,10 +409,10 @@ impl Operation<3> for Softmax {
 }
 
 /// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, gates], v)`. The
-/// gates are joined to the keys, see [`Joined`].
+/// gates are joined to the keys, see [`JoinedKeys`].
 struct GatedSoftmax {
     softmax: Softmax,
-    joined: Joined,
+    joined: JoinedKeys,
 }
 
 impl Operation<3> for GatedSoftmax {
@@ -434,7 +433,7 @@ impl Operation<3> for GatedSoftmax {
     ) -> Result<[Option<Tensor>; 3]> {
         let (k, gates) = self.joined.parts(keys_and_gates)?;
         let ([dq, dk, dv], dgates) = self.softmax.backward([q, &k, v], Some(&gates), out, grad)?;
-        let of_keys_and_gates = Joined::gradient(dk, &dgates, keys_and_gates)?;
+        let of_keys_and_gates = JoinedKeys::gradient(dk, &dgates, keys_and_gates)?;
         Ok([Some(gradient(dq, q)?), Some(of_keys_and_gates), Some(gradient(dv, v)?)])
     }
 }

@@ -89,7 +89,7 @@ impl Store {
     ///
     /// # Errors
     /// If the file cannot be written: the folder is read-only, say, or the disk is full. Nothing is
-    /// left behind then.
+    /// left behind then. Also if the folder cannot be listed afterwards; the kernel is then kept.
     pub(super) fn put(&self, name: &str, contents: &[u8]) -> io::Result<()> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         fs::create_dir_all(&self.folder)?;

@@ -23,20 +23,21 @@ const ROWS: [&str; 3] = ["q", "k", "v"];
 /// Earlier tokens that a convolution looks at.
 const PAST: usize = TAPS - 1;
 
-/// What lies around the tokens that are convolved.
+/// `Around` says which rows stand before the tokens that are convolved.
 pub(super) enum Around<'a> {
-    /// They are whole sequences, of which the mask may hide tokens.
+    /// The tokens are whole sequences, so zeros stand before them. The mask may hide some of them.
     Mask(&'a Mask),
-    /// They follow tokens whose last projected rows of q, k and v these are, `None` before the
-    /// first token; they leave their own last rows in the place of those.
+    /// The tokens go on from earlier ones, whose last projected rows of q, k and v are held here;
+    /// `None` before the first token. The last rows of the new tokens take their place.
     Past(&'a mut [Option<Tensor>; 3]),
-    /// They are a segment, and what it begins with is known to those who hold the one before.
+    /// The tokens are a segment of a sequence. The rows before them come from the segment before.
     Segment(&'a Segment),
 }
 
 impl Around<'_> {
-    /// The projected rows `(B, T, C)` of q, k or v as they are convolved, and how many rows of
-    /// earlier tokens are now before them. `unmasked` are rows that the mask says nothing about.
+    /// Returns what a convolution reads for the projected rows `(B, T, C)` of q, k or v: the rows
+    /// with those of earlier tokens before them, and how many these are. Rows of hidden tokens
+    /// become zeros, unless the rows are `unmasked`: the mask is about other tokens than theirs.
     pub(super) fn rows(&mut self, which: usize, rows: Tensor, unmasked: bool) -> Result<(Tensor, usize)> {
         match self {
             Self::Mask(mask) => match mask.visible() {

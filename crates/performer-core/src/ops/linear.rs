@@ -4,11 +4,11 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use super::{activation::swiglu, add, contiguous, is_fused, rotary::turn};
 use crate::kernels::{
-    gated::SwigluLinear,
     heads::ToHeads,
     linear::{Linear, LinearResidual},
     operation::apply,
     rotary::Rotary,
+    swiglu::SwigluLinear,
 };
 
 /// The product of two matrices, `(N, K)` and `(K, M)`, of one type. Candle 0.11.0 has none for bf16

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 
 use crate::common::{ALL_MAPS, Random, assert_tensor_close, tensor, values};
-use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
+use candle_core::{DType, Device, Error, Result, Tensor, Var, safetensors};
 use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{FeatureMapKind, Fitted};
 use performer_core::{
-    Attention, Favor, FavorConfig, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
-    State,
+    Attention, AttentionConfig, Favor, FavorConfig, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig,
+    Rotary, Softmax, State,
 };
 
 const DEVICE: Device = Device::Cpu;
@@ -380,6 +380,17 @@ fn cross_attention_turns_both_sides() -> Result<()> {
     let want = out.broadcast_matmul(&weight.t()?)?.broadcast_add(bias)?;
     drop(weights);
     assert_tensor_close("cross", &layer.cross(&x, &context, &Mask::full())?, &values(&want)?, 1e-5);
+    Ok(())
+}
+
+#[test]
+fn more_attentions_than_key_heads_are_refused() -> Result<()> {
+    let attention: AttentionConfig = "favor:m=8,map=learned|favor:m=4,map=learned".parse().map_err(Error::msg)?;
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &DEVICE);
+    let attention = attention.build(HEAD_DIM, 1, DType::F32, &DEVICE)?;
+    let error = MultiHeadAttention::new(&config().with_kv_heads(1), attention, None, vb).expect_err("one key head");
+    assert!(error.to_string().contains("1 key heads cannot be divided among more attentions"), "{error}");
     Ok(())
 }
 

@@ -173,6 +173,12 @@ fn rows_that_do_not_exist_or_fit_are_refused() -> Result<()> {
     refused(State::join(&[&state, &longer]), "51");
     let other = all.iter().find(|case| case.name.starts_with("Some(Positive)")).unwrap();
     refused(State::join(&[&state, &other.prompt(&ALL)?]), "another attention");
+    // One of softmax with forget gates remembers them, and one without has none to be joined.
+    let softmax = |case: &&Case| case.name.starts_with("softmax of 9 and 0 sinks F32");
+    let states = all.iter().filter(softmax).map(|case| case.prompt(&ALL)).collect::<Result<Vec<_>>>()?;
+    let [plain, gated] = &states[..] else { panic!("a case without gates, and one with them") };
+    refused(State::join(&[plain, gated]), "give forget gates to all of them or to none");
+    refused(State::join(&[gated, plain]), "give forget gates to all of them or to none");
     Ok(())
 }
 

@@ -55,6 +55,15 @@ fn a_given_gradient_goes_back() -> Result<()> {
         }
     }
     assert_eq!(bits(&given)?, bits(&random(&[5, 6], 3)?)?);
+    // A gradient is a constant, though it was computed from a variable itself.
+    let computed = (ops::linear(&x, &w, None)? * 2.0)?;
+    for out in [&known as &dyn Fn() -> Result<Tensor>, &unknown] {
+        let tape = Tape::start();
+        let out = out()?;
+        let got = tape.backward_from(&out, &computed)?;
+        let want = (&out * computed.detach())?.sum_all()?.backward()?;
+        assert_eq!(bits(got.get(&x).expect("a gradient"))?, bits(want.get(&x).expect("a gradient"))?);
+    }
     let tape = Tape::start();
     let error = tape.backward_from(&known()?, &x).expect_err("a gradient of another shape").to_string();
     assert!(error.contains("the gradient is F32 [5, 8]") && error.contains("F32 [5, 6]"), "{error}");

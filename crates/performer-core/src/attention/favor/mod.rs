@@ -426,11 +426,17 @@ impl Attention for Favor {
                 let (dtype, device) = (like.dtype(), like.device());
                 // Of how many heads they are, only what was saved can tell: the map looks at the
                 // shapes.
+                let failure = std::cell::RefCell::new(None);
                 let map = self.map.with_parameters(&|name| {
                     let tensor = get(&format!("feature_map.{name}"))?;
-                    tensor.to_dtype(dtype).ok()?.to_device(device).ok()
-                })?;
-                self.set_map(map)
+                    let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(device));
+                    converted.map_err(|error| failure.replace(Some(error))).ok()
+                });
+                // Otherwise the map would call a tensor missing that only could not be converted.
+                if let Some(error) = failure.into_inner() {
+                    return Err(error);
+                }
+                self.set_map(map?)
             }
         }
     }

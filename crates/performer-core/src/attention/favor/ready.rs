@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::backend::Call;
 #[cfg(feature = "cuda")]
-use crate::kernels::{cuda, operation::apply, quadratic::Quadratic};
+use crate::kernels::{cuda, operation::apply, quadratic::QuadraticFeatures};
 use crate::{
     attention::{inputs::rows, layout::Folded},
     features::{FeatureMap, Pair, scale_or_zero},
@@ -76,7 +76,7 @@ fn quadratic(map: &dyn FeatureMap, folded: &Folded) -> Result<Option<[Tensor; 2]
     let Some(second) = map.quadratic_form().filter(|_| cuda::takes(&folded.q) && cuda::takes(&folded.k)) else {
         return Ok(None);
     };
-    let features = |x: &Tensor, zeros| apply(Quadratic { second: second as f32, zeros }, [x]);
+    let features = |x: &Tensor, zeros| apply(QuadraticFeatures { second: second as f32, zeros }, [x]);
     Ok(Some([features(&folded.q, 0)?, features(&folded.k, 1)?]))
 }
 

@@ -29,8 +29,8 @@ pub(crate) use super::favor_map::{Map, OwnKeys, Projection};
 
 /// Whether the kernels take queries `q` and values `v` at this number of features.
 pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
-    let narrow = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
-    super::takes(q) && narrow(q) && narrow(v) && features <= MOST_FEATURES
+    let fits = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
+    super::takes(q) && fits(q) && fits(v) && features <= MOST_FEATURES
 }
 
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
@@ -59,7 +59,7 @@ pub(crate) fn favor(
     let passes = Passes { map: map.clone(), causal, visible, tracked, trained, logs, saved: Mutex::new(None) };
     let beside = |passes| -> Result<(Tensor, Beside)> {
         let gradients = Arc::new(Mutex::new(None));
-        let joined = apply(Joined(Arc::clone(&gradients)), qkv)?;
+        let joined = apply(Qkv(Arc::clone(&gradients)), qkv)?;
         Ok((joined, Beside { passes, gated: gates.is_some(), qkv: qkv.map(Tensor::detach), gradients }))
     };
     let rows = match (gates, parameters.filter(|_| trained)) {
@@ -157,17 +157,17 @@ impl Operation<3> for Favor {
     }
 }
 
-/// The gradients of `(q, k, v)` on their way from [`Beside`] to [`Joined`].
+/// The gradients of `(q, k, v)` on their way from [`Beside`] to [`Qkv`].
 type Handover = Arc<Mutex<Option<[Tensor; 3]>>>;
 
-/// `Joined` stands for `(q, k, v)` as one operand: an operation takes three tensors, and with gates
+/// `Qkv` stands for `(q, k, v)` as one operand: an operation takes three tensors, and with gates
 /// or parameters there are more. Its output is one number, which says nothing; its backward pass
 /// returns the gradients that [`Beside`] has left, which comes before it in every backward pass.
-struct Joined(Handover);
+struct Qkv(Handover);
 
-impl Operation<3> for Joined {
+impl Operation<3> for Qkv {
     fn name(&self) -> &'static str {
-        "favor-joined"
+        "favor-qkv"
     }
 
     fn cuda(&self, [(q, _), ..]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {

@@ -29,7 +29,7 @@ use super::{
     favor_map::{Map, Packed, Packing},
     source, storage, with_storages,
 };
-use crate::kernels::favor::blocks::{Blocks, MapKind, StoredType, TEAM, Team};
+use crate::kernels::favor::blocks::{Blocks, MapKind, SharedBytes, StoredType, TEAM};
 
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("warp.cuh", include_str!("warp.cuh")),
@@ -275,11 +275,11 @@ impl<'a> Call<'a> {
     }
 
     /// The shared memory of the kernels of each pass.
-    fn shared(&self) -> Team {
+    fn shared(&self) -> SharedBytes {
         let b = &self.blocks;
         match self.blocks.teams {
-            true => b.team(),
-            false => Team { sums: b.shared_sums(), forward: b.shared_forward(), backward: b.shared_backward() },
+            true => b.shared_of_teams(),
+            false => SharedBytes { sums: b.shared_sums(), forward: b.shared_forward(), backward: b.shared_backward() },
         }
     }
 

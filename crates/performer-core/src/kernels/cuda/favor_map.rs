@@ -85,8 +85,9 @@ pub(super) enum Packing {
     Single,
     /// For half types: every number in two parts.
     Parts,
-    /// For half types, where the first part of the factor for features is all of it. The factor
-    /// for gradients is in base 2 as well, so that this holds for it too.
+    /// For half types, where the factor for features is exact in bf16, so that its first part is
+    /// all of it. The factor for gradients is then in base 2 as well, for it is exact in bf16 only
+    /// there.
     Exact,
 }
 
@@ -231,14 +232,14 @@ impl Projection {
     }
 }
 
-/// `OwnKeys` is a map `exp(a·x)` of queries and `exp(b·y + c − ‖Py‖²/2)` of keys, with numbers for
+/// `OwnKeys` is a map `exp(a·x)` of queries and `exp(b·y + w − ‖Py‖²/2)` of keys, with numbers for
 /// each of `H` key heads, or one set for all (`H` = 1).
 #[derive(Debug)]
 pub(crate) struct OwnKeys {
     /// `a` and `b`, `(H, M, D)`, f32, contiguous.
     pub(super) queries: Tensor,
     pub(super) keys: Tensor,
-    /// `c`, `(H, M)`.
+    /// `w`, `(H, M)`.
     pub(super) weights: Tensor,
     /// `P`, `(H, D, D)`; the identity where it is missing.
     pub(super) metric: Option<Tensor>,
@@ -273,9 +274,10 @@ impl OwnKeys {
         scale(self.dim)
     }
 
-    /// The matrices of all sets, of so many rows of `D` numbers.
-    fn matrices<'a>(&self, numbers: View<'a>, features: usize) -> Matrices<'a> {
-        Matrices { numbers, tables: self.tables, features, dim: self.dim, hyperbolic: false, transposed: false }
+    /// Describes the matrices in `numbers`, one for each set of parameters, of `rows` rows of `D`
+    /// numbers each.
+    fn matrices<'a>(&self, numbers: View<'a>, rows: usize) -> Matrices<'a> {
+        Matrices { numbers, tables: self.tables, features: rows, dim: self.dim, hyperbolic: false, transposed: false }
     }
 
     fn packed(&self, packing: Packing) -> Result<Arc<Packed>> {

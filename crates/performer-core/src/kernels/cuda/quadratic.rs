@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{CudaStorage, STORED, Source, THREADS, View, allocate, contiguous, source, tensor};
-use crate::kernels::quadratic::Quadratic;
+use crate::kernels::quadratic::QuadraticFeatures;
 
 const SOURCE: Source = source!("quadratic.cu", STORED);
 
@@ -21,7 +21,7 @@ fn size(x: View) -> Result<[usize; 2]> {
 }
 
 /// Computes the features `(.., W)` of rows `(.., D)`.
-pub(in crate::kernels) fn forward(map: &Quadratic, x: View) -> Result<(CudaStorage, Shape)> {
+pub(in crate::kernels) fn forward(map: &QuadraticFeatures, x: View) -> Result<(CudaStorage, Shape)> {
     let [rows, dim] = size(x)?;
     let width = map.width(dim);
     let mut dims = x.1.dims().to_vec();
@@ -36,7 +36,7 @@ pub(in crate::kernels) fn forward(map: &Quadratic, x: View) -> Result<(CudaStora
 }
 
 /// Computes the gradient of rows from that of their features, which is contiguous.
-pub(in crate::kernels) fn backward(map: &Quadratic, x: View, grad: View) -> Result<Tensor> {
+pub(in crate::kernels) fn backward(map: &QuadraticFeatures, x: View, grad: View) -> Result<Tensor> {
     contiguous([grad])?;
     let [rows, dim] = size(x)?;
     let device = x.0.device();

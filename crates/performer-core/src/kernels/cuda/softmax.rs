@@ -32,8 +32,8 @@ const GATES: Source = source!("softmax_gates.cu", HEADERS);
 
 /// Whether the kernels take queries `q` and values `v`.
 pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
-    let narrow = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
-    super::takes(q) && narrow(q) && narrow(v)
+    let fits = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
+    super::takes(q) && fits(q) && fits(v)
 }
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
@@ -152,10 +152,10 @@ impl<'a> Call<'a> {
             bail!("softmax on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
         }
         let ((batch, heads, queries, dim), (_, key_heads, keys, values)) = (q.1.shape().dims4()?, v.1.shape().dims4()?);
-        if queries.max(keys) > MOST_TOKENS || queries.max(keys) / 64 > 65535 {
+        if queries.max(keys) > MOST_TOKENS || queries.max(keys).div_ceil(64) > 65_535 {
             bail!(
                 "softmax on CUDA: {queries} queries over {keys} keys are too many; at most {} of each can be taken",
-                MOST_TOKENS.min(65536 * 64 - 1)
+                MOST_TOKENS.min(65_535 * 64)
             );
         }
         let slope = (dim as f64).sqrt().recip();
@@ -325,7 +325,9 @@ fn gate_kernel(device: &CudaDevice, name: &str) -> Result<Kernel> {
     GATES.kernel(device, name, &shape, 8 * THREADS)
 }
 
-/// Sums gates `(B, Hkv, Tk)` from the first token on: two numbers for each.
+/// Sums gates `(B, Hkv, Tk)` from the first token up to each. Every sum is two numbers of f32, a
+/// high and a low part (`GateSum` in `softmax.cuh`), so that differences of long sums keep their
+/// digits.
 fn sums_of_gates(gates: View<'_>, heads: usize, keys: usize) -> Result<Buffer> {
     let device = gates.0.device();
     let mut sums = Buffer::new(device, 2 * heads * keys)?;

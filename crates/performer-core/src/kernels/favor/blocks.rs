@@ -1,5 +1,7 @@
-//! How the CUDA kernels divide FAVOR into thread blocks, chunks and segments: by sizes alone, so
-//! that results do not depend on the card.
+//! How the CUDA kernels divide FAVOR into thread blocks, chunks and segments: by the sizes of the
+//! problem and the shared memory of a thread block. The caller counts a card with more of it than
+//! an A100 as an A100, so all such cards divide a problem alike; cards with less may take smaller
+//! slices and chunks, and then their results are rounded otherwise.
 
 use std::fmt;
 
@@ -110,7 +112,7 @@ impl Blocks {
             && storage == StoredType::Bf16
             && map == MapKind::Computed
             && sizes
-            && blocks.team().backward <= most;
+            && blocks.shared_of_teams().backward <= most;
         // A state goes on with gates and without, so both divide the values alike.
         blocks.gated = true;
         while !blocks.teams && blocks.shared_backward().max(blocks.shared_forward()) > most {
@@ -214,9 +216,9 @@ impl Blocks {
     }
 }
 
-/// `Team` holds the shared memory of the kernels of teams, in bytes.
+/// `SharedBytes` holds the shared memory of a thread block in the kernels of each pass, in bytes.
 #[derive(Debug)]
-pub(crate) struct Team {
+pub(crate) struct SharedBytes {
     pub(crate) sums: usize,
     pub(crate) forward: usize,
     pub(crate) backward: usize,
@@ -224,14 +226,14 @@ pub(crate) struct Team {
 
 impl Blocks {
     /// The shared memory of the kernels of teams, for thread blocks of [`TEAM`] threads.
-    pub(crate) fn team(&self) -> Team {
+    pub(crate) fn shared_of_teams(&self) -> SharedBytes {
         let (c, features) = (self.chunk, self.features.next_multiple_of(64));
         let (rows, values) = (self.tile(c, self.dim.next_multiple_of(16)), self.tile(c, self.slice));
         let rest = self.tile(features, self.slice);
         let chunk = self.tile(features, c);
         let sums = self.gates() + rows + values + chunk + rest + 4 * (2 * c + 2 * features + 4);
         let low = if self.gated { chunk } else { 0 };
-        Team { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 + low }
+        SharedBytes { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 + low }
     }
 
     /// Whether these sizes are those of `favor_wgmma.cuh`, if the projection is exact.
@@ -239,8 +241,11 @@ impl Blocks {
         self.teams && self.dim.next_multiple_of(16) == 64 && self.slice == 64
     }
 
-    /// The shared memory of the forward kernel of teams with products of warpgroups, in bytes: rows
-    /// of 128 bytes, of which eight begin at a multiple of 1,024, units, and what is beside them.
+    /// The shared memory of the forward kernel of teams with products of warpgroups, in bytes. It
+    /// is `TeamForward` of `favor_bf16_forward.cu`: the `GroupBuilder` of `favor_wgmma.cuh`, and a
+    /// padded tile of queries. A builder has gates, if there are any, then matrices with rows of
+    /// 128 bytes, which begin at multiples of 1,024 bytes, then units of 16 bytes a row, and then
+    /// offsets, units, scales, norms and four breaks, of 4 bytes each.
     pub(crate) fn warpgroup_forward(&self) -> usize {
         const EIGHT_ROWS: usize = 1024;
         let (c, features) = (self.chunk, self.features.next_multiple_of(64));
@@ -347,7 +352,7 @@ mod tests {
                     let [without, with] = [false, true]
                         .map(|gated| Blocks::choose(true, gated, storage, Computed, [dim, features, dim], most));
                     assert_eq!((without.record(), without.teams), (with.record(), with.teams), "{without:?}");
-                    let backward = if with.teams { with.team().backward } else { with.shared_backward() };
+                    let backward = if with.teams { with.shared_of_teams().backward } else { with.shared_backward() };
                     assert!(with.gated && !without.gated && backward <= most, "{with:?}");
                 }
             }
@@ -370,10 +375,10 @@ mod tests {
             let blocks = Blocks::choose(team, gated, STORAGES[size("STORAGE")], MAPS[size("MAP")], sizes, CARDS[0]);
             assert_eq!((blocks.slice, blocks.chunk), (size("SLICE"), size("CHUNK")), "{line}");
             assert_eq!(team, blocks.teams, "{line}");
-            let Team { sums, forward, backward } = if team {
-                blocks.team()
+            let SharedBytes { sums, forward, backward } = if team {
+                blocks.shared_of_teams()
             } else {
-                Team {
+                SharedBytes {
                     sums: blocks.shared_sums(),
                     forward: blocks.shared_forward(),
                     backward: blocks.shared_backward(),

@@ -13,7 +13,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::{
     fresh::Part,
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     instructions::arch,
     rows::{Rows, Span},
     transpose::transpose,
@@ -263,12 +263,12 @@ impl<'a> QueryScan<'a> {
         let of_queries = head.q.iter().zip(&of_chunk.queries).zip(dq);
         for ((q, QueryFeatures { weights, output, triangle }), dq) in of_queries {
             let (left, right) = (Left::rows(&output.dn, width), Right { values: sums, stride: features });
-            gemm(simd, Into::Zero, [n, features, vd], left, right, dphi, features);
+            gemm(simd, Accumulate::No, [n, features, vd], left, right, dphi, features);
             let right = Right { values: keys, stride: features };
             for i in (0..n).step_by(LANES) {
                 let (rows, seen) = (LANES.min(n - i), (i + LANES).min(n));
                 let left = Left::rows(&triangle[i * CHUNK..], CHUNK);
-                gemm(simd, Into::Sum, [rows, features, seen], left, right, &mut dphi[i * features..], features);
+                gemm(simd, Accumulate::Yes, [rows, features, seen], left, right, &mut dphi[i * features..], features);
             }
             tile.query_logs(simd, n, weights, output, norm, dphi);
             let dq = dq.split_off_mut(..n * q.width).expect("as many rows as tokens");
@@ -276,7 +276,7 @@ impl<'a> QueryScan<'a> {
             head.map.query_gradients(simd, (dphi, weights), (q, at), dq, linear, &mut tile.scratch);
         }
         let (left, right) = (Left::transposed(tile.values(), width), Right { values: keys, stride: features });
-        gemm(simd, Into::Sum, [vd, features, n], left, right, sums, features);
+        gemm(simd, Accumulate::Yes, [vd, features, n], left, right, sums, features);
         for row in keys.chunks_exact(features).take(n) {
             add(simd, norm, row);
         }
@@ -341,7 +341,9 @@ impl<'a> KeyScan<'a> {
             of_chunk.fill(simd, *given, span, scale, tile, values);
         }
         if head.gates.is_some() {
-            // The sums over queries have the keys' scale as a factor, so they go back by adding.
+            // The weights of queries have the keys' scale as a factor, and the scale of `future` is
+            // as of token `at`. To bring it back to the earlier token `start`, the sum of the gates
+            // between the two, which is at most 0, is subtracted from it.
             future.forget(-head.forgotten(start, *at));
             *at = start;
         }
@@ -355,13 +357,13 @@ impl<'a> KeyScan<'a> {
                 let (keys, after) = (LANES.min(n - j), n - j);
                 let left = Left::transposed(&products[j * CHUNK + j..], CHUNK);
                 let right = Right { values: &output.dn[j * width..], stride: width };
-                gemm(simd, Into::Sum, [keys, width, after], left, right, &mut rows[j * width..], width);
+                gemm(simd, Accumulate::Yes, [keys, width, after], left, right, &mut rows[j * width..], width);
             }
             for j in (0..columns).step_by(2 * LANES) {
                 let left = Left::transposed(&weights[j * features..], features);
                 let right = Right { values: &triangle[j * CHUNK + j..], stride: CHUNK };
                 let size = [f, (columns - j).min(2 * LANES), n - j];
-                gemm(simd, Into::Sum, size, left, right, &mut dphi[j..], CHUNK);
+                gemm(simd, Accumulate::Yes, size, left, right, &mut dphi[j..], CHUNK);
             }
             tile.add_output_gradient(simd, n, weights, output, future);
         }

@@ -4,7 +4,7 @@
 use pulp::Simd;
 
 use super::super::{
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     rows::{Rows, Span},
 };
 use super::{
@@ -15,7 +15,7 @@ use super::{
 
 /// `Exponential` is a map with log-features `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with
 /// `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their own:
-/// `ω_r·y + b_r − ‖Py‖²/2 − ln(F)/2`.
+/// `b_r·y + w_r − ‖Py‖²/2 − ln(F)/2`.
 #[derive(Clone, Debug)]
 pub(crate) struct Exponential {
     pub(super) queries: Linear,
@@ -29,7 +29,7 @@ pub(crate) struct Exponential {
 #[derive(Clone, Debug)]
 struct Keys {
     linear: Linear,
-    /// `b`, `M` numbers.
+    /// `w`, `M` numbers.
     log_weights: Vec<f32>,
     metric: Option<Metric>,
 }
@@ -91,8 +91,8 @@ impl Exponential {
         Self { queries: Linear::new(projection, d), keys: None, m, d, hyperbolic }
     }
 
-    /// Gives the keys of a positive map a form of their own: rows `(M, D)`, weights `b` `(M)`, and
-    /// `P` `(D, D)` if it is not the identity.
+    /// Gives the keys of a positive map a form of their own: rows `b` `(M, D)`, weights `w` `(M)`,
+    /// and `P` `(D, D)` if it is not the identity.
     pub(crate) fn with_keys(mut self, projection: &[f32], log_weights: &[f32], metric: Option<&[f32]>) -> Self {
         let metric = metric.map(|p| Metric::new(p, self.d));
         self.keys = Some(Keys { linear: Linear::new(projection, self.d), log_weights: log_weights.to_vec(), metric });
@@ -135,11 +135,11 @@ impl Exponential {
         let width = padded(self.m);
         let right = Right { values: &linear.columns, stride: width };
         if !self.hyperbolic {
-            gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, to, stride);
+            gemm(simd, Accumulate::No, [count, width, self.d], Left::rows(rows, from), right, to, stride);
             return;
         }
         let tile = at_least(&mut scratch.tile, count * width);
-        gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, tile, width);
+        gemm(simd, Accumulate::No, [count, width, self.d], Left::rows(rows, from), right, tile, width);
         for (to, row) in to.chunks_exact_mut(stride).zip(tile.chunks_exact(width)) {
             let (plus, minus) = to[..2 * self.m].split_at_mut(self.m);
             plus.copy_from_slice(&row[..self.m]);
@@ -154,7 +154,7 @@ impl Exponential {
 pub(super) struct LinearGradient {
     /// The gradient of `D^-1/4 Ω`: `M` rows, padded to whole vectors.
     pub(super) rows: Vec<f32>,
-    /// The gradient of `b`, which is added to the log-features of keys: `M` numbers.
+    /// The gradient of `w`, which is added to the log-features of keys: `M` numbers.
     pub(super) log_weights: Vec<f32>,
 }
 
@@ -179,6 +179,6 @@ impl LinearGradient {
         }
         x.copy(start, count, scratch, width);
         let right = Right { values: scratch, stride: width };
-        gemm(simd, Into::Sum, [self.log_weights.len(), width, count], l, right, &mut self.rows, width);
+        gemm(simd, Accumulate::Yes, [self.log_weights.len(), width, count], l, right, &mut self.rows, width);
     }
 }

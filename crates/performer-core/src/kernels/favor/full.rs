@@ -10,7 +10,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::{
     for_heads,
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     instructions::arch,
     rows::{Rows, Span},
     transpose::transpose,
@@ -183,7 +183,15 @@ impl WithSimd for QueryGradients<'_> {
                 let dens = &dens[g * q.tokens..];
                 output.load(simd, (&out[g], &grad[g]), dens, span, &mut tile.scratch.rows);
                 let right = Right { values: &columns, stride: features };
-                gemm(simd, Into::Zero, [n, features, vd], Left::rows(&output.dn, width), right, &mut dphi, features);
+                gemm(
+                    simd,
+                    Accumulate::No,
+                    [n, features, vd],
+                    Left::rows(&output.dn, width),
+                    right,
+                    &mut dphi,
+                    features,
+                );
                 tile.add_output_gradient(simd, n, &weights, &output, future);
                 tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];

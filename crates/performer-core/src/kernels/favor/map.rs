@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pulp::Simd;
 
 use super::super::{
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     rows::{Rows, Span},
     vector::{add, affine, column_squares, column_sums, shift, subtract, sum},
 };
@@ -88,7 +88,7 @@ pub(super) fn load_columns(x: &Rows, Span { start, count }: Span, to: &mut [f32]
 }
 
 /// Copies the first `d` numbers of rows that are `width` apart.
-fn narrow(rows: &[f32], width: usize, to: &mut [f32], d: usize) {
+fn copy_unpadded(rows: &[f32], width: usize, to: &mut [f32], d: usize) {
     for (to, row) in to.chunks_exact_mut(d).zip(rows.chunks_exact(width)) {
         to.copy_from_slice(&row[..d]);
     }
@@ -143,7 +143,7 @@ impl Map {
                 let right = Right { values: x, stride: CHUNK };
                 gemm(
                     simd,
-                    Into::Zero,
+                    Accumulate::No,
                     [e.m, width, e.d],
                     Left::rows(&e.key_rows().rows, padded(e.d)),
                     right,
@@ -155,7 +155,7 @@ impl Map {
                     Some(metric) => {
                         let turned = at_least(&mut scratch.turned, e.d * CHUNK);
                         let left = Left::rows(&metric.rows, padded(e.d));
-                        gemm(simd, Into::Zero, [e.d, width, e.d], left, right, turned, CHUNK);
+                        gemm(simd, Accumulate::No, [e.d, width, e.d], left, right, turned, CHUNK);
                         turned
                     }
                 };
@@ -177,7 +177,7 @@ impl Map {
             Self::Rectified(r) => {
                 let x = visible_columns(k, Span { start, count }, hidden, r.d, (&mut scratch.tile, &mut scratch.rows));
                 let (left, right) = (Left::rows(&r.linear.rows, padded(r.d)), Right { values: x, stride: CHUNK });
-                gemm(simd, Into::Zero, [r.m, width, r.d], left, right, to, CHUNK);
+                gemm(simd, Accumulate::No, [r.m, width, r.d], left, right, to, CHUNK);
                 for row in to.chunks_exact_mut(CHUNK).take(r.m) {
                     r.activate(simd, &mut row[..width]);
                 }
@@ -298,14 +298,14 @@ impl Map {
                 let (width, left) = (padded(r.d), Left::rows(dl, stride));
                 let tile = at_least(&mut scratch.tile, count * width);
                 let right = Right { values: &r.linear.rows, stride: width };
-                gemm(simd, Into::Zero, [count, width, r.m], left, right, tile, width);
-                return narrow(tile, width, to, r.d);
+                gemm(simd, Accumulate::No, [count, width, r.m], left, right, tile, width);
+                return copy_unpadded(tile, width, to, r.d);
             }
             Self::Quadratic(map) => {
                 return map.row_gradients(dl, (q, Span { start, count }), to, scratch);
             }
             Self::Log { features } | Self::Signed { features } => {
-                return narrow(&dl[..count * stride], stride, to, *features);
+                return copy_unpadded(&dl[..count * stride], stride, to, *features);
             }
         };
         if e.hyperbolic {
@@ -321,11 +321,11 @@ impl Map {
         let (left, right) = (Left::rows(dl, stride), Right { values: &e.queries.rows, stride: width });
         // ‖x‖²/2 scales all features of a query alike and has no part in the gradient.
         if width == e.d {
-            return gemm(simd, Into::Zero, [count, width, e.m], left, right, to, width);
+            return gemm(simd, Accumulate::No, [count, width, e.m], left, right, to, width);
         }
         let tile = at_least(&mut scratch.tile, count * width);
-        gemm(simd, Into::Zero, [count, width, e.m], left, right, tile, width);
-        narrow(tile, width, to, e.d);
+        gemm(simd, Accumulate::No, [count, width, e.m], left, right, tile, width);
+        copy_unpadded(tile, width, to, e.d);
     }
 
     /// Computes the gradient of the rows of keys from that of their features, a feature a row;
@@ -352,8 +352,8 @@ impl Map {
                 let (width, left) = (padded(r.d), Left::transposed(dl, CHUNK));
                 let tile = at_least(&mut scratch.tile, count * width);
                 let right = Right { values: &r.linear.rows, stride: width };
-                gemm(simd, Into::Zero, [count, width, r.m], left, right, tile, width);
-                return narrow(tile, width, to, r.d);
+                gemm(simd, Accumulate::No, [count, width, r.m], left, right, tile, width);
+                return copy_unpadded(tile, width, to, r.d);
             }
             Self::Quadratic(map) => {
                 return map.column_gradients(dl, (k, Span { start, count }), to, scratch);
@@ -381,13 +381,13 @@ impl Map {
         let width = padded(e.d);
         let tile = at_least(&mut scratch.tile, count * width);
         let right = Right { values: &e.key_rows().rows, stride: width };
-        gemm(simd, Into::Zero, [count, width, e.m], Left::transposed(dl, CHUNK), right, tile, width);
+        gemm(simd, Accumulate::No, [count, width, e.m], Left::transposed(dl, CHUNK), right, tile, width);
         let norm = 2.0 * e.norm();
         let (mut rows, mut from) = k.read(start, count, &mut scratch.rows);
         if let Some(metric) = e.metric() {
             let turned = at_least(&mut scratch.turned, count * width);
             let right = Right { values: &metric.square, stride: width };
-            gemm(simd, Into::Zero, [count, width, e.d], Left::rows(rows, from), right, turned, width);
+            gemm(simd, Accumulate::No, [count, width, e.d], Left::rows(rows, from), right, turned, width);
             (rows, from) = (turned, width);
         }
         for (j, (to, row)) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)).enumerate() {

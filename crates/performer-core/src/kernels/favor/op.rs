@@ -8,10 +8,10 @@ use super::{
     super::{
         for_heads,
         fresh::{Fresh, Part},
-        gradient, narrow,
+        gradient,
         operation::{Operation, Stored, apply},
         rows::{Heads, Rows},
-        spare_threads, with_storages,
+        spare_threads, storage_of, with_storages,
     },
     Form, Inputs, causal, causal_backward,
     exponential::LinearGradient,
@@ -102,7 +102,7 @@ impl Passes {
             let exact = (dtype != DType::F32).then(|| (CpuStorage::F32(out.clone()), Layout::contiguous(&shape)));
             *self.out.lock().unwrap_or_else(PoisonError::into_inner) = exact;
         }
-        Ok((narrow(out, dtype)?, shape))
+        Ok((storage_of(out, dtype)?, shape))
     }
 
     /// The backward pass: the gradients of `q`, `k` and `v`. The gradients of a trained map, for

@@ -1,5 +1,5 @@
 //! FAVOR with forget gates, with the parameters of a map that is trained, or with both. These are
-//! joined to the keys, see [`Joined`], since a custom operation of Candle takes at most three
+//! joined to the keys, see [`JoinedKeys`], since a custom operation of Candle takes at most three
 //! tensors. The forward and backward passes are those of [`super::favor`], whose backward pass also
 //! sums the gradients of gates and parameters.
 
@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, DType, Result, Shape, Tensor, bail};
 
 use super::super::{
     gradient,
-    joined::Joined,
+    joined::JoinedKeys,
     operation::{Operation, Stored, apply},
 };
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
@@ -43,7 +43,7 @@ pub(super) fn packed(
         }
     };
     let parameters = sizes.map_or(0, |[m, d]| form.maps.len() * (2 * m * d + m));
-    let (joined, keys_and_rest) = Joined::new(k, &rest)?;
+    let (joined, keys_and_rest) = JoinedKeys::new(k, &rest)?;
     let of = [q, &keys_and_rest, v];
     let passes = Passes::new(form, causal, visible, of);
     apply(PackedFavor { passes, joined, sizes, parameters }, of)
@@ -53,7 +53,7 @@ pub(super) fn packed(
 /// `(q, [k, parameters, gates], v)`.
 struct PackedFavor {
     passes: Passes,
-    joined: Joined,
+    joined: JoinedKeys,
     /// The sizes `M` and `D` of a trained map.
     sizes: Option<[usize; 2]>,
     /// The number of parameters, before the gates.
@@ -95,7 +95,7 @@ impl Operation<3> for PackedFavor {
         if let Some(sizes) = self.sizes {
             add_parameters(sizes, &linear, of_parameters);
         }
-        let of_keys_and_rest = Joined::gradient(dk, &of_rest, keys_and_rest)?;
+        let of_keys_and_rest = JoinedKeys::gradient(dk, &of_rest, keys_and_rest)?;
         Ok([Some(gradient(dq, q)?), Some(of_keys_and_rest), Some(gradient(dv, v)?)])
     }
 }

@@ -3,7 +3,7 @@
 use pulp::Simd;
 
 use super::super::{
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     rows::{Rows, Span},
     vector::{affine, rectify, scale, where_above},
 };
@@ -66,7 +66,7 @@ impl Rectified {
         let (rows, from) = x.read(start, count, scratch);
         let width = padded(self.m);
         let right = Right { values: &self.linear.columns, stride: width };
-        gemm(simd, Into::Zero, [count, width, self.d], Left::rows(rows, from), right, to, width);
+        gemm(simd, Accumulate::No, [count, width, self.d], Left::rows(rows, from), right, to, width);
         for row in to.chunks_exact_mut(width).take(count) {
             self.activate(simd, row);
             row[self.m..].fill(0.0);

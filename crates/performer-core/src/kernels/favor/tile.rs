@@ -6,7 +6,7 @@
 use pulp::Simd;
 
 use super::super::{
-    gemm::{Into, Left, Right, gemm},
+    gemm::{Accumulate, Left, Right, gemm},
     rows::{Rows, Span},
     transpose::transpose,
     vector::{
@@ -247,7 +247,7 @@ impl<'a> Tile<'a> {
         for i in (0..n).step_by(LANES) {
             let (rows, columns) = (LANES.min(n - i), i + LANES);
             let left = Left::rows(&weights[i * self.features..], self.features);
-            gemm(simd, Into::Zero, [rows, columns, f], left, right, &mut to[i * CHUNK..], CHUNK);
+            gemm(simd, Accumulate::No, [rows, columns, f], left, right, &mut to[i * CHUNK..], CHUNK);
             for row in i..i + rows {
                 to[row * CHUNK + row + 1..(row + 1) * CHUNK].fill(0.0);
             }
@@ -259,7 +259,7 @@ impl<'a> Tile<'a> {
     pub(super) fn read_sums<S: Simd>(&self, simd: S, n: usize, weights: &[f32], sums: &Sums, to: &mut [f32]) {
         let (f, width) = (self.head.map.features(), self.width);
         let right = Right { values: &sums.sums, stride: width };
-        gemm(simd, Into::Zero, [n, width, f], Left::rows(weights, self.features), right, to, width);
+        gemm(simd, Accumulate::No, [n, width, f], Left::rows(weights, self.features), right, to, width);
     }
 
     /// Adds the part of the queries' numerators that comes from their own chunk.
@@ -270,7 +270,7 @@ impl<'a> Tile<'a> {
         for i in (0..n).step_by(LANES) {
             let (rows, seen) = (LANES.min(n - i), (i + LANES).min(n));
             let left = Left::rows(&triangle[i * CHUNK..], CHUNK);
-            gemm(simd, Into::Sum, [rows, width, seen], left, right, &mut to[i * width..], width);
+            gemm(simd, Accumulate::Yes, [rows, width, seen], left, right, &mut to[i * width..], width);
         }
     }
 
@@ -308,7 +308,7 @@ impl<'a> Tile<'a> {
     pub(super) fn add_keys<S: Simd>(&self, simd: S, n: usize, sums: &mut Sums) {
         let (f, width) = (self.head.map.features(), self.width);
         let right = Right { values: self.values(), stride: width };
-        gemm(simd, Into::Sum, [f, width, n], Left::rows(&self.keys, CHUNK), right, &mut sums.sums, width);
+        gemm(simd, Accumulate::Yes, [f, width, n], Left::rows(&self.keys, CHUNK), right, &mut sums.sums, width);
         for (norm, row) in sums.norm.iter_mut().zip(self.keys.chunks_exact(CHUNK)) {
             *norm += sum(simd, &row[..padded(n)]);
         }
@@ -348,7 +348,15 @@ impl<'a> Tile<'a> {
     ) {
         let (f, width) = (self.head.map.features(), self.width);
         let right = Right { values: &output.dn, stride: width };
-        gemm(simd, Into::Sum, [f, width, n], Left::transposed(weights, self.features), right, &mut future.sums, width);
+        gemm(
+            simd,
+            Accumulate::Yes,
+            [f, width, n],
+            Left::transposed(weights, self.features),
+            right,
+            &mut future.sums,
+            width,
+        );
         for (weights, &e) in weights.chunks_exact(self.features).zip(&output.e).take(n) {
             add_scaled(simd, &mut future.norm, weights, e);
         }
@@ -368,10 +376,10 @@ impl<'a> Tile<'a> {
     ) {
         let (f, width, columns) = (self.head.map.features(), self.width, padded(n));
         let right = Right { values: &future.sums, stride: width };
-        gemm(simd, Into::Zero, [n, width, f], Left::transposed(&self.keys, CHUNK), right, dv, width);
+        gemm(simd, Accumulate::No, [n, width, f], Left::transposed(&self.keys, CHUNK), right, dv, width);
         let right = Right { values, stride: CHUNK };
         let left = Left::rows(&future.sums, width);
-        gemm(simd, Into::Zero, [f, columns, self.head.v.width], left, right, dphi, CHUNK);
+        gemm(simd, Accumulate::No, [f, columns, self.head.v.width], left, right, dphi, CHUNK);
         for (dphi, &norm) in dphi.chunks_exact_mut(CHUNK).zip(&future.norm) {
             shift(simd, &mut dphi[..columns], norm);
         }
@@ -485,7 +493,7 @@ impl OutputGradient {
         for i in (0..n).step_by(LANES) {
             let (rows, columns) = (LANES.min(n - i), i + LANES);
             let left = Left::rows(&self.dn[i * self.width..], self.width);
-            gemm(simd, Into::Zero, [rows, columns, self.values], left, right, &mut to[i * CHUNK..], CHUNK);
+            gemm(simd, Accumulate::No, [rows, columns, self.values], left, right, &mut to[i * CHUNK..], CHUNK);
             for row in i..i + rows {
                 shift(simd, &mut to[row * CHUNK..row * CHUNK + columns], self.e[row]);
                 to[row * CHUNK + row + 1..(row + 1) * CHUNK].fill(0.0);

@@ -22,7 +22,7 @@ use super::{
     super::{
         for_heads,
         fresh::{Fresh, Part},
-        gemm::{Into, Left, Right, gemm},
+        gemm::{Accumulate, Left, Right, gemm},
         instructions::arch,
         padded,
         rows::{Heads, Matrix, Rows, Span},
@@ -30,7 +30,7 @@ use super::{
         vector::{self, LANES, add, dot, exp_above, multiply, subtract, sum},
         with_storages,
     },
-    Forgotten, Head, Inputs, KEYS, LOWEST, PIECE, QUERIES, Softmax,
+    Forgotten, Head, Inputs, KEYS, NEGLIGIBLE, PIECE, QUERIES, Softmax,
 };
 
 /// `Backward` computes the gradients that come from the pairs of some queries of one head and some
@@ -127,10 +127,10 @@ impl WithSimd for Backward<'_> {
                 }
                 head.scores(simd, tile, span, &k, (&query_columns, forgotten.as_ref()), &mut weights);
                 let right = Right { values: &grad_columns, stride: QUERIES };
-                gemm(simd, Into::Zero, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
+                gemm(simd, Accumulate::No, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
                 for (weight, product) in pairs.take(keys) {
-                    exp_above(simd, &mut weight[..columns], &log[..columns], LOWEST);
+                    exp_above(simd, &mut weight[..columns], &log[..columns], NEGLIGIBLE);
                     subtract(simd, &mut product[..columns], &delta[..columns]);
                     multiply(simd, &mut product[..columns], &weight[..columns]);
                 }
@@ -142,11 +142,11 @@ impl WithSimd for Backward<'_> {
                     let right = Right { values: &grad_rows, stride: value_width };
                     let left = Left::rows(&weights, QUERIES);
                     let to = &mut dv[(j - seen.start) * value_width..];
-                    gemm(simd, Into::Sum, [keys, value_width, queries], left, right, to, value_width);
+                    gemm(simd, Accumulate::Yes, [keys, value_width, queries], left, right, to, value_width);
                     let right = Right { values: &query_rows, stride: width };
                     let left = Left::rows(&products, QUERIES);
                     let to = &mut dk[(j - seen.start) * width..];
-                    gemm(simd, Into::Sum, [keys, width, queries], left, right, to, width);
+                    gemm(simd, Accumulate::Yes, [keys, width, queries], left, right, to, width);
                 }
                 if let Some(OfQueries { dlog, .. }) = &of_queries {
                     if dlog.is_some() {
@@ -154,7 +154,7 @@ impl WithSimd for Backward<'_> {
                         products.for_each(|products| add(simd, &mut over_keys[..columns], &products[..columns]));
                     }
                     let left = Left::transposed(&products, QUERIES);
-                    gemm(simd, Into::Sum, [queries, width, keys], left, k.right(j), &mut rows, width);
+                    gemm(simd, Accumulate::Yes, [queries, width, keys], left, k.right(j), &mut rows, width);
                 }
             }
             if let Some(OfQueries { dq, dlog }) = &mut of_queries {
@@ -292,14 +292,14 @@ impl Softmax {
             }
         }
         let [mut dk, mut dv] = [dk, dv].map(Fresh::finish);
-        narrow_rows(&mut dk, width, d);
-        narrow_rows(&mut dv, value_width, vd);
+        remove_padding(&mut dk, width, d);
+        remove_padding(&mut dv, value_width, vd);
         Ok(([dq.finish(), dk, dv], dlog))
     }
 }
 
 /// Makes rows of `width` numbers rows of their first `to` numbers, in place.
-fn narrow_rows(rows: &mut Vec<f32>, width: usize, to: usize) {
+fn remove_padding(rows: &mut Vec<f32>, width: usize, to: usize) {
     if width > to {
         let count = rows.len() / width;
         (1..count).for_each(|row| rows.copy_within(row * width..row * width + to, row * to));

@@ -21,7 +21,7 @@ use super::{
         rows::{Matrix, Span},
         vector::{add, add_shifted, dot, max_difference},
     },
-    Head, LOWEST, QUERIES,
+    Head, NEGLIGIBLE, QUERIES,
 };
 
 /// `Forgotten` holds sums of gates around the first query of a tile.
@@ -144,7 +144,7 @@ impl<'a> Forgotten<'a> {
     pub(super) fn reaches<S: Simd>(&mut self, simd: S, keys: Span, reached: &[f32]) -> bool {
         let end = keys.start + keys.count;
         let bound = f64::from(max_difference(simd, &self.bounds, reached));
-        let is_zero = |sum: f64| 0.999 * sum + bound < f64::from(LOWEST);
+        let is_zero = |sum: f64| 0.999 * sum + bound < f64::from(NEGLIGIBLE);
         if keys.start < self.first {
             return !is_zero(f64::from(self.sinks[end - 1]));
         }

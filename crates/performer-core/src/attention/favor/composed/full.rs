@@ -2,9 +2,10 @@
 //! sequences.
 //!
 //! The whole key sequence is visible to every row, so one maximum over the keys scales each
-//! feature: with `c_r = max_j l_r(k_j)` the state's entries are at most 1 in each feature, and a
-//! query's weights `exp(l_r(q) + c_r − max_r(l_r(q) + c_r))` are at most 1 with the largest exactly
-//! 1. Nothing overflows, the denominator of a positive map is at least 1, and no ε is needed.
+//! feature: with `c_r = max_j l_r(k_j)` the weights `exp(l_r(k_j) − c_r)` of the keys are at most
+//! 1, and so are a query's weights `exp(l_r(q) + c_r − max_r(l_r(q) + c_r))`, the largest of which
+//! is exactly 1. Nothing overflows, the denominator of a positive map is at least 1, and no ε is
+//! needed.
 
 use candle_core::{D, Result, Tensor};
 

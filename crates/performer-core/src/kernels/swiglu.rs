@@ -33,7 +33,7 @@ pub(crate) struct SwigluLinear {
 }
 
 impl SwigluLinear {
-    /// The operation for inputs whose result has a shape.
+    /// Makes the operation for `[x, w_gate, w_up]`, whose result has the shape `shape`.
     pub(crate) fn new(inputs: [&Tensor; 3], shape: Shape) -> Self {
         let keep = inputs.iter().any(|input| input.track_op());
         Self { linear: Linear { shape, heads: false }, keep, saved: Mutex::default() }
