@@ -435,6 +435,8 @@ def main():
             attack.all()
         elif args.only in ("full_disk", "small_disk"):
             getattr(attack, args.only)()
+        elif args.only == "two_processes":
+            attack.two_processes(5)
         else:
             getattr(attack, args.only)(args.kills)
         attack.report()

@@ -12,6 +12,7 @@
 # results are right; nothing about speed. The first run builds the program. The libraries lie in
 # lib64 of the folder that --build-only prints.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cargo >/dev/null || PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH"
 
@@ -57,5 +58,6 @@ if [ "${1:-}" = --build-only ]; then
     echo "$toolkit"
     exit
 fi
+cd "$here"
 EMULATED_CACHE=${EMULATED_CACHE:-$toolkit/images} LD_LIBRARY_PATH=$toolkit/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
     exec "$toolkit/performer-lm" "$@"

@@ -14,11 +14,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 folder=${1:-target/performer-gpu}
 [ $# -eq 0 ] || { shift; case $folder in /*) ;; *) folder=$here/$folder ;; esac; }
+folder=${folder%/}
 most=$((60 << 20))
 command -v xz >/dev/null || { echo 'there is no xz to compress the program with: install xz-utils' >&2; exit 1; }
 
 if [ -n "$(ls -A "$folder" 2>/dev/null)" ] && ! [ -f "$folder/gpu-run.sh" ]; then
     echo "$folder holds files that are no pack of this script's, and would be replaced: choose another folder" >&2
+    exit 1
+fi
+if [ -e "$folder/gpu-results" ]; then
+    echo "$folder/gpu-results holds results of gpu-run.sh, which would be lost: move them, or choose another folder" >&2
     exit 1
 fi
 
@@ -35,22 +40,27 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 scripts/cuda-kernels.sh "$scratch/kernels" "$@" >&2
 
-rm -rf "$folder"
-mkdir -p "$folder/models"
-xz -6 -T0 -c "$program" >"$folder/performer-lm.xz"
+# The pack gets its name when it is whole.
+pack=$folder.new
+rm -rf "$pack"
+mkdir -p "$pack/models"
+xz -6 -T0 -c "$program" >"$pack/performer-lm.xz"
 # One stream, because the kernels of different architectures are alike in part.
-tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$scratch" -c kernels | xz -9 -T1 -c >"$folder/kernels.tar.xz"
-cp scripts/gpu-run.sh scripts/torch_attention.py scripts/torch_train.py "$folder/"
+tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$scratch" -c kernels | xz -9 -T1 -c >"$pack/kernels.tar.xz"
+cp scripts/gpu-run.sh scripts/torch_attention.py scripts/torch_train.py "$pack/"
 for preset in seed small stories15m; do
-    mkdir "$folder/models/$preset"
-    cp "models/$preset/config.json" "models/$preset/training.json" "$folder/models/$preset/"
+    mkdir "$pack/models/$preset"
+    cp "models/$preset/config.json" "models/$preset/training.json" "$pack/models/$preset/"
 done
 
-size=$(du -sb "$folder" | cut -f1)
-part() { echo "$(($(stat -c %s "$folder/$1") >> 10)) KiB"; }
+size=$(du -sb "$pack" | cut -f1)
+part() { echo "$(($(stat -c %s "$pack/$1") >> 10)) KiB"; }
 echo "the program: $(part performer-lm.xz), its kernels: $(part kernels.tar.xz)" >&2
 if [ "$size" -gt "$most" ]; then
-    echo "$folder has $size bytes, $((size - most)) more than the $most that may travel: pack fewer architectures" >&2
+    rm -rf "$pack"
+    echo "the pack has $size bytes, $((size - most)) more than the $most that may travel: pack fewer architectures" >&2
     exit 1
 fi
+rm -rf "$folder"
+mv "$pack" "$folder"
 echo "$folder: $((size >> 10)) KiB"

@@ -23,6 +23,8 @@ try:
     told = log.read_text(encoding="utf-8")
 except OSError as error:
     sys.exit(f"cannot read {error.filename}: {error.strerror}")
+except ValueError as error:
+    sys.exit(f"{run} holds no whole results of a run: {error}")
 curve = [[line["tokens"], line["val_loss"]] for line in lines if "val_loss" in line]
 begin, end = "softmax writes:\n\n", "\n\nsaved in "
 if begin not in told or end not in told:

@@ -26,6 +26,8 @@ for target in "${targets[@]}"; do
     [ -f "fuzz/fuzz_targets/$target.rs" ] || { echo "there is no target $target in fuzz/fuzz_targets" >&2; exit 1; }
 done
 seconds=$2
+# libFuzzer takes 0, and what is no number, as no limit.
+case $seconds in '' | 0* | *[!0-9]*) echo "SECONDS is '$seconds'; it must be a whole number above 0" >&2; exit 2 ;; esac
 
 # The files of performer-lm's tests, and the versions that the program is built with.
 cargo test -p performer-lm --test suite seeds:: -- --ignored >&2

@@ -28,7 +28,7 @@
 #
 # One stage that fails does not stop the others; each result is written as soon as it is known. The
 # same command again goes on where the first was ended, by whatever: what is finished is not done
-# anew. Another RESULTS begins from the start.
+# anew, but for sanitize and profile, which begin anew. Another RESULTS begins from the start.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 results=$PWD/gpu-results
@@ -51,7 +51,7 @@ fi
 # name when it is whole.
 python() { command -v python3 >/dev/null || { echo 'there is neither xz nor python3 to unpack the program with' >&2; exit 1; }; python3 "$@"; }
 program=$here/performer-lm
-if [ ! -x "$program" ] && [ -f "$program.xz" ]; then
+if [ -f "$program.xz" ] && { [ ! -x "$program" ] || [ "$program.xz" -nt "$program" ]; }; then
     if command -v xz >/dev/null; then
         xz -dc "$program.xz" >"$program.new"
     else
@@ -60,7 +60,7 @@ if [ ! -x "$program" ] && [ -f "$program.xz" ]; then
     chmod +x "$program.new"
     mv "$program.new" "$program"
 fi
-if [ ! -d "$here/kernels" ] && [ -f "$here/kernels.tar.xz" ]; then
+if [ -f "$here/kernels.tar.xz" ] && { [ ! -d "$here/kernels" ] || [ "$here/kernels.tar.xz" -nt "$here/kernels" ]; }; then
     rm -rf "$here/unpacked"
     mkdir "$here/unpacked"
     if command -v xz >/dev/null; then
@@ -68,7 +68,10 @@ if [ ! -d "$here/kernels" ] && [ -f "$here/kernels.tar.xz" ]; then
     else
         python -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$here/kernels.tar.xz" "$here/unpacked"
     fi || { echo "$here/kernels.tar.xz cannot be unpacked" >&2; exit 1; }
+    rm -rf "$here/kernels"
     mv "$here/unpacked/kernels" "$here/kernels"
+    # The archive has no times of its own, and a newer one replaces what was unpacked.
+    touch "$here/kernels"
     rmdir "$here/unpacked"
 fi
 
@@ -204,11 +207,12 @@ stage() {
             for tool in memcheck racecheck; do
                 : >"$results/sanitizer-$tool.txt"
                 for work in 'causal, 1x2' 'forget gates' 'output gates' 'attention by'; do
+                    rm -f "$results/sanitizer.txt"
                     item "$work" timeout "${SECONDS_EACH:-150}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
                         --log-file "$results/sanitizer.txt"
                     code=$?
                     [ "$code" -eq 0 ] || failed=1
-                    cat "$results/sanitizer.txt" >>"$results/sanitizer-$tool.txt"
+                    cat "$results/sanitizer.txt" 2>/dev/null >>"$results/sanitizer-$tool.txt"
                     echo "$tool of $work: exit code $code" | tee -a "$results/sanitizer-$tool.txt"
                 done
             done

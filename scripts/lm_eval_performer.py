@@ -17,6 +17,7 @@ Texts begin with the token that the model's texts began with in training. --batc
 texts are read at a time, and --device where [default: a GPU if PyTorch finds one].
 """
 
+import json
 import pathlib
 
 import torch
@@ -50,11 +51,15 @@ class PerformerLM(TemplateLM):
             raise ModelError(f"max_length={max_length}: learned positions end at {self.model.config.context} tokens")
         self.at_once = 1 if str(batch_size).startswith("auto") else max(1, int(batch_size))
         self.where = device
-        known = [self.tokenizer.token_to_id(token) for token in BORDERS]
+        # The borders that the model was saved with come before those that have a usual name.
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        own = config.get("borders") or (config.get("performer") or {}).get("borders") or {}
+        known = [own.get("begin"), own.get("end"), *map(self.tokenizer.token_to_id, BORDERS)]
         known = [token for token in known if token is not None]
         if not known:
             raise ModelError(f"{folder}/tokenizer.json has none of the tokens {', '.join(BORDERS)}, one of which begins a text")
         self.border = known[0]
+        self.ends = {known[0], own.get("end"), *own.get("stop", [])}
 
     @property
     def eot_token_id(self):
@@ -82,7 +87,8 @@ class PerformerLM(TemplateLM):
             batch = order[first : first + self.at_once]
             for i, logs in zip(batch, self.log_probabilities([whole[i] for i in batch])):
                 count = min(len(requests[i][2]), len(whole[i]) - 1)
-                targets, logs = torch.tensor(whole[i][-count:]), logs[-count:]
+                targets = torch.tensor(whole[i][len(whole[i]) - count :], dtype=torch.long)
+                logs = logs[len(logs) - count :]
                 of_targets = logs.gather(1, targets[:, None]).sum().item()
                 found[i] = (of_targets, bool((logs.argmax(1) == targets).all()))
         return found
@@ -112,7 +118,7 @@ class PerformerLM(TemplateLM):
             new, text = [], ""
             while len(new) < most:
                 token = int(logits[0, -1].argmax())
-                if token == self.border:
+                if token in self.ends:
                     break
                 new.append(token)
                 text = self.tokenizer.decode(new)

@@ -7,9 +7,10 @@
 
 The command is interrupted (SIGINT) after that time and may end by itself before. Results are
 OUT/samples.csv and a chart of them, OUT/samples.svg. Fails if memory, threads or open files grew
-from the second quarter of the time to the last by more than a twentieth: in the first quarter
-caches fill. How much the command writes in a second, and in a second of the processor, is shown by
-quarters and not judged, since other work may slow it. Linux only, since it reads /proc.
+from the second quarter of the time to the last by more than a twentieth and 2 more (MiB, threads or
+files): in the first quarter caches fill. How much the command writes in a second, and in a second
+of the processor, is shown by quarters and not judged, since other work may slow it. Linux only,
+since it reads /proc.
 """
 
 import argparse
@@ -111,7 +112,10 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     code, samples = watch(args.command, args.seconds, args.every)
     if len(samples) < 8:
-        raise SystemExit(f"only {len(samples)} samples: the command ended with {code} after a moment")
+        raise SystemExit(
+            f"only {len(samples)} looks, and 8 are needed; the command ended with {code}: if it was interrupted, "
+            "give more --seconds or a smaller --every"
+        )
     with open(args.out / "samples.csv", "w", newline="") as file:
         csv.writer(file).writerows([FIELDS, *samples])
     (args.out / "samples.svg").write_text(chart(samples))

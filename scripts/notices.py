@@ -110,7 +110,7 @@ def add_crates(notices, package, target, features):
         if (crate["name"], crate["version"]) not in chosen or crate["source"] is None:
             continue
         name, folder = f"{crate['name']} {crate['version']}", pathlib.Path(crate["manifest_path"]).parent
-        lines.append(f"  {name}, {crate['license']}")
+        lines.append(f"  {name}, {crate['license'] or 'licence in its text'}")
         found = list(files_of(folder))
         for inside in found:
             notices.add(f"{name} ({inside})", (folder / inside).read_text(encoding="utf-8", errors="replace"))

@@ -33,10 +33,11 @@ def texts(words, count):
 def main():
     try:
         path, count = sys.argv[1], int(sys.argv[2])
-        words = pathlib.Path(path).read_text(encoding="utf-8").split()
     except (IndexError, ValueError):
         sys.exit(__doc__)
-    except OSError as error:
+    try:
+        words = pathlib.Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
         sys.exit(f"cannot read {path}: {error}")
     if len(words) <= 600:
         sys.exit(f"{path} has {len(words)} words; more than 600 are needed")

@@ -324,7 +324,7 @@ OPENINGS = [
     "{Hero} was a {nature} {kind} who lived {home}.",
     "A {nature} {kind} lived {home}. {His} name was {Hero}.",
 ]
-# The first three are taken as often as the others together: the words that `generate` begins with.
+# The first three begin three of five stories: the words that `generate` begins with.
 OPENING_SHARE = 0.6
 
 MEETINGS = {

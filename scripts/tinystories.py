@@ -115,6 +115,8 @@ def write(out, splits, checksums):
                 f"the SHA-256 of {name}.txt would be {digest} and should be {checksums[name]}, "
                 "though every story was found; please report it with the source of the text"
             )
+    if "test" not in splits and (out / "test.txt").exists():
+        sys.exit(f"{out} holds a test.txt, whose stories would stand in valid.txt too: name another folder, or remove it")
     out.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (out / f"{name}.txt").write_bytes(content)

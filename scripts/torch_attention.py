@@ -121,7 +121,8 @@ def main():
     causal = not args.bidirectional
     linear = torch.compile(favor, dynamic=False) if args.compile else favor
     # One compilation for each length, number of features and direction.
-    torch._dynamo.config.recompile_limit = 4 * len(args.tokens) * len(args.features)
+    if args.compile:
+        torch._dynamo.config.recompile_limit = 4 * len(args.tokens) * len(args.features)
     points = []
     for t in args.tokens:
         # More bytes than second-level caches hold, before any are read again.

@@ -159,7 +159,7 @@ def main():
     batch = args.batch_size or json.loads((MODELS / args.preset / "training.json").read_text())["batch_size"]
     micro = args.micro_batch or batch
     reports = [json.load(file) for file in args.against]
-    ours = {p["attention_spec"].split(",")[0]: p["tokens_per_second"] for report in reports for p in report["points"]}
+    ours = {p["attention_spec"]: p["tokens_per_second"] for report in reports for p in report["points"]}
     points = []
     for features in [None, *args.features]:
         name = "softmax" if features is None else f"favor:m={features}"

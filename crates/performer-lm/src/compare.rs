@@ -322,12 +322,24 @@ impl Comparison<'_> {
         }
         files::write_json(&self.out.join("compare.json"), &outcome)?;
         charts::loss(&outcome, &folders)?.save(&self.out.join("loss"))?;
-        if let Some(chart) = charts::positions(&outcome) {
-            chart.save(&self.out.join("positions"))?;
-        }
-        if let Some(chart) = charts::beside(&outcome) {
-            chart.save(&self.out.join("beside"))?;
+        for (name, chart) in [("positions", charts::positions(&outcome)), ("beside", charts::beside(&outcome))] {
+            let stem = self.out.join(name);
+            match chart {
+                Some(chart) => drop(chart.save(&stem)?),
+                // One of an earlier comparison would be taken for one of this.
+                None => ["svg", "png"].iter().try_for_each(|end| remove(&stem.with_extension(end)))?,
+            }
         }
         Ok(outcome)
+    }
+}
+
+/// Removes a file, if there is one.
+fn remove(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        _ => Ok(()),
     }
 }

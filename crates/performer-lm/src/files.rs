@@ -65,6 +65,19 @@ pub(crate) fn require_free(dir: &Path, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a folder in which nothing can be written, before the work whose results go there.
+/// Nothing is left behind.
+///
+/// # Errors
+/// If the folder, or the one that it would be created in, cannot be written to.
+#[cfg(feature = "lab")]
+pub(crate) fn require_writable(dir: &Path) -> Result<()> {
+    let there = dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
+    tempfile::tempfile_in(there).map(drop).with_context(|| {
+        format!("cannot write to {}: check the folder and its permissions, or choose another one", dir.display())
+    })
+}
+
 /// Refuses a folder in which results would replace files that this program did not write. It knows
 /// its own by `record`, a JSON file with this field that stands beside the files `names`.
 ///
@@ -72,6 +85,7 @@ pub(crate) fn require_free(dir: &Path, names: &[&str]) -> Result<()> {
 /// [`Cause::AnotherFolder`] with the first file that is not this program's.
 #[cfg(feature = "lab")]
 pub(crate) fn require_own(dir: &Path, (record, field): (&str, &str), names: &[&str]) -> Result<()> {
+    require_writable(dir)?;
     let foreign = match std::fs::read(dir.join(record)) {
         Ok(text) => {
             let is_own =

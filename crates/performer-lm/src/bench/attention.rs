@@ -313,6 +313,8 @@ pub fn run(
     // Crossovers and the lines of the charts go from each length to the next.
     sweep.tokens.sort_unstable();
     sweep.tokens.dedup();
+    sweep.features.sort_unstable();
+    sweep.features.dedup();
     let sweep = &sweep;
     let ours = OtherSweep { head_dim: sweep.head_dim, batch: sweep.batch, heads: sweep.heads, causal: sweep.causal };
     if let Some(others) = &others {

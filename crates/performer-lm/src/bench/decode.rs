@@ -1,13 +1,14 @@
 //! This module measures decoding alone: time per token and bytes of state over the length of the
 //! context.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Softmax, State};
 use serde::{Deserialize, Serialize};
 
 use super::{Effort, Timing, require_room, time};
 use crate::{
+    errors::Cause,
     machine::Machine,
     plot::{Axis, Chart, Scale, Series},
 };
@@ -63,7 +64,7 @@ pub struct Report {
 /// Measures both attentions at every context; `progress` is called with what comes next.
 ///
 /// # Errors
-/// If features, head dimension or heads are 0 or make tensors that no memory holds, or if the
+/// If features, head dimension, heads or a context are 0, or they make tensors that no memory holds, or if the
 /// device cannot compute an attention.
 pub fn run(
     sweep: &Sweep,
@@ -72,8 +73,11 @@ pub fn run(
     effort: Effort,
     mut progress: impl FnMut(String),
 ) -> Result<Report> {
-    if sweep.features == 0 || sweep.head_dim == 0 || sweep.heads == 0 {
-        bail!("features, head dim and heads must be at least 1");
+    let least = sweep.contexts.iter().copied().min().unwrap_or(1);
+    for (name, size) in
+        [("features", sweep.features), ("head_dim", sweep.head_dim), ("heads", sweep.heads), ("contexts", least)]
+    {
+        ensure!(size > 0, Cause::setting("", name, size, "at least 1"));
     }
     for (name, size) in [("tokens", PREFILL), ("features", sweep.features)] {
         require_room(&[(name, size), ("heads", sweep.heads), ("numbers a head", sweep.head_dim)])?;
@@ -87,6 +91,7 @@ pub fn run(
     for (name, attention, limit) in both {
         let mut contexts: Vec<usize> = sweep.contexts.iter().copied().filter(|&c| c <= limit).collect();
         contexts.sort_unstable();
+        contexts.dedup();
         let mut state = State::new();
         // Some hundred tokens go into another state first, so that the first context measured does
         // not include a cold start.
@@ -103,9 +108,11 @@ pub fn run(
             }
             let [q, k, v] = random(sweep, 1, device)?;
             let state_bytes = state.bytes();
-            // Every measured token lengthens the context, by a tenth in all or by the fewest runs.
+            // The measured tokens belong to a copy, so that the next context is as long as it says.
+            // Each lengthens it, by a tenth in all or by the fewest runs.
+            let mut copy = state.clone();
             let few = Effort { time: std::time::Duration::ZERO, runs: effort.runs.max((context / 10).min(500)) };
-            let timing = time(few, device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
+            let timing = time(few, device, || attention.extend(Inputs::new(&q, &k, &v), &mut copy).map(drop))?;
             points.push(Point { attention: name.into(), context, timing, state_bytes });
         }
     }

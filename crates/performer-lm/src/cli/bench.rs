@@ -26,6 +26,12 @@ use crate::{
 };
 
 #[derive(Subcommand)]
+#[command(after_help = "\
+Examples:
+  performer-lm bench attention --out speed        tables and charts of attention over lengths
+  performer-lm bench decode --contexts 1000,16000
+  performer-lm bench generate models/stories/performer models/stories/softmax
+  performer-lm bench train --preset small --attention favor --attention softmax")]
 pub(super) enum Command {
     /// Time attention over sequence lengths and features, forward and backward, and where FAVOR+
     /// overtakes softmax.
@@ -237,6 +243,11 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
         windows: args.windows,
     };
     let others = args.against.as_deref().map(read_others).transpose()?;
+    if let (Some(path), Some(others)) = (&args.against, &others)
+        && !others.points.iter().any(|point| sweep.tokens.contains(&point.tokens))
+    {
+        output::note(&format!("{} has none of the lengths that are measured here: see --help", path.display()));
+    }
     let effort = Effort { time: Duration::from_millis(args.milliseconds), ..Effort::default() };
     let report = attention::run(&sweep, &machine.device, machine.threads, effort, others, |what| output::note(&what))?;
     if let Some(out) = &args.results.out {

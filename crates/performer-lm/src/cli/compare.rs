@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
@@ -16,6 +16,7 @@ use super::{
 use crate::{
     compare::{Comparison, Outcome, Summary},
     config::AttentionPattern,
+    errors::Cause,
     eval::show_perplexity,
     revision::command_line,
     train::Grid,
@@ -66,6 +67,9 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
+    if let Some(rate) = args.learning_rates.iter().find(|rate| !(rate.is_finite() && **rate > 0.0)) {
+        bail!(Cause::setting("", "learning_rates", rate, "numbers above 0"));
+    }
     if let [rate] = args.learning_rates[..] {
         args.recipe.learning_rate = Some(rate);
         args.learning_rates.clear();

@@ -74,9 +74,9 @@ pub(super) struct Args {
     /// [default: 300 where they can be trained].
     #[arg(long)]
     transfer_steps: Option<usize>,
-    /// Peak learning rate of the steps that train feature maps and forget gates.
-    #[arg(long, default_value_t = 1e-2)]
-    transfer_rate: f64,
+    /// Peak learning rate of the steps that train feature maps and forget gates [default: 0.01].
+    #[arg(long)]
+    transfer_rate: Option<f64>,
     /// Share of the steps of both trainings, from 0 to 1, in which the windows before features are
     /// switched off, so that features learn what they would leave to the windows.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
@@ -177,6 +177,19 @@ impl Args {
                 "{option} belongs to fine-tuning, which takes no steps here: give --tune-steps too, or leave {option} out"
             );
         }
+        ensure!(
+            !self.balance || self.calibrate_tokens != Some(0),
+            "--balance belongs to the fitting of features, which reads no tokens here: leave it out, or give --calibrate-tokens"
+        );
+        let is_transferred = self.transfer_steps != Some(0);
+        ensure!(
+            is_transferred || self.transfer_rate.is_none(),
+            "--transfer-rate belongs to the transfer, which takes no steps here: leave it out, or give --transfer-steps"
+        );
+        ensure!(
+            is_transferred || self.tune_steps > 0 || self.drop_window == 0.0,
+            "--drop-window belongs to training, which takes no steps here: leave it out, or give --transfer-steps or --tune-steps"
+        );
         let mut given: Vec<usize> = self.layer.iter().flat_map(|(layers, _)| layers.clone()).collect();
         given.sort();
         if let Some(layer) = given.windows(2).find(|two| two[0] == two[1]) {
@@ -223,6 +236,9 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     teacher.config.context = context;
     let mut config = teacher.config.clone().with_attention(&args.attention)?;
     for (layers, attention) in &args.layer {
+        if let Some(layer) = layers.iter().find(|layer| **layer >= config.layers) {
+            bail!("--layer names layer {layer}; the model has {} layers, counted from 0", config.layers);
+        }
         config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
     }
     let data = prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer, &output::TERMINAL)
@@ -238,9 +254,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             output::result(&inspection(&heads, &args.attention.most))
         };
     }
-    let any = |is: fn(&AttentionConfig) -> bool| {
-        args.attention.attentions().chain(args.layer.iter().map(|(_, attention)| attention)).any(is)
-    };
+    let any = |is: fn(&AttentionConfig) -> bool| (0..config.layers).any(|layer| is(config.attention_of(layer)));
     let calibrate = if any(is_calibrated) { CALIBRATE } else { 0 };
     let transfer = if any(is_transferred) { 300 } else { 0 };
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
@@ -266,7 +280,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         calibrate_tokens: args.calibrate_tokens.unwrap_or(calibrate),
         balance: args.balance,
         transfer_steps: args.transfer_steps.unwrap_or(transfer),
-        transfer_rate: args.transfer_rate,
+        transfer_rate: args.transfer_rate.unwrap_or(1e-2),
         drop_window: args.drop_window,
         batch_size: args.batch_size,
         tuning: (args.tune_steps > 0).then_some(Tuning {

@@ -23,8 +23,15 @@ pub(super) struct Args {
 #[derive(Subcommand)]
 enum Action {
     /// Fetch and encode a corpus into the cache.
+    #[command(after_help = "\
+Example:
+  performer-lm data prepare --data tinystories")]
     Prepare(Options),
     /// Prepare the data and show what is in it.
+    #[command(after_help = "\
+Examples:
+  performer-lm data inspect --data stories.txt
+  performer-lm data inspect --data sample --json")]
     Inspect(Options),
 }
 
@@ -47,6 +54,9 @@ struct Summary {
     #[serde(skip_serializing_if = "Option::is_none")]
     test: Option<Split>,
     cache: String,
+    /// The first tokens of the held-out text, for `inspect`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beginning: Option<Vec<String>>,
 }
 
 #[derive(Serialize)]
@@ -90,6 +100,7 @@ pub(super) fn run(args: Args, _machine: &Machine) -> Result<()> {
         valid: Split::new(&data.valid),
         test: data.test.as_deref().map(Split::new),
         cache: cache_dir()?.display().to_string(),
+        beginning: inspect.then(|| first_tokens(&data)).transpose()?,
     };
     if options.json {
         return output::json(&summary);
@@ -98,14 +109,14 @@ pub(super) fn run(args: Args, _machine: &Machine) -> Result<()> {
     rows.extend(summary.test.as_ref().map(|test| test.row("test")));
     let table = output::table(&["split", "stories", "bytes", "tokens", "bytes/token"], &rows);
     let mut text = format!("{}\nvocabulary {}\n\n{table}", summary.description, summary.vocab_size);
-    if inspect {
-        text.push_str(&format!("\n\nbeginning of the held-out text, tokens apart:\n{}", first_tokens(&data)?));
+    if let Some(beginning) = &summary.beginning {
+        text.push_str(&format!("\n\nbeginning of the held-out text, tokens apart:\n{}", beginning.join("|")));
     }
     output::result(&text)
 }
 
-fn first_tokens(data: &Prepared) -> Result<String> {
+/// Returns the texts of the first tokens of the held-out text.
+fn first_tokens(data: &Prepared) -> Result<Vec<String>> {
     let tokens = data.valid.read(0..data.valid.len().min(60));
-    let pieces: Vec<String> = tokens.iter().map(|&t| data.tokenizer.decode(&[t])).collect::<Result<_>>()?;
-    Ok(pieces.join("|"))
+    tokens.iter().map(|&t| data.tokenizer.decode(&[t])).collect()
 }

@@ -75,8 +75,10 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     if !args.json {
         output::bytes(args.prompt.as_bytes())?;
     }
-    let started = Instant::now();
+    // The first token comes after the prompt was read, which is not counted.
+    let mut first: Option<Instant> = None;
     let generation = continuation.write(args.max_tokens, |piece| {
+        first.get_or_insert_with(Instant::now);
         if args.json {
             text.push_str(piece);
         } else {
@@ -88,7 +90,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         output::bytes(b"\n")?;
     }
     let generation = generation?;
-    let tokens_per_second = generation.tokens as f64 / started.elapsed().as_secs_f64();
+    let after = generation.tokens.saturating_sub(1) as f64;
+    let tokens_per_second = first.map_or(0.0, |first| after / first.elapsed().as_secs_f64().max(1e-9));
     if generation.stop == Stop::PositionsUsedUp {
         output::note("(the model has no more positions)");
     }

@@ -399,7 +399,11 @@ fn paths(report: &Report) -> Vec<Vec<String>> {
 fn tables(report: &Report) -> String {
     let mut checks: Vec<Vec<String>> = Vec::new();
     for check in report.checks.iter().filter(|c| !c.passed) {
-        let error = check.error.map_or("not finite".to_string(), |e| format!("{e:.1e}"));
+        let error = match (check.error, &check.because) {
+            (Some(error), _) => format!("{error:.1e}"),
+            (None, None) => "not finite".into(),
+            (None, Some(_)) => "–".into(),
+        };
         let because = check.because.clone().unwrap_or_default();
         checks.push(vec![check.what.clone(), error, format!("{:.0e}", check.tolerance), because]);
     }

@@ -107,6 +107,9 @@ Example:
   performer-lm man > performer-lm.1 && man ./performer-lm.1")]
     Man,
     /// Print all commands and options as Markdown.
+    #[command(after_help = "\
+Example:
+  performer-lm reference > reference.md")]
     Reference,
 }
 
@@ -304,6 +307,17 @@ mod tests {
     };
 
     use super::*;
+
+    #[test]
+    fn every_command_shows_an_example() {
+        fn lacking(command: &clap::Command) -> Vec<String> {
+            let has = command.get_after_help().is_some_and(|help| help.to_string().contains("performer-lm "));
+            let inner = command.get_subcommands().filter(|inner| inner.get_name() != "help").flat_map(lacking);
+            (!has).then(|| command.get_name().to_string()).into_iter().chain(inner).collect()
+        }
+        let lacking: Vec<String> = Cli::command().get_subcommands().flat_map(lacking).collect();
+        assert!(lacking.is_empty(), "{lacking:?}");
+    }
 
     #[test]
     fn arguments_are_consistent() {

@@ -28,8 +28,8 @@ pub(super) struct Descent {
     pub(super) weight_decay: f64,
     /// Seed of the order of the text.
     pub(super) seed: u64,
-    /// Steps between measurements; 0 for none.
-    pub(super) measure_every: usize,
+    /// Times that the model is measured on the way.
+    pub(super) points: usize,
 }
 
 /// Trains `parameters` on `loss(step, ids, targets)`, the mean loss over ids `(B, T)` in a step
@@ -44,12 +44,12 @@ pub(super) fn descend(
     loss: impl Fn(usize, &Tensor, &[u32]) -> Result<Tensor> + Sync,
     measure: impl Fn() -> Result<Option<f64>>,
 ) -> Result<Option<(u64, Vec<Point>)>> {
-    let Descent { steps, rate, weight_decay, seed, measure_every } = *descent;
+    let Descent { steps, rate, weight_decay, seed, points: wanted } = *descent;
     let mut optimizer = AdamW::new(parameters, AdamWConfig { weight_decay, ..AdamWConfig::default() })?;
     let points = bookmark.restore(&mut optimizer)?;
     let batches = Batches::new(data.train.clone(), plan.config.context, plan.batch_size, seed)?;
-    let bar = StepBar::new(plan.listener, bookmark.name, steps);
-    let mut stage = InProgress { plan, bookmark, optimizer, batches, loss, measure, measure_every, steps, points, bar };
+    let bar = StepBar::new(plan.listener, bookmark.name, optimizer.steps(), steps);
+    let mut stage = InProgress { plan, bookmark, optimizer, batches, loss, measure, wanted, steps, points, bar };
     let pace = Pace {
         name: bookmark.name,
         steps,
@@ -79,7 +79,8 @@ struct InProgress<'a, L, M> {
     batches: Batches,
     loss: L,
     measure: M,
-    measure_every: usize,
+    /// Times that the model is to be measured on the way.
+    wanted: usize,
     steps: usize,
     points: Vec<Point>,
     bar: StepBar<'a>,
@@ -97,9 +98,11 @@ where
 {
     /// Measures the student after so many steps, where it is to be measured there and has not been.
     fn measure_if_due(&mut self, steps: usize) -> Result<()> {
-        let is_due = self.measure_every > 0 && steps > 0 && steps.is_multiple_of(self.measure_every);
+        // The training has one part more than points, as equal as may be; a point ends a part.
+        let parts = |steps: usize| steps as u128 * (self.wanted as u128 + 1) / self.steps as u128;
+        let is_due = steps > 0 && steps < self.steps && parts(steps) > parts(steps - 1);
         let tokens = self.tokens(steps);
-        if is_due && steps < self.steps && self.points.last().is_none_or(|point| point.tokens < tokens) {
+        if is_due && self.points.last().is_none_or(|point| point.tokens < tokens) {
             self.points.extend((self.measure)()?.map(|val_loss| Point { tokens, val_loss }));
         }
         Ok(())

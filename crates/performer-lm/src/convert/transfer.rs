@@ -34,7 +34,7 @@ pub(super) fn transfer(
         rate: plan.transfer_rate,
         weight_decay: 0.0,
         seed: plan.seed,
-        measure_every: plan.transfer_steps / plan.points.saturating_add(1),
+        points: plan.points,
     };
     let loss = |step: usize, ids: &Tensor, _: &[u32]| {
         let bare = if are_dropped(step, plan.drop_window) { bare(&student)? } else { None };

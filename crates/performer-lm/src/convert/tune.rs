@@ -58,7 +58,7 @@ pub(super) fn tune(
         weight_decay: 0.01,
         // Another seed gives this stage other text than the transfer began with.
         seed: plan.seed.wrapping_add(1),
-        measure_every: tuning.steps / plan.points.saturating_add(1),
+        points: plan.points,
     };
     let loss = |step: usize, ids: &Tensor, targets: &[u32]| -> Result<Tensor> {
         let changed = changed(step)?;

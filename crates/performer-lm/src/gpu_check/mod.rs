@@ -25,6 +25,7 @@ use rand_chacha::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::errors::Cause;
 pub use lines::{About, Line, Report, State};
 pub use speed::{Speed, Work};
 pub use training::Training;
@@ -139,6 +140,10 @@ pub fn perform<'a>(
             let what = item.name.clone();
             vec![match item.part {
                 Part::Checks => Line::Check(Check::of(what, Err(error), 0.0)),
+                // What there is no memory for is left out; numbers that are not finite are wrong.
+                _ if matches!(error.downcast_ref(), Some(Cause::Diverged { .. })) => {
+                    Line::Check(Check::of(what, Err(error), 0.0))
+                }
                 Part::Timings | Part::Training => Line::Skipped { what, because: first_line(&error) },
             }]
         });
@@ -254,5 +259,23 @@ impl Random {
     fn normal(&mut self, count: usize, deviation: f64, dtype: DType) -> candle_core::Result<Vec<f64>> {
         let normal = Tensor::from_vec(draw_normal(count, self.0.next_u64())?, count, &Device::Cpu)?;
         numbers(&(normal * deviation)?.to_dtype(dtype)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_training_that_diverges_is_a_failed_check() {
+        let diverged = || Cause::Diverged { training: "training".into(), step: 3, loss: None };
+        let items = [Item::new(Part::Training, "it", move |_| Err(diverged().into()))];
+        let mut failed = 0;
+        let count = |line: &Line| {
+            failed += usize::from(matches!(line, Line::Check(check) if !check.passed));
+            Ok(())
+        };
+        perform(&items, &Device::Cpu, || false, count).unwrap();
+        assert_eq!(failed, 1);
     }
 }

@@ -17,6 +17,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, TrainingConfig},
     data::Prepared,
     errors::{Cause, STOPPED, STOPPED_FOR_GOOD, require_once},
+    eval::{perplexity, show_perplexity},
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
@@ -306,7 +307,7 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
             format!("{loss:.4}"),
             if losses.len() > 1 { format!("{:.4}", spread(losses)) } else { "–".into() },
             format!("{:+.4}", loss - softmax),
-            format!("{:.2}", loss.exp()),
+            show_perplexity(perplexity(loss), 2),
             speed,
         ]
     };

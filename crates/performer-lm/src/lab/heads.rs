@@ -79,8 +79,8 @@ impl Heads {
     /// What keeps the model or the text from being read; a model that is not all softmax; a context
     /// of nothing; no windows, or no tokens that features are fitted to.
     pub fn read(source: &Source, device: &Device, listener: &dyn Listener) -> Result<Self> {
-        ensure!(source.windows > 0, "errors are measured on 0 windows of text; give at least 1");
-        ensure!(source.calibrate_tokens > 0, "features are fitted to 0 tokens; give at least 1");
+        ensure!(source.windows > 0, Cause::setting("", "windows", 0, "at least 1"));
+        ensure!(source.calibrate_tokens > 0, Cause::setting("", "calibrate_tokens", 0, "at least 1"));
         let mut model = Pretrained::open_with(&source.model, listener)?;
         let context = source.context.unwrap_or(model.config.context.min(MOST_CONTEXT));
         ensure!(

@@ -78,8 +78,9 @@ pub(crate) struct StepBar<'a> {
 }
 
 impl<'a> StepBar<'a> {
-    pub(crate) fn new(listener: &'a dyn Listener, name: &str, steps: usize) -> Self {
-        let bar = listener.begin(name, Unit::Steps, 0, steps as u64);
+    /// A bar for a training of `steps` steps, of which an earlier process has taken `done`.
+    pub(crate) fn new(listener: &'a dyn Listener, name: &str, done: usize, steps: usize) -> Self {
+        let bar = listener.begin(name, Unit::Steps, done as u64, steps as u64);
         Self { bar, begun: Instant::now(), tokens: Cell::new(0) }
     }
 
@@ -88,5 +89,26 @@ impl<'a> StepBar<'a> {
         self.tokens.set(self.tokens.get() + tokens);
         let seconds = self.begun.elapsed().as_secs_f64().max(1e-9);
         self.bar.step(step, loss, self.tokens.get() as f64 / seconds);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn a_bar_begins_where_the_training_goes_on() {
+        struct Told(AtomicU64);
+        impl Listener for Told {
+            fn begin(&self, _: &str, _: Unit, done: u64, _: u64) -> Box<dyn Bar + '_> {
+                self.0.store(done, Ordering::Relaxed);
+                Box::new(crate::listener::Silent)
+            }
+        }
+        let told = Told(AtomicU64::new(0));
+        drop(StepBar::new(&told, "it", 7, 10));
+        assert_eq!(told.0.into_inner(), 7);
     }
 }

@@ -57,6 +57,9 @@ fn train_eval_generate() {
     assert!(one.status.success() && one.stdout.starts_with(b"The cat"));
     assert_eq!(one.stdout, same.stdout);
     assert_ne!(one.stdout, other.stdout);
+    // There is no time between tokens of which there is one.
+    let one = json(&performer(dir.path(), &["generate", "run", "--max-tokens", "1", "--ignore-end", "--json"]));
+    assert_eq!((&one["tokens"], &one["tokens_per_second"]), (&1.into(), &0.0.into()));
     let written =
         json(&performer(dir.path(), &["generate", "run", "--max-tokens", "5", "--temperature", "0", "--json"]));
     assert!(written["tokens"].as_u64().unwrap() <= 5 && written["state_bytes"].as_u64().unwrap() > 0);
@@ -448,10 +451,21 @@ fn bench_measures_draws_and_refuses() {
     let foreign = performer(dir.path(), &[&attention[..], &["--against", "torch.json"]].concat());
     fails(&foreign, &["torch.json", "scripts/torch_attention.py"]);
     fails(&performer(dir.path(), &["bench", "attention", "--tokens", "0"]), &["at least 1"]);
+    std::fs::write(dir.path().join("f32.json"), halves.replace("bf16", "f32")).unwrap();
+    let none = performer(dir.path(), &[&attention[..], &["--against", "f32.json"]].concat());
+    assert!(String::from_utf8_lossy(&none.stderr).contains("none of the lengths"));
+    let twice: Vec<&str> = attention.iter().map(|word| if *word == "8" { "8,8" } else { *word }).collect();
+    let twice = json(&performer(dir.path(), &[&twice[..], &["--json"]].concat()));
+    assert_eq!(twice["points"].as_array().unwrap().len(), 2 * 2 * 4);
 
     let decode = ["bench", "decode", "--contexts", "10,50", "--features", "8", "--json"];
     let report = json(&performer(dir.path(), &decode));
     assert_eq!(report["points"][0]["state_bytes"], report["points"][1]["state_bytes"]);
+    let close = json(&performer(dir.path(), &["bench", "decode", "--contexts", "40,41", "--features", "8", "--json"]));
+    let bytes = |i: usize| close["points"][i]["state_bytes"].as_u64().unwrap();
+    assert_eq!(bytes(2) * 41, bytes(3) * 40, "the cache of 41 tokens");
+    fails(&performer(dir.path(), &["bench", "decode", "--heads", "0"]), &["--heads is 0"]);
+    fails(&performer(dir.path(), &["bench", "decode", "--contexts", "0"]), &["--contexts is 0"]);
 
     let train = ["bench", "train", "--steps", "2", "--attention", "favor:m=8", "--json"];
     let report = json(&performer(dir.path(), &[&train[..], &SMALL[..2], &SMALL[4..]].concat()));
@@ -472,4 +486,11 @@ fn lab_tasks_writes_a_report() {
     fails(&performer(dir.path(), &["lab", "tasks", "--task", "text"]), &["--text FILE"]);
     fails(&performer(dir.path(), &["lab", "tasks", "--length", "4"]), &["one task"]);
     fails(&performer(dir.path(), &["lab", "tasks", "--task", "protein", "--proteins", "none"]), &["none"]);
+}
+
+#[test]
+fn inspected_data_is_shown_as_json_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let shown = json(&performer(dir.path(), &["data", "inspect", "--data", "sample", "--json"]));
+    assert_eq!(shown["beginning"].as_array().map(Vec::len), Some(60));
 }

@@ -181,3 +181,13 @@ fn attentions_that_need_a_mask_stay_out_of_tasks_without_one() {
     let seeds = ["lab", "ablate", "--data", "sample", "--seeds", "1,1", "--out", "ablated"];
     fails(&performer(dir.path(), &seeds), &["seed 1 is given twice"]);
 }
+
+#[test]
+fn what_cannot_be_read_is_found_out_before_the_first_experiment() {
+    let dir = tempfile::tempdir().unwrap();
+    for option in ["--text", "--proteins", "--data"] {
+        let output = lab(dir.path(), &["all", "--quick", option, "none.txt"]);
+        fails(&output, &["none.txt"]);
+        assert!(!String::from_utf8_lossy(&output.stderr).contains("== "), "{option}: an experiment had begun");
+    }
+}

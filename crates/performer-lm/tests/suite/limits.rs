@@ -209,6 +209,10 @@ fn options_that_do_nothing_are_refused() {
         (&["--layer", "0=softmax", "--layer", "1,0=uniform"], "layer 0 an attention twice"),
         (&["--measure-tokens", "0"], "--measure-tokens is 0"),
         (&["--batch-size", "0"], "--batch-size is 0"),
+        (&["--layer", "9=softmax:window=8"], "--layer names layer 9"),
+        (&["--balance", "--calibrate-tokens", "0"], "--balance belongs to"),
+        (&["--transfer-rate", "0.1", "--transfer-steps", "0"], "--transfer-rate belongs to"),
+        (&["--drop-window", "0.5", "--transfer-steps", "0"], "--drop-window belongs to"),
     ] {
         fails(&performer(dir.path(), &[&convert[..], more].concat()), &[word]);
         assert!(!dir.path().join("o/model.safetensors").exists());
@@ -254,11 +258,21 @@ fn numbers_out_of_range_are_named_by_their_option() {
         let eval = json(&run(&["eval", "run", "--data", "sample", "--max-tokens", &count_text, "--json"]));
         assert_eq!(eval["tokens"], count);
     }
-    fails(&run(&["lab", "error", "--quick", "--checkpoint", "run", "--windows", "0"]), &["0 windows", "at least 1"]);
+    fails(
+        &run(&["lab", "error", "--quick", "--checkpoint", "run", "--windows", "0"]),
+        &["--windows is 0", "at least 1"],
+    );
     fails(
         &run(&["lab", "error", "--quick", "--checkpoint", "none", "--data", "sample"]),
         &["--data belongs to the heads"],
     );
+    for option in ["--windows", "--calibrate-tokens"] {
+        let none = ["lab", "error", "--quick", "--checkpoint", "none", option, "5"];
+        fails(&run(&none), &[option, "belongs to the heads"]);
+    }
+    for rates in ["0,1e-3", "nan"] {
+        fails(&run(&["compare", "--data", "sample", "--learning-rates", rates]), &["--learning-rates is", "above 0"]);
+    }
     let inspect = ["convert", "run", "--inspect", "--attention", "favor:m=4", "--data", "sample"];
     fails(&run(&[&inspect[..], &["--calibrate-tokens", "0"]].concat()), &["--inspect fits features", "at least 1"]);
     for option in ["--tune-steps", "--measure-tokens", "--points", "--recall"] {
@@ -271,4 +285,22 @@ fn numbers_out_of_range_are_named_by_their_option() {
     fails(&seed, &["invalid value '-1' for '--seed"]);
     fails(&run(&train("1", &["--attention", "favor:m=4,m=8"])), &["m is given twice"]);
     fails(&run(&train("1", &["--schedule", "one-cycle:div=10,div=20"])), &["`div` is given twice"]);
+}
+
+#[test]
+fn a_conversion_has_the_defaults_of_its_layers_and_is_measured_as_often_as_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    assert!(run(&train("1", &["--attention", "softmax", "--out", "teacher"])).status.success());
+    let convert = ["convert", "teacher", "--data", "sample", "--measure-tokens", "64", "--json"];
+    // No layer has features, so nothing is fitted.
+    json(&run(&[&convert[..], &["--layer", "0,1=softmax:window=8", "--out", "windows"]].concat()));
+    for (steps, points, expected) in [("7", "3", 3), ("4", "8", 3)] {
+        let more = ["--attention", "favor:m=4,map=learned", "--calibrate-tokens", "64", "--out", steps];
+        let report = json(&run(&[&convert[..], &more, &["--transfer-steps", steps, "--points", points]].concat()));
+        let stages = report["stages"].as_array().unwrap();
+        let transfer = stages.iter().find(|stage| stage["name"] == "transfer").unwrap();
+        let measured = transfer["points"].as_array().map_or(0, Vec::len);
+        assert_eq!(measured, expected, "{steps} steps, {points} points");
+    }
 }

@@ -235,3 +235,31 @@ fn measurements_replace_measurements_alone() {
         assert!(names.iter().all(|name| file("out").join(name).exists()), "{names:?} of {command:?}");
     }
 }
+
+#[test]
+fn a_place_that_cannot_be_written_to_is_refused_at_once() {
+    let dir = with_teacher();
+    fs::write(dir.path().join("file"), "mine").unwrap();
+    fs::write(dir.path().join("text.txt"), "A text to be read. ".repeat(9)).unwrap();
+    for (command, work) in [
+        (&["bench", "decode", "--contexts", "8", "--out", "file/x"][..], "tokens of context"),
+        (&["lab", "error", "--quick", "--checkpoint", "none", "--out", "file/x"], "output error"),
+        (&["eval", "teacher", "--data", "text.txt", "--plot", "file/x"], "cannot write the chart"),
+    ] {
+        let refused = performer(dir.path(), command);
+        fails(&refused, &["cannot write to file"]);
+        assert!(!String::from_utf8_lossy(&refused.stderr).contains(work), "{command:?} began to work");
+    }
+}
+
+#[test]
+fn a_smaller_comparison_keeps_no_chart_of_a_larger_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let beside = dir.path().join("out/beside.svg");
+    for (more, is_there) in [(&["--attention", "favor:m=4"][..], true), (&[], false)] {
+        let words = ["compare", "--attention", "softmax", "--seeds", "1", "--out", "out"];
+        let done = performer(dir.path(), &[&words[..], &SMALL, more].concat());
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        assert_eq!(beside.exists(), is_there);
+    }
+}

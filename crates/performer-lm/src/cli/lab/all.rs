@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::{Common, ablate, crossover, error, tasks};
 use crate::{
     cli::{STOP, args::Machine, output},
-    data::DataSpec,
+    data::{Corpus, DataSpec},
     lab::{self, Findings},
 };
 
@@ -40,20 +40,17 @@ pub(in crate::cli) struct Args {
 impl Args {
     /// Runs every experiment with its defaults, one after the other.
     pub(super) fn run(self, machine: &Machine) -> Result<Vec<Findings>> {
+        // What cannot be read is found out now, and not after the first experiments.
+        for path in self.text.iter().chain(&self.proteins) {
+            std::fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        }
+        Corpus::load(&self.data, &output::TERMINAL).context("cannot prepare the text")?;
         let part = |name: &str| {
             output::note(&format!("== {name}"));
             Common { out: self.common.out.as_ref().map(|out| out.join(name)), json: false }
         };
-        part("error");
-        let mut error: error::Args = defaults()?;
-        // Only heads of a model are measured on text, and where the model that comes with the
-        // project is not there, none are.
-        let data = lab::shipped().map(|_| self.data.to_string());
-        (error.quick, error.text.data) = (self.quick, data);
-        let error = error.run(machine)?;
-        part("crossover");
-        let crossover = crossover::apart(machine, self.quick)?;
         let stop = &STOP;
+        // Trainings are kept in --out, so they come first: a stop loses none of what took long.
         let common = part("tasks");
         let mut tasks: tasks::Args = defaults()?;
         (tasks.text, tasks.proteins, tasks.common) = (self.text.clone(), self.proteins.clone(), common);
@@ -67,7 +64,17 @@ impl Args {
         if self.quick {
             (ablate.steps, ablate.features) = (3, vec![4, 8]);
         }
-        Ok(vec![error, crossover, tasks, ablate.run(machine, stop)?])
+        let ablate = ablate.run(machine, stop)?;
+        part("error");
+        let mut error: error::Args = defaults()?;
+        // Only heads of a model are measured on text, and where the model that comes with the
+        // project is not there, none are.
+        let data = lab::shipped().map(|_| self.data.to_string());
+        (error.quick, error.text.data) = (self.quick, data);
+        let error = error.run(machine)?;
+        part("crossover");
+        let crossover = crossover::apart(machine, self.quick)?;
+        Ok(vec![error, crossover, tasks, ablate])
     }
 }
 

@@ -65,7 +65,13 @@ impl Args {
             None => lab::shipped().map(|path| path.display().to_string()),
         };
         if model.is_none() {
-            let given = [("--data", self.text.data.is_some()), ("--context", self.text.context.is_some())];
+            let text = &self.text;
+            let given = [
+                ("--data", text.data.is_some()),
+                ("--context", text.context.is_some()),
+                ("--windows", text.windows.is_some()),
+                ("--calibrate-tokens", text.calibrate_tokens.is_some()),
+            ];
             if let Some((option, _)) = given.iter().find(|(_, is_given)| *is_given) {
                 bail!("{option} belongs to the heads of a model, and there is none: give one by --checkpoint");
             }

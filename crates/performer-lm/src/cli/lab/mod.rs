@@ -22,6 +22,11 @@ use crate::{
 };
 
 #[derive(Subcommand)]
+#[command(after_help = "\
+Examples:
+  performer-lm lab error --out runs/error                   a page with charts
+  performer-lm lab tasks --task copying --attention softmax --attention favor:m=64
+  performer-lm lab all --quick --out report                 minutes: to see that it works")]
 pub(super) enum Command {
     /// Measure how well random features approximate softmax attention.
     Error(error::Args),
@@ -90,12 +95,12 @@ struct Text {
     /// Tokens of a window [default: the model's context, at most 512].
     #[arg(long)]
     context: Option<usize>,
-    /// Windows of held-out text that errors are measured on.
-    #[arg(long, default_value_t = 2)]
-    windows: usize,
-    /// Training tokens that features are fitted to.
-    #[arg(long, default_value_t = 16_384)]
-    calibrate_tokens: usize,
+    /// Windows of held-out text that errors are measured on [default: 2].
+    #[arg(long)]
+    windows: Option<usize>,
+    /// Training tokens that features are fitted to [default: 16384].
+    #[arg(long)]
+    calibrate_tokens: Option<usize>,
     /// Seed of inputs and draws.
     #[arg(long, default_value_t = 42)]
     seed: u64,
@@ -114,8 +119,8 @@ impl Text {
             model: model.into(),
             data,
             context: self.context,
-            windows: self.windows,
-            calibrate_tokens: self.calibrate_tokens,
+            windows: self.windows.unwrap_or(2),
+            calibrate_tokens: self.calibrate_tokens.unwrap_or(16_384),
             seed: self.seed,
         };
         Heads::read(&source, &machine.device, &output::TERMINAL).with_context(|| format!("cannot look into {model}"))

@@ -165,7 +165,7 @@ impl<'a> Setting<'a> {
     pub(super) fn run(&self, attention: &AttentionPattern, seed: u64, folder: Option<&Path>) -> Result<Option<Run>> {
         let Recipe { steps, learning_rate, .. } = self.recipe;
         let name = format!("{} {attention} seed {seed}", self.task);
-        let mut lesson = Lesson::new(self, attention, seed, folder, StepBar::new(self.listener, &name, steps))?;
+        let mut lesson = Lesson::new(self, attention, seed, folder, &name)?;
         let pace = Pace {
             name: &name,
             steps,
@@ -315,7 +315,7 @@ impl<'a> Lesson<'a> {
         attention: &AttentionPattern,
         seed: u64,
         folder: Option<&'a Path>,
-        bar: StepBar<'a>,
+        name: &str,
     ) -> Result<Self> {
         let key = setting.key(attention, seed)?;
         let interrupted = folder.map(|folder| setting.interrupted(attention, seed, folder)).transpose()?.flatten();
@@ -339,6 +339,7 @@ impl<'a> Lesson<'a> {
         if let Some(moments) = moments {
             optimizer.load_state(&moments)?;
         }
+        let bar = StepBar::new(setting.listener, name, state.steps, setting.recipe.steps);
         Ok(Self { setting, seed, folder, model, optimizer, state, read: 0, bar })
     }
 }

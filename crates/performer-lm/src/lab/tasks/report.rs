@@ -29,7 +29,7 @@ impl Metric {
         match self {
             Self::Accuracy => 100.0 * score.accuracy,
             Self::BitsPerByte => score.loss / std::f64::consts::LN_2,
-            Self::Perplexity => score.loss.exp(),
+            Self::Perplexity => crate::eval::perplexity(score.loss),
         }
     }
 

@@ -247,11 +247,15 @@ impl Gguf<'_> {
     }
 
     fn size(&self, name: &str) -> Result<usize> {
-        self.number(name)?.map(|x| x as usize).with_context(|| format!("{name} is missing"))
+        let value = self.content.metadata.get(name).with_context(|| format!("{name} is missing"))?;
+        let size = whole(value).and_then(|size| usize::try_from(size).ok());
+        size.with_context(|| format!("{name} is {value:?}; it must be a whole number of at least 0"))
     }
 
     fn id(&self, name: &str) -> Result<Option<u32>> {
-        Ok(self.number(name)?.map(|x| x as u32))
+        let Some(value) = self.content.metadata.get(name) else { return Ok(None) };
+        let id = whole(value).and_then(|id| u32::try_from(id).ok());
+        id.map(Some).with_context(|| format!("{name} is {value:?}; it must be the id of a token"))
     }
 
     fn list<T>(&self, name: &str, entry: impl Fn(&Value) -> Option<T>) -> Result<Vec<T>> {

@@ -266,6 +266,9 @@ fn what_is_not_supported_or_damaged_is_named() -> Result<()> {
         ("tokenizer.ggml.merges", Value::Array(vec![text("a")]), "merge"),
         ("tokenizer.ggml.tokens", Value::U32(1), "must be a list"),
         ("general.alignment", Value::U32(0), "alignment is 0"),
+        ("tokenizer.ggml.eos_token_id", Value::I32(-1), "the id of a token"),
+        ("tokenizer.ggml.eos_token_id", Value::F32(1.5), "the id of a token"),
+        ("llama.block_count", Value::F32(2.5), "a whole number"),
     ] {
         let mut bad = good.clone();
         bad.insert(name.into(), value);
