@@ -30,6 +30,10 @@ PARTS = ",gate,conv,output-gate,output-norm"
 POLYNOMIAL = f"favor:map=taylor2{PARTS},key-dim=16"
 SOFTMAX = f"softmax:{PARTS[1:]}"
 UNIFORM = f"uniform:{PARTS[1:]}"
+# The reports, with the archives of their runs.
+REPORTS = {"compare.json": "runs.tar.gz", "random.json": "random-runs.tar.gz"}
+# What is not in speed.json.
+UNTIMED = {"favor:m=128"}
 # What each attention is called in the charts, with its colour and the style of its line.
 SHOWN = {
     SOFTMAX: ("softmax in all layers", "#000000", "-"),
@@ -51,7 +55,8 @@ SHOWN = {
         "-",
     ),
     f"softmax:window=75{PARTS}": ("windows of 75 in all layers", "#d55e00", "--"),
-    POLYNOMIAL: ("features in all layers", "#009e73", "--"),
+    POLYNOMIAL: ("polynomial features in all layers", "#009e73", "--"),
+    f"favor:m=128{PARTS}": ("random features in all layers", "#999999", "--"),
 }
 
 
@@ -120,13 +125,13 @@ def figure(title, x, y):
 
 def main():
     plt.rcParams["svg.hashsalt"] = "code"
-    runs = {
-        run["attention_spec"]: run
-        for run in json.loads((FOLDER / "compare.json").read_text())["runs"]
-    }
+    runs, curves = {}, {}
+    for report, archive in REPORTS.items():
+        found = json.loads((FOLDER / report).read_text())["runs"]
+        runs |= {run["attention_spec"]: run for run in found if run["attention_spec"] not in UNTIMED}
+        curves |= validations(FOLDER / archive)
     points = json.loads((FOLDER / "speed.json").read_text())["points"]
     speeds = {point["attention_spec"]: point["tokens_per_second"] for point in points}
-    curves = validations(FOLDER / "runs.tar.gz")
 
     plot, axes = figure(
         "Program source, 4,096 tokens, 16 million tokens of training each: loss over time",
@@ -187,7 +192,8 @@ def main():
             "quick_loss": curve[-1][1],
             "softmax_quick_loss_then": then,
         }
-        for number in (1, 2, 3, 4):
+        # Four quarters of the trained length, and as many beyond it.
+        for number in range(1, 9):
             row[f"quarter_{number}"] = quarter(spec, number)
             row[f"quarter_{number}_beside_softmax"] = quarter(spec, number) - quarter(
                 SOFTMAX, number
