@@ -74,7 +74,7 @@ pub(super) struct Args {
     /// [default: 300 where they can be trained].
     #[arg(long)]
     transfer_steps: Option<usize>,
-    /// Peak learning rate of the steps that train feature maps and forget gates [default: 0.01].
+    /// Peak learning rate of the steps that train feature maps and forget gates [default: 1e-2].
     #[arg(long)]
     transfer_rate: Option<f64>,
     /// Share of the steps of both trainings, from 0 to 1, in which the windows before features are
