@@ -32,6 +32,8 @@ SOFTMAX = f"softmax:{PARTS[1:]}"
 UNIFORM = f"uniform:{PARTS[1:]}"
 # The reports, with the archives of their runs.
 REPORTS = {"compare.json": "runs.tar.gz", "random.json": "random-runs.tar.gz"}
+# Softmax in all layers once more, with a schedule of as many minutes as the faster ones took.
+SHORT = ("short.json", "short-runs.tar.gz")
 # What is not in speed.json.
 UNTIMED = {"favor:m=128"}
 # What each attention is called in the charts, with its colour and the style of its line.
@@ -144,6 +146,19 @@ def main():
         axes.plot(
             *zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3, label=look[0]
         )
+    short = json.loads((FOLDER / SHORT[0]).read_text())["runs"][0]
+    short_curve = [
+        (tokens / speeds[SOFTMAX] / 60, loss)
+        for tokens, loss in validations(FOLDER / SHORT[1])[SOFTMAX]
+    ]
+    axes.plot(
+        *zip(*[point for point in short_curve if point[0] > 6]),
+        color="#000000",
+        linestyle=":",
+        marker="o",
+        markersize=3,
+        label="the same, its schedule as long as theirs",
+    )
     axes.legend(frameon=False, fontsize=9)
     save(plot, "time")
     plot.savefig(FOLDER / "time.png", dpi=160)
@@ -199,7 +214,16 @@ def main():
                 SOFTMAX, number
             )
         rows.append(row)
-    (FOLDER / "equal-time.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    minutes, loss = short_curve[-1]
+    as_long = {
+        "tokens": short["tokens"],
+        "minutes": minutes,
+        "quick_loss": loss,
+        "test_loss": short["test"]["loss"],
+        "bits_per_byte": short["test"]["bits_per_byte"],
+    }
+    found = {"rows": rows, "softmax_with_as_long_a_schedule": as_long}
+    (FOLDER / "equal-time.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
