@@ -63,10 +63,7 @@ ROWS = {
 }
 # Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
 EQUAL_TOKENS = {
-    256: (
-        "code-256",
-        {"compare.json": "runs.tar.gz", "windows.json": "windows-runs.tar.gz"},
-    ),
+    256: ("code-256", {"compare.json": "runs.tar.gz"}),
     1024: (
         "code-1024",
         {
