@@ -30,7 +30,7 @@ PANELS = [
     (
         "16 pairs in 256 tokens: answered",
         "gate,conv,output-gate,output-norm",
-        ["pairs.json", "pairs-seeds.json", "pairs-first.json", "pairs-more.json"],
+        ["pairs.json", "pairs-seeds.json", "pairs-first.json"],
     ),
     (
         "128 symbols: copied",
@@ -40,7 +40,6 @@ PANELS = [
             "copying-state.json",
             "copying-first.json",
             "copying-first-small.json",
-            "copying-more.json",
         ],
     ),
 ]
