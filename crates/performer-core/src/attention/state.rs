@@ -331,8 +331,8 @@ impl Slot {
         };
         if let Some(other) = records.iter().find(|record| names(record) != names(&records[0])) {
             bail!(
-                "state: one that remembers {:?} cannot be joined with one that remembers {:?}; give forget gates to \
-                 all of them or to none",
+                "state: one that remembers {:?} cannot be joined with one that remembers {:?}; if gates are what \
+                 differs, give forget gates to all of them or to none",
                 names(&records[0]),
                 names(other)
             );

@@ -19,7 +19,8 @@ use super::{
     operation::{Operation, Stored},
 };
 
-/// `QuadraticFeatures` computes features whose products are `1 + z + c z²`, of contiguous rows in f32.
+/// `QuadraticFeatures` computes features whose products are `1 + z + c z²`, of contiguous rows in
+/// f32.
 pub(crate) struct QuadraticFeatures {
     /// `c`.
     pub(crate) second: f32,

@@ -177,19 +177,6 @@ impl Args {
                 "{option} belongs to fine-tuning, which takes no steps here: give --tune-steps too, or leave {option} out"
             );
         }
-        ensure!(
-            !self.balance || self.calibrate_tokens != Some(0),
-            "--balance belongs to the fitting of features, which reads no tokens here: leave it out, or give --calibrate-tokens"
-        );
-        let is_transferred = self.transfer_steps != Some(0);
-        ensure!(
-            is_transferred || self.transfer_rate.is_none(),
-            "--transfer-rate belongs to the transfer, which takes no steps here: leave it out, or give --transfer-steps"
-        );
-        ensure!(
-            is_transferred || self.tune_steps > 0 || self.drop_window == 0.0,
-            "--drop-window belongs to training, which takes no steps here: leave it out, or give --transfer-steps or --tune-steps"
-        );
         let mut given: Vec<usize> = self.layer.iter().flat_map(|(layers, _)| layers.clone()).collect();
         given.sort();
         if let Some(layer) = given.windows(2).find(|two| two[0] == two[1]) {
@@ -241,6 +228,21 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         }
         config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
     }
+    let any = |is: fn(&AttentionConfig) -> bool| (0..config.layers).any(|layer| is(config.attention_of(layer)));
+    let calibrate = args.calibrate_tokens.unwrap_or(if any(is_calibrated) { CALIBRATE } else { 0 });
+    let transfer = args.transfer_steps.unwrap_or(if any(is_transferred) { 300 } else { 0 });
+    ensure!(
+        !args.balance || calibrate > 0,
+        "--balance belongs to the fitting of features, which reads no tokens here: leave it out, or give --calibrate-tokens"
+    );
+    ensure!(
+        transfer > 0 || args.transfer_rate.is_none(),
+        "--transfer-rate belongs to the transfer, which takes no steps here: leave it out, or give --transfer-steps"
+    );
+    ensure!(
+        transfer > 0 || args.tune_steps > 0 || args.drop_window == 0.0,
+        "--drop-window belongs to training, which takes no steps here: leave it out, or give --transfer-steps or --tune-steps"
+    );
     let data = prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer, &output::TERMINAL)
         .context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
@@ -254,9 +256,6 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             output::result(&inspection(&heads, &args.attention.most))
         };
     }
-    let any = |is: fn(&AttentionConfig) -> bool| (0..config.layers).any(|layer| is(config.attention_of(layer)));
-    let calibrate = if any(is_calibrated) { CALIBRATE } else { 0 };
-    let transfer = if any(is_transferred) { 300 } else { 0 };
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
     let second = second.as_ref().map(|(name, tokens)| Second { name, tokens });
     let recall = match &args.recall {
@@ -277,9 +276,9 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         device: machine.device.clone(),
         threads: machine.threads,
         stop,
-        calibrate_tokens: args.calibrate_tokens.unwrap_or(calibrate),
+        calibrate_tokens: calibrate,
         balance: args.balance,
-        transfer_steps: args.transfer_steps.unwrap_or(transfer),
+        transfer_steps: transfer,
         transfer_rate: args.transfer_rate.unwrap_or(1e-2),
         drop_window: args.drop_window,
         batch_size: args.batch_size,

@@ -75,7 +75,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     if !args.json {
         output::bytes(args.prompt.as_bytes())?;
     }
-    // The first token comes after the prompt was read, which is not counted.
+    // The first token comes after the prompt was read. Neither is counted.
     let mut first: Option<Instant> = None;
     let generation = continuation.write(args.max_tokens, |piece| {
         first.get_or_insert_with(Instant::now);

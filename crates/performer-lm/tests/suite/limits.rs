@@ -213,6 +213,9 @@ fn options_that_do_nothing_are_refused() {
         (&["--balance", "--calibrate-tokens", "0"], "--balance belongs to"),
         (&["--transfer-rate", "0.1", "--transfer-steps", "0"], "--transfer-rate belongs to"),
         (&["--drop-window", "0.5", "--transfer-steps", "0"], "--drop-window belongs to"),
+        (&["--attention", "softmax:window=8", "--balance"], "--balance belongs to"),
+        (&["--attention", "softmax:window=8", "--transfer-rate", "0.1"], "--transfer-rate belongs to"),
+        (&["--attention", "softmax:window=8", "--drop-window", "0.5"], "--drop-window belongs to"),
     ] {
         fails(&performer(dir.path(), &[&convert[..], more].concat()), &[word]);
         assert!(!dir.path().join("o/model.safetensors").exists());
