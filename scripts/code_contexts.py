@@ -209,7 +209,7 @@ def draw(rows):
         "Loss less that of softmax, after as many minutes",
         shorter,
     )
-    panel(speed, rows, "speed_beside_softmax", "Speed of training over that of softmax", CONTEXTS)
+    panel(speed, rows, "speed_beside_softmax", "Speed of first steps over that of softmax", CONTEXTS)
     for axes in (tokens, time):
         axes.set_ylabel("nats a token; lower is better")
         axes.set_ylim(-0.13, 0.6)
