@@ -196,8 +196,8 @@ impl<'a> Continuation<'a> {
         Writing { model, tokenizer, sampler, past_ends, stream, state: model.new_state(), next: ids, tokens: 0 }
     }
 
-    /// Generates at most `max_tokens` tokens, and hands the text that each completes to `emit`, until
-    /// `emit` returns `false`. A token that ends within a character completes an empty text.
+    /// Generates at most `max_tokens` tokens, and hands the text that each completes to `emit`,
+    /// until `emit` returns `false`. A token that ends within a character completes an empty text.
     ///
     /// # Errors
     /// If no logit is finite, or `emit` fails.

@@ -64,8 +64,8 @@ pub struct Report {
 /// Measures both attentions at every context; `progress` is called with what comes next.
 ///
 /// # Errors
-/// If features, head dimension, heads or a context are 0, if they make tensors that no memory holds,
-/// or if the device cannot compute an attention.
+/// If features, head dimension, heads or a context are 0, if they make tensors that no memory
+/// holds, or if the device cannot compute an attention.
 pub fn run(
     sweep: &Sweep,
     device: &Device,
