@@ -101,6 +101,8 @@ elementwise!(/// `a x + b`
     affine(simd, x, a, b) => simd.mul_add_e_f32s(x, a, b));
 elementwise!(/// `e^{x − a}` for `x − a ≤ 88`
     exp_minus(simd, x, a) => exp_simd(simd, simd.sub_f32s(x, a)));
+elementwise!(/// `e^{x − a}` for `x − a ≤ 88`, and 0 where `x − a` is below `low ≥ −87`
+    exp_minus_above(simd, x, a, low) => exp_simd_above(simd, simd.sub_f32s(x, a), low));
 elementwise!(/// `x + y`
     add(simd, x, [y]) => simd.add_f32s(x, y));
 elementwise!(/// `x − y`
@@ -120,14 +122,15 @@ elementwise!(/// `e^{x − y}` for `x − y ≤ 88`, and 0 where `x − y` is be
 elementwise!(/// `max(x, y)`
     max_each(simd, x, [y]) => simd.max_f32s(x, y));
 
-/// Computes `x_j ← e^{x_j − y_j − a}` for exponents `≤ 88`.
+/// Computes `x_j ← e^{x_j − y_j − a}` for exponents `≤ 88`, and 0 where the exponent is below
+/// `low ≥ −87`.
 #[inline(always)]
-pub(super) fn exp_minus_both<S: Simd>(simd: S, x: &mut [f32], y: &[f32], a: f32) {
-    let a = simd.splat_f32s(a);
+pub(super) fn exp_minus_both<S: Simd>(simd: S, x: &mut [f32], y: &[f32], a: f32, low: f32) {
+    let (a, low) = (simd.splat_f32s(a), simd.splat_f32s(low));
     let ((vectors, rest), (others, _)) = (S::as_mut_simd_f32s(x), S::as_simd_f32s(y));
     debug_assert!(rest.is_empty());
     for (x, &y) in vectors.iter_mut().zip(others) {
-        *x = exp_simd(simd, simd.sub_f32s(simd.sub_f32s(*x, y), a));
+        *x = exp_simd_above(simd, simd.sub_f32s(simd.sub_f32s(*x, y), a), low);
     }
 }
 

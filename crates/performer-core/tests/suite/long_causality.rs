@@ -13,7 +13,7 @@ const TOKENS: usize = 3_000;
 const HEAD_DIM: usize = 64;
 const HEADS: usize = 2;
 
-/// The first tokens of the future: beside borders of chunks of 32 and of segments of 512 tokens,
+/// The first tokens of the future: beside borders of chunks of 32 and of segments of 16 chunks,
 /// and elsewhere.
 const CUTS: [usize; 10] = [1, 31, 33, 511, 512, 513, 1024, 1777, 2047, 2999];
 

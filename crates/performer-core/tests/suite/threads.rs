@@ -48,8 +48,7 @@ fn one_head_alone_has_the_bits_it_has_among_many() -> Result<()> {
     Ok(())
 }
 
-/// Chunks end after a key or two, and there are more of them than the backward pass keeps features
-/// of.
+/// Chunks end after a key or two, and there are several segments of 16 of them.
 #[test]
 fn many_small_chunks_have_the_same_bits() -> Result<()> {
     let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 90, k_len: 90, head_dim: 4, value_dim: 3 };

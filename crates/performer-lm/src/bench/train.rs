@@ -9,19 +9,23 @@ use serde::{Deserialize, Serialize};
 
 use super::{Effort, matmul_rate};
 use crate::{
-    config::{AttentionPattern, ModelConfig, TrainingConfig},
+    config::{AttentionPattern, ModelConfig, Positions, TrainingConfig},
     data::Prepared,
     errors::Cause,
     listener::Listener,
     machine::Machine,
+    model::pretrained::Pretrained,
     train::{Grid, RunOptions, Trainer},
 };
 
 /// A `Point` is one measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Point {
-    /// The attention, as it was asked for.
+    /// The attention, as it was asked for, or as the trained model has it.
     pub attention_spec: String,
+    /// Where the weights come from that the steps begin with; `None` if they are new.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
     /// Number of trained parameters.
     pub params: usize,
     /// Training tokens per second, from embedding to update.
@@ -50,13 +54,15 @@ pub struct Report {
 
 /// What is measured, and on what.
 pub struct Plan<'a> {
-    /// The model; its attention is replaced by each of `attentions`.
+    /// The model; its attention is replaced by each of `attentions` and by those of `trained`.
     pub config: ModelConfig,
     /// Training settings.
     pub training: TrainingConfig,
-    /// The attentions to measure, in this order. Each is trained from the same seed, on the same
-    /// batches.
+    /// The attentions to measure, in this order. All are trained on the same batches, and new models
+    /// from the same seed.
     pub attentions: Vec<AttentionPattern>,
+    /// Trained models to measure after them, each with the name that the report gives it.
+    pub trained: Vec<(String, Pretrained)>,
     /// Number of optimiser steps of each run.
     pub steps: usize,
     /// Device on which the models are trained.
@@ -69,13 +75,18 @@ pub struct Plan<'a> {
     pub listener: &'a dyn Listener,
 }
 
-/// Trains each attention for some steps and discards the models; `progress` is called with what
-/// comes next.
+/// Trains each attention and then each trained model for some steps, and discards the results;
+/// `progress` is called with what comes next.
+///
+/// New and trained weights differ in speed where there are forget gates: exact attention skips
+/// blocks of keys that its gates have made negligible, and FAVOR begins a new chunk where its gates
+/// have forgotten much.
 ///
 /// # Errors
-/// If an attention does not fit the model, if a training cannot begin or fails
-/// ([`Trainer::exactly`], [`Trainer::run`]), if there is no place for its temporary folder, or,
-/// with [`Cause::Stopped`], if it is stopped.
+/// If an attention does not fit the model, if a trained model differs from the configuration in
+/// more than its attention or has another tokenizer than the data, if a training cannot begin or
+/// fails ([`Trainer::exactly`], [`Trainer::run`]), if there is no place for its temporary folder,
+/// or, with [`Cause::Stopped`], if it is stopped.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
     ensure!(plan.steps > 0, Cause::setting("", "steps", 0, "at least 1"));
     // There are as many epochs as the steps can need.
@@ -97,36 +108,80 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     for attention in &plan.attentions {
         progress(attention.to_string());
         let config = report.config.clone().with_attention(attention)?;
-        let train = |steps: usize| {
-            let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
-            let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
-            let options = RunOptions {
-                out: folder.path(),
-                data: "bench",
-                device: plan.device.clone(),
-                threads: plan.threads,
-                stop: plan.stop,
-                samples: false,
-                listener: plan.listener,
-                ranks: Grid::one(),
-            };
-            let run = Trainer::exactly(&config, &training, data, options)?.run()?;
-            run.context(Cause::Stopped("stopped".into()))
-        };
-        if !plan.device.is_cpu() {
-            // The first steps on a GPU compile kernels and allocate memory.
-            train(2)?;
-        }
-        let run = train(plan.steps)?;
-        // An embedding is looked up, not multiplied; a tied output head does multiply by it.
-        let embeddings = if config.tied_head { 0 } else { report.config.vocab_size * config.hidden_size };
-        let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;
-        report.points.push(Point {
-            attention_spec: run.attention_spec,
-            params: run.params,
-            tokens_per_second: run.tokens_per_second,
-            gflops: flop * run.tokens_per_second / 1e9,
-        });
+        report.points.push(measure(plan, &training, &config, None, data)?);
+    }
+    for (name, model) in &plan.trained {
+        let config = with_attention_of(&report.config, name, model, data)?;
+        progress(format!("{} of {name}", config.attention_text()));
+        let model = Pretrained { config, ..model.clone() };
+        let point = measure(plan, &training, &model.config, Some(&model), data)?;
+        report.points.push(Point { from: Some(name.clone()), ..point });
     }
     Ok(report)
+}
+
+/// Returns `config` with the attention of a trained model.
+///
+/// # Errors
+/// If the model's weights do not fit it, or the text was encoded for another model.
+fn with_attention_of(config: &ModelConfig, name: &str, model: &Pretrained, data: &Prepared) -> Result<ModelConfig> {
+    let ModelConfig { attention, attention_by_layer, .. } = model.config.clone();
+    let config = ModelConfig { attention, attention_by_layer, ..config.clone() };
+    // Of a trained model, these can be changed, unless it has learned positions.
+    let context = if config.positions == Positions::Learned { model.config.context } else { config.context };
+    let own = ModelConfig { context, dropout: config.dropout, ..model.config.clone() };
+    ensure!(
+        own == config,
+        "{name} differs from the model that is measured in more than its attention, so their speeds cannot be compared: \
+         measure it by itself"
+    );
+    ensure!(
+        model.tokenizer.hash() == data.tokenizer.hash(),
+        "{name} has another tokenizer than the first model, so they cannot train on the same tokens: measure it by itself"
+    );
+    Ok(config)
+}
+
+/// Trains a model of this configuration, from these weights where some are given, and measures it.
+fn measure(
+    plan: &Plan,
+    training: &TrainingConfig,
+    config: &ModelConfig,
+    weights: Option<&Pretrained>,
+    data: &Prepared,
+) -> Result<Point> {
+    let train = |steps: usize| {
+        let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
+        let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
+        let options = RunOptions {
+            out: folder.path(),
+            data: "bench",
+            device: plan.device.clone(),
+            threads: plan.threads,
+            stop: plan.stop,
+            samples: false,
+            listener: plan.listener,
+            ranks: Grid::one(),
+        };
+        let trainer = match weights {
+            Some(weights) => Trainer::from_weights(weights, &training, data, options)?,
+            None => Trainer::exactly(config, &training, data, options)?,
+        };
+        trainer.run()?.context(Cause::Stopped("stopped".into()))
+    };
+    if !plan.device.is_cpu() {
+        // The first steps on a GPU compile kernels and allocate memory.
+        train(2)?;
+    }
+    let run = train(plan.steps)?;
+    // An embedding is looked up, not multiplied; a tied output head does multiply by it.
+    let embeddings = if config.tied_head { 0 } else { config.vocab_size * config.hidden_size };
+    let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;
+    Ok(Point {
+        attention_spec: run.attention_spec,
+        from: None,
+        params: run.params,
+        tokens_per_second: run.tokens_per_second,
+        gflops: flop * run.tokens_per_second / 1e9,
+    })
 }

@@ -16,10 +16,11 @@ use super::{
 };
 use crate::{
     bench::{Effort, attention, decode, generate, train},
-    config::AttentionPattern,
+    config::{AttentionPattern, TrainingConfig},
+    data::prepare_for,
     errors::require_once,
     files,
-    model::pretrained,
+    model::pretrained::{self, Pretrained},
     plot,
     revision::command_line,
     train::git_revision,
@@ -160,11 +161,19 @@ pub(super) struct GenerateArgs {
 #[command(after_help = "\
 Examples:
   performer-lm bench train
-  performer-lm bench train --preset stories15m --steps 3 --batch-size 4 --attention softmax --attention favor:m=64")]
+  performer-lm bench train --preset stories15m --steps 3 --batch-size 4 --attention softmax --attention favor:m=64
+  performer-lm bench train --steps 10 --data sample --from models/stories/softmax --from models/stories/performer")]
 pub(super) struct TrainArgs {
     /// An attention to measure; give it several times.
     #[arg(long, default_values = ["softmax", "favor:m=64", "favor:m=128"])]
     attention: Vec<AttentionPattern>,
+    /// A trained model to measure in place of new ones, on text encoded with its tokenizer: forget
+    /// gates that have been trained change the speed of a step. Give it several times for models
+    /// that differ in their attention alone; all are measured at the context of the first, or that
+    /// of --context. --preset gives the training settings, not the model. The learning rate is 1e-6
+    /// unless --learning-rate is given: it is so low that the gates do not change meanwhile.
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["attention", "config", "vocab_size", "tokenizer"])]
+    from: Vec<String>,
     /// Optimiser steps for each attention.
     #[arg(long, default_value_t = 50)]
     steps: usize,
@@ -398,17 +407,37 @@ fn name_among(source: &str, all: &[String]) -> String {
     }
 }
 
+/// The learning rate of trained models whose steps are timed. It is so low that the weights, and
+/// with them the work of a step, remain what they are.
+const RATE_OF_TRAINED: f64 = 1e-6;
+
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
     args.results.check("train", &[])?;
     ensure!(args.steps > 0, "--steps is 0; it must be at least 1");
-    let (config, training) = args.recipe.load(machine)?;
-    args.recipe.require_use(args.attention.iter().flat_map(AttentionPattern::attentions))?;
     args.recipe.require_steps_alone()?;
-    let data = args.data.prepare(config.vocab_size)?;
+    let open = |from: &String| Ok((from.clone(), Pretrained::open_with(from, &output::TERMINAL)?));
+    let trained = args.from.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let attentions = if trained.is_empty() { args.attention } else { Vec::new() };
+    let (config, training) = match trained.first() {
+        Some((_, model)) => {
+            let (config, training) = args.recipe.of_weights(model.config.clone(), machine)?;
+            let learning_rate = args.recipe.learning_rate.unwrap_or(RATE_OF_TRAINED);
+            (config, TrainingConfig { learning_rate, ..training })
+        }
+        None => args.recipe.load(machine)?,
+    };
+    let of_trained =
+        trained.iter().flat_map(|(_, model)| (0..model.config.layers).map(|layer| model.config.attention_of(layer)));
+    args.recipe.require_use(attentions.iter().flat_map(AttentionPattern::attentions).chain(of_trained))?;
+    let data = match trained.first() {
+        Some((_, model)) => prepare_for(&args.data.spec(), &model.tokenizer, &output::TERMINAL)?,
+        None => args.data.prepare(config.vocab_size)?,
+    };
     let plan = train::Plan {
         config,
         training,
-        attentions: args.attention,
+        attentions,
+        trained,
         steps: args.steps,
         device: machine.device.clone(),
         threads: machine.threads,
@@ -421,7 +450,10 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         .iter()
         .map(|p| {
             vec![
-                p.attention_spec.clone(),
+                match &p.from {
+                    Some(from) => format!("{} of {from}", p.attention_spec),
+                    None => p.attention_spec.clone(),
+                },
                 output::thousands(p.params as u64),
                 output::thousands(p.tokens_per_second as u64),
                 format!("{:.0}", p.gflops),

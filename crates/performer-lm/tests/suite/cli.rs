@@ -473,6 +473,38 @@ fn bench_measures_draws_and_refuses() {
 }
 
 #[test]
+fn bench_measures_trained_models_that_are_alike() {
+    let dir = tempfile::tempdir().unwrap();
+    let new = |out: &'static str, extra: &[&'static str]| {
+        let args = [&["--vocab-size", "300", "--out", out][..], extra].concat();
+        assert!(performer(dir.path(), &train(&args)).status.success());
+    };
+    new("exact", &["--attention", "softmax:gate"]);
+    new("linear", &["--attention", "favor:m=8,gate"]);
+    new("other", &["--attention", "softmax", "--preset", "code"]);
+    let text = ["--data", "sample", "--context", "16", "--batch-size", "4"];
+    let bench = |from: &[&'static str]| {
+        let from: Vec<&str> = from.iter().flat_map(|model| ["--from", model]).collect();
+        performer(dir.path(), &[&["bench", "train", "--steps", "2", "--json"][..], &text, &from].concat())
+    };
+    let report = json(&bench(&["exact", "linear"]));
+    let points = report["points"].as_array().unwrap();
+    let said = |i: usize| [points[i]["from"].as_str().unwrap(), points[i]["attention_spec"].as_str().unwrap()];
+    assert_eq!([said(0), said(1)], [["exact", "softmax:gate"], ["linear", "favor:m=8,gate"]]);
+    assert_eq!(points.len(), 2);
+    fails(&bench(&["exact", "other"]), &["other differs", "more than its attention"]);
+    std::fs::write(dir.path().join("text"), &include_str!("../../assets/sample.txt")[..30_000]).unwrap();
+    let words = ["train", "--data", "text", "--vocab-size", "300", "--attention", "softmax", "--out", "words"];
+    assert!(performer(dir.path(), &[&words, &SMALL[2..]].concat()).status.success());
+    fails(&bench(&["exact", "words"]), &["words has another tokenizer"]);
+    fails(&bench(&["nowhere"]), &["nowhere"]);
+    fails(
+        &performer(dir.path(), &["bench", "train", "--from", "exact", "--attention", "softmax"]),
+        &["cannot be used"],
+    );
+}
+
+#[test]
 fn lab_tasks_writes_a_report() {
     let dir = tempfile::tempdir().unwrap();
     let tiny =

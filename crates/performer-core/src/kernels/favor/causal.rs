@@ -12,7 +12,8 @@
 //! bit-identical whatever comes after `t`. The weights of a query are divided by their largest, so
 //! that its denominator is at least 1. With forget gates all of this holds of log-features as they
 //! are weighed from the chunk's first token: a strong gate lifts the keys after it, and they begin
-//! a new chunk.
+//! a new chunk. A chunk also ends before its gates after the first have forgotten more than
+//! `e^LIMIT` in all, whatever its keys are. (`LIMIT` stands in `tile.rs`.)
 
 use std::{
     ops::Range,
@@ -27,11 +28,14 @@ use super::super::{
     rows::Span,
     vector::{LANES, sum},
 };
-use super::{CHUNK, Head, Sums, tile::Tile};
+use super::{
+    CHUNK, Head, Sums,
+    tile::{LIMIT, Tile},
+};
 
-/// The fewest tokens of a segment (but for the last): the features that the backward pass keeps of
-/// it fit the second-level cache.
-pub(super) const SEGMENT: usize = 16 * CHUNK;
+/// The most chunks of a segment: the features that the backward pass keeps of them fit the
+/// second-level cache.
+pub(super) const SEGMENT_CHUNKS: usize = 16;
 
 /// `Saved` is what the forward pass of one key head keeps for the backward pass.
 #[derive(Debug, Default)]
@@ -70,9 +74,11 @@ pub(super) struct Segment {
 }
 
 impl Chunks {
-    /// Adds a chunk that begins at token `start`; `sums` are those before it, at its scale.
+    /// Adds a chunk that begins at token `start`; `sums` are those before it, at its scale. A
+    /// segment ends after [`SEGMENT_CHUNKS`].
     fn push(&mut self, start: usize, sums: &Sums) {
-        if self.segments.last().is_none_or(|segment| start >= self.starts[segment.first] + SEGMENT) {
+        let is_full = |segment: &Segment| self.count() >= segment.first + SEGMENT_CHUNKS;
+        if self.segments.last().is_none_or(is_full) {
             let kept = |values: &Vec<f32>| if start == 0 { Vec::new() } else { values.clone() };
             self.segments.push(Segment { first: self.count(), sums: kept(&sums.sums), norm: kept(&sums.norm) });
         }
@@ -177,7 +183,12 @@ impl WithSimd for Scan<'_, '_> {
         let most = 2 * candle_core::utils::get_num_threads();
         let (mut start, mut limit) = (0, CHUNK);
         while start < tokens {
-            let count = limit.min(tokens - start);
+            let mut count = limit.min(tokens - start);
+            if let Some(gates) = head.gates {
+                // The keys after these would most likely begin a new chunk, and would have been
+                // loaded for nothing.
+                count = before_forgetting(&gates[start..start + count]);
+            }
             finite &= head.k.are_finite(start, count) & head.v.are_finite(start, count);
             if let Some(gates) = head.gates {
                 tile.forget(sums, gates[start]);
@@ -218,6 +229,16 @@ impl WithSimd for Scan<'_, '_> {
         sums.rescale(simd, tile.running_maxima());
         finite
     }
+}
+
+/// The number of tokens before the gates, from the second on, have forgotten more than `e^LIMIT`.
+fn before_forgetting(gates: &[f32]) -> usize {
+    let mut forgotten = 0.0;
+    let more = gates[1..].iter().position(|gate| {
+        forgotten -= gate;
+        forgotten > LIMIT
+    });
+    more.map_or(gates.len(), |more| more + 1)
 }
 
 /// `Chunk` is a chunk left to another thread: its weighed keys and values, the sums before it, and
@@ -291,15 +312,31 @@ fn read<S: Simd>(
 mod tests {
     use super::*;
 
-    /// Sums before every chunk would take a multiple of the memory.
     #[test]
-    fn sums_are_kept_once_a_segment() {
-        let (mut chunks, sums) = (Chunks::default(), Sums::new(3, 3, 2));
-        for start in (0..3 * SEGMENT).step_by(CHUNK) {
-            chunks.push(start, &sums);
+    fn the_first_gate_does_not_end_a_chunk() {
+        let half = -LIMIT / 2.0;
+        for (gates, tokens) in [
+            (&[-1e30][..], 1),
+            (&[-1e30, half, half], 3),
+            (&[-1e30, half, half, -0.5, 0.0], 3),
+            (&[0.0, 0.0, -1e30], 2),
+            (&[half, -1e30, -1e30], 1),
+        ] {
+            assert_eq!(before_forgetting(gates), tokens, "{gates:?}");
         }
-        let starts: Vec<_> = chunks.segments.iter().map(|segment| chunks.start(segment.first)).collect();
-        assert_eq!(starts, [0, SEGMENT, 2 * SEGMENT]);
-        assert!(chunks.segments[0].sums.is_empty() && !chunks.segments[1].sums.is_empty());
+    }
+
+    /// Sums before every chunk would take a multiple of the memory, and more chunks than these would
+    /// not fit the memory in which the backward pass keeps their features.
+    #[test]
+    fn sums_are_kept_once_a_segment_of_sixteen_chunks() {
+        for tokens in [CHUNK, 3] {
+            let (mut chunks, sums) = (Chunks::default(), Sums::new(3, 3, 2));
+            (0..40).for_each(|i| chunks.push(i * tokens, &sums));
+            let starts: Vec<_> = chunks.segments.iter().map(|segment| chunks.start(segment.first)).collect();
+            assert_eq!(starts, [0, SEGMENT_CHUNKS * tokens, 2 * SEGMENT_CHUNKS * tokens]);
+            assert!(chunks.segments[0].sums.is_empty() && !chunks.segments[1].sums.is_empty());
+            assert_eq!(chunks.range(2), 32..40);
+        }
     }
 }

@@ -7,7 +7,8 @@
 //! Both scans need the features of every chunk. So the tokens are taken in segments, the last one
 //! first: the scan over a segment's queries begins with the sums that the forward pass kept there,
 //! and leaves the features in the cache for the scan over its keys. The forward pass keeps
-//! `F·Dv/512` numbers a token, beside `F/32` for the scales.
+//! `F·Dv/512` numbers a token, beside `F/32` for the scales. Where chunks are short, because gates
+//! forget much or keys grow, it keeps more: `F·Dv/16` and `F` if each token is a chunk of its own.
 
 use pulp::{Simd, WithSimd};
 
@@ -21,15 +22,11 @@ use super::super::{
 };
 use super::{
     CHUNK, Head, Sums,
-    causal::{Chunks, SEGMENT, Saved},
+    causal::{Chunks, SEGMENT_CHUNKS, Saved},
     exponential::LinearGradient,
     padded,
     tile::{OutputGradient, Tile},
 };
-
-/// The most chunks of a segment whose features are kept. In a segment with more, shorter chunks,
-/// the features of the others are computed twice.
-const KEPT: usize = SEGMENT / CHUNK;
 
 /// `Given` is what the backward pass reads: a head, what its forward pass kept, the outputs and
 /// their gradients.
@@ -67,11 +64,11 @@ pub(super) fn backward(given: Given, gradients: Gradients, spare: bool) {
     let dq = dq.parts(given.head.k.tokens * given.head.q[0].width);
     let queries = Some(OfQueries { dq, linear: of_queries });
     let keys = Some(OfKeys { dk, dv, dlog, linear: of_keys });
-    let scans = |queries, keys, kept| arch().dispatch(Scans { given, chunks, queries, keys, kept });
+    let scans = |queries, keys| arch().dispatch(Scans { given, chunks, queries, keys });
     if spare {
-        rayon::join(|| scans(queries, None, 0), || scans(None, keys, 0));
+        rayon::join(|| scans(queries, None), || scans(None, keys));
     } else {
-        scans(queries, keys, KEPT);
+        scans(queries, keys);
     }
 }
 
@@ -96,8 +93,6 @@ struct Scans<'a> {
     chunks: &'a Chunks,
     queries: Option<OfQueries<'a>>,
     keys: Option<OfKeys<'a>>,
-    /// The most chunks of a segment whose features the first scan leaves to the second.
-    kept: usize,
 }
 
 impl WithSimd for Scans<'_> {
@@ -105,21 +100,23 @@ impl WithSimd for Scans<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { given, chunks, queries, keys, kept } = self;
+        let Self { given, chunks, queries, keys } = self;
         let mut queries = queries.map(|to| QueryScan::new(given, chunks, to));
         let mut keys = keys.map(|to| KeyScan::new(given, chunks, to));
-        // The last entry is for the chunks whose features are not kept.
-        let mut features: Vec<Features> = (0..=kept.min(chunks.count())).map(|_| Features::new(given.head)).collect();
+        // Where there are both scans, the first leaves the features of a segment to the second.
+        let both = queries.is_some() && keys.is_some();
+        let kept = if both { chunks.count().min(SEGMENT_CHUNKS) } else { 1 };
+        let mut features: Vec<Features> = (0..kept).map(|_| Features::new(given.head)).collect();
         for segment in (0..chunks.segments.len()).rev() {
             if let Some(queries) = &mut queries {
                 queries.enter(segment);
                 for (i, chunk) in chunks.range(segment).enumerate() {
-                    queries.chunk(simd, chunk, &mut features[i.min(kept)]);
+                    queries.chunk(simd, chunk, &mut features[i % kept]);
                 }
             }
             if let Some(keys) = &mut keys {
                 for (i, chunk) in chunks.range(segment).enumerate().rev() {
-                    keys.chunk(simd, chunk, &mut features[i.min(kept)], i < kept);
+                    keys.chunk(simd, chunk, &mut features[i % kept], both);
                 }
             }
         }

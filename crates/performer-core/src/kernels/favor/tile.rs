@@ -10,14 +10,22 @@ use super::super::{
     rows::{Rows, Span},
     transpose::transpose,
     vector::{
-        self, LANES, add_max, add_scaled, column_excess, column_sums, dot, exp, exp_minus, exp_minus_both,
+        self, LANES, add_max, add_scaled, column_excess, column_sums, dot, exp, exp_minus_above, exp_minus_both,
         max_difference, multiply, shift, sum,
     },
 };
 use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded};
 
-/// How far the log-feature of a key may exceed the maximum with which its chunk begins.
-const LIMIT: f32 = 32.0;
+/// How far the log-feature of a key may exceed the maximum with which its causal chunk begins.
+pub(super) const LIMIT: f32 = 32.0;
+
+/// The weights of positive features of queries and keys are 0 where their logarithms are below
+/// this. Weights of keys are at most `e^LIMIT` and denominators at least 1, so a product with a
+/// weight that is left out is at most `e^(NEGLIGIBLE + LIMIT)` of its denominator; a row has `32 F`
+/// of them in its chunk, which is less than the rounding of f32. In products with other small
+/// numbers, gradients above all, such weights give numbers below the normal ones of f32
+/// (subnormal), with which processors compute slowly.
+const NEGLIGIBLE: f32 = -60.0;
 
 /// `Tile` holds the keys and values of one chunk.
 pub(super) struct Tile<'a> {
@@ -209,7 +217,7 @@ impl<'a> Tile<'a> {
         }
         self.offsets[n..columns].fill(f32::INFINITY);
         for (row, &c) in self.keys.chunks_exact_mut(CHUNK).zip(maxima) {
-            exp_minus_both(simd, &mut row[..columns], &self.offsets[..columns], c);
+            exp_minus_both(simd, &mut row[..columns], &self.offsets[..columns], c, NEGLIGIBLE);
         }
     }
 
@@ -235,7 +243,7 @@ impl<'a> Tile<'a> {
         for (row, m) in to.chunks_exact_mut(self.features).zip(largest).take(n) {
             row[f..].fill(f32::NEG_INFINITY);
             *m = add_max(simd, &mut row[..f], maxima);
-            exp_minus(simd, row, *m);
+            exp_minus_above(simd, row, *m, NEGLIGIBLE);
         }
     }
 
