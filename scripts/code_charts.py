@@ -12,11 +12,13 @@ speed.json, which was measured on one thread of an idle machine; the trainings t
 other work. Losses over time are those of the quick validations on the way, which all read the same
 first part of the validation text; the last validation of a run reads all of it, and is left out.
 equal-time.json has what the charts show at the places that the book names, so that
-scripts/book_check.py can compare them.
+scripts/book_check.py can compare them. It also has the speeds with trained gates, the medians of
+benchmarks/code-contexts/trained-4096.json and trained-8192.json, and what these say of equal time.
 """
 
 import json
 import pathlib
+import statistics
 import tarfile
 
 import matplotlib
@@ -26,6 +28,9 @@ import matplotlib.pyplot as plt
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks/code-long"
+TRAINED = {
+    context: ROOT / f"benchmarks/code-contexts/trained-{context}.json" for context in (4096, 8192)
+}
 PARTS = ",gate,conv,output-gate,output-norm"
 POLYNOMIAL = f"favor:map=taylor2{PARTS},key-dim=16"
 SOFTMAX = f"softmax:{PARTS[1:]}"
@@ -86,6 +91,14 @@ def at(curve, speed, seconds):
             share = (seconds - times[i - 1]) / (times[i] - times[i - 1])
             return curve[i - 1][1] + share * (curve[i][1] - curve[i - 1][1])
     raise ValueError(f"no validation about {seconds} seconds")
+
+
+def medians(file):
+    """The median of the tokens a second that a file has for each attention."""
+    speeds = {}
+    for point in json.loads(file.read_text())["points"]:
+        speeds.setdefault(point["attention_spec"], []).append(point["tokens_per_second"])
+    return {spec: statistics.median(of_spec) for spec, of_spec in speeds.items()}
 
 
 def save(plot, name):
@@ -214,6 +227,20 @@ def main():
                 SOFTMAX, number
             )
         rows.append(row)
+    trained = {context: medians(file) for context, file in TRAINED.items()}
+    with_trained_gates = []
+    for spec in trained[4096]:
+        row = {"attention_spec": spec}
+        for context, speeds in trained.items():
+            row[f"tokens_per_second_{context}"] = speeds[spec]
+            row[f"speed_beside_softmax_{context}"] = speeds[spec] / speeds[SOFTMAX]
+        if spec in curves and spec not in UNTIMED:
+            (tokens, loss), softmax_speed = curves[spec][-1], trained[4096][SOFTMAX]
+            seconds = min(tokens / trained[4096][spec], curves[SOFTMAX][-1][0] / softmax_speed)
+            then = at(curves[SOFTMAX], softmax_speed, seconds)
+            row |= {"minutes": seconds / 60, "quick_loss": loss, "softmax_quick_loss_then": then}
+            row["quick_loss_beside_softmax"] = loss - then
+        with_trained_gates.append(row)
     minutes, loss = short_curve[-1]
     as_long = {
         "tokens": short["tokens"],
@@ -222,7 +249,11 @@ def main():
         "test_loss": short["test"]["loss"],
         "bits_per_byte": short["test"]["bits_per_byte"],
     }
-    found = {"rows": rows, "softmax_with_as_long_a_schedule": as_long}
+    found = {
+        "rows": rows,
+        "softmax_with_as_long_a_schedule": as_long,
+        "with_trained_gates": with_trained_gates,
+    }
     (FOLDER / "equal-time.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
