@@ -105,17 +105,21 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         matmul_gflops: matmul_rate(Effort::default(), &plan.device)?,
         points: Vec::new(),
     };
+    // What cannot be compared is refused before anything is measured.
+    let alike = |(name, model): &(String, Pretrained)| {
+        let config = with_attention_of(&report.config, name, model, data)?;
+        Ok((name.clone(), Pretrained { config, ..model.clone() }))
+    };
+    let trained = plan.trained.iter().map(alike).collect::<Result<Vec<_>>>()?;
     for attention in &plan.attentions {
         progress(attention.to_string());
         let config = report.config.clone().with_attention(attention)?;
         report.points.push(measure(plan, &training, &config, None, data)?);
     }
-    for (name, model) in &plan.trained {
-        let config = with_attention_of(&report.config, name, model, data)?;
-        progress(format!("{} of {name}", config.attention_text()));
-        let model = Pretrained { config, ..model.clone() };
+    for (name, model) in trained {
+        progress(format!("{} of {name}", model.config.attention_text()));
         let point = measure(plan, &training, &model.config, Some(&model), data)?;
-        report.points.push(Point { from: Some(name.clone()), ..point });
+        report.points.push(Point { from: Some(name), ..point });
     }
     Ok(report)
 }
