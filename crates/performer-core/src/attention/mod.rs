@@ -114,6 +114,7 @@ mod mask;
 mod none;
 mod parts;
 mod path;
+mod record;
 mod segments;
 mod softmax;
 mod state;
@@ -132,9 +133,10 @@ pub use inputs::{Inputs, Sizes};
 pub use mask::Mask;
 pub use parts::LayerParts;
 pub use path::Path;
+pub use record::StateRecord;
 pub use segments::{Neighbours, Segment};
 pub use softmax::Softmax;
-pub use state::{Memory, State, StateRecord};
+pub use state::{Memory, State};
 pub use windowed::Windowed;
 
 /// Multi-head attention over given queries, keys and values, in one pass or token by token.
