@@ -46,10 +46,14 @@ const INTERRUPTED: &str = "tasks-interrupted";
 /// The largest size of an example: a bound that mistakes exceed and no task does.
 const MAX_LENGTH: usize = 1 << 20;
 
-/// The attentions that are compared by default.
-pub const ATTENTIONS: [&str; 7] = [
+/// The attentions that are compared by default. The window alone is the control of the window with
+/// features, and the fading averages (`uniform:gate`) are that of the features with a gate.
+pub const ATTENTIONS: [&str; 10] = [
     "softmax",
+    "softmax:window=32",
+    "uniform:gate",
     "favor:m=64",
+    "favor:m=64,gate",
     "favor:m=64,map=learned",
     "favor:m=64,map=relu",
     "favor:map=elu",
