@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Measures a model's loss in each quarter of its context, where every quarter reads the same text.
+
+    scripts/quarters.py TEXT MODEL... > quarters.json
+
+`performer-lm eval --by-position` reads a text in pieces of one context, so the last quarter of a
+piece never reads the words that the first quarter reads, and their losses differ by how hard these
+words are. This program has the text read four times, each time with another quarter of a context
+cut from its front, and averages: each position of a context then sees nearly every place of the
+text. TEXT is a file. Every MODEL is a folder that `train` or `compare` wrote. The result goes to
+stdout, progress to stderr. `PERFORMER_LM` names the program, "target/release/performer-lm" unless
+it is set.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+PROGRAM = os.environ.get("PERFORMER_LM", "target/release/performer-lm")
+QUARTERS = 4
+
+
+def loss_by_position(model, text):
+    """What `eval` reports of a model on a text: the loss at each position, and the bytes a token."""
+    command = [PROGRAM, "eval", model, "--data", text, "--by-position", "--threads", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"eval of {model} failed: {done.stderr.strip()}")
+    report = json.loads(done.stdout)
+    return report, report["bytes"] / report["tokens"]
+
+
+def quarters_of(losses):
+    """The mean loss of each quarter of the positions."""
+    quarter = len(losses) // QUARTERS
+    return [statistics.fmean(losses[i * quarter : (i + 1) * quarter]) for i in range(QUARTERS)]
+
+
+def measure(model, text, scratch):
+    """The losses of a model by quarter, for each cut of the text and on average."""
+    config = json.loads((pathlib.Path(model) / "config.json").read_text())
+    context = config["context"]
+    cuts, bytes_a_token = [], None
+    for cut in range(QUARTERS):
+        # A cut in the middle of a character would not be a text.
+        start = 0 if cut == 0 else round(cut * context / QUARTERS * bytes_a_token)
+        while start < len(text) and text[start] & 0xC0 == 0x80:
+            start += 1
+        scratch.write_bytes(text[start:])
+        report, ratio = loss_by_position(model, str(scratch))
+        bytes_a_token = bytes_a_token or ratio
+        if len(report["loss_by_position"]) != context:
+            sys.exit(f"the text has not one whole piece of {context} tokens for {model}")
+        cuts.append({"bytes_cut": start, "quarters": quarters_of(report["loss_by_position"])})
+        print(f"{model}: {start} bytes cut, {cuts[-1]['quarters']}", file=sys.stderr)
+    mean = [statistics.fmean(cut["quarters"][i] for cut in cuts) for i in range(QUARTERS)]
+    return {
+        "attention_spec": report["attention_spec"],
+        "model": str(model),
+        "context": context,
+        "cuts": cuts,
+        **{f"quarter_{i + 1}": loss for i, loss in enumerate(mean)},
+    }
+
+
+def main():
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    path, models = sys.argv[1], sys.argv[2:]
+    text = pathlib.Path(path).read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = pathlib.Path(folder) / pathlib.Path(path).name
+        rows = [measure(model, text, scratch) for model in models]
+    json.dump({"text": path, "rows": rows}, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
