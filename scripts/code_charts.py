@@ -37,8 +37,12 @@ SOFTMAX = f"softmax:{PARTS[1:]}"
 UNIFORM = f"uniform:{PARTS[1:]}"
 # The reports, with the archives of their runs.
 REPORTS = {"compare.json": "runs.tar.gz", "random.json": "random-runs.tar.gz"}
-# Softmax in all layers once more, with a schedule of as many minutes as the faster ones took.
-SHORT = ("short.json", "short-runs.tar.gz")
+# Softmax in all layers once more, with a schedule of as many minutes as a hybrid took: by the speeds
+# of first steps, and by those with trained gates.
+SHORT = {
+    "by_first_steps": ("short.json", "short-runs.tar.gz"),
+    "by_trained_gates": ("short-trained.json", "short-trained-runs.tar.gz"),
+}
 # What is not in speed.json.
 UNTIMED = {"favor:m=128"}
 # What each attention is called in the charts, with its colour and the style of its line.
@@ -159,10 +163,9 @@ def main():
         axes.plot(
             *zip(*curve), color=look[1], linestyle=look[2], marker="o", markersize=3, label=look[0]
         )
-    short = json.loads((FOLDER / SHORT[0]).read_text())["runs"][0]
     short_curve = [
         (tokens / speeds[SOFTMAX] / 60, loss)
-        for tokens, loss in validations(FOLDER / SHORT[1])[SOFTMAX]
+        for tokens, loss in validations(FOLDER / SHORT["by_first_steps"][1])[SOFTMAX]
     ]
     axes.plot(
         *zip(*[point for point in short_curve if point[0] > 6]),
@@ -231,9 +234,9 @@ def main():
     with_trained_gates = []
     for spec in trained[4096]:
         row = {"attention_spec": spec}
-        for context, speeds in trained.items():
-            row[f"tokens_per_second_{context}"] = speeds[spec]
-            row[f"speed_beside_softmax_{context}"] = speeds[spec] / speeds[SOFTMAX]
+        for context, of_context in trained.items():
+            row[f"tokens_per_second_{context}"] = of_context[spec]
+            row[f"speed_beside_softmax_{context}"] = of_context[spec] / of_context[SOFTMAX]
         if spec in curves and spec not in UNTIMED:
             (tokens, loss), softmax_speed = curves[spec][-1], trained[4096][SOFTMAX]
             seconds = min(tokens / trained[4096][spec], curves[SOFTMAX][-1][0] / softmax_speed)
@@ -241,14 +244,21 @@ def main():
             row |= {"minutes": seconds / 60, "quick_loss": loss, "softmax_quick_loss_then": then}
             row["quick_loss_beside_softmax"] = loss - then
         with_trained_gates.append(row)
-    minutes, loss = short_curve[-1]
-    as_long = {
-        "tokens": short["tokens"],
-        "minutes": minutes,
-        "quick_loss": loss,
-        "test_loss": short["test"]["loss"],
-        "bits_per_byte": short["test"]["bits_per_byte"],
+    as_long = {}
+    softmax_speed = {
+        "by_first_steps": speeds[SOFTMAX],
+        "by_trained_gates": trained[4096][SOFTMAX],
     }
+    for how, (report, archive) in SHORT.items():
+        run = json.loads((FOLDER / report).read_text())["runs"][0]
+        tokens, loss = validations(FOLDER / archive)[SOFTMAX][-1]
+        as_long[how] = {
+            "tokens": run["tokens"],
+            "minutes": tokens / softmax_speed[how] / 60,
+            "quick_loss": loss,
+            "test_loss": run["test"]["loss"],
+            "bits_per_byte": run["test"]["bits_per_byte"],
+        }
     found = {
         "rows": rows,
         "softmax_with_as_long_a_schedule": as_long,
