@@ -24,7 +24,7 @@ use crate::{
 
 /// How long processes wait for the one whose runs take longest: a week. Where a process dies, its
 /// launcher ends the others.
-pub(super) const DEADLINE: Duration = Duration::from_secs(7 * 24 * 3600);
+pub(super) const LONGEST_RUN: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -84,7 +84,7 @@ pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Resul
             args.data.prepare(config.vocab_size)
         }
     })?;
-    machine.ranks.set_deadline(DEADLINE);
+    machine.ranks.set_deadline(LONGEST_RUN);
     output::note(&format!("training on {}", data.description));
     let (config, training) = args.recipe.for_data(&data, config, training);
     let comparison = Comparison {

@@ -11,7 +11,7 @@ use super::Common;
 use crate::{
     cli::{
         args::{DataArgs, Machine},
-        compare::DEADLINE,
+        compare::LONGEST_RUN,
         output,
         train::in_turn,
     },
@@ -82,7 +82,7 @@ impl Args {
         training.validate()?;
         let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
         let data = in_turn(&ranks, || self.data.prepare(config.vocab_size))?;
-        machine.ranks.set_deadline(DEADLINE);
+        machine.ranks.set_deadline(LONGEST_RUN);
         let scratch;
         let runs: PathBuf = match &self.common.out {
             Some(out) => out.join("runs"),

@@ -9,7 +9,7 @@ use anyhow::{Result, bail, ensure};
 
 use super::Common;
 use crate::{
-    cli::{args::Machine, compare::DEADLINE, output},
+    cli::{args::Machine, compare::LONGEST_RUN, output},
     config::AttentionPattern,
     lab::{
         Findings,
@@ -91,7 +91,7 @@ impl Args {
         );
         let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
         super::require_folder(&ranks, &self.common)?;
-        machine.ranks.set_deadline(DEADLINE);
+        machine.ranks.set_deadline(LONGEST_RUN);
         tasks::run(&Plan {
             tasks,
             attentions: self.attention,
