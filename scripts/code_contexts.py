@@ -60,6 +60,7 @@ ROWS = {
     POLYNOMIAL: ("polynomial features", "#009e73", "--"),
     f"favor:m=128{PARTS}": ("random features", "#e69f00", "--"),
     "favor:m=128": ("plain FAVOR+", None, None),
+    f"favor:m=64,window=41{PARTS}": ("random features behind a window of 41", None, None),
     f"{UNIFORM}+{WIDE}/first": ("wide polynomial features, then averages", None, None),
 }
 # Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
@@ -71,6 +72,7 @@ EQUAL_TOKENS = {
             "compare.json": "runs.tar.gz",
             "plain.json": "plain-runs.tar.gz",
             "first.json": "first-runs.tar.gz",
+            "window-features.json": "window-features-runs.tar.gz",
         },
     ),
     4096: (

@@ -24,14 +24,13 @@ PROGRAM = os.environ.get("PERFORMER_LM", "target/release/performer-lm")
 QUARTERS = 4
 
 
-def loss_by_position(model, text):
-    """What `eval` reports of a model on a text: the loss at each position, and the bytes a token."""
-    command = [PROGRAM, "eval", model, "--data", text, "--by-position", "--threads", "1", "--json"]
+def evaluate(model, text, *options):
+    """What `eval` reports of a model on a text."""
+    command = [PROGRAM, "eval", model, "--data", text, "--threads", "1", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"eval of {model} failed: {done.stderr.strip()}")
-    report = json.loads(done.stdout)
-    return report, report["bytes"] / report["tokens"]
+    return json.loads(done.stdout)
 
 
 def quarters_of(losses):
@@ -44,19 +43,27 @@ def measure(model, text, scratch):
     """The losses of a model by quarter, for each cut of the text and on average."""
     config = json.loads((pathlib.Path(model) / "config.json").read_text())
     context = config["context"]
-    cuts, bytes_a_token = [], None
+    cuts = []
     for cut in range(QUARTERS):
+        scratch.write_bytes(text)
+        # The bytes of the tokens that are to go: how many a token has differs from place to place.
+        begin = ["--max-tokens", str(cut * context // QUARTERS)]
+        start = evaluate(model, scratch, *begin)["bytes"] if cut else 0
         # A cut in the middle of a character would not be a text.
-        start = 0 if cut == 0 else round(cut * context / QUARTERS * bytes_a_token)
         while start < len(text) and text[start] & 0xC0 == 0x80:
             start += 1
         scratch.write_bytes(text[start:])
-        report, ratio = loss_by_position(model, str(scratch))
-        bytes_a_token = bytes_a_token or ratio
+        report = evaluate(model, scratch, "--by-position")
         if len(report["loss_by_position"]) != context:
             sys.exit(f"the text has not one whole piece of {context} tokens for {model}")
-        cuts.append({"bytes_cut": start, "quarters": quarters_of(report["loss_by_position"])})
-        print(f"{model}: {start} bytes cut, {cuts[-1]['quarters']}", file=sys.stderr)
+        cuts.append(
+            {
+                "bytes_cut": start,
+                "tokens": report["tokens"],
+                "quarters": quarters_of(report["loss_by_position"]),
+            }
+        )
+        print(f"{model}: {cuts[-1]}", file=sys.stderr)
     mean = [statistics.fmean(cut["quarters"][i] for cut in cuts) for i in range(QUARTERS)]
     return {
         "attention_spec": report["attention_spec"],
