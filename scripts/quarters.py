@@ -33,6 +33,21 @@ def evaluate(model, text, *options):
     return json.loads(done.stdout)
 
 
+def bytes_of(tokens, model, text, scratch):
+    """How many bytes at the beginning of a text are so many tokens of a model, or within four."""
+    length = 3 * tokens
+    for _ in range(20):
+        # A text does not end in the middle of a character.
+        while length < len(text) and text[length] & 0xC0 == 0x80:
+            length += 1
+        scratch.write_bytes(text[:length])
+        found = evaluate(model, scratch)["tokens"]
+        if abs(found - tokens) <= 4:
+            return length
+        length = max(1, length + (tokens - found) * length // found)
+    sys.exit(f"found no place {tokens} tokens into the text at which it can be cut")
+
+
 def quarters_of(losses):
     """The mean loss of each quarter of the positions."""
     quarter = len(losses) // QUARTERS
@@ -45,13 +60,7 @@ def measure(model, text, scratch):
     context = config["context"]
     cuts = []
     for cut in range(QUARTERS):
-        scratch.write_bytes(text)
-        # The bytes of the tokens that are to go: how many a token has differs from place to place.
-        begin = ["--max-tokens", str(cut * context // QUARTERS)]
-        start = evaluate(model, scratch, *begin)["bytes"] if cut else 0
-        # A cut in the middle of a character would not be a text.
-        while start < len(text) and text[start] & 0xC0 == 0x80:
-            start += 1
+        start = bytes_of(cut * context // QUARTERS, model, text, scratch) if cut else 0
         scratch.write_bytes(text[start:])
         report = evaluate(model, scratch, "--by-position")
         if len(report["loss_by_position"]) != context:
