@@ -245,17 +245,20 @@ def main():
             row["quick_loss_beside_softmax"] = loss - then
         with_trained_gates.append(row)
     as_long = {}
-    softmax_speed = {
+    speed_of_softmax = {
         "by_first_steps": speeds[SOFTMAX],
         "by_trained_gates": trained[4096][SOFTMAX],
     }
     for how, (report, archive) in SHORT.items():
         run = json.loads((FOLDER / report).read_text())["runs"][0]
+        # The last quick validation stands before the end, where all of the text is read.
         tokens, loss = validations(FOLDER / archive)[SOFTMAX][-1]
         as_long[how] = {
             "tokens": run["tokens"],
-            "minutes": tokens / softmax_speed[how] / 60,
+            "minutes": run["tokens"] / speed_of_softmax[how] / 60,
+            "quick_tokens": tokens,
             "quick_loss": loss,
+            "quick_loss_of_the_longer_schedule_then": at(curves[SOFTMAX], 1, tokens),
             "test_loss": run["test"]["loss"],
             "bits_per_byte": run["test"]["bits_per_byte"],
         }

@@ -5,11 +5,14 @@
 
 `performer-lm eval --by-position` reads a text in pieces of one context, so the last quarter of a
 piece never reads the words that the first quarter reads, and their losses differ by how hard these
-words are. This program has the text read four times, each time with another quarter of a context
-cut from its front, and averages: each position of a context then sees nearly every place of the
-text. TEXT is a file. Every MODEL is a folder that `train` or `compare` wrote. The result goes to
-stdout, progress to stderr. `PERFORMER_LM` names the program, "target/release/performer-lm" unless
-it is set.
+words are. This program has the text read four times, with none, one, two and three quarters of a
+context cut from its front, and averages: each quarter then sees nearly every place of the text. It
+does not see the very beginning, of which the second quarter misses one quarter of a piece, and the
+last one three. So the result also has what the loss of the last quarter is above that of the second
+where both read exactly the same words: in the first cut and the third, and in the second cut and
+the fourth. TEXT is a file. Every MODEL is a folder that `train` or `compare` wrote. The result goes
+to stdout, progress to stderr. `PERFORMER_LM` names the program, "target/release/performer-lm"
+unless it is set.
 """
 
 import json
@@ -44,7 +47,7 @@ def bytes_of(tokens, model, text, scratch):
         found = evaluate(model, scratch)["tokens"]
         if abs(found - tokens) <= 4:
             return length
-        length = max(1, length + (tokens - found) * length // found)
+        length = max(1, length + (tokens - found) * length // max(1, found))
     sys.exit(f"found no place {tokens} tokens into the text at which it can be cut")
 
 
@@ -74,12 +77,15 @@ def measure(model, text, scratch):
         )
         print(f"{model}: {cuts[-1]}", file=sys.stderr)
     mean = [statistics.fmean(cut["quarters"][i] for cut in cuts) for i in range(QUARTERS)]
+    pairs = [(0, 2), (1, 3)]
+    rises = [cuts[first]["quarters"][3] - cuts[second]["quarters"][1] for first, second in pairs]
     return {
         "attention_spec": report["attention_spec"],
         "model": str(model),
         "context": context,
         "cuts": cuts,
         **{f"quarter_{i + 1}": loss for i, loss in enumerate(mean)},
+        "last_less_second_on_the_same_words": rises,
     }
 
 

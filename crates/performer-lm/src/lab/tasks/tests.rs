@@ -233,14 +233,9 @@ fn attentions_start_from_equal_weights() {
     let softmax = weights("softmax");
     for attention in &ATTENTIONS[1..] {
         let own = weights(attention);
-        // Learned maps and gates have weights that softmax has not, and averages have no queries
-        // and keys.
+        // Learned maps and gates have weights that softmax has not.
         for (name, weights) in &softmax {
-            let has_none = *attention == "uniform:gate" && (name.contains(".q_proj.") || name.contains(".k_proj."));
-            match own.get(name) {
-                Some(own) => assert!(own == weights, "{attention}: {name} differs"),
-                None => assert!(has_none, "{attention}: has no {name}"),
-            }
+            assert!(own.get(name) == Some(weights), "{attention}: {name} differs or is missing");
         }
     }
 }
