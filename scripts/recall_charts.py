@@ -30,7 +30,13 @@ PANELS = [
     (
         "16 pairs in 256 tokens: answered",
         "gate,conv,output-gate,output-norm",
-        ["pairs.json", "pairs-seeds.json", "pairs-first.json"],
+        [
+            "pairs.json",
+            "pairs-seeds.json",
+            "pairs-first.json",
+            "pairs-list.json",
+            "pairs-learned-first.json",
+        ],
     ),
     (
         "128 symbols: copied",
