@@ -26,7 +26,9 @@ pub struct Evaluation {
     pub bits_per_byte: f64,
     /// Number of tokens predicted.
     pub tokens: u64,
-    /// Number of bytes of the text that they cover.
+    /// Number of bytes of the text that they cover. Of a part of a text it is that part of the
+    /// text's bytes, as if each token covered as many; then it and [`Evaluation::bits_per_byte`]
+    /// are estimates.
     pub bytes: u64,
     /// Mean loss at each position of the context window, first position first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -36,7 +36,8 @@ pub(super) struct Args {
     /// Tokens that a prediction sees at most [default: the model's context].
     #[arg(long)]
     context: Option<usize>,
-    /// Predict so many tokens from the beginning of the text.
+    /// Predict so many tokens from the beginning of the text. Bytes and bits/byte are then
+    /// estimates: they assume that a token there covers as many bytes as in the whole text.
     #[arg(long)]
     max_tokens: Option<usize>,
     /// Evaluate the model with its features off, too: with the exact windows alone, or means of the
