@@ -5,9 +5,10 @@
 
 Trains a small model on 1, 2 and 4 processes and compares the files byte by byte; cuts each sequence
 over 2 and 4 processes and compares losses and gradients with those of one; then lets things
-go wrong (another setting on one rank, no data on one, no space on the disk of the first, a rank
-that stands still) and expects that all processes end within seconds with one message that names the
-rank; then kills ranks at random moments, goes on with the run on another number of ranks, and
+go wrong (another setting on one rank, no data on one, no space on the disk of the first) and
+expects that all processes end within seconds with one message that names the rank; lets a rank stand
+still, with whole sequences and with cut ones, and expects a message of a rank that has waited for
+it; then kills ranks at random moments, goes on with the run on another number of ranks, and
 expects the bytes of a run that nobody killed. Nothing here depends on how fast the machine is, but
 for the patience of 60 seconds that an end is given.
 """
@@ -73,6 +74,9 @@ class Check:
         except subprocess.TimeoutExpired:
             left = self.ranks(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
+            for rank in left:
+                # It may have a session of its own.
+                os.kill(rank, signal.SIGKILL)
             if left or not self.is_open_mpi:
                 fail(f"{what}: still there after {patience} s: {left or 'the launcher alone'}")
             # Where a rank is killed in MPI_Init, OpenMPI's mpirun may wait in PMIx_server_finalize
@@ -121,7 +125,7 @@ class Check:
                 fail(f"{a} and {b} differ")
 
     def fails(self, what, pattern, *groups, between=None):
-        """All processes end, and exactly one message of ours names the rank."""
+        """All processes end, the first message of ours is as expected, and without `between` it is the only one."""
         process = self.start(*groups)
         if between:
             between(process)
@@ -199,11 +203,14 @@ def errors(check):
                 (1, [*run, "--out", "e3"], full), (1, [*run, "--out", "e3"], None))
     many = [*TRAIN, "--attention", "favor:m=8", "--epochs", "100000", "--eval-every", "1000000", "--deadline", "3"]
 
-    def stop_one(process):
-        wait_for(lambda: lines(check.folder / "e4" / "metrics.jsonl") > 2, process, "the first steps")
-        os.kill(check.ranks(process.pid)[-1], signal.SIGSTOP)
+    for what, out, cut in [("a rank that stands still", "e4", []),
+                           ("one that shares a sequence", "e5", ["--sequence-parallel", "2"])]:
+        def stop_one(process):
+            wait_for(lambda: lines(check.folder / out / "metrics.jsonl") > 2, process, "the first steps")
+            os.kill(check.ranks(process.pid)[-1], signal.SIGSTOP)
 
-    check.fails("a rank that stands still", r"no answer within 3 s", (2, [*many, "--out", "e4"], None), between=stop_one)
+        check.fails(what, r"rank \d of 2: .*no answer within 3 s", (2, [*many, *cut, "--out", out], None),
+                    between=stop_one)
 
 
 def lines(path):

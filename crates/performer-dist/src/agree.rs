@@ -52,7 +52,7 @@ pub fn agree(ranks: &dyn Ranks, failure: Option<&str>) -> Result<Option<Disagree
     if ranks.size() == 1 {
         return Ok(failure.map(|text| Disagreement { rank: 0, size: 1, text: text.into() }));
     }
-    // An empty text is no failure.
+    // A mark before the text tells a failure without words from none.
     let texts = gather_texts(ranks, &failure.map(|text| format!("!{text}")).unwrap_or_default())?;
     let failed = texts.iter().enumerate().find_map(|(rank, text)| Some((rank, text.strip_prefix('!')?)));
     Ok(failed.map(|(rank, text)| Disagreement { rank, size: ranks.size(), text: text.into() }))

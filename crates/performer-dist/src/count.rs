@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{Ranks, Reduction, Result};
+use crate::{Cards, Ranks, Reduction, Result};
 
 /// What a rank has sent by one kind of call, such as `all_reduce`: what [`Counted::take`] returns
 /// for each.
@@ -28,7 +28,7 @@ pub struct Counted {
 
 impl Counted {
     /// Counts what is sent through `ranks` from now on. What is sent through groups that they are
-    /// split into is not counted.
+    /// split into, or from card to card, is not counted.
     pub fn new(ranks: Arc<dyn Ranks>) -> Self {
         Self { inner: ranks, traffic: Mutex::default() }
     }
@@ -93,5 +93,9 @@ impl Ranks for Counted {
 
     fn abort(&self) {
         self.inner.abort();
+    }
+
+    fn cards(&self) -> Option<&dyn Cards> {
+        self.inner.cards()
     }
 }

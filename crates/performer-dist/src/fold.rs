@@ -5,8 +5,9 @@ use crate::{Ranks, Result};
 /// Numbers that are on the way between two ranks at a time.
 const BUCKET: usize = 1 << 20;
 
-/// Adds vectors of `length` numbers, of which every rank has some, in the order of ranks and,
-/// within a rank, in the order of `parts`: `((a₀ + a₁) + b₀) + b₁`. All ranks get the sum.
+/// Adds vectors of `length` numbers in the order of ranks and, within a rank, in the order of
+/// `parts`: `((a₀ + a₁) + b₀) + b₁`. Rank 0 has at least one, as [`share`](crate::share) gives it;
+/// later ranks may have none. All ranks get the sum.
 ///
 /// The order of additions is that in which one rank with all parts adds them, so the sum has the
 /// same bits on any number of ranks. It goes along the ranks in buckets: a rank adds its parts to

@@ -1,6 +1,6 @@
 //! Ranks in rows: which of them share a sequence, and which share a batch.
 
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 use crate::{One, Ranks, Result};
 
@@ -42,6 +42,13 @@ impl Grid {
         &self.sequence
     }
 
+    /// Sets how long every call waits from now on, among all ranks and among those that share a
+    /// sequence.
+    pub fn set_deadline(&self, deadline: Duration) {
+        self.world.set_deadline(deadline);
+        self.sequence.set_deadline(deadline);
+    }
+
     /// Whether this is the rank that writes files.
     pub fn leads(&self) -> bool {
         self.world.rank() == 0
@@ -54,9 +61,13 @@ impl Grid {
     }
 }
 
-/// The share of one of `all` in so many parts: neighbours, in order, the first shares one more than
-/// the last where they do not come out even.
-pub fn share(parts: usize, one: usize, all: usize) -> Range<usize> {
-    let start = |one: usize| one * (parts / all) + one.min(parts % all);
-    start(one)..start(one + 1)
+/// Divides so many parts over `count` ranks, and returns the range of parts that rank `index` gets.
+/// The ranges are neighbours, in order; where the parts do not come out even, the first ones are
+/// longer by one.
+///
+/// # Panics
+/// If `count` is 0.
+pub fn share(parts: usize, index: usize, count: usize) -> Range<usize> {
+    let start = |index: usize| index * (parts / count) + index.min(parts % count);
+    start(index)..start(index + 1)
 }

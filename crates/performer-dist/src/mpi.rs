@@ -18,7 +18,7 @@ use std::{
 use mpi::{
     Threading,
     environment::Universe,
-    ffi::{self, MPI_Comm, MPI_Request},
+    ffi::{self, MPI_Comm, MPI_Request, MPI_Status},
     raw::AsRaw,
     topology::SimpleCommunicator,
 };
@@ -50,7 +50,8 @@ pub struct Mpi {
 /// A communicator: a number or a pointer, depending on the MPI library.
 struct Comm(MPI_Comm);
 
-// SAFETY: the handle is only passed to MPI, under the lock of `Library`.
+// SAFETY: the handle is only passed to MPI: under the lock of `Library`, or by `abort`, which ends
+// the process.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -67,6 +68,11 @@ struct Library {
 
 impl Drop for Library {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The other ranks would wait for this one, and MPI's end would wait for them.
+            // SAFETY: MPI runs; this call does not come back.
+            unsafe { ffi::MPI_Abort(SimpleCommunicator::world().as_raw(), 1) };
+        }
         if !*self.broken.get_mut() {
             // SAFETY: it is dropped once, here.
             unsafe { ManuallyDrop::drop(&mut self.universe) };
@@ -127,35 +133,44 @@ impl Mpi {
     }
 
     /// Makes a call that `begin` begins: it is given the buffers, and fills the requests. Returns
-    /// the buffers when the requests are done.
+    /// the buffers when the requests are done, and what MPI says of each request.
     fn call<B, const N: usize>(
         &self,
         call: &str,
         bytes: usize,
         mut buffers: B,
         begin: impl FnOnce(&mut B, &mut [MPI_Request; N]) -> c_int,
-    ) -> Result<B> {
+    ) -> Result<(B, [MPI_Status; N])> {
         let _turn = self.turn(call, bytes)?;
         // SAFETY: this reads a constant of the library.
         let mut requests = [unsafe { ffi::RSMPI_REQUEST_NULL }; N];
         let begun = begin(&mut buffers, &mut requests);
         let done = self.check(call, bytes, begun).and_then(|()| self.wait(call, bytes, &mut requests));
-        if let Err(error) = done {
-            // MPI may still read and write them.
-            std::mem::forget(buffers);
-            return Err(error);
+        match done {
+            Ok(statuses) => Ok((buffers, statuses)),
+            Err(error) => {
+                // MPI may still read and write them.
+                std::mem::forget(buffers);
+                Err(error)
+            }
         }
-        Ok(buffers)
     }
 
-    fn wait(&self, call: &str, bytes: usize, requests: &mut [MPI_Request]) -> Result<()> {
+    fn wait<const N: usize>(
+        &self,
+        call: &str,
+        bytes: usize,
+        requests: &mut [MPI_Request; N],
+    ) -> Result<[MPI_Status; N]> {
         let deadline = *self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
         let (begun, mut spins, mut pause) = (Instant::now(), 0, PAUSES.0);
-        for request in requests {
+        // SAFETY: a status is a struct of integers in C, which MPI fills.
+        let mut statuses: [MPI_Status; N] = unsafe { std::mem::zeroed() };
+        for (request, status) in requests.iter_mut().zip(&mut statuses) {
             loop {
                 let mut done = 0;
                 // SAFETY: the request is one of MPI's, or its null.
-                let code = unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
+                let code = unsafe { ffi::MPI_Test(request, &mut done, status) };
                 self.check(call, bytes, code)?;
                 if done != 0 {
                     break;
@@ -173,7 +188,7 @@ impl Mpi {
                 }
             }
         }
-        Ok(())
+        Ok(statuses)
     }
 
     fn check(&self, call: &str, bytes: usize, code: c_int) -> Result<()> {
@@ -201,7 +216,7 @@ impl Ranks for Mpi {
     fn all_reduce(&self, numbers: &mut [f32], reduction: Reduction) -> Result<()> {
         for piece in numbers.chunks_mut(PIECE / size_of::<f32>()) {
             let buffers = (piece.to_vec(), vec![0f32; piece.len()]);
-            let (_, reduced) =
+            let ((_, reduced), _) =
                 self.call("all_reduce", size_of_val(piece), buffers, |(from, to), requests: &mut [_; 1]| {
                     // SAFETY: both buffers have `from.len()` numbers and live until the call is
                     // done.
@@ -231,7 +246,7 @@ impl Ranks for Mpi {
             return Err(self.failed("all_gather", n, format!("a part has at most {PIECE} bytes")));
         }
         let buffers = (part.to_vec(), vec![0u8; n * self.size]);
-        let (_, all) = self.call("all_gather", n, buffers, |(from, to), requests: &mut [_; 1]| {
+        let ((_, all), _) = self.call("all_gather", n, buffers, |(from, to), requests: &mut [_; 1]| {
             // SAFETY: the buffers have `n` bytes and `n` for each rank, and live until the call is
             // done.
             unsafe {
@@ -246,7 +261,7 @@ impl Ranks for Mpi {
     fn broadcast(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
         for piece in bytes.chunks_mut(PIECE) {
             let what = format!("broadcast from rank {from}");
-            let copied = self.call(&what, piece.len(), piece.to_vec(), |buffer, requests: &mut [_; 1]| {
+            let (copied, _) = self.call(&what, piece.len(), piece.to_vec(), |buffer, requests: &mut [_; 1]| {
                 // SAFETY: the buffer has `buffer.len()` bytes and lives until the call is done.
                 unsafe {
                     let (numbers, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
@@ -271,7 +286,7 @@ impl Ranks for Mpi {
         if bytes.iter().any(|&n| n > PIECE) {
             return Err(self.failed(&what, bytes[0].max(bytes[1]), format!("a message has at most {PIECE} bytes")));
         }
-        let (_, received) =
+        let ((_, received), [status, _]) =
             self.call(&what, bytes[0].max(bytes[1]), buffers, |(out, into), requests: &mut [_; 2]| {
                 let mut code = ffi::MPI_SUCCESS as c_int;
                 let [receiving, sending] = requests;
@@ -291,26 +306,42 @@ impl Ranks for Mpi {
                 code
             })?;
         if let Some((_, bytes)) = receive {
+            // MPI takes a message that is shorter than its buffer for a good one.
+            let mut sent = 0;
+            // SAFETY: the status is that of the request that has received.
+            let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut sent) };
+            self.check(&what, bytes.len(), code)?;
+            if sent as usize != bytes.len() {
+                return Err(self.failed(&what, bytes.len(), format!("it sent {sent} bytes")));
+            }
             bytes.copy_from_slice(&received);
         }
         Ok(())
     }
 
     fn barrier(&self) -> Result<()> {
-        self.call("barrier", 0, (), |(), requests: &mut [_; 1]| {
+        let done = self.call("barrier", 0, (), |(), requests: &mut [_; 1]| {
             // SAFETY: there is no buffer.
             unsafe { ffi::MPI_Ibarrier(self.comm.0, &mut requests[0]) }
-        })
+        });
+        done.map(drop)
     }
 
     fn split(&self, group: usize) -> Result<Arc<dyn Ranks>> {
         // MPI has no split with a deadline; after this all ranks are there.
         self.barrier()?;
+        let Ok(color) = c_int::try_from(group) else {
+            return Err(self.failed(
+                "split",
+                0,
+                format!("MPI numbers groups up to {}, and this one is {group}", c_int::MAX),
+            ));
+        };
         let _turn = self.turn("split", 0)?;
         // SAFETY: the handle that MPI writes is used after its code was checked.
         let comm = unsafe {
             let mut comm = ffi::RSMPI_COMM_NULL;
-            let code = ffi::MPI_Comm_split(self.comm.0, group as c_int, self.rank as c_int, &mut comm);
+            let code = ffi::MPI_Comm_split(self.comm.0, color, self.rank as c_int, &mut comm);
             self.check("split", 0, code)?;
             comm
         };

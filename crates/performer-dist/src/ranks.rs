@@ -45,11 +45,11 @@ pub trait Ranks: fmt::Debug + Send + Sync {
     /// If a rank does not take part before the deadline.
     fn broadcast(&self, from: usize, bytes: &mut [u8]) -> Result<()>;
 
-    /// Sends bytes to one rank and receives as many as fit the buffer from one, at the same time;
-    /// either may be left out. Whoever is sent to must receive.
+    /// Sends bytes to one rank and receives from one, at the same time; either may be left out.
+    /// Whoever is sent to must receive, into a buffer of exactly as many bytes.
     ///
     /// # Errors
-    /// If the other rank does not take part before the deadline.
+    /// If the other rank does not take part before the deadline, or sends another number of bytes.
     fn exchange(&self, send: Option<(usize, &[u8])>, receive: Option<(usize, &mut [u8])>) -> Result<()>;
 
     /// Returns when all ranks have called it.
@@ -70,6 +70,7 @@ pub trait Ranks: fmt::Debug + Send + Sync {
     /// Ends all ranks, this one included, where they are processes. Ranks that are threads are left
     /// to find that this one is gone.
     fn abort(&self);
+
     /// The calls on the memory of cards, where ranks were made with cards.
     fn cards(&self) -> Option<&dyn Cards> {
         None

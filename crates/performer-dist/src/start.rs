@@ -5,8 +5,8 @@ use std::{env, sync::Arc, time::Duration};
 use crate::{One, Ranks};
 
 /// What launchers put into the environment of the processes that they start: the number of them.
-/// OpenMPI, then MPICH and whatever else speaks PMI, then Slurm with PMIx (beside which a program
-/// that `srun` did not start has no `PMIX_RANK`).
+/// OpenMPI, then MPICH and whatever else speaks PMI, then Slurm with PMIx. Slurm sets `SLURM_NTASKS`
+/// in the scripts of a job too, so `PMIX_RANK` tells that `srun` has started this process.
 const SIZES: [(&str, &str); 3] =
     [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMI_SIZE", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")];
 
@@ -49,7 +49,8 @@ pub fn launched_rank() -> usize {
 /// it started one process, this is [`One`]. To be called once; MPI may start threads.
 ///
 /// # Errors
-/// In words, if there are several processes and this build has no MPI, or MPI does not start.
+/// In words, if there are several processes and this build has no MPI, or MPI does not start, or
+/// the MPI of this build does not see the others, because the launcher belongs to another one.
 pub fn start(deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
     match launched() {
         0 | 1 => Ok(Arc::new(One)),
@@ -58,8 +59,15 @@ pub fn start(deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
 }
 
 #[cfg(feature = "mpi")]
-fn several(_: usize, deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
-    Ok(Arc::new(crate::Mpi::start(deadline)?))
+fn several(size: usize, deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
+    let ranks = crate::Mpi::start(deadline)?;
+    if ranks.size() == 1 {
+        return Err(format!(
+            "this is one of {size} processes, but the MPI library of this build sees only this one: the launcher belongs \
+             to another MPI; start it with the mpirun of the MPI that it was built with"
+        ));
+    }
+    Ok(Arc::new(ranks))
 }
 
 #[cfg(not(feature = "mpi"))]

@@ -99,9 +99,10 @@ impl Thread {
         post.arrived.notify_all();
     }
 
-    fn receive(&self, from: usize, call: &str, bytes: usize) -> Result<Vec<u8>> {
+    /// Receives a message of a call that has begun at a time.
+    fn receive(&self, from: usize, call: &str, bytes: usize, begun: Instant) -> Result<Vec<u8>> {
         let (post, address) = (&self.present.post, self.address(from, self.rank));
-        let (begun, deadline) = (Instant::now(), *locked(&self.deadline));
+        let deadline = *locked(&self.deadline);
         let mut boxes = post.open();
         let failed = |cause| Err(self.error(format!("{call} with rank {from}"), bytes, cause));
         loop {
@@ -123,7 +124,9 @@ impl Thread {
 
     fn gather(&self, part: &[u8], call: &str) -> Result<Vec<Vec<u8>>> {
         (0..self.size()).filter(|&to| to != self.rank).for_each(|to| self.send(to, part));
-        let from = |from| if from == self.rank { Ok(part.to_vec()) } else { self.receive(from, call, part.len()) };
+        let begun = Instant::now();
+        let from =
+            |from| if from == self.rank { Ok(part.to_vec()) } else { self.receive(from, call, part.len(), begun) };
         (0..self.size()).map(from).collect()
     }
 }
@@ -160,7 +163,7 @@ impl Ranks for Thread {
         if self.rank == from {
             (0..self.size()).filter(|&to| to != from).for_each(|to| self.send(to, bytes));
         } else {
-            bytes.copy_from_slice(&self.receive(from, "broadcast", bytes.len())?);
+            bytes.copy_from_slice(&self.receive(from, "broadcast", bytes.len(), Instant::now())?);
         }
         Ok(())
     }
@@ -170,7 +173,7 @@ impl Ranks for Thread {
             self.send(to, bytes);
         }
         if let Some((from, bytes)) = receive {
-            bytes.copy_from_slice(&self.receive(from, "exchange", bytes.len())?);
+            bytes.copy_from_slice(&self.receive(from, "exchange", bytes.len(), Instant::now())?);
         }
         Ok(())
     }

@@ -165,10 +165,59 @@ fn a_rank_that_is_stuck_is_waited_for_until_the_deadline() {
     });
 }
 
+/// The deadline of a grid is that of all its ranks and of those that share a sequence.
+#[test]
+fn a_grid_sets_the_deadline_of_its_groups() {
+    let stuck = std::sync::Barrier::new(2);
+    on_threads(2, Duration::from_secs(600), |ranks| {
+        let grid = Grid::new(ranks, 2).unwrap();
+        if grid.world().rank() == 0 {
+            grid.set_deadline(Duration::from_millis(20));
+            for ranks in [grid.world(), &**grid.sequence()] {
+                let error = ranks.barrier().unwrap_err().to_string();
+                assert!(error.contains("no answer within 0.02 s"), "{error}");
+            }
+        }
+        stuck.wait();
+    });
+}
+
+/// Ranks that come one after the other, each in time for the one before, are not waited for longer
+/// than the deadline of the call.
+#[test]
+fn a_call_has_one_deadline_for_all_ranks() {
+    let done = std::sync::Barrier::new(4);
+    on_threads(4, Duration::from_millis(400), |ranks| {
+        // Rank 3 comes 600 ms after rank 0 has begun to wait, 200 ms after rank 2.
+        std::thread::sleep(Duration::from_millis(200 * ranks.rank() as u64));
+        if ranks.rank() == 0 {
+            let error = ranks.barrier().unwrap_err().to_string();
+            assert!(error.contains("no answer within 0.4 s"), "{error}");
+        } else {
+            // What the others get depends on when they come.
+            drop(ranks.barrier());
+        }
+        done.wait();
+    });
+}
+
+/// A message of another length than the buffer is an error of whoever receives it.
+#[test]
+fn a_message_of_another_length_is_refused() {
+    on_threads(2, Duration::from_secs(60), |ranks| {
+        if ranks.rank() == 0 {
+            ranks.exchange(Some((1, &[1, 2, 3])), None).unwrap();
+        } else {
+            let error = ranks.exchange(None, Some((0, &mut [0; 4]))).unwrap_err().to_string();
+            assert!(error.contains("it sent 3 bytes"), "{error}");
+        }
+    });
+}
+
 #[test]
 fn shares_cover_everything_in_order() {
     for (parts, all) in [(0, 3), (1, 3), (7, 3), (12, 4), (5, 1)] {
-        let shares: Vec<_> = (0..all).map(|one| share(parts, one, all)).collect();
+        let shares: Vec<_> = (0..all).map(|index| share(parts, index, all)).collect();
         assert_eq!(shares.iter().cloned().flatten().collect::<Vec<_>>(), (0..parts).collect::<Vec<_>>());
         assert!(shares.iter().all(|share| share.len().abs_diff(parts / all) <= 1));
     }

@@ -115,7 +115,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             Some(path) => prepare(&spec, 0, Some(path), &output::TERMINAL),
             None => prepare_for(&spec, &saved.tokenizer, &output::TERMINAL),
         })?;
-        machine.ranks.set_deadline(deadline);
+        ranks.set_deadline(deadline);
         let trainer = Trainer::resume(&data, options(dir, &spelt, machine, ranks, stop))?;
         return finish(&args, trainer, &data, dir);
     }
@@ -126,7 +126,9 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         Some(weights) => prepare_for(&args.data.spec(), &weights.tokenizer, &output::TERMINAL),
         None => args.data.prepare(model.vocab_size),
     })?;
-    machine.ranks.set_deadline(deadline);
+    ranks.set_deadline(deadline);
+    // Another process may have trained there while the data was prepared.
+    led(ranks, || if args.overwrite { Ok(()) } else { require_nothing_in(&out) })?;
     output::note(&format!("training on {}", data.description));
     // What suits a new model on the sample does not suit one that is trained already.
     let (model, training) = match &weights {
