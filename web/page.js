@@ -48,6 +48,11 @@ class Writer {
         }
       };
       this.worker.postMessage({ type: "load", name: this.name, bytes: BYTES[this.name] });
+    }).catch((error) => {
+      // The network may be back when the model is asked for again.
+      this.worker?.terminate();
+      this.worker = this.ready = null;
+      throw error;
     });
     return this.ready;
   }
@@ -61,6 +66,10 @@ const performer = new Writer("performer", $("performer-text"));
 const softmax = new Writer("softmax", $("softmax-text"));
 
 function fail(error) {
+  // The other model must not write on, nor say that it is done: what it answers from now on belongs
+  // to no run.
+  stop();
+  run.id += 1;
   $("state").textContent = error.message;
   $("state").classList.add("error");
   announce(error.message);
@@ -130,7 +139,8 @@ async function begin() {
   try {
     await Promise.all(writers.map((writer) => writer.load()));
   } catch (error) {
-    fail(error);
+    // Another story may have been asked for, which says so itself if it cannot be written.
+    if (run.id === asked.id) fail(error);
     return;
   }
   // While a model was loaded, another story may have been asked for, or none.

@@ -94,8 +94,9 @@ impl Model {
 
 impl Model {
     fn open(config: &[u8], tokenizer: Vec<u8>, weights: &[u8]) -> Result<Self> {
-        let Pretrained { config, tensors, tokenizer } = Pretrained::from_bytes(config, tokenizer, weights)?;
-        let decoder = Decoder::frozen(&config, &tensors, &Device::Cpu).context("cannot build the model")?;
+        let pretrained = Pretrained::from_bytes(config, tokenizer, weights)?;
+        let decoder = pretrained.decoder(&Device::Cpu).context("cannot build the model")?;
+        let tokenizer = pretrained.tokenizer;
         Ok(Self { decoder: Box::leak(Box::new(decoder)), tokenizer: Box::leak(Box::new(tokenizer)) })
     }
 }
@@ -217,11 +218,28 @@ mod tests {
     use super::*;
     use performer_lm::generate::generate;
 
-    fn stories(name: &str) -> Model {
+    /// The configuration, tokenizer and weights of one of the models that come with the project.
+    fn files(name: &str) -> [Vec<u8>; 3] {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/stories").join(name);
-        let [config, tokenizer, weights] = ["config.json", "tokenizer.json", "model.safetensors"]
-            .map(|file| std::fs::read(folder.join(file)).expect("the model is there"));
+        ["config.json", "tokenizer.json", "model.safetensors"]
+            .map(|file| std::fs::read(folder.join(file)).expect("the model is there"))
+    }
+
+    fn stories(name: &str) -> Model {
+        let [config, tokenizer, weights] = files(name);
         Model::open(&config, tokenizer, &weights).expect("a model")
+    }
+
+    /// Weights that have no place in the configuration would be left out, and the model would write
+    /// something else than it was trained to.
+    #[test]
+    fn weights_of_another_configuration_are_refused() {
+        let [config, tokenizer, weights] = files("performer");
+        let config = String::from_utf8(config).unwrap();
+        let without = config.replace("\"convolution\": true,", "");
+        assert_ne!(without, config);
+        let error = Model::open(without.as_bytes(), tokenizer, &weights).err().expect("it is refused");
+        assert!(format!("{error:#}").contains("conv"), "{error:#}");
     }
 
     #[test]
