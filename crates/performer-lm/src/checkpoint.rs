@@ -120,7 +120,23 @@ impl Checkpoint {
     /// If there is no permission or no space, or `dir` is not a folder; the checkpoint that was
     /// there is kept.
     pub fn save(&self, dir: &Path, training: Option<&TrainingState>) -> Result<()> {
-        let saved = self.save_in_stages(dir, training, &mut |_| Ok(()));
+        self.save_over(dir, training, &mut || Ok(()))
+    }
+
+    /// Saves as [`Self::save`] does, in place of a model with which files beside it go: `clear`
+    /// removes them. It is called when the new checkpoint is on the disk as a whole, before it takes
+    /// the place of the old one, so that a full disk leaves the old model and what belongs to it.
+    ///
+    /// # Errors
+    /// As [`Self::save`]; also if `clear` fails.
+    pub(crate) fn save_over(
+        &self,
+        dir: &Path,
+        training: Option<&TrainingState>,
+        clear: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let mut stage = |stage: &str| if stage == COMMIT { clear() } else { Ok(()) };
+        let saved = self.save_in_stages(dir, training, &mut stage);
         if saved.is_err() {
             // Frees the space of files without use; the error to report is the first one.
             let _ = settle(dir, &mut |_| Ok(()));
@@ -163,7 +179,7 @@ impl Checkpoint {
         stage(&format!("write {MODEL}"))?;
         write_durably(&pending(dir, MODEL), |out| write_with_digest(out, &self.tensors, &metadata))?;
         sync_folder(dir)?;
-        stage("commit")?;
+        stage(COMMIT)?;
         rename(&pending(dir, MODEL), &dir.join(MODEL))?;
         sync_folder(dir)?;
         settle(dir, stage)
@@ -254,6 +270,9 @@ impl TrainingState {
 }
 
 /// Told what is about to happen; an error stops the save there.
+/// The stage in which the new checkpoint takes the place of the old one.
+const COMMIT: &str = "commit";
+
 type Stage<'a> = &'a mut dyn FnMut(&str) -> Result<()>;
 
 type Content<'a> = &'a dyn Fn(&mut dyn Write) -> io::Result<()>;

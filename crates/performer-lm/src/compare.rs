@@ -75,7 +75,7 @@ pub struct Outcome {
     pub corpus: String,
     /// Configuration of the model; every run replaces its attention.
     pub config: ModelConfig,
-    /// Training settings; every run replaces the seed.
+    /// Training settings; every run replaces the seed, and the learning rate where several are tried.
     pub training: TrainingConfig,
     /// One report for each run of the chosen learning rate.
     pub runs: Vec<Report>,
@@ -118,6 +118,16 @@ struct Chosen {
     folder: PathBuf,
 }
 
+/// `FoundSoFar` is what a comparison knows while it trains.
+#[derive(Default)]
+struct FoundSoFar {
+    /// The runs to report, in the order of the table: by seed, then by attention.
+    chosen: Vec<Chosen>,
+    tried: Vec<RateTried>,
+    /// Folders of runs that diverged on another rank, or on this one.
+    lost: Vec<PathBuf>,
+}
+
 impl Comparison<'_> {
     /// Trains every run that has not been trained yet. `compare.json` and the charts are written
     /// after every run, so that a comparison that is stopped keeps its results so far, and
@@ -134,64 +144,105 @@ impl Comparison<'_> {
             "learning rates are chosen by the validation split, so results need a test split, and the data has none"
         );
         led(&self.ranks, || self.check(data))?;
-        let mut outcome = None;
-        let (mut chosen, mut tried) = (Vec::<Chosen>::new(), Vec::<RateTried>::new());
-        // Folders of runs that diverged on another rank, or on this one.
-        let mut lost = Vec::<PathBuf>::new();
+        // Two comparisons in one folder would replace each other's outcome.
+        let _lock = led(&self.ranks, || files::Lock::of(self.out))?;
+        let mut found = FoundSoFar::default();
+        let mut missing = Vec::new();
         for (i, &seed) in self.seeds.iter().enumerate() {
             // All seeds can be trained at once where no rate has to be chosen by the first.
             match i {
-                0 if self.rates().len() > 1 => lost = self.divide(&self.seeds[..1], &tried, data)?,
-                0 => drop(self.divide(&self.seeds, &tried, data)?),
-                1 if self.rates().len() > 1 => drop(self.divide(&self.seeds[1..], &tried, data)?),
+                0 if self.rates().len() > 1 => found.lost = self.divide(&self.seeds[..1], &found.tried, data)?,
+                0 => drop(self.divide(&self.seeds, &found.tried, data)?),
+                1 if self.rates().len() > 1 => drop(self.divide(&self.seeds[1..], &found.tried, data)?),
                 _ => {}
             }
             for attention in &self.attentions {
-                let spec = attention.to_string();
-                let rates = self.rates_of(attention, &tried);
-                let mut runs = Vec::new();
-                let mut diverging = Vec::new();
-                for &rate in &rates {
-                    let made = match lost.contains(&self.folder(attention, seed, rate)) {
-                        true => None,
-                        false => Some(self.train(attention, seed, rate, data)),
-                    };
-                    let diverged = made.as_ref().is_none_or(|made| made.as_ref().is_err_and(is_divergence));
-                    // A rate that is too high loses to the others, if any of them is not.
-                    let Some(made) = made.filter(|_| rates.len() == 1 || !diverged) else {
-                        self.listener.note(&format!(
-                            "warning: {attention} with the learning rate {rate} and seed {seed} diverged, so another rate is chosen"
-                        ));
-                        diverging.push(rate);
-                        continue;
-                    };
-                    runs.push(
-                        made.with_context(|| format!("{attention} with the learning rate {rate} and seed {seed}"))?,
-                    );
+                if self.is_finished(attention, seed, &found, data)? {
+                    self.choose(attention, seed, &mut found, data)?;
+                } else {
+                    missing.push((attention, seed));
                 }
-                ensure!(
-                    !runs.is_empty(),
-                    "{attention} diverged with every learning rate, seed {seed}; give lower ones"
-                );
-                // The first of equal losses is taken, and a loss that is not a number comes last.
-                let best = (0..runs.len()).min_by(|&a, &b| runs[a].report.val_loss.total_cmp(&runs[b].report.val_loss));
-                let Some(best) = best else { bail!("no learning rate is given") };
-                if rates.len() > 1 {
-                    let of = |learning_rate, val_loss, chosen| RateTried {
-                        attention_spec: spec.clone(),
-                        learning_rate,
-                        val_loss,
-                        chosen,
-                    };
-                    let ended = runs.iter().enumerate();
-                    tried.extend(ended.map(|(i, run)| of(run.learning_rate, Some(run.report.val_loss), i == best)));
-                    tried.extend(diverging.into_iter().map(|rate| of(rate, None, false)));
-                }
-                chosen.push(runs.swap_remove(best));
-                outcome = Some(self.save(data, &chosen, &tried)?);
             }
         }
+        // What is finished is saved first, so that an outcome which is there is never replaced by
+        // one of fewer runs while further ones are trained.
+        let mut outcome = match found.chosen.is_empty() {
+            true => None,
+            false => Some(self.save(data, &found)?),
+        };
+        for (attention, seed) in missing {
+            self.choose(attention, seed, &mut found, data)?;
+            outcome = Some(self.save(data, &found)?);
+        }
         outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
+    }
+
+    /// Whether all runs of an attention with a seed are there, one for each learning rate.
+    fn is_finished(
+        &self,
+        attention: &AttentionPattern,
+        seed: u64,
+        so_far: &FoundSoFar,
+        data: &Prepared,
+    ) -> Result<bool> {
+        for rate in self.rates_of(attention, &so_far.tried) {
+            let (config, training) = self.recipe(attention, seed, rate)?;
+            let folder = self.folder(attention, seed, rate);
+            let is_lost = so_far.lost.contains(&folder);
+            if !is_lost && !matches!(find(&config, &training, data, &self.options(&folder))?, Found::Finished(_)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Finds the runs of an attention with a seed, or makes them, and chooses the learning rate if
+    /// there are several.
+    fn choose(&self, attention: &AttentionPattern, seed: u64, so_far: &mut FoundSoFar, data: &Prepared) -> Result<()> {
+        let spec = attention.to_string();
+        let rates = self.rates_of(attention, &so_far.tried);
+        let (mut runs, mut diverging) = (Vec::new(), Vec::new());
+        for &rate in &rates {
+            let made = match so_far.lost.contains(&self.folder(attention, seed, rate)) {
+                true => None,
+                false => Some(self.train(attention, seed, rate, data)),
+            };
+            let diverged = made.as_ref().is_none_or(|made| made.as_ref().is_err_and(is_divergence));
+            // A rate that is too high loses to the others, if any of them is not.
+            let Some(made) = made.filter(|_| rates.len() == 1 || !diverged) else {
+                self.listener.note(&format!(
+                    "warning: {attention} with the learning rate {rate} and seed {seed} diverged, so another rate is chosen"
+                ));
+                diverging.push(rate);
+                continue;
+            };
+            runs.push(made.with_context(|| format!("{attention} with the learning rate {rate} and seed {seed}"))?);
+        }
+        ensure!(!runs.is_empty(), "{attention} diverged with every learning rate, seed {seed}; give lower ones");
+        // The first of equal losses is taken, and a loss that is not a number comes last.
+        let best = (0..runs.len()).min_by(|&a, &b| runs[a].report.val_loss.total_cmp(&runs[b].report.val_loss));
+        let Some(best) = best else { bail!("no learning rate is given") };
+        if rates.len() > 1 {
+            let of = |learning_rate, val_loss, chosen| RateTried {
+                attention_spec: spec.clone(),
+                learning_rate,
+                val_loss,
+                chosen,
+            };
+            let ended = runs.iter().enumerate();
+            so_far.tried.extend(ended.map(|(i, run)| of(run.learning_rate, Some(run.report.val_loss), i == best)));
+            so_far.tried.extend(diverging.into_iter().map(|rate| of(rate, None, false)));
+        }
+        let place = |seed: u64, spec: &str| {
+            let attention = self.attentions.iter().position(|attention| attention.to_string() == spec);
+            (self.seeds.iter().position(|&own| own == seed), attention)
+        };
+        let run = runs.swap_remove(best);
+        let after = so_far
+            .chosen
+            .partition_point(|other| place(other.report.seed, &other.report.attention_spec) < place(seed, &spec));
+        so_far.chosen.insert(after, run);
+        Ok(())
     }
 
     /// Spreads the runs of some seeds over the ranks, if there are several. One process makes its
@@ -301,7 +352,7 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    fn save(&self, data: &Prepared, chosen: &[Chosen], tried: &[RateTried]) -> Result<Outcome> {
+    fn save(&self, data: &Prepared, FoundSoFar { chosen, tried, .. }: &FoundSoFar) -> Result<Outcome> {
         let runs: Vec<Report> = chosen.iter().map(|run| run.report.clone()).collect();
         let rates: Vec<f64> = chosen.iter().map(|run| run.learning_rate).collect();
         let folders: Vec<PathBuf> = chosen.iter().map(|run| run.folder.clone()).collect();

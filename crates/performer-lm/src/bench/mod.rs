@@ -1,9 +1,10 @@
 //! This module measures speed: of attention over lengths and features, of decoding over contexts,
 //! of whole models that generate, and of training.
 //!
-//! Every figure is the median of repeated runs after a warm-up. It stands beside the machine's rate
-//! of matrix products, measured in the same process, because a figure says little without what the
-//! machine can do.
+//! Figures of attention, decoding and generation are medians of repeated runs after a warm-up; one
+//! of training is the mean of its steps. Those of attention and training stand beside the machine's
+//! rate of matrix products, measured in the same process, because a figure says little without what
+//! the machine can do.
 
 pub mod attention;
 pub mod decode;

@@ -71,6 +71,31 @@ fn killed_save(dir: &Path, id: u32, trained: bool, kill_at: usize) -> bool {
     result.is_err()
 }
 
+/// What belongs to an old model is cleared when the new one is on the disk and the old one still in
+/// place; if it cannot be, the old one stays.
+#[test]
+fn what_belongs_to_an_old_model_is_cleared_last() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let dir = root.path();
+    let ((old, _), (new, _)) = (sample(1), sample(2));
+    let mut calls = 0;
+    old.save_over(dir, None, &mut || {
+        calls += 1;
+        Ok(())
+    })?;
+    assert_eq!(calls, 1);
+    let error = new.save_over(dir, None, &mut || bail!("no permission")).unwrap_err();
+    assert!(format!("{error:#}").contains("no permission"), "{error:#}");
+    assert_eq!((whole(dir, |_| false), leftovers(dir)), (1, 0));
+    new.save_over(dir, None, &mut || {
+        assert_eq!(whole(dir, |_| false), 1);
+        assert!(pending(dir, MODEL).exists());
+        Ok(())
+    })?;
+    assert_eq!((whole(dir, |_| false), leftovers(dir)), (2, 0));
+    Ok(())
+}
+
 #[test]
 fn the_bytes_of_a_folder_are_what_it_holds() -> Result<()> {
     let root = tempfile::tempdir()?;

@@ -309,7 +309,7 @@ impl RecipeArgs {
             ("--save-every", self.save_every.is_some()),
         ];
         match given.into_iter().find(|(_, given)| *given) {
-            Some((option, _)) => bail!("{option}: --steps says how many steps are timed, and nothing else is done"),
+            Some((option, _)) => bail!("{option}: --steps says how many steps are timed"),
             None => Ok(()),
         }
     }

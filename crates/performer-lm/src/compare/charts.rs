@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// Draws validation loss against training tokens: for each attention the mean over seeds, with the
-/// range as a band. `folders` has the folder of each run.
+/// range as a band. `folders` has the folder of each run. A run whose log is gone is left out.
 pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
     let (names, shared) = names(outcome);
     let mut series = Vec::new();
@@ -24,7 +24,10 @@ pub(super) fn loss(outcome: &Outcome, folders: &[PathBuf]) -> Result<Chart> {
             .iter()
             .zip(folders)
             .filter(|(run, _)| run.attention_spec == summary.attention_spec)
-            .map(|(_, folder)| read_log(&folder.join("metrics.jsonl")))
+            .map(|(_, folder)| folder.join("metrics.jsonl"))
+            // Somebody may have removed a log that was damaged; the run's result needs none.
+            .filter(|log| log.exists())
+            .map(|log| read_log(&log))
             .collect::<Result<_>>()?;
         let curves: Vec<Vec<(f64, f64)>> = logs.iter().map(|log| validation_curve(log)).collect();
         series.push(Series::over_seeds(name, &curves));
@@ -142,16 +145,40 @@ fn without_first_quarter(mut series: Series) -> Series {
     series
 }
 
-/// Returns the points of validation loss against tokens: quick validations, and the whole
-/// validation at the end.
+/// Returns the points of validation loss against tokens. They are quick validations, which read the
+/// same beginning of the held-out text; the one of all held-out text at the end is taken only where
+/// no quick one was made there, since another part of a text may be easier.
 fn validation_curve(log: &[Record]) -> Vec<(f64, f64)> {
-    log.iter().filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
+    let validations = log.iter().filter(|record| record.val_loss.is_some());
+    let is_quick_there = |tokens: u64| validations.clone().any(|r| r.tokens == tokens && r.whole != Some(true));
+    let taken = validations.clone().filter(|r| r.whole != Some(true) || !is_quick_there(r.tokens));
+    taken.filter_map(|r| r.val_loss.map(|loss| (r.tokens as f64, loss))).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{compare::summary::tests::report, train::PositionLoss};
+
+    /// The loss over all held-out text is no point of a curve over its beginning, unless nothing
+    /// else was measured there.
+    #[test]
+    fn a_curve_is_over_one_text() {
+        let at = |step: usize, val_loss: Option<f64>, whole: Option<bool>| Record {
+            step,
+            epoch: 0,
+            tokens: 10 * step as u64,
+            train_loss: None,
+            learning_rate: None,
+            gradient_norm: None,
+            val_loss,
+            whole,
+        };
+        let mut log = vec![at(1, Some(3.0), Some(false)), at(2, None, None), at(2, Some(1.0), Some(true))];
+        assert_eq!(validation_curve(&log), [(10.0, 3.0), (20.0, 1.0)]);
+        log.insert(2, at(2, Some(2.0), Some(false)));
+        assert_eq!(validation_curve(&log), [(10.0, 3.0), (20.0, 2.0)]);
+    }
 
     #[test]
     fn a_run_stands_beside_the_one_of_its_seed() {

@@ -17,8 +17,9 @@ use crate::{
 /// Number of sequences in a calibration pass.
 const ROWS: usize = 4;
 
-/// Computes the moments of every layer over about `tokens` training tokens.
-pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<Vec<Moments>> {
+/// Computes the moments of every layer over whole batches of training tokens, at least `tokens` of
+/// them; returns how many were read, too.
+pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u64) -> Result<(Vec<Moments>, usize)> {
     let mut all = teacher.no_moments()?;
     let batches = Batches::new(data.train.clone(), teacher.config().context, ROWS, seed)?;
     let passes = tokens.div_ceil(batches.tokens_per_batch());
@@ -28,13 +29,13 @@ pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u
         let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
         teacher.add_moments(&ids, &mut all)?;
     }
-    Ok(all)
+    Ok((all, passes * batches.tokens_per_batch()))
 }
 
 /// Fits the features of every layer to the teacher's queries and keys, and then gives forget gates
 /// the pace with which they look as far back as the teacher.
 pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
-    let moments = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
+    let (moments, tokens) = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
     for (layer, moments) in moments.iter().enumerate() {
         let config = plan.config.attention_of(layer).clone();
         let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
@@ -48,5 +49,5 @@ pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, da
         tensors.extend(paced);
         student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;
     }
-    Ok(Trained { student, tokens: plan.calibrate_tokens as u64, points: Vec::new() })
+    Ok(Trained { student, tokens: tokens as u64, points: Vec::new() })
 }

@@ -65,6 +65,7 @@ pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
     check(plan)?;
     let model = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
     let meter = Meter::new(plan, &model, &data.valid);
+    meter.check()?;
     let Some(teacher) = meter.measure(&model).context("cannot measure the teacher")? else { return Ok(None) };
     let changed = |layer: &usize| plan.config.attention_of(*layer) != plan.teacher.config.attention_of(*layer);
     let changed: Vec<usize> = (0..plan.config.layers).filter(changed).collect();

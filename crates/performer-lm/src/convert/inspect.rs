@@ -57,7 +57,7 @@ pub fn inspect(
     seed: u64,
 ) -> Result<Vec<HeadReport>> {
     require_softmax(teacher.config())?;
-    let moments = moments(teacher, data, calibrate_tokens, seed)?;
+    let (moments, _) = moments(teacher, data, calibrate_tokens, seed)?;
     let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect::<candle_core::Result<_>>()?;
     let group = teacher.config().heads / teacher.config().kv_heads;
     let map_of = |layer: usize, m: usize| -> candle_core::Result<Box<dyn FeatureMap>> {

@@ -69,6 +69,19 @@ impl<'a> Meter<'a> {
         Self { plan, teacher, held_out: Text::new(held_out), second }
     }
 
+    /// Refuses a plan whose recall cannot be measured, before anything is.
+    ///
+    /// # Errors
+    /// Those of [`Examiner::check_all`].
+    pub(super) fn check(&self) -> Result<()> {
+        self.examiner().check_all(self.teacher, &self.plan.recall)
+    }
+
+    fn examiner(&self) -> Examiner<'a> {
+        let (tokenizer, threads) = (&self.plan.teacher.tokenizer, self.plan.threads);
+        Examiner { tokenizer, text: self.held_out.tokens, threads, listener: self.plan.listener }
+    }
+
     /// Measures the student on all that the plan names. Returns `None` if the plan was stopped.
     ///
     /// # Errors
@@ -87,8 +100,7 @@ impl<'a> Meter<'a> {
             }
             None => None,
         };
-        let (tokenizer, threads) = (&self.plan.teacher.tokenizer, self.plan.threads);
-        let examiner = Examiner { tokenizer, text: self.held_out.tokens, threads, listener: self.plan.listener };
+        let examiner = self.examiner();
         let mut recall = Vec::with_capacity(self.plan.recall.len());
         for &length in &self.plan.recall {
             if self.plan.is_stopped() {

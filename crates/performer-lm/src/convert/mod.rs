@@ -157,6 +157,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     let (mut report, mut interrupted) = match earlier(plan, &key)? {
         Some(Progress { report, stage, .. }) => (report, stage),
         None => {
+            meter.check()?;
             let report = Report {
                 attention_spec: plan.config.attention_text(),
                 corpus: data.corpus_name.clone(),
@@ -184,10 +185,8 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
             };
             report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
         }
-        if plan.overwrite {
-            remove_reports(plan.out, |_| true)?;
-        }
-        save(plan, &student(plan, plan.teacher.tensors.clone())?, &report)?;
+        let mut clear = || if plan.overwrite { remove_reports(plan.out, |_| true) } else { Ok(()) };
+        save(plan, &student(plan, plan.teacher.tensors.clone())?, &report, &mut clear)?;
     }
     for name in STAGES {
         if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
@@ -217,7 +216,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
         report.stages.push(measurements.stage(name, before + tokens, seconds, points));
         report.key = Some(plan.key_after(&key, name));
-        save(plan, &student, &report)?;
+        save(plan, &student, &report, &mut || Ok(()))?;
     }
     if let Some(tuning) = plan.tuning.filter(|_| plan.control && report.control.is_none()) {
         plan.listener.note("control: the teacher, fine-tuned in the same way");
@@ -235,7 +234,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
         let alone = Measurements { measured, without_window: None, features_off: None };
         report.control = Some(alone.stage(CONTROL, tokens, seconds, points));
-        save(plan, &student(plan, checkpoint.tensors)?, &report)?;
+        save(plan, &student(plan, checkpoint.tensors)?, &report, &mut || Ok(()))?;
     }
     Ok(Some(report))
 }
@@ -473,7 +472,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     let report = &mut progress.report;
     let last = report.stages.last().map_or("", |stage| &stage.name).to_string();
     let now = plan.key_after(key, &last);
-    let found = Earlier { key: report.key.as_ref(), file: &file, remove: out };
+    let found = Earlier { key: report.key.as_ref(), file: &file, remove: Some(out) };
     if plan.is_done(report) {
         now.check(found)?;
         // The model beside the report must be the one it tells of.
@@ -487,7 +486,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     }
     if let Some(stage) = &progress.stage {
         let file = out.join("train_state.json");
-        let found = Earlier { key: progress.key.as_ref(), file: &file, remove: &file };
+        let found = Earlier { key: progress.key.as_ref(), file: &file, remove: Some(&file) };
         if let Some(text) = plan.key_after(key, &stage.name).check_interrupted(found)? {
             plan.listener.note(&text);
             let leg = progress.key.as_ref().map(|key| key.leg(format!("step {} of {}", stage.steps, stage.name)));
@@ -547,7 +546,8 @@ fn with_fresh(
 
 /// Saves the student and the report as one checkpoint, so that neither is ever without the other;
 /// then saves the report as a file of its own.
-fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
+/// Saves a student with its report; `clear` removes what belongs to a model that it replaces.
+fn save(plan: &Plan, student: &Decoder, report: &Report, clear: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let stage = report.stages.last().map_or("", |stage| &stage.name);
     let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), (STAGE, stage)];
     let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
@@ -558,6 +558,6 @@ fn save(plan: &Plan, student: &Decoder, report: &Report) -> Result<()> {
         metadata,
     };
     let progress = Progress { key: report.key.clone(), report: report.clone(), stage: None };
-    progress.save(&checkpoint, plan.out, Default::default())?;
+    progress.save_over(&checkpoint, plan.out, Default::default(), clear)?;
     files::write_json(&plan.out.join(REPORT), report)
 }

@@ -65,7 +65,19 @@ impl Progress {
 
     /// Saves the progress with the student and the optimiser's tensors.
     pub(super) fn save(&self, student: &Checkpoint, dir: &Path, optimizer: HashMap<String, Tensor>) -> Result<()> {
-        student.save(dir, Some(&TrainingState { optimizer, progress: serde_json::to_value(self)? }))
+        self.save_over(student, dir, optimizer, &mut || Ok(()))
+    }
+
+    /// Saves in place of a model with which files beside it go; `clear` removes them
+    /// ([`Checkpoint::save_over`]).
+    pub(super) fn save_over(
+        &self,
+        student: &Checkpoint,
+        dir: &Path,
+        optimizer: HashMap<String, Tensor>,
+        clear: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        student.save_over(dir, Some(&TrainingState { optimizer, progress: serde_json::to_value(self)? }), clear)
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     sync::atomic::AtomicBool,
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use performer_core::{FavorConfig, FeatureMapKind, LayerParts, ProjectionKind, Radii};
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,7 @@ use crate::{
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
-    train::{Grid, RunKey, RunOptions, divided, find, find_or_run, led, made},
+    train::{Grid, RunKey, RunOptions, divided, find, find_or_run, is_divergence, led, made},
 };
 
 /// The noise to assume where there is only one seed, in nats: by so much, differences to softmax
@@ -111,6 +111,13 @@ fn favor(features: usize) -> FavorConfig {
     FavorConfig::default().with_features(features)
 }
 
+/// Returns the number of features at which single changes are made.
+fn middle(features: &[usize]) -> usize {
+    let mut features = features.to_vec();
+    features.sort_unstable();
+    features[features.len() / 2]
+}
+
 /// Returns all variants of a model of so many layers with heads of `dim` dimensions, softmax first.
 /// New ones come at the end, since the folders of runs are numbered.
 fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
@@ -134,7 +141,7 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
             all.push(Variant { curve: Some((curve, m)), ..variant(format!("{curve}, M={m}"), attention) });
         }
     }
-    let m = features[features.len() / 2];
+    let m = middle(features);
     let half = (m / 2).max(1);
     let map = |map: FeatureMapKind, features: usize| AttentionConfig::Favor(favor(features).with_map(map));
     for (name, attention) in [
@@ -204,7 +211,9 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
     }
     require_once("seed", &plan.seeds)?;
     require_once("number of features", &plan.features)?;
-    let variants = variants(&plan.features, plan.config.layers, plan.config.head_dim());
+    let mut features = plan.features.clone();
+    features.sort_unstable();
+    let variants = variants(&features, plan.config.layers, plan.config.head_dim());
     let all: Vec<(usize, u64)> =
         (0..variants.len()).flat_map(|i| plan.seeds.iter().map(move |&seed| (i, seed))).collect();
     // This fails now where a run would fail hours later.
@@ -215,11 +224,14 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             found.map(drop).with_context(|| variants[i].name.clone())
         })
     })?;
+    // The runs that diverged on another rank, or on this one.
+    let mut lost = Vec::new();
     if plan.ranks.world().size() > 1 {
         let ended = divided(
             &plan.ranks,
             all.len(),
-            |_| false,
+            // The first variant is what the others are compared with.
+            |run| all[run].0 > 0,
             |run| {
                 let (i, seed) = all[run];
                 let (config, training) = plan.recipe(&variants[i], seed);
@@ -227,14 +239,17 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
                 report.with_context(|| variants[i].name.clone())
             },
         )?;
-        ensure!(ended.is_some(), plan.stopped());
+        let Some(ended) = ended else { bail!(plan.stopped()) };
+        lost.extend(ended.into_iter().filter_map(|run| all.get(run).copied()));
     }
     let mut outcomes = Vec::new();
-    for (i, variant) in variants.iter().enumerate() {
+    // Variants of which a run diverged have no mean.
+    let mut diverged = Vec::new();
+    'variants: for (i, variant) in variants.iter().enumerate() {
         let mut outcome = Outcome {
             name: variant.name.clone(),
             curve: variant.curve.map(|(name, m)| (name.to_string(), m)),
-            attention_spec: variant.attention.to_string(),
+            attention_spec: plan.recipe(variant, 0).0.attention_text(),
             redraw_every: variant.redraw_every,
             val_losses: Vec::new(),
             features_off: Vec::new(),
@@ -244,7 +259,17 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         for &seed in &plan.seeds {
             let (config, training) = plan.recipe(variant, seed);
             let folder = plan.folder(i, seed);
-            let report = made(&plan.ranks, &config, &training, data, plan.options(&folder));
+            let report = match lost.contains(&(i, seed)) {
+                true => None,
+                false => Some(made(&plan.ranks, &config, &training, data, plan.options(&folder))),
+            };
+            if i > 0 && report.as_ref().is_none_or(|report| report.as_ref().is_err_and(is_divergence)) {
+                let text = format!("{} diverged with seed {seed}, and has no row.", variant.name);
+                progress(format!("{}/{} {text}", i + 1, variants.len()));
+                diverged.push(text);
+                continue 'variants;
+            }
+            let Some(report) = report else { bail!("{} has no run with seed {seed}", variant.name) };
             let report = report.with_context(|| variant.name.clone())?;
             let Some(report) = report else { bail!(plan.stopped()) };
             progress(format!(
@@ -262,7 +287,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         }
         outcomes.push(outcome);
     }
-    Ok(findings(plan, data, &outcomes))
+    Ok(findings(plan, data, &outcomes, diverged))
 }
 
 impl Plan<'_> {
@@ -294,7 +319,7 @@ impl Plan<'_> {
     }
 }
 
-fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
+fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome], diverged: Vec<String>) -> Findings {
     let softmax = outcomes[0].mean();
     let mut table =
         Table::new(["variant", "loss, nats/token", "half range of seeds", "to softmax", "perplexity", "tokens/s"]);
@@ -321,7 +346,7 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
             table.push(row(format!("↳ features off: {off}"), &o.features_off, "–".into()));
         }
     }
-    let m = plan.features[plan.features.len() / 2];
+    let m = middle(&plan.features);
     let plain = outcomes.iter().find(|o| o.curve == Some(("orthogonal, chi radii".into(), m)));
     let noise = match plan.seeds.len() {
         1 => ONE_SEED,
@@ -346,6 +371,7 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome]) -> Findings {
             ));
         }
     }
+    changes.extend(diverged);
     Findings {
         name: "ablate",
         title: "What closes the gap to softmax?".into(),

@@ -78,10 +78,13 @@ fn findings(report: &Report) -> Findings {
                 report.machine.at_work(report.threads),
                 report.matmul_gflops
             ),
-            "Softmax takes every query to every key it sees, T/2 of them when causal; FAVOR+ takes it to M features, four products of M × D in \
-             all. They cost the same at about T = 4·M tokens, and below that no implementation can make linear attention win except by being \
-             better written than its rival."
-                .into(),
+            format!(
+                "Softmax takes every query to every key it sees, {} of them here; FAVOR+ takes it to M features, four products of M × D in \
+                 all. They cost the same at about T = {}·M tokens, and below that no implementation can make linear attention win except by \
+                 being better written than its rival.",
+                if sweep.causal { "T/2" } else { "all T" },
+                if sweep.causal { 4 } else { 2 }
+            ),
         ],
         sections,
         data: serde_json::to_value(report).unwrap_or_default(),

@@ -105,7 +105,7 @@ impl Heads {
         digests.insert("model".to_string(), model_digest(&model.config, &model.tensors)?);
         let decoder = model.decoder(device)?;
         let config = decoder.config().clone();
-        let by_layer = moments(&decoder, &data, source.calibrate_tokens, source.seed)?;
+        let (by_layer, _) = moments(&decoder, &data, source.calibrate_tokens, source.seed)?;
         let group = config.heads / config.kv_heads;
         let mut layers: Vec<Vec<Head>> = Vec::new();
         for moments in &by_layer {

@@ -105,19 +105,21 @@ impl Series {
         Self { name: name.into(), points: points.into_iter().collect(), ..Self::default() }
     }
 
-    /// Makes a line of the means of several curves, such as those of several seeds, as far as the
-    /// shortest goes, with a band from the smallest to the largest value. The curves have the same
-    /// x; a single one has no band.
+    /// Makes a line of the means of several curves, such as those of several seeds, at the x that
+    /// all of them have, with a band from the smallest to the largest value. A single curve has no
+    /// band.
     pub fn over_seeds(name: impl Into<String>, curves: &[Vec<(f64, f64)>]) -> Self {
-        let shortest = curves.iter().map(Vec::len).min().unwrap_or(0);
-        let values = |i: usize| -> Vec<f64> { curves.iter().map(|curve| curve[i].1).collect() };
-        let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
-        let range = |values: Vec<f64>| {
+        let at = |x: f64, curve: &Vec<(f64, f64)>| curve.iter().find(|point| point.0 == x).map(|point| point.1);
+        let of_all = |x: f64| curves.iter().map(|curve| at(x, curve)).collect::<Option<Vec<f64>>>();
+        let first = curves.first().into_iter().flatten();
+        let shared: Vec<(f64, Vec<f64>)> = first.filter_map(|&(x, _)| Some((x, of_all(x)?))).collect();
+        let range = |values: &[f64]| {
             let fold = |f: fn(f64, f64) -> f64, start| values.iter().copied().fold(start, f);
             (fold(f64::min, f64::INFINITY), fold(f64::max, f64::NEG_INFINITY))
         };
-        let band = (curves.len() > 1).then(|| (0..shortest).map(|i| range(values(i))).collect());
-        Self { band, ..Self::new(name, (0..shortest).map(|i| (curves[0][i].0, mean(values(i))))) }
+        let band = (curves.len() > 1).then(|| shared.iter().map(|(_, values)| range(values)).collect());
+        let mean = |(x, values): &(f64, Vec<f64>)| (*x, values.iter().sum::<f64>() / values.len() as f64);
+        Self { band, ..Self::new(name, shared.iter().map(mean)) }
     }
 }
 
@@ -285,6 +287,18 @@ mod tests {
         text::parse(&svg).unwrap();
         assert!(!svg.contains("NaN") && !svg.contains("inf,") && !svg.contains(",inf"), "{svg}");
         svg
+    }
+
+    /// A run that lost the beginning of its log is averaged with others where both have points.
+    #[test]
+    fn curves_of_seeds_meet_where_all_have_a_point() {
+        let curves = [vec![(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)], vec![(2.0, 2.0), (3.0, 1.0), (4.0, 0.0)]];
+        let joined = Series::over_seeds("both", &curves);
+        assert_eq!(joined.points, [(2.0, 3.0), (3.0, 2.0)]);
+        assert_eq!(joined.band, Some(vec![(2.0, 4.0), (1.0, 3.0)]));
+        let alone = Series::over_seeds("one", &curves[..1]);
+        assert_eq!((alone.points, alone.band), (curves[0].clone(), None));
+        assert!(Series::over_seeds("none", &[]).points.is_empty());
     }
 
     #[test]

@@ -93,7 +93,7 @@ pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, op
         let text = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let report: Report = serde_json::from_slice(&text)
             .with_context(|| format!("{} is damaged: remove its folder to run it again", file.display()))?;
-        key.check(Earlier { key: report.key.as_ref(), file: &file, remove: options.out })?;
+        key.check(Earlier { key: report.key.as_ref(), file: &file, remove: Some(options.out) })?;
         return Ok(Found::Finished(Box::new(report)));
     }
     let file = options.out.join(STATE);
@@ -102,7 +102,7 @@ pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, op
         return Ok(Found::Nothing);
     }
     let state = RunState::of(&TrainingState::load(options.out, &Device::Cpu)?, options.out)?;
-    key.check_interrupted(Earlier { key: state.key.as_ref(), file: &file, remove: options.out })?;
+    key.check_interrupted(Earlier { key: state.key.as_ref(), file: &file, remove: Some(options.out) })?;
     Ok(Found::Begun)
 }
 

@@ -58,6 +58,11 @@ impl Log {
         Ok(Self { file, path: path.to_path_buf() })
     }
 
+    /// Waits until all lines are on the disk.
+    pub(super) fn sync(&self) -> Result<()> {
+        self.file.sync_data().with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
     pub(super) fn write(&mut self, record: &Record) -> Result<()> {
         let mut line = serde_json::to_string(record)?;
         line.push('\n');

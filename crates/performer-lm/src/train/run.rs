@@ -200,6 +200,12 @@ impl<'a> Trainer<'a> {
     }
 
     fn save(&mut self) -> Result<()> {
+        self.save_over(&mut || Ok(()))
+    }
+
+    /// Saves a checkpoint; `clear` removes what belongs to a model that it replaces
+    /// ([`Checkpoint::save_over`]).
+    fn save_over(&mut self, clear: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let state = RunState {
             step: self.step(),
             epoch_seconds: self.epoch_seconds.clone(),
@@ -212,10 +218,15 @@ impl<'a> Trainer<'a> {
         };
         require_equal_weights(&self.options.ranks, || model_digest(self.model.config(), &self.model.tensors()?))?;
         led(&self.options.ranks, || {
+            // A power cut must not leave a checkpoint whose steps the log lacks.
+            self.log.as_ref().map_or(Ok(()), Log::sync)?;
             let progress = serde_json::to_value(state)?;
             let training = TrainingState { optimizer: self.optimizer.state()?, progress };
-            checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step())?
-                .save(self.options.out, Some(&training))
+            checkpoint(&self.model, &self.data.tokenizer, &self.data.corpus_name, self.step())?.save_over(
+                self.options.out,
+                Some(&training),
+                clear,
+            )
         })?;
         self.saved = self.step();
         Ok(())
@@ -271,6 +282,13 @@ impl Steps for InProgress<'_, '_> {
         self.progress.step(step.number, step.loss, run.batches.tokens_per_batch(), step.seconds);
         run.write_log(&record)?;
         if step.number == self.total {
+            // All of the held-out text is read when the steps are done. Where that is more than
+            // was read on the way, the curve needs a last point over the same text as the others.
+            if run.data.valid.len() > QUICK_VALIDATION_TOKENS + 1 {
+                let windows = (run.model.config().context, QUICK_VALIDATION_TOKENS);
+                let quick = run.evaluate_in(&run.model, &run.data.valid, windows)?;
+                run.log_validation(&quick, false)?;
+            }
             return Ok(());
         }
         let due = |every: usize| every > 0 && step.number.is_multiple_of(every);

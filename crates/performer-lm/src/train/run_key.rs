@@ -98,15 +98,16 @@ pub struct Leg {
     pub device: String,
 }
 
-/// `Earlier` is a file with an earlier result, and what must be removed to make the result again.
+/// `Earlier` is a file with an earlier result, and what can be removed to make the result again.
 #[derive(Clone, Copy, Debug)]
 pub struct Earlier<'a> {
     /// The key stored with the result.
     pub key: Option<&'a RunKey>,
     /// Path of the file that holds the result, which the error about a difference names.
     pub file: &'a Path,
-    /// The file itself, or the folder of everything that belongs to the result.
-    pub remove: &'a Path,
+    /// The folder of everything that belongs to the result. `None` where the file holds other
+    /// results too, which nobody should be told to remove.
+    pub remove: Option<&'a Path>,
 }
 
 /// A `Difference` is a field in which two keys differ.
@@ -227,11 +228,19 @@ impl<'a> Earlier<'a> {
         self.key.with_context(|| {
             Cause::AnotherFolder(format!(
                 "{} has no key that says what determined it: an older version of this program wrote it, so it \
-                 cannot be told whether it belongs to this run. Choose another folder, or remove {} to make it again",
+                 cannot be told whether it belongs to this run. {}",
                 self.file.display(),
-                self.remove.display()
+                self.advice()
             ))
         })
+    }
+
+    /// What to do about a result that is not the one of this run.
+    fn advice(&self) -> String {
+        match self.remove {
+            Some(remove) => format!("Choose another folder, or remove {} to make it again", remove.display()),
+            None => "Choose another folder".into(),
+        }
     }
 }
 
@@ -271,7 +280,7 @@ fn compare(field: &str, earlier: &Value, now: &Value, differences: &mut Vec<Diff
 
 fn refusal(differences: &[Difference], earlier: Earlier) -> Cause {
     let mut text = format!("{} belongs to another run: {}", earlier.file.display(), listed(differences));
-    text += &format!(". Choose another folder, or remove {} to make it again", earlier.remove.display());
+    text += &format!(". {}", earlier.advice());
     if differences.iter().any(|d| d.field == "revision") {
         text += "; results of two revisions of this program are not put together";
     }
@@ -325,8 +334,9 @@ mod tests {
         let settings = serde_json::json!({ "learning_rate": 0.002, "schedule": { "kind": "constant" } });
         let now = RunKey::new("training", &model, &settings, data, 1, &Device::Cpu)?;
         let (file, remove) = (Path::new("runs/a/metrics.json"), Path::new("runs/a"));
-        let refused = |key: &RunKey| now.check(Earlier { key: Some(key), file, remove }).unwrap_err().to_string();
-        assert!(now.check(Earlier { key: Some(&now), file, remove }).is_ok());
+        let refused =
+            |key: &RunKey| now.check(Earlier { key: Some(key), file, remove: Some(remove) }).unwrap_err().to_string();
+        assert!(now.check(Earlier { key: Some(&now), file, remove: None }).is_ok());
 
         let mut one = now.clone();
         one.data.insert("training tokens".into(), "0123456789abcdef".repeat(4));

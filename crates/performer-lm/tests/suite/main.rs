@@ -4,6 +4,8 @@
 
 #[cfg(feature = "cli")]
 mod cli;
+#[cfg(feature = "lab")]
+mod comparisons;
 mod convert;
 #[cfg(feature = "cli")]
 mod damage;

@@ -38,6 +38,29 @@ fn with_teacher() -> tempfile::TempDir {
     dir
 }
 
+/// A new model that cannot be saved leaves the old one with its log and its reports.
+#[test]
+fn a_model_that_cannot_be_replaced_keeps_what_belongs_to_it() {
+    let dir = with_teacher();
+    let out = dir.path().join("out");
+    for command in &writers()[..2] {
+        let _ = fs::remove_dir_all(&out);
+        let done = performer(dir.path(), command);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let before = files(&out);
+        // Nothing can be written where the new weights go, as on a full disk.
+        let obstacle = out.join("model.safetensors.new");
+        fs::create_dir(&obstacle).unwrap();
+        fs::write(obstacle.join("file"), "").unwrap();
+        let again = [&command[..], &["--overwrite"]].concat();
+        fails(&performer(dir.path(), &again), &["cannot save a checkpoint in out"]);
+        fs::remove_dir_all(&obstacle).unwrap();
+        assert_eq!(files(&out), before, "{}", command[0]);
+        assert!(performer(dir.path(), &again).status.success());
+        assert_ne!(files(&out), before, "{}", command[0]);
+    }
+}
+
 #[test]
 fn a_file_that_would_be_replaced_is_named_and_stays() {
     let dir = with_teacher();

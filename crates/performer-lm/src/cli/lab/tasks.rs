@@ -21,7 +21,7 @@ use crate::{
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  performer-lm lab tasks --out report/tasks                     copying, recall and ListOps, which need no files
+  performer-lm lab tasks --out report/tasks                     copying, recall, MQAR and ListOps: no files needed
   performer-lm lab tasks --text war_and_peace.txt --proteins proteome.fasta --out report/tasks
   performer-lm lab tasks --task listops --length 2000           ListOps at the lengths of Long Range Arena
   performer-lm lab tasks --task mqar --length 256 --pairs 16    recall in the setting of Zoology

@@ -149,7 +149,8 @@ impl<'a> Setting<'a> {
     /// Returns the model of a run before training.
     pub(super) fn model(&self, attention: &AttentionPattern, seed: u64) -> Result<Decoder> {
         let config = self.config(attention)?;
-        // Features that are not trained are no obstacle, though they are of no use.
+        // Random features that no sequence is long enough for do no harm. A trained one would get no
+        // gradient, which the optimiser refuses.
         let idle = config.idle_features().filter(|&layer| {
             let is_trained = |one: &AttentionConfig| one.favor().is_some_and(|favor| favor.map.is_trained());
             config.attention_of(layer).by_head().iter().any(is_trained)
@@ -220,7 +221,7 @@ impl<'a> Setting<'a> {
         let saved = TrainingState::load(folder, self.device)?;
         let state: State = saved.progress_as()?;
         let file = folder.join("train_state.json");
-        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: folder };
+        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: Some(folder) };
         let warning = self.key(attention, seed)?.check_interrupted(earlier)?;
         Ok(Some((saved, warning)))
     }

@@ -266,9 +266,13 @@ impl Plan<'_> {
             let own = round.get(world.rank()).map(|(setting, attention, seed)| {
                 setting.run(attention, *seed, self.interrupted(setting.task, attention, *seed).as_deref())
             });
-            let own = agreed(&self.ranks, own.transpose())?;
-            let stopped = any_asked(&self.ranks, matches!(own, Some(None)))?;
-            let made = serde_json::to_vec(&own.flatten())?;
+            let stopped = any_asked(&self.ranks, matches!(own, Some(Ok(None))))?;
+            // What other ranks have finished is kept before all fail with the first that failed.
+            let (own, outcome) = match own.transpose() {
+                Ok(own) => (own.flatten(), Ok(())),
+                Err(error) => (None, Err(error)),
+            };
+            let made = serde_json::to_vec(&own)?;
             for (made, (setting, attention, seed)) in gather(world, &made)?.iter().zip(round) {
                 let Some(run) = serde_json::from_slice::<Option<Run>>(made)? else { continue };
                 kept.runs.push(run);
@@ -281,6 +285,7 @@ impl Plan<'_> {
                     }
                 })?;
             }
+            agreed(&self.ranks, outcome)?;
             let text = match self.out {
                 Some(_) => "stopped; the same experiment in the same folder goes on from here",
                 None => STOPPED_FOR_GOOD,
@@ -343,7 +348,7 @@ impl Kept {
         let Some(run) = self.runs.iter().find(is_wanted) else { return Ok(None) };
         // Without a file, all runs are of this call.
         let Some(path) = &self.path else { return Ok(Some(run)) };
-        let earlier = Earlier { key: run.key.as_ref(), file: path, remove: path };
+        let earlier = Earlier { key: run.key.as_ref(), file: path, remove: None };
         setting.key(attention, seed)?.check(earlier).with_context(|| {
             format!("the task {} with {name}, seed {seed}, cannot be taken from an earlier run", setting.task)
         })?;

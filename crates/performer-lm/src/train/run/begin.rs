@@ -95,11 +95,14 @@ impl<'a> Trainer<'a> {
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
         trainer.require_equal()?;
-        trainer.open_log()?;
-        // Reports of what was in this folder before would be mistaken for those of this run; its
-        // log is open already.
-        led(&ranks, || remove_reports(trainer.options.out, |name| name != LOG))?;
-        trainer.save()?;
+        // What was in this folder before stays until the first checkpoint is on the disk. Its
+        // reports, and what its log holds, would be mistaken for those of this run.
+        let (out, mut log) = (trainer.options.out, None);
+        trainer.save_over(&mut || {
+            log = Some(Log::open(&out.join(LOG), 0)?);
+            remove_reports(out, |name| name != LOG)
+        })?;
+        trainer.log = log;
         Ok(trainer)
     }
 
@@ -137,7 +140,7 @@ impl<'a> Trainer<'a> {
         // What a run began with is no setting that could be changed on the way.
         key.initial = state.key.as_ref().and_then(|key| key.initial.clone());
         let file = options.out.join(STATE);
-        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: options.out };
+        let earlier = Earlier { key: state.key.as_ref(), file: &file, remove: Some(options.out) };
         let mixed = key.check_interrupted(earlier)?;
         if let Some(text) = &mixed {
             options.listener.note(text);

@@ -137,7 +137,8 @@ fn stages_bring_the_student_nearer() -> Result<()> {
     assert_eq!((agreement(0), report.stages[0].tokens), (1.0, 0));
     assert!(agreement(3) > agreement(1), "transfer: {} after {}", agreement(3), agreement(1));
     assert!(agreement(4) > agreement(3), "tune: {} after {}", agreement(4), agreement(3));
-    assert_eq!(report.stages[3].tokens, 1000 + 40 * 4 * 48);
+    // The features are fitted to whole batches, six of four sequences.
+    assert_eq!(report.stages[3].tokens, 6 * 4 * 48 + 40 * 4 * 48);
     assert!(report.stages[1..].iter().all(|stage| stage.without_window.is_some()));
     // Before any stage the control is the teacher with a window; the fitting of features leaves it.
     let off: Vec<Option<f64>> =

@@ -1,0 +1,100 @@
+//! What a comparison keeps of its results when it is extended, and an ablation when a run diverges.
+
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use performer_lm::{
+    compare::Comparison,
+    config::{ModelConfig, Preset, Schedule, TrainingConfig},
+    data::{DataSpec, TokenFile, prepare},
+    lab::ablate,
+    listener::Silent,
+    train::Grid,
+};
+use serde_json::Value;
+
+/// A small model, and two steps of its training.
+fn recipe() -> Result<(ModelConfig, TrainingConfig)> {
+    let (model, training) = Preset::Seed.load()?;
+    let model = ModelConfig { hidden_size: 16, heads: 2, kv_heads: 2, feed_forward_size: 32, context: 16, ..model };
+    Ok((model, TrainingConfig { max_steps: Some(2), batch_size: 4, eval_every: 0, redraw_every: 0, ..training }))
+}
+
+/// A comparison with a further attention, stopped before that is trained, leaves all results that
+/// were there, in the order of the table.
+#[test]
+fn a_comparison_that_is_stopped_keeps_every_result() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let data = prepare(&DataSpec::Sample, 300, None, &Silent)?;
+    let (config, training) = recipe()?;
+    let compare = |attentions: &[&str], stop: bool| {
+        let comparison = Comparison {
+            config: config.clone(),
+            training: training.clone(),
+            attentions: attentions.iter().map(|attention| attention.parse().unwrap()).collect(),
+            seeds: vec![1, 2],
+            learning_rates: Vec::new(),
+            out: folder.path(),
+            data: "sample".into(),
+            device: Device::Cpu,
+            threads: 1,
+            stop: &AtomicBool::new(stop),
+            listener: &Silent,
+            ranks: Grid::one(),
+            command: "a test".into(),
+        };
+        comparison.run(&data).map(drop)
+    };
+    let runs = || -> Result<Vec<(String, u64)>> {
+        let outcome: Value = serde_json::from_slice(&std::fs::read(folder.path().join("compare.json"))?)?;
+        let of = |run: &Value| Some((run["attention_spec"].as_str()?.to_string(), run["seed"].as_u64()?));
+        outcome["runs"].as_array().context("runs")?.iter().map(|run| of(run).context("a run")).collect()
+    };
+    let named = |names: &[(&str, u64)]| names.iter().map(|(name, seed)| (name.to_string(), *seed)).collect::<Vec<_>>();
+    compare(&["softmax", "favor:m=2"], false)?;
+    let both = named(&[("softmax", 1), ("favor:m=2", 1), ("softmax", 2), ("favor:m=2", 2)]);
+    assert_eq!(runs()?, both);
+    let error = compare(&["softmax", "uniform", "favor:m=2"], true).unwrap_err();
+    assert!(format!("{error:#}").contains("stopped"), "{error:#}");
+    assert_eq!(runs()?, both);
+    compare(&["softmax", "uniform", "favor:m=2"], false)?;
+    let order = [("softmax", 1), ("uniform", 1), ("favor:m=2", 1), ("softmax", 2), ("uniform", 2), ("favor:m=2", 2)];
+    assert_eq!(runs()?, named(&order));
+    Ok(())
+}
+
+/// A variant that diverges has no row and is named; the others are reported.
+#[test]
+fn an_ablation_goes_on_without_what_diverges() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut data = prepare(&DataSpec::Sample, 300, None, &Silent)?;
+    data.valid = TokenFile::from_tokens(&data.valid.read(0..400), 1000)?.into();
+    let (_, training) = recipe()?;
+    let config = ModelConfig { context: 40, ..Preset::Seed.load()?.0 };
+    // At this rate the ReLU kernel diverges, and softmax does not.
+    let training = TrainingConfig { max_steps: Some(3), learning_rate: 2e4, schedule: Schedule::Constant, ..training };
+    let plan = ablate::Plan {
+        config,
+        training,
+        seeds: vec![42],
+        features: vec![2],
+        runs: folder.path(),
+        is_kept: true,
+        data: "sample".into(),
+        device: Device::Cpu,
+        threads: 2,
+        stop: &AtomicBool::new(false),
+        listener: &Silent,
+        ranks: Grid::one(),
+    };
+    let mut made = 0;
+    let found = ablate::run(&plan, &data, |_| made += 1)?;
+    let text = found.sections.iter().flat_map(|section| &section.text);
+    let diverged: Vec<&String> = text.filter(|line| line.ends_with("diverged with seed 42, and has no row.")).collect();
+    assert!(diverged.iter().any(|line| line.starts_with("ReLU kernel, M=2 ")), "{diverged:?}");
+    let rows = found.data["outcomes"].as_array().context("outcomes")?;
+    assert_eq!(rows[0]["name"], "softmax");
+    assert_eq!(rows.len() + diverged.len(), made);
+    Ok(())
+}
