@@ -14,6 +14,7 @@ for the patience of 60 seconds that an end is given.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -75,8 +76,9 @@ class Check:
             left = self.ranks(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             for rank in left:
-                # It may have a session of its own.
-                os.kill(rank, signal.SIGKILL)
+                # It may have a session of its own, or be gone with the launcher.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
             if left or not self.is_open_mpi:
                 fail(f"{what}: still there after {patience} s: {left or 'the launcher alone'}")
             # Where a rank is killed in MPI_Init, OpenMPI's mpirun may wait in PMIx_server_finalize

@@ -70,6 +70,7 @@ function fail(error) {
   // to no run.
   stop();
   run.id += 1;
+  $("loading").hidden = true;
   $("state").textContent = error.message;
   $("state").classList.add("error");
   announce(error.message);
@@ -275,11 +276,15 @@ $("form").addEventListener("submit", (event) => {
     stop();
     // What is still being loaded answers nothing.
     if (!performer.shown) {
+      // Nor does an error belong to what was stopped.
+      run.id += 1;
       finish();
       $("state").textContent = "Stopped.";
     }
-  } else {
+  } else if (performer.cacheBytesPerToken) {
     begin();
+  } else {
+    open();
   }
 });
 $("race").addEventListener("click", () => {
@@ -293,13 +298,23 @@ for (const id of ["layer", "head"]) $(id).addEventListener("change", askWeights)
 
 async function main() {
   readAddress();
+  await open();
+}
+
+/** Loads the Performer and begins; where that fails, the button tries again. */
+async function open() {
+  $("start").disabled = true;
+  $("state").classList.remove("error");
   let about;
   try {
     about = await performer.load();
   } catch (error) {
     fail(error);
+    $("start").textContent = "Try again";
+    $("start").disabled = false;
     return;
   }
+  $("start").textContent = "Write";
   performer.cacheBytesPerToken = about.cacheBytesPerToken;
   for (const [id, many] of [["layer", about.layers], ["head", about.heads]]) {
     $(id).replaceChildren(...Array.from({ length: many }, (_, i) => new Option(i + 1)));

@@ -328,8 +328,6 @@ impl Ranks for Mpi {
     }
 
     fn split(&self, group: usize) -> Result<Arc<dyn Ranks>> {
-        // MPI has no split with a deadline; after this all ranks are there.
-        self.barrier()?;
         let Ok(color) = c_int::try_from(group) else {
             return Err(self.failed(
                 "split",
@@ -337,6 +335,8 @@ impl Ranks for Mpi {
                 format!("MPI numbers groups up to {}, and this one is {group}", c_int::MAX),
             ));
         };
+        // MPI has no split with a deadline; after this all ranks are there.
+        self.barrier()?;
         let _turn = self.turn("split", 0)?;
         // SAFETY: the handle that MPI writes is used after its code was checked.
         let comm = unsafe {

@@ -203,3 +203,19 @@ impl Ranks for Thread {
 
     fn abort(&self) {}
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is received in a call has the deadline of the call, not one of its own.
+    #[test]
+    fn a_message_is_waited_for_from_the_beginning_of_its_call() {
+        let ranks = threads(2, Duration::from_secs(20));
+        let Some(begun) = Instant::now().checked_sub(Duration::from_secs(21)) else { return };
+        let asked = Instant::now();
+        let error = ranks[0].receive(1, "barrier", 0, begun).unwrap_err();
+        assert!(error.to_string().contains("no answer within 20 s"), "{error}");
+        assert!(asked.elapsed() < Duration::from_secs(10), "it has waited once more");
+    }
+}

@@ -171,33 +171,17 @@ fn a_grid_sets_the_deadline_of_its_groups() {
     let stuck = std::sync::Barrier::new(2);
     on_threads(2, Duration::from_secs(600), |ranks| {
         let grid = Grid::new(ranks, 2).unwrap();
+        let mut outcomes = Vec::new();
         if grid.world().rank() == 0 {
             grid.set_deadline(Duration::from_millis(20));
-            for ranks in [grid.world(), &**grid.sequence()] {
-                let error = ranks.barrier().unwrap_err().to_string();
-                assert!(error.contains("no answer within 0.02 s"), "{error}");
-            }
+            outcomes = vec![grid.world().barrier(), grid.sequence().barrier()];
         }
+        // The other rank waits for this one, whatever came of it.
         stuck.wait();
-    });
-}
-
-/// Ranks that come one after the other, each in time for the one before, are not waited for longer
-/// than the deadline of the call.
-#[test]
-fn a_call_has_one_deadline_for_all_ranks() {
-    let done = std::sync::Barrier::new(4);
-    on_threads(4, Duration::from_millis(400), |ranks| {
-        // Rank 3 comes 600 ms after rank 0 has begun to wait, 200 ms after rank 2.
-        std::thread::sleep(Duration::from_millis(200 * ranks.rank() as u64));
-        if ranks.rank() == 0 {
-            let error = ranks.barrier().unwrap_err().to_string();
-            assert!(error.contains("no answer within 0.4 s"), "{error}");
-        } else {
-            // What the others get depends on when they come.
-            drop(ranks.barrier());
+        for outcome in outcomes {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("no answer within 0.02 s"), "{error}");
         }
-        done.wait();
     });
 }
 

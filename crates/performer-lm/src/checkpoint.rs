@@ -269,10 +269,10 @@ impl TrainingState {
     }
 }
 
-/// Told what is about to happen; an error stops the save there.
 /// The stage in which the new checkpoint takes the place of the old one.
 const COMMIT: &str = "commit";
 
+/// Told what is about to happen; an error stops the save there.
 type Stage<'a> = &'a mut dyn FnMut(&str) -> Result<()>;
 
 type Content<'a> = &'a dyn Fn(&mut dyn Write) -> io::Result<()>;

@@ -156,28 +156,57 @@ impl Comparison<'_> {
                 1 if self.rates().len() > 1 => drop(self.divide(&self.seeds[1..], &found.tried, data)?),
                 _ => {}
             }
+            // What is finished comes first, so that an outcome which is there need not wait for runs
+            // that are not. Of several ranks each has made its part, or fails now.
             for attention in &self.attentions {
-                if self.is_finished(attention, seed, &found, data)? {
+                if self.ranks.world().size() > 1 || self.is_finished(attention, seed, &found, data)? {
                     self.choose(attention, seed, &mut found, data)?;
                 } else {
                     missing.push((attention, seed));
                 }
             }
+            if !found.chosen.is_empty() && !self.would_lose_runs(&found)? {
+                self.save(data, &found)?;
+            }
         }
-        // What is finished is saved first, so that an outcome which is there is never replaced by
-        // one of fewer runs while further ones are trained.
-        let mut outcome = match found.chosen.is_empty() {
-            true => None,
-            false => Some(self.save(data, &found)?),
-        };
         for (attention, seed) in missing {
             self.choose(attention, seed, &mut found, data)?;
-            outcome = Some(self.save(data, &found)?);
+            if !self.would_lose_runs(&found)? {
+                self.save(data, &found)?;
+            }
         }
-        outcome.ok_or_else(|| anyhow::anyhow!("no run was made"))
+        self.save(data, &found)
     }
 
-    /// Whether all runs of an attention with a seed are there, one for each learning rate.
+    /// Whether the outcome that is in the folder has runs of this comparison that are not found yet,
+    /// as where another rate diverges and is tried once more before them.
+    fn would_lose_runs(&self, so_far: &FoundSoFar) -> Result<bool> {
+        if !self.ranks.leads() {
+            return Ok(false);
+        }
+        let path = self.out.join("compare.json");
+        let earlier = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
+        };
+        // `check` has found that it is a comparison; one of an older version counts for nothing.
+        let Ok(earlier) = serde_json::from_slice::<Outcome>(&earlier) else { return Ok(false) };
+        let found: Vec<_> =
+            so_far.chosen.iter().map(|run| self.place(run.report.seed, &run.report.attention_spec)).collect();
+        let is_asked = |place: &(Option<usize>, Option<usize>)| place.0.is_some() && place.1.is_some();
+        let places = earlier.runs.iter().map(|run| self.place(run.seed, &run.attention_spec));
+        Ok(places.filter(is_asked).any(|place| !found.contains(&place)))
+    }
+
+    /// Returns where a run stands in the table: the number of its seed, and of its attention.
+    fn place(&self, seed: u64, spec: &str) -> (Option<usize>, Option<usize>) {
+        let attention = self.attentions.iter().position(|attention| attention.to_string() == spec);
+        (self.seeds.iter().position(|&own| own == seed), attention)
+    }
+
+    /// Whether all runs of an attention with a seed are there, one for each learning rate. Where the
+    /// rate is to be chosen by the first seed, those of other seeds wait for that.
     fn is_finished(
         &self,
         attention: &AttentionPattern,
@@ -185,7 +214,11 @@ impl Comparison<'_> {
         so_far: &FoundSoFar,
         data: &Prepared,
     ) -> Result<bool> {
-        for rate in self.rates_of(attention, &so_far.tried) {
+        let rates = self.rates_of(attention, &so_far.tried);
+        if rates.len() > 1 && self.seeds.first() != Some(&seed) {
+            return Ok(false);
+        }
+        for rate in rates {
             let (config, training) = self.recipe(attention, seed, rate)?;
             let folder = self.folder(attention, seed, rate);
             let is_lost = so_far.lost.contains(&folder);
@@ -233,15 +266,11 @@ impl Comparison<'_> {
             so_far.tried.extend(ended.map(|(i, run)| of(run.learning_rate, Some(run.report.val_loss), i == best)));
             so_far.tried.extend(diverging.into_iter().map(|rate| of(rate, None, false)));
         }
-        let place = |seed: u64, spec: &str| {
-            let attention = self.attentions.iter().position(|attention| attention.to_string() == spec);
-            (self.seeds.iter().position(|&own| own == seed), attention)
-        };
         let run = runs.swap_remove(best);
-        let after = so_far
-            .chosen
-            .partition_point(|other| place(other.report.seed, &other.report.attention_spec) < place(seed, &spec));
+        let place = |run: &Chosen| self.place(run.report.seed, &run.report.attention_spec);
+        let after = so_far.chosen.partition_point(|other| place(other) < place(&run));
         so_far.chosen.insert(after, run);
+        so_far.tried.sort_by_key(|tried| self.place(seed, &tried.attention_spec).1);
         Ok(())
     }
 

@@ -545,8 +545,8 @@ fn with_fresh(
 }
 
 /// Saves the student and the report as one checkpoint, so that neither is ever without the other;
-/// then saves the report as a file of its own.
-/// Saves a student with its report; `clear` removes what belongs to a model that it replaces.
+/// then saves the report as a file of its own. `clear` removes what belongs to a model that is
+/// replaced ([`Checkpoint::save_over`]).
 fn save(plan: &Plan, student: &Decoder, report: &Report, clear: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let stage = report.stages.last().map_or("", |stage| &stage.name);
     let metadata = [("converted_to", report.attention_spec.as_str()), ("corpus", &report.corpus), (STAGE, stage)];

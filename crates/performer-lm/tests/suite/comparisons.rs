@@ -7,7 +7,7 @@ use candle_core::Device;
 use performer_lm::{
     compare::Comparison,
     config::{ModelConfig, Preset, Schedule, TrainingConfig},
-    data::{DataSpec, TokenFile, prepare},
+    data::{DataSpec, TokenFile, prepare, prepare_with_test},
     lab::ablate,
     listener::Silent,
     train::Grid,
@@ -61,6 +61,39 @@ fn a_comparison_that_is_stopped_keeps_every_result() -> Result<()> {
     compare(&["softmax", "uniform", "favor:m=2"], false)?;
     let order = [("softmax", 1), ("uniform", 1), ("favor:m=2", 1), ("softmax", 2), ("uniform", 2), ("favor:m=2", 2)];
     assert_eq!(runs()?, named(&order));
+    Ok(())
+}
+
+/// A learning rate is chosen by the first seed, though runs of the second were there before.
+#[test]
+fn a_rate_is_chosen_by_the_first_seed() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let data = prepare_with_test(&DataSpec::Sample, 300, None, &Silent)?;
+    let (config, training) = recipe()?;
+    let compare = |seeds: &[u64], out: &str| {
+        let comparison = Comparison {
+            config: config.clone(),
+            training: training.clone(),
+            attentions: vec!["softmax".parse().unwrap()],
+            seeds: seeds.to_vec(),
+            learning_rates: vec![1e-4, 1e-2],
+            out: &folder.path().join(out),
+            data: "sample".into(),
+            device: Device::Cpu,
+            threads: 1,
+            stop: &AtomicBool::new(false),
+            listener: &Silent,
+            ranks: Grid::one(),
+            command: "a test".into(),
+        };
+        let outcome = comparison.run(&data)?;
+        let losses: Vec<(u64, f64)> = outcome.runs.iter().map(|run| (run.seed, run.val_loss)).collect();
+        anyhow::Ok((losses, outcome.learning_rates))
+    };
+    let at_once = compare(&[1, 2], "at-once")?;
+    assert_eq!(at_once.1.len(), 2);
+    compare(&[2], "in-turn")?;
+    assert_eq!(compare(&[1, 2], "in-turn")?, at_once);
     Ok(())
 }
 

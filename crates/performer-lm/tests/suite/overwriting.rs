@@ -48,7 +48,7 @@ fn a_model_that_cannot_be_replaced_keeps_what_belongs_to_it() {
         let done = performer(dir.path(), command);
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         let before = files(&out);
-        // Nothing can be written where the new weights go, as on a full disk.
+        // With this folder in their place the new weights cannot be written.
         let obstacle = out.join("model.safetensors.new");
         fs::create_dir(&obstacle).unwrap();
         fs::write(obstacle.join("file"), "").unwrap();

@@ -99,8 +99,9 @@ impl<'a> Trainer<'a> {
         // reports, and what its log holds, would be mistaken for those of this run.
         let (out, mut log) = (trainer.options.out, None);
         trainer.save_over(&mut || {
+            remove_reports(out, |name| name != LOG)?;
             log = Some(Log::open(&out.join(LOG), 0)?);
-            remove_reports(out, |name| name != LOG)
+            Ok(())
         })?;
         trainer.log = log;
         Ok(trainer)
