@@ -123,9 +123,9 @@ impl Checkpoint {
         self.save_over(dir, training, &mut || Ok(()))
     }
 
-    /// Saves as [`Self::save`] does, in place of a model with which files beside it go: `clear`
-    /// removes them. It is called when the new checkpoint is on the disk as a whole, before it takes
-    /// the place of the old one, so that a full disk leaves the old model and what belongs to it.
+    /// Saves as [`Self::save`] does, in place of a model to which other files in the folder belong:
+    /// `clear` removes these. It is called when the new checkpoint is whole on the disk, before it
+    /// takes the place of the old one, so that a full disk leaves the old model and its files.
     ///
     /// # Errors
     /// As [`Self::save`]; also if `clear` fails.

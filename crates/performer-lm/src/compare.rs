@@ -75,7 +75,8 @@ pub struct Outcome {
     pub corpus: String,
     /// Configuration of the model; every run replaces its attention.
     pub config: ModelConfig,
-    /// Training settings; every run replaces the seed, and the learning rate where several are tried.
+    /// Training settings; every run replaces the seed, and the learning rate where several are
+    /// tried.
     pub training: TrainingConfig,
     /// One report for each run of the chosen learning rate.
     pub runs: Vec<Report>,
@@ -156,8 +157,8 @@ impl Comparison<'_> {
                 1 if self.rates().len() > 1 => drop(self.divide(&self.seeds[1..], &found.tried, data)?),
                 _ => {}
             }
-            // What is finished comes first, so that an outcome which is there need not wait for runs
-            // that are not. Of several ranks each has made its part, or fails now.
+            // Finished runs come first, so that they are saved before further ones are trained.
+            // Several ranks have made all runs by now, or fail here.
             for attention in &self.attentions {
                 if self.ranks.world().size() > 1 || self.is_finished(attention, seed, &found, data)? {
                     self.choose(attention, seed, &mut found, data)?;
@@ -178,8 +179,8 @@ impl Comparison<'_> {
         self.save(data, &found)
     }
 
-    /// Whether the outcome that is in the folder has runs of this comparison that are not found yet,
-    /// as where another rate diverges and is tried once more before them.
+    /// Whether the outcome in the folder has runs of this comparison that are not found yet. That is
+    /// so where a rate of theirs diverged, and is tried once more before they are found.
     fn would_lose_runs(&self, so_far: &FoundSoFar) -> Result<bool> {
         if !self.ranks.leads() {
             return Ok(false);
@@ -205,8 +206,8 @@ impl Comparison<'_> {
         (self.seeds.iter().position(|&own| own == seed), attention)
     }
 
-    /// Whether all runs of an attention with a seed are there, one for each learning rate. Where the
-    /// rate is to be chosen by the first seed, those of other seeds wait for that.
+    /// Whether all runs of an attention with a seed are there, one for each learning rate. While
+    /// the first seed has not chosen a rate, runs of other seeds do not count as finished.
     fn is_finished(
         &self,
         attention: &AttentionPattern,

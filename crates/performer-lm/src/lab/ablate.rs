@@ -111,13 +111,6 @@ fn favor(features: usize) -> FavorConfig {
     FavorConfig::default().with_features(features)
 }
 
-/// Returns the number of features at which single changes are made.
-fn middle(features: &[usize]) -> usize {
-    let mut features = features.to_vec();
-    features.sort_unstable();
-    features[features.len() / 2]
-}
-
 /// Returns all variants of a model of so many layers with heads of `dim` dimensions, softmax first.
 /// New ones come at the end, since the folders of runs are numbered.
 fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
@@ -141,7 +134,7 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
             all.push(Variant { curve: Some((curve, m)), ..variant(format!("{curve}, M={m}"), attention) });
         }
     }
-    let m = middle(features);
+    let m = features[features.len() / 2];
     let half = (m / 2).max(1);
     let map = |map: FeatureMapKind, features: usize| AttentionConfig::Favor(favor(features).with_map(map));
     for (name, attention) in [
@@ -259,18 +252,17 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         for &seed in &plan.seeds {
             let (config, training) = plan.recipe(variant, seed);
             let folder = plan.folder(i, seed);
-            let report = match lost.contains(&(i, seed)) {
-                true => None,
-                false => Some(made(&plan.ranks, &config, &training, data, plan.options(&folder))),
+            let is_lost = lost.contains(&(i, seed));
+            let report = match (!is_lost).then(|| made(&plan.ranks, &config, &training, data, plan.options(&folder))) {
+                Some(Ok(report)) => report,
+                Some(Err(error)) if i == 0 || !is_divergence(&error) => return Err(error.context(variant.name.clone())),
+                _ => {
+                    let text = format!("{} diverged with seed {seed}, and has no row.", variant.name);
+                    progress(format!("{}/{} {text}", i + 1, variants.len()));
+                    diverged.push(text);
+                    continue 'variants;
+                }
             };
-            if i > 0 && report.as_ref().is_none_or(|report| report.as_ref().is_err_and(is_divergence)) {
-                let text = format!("{} diverged with seed {seed}, and has no row.", variant.name);
-                progress(format!("{}/{} {text}", i + 1, variants.len()));
-                diverged.push(text);
-                continue 'variants;
-            }
-            let Some(report) = report else { bail!("{} has no run with seed {seed}", variant.name) };
-            let report = report.with_context(|| variant.name.clone())?;
             let Some(report) = report else { bail!(plan.stopped()) };
             progress(format!(
                 "{}/{} {}, seed {seed}: {:.4} nats a token, {:.0} tokens/s",
@@ -287,7 +279,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         }
         outcomes.push(outcome);
     }
-    Ok(findings(plan, data, &outcomes, diverged))
+    Ok(findings(plan, data, features[features.len() / 2], &outcomes, diverged))
 }
 
 impl Plan<'_> {
@@ -319,7 +311,8 @@ impl Plan<'_> {
     }
 }
 
-fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome], diverged: Vec<String>) -> Findings {
+/// Says what came of the variants, of which single changes were made at `m` features.
+fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverged: Vec<String>) -> Findings {
     let softmax = outcomes[0].mean();
     let mut table =
         Table::new(["variant", "loss, nats/token", "half range of seeds", "to softmax", "perplexity", "tokens/s"]);
@@ -346,7 +339,6 @@ fn findings(plan: &Plan, data: &Prepared, outcomes: &[Outcome], diverged: Vec<St
             table.push(row(format!("↳ features off: {off}"), &o.features_off, "–".into()));
         }
     }
-    let m = middle(&plan.features);
     let plain = outcomes.iter().find(|o| o.curve == Some(("orthogonal, chi radii".into(), m)));
     let noise = match plan.seeds.len() {
         1 => ONE_SEED,

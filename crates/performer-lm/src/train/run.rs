@@ -281,23 +281,26 @@ impl Steps for InProgress<'_, '_> {
         };
         self.progress.step(step.number, step.loss, run.batches.tokens_per_batch(), step.seconds);
         run.write_log(&record)?;
-        if step.number == self.total {
-            // All of the held-out text is read when the steps are done. Where that is more than
-            // was read on the way, the curve needs a last point over the same text as the others.
-            if run.data.valid.len() > QUICK_VALIDATION_TOKENS + 1 {
-                let windows = (run.model.config().context, QUICK_VALIDATION_TOKENS);
-                let quick = run.evaluate_in(&run.model, &run.data.valid, windows)?;
-                run.log_validation(&quick, false)?;
-            }
-            return Ok(());
-        }
+        let ends = step.number == self.total;
         let due = |every: usize| every > 0 && step.number.is_multiple_of(every);
         let epoch_ends = step.number.is_multiple_of(run.batches.batches_per_epoch());
-        if due(run.training.eval_every) || epoch_ends {
+        // All of the held-out text is read when the steps are done. Where that is more than was
+        // read on the way, the curve needs a last point over the same text as the others.
+        let validates = if ends {
+            run.data.valid.len() > QUICK_VALIDATION_TOKENS + 1
+        } else {
+            due(run.training.eval_every) || epoch_ends
+        };
+        if validates {
             let windows = (run.model.config().context, QUICK_VALIDATION_TOKENS);
             let quick = run.evaluate_in(&run.model, &run.data.valid, windows)?;
             run.log_validation(&quick, false)?;
-            self.progress.validation(step.number, &quick, &run.sample()?);
+            if !ends {
+                self.progress.validation(step.number, &quick, &run.sample()?);
+            }
+        }
+        if ends {
+            return Ok(());
         }
         if due(run.training.save_every) || epoch_ends {
             run.save()?;

@@ -27,7 +27,7 @@ pub(crate) fn agreed<T>(ranks: &Grid, outcome: Result<T>) -> Result<T> {
     let failure = outcome.as_ref().err().map(|error| format!("{error:#}"));
     match (agree(ranks.world(), failure.as_deref())?, outcome) {
         (None, outcome) => outcome,
-        // The rank that failed keeps its own error: the program looks through its causes for advice.
+        // The rank that failed keeps its own error, in whose causes the program finds its advice.
         (Some(failed), Err(error)) if failed.rank == ranks.world().rank() => Err(error.context(failed)),
         (Some(failed), _) => Err(failed.into()),
     }

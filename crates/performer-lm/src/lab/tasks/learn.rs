@@ -149,8 +149,8 @@ impl<'a> Setting<'a> {
     /// Returns the model of a run before training.
     pub(super) fn model(&self, attention: &AttentionPattern, seed: u64) -> Result<Decoder> {
         let config = self.config(attention)?;
-        // Random features that no sequence is long enough for do no harm. A trained one would get no
-        // gradient, which the optimiser refuses.
+        // Random features that no sequence is long enough for do no harm. A trained one would get
+        // no gradient, which the optimiser refuses.
         let idle = config.idle_features().filter(|&layer| {
             let is_trained = |one: &AttentionConfig| one.favor().is_some_and(|favor| favor.map.is_trained());
             config.attention_of(layer).by_head().iter().any(is_trained)
