@@ -39,6 +39,7 @@ static DATA: LazyLock<Prepared> = LazyLock::new(|| {
         train: tokens(200),
         valid: tokens(40),
         test: None,
+        cache: None,
     }
 });
 

@@ -63,17 +63,10 @@ impl Attention for Retention {
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
-        let before = state.take::<Sum>()?;
-        match self.retain(inputs, before.as_ref().map(|sum| &sum.0)) {
-            Ok((out, sum)) => {
-                state.set(Sum(sum));
-                Ok(out)
-            }
-            Err(error) => {
-                before.into_iter().for_each(|sum| state.set(sum));
-                Err(error)
-            }
-        }
+        state.advance_with(|before: Option<&Sum>| {
+            let (out, sum) = self.retain(inputs, before.map(|sum| &sum.0))?;
+            Ok((out, Sum(sum)))
+        })
     }
 
     fn identity(&self) -> Result<Identity> {

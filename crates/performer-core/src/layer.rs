@@ -107,8 +107,10 @@ pub struct MultiHeadAttention {
     output_gate: Option<Tensor>,
     rotary: Option<Rotary>,
     attention: Box<dyn Attention>,
-    /// The attention's buffers that a `VarMap` holds.
+    /// The attention's buffers that a `VarMap` holds and that are not trained.
     registered: Vec<Registered>,
+    /// The attention's trained buffers by name: variables of a `VarMap`, with which it computes.
+    trained: Vec<(String, Tensor)>,
     config: MultiHeadConfig,
 }
 
@@ -188,6 +190,7 @@ impl MultiHeadAttention {
             rotary,
             attention,
             registered: Vec::new(),
+            trained: Vec::new(),
             config: config.clone(),
         })
     }
@@ -195,8 +198,7 @@ impl MultiHeadAttention {
     /// Reads the attention's buffers from `vb`, or registers them there where they are new.
     fn take_buffers(&mut self, vb: &VarBuilder, loading: bool) -> Result<()> {
         let trained = self.attention.trained_buffers();
-        let mut given = Vec::new();
-        let mut stored = Vec::new();
+        let (mut given, mut stored, mut variables) = (Vec::new(), Vec::new(), Vec::new());
         for (name, buffer) in self.attention.buffers() {
             // A map that is trained has parameters of its own for each of its key heads.
             let is_trained = trained.contains(&name);
@@ -235,6 +237,7 @@ impl MultiHeadAttention {
                 tensor.slice_set(&buffer.to_device(tensor.device())?.contiguous()?.copy()?, 0, 0)?;
             }
             if is_trained && tensor.is_variable() {
+                variables.push((name.clone(), tensor.clone()));
                 given.push((name, tensor));
                 continue;
             }
@@ -245,6 +248,7 @@ impl MultiHeadAttention {
         }
         let get = |name: &str| given.iter().find(|(given, _)| given == name).map(|(_, tensor)| tensor.clone());
         self.attention.load_buffers(&get)?;
+        self.trained = variables;
         self.registered = stored
             .into_iter()
             .map(|(name, stored)| Ok(Registered { used: stored.copy()?, name, stored }))
@@ -394,6 +398,7 @@ impl MultiHeadAttention {
     pub fn set_attention(&mut self, attention: Box<dyn Attention>) {
         self.attention = attention;
         self.registered.clear();
+        self.trained.clear();
     }
 
     /// Draws new random features from `seed`, in the layer's `VarMap` too; nothing where there are
@@ -407,12 +412,30 @@ impl MultiHeadAttention {
     }
 
     /// Takes over saved buffers, into the layer's `VarMap` too; `get` returns the tensor of a name
-    /// in [`Attention::buffers`], if it was saved.
+    /// in [`Attention::buffers`], if it was saved. Trained ones stay variables, with these numbers.
     ///
     /// # Errors
     /// As [`Attention::load_buffers`].
     pub fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
+        let mut numbers = Vec::new();
+        for (name, variable) in &self.trained {
+            // The attention says which one is missing.
+            let Some(saved) = get(name) else { continue };
+            let saved = saved.to_dtype(variable.dtype())?.to_device(variable.device())?;
+            // One set of parameters serves all key heads.
+            let Ok(saved) = saved.broadcast_as(variable.shape()) else {
+                bail!("buffer {name} has shape {:?}; it must be {:?}", saved.dims(), variable.dims());
+            };
+            numbers.push((variable, saved.force_contiguous()?));
+        }
         self.attention.load_buffers(get)?;
+        if !numbers.is_empty() {
+            for (variable, saved) in numbers {
+                variable.slice_set(&saved, 0, 0)?;
+            }
+            let find = |name: &str| trained_variable(&self.trained, name).or_else(|| get(name));
+            self.attention.load_buffers(&find)?;
+        }
         self.update_registered()
     }
 
@@ -426,7 +449,8 @@ impl MultiHeadAttention {
         let own = self.attention.buffers();
         let find = |name: &str| -> Option<Tensor> {
             let stored = self.registered.iter().find(|r| r.name == name).and_then(|r| r.stored.copy().ok());
-            stored.or_else(|| own.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone()))
+            let held = trained_variable(&self.trained, name).or(stored);
+            held.or_else(|| own.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone()))
         };
         self.attention.load_buffers(&find)?;
         for registered in &mut self.registered {
@@ -529,6 +553,11 @@ impl Projected {
             None => inputs,
         }
     }
+}
+
+/// The variable of a trained buffer, if there is one of this name.
+fn trained_variable(trained: &[(String, Tensor)], name: &str) -> Option<Tensor> {
+    trained.iter().find(|(trained, _)| trained == name).map(|(_, variable)| variable.clone())
 }
 
 /// Whether two contiguous tensors of one type on the CPU have the same numbers, NaN included.

@@ -38,6 +38,7 @@ fn main() -> Result<()> {
         train: tokens(&tokenizer, &corpus.train, 200)?.into(),
         valid: tokens(&tokenizer, &corpus.valid, 4)?.into(),
         test: None,
+        cache: None,
         tokenizer,
     };
     let (model, training) = Preset::Seed.load()?;

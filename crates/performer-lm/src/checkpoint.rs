@@ -63,6 +63,9 @@ pub(crate) const REPORTS: [&str; 7] =
 /// Names of the fields of a training state that say how long something took.
 const TIMES: [&str; 2] = ["seconds", "epoch_seconds"];
 
+/// The most bytes of a header that readers of safetensors accept.
+const MAX_HEADER: u64 = 100_000_000;
+
 /// Header keys of `model.safetensors` that belong to this module: the digests, and the mark that
 /// other tools ask for.
 const DIGESTS_KEY: &str = "checkpoint_files";
@@ -107,6 +110,14 @@ pub(crate) fn require_free(dir: &Path, others: &[&str]) -> Result<()> {
 /// If one of them cannot be removed.
 pub(crate) fn remove_reports(dir: &Path, is_stale: impl Fn(&str) -> bool) -> Result<()> {
     REPORTS.iter().filter(|name| is_stale(name)).try_for_each(|name| remove(&dir.join(name), &mut |_| Ok(())))
+}
+
+/// Removes the state of a training, for a model that has none and takes the place of one that had.
+///
+/// # Errors
+/// If it cannot be removed.
+pub(crate) fn remove_training(dir: &Path) -> Result<()> {
+    [OPTIMIZER, TRAIN_STATE].iter().try_for_each(|name| remove(&dir.join(name), &mut |_| Ok(())))
 }
 
 impl Checkpoint {
@@ -326,8 +337,13 @@ fn committed_digests(dir: &Path) -> Result<Option<Digests>> {
         let mut file = File::open(&path)?;
         let mut length = [0; 8];
         file.read_exact(&mut length)?;
+        let length = u64::from_le_bytes(length);
+        // A damaged file may tell any length, which is not to be taken into memory.
+        if length > file.metadata()?.len().min(MAX_HEADER) {
+            return Err(io::Error::from(ErrorKind::UnexpectedEof));
+        }
         let mut header = Vec::new();
-        file.take(u64::from_le_bytes(length)).read_to_end(&mut header)?;
+        file.take(length).read_to_end(&mut header)?;
         Ok::<_, io::Error>(header)
     };
     let header = match header() {

@@ -69,7 +69,7 @@ pub struct Comparison<'a> {
 pub struct Outcome {
     /// The command that ran the comparison.
     pub command: String,
-    /// The machine on which it ran.
+    /// The machine on which this was put together; runs that were found finished may be of another.
     pub machine: Machine,
     /// Name of the corpus.
     pub corpus: String,

@@ -76,36 +76,42 @@ pub(crate) fn evaluate_over(
     let context = context.min(tokens.len().saturating_sub(1).max(1));
     // About 4096 tokens in a pass are enough rows for the matrix products.
     let rows = (4096 / context).max(1);
-    let windows: Vec<Batch> = eval_windows(tokens, context, rows)?.first(limit).collect();
-    let own = &windows[share(windows.len(), ranks.rank(), ranks.size())];
+    let windows = eval_windows(tokens, context, rows)?.first(limit);
+    let own = share(windows.len(), ranks.rank(), ranks.size());
     let bar = listener.begin("measuring", Unit::Texts, 0, own.len() as u64);
-    let (mut losses, mut done) = (Vec::new(), 0);
+    // Losses come in the order of the text, in which no window but the last is shorter than the
+    // context.
+    let (mut sums, mut known) = (vec![(0f64, 0u64); context], 0);
+    let mut add = |loss: f32| {
+        let sum = &mut sums[known % context];
+        *sum = (sum.0 + f64::from(loss), sum.1 + 1);
+        known += 1;
+    };
+    // The losses of one rank among several, which the others get.
+    let (mut bytes, mut done) = (Vec::new(), 0);
     in_order(
         own.len(),
         threads,
         |i| {
-            let batch = &own[i];
-            check_vocabulary(batch, model)?;
+            let batch = windows.batch(own.start + i)?;
+            check_vocabulary(&batch, model)?;
             let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
             Ok(model.losses(&ids, &batch.targets, None)?.to_vec1::<f32>()?)
         },
         |part| {
-            losses.extend(part);
+            if ranks.size() == 1 {
+                part.into_iter().for_each(&mut add);
+            } else {
+                bytes.extend(part.into_iter().flat_map(f32::to_le_bytes));
+            }
             done += 1;
             bar.advance(done);
             Ok(())
         },
     )?;
-    let bytes: Vec<u8> = losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
-    let all = gather(ranks, &bytes)?.concat();
-    let mut losses = all.chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
-    let mut sums = vec![(0f64, 0u64); context];
-    for window in &windows {
-        for _ in 0..window.rows {
-            for (sum, loss) in sums[..window.context].iter_mut().zip(&mut losses) {
-                *sum = (sum.0 + f64::from(loss), sum.1 + 1);
-            }
-        }
+    if ranks.size() > 1 {
+        let all = gather(ranks, &bytes)?.concat();
+        all.chunks_exact(4).for_each(|loss| add(f32::from_le_bytes([loss[0], loss[1], loss[2], loss[3]])));
     }
     let (total, count) = sums.iter().fold((0.0, 0), |a, s| (a.0 + s.0, a.1 + s.1));
     let val_loss = total / count as f64;

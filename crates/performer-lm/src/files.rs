@@ -33,7 +33,11 @@ impl Lock {
         std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(LOCK);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
-        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+        Self::hold(file.with_context(|| format!("cannot write {}", path.display()))?, dir)
+    }
+
+    /// Locks a file, or the folder itself, for work in a folder.
+    fn hold(file: File, dir: &Path) -> Result<Self> {
         match file.try_lock() {
             Err(TryLockError::WouldBlock) => {
                 bail!("another process works in {}: wait until it ends, or choose another folder", dir.display())
@@ -43,13 +47,16 @@ impl Lock {
         }
     }
 
-    /// Locks a folder if it was ever locked before. What is written there at once, and to be given
-    /// away, needs no lock of its own.
+    /// Locks a folder that is there, without a new file in it, since it is to be given away: the
+    /// file by which it was locked before, if any, and the folder itself, which only Unix lets one
+    /// lock.
     ///
     /// # Errors
     /// As [`Self::of`].
-    pub(crate) fn of_worked_in(dir: &Path) -> Result<Option<Self>> {
-        dir.join(LOCK).exists().then(|| Self::of(dir)).transpose()
+    pub(crate) fn without_a_file(dir: &Path) -> Result<(Option<Self>, Option<Self>)> {
+        let worked_in = dir.join(LOCK).exists().then(|| Self::of(dir)).transpose()?;
+        let itself = File::open(dir).ok().map(|folder| Self::hold(folder, dir)).transpose()?;
+        Ok((worked_in, itself))
     }
 }
 
@@ -140,6 +147,20 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(unix)]
+    #[test]
+    fn a_folder_is_locked_without_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = Lock::without_a_file(dir.path()).unwrap();
+        let error = Lock::without_a_file(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("another process works in"), "{error}");
+        drop(lock);
+        drop(Lock::without_a_file(dir.path()).unwrap());
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+        let _lock = Lock::of(dir.path()).unwrap();
+        assert!(Lock::without_a_file(dir.path()).is_err());
+    }
 
     #[test]
     fn a_path_leads_from_one_folder_to_another() {

@@ -192,13 +192,14 @@ impl Examiner<'_> {
         Ok(Question { ids: [beginning, filler, list(&pairs)].concat(), answers })
     }
 
-    /// Different tokens of the held-out text, in order; those that separate texts are not among
+    /// Different tokens of the held-out text, in order; those at the borders of texts are not among
     /// them, nor those that are no text alone.
     fn known(&self) -> Result<Vec<u32>> {
+        let borders = self.tokenizer.borders();
         let all: BTreeSet<u32> = self.text.read(0..self.text.len().min(KNOWN)).into_iter().collect();
         let mut known = Vec::new();
         for id in all {
-            if id != self.tokenizer.eot() && !self.tokenizer.decode(&[id])?.trim().is_empty() {
+            if !borders.is_end(id) && !self.tokenizer.decode(&[id])?.trim().is_empty() {
                 known.push(id);
             }
         }
@@ -220,17 +221,17 @@ impl Examiner<'_> {
     }
 
     /// Reads so many tokens from a random place of the held-out text, again from its beginning
-    /// where it ends. Tokens that separate texts are left out: a model may have learned that
+    /// where it ends. Tokens at the borders of texts are left out: a model may have learned that
     /// nothing before one matters, and forget on purpose what it is to be asked for.
     fn filler(&self, tokens: usize, rng: &mut ChaCha8Rng) -> Result<Vec<u32>> {
-        let (len, separator) = (self.text.len(), self.tokenizer.eot());
+        let (len, borders) = (self.text.len(), self.tokenizer.borders());
         let mut start = below(rng, len);
         let mut ids = Vec::with_capacity(tokens);
         // The loop ends, because a text that has no other tokens has too few different ones, and
         // was refused.
         while ids.len() < tokens {
             let end = len.min(start + tokens - ids.len());
-            ids.extend(self.text.read(start..end).into_iter().filter(|&id| id != separator));
+            ids.extend(self.text.read(start..end).into_iter().filter(|&id| !borders.is_end(id)));
             start = if end == len { 0 } else { end };
         }
         Ok(ids)
@@ -266,7 +267,7 @@ fn require_positions(model: &Decoder, tokens: usize) -> Result<()> {
 mod tests {
     use super::*;
     use crate::{
-        config::{ModelConfig, Positions, Preset},
+        config::{Borders, ModelConfig, Positions, Preset},
         data::{DataSpec, prepare},
         listener::Silent,
     };
@@ -303,6 +304,25 @@ mod tests {
             }
         }
         assert!(at.is_sorted(), "pass keys at {at:?}");
+        Ok(())
+    }
+
+    /// Where texts have a token before them and another one behind them, questions have neither.
+    #[test]
+    fn no_border_of_a_text_is_in_a_question() -> Result<()> {
+        let data = prepare(&DataSpec::Sample, 400, None, &Silent)?;
+        let (begin, end) = (1, data.tokenizer.eot());
+        let borders = Borders { begin: Some(begin), end: Some(end), stop: Vec::new() };
+        let tokenizer = Tokenizer::with_borders(data.tokenizer.as_bytes().to_vec(), Some(borders))?;
+        let text = data.valid.read(0..data.valid.len());
+        // The text of a tokenizer with these borders.
+        let text: Vec<u32> =
+            text.into_iter().flat_map(|id| if id == end { vec![end, begin] } else { vec![id] }).collect();
+        let text = TokenFile::from_tokens(&text, data.valid.bytes())?;
+        let examiner = Examiner { tokenizer: &tokenizer, text: &text, threads: 2, listener: &Silent };
+        for (i, question) in examiner.questions(700)?.iter().enumerate() {
+            assert!(!question.ids.iter().any(|&id| id == begin || id == end), "the border of a text in text {i}");
+        }
         Ok(())
     }
 

@@ -109,21 +109,32 @@ impl ByHead {
 
     /// Lets every group go on from its own state, after all that one of them could refuse has been
     /// looked at: none goes on where another does not.
-    fn extend_groups(&self, parts: &[Group], past: usize, states: &mut [State]) -> Result<Vec<Tensor>> {
-        if states.len() != self.groups.len() || states.iter().any(|state| state.tokens() != past) {
+    fn extend_groups(&self, parts: &[Group], past: usize, states: &mut States) -> Result<Vec<Tensor>> {
+        let counted: Vec<usize> = states.groups.iter().map(State::tokens).collect();
+        if counted.len() != self.groups.len() || counted.iter().any(|&tokens| tokens != past) {
             bail!(
-                "state: it counts {past} tokens for {} groups of heads, and holds groups of {:?}; an earlier call failed, or \
-                 the file it is from is damaged",
-                self.groups.len(),
-                states.iter().map(State::tokens).collect::<Vec<_>>()
+                "state: it counts {past} tokens for {} groups of heads, and holds groups of {counted:?}; the file it is \
+                 from is damaged",
+                self.groups.len()
             );
         }
         let groups = || self.groups.iter().zip(parts);
-        for ((group, part), state) in groups().zip(&*states) {
-            group.path(part.inputs(), &Mask::causal())?;
+        let mut paths = Vec::new();
+        for ((group, part), state) in groups().zip(&states.groups) {
+            paths.push(group.path(part.inputs(), &Mask::causal())?);
             state.check(&group.identity()?, part.inputs().sizes()?, part.q.dtype())?;
         }
-        groups().zip(states).map(|((group, part), state)| group.extend(part.inputs(), state)).collect()
+        // What a group remembers depends on the path that made it, and only the group knows whether
+        // it can go on from that. Where all go on by the paths that they came by, they can.
+        let before = (past > 0 && paths != states.paths).then(|| states.groups.clone());
+        let extended =
+            groups().zip(&mut states.groups).map(|((group, part), state)| group.extend(part.inputs(), state));
+        let outs = extended.collect::<Result<Vec<_>>>();
+        match (&outs, before) {
+            (Err(_), Some(before)) => states.groups = before,
+            _ => states.paths = paths,
+        }
+        outs
     }
 
     /// The name of a group's buffer among those of all.
@@ -159,11 +170,12 @@ impl Attention for ByHead {
         }
         inputs.gates.map(gates::check).transpose()?;
         let (n, past) = (self.groups.len(), state.tokens());
-        let mut states = state.take::<States>()?.map_or_else(|| vec![State::new(); n], |states| states.0);
+        let begin = || States { groups: vec![State::new(); n], paths: Vec::new() };
+        let mut states = state.take::<States>()?.unwrap_or_else(begin);
         let outs = self.extend_groups(&parts, past, &mut states);
         // Before the first token there was nothing to put back.
         if outs.is_ok() || past > 0 {
-            state.set(States(states));
+            state.set(states);
         }
         Self::join(&outs?)
     }
@@ -220,7 +232,11 @@ impl Attention for ByHead {
 
 /// The states of the groups.
 #[derive(Clone, Debug)]
-struct States(Vec<State>);
+struct States {
+    groups: Vec<State>,
+    /// The paths by which the groups came here; empty before the first token and after loading.
+    paths: Vec<Path>,
+}
 
 impl Memory for States {
     fn kind() -> &'static str {
@@ -228,7 +244,7 @@ impl Memory for States {
     }
 
     fn bytes(&self) -> usize {
-        self.0.iter().map(State::bytes).sum()
+        self.groups.iter().map(State::bytes).sum()
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
@@ -236,8 +252,8 @@ impl Memory for States {
     }
 
     fn save(&self) -> Result<StateRecord> {
-        let record = StateRecord::new().with_field("groups", self.0.len());
-        self.0
+        let record = StateRecord::new().with_field("groups", self.groups.len());
+        self.groups
             .iter()
             .enumerate()
             .try_fold(record, |record, (n, state)| Ok(record.with_nested(&format!("heads{n}"), state.record()?)))
@@ -250,6 +266,6 @@ impl Memory for States {
             bail!("saved state: it is of {groups} groups of heads, which it does not hold; the file is damaged");
         }
         let state = |n: usize| State::from_record(&record.nested(&format!("heads{n}")));
-        (0..groups).map(state).collect::<Result<_>>().map(Self)
+        Ok(Self { groups: (0..groups).map(state).collect::<Result<_>>()?, paths: Vec::new() })
     }
 }

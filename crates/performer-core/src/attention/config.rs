@@ -24,7 +24,7 @@ use crate::{features::Constant, projection::derive_seed};
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case")]
+#[serde(tag = "kind", rename_all = "kebab-case", from = "Read")]
 #[non_exhaustive]
 pub enum AttentionConfig {
     /// Exact softmax attention.
@@ -34,7 +34,7 @@ pub enum AttentionConfig {
         /// Tokens that a query sees, its own among them.
         window: usize,
         /// Tokens at the beginning that every query sees too; see [`Softmax::with_sinks`].
-        #[serde(default, skip_serializing_if = "is_zero")]
+        #[serde(skip_serializing_if = "is_zero")]
         sinks: usize,
     },
     /// Linear attention through feature maps.
@@ -44,7 +44,7 @@ pub enum AttentionConfig {
         /// Tokens of exact attention, the query's own among them.
         window: usize,
         /// Tokens at the beginning to which attention is exact too; see [`Windowed::with_sinks`].
-        #[serde(default, skip_serializing_if = "is_zero")]
+        #[serde(skip_serializing_if = "is_zero")]
         sinks: usize,
         /// Attention to the others.
         far: FavorConfig,
@@ -224,6 +224,50 @@ impl AttentionConfig {
     }
 }
 
+/// [`AttentionConfig`] as it is read from JSON: a kind without settings refuses all settings here,
+/// which serde would pass over in a variant without fields.
+#[derive(Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+enum Read {
+    Softmax {},
+    SoftmaxWindow {
+        window: usize,
+        #[serde(default)]
+        sinks: usize,
+    },
+    Favor(FavorConfig),
+    Windowed {
+        window: usize,
+        #[serde(default)]
+        sinks: usize,
+        far: FavorConfig,
+    },
+    Equipped {
+        parts: LayerParts,
+        of: Box<AttentionConfig>,
+    },
+    ByHead {
+        of: Vec<AttentionConfig>,
+    },
+    Uniform {},
+    None {},
+}
+
+impl From<Read> for AttentionConfig {
+    fn from(read: Read) -> Self {
+        match read {
+            Read::Softmax {} => Self::Softmax,
+            Read::SoftmaxWindow { window, sinks } => Self::SoftmaxWindow { window, sinks },
+            Read::Favor(favor) => Self::Favor(favor),
+            Read::Windowed { window, sinks, far } => Self::Windowed { window, sinks, far },
+            Read::Equipped { parts, of } => Self::Equipped { parts, of },
+            Read::ByHead { of } => Self::ByHead { of },
+            Read::Uniform {} => Self::Uniform,
+            Read::None {} => Self::None,
+        }
+    }
+}
+
 /// Whether a setting has its default, and is left out of JSON.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_zero(n: &usize) -> bool {
@@ -255,9 +299,19 @@ mod tests {
         assert_eq!(json("softmax"), r#"{"kind":"softmax"}"#);
         assert_eq!(json("softmax:window=32"), r#"{"kind":"softmax-window","window":32}"#);
         assert_eq!(json("softmax:conv"), r#"{"kind":"equipped","parts":{"convolution":true},"of":{"kind":"softmax"}}"#);
-        // A part of a later version is not passed over.
-        let unknown = r#"{"kind":"equipped","parts":{"new":true},"of":{"kind":"softmax"}}"#;
-        assert!(serde_json::from_str::<AttentionConfig>(unknown).is_err());
+        // A setting that is unknown, or belongs to another kind, is not passed over.
+        for unknown in [
+            r#"{"kind":"equipped","parts":{"new":true},"of":{"kind":"softmax"}}"#,
+            r#"{"kind":"softmax","window":2}"#,
+            r#"{"kind":"softmax-window","window":40,"sink":4}"#,
+            r#"{"kind":"uniform","features":8}"#,
+            r#"{"kind":"none","parts":{}}"#,
+            r#"{"kind":"favor","features":8,"window":4}"#,
+            r#"{"kind":"by-head","of":[],"heads":2}"#,
+        ] {
+            let error = serde_json::from_str::<AttentionConfig>(unknown).expect_err(unknown).to_string();
+            assert!(error.contains("unknown field"), "{unknown}: {error}");
+        }
     }
 
     /// Parts belong to one layer, so that they are said in one place.
@@ -294,6 +348,8 @@ mod tests {
             ("favor:map=learned,window=32,sinks=4,gate", Some("softmax:window=32,sinks=4,gate")),
             ("favor", Some("uniform")),
             ("favor-gated", Some("uniform:gate")),
+            ("favor:map=taylor2,gate,key-dim=16", Some("uniform:gate,key-dim=16")),
+            ("favor:mup-scale", Some("uniform:mup-scale")),
             ("softmax", None),
             ("softmax:window=8,gate", None),
             ("uniform:gate", None),
@@ -302,7 +358,9 @@ mod tests {
             ("softmax:window=8|softmax:gate", None),
         ] {
             let config: AttentionConfig = text.parse().unwrap();
-            assert_eq!(config.features_off().map(|off| off.to_string()).as_deref(), off, "{text}");
+            let control = config.features_off();
+            assert_eq!(control.as_ref().map(ToString::to_string).as_deref(), off, "{text}");
+            assert_eq!(off.map(|off| off.parse().unwrap()), control, "{text}");
         }
     }
 

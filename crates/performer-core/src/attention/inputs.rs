@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::Mask;
-use crate::ops;
+use crate::{kernels::compute_dtype, ops};
 
 /// The tensors that attention is computed from.
 ///
@@ -46,6 +46,10 @@ pub struct Inputs<'a> {
     /// 2023, <https://arxiv.org/abs/2307.08621>). Without gates nothing is forgotten, which is what
     /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates lie in
     /// `-1e30..=0`. An attention that has no gates refuses them.
+    ///
+    /// Where a mask hides a query's own key, kernels in f32 add to its logits the sum `G` of the
+    /// gates since the last visible key, and what they round is then `|G|·2⁻²⁴`: outputs at hidden
+    /// positions are exact to a thousandth while that sum is above about −10,000.
     pub gates: Option<&'a Tensor>,
 }
 
@@ -65,8 +69,8 @@ impl<'a> Inputs<'a> {
     /// The sizes of these inputs.
     ///
     /// # Errors
-    /// If shapes or types do not fit each other. The message names the tensor, its shape or type,
-    /// and what it must be.
+    /// If shapes, types or devices do not fit each other. The message names the tensor, what it has
+    /// and what it must have.
     pub fn sizes(&self) -> Result<Sizes> {
         let Self { q, k, v, gates } = *self;
         for (name, t) in [("q", q), ("k", k), ("v", v)] {
@@ -79,6 +83,7 @@ impl<'a> Inputs<'a> {
             if t.dtype() != q.dtype() {
                 bail!("{name} has dtype {:?}; it must have that of q, {:?}", t.dtype(), q.dtype());
             }
+            require_beside(q, name, t)?;
         }
         let (b, h, tq, d) = q.dims4()?;
         let (kb, hkv, tk, kd) = k.dims4()?;
@@ -112,6 +117,7 @@ impl<'a> Inputs<'a> {
             if !matches!(gates.dtype(), DType::F32 | DType::F64) {
                 bail!("gates have dtype {:?}; they must be f32 or f64", gates.dtype());
             }
+            require_beside(q, "gates", gates)?;
         }
         Ok(Sizes { batch: b, heads: h, key_heads: hkv, queries: tq, keys: tk, head_dim: d, value_dim: v.dim(3)? })
     }
@@ -192,6 +198,36 @@ impl Sizes {
     /// If the device has no memory for them.
     pub fn zeros(&self, like: &Tensor) -> Result<Tensor> {
         Tensor::zeros((self.batch, self.heads, self.queries, self.value_dim), like.dtype(), like.device())
+    }
+}
+
+/// Refuses a tensor on another device than the queries.
+fn require_beside(q: &Tensor, name: &str, t: &Tensor) -> Result<()> {
+    if !t.device().same_device(q.device()) {
+        bail!("{name}: on {:?}, but q is on {:?}; move it there", t.device().location(), q.device().location());
+    }
+    Ok(())
+}
+
+/// The inputs of a call in the type of its computation: logarithms of denominators need more digits
+/// than half types have.
+pub(super) struct Wide {
+    pub(super) q: Tensor,
+    pub(super) k: Tensor,
+    pub(super) v: Tensor,
+    pub(super) gates: Option<Tensor>,
+}
+
+impl Wide {
+    pub(super) fn of(inputs: Inputs<'_>) -> Result<Self> {
+        let wide = compute_dtype(inputs.q.dtype());
+        let widen = |x| ops::to_dtype(x, wide);
+        let gates = inputs.gates.map(widen).transpose()?;
+        Ok(Self { q: widen(inputs.q)?, k: widen(inputs.k)?, v: widen(inputs.v)?, gates })
+    }
+
+    pub(super) fn inputs(&self) -> Inputs<'_> {
+        Inputs::new(&self.q, &self.k, &self.v).with_gates_of(self.gates.as_ref())
     }
 }
 

@@ -63,7 +63,7 @@ impl Folded {
             ops::reshape(&ops::contiguous(&ops::to_dtype(gates, compute)?)?, (b * hkv, tk))
         };
         let gates = inputs.gates.map(lay_out_gates).transpose()?;
-        let Some(visible) = mask.visible_of(b)? else {
+        let Some(visible) = mask.visible_of(b, inputs.q.device())? else {
             return Ok(Self { q, k, v, visible: None, gates, batch: b, heads: h, dtype });
         };
         let visible = visible.to_dtype(compute)?;

@@ -1,6 +1,6 @@
 //! Which keys a query may see.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Which keys a query may see. The default shows every key to every query.
 ///
@@ -51,20 +51,30 @@ impl Mask {
     ///
     /// # Errors
     /// If the shape is another one, or the numbers are those of neither kind of mask. Floats that
-    /// are all 0 are refused too, since they hide every key in one kind and none in the other.
+    /// are all 0 are refused too, since they hide every key in one kind and none in the other: give
+    /// an additive mask to [`Self::with_key_bias`] where a batch may be without padding.
     pub fn with_keys(mut self, keys: &Tensor) -> Result<Self> {
-        let dims = keys.dims();
-        let rows = match *dims {
-            [tokens] => keys.reshape((1, tokens))?,
-            [_, _] => keys.clone(),
-            [batch, 1, tokens] | [batch, 1, 1, tokens] => keys.reshape((batch, tokens))?,
-            _ => bail!(
-                "key mask has shape {dims:?}; it must be (batch, keys), (keys), (batch, 1, keys) or (batch, 1, 1, \
-                 keys)"
-            ),
-        };
-        self.visible = Some(visible(&rows)?.to_device(keys.device())?);
+        self.visible = Some(visible(&rows(keys)?)?.to_device(keys.device())?);
         Ok(self)
+    }
+
+    /// Hides padding as an additive mask describes it: floats that are 0 where a key is visible,
+    /// and −∞ or the lowest finite number of their type where it is hidden. A mask of zeros, which
+    /// a batch without padding has, hides no key. Shapes are those of [`Self::with_keys`].
+    ///
+    /// # Errors
+    /// If the shape is another one, or a number is none of these.
+    pub fn with_key_bias(self, bias: &Tensor) -> Result<Self> {
+        let dtype = bias.dtype();
+        if !dtype.is_float() {
+            bail!("key bias has dtype {dtype:?}; it must be of f16, bf16, f32 or f64, 0 or -inf for each key");
+        }
+        let numbers = numbers(bias)?;
+        if numbers.contains(&1.0) {
+            bail!("key bias holds 1; it must hold 0 for visible and -inf for hidden keys (with_keys takes 0 and 1)");
+        }
+        let shows_all = numbers.iter().all(|&x| x == 0.0);
+        if shows_all { self.with_keys(&bias.ones_like()?) } else { self.with_keys(bias) }
     }
 
     /// Whether query `t` is kept from keys after `t`.
@@ -88,9 +98,11 @@ impl Mask {
         Ok(())
     }
 
-    /// [`Self::visible`] with one row for each of `batch` sequences, contiguous.
-    pub(crate) fn visible_of(&self, batch: usize) -> Result<Option<Tensor>> {
-        let expand = |visible: &Tensor| visible.expand((batch, visible.dim(1)?))?.contiguous();
+    /// [`Self::visible`] with one row for each of `batch` sequences, contiguous, on `device`.
+    pub(crate) fn visible_of(&self, batch: usize, device: &Device) -> Result<Option<Tensor>> {
+        let expand = |visible: &Tensor| -> Result<Tensor> {
+            visible.expand((batch, visible.dim(1)?))?.contiguous()?.to_device(device)
+        };
         self.visible.as_ref().map(expand).transpose()
     }
 
@@ -99,7 +111,7 @@ impl Mask {
         let flags = |visible: Tensor| -> Result<Vec<bool>> {
             Ok(visible.flatten_all()?.to_vec1::<u8>()?.into_iter().map(|x| x != 0).collect())
         };
-        self.visible_of(batch)?.map(flags).transpose()
+        self.visible_of(batch, &Device::Cpu)?.map(flags).transpose()
     }
 
     /// Returns this mask over the keys `start..start + count` only.
@@ -107,6 +119,25 @@ impl Mask {
         let visible = self.visible.as_ref().map(|visible| visible.narrow(1, start, count)).transpose()?;
         Ok(Self { causal: self.causal, visible })
     }
+}
+
+/// Brings a mask of keys into rows `(B, Tk)`.
+fn rows(keys: &Tensor) -> Result<Tensor> {
+    match *keys.dims() {
+        [tokens] => keys.reshape((1, tokens)),
+        [_, _] => Ok(keys.clone()),
+        [batch, 1, tokens] | [batch, 1, 1, tokens] => keys.reshape((batch, tokens)),
+        _ => bail!(
+            "key mask has shape {:?}; it must be (batch, keys), (keys), (batch, 1, keys) or (batch, 1, 1, keys)",
+            keys.dims()
+        ),
+    }
+}
+
+/// The numbers of a mask.
+fn numbers(mask: &Tensor) -> Result<Vec<f64>> {
+    // A GPU of Apple has no f64.
+    mask.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
 /// Reads a mask of either kind, `(B, Tk)`: u8, 1 where a key is visible.
@@ -120,18 +151,16 @@ fn visible(mask: &Tensor) -> Result<Tensor> {
         DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => 0.0,
         other => bail!("key mask has dtype {other:?}; it must be of integers, f16, bf16, f32 or f64"),
     };
-    // A GPU of Apple has no f64.
-    let numbers: Vec<f64> =
-        mask.to_device(&candle_core::Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
+    let numbers = numbers(mask)?;
     let of = |visible: &dyn Fn(f64) -> bool| {
         let visible: Vec<u8> = numbers.iter().map(|&x| visible(x).into()).collect();
-        Tensor::from_vec(visible, mask.shape(), &candle_core::Device::Cpu)
+        Tensor::from_vec(visible, mask.shape(), &Device::Cpu)
     };
     let hides = |x: f64| x == f64::NEG_INFINITY || x == lowest;
     if dtype.is_float() && !numbers.is_empty() && numbers.iter().all(|&x| x == 0.0) {
         bail!(
             "key mask has dtype {dtype:?} and is 0 everywhere, which hides every key as a mask of 0 and 1 and none as \
-             an additive one; give 0 and 1 as integers, or leave an empty mask out"
+             an additive one; give 0 and 1 as integers, or an additive mask to Mask::with_key_bias"
         );
     }
     if numbers.iter().all(|&x| x == 0.0 || x == 1.0) {

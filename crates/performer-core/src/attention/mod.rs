@@ -75,18 +75,11 @@
 //!             return sizes.zeros(inputs.q);
 //!         }
 //!         Self::check(inputs)?;
-//!         let before = state.take::<Sum>()?;
-//!         match Self::means(inputs.v, before.as_ref().map(|sum| &sum.0), state.tokens()) {
-//!             Ok((out, sum)) => {
-//!                 state.set(Sum(sum));
-//!                 Ok(out)
-//!             }
-//!             // What was taken goes back after an error, too.
-//!             Err(error) => {
-//!                 before.into_iter().for_each(|sum| state.set(sum));
-//!                 Err(error)
-//!             }
-//!         }
+//!         let tokens = state.tokens();
+//!         state.advance_with(|before: Option<&Sum>| {
+//!             let (out, sum) = Self::means(inputs.v, before.map(|sum| &sum.0), tokens)?;
+//!             Ok((out, Sum(sum)))
+//!         })
 //!     }
 //! }
 //!
@@ -143,7 +136,8 @@ pub use windowed::Windowed;
 ///
 /// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of
 /// the inputs. Half types are widened: features and sums, and the states that hold them, are f32
-/// (f64 for f64). Exact softmax keeps keys and values in the type of the inputs.
+/// (f64 for f64). Exact softmax keeps keys and values in the type of the inputs; the window of
+/// [`Windowed`], which is joined with such sums, keeps its own as wide as they are.
 ///
 /// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`]
 /// and [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to

@@ -107,8 +107,8 @@ impl Softmax {
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) => {
                 let (window, sinks) = (self.window, self.sinks);
-                let seen =
-                    kernels::cuda::softmax::Seen { offset, window, sinks, visible: mask.visible_of(sizes.batch)? };
+                let visible = mask.visible_of(sizes.batch, q.device())?;
+                let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
                 kernels::cuda::softmax::softmax([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
             }
             Err(_) => {
@@ -166,7 +166,7 @@ impl Softmax {
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) if q.dtype() == candle_core::DType::F32 => {
-                let visible = mask.visible_of(q.dim(0)?)?;
+                let visible = mask.visible_of(q.dim(0)?, q.device())?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
                 kernels::cuda::softmax::softmax_with_logs([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
             }
@@ -198,10 +198,7 @@ enum Kernel {
 
 impl Attention for Softmax {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
-        let sizes = inputs.sizes_under(mask)?;
-        if self.window.is_some() && !mask.is_causal() {
-            bail!("softmax attention with a window is causal; give it Mask::causal()");
-        }
+        let sizes = self.sizes(inputs, mask)?;
         self.attend(inputs, sizes, mask, if mask.is_causal() { Some(0) } else { None })
     }
 
@@ -261,21 +258,29 @@ impl Attention for Softmax {
     }
 
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
-        inputs.sizes_under(mask)?;
+        self.sizes(inputs, mask)?;
         Ok(self.path_with_logs(inputs))
     }
 }
 
 impl Softmax {
+    /// The sizes of inputs under a mask, which must be causal where there is a window.
+    fn sizes(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Sizes> {
+        let sizes = inputs.sizes_under(mask)?;
+        if self.window.is_some() && !mask.is_causal() {
+            bail!("softmax attention with a window is causal; give it Mask::causal()");
+        }
+        Ok(sizes)
+    }
+
     /// Computes [`Attention::advance`] where there is a window. Nothing is empty.
     fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
         state.require_memory()?;
-        let past = state.take::<LastKeysAndValues>()?;
-        let attended = (|| {
-            if let Some(past) = &past {
+        state.advance_with(|past: Option<&LastKeysAndValues>| {
+            if let Some(past) = past {
                 past.0.require_at_most(self.sinks + window - 1)?;
             }
-            let seen = Exact::append(past.as_ref().map(|past: &LastKeysAndValues| &past.0), inputs)?;
+            let seen = Exact::append(past.map(|past| &past.0), inputs)?;
             let gates = seen.gates_with_missing(self.sinks)?;
             let inputs = Inputs::new(inputs.q, &seen.keys, &seen.values).with_gates_of(gates.as_ref());
             let fused = matches!(self.kernel(inputs), Ok(Kernel::Cpu));
@@ -286,17 +291,7 @@ impl Softmax {
             };
             // The next token sees these and itself.
             Ok((out, LastKeysAndValues(seen.keep(self.sinks, window - 1)?)))
-        })();
-        match attended {
-            Ok((out, memory)) => {
-                state.set(memory);
-                Ok(out)
-            }
-            Err(error) => {
-                past.into_iter().for_each(|past| state.set(past));
-                Err(error)
-            }
-        }
+        })
     }
 }
 

@@ -255,8 +255,28 @@ impl State {
         self.memory.bytes() + self.layer.bytes()
     }
 
-    /// Takes the memory out, for an attention to go on from; `None` before the first token. Put it
-    /// back with [`Self::set`], after an error too.
+    /// Goes on from the memory: `advance` is given what there is of it, nothing before the first
+    /// token, and returns an output and the memory after it, which is put in its place. After an
+    /// error the memory is what it was.
+    ///
+    /// # Errors
+    /// As [`Self::take`], and those of `advance`.
+    pub fn advance_with<M: Memory, T>(&mut self, advance: impl FnOnce(Option<&M>) -> Result<(T, M)>) -> Result<T> {
+        let before = self.take::<M>()?;
+        match advance(before.as_ref()) {
+            Ok((output, after)) => {
+                self.set(after);
+                Ok(output)
+            }
+            Err(error) => {
+                before.into_iter().for_each(|before| self.set(before));
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes the memory out, for an attention that changes it in place; `None` before the first
+    /// token. Put it back with [`Self::set`], after an error too ([`Self::advance_with`] does).
     ///
     /// # Errors
     /// If it is memory of another kind, which stays in the state, or was loaded and is damaged.

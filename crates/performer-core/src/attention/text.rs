@@ -62,8 +62,9 @@ impl fmt::Display for AttentionConfig {
 /// `favor:m=64,map=relu,projection=gaussian,radii=sqrt,window=32,sinks=4`, `uniform`, `none`, and
 /// three variants by name: `favor-learned` is `favor:map=learned`, `favor-window` is
 /// `favor:map=learned,window=32`, and `favor-gated` is `favor:gate`. All but `none` take the names
-/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate` and `output-norm`; all but `none`
-/// and `uniform` also take `mup-scale` and `key-dim=16`, which are about queries and keys.
+/// of [`LayerParts`] as settings: `gate`, `conv`, `output-gate`, `output-norm`, `mup-scale` and
+/// `key-dim=16`. The last two are about queries and keys, at which `uniform` does not look: there
+/// they only say of which layer it is the control.
 ///
 /// `favor:m=32|favor:m=224,gate` divides the heads: the first half has 32 features and the second
 /// 224. Parts of the layer stand behind the last of them.
@@ -111,12 +112,6 @@ impl FromStr for AttentionConfig {
             Self::None => {
                 Err(format!("the attention none has nothing to forget, to mix or to scale; leave {parts} out"))
             }
-            Self::Uniform if parts.mup_scale => {
-                Err("the attention uniform has no logits to scale; leave mup-scale out".to_owned())
-            }
-            Self::Uniform if parts.key_dim.is_some() => {
-                Err("the attention uniform looks at no queries and keys; leave key-dim out".to_owned())
-            }
             of => Ok(Self::Equipped { parts, of: Box::new(of) }),
         }
     }
@@ -136,9 +131,7 @@ impl AttentionConfig {
                 one.parts()
             ));
         }
-        let of_logits = parts.key_dim.is_some() || parts.mup_scale;
-        let without = |one: &&Self| matches!(one, Self::None) || (of_logits && **one == Self::Uniform);
-        if let Some(one) = of.iter().find(without).filter(|_| !parts.is_empty()) {
+        if let Some(one) = of.iter().find(|one| **one == Self::None).filter(|_| !parts.is_empty()) {
             return Err(format!("'{s}': heads with the attention {one} have no {parts}; leave {parts} out"));
         }
         let heads = Self::ByHead { of };
@@ -162,7 +155,7 @@ impl AttentionConfig {
                 return Err(format!(
                     "unknown attention '{kind}'; known are softmax, favor, favor-learned, favor-window, favor-gated, uniform and none, \
                      those of favor with settings such as :m=128,map=...,projection=...,radii=...,window=...,sinks=..., and all but none \
-                     with {parts} (uniform without mup-scale and key-dim)"
+                     with {parts}"
                 ));
             }
         };
@@ -255,6 +248,7 @@ mod tests {
             "favor:m=64,gate,conv",
             "favor:map=elu,output-norm",
             "uniform:conv,output-gate",
+            "uniform:mup-scale,key-dim=8",
             "softmax:window=32,sinks=4",
             "softmax:window=32,sinks=4,gate",
             "favor:m=64,window=32,gate",
@@ -308,7 +302,6 @@ mod tests {
             ("favor:key-dim=x", "key-dim=x: "),
             ("favor:key-dim", "KEY=VALUE"),
             ("softmax:key-dim=8,key-dim=8", "key-dim is given twice"),
-            ("uniform:key-dim=8", "leave key-dim out"),
             ("none:key-dim=8", "leave key-dim=8 out"),
             ("softmax:conv,window=4,conv", "conv is given twice"),
             ("favor:conv=3", "unknown attention setting 'conv'"),
@@ -317,12 +310,10 @@ mod tests {
             ("none:conv,output-norm", "leave conv,output-norm out"),
             ("uniform:m=4", "no such settings"),
             ("none:m=4", "no such settings"),
-            ("uniform:gate,mup-scale", "no logits to scale"),
             ("favor:gate|softmax", "gate belongs to the layer"),
             ("favor-gated|softmax:gate", "give it once, behind the last"),
             ("favor|", "unknown attention ''"),
             ("none|softmax:conv", "leave conv out"),
-            ("uniform|softmax:key-dim=4", "have no key-dim=4"),
         ] {
             let error = bad.parse::<AttentionConfig>().unwrap_err();
             assert!(error.contains(word), "{bad}: {error}");

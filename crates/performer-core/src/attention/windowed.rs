@@ -15,9 +15,10 @@ use super::{
     Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord,
     exact::{Exact, check_sinks, check_window},
     gates,
+    inputs::Wide,
     layout::join,
 };
-use crate::{features::Features, kernels::compute_dtype, ops};
+use crate::{features::Features, ops};
 
 /// Causal attention, exact to the last `window` tokens and by FAVOR to those before, in `O(T·(W +
 /// F))` time. The decoding state holds the keys and values of `W` tokens and of the sinks, and
@@ -98,28 +99,6 @@ fn tokens(x: &Tensor, start: usize, len: usize) -> Result<Tensor> {
     ops::narrow(x, 2, start, len)
 }
 
-/// The inputs of a call in the type of its computation: logarithms of denominators need more digits
-/// than half types have.
-struct Wide {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Option<Tensor>,
-}
-
-impl Wide {
-    fn of(inputs: Inputs<'_>) -> Result<Self> {
-        let wide = compute_dtype(inputs.q.dtype());
-        let widen = |x| ops::to_dtype(x, wide);
-        let gates = inputs.gates.map(widen).transpose()?;
-        Ok(Self { q: widen(inputs.q)?, k: widen(inputs.k)?, v: widen(inputs.v)?, gates })
-    }
-
-    fn inputs(&self) -> Inputs<'_> {
-        Inputs::new(&self.q, &self.k, &self.v).with_gates_of(self.gates.as_ref())
-    }
-}
-
 fn check_causal(mask: &Mask) -> Result<()> {
     if !mask.is_causal() {
         bail!("attention with a window is causal; give it Mask::causal()");
@@ -171,13 +150,11 @@ impl Attention for Windowed {
             return sizes.zeros(inputs.q);
         }
         let (w, t, dtype) = (self.window, sizes.queries, inputs.q.dtype());
-        let widen = |x| ops::to_dtype(x, compute_dtype(dtype));
-        let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
-        let gates = inputs.gates.map(widen).transpose()?;
-        let own = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
+        let wide = Wide::of(inputs)?;
+        let (own, q) = (wide.inputs(), &wide.q);
         let seen = Exact::in_segment(own, segment, w)?;
         let all = seen.len()?;
-        let near_inputs = Inputs::new(&q, &seen.keys, &seen.values).with_gates_of(seen.gates.as_ref());
+        let near_inputs = Inputs::new(q, &seen.keys, &seen.values).with_gates_of(seen.gates.as_ref());
         let (near, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, (w, 0))?;
         // Far keys lie W tokens before their queries: those of a segment begin in the one before.
         let (far, first) = (all.saturating_sub(w), w.saturating_sub(all - t));
@@ -187,7 +164,7 @@ impl Attention for Windowed {
             return ops::to_dtype(&near, dtype);
         }
         let (far_q, far_k, far_v) =
-            (tokens(&q, first, far)?, tokens(&seen.keys, 0, far)?, tokens(&seen.values, 0, far)?);
+            (tokens(q, first, far)?, tokens(&seen.keys, 0, far)?, tokens(&seen.values, 0, far)?);
         let far_gates = seen.gates.as_ref().map(|gates| tokens(gates, 0, far)).transpose()?;
         let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
         let (rows, logs) = match self.far.sums_of_segment(far_inputs)?.before(segment, has_far)? {
@@ -206,17 +183,7 @@ impl Attention for Windowed {
             return sizes.zeros(inputs.q);
         }
         state.require_memory()?;
-        let past = state.take::<Window>()?;
-        match self.attend(inputs, past.as_ref()) {
-            Ok((out, window)) => {
-                state.set(window);
-                Ok(out)
-            }
-            Err(error) => {
-                past.into_iter().for_each(|past| state.set(past));
-                Err(error)
-            }
-        }
+        state.advance_with(|past| self.attend(inputs, past))
     }
 
     fn identity(&self) -> Result<Identity> {
@@ -270,22 +237,23 @@ impl Windowed {
     /// Computes attention from what `past` remembers on, and what is to be remembered. Nothing is
     /// empty.
     fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
-        let (dtype, wide) = (inputs.q.dtype(), compute_dtype(inputs.q.dtype()));
-        let (q, k, v) = (inputs.q.to_dtype(wide)?, inputs.k.to_dtype(wide)?, inputs.v.to_dtype(wide)?);
+        let dtype = inputs.q.dtype();
+        let wide = Wide::of(inputs)?;
+        let q = &wide.q;
         if let Some(past) = past {
             past.exact.require_at_most(self.window + self.sinks)?;
         }
-        let exact = Exact::append(past.map(|past| &past.exact), Inputs::new(&q, &k, &v).with_gates_of(inputs.gates))?;
+        let exact = Exact::append(past.map(|past| &past.exact), wide.inputs())?;
         let mut far = past.map_or_else(State::new, |past| past.far.clone());
         let (k, v, gates) = (&exact.keys, &exact.values, exact.gates_with_missing(self.sinks)?);
         let (w, n, t, all) = (self.window, self.sinks, q.dim(2)?, exact.len()?);
-        let near_inputs = Inputs::new(&q, k, v).with_gates_of(gates.as_ref());
+        let near_inputs = Inputs::new(q, k, v).with_gates_of(gates.as_ref());
         let (mut out, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, (w, n))?;
         // Keys that leave the window, one with each of the last queries.
         let leaving = all.saturating_sub(w + n);
         if leaving > 0 {
             let first = t - leaving;
-            let (far_q, far_k, far_v) = (tokens(&q, first, leaving)?, tokens(k, n, leaving)?, tokens(v, n, leaving)?);
+            let (far_q, far_k, far_v) = (tokens(q, first, leaving)?, tokens(k, n, leaving)?, tokens(v, n, leaving)?);
             let gates = exact.gates.as_ref().map(|gates| tokens(gates, n, all - n)).transpose()?;
             let far_gates = gates.as_ref().map(|gates| tokens(gates, 0, leaving)).transpose()?;
             let inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());

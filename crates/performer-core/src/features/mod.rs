@@ -84,11 +84,30 @@ impl Pair {
     /// Computes the features of queries and keys.
     ///
     /// # Errors
-    /// If the map returns them in two forms.
+    /// If the map returns them in two forms, or not [`FeatureMap::feature_dim`] of each row.
     pub(crate) fn of(map: &dyn FeatureMap, queries: &Tensor, keys: &Tensor) -> Result<Self> {
+        let require = |made: &Tensor, rows: &Tensor, width: usize| -> Result<()> {
+            let (of, leading) = (made.dims(), &rows.dims()[..rows.rank() - 1]);
+            if of.split_last() != Some((&width, leading)) {
+                bail!(
+                    "the feature map {} made {of:?} of rows {:?}; it must make {leading:?} and {width}",
+                    map.name(),
+                    rows.dims()
+                );
+            }
+            Ok(())
+        };
+        let features = map.feature_dim();
         match (map.features(queries)?, map.key_features(keys)?) {
-            (Features::Log(q), Features::Log(k)) => Ok(Self::Log { q, k }),
+            (Features::Log(q), Features::Log(k)) => {
+                require(&q, queries, features)?;
+                require(&k, keys, features)?;
+                Ok(Self::Log { q, k })
+            }
             (Features::Linear { values: q, .. }, Features::Linear { values: k, log_scale }) => {
+                require(&q, queries, features)?;
+                require(&k, keys, features)?;
+                log_scale.as_ref().map(|scale| require(scale, keys, 1)).transpose()?;
                 Ok(Self::Linear { q, k, log_scale })
             }
             _ => bail!("the feature map {} returned two kinds of features", map.name()),
@@ -253,6 +272,45 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         let phi_y = self.key_features(y)?.materialize()?;
         phi_x.matmul(&phi_y.transpose(D::Minus2, D::Minus1)?.contiguous()?)
     }
+}
+
+/// Refuses a map that has a form for kernels of other rows, features or heads than its own.
+pub(crate) fn check_forms(map: &dyn FeatureMap) -> Result<()> {
+    let (dim, features) = (map.input_dim(), map.feature_dim());
+    let require = |name: &str, tensor: &Tensor, expected: &[usize]| -> Result<()> {
+        if tensor.dims() != expected {
+            bail!(
+                "the feature map {} takes rows of {dim} and makes {features} features, so the {name} of its form for kernels \
+                 must have shape {expected:?}, not {:?}",
+                map.name(),
+                tensor.dims()
+            );
+        }
+        Ok(())
+    };
+    if let Some((projection, _)) = map.rectified_form() {
+        return require("projection", &projection, &[features, dim]);
+    }
+    if map.quadratic_form().is_some() {
+        let all = 1 + dim + dim * (dim + 1) / 2;
+        if features != all {
+            bail!(
+                "the feature map {} has a quadratic form, which makes {all} features of rows of {dim}, not {features}",
+                map.name()
+            );
+        }
+        return Ok(());
+    }
+    let Some(form) = map.exponential_form() else { return Ok(()) };
+    let heads = map.heads();
+    let rows = if form.hyperbolic { features.div_ceil(2) } else { features };
+    require("projection", &form.projection, &[heads, rows, dim])?;
+    if let Some(keys) = &form.keys {
+        require("projection of keys", &keys.projection, &[heads, rows, dim])?;
+        require("weights of keys", &keys.log_weights, &[heads, rows])?;
+        keys.metric.as_ref().map(|metric| require("metric of keys", metric, &[heads, dim, dim])).transpose()?;
+    }
+    Ok(())
 }
 
 /// What a random feature map draws: constants to the gradient, saved with the model.

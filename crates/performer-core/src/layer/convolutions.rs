@@ -71,7 +71,7 @@ impl Around<'_> {
                         before.dims()
                     ),
                 };
-                let all = if rows.elem_count() == 0 { before } else { Tensor::cat(&[&before, &rows], 1)? };
+                let all = if rows.dim(1)? == 0 { before } else { Tensor::cat(&[&before, &rows], 1)? };
                 // A view would keep all rows of a prompt in memory.
                 last[which] = Some(all.narrow(1, all.dim(1)? - PAST, PAST)?.force_contiguous()?.detach());
                 Ok((all, PAST))

@@ -229,8 +229,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Targets) -> R
 /// and `(V, E')`; `N` targets → `(N)`. On the CPU in f32 all logits are made in tiles.
 ///
 /// # Errors
-/// If there are not `N` targets, a target lies beyond the vocabulary, or the teacher has other rows
-/// or another vocabulary.
+/// If there are not `N` targets, a target lies beyond the vocabulary, the teacher has other rows or
+/// another vocabulary, or `share` is no number of `0..=1`.
 pub fn linear_distillation(
     x: &Tensor,
     weight: &Tensor,
@@ -238,6 +238,9 @@ pub fn linear_distillation(
     teacher: (&Tensor, &Tensor),
     share: f64,
 ) -> Result<Tensor> {
+    if !(0.0..=1.0).contains(&share) {
+        bail!("distillation: the teacher's share of the mixture is {share}; it must be from 0 to 1");
+    }
     let all = Targets::from(targets);
     let (states, head) = (teacher.0.detach(), teacher.1.detach());
     for (x, weight) in [(x, weight), (&states, &head)] {

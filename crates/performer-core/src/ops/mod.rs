@@ -18,10 +18,11 @@
 //! Tensors of f32 on the CPU, and of f32, f16 and bf16 on CUDA, take one fused operation each way.
 //! Other types and devices take Candle's composed operations, with these exceptions. On the CPU,
 //! [`softmax_attention`] is fused for f16 and bf16 too, and norms, rotary positions and
-//! [`short_convolution`] convert these types to f32 and back around the fused operation.
-//! [`linear`] is one operation, and [`linear_cross_entropy`] makes its logits in tiles, for every
-//! type and device. [`softmax`], [`cross_entropy`] and plain operations such as [`add`],
-//! [`reshape`] and [`gelu_erf`] are Candle's everywhere, and [`embedding`] is outside CUDA.
+//! [`short_convolution`] convert these types to f32 and back around the fused operation. [`linear`]
+//! is one operation for every type and device that Candle has a matrix product for (bf16 on the CPU
+//! needs candle-core 0.11.1), and [`linear_cross_entropy`] makes its logits in tiles. [`softmax`],
+//! [`cross_entropy`] and plain operations such as [`add`], [`reshape`] and [`gelu_erf`] are
+//! Candle's everywhere, and [`embedding`] is outside CUDA.
 //!
 //! Weights may be f32 while the tensors they meet are f16 or bf16: matrix products are made in the
 //! type of `x`, norms in f32, and gradients of f32 weights come back in f32. A model can so be

@@ -89,7 +89,9 @@ pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps:
         return normalise(&x.to_dtype(DType::F32)?, &weight, bias.as_ref(), eps, center)?.to_dtype(x.dtype());
     }
     let x = if center { x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x.clone() };
-    let y = candle_nn::ops::rms_norm_slow(&x, &weight, eps as f32)?;
+    // Candle's own norm takes ε in f32.
+    let root = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    let y = x.broadcast_div(&root)?.broadcast_mul(&weight)?;
     match bias {
         None => Ok(y),
         Some(bias) => y.broadcast_add(&bias),

@@ -5,7 +5,7 @@ use crate::common::{Problem, Random, assert_tensor_close, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::attention::ByHead;
 use performer_core::reference::Shape;
-use performer_core::{Attention, AttentionConfig, Inputs, Mask, State};
+use performer_core::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, State};
 
 const SHAPE: Shape = Shape { batch: 2, heads: 6, kv_heads: 3, q_len: 70, k_len: 70, head_dim: 6, value_dim: 5 };
 
@@ -139,6 +139,28 @@ fn trained_features_are_another_attention() -> Result<()> {
     assert!(name.starts_with("heads.1.feature_map."), "{name}");
     var.set(&(var.as_tensor() * 2.0)?)?;
     assert!(attention.identity()? != before);
+    Ok(())
+}
+
+/// A group that cannot go on from what it remembers leaves all groups where they were, though the
+/// groups before it have gone on by then.
+#[test]
+fn a_group_that_fails_takes_no_other_along() -> Result<()> {
+    let config = FavorConfig::default().with_features(8);
+    let favor = || Favor::new(&config, SHAPE.head_dim, 5, DType::F32, &Device::Cpu);
+    let near = || built("softmax:window=4", DType::F32);
+    let fused = ByHead::new(vec![near()?, Box::new(favor()?)])?;
+    // Of the same features, and so of the same identity, with another memory.
+    let composed = ByHead::new(vec![near()?, Box::new(favor()?.composed())])?;
+    let x = Tensor::ones((1, 2, 3, SHAPE.head_dim), DType::F32, &Device::Cpu)?;
+    let inputs = Inputs::new(&x, &x, &x);
+    let mut state = State::new();
+    fused.extend(inputs, &mut state)?;
+    let expected = values(&fused.extend(inputs, &mut state.clone())?)?;
+    let error = composed.extend(inputs, &mut state).expect_err("sums of another path").to_string();
+    assert!(error.contains("another path"), "{error}");
+    assert_eq!(state.tokens(), 3);
+    assert_tensor_close("after the error", &fused.extend(inputs, &mut state)?, &expected, 0.0);
     Ok(())
 }
 

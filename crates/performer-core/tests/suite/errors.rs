@@ -4,8 +4,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{
-    Elu, FeatureMap, Features, Fitted, HermiteTail, Hyperbolic, Phase, Positive, RandomParameters, Relu, Trigonometric,
-    fit::Moments,
+    Elu, ExponentialForm, FeatureMap, Features, Fitted, HermiteTail, Hyperbolic, KeyForm, Phase, Positive,
+    RandomParameters, Relu, Trigonometric, fit::Moments,
 };
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
@@ -233,6 +233,20 @@ fn fitted_maps_whose_parameters_do_not_fit() {
     assert_error(metrics(&[2, 4, 4], &[2, 4]), &["key_metric", "[2, 4]", "[2, 4, 4]"]);
 }
 
+/// What attention refuses, it says no path for.
+#[test]
+fn a_window_needs_a_causal_mask() -> Result<()> {
+    let x = zeros(&[1, 2, 5, 4]);
+    let favor = Favor::new(&FavorConfig::default(), 4, 1, DType::F32, &DEVICE)?;
+    let (near, both) = (Softmax::new().with_window(3)?, Windowed::new(3, favor)?);
+    for attention in [&near as &dyn Attention, &both] {
+        assert_error(attention.forward(Inputs::new(&x, &x, &x), &Mask::full()), &["is causal; give it Mask::causal()"]);
+        assert_error(attention.path(Inputs::new(&x, &x, &x), &Mask::full()), &["is causal; give it Mask::causal()"]);
+        assert!(attention.path(Inputs::new(&x, &x, &x), &Mask::causal())?.is_fused());
+    }
+    Ok(())
+}
+
 /// A map of one's own must take and make something.
 #[test]
 fn feature_maps_of_no_numbers() {
@@ -257,6 +271,79 @@ fn feature_maps_of_no_numbers() {
         assert_error(made, &[&format!("rows of {dim} and makes {features} features"), "at least 1"]);
     }
     assert!(Favor::with_map(Box::new(Sized(4, 4))).is_ok());
+}
+
+/// A map of one's own must make as many features as it says, by itself and in its form for kernels.
+#[test]
+fn feature_maps_of_other_widths() -> Result<()> {
+    /// Says that it makes 8 features of rows of 4.
+    #[derive(Clone, Debug)]
+    struct Claims {
+        made: usize,
+        form: Option<ExponentialForm>,
+        rectified: Option<Tensor>,
+        quadratic: Option<f64>,
+    }
+    impl FeatureMap for Claims {
+        fn input_dim(&self) -> usize {
+            4
+        }
+        fn feature_dim(&self) -> usize {
+            8
+        }
+        fn features(&self, x: &Tensor) -> Result<Features> {
+            let parts = vec![x.narrow(candle_core::D::Minus1, 0, 1)?; self.made];
+            Ok(Features::Log(Tensor::cat(&parts, candle_core::D::Minus1)?))
+        }
+        fn exponential_form(&self) -> Option<ExponentialForm> {
+            self.form.clone()
+        }
+        fn rectified_form(&self) -> Option<(Tensor, f64)> {
+            self.rectified.clone().map(|projection| (projection, 1e-3))
+        }
+        fn quadratic_form(&self) -> Option<f64> {
+            self.quadratic
+        }
+    }
+    let claims = |made| Claims { made, form: None, rectified: None, quadratic: None };
+    let x = zeros(&[1, 2, 5, 4]);
+    for made in [7, 9] {
+        for favor in [Favor::with_map(Box::new(claims(made)))?, Favor::with_map(Box::new(claims(made)))?.composed()] {
+            for mask in [Mask::full(), Mask::causal()] {
+                let out = favor.forward(Inputs::new(&x, &x, &x), &mask);
+                assert_error(out, &["feature map Claims", &format!("{made}]"), "and 8"]);
+            }
+        }
+    }
+    assert!(Favor::with_map(Box::new(claims(8)))?.forward(Inputs::new(&x, &x, &x), &Mask::causal()).is_ok());
+    let form = |projection: &[usize], hyperbolic, keys: Option<[&[usize]; 3]>| {
+        let keys = keys.map(|[projection, weights, metric]| KeyForm {
+            projection: zeros(projection),
+            log_weights: zeros(weights),
+            metric: Some(zeros(metric)),
+        });
+        Claims { form: Some(ExponentialForm { projection: zeros(projection), hyperbolic, keys }), ..claims(8) }
+    };
+    let keys = |rows: usize, weights: usize, metric: usize| Some([[1, rows, 4], [1, weights, 0], [1, metric, 4]]);
+    let of_keys = |dims: Option<[[usize; 3]; 3]>| {
+        let [rows, weights, metric] = dims.expect("dims");
+        form(&[1, 8, 4], false, Some([&rows, &weights[..2], &metric]))
+    };
+    assert!(Favor::with_map(Box::new(of_keys(keys(8, 8, 4)))).is_ok());
+    for (map, name) in [
+        (form(&[1, 7, 4], false, None), "projection"),
+        (form(&[1, 8, 3], false, None), "projection"),
+        (form(&[2, 8, 4], false, None), "projection"),
+        (form(&[1, 8, 4], true, None), "projection"),
+        (of_keys(keys(7, 8, 4)), "projection of keys"),
+        (of_keys(keys(8, 7, 4)), "weights of keys"),
+        (of_keys(keys(8, 8, 3)), "metric of keys"),
+        (Claims { rectified: Some(zeros(&[7, 4])), ..claims(8) }, "projection"),
+        (Claims { quadratic: Some(0.5), ..claims(8) }, "quadratic form, which makes 15 features"),
+    ] {
+        assert_error(Favor::with_map(Box::new(map)), &["feature map Claims", name]);
+    }
+    Ok(())
 }
 
 /// A map of one's own must return the features of queries and keys in one form, wherever they are

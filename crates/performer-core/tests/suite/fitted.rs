@@ -370,6 +370,21 @@ fn buffers_that_are_variables_make_any_such_map_trainable() -> Result<()> {
     Ok(())
 }
 
+/// A variable that would have to be converted is refused: the converted copy would not be trained.
+#[test]
+fn variables_of_another_type_are_refused() -> Result<()> {
+    let config = performer_core::FavorConfig::default().with_map(FeatureMapKind::Learned).with_features(9);
+    let mut favor = Favor::new(&config, D, 1, DType::F32, &Device::Cpu)?;
+    let saved = favor.buffers();
+    let of = |name: &str| saved.iter().find(|(n, _)| n == name).map(|(_, tensor)| tensor.clone());
+    let wide = |name: &str| of(name).map(|tensor| tensor.to_dtype(DType::F64).expect("f64"));
+    let variable = |name: &str| wide(name).map(|tensor| Var::from_tensor(&tensor).expect("a variable").into_inner());
+    let error = favor.load_buffers(&variable).expect_err("variables of f64").to_string();
+    assert!(error.contains("is a variable of F64") && error.contains("must be of F32"), "{error}");
+    // Numbers that are not trained are converted.
+    favor.load_buffers(&wide)
+}
+
 #[test]
 fn buffers_restore_a_fit_of_any_number_of_heads() -> Result<()> {
     let config = performer_core::FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(20);

@@ -286,6 +286,61 @@ fn a_saved_layer_is_the_same_layer() -> Result<()> {
     Ok(())
 }
 
+/// Trained features are variables of the `VarMap` before and after it is loaded, or given buffers.
+#[test]
+fn loading_goes_on_training() -> Result<()> {
+    let x = random(1, &[1, 9, HIDDEN])?;
+    let own = Fitted::positive(&random(3, &[16, HEAD_DIM])?)?;
+    for (name, attention) in [
+        ("learned", favor(FeatureMapKind::Learned, 1)?),
+        ("hedgehog", favor(FeatureMapKind::Hedgehog, 1)?),
+        ("a map of one's own", Box::new(Favor::with_map(Box::new(own))?.trained()) as Box<dyn Attention>),
+        ("random and learned", {
+            let text: AttentionConfig = "favor:m=8|favor:m=8,map=learned".parse().map_err(Error::msg)?;
+            text.build(HEAD_DIM, 1, DType::F32, &DEVICE)?
+        }),
+    ] {
+        let (mut layer, vars) = layer(attention, false)?;
+        let trained: Vec<String> = layer.attention().trained_buffers();
+        assert!(!trained.is_empty(), "{name}");
+        let var = |of: &str| vars.data().lock().unwrap()[of].clone();
+        let are_trained = |layer: &MultiHeadAttention, when: &str| -> Result<()> {
+            let gradients = layer.forward(&x, &Mask::causal())?.sqr()?.sum_all()?.backward()?;
+            for of in &trained {
+                let gradient =
+                    gradients.get(&var(of)).unwrap_or_else(|| panic!("{name}, {when}: {of} has no gradient"));
+                assert!(values(gradient)?.iter().any(|&g| g != 0.0), "{name}, {when}: the gradient of {of} is zero");
+            }
+            Ok(())
+        };
+        are_trained(&layer, "made")?;
+        let before = values(&layer.forward(&x, &Mask::causal())?)?;
+        let saved: HashMap<String, Tensor> = layer
+            .attention()
+            .buffers()
+            .into_iter()
+            .map(|(of, tensor)| Ok((of, tensor.copy()?)))
+            .collect::<Result<_>>()?;
+        for of in &trained {
+            var(of).set(&(var(of).as_tensor() * 1.5)?)?;
+        }
+        layer.reload_buffers()?;
+        are_trained(&layer, "reloaded")?;
+        assert_ne!(values(&layer.forward(&x, &Mask::causal())?)?, before, "{name}");
+        layer.load_buffers(&|of| saved.get(of).cloned())?;
+        are_trained(&layer, "given buffers")?;
+        assert_tensor_close(name, &layer.forward(&x, &Mask::causal())?, &before, 0.0);
+        for of in &trained {
+            assert_eq!(values(&var(of))?, values(&saved[of])?, "{name}: {of} in the VarMap");
+        }
+        // What cannot be taken over changes nothing.
+        let narrow = |of: &str| saved.get(of).and_then(|tensor| tensor.narrow(1, 0, 1).ok());
+        assert!(layer.load_buffers(&narrow).is_err(), "{name}");
+        assert_tensor_close(name, &layer.forward(&x, &Mask::causal())?, &before, 0.0);
+    }
+    Ok(())
+}
+
 /// An attention may have buffers of any type that a VarMap holds, and NaN in them.
 #[test]
 fn buffers_of_other_types_belong_to_the_layer_too() -> Result<()> {
@@ -399,6 +454,14 @@ fn empty_sequences_stay_empty() -> Result<()> {
     for (name, attention) in attentions()? {
         for rotary in [false, true] {
             let (layer, _) = layer(clone(&*attention, &name)?, rotary)?;
+            let parts = LayerParts::default().with_convolution(true);
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &DEVICE);
+            let convolved = config().with_parts(parts);
+            let convolved = MultiHeadAttention::new(&convolved, clone(&*attention, &name)?, None, vb)?;
+            for dims in [[2, 0, HIDDEN], [0, 5, HIDDEN], [0, 0, HIDDEN]] {
+                let x = Tensor::zeros(&dims, DType::F32, &DEVICE)?;
+                assert_eq!(convolved.extend(&x, &mut State::new())?.dims(), dims, "{name}, convolved");
+            }
             for dims in [[2, 0, HIDDEN], [0, 5, HIDDEN], [0, 0, HIDDEN]] {
                 let x = Tensor::zeros(&dims, DType::F32, &DEVICE)?;
                 for mask in [Mask::causal(), Mask::full()] {

@@ -90,6 +90,10 @@ fn distillation_matches_its_formula() -> Result<()> {
         let fewer = w.narrow(0, 0, vocabulary - 1)?;
         let error = ops::linear_distillation(&x, &w, &vec![0; n], (&x, &fewer), 0.5).expect_err("another vocabulary");
         assert!(error.to_string().contains("the teacher has a vocabulary"), "{error}");
+        for share in [-0.5, 1.5, f64::NAN] {
+            let error = ops::linear_distillation(&x, &w, &targets, (&x, &w), share).expect_err("no share").to_string();
+            assert!(error.contains("from 0 to 1"), "{error}");
+        }
     }
     Ok(())
 }

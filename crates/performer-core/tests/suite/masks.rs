@@ -259,6 +259,9 @@ fn masks_of_every_kind_and_shape_are_the_same() -> Result<()> {
                 let bias: Vec<f64> = visible.iter().map(|&visible| if visible { 0.0 } else { hidden }).collect();
                 let bias = Tensor::from_vec(bias, dims, &device)?.to_dtype(dtype)?;
                 check(&format!("additive {dtype:?} with {hidden}"), &bias)?;
+                let mask = Mask::causal().with_key_bias(&bias)?;
+                let output = problem.attention(DType::F32)?.forward(Inputs::new(&q, &k, &v), &mask)?;
+                assert_tensor_close(&format!("{map:?}, bias {dtype:?} with {hidden}"), &output, &expected, 0.0);
                 check("additive, (B, 1, 1, Tk)", &bias.reshape((SHAPE.batch, 1, 1, SHAPE.k_len))?)?;
             }
         }
@@ -298,6 +301,18 @@ fn masks_that_could_mean_two_things_are_refused() -> Result<()> {
     refused(&Tensor::new(&[[0f32, f32::NAN]], &device)?, "NaN at [0, 1]");
     refused(&Tensor::new(&[[0f32, 0.0]], &device)?, "0 everywhere");
     refused(&Tensor::ones((2, 3, 4), DType::U8, &device)?, "[2, 3, 4]");
+    let bias = |numbers: &Tensor| Mask::causal().with_key_bias(numbers);
+    for (numbers, part) in [
+        (Tensor::new(&[[0f32, -3.0]], &device)?, "-3 at [0, 1]"),
+        (Tensor::new(&[[0f32, 1.0]], &device)?, "holds 1"),
+        (Tensor::new(&[[0u32, 0]], &device)?, "dtype U32"),
+    ] {
+        let error = bias(&numbers).expect_err("no bias").to_string();
+        assert!(error.contains("key") && error.contains(part), "{error}");
+    }
+    // A batch without padding has a bias of zeros, which hides nothing.
+    let shown = bias(&Tensor::new(&[[0f32, 0.0]], &device)?)?;
+    assert_eq!(shown.visible().expect("a mask of keys").to_vec2::<u8>()?, [[1, 1]]);
     // As integers, zeros have one meaning only.
     assert!(Mask::full().with_keys(&Tensor::new(&[[0u32, 0]], &device)?).is_ok());
     Ok(())

@@ -79,6 +79,16 @@ pub(crate) fn assert_derivative(what: &str, inputs: &[Tensor], f: impl Fn(&[Tens
     run().unwrap();
 }
 
+/// In f64 ε is what it was given: beside rows as small as these, ε as f32 rounds it would show.
+#[test]
+fn norms_of_f64_take_epsilon_in_f64() -> Result<()> {
+    let x = Tensor::new(&[[1e-6f64, 0.0]], &Device::Cpu)?;
+    let y = ops::rms_norm(&x, &Tensor::ones(2, DType::F64, &Device::Cpu)?, 1e-5)?.to_vec2::<f64>()?[0][0];
+    let expected = 1e-6 / (0.5e-12f64 + 1e-5).sqrt();
+    assert!((y / expected - 1.0).abs() < 1e-14, "{y} instead of {expected}");
+    Ok(())
+}
+
 #[test]
 fn norms_match_their_formulas() -> Result<()> {
     for (rows, e) in [(1, 1), (3, 7), (5, 16), (4, 64), (2, 100)] {
@@ -115,6 +125,8 @@ struct DropIn<'a> {
 #[test]
 fn drop_ins_have_the_numbers_of_candle_and_gradients() -> Result<()> {
     use candle_nn::{ops as candle, rotary_emb};
+    // Candle's norms take ε in f32, which holds this number exactly.
+    const EPS: f32 = 1.0 / 1024.0;
     for [b, h, t, d] in [[1, 1, 1, 4], [2, 3, 5, 6], [1, 2, 7, 34]] {
         let x = numbers(&[b, h, t, d], 0)?;
         let (weight, bias, angles) = (numbers(&[d], 5)?, numbers(&[d], 9)?, numbers(&[t, d / 2], 3)?);
@@ -125,16 +137,16 @@ fn drop_ins_have_the_numbers_of_candle_and_gradients() -> Result<()> {
             DropIn {
                 name: "layer norm",
                 inputs: vec![x.clone(), weight.clone(), bias.clone()],
-                ours: Box::new(|t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-3)),
-                fused: Box::new(|t| candle::layer_norm(&t[0], &t[1], &t[2], 1e-3)),
-                composed: Box::new(|t| candle::layer_norm_slow(&t[0], &t[1], &t[2], 1e-3)),
+                ours: Box::new(|t| ops::layer_norm(&t[0], &t[1], &t[2], EPS.into())),
+                fused: Box::new(|t| candle::layer_norm(&t[0], &t[1], &t[2], EPS)),
+                composed: Box::new(|t| candle::layer_norm_slow(&t[0], &t[1], &t[2], EPS)),
             },
             DropIn {
                 name: "rms norm",
                 inputs: vec![x.clone(), weight.clone()],
-                ours: Box::new(|t| ops::rms_norm(&t[0], &t[1], 1e-3)),
-                fused: Box::new(|t| candle::rms_norm(&t[0], &t[1], 1e-3)),
-                composed: Box::new(|t| candle::rms_norm_slow(&t[0], &t[1], 1e-3)),
+                ours: Box::new(|t| ops::rms_norm(&t[0], &t[1], EPS.into())),
+                fused: Box::new(|t| candle::rms_norm(&t[0], &t[1], EPS)),
+                composed: Box::new(|t| candle::rms_norm_slow(&t[0], &t[1], EPS)),
             },
             DropIn {
                 name: "softmax",

@@ -183,6 +183,9 @@ fn a_segment_of_an_empty_batch_is_empty() -> Result<()> {
         let windowed = Windowed::new(window, Favor::new(&FavorConfig::default(), 4, 3, dtype, &Device::Cpu)?)?;
         let out = windowed.forward_segment(Inputs::new(&none, &none, &none), &Segment::alone())?;
         assert_eq!(out.dims(), [0, 2, 5, 4], "{dtype:?}, window {window}");
+        let favor = Favor::new(&FavorConfig::default(), 4, 3, dtype, &Device::Cpu)?;
+        let out = favor.forward_segment(Inputs::new(&none, &none, &none), &Segment::alone())?;
+        assert_eq!(out.dims(), [0, 2, 5, 4], "{dtype:?}");
     }
     Ok(())
 }

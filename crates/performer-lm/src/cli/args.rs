@@ -13,7 +13,7 @@ use performer_dist::{One, Ranks, local_size};
 use super::output;
 use crate::{
     config::{AttentionConfig, ModelConfig, Positions, Precision, Preset, TrainingConfig},
-    data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare, prepare_for, prepare_text, prepare_with_test},
+    data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare, prepare_held_out, prepare_text, prepare_with_test},
     device::DeviceKind,
     errors::Cause,
     train::Schedule,
@@ -99,14 +99,15 @@ pub(super) fn require_another_folder(model: &str, out: &Path) -> Result<()> {
 /// Returns the name and the tokens of a text to measure a model on: all of a text file, or the
 /// held-out part of `sample`, `tinystories` or a folder.
 pub(super) fn held_out(text: &str, tokenizer: &Tokenizer) -> Result<(String, Arc<TokenFile>)> {
-    let path = Path::new(text);
-    if path.is_file() {
+    let spec: DataSpec = text.parse().map_err(|error| anyhow::anyhow!("the text {text}: {error}"))?;
+    if let DataSpec::Path(path) = &spec
+        && path.is_file()
+    {
         let name = path.file_name().map_or_else(|| text.to_string(), |name| name.to_string_lossy().into_owned());
         return Ok((format!("file:{name}"), prepare_text(path, tokenizer, &output::TERMINAL)?.into()));
     }
-    let spec: DataSpec = text.parse().map_err(|error| anyhow::anyhow!("the text {text}: {error}"))?;
-    let data = prepare_for(&spec, tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
-    Ok((data.corpus_name, data.valid))
+    let (name, tokens) = prepare_held_out(&spec, tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
+    Ok((name, tokens.into()))
 }
 
 /// What to train on.
@@ -260,6 +261,8 @@ impl RecipeArgs {
         if let Some(path) = &self.config {
             let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
             model = serde_json::from_str(&text).with_context(|| format!("{} is no model config", path.display()))?;
+            // The values are the file's, so what is wrong with them is not called by an option.
+            model.validate().map_err(|error| anyhow::anyhow!("{}: {error:#}", path.display()))?;
         }
         self.of_model(model, machine)
     }

@@ -8,7 +8,7 @@ use super::{
     args::{DataArgs, Machine},
     output,
 };
-use crate::data::{DEFAULT_VOCAB_SIZE, Prepared, TokenFile, cache_dir};
+use crate::data::{DEFAULT_VOCAB_SIZE, Prepared, TokenFile};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -53,7 +53,9 @@ struct Summary {
     valid: Split,
     #[serde(skip_serializing_if = "Option::is_none")]
     test: Option<Split>,
-    cache: String,
+    /// The folder of the cache, where the data is kept in one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache: Option<String>,
     /// The first tokens of the held-out text, for `inspect`.
     #[serde(skip_serializing_if = "Option::is_none")]
     beginning: Option<Vec<String>>,
@@ -99,7 +101,7 @@ pub(super) fn run(args: Args, _machine: &Machine) -> Result<()> {
         train: Split::new(&data.train),
         valid: Split::new(&data.valid),
         test: data.test.as_deref().map(Split::new),
-        cache: cache_dir()?.display().to_string(),
+        cache: data.cache.as_deref().map(|dir| dir.display().to_string()),
         beginning: inspect.then(|| first_tokens(&data)).transpose()?,
     };
     if options.json {

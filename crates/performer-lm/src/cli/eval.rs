@@ -11,6 +11,7 @@ use super::{
     paths,
 };
 use crate::{
+    config::Positions,
     eval::{Evaluation, evaluate_windows, show_perplexity},
     model::{Decoder, pretrained},
     plot::{self, Axis, Chart, Scale, Series},
@@ -118,6 +119,15 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         args.model,
         model.config().attention_text()
     );
+    let learned = model.config().context;
+    if let Some(context) = args.context
+        && model.config().positions == Positions::Learned
+    {
+        ensure!(
+            context <= learned,
+            "--context is {context}; it must be at most {learned}, the positions that this model learned"
+        );
+    }
     let (corpus, tokens) = held_out(&args.data, &tokenizer)?;
     let evaluate = |model: &Decoder| {
         let context = args.context.unwrap_or(model.config().context);

@@ -101,7 +101,7 @@ Example:
         /// The shell to complete for.
         shell: clap_complete::Shell,
     },
-    /// Print the manual page.
+    /// Print the manual pages: that of the program, and those of its commands.
     #[command(after_help = "\
 Example:
   performer-lm man > performer-lm.1 && man ./performer-lm.1")]
@@ -123,7 +123,8 @@ pub fn main() -> ExitCode {
     let mut command = with_negative_numbers(Cli::command());
     let matches = command.try_get_matches_from_mut(std::env::args_os());
     let parsed = matches.and_then(|matches| {
-        output::set_options(usable_options(&command, &matches));
+        let (usable, typed) = options(&command, &matches);
+        output::set_options(usable, typed);
         Cli::from_arg_matches(&matches)
     });
     let cli = match parsed {
@@ -160,26 +161,28 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command.allow_negative_numbers(true).mut_subcommands(with_negative_numbers)
 }
 
-/// The long options of the command that was given, without those that contradict what was given.
-fn usable_options(mut command: &clap::Command, mut matches: &ArgMatches) -> BTreeSet<String> {
+/// The long options of the command that was given: first those that do not contradict what was
+/// typed, then those that were typed.
+fn options(mut command: &clap::Command, mut matches: &ArgMatches) -> (BTreeSet<String>, BTreeSet<String>) {
     while let Some((name, inner)) = matches.subcommand() {
         let Some(found) = command.find_subcommand(name) else { break };
         (command, matches) = (found, inner);
     }
-    let is_given = |arg: &clap::Arg| {
+    let is_typed = |arg: &clap::Arg| {
         let source = matches.try_contains_id(arg.get_id().as_str()).is_ok();
         source && matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine)
     };
-    let given: Vec<&clap::Arg> = command.get_arguments().filter(|arg| is_given(arg)).collect();
+    let typed: Vec<&clap::Arg> = command.get_arguments().filter(|arg| is_typed(arg)).collect();
     let contradicts = |a: &clap::Arg, b: &clap::Arg| {
         command.get_arg_conflicts_with(a).iter().any(|other| other.get_id() == b.get_id())
     };
-    let options = command.get_arguments().filter(|arg| {
-        !given
+    let usable = command.get_arguments().filter(|arg| {
+        !typed
             .iter()
-            .any(|given| given.get_id() != arg.get_id() && (contradicts(given, arg) || contradicts(arg, given)))
+            .any(|typed| typed.get_id() != arg.get_id() && (contradicts(typed, arg) || contradicts(arg, typed)))
     });
-    options.filter_map(|arg| arg.get_long()).map(str::to_owned).collect()
+    let name = |arg: &clap::Arg| arg.get_long().map(str::to_owned);
+    (usable.filter_map(name).collect(), typed.iter().copied().filter_map(name).collect())
 }
 
 /// Runs a command. `ranks` become the processes that were started with this one.
@@ -253,12 +256,21 @@ fn perform(command: Command, global: &Machine) -> Result<()> {
             output::bytes(&buffer)
         }
         Command::Man => {
-            let mut buffer = Vec::new();
-            clap_mangen::Man::new(Cli::command()).render(&mut buffer)?;
-            output::bytes(&buffer)
+            let mut program = Cli::command().disable_help_subcommand(true);
+            // This hands full names down to the subcommands.
+            program.build();
+            let mut pages = Vec::new();
+            manual(&program, &mut pages)?;
+            output::bytes(&pages)
         }
         Command::Reference => output::result(&reference::markdown(Cli::command())),
     }
+}
+
+/// Writes the manual page of a command, and then those of its subcommands, which it names.
+fn manual(command: &clap::Command, pages: &mut Vec<u8>) -> std::io::Result<()> {
+    clap_mangen::Man::new(command.clone()).render(pages)?;
+    command.get_subcommands().try_for_each(|inner| manual(inner, pages))
 }
 
 /// Handles Ctrl-C. Steps of a training would be lost, so they are saved first; everything else that
@@ -337,7 +349,10 @@ mod tests {
             let mut command = with_negative_numbers(Cli::command());
             let words = ["performer-lm"].iter().chain(words);
             let matches = command.try_get_matches_from_mut(words.clone()).expect("words of a command");
-            let options = usable_options(&command, &matches);
+            let (options, typed) = options(&command, &matches);
+            let long: BTreeSet<String> =
+                words.clone().filter_map(|word| word.strip_prefix("--")).map(str::to_owned).collect();
+            assert_eq!(typed, long, "{words:?}");
             let lacks =
                 |names: &[&str]| names.iter().find(|name| !options.contains(**name)).map(|name| name.to_string());
             assert_eq!(lacks(with), None, "{words:?}: {options:?}");

@@ -190,10 +190,10 @@ pub(super) fn error(error: &anyhow::Error) {
     help(error);
 }
 
-/// What an error says: a setting is called by its option, and Candle adds a backtrace to its
-/// messages where the environment asks for one.
+/// What an error says: a setting is called by the option that was typed, and Candle adds a
+/// backtrace to its messages where the environment asks for one.
 fn message(error: &(dyn std::error::Error + 'static)) -> String {
-    if let Some(text) = error.downcast_ref().and_then(|cause| setting(cause, &has_option)) {
+    if let Some(text) = error.downcast_ref().and_then(|cause| setting(cause, &is_typed)) {
         return text;
     }
     let text = error.to_string();
@@ -227,21 +227,30 @@ fn help(error: &anyhow::Error) {
 /// The long options that the command can take beside those it was given.
 static OPTIONS: OnceLock<BTreeSet<String>> = OnceLock::new();
 
-/// Remembers which options the command can take: messages name no others.
-pub(super) fn set_options(options: BTreeSet<String>) {
+/// The long options that were typed.
+static TYPED: OnceLock<BTreeSet<String>> = OnceLock::new();
+
+/// Remembers which options the command can take, and which were typed: messages name no others.
+pub(super) fn set_options(usable: BTreeSet<String>, typed: BTreeSet<String>) {
     // The command line is read once.
-    let _ = OPTIONS.set(options);
+    let _ = OPTIONS.set(usable);
+    let _ = TYPED.set(typed);
 }
 
 fn has_option(name: &str) -> bool {
     OPTIONS.get().is_some_and(|options| options.contains(name))
 }
 
-/// What is wrong with a setting, by the option that sets it, where the command has one.
-fn setting(cause: &Cause, has: &dyn Fn(&str) -> bool) -> Option<String> {
+fn is_typed(name: &str) -> bool {
+    TYPED.get().is_some_and(|options| options.contains(name))
+}
+
+/// What is wrong with a setting, by the option that set it, where one was typed. Other values come
+/// from a file or a preset.
+fn setting(cause: &Cause, is_typed: &dyn Fn(&str) -> bool) -> Option<String> {
     let Cause::Setting { name, value, must, .. } = cause else { return None };
     let option = name.replace('_', "-");
-    has(&option).then(|| format!("--{option} is {value}; it must be {must}"))
+    is_typed(&option).then(|| format!("--{option} is {value}; it must be {must}"))
 }
 
 /// The options that mend what went wrong, of those that the command has.

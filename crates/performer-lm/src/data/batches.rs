@@ -198,6 +198,20 @@ impl EvalWindows<'_> {
         self.end = self.end.min(self.next.saturating_add(targets));
         self
     }
+
+    /// Returns the batch of this number, counted from the next one. No other is read.
+    ///
+    /// # Errors
+    /// If so many batches are not left.
+    pub fn batch(&self, index: usize) -> Result<Batch> {
+        let whole = (self.end - self.next) / self.context * self.context;
+        let before = index.saturating_mul(self.rows).saturating_mul(self.context);
+        let mut rest = Self { next: self.next + before.min(whole), ..*self };
+        match rest.next() {
+            Some(batch) if index < self.len() => Ok(batch),
+            _ => bail!("there is no batch {index}: {} are left", self.len()),
+        }
+    }
 }
 
 impl Iterator for EvalWindows<'_> {
@@ -337,6 +351,11 @@ mod tests {
                 assert_eq!(windows.len(), left, "{len} {context} {rows}");
             }
             assert!(windows.next().is_none());
+            let windows = eval_windows(&tokens, context, rows).unwrap();
+            for (index, batch) in all.iter().enumerate() {
+                assert_eq!(windows.batch(index).unwrap(), *batch, "{len} {context} {rows}");
+            }
+            assert!(windows.batch(all.len()).is_err() && windows.batch(usize::MAX).is_err());
             let targets: Vec<_> = all.iter().flat_map(|b| b.targets.clone()).collect();
             assert_eq!(targets, (1..len).collect::<Vec<_>>());
             for batch in &all {

@@ -117,7 +117,12 @@ impl Drop for Listed {
 
 impl Partial {
     fn new_in(dir: &Path) -> std::io::Result<Self> {
-        let file = tempfile::Builder::new().prefix(PARTIAL.0).suffix(PARTIAL.1).tempfile_in(dir)?;
+        let builder = &mut tempfile::Builder::new();
+        // Temporary files are private by default; a cache may be that of several users, and its
+        // files have the permissions of any other new file.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let file = builder.prefix(PARTIAL.0).suffix(PARTIAL.1).tempfile_in(dir)?;
         // Some file systems have no locks; a file younger than a minute is safe there too.
         let _ = file.as_file().try_lock();
         in_progress().insert(file.path().into());
@@ -139,7 +144,7 @@ impl Partial {
 pub(crate) struct Cache {
     dir: PathBuf,
     /// Deletes the folder on drop, if it is a temporary one.
-    _scratch: Option<TempDir>,
+    scratch: Option<TempDir>,
 }
 
 impl Cache {
@@ -149,7 +154,7 @@ impl Cache {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
             let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
             listener.note(&format!("cache: tokens are not kept for the next time: {error:#}"));
-            Ok(Self { dir: scratch.path().into(), _scratch: Some(scratch) })
+            Ok(Self { dir: scratch.path().into(), scratch: Some(scratch) })
         })
     }
 
@@ -159,7 +164,12 @@ impl Cache {
             format!("cannot write to the cache {}; set PERFORMER_CACHE to another folder", dir.display())
         })?;
         sweep(dir);
-        Ok(Self { dir: dir.into(), _scratch: None })
+        Ok(Self { dir: dir.into(), scratch: None })
+    }
+
+    /// The folder, unless it is a temporary one.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        self.scratch.is_none().then_some(&*self.dir)
     }
 
     /// The tokenizer of `vocab_size` trained on documents.
@@ -274,6 +284,18 @@ mod tests {
         cache.tokens(&docs, &other, &Silent).unwrap();
         cache.tokens(&documents("Other text."), &tokenizer, &Silent).unwrap();
         assert_eq!(fs::read_dir(&cache.dir).unwrap().count(), 5);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn files_of_a_cache_are_as_open_as_any_other() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        Cache::at(dir.path()).unwrap().tokenizer(&stories(), 300, &Silent).unwrap();
+        let other = dir.path().join("other");
+        fs::write(&other, "").unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
+        assert_eq!(mode(&only_file(dir.path(), "tokenizer-")), mode(&other));
     }
 
     #[test]

@@ -101,21 +101,23 @@ impl Corpus {
     }
 
     /// Returns the corpus with a test split: its own, or else the second half of the validation
-    /// split, which keeps the first. What is divided is said to `listener`.
+    /// split, which keeps the first. Documents of the second half that stand in the first too are
+    /// left out. What is divided, and what is left out, is said to `listener`.
     ///
     /// # Errors
-    /// If the validation split is too short to be divided.
+    /// If the validation split is too short to be divided, or its second half repeats the first.
     pub fn with_test(self, listener: &dyn Listener) -> Result<Self> {
         if self.test.is_some() {
             return Ok(self);
         }
-        let Some((valid, test)) = halves(&self.valid) else {
+        let Some((valid, second)) = halves(&self.valid) else {
             bail!(
                 "the held-out text of {} is too short to be divided into validation and test: give a folder with \
                  train.txt, valid.txt and test.txt",
                 self.description
             );
         };
+        let test = unseen("the second half of the held-out text", second, &valid, "validation", listener)?;
         listener.note(&format!(
             "data: there is no test.txt: the first half of the held-out text is for validation ({} documents), the \
              second for the test ({})",
@@ -234,8 +236,8 @@ fn folder(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
     };
     let test = match find(&["test.txt", "test"]) {
         Some(test) => {
-            let rest = unseen(&test, load_text(&test)?, &train, "training", listener)?;
-            Some(unseen(&test, rest, &valid, "validation", listener)?)
+            let rest = unseen(test.display(), load_text(&test)?, &train, "training", listener)?;
+            Some(unseen(test.display(), rest, &valid, "validation", listener)?)
         }
         None => None,
     };
@@ -246,25 +248,29 @@ fn folder(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
 fn pair(train: &Path, valid: &Path, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     let train = load_text(train)?;
     let all = load_text(valid)?;
-    let valid = unseen(valid, all, &train, "training", listener)?;
+    let valid = unseen(valid.display(), all, &train, "training", listener)?;
     Ok((train, valid))
 }
 
-/// Returns the documents of a held-out file that are not in an earlier split.
+/// Returns the documents of a held-out text that are not in an earlier split; `name` says which
+/// text it is.
 ///
 /// # Errors
 /// If all of them are.
-fn unseen(path: &Path, all: Documents, earlier: &Documents, split: &str, listener: &dyn Listener) -> Result<Documents> {
+fn unseen(
+    name: impl fmt::Display,
+    all: Documents,
+    earlier: &Documents,
+    split: &str,
+    listener: &dyn Listener,
+) -> Result<Documents> {
     let rest = without_shared(&all, earlier);
     let dropped = all.len() - rest.len();
     if dropped > 0 {
-        listener.note(&format!(
-            "data: documents of {} that stand in the {split} text too are left out: {dropped}",
-            path.display()
-        ));
+        listener.note(&format!("data: documents of {name} that stand in the {split} text too are left out: {dropped}"));
     }
     if rest.is_empty() {
-        bail!("every document of {} stands in the {split} text too; give a file of other documents", path.display());
+        bail!("every document of {name} stands in the {split} text too; give a file of other documents");
     }
     Ok(rest)
 }
@@ -414,6 +420,25 @@ mod tests {
         write(dir.path(), "valid.txt", "d");
         let error = load(path).unwrap().with_test(&Silent).unwrap_err().to_string();
         assert!(error.contains("too short") && error.contains("test.txt"), "{error}");
+    }
+
+    /// A document that is held out twice is not in both halves.
+    #[test]
+    fn halves_of_what_is_held_out_share_no_document() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_str().unwrap();
+        write(dir.path(), "train.txt", &["a", "b", "c"].join(SEP));
+        write(dir.path(), "valid.txt", &["d", "e", "d", "f"].join(SEP));
+        let told = Told::default();
+        let halved = load(path).unwrap().with_test(&told).unwrap();
+        assert_eq!(halved.valid.iter().collect::<Vec<_>>(), ["d", "e"]);
+        assert_eq!(halved.test.unwrap().iter().collect::<Vec<_>>(), ["f"]);
+        let told = told.all();
+        assert!(told.contains("validation text too are left out: 1") && told.contains("the test (1)"), "{told}");
+
+        write(dir.path(), "valid.txt", &["d", "e", "e", "d"].join(SEP));
+        let error = load(path).unwrap().with_test(&Silent).unwrap_err().to_string();
+        assert!(error.contains("second half") && error.contains("validation"), "{error}");
     }
 
     const SEP: &str = "\n<|endoftext|>\n";

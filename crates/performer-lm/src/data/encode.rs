@@ -21,6 +21,24 @@ const MAX_WORD: usize = 32;
 /// The most words remembered, which bounds memory for text that hardly repeats itself.
 const MAX_WORDS: usize = 1 << 20;
 
+/// A document of this many bytes takes gigabytes of memory where it is encoded as a whole.
+const LONG: usize = 100_000_000;
+
+/// What there is to say of the memory that a document of so many bytes takes, if it is much.
+///
+/// Such a document cannot be cut as others are, not even by a tokenizer without its mark: the cut
+/// may be in a run of spaces or before a line break, and these tokenizers may join both to what
+/// stands around them.
+pub(crate) fn memory_note(tokenizer: &Tokenizer, bytes: usize) -> Option<String> {
+    (tokenizer.changes_the_beginning() && bytes >= LONG).then(|| {
+        format!(
+            "tokenizing: a document of {} MB is encoded as a whole, because this tokenizer puts a mark before each text; \
+             that takes some hundred times as much memory, which lines of <|endoftext|> in the text would spare",
+            bytes / 1_000_000
+        )
+    })
+}
+
 /// Yields the tokens of documents in batches, each document between its borders, and with each
 /// batch the number of bytes of text that it covers.
 pub(crate) fn encode_documents(
@@ -221,13 +239,27 @@ mod tests {
     /// Such a tokenizer would put its mark before every piece of a long document.
     #[test]
     fn a_mark_before_a_document_stands_there_once() {
-        let mut json: serde_json::Value = serde_json::from_slice(tokenizer().as_bytes()).unwrap();
-        json["normalizer"] = serde_json::json!({ "type": "Prepend", "prepend": "_" });
-        let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(&json).unwrap()).unwrap();
-        let text = "One cat. ".repeat(5 * PIECE / 9);
-        let batches: Vec<_> = encode_documents(&tokenizer, &documents(&text)).map(|batch| batch.unwrap().0).collect();
-        let whole = encode(&tokenizer, &[document(text.trim())]).unwrap();
-        assert!(batches.concat() == whole);
-        assert_ne!(tokenizer.encode("One").unwrap(), self::tokenizer().encode("One").unwrap());
+        let plain = tokenizer();
+        let spaced = serde_json::json!({
+            "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true,
+        });
+        for (part, value) in [
+            ("normalizer", serde_json::json!({ "type": "Prepend", "prepend": "_" })),
+            ("pre_tokenizer", spaced.clone()),
+            ("pre_tokenizer", serde_json::json!({ "type": "Sequence", "pretokenizers": [spaced] })),
+        ] {
+            let mut json: serde_json::Value = serde_json::from_slice(plain.as_bytes()).unwrap();
+            json[part] = value;
+            let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(&json).unwrap()).unwrap();
+            let text = "One cat.\n".repeat(5 * PIECE / 9);
+            let batches: Vec<_> =
+                encode_documents(&tokenizer, &documents(&text)).map(|batch| batch.unwrap().0).collect();
+            let whole = encode(&tokenizer, &[document(text.trim())]).unwrap();
+            assert!(batches.concat() == whole, "{part}");
+            assert_ne!(tokenizer.encode("One").unwrap(), plain.encode("One").unwrap());
+            assert!(memory_note(&tokenizer, LONG - 1).is_none());
+            assert!(memory_note(&tokenizer, LONG).unwrap().contains("a document of 100 MB"));
+        }
+        assert!(memory_note(&plain, usize::MAX).is_none());
     }
 }

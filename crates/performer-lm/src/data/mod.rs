@@ -17,7 +17,7 @@ mod tokenizer;
 mod tokens;
 pub(crate) mod weights_index;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -49,6 +49,8 @@ pub struct Prepared {
     pub valid: Arc<TokenFile>,
     /// The tokens of the held-out text by which nothing is chosen, where there is such a split.
     pub test: Option<Arc<TokenFile>>,
+    /// The folder of the cache that holds the tokens for the next time, if there is one.
+    pub cache: Option<PathBuf>,
 }
 
 impl Prepared {
@@ -114,10 +116,26 @@ fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer, listener: &dyn L
         train: Arc::new(cache.tokens(&corpus.train, &tokenizer, listener)?),
         valid: Arc::new(cache.tokens(&corpus.valid, &tokenizer, listener)?),
         test: corpus.test.map(|test| cache.tokens(&test, &tokenizer, listener).map(Arc::new)).transpose()?,
+        cache: cache.folder().map(Path::to_path_buf),
         corpus_name: corpus.name,
         description: corpus.description,
         tokenizer,
     })
+}
+
+/// Finds the corpus and encodes its held-out text alone, for evaluation. Returns the name of the
+/// corpus (see [`Corpus::name`]) and the tokens.
+///
+/// # Errors
+/// Those of [`Corpus::load`], and a disk that is full.
+pub fn prepare_held_out(
+    spec: &DataSpec,
+    tokenizer: &Tokenizer,
+    listener: &dyn Listener,
+) -> Result<(String, TokenFile)> {
+    let corpus = Corpus::load(spec, listener)?;
+    let tokens = Cache::from_env(listener)?.tokens(&corpus.valid, tokenizer, listener)?;
+    Ok((corpus.name, tokens))
 }
 
 /// Returns the tokens of one text file, which is not split; it is meant for evaluation.
@@ -142,7 +160,7 @@ mod tests {
         let first = corpus.valid.iter().next().unwrap().to_string();
 
         let data = prepare_in(&cache, corpus.clone(), 1024, None, &Silent).unwrap();
-        assert_eq!(data.corpus_name, "sample");
+        assert_eq!((&*data.corpus_name, data.cache.as_deref()), ("sample", Some(dir.path())));
         assert_eq!(data.tokenizer.vocab_size(), 1024);
         assert_eq!((data.train.documents(), data.train.bytes()), (documents, bytes));
         // Merges make tokens longer: a token covers more than 2.5 bytes on average.

@@ -263,7 +263,16 @@ impl Tokenizer {
     /// Whether the tokenizer changes the beginning of a text, for instance by Llama's space before
     /// the first word; then a long text must not be encoded in pieces.
     pub(crate) fn changes_the_beginning(&self) -> bool {
-        ["\"Prepend\"", "\"Metaspace\""].iter().any(|name| memchr::memmem::find(&self.json, name.as_bytes()).is_some())
+        fn adds_a_space(words: &PreTokenizerWrapper) -> bool {
+            match words {
+                PreTokenizerWrapper::ByteLevel(level) => level.add_prefix_space,
+                PreTokenizerWrapper::Sequence(parts) => parts.as_ref().iter().any(adds_a_space),
+                _ => false,
+            }
+        }
+        let names = ["\"Prepend\"", "\"Metaspace\""];
+        names.iter().any(|name| memchr::memmem::find(&self.json, name.as_bytes()).is_some())
+            || self.inner.get_pre_tokenizer().is_some_and(adds_a_space)
     }
 
     /// Returns the text of tokens; special tokens are left out.

@@ -15,7 +15,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use memmap2::{Mmap, MmapMut};
 
-use super::encode::encode_documents;
+use super::encode::{encode_documents, memory_note};
 use super::text::Documents;
 use super::tokenizer::Tokenizer;
 use crate::listener::{Listener, Unit};
@@ -176,6 +176,10 @@ impl TokenFile {
         listener: &dyn Listener,
     ) -> Result<()> {
         let width = width(tokenizer.vocab_size());
+        let longest = documents.iter().map(str::len).max().unwrap_or(0);
+        if let Some(note) = memory_note(tokenizer, longest) {
+            listener.note(&note);
+        }
         let bar = listener.begin("tokenizing", Unit::Bytes, 0, documents.bytes());
         let mut payload = blake3::Hasher::new();
         let (mut tokens, mut covered) = (0, 0);

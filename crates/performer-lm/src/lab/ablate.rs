@@ -11,7 +11,7 @@ use candle_core::Device;
 use performer_core::{FavorConfig, FeatureMapKind, LayerParts, ProjectionKind, Radii};
 use serde::{Deserialize, Serialize};
 
-use super::{Findings, Section, Table};
+use super::{Findings, Section, Table, state_text};
 use crate::{
     bench::window_of_equal_state,
     config::{AttentionConfig, ModelConfig, TrainingConfig},
@@ -85,6 +85,12 @@ struct Outcome {
     /// The losses of the same trained models with their features off.
     #[serde(default)]
     features_off: Vec<f64>,
+    /// Bytes of decoding state of one sequence of the model's context, in all layers.
+    #[serde(default)]
+    state_bytes: usize,
+    /// Whether that state grows with every token.
+    #[serde(default)]
+    state_grows: bool,
     tokens_per_second: Vec<f64>,
     /// The keys of the runs.
     #[serde(default)]
@@ -246,6 +252,8 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             redraw_every: variant.redraw_every,
             val_losses: Vec::new(),
             features_off: Vec::new(),
+            state_bytes: 0,
+            state_grows: false,
             tokens_per_second: Vec::new(),
             keys: Vec::new(),
         };
@@ -274,6 +282,8 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             ));
             outcome.val_losses.push(report.val_loss);
             outcome.features_off.extend(report.features_off.map(|control| control.val_loss));
+            outcome.state_bytes = report.state_bytes;
+            outcome.state_grows = report.state_grows;
             outcome.tokens_per_second.push(report.tokens_per_second);
             outcome.keys.extend(report.key);
         }
@@ -314,11 +324,18 @@ impl Plan<'_> {
 /// Says what came of the variants, of which single changes were made at `m` features.
 fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverged: Vec<String>) -> Findings {
     let softmax = outcomes[0].mean();
-    let mut table =
-        Table::new(["variant", "loss, nats/token", "half range of seeds", "to softmax", "perplexity", "tokens/s"]);
+    let mut table = Table::new([
+        "variant",
+        "loss, nats/token",
+        "half range of seeds",
+        "to softmax",
+        "perplexity",
+        "state, bytes",
+        "tokens/s",
+    ]);
     let mut ranked: Vec<&Outcome> = outcomes.iter().collect();
     ranked.sort_by(|a, b| a.mean().total_cmp(&b.mean()));
-    let row = |name: String, losses: &[f64], speed: String| {
+    let row = |name: String, losses: &[f64], state: String, speed: String| {
         let loss = mean(losses);
         [
             name,
@@ -326,17 +343,19 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
             if losses.len() > 1 { format!("{:.4}", spread(losses)) } else { "–".into() },
             format!("{:+.4}", loss - softmax),
             show_perplexity(perplexity(loss), 2),
+            state,
             speed,
         ]
     };
     for o in &ranked {
         let speed = o.tokens_per_second.iter().sum::<f64>() / o.tokens_per_second.len() as f64;
-        table.push(row(o.name.clone(), &o.val_losses, format!("{speed:.0}")));
+        let state = state_text(o.state_bytes, o.state_grows);
+        table.push(row(o.name.clone(), &o.val_losses, state, format!("{speed:.0}")));
         // The control of a window with features: the same trained weights, and the window alone.
         let attention = o.attention_spec.parse::<AttentionConfig>().ok();
         let off = attention.filter(|a| a.window().is_some()).and_then(|a| a.features_off());
         if let Some(off) = off.filter(|_| !o.features_off.is_empty()) {
-            table.push(row(format!("↳ features off: {off}"), &o.features_off, "–".into()));
+            table.push(row(format!("↳ features off: {off}"), &o.features_off, "–".into(), "–".into()));
         }
     }
     let plain = outcomes.iter().find(|o| o.curve == Some(("orthogonal, chi radii".into(), m)));

@@ -77,7 +77,8 @@ impl Table {
 /// `Provenance` says where and how findings were made.
 #[derive(Clone, Debug, Serialize)]
 pub struct Provenance {
-    /// The machine on which the experiments ran.
+    /// The machine on which the findings were put together. Runs that were found finished may
+    /// have been made on another one.
     pub machine: Machine,
     /// Number of threads used.
     pub threads: usize,
@@ -85,8 +86,17 @@ pub struct Provenance {
     pub command: String,
     /// Revision of the source.
     pub revision: &'static str,
-    /// Seconds that it all took.
+    /// Seconds that the command took, without those of runs that it found finished.
     pub seconds: f64,
+}
+
+/// Formats bytes of decoding state, with a + if they grow with every token. Results of versions
+/// that did not measure them have 0.
+fn state_text(bytes: usize, grows: bool) -> String {
+    match bytes {
+        0 => "–".into(),
+        _ => format!("{bytes}{}", if grows { " +" } else { "" }),
+    }
 }
 
 /// The text with its first letter as a capital one, for the beginning of a sentence.

@@ -42,9 +42,10 @@ pub(super) fn html(provenance: &Provenance, findings: &[Findings]) -> Result<Str
     }
     writeln!(
         page,
-        "<footer>\n<p>{}, {:.0} s, revision {}</p>\n<pre>{}</pre>\n</footer>\n</main>\n</body>\n</html>",
-        escape(&provenance.machine.in_full(provenance.threads)),
+        "<footer>\n<p>Put together in {:.0} s on {}, revision {}. Runs that were there already had been made \
+         before, perhaps on another machine.</p>\n<pre>{}</pre>\n</footer>\n</main>\n</body>\n</html>",
         provenance.seconds,
+        escape(&provenance.machine.in_full(provenance.threads)),
         escape(provenance.revision),
         escape(&provenance.command)
     )?;

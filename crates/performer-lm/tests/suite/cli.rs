@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::program::{fails, json, performer};
+use super::program::{command, fails, json, performer};
 
 const SMALL: [&str; 8] = ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4"];
 
@@ -50,6 +50,13 @@ fn train_eval_generate() {
     assert!((eval["bits_per_byte"].as_f64().unwrap() - ratio).abs() < 1e-9);
     let held_out = json(&performer(dir.path(), &["eval", "run", "--data", "sample", "--json"]));
     assert!((held_out["val_loss"].as_f64().unwrap() - report["val_loss"].as_f64().unwrap()).abs() < 1e-9);
+    // Of the sample, no more is encoded than what is held out; a file of that name is not meant.
+    std::fs::write(dir.path().join("sample"), text).unwrap();
+    let cache = dir.path().join("alone");
+    let alone =
+        command(dir.path(), &["eval", "run", "--data", "sample", "--json"]).env("PERFORMER_CACHE", &cache).output();
+    assert_eq!(json(&alone.unwrap()), held_out);
+    assert_eq!(std::fs::read_dir(&cache).unwrap().count(), 1);
 
     let story =
         |seed| performer(dir.path(), &["generate", "run", "--max-tokens", "12", "--prompt", "The cat", "--seed", seed]);
@@ -412,6 +419,12 @@ fn completions_and_manual_print() {
         let output = performer(dir.path(), args);
         assert!(output.status.success() && !output.stdout.is_empty(), "{args:?}");
     }
+    // Pages that a page names are printed after it.
+    let pages = String::from_utf8(performer(dir.path(), &["man"]).stdout).unwrap();
+    for name in ["performer-lm", "performer-lm-train", "performer-lm-bench", "performer-lm-bench-attention"] {
+        assert!(pages.contains(&format!("\n.TH {name} 1 ")), "{name} has no page");
+    }
+    assert!(!pages.contains("\\-help("), "a page is named that nobody writes");
 }
 
 /// The book's page of commands and options is what the program prints.
@@ -525,4 +538,10 @@ fn inspected_data_is_shown_as_json_too() {
     let dir = tempfile::tempdir().unwrap();
     let shown = json(&performer(dir.path(), &["data", "inspect", "--data", "sample", "--json"]));
     assert_eq!(shown["beginning"].as_array().map(Vec::len), Some(60));
+    assert_eq!(shown["cache"], dir.path().to_str().unwrap());
+    // Where no cache can be written, none is named.
+    std::fs::write(dir.path().join("file"), "").unwrap();
+    let inspect = ["data", "inspect", "--data", "sample", "--json"];
+    let without = command(dir.path(), &inspect).env("PERFORMER_CACHE", dir.path().join("file")).output();
+    assert!(json(&without.unwrap()).get("cache").is_none());
 }

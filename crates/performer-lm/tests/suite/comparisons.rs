@@ -129,5 +129,8 @@ fn an_ablation_goes_on_without_what_diverges() -> Result<()> {
     let rows = found.data["outcomes"].as_array().context("outcomes")?;
     assert_eq!(rows[0]["name"], "softmax");
     assert_eq!(rows.len() + diverged.len(), made);
+    assert!(rows.iter().all(|row| row["state_bytes"].as_u64().is_some_and(|bytes| bytes > 0)));
+    let grows = |name: &str| rows.iter().find(|row| row["name"] == name).map(|row| row["state_grows"] == true);
+    assert_eq!((grows("softmax"), grows("orthogonal, chi radii, M=2")), (Some(true), Some(false)));
     Ok(())
 }

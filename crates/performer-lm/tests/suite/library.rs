@@ -1,6 +1,7 @@
 //! The crate as a library: what is here needs none of its features.
 
 use std::{
+    io::Write,
     path::Path,
     sync::{Mutex, atomic::AtomicBool},
 };
@@ -13,8 +14,10 @@ use performer_lm::{
     eval::evaluate,
     listener::{Bar, Listener, Unit},
     model::pretrained,
-    train::{Grid, RunOptions, Trainer},
+    train::{Grid, RunOptions, Trainer, TrainingState},
 };
+
+use super::heap::peak;
 
 #[path = "../../examples/library.rs"]
 mod example;
@@ -30,6 +33,19 @@ fn the_example_writes_a_sentence() -> Result<()> {
     let rest = text.strip_prefix("Once upon a time").context("the prompt comes first")?;
     assert!(rest.len() > 10 && rest.contains('.'), "{text}");
     assert_eq!(text, example::sentence(folder, "Once upon a time")?);
+    Ok(())
+}
+
+/// A file that tells of a header of any length is not read into memory.
+#[test]
+fn a_lying_header_takes_no_memory() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let mut file = std::fs::File::create(dir.path().join("model.safetensors"))?;
+    file.write_all(&(200u64 << 20).to_le_bytes())?;
+    // The rest is a hole, which takes no room.
+    file.set_len(1 << 30)?;
+    let (found, bytes) = peak(|| TrainingState::is_in(dir.path()));
+    assert!(!found? && bytes < 1 << 20, "{bytes} bytes");
     Ok(())
 }
 

@@ -261,6 +261,9 @@ fn numbers_out_of_range_are_named_by_their_option() {
         let eval = json(&run(&["eval", "run", "--data", "sample", "--max-tokens", &count_text, "--json"]));
         assert_eq!(eval["tokens"], count);
     }
+    // This is found out before the text is looked for.
+    let longer = ["eval", "run", "--data", "nowhere.txt", "--context", "17"];
+    fails(&run(&longer), &["--context is 17; it must be at most 16, the positions that this model learned"]);
     fails(
         &run(&["lab", "error", "--quick", "--checkpoint", "run", "--windows", "0"]),
         &["--windows is 0", "at least 1"],
@@ -288,6 +291,28 @@ fn numbers_out_of_range_are_named_by_their_option() {
     fails(&seed, &["invalid value '-1' for '--seed"]);
     fails(&run(&train("1", &["--attention", "favor:m=4,m=8"])), &["m is given twice"]);
     fails(&run(&train("1", &["--schedule", "one-cycle:div=10,div=20"])), &["`div` is given twice"]);
+}
+
+/// Who typed no option reads of the setting in the file, and not of an option of that name.
+#[test]
+fn settings_of_a_file_are_not_called_by_an_option() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    assert!(run(&train("1", &["--attention", "softmax", "--out", "run"])).status.success());
+    let path = dir.path().join("run/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["context"] = 0.into();
+    fs::write(&path, config.to_string()).unwrap();
+    let refused = run(&["eval", "run", "--data", "sample"]);
+    fails(&refused, &["model config: context is 0; it must be at least 1"]);
+    assert!(!String::from_utf8_lossy(&refused.stderr).contains("--context"));
+    // Such a file is refused whatever is typed beside it.
+    for more in [&[][..], &["--context", "16"]] {
+        let words = ["train", "--data", "sample", "--config", "run/config.json", "--out", "other"];
+        let refused = run(&[&words[..], more].concat());
+        fails(&refused, &["run/config.json: model config: context is 0; it must be at least 1"]);
+        assert!(!String::from_utf8_lossy(&refused.stderr).contains("--context"));
+    }
 }
 
 #[test]

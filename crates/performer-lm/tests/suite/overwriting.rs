@@ -114,13 +114,18 @@ fn no_report_outlives_its_model() {
     }
 }
 
-/// An export that fails leaves the model that it was to replace, and nothing of its own.
+/// An export leaves nothing of the training of another model. One that fails leaves the model that
+/// it was to replace, and nothing of its own.
 #[test]
 fn an_export_that_fails_leaves_the_earlier_model() {
     let dir = with_teacher();
     let export = ["export", "teacher", "--out", "out", "--overwrite"];
-    assert!(performer(dir.path(), &export).status.success());
     let out = dir.path().join("out");
+    let training = ["optimizer.safetensors", "train_state.json"].map(|name| out.join(name));
+    fs::create_dir(&out).unwrap();
+    training.iter().for_each(|path| fs::write(path, "of another model").unwrap());
+    assert!(performer(dir.path(), &export).status.success());
+    assert!(!training.iter().any(|path| path.exists()));
     let weights = fs::read(out.join("model.safetensors")).unwrap();
     fs::remove_file(out.join("tokenizer_config.json")).unwrap();
     fs::create_dir(out.join("tokenizer_config.json")).unwrap();

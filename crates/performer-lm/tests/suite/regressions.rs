@@ -82,6 +82,7 @@ fn a_short_training_is_as_good_as_it_was() -> Result<()> {
         train: tokens(200, &corpus.train)?.into(),
         valid: tokens(8, &corpus.valid)?.into(),
         test: None,
+        cache: None,
         tokenizer: tokenizer.clone(),
     };
     let mut found = Vec::new();
@@ -131,6 +132,7 @@ fn what_only_attention_can_know_is_learned() -> Result<()> {
         train: tokens(4000)?.into(),
         valid: tokens(100)?.into(),
         test: None,
+        cache: None,
     };
     let loss = |attention: &str| train(attention, &data, 16, recipe(300, 32)?);
     // Eight of sixteen targets are known, and the others are one of twenty words: ln 20 / 2 = 1.5.

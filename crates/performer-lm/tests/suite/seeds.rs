@@ -79,6 +79,7 @@ fn run(fixtures: &Path) -> Result<()> {
         train: tokens(200)?.into(),
         valid: tokens(40)?.into(),
         test: None,
+        cache: None,
     };
     let (model, training) = Preset::Seed.load()?;
     let attention = "favor:m=8,window=4,gate".parse().map_err(anyhow::Error::msg)?;

@@ -35,6 +35,7 @@ fn data() -> Prepared {
         train: TokenFile::from_tokens(&tokens(4000, 0), 12_000).unwrap().into(),
         valid: TokenFile::from_tokens(&tokens(400, 3), 1200).unwrap().into(),
         test: None,
+        cache: None,
     }
 }
 

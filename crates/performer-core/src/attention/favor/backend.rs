@@ -13,7 +13,7 @@ use super::cuda::Cuda;
 use super::metal::Metal;
 use crate::{
     attention::{Inputs, Mask, Path, State, inputs::Sizes},
-    features::{ExponentialForm, FeatureMap},
+    features::{ExponentialForm, FeatureMap, check_forms},
     ops,
 };
 
@@ -110,6 +110,7 @@ pub(super) struct Backends {
 impl Backends {
     /// Prepares the kernels for `map`: this is where its numbers are brought into their layouts.
     pub(super) fn new(map: &dyn FeatureMap, chunk: usize) -> Result<Self> {
+        check_forms(map)?;
         let fused: Vec<Box<dyn Backend>> = vec![
             Box::new(Cpu::new(map)?),
             #[cfg(feature = "cuda")]

@@ -162,7 +162,7 @@ impl Backend for Cuda {
             let beside = [gates.as_ref(), None];
             return unfold(call, favor::favor(&form(&ready), qkv, beside, visible, causal, call.logs)?);
         };
-        let visible = call.mask.visible_of(call.sizes.batch)?;
+        let visible = call.mask.visible_of(call.sizes.batch, call.inputs.q.device())?;
         let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
         let (gates, parameters) = (gates(call, false)?, self.parameters(call)?);
         let (qkv, beside) = ([&rows(q)?, &rows(k)?, &rows(v)?], [gates.as_ref(), parameters.as_ref()]);

@@ -1,7 +1,7 @@
 //! FAVOR by the fused kernel for Metal: when it is taken. Its sums are those of composed
 //! operations.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use super::{
     backend::{Backend, Begun, Call, Output},
@@ -73,7 +73,7 @@ impl Backend for Metal {
 
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
-        let visible = call.mask.visible_of(call.sizes.batch)?;
+        let visible = call.mask.visible_of(call.sizes.batch, call.inputs.q.device())?;
         let qkv = [&rows(q)?, &rows(k)?, &rows(v)?];
         let (values, _) = favor::favor(self.prepared()?, qkv, visible.as_ref(), None, false)?;
         Ok(Output { values, logs: None })
@@ -81,9 +81,8 @@ impl Backend for Metal {
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
-        let past = state.take::<TensorSums>()?;
-        let run = || -> Result<_> {
-            let before = match &past {
+        let values = state.advance_with(|past: Option<&TensorSums>| {
+            let before = match past {
                 None => None,
                 Some(TensorSums { sums, .. }) => {
                     let (n, features) = (call.sizes.batch * call.sizes.key_heads, call.map.feature_dim());
@@ -91,19 +90,11 @@ impl Backend for Metal {
                     Some([sums.log_scale.contiguous()?, sums.sums.contiguous()?])
                 }
             };
-            favor::favor(self.prepared()?, [&rows(q)?, &rows(k)?, &rows(v)?], None, before.as_ref(), true)
-        };
-        match run() {
-            Ok((values, after)) => {
-                if let Some([log_scale, sums]) = after {
-                    state.set(TensorSums { batch: call.sizes.batch, sums: PrefixSums { log_scale, sums } });
-                }
-                Ok(Output { values, logs: None })
-            }
-            Err(error) => {
-                past.into_iter().for_each(|past| state.set(past));
-                Err(error)
-            }
-        }
+            let qkv = [&rows(q)?, &rows(k)?, &rows(v)?];
+            let (values, after) = favor::favor(self.prepared()?, qkv, None, before.as_ref(), true)?;
+            let Some([log_scale, sums]) = after else { bail!("the Metal kernel returned no sums") };
+            Ok((values, TensorSums { batch: call.sizes.batch, sums: PrefixSums { log_scale, sums } }))
+        })?;
+        Ok(Output { values, logs: None })
     }
 }

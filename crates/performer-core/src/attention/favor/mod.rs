@@ -177,11 +177,12 @@ impl Favor {
     }
 
     /// FAVOR over any feature map, one of yours included. [`FeatureMap::parameters`] are its
-    /// buffers, and redrawing leaves it alone.
+    /// buffers, and redrawing leaves it alone. A layer saves and loads them, and does not train
+    /// them unless [`Self::trained`] says so.
     ///
     /// # Errors
-    /// If the map takes rows of 0 numbers or makes 0 features, or if its numbers cannot be brought
-    /// into the layouts of the kernels.
+    /// If the map takes rows of 0 numbers or makes 0 features, or if the form that it has for
+    /// kernels, such as [`FeatureMap::exponential_form`], is not of as many rows and features.
     pub fn with_map(map: Box<dyn FeatureMap>) -> Result<Self> {
         let head_dim = map.input_dim();
         if head_dim == 0 || map.feature_dim() == 0 {
@@ -205,6 +206,16 @@ impl Favor {
         };
         favor.identity = favor.constant_identity()?;
         Ok(favor)
+    }
+
+    /// Has [`FeatureMap::trained_parameters`] trained: a layer that is made over a `VarMap` then
+    /// holds them as variables, with a set for each key head. Nothing changes for a map whose
+    /// numbers are drawn from a seed.
+    pub fn trained(mut self) -> Self {
+        if let Parameters::OfMap { trained } = &mut self.parameters {
+            *trained = true;
+        }
+        self
     }
 
     /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a
@@ -429,6 +440,18 @@ impl Attention for Favor {
                 let failure = std::cell::RefCell::new(None);
                 let map = self.map.with_parameters(&|name| {
                     let tensor = get(&format!("feature_map.{name}"))?;
+                    // A converted copy of a variable would not follow what training does to it.
+                    if tensor.is_variable() && (tensor.dtype() != dtype || !tensor.device().same_device(device)) {
+                        let error = format!(
+                            "buffer feature_map.{name} is a variable of {:?} on {:?}; to be trained it must be of \
+                             {dtype:?} on {:?}",
+                            tensor.dtype(),
+                            tensor.device().location(),
+                            device.location()
+                        );
+                        failure.replace(Some(candle_core::Error::Msg(error)));
+                        return None;
+                    }
                     let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(device));
                     converted.map_err(|error| failure.replace(Some(error))).ok()
                 });

@@ -23,6 +23,7 @@ use crate::{
     attention::{
         Attention, Inputs, Mask, Segment,
         gates::{sums_after, sums_up_to},
+        inputs::Wide,
         layout::{FLOOR, Folded, Rows, join, join_logs, values_and_one},
         state::bytes_of,
     },
@@ -163,11 +164,7 @@ impl Favor {
     /// attention has for these inputs.
     pub fn forward_after(&self, inputs: Inputs<'_>, before: &SegmentSums) -> Result<Tensor> {
         let dtype = inputs.q.dtype();
-        let widen = |x: &Tensor| ops::to_dtype(x, compute_dtype(dtype));
-        let [q, k, v] = [widen(inputs.q)?, widen(inputs.k)?, widen(inputs.v)?];
-        let gates = inputs.gates.map(widen).transpose()?;
-        let inputs = Inputs::new(&q, &k, &v).with_gates_of(gates.as_ref());
-        ops::to_dtype(&self.after_with_logs(inputs, before)?.0, dtype)
+        ops::to_dtype(&self.after_with_logs(Wide::of(inputs)?.inputs(), before)?.0, dtype)
     }
 
     /// [`Self::forward_after`] of inputs in the type of the computation, and the logarithms of the
@@ -219,6 +216,11 @@ impl Favor {
     /// Computes [`Attention::forward_segment`](crate::Attention::forward_segment): one exchange of
     /// sums, whatever the length.
     pub(super) fn in_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
+        let sizes = inputs.sizes_under(&Mask::causal())?;
+        // Every segment has as many sequences, so none waits for what another would send.
+        if sizes.batch == 0 {
+            return sizes.zeros(inputs.q);
+        }
         match self.sums_of_segment(inputs)?.before(segment, |_| true)? {
             Some(before) => self.forward_after(inputs, &before),
             None => self.forward(inputs, &Mask::causal()),

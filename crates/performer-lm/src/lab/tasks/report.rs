@@ -8,7 +8,7 @@ use super::{
     learn::{Run, Score, Setting},
 };
 use crate::{
-    lab::{Findings, Section, Table},
+    lab::{Findings, Section, Table, state_text},
     plot::{At, Axis, Chart, Marker, Scale, Series, Style},
     seeds::{deviation, mean},
 };
@@ -242,19 +242,11 @@ fn numbers(plan: &Plan, setting: &Setting, runs: &[Run], metric: Metric) -> Tabl
     for spec in specs(plan, setting) {
         let runs = of(runs, &spec);
         let speeds: Vec<f64> = runs.iter().map(|run| run.tokens_per_second).collect();
-        let state = runs.first().map_or_else(String::new, |run| state_text(run));
+        let state = runs.first().map_or_else(String::new, |run| state_text(run.state_bytes, run.state_grows));
         let off: Vec<Score> = runs.iter().filter_map(|run| run.features_off).collect();
         table.push(row(&spec, &scores(&runs), &off, state, show(&speeds, 0)));
     }
     table
-}
-
-/// Formats the bytes of state, with a + if they grow with every token.
-fn state_text(run: &Run) -> String {
-    match (run.state_bytes, run.state_grows) {
-        (0, _) => "–".into(),
-        (bytes, grows) => format!("{bytes}{}", if grows { " +" } else { "" }),
-    }
 }
 
 /// Collects attentions that differ in nothing but their size, in the order in which the first of

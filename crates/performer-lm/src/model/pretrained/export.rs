@@ -15,7 +15,7 @@ use super::{
     hugging_face::{CONFIG, GENERATION, INDEX, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
-    checkpoint::{REPORTS, remove_reports, require_free, write_durably, write_with_digest},
+    checkpoint::{REPORTS, remove_reports, remove_training, require_free, write_durably, write_with_digest},
     data::Tokenizer,
     errors::Cause,
     files::{self, Lock},
@@ -60,7 +60,6 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
         dir.display()
     );
     model.config.require_causal()?;
-    let _lock = Lock::of_worked_in(dir)?;
     // A model whose config leaves tensors out would be exported without them.
     model.decoder(&Device::Cpu)?;
     let family = Family::of_config(&model.config)?;
@@ -68,6 +67,7 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
     let weights = weights(family, model, softmax)?;
     let config = config(family, model, softmax)?;
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
+    let _locks = Lock::without_a_file(dir)?;
     let metadata =
         BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("revision".to_owned(), git_revision().to_owned())]);
     let small = [
@@ -96,6 +96,7 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
         std::fs::remove_file(path(WEIGHTS)).with_context(|| format!("cannot remove {}", path(WEIGHTS).display()))?;
     }
     remove_reports(dir, |_| true)?;
+    remove_training(dir)?;
     for name in small.iter().map(|(name, _)| *name).chain([WEIGHTS]) {
         std::fs::rename(pending(name), path(name)).with_context(|| format!("cannot write {}", path(name).display()))?;
     }

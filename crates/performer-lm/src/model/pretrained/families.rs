@@ -201,7 +201,7 @@ fn gpt2(fields: &Fields) -> Result<ModelConfig> {
         heads,
         kv_heads: heads,
         head_dim: None,
-        feed_forward_size: fields.get("n_inner")?.unwrap_or(4 * hidden_size),
+        feed_forward_size: fields.get("n_inner")?.unwrap_or(hidden_size.saturating_mul(4)),
         context: fields.need("n_positions")?,
         feed_forward: gelu(fields, "activation_function")?,
         norm: NormKind::LayerNorm,

@@ -13,7 +13,7 @@ use memmap2::Mmap;
 
 use super::{
     LlamaSizes, Part, Pretrained, Source, read_parameters, refuse_rest,
-    vocabulary::{ByteLevel, Scored, Spaces},
+    vocabulary::{ByteLevel, LLAMA3, Scored, Spaces},
 };
 use crate::{config::ModelConfig, data::Tokenizer};
 
@@ -174,8 +174,11 @@ impl Gguf<'_> {
         };
         ensure!(kinds.len() == tokens.len(), "{} tokens have {} kinds: the file is damaged", tokens.len(), kinds.len());
         let model = self.text("tokenizer.ggml.model")?.context("tokenizer.ggml.model is missing")?;
+        let words = self.text("tokenizer.ggml.pre")?.unwrap_or("default");
         let begin = self.id("tokenizer.ggml.bos_token_id")?;
-        let has_begin = self.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama");
+        // Where the file does not say, llama.cpp begins texts of these kinds with the token.
+        let is_usual = model == "llama" || LLAMA3.contains(&words);
+        let has_begin = self.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(is_usual);
         let begin = begin.filter(|_| has_begin);
         let json = match model {
             "gpt2" => {
@@ -184,7 +187,7 @@ impl Gguf<'_> {
                     merges: self.list("tokenizer.ggml.merges", |v| v.to_string().ok().cloned())?,
                     control: of(CONTROL),
                     user_defined: of(USER_DEFINED),
-                    words: self.text("tokenizer.ggml.pre")?.unwrap_or("default"),
+                    words,
                     begin,
                     tokens,
                 };

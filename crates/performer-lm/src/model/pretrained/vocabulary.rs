@@ -155,6 +155,10 @@ impl Scored {
     }
 }
 
+/// The names that llama.cpp gives Llama 3's way to cut text into words. Such a vocabulary takes
+/// whole words before it looks at merges.
+pub(super) const LLAMA3: [&str; 3] = ["llama-bpe", "llama3", "llama-v3"];
+
 /// A `ByteLevel` vocabulary has its merges in order, as GPT-2's has.
 pub(super) struct ByteLevel<'a> {
     pub(super) tokens: Vec<String>,
@@ -184,7 +188,7 @@ impl ByteLevel<'_> {
         let words = match self.words {
             "gpt-2" => byte_level(true),
             "smollm" => sequence(json!({"type": "Digits", "individual_digits": true}), true),
-            "llama-bpe" | "llama3" => sequence(split(r"\p{N}{1,3}"), false),
+            name if LLAMA3.contains(&name) => sequence(split(r"\p{N}{1,3}"), false),
             "qwen2" => {
                 normalizer = json!({"type": "NFC"});
                 sequence(split(r"\p{N}"), false)
@@ -210,7 +214,7 @@ impl ByteLevel<'_> {
         }
         let model = json!({
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
-            "fuse_unk": false, "byte_fallback": false, "ignore_merges": self.words.starts_with("llama"), "vocab": ids, "merges": merges,
+            "fuse_unk": false, "byte_fallback": false, "ignore_merges": LLAMA3.contains(&self.words), "vocab": ids, "merges": merges,
         });
         file(&added, normalizer, words, template(self.begin, &self.tokens)?, byte_level(true), model)
     }

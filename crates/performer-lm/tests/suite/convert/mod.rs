@@ -51,6 +51,7 @@ fn data() -> Result<Prepared> {
         train: TokenFile::from_tokens(&tokens(6000, 1), 20_000)?.into(),
         valid: TokenFile::from_tokens(&tokens(600, 2), 2000)?.into(),
         test: None,
+        cache: None,
     })
 }
 

@@ -174,6 +174,12 @@ fn old_files_of_gpt2_are_read() -> Result<()> {
         let error = refusal(dir.path());
         assert!(error.contains(field) && error.contains("config.json"), "{error}");
     }
+    // Where the width of the feed-forward layers is not given, it is four times this one.
+    let mut bad = config("gelu_new");
+    (bad["n_embd"], bad["n_inner"]) = (json!(usize::MAX), Value::Null);
+    write_folder(dir.path(), &bad, &weights)?;
+    let error = refusal(dir.path());
+    assert!(error.contains("hidden_size is") && error.contains("at most"), "{error}");
     weights.remove("h.1.attn.c_attn.bias");
     write_folder(dir.path(), &config("gelu_new"), &weights)?;
     assert!(refusal(dir.path()).contains("h.1.attn.c_attn.bias"));

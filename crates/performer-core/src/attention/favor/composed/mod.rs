@@ -54,17 +54,11 @@ impl Backend for Composed {
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
         let folded = Folded::new(call.inputs, call.mask)?;
-        let past = state.take::<TensorSums>()?;
-        match causal::extend(call.map, &folded, self.chunk, past.as_ref().map(|past| &past.sums)) {
-            Ok((rows, sums)) => {
-                state.set(TensorSums { batch: call.sizes.batch, sums: sums.detach() });
-                Self::output(call, &folded, &rows)
-            }
-            Err(error) => {
-                past.into_iter().for_each(|past| state.set(past));
-                Err(error)
-            }
-        }
+        let rows = state.advance_with(|past: Option<&TensorSums>| {
+            let (rows, sums) = causal::extend(call.map, &folded, self.chunk, past.map(|past| &past.sums))?;
+            Ok((rows, TensorSums { batch: call.sizes.batch, sums: sums.detach() }))
+        })?;
+        Self::output(call, &folded, &rows)
     }
 }
 
