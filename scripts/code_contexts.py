@@ -65,7 +65,10 @@ ROWS = {
 }
 # Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
 EQUAL_TOKENS = {
-    256: ("code-256", {"compare.json": "runs.tar.gz"}),
+    256: (
+        "code-256",
+        {"compare.json": "runs.tar.gz", "window-features.json": "window-features-runs.tar.gz"},
+    ),
     1024: (
         "code-1024",
         {
