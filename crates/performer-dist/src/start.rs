@@ -6,7 +6,8 @@ use crate::{One, Ranks};
 
 /// What launchers put into the environment of the processes that they start: the number of them.
 /// OpenMPI, then MPICH and whatever else speaks PMI, then Slurm with PMIx. Slurm sets
-/// `SLURM_NTASKS` in the scripts of a job too, so `PMIX_RANK` tells that `srun` has started this process.
+/// `SLURM_NTASKS` in the scripts of a job too, so `PMIX_RANK` tells that `srun` has started this
+/// process.
 const SIZES: [(&str, &str); 3] =
     [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMI_SIZE", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")];
 

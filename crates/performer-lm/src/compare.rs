@@ -179,8 +179,8 @@ impl Comparison<'_> {
         self.save(data, &found)
     }
 
-    /// Whether the outcome in the folder has runs of this comparison that are not found yet. That is
-    /// so where a rate of theirs diverged, and is tried once more before they are found.
+    /// Whether the outcome in the folder has runs of this comparison that are not found yet. That
+    /// is so where a rate of theirs diverged, and is tried once more before they are found.
     fn would_lose_runs(&self, so_far: &FoundSoFar) -> Result<bool> {
         if !self.ranks.leads() {
             return Ok(false);

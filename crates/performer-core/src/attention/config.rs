@@ -2,7 +2,7 @@
 //! is in `text.rs`.
 
 use candle_core::{DType, Device, Result, bail};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Attention, ByHead, Favor, FavorConfig, LayerParts, Softmax, Windowed, none::NoAttention};
 use crate::{features::Constant, projection::derive_seed};
@@ -24,17 +24,18 @@ use crate::{features::Constant, projection::derive_seed};
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", from = "Read")]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum AttentionConfig {
     /// Exact softmax attention.
+    #[serde(deserialize_with = "no_settings")]
     Softmax,
     /// Exact softmax attention to the last tokens and the sinks, and to nothing else.
     SoftmaxWindow {
         /// Tokens that a query sees, its own among them.
         window: usize,
         /// Tokens at the beginning that every query sees too; see [`Softmax::with_sinks`].
-        #[serde(skip_serializing_if = "is_zero")]
+        #[serde(default, skip_serializing_if = "is_zero")]
         sinks: usize,
     },
     /// Linear attention through feature maps.
@@ -44,7 +45,7 @@ pub enum AttentionConfig {
         /// Tokens of exact attention, the query's own among them.
         window: usize,
         /// Tokens at the beginning to which attention is exact too; see [`Windowed::with_sinks`].
-        #[serde(skip_serializing_if = "is_zero")]
+        #[serde(default, skip_serializing_if = "is_zero")]
         sinks: usize,
         /// Attention to the others.
         far: FavorConfig,
@@ -65,8 +66,10 @@ pub enum AttentionConfig {
     /// Means of the values that the mask shows, all of one weight: attention without queries, keys
     /// and features, in linear time and with a state of constant size. It is the control of feature
     /// maps, and with a gate, that of gated ones.
+    #[serde(deserialize_with = "no_settings")]
     Uniform,
     /// Outputs of zero: the control without attention.
+    #[serde(deserialize_with = "no_settings")]
     None,
 }
 
@@ -224,48 +227,12 @@ impl AttentionConfig {
     }
 }
 
-/// [`AttentionConfig`] as it is read from JSON: a kind without settings refuses all settings here,
-/// which serde would pass over in a variant without fields.
-#[derive(Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-enum Read {
-    Softmax {},
-    SoftmaxWindow {
-        window: usize,
-        #[serde(default)]
-        sinks: usize,
-    },
-    Favor(FavorConfig),
-    Windowed {
-        window: usize,
-        #[serde(default)]
-        sinks: usize,
-        far: FavorConfig,
-    },
-    Equipped {
-        parts: LayerParts,
-        of: Box<AttentionConfig>,
-    },
-    ByHead {
-        of: Vec<AttentionConfig>,
-    },
-    Uniform {},
-    None {},
-}
-
-impl From<Read> for AttentionConfig {
-    fn from(read: Read) -> Self {
-        match read {
-            Read::Softmax {} => Self::Softmax,
-            Read::SoftmaxWindow { window, sinks } => Self::SoftmaxWindow { window, sinks },
-            Read::Favor(favor) => Self::Favor(favor),
-            Read::Windowed { window, sinks, far } => Self::Windowed { window, sinks, far },
-            Read::Equipped { parts, of } => Self::Equipped { parts, of },
-            Read::ByHead { of } => Self::ByHead { of },
-            Read::Uniform {} => Self::Uniform,
-            Read::None {} => Self::None,
-        }
-    }
+/// Reads a kind without settings, and refuses any: serde would pass over them.
+fn no_settings<'de, D: Deserializer<'de>>(json: D) -> std::result::Result<(), D::Error> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Nothing {}
+    Nothing::deserialize(json).map(|Nothing {}| ())
 }
 
 /// Whether a setting has its default, and is left out of JSON.
