@@ -5,6 +5,7 @@
 //! other module may import from this one.
 
 mod borders;
+mod cut;
 mod optimizer;
 mod pattern;
 mod schedule;
@@ -228,11 +229,23 @@ impl ModelConfig {
     /// model leaks. It has the weights of this one.
     pub fn features_off(&self) -> Option<Self> {
         // What is left without features is causal.
-        let any = !self.leak && (0..self.layers).any(|layer| self.attention_of(layer).features_off().is_some());
-        let off = |attention: &AttentionConfig| attention.features_off().unwrap_or_else(|| attention.clone());
+        if self.leak {
+            return None;
+        }
+        self.with_each_attention(AttentionConfig::features_off)
+    }
+
+    /// Returns this model with another attention in each layer for which `other` has one, or `None`
+    /// if it has one for no layer.
+    pub(crate) fn with_each_attention(
+        &self,
+        other: impl Fn(&AttentionConfig) -> Option<AttentionConfig>,
+    ) -> Option<Self> {
+        let any = (0..self.layers).any(|layer| other(self.attention_of(layer)).is_some());
+        let changed = |attention: &AttentionConfig| other(attention).unwrap_or_else(|| attention.clone());
         any.then(|| Self {
-            attention: off(&self.attention),
-            attention_by_layer: self.attention_by_layer.iter().map(|(&layer, own)| (layer, off(own))).collect(),
+            attention: changed(&self.attention),
+            attention_by_layer: self.attention_by_layer.iter().map(|(&i, own)| (i, changed(own))).collect(),
             ..self.clone()
         })
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use serde::Serialize;
 
 use super::{
@@ -25,6 +25,7 @@ Examples:
   performer-lm eval runs/seed-favor-m128-seed42 --data tinystories
   performer-lm eval runs/seed-favor-m128-seed42 --data book.txt --by-position --plot position
   performer-lm eval runs/seed-favor-m64-window-32-seed42 --data book.txt --features-off
+  performer-lm eval runs/seed-softmax-seed42 --data book.txt --window 8,32
   performer-lm eval SmolLM2-135M.gguf --data book.txt --context 1024 --max-tokens 100000
   performer-lm eval SmolLM2-135M.gguf --data book.txt --max-tokens 100000 --recall 256,1024,4096")]
 pub(super) struct Args {
@@ -45,6 +46,14 @@ pub(super) struct Args {
     /// values in layers without one. What the features are worth is the difference.
     #[arg(long)]
     features_off: bool,
+    /// Evaluate the model with its exact attention cut to windows of so many tokens, too, without
+    /// training: how far it looks, and whether a window would do.
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
+    window: Vec<usize>,
+    /// First tokens of a text that every token sees besides those windows. Many trained models fail
+    /// without the first few.
+    #[arg(long, default_value_t = 0, requires = "window")]
+    sinks: usize,
     /// Report the loss at each position of the context, too.
     #[arg(long)]
     by_position: bool,
@@ -76,16 +85,36 @@ struct Scored {
     recall: Vec<Recall>,
     #[serde(skip_serializing_if = "Option::is_none")]
     features_off: Option<Control>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    windows: Vec<Control>,
 }
 
-/// `Control` is the evaluation of the same weights with the features off.
+impl Scored {
+    /// Returns the controls in the order of their columns.
+    fn controls(&self) -> impl Iterator<Item = &Control> {
+        self.features_off.iter().chain(&self.windows)
+    }
+}
+
+/// `Control` is the evaluation of the same weights with the features off, or with exact attention
+/// cut to a window.
 #[derive(Serialize)]
 struct Control {
+    /// The tokens of the window.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    window: Option<usize>,
     attention_spec: String,
     #[serde(flatten)]
     evaluation: Evaluation,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     recall: Vec<Recall>,
+}
+
+impl Control {
+    /// Returns the name of its column.
+    fn name(&self) -> String {
+        self.window.map_or("features off".into(), |window| format!("window of {}", output::thousands(window as u64)))
+    }
 }
 
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
@@ -112,9 +141,14 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
             args.model
         ));
     }
-    let control = if args.features_off { model.features_off()? } else { None };
     ensure!(
-        control.is_some() || !args.features_off,
+        !leak || args.window.is_empty(),
+        "--window: {} was trained to see the tokens that it predicts, which a window hides",
+        args.model
+    );
+    let off = if args.features_off { model.features_off()? } else { None };
+    ensure!(
+        off.is_some() || !args.features_off,
         "--features-off: no layer of {} has linear attention; its attention is {}",
         args.model,
         model.config().attention_text()
@@ -128,9 +162,10 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
             "--context is {context}; it must be at most {learned}, the positions that this model learned"
         );
     }
+    let context = args.context.unwrap_or(learned);
+    let cut = cut_to_windows(&args, &model, context)?;
     let (corpus, tokens) = held_out(&args.data, &tokenizer)?;
     let evaluate = |model: &Decoder| {
-        let context = args.context.unwrap_or(model.config().context);
         let limit = args.max_tokens.unwrap_or(usize::MAX);
         evaluate_windows(model, &tokens, machine.threads, context, limit, &output::TERMINAL)
     };
@@ -140,35 +175,18 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         args.recall.iter().map(|&tokens| examiner.measure(model, tokens)).collect()
     };
     examiner.check_all(&model, &args.recall)?;
-    let mut evaluation = evaluate(&model)?;
-    let mut control = match control {
-        Some(control) => Some(Control {
-            attention_spec: control.config().attention_text(),
-            evaluation: evaluate(&control)?,
-            recall: recall(&control)?,
-        }),
-        None => None,
+    let evaluation = evaluate(&model)?;
+    let control = |(window, model): (Option<usize>, Decoder)| {
+        anyhow::Ok(Control {
+            window,
+            attention_spec: model.config().attention_text(),
+            evaluation: evaluate(&model)?,
+            recall: recall(&model)?,
+        })
     };
-    if let Some(stem) = &args.plot {
-        let series = |name: String, evaluation: &Evaluation| {
-            Series::new(name, evaluation.loss_by_position.iter().enumerate().map(|(i, &l)| (i as f64 + 1.0, l)))
-        };
-        let off = control.as_ref().map(|c| series(format!("features off: {}", c.attention_spec), &c.evaluation));
-        let chart = Chart {
-            title: format!("Loss by context position on {corpus}"),
-            x: Axis::new("tokens of context", Scale::Linear),
-            y: Axis::new("loss (nats per token)", Scale::Linear),
-            series: std::iter::once(series(model.config().attention_text(), &evaluation)).chain(off).collect(),
-            ..Chart::default()
-        };
-        chart.save(stem)?;
-        output::note(&format!("saved {0}.svg and {0}.png", stem.display()));
-    }
-    if !args.by_position {
-        evaluation.loss_by_position.clear();
-        control.iter_mut().for_each(|control| control.evaluation.loss_by_position.clear());
-    }
-    let result = Scored {
+    let features_off = off.map(|off| control((None, off))).transpose()?;
+    let windows = cut.into_iter().map(control).collect::<Result<_>>()?;
+    let mut result = Scored {
         attention: model.config().pattern().kind().to_string(),
         attention_spec: model.config().attention_text(),
         leak,
@@ -176,62 +194,108 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         corpus,
         evaluation,
         recall: recall(&model)?,
-        features_off: control,
+        features_off,
+        windows,
     };
+    if let Some(stem) = &args.plot {
+        let series = |name: String, evaluation: &Evaluation| {
+            Series::new(name, evaluation.loss_by_position.iter().enumerate().map(|(i, &l)| (i as f64 + 1.0, l)))
+        };
+        let controls = result.controls().map(|c| series(format!("{}: {}", c.name(), c.attention_spec), &c.evaluation));
+        let chart = Chart {
+            title: format!("Loss by context position on {}", result.corpus),
+            x: Axis::new("tokens of context", Scale::Linear),
+            y: Axis::new("loss (nats per token)", Scale::Linear),
+            series: std::iter::once(series(result.attention_spec.clone(), &result.evaluation))
+                .chain(controls)
+                .collect(),
+            ..Chart::default()
+        };
+        chart.save(stem)?;
+        output::note(&format!("saved {0}.svg and {0}.png", stem.display()));
+    }
+    if !args.by_position {
+        let controls = result.features_off.iter_mut().chain(&mut result.windows).map(|control| &mut control.evaluation);
+        std::iter::once(&mut result.evaluation).chain(controls).for_each(|e| e.loss_by_position.clear());
+    }
     if args.json {
         return output::json(&result);
     }
-    output::result(&text(&result, &model))
+    output::result(&text(&result))
 }
 
-fn text(result: &Scored, model: &Decoder) -> String {
+/// Returns the model with its exact attention cut to each of the windows that were asked for.
+fn cut_to_windows(args: &Args, model: &Decoder, context: usize) -> Result<Vec<(Option<usize>, Decoder)>> {
+    let longest = args.recall.iter().copied().fold(context, usize::max);
+    let cut = args.window.iter().map(|&window| {
+        ensure!(window > 0, "--window is 0; it must be at least 1");
+        ensure!(
+            window.saturating_add(args.sinks) < longest,
+            "--window is {window}{}, which hides nothing at a context of {longest} tokens; give fewer tokens, or a longer \
+             --context",
+            if args.sinks > 0 { format!(" and --sinks {}", args.sinks) } else { String::new() }
+        );
+        let Some(config) = model.config().cut_to_window(window, args.sinks) else {
+            bail!(
+                "--window: no layer of {} has exact attention to more than {window} tokens; its attention is {}",
+                args.model,
+                model.config().attention_text()
+            );
+        };
+        Ok((Some(window), model.with_config(&config)?))
+    });
+    cut.collect()
+}
+
+fn text(result: &Scored) -> String {
     let e = &result.evaluation;
     let mut rows = vec![
-        vec!["attention".into(), model.config().attention_text()],
+        vec!["attention".into(), result.attention_spec.clone()],
         vec!["text".into(), result.corpus.clone()],
         vec!["tokens".into(), output::thousands(e.tokens)],
         vec!["loss (nats/token)".into(), format!("{:.4}", e.val_loss)],
         vec!["perplexity".into(), show_perplexity(e.perplexity, 3)],
         vec!["bits/byte".into(), format!("{:.4}", e.bits_per_byte)],
     ];
-    let mut header = vec!["", "value"];
-    // A column of its own for the model with its features off.
-    if let Some(Control { attention_spec, evaluation: off, recall }) = &result.features_off {
-        header.push("features off");
-        let perplexity = show_perplexity(off.perplexity, 3);
-        let numbers = [format!("{:.4}", off.val_loss), perplexity, format!("{:.4}", off.bits_per_byte)];
-        let column = [attention_spec.clone(), String::new(), output::thousands(off.tokens)].into_iter().chain(numbers);
+    let mut header: Vec<String> = vec![String::new(), "value".into()];
+    // A column of its own for each control.
+    for Control { attention_spec, evaluation: e, .. } in result.controls() {
+        let numbers =
+            [format!("{:.4}", e.val_loss), show_perplexity(e.perplexity, 3), format!("{:.4}", e.bits_per_byte)];
+        let column = [attention_spec.clone(), String::new(), output::thousands(e.tokens)].into_iter().chain(numbers);
         rows.iter_mut().zip(column).for_each(|(row, cell)| row.push(cell));
-        rows.extend(recall_rows(&result.recall, recall));
-    } else {
-        rows.extend(recall_rows(&result.recall, &[]));
     }
+    header.extend(result.controls().map(Control::name));
+    let recall: Vec<&[Recall]> =
+        std::iter::once(&result.recall).chain(result.controls().map(|c| &c.recall)).map(Vec::as_slice).collect();
+    rows.extend(recall_rows(&recall));
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let text = output::table(&header, &rows);
     if e.loss_by_position.is_empty() {
         return text;
     }
-    let off = result.features_off.as_ref().map(|control| &control.evaluation.loss_by_position);
     let rows: Vec<Vec<String>> = e
         .loss_by_position
         .iter()
         .enumerate()
         .map(|(i, loss)| {
-            let off = off.map(|off| format!("{:.4}", off[i]));
-            [(i + 1).to_string(), format!("{loss:.4}")].into_iter().chain(off).collect()
+            let controls = result.controls().map(|control| control.evaluation.loss_by_position[i]);
+            let losses = std::iter::once(*loss).chain(controls).map(|loss| format!("{loss:.4}"));
+            std::iter::once((i + 1).to_string()).chain(losses).collect()
         })
         .collect();
-    let header = ["tokens of context", "loss (nats/token)", "features off"];
-    format!("{text}\n\n{}", output::table(&header[..if off.is_some() { 3 } else { 2 }], &rows))
+    let header: Vec<&str> =
+        ["tokens of context", "loss (nats/token)"].into_iter().chain(header.into_iter().skip(2)).collect();
+    format!("{text}\n\n{}", output::table(&header, &rows))
 }
 
-/// Two rows for each length: pass keys and pairs that the model found again, and those that it
-/// found with its features off, where that was measured.
-fn recall_rows(recall: &[Recall], off: &[Recall]) -> Vec<Vec<String>> {
+/// Two rows for each length: pass keys and pairs that the model found again, and each control.
+fn recall_rows(recall: &[&[Recall]]) -> Vec<Vec<String>> {
     let row = |name: &str, i: usize, task: usize| {
-        let title = format!("{name} over {} tokens (nats/token)", output::thousands(recall[i].tokens as u64));
-        let found = [recall.get(i), off.get(i)].into_iter().flatten();
+        let title = format!("{name} over {} tokens (nats/token)", output::thousands(recall[0][i].tokens as u64));
+        let found = recall.iter().filter_map(|lengths| lengths.get(i));
         std::iter::once(title).chain(found.map(|recall| recall_cells(recall)[task].clone())).collect()
     };
     let rows = |i| [row("pass keys recalled", i, 0), row("pairs recalled", i, 1)];
-    (0..recall.len()).flat_map(rows).collect()
+    (0..recall[0].len()).flat_map(rows).collect()
 }

@@ -15,24 +15,16 @@ use crate::{
 /// Returns the configuration with the windows before features switched off, or `None` if no layer
 /// has both.
 pub(super) fn without_windows(config: &ModelConfig) -> Option<ModelConfig> {
-    let has_both = |attention: &AttentionConfig| attention.window().is_some() && attention.favor().is_some();
-    if !(0..config.layers).any(|i| has_both(config.attention_of(i))) {
-        return None;
-    }
-    fn bare(attention: &AttentionConfig) -> AttentionConfig {
+    fn bare(attention: &AttentionConfig) -> Option<AttentionConfig> {
         match attention {
-            AttentionConfig::Windowed { far, .. } => AttentionConfig::Favor(far.clone()),
+            AttentionConfig::Windowed { far, .. } => Some(AttentionConfig::Favor(far.clone())),
             AttentionConfig::Equipped { parts, of } => {
-                AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)) }
+                Some(AttentionConfig::Equipped { parts: *parts, of: Box::new(bare(of)?) })
             }
-            other => other.clone(),
+            _ => None,
         }
     }
-    Some(ModelConfig {
-        attention: bare(&config.attention),
-        attention_by_layer: config.attention_by_layer.iter().map(|(&i, a)| (i, bare(a))).collect(),
-        ..config.clone()
-    })
+    config.with_each_attention(bare)
 }
 
 /// Whether windows are switched off in this step, counted from 0, if they are in this share of the

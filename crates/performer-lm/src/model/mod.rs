@@ -406,8 +406,12 @@ impl Decoder {
     /// # Errors
     /// If there is no memory for another model.
     pub fn features_off(&self) -> Result<Option<Self>> {
-        let Some(config) = self.config.features_off() else { return Ok(None) };
-        Ok(Some(Self::from_tensors(&config, &self.tensors()?, &self.device)?.compute_in(self.compute)))
+        self.config.features_off().map(|config| self.with_config(&config)).transpose()
+    }
+
+    /// Returns a model of this configuration with the weights of this one, which must suit it.
+    pub(crate) fn with_config(&self, config: &ModelConfig) -> Result<Self> {
+        Ok(Self::from_tensors(config, &self.tensors()?, &self.device)?.compute_in(self.compute))
     }
 
     /// Measures the decoding state of one sequence of the model's context: its bytes in all layers,

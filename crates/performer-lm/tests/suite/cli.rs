@@ -342,6 +342,53 @@ fn a_hybrid_is_trained_shown_and_evaluated_with_its_features_off() {
     fails(&run(&train(&["--attention", "favor+softmax/1"])), &["give softmax alone"]);
 }
 
+/// A trained model cut to windows has the loss of a model that has them, with the same weights.
+#[test]
+fn exact_attention_is_evaluated_cut_to_windows() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| performer(dir.path(), args);
+    assert!(run(&train(&["--attention", "softmax:gate+favor:m=8,gate/2", "--out", "model"])).status.success());
+    let eval = ["eval", "model", "--data", "sample", "--max-tokens", "400"];
+    let whole = json(&run(&[&eval[..], &["--json"]].concat()));
+    assert!(whole.get("windows").is_none());
+    let found = json(&run(&[&eval[..], &["--window", "5,9", "--sinks", "2", "--json"]].concat()));
+    assert_eq!(found["val_loss"], whole["val_loss"]);
+
+    let config = std::fs::read_to_string(dir.path().join("model/config.json")).unwrap();
+    for (i, window) in [5, 9].into_iter().enumerate() {
+        let control = &found["windows"][i];
+        let spec = format!("softmax:window={window},sinks=2,gate+favor:m=8,gate/2");
+        assert_eq!((&control["window"], &control["attention_spec"]), (&window.into(), &spec.into()));
+        let folder = dir.path().join(format!("window-{window}"));
+        std::fs::create_dir(&folder).unwrap();
+        for name in ["model.safetensors", "tokenizer.json"] {
+            std::fs::copy(dir.path().join("model").join(name), folder.join(name)).unwrap();
+        }
+        let mut own: Value = serde_json::from_str(&config).unwrap();
+        own["attention"]["of"] = serde_json::json!({"kind": "softmax-window", "window": window, "sinks": 2});
+        std::fs::write(folder.join("config.json"), own.to_string()).unwrap();
+        let name = format!("window-{window}");
+        let own = json(&run(&[&["eval", &name], &eval[2..], &["--json"]].concat()));
+        assert_eq!(control["val_loss"], own["val_loss"]);
+        assert_ne!(control["val_loss"], whole["val_loss"]);
+    }
+
+    let table = run(&[&eval[..], &["--window", "5", "--features-off", "--by-position"]].concat());
+    let table = String::from_utf8(table.stdout).unwrap();
+    for header in table.lines().filter(|line| line.contains("window of 5")) {
+        assert!(header.find("features off").unwrap() < header.find("window of 5").unwrap(), "{header}");
+    }
+    assert_eq!(table.matches("window of 5").count(), 2, "{table}");
+    fails(&run(&[&eval[..], &["--window", "0"]].concat()), &["--window is 0", "at least 1"]);
+    fails(
+        &run(&[&eval[..], &["--window", "14", "--sinks", "2"]].concat()),
+        &["--window is 14 and --sinks 2", "hides nothing at a context of 16 tokens"],
+    );
+    let again = ["eval", "window-5", "--data", "sample", "--window", "5"];
+    fails(&run(&again), &["no layer of window-5 has exact attention to more than 5 tokens"]);
+    fails(&run(&[&eval[..], &["--sinks", "2"]].concat()), &["--window"]);
+}
+
 #[test]
 fn a_run_is_not_overwritten_by_accident() {
     let dir = tempfile::tempdir().unwrap();
