@@ -20,7 +20,7 @@ At each context the table has, for each attention that was trained there:
  - its speed, of whole training steps on one thread of an idle machine, and the ratio of this to the
    speed of softmax with the same parts: the fastest of five measurements at 256 and 1,024 tokens,
    between which other guests of the machine took their share, and one at 4,096 and 8,192. What is
-   not in those files was measured five times beside that softmax, on another day. The fastest of
+   not in those files was measured five times beside that softmax, on other days. The fastest of
    the five is scaled as the fastest of softmax would have to be to equal its speed of that file;
  - in equal time: the last quick validation on the way, less that of softmax with the same parts
    after as many minutes of its own training. Where softmax would have been done by then, it is its
@@ -56,6 +56,8 @@ ROWS = {
     f"{UNIFORM}+{SOFTMAX}/first": ("softmax, then averages", "#cc79a7", "-"),
     f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("window of 1,000, then averages", None, None),
     f"{UNIFORM}+softmax:window=300{PARTS}/first": ("window of 300, then averages", "#56b4e9", "-"),
+    f"softmax:window=1000{PARTS}": ("windows of 1,000", None, None),
+    f"softmax:window=300{PARTS}": ("windows of 300", None, None),
     WINDOW: ("windows of 75", "#d55e00", "--"),
     POLYNOMIAL: ("polynomial features", "#009e73", "--"),
     f"favor:m=128{PARTS}": ("random features", "#e69f00", "--"),
@@ -94,7 +96,12 @@ SPEEDS = {
     8192: BENCHMARKS / "code-long/speed-8192.json",
 }
 # Five measurements of softmax with all parts and of attentions that are not in the file above.
-LATER_SPEEDS = {4096: OUT / "speed-4096.json", 8192: OUT / "speed-8192.json"}
+LATER_SPEEDS = {
+    256: [OUT / "windows-256.json"],
+    1024: [OUT / "windows-1024.json"],
+    4096: [OUT / "speed-4096.json", OUT / "windows-4096.json"],
+    8192: [OUT / "speed-8192.json", OUT / "windows-8192.json"],
+}
 CONTEXTS = list(SPEEDS)
 
 
@@ -123,8 +130,8 @@ def fastest(file):
 def measured(context):
     """Tokens a second of whole training steps at a context, by attention."""
     speeds = fastest(SPEEDS[context])
-    if context in LATER_SPEEDS:
-        later = fastest(LATER_SPEEDS[context])
+    for file in LATER_SPEEDS[context]:
+        later = fastest(file)
         scale = speeds[SOFTMAX] / later[SOFTMAX]
         speeds = {spec: scale * speed for spec, speed in later.items()} | speeds
     return speeds
