@@ -86,6 +86,7 @@ EQUAL_TOKENS = {
             "compare.json": "runs.tar.gz",
             "plain.json": "plain-runs.tar.gz",
             "random.json": "random-runs.tar.gz",
+            "windows.json": "windows-runs.tar.gz",
         },
     ),
 }
