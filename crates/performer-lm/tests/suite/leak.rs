@@ -39,9 +39,9 @@ fn a_leak_is_measured_and_good_for_nothing_else() {
     assert!(said.contains("say nothing about how well it predicts"), "{said}");
     let off = ["eval", "linear-leak", "--data", "words.txt", "--features-off"];
     fails(&performer(dir.path(), &off), &["trained to see the tokens that it predicts"]);
-    // Gates and windows cannot do without the mask: that is said before a model is replaced.
     let window = ["eval", "exact-leak", "--data", "words.txt", "--window", "8"];
     fails(&performer(dir.path(), &window), &["--window: exact-leak was trained to see", "which a window hides"]);
+    // Gates and windows cannot do without the mask: that is said before a model is replaced.
     let before = std::fs::read(dir.path().join("linear-leak/model.safetensors")).unwrap();
     for attention in ["favor:m=8,gate", "softmax:window=4", "softmax+favor:m=8,window=4/2", "softmax|softmax:window=4"]
     {
