@@ -14,6 +14,8 @@ use std::{cell::RefCell, collections::HashMap, marker::PhantomData};
 
 use candle_core::{Result, Tensor, TensorId, backprop::GradStore, bail};
 
+use crate::kernels::addition;
+
 /// Computes the gradients of an operation's inputs from the gradient of its output; `None` for an
 /// input that gets none.
 type Backward = Box<dyn Fn(&Tensor) -> Result<Vec<Option<Tensor>>>>;
@@ -185,7 +187,7 @@ impl Tape {
                 let (Some(&at), Some(contribution)) = (position.get(&input.id()), contribution) else { continue };
                 let contribution = contribution.detach();
                 gradients[at] = Some(match gradients[at].take() {
-                    Some(sum) => sum.add(&contribution)?.detach(),
+                    Some(sum) => addition::add(&sum, &contribution)?.detach(),
                     // Whoever has the gradients of variables may write to them in place, and take
                     // all of their memory for theirs.
                     None if input.is_variable()

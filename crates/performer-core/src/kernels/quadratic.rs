@@ -6,9 +6,11 @@
 //! # Shapes
 //!
 //! ```text
-//! forward:  x (.., D), f32 -> [1, x, w_ij x_i x_j for i <= j, zeros] (.., W)
+//! forward:  x (.., D) -> with s = scale x: [1, s, w_ij s_i s_j for i <= j, zeros] (.., W)
 //! backward: gradient of the features (.., W), x -> dx (.., D)
 //! ```
+//!
+//! All are of the type of `x`: f32, f16 or bf16.
 //!
 //! [`FeatureMap::quadratic_form`]: crate::FeatureMap::quadratic_form
 
@@ -19,9 +21,11 @@ use super::{
     operation::{Operation, Stored},
 };
 
-/// `QuadraticFeatures` computes features whose products are `1 + z + c z²`, of contiguous rows in
-/// f32.
+/// `QuadraticFeatures` computes features of contiguous rows times a scale, whose products are
+/// `1 + z + c z²`.
 pub(crate) struct QuadraticFeatures {
+    /// What rows are multiplied by.
+    pub(crate) scale: f32,
     /// `c`.
     pub(crate) second: f32,
     /// The number of zeros after the features.

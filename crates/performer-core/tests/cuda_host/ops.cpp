@@ -12,9 +12,13 @@
 
 #include "stored.cuh"
 
+#define LANES 8
+#define PIECES 2
 namespace norm {
 #include "norm.cu"
 }
+#undef LANES
+#undef PIECES
 namespace activation {
 #include "activation.cu"
 }
@@ -94,7 +98,7 @@ static void check(const char* what, const std::vector<T>& got, const Numbers& wa
 
 static unsigned blocks(long long count, int size) { return (unsigned)((count + size - 1) / size); }
 
-static void check_norm(long long rows, int width, bool biased) {
+static void check_norm(long long rows, int width, bool biased, bool wide) {
     const float eps = 1e-5f;
     Numbers x = random_numbers(rows * width), w = random_numbers(width, false), b = random_numbers(width, false);
     Numbers g = random_numbers(rows * width), y = x, dx = x, dw(width), db(width);
@@ -120,12 +124,18 @@ static void check_norm(long long rows, int width, bool biased) {
     auto ws = floats(w), bs = floats(b), kept = room<float>(2 * rows);
     unsigned grid = blocks(rows, norm::WARPS), splits = std::min(grid, 3u);
     auto sums = room<float>((size_t)splits * 2 * width);
-    host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), biased ? bs.data() : nullptr,
-                 out.data());
-    host::launch({grid, 1, 1}, norm::THREADS, norm::norm_backward, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(),
-                 kept.data());
-    host::launch({blocks(width, 32), splits, 1}, norm::THREADS, norm::norm_weight_gradients, rows, width, xs.data(), gs.data(),
-                 kept.data(), sums.data());
+    const float* bias_of_rows = biased ? bs.data() : nullptr;
+    if (wide) {
+        Dim few = {splits, 1, 1};
+        host::launch(few, norm::THREADS, norm::norm_forward_wide, rows, width, eps, xs.data(), ws.data(), bias_of_rows, out.data());
+        host::launch(few, norm::THREADS, norm::norm_backward_wide, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(), sums.data());
+    } else {
+        host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), bias_of_rows, out.data());
+        host::launch({grid, 1, 1}, norm::THREADS, norm::norm_backward, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(),
+                     kept.data());
+        host::launch({blocks(width, 32), splits, 1}, norm::THREADS, norm::norm_weight_gradients, rows, width, xs.data(), gs.data(),
+                     kept.data(), sums.data());
+    }
     std::vector<float> weight(width, 0), bias(width, 0);
     for (unsigned s = 0; s < splits; s++) {
         for (int i = 0; i < width; i++) {
@@ -166,6 +176,10 @@ static void check_activations(long long count, bool wide) {
     host::launch(grid, threads, wide ? swiglu_backward_wide : swiglu_backward, count, xs.data(), us.data(), gs.data(), d.data(), e.data());
     check("gelu", a, gelu);
     check("gelu, gradient", b, dgelu);
+    host::launch(grid, threads, wide ? add_wide : add, count, xs.data(), us.data(), a.data());
+    Numbers both = x;
+    for (size_t i = 0; i < both.size(); i++) both[i] += up[i];
+    check("sum of two tensors", a, both);
     host::launch(grid, threads, wide ? sigmoid_gate_forward_wide : sigmoid_gate_forward, count, xs.data(), us.data(), a.data());
     check("output gate", a, gated);
     check("swiglu", c, swiglu);
@@ -298,28 +312,30 @@ static void check_forget_gates(int batch, int tokens, int width, int heads, doub
     check("forget gates, of weights", dws, dw);
 }
 
-static void check_quadratic(long long rows, int dim, int zeros, double c) {
+static void check_quadratic(long long rows, int dim, int zeros, double c, float scale) {
     using namespace quadratic;
     int width = 1 + dim + dim * (dim + 1) / 2 + zeros;
-    Numbers x = random_numbers(rows * dim, false), g = random_numbers(rows * width, false), y(g.size()), dx(x.size());
+    Numbers x = random_numbers(rows * dim), g = random_numbers(rows * width), y(g.size()), dx(x.size());
     for (long long r = 0; r < rows; r++) {
-        const double *from = &x[r * dim], *grad = &g[r * width];
+        Numbers from(&x[r * dim], &x[r * dim] + dim);
+        for (double& number : from) number *= scale;
+        const double* grad = &g[r * width];
         double *to = &y[r * width], *back = &dx[r * dim];
         *to++ = 1, grad++;
-        for (int i = 0; i < dim; i++) *to++ = from[i], back[i] += *grad++;
+        for (int i = 0; i < dim; i++) *to++ = from[i], back[i] += scale * *grad++;
         for (int i = 0; i < dim; i++) {
             for (int j = i; j < dim; j++, grad++) {
                 double w = std::sqrt(i == j ? c : 2 * c);
                 *to++ = w * from[i] * from[j];
-                back[i] += w * *grad * from[j];
-                back[j] += w * *grad * from[i];
+                back[i] += scale * w * *grad * from[j];
+                back[j] += scale * w * *grad * from[i];
             }
         }
     }
-    auto xs = floats(x), gs = floats(g), ys = room<float>(y.size()), dxs = room<float>(x.size());
-    Dim grid = {blocks(rows, WARPS), 1, 1};
-    host::launch(grid, THREADS, quadratic_features, rows, dim, width, (float)c, xs.data(), ys.data());
-    host::launch(grid, THREADS, quadratic_gradient, rows, dim, width, (float)c, xs.data(), gs.data(), dxs.data());
+    auto xs = stored(x), gs = stored(g), ys = room<Stored>(y.size()), dxs = room<Stored>(x.size());
+    host::launch({blocks(rows, WARPS * ROWS), 1, 1}, THREADS, quadratic_features, rows, dim, width, (float)c, scale, xs.data(), ys.data());
+    host::launch({blocks(rows * dim, THREADS), 1, 1}, THREADS, quadratic_gradient, rows, dim, width, (float)c, scale, xs.data(), gs.data(),
+                 dxs.data());
     check("polynomial features", ys, y);
     check("polynomial features, gradient", dxs, dx);
 }
@@ -394,9 +410,12 @@ int main() {
     for (bool descending : {false, true}) {
         host::descending = descending;
         for (bool biased : {false, true}) {
-            check_norm(1, 5, biased);
-            check_norm(37, 72, biased);
-            check_norm(70, 33, biased);
+            check_norm(1, 5, biased, false);
+            check_norm(37, 72, biased, false);
+            check_norm(70, 33, biased, false);
+            check_norm(1, WIDE, biased, true);
+            check_norm(150, 8 * WIDE, biased, true);
+            check_norm(203, 14 * WIDE, biased, true);
         }
         check_activations(777, false);
         check_activations(4200, true);
@@ -413,9 +432,9 @@ int main() {
         check_forget_gates(1, 1, 1, 1, 0);
         check_forget_gates(2, 33, 40, 9, -3);
         check_forget_gates(3, 37, 70, 3, 6);
-        check_quadratic(1, 1, 0, 0.5);
-        check_quadratic(11, 16, 1, 0.5);
-        check_quadratic(9, 40, 0, 0.25);
+        check_quadratic(1, 1, 0, 0.5, 1);
+        check_quadratic(75, 16, 1, 0.5, 0.5);
+        check_quadratic(9, 40, 0, 0.25, 0.7f);
         check_cross_entropy(1, 1, false);
         check_cross_entropy(5, 700, false);
         check_cross_entropy(5, 2512, true);

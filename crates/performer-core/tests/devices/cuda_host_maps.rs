@@ -5,7 +5,7 @@
 use crate::{
     common::{
         Random, assert_close,
-        emulated::{compile, compile_for_races, execute},
+        emulated::{compile, compile_for_races, execute, round},
     },
     cuda_host::{Build, tolerance},
 };
@@ -81,22 +81,27 @@ fn given_features(
 
 #[test]
 fn features_that_come_ready() {
-    for (signed, causal, gated, tokens, segments) in [
-        (false, true, false, 70, 1),
-        (true, true, false, 70, 2),
-        (true, false, false, 33, 1),
-        (false, true, true, 70, 2),
-        (true, true, true, 70, 2),
+    for (dtype, signed, causal, gated, tokens, segments) in [
+        (DType::F32, false, true, false, 70, 1),
+        (DType::F32, true, true, false, 70, 2),
+        (DType::F32, true, false, false, 33, 1),
+        (DType::F32, false, true, true, 70, 2),
+        (DType::F32, true, true, true, 70, 2),
+        (DType::BF16, true, true, false, 150, 2),
+        (DType::BF16, true, false, false, 33, 1),
+        (DType::BF16, true, true, true, 150, 2),
     ] {
         let features = 24;
-        let build = Build { causal, gated, values: 16, slice: 16, ..Build::new(DType::F32, 16, features) };
+        let build = Build { causal, gated, values: 16, slice: 16, ..Build::new(dtype, 16, features) };
         let shape = build.shape([1, 2, 2], tokens, tokens);
         let mut random = Random::new(15);
         let rows = 2 * tokens;
         // Signed features that are mostly positive, so that no denominator comes near zero.
         let (deviation, mean) = if signed { (0.3, 1.0) } else { (1.5, 0.0) };
         let mut numbers = |n: usize, deviation: f64, mean: f64| -> Vec<f64> {
-            random.normal(n, deviation).into_iter().map(|x| f64::from((x + mean) as f32)).collect()
+            let mut numbers: Vec<f64> = random.normal(n, deviation).into_iter().map(|x| x + mean).collect();
+            round(dtype, &mut numbers);
+            numbers
         };
         let q = numbers(rows * features, deviation, mean);
         let k = numbers(rows * (features + usize::from(signed)), deviation, mean);
@@ -111,8 +116,9 @@ fn features_that_come_ready() {
         let expected = given_features(shape, [&q, &k, &v, &g], gates.as_deref(), features, signed, causal);
         for (what, expected) in ["outputs", "dq", "dk", "dv", "dgates"].iter().zip(&expected) {
             let actual: Vec<f64> = actual.by_ref().take(expected.len()).collect();
-            let what = format!("{what}, signed {signed}, causal {causal}, gated {gated}");
-            assert_close(&what, &[expected.len()], &actual, expected, 1e-4);
+            let bound = if *what == "dgates" { build.tolerance_of_gates() } else { tolerance(dtype) };
+            let what = format!("{what}, {dtype:?}, signed {signed}, causal {causal}, gated {gated}");
+            assert_close(&what, &[expected.len()], &actual, expected, bound);
         }
         assert_eq!(actual.len(), 0);
     }

@@ -80,6 +80,12 @@ const OPERATIONS: &[Operation] = &[
     ("attention by limit-2", &[&[1, 2, 33, 12], &[1, 2, 33, 12], &[1, 2, 33, 12]], |t| {
         polynomial(FeatureMapKind::Limit(2), t)
     }),
+    // These are several segments.
+    (
+        "attention by taylor2 with forget gates",
+        &[&[1, 2, 530, 16], &[1, 1, 530, 16], &[1, 1, 530, 24], &[1, 1, 530]],
+        |t| polynomial(FeatureMapKind::Taylor2, t),
+    ),
     // Rows of heads are no multiple of 16 bytes.
     ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
         let rotary = Rotary::new(10, 9, 1e4, t[0].device())?.interleaved();
@@ -136,11 +142,19 @@ fn forget_gates(t: &[Tensor]) -> candle_core::Result<Tensor> {
     Ok(layer.gates(&t[0])?.expect("the layer has gates"))
 }
 
-/// Computes causal attention by polynomial features from queries, keys and values.
+/// Computes causal attention by polynomial features from queries, keys and values, and from numbers
+/// of which forget gates are made, if there are some.
 fn polynomial(map: FeatureMapKind, t: &[Tensor]) -> candle_core::Result<Tensor> {
     let (dim, kind) = (t[0].dim(3)?, if t[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 });
     let favor = Favor::new(&FavorConfig::default().with_map(map), dim, 1, kind, t[0].device())?;
-    favor.forward(Inputs::new(&t[0], &t[1], &t[2]), &Mask::causal())
+    // What is forgotten at a token is at most a few per cent, so that far tokens count too.
+    let gates = t.get(3).map(|x| x.to_dtype(kind)?.sqr()?.affine(-0.01, -0.001)).transpose()?;
+    let inputs = Inputs::new(&t[0], &t[1], &t[2]);
+    let inputs = match &gates {
+        Some(gates) => inputs.with_gates(gates),
+        None => inputs,
+    };
+    favor.forward(inputs, &Mask::causal())
 }
 
 /// Attentions whose training keeps its tape. One operation that a tape does not record, wherever it

@@ -157,7 +157,11 @@ impl Backend for Cuda {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let causal = call.mask.is_causal();
         let Some(map) = self.computed(call)? else {
-            let (ready, gates) = (Ready::new(call)?, gates(call, true)?);
+            let (ready, folded) = match Ready::of_rows(call)? {
+                Some(ready) => (ready, false),
+                None => (Ready::new(call)?, true),
+            };
+            let gates = gates(call, folded)?;
             let (visible, qkv) = (ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
             let beside = [gates.as_ref(), None];
             return unfold(call, favor::favor(&form(&ready), qkv, beside, visible, causal, call.logs)?);

@@ -21,7 +21,8 @@ pub(super) enum ReadyForm {
     Signed,
 }
 
-/// Features of queries and keys, f32, heads folded into the batch: `N = B·Hkv`.
+/// Features of queries and keys, and the values. Heads are folded into the batch, `N = B·Hkv`, and
+/// all are f32, unless [`Ready::of_rows`] made them.
 pub(super) struct Ready {
     pub(super) form: ReadyForm,
     /// `F`.
@@ -40,7 +41,8 @@ impl Ready {
     pub(super) fn new(call: &Call<'_>) -> Result<Self> {
         let folded = Folded::new(call.inputs, call.mask)?;
         let (map, features) = (call.map, call.map.feature_dim());
-        let (form, q, k) = match quadratic(map, &folded)? {
+        // The rows are scaled already.
+        let (form, q, k) = match quadratic(map, [&folded.q, &folded.k], 1.0)? {
             Some([q, k]) => (ReadyForm::Signed, q, k),
             None => match Pair::of(map, &folded.q, &folded.k)? {
                 Pair::Log { q, k } => (ReadyForm::Log, q, k),
@@ -63,25 +65,47 @@ impl Ready {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Ready {
+    /// Features that a kernel of CUDA computes from the rows of queries and keys as they are, in
+    /// their own type and with the heads where they are: `(B, H, Tq, F)`, `(B, Hkv, Tk, F + 1)` and
+    /// values `(B, Hkv, Tk, Dv)`. So bf16 stays bf16, and nothing is copied. Returns nothing for
+    /// other maps, for f16, whose largest number features may exceed, and where keys are hidden,
+    /// whose rows have to be zeros.
+    pub(super) fn of_rows(call: &Call<'_>) -> Result<Option<Self>> {
+        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
+        let takes = matches!(q.dtype(), DType::F32 | DType::BF16) && call.mask.visible().is_none();
+        if !takes {
+            return Ok(None);
+        }
+        let scale = (call.sizes.head_dim as f64).powf(-0.25);
+        let (q, k) = (ops::contiguous(q)?, ops::contiguous(k)?);
+        let Some([q, k]) = quadratic(call.map, [&q, &k], scale)? else { return Ok(None) };
+        let features = call.map.feature_dim();
+        Ok(Some(Self { form: ReadyForm::Signed, features, q, k, v: rows(v)?, visible: None }))
+    }
+}
+
 /// Makes `(N, T, F)` rows of one head, `(N, 1, T, F)`.
 fn with_one_head(rows: &Tensor) -> Result<Tensor> {
     let (n, tokens, width) = rows.dims3()?;
     ops::reshape(rows, (n, 1, tokens, width))
 }
 
-/// The features of queries and of keys, these with their log-scale of 0, where a kernel of CUDA
-/// computes those of the map.
+/// The features of queries and of keys times `scale`, those of keys with their log-scale of 0, where
+/// a kernel of CUDA computes the features of the map.
 #[cfg(feature = "cuda")]
-fn quadratic(map: &dyn FeatureMap, folded: &Folded) -> Result<Option<[Tensor; 2]>> {
-    let Some(second) = map.quadratic_form().filter(|_| cuda::takes(&folded.q) && cuda::takes(&folded.k)) else {
+fn quadratic(map: &dyn FeatureMap, [q, k]: [&Tensor; 2], scale: f64) -> Result<Option<[Tensor; 2]>> {
+    let Some(second) = map.quadratic_form().filter(|_| cuda::takes(q) && cuda::takes(k)) else {
         return Ok(None);
     };
-    let features = |x: &Tensor, zeros| apply(QuadraticFeatures { second: second as f32, zeros }, [x]);
-    Ok(Some([features(&folded.q, 0)?, features(&folded.k, 1)?]))
+    let (scale, second) = (scale as f32, second as f32);
+    let features = |x: &Tensor, zeros| apply(QuadraticFeatures { scale, second, zeros }, [x]);
+    Ok(Some([features(q, 0)?, features(k, 1)?]))
 }
 
 /// Only CUDA has such a kernel; on the CPU those of attention compute these features.
 #[cfg(not(feature = "cuda"))]
-fn quadratic(_: &dyn FeatureMap, _: &Folded) -> Result<Option<[Tensor; 2]>> {
+fn quadratic(_: &dyn FeatureMap, _: [&Tensor; 2], _: f64) -> Result<Option<[Tensor; 2]>> {
     Ok(None)
 }

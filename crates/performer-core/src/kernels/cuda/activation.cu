@@ -1,5 +1,5 @@
-// GELU (tanh form), SwiGLU and output gates, element by element, and their gradients. All tensors
-// of a kernel have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple
+// GELU (tanh form), SwiGLU and output gates, element by element, and their gradients; and sums of
+// two tensors. All tensors of a kernel have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple
 // of 16 bytes; a thread of the others has one element.
 
 #include "stored.cuh"
@@ -83,6 +83,18 @@ gated_gradients(long long count, const Stored* gate, const Stored* x, const Stor
     store<N>(g, dx + i);
 }
 
+// Computes out = x + y.
+template <int N>
+__device__ inline void sum(long long count, const Stored* x, const Stored* y, Stored* out) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * N;
+    if (i >= count) return;
+    float a[N], b[N];
+    load<N>(x + i, a);
+    load<N>(y + i, b);
+    for (int k = 0; k < N; k++) a[k] += b[k];
+    store<N>(a, out + i);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(long long count, const Stored* x, Stored* out) {
     gelu<1>(count, x, out);
 }
@@ -139,4 +151,14 @@ sigmoid_gate_backward(long long count, const Stored* gate, const Stored* x, cons
 extern "C" __global__ void __launch_bounds__(THREADS)
 sigmoid_gate_backward_wide(long long count, const Stored* gate, const Stored* x, const Stored* grad, Stored* dgate, Stored* dx) {
     gated_gradients<OutputGate, WIDE>(count, gate, x, grad, dgate, dx);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+add(long long count, const Stored* x, const Stored* y, Stored* out) {
+    sum<1>(count, x, y, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_wide(long long count, const Stored* x, const Stored* y, Stored* out) {
+    sum<WIDE>(count, x, y, out);
 }

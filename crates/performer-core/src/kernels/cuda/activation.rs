@@ -1,5 +1,5 @@
-//! GELU, SwiGLU and output gates on CUDA, element by element: launches the kernels of
-//! `activation.cu`.
+//! GELU, SwiGLU, output gates and sums of two tensors on CUDA, element by element: launches the
+//! kernels of `activation.cu`.
 
 use candle_core::{Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -67,4 +67,10 @@ pub(in crate::kernels) fn gate_backward(kind: Gate, gate: &Tensor, x: &Tensor, g
     };
     let gradients: [CudaStorage; 2] = with_storages([gate, x, &grad.contiguous()?], |inputs| run(entry, inputs))?;
     Ok(gradients.map(|gradient| tensor(gradient, x.shape())))
+}
+
+/// Computes `x + y`.
+pub(in crate::kernels) fn add(x: View, y: View) -> Result<(CudaStorage, Shape)> {
+    let [out] = run(["add", "add_wide"], [x, y])?;
+    Ok((out, x.1.shape().clone()))
 }

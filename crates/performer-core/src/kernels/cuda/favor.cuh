@@ -39,7 +39,7 @@
 //
 // Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
 // are signed features, and keys have the logarithm of their scale as one more number (1 and 2,
-// "ready" features, in f32); 3, features are computed here, exp(a.x) of queries and
+// "ready" features: f32, or with 2 also bf16); 3, features are computed here, exp(a.x) of queries and
 // exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key head or one set for all
 // (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
 // VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
@@ -62,7 +62,7 @@
 #endif
 
 constexpr bool READY = MAP == 1 || MAP == 2, SIGNED = MAP == 2, OWN_KEYS = MAP == 3;
-static_assert(!READY || STORAGE == 0, "ready features are f32");
+static_assert(!READY || STORAGE == 0 || (SIGNED && STORAGE == 2), "ready features are f32, or bf16 where they are signed");
 static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token");
 static_assert(!METRIC || OWN_KEYS, "only keys with a form of their own have a metric");
 static_assert(!LOGS || (STORAGE == 0 && !SIGNED), "logarithms of denominators are of positive features, in f32");
@@ -77,8 +77,10 @@ constexpr int OUT_WIDTH = LOGS ? round_up(VALUES + 1, 4) : VALUES;
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
 // The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a
-// thread: one waits while the other computes.
-constexpr int AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
+// thread: one waits while the other computes. With signed features in bf16 the gradients would need
+// many more registers than that.
+constexpr int GRADIENTS_AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
+constexpr int AT_ONCE = SIGNED && STORAGE == 2 && V <= 64 ? 2 : GRADIENTS_AT_ONCE;
 
 // Matrices in the registers of a block: features, values, products of pairs of rows, rows of
 // queries or keys; and Memory, the sums S, which stay there from chunk to chunk.

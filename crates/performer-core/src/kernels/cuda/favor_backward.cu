@@ -338,11 +338,11 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
 }
 
 // Computes dq.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_query_gradients(Problem p, Tensors t, Result* dq) {
+extern "C" __global__ void __launch_bounds__(THREADS, GRADIENTS_AT_ONCE) favor_query_gradients(Problem p, Tensors t, Result* dq) {
     gradients<false>(p, t, dq, nullptr);
 }
 
 // Computes dk and dv for each query head; `favor_reduce` adds up those of a group.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
+extern "C" __global__ void __launch_bounds__(THREADS, GRADIENTS_AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     gradients<true>(p, t, dk, dv);
 }

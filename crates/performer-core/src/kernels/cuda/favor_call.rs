@@ -105,8 +105,8 @@ impl<'a> Call<'a> {
         if k.0.dtype() != dtype || v.0.dtype() != dtype {
             bail!("favor on CUDA: q is {dtype:?}, k {:?}, v {:?}; they must be one type", k.0.dtype(), v.0.dtype());
         }
-        if !map.kind().is_computed() && dtype != DType::F32 {
-            bail!("favor on CUDA: ready features are {dtype:?}; they must be F32");
+        if !map.takes(dtype) {
+            bail!("favor on CUDA: ready features are {dtype:?}; they must be F32, or BF16 where they are signed");
         }
         if queries.max(keys) > i32::MAX as usize / 2 || batch * heads > i32::MAX as usize / 64 {
             bail!(

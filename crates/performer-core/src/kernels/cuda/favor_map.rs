@@ -27,7 +27,7 @@ pub(crate) enum Map {
         features: usize,
     },
     /// The rows are signed features, and a row of keys has its log-scale as one more number:
-    /// `(.., F)` for queries and `(.., F + 1)` for keys, f32.
+    /// `(.., F)` for queries and `(.., F + 1)` for keys, f32 or bf16.
     Signed {
         /// The number of features `F`.
         features: usize,
@@ -42,6 +42,16 @@ impl Map {
             Self::OwnKeys(_) => MapKind::OwnKeys,
             Self::Log { .. } => MapKind::Log,
             Self::Signed { .. } => MapKind::Signed,
+        }
+    }
+
+    /// Whether the kernels take rows of this type. Logarithms have too few digits in half types, and
+    /// signed features may be too large for f16.
+    pub(super) fn takes(&self, dtype: DType) -> bool {
+        match self {
+            Self::Exponential(_) | Self::OwnKeys(_) => true,
+            Self::Log { .. } => dtype == DType::F32,
+            Self::Signed { .. } => matches!(dtype, DType::F32 | DType::BF16),
         }
     }
 

@@ -1,12 +1,17 @@
-// LayerNorm and RMSNorm of rows and their gradients; a warp has one row. It reads the row two to
-// four times, all but the first from the cache.
+// LayerNorm and RMSNorm of rows and their gradients.
 //
 //   forward:  x (rows, width), weight (width), bias (width) -> mean, scale -> out (rows, width)
 //   backward: x, weight, grad (rows, width) -> dx (rows, width), kept (rows, 2) = mean and scale
 //             x, grad, kept -> sums (blocks, 2, width) of the gradients of weight and bias
 //
-// Macros: STORAGE as in stored.cuh; CENTER: 1 subtracts the mean of a row, 0 does not. `bias` is
-// null where there is none, with either. Weights, biases and statistics are f32.
+// In the kernels `_wide` some lanes have a row, which they read once, 16 bytes at a time, and keep
+// in registers. Their backward pass writes dx and sums at once, and keeps nothing. Rows are whole
+// pieces of 16 bytes, and all addresses are multiples of 16 bytes. The other kernels take rows of
+// any width: a warp has one, and reads it two to four times, all but the first from the cache.
+//
+// Macros: STORAGE as in stored.cuh; CENTER: 1 subtracts the mean of a row, 0 does not. LANES, for
+// the kernels `_wide`: the lanes of a row, a power of two; PIECES: how many pieces of 16 bytes each
+// of them has at most. `bias` is null where there is none. Weights, biases and statistics are f32.
 
 #include "stored.cuh"
 
@@ -104,3 +109,154 @@ norm_weight_gradients(long long rows, int width, const Stored* x, const Stored* 
         sums[((long long)blockIdx.y * 2 + warp) * width + column] = sum;
     }
 }
+
+#ifdef LANES
+
+// The rows that a block treats at a time.
+constexpr int GROUPS = THREADS / LANES;
+
+// Adds up a number of each lane of a row; each of them gets the sum.
+__device__ inline float over_row(float x) {
+    for (int mask = LANES / 2; mask > 0; mask /= 2) x += from_lane_xor(x, mask);
+    return x;
+}
+
+// Row holds the numbers of a row that belong to one lane; zeros stand where it has none.
+struct Row {
+    float x[PIECES][WIDE];
+
+    // The first column of a piece.
+    __device__ static int column(int piece) { return (piece * LANES + threadIdx.x % LANES) * WIDE; }
+
+    // Loads the lane's numbers of a row, or zeros if there is no such row.
+    __device__ void load_from(const Stored* from, int width, bool has) {
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) x[p][i] = 0.0f;
+            if (has && column(p) < width) load<WIDE>(from + column(p), x[p]);
+        }
+    }
+
+    // Loads the lane's numbers of a row of f32; zeros if there is none.
+    __device__ void load_numbers(const float* from, int width) {
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) x[p][i] = from && column(p) < width ? from[column(p) + i] : 0.0f;
+        }
+    }
+
+    // Stores the lane's numbers of a row.
+    __device__ void store_to(Stored* to, int width) const {
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            if (column(p) < width) store<WIDE>(x[p], to + column(p));
+        }
+    }
+
+    // Subtracts the mean, if CENTER, and multiplies by 1/sqrt(variance + eps), which is returned.
+    __device__ float normalise(int width, float eps) {
+        float mean = 0.0f, squares = 0.0f;
+        if (CENTER) {
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+                for (int i = 0; i < WIDE; i++) mean += x[p][i];
+            }
+            mean = over_row(mean) / width;
+        }
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) {
+                x[p][i] = column(p) < width ? x[p][i] - mean : 0.0f;
+                squares += x[p][i] * x[p][i];
+            }
+        }
+        float scale = 1.0f / sqrtf(over_row(squares) / width + eps);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) x[p][i] *= scale;
+        }
+        return scale;
+    }
+};
+
+// Normalises rows and applies weight and bias.
+extern "C" __global__ void __launch_bounds__(THREADS)
+norm_forward_wide(long long rows, int width, float eps, const Stored* x, const float* weight, const float* bias, Stored* out) {
+    Row w, b;
+    w.load_numbers(weight, width);
+    b.load_numbers(bias, width);
+    // All lanes of a warp go through as many rows, since they add up together.
+    for (long long first = (long long)blockIdx.x * GROUPS; first < rows; first += (long long)gridDim.x * GROUPS) {
+        long long row = first + threadIdx.x / LANES;
+        Row u;
+        u.load_from(x + row * width, width, row < rows);
+        u.normalise(width, eps);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) u.x[p][i] = u.x[p][i] * w.x[p][i] + b.x[p][i];
+        }
+        if (row < rows) u.store_to(out + row * width, width);
+    }
+}
+
+// Computes the gradient of rows, as norm_backward does, and a block's parts of the gradients of
+// weight and bias; `sums` is (gridDim.x, 2, width).
+extern "C" __global__ void __launch_bounds__(THREADS)
+norm_backward_wide(long long rows, int width, float eps, const Stored* x, const float* weight, const Stored* grad, Stored* dx, float* sums) {
+    __shared__ float parts[GROUPS][LANES * WIDE];
+    Row w, dw, db;
+    w.load_numbers(weight, width);
+    dw.load_numbers(nullptr, width);
+    db.load_numbers(nullptr, width);
+    for (long long first = (long long)blockIdx.x * GROUPS; first < rows; first += (long long)gridDim.x * GROUPS) {
+        long long row = first + threadIdx.x / LANES;
+        Row u, g;
+        u.load_from(x + row * width, width, row < rows);
+        g.load_from(grad + row * width, width, row < rows);
+        float scale = u.normalise(width, eps), along = 0.0f, level = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) {
+                dw.x[p][i] += g.x[p][i] * u.x[p][i];
+                db.x[p][i] += g.x[p][i];
+                g.x[p][i] *= w.x[p][i];
+                along += g.x[p][i] * u.x[p][i];
+                level += g.x[p][i];
+            }
+        }
+        along = over_row(along) / width;
+        level = CENTER ? over_row(level) / width : 0.0f;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) g.x[p][i] = (g.x[p][i] - level - u.x[p][i] * along) * scale;
+        }
+        if (row < rows) g.store_to(dx + row * width, width);
+    }
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+        for (int which = 0; which < 2; which++) {
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) {
+                parts[threadIdx.x / LANES][threadIdx.x % LANES * WIDE + i] = which == 0 ? dw.x[p][i] : db.x[p][i];
+            }
+            __syncthreads();
+            for (int i = threadIdx.x; i < LANES * WIDE && p * LANES * WIDE + i < width; i += THREADS) {
+                float sum = 0.0f;
+                for (int group = 0; group < GROUPS; group++) sum += parts[group][i];
+                sums[((long long)blockIdx.x * 2 + which) * width + p * LANES * WIDE + i] = sum;
+            }
+            __syncthreads();
+        }
+    }
+}
+
+#endif

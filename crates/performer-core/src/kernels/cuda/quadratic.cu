@@ -1,49 +1,75 @@
-// Polynomial features of rows x (.., D), whose products are 1 + z + c z^2 with z = x.y, and their
-// gradient:
+// Polynomial features of rows x (.., D) times a scale, whose products are 1 + z + c z^2 with
+// z = scale^2 x.y, and their gradient:
 //
-//   forward:  x (rows, D) -> [1, x_i, w_ij x_i x_j for i <= j, zeros] (rows, W)
+//   forward:  x (rows, D) -> with s = scale x: [1, s_i, w_ij s_i s_j for i <= j, zeros] (rows, W)
 //   backward: g (rows, W), x -> dx (rows, D)
 //
 // with w_ii = sqrt(c) and w_ij = sqrt(2c). There are F = 1 + D + D(D+1)/2 features; W is F, or more
-// where zeros follow. A warp has one row. All is f32.
+// where zeros follow. All is computed in f32.
+//
+// Macros: STORAGE as in stored.cuh, for x, the features and both gradients.
 
-#include "warp.cuh"
+#include "stored.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
+// The rows of a warp of the forward kernel.
+constexpr int ROWS = 8;
 
 // The place of the product of x_i with itself.
 __device__ inline int square_of(int i, int dim) { return 1 + dim + i * dim - i * (i - 1) / 2; }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-quadratic_features(long long rows, int dim, int width, float c, const float* x, float* out) {
-    long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= rows) return;
-    int lane = threadIdx.x % 32;
-    x += row * dim;
-    out += row * width;
-    float square = sqrtf(c), cross = sqrtf(2.0f * c);
-    for (int i = lane; i <= dim; i += 32) out[i] = i == 0 ? 1.0f : x[i - 1];
-    for (int i = 0; i < dim; i++) {
-        float* to = out + square_of(i, dim) - i;
-        for (int j = i + lane; j < dim; j += 32) to[j] = (i == j ? square : cross) * x[i] * x[j];
-    }
-    for (int i = square_of(dim, dim) + lane; i < width; i += 32) out[i] = 0.0f;
+// The first factor of the product at a place after those of single numbers.
+__device__ inline int first_factor(int place, int dim) {
+    // The root of square_of(i, dim) = place is within 1 of the answer, however it is rounded.
+    float b = 2 * dim + 1, behind = place - 1 - dim;
+    int i = max(0, min(dim - 1, (int)((b - sqrtf(fmaxf(b * b - 8 * behind, 0.0f))) / 2)));
+    if (square_of(i, dim) > place) i--;
+    if (i + 1 < dim && square_of(i + 1, dim) <= place) i++;
+    return i;
 }
 
+// Computes features: a lane has some columns of ROWS rows, so that which numbers it multiplies is
+// found once for all of them.
 extern "C" __global__ void __launch_bounds__(THREADS)
-quadratic_gradient(long long rows, int dim, int width, float c, const float* x, const float* grad, float* dx) {
-    long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= rows) return;
+quadratic_features(long long rows, int dim, int width, float c, float scale, const Stored* x, Stored* out) {
+    long long first = ((long long)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
+    int count = (int)min((long long)ROWS, rows - first);
+    if (count <= 0) return;
+    x += first * dim;
+    out += first * width;
+    float square = sqrtf(c), cross = sqrtf(2.0f * c);
+    int features = square_of(dim, dim);
+    for (int column = threadIdx.x % 32; column < width; column += 32) {
+        // A feature is `factor` times x_i, or times x_i and x_j.
+        bool linear = column <= dim, none = column == 0 || column >= features;
+        int i = none ? 0 : linear ? column - 1 : first_factor(column, dim);
+        int j = none || linear ? i : i + column - square_of(i, dim);
+        float factor = i == j ? square : cross;
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            if (row >= count) break;
+            float a = scale * widen(x[row * dim + i]), b = scale * widen(x[row * dim + j]);
+            float feature = column == 0 ? 1.0f : none ? 0.0f : linear ? a : factor * a * b;
+            narrow(feature, out[(long long)row * width + column]);
+        }
+    }
+}
+
+// Computes dx; a thread has one number.
+extern "C" __global__ void __launch_bounds__(THREADS)
+quadratic_gradient(long long rows, int dim, int width, float c, float scale, const Stored* x, const Stored* grad, Stored* dx) {
+    long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
+    if (index >= rows * dim) return;
+    long long row = index / dim;
+    int i = (int)(index % dim);
     x += row * dim;
     grad += row * width;
-    dx += row * dim;
     float square = sqrtf(c), cross = sqrtf(2.0f * c);
-    for (int i = threadIdx.x % 32; i < dim; i += 32) {
-        float sum = grad[1 + i];
-        for (int j = 0; j < dim; j++) {
-            int low = min(i, j), high = max(i, j);
-            sum += (i == j ? 2.0f * square : cross) * grad[square_of(low, dim) + high - low] * x[j];
-        }
-        dx[i] = sum;
+    float sum = widen(grad[1 + i]);
+    for (int j = 0; j < dim; j++) {
+        int low = min(i, j), high = max(i, j);
+        float factor = i == j ? 2.0f * square : cross;
+        sum += factor * widen(grad[square_of(low, dim) + high - low]) * (scale * widen(x[j]));
     }
+    narrow(scale * sum, dx[index]);
 }
