@@ -14,11 +14,12 @@
 #     training   whole training steps at the preset's own vocabulary, beside PyTorch's, plain and
 #                with torch.compile, if python3 has it (2 minutes)
 #     parts      whole training steps with forget gates, short convolutions, output gates and norms,
-#                and windows, of PRESET, and of `code` at 4,096 and 8,192 tokens (1 minute)
+#                and windows, of PRESET, and of `code` at 4,096 and 8,192 tokens, there behind an
+#                exact first layer too (1 minute)
 #     sanitize   compute-sanitizer over the quick checks of attention and gates: memory accesses,
 #                then races (2 minutes)
-#     profile    ncu over attention and over a training step: how long each kernel runs, and what
-#                holds it up (3 minutes)
+#     profile    ncu over attention and over training steps: how long each kernel runs, and what
+#                holds it up (2 minutes); scripts/cuda_profile.py makes tables of what it wrote
 #
 # SHARES is the number of shares of the full checks: one for each core, at most 12, unless it is
 # given. MINUTES bounds a stage of checks or timings, SECONDS_EACH one run of a tool. PRESET, BATCH
@@ -189,6 +190,7 @@ stage() {
             ;;
         parts)
             local p=gate,conv,output-gate,output-norm context tokens=$((batch * 1024)) failed=0
+            local t=favor:map=taylor2,key-dim=16,$p
             into parts.json "$program" bench train "${training[@]}" ${STEPS:+--steps "$STEPS"} --attention softmax --attention favor:m=128 \
                 --attention favor:m=128,gate --attention favor:m=128,gate,conv --attention softmax:gate,conv --attention softmax:window=66 \
                 --json || failed=1
@@ -197,7 +199,10 @@ stage() {
                 batch=$((tokens / context > 0 ? tokens / context : 1))
                 into "code-$context.json" "$program" bench train "${training[@]}" --context "$context" --batch-size "$batch" \
                     --micro-batch "$batch" --steps "${STEPS:-20}" --attention softmax --attention "softmax:$p" --attention favor:m=128 \
-                    --attention "favor:m=128,$p" --attention "softmax:window=75,$p" --json || failed=1
+                    --attention "favor:m=128,$p" --attention "$t" --attention "softmax:window=75,$p" --attention "softmax:window=1000,$p" \
+                    --attention "favor:m=128,$p+softmax:$p/first" --attention "$t+softmax:$p/first" \
+                    --attention "softmax:window=75,$p+softmax:$p/first" --attention "softmax:window=75,$p+softmax:window=1000,$p/first" \
+                    --attention "uniform:$p+softmax:$p/first" --json || failed=1
             done
             return "$failed"
             ;;
@@ -227,11 +232,17 @@ stage() {
                 item "$work" timeout "${SECONDS_EACH:-150}" ncu --clock-control none --kernel-name 'regex:favor|softmax' --launch-skip 16 \
                     --launch-count 8 --set full --page details --log-file "$results/profile-${work%%,*}.txt" || failed=1
             done
-            # How long each kernel of training steps runs.
-            for work in softmax favor:m=128; do
-                timeout "${SECONDS_EACH:-150}" ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 2000 --launch-count 2000 \
-                    --csv --log-file "$results/profile-training-${work%%:*}.csv" "$program" bench train "${training[@]}" --attention "$work" \
-                    --steps 4 --json >/dev/null || failed=1
+            # How long each kernel of training steps runs; scripts/cuda_profile.py makes tables of it.
+            local p=gate,conv,output-gate,output-norm command number=0
+            command=(ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 1400 --launch-count 1100 --csv)
+            training=(bench train --data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset code --context 8192 --batch-size 8
+                --micro-batch 8 --steps 4 --json --attention)
+            echo "${command[*]} performer-lm ${training[*]} ATTENTION" >"$results/steps.command"
+            for work in "softmax:$p" "favor:m=128,$p" "favor:map=taylor2,key-dim=16,$p"; do
+                number=$((number + 1))
+                echo "$work" >"$results/steps-$number.attention"
+                timeout "${SECONDS_EACH:-150}" "${command[@]}" --log-file "$results/steps-$number.csv" "$program" "${training[@]}" "$work" \
+                    >/dev/null || failed=1
             done
             return "$failed"
             ;;
