@@ -75,7 +75,7 @@ impl Build {
     /// round a chunk's features to half types, a factor is 2⁻⁹ of its size off, at random, and so
     /// the sum by up to `√1024 / 2 · 2⁻⁹`, 3% of a factor; the largest gradient has a few times the
     /// size of a factor.
-    fn tolerance_of_gates(&self) -> f64 {
+    pub(super) fn tolerance_of_gates(&self) -> f64 {
         if self.teams { tolerance(self.dtype) } else { 2.0 * tolerance(self.dtype) }
     }
 }
