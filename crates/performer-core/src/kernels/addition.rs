@@ -1,5 +1,5 @@
-//! Sums of two tensors of one shape. Candle's kernel for CUDA takes one number of a tensor at a time,
-//! which for bf16 is a third of the speed that memory allows.
+//! Sums of two tensors of one shape. Candle's kernel for CUDA is launched with a thread for each
+//! number; on an H200 it took three times as long for bf16 as memory needs.
 
 #[cfg(feature = "cuda")]
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Shape, bail};

@@ -21,8 +21,8 @@ use super::{
     operation::{Operation, Stored},
 };
 
-/// `QuadraticFeatures` computes features of contiguous rows times a scale, whose products are
-/// `1 + z + c z²`.
+/// `QuadraticFeatures` computes features of contiguous rows, which are multiplied by a scale first.
+/// Products of features are `1 + z + c z²` with `z = scale² x·y`.
 pub(crate) struct QuadraticFeatures {
     /// What rows are multiplied by.
     pub(crate) scale: f32,

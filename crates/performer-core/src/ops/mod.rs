@@ -21,8 +21,8 @@
 //! [`short_convolution`] convert these types to f32 and back around the fused operation. [`linear`]
 //! is one operation for every type and device that Candle has a matrix product for (bf16 on the CPU
 //! needs candle-core 0.11.1), and [`linear_cross_entropy`] makes its logits in tiles. [`softmax`],
-//! [`cross_entropy`] and plain operations such as [`add`], [`reshape`] and [`gelu_erf`] are
-//! Candle's everywhere, and [`embedding`] is outside CUDA.
+//! [`cross_entropy`] and plain operations such as [`reshape`] and [`gelu_erf`] are Candle's
+//! everywhere, and [`embedding`] and [`add`] are outside CUDA.
 //!
 //! Weights may be f32 while the tensors they meet are f16 or bf16: matrix products are made in the
 //! type of `x`, norms in f32, and gradients of f32 weights come back in f32. A model can so be

@@ -98,8 +98,7 @@ static void check(const char* what, const std::vector<T>& got, const Numbers& wa
 
 static unsigned blocks(long long count, int size) { return (unsigned)((count + size - 1) / size); }
 
-static void check_norm(long long rows, int width, bool biased, bool wide) {
-    const float eps = 1e-5f;
+static void check_norm(long long rows, int width, bool biased, bool wide, float eps = 1e-5f) {
     Numbers x = random_numbers(rows * width), w = random_numbers(width, false), b = random_numbers(width, false);
     Numbers g = random_numbers(rows * width), y = x, dx = x, dw(width), db(width);
     for (long long r = 0; r < rows; r++) {
@@ -124,13 +123,13 @@ static void check_norm(long long rows, int width, bool biased, bool wide) {
     auto ws = floats(w), bs = floats(b), kept = room<float>(2 * rows);
     unsigned grid = blocks(rows, norm::WARPS), splits = std::min(grid, 3u);
     auto sums = room<float>((size_t)splits * 2 * width);
-    const float* bias_of_rows = biased ? bs.data() : nullptr;
+    const float* bias_or_none = biased ? bs.data() : nullptr;
     if (wide) {
         Dim few = {splits, 1, 1};
-        host::launch(few, norm::THREADS, norm::norm_forward_wide, rows, width, eps, xs.data(), ws.data(), bias_of_rows, out.data());
+        host::launch(few, norm::THREADS, norm::norm_forward_wide, rows, width, eps, xs.data(), ws.data(), bias_or_none, out.data());
         host::launch(few, norm::THREADS, norm::norm_backward_wide, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(), sums.data());
     } else {
-        host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), bias_of_rows, out.data());
+        host::launch({grid, 1, 1}, norm::THREADS, norm::norm_forward, rows, width, eps, xs.data(), ws.data(), bias_or_none, out.data());
         host::launch({grid, 1, 1}, norm::THREADS, norm::norm_backward, rows, width, eps, xs.data(), ws.data(), gs.data(), dxs.data(),
                      kept.data());
         host::launch({blocks(width, 32), splits, 1}, norm::THREADS, norm::norm_weight_gradients, rows, width, xs.data(), gs.data(),
@@ -367,12 +366,13 @@ static void check_cross_entropy(int rows, int vocabulary, bool wide) {
     check("cross-entropy, gradient", ls, gradients);
 }
 
-static void check_embedding(int count, int width, int vocabulary) {
+// With `same`, all positions hold one token.
+static void check_embedding(int count, int width, int vocabulary, bool same = false) {
     Numbers g = random_numbers((size_t)count * width), want((size_t)vocabulary * width);
     std::vector<unsigned> ids(count);
     for (int i = 0; i < count; i++) {
         // Some tokens occur often, some never.
-        ids[i] = i % 3 ? i * 7 % (vocabulary - 1) : 0;
+        ids[i] = i % 3 && !same ? i * 7 % (vocabulary - 1) : 0;
         for (int c = 0; c < width; c++) want[(size_t)ids[i] * width + c] += g[(size_t)i * width + c];
     }
     auto gs = stored(g);
@@ -416,6 +416,8 @@ int main() {
             check_norm(1, WIDE, biased, true);
             check_norm(150, 8 * WIDE, biased, true);
             check_norm(203, 14 * WIDE, biased, true);
+            // Lanes without a row must not divide by zero.
+            check_norm(5, 4 * WIDE, biased, true, 0.0f);
         }
         check_activations(777, false);
         check_activations(4200, true);
@@ -435,12 +437,15 @@ int main() {
         check_quadratic(1, 1, 0, 0.5, 1);
         check_quadratic(75, 16, 1, 0.5, 0.5);
         check_quadratic(9, 40, 0, 0.25, 0.7f);
+        check_quadratic(3, 301, 2, 0.5, 0.1f);
         check_cross_entropy(1, 1, false);
         check_cross_entropy(5, 700, false);
         check_cross_entropy(5, 2512, true);
         check_embedding(600, 40, 23);
         check_embedding(5000, 400, 7);
         check_embedding(1, 300, 2);
+        check_embedding(4096, 20, 5, true);
+        check_embedding(4097, 20, 5, true);
         check_adamw(5000);
     }
     return failures ? 1 : 0;

@@ -27,6 +27,11 @@ const OPERATIONS: &[Operation] = &[
         nn::LayerNorm::new_no_bias(t[1].clone(), 1e-5).forward(&t[0])
     }),
     ("rms norm", &[&[1100, 288], &[288]], |t| ops::rms_norm(&t[0], &t[1], 1e-5)),
+    // Rows that are no multiple of 16 bytes, and rows that are too long for registers.
+    ("layer norm of narrow rows", &[&[3, 37, 70], &[70], &[70]], |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5)),
+    ("layer norm of long rows", &[&[11, 1040], &[1040], &[1040]], |t| ops::layer_norm(&t[0], &t[1], &t[2], 1e-5)),
+    // Thread blocks take several rows in turn.
+    ("rms norm of many rows", &[&[20_000, 16], &[16]], |t| ops::rms_norm(&t[0], &t[1], 1e-5)),
     ("rms norm with a bias", &[&[3, 37, 72], &[72], &[72]], |t| {
         let of_norm = HashMap::from([("weight".to_string(), t[1].clone()), ("bias".to_string(), t[2].clone())]);
         let config = LayerNormConfig { eps: 1e-5, remove_mean: false, affine: true };
@@ -42,6 +47,10 @@ const OPERATIONS: &[Operation] = &[
     }),
     ("gelu", &[&[7, 333]], |t| ops::gelu(&t[0])),
     ("swiglu", &[&[7, 333], &[7, 333]], |t| ops::swiglu(&t[0], &t[1])),
+    ("sum", &[&[7, 333], &[7, 333]], |t| ops::add(&t[0], &t[1])),
+    ("sum, 16 bytes at a time", &[&[8, 333], &[8, 333]], |t| ops::add(&t[0], &t[1])),
+    // One begins within 16 bytes, the other has strides.
+    ("sum of parts", &[&[9, 333], &[333, 8]], |t| ops::add(&t[0].narrow(0, 1, 8)?, &t[1].t()?)),
     ("gelu, 16 bytes at a time", &[&[8, 333]], |t| ops::gelu(&t[0])),
     ("swiglu, 16 bytes at a time", &[&[8, 333], &[8, 333]], |t| ops::swiglu(&t[0], &t[1])),
     ("short convolution", &[&[3, 37, 24], &[24, 4]], |t| ops::short_convolution(&t[0], &(&t[1] * 0.5)?)),
@@ -75,16 +84,20 @@ const OPERATIONS: &[Operation] = &[
         output_gates(t, 3)
     }),
     ("attention by taylor2", &[&[1, 4, 70, 16], &[1, 2, 70, 16], &[1, 2, 70, 24]], |t| {
-        polynomial(FeatureMapKind::Taylor2, t)
+        polynomial(FeatureMapKind::Taylor2, t, &Mask::causal())
+    }),
+    // Values are several slices.
+    ("attention by taylor2 in both directions", &[&[2, 4, 33, 12], &[2, 2, 70, 12], &[2, 2, 70, 72]], |t| {
+        polynomial(FeatureMapKind::Taylor2, t, &Mask::full().with_keys(&every_third_hidden(2, 70)?)?)
     }),
     ("attention by limit-2", &[&[1, 2, 33, 12], &[1, 2, 33, 12], &[1, 2, 33, 12]], |t| {
-        polynomial(FeatureMapKind::Limit(2), t)
+        polynomial(FeatureMapKind::Limit(2), t, &Mask::causal())
     }),
     // These are several segments.
     (
         "attention by taylor2 with forget gates",
         &[&[1, 2, 530, 16], &[1, 1, 530, 16], &[1, 1, 530, 24], &[1, 1, 530]],
-        |t| polynomial(FeatureMapKind::Taylor2, t),
+        |t| polynomial(FeatureMapKind::Taylor2, t, &Mask::causal()),
     ),
     // Rows of heads are no multiple of 16 bytes.
     ("narrow heads", &[&[2, 9, 20], &[30, 20], &[30, 20], &[30, 20], &[20, 30]], |t| {
@@ -142,9 +155,15 @@ fn forget_gates(t: &[Tensor]) -> candle_core::Result<Tensor> {
     Ok(layer.gates(&t[0])?.expect("the layer has gates"))
 }
 
-/// Computes causal attention by polynomial features from queries, keys and values, and from numbers
+/// A mask of keys that hides every third one.
+fn every_third_hidden(batch: usize, keys: usize) -> candle_core::Result<Tensor> {
+    let visible: Vec<u8> = (0..batch * keys).map(|i| u8::from(i % 3 > 0)).collect();
+    Tensor::from_vec(visible, (batch, keys), &Device::Cpu)
+}
+
+/// Computes attention by polynomial features from queries, keys and values, and from numbers
 /// of which forget gates are made, if there are some.
-fn polynomial(map: FeatureMapKind, t: &[Tensor]) -> candle_core::Result<Tensor> {
+fn polynomial(map: FeatureMapKind, t: &[Tensor], mask: &Mask) -> candle_core::Result<Tensor> {
     let (dim, kind) = (t[0].dim(3)?, if t[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 });
     let favor = Favor::new(&FavorConfig::default().with_map(map), dim, 1, kind, t[0].device())?;
     // What is forgotten at a token is at most a few per cent, so that far tokens count too.
@@ -154,7 +173,7 @@ fn polynomial(map: FeatureMapKind, t: &[Tensor]) -> candle_core::Result<Tensor> 
         Some(gates) => inputs.with_gates(gates),
         None => inputs,
     };
-    favor.forward(inputs, &Mask::causal())
+    favor.forward(inputs, mask)
 }
 
 /// Attentions whose training keeps its tape. One operation that a tape does not record, wherever it

@@ -31,7 +31,8 @@ enum Source {
     Constant(Map),
     /// The kernels compute features by variables, which are read at every call and given gradients.
     Trained,
-    /// Candle's operations compute features, and the kernels read them.
+    /// Features are computed before, by Candle's operations or a kernel of their own, and the kernels
+    /// read them.
     Ready,
 }
 
@@ -97,7 +98,7 @@ fn complete(call: &Call<'_>, logs: Tensor) -> Result<Tensor> {
     ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?)
 }
 
-/// Unfolds what comes of ready features, whose heads are folded into the batch.
+/// Unfolds what comes of ready features, whose heads may be folded into the batch.
 fn unfold(call: &Call<'_>, (values, logs): (Tensor, Option<Tensor>)) -> Result<Output> {
     let (sizes, dtype) = (call.sizes, call.inputs.q.dtype());
     let unfold = |rows: Tensor, width: usize| {
@@ -157,7 +158,7 @@ impl Backend for Cuda {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let causal = call.mask.is_causal();
         let Some(map) = self.computed(call)? else {
-            let (ready, folded) = match Ready::of_rows(call)? {
+            let (ready, folded) = match Ready::unfolded(call)? {
                 Some(ready) => (ready, false),
                 None => (Ready::new(call)?, true),
             };

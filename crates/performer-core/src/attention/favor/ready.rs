@@ -21,8 +21,8 @@ pub(super) enum ReadyForm {
     Signed,
 }
 
-/// Features of queries and keys, and the values. Heads are folded into the batch, `N = B·Hkv`, and
-/// all are f32, unless [`Ready::of_rows`] made them.
+/// Features of queries and keys, and the values, by [`Ready::new`] in f32 with heads folded into the
+/// batch, `N = B·Hkv`. [`Ready::unfolded`] has other shapes and types.
 pub(super) struct Ready {
     pub(super) form: ReadyForm,
     /// `F`.
@@ -65,24 +65,40 @@ impl Ready {
     }
 }
 
+/// The least `c` of features in bf16. Their products `1 + z + c z²` are at least `1 − 1/(4c)`, here ½;
+/// with a smaller `c` they come near zero, and what is left of their digits is lost by rounding.
+#[cfg(feature = "cuda")]
+const LEAST_SECOND_IN_BF16: f64 = 0.5;
+
 #[cfg(feature = "cuda")]
 impl Ready {
-    /// Features that a kernel of CUDA computes from the rows of queries and keys as they are, in
-    /// their own type and with the heads where they are: `(B, H, Tq, F)`, `(B, Hkv, Tk, F + 1)` and
-    /// values `(B, Hkv, Tk, Dv)`. So bf16 stays bf16, and nothing is copied. Returns nothing for
-    /// other maps, for f16, whose largest number features may exceed, and where keys are hidden,
-    /// whose rows have to be zeros.
-    pub(super) fn of_rows(call: &Call<'_>) -> Result<Option<Self>> {
+    /// Features that a kernel of CUDA computes from queries and keys in their own type, where heads
+    /// are no part of the batch: `(B, H, Tq, F)`, `(B, Hkv, Tk, F + 1)` and values
+    /// `(B, Hkv, Tk, Dv)`. So models in bf16 keep their features in half as many bytes. Outputs then
+    /// differ from those of f32 by what bf16 rounds, and from those of a state, which goes on in f32.
+    /// Returns nothing for maps of which there is no such kernel, and for types in which their
+    /// features lose too much: f16, whose largest number they may exceed, and bf16 for some maps.
+    pub(super) fn unfolded(call: &Call<'_>) -> Result<Option<Self>> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
-        let takes = matches!(q.dtype(), DType::F32 | DType::BF16) && call.mask.visible().is_none();
-        if !takes {
+        let takes = |second: f64| match q.dtype() {
+            DType::F32 => true,
+            DType::BF16 => second >= LEAST_SECOND_IN_BF16,
+            _ => false,
+        };
+        if !call.map.quadratic_form().is_some_and(takes) {
             return Ok(None);
         }
+        let visible = call.mask.visible_of(call.sizes.batch, q.device())?;
+        let (q, mut k) = (ops::contiguous(q)?, ops::contiguous(k)?);
+        if let Some(visible) = &visible {
+            // The features of a large hidden key would be infinite, see `Folded::new`.
+            let shown = visible.to_dtype(DType::F32)?.to_dtype(k.dtype())?.unsqueeze(1)?.unsqueeze(3)?;
+            k = ops::mul(&k, &shown.broadcast_as(k.shape())?)?;
+        }
         let scale = (call.sizes.head_dim as f64).powf(-0.25);
-        let (q, k) = (ops::contiguous(q)?, ops::contiguous(k)?);
         let Some([q, k]) = quadratic(call.map, [&q, &k], scale)? else { return Ok(None) };
-        let features = call.map.feature_dim();
-        Ok(Some(Self { form: ReadyForm::Signed, features, q, k, v: rows(v)?, visible: None }))
+        let visible = visible.map(|visible| visible.flatten_all()).transpose()?;
+        Ok(Some(Self { form: ReadyForm::Signed, features: call.map.feature_dim(), q, k, v: rows(v)?, visible }))
     }
 }
 
@@ -92,8 +108,8 @@ fn with_one_head(rows: &Tensor) -> Result<Tensor> {
     ops::reshape(rows, (n, 1, tokens, width))
 }
 
-/// The features of queries and of keys times `scale`, those of keys with their log-scale of 0, where
-/// a kernel of CUDA computes the features of the map.
+/// The features of queries and of keys, which are multiplied by `scale` first, and behind those of
+/// keys their log-scale of 0, where a kernel of CUDA computes the features of the map.
 #[cfg(feature = "cuda")]
 fn quadratic(map: &dyn FeatureMap, [q, k]: [&Tensor; 2], scale: f64) -> Result<Option<[Tensor; 2]>> {
     let Some(second) = map.quadratic_form().filter(|_| cuda::takes(q) && cuda::takes(k)) else {

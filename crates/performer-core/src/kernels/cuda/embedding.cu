@@ -14,7 +14,7 @@ constexpr int TOKENS = 4;
 // The positions that a warp, and the whole block, look through before what they found is added up.
 constexpr int RUN = 512, ROUND = WARPS * RUN;
 // The columns that a lane, and a warp, add up at a time.
-constexpr int COLUMNS = 8, TILE = 32 * COLUMNS;
+constexpr int COLUMNS = 12, TILE = 32 * COLUMNS;
 
 // Computes the rows of a block's tokens.
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -38,8 +38,8 @@
 // lifts the rows after it above the limit, and they begin a chunk of their own.
 //
 // Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
-// are signed features, and keys have the logarithm of their scale as one more number (1 and 2,
-// "ready" features: f32, or with 2 also bf16); 3, features are computed here, exp(a.x) of queries and
+// are signed features, and keys have the logarithm of their scale as one more number (1 and 2 are
+// "ready" features, which are f32; those of 2 may also be bf16); 3, features are computed here, exp(a.x) of queries and
 // exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key head or one set for all
 // (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
 // VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
@@ -77,10 +77,12 @@ constexpr int OUT_WIDTH = LOGS ? round_up(VALUES + 1, 4) : VALUES;
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
 // The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a
-// thread: one waits while the other computes. With signed features in bf16 the gradients would need
-// many more registers than that.
+// thread: one waits while the other computes. Of the kernels for gradients it has room for two
+// where chunks are long and features few.
 constexpr int GRADIENTS_AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
-constexpr int AT_ONCE = SIGNED && STORAGE == 2 && V <= 64 ? 2 : GRADIENTS_AT_ONCE;
+// The kernels for outputs and for sums hold less. With up to 160 signed features in bf16 two of
+// their blocks still fit, also with shorter chunks.
+constexpr int AT_ONCE = SIGNED && STORAGE == 2 && F <= 160 && V <= 64 ? 2 : GRADIENTS_AT_ONCE;
 
 // Matrices in the registers of a block: features, values, products of pairs of rows, rows of
 // queries or keys; and Memory, the sums S, which stay there from chunk to chunk.

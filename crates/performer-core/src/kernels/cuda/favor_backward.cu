@@ -81,13 +81,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 favor_delta(long long rows, const float* out, const Stored* grad, const float* denominators, float* delta) {
     long long row = (long long)blockIdx.x * WARPS + warp();
     if (row >= rows) return;
-    float sum = 0;
+    float sum = 0, factor = denominators ? denominators[row] : 1.0f;
     for (int i = lane(); i < VALUES; i += 32) {
-        // The gradient is rounded as the products see it.
-        sum += out[row * OUT_WIDTH + i] * rounded(widen(grad[row * OUT_WIDTH + i]));
+        // The gradient comes with its factor, and is rounded, as the products see it.
+        sum += out[row * OUT_WIDTH + i] * rounded(widen(grad[row * OUT_WIDTH + i]) * factor);
     }
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
-    if (lane() == 0) delta[row] = of_logarithm(grad, row) - sum * (denominators ? denominators[row] : 1.0f);
+    if (lane() == 0) delta[row] = of_logarithm(grad, row) - sum;
 }
 
 // Computes the gradients of queries, or (KEYS) of keys and values.

@@ -27,7 +27,7 @@ pub(crate) enum Map {
         features: usize,
     },
     /// The rows are signed features, and a row of keys has its log-scale as one more number:
-    /// `(.., F)` for queries and `(.., F + 1)` for keys, f32 or bf16.
+    /// `(.., F)` for queries and `(.., F + 1)` for keys; f32, or bf16 where log-scales are 0.
     Signed {
         /// The number of features `F`.
         features: usize,
@@ -45,8 +45,8 @@ impl Map {
         }
     }
 
-    /// Whether the kernels take rows of this type. Logarithms have too few digits in half types, and
-    /// signed features may be too large for f16.
+    /// Whether the kernels take rows of this type. Log-features have too few digits in half types,
+    /// and signed features may be too large for f16.
     pub(super) fn takes(&self, dtype: DType) -> bool {
         match self {
             Self::Exponential(_) | Self::OwnKeys(_) => true,

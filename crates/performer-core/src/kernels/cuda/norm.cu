@@ -155,8 +155,9 @@ struct Row {
         }
     }
 
-    // Subtracts the mean, if CENTER, and multiplies by 1/sqrt(variance + eps), which is returned.
-    __device__ float normalise(int width, float eps) {
+    // Subtracts the mean, if CENTER, and multiplies by 1/sqrt(variance + eps), which is returned. All
+    // lanes add up; those of no row get zeros, whatever eps is.
+    __device__ float normalise(int width, float eps, bool has) {
         float mean = 0.0f, squares = 0.0f;
         if (CENTER) {
 #pragma unroll
@@ -174,7 +175,7 @@ struct Row {
                 squares += x[p][i] * x[p][i];
             }
         }
-        float scale = 1.0f / sqrtf(over_row(squares) / width + eps);
+        float variance = over_row(squares) / width, scale = has ? 1.0f / sqrtf(variance + eps) : 0.0f;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
 #pragma unroll
@@ -195,7 +196,7 @@ norm_forward_wide(long long rows, int width, float eps, const Stored* x, const f
         long long row = first + threadIdx.x / LANES;
         Row u;
         u.load_from(x + row * width, width, row < rows);
-        u.normalise(width, eps);
+        u.normalise(width, eps, row < rows);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
 #pragma unroll
@@ -219,7 +220,7 @@ norm_backward_wide(long long rows, int width, float eps, const Stored* x, const 
         Row u, g;
         u.load_from(x + row * width, width, row < rows);
         g.load_from(grad + row * width, width, row < rows);
-        float scale = u.normalise(width, eps), along = 0.0f, level = 0.0f;
+        float scale = u.normalise(width, eps, row < rows), along = 0.0f, level = 0.0f;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
 #pragma unroll

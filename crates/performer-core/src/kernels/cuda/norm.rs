@@ -9,35 +9,35 @@ use crate::kernels::norm::Norm;
 
 const SOURCE: Source = source!("norm.cu", STORED);
 
-/// The rows that a thread block treats at a time, one for each warp.
+/// The rows that a thread block of the general kernels treats at a time, one for each warp.
 const ROWS: usize = THREADS / 32;
 
-/// The most thread blocks of a kernel for wide rows. They are enough to fill a card, and as many on
+/// The most thread blocks of a kernel that keeps rows in registers. They are enough to fill a card, and as many on
 /// every card, so that sums are added up in the same order.
 const MOST_BLOCKS: usize = 512;
 
 /// The most numbers of a row that a lane keeps in registers.
 const MOST_NUMBERS: usize = 16;
 
-/// `Wide` says how the kernels for rows of whole 16 bytes divide a row.
-struct Wide {
+/// `Pieces` says how the kernels that keep rows in registers divide a row, 16 bytes at a time.
+struct Pieces {
     /// The lanes of a row, a power of two.
     lanes: usize,
     /// The pieces of 16 bytes that each of them has at most.
     pieces: usize,
 }
 
-impl Wide {
+impl Pieces {
     /// The division of rows of `width` numbers, unless they are too long for registers, or tensors
     /// of such rows begin elsewhere than at multiples of 16 bytes.
     fn of(width: usize, tensors: &[View]) -> Option<Self> {
         let dtype = tensors[0].0.dtype();
         let wide = 16 / dtype.size_in_bytes();
-        let starts =
+        let aligned =
             tensors.iter().all(|(x, layout)| (layout.start_offset() * x.dtype().size_in_bytes()).is_multiple_of(16));
         let lanes = width.div_ceil(wide).next_power_of_two().min(32);
         let pieces = width.div_ceil(wide * lanes);
-        (starts && width.is_multiple_of(wide) && pieces * wide <= MOST_NUMBERS).then_some(Self { lanes, pieces })
+        (aligned && width.is_multiple_of(wide) && pieces * wide <= MOST_NUMBERS).then_some(Self { lanes, pieces })
     }
 
     /// The thread blocks for a number of rows.
@@ -73,7 +73,7 @@ pub(in crate::kernels) fn forward(
     let mut out = allocate(device, x.1.shape(), x.0.dtype())?;
     let (stored, center) = (storage(x.0.dtype())?, u8::from(norm.center));
     let mut macros: Vec<super::Macro> = vec![("STORAGE", &stored), ("CENTER", &center)];
-    let wide = Wide::of(width, &[x]);
+    let wide = Pieces::of(width, &[x]);
     let (entry, blocks) = match &wide {
         Some(wide) => {
             macros.extend([("LANES", &wide.lanes as &dyn Display), ("PIECES", &wide.pieces)]);
@@ -103,7 +103,7 @@ pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, gra
         let (stored, center) = (storage(dtype)?, u8::from(norm.center));
         let macros: [super::Macro; 2] = [("STORAGE", &stored), ("CENTER", &center)];
         let mut dx = allocate(device, x.1.shape(), dtype)?;
-        let wide = Wide::of(width, &[x, grad]);
+        let wide = Pieces::of(width, &[x, grad]);
         // There are enough thread blocks to fill a card; their sums are added up in a fixed order.
         let splits = wide.as_ref().map_or(rows.div_ceil(ROWS).clamp(1, 64), |wide| wide.blocks(rows));
         let mut sums = allocate(device, &Shape::from((splits, 2, width)), DType::F32)?;

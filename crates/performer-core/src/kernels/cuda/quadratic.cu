@@ -18,14 +18,12 @@ constexpr int ROWS = 8;
 // The place of the product of x_i with itself.
 __device__ inline int square_of(int i, int dim) { return 1 + dim + i * dim - i * (i - 1) / 2; }
 
-// The first factor of the product at a place after those of single numbers.
+// Returns i of the product x_i x_j that stands at `place`, which is above dim: the solution of
+// square_of(i, dim) = place, rounded down. With up to hundreds of dimensions all numbers are exact in
+// f32 up to the root, which is a whole number where j = i.
 __device__ inline int first_factor(int place, int dim) {
-    // The root of square_of(i, dim) = place is within 1 of the answer, however it is rounded.
     float b = 2 * dim + 1, behind = place - 1 - dim;
-    int i = max(0, min(dim - 1, (int)((b - sqrtf(fmaxf(b * b - 8 * behind, 0.0f))) / 2)));
-    if (square_of(i, dim) > place) i--;
-    if (i + 1 < dim && square_of(i + 1, dim) <= place) i++;
-    return i;
+    return (int)((b - sqrtf(b * b - 8 * behind)) / 2);
 }
 
 // Computes features: a lane has some columns of ROWS rows, so that which numbers it multiplies is
@@ -40,7 +38,7 @@ quadratic_features(long long rows, int dim, int width, float c, float scale, con
     float square = sqrtf(c), cross = sqrtf(2.0f * c);
     int features = square_of(dim, dim);
     for (int column = threadIdx.x % 32; column < width; column += 32) {
-        // A feature is `factor` times x_i, or times x_i and x_j.
+        // A feature is 1, s_i, factor s_i s_j, or 0.
         bool linear = column <= dim, none = column == 0 || column >= features;
         int i = none ? 0 : linear ? column - 1 : first_factor(column, dim);
         int j = none || linear ? i : i + column - square_of(i, dim);

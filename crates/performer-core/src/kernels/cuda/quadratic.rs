@@ -7,8 +7,8 @@ use crate::kernels::quadratic::QuadraticFeatures;
 
 const SOURCE: Source = source!("quadratic.cu", STORED);
 
-/// The rows of a thread block of the forward kernel, as in `quadratic.cu`.
-const ROWS: usize = THREADS / 32 * 8;
+/// The rows of a thread block of the forward kernel: eight for each warp, as in `quadratic.cu`.
+const ROWS_OF_BLOCK: usize = THREADS / 32 * 8;
 
 /// Returns the number of rows of contiguous numbers `(.., D)`, and `D`.
 fn size(x: View) -> Result<[usize; 2]> {
@@ -32,7 +32,7 @@ pub(in crate::kernels) fn forward(map: &QuadraticFeatures, x: View) -> Result<(C
     let launch = kernel.launch().value(rows as i64).value(dim as i32).value(width as i32);
     let launch = launch.value(map.second).value(map.scale);
     // SAFETY: both tensors have the sizes that the kernel is told.
-    unsafe { launch.input(x.0, x.1)?.output(&mut out)?.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
+    unsafe { launch.input(x.0, x.1)?.output(&mut out)?.run([rows.div_ceil(ROWS_OF_BLOCK), 1, 1], THREADS) }?;
     Ok((out, shape))
 }
 
