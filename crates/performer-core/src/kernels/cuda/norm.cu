@@ -11,7 +11,13 @@
 //
 // Macros: STORAGE as in stored.cuh; CENTER: 1 subtracts the mean of a row, 0 does not. LANES, for
 // the kernels `_wide`: the lanes of a row, a power of two; PIECES: how many pieces of 16 bytes each
-// of them has at most. `bias` is null where there is none. Weights, biases and statistics are f32.
+// of them has at most; 32 and 1 if they are not given. `bias` is null where there is none. Weights,
+// biases and statistics are f32.
+
+#ifndef LANES
+#define LANES 32
+#define PIECES 1
+#endif
 
 #include "stored.cuh"
 
@@ -109,8 +115,6 @@ norm_weight_gradients(long long rows, int width, const Stored* x, const Stored* 
         sums[((long long)blockIdx.y * 2 + warp) * width + column] = sum;
     }
 }
-
-#ifdef LANES
 
 // The rows that a block treats at a time.
 constexpr int GROUPS = THREADS / LANES;
@@ -259,5 +263,3 @@ norm_backward_wide(long long rows, int width, float eps, const Stored* x, const 
         }
     }
 }
-
-#endif
