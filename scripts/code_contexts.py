@@ -56,7 +56,7 @@ ROWS = {
     f"{UNIFORM}+{SOFTMAX}/first": ("softmax, then averages", "#cc79a7", "-"),
     f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("window of 1,000, then averages", None, None),
     f"{UNIFORM}+softmax:window=300{PARTS}/first": ("window of 300, then averages", "#56b4e9", "-"),
-    f"softmax:window=1000{PARTS}": ("windows of 1,000", None, None),
+    f"softmax:window=1000{PARTS}": ("windows of 1,000", "#8c564b", "-"),
     f"softmax:window=300{PARTS}": ("windows of 300", None, None),
     WINDOW: ("windows of 75", "#d55e00", "--"),
     POLYNOMIAL: ("polynomial features", "#009e73", "--"),
