@@ -232,7 +232,8 @@ stage() {
                 item "$work" timeout "${SECONDS_EACH:-150}" ncu --clock-control none --kernel-name 'regex:favor|softmax' --launch-skip 16 \
                     --launch-count 8 --set full --page details --log-file "$results/profile-${work%%,*}.txt" || failed=1
             done
-            # How long each kernel of training steps runs; scripts/cuda_profile.py makes tables of it.
+            # How long each kernel of training steps runs, of which scripts/cuda_profile.py makes
+            # tables.
             local p=gate,conv,output-gate,output-norm command number=0
             command=(ncu --clock-control none --metrics gpu__time_duration.sum --launch-skip 1400 --launch-count 1100 --csv)
             training=(bench train --data sample --device "${DEVICE:-cuda}" --dtype bf16 --preset code --context 8192 --batch-size 8

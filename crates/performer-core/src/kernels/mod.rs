@@ -4,11 +4,12 @@
 //! On the CPU, `favor` and `softmax` are attention. `cross_entropy`, `tiled_cross_entropy`, `norm`,
 //! `activation`, `swiglu`, `rotary`, `linear`, `heads` and `convolution` are the other operations
 //! of a decoder, most of them on GPUs too; `forget_gate` and `quadratic` are on CUDA only. Each is
-//! an `operation`, the adapter to Candle. `addition` is Candle's own but on CUDA. They are built from `gemm` (products of small tiles),
-//! `vector` (elementwise functions), `rows` (reading tensors), `transpose`, `fresh` (memory for
-//! outputs) and `joined` (inputs beyond the third). Loops over vectors are compiled for AVX-512,
-//! AVX2 and NEON beside plain Rust (`transpose` for AVX alone), and `instructions` chooses the
-//! version when the program runs.
+//! an `operation`, the adapter to Candle. `addition` is a kernel of ours on CUDA, and Candle's
+//! elsewhere. Kernels are built from `gemm` (products of small tiles), `vector` (elementwise
+//! functions), `rows` (reading tensors), `transpose`, `fresh` (memory for outputs) and `joined`
+//! (inputs beyond the third). Loops over vectors are compiled for AVX-512, AVX2 and NEON beside
+//! plain Rust (`transpose` for AVX alone), and `instructions` chooses the version when the program
+//! runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
 //! first used; Metal's have not been run on hardware. `store` keeps compiled CUDA kernels on disk.

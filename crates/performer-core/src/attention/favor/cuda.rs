@@ -31,8 +31,8 @@ enum Source {
     Constant(Map),
     /// The kernels compute features by variables, which are read at every call and given gradients.
     Trained,
-    /// Features are computed before, by Candle's operations or a kernel of their own, and the kernels
-    /// read them.
+    /// Features are computed before, by Candle's operations or a kernel of their own, and the
+    /// kernels of attention read them.
     Ready,
 }
 

@@ -1,6 +1,6 @@
 // GELU (tanh form), SwiGLU and output gates, element by element, and their gradients; and sums of
-// two tensors. All tensors of a kernel have one shape. A thread of the kernels `_wide` has 16 bytes of each, at a multiple
-// of 16 bytes; a thread of the others has one element.
+// two tensors. All tensors of a kernel have one shape. A thread of the kernels `_wide` has 16 bytes
+// of each, at a multiple of 16 bytes; a thread of the others has one element.
 
 #include "stored.cuh"
 

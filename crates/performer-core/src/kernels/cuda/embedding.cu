@@ -19,7 +19,8 @@ constexpr int COLUMNS = 12, TILE = 32 * COLUMNS;
 // Computes the rows of a block's tokens.
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_backward(int count, int vocabulary, int width, const unsigned* ids, const Stored* grad, float* out) {
-    // The positions that each warp found for each token, counted from `start`, and how many.
+    // The positions that each warp found for each token, counted from `start`, and how many they
+    // are.
     __shared__ unsigned short found[TOKENS][WARPS][RUN];
     __shared__ int counts[TOKENS][WARPS];
     __shared__ float parts[WARPS][TILE];
@@ -38,7 +39,7 @@ embedding_backward(int count, int vocabulary, int width, const unsigned* ids, co
             int n[TOKENS];
 #pragma unroll
             for (int token = 0; token < TOKENS; token++) n[token] = 0;
-            // All are asked for before the first is looked at.
+            // All loads are begun before the first token is looked at.
             unsigned own[RUN / 32];
 #pragma unroll
             for (int i = 0; i < RUN / 32; i++) {
@@ -65,7 +66,8 @@ embedding_backward(int count, int vocabulary, int width, const unsigned* ids, co
             __syncthreads();
 #pragma unroll
             for (int token = 0; token < TOKENS; token++) {
-                // The warps take the token's positions in turn; `turn` is this warp's next in a list.
+                // The warps take the token's positions in turn. `turn` is the place of this warp's
+                // next one in a list.
                 int turn = warp;
                 for (int list = 0; list < WARPS; list++) {
                     int all = counts[token][list];

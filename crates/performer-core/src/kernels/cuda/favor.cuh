@@ -39,15 +39,16 @@
 //
 // Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
 // are signed features, and keys have the logarithm of their scale as one more number (1 and 2 are
-// "ready" features, which are f32; those of 2 may also be bf16); 3, features are computed here, exp(a.x) of queries and
-// exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key head or one set for all
-// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
-// VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
-// takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query sees the keys up to its
-// own; 0, it sees all keys. GATED: whether there are forget gates; only with CAUSAL. STORAGE: see
-// tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its values,
-// which only f32 and features that are positive have; 0 if it is not given. PARTIAL, for gradients:
-// whether they are parts in f32 that are still to be added up; 0 if it is not given.
+// "ready" features, which are f32; those of 2 may also be bf16); 3, features are computed here,
+// exp(a.x) of queries and exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key
+// head or one set for all (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is
+// not given. DIM, FEATURES, VALUES: the sizes of a query, of its features, of a value. SLICE: the
+// values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query
+// sees the keys up to its own; 0, it sees all keys. GATED: whether there are forget gates; only
+// with CAUSAL. STORAGE: see tile.cuh. LOGS: whether a row of outputs has the logarithm of its
+// denominator after its values, which only f32 and features that are positive have; 0 if it is not
+// given. PARTIAL, for gradients: whether they are parts in f32 that are still to be added up; 0 if
+// it is not given.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR
@@ -62,7 +63,8 @@
 #endif
 
 constexpr bool READY = MAP == 1 || MAP == 2, SIGNED = MAP == 2, OWN_KEYS = MAP == 3;
-static_assert(!READY || STORAGE == 0 || (SIGNED && STORAGE == 2), "ready features are f32, or bf16 where they are signed");
+static_assert(!READY || STORAGE == 0 || (SIGNED && STORAGE == 2),
+              "ready features are f32, or bf16 where they are signed");
 static_assert(!GATED || CAUSAL, "gates say what is forgotten from token to token");
 static_assert(!METRIC || OWN_KEYS, "only keys with a form of their own have a metric");
 static_assert(!LOGS || (STORAGE == 0 && !SIGNED), "logarithms of denominators are of positive features, in f32");

@@ -159,8 +159,9 @@ struct Row {
         }
     }
 
-    // Subtracts the mean, if CENTER, and multiplies by 1/sqrt(variance + eps), which is returned. All
-    // lanes add up; those of no row get zeros, whatever eps is.
+    // Subtracts the mean, if CENTER, and multiplies by 1/sqrt(variance + eps), which is returned.
+    // All lanes take part, since they add up together; those without a row (`has`) get zeros, also
+    // where eps is 0.
     __device__ float normalise(int width, float eps, bool has) {
         float mean = 0.0f, squares = 0.0f;
         if (CENTER) {

@@ -12,8 +12,8 @@ const SOURCE: Source = source!("norm.cu", STORED);
 /// The rows that a thread block of the general kernels treats at a time, one for each warp.
 const ROWS: usize = THREADS / 32;
 
-/// The most thread blocks of a kernel that keeps rows in registers. They are enough to fill a card, and as many on
-/// every card, so that sums are added up in the same order.
+/// The most thread blocks of a kernel that keeps rows in registers. They are enough to fill a card,
+/// and as many on every card, so that sums are added up in the same order.
 const MOST_BLOCKS: usize = 512;
 
 /// The most numbers of a row that a lane keeps in registers.

@@ -19,8 +19,8 @@ constexpr int ROWS = 8;
 __device__ inline int square_of(int i, int dim) { return 1 + dim + i * dim - i * (i - 1) / 2; }
 
 // Returns i of the product x_i x_j that stands at `place`, which is above dim: the solution of
-// square_of(i, dim) = place, rounded down. With up to hundreds of dimensions all numbers are exact in
-// f32 up to the root, which is a whole number where j = i.
+// square_of(i, dim) = place, rounded down. With up to hundreds of dimensions all numbers under the
+// root are exact in f32, and where j = i the root is a whole number.
 __device__ inline int first_factor(int place, int dim) {
     float b = 2 * dim + 1, behind = place - 1 - dim;
     return (int)((b - sqrtf(b * b - 8 * behind)) / 2);
