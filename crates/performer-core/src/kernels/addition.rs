@@ -24,7 +24,9 @@ pub(crate) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.add(b)
 }
 
-/// `Addition` is the sum of two contiguous tensors on CUDA as one of Candle's operations.
+/// `Addition` is the sum of two contiguous tensors on CUDA as one of Candle's operations. It is no
+/// `Operation` of ours, because the tape would record it as one whose backward pass makes tensors
+/// of its own, and a sum passes on the gradient that it gets.
 #[cfg(feature = "cuda")]
 struct Addition;
 
