@@ -43,7 +43,7 @@ impl Softmax {
     }
 
     /// Lets each query see the last `window` tokens only, its own among them: `O(T·W)` time where
-    /// it is fused, since tiles of keys outside the window are never read, and a decoding state of
+    /// it is fused, since pairs of tiles that no window joins are left out, and a decoding state of
     /// `W − 1` keys and values.
     ///
     /// # Errors

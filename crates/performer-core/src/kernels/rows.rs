@@ -1,7 +1,7 @@
 //! Reading tensors head by head and row by row: any strides between tokens; f32, f16 or bf16,
 //! widened to f32 one tile at a time.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, ops::Range};
 
 use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
 use half::{bf16, f16};
@@ -184,31 +184,53 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// `Matrix` holds all rows of a head as f32, padded to whole vectors.
+/// `Matrix` holds rows of a head as f32, padded to whole vectors.
 pub(super) struct Matrix<'a> {
     pub(super) values: Cow<'a, [f32]>,
-    pub(super) stride: usize,
+    stride: usize,
+    /// The rows that are held: two ranges, of which the second lies behind the first.
+    held: [Range<usize>; 2],
 }
 
 impl<'a> Matrix<'a> {
-    /// The tensor itself if it holds f32 in whole vectors, else a copy.
+    /// All rows: the tensor itself if it holds f32 in whole vectors, else a copy.
     pub(super) fn new(rows: &Rows<'a>) -> Self {
+        Self::of(rows, [0..0, 0..rows.tokens])
+    }
+
+    /// As [`Self::new`], but where rows are copied, those of two ranges alone, of which the second
+    /// lies behind the first.
+    pub(super) fn of(rows: &Rows<'a>, held: [Range<usize>; 2]) -> Self {
         if let Some((values, stride)) = rows.whole_vectors() {
-            return Self { values: values.into(), stride };
+            return Self { values: values.into(), stride, held: [0..0, 0..rows.tokens] };
         }
         let stride = padded(rows.width);
-        let mut values = vec![0f32; rows.tokens * stride];
-        rows.copy(0, rows.tokens, &mut values, stride);
-        Self { values: values.into(), stride }
+        let [before, after] = [held[0].len(), held[1].len()];
+        let mut values = vec![0f32; (before + after) * stride];
+        rows.copy(held[0].start, before, &mut values, stride);
+        rows.copy(held[1].start, after, &mut values[before * stride..], stride);
+        Self { values: values.into(), stride, held }
+    }
+
+    /// The numbers from row `row` on, which is held.
+    fn from(&self, row: usize) -> &[f32] {
+        let [before, after] = &self.held;
+        let place = if row < after.start { row - before.start } else { before.len() + row - after.start };
+        &self.values[place * self.stride..]
+    }
+
+    /// One row of a matrix `width` wide.
+    pub(super) fn row(&self, row: usize, width: usize) -> &[f32] {
+        &self.from(row)[..width]
     }
 
     /// The rows from `row` on, as the left factor of a product.
     pub(super) fn left(&self, row: usize) -> Left<'_> {
-        Left::rows(&self.values[row * self.stride..], self.stride)
+        Left::rows(self.from(row), self.stride)
     }
 
     /// The rows from `row` on, as the right factor of a product.
     pub(super) fn right(&self, row: usize) -> Right<'_> {
-        Right { values: &self.values[row * self.stride..], stride: self.stride }
+        Right { values: self.from(row), stride: self.stride }
     }
 }

@@ -137,10 +137,16 @@ impl Head<'_> {
         let tiles = |range: Range<usize>| {
             range.clone().step_by(KEYS).map(move |start| Span { start, count: KEYS.min(range.end - start) })
         };
-        let end = queries.start + queries.count;
-        let (first, reach) = (self.first(queries.start).max(keys.start), self.reach(end).min(keys.end));
-        let sinks = self.sinks.min(first).min(keys.end).min(reach);
-        tiles(first..reach.max(first)).rev().chain(tiles(keys.start..sinks.max(keys.start)).rev())
+        let [sinks, window] = self.seen(queries.start..queries.start + queries.count, keys);
+        tiles(window).rev().chain(tiles(sinks).rev())
+    }
+
+    /// Those of `keys` that some of these queries may see, in whole tiles: sinks, and behind them
+    /// the keys of the queries' windows. Nothing reads any other key.
+    fn seen(&self, queries: Range<usize>, keys: Range<usize>) -> [Range<usize>; 2] {
+        let (first, reach) = (self.first(queries.start).max(keys.start), self.reach(queries.end).min(keys.end));
+        let sinks = self.sinks.min(first).min(reach);
+        [keys.start..sinks.max(keys.start), first..reach.max(first)]
     }
 
     /// The factor `1/√D`.
@@ -209,12 +215,13 @@ impl WithSimd for Forward<'_> {
         if end == head.q.tokens {
             finite &= head.k.are_finite(0, head.k.tokens) & head.v.are_finite(0, head.v.tokens);
         }
-        let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
+        let seen = head.seen(start..end, 0..head.k.tokens);
+        let (k, v) = (Matrix::of(&head.k, seen.clone()), Matrix::of(&head.v, seen.clone()));
         let mut columns = vec![0f32; d * QUERIES];
         let mut scores = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::new(simd, head, &k, 0..head.reach(end));
+        let mut forgotten = Forgotten::new(simd, head, &k, seen);
         for i in (start..end).step_by(QUERIES) {
             let queries = QUERIES.min(end - i);
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
@@ -284,7 +291,7 @@ impl WithSimd for Step<'_> {
         head.q.copy(0, 1, &mut query, d);
         let mut weights = vec![f32::NEG_INFINITY; padded(keys)];
         for (j, weight) in weights.iter_mut().enumerate().take(keys) {
-            *weight = dot(simd, &k.values[j * k.stride..j * k.stride + d], &query) * head.scale();
+            *weight = dot(simd, k.row(j, d), &query) * head.scale();
         }
         if let Some(gates) = head.gates {
             let mut sum = 0f64;
@@ -435,5 +442,41 @@ impl Operation<3> for GatedSoftmax {
         let ([dq, dk, dv], dgates) = self.softmax.backward([q, &k, v], Some(&gates), out, grad)?;
         let of_keys_and_gates = JoinedKeys::gradient(dk, &dgates, keys_and_gates)?;
         Ok([Some(gradient(dq, q)?), Some(of_keys_and_gates), Some(gradient(dv, v)?)])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the last queries of a text compute with is as much in a text of any length: keys of
+    /// their windows and sinks. So is what the last keys compute with: queries that see them.
+    #[test]
+    fn a_window_takes_as_much_of_any_text() {
+        let work = |tokens: usize| {
+            let numbers = vec![0f32; tokens];
+            let rows = Heads::matrix(&numbers, 1);
+            let (offset, window) = (Some(0), Some(75));
+            let head = Head { q: rows, k: rows, v: rows, offset, window, sinks: 4, visible: None, gates: None };
+            let all = 0..tokens;
+            let tile = Span { start: tokens - QUERIES, count: QUERIES };
+            let keys: usize = head.tiles(tile, all.clone()).map(|keys| keys.count).sum();
+            // A piece of queries holds copies of these keys, and of no others.
+            let held = head.seen(tokens - PIECE..tokens, all.clone());
+            let copied = held.clone().map(|keys| keys.len());
+            assert_eq!(Matrix::of(&head.k, held).values.len(), copied.iter().sum::<usize>() * padded(1));
+            let piece = PIECE..2 * PIECE;
+            let tiles = all.step_by(QUERIES).map(|start| Span { start, count: QUERIES.min(tokens - start) });
+            let queries = tiles.filter(|&tile| head.tiles(tile, piece.clone()).next().is_some()).count();
+            [keys, copied[0], copied[1], queries * QUERIES]
+        };
+        let short = work(1024);
+        assert_eq!(short, work(102_400));
+        // Ranges begin at whole tiles.
+        let [keys, sinks, near, queries] = short;
+        assert!((75 + 63 + 4..=75 + 63 + 4 + KEYS).contains(&keys), "{keys} keys");
+        assert_eq!(sinks, 4);
+        assert!((PIECE + 74..=PIECE + 74 + KEYS).contains(&near), "{near} keys of a piece");
+        assert!((PIECE + 74..=PIECE + 74 + QUERIES).contains(&queries), "{queries} queries");
     }
 }

@@ -221,13 +221,17 @@ fn layer(attention: &str, parts: LayerParts, rotary: bool) -> Result<(MultiHeadA
 }
 
 fn build(attention: &str, parts: LayerParts) -> Result<Box<dyn Attention>> {
-    let of: AttentionConfig = attention.parse().map_err(candle_core::Error::msg)?;
-    let config = AttentionConfig::Equipped { parts, of: Box::new(of) };
-    config.build(HEAD_DIM, 3, DType::F32, &DEVICE)
+    build_in(attention, parts, DType::F32)
 }
 
-/// A layer is its formula, operation by operation, with the same gradients: convolutions before
-/// heads and rotary positions, norms before gates.
+fn build_in(attention: &str, parts: LayerParts, dtype: DType) -> Result<Box<dyn Attention>> {
+    let of: AttentionConfig = attention.parse().map_err(candle_core::Error::msg)?;
+    let config = AttentionConfig::Equipped { parts, of: Box::new(of) };
+    config.build(HEAD_DIM, 3, dtype, &DEVICE)
+}
+
+/// A layer is its formula in f64, operation by operation, with the same gradients: convolutions
+/// before heads and rotary positions, norms before gates.
 #[test]
 fn parts_stand_where_the_formula_has_them() -> Result<()> {
     KEY_DIMS.into_iter().try_for_each(|key_dim| is_formula(all_parts().with_key_dim(key_dim)))
@@ -235,15 +239,16 @@ fn parts_stand_where_the_formula_has_them() -> Result<()> {
 
 fn is_formula(parts: LayerParts) -> Result<()> {
     let (layer, vars) = layer("favor:m=16", parts, true)?;
-    let attention = build("favor:m=16", parts)?;
+    let attention = build_in("favor:m=16", parts, DType::F64)?;
     let key_dim = parts.key_dim.unwrap_or(HEAD_DIM);
     // The features that the layer has.
     let rotary = Rotary::new(key_dim, 64, 1e4, &DEVICE)?;
     let x = Var::from_tensor(&random(3, &[2, 9, HIDDEN])?)?;
     let data = vars.data().lock().unwrap();
-    let weight = |name: &str| data[&format!("{name}.weight")].as_tensor().clone();
-    let bias = |name: &str| data[&format!("{name}.bias")].as_tensor().clone();
-    let rows = |name: &str| x.broadcast_matmul(&weight(name).t()?);
+    let wide = |name: String| data[&name].as_tensor().to_dtype(DType::F64).expect("f32 widens to f64");
+    let weight = |name: &str| wide(format!("{name}.weight"));
+    let bias = |name: &str| wide(format!("{name}.bias"));
+    let rows = |name: &str| x.to_dtype(DType::F64)?.broadcast_matmul(&weight(name).t()?);
     let convolved = |name: &str, heads: usize, dim: usize| -> Result<Tensor> {
         let rows = rows(&format!("{name}_proj"))?.broadcast_add(&bias(&format!("{name}_proj")))?;
         let filters = weight(&format!("{name}_conv1d"));
@@ -269,7 +274,7 @@ fn is_formula(parts: LayerParts) -> Result<()> {
     let got = layer.forward(&x, &Mask::causal())?;
     assert_tensor_close("output", &got, &values(&want)?, 1e-5);
     let grad = random(4, &[2, 9, HIDDEN])?;
-    let [got, want] = [got, want].map(|out| (out * &grad)?.sum_all()?.backward());
+    let [got, want] = [got, want].map(|out| (&out * grad.to_dtype(out.dtype())?)?.sum_all()?.backward());
     let (got, want) = (got?, want?);
     let names = data.iter().filter(|(name, _)| *name != "projection").map(|(name, var)| (name.as_str(), var));
     for (name, var) in names.chain([("x", &x)]) {

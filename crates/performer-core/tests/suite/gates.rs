@@ -55,6 +55,7 @@ fn every_map_is_the_reference() -> Result<()> {
 fn long_sequences_and_wide_heads_are_the_reference() -> Result<()> {
     for map in [None, Some(FeatureMapKind::Positive), Some(FeatureMapKind::Relu)] {
         check(&problem(2, shape(1, 2, 1, 1000, 4, 4), map, 8), Layout::Contiguous)?;
+        check(&problem(2, shape(1, 2, 1, 1500, 4, 4), map, 3), Layout::Contiguous)?;
         check(&problem(3, shape(1, 2, 1, 200, 64, 64), map, 128), Layout::Contiguous)?;
         check(&problem(4, shape(1, 4, 2, 130, 40, 8), map, 24), Layout::Contiguous)?;
     }
@@ -161,26 +162,77 @@ fn long_keys_are_seen_across_gates() -> Result<()> {
     Ok(())
 }
 
-/// Constant gates `ln γ` are the decay of RetNet, here with its weights `γ^{i−j}` written out.
+/// Constant gates `ln γ` are the decay of RetNet, whose weights `γ^{i−j}` are written out here: with
+/// gradients, in grouped heads, by kernels and by composed operations, at once and token by token.
 #[test]
 fn constant_gates_are_the_decay_of_retnet() -> Result<()> {
+    use FeatureMapKind::{Elu, Positive, Relu};
     let gamma = 0.9f64;
-    for map in [FeatureMapKind::Positive, FeatureMapKind::Elu, FeatureMapKind::Relu] {
-        let mut problem = problem(9, shape(1, 1, 1, 80, 5, 3), Some(map), 8);
-        problem.gates = Some(vec![gamma.ln(); 80]);
-        let [q, k, v] = problem.tensors(DType::F64)?;
-        let favor = problem.favor(DType::F64)?;
-        let scale = 5f64.powf(-0.25);
-        let kernel = favor.map().kernel(&(&q * scale)?, &(&k * scale)?)?;
-        let decay: Vec<f64> =
-            (0..80 * 80).map(|n| (n / 80, n % 80)).map(|(i, j)| if j <= i { gamma.powi(i - j) } else { 0.0 }).collect();
-        let weights = kernel.broadcast_mul(&tensor(&decay, &[80, 80], DType::F64, &Device::Cpu)?)?;
-        let expected = weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(3)?)?;
-        let gates = problem.gate_tensor(DType::F64)?;
-        let actual = favor.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &Mask::causal())?;
-        assert_tensor_close(&format!("{map}"), &actual, &values(&expected)?, 1e-12);
+    for map in [None, Some(Positive), Some(Elu), Some(Relu)] {
+        let mut problem = problem(9, shape(1, 4, 2, 80, 5, 3), map, 8);
+        problem.gates = Some(vec![gamma.ln(); 2 * 80]);
+        let (expected, of_ln_gamma) = written_out(&problem, gamma)?;
+        for (dtype, tolerance) in [(DType::F64, 1e-11), TOLERANCES[1]] {
+            for (how, attention) in [("", problem.attention(dtype)?), (" composed", problem.composed(dtype)?)] {
+                let what = format!("{map:?} {dtype:?}{how}");
+                let actual = problem.run(&*attention, dtype, Layout::Contiguous)?;
+                for (name, actual, expected) in [
+                    ("output", &actual.output, &expected.output),
+                    ("q", &actual.q, &expected.q),
+                    ("k", &actual.k, &expected.k),
+                    ("v", &actual.v, &expected.v),
+                ] {
+                    assert_close(&format!("{what}: {name}"), &[actual.len()], actual, expected, tolerance);
+                }
+                // All gates are ln γ, so its gradient is the sum of theirs.
+                let sum: f64 = actual.gates.iter().sum();
+                assert_close(&format!("{what}: gates"), &[1], &[sum], &[of_ln_gamma], 100.0 * tolerance);
+                let ([q, k, v], gates) = (problem.tensors(dtype)?, problem.gate_tensor(dtype)?);
+                let mut state = State::new();
+                let mut step = |t: usize| -> Result<Tensor> {
+                    let token = |x: &Tensor| x.narrow(2, t, 1);
+                    let (q, k, v, gates) = (token(&q)?, token(&k)?, token(&v)?, token(&gates)?);
+                    attention.extend(Inputs::new(&q, &k, &v).with_gates(&gates), &mut state)
+                };
+                let outs = (0..80).map(&mut step).collect::<Result<Vec<Tensor>>>()?;
+                assert_tensor_close(&format!("{what}: decoded"), &Tensor::cat(&outs, 2)?, &expected.output, tolerance);
+            }
+        }
     }
     Ok(())
+}
+
+/// Attention whose weights are the kernel times `γ^{i−j}`, in f64, with the gradients of a problem;
+/// and the gradient of `ln γ`.
+fn written_out(problem: &Problem, gamma: f64) -> Result<(crate::common::Outcome, f64)> {
+    let Shape { heads, kv_heads, q_len: t, head_dim, .. } = problem.shape;
+    let [q, k, v] = problem.tensors(DType::F64)?.map(|x| Var::from_tensor(&x));
+    let (q, k, v) = (q?, k?, v?);
+    let of_each_head = |x: &Tensor| -> Result<Tensor> {
+        let (b, _, t, width) = x.dims4()?;
+        Tensor::cat(&vec![x.unsqueeze(2)?; heads / kv_heads], 2)?.reshape((b, heads, t, width))
+    };
+    let scale = (head_dim as f64).powf(-0.25);
+    let (x, y) = ((q.as_tensor() * scale)?, (of_each_head(&k)? * scale)?);
+    let kernel = match problem.map {
+        None => x.matmul(&y.t()?)?.exp()?,
+        Some(_) => problem.favor(DType::F64)?.map().kernel(&x, &y)?,
+    };
+    let ln_gamma = Var::from_tensor(&Tensor::new(gamma.ln(), &Device::Cpu)?)?;
+    let pairs = || (0..t * t).map(|n| (n / t, n % t));
+    let distances: Vec<f64> = pairs().map(|(i, j)| i as f64 - j as f64).collect();
+    let seen: Vec<f64> = pairs().map(|(i, j)| f64::from(u8::from(j <= i))).collect();
+    let [distances, seen] = [distances, seen].map(|x| tensor(&x, &[t, t], DType::F64, &Device::Cpu));
+    let decay = (distances?.broadcast_mul(&ln_gamma)?.exp()? * seen?)?;
+    let weights = kernel.broadcast_mul(&decay)?;
+    let output = weights.matmul(&of_each_head(&v)?)?.broadcast_div(&weights.sum_keepdim(3)?)?;
+    let grad_output = tensor(&problem.grad_output, &problem.output_dims(), DType::F64, &Device::Cpu)?;
+    let gradients = (&output * grad_output)?.sum_all()?.backward()?;
+    let gradient = |var: &Var| values(gradients.get(var).expect("a gradient"));
+    let output = values(&output)?;
+    let outcome =
+        crate::common::Outcome { output, q: gradient(&q)?, k: gradient(&k)?, v: gradient(&v)?, gates: Vec::new() };
+    Ok((outcome, gradient(&ln_gamma)?[0]))
 }
 
 /// The attentions of the tests below, each with its name.
@@ -354,9 +406,17 @@ fn gates_of_zero_are_no_gates() -> Result<()> {
 /// Means of the values, with gates and without: attention without queries, keys and features.
 #[test]
 fn uniform_attention_is_the_reference() -> Result<()> {
-    for gated in [false, true] {
-        for shape in [shape(2, 4, 2, 63, 4, 3), shape(1, 2, 1, 500, 4, 4)] {
+    let long = [500, 1000].map(|t| shape(1, 2, 1, t, 4, 4));
+    let shapes = [shape(1, 2, 1, 1, 4, 3), shape(2, 4, 2, 63, 4, 3)].into_iter().chain(long);
+    for (shape, hidden) in shapes.flat_map(|shape| [(shape, false), (shape, true)]) {
+        for gated in [false, true] {
             let mut problem = problem(17, shape, None, 1);
+            // The first key is seen, so that every row sees one.
+            problem.key_mask = hidden.then(|| {
+                let mut mask = Random::new(18).mask(shape.batch * shape.k_len, 0.7);
+                mask.iter_mut().step_by(shape.k_len).for_each(|seen| *seen = true);
+                mask
+            });
             if !gated {
                 problem.gates = None;
             }
@@ -373,7 +433,8 @@ fn uniform_attention_is_the_reference() -> Result<()> {
                     v: gradients.v.clone(),
                     gates: gradients.gates.clone(),
                 };
-                problem.assert_outcome(&format!("uniform {dtype:?}"), &actual, &expected, tolerance);
+                let what = format!("uniform {dtype:?}, hidden {hidden}");
+                problem.assert_outcome(&what, &actual, &expected, tolerance);
             }
         }
     }
@@ -437,6 +498,26 @@ fn columns_without_a_query_are_in_no_sum() -> Result<()> {
     let gradients = (out * by(1e25, 1e-25)?)?.sum_all()?.backward()?;
     let gradient = values(gradients.get(&gates).expect("a gradient of the gates"))?;
     assert!(gradient.iter().all(|g| g.is_finite()), "{gradient:?}");
+    Ok(())
+}
+
+/// Inputs without a batch or without tokens give outputs without them, gated as well.
+#[test]
+fn empty_inputs_give_empty_outputs() -> Result<()> {
+    for map in all_kernels() {
+        let problem = problem(19, SHAPE, map, 8);
+        for (name, attention) in attentions(&problem, DType::F32)? {
+            for (b, t) in [(0, 7), (2, 0), (0, 0)] {
+                let zeros = |heads, width| Tensor::zeros((b, heads, t, width), DType::F32, &Device::Cpu);
+                let (q, k, v) = (zeros(4, 6)?, zeros(2, 6)?, zeros(2, 3)?);
+                let gates = Tensor::zeros((b, 2, t), DType::F32, &Device::Cpu)?;
+                for inputs in [Inputs::new(&q, &k, &v), Inputs::new(&q, &k, &v).with_gates(&gates)] {
+                    let out = attention.forward(inputs, &Mask::causal())?;
+                    assert_eq!(out.dims(), [b, 4, t, 3], "{name}");
+                }
+            }
+        }
+    }
     Ok(())
 }
 

@@ -448,13 +448,20 @@ fn claims_that_no_attention_makes_are_refused() -> Result<()> {
 fn the_path_is_visible() -> Result<()> {
     let favor = |map| Favor::new(&FavorConfig::default().with_map(map), 8, 1, DType::F32, &DEVICE);
     let x = Tensor::randn(0f32, 1.0, (1, 2, 20, 8), &DEVICE)?;
+    let gates = Tensor::full(-0.1f32, (1, 2, 20), &DEVICE)?;
+    // Forget gates go through the same kernels.
     let path = |attention: &dyn Attention, dtype| {
         let x = x.to_dtype(dtype)?;
-        attention.path(Inputs::new(&x, &x, &x), &performer_core::Mask::causal())
+        let inputs = Inputs::new(&x, &x, &x);
+        let mask = performer_core::Mask::causal();
+        let (without, with) = (attention.path(inputs, &mask)?, attention.path(inputs.with_gates(&gates), &mask)?);
+        assert_eq!(with, without, "{attention:?}");
+        Ok::<_, candle_core::Error>(without)
     };
     let positive = FeatureMapKind::Positive;
-    let attentions: [Box<dyn Attention>; 4] = [
+    let attentions: [Box<dyn Attention>; 5] = [
         Box::new(Softmax::new()),
+        Box::new(Softmax::new().with_window(4)?.with_sinks(1)?),
         Box::new(favor(positive)?),
         Box::new(favor(FeatureMapKind::Trigonometric)?),
         Box::new(Windowed::new(4, favor(positive)?)?),

@@ -32,14 +32,19 @@ fn inputs(t: usize, dtype: DType) -> Result<[Tensor; 3]> {
 /// composed operations.
 #[track_caller]
 fn check(problem: &Problem, dtypes: &[(DType, f64)]) -> Result<()> {
+    check_layout(problem, dtypes, Layout::Transposed)
+}
+
+#[track_caller]
+fn check_layout(problem: &Problem, dtypes: &[(DType, f64)], layout: Layout) -> Result<()> {
     for &(dtype, tolerance) in dtypes {
         let problem = problem.clone().rounded(dtype)?;
         let expected = problem.expected();
         for (how, attention) in [("", problem.attention(dtype)?), (" composed", problem.composed(dtype)?)] {
-            let actual = problem.run(&*attention, dtype, Layout::Transposed)?;
+            let actual = problem.run(&*attention, dtype, layout)?;
             let (window, sinks) = problem.window.expect("a window");
             let hidden = problem.key_mask.is_some();
-            let what = format!("{dtype:?}{how} W={window}, {sinks} sinks, hidden keys {hidden}");
+            let what = format!("{dtype:?}{how} {layout:?} W={window}, {sinks} sinks, hidden keys {hidden}");
             problem.assert_outcome(&what, &actual, &expected, tolerance);
         }
     }
@@ -91,6 +96,22 @@ fn long_windows_before_many_features_are_the_reference() -> Result<()> {
         check(&problem, &TOLERANCES[1..2])?;
     }
     Ok(())
+}
+
+/// Fewer features than dimensions, in every layout, and a length beyond all others.
+#[test]
+fn windows_before_few_features_are_the_reference() -> Result<()> {
+    let map = Some(FeatureMapKind::Positive);
+    for layout in Layout::ALL {
+        for (window, sinks) in [(5, 0), (7, 3)] {
+            let problem = problem(4, shape(75), map, 5).gated(1).windowed(window, sinks);
+            check_layout(&problem, &TOLERANCES[..2], layout)?;
+            let softmax = Problem { map: None, ..problem };
+            check_layout(&softmax, &TOLERANCES[..2], layout)?;
+        }
+    }
+    let long = Shape { batch: 1, heads: 2, kv_heads: 1, ..shape(1500) };
+    check(&problem(5, long, map, 5).gated(2).windowed(65, 4), &TOLERANCES[..2])
 }
 
 /// A hidden sink is hidden too, and no other token takes its place.

@@ -1,12 +1,13 @@
 //! This module measures decoding alone: time per token and bytes of state over the length of the
-//! context.
+//! context, of FAVOR+, of softmax with its cache, and of the rival of FAVOR+ whose state is constant
+//! as well, a window of softmax with as many numbers of state.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use performer_core::{Attention, Favor, FavorConfig, Inputs, Softmax, State};
 use serde::{Deserialize, Serialize};
 
-use super::{Effort, Timing, require_room, time};
+use super::{Effort, Timing, require_room, time, window_of_equal_state};
 use crate::{
     errors::Cause,
     machine::Machine,
@@ -34,10 +35,21 @@ pub struct Sweep {
     pub heads: usize,
 }
 
+impl Sweep {
+    /// The length of the window whose state is as large as that of the features, to whole tokens.
+    fn window(&self) -> usize {
+        window_of_equal_state(self.features, self.head_dim)
+    }
+
+    fn name_of_window(&self) -> String {
+        format!("softmax:window={}", self.window())
+    }
+}
+
 /// A `Point` is one measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Point {
-    /// `favor` or `softmax`.
+    /// `favor`, `softmax` or `softmax:window=W`.
     pub attention: String,
     /// Number of tokens of context.
     pub context: usize,
@@ -61,7 +73,7 @@ pub struct Report {
     pub points: Vec<Point>,
 }
 
-/// Measures both attentions at every context; `progress` is called with what comes next.
+/// Measures all three attentions at every context; `progress` is called with what comes next.
 ///
 /// # Errors
 /// If features, head dimension, heads or a context are 0, if they make tensors that no memory
@@ -84,11 +96,15 @@ pub fn run(
     }
     let config = FavorConfig::default().with_features(sweep.features);
     let favor = Favor::new(&config, sweep.head_dim, 1, DType::F32, device)?;
-    let softmax = Softmax::new();
+    let (softmax, window) = (Softmax::new(), Softmax::new().with_window(sweep.window())?);
     let mut points = Vec::new();
-    let both: [(&str, &dyn Attention, usize); 2] =
-        [("favor", &favor, usize::MAX), ("softmax", &softmax, sweep.softmax_limit)];
-    for (name, attention, limit) in both {
+    let name_of_window = sweep.name_of_window();
+    let all: [(&str, &dyn Attention, usize); 3] = [
+        ("favor", &favor, usize::MAX),
+        (&name_of_window, &window, usize::MAX),
+        ("softmax", &softmax, sweep.softmax_limit),
+    ];
+    for (name, attention, limit) in all {
         let mut contexts: Vec<usize> = sweep.contexts.iter().copied().filter(|&c| c <= limit).collect();
         contexts.sort_unstable();
         contexts.dedup();
@@ -128,9 +144,14 @@ impl Report {
     /// Draws time per token over context, both axes logarithmic.
     pub fn chart(&self) -> Chart {
         let s = &self.sweep;
-        let series = ["favor", "softmax"].map(|name| {
-            let points = self.points.iter().filter(|p| p.attention == name);
-            let name = if name == "favor" { format!("favor M={}", s.features) } else { "softmax, KV cache".into() };
+        let window = s.name_of_window();
+        let series = [
+            ("favor", format!("favor M={}", s.features)),
+            (&window, format!("window of {}", s.window())),
+            ("softmax", "softmax, KV cache".into()),
+        ]
+        .map(|(attention, name)| {
+            let points = self.points.iter().filter(|p| p.attention == attention);
             Series::new(name, points.map(|p| (p.context as f64, p.timing.median_ms * 1e3)))
         });
         Chart {
@@ -154,14 +175,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_of_favor_do_not_grow() -> Result<()> {
+    fn states_of_favor_and_of_windows_do_not_grow() -> Result<()> {
         let sweep = Sweep { contexts: vec![300, 10], softmax_limit: 100, features: 8, head_dim: 4, heads: 2 };
         let effort = Effort { time: std::time::Duration::ZERO, runs: 2 };
         let report = run(&sweep, &Device::Cpu, 1, effort, |_| {})?;
         let points: Vec<_> = report.points.iter().map(|p| (p.attention.as_str(), p.context)).collect();
-        assert_eq!(points, [("favor", 10), ("favor", 300), ("softmax", 10)]);
-        assert_eq!(report.points[0].state_bytes, report.points[1].state_bytes);
-        assert!(report.chart().to_svg()?.contains("KV cache"));
+        // 8 features of 4 + 2 numbers are 6 tokens of 4 + 4, beside the query's own.
+        let window = "softmax:window=7";
+        assert_eq!(points, [("favor", 10), ("favor", 300), (window, 10), (window, 300), ("softmax", 10)]);
+        for points in report.points.chunks(2).take(2) {
+            assert_eq!(points[0].state_bytes, points[1].state_bytes);
+        }
+        assert_eq!(report.points[0].state_bytes, report.points[2].state_bytes);
+        let chart = report.chart().to_svg()?;
+        assert!(chart.contains("KV cache") && chart.contains("window of 7"));
         Ok(())
     }
 }

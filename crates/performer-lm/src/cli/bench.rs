@@ -37,7 +37,8 @@ pub(super) enum Command {
     /// Time attention over sequence lengths and features, forward and backward, and where FAVOR+
     /// overtakes softmax.
     Attention(AttentionArgs),
-    /// Time a token of decoding over the context before it.
+    /// Time a token of decoding over the context before it: by FAVOR+, by a window of softmax whose
+    /// state is as large, and by softmax with its cache.
     Decode(DecodeArgs),
     /// Time whole models that generate over the length of the text before, and the size of their
     /// state.

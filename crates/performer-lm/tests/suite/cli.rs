@@ -523,7 +523,7 @@ fn bench_measures_draws_and_refuses() {
     assert_eq!(report["points"][0]["state_bytes"], report["points"][1]["state_bytes"]);
     let close = json(&performer(dir.path(), &["bench", "decode", "--contexts", "40,41", "--features", "8", "--json"]));
     let bytes = |i: usize| close["points"][i]["state_bytes"].as_u64().unwrap();
-    assert_eq!(bytes(2) * 41, bytes(3) * 40, "the cache of 41 tokens");
+    assert_eq!(bytes(4) * 41, bytes(5) * 40, "the cache of 41 tokens");
     fails(&performer(dir.path(), &["bench", "decode", "--heads", "0"]), &["--heads is 0"]);
     fails(&performer(dir.path(), &["bench", "decode", "--contexts", "0"]), &["--contexts is 0"]);
 

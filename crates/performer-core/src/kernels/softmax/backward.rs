@@ -75,7 +75,8 @@ impl WithSimd for Backward<'_> {
         let Self { head, out, grad, logs, queries: span, keys: seen, mut of_queries, mut of_keys } = self;
         let (d, vd) = (head.q.width, head.v.width);
         let (width, value_width) = (padded(d), padded(vd));
-        let (k, v) = (Matrix::new(&head.k), Matrix::new(&head.v));
+        let held = head.seen(span.clone(), seen.clone());
+        let (k, v) = (Matrix::of(&head.k, held.clone()), Matrix::of(&head.v, held.clone()));
         let mut query_columns = vec![0f32; d * QUERIES];
         let mut grad_columns = vec![0f32; vd * QUERIES];
         let mut query_rows = vec![0f32; QUERIES * width];
@@ -85,11 +86,13 @@ impl WithSimd for Backward<'_> {
         let mut products = vec![0f32; KEYS * QUERIES];
         let mut rows = vec![0f32; QUERIES * width];
         let mut scratch = Vec::new();
-        let mut forgotten = Forgotten::new(simd, head, &k, seen.start..head.reach(span.end).min(seen.end));
+        let mut forgotten = Forgotten::new(simd, head, &k, held);
         for i in span.clone().step_by(QUERIES) {
             let queries = QUERIES.min(span.end - i);
-            let reach = head.reach(i + queries).min(seen.end);
-            if reach <= seen.start {
+            let tile = Span { start: i, count: queries };
+            // For a piece of keys these are the queries before it, and those whose windows lie
+            // behind it. Gradients of queries are written in any case.
+            if of_queries.is_none() && head.tiles(tile, seen.clone()).next().is_none() {
                 continue;
             }
             let columns = padded(queries);
@@ -116,7 +119,6 @@ impl WithSimd for Backward<'_> {
             let reached = log.map(|log| log.min(f32::MAX));
             rows.fill(0.0);
             let mut over_keys = [0f32; QUERIES];
-            let tile = Span { start: i, count: queries };
             if let Some(forgotten) = &mut forgotten {
                 forgotten.begin(tile, seen.start, &query_columns);
             }

@@ -57,11 +57,11 @@ pub(super) struct Forgotten<'a> {
 impl<'a> Forgotten<'a> {
     /// Nothing yet, for queries that look at no other keys than these; `None` without gates.
     #[inline(always)]
-    pub(super) fn new<S: Simd>(simd: S, head: &'a Head<'a>, k: &Matrix, keys: Range<usize>) -> Option<Self> {
+    pub(super) fn new<S: Simd>(simd: S, head: &'a Head<'a>, k: &Matrix, keys: [Range<usize>; 2]) -> Option<Self> {
         let mut square = 0f32;
         let gates = head.gates?;
-        for j in keys {
-            let row = &k.values[j * k.stride..j * k.stride + head.k.width];
+        for j in keys.into_iter().flatten() {
+            let row = k.row(j, head.k.width);
             square = square.max(dot(simd, row, row));
         }
         Some(Self {
@@ -201,7 +201,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) -> usize {
             let Self(head, score) = self;
             let tile = Span { start: 960, count: QUERIES };
-            let mut forgotten = Forgotten::new(simd, head, &Matrix::new(&head.k), 0..1024).expect("gates");
+            let mut forgotten = Forgotten::new(simd, head, &Matrix::new(&head.k), [0..0, 0..1024]).expect("gates");
             forgotten.begin(tile, 0, &[1.0; 16 * QUERIES]);
             let reached = [score; QUERIES];
             head.tiles(tile, 0..1024).take_while(|&keys| forgotten.reaches(simd, keys, &reached)).count()
