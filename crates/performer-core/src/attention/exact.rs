@@ -1,5 +1,11 @@
 //! The keys and values that attention with a window remembers as they are: those of the sinks, and
 //! those of the last tokens.
+//!
+//! While single tokens are decoded, each is written behind the others in place, into buffers with
+//! room for as many again. Where there is no more room, the tokens that are remembered move to new
+//! buffers. So a token is copied about twice, however long the window is.
+
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 
@@ -42,19 +48,75 @@ pub(super) struct Exact {
     /// The sum of the gates of the tokens that are missing, `(B, Hkv, 1)`, which the sinks are
     /// forgotten by; `None` if there are no gates or no sinks.
     forgotten: Option<Tensor>,
+    /// The buffers that `keys` and `values` are a part of, if there is room for more tokens.
+    room: Option<Room>,
+}
+
+/// `Room` is a pair of buffers of which other tensors show a part. Only the numbers behind `end` are
+/// ever written, so what was shown before stays as it was.
+#[derive(Clone, Debug)]
+struct Room {
+    /// `(B, Hkv, C, D)`, contiguous, for `C` tokens.
+    keys: Tensor,
+    /// `(B, Hkv, C, Dv)`, contiguous.
+    values: Tensor,
+    /// The place behind the last token.
+    end: usize,
+    /// Counts who holds the buffers: whoever shares them does not write.
+    holders: Arc<()>,
+}
+
+impl Room {
+    /// Buffers that begin with these tokens, and have room for as many again.
+    fn beginning_with(keys: &Tensor, values: &Tensor) -> Result<Self> {
+        let twice = |x: &Tensor| -> Result<Tensor> {
+            let (b, heads, tokens, width) = x.dims4()?;
+            let buffer = Tensor::zeros((b, heads, 2 * tokens, width), x.dtype(), x.device())?;
+            buffer.slice_set(&x.contiguous()?, 2, 0)?;
+            Ok(buffer)
+        };
+        Ok(Self { keys: twice(keys)?, values: twice(values)?, end: keys.dim(2)?, holders: Arc::default() })
+    }
+
+    /// Writes tokens behind the others.
+    fn write(&mut self, keys: &Tensor, values: &Tensor) -> Result<()> {
+        self.keys.slice_set(keys, 2, self.end)?;
+        self.values.slice_set(values, 2, self.end)?;
+        self.end += keys.dim(2)?;
+        Ok(())
+    }
+
+    /// Shows the last `count` keys and values.
+    fn last(&self, count: usize) -> Result<(Tensor, Tensor)> {
+        let last = |buffer: &Tensor| buffer.narrow(2, self.end - count, count);
+        Ok((last(&self.keys)?, last(&self.values)?))
+    }
 }
 
 impl Exact {
     /// These keys, values and gates of `inputs`, after those of `past`.
     pub(super) fn append(past: Option<&Self>, inputs: Inputs<'_>) -> Result<Self> {
-        let (mut keys, mut values) = (inputs.k.contiguous()?, inputs.v.contiguous()?);
+        let (keys, values) = (inputs.k.contiguous()?, inputs.v.contiguous()?);
         let kept = past.map_or(Ok(0), Self::len)?;
         let gates = gates::append(past.and_then(|past| past.gates.as_ref()), kept, inputs.gates, &keys)?;
-        if let Some(past) = past {
-            keys = Tensor::cat(&[&past.keys, &keys], 2)?;
-            values = Tensor::cat(&[&past.values, &values], 2)?;
+        let Some(past) = past else { return Ok(Self { keys, values, gates, forgotten: None, room: None }) };
+        let forgotten = past.forgotten.clone();
+        // Longer pieces are rare, and gradients go through copies alone.
+        let is_tracked = [&past.keys, &past.values, &keys, &values].into_iter().any(Tensor::track_op);
+        if keys.dim(2)? > kept || is_tracked {
+            let (keys, values) = (Tensor::cat(&[&past.keys, &keys], 2)?, Tensor::cat(&[&past.values, &values], 2)?);
+            return Ok(Self { keys, values, gates, forgotten, room: None });
         }
-        Ok(Self { keys, values, gates, forgotten: past.and_then(|past| past.forgotten.clone()) })
+        let count = kept + keys.dim(2)?;
+        let mut room = match &past.room {
+            Some(room) if Arc::strong_count(&room.holders) == 1 && room.end + keys.dim(2)? <= room.keys.dim(2)? => {
+                room.clone()
+            }
+            _ => Room::beginning_with(&past.keys, &past.values)?,
+        };
+        room.write(&keys, &values)?;
+        let (keys, values) = room.last(count)?;
+        Ok(Self { keys, values, gates, forgotten, room: Some(room) })
     }
 
     /// The last `count` tokens before a segment, fewer near the beginning, and those of `inputs`
@@ -65,7 +127,7 @@ impl Exact {
             None => Ok(x.clone()),
         };
         let (keys, values) = (with_earlier(inputs.k)?, with_earlier(inputs.v)?);
-        Ok(Self { keys, values, gates: inputs.gates.map(with_earlier).transpose()?, forgotten: None })
+        Ok(Self { keys, values, gates: inputs.gates.map(with_earlier).transpose()?, forgotten: None, room: None })
     }
 
     /// How many tokens there are.
@@ -97,11 +159,13 @@ impl Exact {
     pub(super) fn keep(&self, sinks: usize, last: usize) -> Result<Self> {
         let all = self.len()?;
         let missing = all.saturating_sub(sinks + last);
-        let keep = |t: &Tensor| -> Result<Tensor> {
+        // Sinks must stand before the last tokens, so there they are copied.
+        let room = self.room.clone().filter(|_| missing == 0 || sinks == 0);
+        let keep_of = |t: &Tensor, in_room: bool| -> Result<Tensor> {
             if missing == 0 || sinks == 0 {
                 let kept = t.narrow(2, missing, all - missing)?;
                 // A GPU refuses memory for no numbers, so nothing is copied where nothing is kept.
-                return if missing == all { Ok(kept) } else { kept.contiguous() };
+                return if missing == all || in_room { Ok(kept) } else { kept.contiguous() };
             }
             Tensor::cat(&[&t.narrow(2, 0, sinks)?, &t.narrow(2, all - last, last)?], 2)
         };
@@ -113,22 +177,25 @@ impl Exact {
                 None => sum,
             });
         }
-        let gates = self.gates.as_ref().map(keep).transpose()?;
-        Ok(Self { keys: keep(&self.keys)?, values: keep(&self.values)?, gates, forgotten })
+        let gates = self.gates.as_ref().map(|gates| keep_of(gates, false)).transpose()?;
+        let keep = |t: &Tensor| keep_of(t, room.is_some());
+        Ok(Self { keys: keep(&self.keys)?, values: keep(&self.values)?, gates, forgotten, room })
     }
 
+    /// The bytes of what is remembered; buffers have room for at most as much again.
     pub(super) fn bytes(&self) -> usize {
         let gates = self.gates.iter().chain(&self.forgotten).map(bytes_of).sum::<usize>();
         bytes_of(&self.keys) + bytes_of(&self.values) + gates
     }
 
-    pub(super) fn save(&self) -> StateRecord {
-        let record = StateRecord::new().with_tensor("keys", self.keys.clone());
-        let record = record.with_tensor("values", self.values.clone()).with_gates(self.gates.as_ref());
-        match &self.forgotten {
+    pub(super) fn save(&self) -> Result<StateRecord> {
+        // A copy does not hold whole buffers.
+        let record = StateRecord::new().with_tensor("keys", self.keys.copy()?);
+        let record = record.with_tensor("values", self.values.copy()?).with_gates(self.gates.as_ref());
+        Ok(match &self.forgotten {
             Some(forgotten) => record.with_tensor("forgotten", forgotten.clone()),
             None => record,
-        }
+        })
     }
 
     pub(super) fn load(record: &StateRecord) -> Result<Self> {
@@ -147,6 +214,79 @@ impl Exact {
                 forgotten.dims()
             );
         }
-        Ok(Self { gates: record.gates(&keys)?, keys, values, forgotten })
+        Ok(Self { gates: record.gates(&keys)?, keys, values, forgotten, room: None })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    /// Tokens `from..to` of one head, each a key and a value of its own number.
+    fn tokens(from: usize, to: usize) -> Result<Tensor> {
+        Tensor::arange(from as f32, to as f32, &Device::Cpu)?.reshape((1, 1, to - from, 1))
+    }
+
+    fn append(past: Option<&Exact>, x: &Tensor) -> Result<Exact> {
+        Exact::append(past, Inputs::new(x, x, x))
+    }
+
+    fn numbers(x: &Tensor) -> Result<Vec<f32>> {
+        x.flatten_all()?.to_vec1()
+    }
+
+    /// Single tokens go into buffers as long as there is room, and nobody else holds them. What is
+    /// shown is what copies would hold.
+    #[test]
+    fn tokens_are_written_in_place() -> Result<()> {
+        let mut exact = append(None, &tokens(0, 8)?)?;
+        let (mut moves, mut buffers) = (0, None);
+        for t in 8..100 {
+            let seen = append(Some(&exact), &tokens(t, t + 1)?)?;
+            assert_eq!(numbers(&seen.keys)?, numbers(&tokens(t - 8, t + 1)?)?);
+            exact = seen.keep(0, 8)?;
+            assert_eq!(numbers(&exact.values)?, numbers(&tokens(t - 7, t + 1)?)?);
+            assert_eq!(exact.bytes(), 2 * 8 * 4);
+            let now = exact.room.as_ref().map(|room| Arc::as_ptr(&room.holders));
+            moves += usize::from(now != buffers);
+            buffers = now;
+        }
+        // There is room for 8 tokens behind 8, so the buffers are new once in 8 tokens.
+        assert_eq!(moves, (100usize - 8).div_ceil(8));
+        Ok(())
+    }
+
+    /// Two that share buffers go on apart, and what was shown before stays as it was.
+    #[test]
+    fn shared_buffers_are_not_written() -> Result<()> {
+        let exact = append(Some(&append(None, &tokens(0, 8)?)?), &tokens(8, 9)?)?;
+        let copy = exact.clone();
+        let one = append(Some(&exact), &tokens(50, 51)?)?;
+        let other = append(Some(&copy), &tokens(70, 72)?)?;
+        drop(exact);
+        // The copy is now the only one that holds the first buffers.
+        let last = append(Some(&copy), &tokens(90, 91)?)?;
+        for (exact, from, to) in [(&one, 50, 51), (&other, 70, 72), (&last, 90, 91)] {
+            let expected = Tensor::cat(&[tokens(0, 9)?, tokens(from, to)?], 2)?;
+            assert_eq!(numbers(&exact.keys)?, numbers(&expected)?);
+            assert_eq!(numbers(&exact.values)?, numbers(&expected)?);
+        }
+        assert_eq!(numbers(&copy.keys)?, numbers(&tokens(0, 9)?)?);
+        Ok(())
+    }
+
+    /// A long piece, and one that gradients go through, are copied behind the others.
+    #[test]
+    fn other_pieces_are_copied() -> Result<()> {
+        let exact = append(None, &tokens(0, 4)?)?;
+        assert!(append(Some(&exact), &tokens(4, 9)?)?.room.is_none());
+        let token = Var::from_tensor(&tokens(4, 5)?)?;
+        let seen = append(Some(&exact), token.as_tensor())?;
+        assert!(seen.room.is_none());
+        let gradients = seen.keys.sum_all()?.backward()?;
+        assert_eq!(gradients.get(&token).map(numbers).transpose()?, Some(vec![1.0]));
+        Ok(())
     }
 }

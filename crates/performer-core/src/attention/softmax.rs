@@ -310,12 +310,12 @@ impl Memory for LastKeysAndValues {
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
-        // Nothing writes to these tensors.
+        // Buffers that are shared are not written to.
         Box::new(self.clone())
     }
 
     fn save(&self) -> Result<StateRecord> {
-        Ok(self.0.save())
+        self.0.save()
     }
 
     fn load(record: &StateRecord) -> Result<Self> {

@@ -286,12 +286,12 @@ impl Memory for Window {
     }
 
     fn duplicate(&self) -> Box<dyn Memory> {
-        // Nothing writes to these tensors, and a clone of a state is independent.
+        // Buffers that are shared are not written to, and a clone of a state is independent.
         Box::new(self.clone())
     }
 
     fn save(&self) -> Result<StateRecord> {
-        Ok(self.exact.save().with_nested("far", self.far.record()?))
+        Ok(self.exact.save()?.with_nested("far", self.far.record()?))
     }
 
     fn load(record: &StateRecord) -> Result<Self> {
