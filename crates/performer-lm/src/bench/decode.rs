@@ -176,19 +176,19 @@ mod tests {
 
     #[test]
     fn states_of_favor_and_of_windows_do_not_grow() -> Result<()> {
-        let sweep = Sweep { contexts: vec![300, 10], softmax_limit: 100, features: 8, head_dim: 4, heads: 2 };
+        let sweep = Sweep { contexts: vec![300, 10], softmax_limit: 100, features: 16, head_dim: 16, heads: 2 };
         let effort = Effort { time: std::time::Duration::ZERO, runs: 2 };
         let report = run(&sweep, &Device::Cpu, 1, effort, |_| {})?;
         let points: Vec<_> = report.points.iter().map(|p| (p.attention.as_str(), p.context)).collect();
-        // 8 features of 4 + 2 numbers are 6 tokens of 4 + 4, beside the query's own.
-        let window = "softmax:window=7";
+        // 16 features of 16 + 2 numbers are 9 tokens of 16 + 16, beside the query's own.
+        let window = "softmax:window=10";
         assert_eq!(points, [("favor", 10), ("favor", 300), (window, 10), (window, 300), ("softmax", 10)]);
         for points in report.points.chunks(2).take(2) {
             assert_eq!(points[0].state_bytes, points[1].state_bytes);
         }
         assert_eq!(report.points[0].state_bytes, report.points[2].state_bytes);
         let chart = report.chart().to_svg()?;
-        assert!(chart.contains("KV cache") && chart.contains("window of 7"));
+        assert!(chart.contains("KV cache") && chart.contains("window of 10"));
         Ok(())
     }
 }
