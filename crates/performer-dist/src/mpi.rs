@@ -53,7 +53,7 @@ struct Comm(MPI_Comm);
 // SAFETY: the handle is only passed to MPI: under the lock of `Library`, or by `abort`, which ends
 // the process.
 unsafe impl Send for Comm {}
-// SAFETY: as above.
+// SAFETY: threads that share the handle also pass it to MPI under that lock alone.
 unsafe impl Sync for Comm {}
 
 /// MPI itself, which ends when the last ranks are dropped.

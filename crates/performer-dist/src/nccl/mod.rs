@@ -76,7 +76,7 @@ struct Communicator(Handle);
 
 // SAFETY: one thread makes the calls; others only ask for errors, which NCCL allows at any time.
 unsafe impl Send for Communicator {}
-// SAFETY: as above.
+// SAFETY: threads that share it do no more than that.
 unsafe impl Sync for Communicator {}
 
 impl fmt::Debug for Nccl {

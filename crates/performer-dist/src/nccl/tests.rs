@@ -229,7 +229,7 @@ fn cards_sum_and_exchange_in_groups_too() {
                     let (mut own, mut received) = ([rank as u16; 5], [77u16; 5]);
                     let to = (rank + 1 < size).then(|| (rank + 1, memory(&mut own)));
                     let from = (rank > 0).then(|| (rank - 1, memory(&mut received)));
-                    // SAFETY: as above.
+                    // SAFETY: the memory is this thread's.
                     unsafe { cards.exchange(to, from) }.unwrap();
                     assert_eq!(received, [rank.checked_sub(1).map_or(77, |from| from as u16); 5]);
                     assert_eq!(group.all_gather(&[rank as u8]).unwrap().len(), size);

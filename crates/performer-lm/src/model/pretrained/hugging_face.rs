@@ -139,7 +139,7 @@ impl Shards {
                 // SAFETY: a map is sound as long as nobody changes the file beneath it while it is
                 // read, which takes seconds.
                 check_digest(&unsafe { Mmap::map(&File::open(&path)?) }?)?;
-                // SAFETY: as above.
+                // SAFETY: this map is kept, and so is sound as long as nobody changes the file.
                 Ok(unsafe { MmapedSafetensors::new(&path) }?)
             };
             let file = open()
