@@ -57,6 +57,8 @@ ROWS = {
     f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("window of 1,000, then averages", None, None),
     f"{UNIFORM}+softmax:window=300{PARTS}/first": ("window of 300, then averages", "#56b4e9", "-"),
     f"softmax:window=1000{PARTS}": ("windows of 1,000", "#8c564b", "-"),
+    f"{WINDOW}+softmax:window=1000{PARTS}/first": ("window of 1,000, then of 75", None, None),
+    f"{POLYNOMIAL}+softmax:window=1000{PARTS}/first": ("window of 1,000, then features", None, None),
     f"softmax:window=300{PARTS}": ("windows of 300", None, None),
     WINDOW: ("windows of 75", "#d55e00", "--"),
     POLYNOMIAL: ("polynomial features", "#009e73", "--"),
@@ -101,7 +103,7 @@ LATER_SPEEDS = {
     256: [OUT / "windows-256.json"],
     1024: [OUT / "windows-1024.json"],
     4096: [OUT / "speed-4096.json", OUT / "windows-4096.json"],
-    8192: [OUT / "speed-8192.json", OUT / "windows-8192.json"],
+    8192: [OUT / "speed-8192.json", OUT / "windows-8192.json", OUT / "first-windows-8192.json"],
 }
 CONTEXTS = list(SPEEDS)
 
@@ -115,6 +117,9 @@ def trained(context):
         files = sorted((BENCHMARKS / "code-8192").glob("*.json"))
         # Softmax with the same parts, on as many tokens as the others, in place of 26 minutes of it.
         files.append(BENCHMARKS / "code-8192-longer/softmax.json")
+        # Those whose other seeds are in the same folder.
+        files.append(BENCHMARKS / "code-seeds/8192-first-window-seed1.json")
+        files.append(BENCHMARKS / "code-seeds/8192-first-window-features-seed1.json")
     runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
     return {run["attention_spec"]: run for run in runs}
 

@@ -19,9 +19,10 @@
 //!   at the end            -> out (Q, Dv) = numerator / denominator, log = m + ln denominator (Q)
 //! ```
 //!
-//! Tiles of keys are taken from the last to the first. A weight below `e^-60` of the largest that a
-//! query has met by then is zero: only a value 10^19 times as large as others would make it count
-//! in f32, and weights near the end of the range would make products many times slower.
+//! Tiles of keys begin at the first key that the first query of a tile sees, and are taken from the
+//! last to the first. A weight below `e^-60` of the largest that a query has met by then is zero:
+//! only a value 10^19 times as large as others would make it count in f32, and weights near the end
+//! of the range would make products many times slower.
 //!
 //! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both, see
 //! `softmax/forgotten.rs`. Once these sums make the weights of all earlier keys zero, the
@@ -122,11 +123,10 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// The first key in the window of query `start`, rounded down to a whole tile. Sinks may lie
-    /// before it.
+    /// The first key in the window of query `start`. Sinks may lie before it.
     fn first(&self, start: usize) -> usize {
         match (self.offset, self.window) {
-            (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window) / KEYS * KEYS,
+            (Some(offset), Some(window)) => (offset + start + 1).saturating_sub(window),
             _ => 0,
         }
     }
@@ -141,8 +141,8 @@ impl Head<'_> {
         tiles(window).rev().chain(tiles(sinks).rev())
     }
 
-    /// Those of `keys` that some of these queries may see, in whole tiles: sinks, and behind them
-    /// the keys of the queries' windows. Nothing reads any other key.
+    /// Those of `keys` that some of these queries may see: sinks, and behind them the keys of the
+    /// queries' windows. No score is computed of any other key.
     fn seen(&self, queries: Range<usize>, keys: Range<usize>) -> [Range<usize>; 2] {
         let (first, reach) = (self.first(queries.start).max(keys.start), self.reach(queries.end).min(keys.end));
         let sinks = self.sinks.min(first).min(reach);
@@ -470,13 +470,11 @@ mod tests {
             let queries = tiles.filter(|&tile| head.tiles(tile, piece.clone()).next().is_some()).count();
             [keys, copied[0], copied[1], queries * QUERIES]
         };
-        let short = work(1024);
-        assert_eq!(short, work(102_400));
-        // Ranges begin at whole tiles.
-        let [keys, sinks, near, queries] = short;
-        assert!((75 + 63 + 4..=75 + 63 + 4 + KEYS).contains(&keys), "{keys} keys");
-        assert_eq!(sinks, 4);
-        assert!((PIECE + 74..=PIECE + 74 + KEYS).contains(&near), "{near} keys of a piece");
-        assert!((PIECE + 74..=PIECE + 74 + QUERIES).contains(&queries), "{queries} queries");
+        // The last query sees 75 keys, each of those before it one more; and whole tiles of queries
+        // see some of the 256 keys of a piece, or come up to 74 tokens later.
+        let queries = (PIECE + 74).next_multiple_of(QUERIES);
+        let expected = [75 + 63 + 4, 4, PIECE + 74, queries];
+        assert_eq!(work(1024), expected);
+        assert_eq!(work(102_400), expected);
     }
 }

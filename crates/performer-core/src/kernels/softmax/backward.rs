@@ -41,7 +41,7 @@ struct Backward<'a> {
     grad: &'a Rows<'a>,
     logs: &'a [f32],
     queries: Range<usize>,
-    /// The keys; their range begins at a whole tile.
+    /// The keys.
     keys: Range<usize>,
     /// The gradients of the queries, to be filled.
     of_queries: Option<OfQueries<'a>>,
