@@ -8,7 +8,8 @@ draws what each attention is worth beside softmax with the same parts.
 Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
 the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
 It reads the reports of benchmarks/code-256, code-1024 and code-long with the archives of their runs,
-the files of benchmarks/code-8192, and speeds in benchmarks/code-contexts and benchmarks/code-long. Nothing is measured here.
+the files of benchmarks/code-8192, and speeds in benchmarks/code-contexts and
+benchmarks/code-long. Nothing is measured here.
 
 At each context the table has, for each attention that was trained there:
 
@@ -80,6 +81,7 @@ EQUAL_TOKENS = {
             "plain.json": "plain-runs.tar.gz",
             "first.json": "first-runs.tar.gz",
             "window-features.json": "window-features-runs.tar.gz",
+            "windows-300.json": "windows-300-runs.tar.gz",
         },
     ),
     4096: (
