@@ -5,8 +5,9 @@ draws what each attention is worth beside softmax with the same parts.
     python3 -m pip install matplotlib
     scripts/code_contexts.py
 
-Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the table of
-the book, and the chart book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts.
+Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the tables of
+the book, and two charts: book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts,
+contexts.png, and code-positions.svg with positions.png.
 It reads the reports of benchmarks/code-256, code-1024 and code-long with the archives of their runs,
 the files of benchmarks/code-8192, and speeds in benchmarks/code-contexts and
 benchmarks/code-long. Nothing is measured here.
@@ -17,7 +18,8 @@ At each context the table has, for each attention that was trained there:
    rows read as many tokens. At 8,192 each read as many as its first steps would read in 26 minutes,
    9.1 to 10.7 million, but for softmax with the same parts, which read 9.3 million in more time;
    plain softmax read 3.9 million;
- - the mean loss in the second and in the last quarter of a piece of the test text;
+ - the mean loss in the second and in the last quarter of a piece of the test text, and in the second
+   half of a piece that is twice as long as those that were trained on;
  - its speed, of whole training steps on one thread of an idle machine, and the ratio of this to the
    speed of softmax with the same parts: the fastest of five measurements at 256 and 1,024 tokens,
    between which other guests of the machine took their share, and one at 4,096 and 8,192. What is
@@ -35,6 +37,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import matplotlib.ticker
 
 from code_charts import at, figure_style, validations
 
@@ -58,14 +61,18 @@ ROWS = {
     f"{UNIFORM}+softmax:window=1000{PARTS}/first": ("window of 1,000, then averages", None, None),
     f"{UNIFORM}+softmax:window=300{PARTS}/first": ("window of 300, then averages", "#56b4e9", "-"),
     f"softmax:window=1000{PARTS}": ("windows of 1,000", "#8c564b", "-"),
-    f"{WINDOW}+softmax:window=1000{PARTS}/first": ("window of 1,000, then of 75", None, None),
-    f"{POLYNOMIAL}+softmax:window=1000{PARTS}/first": ("window of 1,000, then features", None, None),
+    f"{WINDOW}+softmax:window=1000{PARTS}/first": ("window of 1,000, then of 75", "#17becf", ":"),
+    f"{POLYNOMIAL}+softmax:window=1000{PARTS}/first": (
+        "window of 1,000, then features",
+        "#bcbd22",
+        "-",
+    ),
     f"softmax:window=300{PARTS}": ("windows of 300", None, None),
     WINDOW: ("windows of 75", "#d55e00", "--"),
     POLYNOMIAL: ("polynomial features", "#009e73", "--"),
     f"favor:m=128{PARTS}": ("random features", "#e69f00", "--"),
     "favor:m=128": ("plain FAVOR+", None, None),
-    f"favor:m=64,window=41{PARTS}": ("random features behind a window of 41", None, None),
+    f"favor:m=64,window=41{PARTS}": ("random features behind a window of 41", "#7f7f7f", "-."),
     f"{UNIFORM}+{WIDE}/first": ("wide polynomial features, then averages", None, None),
 }
 # Where all rows read as many tokens: the folder, and its reports with the archives of their runs.
@@ -152,6 +159,12 @@ def quarter(run, context, number):
     return sum(part["loss"] for part in parts) / len(parts)
 
 
+def beyond(run, context):
+    """The mean loss from the trained length to twice that, in nats a token."""
+    parts = [part for part in run["loss_by_position"] if part["until"] > context]
+    return sum(part["loss"] for part in parts) / len(parts)
+
+
 def in_equal_time(context, runs, speeds):
     """The loss less that of softmax with the same parts after as many minutes, by attention."""
     if context not in EQUAL_TOKENS:
@@ -188,6 +201,7 @@ def table():
                     "state_bytes": runs[spec]["state_bytes"],
                     "quarter_2": quarter(runs[spec], context, 2),
                     "quarter_4": quarter(runs[spec], context, 4),
+                    "beyond": beyond(runs[spec], context),
                 }
                 if spec in equal:
                     cell["beside_softmax_in_equal_time"] = equal[spec]
@@ -219,22 +233,21 @@ def panel(axes, rows, key, title, contexts):
 def draw(rows):
     plt.rcParams["svg.hashsalt"] = "contexts"
     plot, (tokens, time, speed) = plt.subplots(1, 3, figsize=(12, 4.8), layout="constrained")
-    # At 8,192 tokens softmax was trained too short for such a curve: the table has its numbers.
-    shorter = list(EQUAL_TOKENS)
     panel(
-        tokens, rows, "beside_softmax", "Loss less that of softmax, after as many tokens", shorter
+        tokens, rows, "beside_softmax", "Loss less that of softmax, after as many tokens", CONTEXTS
     )
+    # At 8,192 tokens softmax has no curve that was trained on as many tokens as the others' ones.
     panel(
         time,
         rows,
         "beside_softmax_in_equal_time",
-        "Loss less that of softmax, after as many minutes",
-        shorter,
+        "The same in equal time, by first steps",
+        list(EQUAL_TOKENS),
     )
     panel(speed, rows, "speed_beside_softmax", "Speed of first steps over that of softmax", CONTEXTS)
     for axes in (tokens, time):
         axes.set_ylabel("nats a token; lower is better")
-        axes.set_ylim(-0.13, 0.6)
+        axes.set_ylim(-0.13, 0.85)
     speed.set_ylabel("ratio; higher is better")
     speed.set_ylim(bottom=0)
     names = tokens.get_legend_handles_labels()
@@ -243,10 +256,50 @@ def draw(rows):
     plot.savefig(OUT / "contexts.png", dpi=160)
 
 
+def draw_positions():
+    """Draws the loss by position in a piece, at each context to twice the trained length."""
+    plt.rcParams["svg.hashsalt"] = "positions"
+    plot, panels = plt.subplots(2, 2, figsize=(12, 7.6), layout="constrained", sharey=True)
+    for axes, context in zip(panels.flat, CONTEXTS):
+        runs = trained(context)
+        softmax = {part["until"]: part["loss"] for part in runs[SOFTMAX]["loss_by_position"]}
+        axes.set_title(f"trained at {context:,} tokens (dotted)", loc="left", fontsize=10)
+        axes.set_xlabel("position (tokens)")
+        axes.axvline(context, color="#808080", linestyle=":")
+        axes.set_ylim(-0.13, 1.2)
+        axes.set_xlim(0, 2 * context)
+        axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+        figure_style(axes)
+        for spec, (name, colour, line) in ROWS.items():
+            if colour and spec in runs:
+                curve = [
+                    (part["until"], part["loss"] - softmax[part["until"]])
+                    for part in runs[spec]["loss_by_position"]
+                ]
+                axes.plot(*zip(*curve), color=colour, linestyle=line, label=name)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("loss less that of softmax (nats a token)")
+    lines = {}
+    for axes in panels.flat:
+        lines |= {line.get_label(): line for line in axes.get_legend_handles_labels()[0]}
+    names = [name for name, _, _ in ROWS.values() if name in lines]
+    plot.legend(
+        [lines[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+    )
+    plot.savefig(ROOT / "book/src/results/code-positions.svg", metadata={"Date": None})
+    plot.savefig(OUT / "positions.png", dpi=160)
+
+
 def main():
     rows = table()
     (OUT / "table.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     draw(rows)
+    draw_positions()
 
 
 if __name__ == "__main__":
