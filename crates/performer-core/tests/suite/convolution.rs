@@ -234,12 +234,16 @@ fn build_in(attention: &str, parts: LayerParts, dtype: DType) -> Result<Box<dyn 
 /// before heads and rotary positions, norms before gates.
 #[test]
 fn parts_stand_where_the_formula_has_them() -> Result<()> {
-    KEY_DIMS.into_iter().try_for_each(|key_dim| is_formula(all_parts().with_key_dim(key_dim)))
+    // Windows of four tokens hide most of the nine.
+    for of in ["favor:m=16", "softmax", "softmax:window=4", "favor:m=16,window=4"] {
+        KEY_DIMS.into_iter().try_for_each(|key_dim| is_formula(of, all_parts().with_key_dim(key_dim)))?;
+    }
+    Ok(())
 }
 
-fn is_formula(parts: LayerParts) -> Result<()> {
-    let (layer, vars) = layer("favor:m=16", parts, true)?;
-    let attention = build_in("favor:m=16", parts, DType::F64)?;
+fn is_formula(of: &str, parts: LayerParts) -> Result<()> {
+    let (layer, vars) = layer(of, parts, true)?;
+    let attention = build_in(of, parts, DType::F64)?;
     let key_dim = parts.key_dim.unwrap_or(HEAD_DIM);
     // The features that the layer has.
     let rotary = Rotary::new(key_dim, 64, 1e4, &DEVICE)?;
@@ -272,13 +276,14 @@ fn is_formula(parts: LayerParts) -> Result<()> {
     let gated = (normed.transpose(1, 2)?.contiguous()?.reshape((2, 9, HIDDEN))? * open)?;
     let want = gated.broadcast_matmul(&weight("o_proj").t()?)?;
     let got = layer.forward(&x, &Mask::causal())?;
-    assert_tensor_close("output", &got, &values(&want)?, 1e-5);
+    assert_tensor_close(&format!("output of {of}"), &got, &values(&want)?, 1e-5);
     let grad = random(4, &[2, 9, HIDDEN])?;
     let [got, want] = [got, want].map(|out| (&out * grad.to_dtype(out.dtype())?)?.sum_all()?.backward());
     let (got, want) = (got?, want?);
     let names = data.iter().filter(|(name, _)| *name != "projection").map(|(name, var)| (name.as_str(), var));
     for (name, var) in names.chain([("x", &x)]) {
-        assert_tensor_close(name, got.get(var).expect(name), &values(want.get(var).expect(name))?, 2e-5);
+        let what = format!("{of}, gradient of {name}");
+        assert_tensor_close(&what, got.get(var).expect(name), &values(want.get(var).expect(name))?, 2e-5);
     }
     Ok(())
 }

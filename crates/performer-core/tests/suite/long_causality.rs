@@ -221,27 +221,61 @@ fn gradients_of_the_past_do_not_see_the_future() -> Result<()> {
     Ok(())
 }
 
-/// Layers with convolutions, gates and a norm around attention, of width 128.
+const HIDDEN: usize = HEADS * HEAD_DIM;
+/// What the layers of the tests below have between their parts.
+const IN_LAYERS: [&str; 3] = ["favor:m=128", "favor:m=64,window=32", "softmax:window=66"];
+
+/// Makes a layer with convolutions, gates and a norm around attention, of width 128.
+fn layer_with_parts(spec: &str) -> Result<MultiHeadAttention> {
+    let parts = LayerParts::default().with_convolution(true).with_gate(true).with_output_gate(true);
+    let config = MultiHeadConfig::new(HIDDEN, HEADS).with_parts(parts.with_output_norm(true));
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    MultiHeadAttention::new(&config, attention(spec)?.0, None, vb)
+}
+
+/// Draws the inputs of a layer, of the size that is given.
+fn rows_of(seed: u64, size: f64) -> Result<Tensor> {
+    tensor(&Random::new(seed).normal(TOKENS * HIDDEN, size), &[1, TOKENS, HIDDEN], DType::F32, &Device::Cpu)
+}
+
 #[test]
 fn layers_with_parts_do_not_see_the_future() -> Result<()> {
-    let hidden = HEADS * HEAD_DIM;
-    let parts = LayerParts::default().with_convolution(true).with_gate(true).with_output_gate(true);
-    for spec in ["favor:m=128", "favor:m=64,window=32", "softmax:window=66"] {
-        let config = MultiHeadConfig::new(hidden, HEADS).with_parts(parts.with_output_norm(true));
-        let vars = VarMap::new();
-        let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-        let layer = MultiHeadAttention::new(&config, attention(spec)?.0, None, vb)?;
-        let draw = |seed: u64, size: f64| {
-            let drawn = Random::new(seed).normal(TOKENS * hidden, size);
-            tensor(&drawn, &[1, TOKENS, hidden], DType::F32, &Device::Cpu)
-        };
-        let (x, others) = (draw(1, 1.0)?, [draw(2, 1.0)?, draw(3, 300.0)?]);
+    for spec in IN_LAYERS {
+        let layer = layer_with_parts(spec)?;
+        let (x, others) = (rows_of(1, 1.0)?, [rows_of(2, 1.0)?, rows_of(3, 300.0)?]);
         let whole = layer.forward(&x, &Mask::causal())?;
         for (i, cut) in [1, 3, 512, 513, 1777, 2997].into_iter().enumerate() {
             let later = others[i % 2].narrow(1, cut, TOKENS - cut)?;
             let changed = layer.forward(&Tensor::cat(&[&x.narrow(1, 0, cut)?, &later], 1)?, &Mask::causal())?;
             let past = |x: &Tensor| x.narrow(1, 0, cut);
             assert_same_bits(&format!("{spec} from {cut}"), &past(&changed)?, &past(&whole)?)?;
+        }
+    }
+    Ok(())
+}
+
+/// The gradients of a loss over the first rows of a layer are zero for later rows, and have the
+/// same bits whatever those are: its convolutions, which mix neighbours, look back alone.
+#[test]
+fn gradients_of_layers_with_parts_do_not_see_the_future() -> Result<()> {
+    for spec in IN_LAYERS {
+        let layer = layer_with_parts(spec)?;
+        let x = rows_of(1, 1.0)?;
+        for (cut, later) in [(3, rows_of(2, 1.0)?), (512, rows_of(3, 300.0)?), (1777, rows_of(4, 1.0)?)] {
+            let gradient = |x: &Tensor| -> Result<Tensor> {
+                let x = Var::from_tensor(x)?;
+                let out = layer.forward(&x, &Mask::causal())?.narrow(1, 0, cut)?;
+                let weights = Random::new(9).normal(out.elem_count(), 1.0);
+                let weights = tensor(&weights, out.dims(), DType::F32, &Device::Cpu)?;
+                Ok((out * weights)?.sum_all()?.backward()?.get(&x).expect("a gradient").clone())
+            };
+            let changed = Tensor::cat(&[&x.narrow(1, 0, cut)?, &later.narrow(1, cut, TOKENS - cut)?], 1)?;
+            let (of_x, of_changed) = (gradient(&x)?, gradient(&changed)?);
+            let after = values(&of_changed.narrow(1, cut, TOKENS - cut)?)?;
+            assert!(after.iter().all(|&x| x == 0.0), "{spec}: tokens from {cut} on have a gradient");
+            let what = format!("{spec}, gradient of the first {cut}");
+            assert_same_bits(&what, &of_changed.narrow(1, 0, cut)?, &of_x.narrow(1, 0, cut)?)?;
         }
     }
     Ok(())

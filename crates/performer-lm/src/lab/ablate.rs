@@ -194,6 +194,7 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
         ("control: forget gate without queries, keys and features".into(), gated(AttentionConfig::Uniform)),
         ("control: softmax with a forget gate".into(), gated(AttentionConfig::Softmax)),
         (format!("forget gate, M={m}"), gated(AttentionConfig::Favor(favor(m)))),
+        (format!("control: softmax over a window of {equal} with a forget gate"), gated(window(equal))),
     ] {
         all.push(variant(name, attention));
     }

@@ -173,9 +173,8 @@ fn exported_models_are_used_like_checkpoints() {
 #[test]
 fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
     let dir = tempfile::tempdir().unwrap();
-    let mut args =
-        vec!["compare", "--attention", "softmax", "--attention", "favor:m=8", "--seeds", "1,2", "--out", "c"];
-    args.extend(SMALL);
+    let attentions = ["softmax", "favor:m=8", "favor:m=8,window=4"].map(|name| ["--attention", name]).concat();
+    let mut args = [&["compare", "--seeds", "1,2", "--out", "c"][..], &attentions, &SMALL].concat();
     let table = performer(dir.path(), &args);
     assert!(table.status.success(), "{}", String::from_utf8_lossy(&table.stderr));
     let table = String::from_utf8(table.stdout).unwrap();
@@ -184,16 +183,22 @@ fn compare_writes_a_table_and_a_plot_and_reuses_runs() {
         assert!(table.contains(part), "{part} is not in {table}");
     }
     let outcome: Value = serde_json::from_slice(&std::fs::read(dir.path().join("c/compare.json")).unwrap()).unwrap();
-    assert_eq!(outcome["runs"].as_array().unwrap().len(), 4);
-    let [softmax, favor] = [&outcome["summary"][0], &outcome["summary"][1]];
+    assert_eq!(outcome["runs"].as_array().unwrap().len(), 6);
+    let [softmax, favor, window] = [0, 1, 2].map(|row| &outcome["summary"][row]);
     // Keys and values of 16 tokens in 2 layers of 64 numbers, in f32.
     assert_eq!((&softmax["state_bytes"], &softmax["state_grows"]), (&Value::from(2 * 2 * 16 * 64 * 4), &true.into()));
     assert!(favor["state_bytes"].as_u64().unwrap() > 0 && favor["state_grows"] == false, "{favor}");
     assert_eq!(softmax["params"], favor["params"]);
     assert!(softmax.get("features_off").is_none(), "{softmax}");
-    assert_eq!(favor["features_off"]["attention_spec"], "uniform");
-    let of_runs = [1, 3].map(|i| outcome["runs"][i]["features_off"]["val_loss"].as_f64().unwrap());
-    assert_eq!(favor["features_off"]["val_loss"], (of_runs[0] + of_runs[1]) / 2.0);
+    // What is left without the features: a mean of the values, or the window alone.
+    for (row, kept) in [(favor, "uniform"), (window, "softmax:window=4")] {
+        let runs = outcome["runs"].as_array().unwrap().iter();
+        let runs: Vec<&Value> = runs.filter(|run| run["attention_spec"] == row["attention_spec"]).collect();
+        assert!(runs.len() == 2 && runs.iter().all(|run| run["features_off"]["val_loss"] != run["val_loss"]));
+        assert_eq!(row["features_off"]["attention_spec"], kept);
+        let losses = [0, 1].map(|seed| runs[seed]["features_off"]["val_loss"].as_f64().unwrap());
+        assert_eq!(row["features_off"]["val_loss"], (losses[0] + losses[1]) / 2.0);
+    }
     assert_eq!(std::fs::read_to_string(dir.path().join("c/table.md")).unwrap(), table);
     assert!(std::fs::read_to_string(dir.path().join("c/loss.svg")).unwrap().contains("favor:m=8"));
     assert!(std::fs::read(dir.path().join("c/loss.png")).unwrap().starts_with(b"\x89PNG"));

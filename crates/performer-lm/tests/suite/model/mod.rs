@@ -10,7 +10,7 @@ use performer_lm::{
     model::{Decoder, Dropout},
 };
 
-const ATTENTIONS: [&str; 25] = [
+const ATTENTIONS: [&str; 29] = [
     "softmax",
     "favor:m=24",
     "favor:m=8,map=hyperbolic,projection=gaussian",
@@ -33,6 +33,10 @@ const ATTENTIONS: [&str; 25] = [
     "uniform:conv,output-gate",
     "none",
     "favor:m=16,gate+softmax/2",
+    "uniform:gate+favor:m=8,map=learned,gate/first",
+    "favor:m=8,map=hyperbolic,window=4,gate",
+    "favor:map=elu,window=4,gate",
+    "favor:m=8,map=optimal,window=4",
     "favor:map=taylor2,gate,conv,output-gate,output-norm,key-dim=4",
     "favor:m=16,key-dim=4+softmax:window=4,gate,key-dim=6/2",
     "favor:m=16|favor:m=8,map=learned,window=4,gate,conv",
