@@ -98,6 +98,7 @@ EQUAL_TOKENS = {
             "plain.json": "plain-runs.tar.gz",
             "random.json": "random-runs.tar.gz",
             "windows.json": "windows-runs.tar.gz",
+            "window-features.json": "window-features-runs.tar.gz",
         },
     ),
 }
