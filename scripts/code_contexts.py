@@ -6,10 +6,10 @@ draws what each attention is worth beside softmax with the same parts.
     scripts/code_contexts.py
 
 Writes benchmarks/code-contexts/table.json, which scripts/book_check.py compares with the tables of
-the book, and two charts: book/src/results/code-contexts.svg with a copy in benchmarks/code-contexts,
-contexts.png, and code-positions.svg with positions.png.
-It reads the reports of benchmarks/code-256, code-1024 and code-long with the archives of their runs,
-the files of benchmarks/code-8192, and speeds in benchmarks/code-contexts and
+the book, and two charts: book/src/results/code-contexts.svg with a copy in
+benchmarks/code-contexts, contexts.png, and code-positions.svg with positions.png.
+It reads the reports of benchmarks/code-256, code-1024 and code-long with the archives of their
+runs, the files of benchmarks/code-8192, and speeds in benchmarks/code-contexts and
 benchmarks/code-long. Nothing is measured here.
 
 At each context the table has, for each attention that was trained there:
@@ -18,8 +18,8 @@ At each context the table has, for each attention that was trained there:
    rows read as many tokens. At 8,192 each read as many as its first steps would read in 26 minutes,
    9.1 to 10.7 million, but for softmax with the same parts, which read 9.3 million in more time;
    plain softmax read 3.9 million;
- - the mean loss in the second and in the last quarter of a piece of the test text, and in the second
-   half of a piece that is twice as long as those that were trained on;
+ - the mean loss in the second and in the last quarter of a piece of the test text, and in the
+   second half of a piece that is twice as long as those that were trained on;
  - its speed, of whole training steps on one thread of an idle machine, and the ratio of this to the
    speed of softmax with the same parts: the fastest of five measurements at 256 and 1,024 tokens,
    between which other guests of the machine took their share, and one at 4,096 and 8,192. What is
@@ -125,7 +125,7 @@ def trained(context):
         files = [BENCHMARKS / folder / report for report in reports]
     else:
         files = sorted((BENCHMARKS / "code-8192").glob("*.json"))
-        # Softmax with the same parts, on as many tokens as the others, in place of 26 minutes of it.
+        # Softmax with the same parts, on as many tokens as the others, not for 26 minutes.
         files.append(BENCHMARKS / "code-8192-longer/softmax.json")
         # Those whose other seeds are in the same folder.
         files.append(BENCHMARKS / "code-seeds/8192-first-window-seed1.json")
@@ -245,7 +245,8 @@ def draw(rows):
         "The same in equal time, by first steps",
         list(EQUAL_TOKENS),
     )
-    panel(speed, rows, "speed_beside_softmax", "Speed of first steps over that of softmax", CONTEXTS)
+    title = "Speed of first steps over that of softmax"
+    panel(speed, rows, "speed_beside_softmax", title, CONTEXTS)
     for axes in (tokens, time):
         axes.set_ylabel("nats a token; lower is better")
         axes.set_ylim(-0.13, 0.85)
