@@ -256,7 +256,8 @@ fn layers_with_parts_do_not_see_the_future() -> Result<()> {
 }
 
 /// The gradients of a loss over the first rows of a layer are zero for later rows, and have the
-/// same bits whatever those are: its convolutions, which mix neighbours, look back alone.
+/// same bits whatever those are. The filters of its convolutions are new, and new ones pass each
+/// token on as it is, so this does not show how filters mix neighbours.
 #[test]
 fn gradients_of_layers_with_parts_do_not_see_the_future() -> Result<()> {
     for spec in IN_LAYERS {
