@@ -1,5 +1,6 @@
 //! Every feature map, written once over [`Scalar`] straight from its formula.
 
+use super::kernel::FittedSide;
 use super::scalar::Scalar;
 use crate::features::{FeatureMapKind, RELU_EPSILON};
 
@@ -107,6 +108,23 @@ pub(super) fn log_features<S: Scalar>(map: FeatureMapKind, projection: &[f64], x
         }
     }
     out
+}
+
+/// Computes the logarithms of the features of one side that was fitted or trained; see
+/// [`FittedSide`].
+pub(super) fn fitted_log_features<S: Scalar>(side: FittedSide<'_>, x: &[S]) -> Vec<S> {
+    let dim = x.len();
+    assert!(dim > 0 && side.rows.len().is_multiple_of(dim), "rows of fitted features for head dimension {dim}");
+    let m = side.rows.len() / dim;
+    assert!([0, m].contains(&side.log_weights.len()), "weights of {m} fitted features");
+    assert!([0, dim * dim].contains(&side.metric.len()), "a metric for head dimension {dim}");
+    let turned: Vec<S> = match side.metric {
+        [] => x.to_vec(),
+        metric => metric.chunks(dim).map(|row| dot_constant(row, x)).collect(),
+    };
+    let common = S::from(-0.5) * squared_norm(&turned) + S::from(-0.5 * (m as f64).ln());
+    let weight = |r: usize| S::from(side.log_weights.get(r).copied().unwrap_or(0.0));
+    side.rows.chunks(dim).enumerate().map(|(r, row)| dot_constant(row, x) + weight(r) + common).collect()
 }
 
 /// Computes the `A` of FAVOR++ for unit normal queries and keys, as its paper has it (theorem 3.2):

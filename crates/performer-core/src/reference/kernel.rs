@@ -1,6 +1,6 @@
 //! The kernels κ(x, y), their values and their gradients.
 
-use super::features::{generic_features, log_features};
+use super::features::{fitted_log_features, generic_features, log_features};
 use super::scalar::{Dual, Scalar};
 use crate::features::FeatureMapKind;
 
@@ -21,19 +21,46 @@ pub enum Kernel<'a> {
         /// b, `(M)`, for the phase maps; empty for the others.
         offsets: &'a [f64],
     },
+    /// `φ(x)·φ'(y)` of exponential features that were fitted or trained: queries and keys have
+    /// features of their own, whose logarithms [`FittedSide`] gives.
+    Fitted {
+        /// The features φ of queries.
+        queries: FittedSide<'a>,
+        /// The features φ' of keys, as many as of queries.
+        keys: FittedSide<'a>,
+    },
+}
+
+/// The fitted features of queries or of keys of one head:
+/// `ln φ(x)_r = a_r·x + w_r − ‖Gx‖²/2 − ln(M)/2`.
+#[derive(Clone, Copy, Debug)]
+pub struct FittedSide<'a> {
+    /// a, `(M, D)`.
+    pub rows: &'a [f64],
+    /// w, `(M)`; empty for zeros.
+    pub log_weights: &'a [f64],
+    /// G, `(D, D)`; empty for the identity.
+    pub metric: &'a [f64],
+}
+
+/// Which of its two arguments a kernel reads a row as.
+#[derive(Clone, Copy)]
+pub(super) enum Side {
+    Query,
+    Key,
 }
 
 impl Kernel<'_> {
     /// Computes κ(x, y) of two rows already scaled by `D^-1/4`.
     pub fn evaluate(&self, x: &[f64], y: &[f64]) -> f64 {
-        self.form().combine(&self.code(x), &self.code(y), 0.0)
+        self.form().combine(&self.code(Side::Query, x), &self.code(Side::Key, y), 0.0)
     }
 
     /// The form in which κ is computed.
     pub(super) fn form(&self) -> Form {
         match self {
             Kernel::Softmax => Form::ExpOfDot,
-            Kernel::Uniform => Form::SumOfExps,
+            Kernel::Uniform | Kernel::Fitted { .. } => Form::SumOfExps,
             Kernel::Features { map, .. } => match map {
                 FeatureMapKind::Positive
                 | FeatureMapKind::Hyperbolic
@@ -45,8 +72,9 @@ impl Kernel<'_> {
         }
     }
 
-    /// Computes the code of a scaled row: what κ needs to know of it; see [`Form`].
-    pub(super) fn code<S: Scalar>(&self, x: &[S]) -> Vec<S> {
+    /// Computes the code of a scaled row: what κ needs to know of it as a query or as a key; see
+    /// [`Form`].
+    pub(super) fn code<S: Scalar>(&self, side: Side, x: &[S]) -> Vec<S> {
         match *self {
             Kernel::Softmax => x.to_vec(),
             Kernel::Uniform => vec![S::from(0.0)],
@@ -54,12 +82,16 @@ impl Kernel<'_> {
                 Form::SumOfExps => log_features(map, projection, x),
                 _ => generic_features(map, projection, offsets, x),
             },
+            Kernel::Fitted { queries, keys } => match side {
+                Side::Query => fitted_log_features(queries, x),
+                Side::Key => fitted_log_features(keys, x),
+            },
         }
     }
 
     /// Computes the gradient of a loss with respect to the row x, from that with respect to
-    /// `code(x)`: one pass of dual numbers for each element of x.
-    pub(super) fn code_backward(&self, x: &[f64], grad_code: &[f64]) -> Vec<f64> {
+    /// `code(side, x)`: one pass of dual numbers for each element of x.
+    pub(super) fn code_backward(&self, side: Side, x: &[f64], grad_code: &[f64]) -> Vec<f64> {
         // A row without influence has no gradient, whatever it holds: padding may be NaN.
         if grad_code.iter().all(|&g| g == 0.0) {
             return vec![0.0; x.len()];
@@ -68,7 +100,7 @@ impl Kernel<'_> {
         let mut grad = Vec::new();
         for d in 0..x.len() {
             dual[d].derivative = 1.0;
-            let code = self.code(&dual);
+            let code = self.code(side, &dual);
             dual[d].derivative = 0.0;
             grad.push(code.iter().zip(grad_code).map(|(c, g)| c.derivative * g).sum());
         }

@@ -7,12 +7,12 @@
 //! o_i = Σ_j κ(x_i, y_j) v_j / Σ_j κ(x_i, y_j)
 //! ```
 //!
-//! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ. With gates
-//! `g`, κ(x_i, y_j) is multiplied by `e^{Σ_{j<s≤i} g_s}`. Keys before a window may have a kernel of
-//! their own, as where an exact window stands before features. Time is quadratic in the number of
-//! tokens. Nothing here is shared with the fast attention that it judges: no tensors, no chunks, no
-//! running sums, no ε, and no derivative of a feature map worked out by hand (derivatives come from
-//! dual numbers).
+//! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ; fitted and
+//! trained features have one map of queries and another of keys. With gates `g`, κ(x_i, y_j) is
+//! multiplied by `e^{Σ_{j<s≤i} g_s}`. Keys before a window may have a kernel of their own, as where
+//! an exact window stands before features. Time is quadratic in the number of tokens. Nothing here
+//! is shared with the fast attention that it judges: no tensors, no chunks, no running sums, no ε,
+//! and no derivative of a feature map worked out by hand (derivatives come from dual numbers).
 //!
 //! The functions panic on slices that do not fit their shape, as an index out of bounds would.
 
@@ -23,9 +23,9 @@ mod scalar;
 
 pub use convolution::{short_convolution, short_convolution_backward};
 pub use features::features;
-pub use kernel::Kernel;
+pub use kernel::{FittedSide, Kernel};
 
-use kernel::{Form, add_scaled, dot};
+use kernel::{Form, Side, add_scaled, dot};
 
 /// The sizes of one attention problem.
 ///
@@ -189,13 +189,13 @@ pub fn attention_backward<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>, grad_outpu
                     }
                 }
                 for (codes, grad_query_code) in head.codes.iter().zip(&grad_query_codes) {
-                    let grad_x = codes.kernel.code_backward(&head.queries[i], grad_query_code);
+                    let grad_x = codes.kernel.code_backward(Side::Query, &head.queries[i], grad_query_code);
                     add_scaled(row_mut(&mut grads.q, head.q_rows + i, dim), scale, &grad_x);
                 }
             }
             for (codes, grad_key_codes) in head.codes.iter().zip(&grad_key_codes) {
                 for (j, grad_key_code) in grad_key_codes.iter().enumerate() {
-                    let grad_y = codes.kernel.code_backward(&head.keys[j], grad_key_code);
+                    let grad_y = codes.kernel.code_backward(Side::Key, &head.keys[j], grad_key_code);
                     let grad_k = row_mut(&mut grads.k, head.kv_rows + j, dim);
                     add_scaled(grad_k, scale, &grad_y);
                 }
@@ -215,8 +215,8 @@ struct Codes<'a> {
 
 impl<'a> Codes<'a> {
     fn new(kernel: Kernel<'a>, queries: &[Vec<f64>], keys: &[Vec<f64>]) -> Self {
-        let codes = |rows: &[Vec<f64>]| rows.iter().map(|row| kernel.code(row)).collect();
-        Codes { kernel, form: kernel.form(), queries: codes(queries), keys: codes(keys) }
+        let codes = |side, rows: &[Vec<f64>]| rows.iter().map(|row| kernel.code(side, row)).collect();
+        Codes { kernel, form: kernel.form(), queries: codes(Side::Query, queries), keys: codes(Side::Key, keys) }
     }
 }
 
