@@ -21,25 +21,28 @@ pub enum Kernel<'a> {
         /// b, `(M)`, for the phase maps; empty for the others.
         offsets: &'a [f64],
     },
-    /// `φ(x)·φ'(y)` of exponential features that were fitted or trained: queries and keys have
-    /// features of their own, whose logarithms [`FittedSide`] gives.
+    /// `φ(x)·φ'(y)` of exponential features that were fitted or trained, where queries have a map
+    /// φ and keys another, φ'; [`Kernel::Features`] has one map for both.
     Fitted {
-        /// The features φ of queries.
+        /// φ.
         queries: FittedSide<'a>,
-        /// The features φ' of keys, as many as of queries.
+        /// φ', with as many features.
         keys: FittedSide<'a>,
     },
 }
 
-/// The fitted features of queries or of keys of one head:
-/// `ln φ(x)_r = a_r·x + w_r − ‖Gx‖²/2 − ln(M)/2`.
+/// The features of one side, queries or keys, that were fitted or trained.
+///
+/// With M features, a row x of D numbers, scaled by `D^-1/4`, has the features
+/// `φ(x)_r = e^{a_r·x + w_r − ‖Gx‖²/2} / √M`. All heads of a call share the parameters, so heads
+/// that have their own take a call each.
 #[derive(Clone, Copy, Debug)]
 pub struct FittedSide<'a> {
-    /// a, `(M, D)`.
+    /// The rows a, `(M, D)`.
     pub rows: &'a [f64],
     /// w, `(M)`; empty for zeros.
     pub log_weights: &'a [f64],
-    /// G, `(D, D)`; empty for the identity.
+    /// G, `(D, D)`, by which the length of x is measured; empty for the identity.
     pub metric: &'a [f64],
 }
 

@@ -184,9 +184,9 @@ fn what_is_fitted_lowers_the_error() -> Result<()> {
     Ok(())
 }
 
-/// Fits everything at once, changes each number a little as training would, since what is fitted
-/// has symmetric metrics and weights that follow from the rest, and returns it in the dtype asked
-/// for.
+/// Fits everything at once, in the dtype asked for, and adds noise to each number. Without it
+/// metrics are symmetric and weights follow from the rest, so that a transposed metric or a lost
+/// weight could pass.
 fn full_fit(dtype: DType) -> Result<Fitted> {
     let options = Options::new(FeatureMapKind::Dense).with_centre(true).with_balance(true);
     let fitted = fit(&omega(20, 5)?, &moments()?, options)?;
@@ -238,8 +238,8 @@ fn attention(windowed: bool, dtype: DType) -> Result<Box<dyn Attention>> {
     })
 }
 
-/// Computes what [`run`] returns by the reference, for each key head of each sequence on its own,
-/// since each has parameters of its own.
+/// Computes what [`run`] returns by the reference, one key head of one sequence at a time, since the
+/// reference takes the parameters of one head.
 fn run_reference(causal: bool, windowed: bool, gated: bool, t: usize) -> Result<Vec<Vec<f64>>> {
     let (map, [q, k, v], gates) = (full_fit(DType::F64)?, qkv(t, DType::F64)?, gates(t, DType::F64)?);
     let weights = Random::new(2).normal(4 * HEADS * t * 5, 1.0);

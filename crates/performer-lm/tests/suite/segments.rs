@@ -22,9 +22,9 @@ use performer_lm::{
 
 use crate::ranks::{bytes, data, on_grid, options, recipe};
 
-/// One of every attention and part that can be cut, in contexts of 16 tokens. There are 32 ReLU
-/// features and not 8: of so few, all may be zero for a query, whose denominator is then hardly
-/// more than the ε of each, and whose gradients magnify rounding beyond the tolerance.
+/// One of every attention and part that can be cut, in contexts of 16 tokens. A ReLU feature is
+/// `relu(ω·x)/√M + ε`. Of 8 all may be ε alone for a query; its denominator is then tiny, and its
+/// gradients magnify rounding beyond the tolerance of `compare`. So there are 32.
 const ATTENTIONS: [&str; 8] = [
     "favor:m=8",
     "favor-gated:m=8,conv,output-gate,output-norm,mup-scale",
