@@ -19,14 +19,15 @@
 //!   at the end            -> out (Q, Dv) = numerator / denominator, log = m + ln denominator (Q)
 //! ```
 //!
-//! Tiles of keys begin at the first key that the first query of a tile sees, and are taken from the
-//! last to the first. A weight below `e^-60` of the largest that a query has met by then is zero:
-//! only a value 10^19 times as large as others would make it count in f32, and weights near the end
-//! of the range would make products many times slower.
+//! Tiles of keys are counted from the first key in the window of a tile's first query (key 0 where
+//! there is no window), and those of sinks from key 0. They are taken from the last to the first. A
+//! weight below `e^-60` of the largest that a query has met by then is zero: only a value 10^19
+//! times as large as others would make it count in f32, and weights near the end of the range would
+//! make products many times slower.
 //!
-//! Forget gates add the sum of the gates after key `j` up to query `i` to the score of both, see
-//! `softmax/forgotten.rs`. Once these sums make the weights of all earlier keys zero, the
-//! loop over keys ends for that tile of queries.
+//! Forget gates are at most 0. The sum of the gates after key `j` up to query `i` is added to their
+//! score, see `softmax/forgotten.rs`. Once these sums make the weights of all earlier keys zero,
+//! the loop over keys ends for that tile of queries.
 
 mod backward;
 mod forgotten;
@@ -159,8 +160,10 @@ impl Head<'_> {
         self.offset.map_or(self.k.tokens, |offset| (offset + end).min(self.k.tokens))
     }
 
-    /// Computes the scores of keys from `j` on, a key a row, for queries from `i` on, a query a
-    /// column; `−∞` where a query does not see a key.
+    /// Computes the scores `q·k/√D` of a tile into `to` `(KEYS, QUERIES)`, a key a row, and writes
+    /// `−∞` where a query does not see a key. The first span is of queries, the second of keys.
+    /// `columns` `(D, QUERIES)` are the queries, transposed and divided by `√D`. `forgotten` adds
+    /// the sums of the gates, if there are gates.
     #[inline(always)]
     fn scores<S: Simd>(
         &self,
@@ -191,8 +194,8 @@ impl Head<'_> {
     }
 }
 
-/// `Forward` computes the outputs `(·, Dv)` of queries of one head from `start` on, and the
-/// logarithms of their denominators.
+/// `Forward` computes the outputs `(·, Dv)`, or `(·, Dv + 1)` with logarithms, of queries of one
+/// head from `start` on, and the logarithms of their denominators.
 struct Forward<'a> {
     head: &'a Head<'a>,
     start: usize,
@@ -201,7 +204,8 @@ struct Forward<'a> {
 }
 
 impl WithSimd for Forward<'_> {
-    /// Whether every input was finite; if not, the outputs mean nothing.
+    /// Whether the queries were finite and, where the last query is among them, all keys and values
+    /// too; if not, the outputs mean nothing.
     type Output = bool;
 
     #[inline(always)]

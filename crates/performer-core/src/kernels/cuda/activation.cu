@@ -1,6 +1,16 @@
-// GELU (tanh form), SwiGLU and output gates, element by element, and their gradients; and sums of
-// two tensors. All tensors of a kernel have one shape. A thread of the kernels `_wide` has 16 bytes
-// of each, at a multiple of 16 bytes; a thread of the others has one element.
+// Operations number by number:
+//
+//   gelu_forward          x        -> out = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), tanh GELU
+//   swiglu_forward        gate, up -> out = gate sigmoid(gate) up
+//   sigmoid_gate_forward  gate, x  -> out = 2 sigmoid(gate) x, a layer's output gate
+//   add                   x, y     -> out = x + y
+//
+// The kernels `_backward` also get `grad`, the gradient of out, and compute those of the inputs.
+//
+// All tensors are contiguous and have `count` numbers of type Stored (see stored.cuh). Blocks have
+// THREADS threads, and each thread has one number. In the kernels `_wide`, each thread has WIDE
+// numbers, which are 16 bytes; `count` is then a multiple of WIDE, and all tensors begin at
+// multiples of 16 bytes.
 
 #include "stored.cuh"
 
@@ -41,8 +51,8 @@ __device__ inline void gelu_gradient(long long count, const Stored* x, const Sto
     store<N>(g, dx + i);
 }
 
-// Swiglu and OutputGate say what a gate multiplies by: its factor, and the factor's derivative, of
-// the gate a and its sigmoid s.
+// Swiglu and OutputGate are the two kinds of gates. A gate multiplies x by `factor`, of the gate's
+// input a and s = sigmoid(a); `slope` is the derivative of `factor` by a.
 struct Swiglu {
     static __device__ float factor(float a, float s) { return a * s; }
     static __device__ float slope(float a, float s) { return s + a * s * (1.0f - s); }

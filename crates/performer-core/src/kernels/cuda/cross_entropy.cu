@@ -3,15 +3,15 @@
 //   forward:  logits (rows, V), targets (rows) -> losses (rows), logs (rows)
 //   backward: logits, targets, logs, grads (rows) -> gradients in place of the logits (rows, V)
 //
-// The kernels `_wide` read and write 16 bytes at a time: V is a multiple of as many numbers, and
-// the logits lie at a multiple of 16 bytes.
+// The kernels `_wide` read and write 16 bytes at a time, WIDE numbers: V is a multiple of WIDE, and
+// the logits begin at a multiple of 16 bytes. Launch: one block of THREADS threads for each row.
 
 #include "stored.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr float LOG2E = 1.4426950408889634f;
 
-// FLOOR is below every logit but -inf, and finite: -inf - FLOOR is -inf and not NaN.
+// FLOOR is below every finite logit that occurs, and finite: -inf - FLOOR is -inf and not NaN.
 constexpr float FLOOR = -3e38f;
 
 // Adds the sum of exponentials s2, relative to m2, to s, relative to m; the result is relative to

@@ -1,10 +1,15 @@
-// The gradient of an embedding: row v is the sum of the gradients of all positions that hold token
-// v, in an order that depends on the tokens alone, so that it is the same every time. A block has a
-// few neighbouring tokens of the vocabulary: it looks through all positions, which lie in the
-// caches, once for all of them, and lists those of each token. A few tokens have a large part of
-// all positions, so all warps share the positions of every token.
+// The gradient of an embedding table: row v of `out` is the sum of the rows of `grad` at all
+// positions that hold token v. The order of the additions depends on `ids` alone, so the bits of a
+// result are always the same.
 //
-//   ids (count), grad (count, width) -> out (vocabulary, width)
+// A block computes the rows of TOKENS neighbouring tokens of the vocabulary, TILE columns at a
+// time. For each tile it reads all ids, which the caches hold, lists the positions of its tokens,
+// and adds up their rows of `grad`. A few tokens hold a large part of all positions, so all warps
+// of a block share the positions of every token.
+//
+//   ids (count), u32; grad (count, width), of type Stored -> out (vocabulary, width), f32
+//
+// Launch: ceil(vocabulary/TOKENS) blocks of THREADS threads.
 
 #include "stored.cuh"
 

@@ -37,10 +37,12 @@
 // by that. Older sums forget from chunk to chunk by their scales, without a product. A strong gate
 // lifts the rows after it above the limit, and they begin a chunk of their own.
 //
-// Macros: MAP 0, features are computed here, exp(w.x - |x|^2/2); 1, rows are log-features; 2, rows
-// are signed features, and keys have the logarithm of their scale as one more number (1 and 2 are
-// "ready" features, which are f32; those of 2 may also be bf16); 3, features are computed here,
-// exp(a.x) of queries and exp(b.y + c - |Py|^2/2) of keys, with numbers of their own for each key
+// Macros: MAP says where features come from. 0, they are computed here: feature r of a row is
+// exp(w_r.x - |x|^2/2), where x = DIM^(-1/4) times the row; for queries exp(-|x|^2/2) is left out,
+// since it cancels in the quotient. 1, rows are log-features. 2, rows are signed features, and keys
+// have the logarithm of their scale as one more number. 1 and 2 are "ready" features, which are
+// f32; those of 2 may also be bf16. 3, features are computed here: exp(a_r.x) of queries and
+// exp(b_r.x + h_r - |P x|^2/2) of keys, with a, b, h and P for each key
 // head or one set for all (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is
 // not given. DIM, FEATURES, VALUES: the sizes of a query, of its features, of a value. SLICE: the
 // values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query
@@ -78,12 +80,13 @@ constexpr int OUT_WIDTH = LOGS ? round_up(VALUES + 1, 4) : VALUES;
 // The groups of rows in which warps stand, and the warps of each: see `Sums` in tile.cuh.
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
-// The blocks for which a multiprocessor of Hopper has room, if each keeps to 128 registers a
-// thread: one waits while the other computes. Of the kernels for gradients it has room for two
-// where chunks are long and features few.
+// The blocks that a multiprocessor of Hopper runs at once; one computes while another waits. Two
+// blocks have room if each thread has at most 128 registers. For gradients that is enough where
+// chunks have 64 tokens, which the host chooses for at most 128 features in half types only, and
+// slices have at most 64 values.
 constexpr int GRADIENTS_AT_ONCE = C == 64 && V <= 64 ? 2 : 1;
-// The kernels for outputs and for sums hold less. With up to 160 signed features in bf16 two of
-// their blocks still fit, also with shorter chunks.
+// The kernels for outputs and for sums hold fewer matrices. With up to 160 signed features in bf16
+// and slices of at most 64 values, two of their blocks fit with shorter chunks too.
 constexpr int AT_ONCE = SIGNED && STORAGE == 2 && F <= 160 && V <= 64 ? 2 : GRADIENTS_AT_ONCE;
 
 // Matrices in the registers of a block: features, values, products of pairs of rows, rows of
@@ -114,7 +117,7 @@ constexpr float FLOOR = -1e37f;
 struct KeyForm {
     // b as a factor (D, F) in base 2, and as a factor (F, D) in base e.
     const uint4 *projection, *back;
-    // c in base e, FEATURES numbers a set.
+    // h, the number added to each log-feature, in base e, FEATURES numbers a set.
     const float* weights;
     // P and P^T P as factors (D, D), as they are; only with METRIC.
     const uint4 *metric, *square;
@@ -167,8 +170,9 @@ struct Tensors {
     // RECORD), with H' the heads of the builder. Where all keys are seen, one record of all,
     // (B, H', RECORD). Null where a causal sequence is one segment.
     float* before;
-    // The gradients of a common factor of a key's features, (SPLITS, B, H, Tk): those of gates are
-    // made of them. Only with gates.
+    // For each key, the sum of the gradients of its log-features, less the gradient of the
+    // logarithm of its token's denominator where there is one: `factor_j` of favor_backward.cu,
+    // (SPLITS, B, H, Tk). `favor_gate_gradients` adds them up. Only with gates.
     float* factors;
     // The gradients of log-features, (SPLITS, B, H, T, FEATURES), of which those of the map are
     // made; only with MAP 3, and only if they are asked for.
@@ -181,8 +185,9 @@ static_assert(sizeof(Tensors) == 104 && OFFSET(Tensors, k) == 8 && OFFSET(Tensor
                   OFFSET(Tensors, of_features) == 96,
               "the host has another layout");
 
-// A record is the sums of one head in global memory: scales (F), the sums of u (F), the sums of u y
-// (F, SPLITS V); each number f32.
+// A record holds the sums of one head in global memory, all of them f32: the scales c (F), the sums
+// of f u over the builder's rows (F), which are called norms, and the sums S of f y (F, SPLITS V).
+// The sums of feature r are divided by 2^c[r].
 constexpr int RECORD = F * (2 + SPLITS * V);
 __device__ inline float* scales_of(float* record) { return record; }
 __device__ inline float* norms_of(float* record) { return record + F; }

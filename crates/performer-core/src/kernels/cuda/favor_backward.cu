@@ -1,6 +1,8 @@
-// FAVOR, backward. With L the logarithm of a query's denominator at the scale of its logarithms,
-// `w = 2^(logarithm + c - L)` is its weight already divided, so that out = sum_r w_r S_r; and with
-// e = -g.out and n_r the sum of feature r over the keys (`norm`),
+// FAVOR, backward. L is the logarithm of a query's denominator, and c the scales by whose powers of
+// two the sums over keys are divided (favor.cuh); these logarithms are to base 2. A query's weights
+// `w = 2^(logarithm + c - L)` are already divided by its denominator, so that out = sum_r w_r S_r.
+// With g the gradient of out, e = -g.out, and n_r the sum of feature r over the keys (`norm`), the
+// gradients of the natural logarithms of features are
 //
 //     d logarithm(q)_r = w_r (g.S_r + e n_r)
 //     d logarithm(k)_r = f_r (v.R_r + m_r),  dv = sum_r f_r R_r
@@ -53,8 +55,10 @@ struct Shared {
             Operand pairs[C][C + PAD];
         };
     };
-    // Sums over columns, a part from each turn: `total` of the gradients of logarithms; `sum` of
-    // w g.S, which is g.out, and `weight` of w n, which is the denominator; e is -sum/weight.
+    // Sums over columns, a part from each turn. `total` is of the gradients of log-features. `sum`
+    // is of w g.S, which gives g.out. `weight` is of w n: for signed features this is the
+    // denominator; for positive ones, whose w is already divided by it, it is 1 up to rounding.
+    // Then e = -sum/weight, plus l with LOGS.
     float total[TURNS][C], sum[TURNS][C], weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
@@ -337,12 +341,16 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     }
 }
 
-// Computes dq.
+// Computes dq, and e into `t.delta` where SPLITS is 1; else `favor_delta` has computed e before.
+// Launch: grid (B H SPLITS, segments of queries), THREADS threads, SHARED_BACKWARD bytes of dynamic
+// shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, GRADIENTS_AT_ONCE) favor_query_gradients(Problem p, Tensors t, Result* dq) {
     gradients<false>(p, t, dq, nullptr);
 }
 
-// Computes dk and dv for each query head; `favor_reduce` adds up those of a group.
+// Computes dk and dv, one of each for every query head; `favor_reduce` adds up those of a group.
+// It reads `t.delta`, so `favor_query_gradients` must have run before. Launch: grid
+// (B H SPLITS, segments of keys), THREADS threads, SHARED_BACKWARD bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, GRADIENTS_AT_ONCE) favor_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     gradients<true>(p, t, dk, dv);
 }

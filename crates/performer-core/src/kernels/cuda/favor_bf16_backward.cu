@@ -1,5 +1,6 @@
-// Causal FAVOR, backward, in bf16: these kernels compute the gradients of favor_backward.cu, for
-// the sizes of favor_bf16.cuh and with the same arguments.
+// Causal FAVOR, backward, in bf16, for heads of up to 64 numbers and up to 128 features: the
+// gradients dq, dk and dv, and those of forget gates in parts (`factors`). favor_backward.cu has
+// the formulas; `Problem` and `Tensors` in favor.cuh describe the arguments.
 //
 // A kernel adds up one side of attention, the builder, and reads the sums from the other side, the
 // reader. For dq the builder holds keys and the reader queries; for dk and dv the builder holds
@@ -9,10 +10,10 @@
 //   queries read: x (16, D), g (16, V) -> d (16, P) = g S^T + e norm + pairs -> dq (16, D), e (16)
 //   keys read:    x (16, D), v (16, V) -> dv (16, V), d (16, P) = v R^T + m + pairs -> dk (16, D)
 //
-// S is the sum of phi(k) v^T over the keys of earlier chunks and norm that of phi(k). R is the sum
-// of phi(q) g^T over the queries of later chunks and m that of e phi(q), where e is the gradient by
-// a query's denominator. `pairs` comes from the rows of the chunk itself. d is the derivative by
-// the features, before it is multiplied by them.
+// S is the sum of phi(k) v^T over the keys of earlier chunks, and norm that of phi(k). With
+// w = phi(q)/denominator, R is the sum of w g^T over the queries of later chunks and m that of e w,
+// where g is the gradient of the outputs and e = -g.out. `pairs` comes from the rows of the chunk
+// itself. d times the features (of a query: times w) is the gradient of their natural logarithms.
 
 #include "favor_bf16.cuh"
 
@@ -334,13 +335,16 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     wait_for_copies<0>();
 }
 
-// Computes dq.
+// Computes dq (B, H, Tq, DIM), and e into `t.delta` (B, H, Tq). Launch: grid (B H, segments of
+// queries), TEAM_THREADS threads, SHARED_BACKWARD bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2) favor_bf16_query_gradients(Problem p, Tensors t, Result* dq) {
     team_gradients<false>(p, t, dq, nullptr);
 }
 
-// Computes dk and dv for each query head; `favor_reduce` adds up those of a group. It reads
-// `t.delta`, which `favor_bf16_query_gradients` writes, so that kernel must have run before.
+// Computes dk (B, H, Tk, DIM) and dv (B, H, Tk, VALUES), one of each for every query head;
+// `favor_reduce` adds up those of a group. It reads the e that `favor_bf16_query_gradients` has
+// written to `t.delta`. Launch: grid (B H, segments of keys), TEAM_THREADS threads,
+// SHARED_BACKWARD bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_key_gradients(Problem p, Tensors t, Result* dk, Result* dv) {
     team_gradients<true>(p, t, dk, dv);

@@ -1,8 +1,13 @@
-// Causal FAVOR, forward, in bf16: computes what favor_forward.cu does, for the sizes of
-// favor_bf16.cuh and with the same arguments, of which it leaves `exact` and `denominators` alone.
+// Causal FAVOR, forward, in bf16, for heads of up to 64 numbers and up to 128 features:
 //
-//   q (B, H, T, DIM), k (B, Hkv, T, DIM), v (B, Hkv, T, VALUES)
-//   -> out (B, H, T, VALUES), logs (B, H, T)
+//   out_i = sum_{j <= i} phi(q_i).phi(k_j) v_j / sum_{j <= i} phi(q_i).phi(k_j)
+//   phi(k)_r = exp(w_r.x - |x|^2/2) with x = DIM^(-1/4) k; of queries exp(-|x|^2/2) is left out,
+//   since it cancels. With gates, each term has the factor e^(sum of the gates after j, up to i).
+//
+//   q (B, H, T, DIM), k (B, Hkv, T, DIM), v (B, Hkv, T, VALUES), visible (B, T) or null,
+//   before (segments, B, Hkv, RECORD) or null: the sums before each segment
+//   -> out (B, H, T, VALUES); after (B, Hkv, RECORD), if given: the sums after the last token;
+//      logs (B, H, T): the denominators' logarithms to base 2, infinite where no key is seen
 //
 // Macro WGMMA: 1, products are those of Hopper's warpgroups (favor_wgmma.cuh); 0, those of single
 // warps, which every card has.
@@ -25,7 +30,10 @@ struct TeamForward {
 };
 static_assert(sizeof(TeamForward) == SHARED_FORWARD, "the host asks for another size of shared memory");
 
-// The forward kernel; a team has one query head and one segment.
+// Computes `out`, `logs` and `after`; a team has one query head and one segment. Launch: grid
+// (B H, segments), TEAM_THREADS threads, SHARED_FORWARD bytes of dynamic shared memory. `exact` and
+// `denominators` are not used: the list of arguments is that of `favor_forward`, so that the host
+// can launch either kernel.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
                    float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {

@@ -1,14 +1,29 @@
-// The sums of segments in bf16: computes what favor_sums.cu does, for the sizes of favor_bf16.cuh
-// and with the same arguments.
+// Sums of causal FAVOR over the tokens of each segment, in bf16, for heads of up to 64 numbers and
+// up to 128 features: over keys (QUERIES is 0), for outputs and the gradient of queries, or over
+// queries (QUERIES is 1), for the gradients of keys and values.
 //
 //   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD),
 //                                              decays (segments, B, H')
+//
+// Over keys, x is k, y is v, H' is Hkv, and every row has the unit u = 1. Over queries, x is q, y
+// is the gradient g of the outputs, H' is H, and u is e = -g.out. A record (see favor.cuh) holds
+// the scales of the features f, the sums of f u and the sums of f y; the features of a query are
+// divided by its denominator. No other segment reads the last segment of keys or the first of
+// queries, so these are left out and their records are not written. With gates, a record is what
+// is left of the rows at the segment's last token (of queries, at its first), and `decays` gets
+// the logarithm to base 2 of the factor by which the segment shrinks the sums before it (of
+// queries, those after it).
 
 #include "favor_bf16.cuh"
 
 static_assert(sizeof(TeamBuilder) == SHARED_SUMS, "the host asks for another size of shared memory");
 
-// Computes the sums of one segment of one head of the builder.
+// Computes the record of one segment of one head. Launch: grid (B H', segments - 1), where
+// blockIdx.y begins with segment 0 of keys or segment 1 of queries, TEAM_THREADS threads,
+// SHARED_SUMS bytes of dynamic shared memory. In `p`, `heads` and `queries` are H' and T, `q` and
+// `v` are the strides of x and y, and `group` is 1 for keys. `logs` (the logarithms to base 2 of
+// the denominators) and `unit` (e), both (B, H, T), belong to queries; `visible` (B, T) belongs to
+// keys, and is null where all count. `denominators` is not used.
 extern "C" __global__ void __launch_bounds__(TEAM_THREADS, 2)
 favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
                 const float* unit, const float* denominators, float* records, float* decays) {

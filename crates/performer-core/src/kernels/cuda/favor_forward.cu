@@ -43,7 +43,12 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_FORWARD, "the host asks for another size of shared memory");
 
-// The forward kernel; see the head of this file.
+// Computes the outputs of one query head, slice of the values and segment. Launch: grid
+// (B H SPLITS, segments), where the slice varies fastest, THREADS threads, SHARED_FORWARD bytes of
+// dynamic shared memory. `visible` (B, Tk) is nonzero for keys that count, null where all do.
+// `projection` is packed by `favor_pack`, null for ready features. `before` holds the sums before
+// each segment, (segments, B, Hkv, RECORD), or is null where nothing comes before; without CAUSAL
+// it holds the sums of all keys, (B, Hkv, RECORD).
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const uint4* projection,
               float* before, Stored* out, float* exact, float* logs, float* denominators, float* after) {

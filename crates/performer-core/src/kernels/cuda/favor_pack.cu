@@ -3,12 +3,13 @@
 
 #include "tile.cuh"
 
-// Packs (M, DIM) `projection` times `scale` into `to`; a thread writes 16 bytes of a lane. The
-// factor is dimensions by features, or (`back`, for gradients) features by dimensions. The host
-// puts into `scale` what features need: D^-1/4, and log2(e) for logarithms to base 2. For half
-// types, `pieces` may be twice those of the factor, whose transpose then follows as a left factor.
-// Hyperbolic maps have the rows w and then their negatives. Where there are several projections,
-// blockIdx.y counts them, and each has `pieces` times 16 bytes.
+// Packs `projection`, (features, dim) or, if `hyperbolic`, (features/2, dim), whose rows w give
+// features for w and then for -w, times `scale` into `to`, with zeros up to whole tiles. The factor
+// is (dim, features), or (features, dim) if `back`, for gradients. The host puts into `scale` what
+// the factor needs: dim^(-1/4), and log2(e) for logarithms to base 2. `pieces` counts the 16-byte
+// pieces of one packed projection; for half types it may be twice those of the factor, whose
+// transpose then follows as a left factor. Launch: grid (ceil(pieces/THREADS), projections), where
+// each thread writes one piece.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_pack(const float* projection, int features, int dim, int hyperbolic, float scale, int back, int pieces, uint4* to) {
     int rows = back ? features : dim, columns = back ? dim : features;

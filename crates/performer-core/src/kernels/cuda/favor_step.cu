@@ -22,9 +22,12 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_STEP, "the host asks for another size of shared memory");
 
-// Computes the step: a block has a key head and a slice of the values. `projection` is (rows, DIM)
-// as drawn, `scale` D^-1/4. The sums are read from `before` and written to `after`, which must be
-// another record.
+// Computes the step. Launch: B Hkv SPLITS blocks, where the slice varies fastest, of THREADS
+// threads, with SHARED_STEP bytes of dynamic shared memory. `projection` is not packed: it is
+// (FEATURES, DIM); (FEATURES/2, DIM) if `hyperbolic`, where each row also stands for its negative;
+// (form.tables, FEATURES, DIM) with MAP 3; null for ready features. `scale` is DIM^(-1/4). `before`
+// and `after` are (B, Hkv, RECORD), and may not share memory: all slices of a head read the scales
+// in `before`, and one of them writes the new ones.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const float* projection, int hyperbolic, float scale,
            float* before, float* after, Stored* out) {

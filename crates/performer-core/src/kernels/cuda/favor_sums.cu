@@ -1,24 +1,28 @@
-// The sums of segments: those over keys, for the forward pass and the gradient of queries; those
-// over queries (QUERIES), for the gradients of keys and values.
+// FAVOR's sums over the tokens of each segment: over keys (QUERIES is 0), for outputs and the
+// gradient of queries, or over queries (QUERIES is 1), for the gradients of keys and values.
 //
 //   x (B, H', T, DIM), y (B, H', T, VALUES) -> records (segments, B, H', RECORD)
 //
-// Where a token sees those before it alone, the segment that no other reads is left out: the last
-// of keys, the first of queries. Its record is not written.
+// Over keys, x is k, y is v, H' is Hkv, and every row has the unit u = 1. Over queries, x is q, y
+// is the gradient of the outputs, H' is H, u is the query's e, and f are its weights w (see
+// favor_backward.cu). A record holds the scales of the features f, the sums of f u and the sums of
+// f y. With CAUSAL, no other segment reads the last segment of keys or the first of queries, so
+// these are left out and their records are not written.
 //
-// Here x, y and H' are keys, values and key heads, or queries, gradients of outputs and query
-// heads. With gates, a record is what is left of the segment's rows at its last token (for queries,
-// its first), and `decays` (segments, B, H') gets what the whole segment makes the rows before it
-// forget (for queries, those after it), as a logarithm to base 2.
+// With gates, a record is what is left of the rows at the segment's last token (of queries, at its
+// first), and `decays` (segments, B, H') gets the logarithm to base 2 of the factor by which the
+// segment shrinks the sums before it (of queries, those after it).
 
 #include "favor.cuh"
 
 static_assert(sizeof(Builder) == SHARED_SUMS, "the host asks for another size of shared memory");
 
-// Computes the sums of one segment: a block has a head of the builder, a slice of the values and a
-// segment. In `p`, `heads` and `queries` count the builder's heads and tokens, `q` and `v` are the
-// strides of x and y, and `group` is 1 for keys. `logs`, `unit` and `denominators` belong to
-// queries, as the gradient kernels take them.
+// Computes the record of one segment. Launch: grid (B H' SPLITS, segments), or one segment fewer
+// with CAUSAL, where blockIdx.y then begins with segment 0 of keys or segment 1 of queries; THREADS
+// threads, SHARED_SUMS bytes of dynamic shared memory. In `p`, `heads` and `queries` are H' and T,
+// `q` and `v` are the strides of x and y, and `group` is 1 for keys. `logs`, `unit` (e) and, for
+// signed features, `denominators`, each (B, H, T), belong to queries and are `logs`, `delta` and
+// `denominators` of `Tensors`; `visible` (B, T) belongs to keys, and is null where all count.
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* visible, const uint4* projection, const float* logs,
            const float* unit, const float* denominators, float* records, float* decays) {

@@ -1,10 +1,11 @@
-// Rows of heads in another order, and turned by rotary positions on the way: (batch, heads, tokens)
-// to (batch, tokens, heads) and back. The pairs of each row turn by the angles of their token, or
-// back for the gradient.
+// These kernels copy rows of heads to contiguous memory in another order, such as (batch, heads,
+// tokens, width) to (batch, tokens, heads, width). `turn_heads` also applies rotary position
+// embeddings (Su et al. 2021): of each row, it replaces the pair (a, b) with the angle t by
+// (a cos t - b sin t, a sin t + b cos t). The gradient does so with -t (`direction`).
 //
-// A thread of the kernels `_wide` has 16 bytes of a row, or twice 16 bytes where pairs lie half a
-// row apart; then all addresses are multiples of 16 bytes. A thread of the others has one number or
-// one pair.
+// Launch: `count` threads in blocks of THREADS threads. In the kernels `_wide`, a thread has 16
+// bytes of a row, or twice 16 bytes where pairs lie half a row apart; then all addresses are
+// multiples of 16 bytes. In the others, a thread has one number or one pair.
 //
 // Macro: STORAGE as in stored.cuh.
 
@@ -12,8 +13,9 @@
 
 constexpr int THREADS = 256;
 
-// The rows of the result, (batch, outer, inner, width) and contiguous; from one batch entry, outer
-// and inner index to the next the input goes on by the strides, in numbers.
+// Rows describes the input by the result. The result is contiguous, (batch, outer, inner, width).
+// In the input, the next batch entry, outer index or inner index is `batch_stride`, `outer_stride`
+// or `inner_stride` numbers further on, and the numbers of a row follow each other.
 struct Rows {
     int outer, inner, width;
     long long batch_stride, outer_stride, inner_stride;
@@ -21,10 +23,10 @@ struct Rows {
 static_assert(sizeof(Rows) == 40 && OFFSET(Rows, inner) == 4 && OFFSET(Rows, width) == 8 && OFFSET(Rows, batch_stride) == 16,
               "the host has another layout");
 
-// Turn says how rows turn. Tables of cosines and sines have half of `width` numbers for each token;
-// those of the next sequence begin `table_stride` numbers later, 0 where all sequences share them.
-// The token is the inner index of a row or the outer one. The d-th pair of a row is the numbers
-// `next` d and `next` d + `second`. `direction` is 1, or -1 to turn back.
+// Turn says which numbers of a row are pairs, and where their angles are. The d-th pair is the
+// numbers `next` d and `next` d + `second`. The tables `cos` and `sin` are f32, (sequences, tokens,
+// width/2); `table_stride` is the distance between sequences, or 0 where all share one table. A
+// row's token is its inner index or its outer one. `direction` is 1, or -1 for the gradient.
 struct Turn {
     int token_is_inner, next, second;
     float direction;

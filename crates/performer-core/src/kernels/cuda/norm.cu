@@ -4,10 +4,11 @@
 //   backward: x, weight, grad (rows, width) -> dx (rows, width), kept (rows, 2) = mean and scale
 //             x, grad, kept -> sums (blocks, 2, width) of the gradients of weight and bias
 //
-// In the kernels `_wide` some lanes have a row, which they read once, 16 bytes at a time, and keep
-// in registers. Their backward pass writes dx and sums at once, and keeps nothing. Rows are whole
-// pieces of 16 bytes, and all addresses are multiples of 16 bytes. The other kernels take rows of
-// any width: a warp has one, and reads it two to four times, all but the first from the cache.
+// In the kernels `_wide`, LANES lanes of a warp share a row, which they read once, 16 bytes at a
+// time, and keep in registers. `norm_backward_wide` computes dx and sums in one pass, without
+// `kept`. `width` is a multiple of WIDE, and rows begin at multiples of 16 bytes. In the other
+// kernels a warp has a row of any width, and reads it two to four times, all but the first from the
+// cache.
 //
 // Macros: STORAGE as in stored.cuh; CENTER: 1 subtracts the mean of a row, 0 does not. LANES, for
 // the kernels `_wide`: the lanes of a row, a power of two; PIECES: how many pieces of 16 bytes each

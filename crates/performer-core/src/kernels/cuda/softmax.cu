@@ -13,7 +13,8 @@
 //
 //   q (B, H, Tq, DIM), k (B, Hkv, Tk, DIM), v (B, Hkv, Tk, VALUES);
 //   a block has R rows and takes K columns a step
-//   forward:   q (R, D), k (K, D) -> scores (R, K) -> weights 2^(score - maximum) (R, K)
+//   forward:   q (R, D), k (K, D) -> scores log2(e) q.k/sqrt(DIM) (R, K)
+//              scores             -> weights 2^(score - maximum) (R, K)
 //              weights, v (K, V)  -> numerators (R, V), denominators (R) -> out (R, V), logs (R)
 //   g, out     -> delta = g.out (R), by softmax_delta; less the gradient of the logarithm of the
 //                 denominator where that is a result too, since its gradient by a score is p
@@ -109,8 +110,9 @@ __device__ inline void add_rows(float (&total)[2], Scores& x) {
 #endif
 }
 
-// Computes the outputs and the logarithms of the denominators; a block has one query head and R
-// queries.
+// Computes `out` (B, H, Tq, p.width) and `logs` (B, H, Tq), the logarithms of the denominators to
+// base 2, infinite where a query sees no key. `visible` (B, Tk) is null where all keys count.
+// Launch: grid (B H, ceil(Tq/R)), THREADS threads, SHARED bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, Stored* out, float* logs) {
     extern __shared__ uint4 shared_memory[];
@@ -186,7 +188,8 @@ __device__ inline void load_logs(Shared& s, int count, const float* logs, const 
     }
 }
 
-// Computes dq; a block has one query head and R queries.
+// Computes dq (B, H, Tq, DIM) and, with gates, `row_sums` (B, H, Tq), the sums of ds over keys.
+// Launch: grid (B H, ceil(Tq/R)), THREADS threads, SHARED bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                         const float* logs, const float* delta, Stored* dq, float* row_sums) {
@@ -243,8 +246,10 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
     });
 }
 
-// Computes dk and dv; a block has one key head and R keys, and goes through the queries of all
-// heads of the group, one head after the other.
+// Computes dk (B, Hkv, Tk, DIM), dv (B, Hkv, Tk, VALUES) and, with gates, `column_sums`
+// (B, Hkv, Tk), the sums of ds over the queries of all heads of the group. A block has one key head
+// and R keys, and goes through these heads one after the other. Launch: grid (B Hkv, ceil(Tk/R)),
+// THREADS threads, SHARED bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored* v, const unsigned char* visible, const Stored* grad,
                       const float* logs, const float* delta, Stored* dk, Stored* dv, float* column_sums) {

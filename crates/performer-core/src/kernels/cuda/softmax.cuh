@@ -3,7 +3,7 @@
 #ifndef PERFORMER_SOFTMAX
 #define PERFORMER_SOFTMAX
 
-// Weights are at most 1, so f16 can hold them.
+// Weights are at most 1, so f16 holds them; the backward pass rounds their gradients ds to f16 too.
 #define HALF_OPERANDS
 #include "tile.cuh"
 

@@ -1,6 +1,21 @@
-// Exact softmax attention in half types, for heads of up to 64 numbers: the algorithm, chain of
-// shapes and arguments of softmax.cu, by teams of warps that keep scores and weights in registers.
-// The columns that all rows go through are copied one step ahead.
+// Exact softmax attention in half types, for heads of up to 64 numbers, in tiles of scores with a
+// running maximum (Dao et al. 2022). Blocks are teams of four warps (team.cuh), which keep scores
+// and weights in registers.
+//
+//   q (B, H, Tq, DIM), k (B, Hkv, Tk, DIM), v (B, Hkv, Tk, VALUES), visible (B, Tk) or null
+//   forward:  score_ij = log2(e) q_i.k_j/sqrt(DIM) + what is forgotten from j to i, to base 2
+//             logs_i = log2 sum_j 2^score_ij, out_i = sum_j 2^(score_ij - logs_i) v_j
+//             -> out (B, H, Tq, VALUES), logs (B, H, Tq), infinite where no key is seen
+//   backward: g = grad (B, H, Tq, VALUES), logs, delta (B, H, Tq) = g.out
+//             p_ij = 2^(score_ij - logs_i), ds_ij = p_ij (g_i.v_j - delta_i)
+//             -> dq (B, H, Tq, DIM) = ds k/sqrt(DIM), and with gates row_sums (B, H, Tq) of ds
+//             -> dk (B, Hkv, Tk, DIM) = ds^T q/sqrt(DIM), dv (B, Hkv, Tk, VALUES) = p^T g, and
+//                with gates column_sums (B, Hkv, Tk) of ds, all summed over the group's heads
+//
+// A block has R rows and goes through the columns, K a step; a step is copied to shared memory
+// while the one before is computed. Rows are queries and columns keys, except for dk and dv, where
+// rows are keys and columns queries. Launch: grid (B H, ceil(Tq/R)), or (B Hkv, ceil(Tk/R)) for dk
+// and dv; TEAM_THREADS threads; SHARED_FORWARD or SHARED_BACKWARD bytes of dynamic shared memory.
 
 #include "softmax.cuh"
 #include "team.cuh"

@@ -174,10 +174,12 @@ __device__ inline void lower_ones(Left& to, int row, int column) {
 #endif
 }
 
-// `Packed` is a constant right factor (R, C) in global memory, as `favor_pack` lays it out: 16x16
-// tiles, one column of tiles after the other, each tile as 32 bytes a lane. For f32 these are the
-// numbers that the lane holds, in the order of `Right`; for half types they are bf16 twice, the
-// numbers rounded and what rounding left over.
+// `Packed` is a constant right factor (R, C) in global memory, as `favor_pack` writes it: 16x16
+// tiles, one column of tiles after the other. A tile is 64 pieces of 16 bytes: first one for each
+// of the 32 lanes, then a second one for each. For f32, a lane's first piece holds its numbers of
+// the tile's columns 0 to 7, and its second those of columns 8 to 15, as in `Right`. For half types
+// both pieces are bf16: the first holds the lane's numbers rounded, and the second what rounding
+// left over.
 struct Packed {
     const uint4* tiles;
     // The tiles in a column of tiles, R/16.

@@ -113,7 +113,9 @@ impl Blocks {
             && map == MapKind::Computed
             && sizes
             && blocks.shared_of_teams().backward <= most;
-        // A state goes on with gates and without, so both divide the values alike.
+        // Gates do not change slices: a state may be made without gates and continued with them, so
+        // its sums must have one layout. Teams were chosen above with the gates that there are, so
+        // where shared memory is scarce, a problem may have teams without gates and none with them.
         blocks.gated = true;
         while !blocks.teams && blocks.shared_backward().max(blocks.shared_forward()) > most {
             if blocks.slice > 32 {
@@ -236,7 +238,8 @@ impl Blocks {
         SharedBytes { sums, forward: sums + rows, backward: sums + rest + rows + values + c / 16 * features * 4 + low }
     }
 
-    /// Whether these sizes are those of `favor_wgmma.cuh`, if the projection is exact.
+    /// Returns whether the kernels of `favor_wgmma.cuh` take these sizes. They also need a
+    /// projection that is exact in bf16, which the caller checks.
     pub(crate) fn for_warpgroups(&self) -> bool {
         self.teams && self.dim.next_multiple_of(16) == 64 && self.slice == 64
     }

@@ -1,19 +1,21 @@
 //! Causal FAVOR for one key head and the query heads of its group, chunk by chunk.
 //!
 //! Within a chunk the features and products of all rows are products of small matrices, which run
-//! at the speed of the multiply-add units; between chunks only the prefix sums `S = Σ φ(k)[v, 1]`
-//! are carried.
+//! at the speed of the multiply-add units; from chunk to chunk, the prefix sums `S = Σ φ(k)[v, 1]`
+//! and the largest value of each log-feature so far are carried.
 //!
 //! **Scale.** In a chunk, feature `r` of a key is divided by `e^{c_r}`, where `c_r` is the largest
 //! log-feature of all keys before the chunk and of its first key, which every row of the chunk may
-//! see. A later key may exceed it by `e^LIMIT`, for which f32 has room; the first key that exceeds
-//! it by more begins a chunk of its own. So where a chunk ends depends on the past alone, and the
-//! numbers of a row do not depend on where its chunk ends: rows at positions `≤ t` are
-//! bit-identical whatever comes after `t`. The weights of a query are divided by their largest, so
-//! that its denominator is at least 1. With forget gates all of this holds of log-features as they
-//! are weighed from the chunk's first token: a strong gate lifts the keys after it, and they begin
-//! a new chunk. A chunk also ends before its gates after the first have forgotten more than
-//! `e^LIMIT` in all, whatever its keys are. (`LIMIT` stands in `tile.rs`.)
+//! see. The log-feature of a later key may exceed `c_r` by `LIMIT` (in `tile.rs`), since f32 has
+//! room for `e^LIMIT`; the first key that exceeds it by more begins a chunk of its own. So where a
+//! chunk ends depends on the past alone, and the numbers of a row do not depend on where its chunk
+//! ends: rows at positions `≤ t` are bit-identical whatever comes after `t`. The weights of a query
+//! are divided by their largest, so that, where features are positive and a key is seen, its
+//! denominator is at least 1. With forget gates, the log-features of a chunk's keys are shifted by
+//! minus the sum of the gates after the chunk's first token, and the limit holds for the shifted
+//! ones: keys after a strong gate count for more than those before it, and may begin a new chunk.
+//! Whatever its keys are, a chunk also ends before the token at which that sum falls below
+//! `−LIMIT`.
 
 use std::{
     ops::Range,
@@ -114,9 +116,11 @@ impl Chunks {
     }
 }
 
-/// The forward pass: writes the outputs `(G, T, Dv)`, advances `sums` and returns whether every
-/// input was finite; if not, the outputs mean nothing. With `spare` threads, queries read their
-/// chunks beside the scan over the keys, with the same bits.
+/// Computes the forward pass of one key head: writes the outputs `(G, T, Dv)`, or `(G, T, Dv + 1)`
+/// with logarithms, to `out` and the denominators `(G, T)` to `saved`, and adds the keys to `sums`.
+/// Returns whether every input was finite; if not, the outputs mean nothing. `spare` says that
+/// there are more threads than heads: other threads then compute the outputs of a chunk while this
+/// one goes on to the next keys, which changes no bit of the results.
 pub(super) fn forward(head: &Head, sums: &mut Sums, out: Part, saved: &mut Saved, spare: bool) -> bool {
     let (tokens, width) = (head.k.tokens, head.out_width());
     let Saved { dens, chunks } = saved;
@@ -195,6 +199,8 @@ impl WithSimd for Scan<'_, '_> {
             }
             tile.load_keys(simd, start, count);
             let n = tile.enter(simd, sums, count);
+            // After a chunk that ended early, fewer keys are loaded: the next chunk may end early
+            // too, and keys that it does not take are loaded again for the one after it.
             limit = if n < count { LANES } else { (2 * limit).min(CHUNK) };
             if let Some(chunks) = &mut chunks {
                 chunks.push(start, sums);
@@ -231,7 +237,8 @@ impl WithSimd for Scan<'_, '_> {
     }
 }
 
-/// The number of tokens before the gates, from the second on, have forgotten more than `e^LIMIT`.
+/// Returns how many tokens come before the first at which the sum of the gates, from the second on,
+/// falls below `−LIMIT`: at least 1, and all tokens where there is none. `gates` are at most 0.
 fn before_forgetting(gates: &[f32]) -> usize {
     let mut forgotten = 0.0;
     let more = gates[1..].iter().position(|gate| {
@@ -326,8 +333,9 @@ mod tests {
         }
     }
 
-    /// Sums before every chunk would take a multiple of the memory, and more chunks than these would
-    /// not fit the memory in which the backward pass keeps their features.
+    /// Storing the sums before every chunk would take a multiple of the memory. The features of
+    /// more chunks than these would not fit the second-level cache, where the backward pass keeps
+    /// them.
     #[test]
     fn sums_are_kept_once_a_segment_of_sixteen_chunks() {
         for tokens in [CHUNK, 3] {

@@ -1,7 +1,9 @@
 //! Gradients of causal FAVOR for one key head and the query heads of its group.
 //!
-//! With `dn_t = g_t/den_t` and `e_t = −g_t·o_t/den_t`: a scan in the order of the tokens carries
-//! `S`, as the forward pass did, and gives `dφ(q_t) = S_t [dn_t, e_t]`; a scan in reverse carries
+//! Let `g` be the gradients of the outputs `o`, `den` the denominators and `h` the gradients of
+//! their logarithms (0 where these are not returned): `dn_t = g_t/den_t` and
+//! `e_t = (h_t − g_t·o_t)/den_t`. A scan in the order of the tokens carries `S`, as the forward
+//! pass did, and gives `dφ(q_t) = S_t [dn_t, e_t]`; a scan in reverse carries
 //! `R_j = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j [v_j, 1]` and `dv_j = R_jᵀ φ(k_j)`.
 //!
 //! Both scans need the features of every chunk. So the tokens are taken in segments, the last one
@@ -187,15 +189,19 @@ struct QueryScan<'a> {
     /// The gradients of the segment's queries, one for each query head.
     dq: Vec<&'a mut [f32]>,
     tile: Tile<'a>,
-    /// Weights with a key a row, and `S` transposed, with a value dimension a row, both of
-    /// `padded(F)` numbers.
+    /// The weights of a chunk's keys, a key a row, `(CHUNK, padded(F))`.
     keys: Vec<f32>,
+    /// `S` before the chunk, transposed, `(Dv, padded(F))`.
     sums: Vec<f32>,
+    /// `z` before the chunk, `padded(F)` numbers.
     norm: Vec<f32>,
+    /// The logarithms of the scales of `sums` and `norm`, as in [`Sums`].
     scale: Vec<f32>,
-    /// The token that `scale` is as of.
+    /// The first token of the chunk to which `scale` belongs. Gates are counted from there.
     at: usize,
+    /// The chunk's values, transposed, `(padded(Dv), CHUNK)`.
     values: Vec<f32>,
+    /// The gradients of the features of the chunk's queries, `(CHUNK, padded(F))`.
     dphi: Vec<f32>,
 }
 
@@ -288,13 +294,18 @@ struct KeyScan<'a> {
     chunks: &'a Chunks,
     to: OfKeys<'a>,
     tile: Tile<'a>,
-    /// `R`, the sums over the queries after a chunk, with their normaliser.
+    /// `R` and `r`, the sums over the queries after a chunk (`future.sums` and `future.norm`).
     future: Sums,
-    /// The token that the scale of `future` is as of.
+    /// The first token of the chunk to which the scale of `future` belongs. Gates are counted from
+    /// there.
     at: usize,
+    /// The chunk's values, transposed, `(padded(Dv), CHUNK)`.
     values: Vec<f32>,
+    /// The gradients of the chunk's values, `(CHUNK, padded(Dv))`.
     rows: Vec<f32>,
+    /// The gradients of the features of the chunk's keys, `(F, CHUNK)`.
     dphi: Vec<f32>,
+    /// The products `φ(q_i)·φ(k_j)` for one query head, `(CHUNK, CHUNK)`, a query a row.
     products: Vec<f32>,
 }
 
@@ -318,8 +329,8 @@ impl<'a> KeyScan<'a> {
         }
     }
 
-    /// Computes the gradients of the keys and values of the chunk before. `filled` says that
-    /// `of_chunk` already holds its features.
+    /// Computes the gradients of the keys and values of chunk `chunk`. Chunks come from the last to
+    /// the first. `filled` says that `of_chunk` already holds the chunk's features.
     #[inline(always)]
     fn chunk<S: Simd>(&mut self, simd: S, chunk: usize, of_chunk: &mut Features, filled: bool) {
         let Self { given, chunks, to, tile, future, at, values, rows, dphi, products } = self;

@@ -14,8 +14,8 @@ use super::{
 };
 
 /// `Exponential` is a map with log-features `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with
-/// `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys may have a form of their own:
-/// `b_r·y + w_r − ‖Py‖²/2 − ln(F)/2`.
+/// `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys `y = D^-1/4 k` may have a form
+/// of their own: `b_r·y + w_r − ‖Py‖²/2 − ln(F)/2`.
 #[derive(Clone, Debug)]
 pub(crate) struct Exponential {
     pub(super) queries: Linear,
@@ -68,6 +68,7 @@ pub(super) struct Linear {
 }
 
 impl Linear {
+    /// Multiplies the projection Ω, row-major `(M, D)`, by `D^-1/4`.
     pub(super) fn new(projection: &[f32], d: usize) -> Self {
         let m = projection.len() / d;
         let scale = (d as f64).powf(-0.25);
@@ -99,18 +100,22 @@ impl Exponential {
         self
     }
 
+    /// Returns the matrix of the keys: their own, or else that of the queries.
     pub(super) fn key_rows(&self) -> &Linear {
         self.keys.as_ref().map_or(&self.queries, |keys| &keys.linear)
     }
 
+    /// Returns the matrix `P` of the keys, or `None` where it is the identity.
     pub(super) fn metric(&self) -> Option<&Metric> {
         self.keys.as_ref().and_then(|keys| keys.metric.as_ref())
     }
 
+    /// Returns the `M` logarithms `w` that are added to the keys' log-features, if there are any.
     pub(super) fn log_weights(&self) -> Option<&[f32]> {
         self.keys.as_ref().map(|keys| &keys.log_weights[..])
     }
 
+    /// Returns the number of features `F`: `2M` for hyperbolic features, else `M`.
     pub(super) fn features(&self) -> usize {
         if self.hyperbolic { 2 * self.m } else { self.m }
     }
@@ -120,7 +125,9 @@ impl Exponential {
         (0.5 / (self.d as f64).sqrt()) as f32
     }
 
-    /// Computes `±ω·x` for rows of `x`, a row of features for each.
+    /// Computes `ω_r·(D^-1/4 x)` for `count` rows of `x` from token `start` on, into rows of `to`
+    /// that are `stride` numbers apart: `M` numbers, then for a hyperbolic map their negatives.
+    /// `linear` is the matrix of the queries or that of the keys ([`Self::key_rows`]).
     #[inline(always)]
     pub(super) fn project<S: Simd>(
         &self,
@@ -163,7 +170,8 @@ impl LinearGradient {
         Self { rows: vec![0.0; m * padded(d)], log_weights: vec![0.0; m] }
     }
 
-    /// Adds `lᵀ x` for gradients of log-features `l` and rows `x`.
+    /// Adds `l x` to the gradient `rows`. `l` `(M, count)` are the gradients of the log-features of
+    /// `count` tokens, a token a column, and `x` are their rows of queries or keys, `(count, D)`.
     #[inline(always)]
     pub(super) fn add<S: Simd>(
         &mut self,

@@ -4,7 +4,9 @@
 //! One pass over the keys makes `S = Σ φ(k)[v, 1]`, scaled by a running maximum per feature; one
 //! pass over the queries reads it. Backward: one pass over the queries gives
 //! `dφ(q_i) = S [dn_i, e_i]` and `R = Σ φ(q_i) [dn_i, e_i]ᵀ`, one over the keys
-//! `dφ(k_j) = R [v_j, 1]` and `dv_j = Rᵀ φ(k_j)`, with `dn = g/den` and `e = −g·o/den`.
+//! `dφ(k_j) = R [v_j, 1]` and `dv_j = Rᵀ φ(k_j)`, with `dn = g/den` and `e = (h − g·o)/den` for the
+//! gradients `g` of the outputs `o` and `h` of the logarithms of the denominators `den` (`h = 0`
+//! where no logarithms are returned).
 
 use pulp::{Simd, WithSimd};
 
@@ -32,9 +34,10 @@ pub(super) struct Saved {
     dens: Vec<f32>,
 }
 
-/// The forward pass: writes the outputs `(G, Tq, Dv)` and returns whether every input was finite;
-/// if not, the outputs mean nothing. With `spare` threads, pieces of the queries run side by side,
-/// with the same bits.
+/// Computes the forward pass of one key head: adds all keys to `sums`, which hold none before, and
+/// writes the outputs `(G, Tq, Dv)`, or `(G, Tq, Dv + 1)` with logarithms. Returns whether every
+/// input was finite; if not, the outputs mean nothing. `spare` says that there are more threads
+/// than heads: the queries are then divided into pieces, which changes no bit of the results.
 pub(super) fn forward(head: &Head, mut sums: Sums, out: &mut [f32], saved: &mut Saved, spare: bool) -> bool {
     let (width, tokens) = (head.out_width(), head.q[0].tokens);
     let mut finite = arch().dispatch(Keys { head, sums: &mut sums });

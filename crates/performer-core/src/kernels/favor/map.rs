@@ -52,16 +52,17 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Room for columns of rows `(d, CHUNK)`, of features `(f, CHUNK)` and of gradients
-    /// `(d, CHUNK)`; and for rows that cannot be used where they are.
+    /// Returns memory for a chunk, a token a column: rows `(d, CHUNK)`, features `(f, CHUNK)` and
+    /// gradients of the rows `(d, CHUNK)`; and a vector for rows of half types widened to f32.
     pub(super) fn columns(&mut self, d: usize, f: usize) -> ([&mut [f32]; 3], &mut Vec<f32>) {
         let Self { rows, tile, turned, gradients, .. } = self;
         ([at_least(turned, d * CHUNK), at_least(tile, f * CHUNK), at_least(gradients, d * CHUNK)], rows)
     }
 }
 
-/// Transposes a chunk of keys into `d` rows with a key a column. Columns beyond the chunk and of
-/// hidden keys are 0: what a hidden key holds must not come back as ∞ − ∞.
+/// Transposes a chunk of keys into `d` rows of `CHUNK` numbers, a key a column. The columns of
+/// hidden keys are 0, and so are those from `count` up to `padded(count)`. A hidden key's offset is
+/// `∞`, so if its numbers were large, their products could make `∞ − ∞`, which is NaN.
 #[inline(always)]
 fn visible_columns<'s>(
     k: &Rows,
@@ -123,8 +124,10 @@ impl Map {
         if self.is_signed() { 1 } else { self.features() }
     }
 
-    /// Computes the features of keys, a feature a row: numbers `x` whose log-features are
-    /// `x − offset_j`; for signed features, values, with their log-scales in place of `offset`.
+    /// Computes the features of `count` keys from token `start` on into `to` `(F, CHUNK)`, a key a
+    /// column. Positive features are given by their logarithms, in two parts:
+    /// `l_r(k_j) = to[r, j] − offset[j]`. Signed features are given as they are, and `offset[j]`
+    /// becomes the log-scale of key `j`: its features are still to be multiplied by `e^offset[j]`.
     /// `hidden[j]` is 0 where key `j` of the tile counts and `∞` where it does not.
     #[inline(always)]
     pub(super) fn keys<S: Simd>(
@@ -277,9 +280,10 @@ impl Map {
         }
     }
 
-    /// Computes the gradient of the rows of queries from that of their features: `dl`, laid out as
-    /// [`Self::queries`] writes them, as are the weights `phi` made of them. The gradient of a
-    /// positive map's own parameters is added to `linear`.
+    /// Computes the gradients `to` `(count, ·)` of the rows of queries, which are as wide as `q`.
+    /// `dl` `(count, padded(F))` holds the gradients of the log-features, or of the features where
+    /// they are signed, and is overwritten; `phi` has that shape and holds the weights of the
+    /// queries. The gradient of the parameters of an exponential map is added to `linear`.
     #[inline(always)]
     pub(super) fn query_gradients<S: Simd>(
         &self,
@@ -328,10 +332,12 @@ impl Map {
         copy_unpadded(tile, width, to, e.d);
     }
 
-    /// Computes the gradient of the rows of keys from that of their features, a feature a row;
-    /// `scale` is the gradient of the log-scales, and `weights` are the factors of signed features,
-    /// with which `phi` are multiplied. The gradient of a positive map's own parameters is added to
-    /// `linear`.
+    /// Computes the gradients `to` `(count, ·)` of the rows of keys, which are as wide as `k`. `dl`
+    /// `(F, CHUNK)`, a key a column, holds the gradients of the log-features and is overwritten;
+    /// `phi` `(F, CHUNK)` holds the weights of the keys. For signed features, `dl` is the gradient
+    /// of the features themselves, `weights` are the factors `e^{s − c}` by which those of each key
+    /// were multiplied to give `phi`, and `scale` is the gradient of each key's log-scale `s`. The
+    /// gradient of the parameters of an exponential map is added to `linear`.
     #[inline(always)]
     pub(super) fn key_gradients<S: Simd>(
         &self,

@@ -1,6 +1,6 @@
 //! FAVOR attention on the CPU as one fused operation: features, prefix sums and normalisation in
 //! one pass over `q`, `k` and `v`, and a backward pass that computes the features again instead of
-//! keeping them. Nothing of size `T·F` or `T·T` is made.
+//! keeping them. Neither the features of all tokens `(T, F)` nor scores `(T, T)` are stored.
 //!
 //! Arithmetic is f32; tensors may be f32, f16 or bf16, with any strides between rows. Heads run
 //! side by side on Rayon's threads; the numbers of a head do not depend on how many threads there
@@ -23,11 +23,12 @@
 //! φ(k), v             -> S += φ(k) v (F, Dv), z += φ(k) 1 (F)
 //! ```
 //!
-//! The backward pass takes the gradient `g (C, Dv)` of the outputs the same way back; `R` and `r`
-//! are the sums over the queries after a chunk that correspond to `S` and `z`:
+//! The backward pass takes the gradients `g (C, Dv)` of the outputs and `h (C)` of the logarithms
+//! of the denominators; `h` is 0 where no logarithms are returned. `R (F, Dv)` and `r (F)` are sums
+//! over the queries after a chunk, as `S` and `z` are sums over the keys before it:
 //!
 //! ```text
-//! g, out, den         -> dn = g/den (C, Dv), e = −g·out/den (C)
+//! g, h, out, den      -> dn = g/den (C, Dv), e = (h − g·out)/den (C)
 //! dn, e, v            -> dP = tril(dn vᵀ + e) (C, C)
 //! dn, e, S, z, dP     -> dφ(q) = dn Sᵀ + e zᵀ + dP φ(k)ᵀ (C, F) -> dl = dφ ∘ φ -> dq (C, D)
 //! φ(k), dn, P, R      -> dv = φ(k)ᵀ R + Pᵀ dn (C, Dv)
@@ -35,12 +36,14 @@
 //! φ(q), dn, e         -> R += φ(q)ᵀ dn (F, Dv), r += φ(q)ᵀ e (F)
 //! ```
 //!
-//! Forget gates `g (T)` give key `j` the factor `e^{s_i − s_j}` for query `i`, where `s` sums the
-//! gates up to a token. The part `e^{s_i}` cancels in the quotient, so a gate is a shift of a key's
-//! log-features and nothing else: `l(k_j) −= s_j − s_start`, counted from the first token of the
-//! chunk, since a long sum would lose digits. From chunk to chunk `S` forgets by its scale,
-//! `c += Σ g`, without a product. The gradient of a gate sums over the keys from it on:
-//! `dg_t = −Σ_{j≥t} Σ_r dl_r(k_j)`.
+//! A forget gate `a_t ≤ 0` is the natural logarithm of the factor by which token `t` multiplies the
+//! weights of all keys before it. So key `j` has the factor `e^{s_i − s_j}` for query `i`, where
+//! `s` sums the gates up to a token. The part `e^{s_i}` cancels in the quotient. Within a chunk,
+//! gates therefore only shift the log-features of keys: `l(k_j) −= s_j − s_start`, counted from the
+//! chunk's first token, since a long sum would lose digits. Between chunks, `S` and `z` are made
+//! smaller through their scale: the gates after the first token of one chunk up to that of the next
+//! are added to `c`. The gradient of a gate is `da_t = Σ_{j≥t} (h_j − Σ_r dl_r(k_j))`, where `h_j`
+//! is summed over the query heads of the group.
 //!
 //! Without a causal mask `P` falls away: `S` and `z` are sums over all keys, `R` and `r` over all
 //! queries.
@@ -99,8 +102,8 @@ const CHUNK: usize = 32;
 /// `Σ_j φ(k_j) [v_j, 1] / e^scale`.
 #[derive(Clone)]
 pub(crate) struct Sums {
-    /// Logarithms of the scales: one for each feature, or one for all features where they are
-    /// signed.
+    /// The logarithms of the scales: one for each feature, or one for all where features are
+    /// "signed", which means that they may be zero or negative and are kept without logarithms.
     scale: Vec<f32>,
     /// `S`, the part with `v_j`: `(F, padded(Dv))`.
     sums: Vec<f32>,
@@ -281,9 +284,11 @@ impl Form {
     }
 }
 
-/// Computes causal FAVOR of tokens that follow those in `sums` (one entry for each key head), and
-/// adds the new tokens to `sums`. `begun` says that `sums` hold earlier tokens. For inference: no
-/// gradient is recorded. `gates` are `(B, Hkv, T)`.
+/// Computes causal FAVOR of `T` tokens that follow those in `sums`, and adds their keys to `sums`:
+/// `q` `(B, H, T, ·)`, `k` `(B, Hkv, T, ·)`, `v` `(B, Hkv, T, Dv)` → `(B, H, T, Dv)`, or `Dv + 1`
+/// with logarithms. The last dimension of `q` and `k` is what the map takes, see [`Map`]. `sums`
+/// has an entry for each of the `B·Hkv` key heads; `begun` says that they hold earlier tokens.
+/// `gates` `(B, Hkv, T)` are logarithms, at most 0. No gradient is recorded.
 pub(crate) fn extend(
     form: &Form,
     [q, k, v]: [&Tensor; 3],

@@ -169,11 +169,13 @@ impl Passes {
     }
 }
 
-/// Turns the gradients of the log-weights of keys into those of gates: `c_t`, the sum of the gates
-/// up to `t`, is taken from the log-weight of key `t` and added to the logarithms of the queries'
-/// denominators, which `grad` ends with if there are `logs`; and `dg_t = Σ_{j≥t} dc_j`.
+/// Turns `dlog` `(T)`, the gradients of the log-weights of a head's keys, into those of its gates,
+/// in place. With `c_t` the sum of the gates up to `t`, the log-weight of key `t` contains `−c_t`,
+/// and the logarithm of the denominator of query `t` contains `c_t`. So `dc_t = h_t − dlog[t]` and
+/// `dg_t = Σ_{j≥t} dc_j`. Here `h_t` is the gradient of that logarithm, summed over the query
+/// heads: the last number of a row of `grad` if there are `logs`, else 0.
 fn sum_from_each(dlog: &mut [f32], grad: &[Rows], logs: bool) {
-    // Most of the sum over all keys cancels.
+    // The sum is f64, since most of its terms cancel over all keys.
     let mut sum = 0f64;
     for (t, dlog) in dlog.iter_mut().enumerate().rev() {
         let of_logs: f64 = if logs { grad.iter().map(|g| f64::from(g.number(t, g.width - 1))).sum() } else { 0.0 };

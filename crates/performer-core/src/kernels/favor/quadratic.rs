@@ -10,11 +10,12 @@ use super::{
     padded,
 };
 
-/// `Quadratic` is the map `φ(x) = [1, x_i, √(2c) x_i x_j for i ≤ j]` with `x = D^-1/4 q`, in which
-/// squares have the factor `√c` in place of `√(2c)`. Its kernel is `1 + z + c z²`.
+/// `Quadratic` is the map `φ(x) = [1, x_i, √c x_i² or √(2c) x_i x_j]` with `i < j` and a number
+/// `c`, of queries `x = D^-1/4 q` and keys `y = D^-1/4 k`. Its kernel is
+/// `φ(x)·φ(y) = 1 + z + c z²` with `z = x·y = q·k/√D`.
 ///
-/// Products stand in lexicographic order of `(i, j)`, as in
-/// [`Taylor2`](crate::features::Taylor2), so that states are the same.
+/// Squares and products stand in lexicographic order of `(i, j)`, as in
+/// [`Taylor2`](crate::features::Taylor2), so a state has one order of features whichever made it.
 #[derive(Clone, Debug)]
 pub(crate) struct Quadratic {
     pub(super) d: usize,
@@ -27,7 +28,7 @@ pub(crate) struct Quadratic {
 }
 
 impl Quadratic {
-    /// `second` is `c`.
+    /// Makes the map for heads of `d` numbers; `second` is `c`, the coefficient of `z²`.
     pub(crate) fn new(d: usize, second: f64) -> Self {
         Self {
             d,

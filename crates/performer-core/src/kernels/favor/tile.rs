@@ -1,7 +1,8 @@
 //! `Tile` is one chunk of a key head in working memory, on the CPU, with the steps that the forward
 //! and backward passes over a head are made of: it loads keys and values, turns the log-features
-//! `l(k)` of keys into weights `e^{l − c}`, where `c` is the running maximum of a feature, and
-//! multiplies weights, values and sums.
+//! `l(k)` of keys into weights `e^{l − c}`, where `c` is the scale of the sums, and multiplies
+//! weights, values and sums. In a causal chunk, `c` is the largest log-feature of all keys before
+//! the chunk and of its first key; without a causal mask, that of all keys read so far.
 
 use pulp::Simd;
 
@@ -19,10 +20,11 @@ use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded
 /// How far the log-feature of a key may exceed the maximum with which its causal chunk begins.
 pub(super) const LIMIT: f32 = 32.0;
 
-/// The weights of positive features of queries and keys are 0 where their logarithms are below
+/// Weights of positive features, of queries and of keys, are 0 where their logarithms are below
 /// this. Weights of keys are at most `e^LIMIT` and denominators at least 1, so a product with a
-/// weight that is left out is at most `e^(NEGLIGIBLE + LIMIT)` of its denominator; a row has `32 F`
-/// of them in its chunk, which is less than the rounding of f32. In products with other small
+/// weight that is left out is at most `e^(NEGLIGIBLE + LIMIT)` of its denominator. A query has at
+/// most `32 F` such products in its chunk; together, with up to 2,000 features, they are smaller
+/// than the rounding of f32. In products with other small
 /// numbers, gradients above all, such weights give numbers below the normal ones of f32
 /// (subnormal), with which processors compute slowly.
 const NEGLIGIBLE: f32 = -60.0;
@@ -46,15 +48,16 @@ pub(super) struct Tile<'a> {
     copied: Vec<f32>,
     /// The rows of values in the tensor itself, where they can.
     lent: Option<&'a [f32]>,
-    /// The running maximum `c` of each log-feature over all keys so far.
+    /// The largest value of each log-feature over all keys so far, those of the present chunk
+    /// included. The scale `c` of a causal chunk leaves out its keys after the first.
     running: Vec<f32>,
     /// The maximum of each log-feature over the loaded keys.
     highest: Vec<f32>,
     /// The largest `l(q) + c` over the features of each query; the weights of the query were
     /// divided by its exponential.
     largest: [f32; CHUNK],
-    /// For each loaded key, the sum of the gates from the second loaded key to this one, at most 0,
-    /// since gates are logarithms; 0 without gates.
+    /// For each loaded key, the sum of the gates from the second loaded key to this one; 0 without
+    /// gates. It is at most 0, since a gate is the logarithm of a factor of at most 1.
     forgotten: [f32; CHUNK],
     pub(super) scratch: Scratch,
 }
@@ -200,9 +203,10 @@ impl<'a> Tile<'a> {
         &self.running
     }
 
-    /// Turns the loaded log-features into weights `e^{l − c}` with the maxima `c`. The weights of
-    /// keys beyond the `n`-th become 0. Signed features have a single maximum, that of the key's
-    /// weights.
+    /// Turns the first `n` loaded keys into weights, and sets the columns from there up to
+    /// `padded(n)` to 0. Positive features become `e^{l − c_r}`, with a maximum `c_r` for each
+    /// feature. Signed features of key `j` are multiplied by `e^{s_j − c}`, where `s_j` is its
+    /// log-scale and `c` the maximum of all log-scales.
     #[inline(always)]
     pub(super) fn weigh_keys<S: Simd>(&mut self, simd: S, maxima: &[f32], n: usize) {
         let columns = padded(n);
@@ -322,8 +326,10 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Computes the gradients of the queries' log-features, `dφ ∘ φ`, or of their signed values,
-    /// `dφ`, for `dφ = S dn + e z`; `dphi` holds `S dn` on entry.
+    /// Finishes the gradients `dφ` of the features of `n` queries, and turns them into those of the
+    /// log-features, `dφ ∘ φ`. Signed features have no logarithms, so `dφ` is left as it is for
+    /// them. `dphi` `(n, padded(F))` holds `dφ` on entry but for the term `e zᵀ`, where `z` is
+    /// `norm`; this function adds that term.
     #[inline(always)]
     pub(super) fn query_logs<S: Simd>(
         &self,
@@ -343,8 +349,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Adds queries to the sums over queries: `R += φ(Q)ᵀ dn`, and `φ(Q)ᵀ e` to their normaliser
-    /// column.
+    /// Adds `n` queries to the sums over queries: `R += φ(Q)ᵀ dn` `(F, Dv)` in `future.sums`, and
+    /// `r += φ(Q)ᵀ e` `(F)` in `future.norm`.
     #[inline(always)]
     pub(super) fn add_output_gradient<S: Simd>(
         &self,
@@ -440,8 +446,9 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// The logarithms that scales are made of, and what is to be subtracted from each column: the
-/// log-features, or the log-scales where features are signed.
+/// Returns rows of numbers, a key a column, and one number for each key to subtract from its
+/// column; scales are maxima of the differences. For positive features these are the `F` rows of
+/// `keys` and the `offsets`; for signed features, one row, the keys' log-scales, and zeros.
 fn logs<'t>(head: &Head, keys: &'t [f32], offsets: &'t [f32; CHUNK]) -> (&'t [f32], &'t [f32; CHUNK]) {
     if head.map.is_signed() { (offsets, &[0.0; CHUNK]) } else { (keys, offsets) }
 }

@@ -1,8 +1,10 @@
-//! The backward pass of softmax attention on the CPU. It computes scores again from the logarithms
-//! of the denominators, which the forward pass keeps: one number a query.
+//! The backward pass of softmax attention on the CPU. It computes the scores again from `q` and
+//! `k`, and the weights from the scores and the logarithms of the denominators. The forward pass
+//! keeps these logarithms, one for each query, and no weights.
 //!
 //! For one query head and the key head it reads, with `Q ≤ 64` queries and `K ≤ 128` keys of a
-//! tile, g the gradient of the outputs (Q, Dv) and delta = g·out − dlog (Q):
+//! tile, `g` (Q, Dv) the gradient of the outputs, `h` (Q) that of the logarithms of the
+//! denominators (0 where these are not returned), and delta = g·out − h (Q):
 //!
 //! ```text
 //!   q (Q, D), k (K, D), log (Q) -> p = e^{s − log} (K, Q)
@@ -10,8 +12,9 @@
 //!   p, ds                       -> dv (K, Dv) += p g, dk (K, D) += ds q/√D, dq (Q, D) += dsᵀ k/√D
 //! ```
 //!
-//! The gradient of a forget gate sums over the keys from it on: `dg_t = Σ_{j≥t} (Σ_i ds_ji − Σ_i
-//! ds_ij)`, where `ds_ji` is of query `j` and key `i`.
+//! A forget gate `a_t ≤ 0` is added to the scores of all keys before token `t`, for query `t` and
+//! later ones. Its gradient is `da_t = Σ_{j≥t} (Σ_i ds(query j, key i) − Σ_i ds(query i, key j))`
+//! over positions `i` and `j` in the sequence, summed over the query heads that read the key head.
 
 use std::{ops::Range, sync::PoisonError};
 
@@ -33,15 +36,17 @@ use super::{
     Forgotten, Head, Inputs, KEYS, NEGLIGIBLE, PIECE, QUERIES, Softmax,
 };
 
-/// `Backward` computes the gradients that come from the pairs of some queries of one head and some
-/// keys.
+/// `Backward` computes the gradients of one query head that come from the pairs of the queries at
+/// `queries` and the keys at `keys`.
 struct Backward<'a> {
     head: &'a Head<'a>,
+    /// The outputs `(Tq, ·)`; a row may end with the logarithm of its denominator.
     out: &'a Rows<'a>,
+    /// The gradients of `out`, with rows as long.
     grad: &'a Rows<'a>,
+    /// The logarithms of the denominators, `(Tq)`.
     logs: &'a [f32],
     queries: Range<usize>,
-    /// The keys.
     keys: Range<usize>,
     /// The gradients of the queries, to be filled.
     of_queries: Option<OfQueries<'a>>,
@@ -90,8 +95,8 @@ impl WithSimd for Backward<'_> {
         for i in span.clone().step_by(QUERIES) {
             let queries = QUERIES.min(span.end - i);
             let tile = Span { start: i, count: queries };
-            // For a piece of keys these are the queries before it, and those whose windows lie
-            // behind it. Gradients of queries are written in any case.
+            // Without a pair to compute, a tile of queries lies before the piece of keys, or so far
+            // behind it that no window reaches back. Gradients of queries are written even so.
             if of_queries.is_none() && head.tiles(tile, seen.clone()).next().is_none() {
                 continue;
             }
@@ -199,10 +204,13 @@ impl Pass<'_> {
     }
 }
 
-/// `Work` is a piece of the backward pass: the gradients of queries, or of keys and values, of the
-/// `n`-th head from a token on.
+/// `Work` is a piece of the backward pass.
 enum Work<'a> {
+    /// Some queries: the query head, the first query, `dq` and, with gates, for each query the sum
+    /// of the gradients of its scores.
     Queries(usize, usize, Part<'a>, Option<&'a mut [f32]>),
+    /// Some keys: the key head, the first key, `dk`, `dv` and, with gates, for each key the sum of
+    /// the gradients of its scores.
     Keys(usize, usize, Part<'a>, Part<'a>, Option<&'a mut [f32]>),
 }
 
@@ -309,13 +317,18 @@ fn remove_padding(rows: &mut Vec<f32>, width: usize, to: usize) {
     }
 }
 
-/// Turns the gradients of the scores of keys, summed over queries, into those of gates: `c_t`, the
-/// sum of the gates up to `t`, is taken from the scores of key `t` and added to those of the
-/// queries at `t`, whose gradients, summed over keys, are `of_rows` from token `offset` on; and
-/// `dg_t = Σ_{j≥t} dc_j`. A row's sum is zero, or the gradient of its logarithm, but for what
-/// rounding the outputs of half types lost, which would gather over the length.
+/// Turns `dlog` `(Tk)`, the gradients of a key head's scores summed over queries, into the
+/// gradients of its gates, in place. With `c_t` the sum of the gates up to `t`, the score of key
+/// `j` for the query at `i` contains `c_i − c_j`. So `dc_t` is the sum of the gradients of all
+/// scores of the queries at `t` minus `dlog[t]`, and `dg_t = Σ_{j≥t} dc_j`. `of_rows` has those
+/// sums, one slice `(Tq)` for each query head, whose first query stands at key `offset`.
+///
+/// In exact arithmetic, such a sum is the gradient of the logarithm of the query's denominator (0
+/// where it is not returned). Outputs that were rounded to half types put it slightly off. The sums
+/// as computed are used, since `dlog` is off by as much in all; with exact ones, the difference
+/// would grow with the length.
 fn sum_from_each(dlog: &mut [f32], of_rows: &[&[f32]], offset: usize) {
-    // Most of the sum over all keys cancels.
+    // The sum is f64, since most of its terms cancel over all keys.
     let mut sum = 0f64;
     for (t, dlog) in dlog.iter_mut().enumerate().rev() {
         if t >= offset {

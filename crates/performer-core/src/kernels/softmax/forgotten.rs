@@ -55,7 +55,9 @@ pub(super) struct Forgotten<'a> {
 }
 
 impl<'a> Forgotten<'a> {
-    /// Nothing yet, for queries that look at no other keys than these; `None` without gates.
+    /// Makes the sums for one query head; they hold nothing until [`Self::begin`]. `k` holds the
+    /// keys at the two ranges `keys`, the only ones that will be looked at. Returns `None` if there
+    /// are no gates.
     #[inline(always)]
     pub(super) fn new<S: Simd>(simd: S, head: &'a Head<'a>, k: &Matrix, keys: [Range<usize>; 2]) -> Option<Self> {
         let mut square = 0f32;
@@ -80,8 +82,8 @@ impl<'a> Forgotten<'a> {
         })
     }
 
-    /// Goes on to a tile of queries, of which `columns` `(D, QUERIES)` are divided by `√D`, and to
-    /// keys from `start` on.
+    /// Begins a tile of queries, which look at no key before `start`. `columns` `(D, QUERIES)` are
+    /// the queries, transposed and divided by `√D`.
     #[inline(always)]
     pub(super) fn begin(&mut self, Span { start: i, count: queries }: Span, start: usize, columns: &[f32]) {
         let own = self.head.offset.unwrap_or(0) + i;
@@ -104,8 +106,8 @@ impl<'a> Forgotten<'a> {
         }
     }
 
-    /// Computes the bounds of the queries' scores. They are wider by a thousandth than the numbers
-    /// say, which is more than sums and products of f32 lose.
+    /// Computes the bounds of the queries' scores. They are wider by a thousandth and by 1 than the
+    /// numbers say, which is more than sums and products of f32 lose.
     #[inline(always)]
     fn bound(&mut self, queries: usize, columns: &[f32]) {
         let mut squares = [0f32; QUERIES];
@@ -138,8 +140,11 @@ impl<'a> Forgotten<'a> {
         }
     }
 
-    /// Goes back to a tile of keys. Returns false where it and all keys before it have no weight,
-    /// given for each query a score that some key has reached, which is finite.
+    /// Moves back to the tile `keys`; in the window, it computes the sums of gates that
+    /// [`Self::add`] needs there. Returns false once the weights `e^{s − m}` of these keys and of
+    /// all keys before them are zero for every query. `reached` holds for each query a finite
+    /// number that is at most its `m`: the largest score so far (−1e37 before any), or in the
+    /// backward pass the logarithm of the denominator.
     #[inline(always)]
     pub(super) fn reaches<S: Simd>(&mut self, simd: S, keys: Span, reached: &[f32]) -> bool {
         let end = keys.start + keys.count;
