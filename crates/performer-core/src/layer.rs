@@ -52,10 +52,9 @@ pub use config::MultiHeadConfig;
 /// - **Output gates** multiply the outputs of all heads by `2σ(W x)`, where `W` is
 ///   `output_gate.weight` `(H·D, E)` (Qiu et al. 2025, <https://arxiv.org/abs/2505.06708>, without
 ///   the 2). It is 0 at first, which changes nothing.
-/// - **Logits over Dk**: queries are divided by √Dk once more, where Dk is the dimension of queries
-///   and keys, so that logits are `q·k/Dk` as in µP (Yang et al. 2022,
-///   <https://arxiv.org/abs/2203.03466>). To divide queries and keys by √Dk each comes to the same
-///   logits. It has no weights, and changes a trained layer.
+/// - **Logits over Dk**: the layer divides queries by √Dk, where Dk is the dimension of queries and
+///   keys. The attention divides by √Dk as always, so logits are `q·k/Dk` as in µP (Yang et al.
+///   2022, <https://arxiv.org/abs/2203.03466>). It has no weights, and changes a trained layer.
 ///
 /// Convolutions look back whatever the mask says; in cross-attention queries are convolved along
 /// `x`, keys and values along `context`. A key that the mask hides counts as zeros in the
@@ -120,7 +119,8 @@ struct Registered {
     name: String,
     /// The map's variable itself, cut off from gradients: it changes when the map is loaded.
     stored: Tensor,
-    /// What the attention works with.
+    /// A copy of the numbers that the attention was given last, to notice that the map was loaded
+    /// since.
     used: Tensor,
 }
 
@@ -226,8 +226,8 @@ impl MultiHeadAttention {
                     buffer.dims()
                 );
             }
-            // A VarMap hands tensors out by shape only; of a file's tensor, the attention looks at
-            // the shape.
+            // A file's tensor is read with the shape that it has, which the attention checks. A
+            // VarMap needs to be told the shape, which is then the buffer's.
             let unchecked = if known { vb.get_unchecked_dtype(&name, buffer.dtype()).ok() } else { None };
             let tensor = match unchecked {
                 Some(tensor) => tensor,

@@ -56,8 +56,9 @@ thread_local! {
 /// [`ops`](crate::ops) with its views and sums included, [`Tape::backward`] is Candle's without the
 /// additions to zeros; any other operation in between makes it Candle's own. So does an operation
 /// of this crate where that composes Candle's operations: composed attention (see
-/// [`Path`](crate::Path)), [`softmax`](crate::ops::softmax),
-/// [`cross_entropy`](crate::ops::cross_entropy),
+/// [`Path`](crate::Path)), feature maps whose features no kernel computes, such as
+/// [`Elu`](crate::features::Elu), forget gates of a layer in f64 or on Metal,
+/// [`softmax`](crate::ops::softmax), [`cross_entropy`](crate::ops::cross_entropy),
 /// [`linear_cross_entropy`](crate::ops::linear_cross_entropy) where positions are left out,
 /// [`linear_distillation`](crate::ops::linear_distillation) where not all tensors are f32 on the
 /// CPU, and norms, activations and rotary positions of types that are not fused.

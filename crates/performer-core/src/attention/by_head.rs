@@ -124,8 +124,8 @@ impl ByHead {
             paths.push(group.path(part.inputs(), &Mask::causal())?);
             state.check(&group.identity()?, part.inputs().sizes()?, part.q.dtype())?;
         }
-        // What a group remembers depends on the path that made it, and only the group knows whether
-        // it can go on from that. Where all go on by the paths that they came by, they can.
+        // A group may refuse memory that another path made, after other groups have gone on. So the
+        // states are copied first, unless every group takes the path that made its memory.
         let before = (past > 0 && paths != states.paths).then(|| states.groups.clone());
         let extended =
             groups().zip(&mut states.groups).map(|((group, part), state)| group.extend(part.inputs(), state));

@@ -50,8 +50,8 @@ pub enum AttentionConfig {
         /// Attention to the others.
         far: FavorConfig,
     },
-    /// Attention in a layer with further parts. The parts belong to the layer, so this builds what
-    /// it holds, and [`Self::parts`] tells the layer what to put around it.
+    /// Attention in a layer with further parts. The parts belong to the layer, so [`Self::build`]
+    /// makes the attention inside alone, and [`Self::parts`] says what the layer puts around it.
     Equipped {
         /// The parts, at least one.
         parts: LayerParts,

@@ -46,7 +46,7 @@ pub(super) struct Exact {
     /// `(B, Hkv, T)`; `None` if no token had a gate.
     pub(super) gates: Option<Tensor>,
     /// The sum of the gates of the tokens that are missing, `(B, Hkv, 1)`, which the sinks are
-    /// forgotten by; `None` if there are no gates or no sinks.
+    /// forgotten by; `None` if no token is missing, or there are no gates or no sinks.
     forgotten: Option<Tensor>,
     /// The buffers that `keys` and `values` are a part of, if there is room for more tokens.
     room: Option<Room>,
@@ -94,7 +94,7 @@ impl Room {
 }
 
 impl Exact {
-    /// These keys, values and gates of `inputs`, after those of `past`.
+    /// The keys, values and gates of `past`, followed by those of `inputs`.
     pub(super) fn append(past: Option<&Self>, inputs: Inputs<'_>) -> Result<Self> {
         let (keys, values) = (inputs.k.contiguous()?, inputs.v.contiguous()?);
         let kept = past.map_or(Ok(0), Self::len)?;

@@ -94,8 +94,9 @@ pub(super) fn values_and_one(v: &Tensor, visible: Option<&Tensor>) -> Result<Ten
     Tensor::cat(&[v, ones], D::Minus1)
 }
 
-/// Splits `[num, den]` and divides. A denominator of exactly zero means that no key was visible:
-/// the row is zero.
+/// Splits `[num, den]` and divides; a denominator of exactly zero counts as 1. A row that sees no
+/// key has one, with a numerator of zero, so it is zero. (Where signed features cancel to a
+/// denominator of exactly zero, which is rare, the row is the numerator.)
 pub(super) fn normalise(num_den: &Tensor) -> Result<Tensor> {
     let dv = num_den.dim(D::Minus1)? - 1;
     let num = num_den.narrow(D::Minus1, 0, dv)?;

@@ -135,9 +135,10 @@ pub use windowed::Windowed;
 /// Multi-head attention over given queries, keys and values, in one pass or token by token.
 ///
 /// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of
-/// the inputs. Half types are widened: features and sums, and the states that hold them, are f32
-/// (f64 for f64). Exact softmax keeps keys and values in the type of the inputs; the window of
-/// [`Windowed`], which is joined with such sums, keeps its own as wide as they are.
+/// the inputs. Half types are widened: sums of features, and the states that hold them, are f32
+/// (f64 for f64). So are features, except that CUDA kernels for half types round them to bf16 for
+/// matrix products. Exact softmax keeps keys and values in the type of the inputs; [`Windowed`]
+/// keeps those of its window in the type of FAVOR's sums, with which they are joined.
 ///
 /// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`]
 /// and [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to
@@ -185,9 +186,10 @@ pub trait Attention: fmt::Debug + Send + Sync {
 
     /// Computes causal attention of a segment of a sequence whose other segments are computed
     /// elsewhere, with gradients across the borders: what [`Self::forward`] over the whole sequence
-    /// has there, up to rounding. What earlier segments have comes through [`Segment::earlier`], or
-    /// merged through [`Segment::merged_before`]; nothing of later ones changes an output. An
-    /// attention that looks at no other token needs its [`Self::forward`] alone.
+    /// has there, up to rounding. All segments have the same number of tokens. An implementation
+    /// receives the tensors of earlier segments from [`Segment::earlier`], or merged from
+    /// [`Segment::merged_before`]; later segments change no output. Where outputs depend on no
+    /// other token, it can call [`Self::forward`].
     ///
     /// # Errors
     /// As for [`Self::forward`]; if another segment does not take part; and unless overridden,

@@ -6,7 +6,8 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Path {
-    /// Fused kernels of this crate, or of the attention's own.
+    /// Fused kernels of this crate, or of the attention's own. Features of maps that the kernels do
+    /// not know are computed before, by Candle's operations.
     Fused {
         /// The kind of device that they are written for, such as `CPU` or `CUDA`.
         device: &'static str,

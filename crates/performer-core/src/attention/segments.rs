@@ -82,9 +82,10 @@ pub trait Neighbours: fmt::Debug + Send + Sync {
     fn count(&self) -> usize;
 
     /// Sends `x` to segment `to` and receives from segment `from` a tensor of the shape, type and
-    /// device of `x`; either may be left out. Whoever is sent to receives. Messages between two
-    /// segments arrive in the order in which they were sent. `x` may have any strides, and has no
-    /// gradient.
+    /// device of `x`; either may be left out. Every send has its counterpart: segment `to` makes a
+    /// call that receives from this one. Messages between two segments arrive in the order in which
+    /// they were sent. `x` may have any strides, and has no gradient. The result is `None` if
+    /// `from` is.
     ///
     /// # Errors
     /// If the other segment does not take part.
@@ -213,9 +214,10 @@ impl Segment {
     /// Gradients go back to where the tensors came from. All segments call it in the same places,
     /// with tensors of one shape and type, the first and the last included.
     ///
-    /// In round `k` a segment sends what it has merged so far to the one `2^k` places on (Hillis
-    /// and Steele 1986), so each sends at most `⌈log₂ N⌉` times the size of `x`, however many
-    /// segments there are. How terms are grouped depends on the number of segments alone.
+    /// In round `k`, from 0, a segment sends what it has merged so far to the one `2^k` places on
+    /// (Hillis and Steele 1986), so with `N` segments each sends at most `⌈log₂ N⌉` times the size
+    /// of `x`. How terms are grouped depends on this segment's [`Self::index`] alone, so the
+    /// rounding of the result is the same in every run.
     ///
     /// # Errors
     /// If a segment does not take part, and those of `merge`.
@@ -326,8 +328,8 @@ impl Neighbours for Alone {
     }
 }
 
-/// Returns `x`, made to depend on `earlier`: the backward pass comes to `earlier` after it has come
-/// to this.
+/// Returns a copy of `x` that depends on `earlier` too, so that the backward pass comes to
+/// `earlier` after it has come to the copy.
 fn after(x: &Tensor, earlier: &Tensor) -> Result<Tensor> {
     apply(After, [x, earlier])
 }
@@ -398,7 +400,8 @@ impl Operation<2> for Gathered {
                 (sum, received) => sum.or(received),
             };
         }
-        // What nobody got has no gradient, but whoever made it may have exchanged something before.
+        // If no segment received `x`, its gradient is zero. It is returned nevertheless, since the
+        // backward pass must come to the exchanges that `x` may have been computed from.
         let sum = sum.map_or_else(|| x.zeros_like(), |sum| sum.force_contiguous())?;
         Ok([Some(sum.detach()), None])
     }

@@ -26,8 +26,8 @@ const CACHE_TOKENS: usize = 256;
 /// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and
 /// bf16, on the CPU and on CUDA up to 128 dimensions), `O(T²)` elsewhere.
 ///
-/// With [`Self::with_window`], causal attention to the last tokens alone, in linear time and with a
-/// state of constant size: what linear attention has to be better than.
+/// With [`Self::with_window`], causal attention to the last tokens alone, with a state of constant
+/// size and, where it is fused, in linear time: what linear attention has to be better than.
 #[derive(Clone, Debug, Default)]
 pub struct Softmax {
     composed: bool,
@@ -83,8 +83,8 @@ impl Softmax {
         self.sinks
     }
 
-    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a
-    /// second opinion on them.
+    /// Never uses the fused kernels: Candle's own operations compute the same up to rounding, more
+    /// slowly, to check the kernels against.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self
@@ -178,7 +178,8 @@ impl Softmax {
         }
     }
 
-    /// The path of [`Self::with_logs`], which is also that of attention without logarithms.
+    /// The path of attention without logarithms, which is that of [`Self::with_logs`] too where the
+    /// inputs are f32 or f64; CUDA has no logarithms for half types.
     pub(super) fn path_with_logs(&self, inputs: Inputs<'_>) -> Path {
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => Path::Fused { device: "CPU" },

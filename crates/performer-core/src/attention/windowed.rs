@@ -4,10 +4,11 @@
 //! ones by `φ(q)·φ(k)`:
 //! `o_i = (Σ_near e^{s_ij} v_j + Σ_far φ_i·φ_j v_j) / (Σ_near e^{s_ij} + Σ_far φ_i·φ_j)`. The
 //! window slides a token at a time: what is near depends on the distance alone, not on chunks of a
-//! kernel. Both parts are fused operations that return the logarithms of their denominators; the
-//! far one gets queries `W..` over keys `..T − W`, which is causal attention between them. `N`
-//! sinks, the first tokens, are near to every query and so never among the far keys: then the far
-//! part gets queries `W + N..` over keys `N..T − W`.
+//! kernel. Each part, near and far, returns its quotients and the logarithms of its denominators,
+//! from which they are joined. The far part gets queries `W..` over keys `..T − W`: the `t`-th of
+//! these queries sees the first `t` of these keys, which is causal attention. `N` sinks, the first
+//! tokens, are near to every query and so never among the far keys: then the far part gets queries
+//! `W + N..` over keys `N..T − W`.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -21,16 +22,17 @@ use super::{
 use crate::{features::Features, ops};
 
 /// Causal attention, exact to the last `window` tokens and by FAVOR to those before, in `O(T·(W +
-/// F))` time. The decoding state holds the keys and values of `W` tokens and of the sinks, and
-/// FAVOR's sums. The feature map must return [`Features::Log`], which `relu` does not.
+/// F))` time where the exact part is fused (see [`Softmax`]), else in `O(T²)`. The decoding state
+/// holds the keys and values of `W` tokens and of the sinks, and FAVOR's sums. The feature map must
+/// return [`Features::Log`], which `relu` does not.
 #[derive(Debug)]
 pub struct Windowed {
     window: usize,
     sinks: usize,
     near: Softmax,
     far: Favor,
-    /// The far part's identity when this was built, loaded or redrawn, and the whole's of then;
-    /// `None` only while it is being built.
+    /// The identities of the far part and of the whole when this was last built, loaded or redrawn;
+    /// the second is computed again where the first has changed. `None` only while it is built.
     identity: Option<(Identity, Identity)>,
 }
 
@@ -106,8 +108,8 @@ fn check_causal(mask: &Mask) -> Result<()> {
     Ok(())
 }
 
-/// Adds to the logarithms `(B, H, T − W, 1)` of the far part what was forgotten within the window:
-/// the far part knows the gates up to the token that has just left it.
+/// Adds to the logarithms `(B, H, T − W, 1)` of the far part's denominators the sums of the gates
+/// within each query's window: the far part only has the gates up to the last token before it.
 fn forget(logs: Tensor, gates: Option<&Tensor>, window: usize) -> Result<Tensor> {
     let Some(gates) = gates else { return Ok(logs) };
     let heads = logs.dim(1)?;

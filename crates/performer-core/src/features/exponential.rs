@@ -8,8 +8,8 @@ use super::{ExponentialForm, FeatureMap, Features, half_square_norm, project, tr
 
 /// The map of positive random features, `φ(x)_r = M^-½ exp(ω_r·x − ‖x‖²/2)`, `F = M`.
 ///
-/// It is unbiased for `e^{x·y}`; its MSE for iid Gaussian rows is
-/// `(1/M) e^{‖x+y‖²} SM² (1 − e^{−‖x+y‖²})`.
+/// It is unbiased for `SM = e^{x·y}`; its mean squared error for independent Gaussian rows is
+/// `(1/M) e^{‖x+y‖²} SM² (1 − e^{−‖x+y‖²})` (Choromanski et al. 2020, Lemma 2).
 #[derive(Clone, Debug)]
 pub struct Positive {
     projection_t: Tensor,

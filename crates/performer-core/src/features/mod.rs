@@ -123,8 +123,11 @@ pub(crate) fn scale_or_zero(log_scale: Option<Tensor>, values: &Tensor) -> Resul
     }
 }
 
-/// The form of features `F^-½ exp(±ω_r·x − ‖x‖²/2)`, with parameters for each of `H` key heads, or
-/// one set for all (`H` = 1).
+/// The form of features `e^{−o(x)} exp(±ω_r·x)`, with parameters for each of `H` key heads, or one
+/// set for all (`H` = 1).
+///
+/// For queries, `o` is [`FeatureMap::query_offset`], which cancels in attention. For keys it is
+/// `‖x‖²/2 + ln(F)/2`, unless [`Self::keys`] has another form.
 #[derive(Clone, Debug)]
 pub struct ExponentialForm {
     /// Ω, shape `(H, M, D)`.

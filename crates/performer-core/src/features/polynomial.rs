@@ -11,8 +11,9 @@ use super::{FeatureMap, Features};
 /// costs more than softmax at any length people use.
 const MAX_FEATURES: usize = 1 << 14;
 
-/// The highest power of the limit form, where `(1 + z/n)^n` is within a thousandth of `e^z` for
-/// `|z| ≤ 1`. All factors of all monomials are kept.
+/// The highest power of the limit form. There the relative error of `(1 + z/n)^n` against `e^z` is
+/// below a thousandth for `|z| ≤ 1`. Memory grows with it, since the indices of all factors of all
+/// monomials are kept.
 const MAX_POWER: u32 = 1024;
 
 /// `Monomials` are all monomials of degree `n` in `variables` variables, each a product of `n`

@@ -7,10 +7,11 @@ use super::{FeatureMap, Features, project, transposed};
 /// The ε of [`Relu`], which keeps every denominator positive: the value of the paper's own code.
 pub const RELU_EPSILON: f64 = 1e-3;
 
-/// The map `φ(x) = M^-½ relu(ω·x) + ε`, `F = M`: an arc-cosine kernel.
+/// The map `φ(x) = M^-½ relu(ω·x) + ε`, `F = M`: an arc-cosine kernel, up to terms in
+/// ε = [`RELU_EPSILON`].
 ///
-/// It is the best map on protein sequences in Choromanski et al. 2020 (section 4.3), and does not
-/// estimate softmax.
+/// It is the best map on protein sequences in Choromanski et al. 2020
+/// (<https://arxiv.org/abs/2009.14794>, section 4.4), and does not estimate softmax.
 #[derive(Clone, Debug)]
 pub struct Relu {
     projection_t: Tensor,

@@ -12,7 +12,8 @@ use super::{FeatureMap, Features, half_square_norm, project, transposed};
 /// The map `φ(x) = M^-½ e^{‖x‖²/2} [sin(ω·x), cos(ω·x)]`, `F = 2M`: unbiased for the softmax
 /// kernel.
 ///
-/// Its MSE for iid rows is `(1/2M) e^{‖x+y‖²} SM^-2 (1 − e^{−‖x−y‖²})²`.
+/// With `SM = e^{x·y}`, its mean squared error for independent Gaussian rows is
+/// `(1/2M) e^{‖x+y‖²} SM^-2 (1 − e^{−‖x−y‖²})²` (Choromanski et al. 2020, Lemma 2).
 #[derive(Clone, Debug)]
 pub struct Trigonometric {
     projection_t: Tensor,

@@ -39,7 +39,7 @@ impl Call<'_> {
         let (b, h, t, d) = self.inputs.q.dims4()?;
         let hkv = self.sizes.key_heads;
         let scaled = ops::scale(&ops::to_dtype(self.inputs.q, DType::F32)?, (d as f64).powf(-0.25))?;
-        // As many rows of queries as there are key heads, see FeatureMap::features.
+        // A map with parameters for each key head needs key heads as the first dimension.
         let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
         ops::reshape(&self.map.query_offset(&rows)?, (b, h, t, 1))
     }

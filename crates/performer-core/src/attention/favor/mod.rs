@@ -218,8 +218,8 @@ impl Favor {
         self
     }
 
-    /// Never uses the fused kernels: the same numbers from Candle's own operations, slower, as a
-    /// second opinion on them.
+    /// Never uses the fused kernels: Candle's own operations compute the same up to rounding, more
+    /// slowly, to check the kernels against.
     pub fn composed(mut self) -> Self {
         self.composed = true;
         self.backends = Backends::only_composed(self.chunk);
@@ -231,8 +231,8 @@ impl Favor {
         &*self.map
     }
 
-    /// Sets the tokens a chunk of causal attention takes in composed operations: cost and rounding
-    /// change, the result does not.
+    /// Sets the tokens that a chunk of causal attention has in composed operations. It decides time
+    /// and memory; results are equal up to rounding.
     ///
     /// # Errors
     /// If `chunk` is no power of two, or above 4,096.

@@ -108,8 +108,9 @@ fn with_one_head(rows: &Tensor) -> Result<Tensor> {
     ops::reshape(rows, (n, 1, tokens, width))
 }
 
-/// The features of queries and of keys, which are multiplied by `scale` first, and behind those of
-/// keys their log-scale of 0, where a kernel of CUDA computes the features of the map.
+/// Computes the features of queries `(.., D) → (.., F)` and of keys `(.., D) → (.., F + 1)` by a
+/// CUDA kernel, after multiplying both by `scale`. The last number of a key is its log-scale, which
+/// is 0 for these maps. Returns `None` where the kernel does not take the map or the tensors.
 #[cfg(feature = "cuda")]
 fn quadratic(map: &dyn FeatureMap, [q, k]: [&Tensor; 2], scale: f64) -> Result<Option<[Tensor; 2]>> {
     let Some(second) = map.quadratic_form().filter(|_| cuda::takes(q) && cuda::takes(k)) else {

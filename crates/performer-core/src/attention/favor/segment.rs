@@ -1,8 +1,9 @@
 //! A sequence cut into segments that are computed apart: what the keys of a segment come to, and
 //! attention of a segment given what the segments before it come to.
 //!
-//! Prefix sums merge associatively. With scales `c` (a maximum per feature), sums
-//! `S = Σ_j φ(k_j) [v_j, 1] / e^c` and the sum `G` of the gates of a segment,
+//! Prefix sums merge associatively. Let `G` be the sum of the gates of a segment and `G_j` that of
+//! the gates after its token `j`. With scales `c` (for each feature the maximum over `j` of
+//! `G_j + log φ(k_j)`) and sums `S = Σ_j e^{G_j} φ(k_j) [v_j, 1] / e^c`,
 //!
 //! ```text
 //! (c, S, G) ⊕ (c', S', G') = (m, e^{c + G' − m} S + e^{c' − m} S', G + G'),  m = max(c + G', c')
@@ -103,7 +104,8 @@ impl SegmentSums {
         Tensor::cat(&parts, 1)
     }
 
-    /// The sums of another segment in the place of these, of the rows that [`Self::packed`] made.
+    /// Rebuilds the sums of a segment from `rows` that [`Self::packed`] made there. `self` only
+    /// gives their sizes, and whether there are gates.
     fn unpacked(&self, rows: &Tensor) -> Result<Self> {
         let (n, f, e) = self.sums.dims3()?;
         Ok(Self {
@@ -132,12 +134,13 @@ impl SegmentSums {
 }
 
 impl Favor {
-    /// Computes what the keys, values and gates of a segment come to, in `O(T)`. Gradients go back
-    /// to them. The feature map must be positive; no key is hidden.
+    /// Computes the sums over the keys, values and gates of a segment, in `O(T)`, with gradients to
+    /// all three. The logarithms of features must be known: the map returns [`Features::Log`], or
+    /// has a [`FeatureMap::rectified_form`]. No key is hidden.
     ///
     /// # Errors
-    /// As for [`Attention::forward`](crate::Attention::forward), and if features are signed or
-    /// there is no key.
+    /// As for [`Attention::forward`](crate::Attention::forward), and if the logarithms of features
+    /// are not known or there is no key.
     pub fn sums_of_segment(&self, inputs: Inputs<'_>) -> Result<SegmentSums> {
         let folded = self.folded(inputs)?;
         let mut k = self.logs_of(self.map.key_features(&folded.k)?)?;
@@ -201,7 +204,7 @@ impl Favor {
         Ok((join((&near, &near_logs), (&far, &far_logs))?, join_logs(&near_logs, &far_logs)?))
     }
 
-    /// What no keys come to, beside these inputs of sizes `(B, H, T, D)`.
+    /// The sums of a segment without keys, of the sizes, type and device that these inputs need.
     pub(in crate::attention) fn no_sums(&self, inputs: Inputs<'_>) -> Result<SegmentSums> {
         let (b, heads, _, dv) = inputs.v.dims4()?;
         let (n, f, dtype, device) =
@@ -213,8 +216,8 @@ impl Favor {
         })
     }
 
-    /// Computes [`Attention::forward_segment`](crate::Attention::forward_segment): one exchange of
-    /// sums, whatever the length.
+    /// Computes [`Attention::forward_segment`](crate::Attention::forward_segment) by one scan over
+    /// the sums of segments, whose messages do not grow with the number of tokens.
     pub(super) fn in_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
         let sizes = inputs.sizes_under(&Mask::causal())?;
         // Every segment has as many sequences, so none waits for what another would send.

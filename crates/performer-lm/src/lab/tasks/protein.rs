@@ -1,5 +1,5 @@
 //! This task predicts masked residues of proteins from those on both sides; it is the Performer
-//! paper's task (section 4.3).
+//! paper's task (section 4.4).
 //!
 //! As in that paper and in BERT, 15% of the residues are chosen; of these 80% are masked, 10% are
 //! replaced by a random residue and 10% stay.

@@ -25,8 +25,8 @@
 //! whatever comes after `t`. The levels cost as many products as the triangle has entries, and
 //! `log₂ C` exponentials per feature.
 //!
-//! Signed features carry one log-scale a row instead, and the triangle is weighted by
-//! `exp(s_j − max_{j≤i} s_j)`.
+//! Signed features have one log-scale `s_j` for each key instead, and the entry of row `i` and key
+//! `j` of the triangle is weighted by `exp(s_j − max_{l≤i} s_l)`.
 //!
 //! **Gates.** With forget gates `g`, key `j` counts for row `i` by `e^{Σ_{j<s≤i} g_s}`. Every
 //! maximum and every sum is then one as of its own token: a key is shifted by the gates after it, a
@@ -268,8 +268,8 @@ fn signed(
     let forgotten = decay.map(|decay| chunks.repeat_rows(&decay.up_to)).transpose()?;
     let at_row = add(&start, forgotten.as_ref())?;
     let earlier = q.matmul(&before)?.broadcast_mul(&at_row.broadcast_sub(&running)?.exp()?)?;
-    // s_j − max_{j≤i} s_j is at most 0 in the triangle; outside it is hidden before it can
-    // overflow.
+    // s_j − max_{l≤i} s_l is at most 0 in the triangle. Outside it may be positive, so it becomes
+    // −∞ before the exponential could overflow.
     let mut at_rows = scale.transpose(2, 3)?;
     if let Some(Decay { gates, .. }) = decay {
         let (n, count, c, _) = gates.dims4()?;
@@ -343,10 +343,11 @@ impl Scan {
     }
 }
 
-/// Computes the maximum over positions `≤ i` of the chunk and over `start`: `(N, chunks, C, X)`
-/// from `(N, chunks, 1, X)`, each as of position `i`.
+/// Computes for each position `i` the maximum over `log` `(N, chunks, C, X)` at positions `≤ i` of
+/// the chunk and over `start` `(N, chunks, 1, X)`, each lowered by the gates after its position up
+/// to `i`: `(N, chunks, C, X)`.
 ///
-/// Doubles the reach `log₂ C` times.
+/// Each of `log₂ C` rounds doubles the number of positions that a maximum covers.
 fn running_max(log: &Tensor, start: &Tensor, decay: Option<&Decay>) -> Result<Tensor> {
     let c = log.dim(2)?;
     let start = add(start, decay.map(|decay| &decay.up_to))?.detach();
@@ -369,8 +370,10 @@ fn running_max(log: &Tensor, start: &Tensor, decay: Option<&Decay>) -> Result<Te
     Ok(max)
 }
 
-/// Adds one more token: `S ← e^{c + g − c'} S + e^{l − c'} [v, 1]`, then the row reads `S`.
-/// `O(F·Dv)`.
+/// Adds one more token, then reads the sums for its queries, in `O(F·Dv)`. With the gate `g`, the
+/// log-features `l` of the key and `c' = max(c + g, l)`, sums become
+/// `e^{c + g − c'} S + e^{l − c'} [v, 1]` and scales `c'`. For signed features `l` is the log-scale
+/// of the key, whose values multiply the second term.
 fn step(
     q: &Tensor,
     k: &Tensor,

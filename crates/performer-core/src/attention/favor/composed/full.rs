@@ -1,11 +1,11 @@
 //! Linear attention over all keys at once: `φ(Q) (φ(K)ᵀ [V, 1])`, bidirectional or across
 //! sequences.
 //!
-//! The whole key sequence is visible to every row, so one maximum over the keys scales each
-//! feature: with `c_r = max_j l_r(k_j)` the weights `exp(l_r(k_j) − c_r)` of the keys are at most
-//! 1, and so are a query's weights `exp(l_r(q) + c_r − max_r(l_r(q) + c_r))`, the largest of which
-//! is exactly 1. Nothing overflows, the denominator of a positive map is at least 1, and no ε is
-//! needed.
+//! Every row sees all visible keys, so log-features `l_r` are scaled by one maximum over the keys
+//! for each feature: with `c_r = max_j l_r(k_j)` the weights `exp(l_r(k_j) − c_r)` of the keys are
+//! at most 1, and so are a query's weights `exp(l_r(q) + c_r − max_s(l_s(q) + c_s))`, the largest
+//! of which is exactly 1. Nothing overflows, the denominator is at least 1 where a key is visible,
+//! and no ε is needed. Other features are divided by the largest scale of a key, if they have one.
 
 use candle_core::{D, Result, Tensor};
 

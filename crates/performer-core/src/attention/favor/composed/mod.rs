@@ -72,8 +72,9 @@ pub(super) struct TensorSums {
 
 /// Prefix sums over the keys seen so far, by key head: `N = B·Hkv`, `F` features, `Dv` values.
 ///
-/// The sums are stored divided by `e^{log_scale}`, where `log_scale` is the running maximum of the
-/// log-features: every stored term is at most 1 in its feature, and the largest is exactly 1.
+/// The sums are stored divided by `e^{log_scale}`, where `log_scale` is the running maximum, after
+/// forget gates, of the log-features, or of the keys' log-scales where features are signed. Where
+/// they are log-features, no key weighs more than 1 in a feature, and the largest weight is 1.
 #[derive(Clone, Debug)]
 pub(super) struct PrefixSums {
     /// `c`: shape `(N, 1, F)` for positive features (a maximum per feature), `(N, 1, 1)` for signed
