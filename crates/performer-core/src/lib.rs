@@ -16,7 +16,7 @@
 //! | norms, rotary positions and feed-forward layers, in place of Candle's that give no gradient | [`nn`] |
 //! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
 //! | a backward pass without the additions to zeros that Candle's makes | [`Tape`] |
-//! | the same in plain f64, against which the tests compare the rest | [`mod@reference`] |
+//! | the formulas in plain f64, against which the tests compare the rest | [`mod@reference`] |
 //!
 //! # Example
 //! A multi-head layer whose attention is exchanged by one line:
