@@ -20,7 +20,8 @@ use crate::kernels::addition;
 /// input that gets none.
 type Backward = Box<dyn Fn(&Tensor) -> Result<Vec<Option<Tensor>>>>;
 
-/// Adds an operation's contribution to the gradient of its one input, if there is a gradient yet.
+/// Returns the gradient of an operation's one input with the operation's contribution added: the
+/// contribution alone where there is no gradient yet.
 type AddTo = Box<dyn Fn(Option<Tensor>, &Tensor) -> Result<Tensor>>;
 
 /// A `Record` is what the tape knows of one tensor: the inputs of the operation that made it, and
@@ -109,8 +110,10 @@ impl Tape {
         })
     }
 
-    /// Counts the tensors between `loss` and its variables that no operation of this crate made.
-    /// If there are any, [`Self::backward`] is [`Tensor::backward`].
+    /// Counts the tensors between `loss` and its variables that no operation of this crate recorded
+    /// here. What lies below one of them is not looked at, so the number says where the tape ends,
+    /// not how many operations are missing. Unless it is 0, [`Self::backward`] is
+    /// [`Tensor::backward`].
     pub fn unrecorded(&self, loss: &Tensor) -> usize {
         self.with_records(|records| Order::of(loss, records).unrecorded)
     }

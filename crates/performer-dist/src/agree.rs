@@ -9,7 +9,7 @@ use crate::{Ranks, Result};
 /// that rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disagreement {
-    /// The rank that failed first, or that differs.
+    /// The lowest rank that failed, or the lowest that differs from rank 0.
     pub rank: usize,
     /// The number of ranks.
     pub size: usize,
@@ -44,7 +44,7 @@ fn gather_texts(ranks: &dyn Ranks, text: &str) -> Result<Vec<String>> {
 }
 
 /// Waits for the outcome of all ranks: `failure` is why this one failed, if it did. Returns the
-/// first rank that failed, so that all of them stop, and say the same.
+/// lowest rank that failed, so that all of them stop and say the same.
 ///
 /// # Errors
 /// If a rank does not take part before the deadline.
@@ -58,8 +58,8 @@ pub fn agree(ranks: &dyn Ranks, failure: Option<&str>) -> Result<Option<Disagree
     Ok(failed.map(|(rank, text)| Disagreement { rank, size: ranks.size(), text: text.into() }))
 }
 
-/// Compares a text of all ranks with that of rank 0. `differs(first, other)` says in words what is
-/// otherwise in the second of two that differ.
+/// Compares the texts of all ranks with that of rank 0 and returns the lowest rank whose text is
+/// another. `differs(text of rank 0, text of that rank)` makes the message.
 ///
 /// # Errors
 /// If a rank does not take part before the deadline.

@@ -11,8 +11,8 @@ const BUCKET: usize = 1 << 20;
 ///
 /// The order of additions is that in which one rank with all parts adds them, so the sum has the
 /// same bits on any number of ranks. It goes along the ranks in buckets: a rank adds its parts to
-/// one bucket of what the rank before it has summed while the next is on its way. Every rank sends
-/// its neighbour `length` numbers, and the sum goes back to all by a broadcast.
+/// one bucket of what the rank before it has summed while the next is on its way. Every rank but
+/// the last sends `length` numbers to the next, and the sum goes back to all by a broadcast.
 ///
 /// # Errors
 /// If a rank does not take part before the deadline.

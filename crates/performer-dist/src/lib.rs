@@ -5,8 +5,8 @@
 //! collective calls, each with a deadline. There are implementations for one process ([`One`]), for
 //! ranks that are threads of one process ([`threads`]) and for processes under MPI (`Mpi`, with the
 //! feature `mpi`). With the feature `nccl`, processes under MPI connect their cards, whose numbers
-//! then go from one to the other without the processor ([`Cards`]). What stands above them knows
-//! nothing of what carries them:
+//! then go from one to the other without the processor ([`Cards`]). The rest of the crate is built
+//! on [`Ranks`] alone and works with every implementation:
 //!
 //! - [`sum_in_order`] adds the gradients of a batch whose parts are computed by several ranks, in
 //!   one order, whatever the number of ranks. So a training has the same bits on any number.

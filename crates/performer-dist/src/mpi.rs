@@ -28,7 +28,8 @@ use crate::{Error, Ranks, Reduction, Result};
 /// Bytes of one message at most: MPI counts them in an `int`.
 const PIECE: usize = 1 << 30;
 
-/// How often a call is asked for without a pause, while another process may be about to answer.
+/// How often MPI is asked without a pause whether a call is done: another process may be about to
+/// answer.
 const SPINS: u32 = 200;
 
 /// The shortest and the longest pause between two questions. MPI moves large messages on while it

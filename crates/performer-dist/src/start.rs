@@ -4,10 +4,10 @@ use std::{env, sync::Arc, time::Duration};
 
 use crate::{One, Ranks};
 
-/// What launchers put into the environment of the processes that they start: the number of them.
-/// OpenMPI, then MPICH and whatever else speaks PMI, then Slurm with PMIx. Slurm sets
-/// `SLURM_NTASKS` in the scripts of a job too, so `PMIX_RANK` tells that `srun` has started this
-/// process.
+/// The environment variables by which launchers tell their processes how many they are. The first
+/// of a pair shows that the launcher started this process, the second holds the number: OpenMPI,
+/// then MPICH and whatever else speaks PMI, then Slurm with PMIx. Slurm sets `SLURM_NTASKS` in the
+/// scripts of a job too, so `PMIX_RANK` tells that `srun` has started this process.
 const SIZES: [(&str, &str); 3] =
     [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMI_SIZE", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")];
 
@@ -39,15 +39,17 @@ pub fn local_rank() -> usize {
 /// What launchers say of the number of a process, in the order of [`SIZES`].
 const RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];
 
-/// Returns the number of this process among those that a launcher started, as far as the launcher
-/// says it: for what is to be said once, before [`start`].
+/// Returns the number of this process among those that a launcher started, 0 where the launcher
+/// does not say it. With it a program can keep all processes but one silent before it calls
+/// [`start`].
 pub fn launched_rank() -> usize {
     let rank = |name: &&str| env::var(name).ok()?.parse().ok();
     if launched() > 1 { RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
 }
 
 /// Joins the processes that a launcher of MPI started with this one; without a launcher, or where
-/// it started one process, this is [`One`]. To be called once; MPI may start threads.
+/// it started one process, this is [`One`]. Call it once, and only after the environment variables
+/// of the process are set, because MPI may start threads.
 ///
 /// # Errors
 /// In words, if there are several processes and this build has no MPI, or MPI does not start, or

@@ -30,7 +30,8 @@ pub struct Thread {
     rank: usize,
     /// The numbers of all ranks among all threads.
     members: Arc<[usize]>,
-    /// Which groups were named, split by split, on the way to these ranks.
+    /// For each split that led to these ranks, its count among all splits of the same ranks,
+    /// and the group that was named. It keeps the messages of different groups apart.
     group: Arc<[(usize, usize)]>,
     /// The number of times that these ranks were split.
     splits: Mutex<usize>,
@@ -69,7 +70,7 @@ impl Post {
     }
 }
 
-/// Locks what is whole whatever a thread died of.
+/// Locks a mutex even after a thread panicked with it: what it guards is never left half changed.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -99,7 +100,8 @@ impl Thread {
         post.arrived.notify_all();
     }
 
-    /// Receives a message of a call that has begun at a time.
+    /// Receives `bytes` bytes from rank `from`. The deadline counts from `begun`, when the call
+    /// began.
     fn receive(&self, from: usize, call: &str, bytes: usize, begun: Instant) -> Result<Vec<u8>> {
         let (post, address) = (&self.present.post, self.address(from, self.rank));
         let deadline = *locked(&self.deadline);

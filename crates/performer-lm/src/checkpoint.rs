@@ -56,6 +56,9 @@ const TRAIN_STATE: &str = "train_state.json";
 /// The files whose digests `model.safetensors` lists, in the order in which they are written.
 const COMPANIONS: [&str; 4] = [CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE];
 
+/// The state of a training, with which it goes on.
+pub(crate) const TRAINING: [&str; 2] = [OPTIMIZER, TRAIN_STATE];
+
 /// Files that tell of the model beside them: of its training, or of its conversion.
 pub(crate) const REPORTS: [&str; 7] =
     ["metrics.json", "metrics.jsonl", "loss.svg", "loss.png", "convert.json", "convert.svg", "convert.png"];
@@ -117,7 +120,7 @@ pub(crate) fn remove_reports(dir: &Path, is_stale: impl Fn(&str) -> bool) -> Res
 /// # Errors
 /// If it cannot be removed.
 pub(crate) fn remove_training(dir: &Path) -> Result<()> {
-    [OPTIMIZER, TRAIN_STATE].iter().try_for_each(|name| remove(&dir.join(name), &mut |_| Ok(())))
+    TRAINING.iter().try_for_each(|name| remove(&dir.join(name), &mut |_| Ok(())))
 }
 
 impl Checkpoint {
@@ -251,8 +254,8 @@ impl TrainingState {
     ///
     /// # Errors
     /// As [`Checkpoint::load`]; also if the model was saved without a training state, or with
-    /// another one than the folder holds: weights, optimiser and progress of different steps go on
-    /// as no run ever was.
+    /// another one than the folder holds: a training that went on from weights, optimiser and
+    /// progress of different steps would be one that no run could have had.
     pub fn load(dir: &Path, device: &Device) -> Result<Self> {
         require_folder(dir)?;
         let digests = committed_digests(dir)?.unwrap_or_default();
@@ -283,7 +286,7 @@ impl TrainingState {
 /// The stage in which the new checkpoint takes the place of the old one.
 const COMMIT: &str = "commit";
 
-/// Told what is about to happen; an error stops the save there.
+/// A `Stage` is told what is about to happen; its error stops the save there.
 type Stage<'a> = &'a mut dyn FnMut(&str) -> Result<()>;
 
 type Content<'a> = &'a dyn Fn(&mut dyn Write) -> io::Result<()>;

@@ -72,7 +72,7 @@ pub struct ModelConfig {
     pub positions: Positions,
     /// Whether the output head is the token embedding.
     pub tied_head: bool,
-    /// Whether linear layers have biases.
+    /// Whether the linear layers of blocks have biases; the output head has none.
     #[serde(default)]
     pub bias: bool,
     /// Whether the projections to queries, keys and values have biases, even if others have none.
@@ -277,7 +277,8 @@ impl ModelConfig {
     }
 
     /// Returns the number of layers whose decoding state grows with every token of a sequence of
-    /// this context: those with softmax, and those with a window that is longer than the context.
+    /// this context: those with softmax, and those whose window and sinks together are longer than
+    /// the context.
     pub fn growing_layers(&self) -> usize {
         let is_unfilled = |attention: &AttentionConfig| {
             attention.window().is_some_and(|window| window.saturating_add(attention.sinks()) > self.context)
@@ -287,7 +288,7 @@ impl ModelConfig {
         (0..self.layers).filter(|&layer| grows(self.attention_of(layer))).count()
     }
 
-    /// Whether the attention of every layer is exact.
+    /// Whether every layer has plain softmax attention: no windows, and no parts such as gates.
     pub fn is_softmax(&self) -> bool {
         (0..self.layers).all(|layer| *self.attention_of(layer) == AttentionConfig::Softmax)
     }

@@ -89,12 +89,17 @@ fn metal() -> Result<Device> {
 /// Adds the cause to an error that says that a GPU's memory ran out, unless it has one; `lower`
 /// says what decides how much is needed.
 pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: String, in_training: bool) -> anyhow::Error {
-    let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
     let explained = matches!(error.downcast_ref(), Some(Cause::OutOfMemory { .. }));
-    if device.is_cpu() || explained || !error.chain().any(|e| ran_out(e.to_string())) {
+    if device.is_cpu() || explained || !is_out_of_memory(&error) {
         return error;
     }
     error.context(Cause::OutOfMemory { free: free_memory(device), lower, in_training })
+}
+
+/// Whether an error says that the memory of a device ran out. Drivers say it in words alone.
+pub(crate) fn is_out_of_memory(error: &anyhow::Error) -> bool {
+    let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
+    matches!(error.downcast_ref(), Some(Cause::OutOfMemory { .. })) || error.chain().any(|e| ran_out(e.to_string()))
 }
 
 #[cfg(feature = "cuda")]

@@ -73,7 +73,7 @@ pub(crate) fn require_once<T: PartialEq + fmt::Display>(what: &str, items: &[T])
     Ok(())
 }
 
-/// What [`Cause::Stopped`] says of work that is taken up by what began it.
+/// What [`Cause::Stopped`] says of work that the same command takes up again.
 #[cfg(feature = "lab")]
 pub(crate) const STOPPED: &str = "stopped; the same command goes on from here";
 

@@ -38,7 +38,8 @@ pub struct Evaluation {
 /// Evaluates `model` over `tokens` in windows of the model's context.
 ///
 /// # Errors
-/// If the text has fewer than two tokens, or a token lies beyond the model's vocabulary.
+/// If the text has fewer than two tokens, a token lies beyond the model's vocabulary, or the mean
+/// loss is not finite.
 pub fn evaluate(model: &Decoder, tokens: &TokenFile, threads: usize) -> Result<Evaluation> {
     evaluate_over(&One, model, tokens, threads, (model.config().context, usize::MAX), &Silent)
 }

@@ -11,7 +11,7 @@ pub(crate) struct FeatureRows {
     /// Those of keys, `(.., Tk, F)`.
     pub(crate) keys: Tensor,
     /// The logarithm of the factor that the features of each query lack, `(.., Tq, 1)`. Rows that
-    /// are normalised do without it; the lab sets them beside exact ones.
+    /// are normalised do without it; the lab needs it to add exact kernels to estimated ones.
     #[cfg_attr(not(feature = "lab"), allow(dead_code))]
     pub(crate) log_scale: Tensor,
 }
@@ -52,7 +52,7 @@ impl FeatureRows {
     }
 }
 
-/// Divides each row by its sum; a row whose sum is zero is not changed.
+/// Divides each row of a kernel `(Tq, Tk)` by its sum; a row whose sum is zero is not changed.
 pub(crate) fn normalised(kernel: &Tensor) -> Result<Tensor> {
     let sums = kernel.sum_keepdim(1)?;
     let empty = sums.eq(0.0)?.to_dtype(DType::F64)?;

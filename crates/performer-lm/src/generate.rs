@@ -155,8 +155,8 @@ impl<'a> Continuation<'a> {
     /// Prepares to continue `prompt`.
     ///
     /// # Errors
-    /// If the prompt has more tokens than the model has positions, a setting of `sampling` is out
-    /// of range, or the model leaks.
+    /// If the prompt cannot be encoded, or has more tokens than the model has positions after the
+    /// token that begins a text; if a setting of `sampling` is out of range, or the model leaks.
     pub fn new(model: &'a Decoder, tokenizer: &'a Tokenizer, prompt: &str, sampling: Sampling) -> Result<Self> {
         model.config().require_causal()?;
         let sampler = Sampler::new(sampling)?;
@@ -220,7 +220,7 @@ impl<'a> Continuation<'a> {
         }
         let (tokens, state_bytes) = (writing.tokens(), writing.state_bytes());
         let rest = writing.finish()?;
-        if !rest.is_empty() {
+        if stop != Stop::Interrupted && !rest.is_empty() {
             emit(&rest)?;
         }
         Ok(Generation { tokens, stop, state_bytes })
@@ -230,7 +230,7 @@ impl<'a> Continuation<'a> {
 /// `Step` is what one more token brought.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The text that it completed; none while a character is incomplete.
+    /// The text that it completed, which is empty while a character is incomplete.
     Text(String),
     /// Nothing: the text has ended, and every further step says so.
     Ended(Stop),
@@ -282,7 +282,7 @@ impl Writing<'_> {
     }
 
     /// Returns the number of tokens that the model has read: the one before a text, those of the
-    /// prompt, and all that were written but the last.
+    /// prompt, and those that were written, the last one not before a further step is taken.
     pub fn tokens_read(&self) -> usize {
         self.state.tokens()
     }
@@ -305,7 +305,7 @@ impl Writing<'_> {
 /// [`Continuation::write`].
 ///
 /// # Errors
-/// If the prompt cannot be encoded or is longer than the model's positions, or the model fails.
+/// Those of [`Continuation::new`] and [`Continuation::write`].
 pub fn generate(
     model: &Decoder,
     tokenizer: &Tokenizer,
@@ -319,7 +319,14 @@ pub fn generate(
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
+    use crate::{
+        config::{ModelConfig, Preset},
+        data::{DataSpec, prepare},
+        listener::Silent,
+    };
 
     fn counts(sampling: Sampling, logits: &[f32]) -> Vec<usize> {
         let mut sampler = Sampler::new(sampling).unwrap();
@@ -368,5 +375,30 @@ mod tests {
             let error = Sampler::new(sampling).err().unwrap().to_string();
             assert!(error.contains(word) && !error.contains("Some"), "{error}");
         }
+    }
+
+    /// The first byte of a character completes no text. Whoever has said that this is enough is not
+    /// handed what is left of the character either.
+    #[test]
+    fn nothing_is_handed_over_after_it_is_enough() -> Result<()> {
+        let data = prepare(&DataSpec::Sample, 300, None, &Silent)?;
+        let (preset, _) = Preset::Seed.load()?;
+        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..preset };
+        let model = Decoder::new(&config, 1, &Device::Cpu)?;
+        let mut incomplete = 0;
+        for seed in 0..40 {
+            let sampling = Sampling { temperature: 1.0, top_k: None, top_p: None, seed };
+            let mut texts = Vec::new();
+            let generation = generate(&model, &data.tokenizer, "", 5, sampling, |text| {
+                texts.push(text.to_owned());
+                Ok(false)
+            })?;
+            if generation.stop == Stop::Interrupted {
+                assert_eq!(texts.len(), 1, "{texts:?}");
+                incomplete += usize::from(texts[0].is_empty());
+            }
+        }
+        assert!(incomplete > 0);
+        Ok(())
     }
 }

@@ -29,8 +29,8 @@ pub trait Listener: Sync {
         let _ = text;
     }
 
-    /// Work of a known size begins, of which `done` is done already. It ends when the answer is
-    /// dropped.
+    /// Work of a known size begins, of which `done` is done already, both counted in `unit`. The
+    /// work ends when the returned [`Bar`] is dropped.
     fn begin(&self, name: &str, unit: Unit, done: u64, total: u64) -> Box<dyn Bar + '_> {
         let _ = (name, unit, done, total);
         Box::new(Silent)
@@ -42,8 +42,9 @@ pub trait Listener: Sync {
 pub enum Unit {
     /// Bytes of a text or a file.
     Bytes,
-    /// Optimiser steps. While such work lasts, what was learned since the last save would be lost;
-    /// the training looks at its flag to stop after every step, and saves.
+    /// Optimiser steps. A program that ended while such work lasts would lose what was learned
+    /// since the last save; it sets the training's flag to stop instead, at which the training
+    /// looks after every step, and saves.
     Steps,
     /// Layers of a model.
     Layers,

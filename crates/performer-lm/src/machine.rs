@@ -10,7 +10,7 @@ use crate::device::describe;
 pub struct Machine {
     /// Name of the processor, as it reports it.
     pub cpu: String,
-    /// Number of logical cores.
+    /// Number of logical cores that this process may use.
     pub cores: usize,
     /// Memory in GiB.
     pub memory_gib: f64,

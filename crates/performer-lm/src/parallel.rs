@@ -14,8 +14,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-/// Runs `job(0..count)` on up to `threads` threads and passes the results to `fold` in order. Stops
-/// at the first error.
+/// Calls `job` with each number below `count` on up to `threads` threads, and passes the results to
+/// `fold` in the order of these numbers. Stops at the first error that comes in.
 pub fn in_order<T: Send>(
     count: usize,
     threads: usize,

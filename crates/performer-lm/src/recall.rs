@@ -37,7 +37,7 @@ const TEXTS: usize = 8;
 /// Number of pairs in a text.
 const PAIRS: usize = 16;
 
-/// How much of the held-out text the tokens of pairs are taken from.
+/// Number of tokens at the beginning of the held-out text from which those of pairs are taken.
 const KNOWN: usize = 65_536;
 
 /// `Recall` is the result of a measurement with texts of one length.

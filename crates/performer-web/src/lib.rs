@@ -41,10 +41,12 @@ impl Model {
     }
 
     /// Begins a text that continues `prompt`; `past_ends` goes on with a next text where the model
-    /// ends one.
+    /// ends one. Logits are divided by `temperature`, and at 0 the likeliest token is always taken;
+    /// tokens are chosen from the likeliest ones up to the total probability `top_p`.
     ///
     /// # Errors
-    /// If a setting is out of range.
+    /// If `temperature` is below 0 or `top_p` is not above 0 and at most 1, if the prompt is longer
+    /// than the model has positions, or if the model was trained to see what it predicts.
     pub fn begin(
         &self,
         prompt: &str,
@@ -57,10 +59,11 @@ impl Model {
         Story::new(self, prompt, sampling, past_ends).map_err(thrown)
     }
 
-    /// Computes what a head looks at in the first tokens of a text, `most` at most.
+    /// Computes what a head looks at in the first tokens of a text, `most` at most: the first of
+    /// them is the token before a text, not one of its own. Layers and heads are counted from 0.
     ///
     /// # Errors
-    /// If there is no such layer or head.
+    /// If there is no such layer or head, or the model has too few positions for these tokens.
     pub fn weights(&self, text: &str, most: usize, layer: usize, head: usize) -> Result<Weights, JsError> {
         Weights::of(self.decoder, self.tokenizer, text, most, layer, head).map_err(thrown)
     }

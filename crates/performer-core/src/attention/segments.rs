@@ -201,7 +201,7 @@ impl Segment {
     /// # Errors
     /// If a segment does not take part.
     pub fn earlier(&self, x: &Tensor, reach: usize) -> Result<Vec<Tensor>> {
-        let reach = reach.min(self.count() - 1);
+        let reach = reach.min(self.count().saturating_sub(1));
         if reach == 0 {
             return Ok(Vec::new());
         }

@@ -100,8 +100,11 @@ impl Taylor2 {
     /// `dim` is the head dimension `D`.
     ///
     /// # Errors
-    /// If `D(D+1)/2` exceeds 16384.
+    /// If `D` is 0 or `D(D+1)/2` exceeds 16384.
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
+        if dim == 0 {
+            bail!("feature map taylor2: the head dimension is 0; it must be at least 1");
+        }
         Ok(Self { dim, squares: Monomials::new(2, dim, device)? })
     }
 

@@ -1,10 +1,10 @@
 //! Modules that stand in for those of `candle_nn` that pass no gradient, and for those that it
 //! lacks.
 //!
-//! `candle_nn::LayerNorm` and `candle_nn::RmsNorm` return, for contiguous inputs, a tensor to which
-//! no gradient can come back: their own weights are never trained, and neither is anything before
-//! them that has no way around. The modules here have the same names, constructors and parameters,
-//! and pass every gradient. Exchanging them is one line:
+//! `candle_nn::LayerNorm` with a bias and `candle_nn::RmsNorm` return, for contiguous inputs, a
+//! tensor to which no gradient can come back: their own weights are never trained, and neither is
+//! anything before them that has no way around. The modules here have the same names, constructors
+//! and parameters, and pass every gradient. Exchanging them is one line:
 //!
 //! ```
 //! // use candle_nn::{LayerNorm, RmsNorm, layer_norm, rms_norm};

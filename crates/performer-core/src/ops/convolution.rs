@@ -78,9 +78,9 @@ pub fn short_convolution(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// [`short_convolution`] of rows `(B, T, H·D)`, as heads `(B, H, T, D)`, turned by rotary positions
-/// if there are any, whose tables are `(1, T, D/2)`, f32 and constant. Of the rows, the first
-/// `past` belong to earlier tokens and are left out of the result.
+/// [`short_convolution`] of rows `(B, past + T, H·D)`, as heads `(B, H, T, D)`, turned by rotary
+/// positions if there are any, whose tables are `(1, T, D/2)`, f32 and constant. The first `past`
+/// rows belong to earlier tokens and are left out of the result.
 pub(crate) fn convolved_heads(
     rows: &Tensor,
     weight: &Tensor,

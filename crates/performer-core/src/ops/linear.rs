@@ -11,8 +11,8 @@ use crate::kernels::{
     swiglu::SwigluLinear,
 };
 
-/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. Candle 0.11.0 has none for bf16
-/// on the CPU: there it is made in f32 and rounded.
+/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. One of bf16 on the CPU is made
+/// in f32 and rounded, because Candle 0.11.0 has none of its own for it.
 pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if a.device().is_cpu() && a.dtype() == DType::BF16 {
         return a.to_dtype(DType::F32)?.matmul(&b.to_dtype(DType::F32)?)?.to_dtype(DType::BF16);

@@ -221,8 +221,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Targets) -> R
 }
 
 /// Distillation is cross-entropy against a mixture of each target and what a teacher predicts
-/// (Hinton et al. 2015, <https://arxiv.org/abs/1503.02531>): the mean of `−log softmax(W x)` over
-/// it, in nats.
+/// (Hinton et al. 2015, <https://arxiv.org/abs/1503.02531>): the mean of `−log softmax(W x)` under
+/// this mixture, in nats.
 ///
 /// The distribution `softmax(W' x')` of the teacher has `share` of the mixture and gets no
 /// gradient. Hidden states `x` are `(N, E)` and a head `weight` `(V, E)`, the teacher's `(N, E')`

@@ -113,13 +113,15 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     affine(x, factor, 0.0)
 }
 
-/// Converts `x` to another type; its gradient is converted back.
+/// Converts `x` to another type; its gradient is converted back. Integers have no gradient.
 ///
 /// # Errors
 /// If the device cannot convert between the types.
 pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     let (out, from) = (x.to_dtype(dtype)?, x.dtype());
-    record(&out, &[x], move |grad| Ok(vec![Some(grad.to_dtype(from)?)]));
+    if from.is_float() && dtype.is_float() {
+        record(&out, &[x], move |grad| Ok(vec![Some(grad.to_dtype(from)?)]));
+    }
     Ok(out)
 }
 

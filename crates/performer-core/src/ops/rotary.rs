@@ -23,7 +23,7 @@ use crate::kernels::{
 /// [`crate::nn::Rotary`] makes the tables.
 ///
 /// # Errors
-/// If `x` has another rank, or the tables do not fit it.
+/// If `x` has another rank than 4 or an odd `D`, or the tables do not fit it.
 ///
 /// # Example
 /// ```

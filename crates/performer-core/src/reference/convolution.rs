@@ -17,7 +17,7 @@ pub fn short_convolution(x: &[f64], weight: &[f64], shape: [usize; 3]) -> Vec<f6
 ///
 /// # Panics
 ///
-/// As [`short_convolution`].
+/// Where [`short_convolution`] does, and if `grad` has not as many numbers as `x`.
 pub fn short_convolution_backward(x: &[f64], weight: &[f64], shape: [usize; 3], grad: &[f64]) -> [Vec<f64>; 2] {
     assert_eq!(grad.len(), x.len(), "elements of grad");
     let (mut of_x, mut of_weight) = (vec![0.0; x.len()], vec![0.0; weight.len()]);

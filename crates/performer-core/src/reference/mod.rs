@@ -10,9 +10,10 @@
 //! where κ(x, y) is `e^{x·y}` for softmax attention and `φ(x)·φ(y)` for a feature map φ; fitted and
 //! trained features have one map of queries and another of keys. With gates `g`, κ(x_i, y_j) is
 //! multiplied by `e^{Σ_{j<s≤i} g_s}`. Keys before a window may have a kernel of their own, as where
-//! an exact window stands before features. Time is quadratic in the number of tokens. Nothing here
-//! is shared with the fast attention that it judges: no tensors, no chunks, no running sums, no ε,
-//! and no derivative of a feature map worked out by hand (derivatives come from dual numbers).
+//! an exact window stands before features. Time is quadratic in the number of tokens. With the fast
+//! attention that it judges it shares the names of the maps and the constant of the ReLU map, and
+//! nothing else: no tensors, no chunks, no running sums of keys, no ε of the denominators, and no
+//! derivative of a feature map worked out by hand (derivatives come from dual numbers).
 //!
 //! The functions panic on slices that do not fit their shape, as an index out of bounds would.
 
@@ -84,8 +85,8 @@ pub struct Inputs<'a> {
     /// Whether query i sees only the keys `j <= i + (Tk - Tq)`: the queries are the last Tq of Tk
     /// tokens, Tq <= Tk.
     pub causal: bool,
-    /// How many keys a query sees at most under `causal`, or weighs by the first kernel if there is
-    /// one `before_window`: the last so many, its own among them.
+    /// Under `causal`, the number of latest keys, its own among them, that a query sees. If there
+    /// is a kernel `before_window`, it sees the earlier keys too and weighs them by that one.
     pub window: Option<usize>,
     /// The kernel of the keys before the window that are no sinks; `None` hides them.
     pub before_window: Option<Kernel<'a>>,
@@ -103,8 +104,9 @@ pub struct Inputs<'a> {
 ///
 /// # Panics
 ///
-/// If slices and shape do not fit, a causal problem has more queries than keys, or there is a
-/// kernel for the keys before a window, and no window.
+/// If slices and shape do not fit, `kv_heads` does not divide `heads`, a causal problem has more
+/// queries than keys, there is a kernel for the keys before a window and no window, or there are
+/// gates without `causal`.
 pub fn attention<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>) -> Vec<f64> {
     inputs.check();
     let shape = inputs.shape;
@@ -138,7 +140,7 @@ pub struct Gradients {
 ///
 /// # Panics
 ///
-/// As [`attention`].
+/// Where [`attention`] does, and if `grad_output` has not as many numbers as the output.
 pub fn attention_backward<'a>(kernel: Kernel<'a>, inputs: Inputs<'a>, grad_output: &[f64]) -> Gradients {
     inputs.check();
     let shape = inputs.shape;

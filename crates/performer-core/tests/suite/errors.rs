@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{
     Elu, ExponentialForm, FeatureMap, Features, Fitted, HermiteTail, Hyperbolic, KeyForm, Phase, Positive,
-    RandomParameters, Relu, Trigonometric, fit::Moments,
+    RandomParameters, Relu, Taylor2, Trigonometric, fit::Moments,
 };
 use performer_core::{
     Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, Rotary, Softmax,
@@ -167,6 +167,7 @@ fn feature_maps_that_cannot_be() {
         assert_error(favor(FeatureMapKind::Limit(n), 4), &[&format!("limit-{n}"), "even"]);
     }
     assert_error(favor(FeatureMapKind::Elu, 0), &["head_dim is 0"]);
+    assert_error(Taylor2::new(0, &DEVICE), &["taylor2", "head dimension is 0", "at least 1"]);
     assert_error(favor(FeatureMapKind::Limit(8), 64), &["degree 8", "65 variables", "16384"]);
     // With room for that many factors, this would be the end of the memory.
     assert_error(favor(FeatureMapKind::Limit(u32::MAX - 1), 4), &["limit-4294967294", "at most 1024"]);

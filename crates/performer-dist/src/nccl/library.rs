@@ -12,7 +12,7 @@ pub(super) type Status = c_int;
 /// NCCL's handle of a group of ranks.
 pub(super) type Handle = *mut c_void;
 
-/// By which ranks find each other.
+/// `UniqueId` is the identifier by which NCCL's ranks find each other, `ncclUniqueId`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
@@ -22,7 +22,8 @@ pub(super) const BYTES: c_int = 1;
 pub(super) const F32: c_int = 7;
 pub(super) const SUM: c_int = 0;
 
-/// Declares a struct of functions with the names that the library has them by, and how to find all.
+/// Declares `Functions`, a struct with a field for each function of the library under the name that
+/// is given, and its constructor, which looks all of them up.
 macro_rules! functions {
     ($($field:ident: $name:literal, fn($($argument:ty),*) -> $result:ty;)*) => {
         /// `Functions` are the functions of NCCL that are called here.

@@ -197,7 +197,7 @@ fn serve(
         // SAFETY: NCCL writes the handle, and the card is that of this thread.
         functions.check(unsafe { (functions.init)(&mut handle, size as c_int, id, rank as c_int) })
     });
-    // Nobody may be waiting any more, here and below.
+    // A failure to send means that nobody waits for the outcome any more, here and below.
     let communicator = Communicator(handle);
     let _ = started.send(connected.map(|()| communicator));
     while let Ok((job, done)) = asked.recv() {

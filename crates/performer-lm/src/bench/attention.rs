@@ -223,7 +223,7 @@ impl fmt::Display for OtherSweep {
 /// An `OtherAbout` is what another program says of how it measured.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct OtherAbout {
-    /// The type of the numbers, such as `f32`; files from before this was written are of f32.
+    /// The type of the numbers, such as `f32`, which it is in older files that do not say.
     #[serde(default)]
     dtype: Option<String>,
 }

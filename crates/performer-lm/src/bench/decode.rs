@@ -73,7 +73,8 @@ pub struct Report {
     pub points: Vec<Point>,
 }
 
-/// Measures all three attentions at every context; `progress` is called with what comes next.
+/// Measures FAVOR+ and the window at every context, and softmax at those up to its limit;
+/// `progress` is called with what comes next.
 ///
 /// # Errors
 /// If features, head dimension, heads or a context are 0, if they make tensors that no memory
@@ -125,7 +126,8 @@ pub fn run(
             let [q, k, v] = random(sweep, 1, device)?;
             let state_bytes = state.bytes();
             // The measured tokens belong to a copy, so that the next context is as long as it says.
-            // Each lengthens it, by a tenth in all or by the fewest runs.
+            // Each lengthens the copy: all of them by at most a tenth of the context, or by the
+            // fewest runs that were asked for if these are more.
             let mut copy = state.clone();
             let few = Effort { time: std::time::Duration::ZERO, runs: effort.runs.max((context / 10).min(500)) };
             let timing = time(few, device, || attention.extend(Inputs::new(&q, &k, &v), &mut copy).map(drop))?;

@@ -80,8 +80,8 @@ impl Global {
     }
 }
 
-/// Refuses to write a model where the model lies that it is made from: half-way, there would be
-/// neither.
+/// Refuses to write a model into the folder of the model that it is made from: if the program were
+/// stopped half-way, both would be lost.
 pub(super) fn require_another_folder(model: &str, out: &Path) -> Result<()> {
     let model = Path::new(model);
     let folder = if model.is_file() { model.parent().filter(|p| !p.as_os_str().is_empty()) } else { Some(model) };
@@ -243,7 +243,9 @@ impl RecipeArgs {
         if self.preset == Preset::Seed && self.config.is_none() {
             model.context = self.context.unwrap_or(SAMPLE_CONTEXT);
             training.batch_size = self.batch_size.unwrap_or(SAMPLE_BATCH);
-            training.micro_batch = training.micro_batch.min(training.batch_size);
+            if self.micro_batch.is_none() {
+                training.micro_batch = training.micro_batch.min(training.batch_size);
+            }
             training.learning_rate = self.learning_rate.unwrap_or(SAMPLE_RATE);
         }
         output::note(&format!(
@@ -270,7 +272,7 @@ impl RecipeArgs {
     /// Returns the configuration of a model that is to be trained further, and its training.
     ///
     /// # Errors
-    /// Also if a model with learned positions is to have another context.
+    /// If a setting is out of range, or a model with learned positions is to have another context.
     pub(super) fn of_weights(&self, model: ModelConfig, machine: &Machine) -> Result<(ModelConfig, TrainingConfig)> {
         ensure!(
             model.positions != Positions::Learned || self.context.is_none_or(|context| context == model.context),

@@ -207,8 +207,8 @@ struct Saved<'a, R> {
 }
 
 impl Results {
-    /// Refuses a folder in which [`Self::finish`] would replace what is no report of this name, or
-    /// a chart beside it what is none.
+    /// Refuses a folder in which [`Self::finish`] would replace a file that is no report of this
+    /// name, or one of `charts` would replace a file that is no chart.
     fn check(&self, name: &str, charts: &[&str]) -> Result<()> {
         let Some(out) = &self.out else { return Ok(()) };
         let table = format!("{name}.md");
@@ -476,8 +476,8 @@ fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Formats a time with three digits, so that columns of microseconds and of seconds are both
-/// precise.
+/// Formats milliseconds with three digits from 1 ms to 1 s; shorter times have two decimals, longer
+/// ones none.
 fn milliseconds(ms: f64) -> String {
     match ms {
         ms if ms < 9.995 => format!("{ms:.2}"),

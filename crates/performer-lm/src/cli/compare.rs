@@ -175,7 +175,7 @@ fn row(s: &Summary, chosen: bool) -> Vec<String> {
         s.attention_spec.clone(),
         if s.seeds.len() > 1 { format!("{loss:.4} ± {deviation:.4}") } else { format!("{loss:.4}") },
         show_perplexity(perplexity, 2),
-        format!("{:+.1}%", 100.0 * s.perplexity_gap),
+        s.perplexity_gap.map_or_else(|| "–".into(), |gap| format!("{:+.1}%", 100.0 * gap)),
         format!("{bits_per_byte:.4}"),
         off.map_or_else(|| "–".into(), |loss| format!("{loss:.4}")),
         output::thousands(s.params as u64),

@@ -59,7 +59,7 @@ pub(super) struct Args {
     #[arg(long)]
     overwrite: bool,
     /// Tokens of a training sequence, which become the context in the converted model's config
-    /// [default: the model's context, at most 512].
+    /// [default: the model's context, at most 512 unless its positions are learned].
     #[arg(long)]
     context: Option<usize>,
     /// Tokens that features are fitted to, and forget gates to the distances at which the teacher
@@ -216,11 +216,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     args.check()?;
     let out = args.folder()?;
     let mut teacher = Pretrained::open_with(&args.model, &output::TERMINAL)?;
-    let context = args.context.unwrap_or(teacher.config.context.min(512));
-    if context != teacher.config.context && teacher.tensors.contains_key("model.embed_positions.weight") {
-        bail!("--context {context}: a model with learned positions keeps its context of {}", teacher.config.context);
-    }
-    teacher.config.context = context;
+    teacher.set_context(args.context, 512)?;
     let mut config = teacher.config.clone().with_attention(&args.attention)?;
     for (layers, attention) in &args.layer {
         if let Some(layer) = layers.iter().find(|layer| **layer >= config.layers) {
@@ -264,7 +260,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             let (tokenizer, listener) = (&teacher.tokenizer, &output::TERMINAL);
             let examiner = Examiner { tokenizer, text: &data.valid, threads: machine.threads, listener };
             // Learned positions end with the context; rotary ones do not.
-            let positions = if config.positions == Positions::Learned { context } else { usize::MAX };
+            let positions = if config.positions == Positions::Learned { config.context } else { usize::MAX };
             RECALL.into_iter().filter(|&tokens| tokens <= positions && examiner.check(tokens).is_ok()).collect()
         }
     };

@@ -69,7 +69,8 @@ impl Ending {
 
     /// Draws the losses as loss.svg and loss.png in the run's folder, shows a story by each model,
     /// and names the commands that write another one and, after a run from the beginning, those
-    /// that show softmax beside it. `program` is how the program was called.
+    /// that show another attention beside this one: softmax, or FAVOR+ if this one is softmax.
+    /// `program` is how the program was called.
     ///
     /// # Errors
     /// If a log or a model cannot be read, or the chart not be written.
@@ -138,8 +139,8 @@ fn leave_out(folder: &Path, error: &anyhow::Error) {
     output::note(&format!("{} is left out, for it cannot be read: {error:#}", folder.display()));
 }
 
-/// The rows of a report: their names, which are those of every report, and their values, which it
-/// may not have. Without `times`, it has none of those.
+/// Returns the names and values of the rows of a report: the same names in the same order for every
+/// report, and no value where it has none. Without `times`, rows of times have none.
 fn entries(r: &Report, times: bool) -> [(&'static str, Option<String>); 13] {
     let epochs: Vec<String> = r.epoch_seconds.iter().map(|s| format!("{s:.1}")).collect();
     let epochs = match &epochs[..] {

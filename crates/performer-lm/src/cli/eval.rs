@@ -289,7 +289,8 @@ fn text(result: &Scored) -> String {
     format!("{text}\n\n{}", output::table(&header, &rows))
 }
 
-/// Two rows for each length: pass keys and pairs that the model found again, and each control.
+/// Returns two rows for each length, one of pass keys and one of pairs: what the model found again,
+/// then what each control did.
 fn recall_rows(recall: &[&[Recall]]) -> Vec<Vec<String>> {
     let row = |name: &str, i: usize, task: usize| {
         let title = format!("{name} over {} tokens (nats/token)", output::thousands(recall[0][i].tokens as u64));

@@ -90,7 +90,7 @@ pub(super) struct Args {
 /// `Share` is one of several equal parts of a list, in its order.
 #[derive(Clone, Copy, Debug)]
 struct Share {
-    /// From 1 on.
+    /// The number of this part, from 1 to `of`.
     which: usize,
     of: usize,
 }

@@ -27,7 +27,8 @@ use crate::{
 /// All bars, on stderr; where that is no terminal, lines stand for them.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
-/// The number of bars of steps.
+/// The number of bars that show steps of a training. While it is above 0, a first Ctrl-C lets the
+/// step in progress end and the training be saved.
 static TRAININGS: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether this process says nothing but errors.
@@ -144,7 +145,7 @@ impl Drop for Drawn {
     }
 }
 
-/// A result for a person or a machine.
+/// Prints a result, for a person or a machine, and one line break after it.
 pub(super) fn result(text: &str) -> Result<()> {
     bytes(format!("{}\n", text.trim_end_matches('\n')).as_bytes())
 }
@@ -190,8 +191,9 @@ pub(super) fn error(error: &anyhow::Error) {
     help(error);
 }
 
-/// What an error says: a setting is called by the option that was typed, and Candle adds a
-/// backtrace to its messages where the environment asks for one.
+/// Returns what an error says. A setting is called by the option that was typed. Of an error of
+/// Candle only the first line is kept, because a backtrace follows where the environment asks for
+/// one.
 fn message(error: &(dyn std::error::Error + 'static)) -> String {
     if let Some(text) = error.downcast_ref().and_then(|cause| setting(cause, &is_typed)) {
         return text;
@@ -224,7 +226,8 @@ fn help(error: &anyhow::Error) {
     }
 }
 
-/// The long options that the command can take beside those it was given.
+/// The long options of the command that do not contradict what was typed; those that were typed are
+/// among them.
 static OPTIONS: OnceLock<BTreeSet<String>> = OnceLock::new();
 
 /// The long options that were typed.
@@ -292,7 +295,7 @@ pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|e| e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe))
 }
 
-/// Formats a table in Markdown; the first column is aligned to the left, numbers to the right.
+/// Formats a table in Markdown; the first column is aligned to the left, all others to the right.
 pub(super) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN).set_header(header.to_vec());
@@ -365,7 +368,7 @@ mod tests {
 
     #[test]
     fn a_line_says_how_far_the_work_is() {
-        // Steps are counted, since the bar will count them off.
+        // A bar of steps takes itself off this count when it is dropped.
         TRAININGS.fetch_add(1, Ordering::Relaxed);
         let drawn = |unit| Drawn {
             bar: ProgressBar::hidden().with_prefix("tune").with_message("loss 2.1000"),

@@ -1,4 +1,4 @@
-//! A word to the user where something slow was chosen for the attention of a model.
+//! This module tells the user which layers of a model have attention without a fused kernel.
 
 use anyhow::Result;
 use performer_core::Path;
@@ -14,7 +14,8 @@ pub(super) fn warn(model: &Decoder, training: bool) -> Result<()> {
     Ok(())
 }
 
-/// What there is to say of the paths of all layers; nothing where all are fused.
+/// Returns a note on the layers that are not fused, with the reason of the first of them, or `None`
+/// where all are fused.
 fn text(paths: &[Path]) -> Option<String> {
     let slow: Vec<usize> = (0..paths.len()).filter(|&layer| !paths[layer].is_fused()).collect();
     let first = slow.first()?;

@@ -147,7 +147,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     finish(&args, trainer, &data, &out)
 }
 
-/// Lays out the processes, of which so many share each sequence.
+/// Lays out the processes: each sequence is divided among `segments` of them.
 fn grid(ranks: &Arc<dyn Ranks>, segments: usize) -> Result<Grid> {
     let all = Grid::new(Arc::clone(ranks), 1)?;
     let size = ranks.size();
@@ -174,7 +174,7 @@ fn grid(ranks: &Arc<dyn Ranks>, segments: usize) -> Result<Grid> {
 
 /// What a new run is to be.
 struct Settings {
-    /// What it begins with, if that is not drawn.
+    /// The trained model that it begins with, if its weights are not drawn at random.
     weights: Option<Pretrained>,
     model: ModelConfig,
     training: TrainingConfig,
@@ -202,11 +202,17 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 
 /// Refuses a folder in which a new run would replace something.
 fn require_nothing_in(out: &Path) -> Result<()> {
+    let has = |file: &str| out.join(file).exists();
     ensure!(
-        !["train_state.json", "model.safetensors"].iter().any(|file| out.join(file).exists()),
+        !has("train_state.json"),
         "{} holds a model already: go on with its training by --resume {}, replace it by --overwrite, or choose another --out",
         out.display(),
         quoted(out)
+    );
+    ensure!(
+        !has("model.safetensors"),
+        "{} holds a model already: replace it by --overwrite, or choose another --out",
+        out.display()
     );
     require_free(out, &REPORTS)
 }
@@ -251,7 +257,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         "an epoch is {} of the {} training tokens{}",
         output::thousands(used),
         output::thousands(all),
-        // What is resumed reads what it began with.
+        // A resumed run keeps the tokens that it began with, and refuses the option.
         if used * 2 < all && args.resume.is_none() { " (--max-train-tokens 0 for all)" } else { "" }
     ));
     let (vocabulary, leak, leads) = (config.vocab_size, config.leak, trainer.ranks().leads());

@@ -41,8 +41,9 @@ pub struct Summary {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test: Option<TestSummary>,
     /// Mean perplexity divided by that of the first attention, minus 1, over the seeds that both
-    /// have; on the test split where there is one.
-    pub perplexity_gap: f64,
+    /// have; on the test split where there is one. `None` if they have no seed in common.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub perplexity_gap: Option<f64>,
     /// Seconds that a whole epoch of training takes at the median speed.
     pub epoch_seconds: f64,
     /// Tokens per second, the median over the runs.
@@ -121,7 +122,7 @@ fn summarise_one(runs: &[&Report], first: &[&Report], learning_rate: Option<f64>
         perplexity: mean(&of(|run| run.perplexity)),
         bits_per_byte: mean(&of(|run| run.bits_per_byte)),
         test: (tests.len() == runs.len()).then(|| summarise_tests(&tests)),
-        perplexity_gap: ratio - 1.0,
+        perplexity_gap: (!pairs.is_empty()).then_some(ratio - 1.0),
         epoch_seconds: epoch_tokens as f64 / tokens_per_second,
         tokens_per_second,
     }
@@ -210,7 +211,7 @@ pub(super) mod tests {
         assert_eq!((summary[0].learning_rate, summary[1].learning_rate), (Some(1e-3), Some(2e-3)));
         assert_eq!(summary[0].test, None);
         let expected = 3.1f64.exp() / ((3.0f64.exp() + 3.2f64.exp()) / 2.0) - 1.0;
-        assert!((summary[1].perplexity_gap - expected).abs() < 1e-12);
+        assert!((summary[1].perplexity_gap.unwrap() - expected).abs() < 1e-12);
     }
     #[test]
     fn the_gap_is_that_of_the_test_split() {
@@ -224,7 +225,10 @@ pub(super) mod tests {
             ..report(spec, 1, val_loss)
         };
         let summary = summarise(&[tested("softmax", 3.0, 3.5), tested("favor:m=8", 3.0, 3.6)], &[1e-3, 1e-3], 1);
-        assert!((summary[1].perplexity_gap - (0.1f64.exp() - 1.0)).abs() < 1e-12);
+        assert!((summary[1].perplexity_gap.unwrap() - (0.1f64.exp() - 1.0)).abs() < 1e-12);
+        // Runs without a common seed cannot be set against each other.
+        let apart = [report("softmax", 1, 3.0), report("favor:m=8", 2, 3.1)];
+        assert_eq!(summarise(&apart, &[1e-3, 1e-3], 1)[1].perplexity_gap, None);
         let test = summary[1].test.as_ref().unwrap();
         assert_eq!((test.loss, test.loss_std, test.features_off), (3.6, 0.0, Some(4.1)));
         assert_eq!(summary[0].test.as_ref().unwrap().features_off, None);

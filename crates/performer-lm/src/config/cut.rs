@@ -8,8 +8,8 @@ impl ModelConfig {
     /// `sinks`, or `None` if no layer has exact attention that reaches further, or the model leaks.
     /// It has the weights of this one.
     ///
-    /// Shorter windows stay as they are, and so does attention with features, before which a window
-    /// may stand. A window that is cut keeps the sinks that it has.
+    /// Windows that are no longer stay as they are, and so does attention with features, even where
+    /// it has an exact window. A window that is cut keeps the sinks that it has.
     pub fn cut_to_window(&self, window: usize, sinks: usize) -> Option<Self> {
         // A window is causal.
         if self.leak {

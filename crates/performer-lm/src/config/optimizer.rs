@@ -26,7 +26,7 @@ impl AdamWConfig {
     /// Refuses constants out of range.
     ///
     /// # Errors
-    /// Names the constant and what it must be.
+    /// If a constant is out of range; the message names it and what it must be.
     pub fn validate(&self) -> Result<()> {
         let (beta1, beta2) = self.betas;
         ensure!(

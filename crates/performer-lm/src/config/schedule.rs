@@ -138,7 +138,7 @@ impl FromStr for Schedule {
 
     fn from_str(text: &str) -> Result<Self> {
         let (kind, settings) = text.split_once(':').unwrap_or((text, ""));
-        let mut fields = serde_json::Map::new();
+        let mut fields = serde_json::Map::from_iter([("kind".to_owned(), kind.into())]);
         for setting in settings.split(',').filter(|s| !s.is_empty()) {
             let (key, value) = setting
                 .split_once('=')
@@ -150,8 +150,7 @@ impl FromStr for Schedule {
                 "schedule setting `{key}` is given twice, in `{text}`; give it once"
             );
         }
-        ensure!(kind != "constant" || fields.is_empty(), "schedule `constant` takes no settings");
-        fields.insert("kind".to_owned(), kind.into());
+        ensure!(kind != "constant" || fields.len() == 1, "schedule `constant` takes no settings");
         let schedule: Self = serde_json::from_value(fields.into())
             .map_err(|error| anyhow!("`{text}` is not a learning-rate schedule: {error}"))?;
         schedule.validate()?;
@@ -250,6 +249,7 @@ mod tests {
             "one-cycle:div=0",
             "one-cycle:div=10,div=20",
             "constant:div=2",
+            "one-cycle:kind=3",
         ] {
             assert!(text.parse::<Schedule>().is_err(), "`{text}` was accepted");
         }

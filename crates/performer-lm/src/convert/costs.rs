@@ -26,7 +26,7 @@ pub struct Costs {
     pub measured_tokens: usize,
     /// Revision of the program.
     pub revision: String,
-    /// The teacher.
+    /// What was measured of the teacher as it is.
     pub teacher: Measured,
     /// Each layer that was to be converted, in the order of layers.
     pub layers: Vec<LayerCost>,
@@ -41,7 +41,7 @@ pub struct LayerCost {
     /// those on pass keys and on pairs, each a mean over their lengths. What the teacher does not
     /// find again better than by guessing does not count, since its loss there is noise.
     pub cost: f64,
-    /// The teacher with the attention of this layer exchanged.
+    /// What was measured of the teacher with the attention of this layer exchanged.
     pub measured: Measured,
 }
 

@@ -85,7 +85,8 @@ fn time_constants(attention: &dyn Attention, q: &Tensor, k: &Tensor, longest: f6
             *end = middles[head];
         }
     }
-    // A range that only ever moved up is one without an answer below its end.
+    // Where softmax looks further back than every time constant that was tried, only the low ends
+    // moved, and the high end is still `longest`.
     Ok(ranges.into_iter().map(|(_, high)| high.exp()).collect())
 }
 

@@ -46,8 +46,9 @@ pub struct HeadReport {
 /// features that can be fitted are fitted to moments over `calibrate_tokens` tokens.
 ///
 /// # Errors
-/// If the training text does not fill a batch, if there is no held-out text, or if the feature map
-/// of `favor` cannot be made for the teacher's head dimension or fitted to its queries and keys.
+/// If a layer of the teacher is not softmax, if the training text does not fill a batch, if there
+/// is no held-out text, if `calibrate_tokens` is 0, or if the feature map of `favor` cannot be made
+/// for the teacher's head dimension or fitted to its queries and keys.
 pub fn inspect(
     teacher: &Decoder,
     data: &Prepared,

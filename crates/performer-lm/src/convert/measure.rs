@@ -220,7 +220,8 @@ pub(super) fn about(stage: &str) -> String {
     }
 }
 
-/// `Measurements` are what a model is measured as after a stage.
+/// `Measurements` are the results of a model after a stage: as it is, and without its windows and
+/// with its features off where it has them.
 pub(super) struct Measurements {
     pub(super) measured: Measured,
     pub(super) without_window: Option<Measured>,

@@ -142,12 +142,17 @@ struct Trained {
     points: Vec<Point>,
 }
 
-/// Converts the teacher stage by stage, as the plan says. Returns `None` if it was stopped: run it
-/// again to go on after the last finished stage.
+/// What [`Cause::Stopped`] says of a conversion that was stopped before it wrote anything.
+const NOTHING_SAVED: &str = "stopped; nothing was saved yet, so the same command begins again";
+
+/// Converts the teacher stage by stage, as the plan says. Returns `None` if it was stopped after it
+/// had saved something: run it again, without [`Plan::overwrite`], to go on after the last finished
+/// stage.
 ///
 /// # Errors
 /// A teacher that is not all softmax, attention without feature maps that can be fitted where
-/// stages need them, and what keeps files from being written.
+/// stages need them, and what keeps files from being written. If it was stopped before anything was
+/// saved ([`Cause::Stopped`]).
 pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
     check(plan)?;
     let teacher = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
@@ -180,9 +185,8 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         ] {
             plan.listener.note(title);
             let started = Instant::now();
-            let Some(measurements) = Measurements::of(student, &meter).with_context(|| about(name))? else {
-                return Ok(None);
-            };
+            let measured = Measurements::of(student, &meter).with_context(|| about(name))?;
+            let measurements = measured.ok_or_else(|| Cause::Stopped(NOTHING_SAVED.into()))?;
             report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
         }
         let mut clear = || if plan.overwrite { remove_reports(plan.out, |_| true) } else { Ok(()) };

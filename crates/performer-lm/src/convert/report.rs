@@ -22,15 +22,16 @@ pub struct Stage {
     /// `teacher`, `swap` (the new attention, untrained), `calibrate`, `transfer`, `tune`, or
     /// `control`.
     pub name: String,
-    /// Number of tokens that the student had seen in all stages when this one was done.
+    /// Number of tokens that the student had seen in all stages when this one was done; for the
+    /// control, those of its own fine-tuning.
     pub tokens: u64,
     /// Seconds that the stage took.
     pub seconds: f64,
     /// The student after the stage, measured on held-out text.
     #[serde(flatten)]
     pub measured: Measured,
-    /// The student with every exact window switched off, if it has windows, which shows what the
-    /// features do alone.
+    /// The student with the exact windows before its features switched off, if it has any, which
+    /// shows what the features do alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub without_window: Option<Measured>,
     /// The student with its features off, which shows what they add to its windows, or to means of

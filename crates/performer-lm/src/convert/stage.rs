@@ -68,8 +68,8 @@ impl Progress {
         self.save_over(student, dir, optimizer, &mut || Ok(()))
     }
 
-    /// Saves in place of a model with which files beside it go; `clear` removes them
-    /// ([`Checkpoint::save_over`]).
+    /// Saves as [`Self::save`] does, in place of another model; `clear` removes the files beside it
+    /// that tell of that one ([`Checkpoint::save_over`]).
     pub(super) fn save_over(
         &self,
         student: &Checkpoint,

@@ -28,7 +28,7 @@ pub(super) fn transfer(
     meter: &Meter<'_>,
 ) -> Result<Option<Trained>> {
     let mut parameters = student.named_parameters()?;
-    parameters.retain(|(name, _)| [".feature_map.", ".self_attn.gate."].iter().any(|part| name.contains(part)));
+    parameters.retain(|(name, _)| is_of_transfer(plan, name));
     let descent = Descent {
         steps: plan.transfer_steps,
         rate: plan.transfer_rate,
@@ -44,6 +44,15 @@ pub(super) fn transfer(
     let done = descend(plan, bookmark, &descent, parameters, data, loss, || meter.loss(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))
+}
+
+/// Whether the transfer trains a parameter: those of the feature map and the forget gate, in layers
+/// whose attention is held against the teacher's. Exact attention may have gates as well, but it
+/// has nothing to estimate, so they come to be trained in the stages that follow.
+fn is_of_transfer(plan: &Plan, name: &str) -> bool {
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')?.0.parse().ok());
+    [".feature_map.", ".self_attn.gate."].iter().any(|part| name.contains(part))
+        && layer.is_some_and(|layer| is_transferred(plan.config.attention_of(layer)))
 }
 
 /// Computes the sum over layers of the relative squared differences of their outputs.

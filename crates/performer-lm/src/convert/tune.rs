@@ -45,7 +45,7 @@ pub(super) fn tune(
         Some(adapters) => adapters.parameters(),
         None => student.named_parameters()?,
     };
-    // The model of a step, where it is not the student itself.
+    // Returns the model whose loss a step computes, or `None` where it is the student itself.
     let changed = |step: usize| -> Result<Option<Decoder>> {
         let dropped = are_dropped(step, plan.drop_window);
         let Some(adapters) = &adapters else { return if dropped { bare(&student) } else { Ok(None) } };

@@ -122,7 +122,8 @@ impl Batches {
         if index >= self.batches_per_epoch() {
             bail!("there is no batch {index}: an epoch has {}", self.batches_per_epoch());
         }
-        if rows.end > self.batch_size || tokens.end > self.context {
+        let (has_rows, has_tokens) = (rows.end <= self.batch_size, tokens.end <= self.context);
+        if !has_rows || !has_tokens || rows.start > rows.end || tokens.start > tokens.end {
             bail!(
                 "rows {rows:?} and tokens {tokens:?} are not in a batch of {} rows of {} tokens",
                 self.batch_size,
@@ -202,7 +203,7 @@ impl EvalWindows<'_> {
     /// Returns the batch of this number, counted from the next one. No other is read.
     ///
     /// # Errors
-    /// If so many batches are not left.
+    /// If no more than `index` batches are left.
     pub fn batch(&self, index: usize) -> Result<Batch> {
         let whole = (self.end - self.next) / self.context * self.context;
         let before = index.saturating_mul(self.rows).saturating_mul(self.context);
@@ -326,6 +327,9 @@ mod tests {
         let batches = Batches::new(stream(7 * 5 + 1), 5, 3, 0).unwrap();
         assert_eq!(batches.batches_per_epoch(), 2);
         assert!(batches.batch(0, 2).is_err());
+        for (rows, tokens) in [(0..4, 0..5), (0..3, 0..6), (2..1, 0..5), (0..3, 3..2)] {
+            assert!(batches.part(0, 0, rows, tokens).is_err());
+        }
         let positions = [0, 1, 2, 5].map(|step| batches.position(step));
         assert_eq!(positions, [(0, 0), (0, 1), (1, 0), (2, 1)]);
     }

@@ -50,7 +50,8 @@ const LEFT: Duration = Duration::from_secs(60);
 /// The files that this process is making.
 static IN_PROGRESS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// Locks the list; an insertion leaves it whole.
+/// Locks the list. A thread that panicked while it held the lock has left the list whole, so the
+/// poison is ignored.
 fn in_progress() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     IN_PROGRESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -91,8 +92,9 @@ fn sweep(dir: &Path) {
     };
     let paths = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     for path in paths.filter(is_partial) {
-        // What cannot be looked at or removed is no obstacle.
-        let Ok(file) = File::open(&path) else { continue };
+        // What cannot be looked at or removed is no obstacle. Some network file systems lock only
+        // what is open for writing.
+        let Ok(file) = File::options().write(true).open(&path) else { continue };
         let age = file.metadata().and_then(|found| found.modified()).ok().and_then(|time| time.elapsed().ok());
         if age.is_some_and(|age| age > LEFT) && file.try_lock().is_ok() {
             let _ = fs::remove_file(&path);
@@ -123,7 +125,8 @@ impl Partial {
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let file = builder.prefix(PARTIAL.0).suffix(PARTIAL.1).tempfile_in(dir)?;
-        // Some file systems have no locks; a file younger than a minute is safe there too.
+        // Some file systems have no locks. `sweep` removes only what it can lock, so it leaves all
+        // files there.
         let _ = file.as_file().try_lock();
         in_progress().insert(file.path().into());
         let listed = Listed(file.path().into());

@@ -85,7 +85,8 @@ pub struct Corpus {
     pub train: Documents,
     /// The held-out text for validation.
     pub valid: Documents,
-    /// The held-out text by which nothing is chosen: the file `test.txt` of a folder.
+    /// The held-out text by which nothing is chosen: the file `test.txt` of a folder, or what
+    /// [`Self::with_test`] divides off the validation text.
     pub test: Option<Documents>,
 }
 
@@ -158,11 +159,11 @@ impl Corpus {
     }
 }
 
-/// Returns the documents of one text file for evaluation, not split. A file without separators is
-/// one document.
+/// Returns all documents of one text file; none are held out. A file without separators is one
+/// document.
 ///
 /// # Errors
-/// If the file is missing, unreadable, not UTF-8, or empty.
+/// If there is no regular file of this path, or if it is unreadable, not UTF-8, or holds no text.
 pub fn load_text(path: &Path) -> Result<Documents> {
     if path.is_dir() {
         bail!("{} is a folder; give one text file", path.display());
@@ -256,7 +257,7 @@ fn pair(train: &Path, valid: &Path, listener: &dyn Listener) -> Result<(Document
 /// text it is.
 ///
 /// # Errors
-/// If all of them are.
+/// If every document of the held-out text is in the earlier split.
 fn unseen(
     name: impl fmt::Display,
     all: Documents,

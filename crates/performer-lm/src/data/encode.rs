@@ -24,11 +24,13 @@ const MAX_WORDS: usize = 1 << 20;
 /// A document of this many bytes takes gigabytes of memory where it is encoded as a whole.
 const LONG: usize = 100_000_000;
 
-/// What there is to say of the memory that a document of so many bytes takes, if it is much.
+/// Returns a note on the memory that a document of `bytes` bytes takes, if it is encoded as a whole
+/// and that takes much.
 ///
-/// Such a document cannot be cut as others are, not even by a tokenizer without its mark: the cut
-/// may be in a run of spaces or before a line break, and these tokenizers may join both to what
-/// stands around them.
+/// A tokenizer that puts a mark before each text would put one before every piece of a document.
+/// To encode all pieces but the first with a copy of it that puts none would not help: a cut may be
+/// in a run of spaces or before a line break, and such tokenizers may join these to their
+/// neighbours.
 pub(crate) fn memory_note(tokenizer: &Tokenizer, bytes: usize) -> Option<String> {
     (tokenizer.changes_the_beginning() && bytes >= LONG).then(|| {
         format!(
@@ -135,7 +137,8 @@ impl Words {
     }
 }
 
-/// Yields the words of a text, each with the space before it and the punctuation around it.
+/// Yields the parts of a text between the places where [`ends_blank`] holds: mostly a word with the
+/// space or line break before it and the punctuation around it.
 fn words(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use hf_hub::api::Progress;
 use hf_hub::api::sync::ApiBuilder;
-use hf_hub::{Cache, Repo};
+use hf_hub::{Cache, Repo, RepoType};
 
 use super::corpus::TinyStories;
 use super::weights_index::shards;
@@ -21,6 +21,12 @@ const DATASET: &str = "roneneldan/TinyStories";
 /// The validation file comes first: it is small, so a hub that does not work is found out before
 /// the two gigabytes of the training file.
 const FILES: [&str; 2] = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"];
+
+const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const GENERATION: &str = "generation_config.json";
 
 /// Where to look for a dataset or model, and how long to wait for it.
 #[derive(Debug, Clone)]
@@ -43,7 +49,7 @@ impl Hub {
         let offline = std::env::var("HF_HUB_OFFLINE")
             .is_ok_and(|value| ["1", "true", "yes", "on"].contains(&value.to_ascii_lowercase().as_str()));
         Ok(Self {
-            endpoint: std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".into()),
+            endpoint: endpoint(std::env::var("HF_ENDPOINT").ok()),
             cache: Cache::from_env().path().clone(),
             offline,
             answer: Duration::from_secs(10),
@@ -87,31 +93,47 @@ impl Hub {
         format!("Hugging Face cache ({}), and HF_HUB_OFFLINE forbids fetching it", self.cache.display())
     }
 
-    /// The folder of a model in the cache, after whatever it lacks of the files that loading needs
-    /// has been downloaded.
+    /// Downloads the files that loading a model needs, as far as the cache lacks them, and returns
+    /// the model's folder in the cache. All of them are of one commit of the model.
     pub(crate) fn model(&self, id: &str, listener: &dyn Listener) -> Result<PathBuf> {
-        let repo = Repo::model(id.into());
-        let is_new = !self.offline && self.in_cache(&repo, "config.json").is_none();
+        let main = Repo::model(id.into());
+        let is_new = !self.offline && self.in_cache(&main, CONFIG).is_none();
         if is_new {
             self.announce(id, listener);
         }
-        let config = self.fetch(&repo, "config.json", listener)?;
-        self.fetch(&repo, "tokenizer.json", listener)?;
-        if let Err(error) = self.fetch(&repo, "model.safetensors", listener) {
-            // Large models come in several files, and a list of them.
-            let index = self.fetch(&repo, "model.safetensors.index.json", listener).map_err(|_| error)?;
+        let config = self.fetch(&main, CONFIG, listener)?;
+        let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
+        let commit = folder.file_name().and_then(|name| name.to_str()).context("a commit has no name")?;
+        // The model's branch `main` may have moved on since config.json was downloaded.
+        let repo = Repo::with_revision(id.into(), RepoType::Model, commit.into());
+        let has = |file: &str| folder.join(file).exists();
+        let fetch = |file: &str| match has(file) {
+            true => Ok(folder.join(file)),
+            false => self.fetch(&repo, file, listener),
+        };
+        fetch(TOKENIZER)?;
+        // Large models come in several files, and a list of them.
+        let whole = if has(INDEX) && !has(WEIGHTS) { Err(None) } else { fetch(WEIGHTS).map_err(Some) };
+        if let Err(error) = whole {
+            let index = fetch(INDEX).map_err(|no_index| error.unwrap_or(no_index))?;
             for shard in shards(&index)? {
-                self.fetch(&repo, &shard, listener)?;
+                fetch(&shard)?;
             }
         }
-        // Not every model has one, and without it a text ends where config.json says.
-        if let Err(error) = self.fetch(&repo, "generation_config.json", listener)
-            && is_new
-            && !is_missing(&error)
+        // Not every model has one, and without it a text ends where config.json says. Where other
+        // programs note that there is none, it is noted here too, and not asked for again.
+        let absent = self.cache.join(repo.folder_name()).join(".no_exist").join(commit).join(GENERATION);
+        if !absent.exists()
+            && let Err(error) = fetch(GENERATION)
         {
-            listener.note(&format!("warning: {error:#}; texts end where config.json says"));
+            if is_missing(&error) {
+                // Whoever cannot note it asks again.
+                let _ = absent.parent().map(std::fs::create_dir_all);
+                let _ = File::create(&absent);
+            } else if is_new {
+                listener.note(&format!("warning: {error:#}; texts end where config.json says"));
+            }
         }
-        let folder = config.parent().context("the Hugging Face cache has a file without a folder")?;
         Ok(folder.into())
     }
 
@@ -245,6 +267,15 @@ fn require_whole(link: &Path, size: u64) -> Result<()> {
 /// alone.
 fn is_missing(error: &anyhow::Error) -> bool {
     error.root_cause().to_string().ends_with("status: 404")
+}
+
+/// Returns the address of the hub that `HF_ENDPOINT` names, to which paths are appended, or that of
+/// the public one where the variable is missing or empty.
+fn endpoint(variable: Option<String>) -> String {
+    match variable.as_deref().map(|address| address.trim_end_matches('/')) {
+        None | Some("") => "https://huggingface.co".into(),
+        Some(address) => address.into(),
+    }
 }
 
 fn dataset() -> Repo {

@@ -64,8 +64,8 @@ impl Prepared {
 /// whatever its size), and encodes all splits. Whatever is in the cache is taken from there.
 ///
 /// # Errors
-/// Those of [`Corpus::load`], [`Tokenizer::train`] and [`Tokenizer::load`], and a disk that is
-/// full.
+/// Those of [`Corpus::load`], [`Tokenizer::train`], [`Tokenizer::load`] and [`Tokenizer::encode`],
+/// and a disk that is full.
 pub fn prepare(
     spec: &DataSpec,
     vocab_size: usize,
@@ -92,7 +92,7 @@ pub fn prepare_with_test(
 /// Finds the corpus and encodes all splits with the given tokenizer; see [`prepare`].
 ///
 /// # Errors
-/// Those of [`Corpus::load`], and a disk that is full.
+/// Those of [`Corpus::load`] and of [`Tokenizer::encode`], and a disk that is full.
 pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
     encoded(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, tokenizer.clone(), listener)
 }
@@ -127,7 +127,7 @@ fn encoded(cache: &Cache, corpus: Corpus, tokenizer: Tokenizer, listener: &dyn L
 /// corpus (see [`Corpus::name`]) and the tokens.
 ///
 /// # Errors
-/// Those of [`Corpus::load`], and a disk that is full.
+/// Those of [`Corpus::load`] and of [`Tokenizer::encode`], and a disk that is full.
 pub fn prepare_held_out(
     spec: &DataSpec,
     tokenizer: &Tokenizer,
@@ -141,7 +141,7 @@ pub fn prepare_held_out(
 /// Returns the tokens of one text file, which is not split; it is meant for evaluation.
 ///
 /// # Errors
-/// Those of [`load_text`], and a disk that is full.
+/// Those of [`load_text`] and of [`Tokenizer::encode`], and a disk that is full.
 pub fn prepare_text(path: &Path, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<TokenFile> {
     Cache::from_env(listener)?.tokens(&load_text(path)?, tokenizer, listener)
 }

@@ -1,4 +1,4 @@
-//! In place of the Hugging Face hub where this crate was built without the feature `hub`.
+//! This module stands in for `hub` where this crate is built without the feature of that name.
 
 use std::path::PathBuf;
 
@@ -11,8 +11,10 @@ use crate::listener::Listener;
 pub(crate) enum Hub {}
 
 impl Hub {
+    /// Refuses to configure a hub.
+    ///
     /// # Errors
-    /// It always fails; the error names the feature that is missing.
+    /// Always; the error names the feature that is missing.
     pub(crate) fn from_env() -> Result<Self> {
         bail!(
             "this build does not ask the Hugging Face hub or read its cache: build performer-lm with the feature `hub`, or give a file \

@@ -33,11 +33,13 @@ fn held_out(n: usize, most: usize) -> usize {
 /// Splits documents into `(train, valid)`.
 ///
 /// The tenth (`most` at most) of the distinct documents with the smallest hashes is held out;
-/// repetitions of a held-out document are dropped. A single document is split by blocks of some 2
-/// kB instead, and its end is held out: both parts remain continuous text.
+/// repetitions of a held-out document are dropped. A single document is split by blocks of 2 to 4
+/// kB instead, and its end is held out, without the blocks that stand in the training part too.
+/// But for these, both parts remain continuous text.
 ///
 /// # Errors
-/// Fewer than two different documents or blocks.
+/// If there are fewer than two different documents, or fewer than two blocks, or if every block of
+/// the end stands in the training part too.
 pub(crate) fn split(documents: &Documents, most: usize, listener: &dyn Listener) -> Result<(Documents, Documents)> {
     if documents.len() == 1 {
         return split_document(documents, most, listener);

@@ -8,6 +8,7 @@ use serde_json::Value;
 use tokenizers::decoders::DecoderWrapper;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::processors::PostProcessorWrapper;
@@ -27,7 +28,7 @@ pub const MIN_VOCAB_SIZE: usize = 257;
 /// merges of a small vocabulary noticeably, and word counts take memory.
 const MAX_TRAINING_BYTES: usize = 64 << 20;
 
-/// The largest vocabulary that is trained; the largest of published models are a hundredth of it.
+/// The largest vocabulary that is trained, many times those of published models.
 const MAX_VOCAB_SIZE: usize = 1 << 24;
 
 /// The most bytes of a word that is learned from in one part.
@@ -49,7 +50,7 @@ pub struct Tokenizer {
     /// The content of `tokenizer.json`, kept so that a copy is identical byte for byte.
     json: Vec<u8>,
     borders: Borders,
-    /// Whether the borders come from elsewhere than the `tokenizer.json`.
+    /// Whether the borders are others than the `tokenizer.json` alone gives.
     borders_given: bool,
     vocab_size: usize,
 }
@@ -63,7 +64,7 @@ impl Tokenizer {
     /// no token is that long, and the time to learn grows with the square of a word's length.
     ///
     /// # Errors
-    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`], or above any model's.
+    /// If `vocab_size` is below [`MIN_VOCAB_SIZE`] or above 2²⁴.
     pub fn train(documents: &Documents, vocab_size: usize) -> Result<Self> {
         if vocab_size < MIN_VOCAB_SIZE {
             bail!(
@@ -114,14 +115,19 @@ impl Tokenizer {
     /// borders with which a model was trained.
     ///
     /// # Errors
-    /// If the content is no tokenizer or, where no borders are given, has no end-of-text token.
+    /// If the content is no tokenizer; if given borders have neither `begin` nor `end`, or a token
+    /// beyond the vocabulary; or if none are given and the content has no end-of-text token.
     pub fn with_borders(json: Vec<u8>, borders: Option<Borders>) -> Result<Self> {
-        Self::assemble(json, |inner| match &borders {
-            Some(borders) => Ok((borders.clone(), true)),
-            None => match named_end(inner) {
-                Some(end) => Ok((Borders::between(end), false)),
-                None => Err(no_end_of_text()),
-            },
+        Self::assemble(json, |inner| {
+            let named = named_end(inner).map(Borders::between);
+            match (borders, named) {
+                (Some(borders), named) => {
+                    let given = Some(&borders) != named.as_ref();
+                    Ok((borders, given))
+                }
+                (None, Some(named)) => Ok((named, false)),
+                (None, None) => Err(no_end_of_text()),
+            }
         })
     }
 
@@ -132,7 +138,8 @@ impl Tokenizer {
     /// of a chat model.
     ///
     /// # Errors
-    /// If the content is no tokenizer, or has no border at all.
+    /// If the content is no tokenizer, or has no border at all, or if a border or a token of `stop`
+    /// lies beyond the vocabulary.
     pub fn of_model(json: Vec<u8>, stop: &[u32]) -> Result<Self> {
         Self::assemble(json, |inner| {
             let named = named_end(inner);
@@ -153,8 +160,8 @@ impl Tokenizer {
         json: Vec<u8>,
         borders: impl FnOnce(&tokenizers::Tokenizer) -> Result<(Borders, bool)>,
     ) -> Result<Self> {
-        // The library panics where a part of the file is no JSON, so this comes first.
-        // It is read as a value, since texts in it are not looked at where they are passed over.
+        // The library panics where a part of the file is not valid JSON, so the file is parsed here
+        // first. It is parsed into a `Value`, because strings in ignored values are not checked.
         serde_json::from_slice::<Value>(&json).context("not a tokenizer.json")?;
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&json).map_err(|error| anyhow!("not a tokenizer.json: {error}"))?;
@@ -266,13 +273,19 @@ impl Tokenizer {
         fn adds_a_space(words: &PreTokenizerWrapper) -> bool {
             match words {
                 PreTokenizerWrapper::ByteLevel(level) => level.add_prefix_space,
+                PreTokenizerWrapper::Metaspace(_) => true,
                 PreTokenizerWrapper::Sequence(parts) => parts.as_ref().iter().any(adds_a_space),
                 _ => false,
             }
         }
-        let names = ["\"Prepend\"", "\"Metaspace\""];
-        names.iter().any(|name| memchr::memmem::find(&self.json, name.as_bytes()).is_some())
-            || self.inner.get_pre_tokenizer().is_some_and(adds_a_space)
+        fn adds_text(normalizer: &NormalizerWrapper) -> bool {
+            match normalizer {
+                NormalizerWrapper::Prepend(_) => true,
+                NormalizerWrapper::Sequence(parts) => parts.as_ref().iter().any(adds_text),
+                _ => false,
+            }
+        }
+        self.inner.get_pre_tokenizer().is_some_and(adds_a_space) || self.inner.get_normalizer().is_some_and(adds_text)
     }
 
     /// Returns the text of tokens; special tokens are left out.
@@ -280,7 +293,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot decode the tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        // Not every decoder can do without tokens.
+        // Some decoders of the library fail where no token of text is left to decode.
         let special = self.inner.get_added_vocabulary();
         let is_text = |&id: &u32| self.inner.id_to_token(id).is_some_and(|token| !special.is_special_token(&token));
         if !tokens.iter().any(is_text) {

@@ -224,7 +224,7 @@ impl TokenFile {
     }
 
     /// Returns the number of bytes of text that the tokens cover, without separators of documents.
-    /// Bits per byte are losses divided by it.
+    /// Bits per byte are the sum of the losses of all tokens, in nats, over ln 2 times this number.
     pub fn bytes(&self) -> u64 {
         self.header.bytes
     }

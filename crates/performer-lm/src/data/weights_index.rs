@@ -1,4 +1,5 @@
-//! The list of files that large models keep beside their weights.
+//! This module reads the index that a large model has beside its weights, which names the files
+//! that hold them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;

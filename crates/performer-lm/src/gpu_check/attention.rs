@@ -10,7 +10,8 @@ use performer_core::{
 
 use super::{Check, Extent, Item, Random, error_of, numbers, relative_error, tolerance, without_warpgroups};
 
-/// A `Case` is one problem; its sizes are no multiples of what kernels take at a time.
+/// A `Case` is one problem. Its numbers of tokens are no multiples of 16, so that the last tokens
+/// do not fill what kernels take at a time.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     /// Number of random features; `None` for softmax.
@@ -69,8 +70,8 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
         Extent::Full => &[DType::F32, DType::BF16, DType::F16],
     };
     for &dtype in dtypes {
-        // Every other shape is another set of kernels to compile, which takes a second or two each;
-        // f16 has the kernels of bf16 except for conversions.
+        // Each further shape is another set of kernels to compile, which takes a second or two; f16
+        // has the kernels of bf16 except for conversions.
         let few = extent == Extent::Quick || dtype == DType::F16;
         for features in [None, Some(128)] {
             let base = Case { features, dtype, ..base };

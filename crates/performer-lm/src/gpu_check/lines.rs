@@ -105,7 +105,8 @@ pub struct Report {
     pub machine: Machine,
     /// Revision of this program.
     pub revision: String,
-    /// Whether every check that was done passed and none was lost.
+    /// Whether every check that was done passed and no item was lost, be it of checks, a timing or
+    /// a training.
     pub passed: bool,
     /// The comparisons with references.
     pub checks: Vec<Check>,

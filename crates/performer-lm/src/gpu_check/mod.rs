@@ -1,6 +1,7 @@
 //! This module checks whether this machine's GPU computes correct results, and measures how fast:
-//! it compares every kernel with a reference in f64, then takes timings, then trains briefly with
-//! either attention. It needs nothing but the program, and runs on the CPU too.
+//! it compares every kernel with a reference in f64, then takes timings, then trains a small model
+//! briefly, once with softmax and once with FAVOR. It needs nothing but the program, and runs on
+//! the CPU too.
 //!
 //! The work is a list of [`Item`]s. [`perform`] does them one after the other and gives each result
 //! away as a [`Line`] as soon as it is known, so that nothing is lost when a kernel makes the
@@ -25,7 +26,7 @@ use rand_chacha::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::errors::Cause;
+use crate::device::is_out_of_memory;
 pub use lines::{About, Line, Report, State};
 pub use speed::{Speed, Work};
 pub use training::Training;
@@ -35,8 +36,9 @@ pub use training::Training;
 pub struct Check {
     /// What was compared.
     pub what: String,
-    /// The largest difference, relative to the largest number of the reference; `None` if it is not
-    /// finite.
+    /// The largest difference, relative to the largest number of the reference, or, where a check
+    /// counts, the number of outputs or tensors that are not as they must be; `None` if it is not
+    /// finite or nothing could be compared.
     pub error: Option<f64>,
     /// The largest error that passes.
     pub tolerance: f64,
@@ -73,7 +75,8 @@ pub enum Part {
 
 /// An `Item` is a piece of work that is done whole or not at all.
 pub struct Item {
-    /// What is done, which no other item says.
+    /// What is done, in words. No two items of a list have the same name: the lines of a check tell
+    /// items apart by it.
     pub name: String,
     /// The kind of work.
     pub part: Part,
@@ -104,7 +107,8 @@ pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
     let mut items = attention::items(extent, !device.is_cpu());
     items.extend(maps::items(extent));
     items.extend(parts::items());
-    // Elsewhere on Hopper these kernels take products of warpgroups.
+    // On Hopper, FAVOR's forward kernel takes matrix products of warpgroups in the items above, so
+    // the kernel that other cards use in its place is checked by items of its own.
     if has_warpgroups(device) {
         items.extend(attention::items_without_warpgroups(extent));
     }
@@ -140,11 +144,11 @@ pub fn perform<'a>(
             let what = item.name.clone();
             vec![match item.part {
                 Part::Checks => Line::Check(Check::of(what, Err(error), 0.0)),
-                // What there is no memory for is left out; numbers that are not finite are wrong.
-                _ if matches!(error.downcast_ref(), Some(Cause::Diverged { .. })) => {
-                    Line::Check(Check::of(what, Err(error), 0.0))
+                // What there is no memory for is left out; whatever else fails is wrong.
+                Part::Timings | Part::Training if is_out_of_memory(&error) => {
+                    Line::Skipped { what, because: first_line(&error) }
                 }
-                Part::Timings | Part::Training => Line::Skipped { what, because: first_line(&error) },
+                Part::Timings | Part::Training => Line::Check(Check::of(what, Err(error), 0.0)),
             }]
         });
         for line in &lines {
@@ -212,8 +216,8 @@ impl Check {
 }
 
 /// Returns the largest relative error that results in a type may have. In half types a result goes
-/// through at most five roundings of 2⁻⁹: of features, weights, products of pairs, sums, and of the
-/// result itself; `docs/LOG.md` says more.
+/// through at most five roundings, of features, weights, products of pairs, sums, and of the result
+/// itself, each of about 2⁻⁹ of its number (in bf16 at most 2⁻⁸); `docs/LOG.md` says more.
 fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 1e-4 } else { 1e-2 }
 }
@@ -231,11 +235,17 @@ fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     })
 }
 
-/// Returns the relative error; or the largest number where all should be zero, as the gradient of
-/// attention to one key is, and what is computed is rounding.
+/// Returns the relative error, or the largest number of `got` where all of `want` is zero, as the
+/// gradient of attention to a single key is: what is computed of it is rounding. Infinite if a
+/// number is not finite or the counts differ.
 fn error_of(got: &[f64], want: &[f64]) -> f64 {
     let largest = |x: &[f64]| x.iter().fold(0.0f64, |m, x| m.max(x.abs()));
-    if largest(want) < 1e-9 { largest(got) } else { relative_error(got, want) }
+    if largest(want) >= 1e-9 {
+        return relative_error(got, want);
+    }
+    // The larger of two numbers is never NaN where one of them is none.
+    let is_whole = got.len() == want.len() && got.iter().all(|x| x.is_finite());
+    if is_whole { largest(got) } else { f64::INFINITY }
 }
 
 /// Returns the numbers of a tensor, row by row.
@@ -265,17 +275,44 @@ impl Random {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::errors::Cause;
 
+    /// Whatever fails is a failed check, but for what there is no memory for.
     #[test]
-    fn a_training_that_diverges_is_a_failed_check() {
-        let diverged = || Cause::Diverged { training: "training".into(), step: 3, loss: None };
-        let items = [Item::new(Part::Training, "it", move |_| Err(diverged().into()))];
-        let mut failed = 0;
-        let count = |line: &Line| {
-            failed += usize::from(matches!(line, Line::Check(check) if !check.passed));
-            Ok(())
-        };
-        perform(&items, &Device::Cpu, || false, count).unwrap();
-        assert_eq!(failed, 1);
+    fn what_fails_is_a_failed_check() {
+        type Work = fn() -> anyhow::Error;
+        let errors: [(Work, usize); 4] = [
+            (|| Cause::Diverged { training: "training".into(), step: 3, loss: None }.into(), 1),
+            (|| anyhow::anyhow!("a kernel cannot be compiled"), 1),
+            (|| anyhow::anyhow!("CUDA_ERROR_OUT_OF_MEMORY").context("allocating"), 0),
+            (|| Cause::OutOfMemory { free: None, lower: "the batch".into(), in_training: true }.into(), 0),
+        ];
+        for (error, expected) in errors {
+            for part in [Part::Training, Part::Timings] {
+                let items = [Item::new(part, "it", move |_| Err(error()))];
+                let (mut failed, mut skipped) = (0, 0);
+                let count = |line: &Line| {
+                    failed += usize::from(matches!(line, Line::Check(check) if !check.passed));
+                    skipped += usize::from(matches!(line, Line::Skipped { .. }));
+                    Ok(())
+                };
+                perform(&items, &Device::Cpu, || false, count).unwrap();
+                assert_eq!((failed, skipped), (expected, 1 - expected), "{}", error());
+            }
+        }
+    }
+
+    /// Outputs are filled with NaN before kernels write them, so NaN that is left must not pass,
+    /// whatever was expected.
+    #[test]
+    fn numbers_that_are_not_finite_are_errors() {
+        for want in [[0.0, 0.0], [1.0, -2.0]] {
+            assert_eq!(error_of(&want, &want), 0.0);
+            for bad in [f64::NAN, f64::INFINITY] {
+                assert_eq!(error_of(&[want[0], bad], &want), f64::INFINITY, "{bad}");
+            }
+            assert_eq!(error_of(&want[..1], &want), f64::INFINITY);
+        }
+        assert_eq!(error_of(&[0.0, -3e-6], &[0.0, 0.0]), 3e-6);
     }
 }

@@ -1,5 +1,5 @@
-//! This module trains a small model briefly with either attention, on the sample text that comes
-//! with the program.
+//! This module trains a small model briefly, once with softmax and once with FAVOR, on the sample
+//! text that comes with the program.
 
 use anyhow::{Context, Result};
 use candle_core::Device;

@@ -50,7 +50,7 @@ pub struct Plan<'a> {
     pub threads: usize,
     /// Flag that is set from outside to stop.
     pub stop: &'a AtomicBool,
-    /// Is told of steps, validations, and what a person should know.
+    /// Receiver of steps, validations and notices to the user.
     pub listener: &'a dyn Listener,
     /// The processes that share the experiment: each makes whole runs, in one folder that all see.
     pub ranks: Grid,
@@ -168,11 +168,13 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
         let name = format!("redrawn every {every} steps, M={m}");
         all.push(Variant { redraw_every: every, ..variant(name, AttentionConfig::Favor(favor(m))) });
     }
-    for (name, first, last) in [("more features in earlier layers", 3, 1), ("more features in later layers", 1, 3)] {
+    // One layer has no earlier or later ones.
+    let unequal = [("more features in earlier layers", 3, 1), ("more features in later layers", 1, 3)];
+    for (name, first, last) in unequal.into_iter().filter(|_| layers > 1) {
         // The numbers go from 3/2 to 1/2 of M, or from 1/2 to 3/2, so their mean is M.
         let by_layer = (0..layers)
             .map(|i| {
-                let share = i as f64 / (layers - 1).max(1) as f64;
+                let share = i as f64 / (layers - 1) as f64;
                 let halves = f64::from(first) + share * f64::from(last - first);
                 AttentionConfig::Favor(favor(((m as f64 * halves / 2.0).round() as usize).max(1)))
             })
@@ -468,6 +470,7 @@ mod tests {
             assert_eq!(features.iter().sum::<usize>(), 3 * 64, "{features:?}");
             assert_ne!(features[0], features[2]);
         }
+        assert!(variants(&[16, 64, 256], 1, 16).iter().all(|v| v.by_layer.is_empty()));
     }
 
     #[test]

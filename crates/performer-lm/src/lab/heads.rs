@@ -1,4 +1,5 @@
-//! This module reads the heads of a pretrained softmax model as they are on a text.
+//! This module takes the queries, keys and values of every head of a pretrained softmax model while
+//! the model reads a text.
 
 use std::{
     collections::BTreeMap,
@@ -31,9 +32,11 @@ pub struct Source {
     pub model: String,
     /// The text that the model reads.
     pub data: DataSpec,
-    /// Number of tokens of a window; `None` for the model's context, but at most 512.
+    /// Number of tokens of a window; `None` for the model's context, but at most 512 where its
+    /// positions are not learned.
     pub context: Option<usize>,
-    /// Number of windows of held-out text that errors are measured on.
+    /// The largest number of windows of held-out text that errors are measured on; a short text has
+    /// fewer.
     pub windows: usize,
     /// Number of training tokens that features are fitted to.
     pub calibrate_tokens: usize,
@@ -77,20 +80,18 @@ impl Heads {
     ///
     /// # Errors
     /// What keeps the model or the text from being read; a model that is not all softmax; a context
-    /// of nothing; no windows, or no tokens that features are fitted to.
+    /// of fewer than 16 tokens, or other than the model's where its positions are learned; held-out
+    /// text too short for a window; no windows, or no tokens that features are fitted to.
     pub fn read(source: &Source, device: &Device, listener: &dyn Listener) -> Result<Self> {
         ensure!(source.windows > 0, Cause::setting("", "windows", 0, "at least 1"));
         ensure!(source.calibrate_tokens > 0, Cause::setting("", "calibrate_tokens", 0, "at least 1"));
         let mut model = Pretrained::open_with(&source.model, listener)?;
-        let context = source.context.unwrap_or(model.config.context.min(MOST_CONTEXT));
+        model.set_context(source.context, MOST_CONTEXT)?;
+        let context = model.config.context;
         ensure!(
             context >= 16,
             Cause::setting("", "context", context, "at least 16, or it says nothing about attention")
         );
-        if context != model.config.context && model.tensors.contains_key("model.embed_positions.weight") {
-            bail!("context {context}: a model with learned positions keeps its context of {}", model.config.context);
-        }
-        model.config.context = context;
         if let Some(layer) =
             (0..model.config.layers).find(|&i| *model.config.attention_of(i) != AttentionConfig::Softmax)
         {

@@ -90,8 +90,8 @@ pub struct Provenance {
     pub seconds: f64,
 }
 
-/// Formats bytes of decoding state, with a + if they grow with every token. Results of versions
-/// that did not measure them have 0.
+/// Formats bytes of decoding state, with a + if they grow with every token. A dash stands for 0,
+/// which means that there is no state, or that the version that made the result did not measure it.
 fn state_text(bytes: usize, grows: bool) -> String {
     match bytes {
         0 => "–".into(),

@@ -2,7 +2,8 @@
 //! error, layer by layer (`lab suggest`).
 
 use anyhow::{Result, bail, ensure};
-use performer_core::{FavorConfig, FeatureMapKind};
+use candle_core::{DType, Device};
+use performer_core::{Favor, FavorConfig, FeatureMapKind, Windowed};
 use serde_json::json;
 
 use super::{
@@ -50,9 +51,10 @@ impl Criterion {
 /// A `Plan` says what is wanted.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The model, as `convert` is to name it.
+    /// The model as the suggested `convert` command names it. It is not read: [`run`] gets its
+    /// heads.
     pub model: String,
-    /// The text, as `convert` is to name it.
+    /// The text as the suggested `convert` command names it. It is not read either.
     pub data: String,
     /// Number of tokens of a window, if it is not the one that `convert` takes by default.
     pub context: Option<usize>,
@@ -64,7 +66,7 @@ pub struct Plan {
     pub maps: Vec<FeatureMapKind>,
     /// Number of the latest keys that have exact attention, if there is a window.
     pub window: Option<usize>,
-    /// The largest number of features to suggest.
+    /// The largest number of features to suggest, from 16 to 1,024.
     pub most_features: usize,
     /// Number of draws of Ω over which errors are averaged.
     pub draws: usize,
@@ -76,7 +78,7 @@ pub struct Plan {
 struct Suggestion {
     /// The map, its `M` and its errors; `None` if nothing tried is enough.
     found: Option<(FeatureMapKind, usize, Errors)>,
-    /// Mean error of the worst head with this map.
+    /// The largest mean error of a head with the map and `M` of `found`; NaN if there is none.
     worst: f64,
     uniform: Errors,
     /// The errors of each map over `M`.
@@ -96,10 +98,15 @@ impl Plan {
         );
         ensure!(!self.maps.is_empty(), "no map to choose from: give one, such as dense");
         ensure!(self.draws > 0, Cause::setting("", "draws", 0, "at least 1"));
-        let (most, least) = (self.most_features, FEATURES[0]);
+        let (most, least, last) = (self.most_features, FEATURES[0], FEATURES[FEATURES.len() - 1]);
         ensure!(
-            most >= least,
-            Cause::setting("", "most_features", most, format_args!("at least {least}, the smallest number tried"))
+            (least..=last).contains(&most),
+            Cause::setting(
+                "",
+                "most_features",
+                most,
+                format_args!("from {least} to {last}, the numbers that are tried")
+            )
         );
         if let Some(map) = self.maps.iter().find(|map| !map.is_random() || **map == FeatureMapKind::Learned) {
             bail!(
@@ -112,6 +119,10 @@ impl Plan {
                 (1..context).contains(&window),
                 "a window is to have {window} tokens; it must have at least 1, and fewer than the context, which has {context} at most"
             );
+            for &map in &self.maps {
+                let favor = Favor::new(&FavorConfig::default().with_map(map), 8, 0, DType::F32, &Device::Cpu)?;
+                Windowed::new(window, favor)?;
+            }
         }
         let fitted = self.maps.iter().filter(|map| map.is_fitted()).count();
         ensure!(

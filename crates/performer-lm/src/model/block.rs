@@ -83,14 +83,16 @@ impl Block {
         self.residuals(x, None, |x, residual| plus(residual, self.attention.extend(x, state)?))
     }
 
-    /// Computes the block with `attend(x, residual)`, which adds the residual to what it computes.
+    /// Computes the block with `attend(x, residual)`, which adds the residual, where it is given
+    /// one, to what it computes.
     fn residuals(
         &self,
         x: &Tensor,
         dropout: Option<&Dropout>,
         attend: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        // Only what dropout has been applied to can be added afterwards.
+        // With dropout, entries of the branch are dropped first and the residual is added
+        // afterwards; without it, the branch adds the residual itself.
         fn before<'a>(x: &'a Tensor, dropout: Option<&Dropout>) -> Option<&'a Tensor> {
             dropout.is_none().then_some(x)
         }

@@ -61,7 +61,7 @@ impl Decoder {
     /// model itself, with random rows of their own for the `count`-th time in a run of this `seed`.
     ///
     /// # Errors
-    /// If a layer's queries and keys are too few or not finite.
+    /// If no queries and keys were added to the moments of a layer.
     pub(crate) fn fit_features(&mut self, moments: &[Moments], seed: u64, count: u64) -> Result<()> {
         for (layer, moments) in moments.iter().enumerate() {
             let config = self.config.attention_of(layer).clone();

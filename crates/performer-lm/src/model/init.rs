@@ -1,5 +1,5 @@
-//! This module draws the initial weights, which depend on seed and name alone: they are the same on
-//! every platform, and for every attention.
+//! This module draws the initial weights. Their random numbers depend on seed and name alone, so
+//! weights of one shape are the same on every platform, and for every attention.
 
 use anyhow::Result;
 use candle_core::{Tensor, Var};

@@ -1,5 +1,5 @@
-//! The losses of a model: cross-entropies of targets, which spare the logits where nobody asks for
-//! them, over whole sequences, over segments of them and at chosen positions.
+//! This module computes the losses of a model: cross-entropies of targets over whole sequences,
+//! over segments of them and at chosen positions.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{D, DType, Tensor};
@@ -61,8 +61,8 @@ impl Decoder {
     /// exchanged.
     ///
     /// # Errors
-    /// If segments would differ in length, or the attention of a layer cannot be computed in
-    /// segments; the message names the layer.
+    /// If the model leaks, segments would differ in length, or the attention of a layer cannot be
+    /// computed in segments; the message names the layer.
     pub fn require_segments(&self, segments: usize) -> Result<()> {
         self.config.require_causal()?;
         let context = self.config.context;
@@ -80,10 +80,12 @@ impl Decoder {
     }
 
     /// Computes the cross-entropy, in nats, against a mixture of each target and the distribution
-    /// of `teacher`, which has weight `share`: → `(B·T)`.
+    /// of `teacher`, which has weight `share`: ids `(B, T)` and `B·T` targets → `(B·T)`. The
+    /// teacher gets no gradients.
     ///
     /// # Errors
-    /// As [`Self::losses`], and if the teacher has another vocabulary.
+    /// As [`Self::losses`]; also if the teacher has another vocabulary, or `share` is not from 0 to
+    /// 1.
     pub fn distillation_losses(&self, ids: &Tensor, targets: &[u32], teacher: &Decoder, share: f64) -> Result<Tensor> {
         let states = |model: &Decoder| -> Result<Tensor> {
             Ok(ops::rows(&model.last_norm(&model.hidden(ids, Tokens::Whole(&model.mask()), None)?)?)?)

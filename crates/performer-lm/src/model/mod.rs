@@ -300,8 +300,8 @@ impl Decoder {
         self.blocks[layer].attention()
     }
 
-    /// Returns which implementation computes the attention of each layer in one causal pass, with
-    /// gradients if the pass is one of training.
+    /// Returns which implementation computes the attention of each layer in one pass over whole
+    /// sequences, with gradients if the pass is one of training.
     ///
     /// # Errors
     /// If the attention of a layer cannot take inputs of this model's sizes.
@@ -350,8 +350,8 @@ impl Decoder {
     }
 
     /// Returns the weights, by name, of forget gates of a layer in this configuration that forget
-    /// at a constant pace, which the time constants of its key heads say; nothing where it has no
-    /// gates.
+    /// at a constant pace, which `time_constants` says for each key head, in tokens; nothing where
+    /// the layer has no gates.
     pub(crate) fn constant_gates(
         config: &ModelConfig,
         layer: usize,
@@ -444,16 +444,15 @@ impl Decoder {
     /// `dropout` is for training only.
     ///
     /// # Errors
-    /// If `T` exceeds the positions of a model with learned ones, or an id lies beyond the
-    /// vocabulary.
+    /// If `T` exceeds the positions of the model, or, on the CPU, an id lies beyond the vocabulary.
     pub fn forward(&self, ids: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor> {
         self.logits(&self.hidden(ids, Tokens::Whole(&self.mask()), dropout)?)
     }
 
-    /// Runs the forward pass without the output head, with `attend(layer, inputs)` in place of each
-    /// layer's attention, to measure the inputs of attention or to try other attentions. The inputs
-    /// are those of [`MultiHeadAttention::forward_through`]: queries, keys, values, and gates where
-    /// the layer has them. Returns `(B, T, E)`.
+    /// Runs the forward pass without the last norm and the output head, with `attend(layer,
+    /// inputs)` in place of each layer's attention, to measure the inputs of attention or to try
+    /// other attentions. The inputs are those of [`MultiHeadAttention::forward_through`]: queries,
+    /// keys, values, and gates where the layer has them. Returns `(B, T, E)`.
     ///
     /// # Errors
     /// As [`Self::forward`], with an error of `attend`, or if `attend` returns another shape.
@@ -512,13 +511,15 @@ impl Decoder {
         all.saturating_sub(state.tokens())
     }
 
-    /// Extends the state by the next tokens, ids `(B, T)`, and returns the logits after the last of
-    /// them, `(B, V)`.
+    /// Extends the state by the next tokens, ids `(B, T)` with `T` of at least 1, and returns the
+    /// logits after the last of them, `(B, V)`.
     ///
     /// # Errors
-    /// If the positions of a model with learned ones are used up, or the model leaks.
+    /// If `T` is 0 or exceeds [`Self::positions_left`], the model leaks, or, on the CPU, an id lies
+    /// beyond the vocabulary.
     pub fn extend(&self, ids: &Tensor, state: &mut DecoderState) -> Result<Tensor> {
         self.config.require_causal()?;
+        ensure!(ids.dims2()?.1 > 0, "a state cannot be extended by no tokens: give at least one");
         let mut x = self.embed(ids, state.tokens())?;
         for (block, state) in self.blocks.iter().zip(&mut state.layers) {
             x = block.extend(&x, state)?;
@@ -553,7 +554,8 @@ impl Decoder {
     }
 }
 
-/// Locks what a thread may have died with; an insertion leaves a map whole.
+/// Locks a map even if a thread panicked while it held the lock, since an insertion leaves a map
+/// whole either way.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -592,6 +594,7 @@ fn layer_seed(seed: u64, layer: usize, count: u64) -> u64 {
 }
 
 fn build_attention(config: &ModelConfig, layer: usize, seed: u64, device: &Device) -> Result<Box<dyn Attention>> {
-    // A dimension of queries and keys that is not the head's is among the parts.
+    // The head dimension is that of values; where queries and keys have another, `build` takes it
+    // from the parts of the attention.
     Ok(config.attention_of(layer).build(config.head_dim(), seed, DType::F32, device)?)
 }

@@ -40,7 +40,7 @@ pub use scale::Scale;
 pub(crate) use text::escape;
 
 /// A `Chart` shows lines or points over two axes, on 1000 × 600 pixels (taller only when the legend
-/// needs it).
+/// or the labels of vertical reference lines need it).
 #[derive(Debug, Clone, Default)]
 pub struct Chart {
     /// Heading; empty for none.
@@ -183,7 +183,8 @@ const PNG_SCALE: f32 = 2.0;
 /// Refuses a stem at which [`Chart::save`] would replace what is no chart of this program.
 ///
 /// # Errors
-/// If there is such a file; the message names it.
+/// If there is such a file, the folder cannot be written to, or `stem` ends in no name; the message
+/// says which.
 #[cfg(feature = "cli")]
 pub(crate) fn require_own(stem: &Path) -> Result<()> {
     let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;

@@ -15,8 +15,8 @@ adamw(long long count, float scale, float beta1, float rest1, float beta2, float
     p[i] -= decay * p[i] + step_size * a / (sqrtf(correction * b) + eps);
 }
 
-// Each block adds up its share of x and leaves it in `sums`, from `first` on: always the same
-// blocks, always in the same order.
+// Each block adds up the squares of its share of x and leaves the sum in `sums`, from `first` on:
+// always the same blocks, always in the same order.
 extern "C" __global__ void __launch_bounds__(THREADS)
 sum_of_squares(long long count, long long first, const float* x, float* sums) {
     __shared__ float parts[THREADS];

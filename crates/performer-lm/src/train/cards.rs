@@ -52,7 +52,10 @@ impl Card for CudaCard {
     }
 }
 
-/// Where the numbers of a contiguous tensor lie.
+/// Returns where the numbers of a tensor lie on its card.
+///
+/// # Errors
+/// If the tensor is not contiguous, not on CUDA, or of a type that cards do not exchange.
 fn memory(x: &Tensor) -> candle_core::Result<CardMemory> {
     let (storage, layout) = x.storage_and_layout();
     let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {

@@ -12,7 +12,7 @@ use super::{
     run_key::TRAINING,
 };
 use crate::{
-    checkpoint::{MODEL, REPORTS, require_free},
+    checkpoint::{MODEL, REPORTS, require_folder, require_free},
     config::{AttentionPattern, ModelConfig, Preset, TrainingConfig},
     data::{DataSpec, Prepared, Tokenizer},
     model::{Decoder, pretrained},
@@ -36,7 +36,8 @@ pub(super) struct RunState {
     pub(super) corpus: String,
     /// The data as the command line spelt it.
     pub(super) data_spec: String,
-    /// The path from the run's folder to the data, where it was spelt relative to another folder.
+    /// The path from the run's folder to the data, where the command line named the data by a path
+    /// relative to the working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) data_from_here: Option<PathBuf>,
     /// Key of the run; `None` in states of versions that did not record it.
@@ -66,6 +67,8 @@ impl RunState {
 /// # Errors
 /// If anything is missing or damaged; the message names it.
 pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
+    // A name that is no folder would be looked for on the hub.
+    require_folder(dir)?;
     pretrained::load(&dir.to_string_lossy(), device)
 }
 
@@ -84,7 +87,8 @@ pub enum Found {
 /// begins, so that a folder that cannot be used is reported at once and not hours later.
 ///
 /// # Errors
-/// If the folder holds a run with another key or without one, or is damaged.
+/// If the model has features that are of no use at its context; or if the folder holds a run with
+/// another key or without one, a damaged run, or files of something else that a run would replace.
 pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
     require_features(config)?;
     let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
@@ -166,7 +170,7 @@ pub struct SavedData {
 /// Returns what the run in a folder trains on.
 ///
 /// # Errors
-/// If the folder holds no run.
+/// If the folder holds no training run that can be resumed, or a file of it is missing or damaged.
 pub fn saved_data(dir: &Path) -> Result<SavedData> {
     let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
     let spelt = state.data_spec;
@@ -178,16 +182,18 @@ pub fn saved_data(dir: &Path) -> Result<SavedData> {
     Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
 }
 
-/// Returns the default folder of a run: `runs/PRESET-ATTENTION-seed`, and `-leak` if it leaks.
+/// Returns the default folder of a run: `runs/PRESET-ATTENTION-seedN` in lower case, with `-leak`
+/// behind it if the model leaks.
 pub fn default_out(preset: Preset, config: &ModelConfig, seed: u64) -> PathBuf {
     let leak = if config.leak { "-leak" } else { "" };
     let name = format!("{preset:?}-{}{leak}", run_name(&config.pattern(), seed));
     Path::new("runs").join(name.to_lowercase())
 }
 
-/// Returns `ATTENTION-seed` with characters that every file system takes.
+/// Returns `ATTENTION-seedN`, of characters that every file system takes.
 pub fn run_name(attention: &AttentionPattern, seed: u64) -> String {
-    // Attentions of some heads and those of some layers stand beside each other in another way.
+    // `|` gets a character of its own, so that an attention by heads, `A|B`, and a hybrid of
+    // layers, `A+B/n`, do not get one name.
     let name = attention.to_string().replace('|', "_");
     let name: String =
         name.chars().map(|c| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_') { c } else { '-' }).collect();

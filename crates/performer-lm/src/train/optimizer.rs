@@ -122,8 +122,8 @@ impl AdamW {
     /// norm of `clip` where they exceed it. Returns the norm before clipping.
     ///
     /// # Errors
-    /// If a parameter has no gradient, the gradients are those of other parameters, or the norm is
-    /// not finite; nothing is changed then.
+    /// If `lr` is negative or not finite, `clip` is not above 0, a parameter has no gradient, the
+    /// gradients are those of other parameters, or the norm is not finite; nothing is changed then.
     pub fn step(&mut self, grads: &Gradients, lr: f64, clip: Option<f64>) -> Result<f64> {
         ensure!(lr >= 0.0 && lr.is_finite(), "learning rate {lr} is not allowed; it must be a number of at least 0");
         if let Some(limit) = clip {

@@ -37,7 +37,8 @@ impl<'a> Progress<'a> {
         self.bar.step(step, loss, self.speed.get());
     }
 
-    /// Ends the work of steps, all of which are saved; what follows is told in words.
+    /// Ends the bar of the steps, since all of them are saved: what follows is told by notes, and
+    /// to stop it would lose nothing.
     pub(super) fn end(&mut self) {
         self.bar = Box::new(Silent);
     }

@@ -46,8 +46,8 @@ pub struct PositionLoss {
     pub loss: f64,
 }
 
-/// Returns the mean losses of `ranges` equal ranges of positions, from the loss at each position.
-/// Fewer positions than ranges give one range each.
+/// Returns the mean losses of consecutive ranges of positions, at most `ranges` of them, from the
+/// loss at each position. All are equally long, except that the last may be shorter.
 pub(super) fn by_range(loss_by_position: &[f64], ranges: usize) -> Vec<PositionLoss> {
     let width = loss_by_position.len().div_ceil(ranges.max(1)).max(1);
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
@@ -111,7 +111,7 @@ pub struct Report {
     /// Processes that trained together.
     #[serde(default = "one")]
     pub ranks: usize,
-    /// Kind of device: cpu, cuda or metal.
+    /// Name of the device: that of a CUDA GPU, else `cpu` or `metal`.
     pub device: String,
     /// Type of activations.
     #[serde(default)]

@@ -51,7 +51,7 @@ const QUICK_VALIDATION_TOKENS: usize = 65_536;
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// `RunOptions` says where and how a run takes place. It holds no training setting; of all that is
-/// here, only the kind of device can change the result, by rounding.
+/// here, only the kind of device and, as their field says, the ranks can change the result.
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.
     pub out: &'a Path,
@@ -84,7 +84,7 @@ pub struct Trainer<'a> {
     data: &'a Prepared,
     training: TrainingConfig,
     options: RunOptions<'a>,
-    /// On the rank that writes files.
+    /// The open log, on the rank that writes files; `None` on the others.
     log: Option<Log>,
     epoch_seconds: Vec<f64>,
     key: RunKey,

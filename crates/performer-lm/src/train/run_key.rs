@@ -44,8 +44,10 @@ const SHOWN_CHARACTERS: usize = 60;
 ///
 /// # What is not in the key, and why
 ///
-/// - The number of threads: gradients of parts of a batch are added in a fixed order, so it changes
-///   no bit of a result.
+/// - The number of threads and of processes: gradients of parts of a batch are added in a fixed
+///   order, so on the CPU it changes no bit of a result. The number of segments that processes cut
+///   a sequence into is not in the key either, though it changes rounding and which units dropout
+///   drops: a run may go on with other processes than it began with.
 /// - Names of folders and files, and how the command line spells the data: the digests of what was
 ///   read say more than a name does.
 /// - The steps between checkpoints: a run that resumes goes on as if it had never stopped. The

@@ -107,8 +107,8 @@ pub(crate) fn is_divergence(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Cause::Diverged { .. }))
 }
 
-/// Returns the result of one of several runs. One process makes it, unless it is there; several
-/// find what [`divided`] has made.
+/// Returns the result of one of several runs. A process that is alone makes the run, unless its
+/// result is there already; where there are several, each reads what [`divided`] has made.
 #[cfg(feature = "lab")]
 pub(crate) fn made(
     ranks: &Grid,
@@ -186,8 +186,9 @@ fn sum(ranks: &Grid, kept: &[Gradients], params: &[(String, Var)]) -> Result<Gra
     of_flat(&sum_in_order(ranks.world(), length, &kept)?, params)
 }
 
-/// Returns the gradient of parameter `i`. The loss of a segment, `cut` from its sequence, may not
-/// depend on a parameter: what is far from no token of it, say.
+/// Returns the gradient of parameter `i`. It may be missing only where sequences are `cut` into
+/// segments: the loss of one segment need not depend on every parameter, on a feature map for keys
+/// beyond a window, say, where none of its queries has such keys.
 pub(super) fn present<'a>(
     gradients: &'a Gradients,
     params: &[(String, Var)],
@@ -213,7 +214,7 @@ fn flat(gradients: &Gradients, params: &[(String, Var)], cut: bool) -> Result<Ve
     Ok(numbers)
 }
 
-/// The gradients whose numbers these are.
+/// Returns the gradients of `params` from their numbers, which stand as [`flat`] puts them.
 fn of_flat(numbers: &[f32], params: &[(String, Var)]) -> Result<Gradients> {
     let mut start = 0;
     let tensor = |(_, var): &(String, Var)| {

@@ -108,13 +108,13 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
 
 /// Whether an error says that values are not finite.
 fn is_divergence(error: &Error) -> bool {
-    // A gate that is not finite has left the range of gates.
+    // The last is how attention refuses gates out of their range, as one that is not finite is.
     let said = ["must be finite", "is not finite", "are not finite", "gates hold"];
     error.chain().any(|cause| said.iter().any(|text| cause.to_string().contains(text)))
 }
 
-/// An error of a step or of what follows it, with the step; the cause is named where values are not
-/// finite.
+/// Adds the training and the step to an error of the step or of what follows it: as
+/// [`Cause::Diverged`] where the error says that values are not finite, else in words.
 pub(super) fn failed(error: Error, training: &str, step: usize, loss: Option<f64>) -> Error {
     if is_divergence(&error) {
         return error.context(Cause::Diverged { training: training.to_string(), step, loss });

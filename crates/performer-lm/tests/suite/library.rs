@@ -14,7 +14,7 @@ use performer_lm::{
     eval::evaluate,
     listener::{Bar, Listener, Unit},
     model::pretrained,
-    train::{Grid, RunOptions, Trainer, TrainingState},
+    train::{Grid, RunOptions, Trainer, TrainingState, load_model},
 };
 
 use super::heap::peak;
@@ -34,6 +34,13 @@ fn the_example_writes_a_sentence() -> Result<()> {
     assert!(rest.len() > 10 && rest.contains('.'), "{text}");
     assert_eq!(text, example::sentence(folder, "Once upon a time")?);
     Ok(())
+}
+
+/// A folder that is not there is no name of a model on the hub.
+#[test]
+fn a_missing_folder_is_not_looked_for_elsewhere() {
+    let error = load_model(Path::new("no-such/folder"), &Device::Cpu).err().unwrap().to_string();
+    assert!(error.contains("no-such/folder") && !error.contains("hub"), "{error}");
 }
 
 /// A file that tells of a header of any length is not read into memory.

@@ -130,6 +130,12 @@ fn an_export_that_fails_leaves_the_earlier_model() {
     fs::remove_file(out.join("tokenizer_config.json")).unwrap();
     fs::create_dir(out.join("tokenizer_config.json")).unwrap();
     fails(&performer(dir.path(), &export), &["tokenizer_config.json is a folder"]);
+    fs::remove_dir(out.join("tokenizer_config.json")).unwrap();
+    for name in ["loss.png", "train_state.json"] {
+        fs::create_dir(out.join(name)).unwrap();
+        fails(&performer(dir.path(), &export), &[&format!("{name} is a folder")]);
+        fs::remove_dir(out.join(name)).unwrap();
+    }
     assert_eq!(fs::read(out.join("model.safetensors")).unwrap(), weights);
     let left = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert_eq!(left.filter(|name| name.ends_with(".new")).count(), 0);

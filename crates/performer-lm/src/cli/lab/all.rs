@@ -38,7 +38,8 @@ pub(in crate::cli) struct Args {
 }
 
 impl Args {
-    /// Runs every experiment with its defaults, one after the other.
+    /// Runs the experiments with their defaults, or briefly with `--quick`, one after the other.
+    /// `lab suggest`, which needs a model to be named, is not among them.
     pub(super) fn run(self, machine: &Machine) -> Result<Vec<Findings>> {
         // What cannot be read is found out now, and not after the first experiments.
         for path in self.text.iter().chain(&self.proteins) {

@@ -43,7 +43,8 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Whether the command makes many trainings, which several processes can share.
+    /// Whether several processes can share the trainings that the command makes. `lab all` makes
+    /// trainings too, but runs in one process.
     pub(super) fn is_shared(&self) -> bool {
         matches!(self, Self::Tasks(_) | Self::Ablate(_))
     }
@@ -92,7 +93,7 @@ struct Text {
     /// valid.txt [default: sample].
     #[arg(long)]
     data: Option<String>,
-    /// Tokens of a window [default: the model's context, at most 512].
+    /// Tokens of a window [default: the model's context, at most 512 unless its positions are learned].
     #[arg(long)]
     context: Option<usize>,
     /// Windows of held-out text that errors are measured on [default: 2].

@@ -306,8 +306,8 @@ fn only_a_model_that_is_not_here_is_announced() {
     assert!(told.notes.lock().unwrap().is_empty(), "{:?}", told.notes);
 }
 
-/// What keeps a file from being fetched that not every model has is told, but not that the hub has
-/// none.
+/// Not every model has a generation_config.json. If one cannot be fetched, the user is told why,
+/// unless the reason is that the hub has none.
 #[test]
 fn a_file_that_a_model_may_lack_is_missed_where_the_hub_fails() {
     if ran_without_proxy("a_file_that_a_model_may_lack_is_missed_where_the_hub_fails") {
@@ -383,6 +383,66 @@ fn models_in_the_cache_need_no_hub() {
     lacks("one.safetensors");
     std::fs::write(snapshot.join("one.safetensors"), "").unwrap();
     assert_eq!(hub.model("someone/model", &Silent).unwrap(), snapshot);
+}
+
+/// Between two loads a model's branch `main` may move on to another commit. What the folder of the
+/// first commit lacks is then taken from that commit, and the cache goes on to name it.
+#[test]
+fn all_files_of_a_model_are_of_one_commit() {
+    if ran_without_proxy("all_files_of_a_model_are_of_one_commit") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let repo = dir.path().join("models--someone--model");
+    std::fs::create_dir_all(repo.join("snapshots/abc")).unwrap();
+    std::fs::create_dir_all(repo.join("refs")).unwrap();
+    std::fs::write(repo.join("refs/main"), "abc").unwrap();
+    std::fs::write(repo.join("snapshots/abc/config.json"), "").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let asked = std::sync::Arc::new(Mutex::new(Vec::new()));
+    let lines = asked.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let Some((line, first, last)) = request_of(&stream, BODY.len()) else { return };
+            let commit = if line.contains("/resolve/abc/") { "abc" } else { "def" };
+            let answer = match line.contains("generation_config.json") {
+                true => "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".into(),
+                false => format!(
+                    "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
+                     ETag: \"{commit}\"\r\nX-Repo-Commit: {commit}\r\nConnection: close\r\n\r\n{}",
+                    last + 1 - first,
+                    BODY.len(),
+                    String::from_utf8_lossy(&BODY[first..=last])
+                ),
+            };
+            lines.lock().unwrap().push(line);
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    let hub = Hub { endpoint, ..nowhere(dir.path()) };
+    let folder = hub.model("someone/model", &Silent).unwrap();
+    assert_eq!(folder, repo.join("snapshots/abc"));
+    for name in ["tokenizer.json", "model.safetensors"] {
+        assert_eq!(std::fs::read(folder.join(name)).unwrap(), BODY, "{name}");
+    }
+    assert_eq!(std::fs::read_to_string(repo.join("refs/main")).unwrap(), "abc");
+    // What the hub does not have is not asked for again.
+    asked.lock().unwrap().clear();
+    assert_eq!(hub.model("someone/model", &Silent).unwrap(), folder);
+    assert!(asked.lock().unwrap().is_empty(), "{asked:?}");
+}
+
+#[test]
+fn an_address_ends_without_a_slash() {
+    for (variable, address) in [
+        (None, "https://huggingface.co"),
+        (Some(""), "https://huggingface.co"),
+        (Some("https://mirror/hf/"), "https://mirror/hf"),
+    ] {
+        assert_eq!(endpoint(variable.map(str::to_owned)), address);
+    }
 }
 
 #[test]

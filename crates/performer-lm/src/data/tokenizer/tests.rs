@@ -144,8 +144,9 @@ fn loads_what_others_wrote() {
     assert!(error.to_string().contains("end-of-text"), "{error}");
 }
 
-/// The fuzzer found the first, at which the library panics where a text is encoded. By its code, so
-/// it does at a second text, and where a template is left other than one or two parts by another.
+/// A fuzzer found the first template: with it, the library panics when it encodes a text. Its code
+/// shows that it also panics at a template that names a second text, and at a template that follows
+/// another one, which may leave it other than one or two parts.
 #[test]
 fn templates_that_fail_are_refused() {
     let piece = |kind: &str, id: &str| serde_json::json!({kind: {"id": id, "type_id": 0}});
@@ -211,4 +212,30 @@ fn streaming_never_shows_half_a_character() {
         shown.extend(stream.push(token).unwrap());
     }
     assert_eq!(shown, ["a", "日", "👍", "b"]);
+}
+
+/// What is set before a text is told by the parts of a tokenizer, not by words in its file.
+#[test]
+fn what_changes_the_beginning_is_told_by_the_parts() {
+    let with = |part: &str, value: serde_json::Value| {
+        let mut json: serde_json::Value = serde_json::from_slice(&foreign("<|endoftext|>")).unwrap();
+        match part {
+            "vocab" => json["model"]["vocab"] = value,
+            _ => json[part] = value,
+        }
+        Tokenizer::from_bytes(json.to_string().into_bytes()).unwrap().changes_the_beginning()
+    };
+    let prepend = serde_json::json!({"type": "Prepend", "prepend": "_"});
+    assert!(with("normalizer", prepend.clone()));
+    assert!(with("normalizer", serde_json::json!({"type": "Sequence", "normalizers": [{"type": "NFC"}, prepend]})));
+    assert!(!with("normalizer", serde_json::json!({"type": "NFC"})));
+    let metaspace =
+        serde_json::json!({"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": true});
+    assert!(with("pre_tokenizer", metaspace));
+    let mut json: serde_json::Value = serde_json::from_slice(&foreign("<|endoftext|>")).unwrap();
+    let mut vocab = json["model"]["vocab"].take();
+    let count = vocab.as_object().unwrap().len();
+    vocab["Prepend"] = count.into();
+    vocab["Metaspace"] = (count + 1).into();
+    assert!(!with("vocab", vocab));
 }

@@ -29,7 +29,8 @@ const LENGTH: f64 = 0.5;
 /// Measures the relative bias of estimates by `D` rows for `x + y` in this direction: 1 for
 /// `(1, …, 1)`, −1 for its opposite.
 fn bias(plan: &Plan, estimator: &Estimator, d: usize, sign: f64) -> Result<Spread> {
-    // Query and key are half of x + y each: the bias depends on nothing else but their lengths.
+    // Query and key are half of x + y each: relative to the kernel, an estimate by positive
+    // features depends on x + y alone.
     let square = LENGTH * (d as f64).sqrt();
     let entry = 0.5 * sign * (square / d as f64).sqrt();
     let row = Tensor::full(entry, (1, d), &Device::Cpu)?.to_dtype(DType::F64)?;

@@ -77,8 +77,8 @@ impl Attention {
         self.squared(&queries.matmul(&keys.t()?.matmul(&self.values)?)?)
     }
 
-    /// Computes the mean squared error of numerators and denominators, shape `(T, D+1)` or
-    /// `(1, D+1)`.
+    /// Computes the mean squared error of the outputs whose numerators are the first `D` columns of
+    /// `sums` and whose denominators are the last, shape `(T, D+1)`, or `(1, D+1)` for all queries.
     fn squared(&self, sums: &Tensor) -> Result<f64> {
         let d = self.output.dim(1)?;
         let estimate = sums.narrow(1, 0, d)?.broadcast_div(&sums.narrow(1, d, 1)?)?;

@@ -89,8 +89,9 @@ impl Pairs {
         errors.sum::<f64>() / PAIRS as f64
     }
 
-    /// Returns the relative standard error to expect of such an error measured over `draws`, as if
-    /// the errors of all pairs were perfectly correlated.
+    /// Returns the relative standard error of the mean squared error of positive features that a
+    /// measurement over `draws` is to be expected to have, as if the errors of all pairs were
+    /// perfectly correlated.
     fn resolution(&self, scale: f64, m: usize, draws: usize) -> f64 {
         let pairs = || self.pairs.iter().map(|pair| pair.scaled(scale));
         let errors: f64 = pairs().map(|pair| pair.error(Form::Positive, m, self.d) * pair.resolution(m, draws)).sum();

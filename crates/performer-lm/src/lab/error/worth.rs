@@ -18,6 +18,9 @@ use crate::lab::{Section, Table};
 /// Number of features of a variant, unless it needs more.
 const FEATURES: usize = 128;
 
+/// The most features of a variant. Maps that have products of a query's numbers have no more.
+const MOST: usize = 1 << 14;
+
 /// Number of draws that are averaged to measure redraws.
 const REDRAWS: usize = 4;
 
@@ -149,13 +152,7 @@ fn measure(plan: &Plan, sets: &[&Set]) -> Result<Vec<Row>> {
     for estimator in variants() {
         let compared = sets.iter().map(|set| {
             let d = set.head_dim();
-            // The variant has the usual number of features, or the next power of two that leaves
-            // its random part at least half as many.
-            let own = estimator.rows_for(FEATURES, d).map_or_else(
-                || (FEATURES..).find(|f| f.is_power_of_two() && estimator.rows_for(*f, d) >= Some(FEATURES / 2)),
-                |_| Some(FEATURES),
-            );
-            let Some((features, m)) = own.and_then(|f| Some((f, estimator.rows_for(f, d)?))) else { return Ok(None) };
+            let Some((features, m)) = features_of(&estimator, d) else { return Ok(None) };
             let variant = set.errors(&estimator, m, plan.draws, plan.seed)?;
             Ok(Some(Compared::of(features, &variant, &baseline(set, features)?)))
         });
@@ -174,8 +171,20 @@ fn measure(plan: &Plan, sets: &[&Set]) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Returns how much of the error another draw of Ω would change:
-/// `(share of the squared error, deviation over draws)`.
+/// Returns the features and the rows of Ω of a variant for heads of dimension `d`: the usual number
+/// of features, or the next power of two that leaves its random part at least half as many. `None`
+/// if that is more than [`MOST`].
+fn features_of(estimator: &Estimator, d: usize) -> Option<(usize, usize)> {
+    if let Some(m) = estimator.rows_for(FEATURES, d) {
+        return Some((FEATURES, m));
+    }
+    let mut numbers = (FEATURES..=MOST).filter(|features| features.is_power_of_two());
+    numbers.find_map(|features| Some((features, estimator.rows_for(features, d).filter(|&rows| rows >= FEATURES / 2)?)))
+}
+
+/// Returns what another draw of Ω would change: the share of the squared output error that is
+/// variance over draws, and the standard deviation over draws of the row total variation, relative
+/// to its mean.
 fn redraw_variance(plan: &Plan, set: &Set) -> Result<(f64, f64)> {
     let single = set.all(&BASELINE, FEATURES, plan.draws, plan.seed)?;
     let pair = set.averaged(&BASELINE, FEATURES, 2, plan.draws, plan.seed)?;
@@ -212,8 +221,8 @@ fn layer_wise(plan: &Plan, set: &Set, layers: &[usize]) -> Result<Option<(Compar
     };
     let mut steps = vec![0; count];
     loop {
-        // The next step doubles, or raises, the number with the largest gain per feature that the
-        // budget allows.
+        // The next step doubles the number of features of the layer whose error falls most for each
+        // feature added, among the layers for which the budget allows it.
         let spent: usize = steps.iter().map(|&s| STEPS[s]).sum();
         let gain = |layer: usize| {
             let step: usize = steps[layer];
@@ -358,7 +367,25 @@ pub(super) fn table(
 
 #[cfg(test)]
 mod tests {
+    use candle_core::{DType, Device};
+    use performer_core::{Favor, FavorConfig};
+
     use super::*;
+
+    /// A number of features that a variant is measured with is one that its map can be built with.
+    #[test]
+    fn variants_have_features_that_can_be_built() {
+        for d in [16, 64, 128, 180, 181, 256] {
+            for estimator in variants() {
+                let Some((features, m)) = features_of(&estimator, d) else { continue };
+                assert!(features <= MOST && m > 0, "{}", estimator.name);
+                let config = FavorConfig::default().with_map(estimator.map).with_features(m);
+                Favor::new(&config, d, 1, DType::F32, &Device::Cpu).unwrap();
+            }
+        }
+        let found = |d| variants().iter().filter(|estimator| features_of(estimator, d).is_some()).count();
+        assert!(found(256) < found(64) && found(64) == variants().len());
+    }
 
     fn errors(rows: &[f64]) -> Vec<Errors> {
         rows.iter().map(|&rows| Errors { rows, output: rows }).collect()

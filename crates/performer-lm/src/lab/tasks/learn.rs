@@ -262,8 +262,8 @@ impl<'a> Setting<'a> {
     }
 
     /// Returns the score of chance, which does not look at the input: it always predicts the
-    /// frequencies of answers in a thousand training examples, and answers with the most frequent
-    /// one.
+    /// frequencies of answers in a thousand training examples, each token counted once more so that
+    /// none has probability 0, and answers with the most frequent one.
     pub(super) fn chance(&self) -> Score {
         let mut rng = ChaCha8Rng::seed_from_u64(derive_seed(HELD_OUT_SEED, 1));
         let mut counts = vec![1u32; self.source.vocabulary()];

@@ -152,7 +152,7 @@ pub struct Plan<'a> {
     pub threads: usize,
     /// Flag that is set from outside to stop.
     pub stop: &'a AtomicBool,
-    /// Is told of steps and finished runs, and of what a person should know.
+    /// Receiver of steps, finished runs and notices to the user.
     pub listener: &'a dyn Listener,
     /// Folder that keeps finished runs, which are not made again.
     pub out: Option<&'a Path>,

@@ -46,7 +46,8 @@ impl Mqar {
         Ok(Self { pairs, length })
     }
 
-    /// Draws the places of the queries, from 0 among the places after the pairs, each at most once.
+    /// Draws where the queries stand, in tokens after the last pair. These numbers are even, since
+    /// a query and its answer take two tokens, and each comes at most once.
     fn places(&self, rng: &mut ChaCha8Rng) -> Vec<usize> {
         let free = (self.length - 2 * self.pairs) / 2;
         let weight = |place: usize| ((place + 1) as f64).powf(POWER - 1.0);

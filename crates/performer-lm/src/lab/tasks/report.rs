@@ -16,7 +16,7 @@ use crate::{
 /// A `Metric` is the number by which a task is judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Metric {
-    /// Share of correct answers.
+    /// Share of correct answers, in percent.
     Accuracy,
     /// Cross-entropy in bits.
     BitsPerByte,
@@ -283,10 +283,15 @@ fn without_sizes(spec: &str) -> String {
 /// can be compared by the bytes that decoding keeps of a sequence. Only causal attention decodes.
 fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
     let metric = setting.task.metric();
-    if !setting.task.is_causal() || runs.iter().any(|run| run.state_bytes == 0) {
+    // No attention remembers nothing, so it has no place on a scale of powers of two.
+    let runs: Vec<Run> = runs.iter().filter(|run| run.state_bytes > 0).cloned().collect();
+    let runs = &runs[..];
+    if !setting.task.is_causal() || runs.is_empty() {
         return None;
     }
-    let series = families(specs(plan, setting)).into_iter().map(|(name, members)| {
+    let remembers = |spec: &String| runs.iter().any(|run| run.attention == *spec);
+    let families = families(specs(plan, setting).into_iter().filter(remembers).collect());
+    let series = families.into_iter().map(|(name, members)| {
         let of_seed = |&seed: &u64| {
             let runs = members.iter().flat_map(|spec| of(runs, spec)).filter(|run| run.seed == seed);
             let mut curve: Vec<_> = runs.map(|run| (run.state_bytes as f64, metric.value(&run.score))).collect();

@@ -23,7 +23,7 @@ impl Text {
     /// Reads whole files; `context` bytes are a sequence.
     ///
     /// # Errors
-    /// If a file cannot be read, or one of its parts is shorter than a sequence.
+    /// If there is no file, one cannot be read, or its held-out part is not longer than a sequence.
     pub(super) fn new(files: &[PathBuf], context: usize) -> Result<Self> {
         ensure!(!files.is_empty(), "the task text needs a text to read: give a file of one");
         let (mut train, mut held_out, mut names) = (Vec::new(), Vec::new(), Vec::new());
@@ -32,7 +32,7 @@ impl Text {
             let (first, last) = bytes.split_at(bytes.len() - bytes.len() / HELD_OUT);
             ensure!(
                 last.len() > context,
-                "the text {} has {} bytes, of which 1/{HELD_OUT} are held out; for sequences of {context} it must have more than {}: give a longer \
+                "the text {} has {} bytes, of which 1/{HELD_OUT} are held out; for sequences of {context} it must have at least {}: give a longer \
                  text, or a smaller length",
                 file.display(),
                 bytes.len(),

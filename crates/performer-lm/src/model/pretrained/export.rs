@@ -15,7 +15,7 @@ use super::{
     hugging_face::{CONFIG, GENERATION, INDEX, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
-    checkpoint::{REPORTS, remove_reports, remove_training, require_free, write_durably, write_with_digest},
+    checkpoint::{REPORTS, TRAINING, remove_reports, remove_training, require_free, write_durably, write_with_digest},
     data::Tokenizer,
     errors::Cause,
     files::{self, Lock},
@@ -32,8 +32,9 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// among the weights. [`Pretrained::open`] reads both kinds.
 ///
 /// # Errors
-/// If no such architecture describes the model, some of its tensors have no place in it, or the
-/// folder holds a file that would be replaced ([`Cause::WouldReplace`]) or cannot be written to.
+/// If the model leaks, no such architecture describes it, some of its tensors have no place in it,
+/// another process works in the folder, or the folder holds a file that would be replaced
+/// ([`Cause::WouldReplace`]) or cannot be written to.
 pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
     ensure!(
         ![WEIGHTS, INDEX].iter().any(|name| dir.join(name).exists()),
@@ -47,12 +48,13 @@ pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
     export_over(model, dir)
 }
 
-/// [`export`], over what the folder holds. At no moment are there files of two models that look
-/// like one: the old weights go first, and the new ones come last.
+/// Does what [`export`] does, in place of what the folder holds. At no moment are there files of
+/// two models that look like one: the old weights go first, and the new ones come last.
 ///
 /// # Errors
-/// If no such architecture describes the model, some of its tensors have no place in it, the folder
-/// holds a model in several files, or it cannot be written to.
+/// If the model leaks, no such architecture describes it, some of its tensors have no place in it,
+/// the folder holds a model in several files, another process works there, or it cannot be written
+/// to.
 pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
     ensure!(
         !dir.join(INDEX).exists(),
@@ -80,7 +82,7 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
     let pending = |name: &str| dir.join(format!("{name}.new"));
     // Whatever can fail for want of space or of permission comes before the old model is touched.
     let prepare = || -> Result<()> {
-        for (name, _) in &small {
+        for name in small.iter().map(|(name, _)| *name).chain([WEIGHTS]).chain(REPORTS).chain(TRAINING) {
             ensure!(!path(name).is_dir(), "{} is a folder: remove it, or choose another folder", path(name).display());
         }
         write_durably(&pending(WEIGHTS), |out| write_with_digest(out, &weights, &metadata))?;
@@ -105,16 +107,19 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
 
 fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {
     let mut config = family.write(&model.config);
-    let own = if softmax {
+    let performer = Performer {
+        base: family.model_type().to_owned(),
+        attention: model.config.attention.clone(),
+        attention_by_layer: model.config.attention_by_layer.clone(),
+        borders: Some(model.tokenizer.borders().clone()),
+    };
+    let own = if !softmax {
+        json!({"model_type": PERFORMER, "architectures": ["PerformerForCausalLM"], "performer": performer})
+    } else if are_found_again(&model.tokenizer)? {
         json!({"model_type": family.model_type(), "architectures": [family.architecture()]})
     } else {
-        let performer = Performer {
-            base: family.model_type().to_owned(),
-            attention: model.config.attention.clone(),
-            attention_by_layer: model.config.attention_by_layer.clone(),
-            borders: model.config.borders.clone(),
-        };
-        json!({"model_type": PERFORMER, "architectures": ["PerformerForCausalLM"], "performer": performer})
+        // Other programs pass over a field that they do not know.
+        json!({"model_type": family.model_type(), "architectures": [family.architecture()], "performer": performer})
     };
     for more in [own, tokens(&model.tokenizer), json!({"dtype": "float32", "torch_dtype": "float32"})] {
         if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
@@ -127,13 +132,27 @@ fn config(family: Family, model: &Pretrained, softmax: bool) -> Result<Value> {
 /// Returns the tokens at the borders of a text, as `config.json` and `generation_config.json` name
 /// them.
 fn tokens(tokenizer: &Tokenizer) -> Value {
+    let end = ends(tokenizer);
+    let end = if let [one] = end[..] { json!(one) } else { json!(end) };
+    json!({"bos_token_id": tokenizer.eot(), "eos_token_id": end})
+}
+
+/// Returns the tokens that end a text.
+fn ends(tokenizer: &Tokenizer) -> Vec<u32> {
     let borders = tokenizer.borders();
     let mut end: Vec<u32> = borders.end.into_iter().chain(borders.stop.iter().copied()).collect();
     if end.is_empty() {
         end.extend(borders.begin);
     }
-    let end = if let [one] = end[..] { json!(one) } else { json!(end) };
-    json!({"bos_token_id": tokenizer.eot(), "eos_token_id": end})
+    end
+}
+
+/// Whether a program that knows the `tokenizer.json` and the tokens that end a text, and nothing
+/// else, finds the borders of this tokenizer. A model that was trained with one token between
+/// documents has others than a tokenizer that itself puts a token before every text.
+fn are_found_again(tokenizer: &Tokenizer) -> Result<bool> {
+    let again = Tokenizer::of_model(tokenizer.as_bytes().to_vec(), &ends(tokenizer))?;
+    Ok(again.borders() == tokenizer.borders())
 }
 
 fn tokenizer_config(model: &Pretrained) -> Value {
@@ -145,8 +164,9 @@ fn tokenizer_config(model: &Pretrained) -> Value {
     })
 }
 
-/// Returns the weights under the family's names; parameters that the family does not have are
-/// buffers of our attention.
+/// Returns the weights under the family's names. Where attention is not softmax, the tensors that
+/// the family does not have are added under ours: features, and the weights of gates and other
+/// parts.
 fn weights(family: Family, model: &Pretrained, softmax: bool) -> Result<HashMap<String, Tensor>> {
     let mut parts: BTreeMap<String, Vec<(usize, Tensor)>> = BTreeMap::new();
     let mut weights = HashMap::new();

@@ -22,7 +22,7 @@ pub(super) enum Family {
     Gpt2,
 }
 
-/// ε of the norms if a configuration does not give it.
+/// ε of layer norms if a configuration does not give it; that of RMS norms is then 1e-6.
 const DEFAULT_EPS: f64 = 1e-5;
 
 /// The window of Mistral's models if a configuration does not give it.
@@ -54,7 +54,9 @@ impl Family {
             (NormKind::RmsNorm, false, true) => Some(Self::Llama),
             (NormKind::LayerNorm, true, true) if config.bias || !config.qkv_bias => Some(Self::Starcoder2),
             (NormKind::LayerNorm, true, false)
-                if config.bias && config.head_dim.is_none() && config.kv_heads == config.heads =>
+                if config.bias
+                    && config.heads * config.head_dim() == config.hidden_size
+                    && config.kv_heads == config.heads =>
             {
                 Some(Self::Gpt2)
             }
@@ -266,9 +268,13 @@ fn rotary_base(fields: &Fields) -> Result<f64> {
     let mut base = fields.get("rope_theta")?;
     for name in ["rope_scaling", "rope_parameters"] {
         let Some(value) = fields.get::<Value>(name)? else { continue };
-        let kind = value.get("rope_type").or(value.get("type")).and_then(Value::as_str);
+        let kind = ["rope_type", "type"].iter().find_map(|key| value.get(*key).and_then(Value::as_str));
+        let scaled = match kind {
+            Some(kind) => kind != "default",
+            None => value.get("factor").is_some_and(|factor| !factor.is_null()),
+        };
         let partial = value.get("partial_rotary_factor").and_then(Value::as_f64);
-        if kind.is_some_and(|kind| kind != "default") || partial.is_some_and(|factor| factor != 1.0) {
+        if scaled || partial.is_some_and(|factor| factor != 1.0) {
             return fields.refuse(name);
         }
         base = base.or(value.get("rope_theta").and_then(Value::as_f64));

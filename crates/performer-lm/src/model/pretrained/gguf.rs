@@ -63,13 +63,13 @@ fn refuse_no_alignment(bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Refuses tensors without a number, of which Candle's reader would make a slice at no sound
-/// address, and tensors of more numbers than a file of this length can hold: their product may be
-/// more than a count holds, and the reader would take what is left of it for the size.
+/// Refuses tensors without elements, of which Candle's reader would make a slice at no sound
+/// address, and tensors of more elements than a file of this length can hold: the product of their
+/// dimensions may overflow, and the reader would take what is left of it for the size.
 fn refuse_lying_shapes(content: &Content, length: usize) -> Result<()> {
     for (name, info) in &content.tensor_infos {
         let count = info.shape.dims().iter().try_fold(1usize, |product, &dim| product.checked_mul(dim));
-        // The narrowest type has more than one bit a number.
+        // The narrowest type takes more than one bit for an element.
         if count.is_none_or(|count| count == 0 || count > length.saturating_mul(8)) {
             bail!("tensor {name} has shape {:?}, and the file has {length} bytes", info.shape.dims());
         }

@@ -33,6 +33,8 @@ const PICKLES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
 pub(super) const PERFORMER: &str = "performer";
 
 /// `Performer` is what the field `performer` of such a model's configuration adds to its family's.
+/// A model with softmax attention has the field only where its documents have other borders than
+/// its tokenizer puts around a text.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Performer {
@@ -55,29 +57,31 @@ pub(super) fn open(dir: &Path) -> Result<Pretrained> {
     let path = dir.join(CONFIG);
     let fields = Fields::read(&path)?;
     let model_type: String = fields.need("model_type")?;
-    let performer: Option<Performer> = if model_type == PERFORMER { Some(fields.need("performer")?) } else { None };
+    let is_performer = model_type == PERFORMER;
+    let performer: Option<Performer> =
+        if is_performer { Some(fields.need("performer")?) } else { fields.get("performer")? };
     let base = performer.as_ref().map_or(&model_type, |performer| &performer.base);
     let family = Family::of(base).with_context(|| path.display().to_string())?;
     let mut config = family.read(&fields)?;
+    // Before anything is checked: what positions and heads may be depends on the attention.
+    if let Some(performer) = &performer {
+        config.attention = performer.attention.clone();
+        config.attention_by_layer = performer.attention_by_layer.clone();
+    }
 
     let shards = Shards::open(dir)?;
     let weights = || format!("cannot read the weights in {}", dir.display());
     let (mut tensors, left) = read_parameters(&config, &shards, |name| Ok(family.part(name))).with_context(weights)?;
-    match &performer {
-        None => refuse_rest(&left, |name| family.is_constant(name, &config)).with_context(weights)?,
-        // The remaining tensors are the random features.
-        Some(_) => {
-            for name in left {
-                tensors.insert(name.clone(), shards.load(&name).with_context(weights)?);
-            }
+    if is_performer {
+        // The remaining tensors are those of our attention: features, and parts such as gates.
+        for name in left {
+            tensors.insert(name.clone(), shards.load(&name).with_context(weights)?);
         }
+    } else {
+        refuse_rest(&left, |name| family.is_constant(name, &config)).with_context(weights)?;
     }
     let tokenizer = tokenizer(dir, &fields, performer.as_ref())?;
     config.borders = tokenizer.borders_for_config();
-    if let Some(performer) = performer {
-        config.attention = performer.attention;
-        config.attention_by_layer = performer.attention_by_layer;
-    }
     Ok(Pretrained { config, tensors, tokenizer })
 }
 

@@ -4,8 +4,8 @@
 //! Version 0 is 7 numbers (dimension, inner dimension, layers, heads, key and value heads,
 //! vocabulary, context; a negative vocabulary says that the output head is not the embedding), then
 //! the weights. Version 1 has a magic number, a version and a flag around those numbers in a header
-//! of 256 bytes, and another order of the weights. The tokenizer is `tokenizer.bin`, or
-//! `tok512.bin` for a vocabulary of 512.
+//! of 256 bytes, and another order of the weights. The tokenizer is the file that is named after
+//! the size of the vocabulary, such as `tok512.bin` for 512 tokens, or else `tokenizer.bin`.
 
 use std::{collections::HashMap, fs::File, path::Path};
 

@@ -1,7 +1,7 @@
 //! This module opens models that others trained: all become one [`Decoder`], whose configuration
 //! describes their families.
 //!
-//! | format | file | what is read |
+//! | format | what reads it | which models |
 //! |---|---|---|
 //! | checkpoints of this program | [`Checkpoint`] | any decoder |
 //! | Hugging Face folders, hub ids | `hugging_face` | the families in `families` |
@@ -11,7 +11,7 @@
 //! The families are Llama, Mistral, SmolLM2, Qwen2, StarCoder2 and GPT-2.
 //!
 //! What would change a model's numbers and is not supported (scaled rotary positions, sliding
-//! windows, quantised safetensors) is refused by name. [`export`] writes such folders.
+//! windows, quantised safetensors) is refused by name. [`export`] writes Hugging Face folders.
 
 mod export;
 mod families;
@@ -36,6 +36,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
     data::{Tokenizer, hub::Hub},
+    errors::Cause,
     listener::{Listener, Silent},
 };
 pub use export::{export, export_over};
@@ -60,6 +61,24 @@ impl Pretrained {
     /// and says what to do.
     pub fn open(source: &str) -> Result<Self> {
         Self::open_with(source, &Silent)
+    }
+
+    /// Sets the context to `asked` tokens or, where nothing is asked, to that of the model, but at
+    /// most `most` tokens. Learned positions belong to a context, so a model with them keeps its
+    /// own.
+    ///
+    /// # Errors
+    /// If a model with learned positions is asked for another context.
+    pub(crate) fn set_context(&mut self, asked: Option<usize>, most: usize) -> Result<()> {
+        let own = self.config.context;
+        let most = if self.config.positions == Positions::Learned { own } else { most };
+        let context = asked.unwrap_or(own.min(most));
+        ensure!(
+            context == own || self.config.positions != Positions::Learned,
+            Cause::setting("", "context", context, format_args!("{own}, for which the model has learned positions"))
+        );
+        self.config.context = context;
+        Ok(())
     }
 
     /// Opens a model as [`Self::open`] does, and tells `listener` of a download from the hub.
@@ -383,6 +402,34 @@ mod tests {
         for path in ["gpt2", "./model", "../model", "/a/b", "a/b/c", "a/", "/b", "C:\\x/y", "a b/c"] {
             assert!(!is_hub_id(path), "{path}");
         }
+    }
+
+    #[test]
+    fn learned_positions_keep_their_context() -> Result<()> {
+        use crate::{
+            config::Preset,
+            data::{DataSpec, prepare},
+        };
+        let tokenizer = prepare(&DataSpec::Sample, 300, None, &Silent)?.tokenizer;
+        let of = |positions| -> Result<Pretrained> {
+            let config = ModelConfig { positions, context: 1000, ..Preset::Seed.load()?.0 };
+            Ok(Pretrained { config, tensors: HashMap::new(), tokenizer: tokenizer.clone() })
+        };
+        let rotary = Positions::Rotary { base: 1e4 };
+        for (positions, asked, most, expected) in [
+            (rotary, None, 512, 512),
+            (rotary, None, 2000, 1000),
+            (rotary, Some(2000), 512, 2000),
+            (Positions::Learned, None, 512, 1000),
+            (Positions::Learned, Some(1000), 512, 1000),
+        ] {
+            let mut model = of(positions)?;
+            model.set_context(asked, most)?;
+            assert_eq!(model.config.context, expected, "{positions:?}, {asked:?}, {most}");
+        }
+        let error = of(Positions::Learned)?.set_context(Some(512), 512).unwrap_err().to_string();
+        assert!(error.contains("context is 512") && error.contains("1000"), "{error}");
+        Ok(())
     }
 
     #[test]

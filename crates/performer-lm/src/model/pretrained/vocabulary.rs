@@ -16,7 +16,8 @@ pub(super) enum Spaces {
     MarkedOnly,
 }
 
-/// `Added` lists tokens that stand for no text of their own, by id and spelling.
+/// `Added` lists tokens, by id and spelling, that are found in a text before it is split: special
+/// ones, which stand for no text of their own, and those that a user has defined.
 #[derive(Default)]
 struct Added(Vec<Value>);
 
@@ -39,7 +40,7 @@ impl Added {
 pub(super) struct Scored {
     spaces: Spaces,
     ids: HashMap<String, usize>,
-    /// The tokens that merges make, with their scores.
+    /// The tokens that are text, single characters among them, with their scores.
     scores: Vec<(String, f32)>,
     unknown: Option<String>,
     added: Added,

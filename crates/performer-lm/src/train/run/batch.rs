@@ -19,7 +19,7 @@ use crate::{
 /// Number of tokens, at least, whose queries and keys features are fitted to.
 const FIT_TOKENS: usize = 8192;
 
-/// Sequences of a pass over these: their keys and queries are all in memory at once.
+/// Number of sequences that a fit reads at once: their keys and queries are all in memory together.
 const FIT_ROWS: usize = 16;
 
 /// The stream of the seed from which dropout draws.

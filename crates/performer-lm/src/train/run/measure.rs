@@ -48,8 +48,9 @@ impl Trainer<'_> {
         Ok(begin_story(&self.model, &self.data.tokenizer, 40)?.unwrap_or_default())
     }
 
-    /// Measures the trained model on all of the held-out text and by position, and reports. `off`
-    /// is the model with its features off.
+    /// Reports a run whose loss on all of the held-out text is `evaluation`: measures what is left,
+    /// which is the model with its features off (`off`), the test split and the loss by position,
+    /// and writes the report into the run's folder.
     pub(super) fn report(&self, evaluation: &Evaluation, off: Option<&Decoder>, progress: &Progress) -> Result<Report> {
         let features_off = match off {
             Some(off) => {

@@ -364,6 +364,18 @@ fn what_would_fail_after_hours_is_refused_at_once() -> Result<()> {
     Ok(())
 }
 
+/// A conversion that is stopped before it has saved anything says so, since a folder that is to be
+/// replaced still holds what was there before.
+#[test]
+fn what_is_stopped_before_anything_is_saved_says_so() -> Result<()> {
+    let (data, stop, folder) = (data()?, AtomicBool::new(true), tempfile::tempdir()?);
+    let teacher = teacher(&data)?;
+    let of = || Plan { tuning: None, ..plan(&teacher, "favor:m=2,map=learned", folder.path(), &stop) };
+    refused(run(&of(), &data), &["stopped", "nothing was saved", "begins again"]);
+    assert!(!folder.path().join("model.safetensors").exists());
+    Ok(())
+}
+
 /// A measurement takes a while; one that is stopped is made when the conversion goes on, and the
 /// curve is that of a conversion that was never stopped.
 #[test]

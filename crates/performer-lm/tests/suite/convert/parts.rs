@@ -123,3 +123,23 @@ fn a_student_may_have_forget_gates() -> Result<()> {
     }
     Ok(())
 }
+
+/// Exact attention may have a forget gate beside layers with features. It is not held against the
+/// teacher's attention, so the transfer leaves its gate as it is.
+#[test]
+fn the_transfer_leaves_gates_of_exact_attention() -> Result<()> {
+    let (data, stop, folder) = (data()?, AtomicBool::new(false), tempfile::tempdir()?);
+    let teacher = teacher(&data)?;
+    let mut plan = plan(&teacher, "favor:m=4,map=learned,gate", folder.path(), &stop);
+    plan.config.attention_by_layer.insert(1, "softmax:gate".parse().expect("an attention"));
+    let weights = || Pretrained::open(&folder.path().to_string_lossy()).map(|model| model.tensors);
+    let gate = |layer: usize| format!("model.layers.{layer}.self_attn.gate.weight");
+    let report = convert(&Plan { transfer_steps: 3, tuning: None, ..plan }, &data)?;
+    assert_eq!(report.stages.last().map(|stage| stage.name.as_str()), Some("transfer"));
+    let trained = weights()?;
+    let moved = |layer: usize| -> Result<bool> {
+        Ok(trained[&gate(layer)].flatten_all()?.to_vec1::<f32>()?.iter().any(|&w| w != 0.0))
+    };
+    assert!(moved(0)? && !moved(1)?);
+    Ok(())
+}

@@ -186,10 +186,62 @@ fn what_is_exported_is_what_is_read() -> Result<()> {
     let (copy, json) = round_trip(&model, dir.path())?;
     assert_eq!((&json["model_type"], &copy.config), (&json!("qwen2"), &model.config));
 
+    // Values of an odd dimension have positions where queries and keys have an even one.
+    let odd = ModelConfig { head_dim: Some(5), ..Preset::Stories15m.load()?.0 };
+    let model = own(ModelConfig { attention: "favor:m=16,key-dim=4".parse().unwrap(), ..odd })?;
+    let dir = tempfile::tempdir()?;
+    let (copy, _) = round_trip(&model, dir.path())?;
+    assert_eq!(logits(&copy, &ids(30))?, logits(&model, &ids(30))?);
+
+    // GPT-2 has no field for the head dimension, which its width gives.
+    let gpt2 = ModelConfig { head_dim: Some(6), ..Preset::Seed.load()?.0 };
+    let model = own(ModelConfig { attention: "softmax".parse().unwrap(), ..gpt2 })?;
+    let dir = tempfile::tempdir()?;
+    let (copy, json) = round_trip(&model, dir.path())?;
+    assert_eq!(json["model_type"], json!("gpt2"));
+    assert_eq!(logits(&copy, &ids(30))?, logits(&model, &ids(30))?);
+
     let odd = ModelConfig { feed_forward: FeedForwardKind::Gelu, ..Preset::Stories15m.load()?.0 };
     let odd = own(ModelConfig { attention: "softmax".parse().unwrap(), ..odd })?;
     let error = export(&odd, &dir.path().join("odd")).unwrap_err().to_string();
     assert!(error.contains("no Hugging Face architecture") && error.contains("Llama has"), "{error}");
+    Ok(())
+}
+
+/// Returns a tokenizer that puts the token 3 before every text.
+fn beginning_tokenizer() -> Value {
+    let mut tokenizer = word_tokenizer();
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing", "pair": [],
+        "single": [{"SpecialToken": {"id": "w3", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"w3": {"id": "w3", "ids": [3], "tokens": ["w3"]}},
+    });
+    tokenizer
+}
+
+/// A model that was trained here with one token between documents keeps it, although its tokenizer
+/// puts another before every text.
+#[test]
+fn borders_of_a_training_are_those_of_its_export() -> Result<()> {
+    for (attention, kept) in [("softmax", "llama"), ("favor:m=20", "performer")] {
+        let mut model = own(ModelConfig { attention: attention.parse().unwrap(), ..Preset::Stories15m.load()?.0 })?;
+        model.tokenizer = Tokenizer::from_bytes(beginning_tokenizer().to_string().into_bytes())?;
+        let dir = tempfile::tempdir()?;
+        let (copy, json) = round_trip(&model, dir.path())?;
+        assert_eq!(json["model_type"], json!(kept));
+        assert_eq!(copy.tokenizer.borders(), model.tokenizer.borders());
+        assert_eq!((copy.tokenizer.eot(), copy.tokenizer.hash()), (0, model.tokenizer.hash()));
+        assert_eq!(copy.config, model.config);
+        assert_eq!(logits(&copy, &ids(30))?, logits(&model, &ids(30))?);
+        // A tensor that softmax has no place for is still refused.
+        if attention == "softmax" {
+            let file = dir.path().join("model.safetensors");
+            let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu)?;
+            tensors.insert("model.extra".into(), candle_core::Tensor::new(&[1f32], &Device::Cpu)?);
+            candle_core::safetensors::save(&tensors, &file)?;
+            assert!(refusal(dir.path()).contains("hold model.extra"));
+        }
+    }
     Ok(())
 }
 
@@ -205,13 +257,7 @@ fn borders_are_found() -> Result<()> {
     let borders = open(dir.path())?.config.borders.unwrap();
     assert_eq!((borders.begin, borders.end, &borders.stop[..]), (None, Some(0), &[7, 9][..]));
 
-    let mut tokenizer = word_tokenizer();
-    tokenizer["post_processor"] = json!({
-        "type": "TemplateProcessing", "pair": [],
-        "single": [{"SpecialToken": {"id": "w3", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {"w3": {"id": "w3", "ids": [3], "tokens": ["w3"]}},
-    });
-    write_json(&dir.path().join("tokenizer.json"), &tokenizer);
+    write_json(&dir.path().join("tokenizer.json"), &beginning_tokenizer());
     let model = open(dir.path())?;
     let borders = model.config.borders.clone().unwrap();
     assert_eq!((borders.begin, borders.end, &borders.stop[..]), (Some(3), None, &[7, 9][..]));
@@ -230,6 +276,8 @@ fn what_is_not_supported_is_named() -> Result<()> {
         ("layer_types", json!(["full_attention", "sliding_attention"]), "layer_types"),
         ("rope_scaling", json!({"rope_type": "llama3", "factor": 8.0}), "rope_scaling"),
         ("rope_scaling", json!({"type": "linear", "factor": 2.0}), "rope_scaling"),
+        ("rope_scaling", json!({"rope_type": null, "type": "linear", "factor": 2.0}), "rope_scaling"),
+        ("rope_scaling", json!({"factor": 2.0}), "rope_scaling"),
         ("rope_parameters", json!({"rope_type": "default", "partial_rotary_factor": 0.5}), "rope_parameters"),
         ("hidden_act", json!("relu"), "hidden_act"),
         ("attention_bias", json!(true), "attention_bias"),

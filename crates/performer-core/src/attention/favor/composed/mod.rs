@@ -26,7 +26,11 @@ impl Composed {
             _ if !call.logs => None,
             Some(logs) => Some(folded.output(logs)?),
             None => {
-                bail!("feature map {:?} has signed features, which cannot be joined with exact attention", call.map)
+                bail!(
+                    "feature map {:?} does not give its features as logarithms, without which they cannot be joined \
+                     with exact attention",
+                    call.map
+                )
             }
         };
         Ok(Output { values: folded.output(&rows.values)?, logs })
