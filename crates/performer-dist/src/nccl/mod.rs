@@ -123,10 +123,13 @@ impl Nccl {
         let of_thread = Arc::clone(&card);
         let work = move || serve(&functions, &*of_thread, id, [size, rank], &started, &asked);
         thread::Builder::new().name("nccl".into()).spawn(work).map_err(|error| error.to_string())?;
-        let connected = communicator.recv_timeout(deadline).unwrap_or_else(|_| {
+        // A rank that fails at once waits for the others below. The deadline must last until they
+        // have given up here, or its cause would be lost.
+        let patience = deadline / 2;
+        let connected = communicator.recv_timeout(patience).unwrap_or_else(|_| {
             Err(format!(
                 "the cards are not connected within {} s: another rank is gone or stuck",
-                deadline.as_secs_f64()
+                patience.as_secs_f64()
             ))
         });
         let failure = connected.as_ref().err().map(String::as_str);

@@ -229,12 +229,14 @@ const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {
     /// Returns the settings for training on `data`: on the sample, those that suit it in place of
-    /// the preset's. What an option says is kept.
+    /// the preset's. What an option says is kept. `rates` are those that a comparison tries in place
+    /// of the one rate, if it tries several.
     pub(super) fn for_data(
         &self,
         data: &Prepared,
         mut model: ModelConfig,
         mut training: TrainingConfig,
+        rates: &[f64],
     ) -> (ModelConfig, TrainingConfig) {
         if data.corpus_name != "sample" {
             return (model, training);
@@ -248,11 +250,15 @@ impl RecipeArgs {
             }
             training.learning_rate = self.learning_rate.unwrap_or(SAMPLE_RATE);
         }
+        let rates = match rates {
+            [] => format!("rate {:e}", training.learning_rate),
+            rates => format!("rates {}", rates.iter().map(f64::to_string).collect::<Vec<_>>().join(" and ")),
+        };
         output::note(&format!(
             "the sample's stories are composed from a grammar: they are easier than other text, and perplexities on \
              them compare with no other text's\nsettings for the sample: {} epochs, {} sequences of {} tokens a step, \
-             rate {:e} (--epochs, --batch-size, --context and --learning-rate change them)",
-            training.epochs, training.batch_size, model.context, training.learning_rate
+             {rates} (--epochs, --batch-size, --context and --learning-rate change them)",
+            training.epochs, training.batch_size, model.context
         ));
         (model, training)
     }

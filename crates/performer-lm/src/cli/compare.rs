@@ -86,7 +86,7 @@ pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Resul
     })?;
     machine.ranks.set_deadline(LONGEST_RUN);
     output::note(&format!("training on {}", data.description));
-    let (config, training) = args.recipe.for_data(&data, config, training);
+    let (config, training) = args.recipe.for_data(&data, config, training, &args.learning_rates);
     let comparison = Comparison {
         config,
         training,

@@ -133,7 +133,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     // What suits a new model on the sample does not suit one that is trained already.
     let (model, training) = match &weights {
         Some(_) => (model, training),
-        None => args.recipe.for_data(&data, model, training),
+        None => args.recipe.for_data(&data, model, training, &[]),
     };
     let spec = args.data.spec().to_string();
     let options = options(&out, &spec, machine, ranks, stop);

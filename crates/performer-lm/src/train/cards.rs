@@ -89,7 +89,8 @@ pub(super) fn sum(
             None => Tensor::zeros(var.elem_count(), DType::F32, var.device())?,
         });
     }
-    let flat = Tensor::cat(&numbers, 0)?;
+    // One tensor is not copied by `cat`, and the gradient itself must stay as it is.
+    let flat = if let [only] = &numbers[..] { only.copy()? } else { Tensor::cat(&numbers, 0)? };
     drop(numbers);
     // SAFETY: the memory is that of `flat`, which nothing else uses.
     if let Err(error) = unsafe { cards.sum(memory(&flat)?) } {
