@@ -23,11 +23,11 @@ ignored:
 
 # Published models: FOLDER has stories260k/ and tinystories/.
 real-models FOLDER:
-    MODELS='{{ FOLDER }}' cargo test -p performer-lm --test suite pretrained::real -- --ignored
+    MODELS="$(realpath "{{ FOLDER }}")" cargo test -p performer-lm --test suite pretrained::real -- --ignored
 
 # The published all-MiniLM-L6-v2, in FOLDER.
 real-minilm FOLDER:
-    MINILM='{{ FOLDER }}' cargo test -p performer-core --test suite minilm -- --ignored
+    MINILM="$(realpath "{{ FOLDER }}")" cargo test -p performer-core --test suite minilm -- --ignored
 
 # Numbers of every size, 100,000 tokens, every future at every cut: minutes.
 attack-numbers:
@@ -154,11 +154,13 @@ torch-check PYTHON='python3' *FOLDERS:
 
 # The book's page of commands and options, as the program prints it.
 book-reference:
-    cargo run -p performer-lm -- reference > book/src/reference.md
+    cargo run -p performer-lm -- reference > book/src/reference.md.new
+    mv book/src/reference.md.new book/src/reference.md
 
 # The stories that come with the program, composed anew.
 sample:
-    scripts/sample_stories.py > crates/performer-lm/assets/sample.txt
+    scripts/sample_stories.py > crates/performer-lm/assets/sample.txt.new
+    mv crates/performer-lm/assets/sample.txt.new crates/performer-lm/assets/sample.txt
 
 # Train a model: `just train --data sample --attention favor:m=64`.
 train *ARGS='--attention favor':
@@ -226,7 +228,8 @@ cuda-check:
 # Registers, instructions and least times, from the machine code. Needs NVRTC and nvdisasm.
 # Report what the machine code of FAVOR's CUDA kernels says.
 cuda-report:
-    scripts/cuda_report.py > benchmarks/cuda-kernels/kernels.json
+    scripts/cuda_report.py > benchmarks/cuda-kernels/kernels.json.new
+    mv benchmarks/cuda-kernels/kernels.json.new benchmarks/cuda-kernels/kernels.json
 
 # CI runs the short ones; all take minutes.
 # Run all cases of the CUDA kernels on the emulated device, with what it catches.

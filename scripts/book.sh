@@ -18,6 +18,11 @@ case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 shift
+# mdBook empties the folder that it builds into. What it has built has this page and this style.
+if [ -n "$(ls -A "$folder")" ] && ! { [ -f "$folder/print.html" ] && [ -d "$folder/css" ]; }; then
+    echo "$folder holds files that are no book of this script's, and would be lost: choose another folder" >&2
+    exit 1
+fi
 
 # Charts that lie beside their numbers, and in the book, which takes no file from elsewhere.
 for chart in generate/generate-{speed,memory}; do

@@ -18,8 +18,15 @@ if ! python3 -m pip --version >/dev/null 2>&1; then
     exit 1
 fi
 if [ "$(cat "$nvrtc/installed.txt" 2>/dev/null)" != "$package" ]; then
-    rm -rf "$nvrtc"
-    python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action ignore \
+    if [ -n "$(ls -A "$nvrtc" 2>/dev/null)" ] && ! [ -f "$nvrtc/installed.txt" ]; then
+        echo "$nvrtc holds files that are not of this script, and would be lost: name another folder by PERFORMER_NVRTC" >&2
+        exit 1
+    fi
+    mkdir -p "$nvrtc"
+    # What an installation leaves that is broken off is of this script too.
+    touch "$nvrtc/installed.txt"
+    find "$nvrtc" -mindepth 1 -maxdepth 1 -not -name installed.txt -exec rm -rf {} +
+    PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check \
         --target "$nvrtc" "$package"
     echo "$package" >"$nvrtc/installed.txt"
 fi

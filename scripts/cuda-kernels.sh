@@ -22,6 +22,14 @@ fi
 case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
 shift
 [ $# -gt 0 ] || set -- 80 89 90 100 120
+for arch in "$@"; do
+    case $arch in
+        '' | *[!0-9]*)
+            echo "an architecture is $arch; it must be a number, such as 90 for a card of sm_90" >&2
+            exit 2
+            ;;
+    esac
+done
 presets=${PRESETS-seed small stories15m code}
 cores=$(nproc 2>/dev/null || echo 2)
 shares=$((cores < 4 ? cores : 4))

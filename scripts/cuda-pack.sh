@@ -22,12 +22,20 @@ if [ -n "$(ls -A "$folder" 2>/dev/null)" ] && ! [ -f "$folder/gpu-run.sh" ]; the
     echo "$folder holds files that are no pack of this script's, and would be replaced: choose another folder" >&2
     exit 1
 fi
-if [ -e "$folder/gpu-results" ]; then
-    echo "$folder/gpu-results holds results of gpu-run.sh, which would be lost: move them, or choose another folder" >&2
-    exit 1
-fi
+# What a pack has, and what gpu-run.sh unpacks there.
+for file in "$folder"/* "$folder"/.[!.]*; do
+    case ${file##*/} in
+        '*' | '.[!.]*' | gpu-run.sh | torch_attention.py | torch_train.py | models | performer-lm | performer-lm.xz) ;;
+        kernels | kernels.tar.xz | unpacked | __pycache__) ;;
+        *)
+            echo "$file is not of the pack, holds results of gpu-run.sh perhaps, and would be lost: move it, or choose another folder" >&2
+            exit 1
+            ;;
+    esac
+done
 
 program=${PROGRAM:-}
+case $program in '' | /*) ;; *) program=$here/$program ;; esac
 if [ -n "$program" ] && ! [ -f "$program" ]; then
     echo "PROGRAM is $program, and there is no such file" >&2
     exit 1
@@ -48,7 +56,7 @@ xz -6 -T0 -c "$program" >"$pack/performer-lm.xz"
 # One stream, because the kernels of different architectures are alike in part.
 tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$scratch" -c kernels | xz -9 -T1 -c >"$pack/kernels.tar.xz"
 cp scripts/gpu-run.sh scripts/torch_attention.py scripts/torch_train.py "$pack/"
-for preset in seed small stories15m; do
+for preset in seed small code stories15m; do
     mkdir "$pack/models/$preset"
     cp "models/$preset/config.json" "models/$preset/training.json" "$pack/models/$preset/"
 done

@@ -24,8 +24,14 @@ if ! python3 -m pip --version >/dev/null 2>&1; then
     exit 1
 fi
 if ! cmp --silent "$packages" "$root/installed.txt"; then
+    if [ -e "$root/nvidia" ] && ! [ -e "$root/installed.txt" ] && ! [ -e "$root/begun.txt" ]; then
+        echo "$root/nvidia is not of this script, and would be replaced: choose another folder" >&2
+        exit 1
+    fi
+    # Tells an installation that was broken off from files of others.
+    touch "$root/begun.txt"
     rm -rf "$root/nvidia" "$root/installed.txt"
-    python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action ignore \
+    PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-check \
         --upgrade --target "$root" --requirement "$packages" >&2
 
     # The packages have neither lib64 nor the names without a version that linkers look for.

@@ -29,6 +29,7 @@ curve = [[line["tokens"], line["val_loss"]] for line in lines if "val_loss" in l
 begin, end = "softmax writes:\n\n", "\n\nsaved in "
 if begin not in told or end not in told:
     sys.exit(f"{log} does not end with a story by softmax: it must be what `train` wrote to its standard error")
-story = told.split(begin)[1].split(end)[0]
+# Where another run stands beside this one, a story by its model follows after an empty line.
+story = told.split(begin)[1].split(end)[0].split("\n\n")[0]
 json.dump({"report": report, "curve": curve, "story": story}, sys.stdout, indent=1)
 print()

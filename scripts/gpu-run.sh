@@ -86,7 +86,7 @@ in_path() {
     return 1
 }
 for name in libcublas.so.13 libcublasLt.so.13 libcudart.so.13 libcurand.so.10 libnvrtc.so.13; do
-    if [ -e "$here/$name" ] || in_path "$name" || ldconfig -p 2>/dev/null | grep -q "$name"; then
+    if [ -e "$here/$name" ] || in_path "$name" || grep -q "$name" <<<"$(ldconfig -p 2>/dev/null)"; then
         continue
     fi
     found=$(find /usr/local /usr/lib /opt "${HOME:-/root}" -name "$name" -not -path '*/stubs/*' 2>/dev/null | head -1)

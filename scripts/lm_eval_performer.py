@@ -4,8 +4,9 @@
     python3 -m pip install torch lm-eval transformers
     python3 scripts/lm_eval_performer.py run --model performer --model_args pretrained=FOLDER --tasks lambada_openai
 
-FOLDER is a model as `performer-lm train`, `convert` or `export` writes it. The options are those of
-`lm_eval`, to which this file adds the model `performer`; performer_torch.py has to lie beside it.
+FOLDER is a model as `performer-lm train` or `convert` writes it, or a Performer that `export` wrote;
+for an exported softmax model take the harness's own `--model hf`. The options are those of `lm_eval`,
+to which this file adds the model `performer`; performer_torch.py has to lie beside it.
 Arguments of the model, separated by commas behind --model_args:
 
     pretrained=FOLDER
@@ -112,8 +113,12 @@ class PerformerLM(TemplateLM):
             prompt, settings = request.args
             until = settings.get("until") or []
             until = [until] if isinstance(until, str) else until
-            most = min(int(settings.get("max_gen_toks", 256)), self.max_length - 1)
-            ids = self.tok_encode(prompt)[-(self.max_length - most) :]
+            ids = self.tok_encode(prompt)
+            most = int(settings.get("max_gen_toks", 256))
+            if len(ids) + most > self.max_length:
+                # The prompt says what is asked, so it is not cut for what is to be written.
+                most = max(1, self.max_length - len(ids))
+                ids = ids[-(self.max_length - most) :]
             logits, state = self.model.step(torch.tensor([ids], device=self.where))
             new, text = [], ""
             while len(new) < most:

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
@@ -106,7 +107,9 @@ def measure(program, count, options, folder, agent):
 
 def machine():
     names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    return f"{len(names)} cores of an {names[0]}; {sh('mpirun --version').splitlines()[0]}"
+    # Not every processor's file has its name.
+    name = names[0] if names else platform.machine()
+    return f"{os.cpu_count()} cores of an {name}; {sh('mpirun --version').splitlines()[0]}"
 
 
 def main():
@@ -114,6 +117,10 @@ def main():
     parser.add_argument("program", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
+    # What may fail comes before an hour of measuring.
+    measured = machine()
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     most = max(count for count, _ in CASES.values())
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +147,7 @@ def main():
         finally:
             tear_down(most)
     if options.out:
-        found = {"machine": machine(), "revision": revision, "steps": rows}
+        found = {"machine": measured, "revision": revision, "steps": rows}
         (options.out / "namespaces.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -24,6 +24,7 @@ Prints the stories, bytes and SHA-256 of each file. Needs Python 3.11 and nothin
 
 import argparse
 import hashlib
+import http.client
 import os
 import pathlib
 import sys
@@ -52,7 +53,7 @@ def fetched():
     try:
         with urllib.request.urlopen(SOURCE, timeout=60) as answer:
             return answer.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         sys.exit(f"cannot fetch {SOURCE}: {error}; fetch it some other way and name it with --from")
 
 

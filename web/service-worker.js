@@ -2,12 +2,15 @@
 // The script that builds the page puts in the list of files and the digest of their contents.
 
 const FILES = [/* files */];
-const CACHE = "performer-/* build */";
+// Another copy of the page, at another path of this address, has caches of its own.
+const OWN = `performer-${self.registration.scope}-`;
+const CACHE = `${OWN}/* build */`;
 
 self.addEventListener("install", (event) => {
   event.waitUntil((async () => {
     const cache = await caches.open(CACHE);
-    await cache.addAll(FILES);
+    // The browser's own cache may still have files of an earlier build.
+    await cache.addAll(FILES.map((file) => new Request(file, { cache: "reload" })));
     await self.skipWaiting();
   })());
 });
@@ -15,7 +18,7 @@ self.addEventListener("install", (event) => {
 self.addEventListener("activate", (event) => {
   event.waitUntil((async () => {
     const names = await caches.keys();
-    await Promise.all(names.filter((name) => name.startsWith("performer-") && name !== CACHE)
+    await Promise.all(names.filter((name) => name.startsWith(OWN) && name !== CACHE)
       .map((name) => caches.delete(name)));
     await self.clients.claim();
   })());
