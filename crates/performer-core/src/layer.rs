@@ -246,7 +246,13 @@ impl MultiHeadAttention {
             }
             given.push((name, tensor.detach().copy()?));
         }
-        let get = |name: &str| given.iter().find(|(given, _)| given == name).map(|(_, tensor)| tensor.clone());
+        let dtype = given.first().map(|(_, tensor)| tensor.dtype());
+        let get = |name: &str| {
+            let own = given.iter().find(|(given, _)| given == name).map(|(_, tensor)| tensor.clone());
+            // Saved maps may have more than this one has before it is loaded: metrics, say.
+            let saved = || vb.get_unchecked_dtype(name, dtype.filter(|_| loading && vb.contains_tensor(name))?).ok();
+            own.or_else(saved)
+        };
         self.attention.load_buffers(&get)?;
         self.trained = variables;
         self.registered = stored
@@ -428,6 +434,7 @@ impl MultiHeadAttention {
             };
             numbers.push((variable, saved.force_contiguous()?));
         }
+        let before = self.attention.buffers();
         self.attention.load_buffers(get)?;
         if !numbers.is_empty() {
             for (variable, saved) in numbers {
@@ -436,7 +443,12 @@ impl MultiHeadAttention {
             let find = |name: &str| trained_variable(&self.trained, name).or_else(|| get(name));
             self.attention.load_buffers(&find)?;
         }
-        self.update_registered()
+        self.update_registered().or_else(|error| {
+            // The layer goes on with what its map of variables holds.
+            let own = |name: &str| before.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone());
+            self.attention.load_buffers(&own)?;
+            Err(error)
+        })
     }
 
     /// Takes over the buffers that the layer's `VarMap` holds by now. Call it after `VarMap::load`

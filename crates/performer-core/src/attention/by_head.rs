@@ -169,6 +169,10 @@ impl Attention for ByHead {
             check_finite(t, name)?;
         }
         inputs.gates.map(gates::check).transpose()?;
+        if inputs.q.dim(2)? == 0 && state.tokens() == 0 {
+            // No tokens leave a new state as it is, which any attention can still go on from.
+            return self.forward(inputs, &Mask::causal());
+        }
         let (n, past) = (self.groups.len(), state.tokens());
         let begin = || States { groups: vec![State::new(); n], paths: Vec::new() };
         let mut states = state.take::<States>()?.unwrap_or_else(begin);
@@ -200,8 +204,16 @@ impl Attention for ByHead {
     }
 
     fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
-        for (n, group) in self.groups.iter_mut().enumerate() {
-            group.load_buffers(&|name| get(&Self::name(n, name)))?;
+        let before = self.buffers();
+        let mut groups = self.groups.iter_mut().enumerate();
+        let loaded = groups.try_for_each(|(n, group)| group.load_buffers(&|name| get(&Self::name(n, name))));
+        if let Err(error) = loaded {
+            // Groups before the one that refused its buffers take their own again.
+            let own = |name: &str| before.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone());
+            for (n, group) in self.groups.iter_mut().enumerate() {
+                group.load_buffers(&|name| own(&Self::name(n, name)))?;
+            }
+            return Err(error);
         }
         self.set_identity()
     }

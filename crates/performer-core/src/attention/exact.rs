@@ -164,8 +164,9 @@ impl Exact {
         let keep_of = |t: &Tensor, in_room: bool| -> Result<Tensor> {
             if missing == 0 || sinks == 0 {
                 let kept = t.narrow(2, missing, all - missing)?;
-                // A GPU refuses memory for no numbers, so nothing is copied where nothing is kept.
-                return if missing == all || in_room { Ok(kept) } else { kept.contiguous() };
+                // A GPU refuses memory for no numbers, so nothing is copied where nothing is kept. A
+                // view of the caller's tensor would change with it, and hold all of its memory.
+                return if missing == all || in_room { Ok(kept) } else { kept.force_contiguous() };
             }
             Tensor::cat(&[&t.narrow(2, 0, sinks)?, &t.narrow(2, all - last, last)?], 2)
         };
@@ -189,9 +190,9 @@ impl Exact {
     }
 
     pub(super) fn save(&self) -> Result<StateRecord> {
-        // A copy does not hold whole buffers.
-        let record = StateRecord::new().with_tensor("keys", self.keys.copy()?);
-        let record = record.with_tensor("values", self.values.copy()?).with_gates(self.gates.as_ref());
+        // What is made contiguous so does not hold whole buffers, as a copy of a view does.
+        let record = StateRecord::new().with_tensor("keys", self.keys.force_contiguous()?);
+        let record = record.with_tensor("values", self.values.force_contiguous()?).with_gates(self.gates.as_ref());
         Ok(match &self.forgotten {
             Some(forgotten) => record.with_tensor("forgotten", forgotten.clone()),
             None => record,

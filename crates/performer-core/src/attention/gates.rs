@@ -131,5 +131,9 @@ pub(super) fn append(
         None => Tensor::zeros((b, heads, tokens), dtype, k.device()),
     };
     let new = or_zeros(gates, tokens)?;
-    if past == 0 { new.contiguous().map(Some) } else { Tensor::cat(&[&or_zeros(before, past)?, &new], 2).map(Some) }
+    if past == 0 {
+        new.force_contiguous().map(Some)
+    } else {
+        Tensor::cat(&[&or_zeros(before, past)?, &new], 2).map(Some)
+    }
 }

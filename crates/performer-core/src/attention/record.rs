@@ -1,6 +1,12 @@
 //! Named tensors and text, in which a state is saved, selected by rows and joined.
 
-use std::{collections::BTreeMap, fmt, path::Path, str::FromStr};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::Path,
+    str::FromStr,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -99,8 +105,10 @@ impl StateRecord {
         let tensors = self.tensors.iter().map(|(name, tensor)| Ok((name, tensor.contiguous()?)));
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
         let bytes = safetensors::serialize(tensors, Some(fields)).map_err(|e| named(&e))?;
+        // No other file has this name, nor does another thread or process write to it.
+        static COUNT: AtomicU64 = AtomicU64::new(0);
         let mut pending = path.as_os_str().to_owned();
-        pending.push(".new");
+        pending.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
         let write = || -> std::io::Result<()> {
             let mut file = std::fs::File::create(&pending)?;
             std::io::Write::write_all(&mut file, &bytes)?;

@@ -134,7 +134,8 @@ impl Softmax {
         Err(match q.device() {
             Device::Cpu => format!("the CPU's kernels take f32, f16 and bf16, not {:?}", q.dtype()),
             Device::Cuda(_) => format!(
-                "the CUDA kernels take f32, f16 and bf16 with heads up to 128, not {:?} with heads of {} and {}",
+                "the CUDA kernels take f32, f16 and bf16 with heads up to 128 where the card has shared memory for them, \
+                 not {:?} with heads of {} and {}",
                 q.dtype(),
                 q.dims()[3],
                 inputs.v.dims()[3]

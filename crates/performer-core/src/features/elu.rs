@@ -30,8 +30,10 @@ impl FeatureMap for Elu {
     /// Computes the features in logarithms, `min(x, 0) + ln(1 + max(x, 0))`: as `elu(x) + 1` they
     /// would round to 0 from x = −17 on in f32, and a denominator with them.
     fn features(&self, x: &Tensor) -> Result<Features> {
-        let negative = x.neg()?.relu()?;
-        let positive = x.relu()?.affine(1.0, 1.0)?.log()?;
-        Ok(Features::Log((positive - negative)?))
+        // Candle's derivative of `relu` at 0 is 1. Two of them, of x and of −x, would give a number
+        // that is exactly 0 twice its gradient.
+        let positive = x.relu()?;
+        let negative = (x - &positive)?;
+        Ok(Features::Log((positive.affine(1.0, 1.0)?.log()? + negative)?))
     }
 }

@@ -43,6 +43,8 @@ fn gate(x: f32) -> f32 {
 #[inline(always)]
 fn derivative(x: f32) -> f32 {
     let g = gate(x);
+    // Where the second term is 0 by far, its last factor must not be infinite.
+    let x = x.clamp(-100.0, 100.0);
     g + 2.0 * x * g * (1.0 - g) * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
 }
 

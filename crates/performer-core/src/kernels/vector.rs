@@ -109,6 +109,9 @@ elementwise!(/// `x − y`
     subtract(simd, x, [y]) => simd.sub_f32s(x, y));
 elementwise!(/// `x y`
     multiply(simd, x, [y]) => simd.mul_f32s(x, y));
+elementwise!(/// `x y` where `y > 0`, else 0, even if `x` is infinite
+    multiply_by_positive(simd, x, [y]) => simd.select_f32s(
+        simd.less_than_f32s(simd.splat_f32s(0.0), y), simd.mul_f32s(x, y), simd.splat_f32s(0.0)));
 elementwise!(/// `x + (y + a)`
     add_shifted(simd, x, [y], a) => simd.add_f32s(x, simd.add_f32s(y, a)));
 elementwise!(/// `x + a y`

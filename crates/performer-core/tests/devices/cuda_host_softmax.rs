@@ -98,6 +98,19 @@ fn softmax_with_forget_gates() {
     }
 }
 
+/// A gate of −1e30 is allowed. What comes after it is forgotten at its own pace.
+#[test]
+fn softmax_after_a_gate_that_forgets_everything() {
+    for (dtype, window) in [(DType::F32, None), (DType::F32, Some(30)), (DType::BF16, None)] {
+        let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 90, k_len: 90, head_dim: 24, value_dim: 16 };
+        let mut problem = Problem::random(35, shape, None, 0).gated(36);
+        let gates = problem.gates.as_mut().expect("gates");
+        round(DType::F32, gates);
+        gates[40] = -1e30;
+        check_softmax_window(dtype, false, problem, window, 0);
+    }
+}
+
 /// Windows that end inside steps and at their borders, that are longer than a block and longer than
 /// the sequence, with and without sinks and keys that are hidden.
 #[test]

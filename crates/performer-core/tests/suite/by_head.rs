@@ -5,7 +5,7 @@ use crate::common::{Problem, Random, assert_tensor_close, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::attention::ByHead;
 use performer_core::reference::Shape;
-use performer_core::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, State};
+use performer_core::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, Softmax, State};
 
 const SHAPE: Shape = Shape { batch: 2, heads: 6, kv_heads: 3, q_len: 70, k_len: 70, head_dim: 6, value_dim: 5 };
 
@@ -212,5 +212,35 @@ fn what_cannot_be_is_refused_and_leaves_the_state() -> Result<()> {
     refused(attention.extend(given(&inputs), &mut State::from_record(&record)?), "groups of [140, 3, 140]");
     record.fields.insert("memory.groups".into(), "1000000000000".into());
     refused(attention.extend(given(&inputs), &mut State::from_record(&record)?), "which it does not hold");
+    Ok(())
+}
+
+/// What cannot be taken over by one group changes none.
+#[test]
+fn buffers_that_one_group_refuses_change_none() -> Result<()> {
+    let favor = |seed| Favor::new(&FavorConfig::default().with_features(8), 4, seed, DType::F32, &Device::Cpu);
+    let mut attention = ByHead::new(vec![Box::new(favor(1)?), Box::new(favor(2)?)])?;
+    let x = Tensor::arange(0f32, 40.0, &Device::Cpu)?.sin()?.reshape((1, 2, 5, 4))?;
+    let before = attention.forward(Inputs::new(&x, &x, &x), &Mask::causal())?;
+    let other = favor(3)?.buffers()[0].1.clone();
+    let loaded = attention.load_buffers(&|name| match name {
+        "heads.0.projection" => Some(other.clone()),
+        _ => other.narrow(0, 0, 3).ok(),
+    });
+    assert!(loaded.is_err());
+    let after = attention.forward(Inputs::new(&x, &x, &x), &Mask::causal())?;
+    assert_eq!(after.flatten_all()?.to_vec1::<f32>()?, before.flatten_all()?.to_vec1::<f32>()?);
+    Ok(())
+}
+
+/// A new state that was extended by no tokens is still a new one.
+#[test]
+fn no_tokens_leave_a_state_new() -> Result<()> {
+    let attention = ByHead::new(vec![Box::new(Softmax::new()), Box::new(Softmax::new())])?;
+    let (none, x) =
+        (Tensor::zeros((1, 2, 0, 4), DType::F32, &Device::Cpu)?, Tensor::ones((1, 2, 3, 4), DType::F32, &Device::Cpu)?);
+    let mut state = State::new();
+    assert_eq!(attention.extend(Inputs::new(&none, &none, &none), &mut state)?.dims(), [1, 2, 0, 4]);
+    assert_eq!(Softmax::new().extend(Inputs::new(&x, &x, &x), &mut state)?.dims(), [1, 2, 3, 4]);
     Ok(())
 }

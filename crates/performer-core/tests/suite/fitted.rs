@@ -1,15 +1,20 @@
 //! These tests check features fitted to data: they are unbiased whatever is fitted, have less
 //! variance where that is promised, have one set of parameters for each head, and can be trained.
 
+use std::collections::HashMap;
+
 use crate::common::{Random, assert_close, assert_tensor_close, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 use performer_core::features::{
     FeatureMap, FeatureMapKind, Fitted,
     fit::{Moments, Options, fit},
 };
 use performer_core::projection::{self, ProjectionKind, Radii};
 use performer_core::reference::{self, FittedSide, Kernel, Shape};
-use performer_core::{Attention, Favor, Inputs, Mask, State, Windowed};
+use performer_core::{
+    Attention, Favor, FavorConfig, Inputs, Mask, MultiHeadAttention, MultiHeadConfig, State, Windowed,
+};
 
 const D: usize = 6;
 const HEADS: usize = 2;
@@ -464,5 +469,38 @@ fn a_projection_that_is_no_matrix_is_refused() -> Result<()> {
         let error = Fitted::positive(&other).unwrap_err().to_string();
         assert!(error.contains("rank"), "{error}");
     }
+    Ok(())
+}
+
+/// A layer with balanced features has metrics beside them, and is the same layer after it is saved
+/// and made anew from the file, with features of the same kind that were not fitted.
+#[test]
+fn a_layer_with_metrics_is_the_same_when_it_is_loaded() -> Result<()> {
+    let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
+    let options = Options::new(FeatureMapKind::Dense).with_centre(true).with_balance(true);
+    let fitted = fit(&omega(10, 3)?.to_dtype(DType::F32)?, &moments()?, options)?;
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let layer = MultiHeadAttention::new(&config, Box::new(Favor::with_map(Box::new(fitted))?), None, vb)?;
+    let x = tensor(&Random::new(4).normal(2 * 9 * 24, 1.0), &[2, 9, 24], DType::F32, &Device::Cpu)?;
+    let expected = values(&layer.forward(&x, &Mask::causal())?)?;
+    let saved: HashMap<String, Tensor> = vars
+        .data()
+        .lock()
+        .expect("the map")
+        .iter()
+        .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
+        .collect();
+    assert!(saved.keys().any(|name| name.contains("metric")), "{:?}", saved.keys());
+    let unfitted = Favor::new(
+        &FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(10),
+        D,
+        5,
+        DType::F32,
+        &Device::Cpu,
+    )?;
+    let vb = VarBuilder::from_tensors(saved, DType::F32, &Device::Cpu);
+    let loaded = MultiHeadAttention::new(&config, Box::new(unfitted), None, vb)?;
+    assert_tensor_close("loaded", &loaded.forward(&x, &Mask::causal())?, &expected, 0.0);
     Ok(())
 }

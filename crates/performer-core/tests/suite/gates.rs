@@ -540,3 +540,53 @@ fn a_window_of_softmax_counts_its_bytes_and_takes_empty_pieces() -> Result<()> {
     }
     Ok(())
 }
+
+/// A causal mask that hides keys.
+fn hiding(keys: &[u8]) -> Result<Mask> {
+    Mask::causal().with_keys(&Tensor::from_slice(keys, (1, keys.len()), &Device::Cpu)?)
+}
+
+/// A gate of −1e30 is allowed and forgets everything. Sums of such gates round by more than any
+/// logarithm, and must still give no NaN: neither in outputs nor in gradients of what is visible.
+#[test]
+fn gates_at_their_border_with_hidden_keys_are_finite() -> Result<()> {
+    let favor = |dtype, composed: bool| -> Result<Favor> {
+        let favor = Favor::new(&FavorConfig::default().with_features(8), 4, 1, dtype, &Device::Cpu)?;
+        Ok(if composed { favor.composed() } else { favor })
+    };
+    let gates_of =
+        |numbers: &[f64], dtype| Tensor::from_slice(numbers, (1, 1, numbers.len()), &Device::Cpu)?.to_dtype(dtype);
+    for (dtype, composed) in [(DType::F32, false), (DType::F32, true), (DType::F64, false)] {
+        let favor = favor(dtype, composed)?;
+        let what = format!("{dtype:?}, composed {composed}");
+        // Rows that see no key are zero.
+        let x = Tensor::ones((1, 1, 2, 4), dtype, &Device::Cpu)?;
+        let gates = gates_of(&[-1e30, 0.0], dtype)?;
+        let out = favor.forward(Inputs::new(&x, &x, &x).with_gates(&gates), &hiding(&[0, 0])?)?;
+        assert!(values(&out)?.iter().all(|&x| x == 0.0), "{what}: {out}");
+        // The first value is all that the last row sees.
+        let x = Tensor::rand(-1f64, 1.0, (1, 1, 4, 4), &Device::Cpu)?.to_dtype(dtype)?;
+        let gates = gates_of(&[0.0, -1e30, -1e30, -1e30], dtype)?;
+        let out = favor.forward(Inputs::new(&x, &x, &x).with_gates(&gates), &hiding(&[1, 0, 0, 0])?)?;
+        let (last, first) = (values(&out.narrow(2, 3, 1)?)?, values(&x.narrow(2, 0, 1)?)?);
+        assert_close(&what, &[4], &last, &first, 1e-5);
+        // Hidden tokens behind visible ones change nothing of these, whatever their gates are.
+        let numbers: Vec<f64> = (0..8).map(|t| if t < 5 { -0.1 } else { -1e30 }).collect();
+        let gradients = |tokens: usize| -> Result<Vec<Vec<f64>>> {
+            let base = Tensor::arange(0f64, 32.0, &Device::Cpu)?.sin()?.reshape((1, 1, 8, 4))?.to_dtype(dtype)?;
+            let vars = [1.0, 0.7, 1.3].map(|scale| Var::from_tensor(&(base.narrow(2, 0, tokens)? * scale)?));
+            let [q, k, v] = vars;
+            let (q, k, v) = (q?, k?, v?);
+            let gates = Var::from_tensor(&gates_of(&numbers[..tokens], dtype)?)?;
+            let mask: Vec<u8> = (0..tokens).map(|t| u8::from(t < 5)).collect();
+            let out = favor.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &hiding(&mask)?)?;
+            let grads = out.narrow(2, 0, 5)?.sqr()?.sum_all()?.backward()?;
+            let of = |var: &Var| values(&grads.get(var).expect("a gradient").narrow(2, 0, 5)?);
+            [&q, &k, &v, &gates].into_iter().map(of).collect()
+        };
+        for (n, (with, without)) in gradients(8)?.iter().zip(&gradients(5)?).enumerate() {
+            assert_close(&format!("{what}, gradient {n}"), &[with.len()], with, without, 1e-4);
+        }
+    }
+    Ok(())
+}

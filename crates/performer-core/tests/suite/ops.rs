@@ -2,7 +2,11 @@
 //! operations on f64.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use performer_core::{Rotary, ops};
+use performer_core::{
+    Rotary,
+    features::{Elu, FeatureMap, Features},
+    ops,
+};
 
 /// Returns a fixed tensor without structure, with values in ±2.
 pub(crate) fn numbers(shape: &[usize], salt: usize) -> Result<Tensor> {
@@ -430,5 +434,23 @@ fn embeddings_are_rows_of_the_table() -> Result<()> {
     let gradients = rows.sum_all()?.backward()?;
     let counts = gradients.get(&table).map(|g| g.sum(1)).transpose()?.map(|g| g.to_vec1::<f32>()).transpose()?;
     assert_eq!(counts, Some(vec![3.0, 0.0, 6.0, 3.0]));
+    Ok(())
+}
+
+/// The derivative of GELU is 1 or 0 far from 0, and so is what is computed, however far.
+#[test]
+fn gelu_has_a_gradient_far_from_zero() -> Result<()> {
+    let x = Var::from_tensor(&Tensor::new(&[-3e38f32, -1e20, -50.0, 50.0, 1e20, 3e38], &Device::Cpu)?)?;
+    let gradient = ops::gelu(&x)?.sum_all()?.backward()?.get(&x).expect("a gradient").to_vec1::<f32>()?;
+    assert_eq!(gradient, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    Ok(())
+}
+
+/// Both sides of the map `elu` have the derivative 1 at 0.
+#[test]
+fn elu_has_the_gradient_one_at_zero() -> Result<()> {
+    let x = Var::zeros((1, 3), DType::F64, &Device::Cpu)?;
+    let Features::Log(log) = Elu::new(3).features(&x)? else { panic!("logarithms") };
+    assert_eq!(log.sum_all()?.backward()?.get(&x).expect("a gradient").to_vec2::<f64>()?, [[1.0; 3]]);
     Ok(())
 }

@@ -482,3 +482,47 @@ fn the_path_is_visible() -> Result<()> {
     }
     Ok(())
 }
+
+/// A state holds what it remembers and no more, and nothing of it changes with the tensors that it
+/// was made from.
+#[test]
+fn a_window_keeps_nothing_of_the_callers_tensors() -> Result<()> {
+    for attention in [Softmax::new().with_window(4)?, Softmax::new()] {
+        let k = Tensor::zeros((1, 1, 3, 8), DType::F32, &DEVICE)?;
+        let gates = Tensor::zeros((1, 1, 3), DType::F32, &DEVICE)?;
+        let mut state = State::new();
+        attention.extend(Inputs::new(&k, &k, &k).with_gates(&gates), &mut state)?;
+        k.slice_set(&Tensor::ones((1, 1, 3, 8), DType::F32, &DEVICE)?, 2, 0)?;
+        gates.slice_set(&(Tensor::ones((1, 1, 3), DType::F32, &DEVICE)? * -1.0)?, 2, 0)?;
+        for (name, tensor) in &state.record()?.tensors {
+            assert!(values(tensor)?.iter().all(|&x| x == 0.0), "{name}: {tensor}");
+        }
+    }
+    let k = Tensor::zeros((1, 1, 5000, 8), DType::F32, &DEVICE)?;
+    let mut state = State::new();
+    Softmax::new().with_window(4)?.extend(Inputs::new(&k, &k, &k), &mut state)?;
+    let record = state.record()?;
+    let (storage, _) = record.tensors["memory.keys"].storage_and_layout();
+    let candle_core::Storage::Cpu(candle_core::CpuStorage::F32(numbers)) = &*storage else { panic!("f32 on the CPU") };
+    assert_eq!(numbers.len(), 3 * 8);
+    Ok(())
+}
+
+/// Saving touches no other file.
+#[test]
+fn a_saved_state_leaves_other_files_alone() -> Result<()> {
+    let folder = std::env::temp_dir().join(format!("performer-core-states-{}", std::process::id()));
+    std::fs::create_dir_all(&folder)?;
+    let (one, other) = (folder.join("s.new"), folder.join("s"));
+    let x = Tensor::zeros((1, 1, 2, 4), DType::F32, &DEVICE)?;
+    let mut state = State::new();
+    Softmax::new().extend(Inputs::new(&x, &x, &x), &mut state)?;
+    state.save(&one)?;
+    state.save(&other)?;
+    for path in [&one, &other] {
+        assert_eq!(State::load(path, &DEVICE)?.tokens(), 2);
+    }
+    assert_eq!(std::fs::read_dir(&folder)?.count(), 2);
+    std::fs::remove_dir_all(&folder)?;
+    Ok(())
+}

@@ -327,7 +327,8 @@ mod tests {
         let batches = Batches::new(stream(7 * 5 + 1), 5, 3, 0).unwrap();
         assert_eq!(batches.batches_per_epoch(), 2);
         assert!(batches.batch(0, 2).is_err());
-        for (rows, tokens) in [(0..4, 0..5), (0..3, 0..6), (2..1, 0..5), (0..3, 3..2)] {
+        let backwards = |start, end| Range { start, end };
+        for (rows, tokens) in [(0..4, 0..5), (0..3, 0..6), (backwards(2, 1), 0..5), (0..3, backwards(3, 2))] {
             assert!(batches.part(0, 0, rows, tokens).is_err());
         }
         let positions = [0, 1, 2, 5].map(|step| batches.position(step));

@@ -141,9 +141,10 @@ impl Backend for Cuda {
             Some("the CUDA kernels take tensors on a CUDA device".into())
         } else if call.logs && q.dtype() != DType::F32 {
             Some("the CUDA kernels return logarithms of denominators, which a window needs, in f32 alone".into())
-        } else if !favor::takes(q, v, call.map.feature_dim()) {
+        } else if !favor::takes(q, v, call.map.feature_dim(), call.map.exponential_form().is_some()) {
             Some(format!(
-                "the CUDA kernels do not take {:?} with heads of {} and {} and {} features",
+                "the CUDA kernels do not take {:?} with heads of {} and {} and {} features, or have no room for them in \
+                 this card's shared memory",
                 q.dtype(),
                 call.sizes.head_dim,
                 call.sizes.value_dim,

@@ -46,7 +46,9 @@ __device__ inline void gelu_gradient(long long count, const Stored* x, const Sto
     load<N>(grad + i, g);
     for (int k = 0; k < N; k++) {
         float s = sigmoid(TWICE_SQRT_2_OVER_PI * (a[k] + CUBIC * a[k] * a[k] * a[k]));
-        g[k] *= s + a[k] * s * (1.0f - s) * TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * CUBIC * a[k] * a[k]);
+        // Where the second term is 0 by far, its last factor must not be infinite.
+        float x = fminf(fmaxf(a[k], -100.0f), 100.0f);
+        g[k] *= s + x * s * (1.0f - s) * TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * CUBIC * x * x);
     }
     store<N>(g, dx + i);
 }

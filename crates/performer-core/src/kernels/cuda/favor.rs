@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{
-    CpuStorage, DType, Device, Layout, Result, Shape, Tensor,
+    CpuStorage, D, DType, Device, Error, Layout, Result, Shape, Tensor,
     backend::{BackendDevice, BackendStorage},
     bail,
 };
@@ -14,12 +14,12 @@ use super::super::operation::{Operation, Stored, apply};
 use super::{
     CudaDevice, CudaStorage, View,
     buffer::Buffer,
-    favor_call::{Call, Given, Gradients, Saved},
-    with_storages,
+    favor_call::{Call, Given, Gradients, Saved, shared_as_on_an_a100},
+    storage, with_storages,
 };
 use crate::{
     kernels::favor::{
-        blocks::{MOST_FEATURES, MOST_WIDTH, MapKind},
+        blocks::{Blocks, MOST_FEATURES, MOST_WIDTH, MapKind},
         records,
     },
     ops,
@@ -27,10 +27,22 @@ use crate::{
 
 pub(crate) use super::favor_map::{Map, OwnKeys, Projection};
 
-/// Whether the kernels take queries `q` and values `v` at this number of features.
-pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize) -> bool {
+/// Whether the kernels take queries `q` and values `v` at this number of features, which they
+/// compute themselves or, where they are not `computed`, read.
+pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> bool {
     let fits = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
-    super::takes(q) && fits(q) && fits(v) && features <= MOST_FEATURES
+    let is_taken = super::takes(q) && fits(q) && fits(v) && features <= MOST_FEATURES;
+    is_taken && have_room(q, v, features, computed).unwrap_or(false)
+}
+
+/// Whether thread blocks have room on the card of `q`.
+fn have_room(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> Result<bool> {
+    let (dim, values) = (q.dim(D::Minus1)?, v.dim(D::Minus1)?);
+    let most = shared_as_on_an_a100(q.device().as_cuda_device()?)?;
+    let kind = if computed { MapKind::Computed } else { MapKind::Log };
+    let blocks =
+        |causal| Ok::<_, Error>(Blocks::choose(causal, true, storage(q.dtype())?, kind, [dim, features, values], most));
+    Ok(blocks(true)?.fit(most) && blocks(false)?.fit(most))
 }
 
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
@@ -359,7 +371,8 @@ fn extended(
     // writes.
     let mut records = Buffer::new(call.device, shape.count())?;
     let out = match before {
-        Some(before) if call.queries == 1 => call.step(before, &mut records)?,
+        // Where many query heads read one key head, a step may have no room where a pass has.
+        Some(before) if call.queries == 1 && call.step_fits()? => call.step(before, &mut records)?,
         _ => call.forward(before, Some(&mut records))?.0,
     };
     Ok((out, Sums { records: Records::Card(Arc::new(records)), shape }))

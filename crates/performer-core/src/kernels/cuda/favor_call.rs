@@ -18,16 +18,14 @@
 
 use std::{cell::OnceCell, sync::Arc};
 
-use candle_core::{
-    DType, Device, Layout, Result, backend::BackendStorage, bail, cuda_backend::cudarc::driver::sys::CUdevice_attribute,
-};
+use candle_core::{DType, Device, Layout, Result, backend::BackendStorage, bail};
 
 use super::{
-    CudaDevice, Kernel, Launch, Macro, Source, THREADS, View, attribute,
+    CudaDevice, Kernel, Launch, Macro, Source, THREADS, View,
     buffer::{Buffer, Strides, address, address_of_output, optional, optional_output},
     favor_layout::{KeyForm, Problem, Tensors},
     favor_map::{Map, Packed, Packing},
-    source, storage, with_storages,
+    most_shared, source, storage, with_storages,
 };
 use crate::kernels::favor::blocks::{Blocks, MapKind, SharedBytes, StoredType, TEAM};
 
@@ -97,6 +95,12 @@ pub(super) struct Call<'a> {
 /// The most segments of a call: the most that the second dimension of a grid can have.
 const MOST_SEGMENTS: usize = 65_535;
 
+/// The shared memory that thread blocks are chosen for, in bytes. A card with more than an A100
+/// counts as an A100, so that all cards of data centres divide problems alike.
+pub(super) fn shared_as_on_an_a100(device: &CudaDevice) -> Result<usize> {
+    Ok(most_shared(device)?.min(163 << 10))
+}
+
 impl<'a> Call<'a> {
     pub(super) fn new(map: &'a Map, [q, k, v]: [View<'a>; 3], given: Given<'a>, causal: bool) -> Result<Self> {
         let device = q.0.device();
@@ -116,10 +120,7 @@ impl<'a> Call<'a> {
                 i32::MAX as usize / 2
             );
         }
-        // A card with more shared memory than an A100 counts as an A100, so that all cards of data
-        // centres divide problems alike.
-        let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        let most = if most >= 163 << 10 { 163 << 10 } else { most };
+        let most = shared_as_on_an_a100(device)?;
         let blocks = Blocks::choose(
             causal,
             given.gates.is_some(),
@@ -501,13 +502,18 @@ impl<'a> Call<'a> {
         })
     }
 
+    /// Whether a thread block of [`Self::step`] has room on this card.
+    pub(super) fn step_fits(&self) -> Result<bool> {
+        Ok(self.blocks.shared_step(self.heads / self.key_heads) <= most_shared(self.device)?)
+    }
+
     /// Computes the outputs of one more token after the sums `before`, and writes the sums after it
     /// to `after`.
     pub(super) fn step(&self, before: View, after: &mut Buffer) -> Result<Buffer> {
         let b = &self.blocks;
         let group = self.heads / self.key_heads;
         let mut out = Buffer::of(self.device, (self.batch, self.heads, 1, self.width()), self.dtype)?;
-        let shared = 4 * (b.f() * (3 + group) + group + THREADS / b.slice * group * b.slice);
+        let shared = b.shared_step(group);
         let more = self.with_logs(&[("GROUP", &group), ("SHARED_STEP", &shared)]);
         let kernel = self.kernel(STEP, "favor_step", &more, shared)?;
         let grid = [self.batch * self.key_heads * b.splits(), 1, 1];

@@ -172,7 +172,7 @@ impl Source {
             bail!("kernel {entry} vanished from the cache")
         };
         if shared > *granted {
-            let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+            let most = most_shared(device)?;
             if shared > most {
                 bail!(
                     "kernel {entry} of {module} needs {shared} bytes of shared memory; {} has {most}",
@@ -311,6 +311,11 @@ fn warpgroups(device: &CudaDevice) -> Result<bool> {
 /// Returns the card's name.
 pub fn device_name(device: &CudaDevice) -> String {
     device.cuda_stream().context().name().unwrap_or_else(|_| "this CUDA device".to_owned())
+}
+
+/// The most shared memory that a thread block may have on a card, in bytes.
+fn most_shared(device: &CudaDevice) -> Result<usize> {
+    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 }
 
 fn attribute(device: &CudaDevice, attribute: CUdevice_attribute) -> Result<usize> {

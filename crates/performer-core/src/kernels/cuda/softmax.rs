@@ -4,14 +4,14 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{
-    DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
+    D, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
 };
 
 use super::super::operation::{Operation, Stored, apply};
 use super::{
     CudaDevice, CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
     buffer::{Buffer, Strides, address, optional, optional_output},
-    source, storage, with_storages,
+    most_shared, source, storage, with_storages,
 };
 use crate::{
     kernels::favor::blocks::{MOST_WIDTH, TEAM},
@@ -33,7 +33,58 @@ const GATES: Source = source!("softmax_gates.cu", HEADERS);
 /// Whether the kernels take queries `q` and values `v`.
 pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
     let fits = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
-    super::takes(q) && fits(q) && fits(v)
+    super::takes(q) && fits(q) && fits(v) && have_room(q, v).unwrap_or(false)
+}
+
+/// Whether thread blocks have room on the card of `q`.
+fn have_room(q: &Tensor, v: &Tensor) -> Result<bool> {
+    let sizes = Sizes { dtype: q.dtype(), dim: q.dim(D::Minus1)?, values: v.dim(D::Minus1)?, gated: true };
+    let (forward, backward) = sizes.shared();
+    Ok(forward.max(backward) <= most_shared(q.device().as_cuda_device()?)?)
+}
+
+/// `Sizes` are what the thread blocks of the kernels depend on.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    dtype: DType,
+    dim: usize,
+    values: usize,
+    gated: bool,
+}
+
+impl Sizes {
+    /// Whether the kernels for half types take it, which are for heads of up to 64 numbers.
+    fn is_half(self) -> bool {
+        self.dtype != DType::F32 && self.dim.max(self.values) <= 64
+    }
+
+    /// The threads and the rows of a thread block.
+    fn block(self) -> (usize, usize) {
+        match self.dtype {
+            _ if self.is_half() => (TEAM, 128),
+            DType::F32 => (128, 64),
+            _ => (256, 128),
+        }
+    }
+
+    /// The shared memory of a thread block in the forward and the backward pass, in bytes.
+    fn shared(self) -> (usize, usize) {
+        let rows = self.block().1;
+        let (bytes, pad) = if self.dtype == DType::F32 { (4, 4) } else { (2, 8) };
+        let (d, v) = (self.dim.next_multiple_of(16) + pad, self.values.next_multiple_of(16) + pad);
+        // Each sum of gates has eight bytes.
+        let gate = 8 * usize::from(self.gated);
+        if self.is_half() {
+            // The rows of the thread block, the columns of two steps, and the numbers that belong
+            // to those columns.
+            let forward = (rows * d + 2 * 64 * (d + v)) * bytes + (4 + gate) * 2 * 64;
+            let backward = (rows * (d + v) + 2 * 32 * (d + v)) * bytes + (4 * 3 + gate) * 2 * 32;
+            return (forward, backward);
+        }
+        let columns = rows / 2;
+        let shared = (rows * (d + v + columns + pad) + columns * (d + v)) * bytes + 12 * rows + gate * (rows + columns);
+        (shared, shared)
+    }
 }
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees
@@ -195,45 +246,35 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Whether the kernels for half types take it, which are for heads of up to 64 numbers.
+    fn sizes(&self) -> Sizes {
+        Sizes { dtype: self.dtype, dim: self.dim, values: self.values, gated: self.gate_sums.is_some() }
+    }
+
+    /// Whether the kernels for half types take it.
     fn is_half(&self) -> bool {
-        self.dtype != DType::F32 && self.dim.max(self.values) <= 64
+        self.sizes().is_half()
     }
 
     /// The threads and the rows of a thread block.
     fn block(&self) -> (usize, usize) {
-        match self.dtype {
-            _ if self.is_half() => (TEAM, 128),
-            DType::F32 => (128, 64),
-            _ => (256, 128),
-        }
+        self.sizes().block()
     }
 
     /// The kernel `softmax_NAME`, or `softmax_half_NAME`.
     fn kernel(&self, name: &str) -> Result<Kernel> {
         let device = self.views[0].0.device();
-        let rows = self.block().1;
-        let (bytes, pad) = if self.dtype == DType::F32 { (4, 4) } else { (2, 8) };
-        let (d, v) = (self.dim.next_multiple_of(16) + pad, self.values.next_multiple_of(16) + pad);
         let storage = storage(self.dtype)?;
         let gated = usize::from(self.gate_sums.is_some());
+        let (forward, backward) = self.sizes().shared();
         let shape: [Macro; 4] =
             [("STORAGE", &storage), ("DIM", &self.dim), ("VALUES", &self.values), ("GATED", &gated)];
-        // Each sum of gates has eight bytes.
-        let gate = 8 * gated;
         if self.is_half() {
-            // The rows of the thread block, the columns of two steps, and the numbers that belong
-            // to those columns.
-            let forward = (rows * d + 2 * 64 * (d + v)) * bytes + (4 + gate) * 2 * 64;
-            let backward = (rows * (d + v) + 2 * 32 * (d + v)) * bytes + (4 * 3 + gate) * 2 * 32;
             let sizes: [Macro; 2] = [("SHARED_FORWARD", &forward), ("SHARED_BACKWARD", &backward)];
             let shared = if name == "forward" { forward } else { backward };
             return HALF.kernel(device, &format!("softmax_half_{name}"), &[&shape[..], &sizes].concat(), shared);
         }
-        let columns = rows / 2;
-        let shared = (rows * (d + v + columns + pad) + columns * (d + v)) * bytes + 12 * rows + gate * (rows + columns);
-        let sizes: [Macro; 1] = [("SHARED", &shared)];
-        GENERAL.kernel(device, &format!("softmax_{name}"), &[&shape[..], &sizes].concat(), shared)
+        let sizes: [Macro; 1] = [("SHARED", &forward)];
+        GENERAL.kernel(device, &format!("softmax_{name}"), &[&shape[..], &sizes].concat(), forward)
     }
 
     /// Begins a launch with the arguments that all kernels on tiles begin with.

@@ -30,6 +30,10 @@ __device__ inline double add_up(double* shared, double x) {
     return shared[threadIdx.x];
 }
 
+// A gate below this forgets everything. It counts as this, since a sum with a number of any size
+// would lose the gates that follow.
+constexpr float FORGETS_ALL = -1e4f;
+
 // Computes the sums of gates from the first token on; a block has one key head.
 extern "C" __global__ void __launch_bounds__(THREADS) softmax_gate_sums(int keys, const float* gates, GateSum* sums) {
     extern __shared__ uint4 shared_memory[];
@@ -39,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax_gate_sums(int keys
     sums += (long long)blockIdx.x * keys;
     for (int first = 0; first < keys; first += THREADS) {
         int token = first + threadIdx.x;
-        double sum = before + add_up(shared, token < keys ? (double)gates[token] * 1.4426950408889634 : 0.0);
+        double sum = before + add_up(shared, token < keys ? (double)fmaxf(gates[token], FORGETS_ALL) * 1.4426950408889634 : 0.0);
         if (token < keys) {
             float high = (float)sum;
             sums[token] = {high, (float)(sum - high)};

@@ -131,6 +131,17 @@ impl Blocks {
         Self { gated, ..blocks }
     }
 
+    /// Whether thread blocks have room on a card with `most` bytes of shared memory for each, which
+    /// is what the blocks were chosen for.
+    pub(crate) fn fit(&self, most: usize) -> bool {
+        self.teams || self.shared_forward().max(self.shared_backward()) <= most
+    }
+
+    /// The shared memory of a decoding step of `group` query heads to a key head, in bytes.
+    pub(crate) fn shared_step(&self, group: usize) -> usize {
+        4 * (self.f() * (3 + group) + group + 32 * WARPS / self.slice * group * self.slice)
+    }
+
     /// The number of slices of the values; each is the work of one thread block.
     pub(crate) fn splits(&self) -> usize {
         self.values.div_ceil(self.slice)
@@ -299,11 +310,33 @@ mod tests {
                     for most in CARDS {
                         let b = Blocks::choose(false, false, storage, Computed, [dim, features, dim], most);
                         assert_eq!(b.record() % b.f(), 0);
-                        assert!(b.shared_forward() <= most && b.shared_backward() <= most, "{b:?}");
+                        assert!(b.fit(most) && b.shared_forward().max(b.shared_backward()) <= most, "{b:?}");
                     }
                 }
             }
         }
+    }
+
+    /// Cards with 99 KiB have room for the usual numbers of features and not for the largest, which
+    /// are not given to the kernels there.
+    #[test]
+    fn smaller_cards_have_room_for_fewer_features() {
+        let fit = |storage, dim, features| {
+            Blocks::choose(true, true, storage, Computed, [dim, features, dim], 99 << 10).fit(99 << 10)
+        };
+        for storage in STORAGES {
+            for dim in [16, 64, MOST_WIDTH] {
+                assert!(fit(storage, dim, 128) && fit(storage, dim, 256), "{storage:?}, {dim}");
+            }
+        }
+        assert!(!fit(F32, 64, MOST_FEATURES) && !fit(F32, MOST_WIDTH, MOST_FEATURES));
+    }
+
+    /// A step for many query heads of one key head may have no room where a pass has.
+    #[test]
+    fn steps_of_many_heads_take_more_room() {
+        let b = Blocks::choose(true, false, F32, Computed, [64, 256, 64], CARDS[1]);
+        assert!(b.fit(CARDS[1]) && b.shared_step(8) <= CARDS[1] && b.shared_step(128) > CARDS[1]);
     }
 
     /// Teams keep their sizes on cards with 99 KiB too, where the thread blocks of other kernels

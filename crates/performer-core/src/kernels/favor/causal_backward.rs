@@ -23,7 +23,7 @@ use super::super::{
     vector::{LANES, add, exp, multiply},
 };
 use super::{
-    CHUNK, Head, Sums,
+    CHUNK, Head, Sums, at_most_zero,
     causal::{Chunks, SEGMENT_CHUNKS, Saved},
     exponential::LinearGradient,
     padded,
@@ -389,10 +389,10 @@ fn decay_columns<S: Simd>(simd: S, old: &[f32], new: &[f32], sums: &mut [f32], n
     }
     let mut factors = vec![0f32; norm.len()];
     match new {
-        &[new] => factors.fill(exp(old[0] - new)),
+        &[new] => factors.fill(exp(at_most_zero(old[0] - new))),
         _ => {
             for ((factor, &old), &new) in factors.iter_mut().zip(old).zip(new) {
-                *factor = exp(old - new);
+                *factor = exp(at_most_zero(old - new));
             }
         }
     }

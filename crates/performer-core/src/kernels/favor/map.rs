@@ -397,6 +397,11 @@ impl Map {
             (rows, from) = (turned, width);
         }
         for (j, (to, row)) in to.chunks_exact_mut(e.d).zip(tile.chunks_exact(width)).enumerate() {
+            if total[j] == 0.0 {
+                // A hidden key may be so large that its product with the metric is infinite.
+                to.copy_from_slice(&row[..e.d]);
+                continue;
+            }
             let factor = norm * total[j];
             for ((to, &row), &k) in to.iter_mut().zip(row).zip(&rows[j * from..]) {
                 *to = row - factor * k;

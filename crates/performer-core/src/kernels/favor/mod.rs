@@ -128,6 +128,13 @@ impl fmt::Debug for Sums {
     }
 }
 
+/// Returns an exponent that is at most 0 in exact arithmetic. Sums of gates near their border round
+/// to more than 0, by so much that the exponential would be infinite.
+#[inline(always)]
+fn at_most_zero(x: f32) -> f32 {
+    x.min(0.0)
+}
+
 impl Sums {
     /// Sums over no key: all zero, with a scale lower than that of any key.
     pub(crate) fn new(features: usize, scales: usize, values: usize) -> Self {
@@ -208,7 +215,7 @@ impl Sums {
     fn rescale_by<S: Simd>(&mut self, simd: S, scale: &[f32], sign: f32) {
         let one_for_all = self.scale.len() == 1;
         if one_for_all && scale[0] != self.scale[0] {
-            let factor = exp(sign * (self.scale[0] - scale[0]));
+            let factor = exp(at_most_zero(sign * (self.scale[0] - scale[0])));
             vector::scale(simd, &mut self.sums, factor);
             vector::scale(simd, &mut self.norm, factor);
         } else if !one_for_all {
@@ -216,7 +223,7 @@ impl Sums {
             let rows = self.sums.chunks_exact_mut(row).zip(&mut self.norm).zip(&self.scale).zip(scale);
             for (((row, norm), &old), &new) in rows {
                 if old != new {
-                    let factor = exp(sign * (old - new));
+                    let factor = exp(at_most_zero(sign * (old - new)));
                     *norm *= factor;
                     vector::scale(simd, row, factor);
                 }

@@ -30,7 +30,7 @@ use super::{
         padded,
         rows::{Heads, Matrix, Rows, Span},
         spare_threads,
-        vector::{self, LANES, add, dot, exp_above, multiply, subtract, sum},
+        vector::{self, LANES, add, dot, exp_above, multiply_by_positive, subtract, sum},
         with_storages,
     },
     Forgotten, Head, Inputs, KEYS, NEGLIGIBLE, PIECE, QUERIES, Softmax,
@@ -139,7 +139,8 @@ impl WithSimd for Backward<'_> {
                 for (weight, product) in pairs.take(keys) {
                     exp_above(simd, &mut weight[..columns], &log[..columns], NEGLIGIBLE);
                     subtract(simd, &mut product[..columns], &delta[..columns]);
-                    multiply(simd, &mut product[..columns], &weight[..columns]);
+                    // The product of a hidden key may be infinite, and its weight is 0.
+                    multiply_by_positive(simd, &mut product[..columns], &weight[..columns]);
                 }
                 if let Some(OfKeys { dk, dv, dlog }) = &mut of_keys {
                     if let Some(dlog) = dlog {

@@ -211,7 +211,7 @@ fn positive(
     let q = q.broadcast_sub(&m)?;
 
     let forgotten = decay.map(|decay| chunks.repeat_rows(&decay.up_to)).transpose()?;
-    let earlier = add(&q.broadcast_add(&scan.before.unsqueeze(2)?)?, forgotten.as_ref())?.exp()?;
+    let earlier = at_most_one(&add(&q.broadcast_add(&scan.before.unsqueeze(2)?)?, forgotten.as_ref())?)?;
     let mut rows = earlier.matmul(&before)?;
     let mut half = chunks.size / 2;
     while half >= 1 {
@@ -221,6 +221,12 @@ fn positive(
     let own = (q + chunks.repeat_rows(k)?)?.exp()?.sum_keepdim(D::Minus1)?;
     rows = (rows + chunks.repeat_rows(v1)?.broadcast_mul(&own)?)?;
     Ok((rows, m, last))
+}
+
+/// Computes `e^x` of logarithms that are at most 0 in exact arithmetic. Sums of gates near their
+/// border round to more than 0, by so much that the exponential would be infinite.
+fn at_most_one(x: &Tensor) -> Result<Tensor> {
+    (x - x.detach().relu()?)?.exp()
 }
 
 /// Computes one level of the triangle: in each block of `2·half` tokens, rows of the second half
@@ -241,7 +247,7 @@ fn halves(chunks: &Chunks, q: &Tensor, k: &Tensor, v1: &Tensor, decay: Option<&D
         q = q.broadcast_add(&chunks.repeat_rows(&up_to)?.squeeze(1)?)?;
     }
     let a = k.detach().max_keepdim(1)?.maximum(FLOOR)?;
-    let weights = q.broadcast_add(&a)?.exp()?;
+    let weights = at_most_one(&q.broadcast_add(&a)?)?;
     let keys = k.broadcast_sub(&a)?.exp()?;
     let products = weights.matmul(&keys.transpose(1, 2)?.contiguous()?)?.matmul(&v1)?.unsqueeze(1)?;
     Tensor::cat(&[&products.zeros_like()?, &products], 1)?.reshape((n, count, rows, e))
@@ -338,7 +344,8 @@ impl Scan {
             before.push(sum.clone());
             sum = (sum.broadcast_mul(&decay.narrow(1, i, 1)?)? + inside.narrow(1, i, 1)?)?;
         }
-        let log_scale = self.after.narrow(1, count - 1, 1)?;
+        // A view would hold the scales of all chunks in memory.
+        let log_scale = self.after.narrow(1, count - 1, 1)?.force_contiguous()?;
         Ok((Tensor::cat(&before, 1)?, PrefixSums { log_scale, sums: sum.squeeze(1)? }))
     }
 }
