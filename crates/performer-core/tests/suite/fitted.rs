@@ -477,8 +477,7 @@ fn a_projection_that_is_no_matrix_is_refused() -> Result<()> {
 #[test]
 fn a_layer_with_metrics_is_the_same_when_it_is_loaded() -> Result<()> {
     let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
-    let options = Options::new(FeatureMapKind::Dense).with_centre(true).with_balance(true);
-    let fitted = fit(&omega(10, 3)?.to_dtype(DType::F32)?, &moments()?, options)?;
+    let fitted = full_fit(DType::F32)?;
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let layer = MultiHeadAttention::new(&config, Box::new(Favor::with_map(Box::new(fitted))?), None, vb)?;
@@ -493,7 +492,7 @@ fn a_layer_with_metrics_is_the_same_when_it_is_loaded() -> Result<()> {
         .collect();
     assert!(saved.keys().any(|name| name.contains("metric")), "{:?}", saved.keys());
     let unfitted = Favor::new(
-        &FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(10),
+        &FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(20),
         D,
         5,
         DType::F32,
