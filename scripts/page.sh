@@ -27,6 +27,9 @@ if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! [ -f "$page/service-worker.js" ]; 
 fi
 
 cargo build --release --locked -p performer-web --target "$triple"
+# The page takes the place of an earlier one when it is whole.
+whole=${page%/}
+page=$whole.new
 rm -rf "$page"
 mkdir -p "$page"
 cp web/* "$page"
@@ -68,5 +71,8 @@ fi
     sed -i.old -e "s|/\* files \*/|\"./\",$list|" -e "s|/\* build \*/|$digest|" service-worker.js
     rm service-worker.js.old
 )
+rm -rf "$whole"
+mv "$page" "$whole"
+page=$whole
 echo "$page: $(du -sh "$page" | cut -f1), the program $(wc -c <"$page/performer_web_bg.wasm") bytes"
 echo "look at it with: python3 -m http.server --bind 127.0.0.1 --directory $page"
