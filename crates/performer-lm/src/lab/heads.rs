@@ -86,12 +86,10 @@ impl Heads {
         ensure!(source.windows > 0, Cause::setting("", "windows", 0, "at least 1"));
         ensure!(source.calibrate_tokens > 0, Cause::setting("", "calibrate_tokens", 0, "at least 1"));
         let mut model = Pretrained::open_with(&source.model, listener)?;
+        let asked = source.context.unwrap_or(model.config.context);
+        ensure!(asked >= 16, Cause::setting("", "context", asked, "at least 16, or it says nothing about attention"));
         model.set_context(source.context, MOST_CONTEXT)?;
         let context = model.config.context;
-        ensure!(
-            context >= 16,
-            Cause::setting("", "context", context, "at least 16, or it says nothing about attention")
-        );
         if let Some(layer) =
             (0..model.config.layers).find(|&i| *model.config.attention_of(i) != AttentionConfig::Softmax)
         {
