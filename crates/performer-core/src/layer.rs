@@ -4,6 +4,7 @@
 mod config;
 mod convolutions;
 mod gates;
+mod registered;
 
 use candle_core::{Result, Shape, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
@@ -14,6 +15,7 @@ use crate::{
 };
 use convolutions::{Around, CONVOLUTIONS, K, LastRows, Q, V, filters};
 use gates::{forget_gate, gates};
+use registered::{Registered, named, same_numbers, update_registered};
 
 pub use crate::nn::Rotary;
 pub use config::MultiHeadConfig;
@@ -111,17 +113,6 @@ pub struct MultiHeadAttention {
     /// The attention's trained buffers by name: variables of a `VarMap`, with which it computes.
     trained: Vec<(String, Tensor)>,
     config: MultiHeadConfig,
-}
-
-/// A buffer of the attention that a `VarMap` holds, to be saved with the weights.
-#[derive(Debug)]
-struct Registered {
-    name: String,
-    /// The map's variable itself, cut off from gradients: it changes when the map is loaded.
-    stored: Tensor,
-    /// A copy of the numbers that the attention was given last, to notice that the map was loaded
-    /// since.
-    used: Tensor,
 }
 
 impl MultiHeadAttention {
@@ -248,10 +239,9 @@ impl MultiHeadAttention {
         }
         let dtype = given.first().map(|(_, tensor)| tensor.dtype());
         let get = |name: &str| {
-            let own = given.iter().find(|(given, _)| given == name).map(|(_, tensor)| tensor.clone());
             // Saved maps may have more than this one has before it is loaded: metrics, say.
             let saved = || vb.get_unchecked_dtype(name, dtype.filter(|_| loading && vb.contains_tensor(name))?).ok();
-            own.or_else(saved)
+            named(&given, name).or_else(saved)
         };
         self.attention.load_buffers(&get)?;
         self.trained = variables;
@@ -414,7 +404,7 @@ impl MultiHeadAttention {
     /// As [`Attention::redraw`].
     pub fn redraw(&mut self, seed: u64) -> Result<()> {
         self.attention.redraw(seed)?;
-        self.update_registered()
+        update_registered(&mut self.registered, &*self.attention)
     }
 
     /// Takes over saved buffers, into the layer's `VarMap` too; `get` returns the tensor of a name
@@ -436,19 +426,19 @@ impl MultiHeadAttention {
         }
         let before = self.attention.buffers();
         self.attention.load_buffers(get)?;
+        if let Err(error) = update_registered(&mut self.registered, &*self.attention) {
+            // The layer goes on with what its map of variables holds.
+            self.attention.load_buffers(&|name| named(&before, name))?;
+            return Err(error);
+        }
         if !numbers.is_empty() {
             for (variable, saved) in numbers {
                 variable.slice_set(&saved, 0, 0)?;
             }
-            let find = |name: &str| trained_variable(&self.trained, name).or_else(|| get(name));
+            let find = |name: &str| named(&self.trained, name).or_else(|| get(name));
             self.attention.load_buffers(&find)?;
         }
-        self.update_registered().or_else(|error| {
-            // The layer goes on with what its map of variables holds.
-            let own = |name: &str| before.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone());
-            self.attention.load_buffers(&own)?;
-            Err(error)
-        })
+        Ok(())
     }
 
     /// Takes over the buffers that the layer's `VarMap` holds by now. Call it after `VarMap::load`
@@ -461,30 +451,12 @@ impl MultiHeadAttention {
         let own = self.attention.buffers();
         let find = |name: &str| -> Option<Tensor> {
             let stored = self.registered.iter().find(|r| r.name == name).and_then(|r| r.stored.copy().ok());
-            let held = trained_variable(&self.trained, name).or(stored);
-            held.or_else(|| own.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone()))
+            let held = named(&self.trained, name).or(stored);
+            held.or_else(|| named(&own, name))
         };
         self.attention.load_buffers(&find)?;
         for registered in &mut self.registered {
             registered.used = registered.stored.copy()?;
-        }
-        Ok(())
-    }
-
-    /// Writes the attention's buffers into the `VarMap`.
-    fn update_registered(&mut self) -> Result<()> {
-        for (name, buffer) in self.attention.buffers() {
-            let Some(registered) = self.registered.iter_mut().find(|r| r.name == name) else { continue };
-            if registered.stored.dims() != buffer.dims() {
-                bail!(
-                    "buffer {name} has shape {:?} now, but the VarMap holds {:?} of it; make the layer anew",
-                    buffer.dims(),
-                    registered.stored.dims()
-                );
-            }
-            registered.used =
-                buffer.to_dtype(registered.stored.dtype())?.to_device(registered.stored.device())?.copy()?;
-            registered.stored.slice_set(&registered.used.contiguous()?, 0, 0)?;
         }
         Ok(())
     }
@@ -565,39 +537,4 @@ impl Projected {
             None => inputs,
         }
     }
-}
-
-/// The variable of a trained buffer, if there is one of this name.
-fn trained_variable(trained: &[(String, Tensor)], name: &str) -> Option<Tensor> {
-    trained.iter().find(|(trained, _)| trained == name).map(|(_, variable)| variable.clone())
-}
-
-/// Whether two contiguous tensors of one type on the CPU have the same numbers, NaN included.
-fn same_numbers(a: &Tensor, b: &Tensor) -> Result<bool> {
-    use candle_core::{CpuStorage, Storage};
-    let ((a_storage, a_layout), (b_storage, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
-    let ranges = (a_layout.contiguous_offsets(), b_layout.contiguous_offsets());
-    let (Some((a0, a1)), Some((b0, b1))) = ranges else { bail!("a buffer of the attention is not contiguous") };
-    let (Storage::Cpu(x), Storage::Cpu(y)) = (&*a_storage, &*b_storage) else {
-        bail!("a buffer of the attention is not on the CPU")
-    };
-    macro_rules! compare {
-        ($($bits:expr, $($kind:ident)|+;)+) => {
-            match (x, y) {
-                $($((CpuStorage::$kind(x), CpuStorage::$kind(y)) => {
-                    x[a0..a1].iter().map($bits).eq(y[b0..b1].iter().map($bits))
-                })+)+
-                _ => bail!(
-                    "a buffer of the attention is {:?} where the VarMap has {:?}; buffers may be f32, f64, f16, bf16, \
-                     u8, u32 or i64",
-                    b.dtype(),
-                    a.dtype()
-                ),
-            }
-        };
-    }
-    Ok(compare! {
-        |x| x.to_bits(), F32 | F64 | F16 | BF16;
-        |x| *x, U8 | U32 | I64;
-    })
 }

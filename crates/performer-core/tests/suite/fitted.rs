@@ -505,3 +505,23 @@ fn a_layer_with_metrics_is_the_same_when_it_is_loaded() -> Result<()> {
     assert_tensor_close("loaded later", &loaded, &values(&other.forward(&x, &Mask::causal())?)?, 0.0);
     Ok(())
 }
+
+/// A layer that cannot write buffers of other shapes into its map of variables keeps its own.
+#[test]
+fn a_layer_that_refuses_buffers_goes_on_with_its_own() -> Result<()> {
+    let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
+    let dense = FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(20);
+    let favor = Favor::new(&dense, D, 5, DType::F32, &Device::Cpu)?;
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let mut layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
+    let x = tensor(&Random::new(4).normal(2 * 9 * 24, 1.0), &[2, 9, 24], DType::F32, &Device::Cpu)?;
+    let before = values(&layer.forward(&x, &Mask::causal())?)?;
+    // These have parameters for each of the key heads, where the layer registered one set for all.
+    let fitted = Favor::with_map(Box::new(full_fit(DType::F32)?))?.buffers();
+    let find = |name: &str| fitted.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor.clone());
+    let error = layer.load_buffers(&find).expect_err("other shapes").to_string();
+    assert!(error.contains("make the layer anew"), "{error}");
+    assert_tensor_close("after the error", &layer.forward(&x, &Mask::causal())?, &before, 0.0);
+    Ok(())
+}

@@ -229,8 +229,8 @@ const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {
     /// Returns the settings for training on `data`: on the sample, those that suit it in place of
-    /// the preset's. What an option says is kept. `rates` are those that a comparison tries in place
-    /// of the one rate, if it tries several.
+    /// the preset's. What an option says is kept. `rates` are those that a comparison tries in
+    /// place of the one rate, if it tries several.
     pub(super) fn for_data(
         &self,
         data: &Prepared,

@@ -114,6 +114,16 @@ fn no_report_outlives_its_model() {
     }
 }
 
+/// Where there is no state of a training, nothing can go on, so going on is not advised.
+#[test]
+fn a_model_without_a_training_is_not_to_be_resumed() {
+    let dir = with_teacher();
+    fs::remove_file(dir.path().join("teacher/train_state.json")).unwrap();
+    let refusal = performer(dir.path(), &["train", "--data", "sample", "--out", "teacher"]);
+    fails(&refusal, &["teacher holds a model already", "--overwrite"]);
+    assert!(!String::from_utf8_lossy(&refusal.stderr).contains("--resume"));
+}
+
 /// An export leaves nothing of the training of another model. One that fails leaves the model that
 /// it was to replace, and nothing of its own.
 #[test]

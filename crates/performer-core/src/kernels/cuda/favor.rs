@@ -14,8 +14,8 @@ use super::super::operation::{Operation, Stored, apply};
 use super::{
     CudaDevice, CudaStorage, View,
     buffer::Buffer,
-    favor_call::{Call, Given, Gradients, Saved, shared_as_on_an_a100},
-    storage, with_storages,
+    favor_call::{Call, Given, Gradients, Saved},
+    shared_as_on_an_a100, storage, with_storages,
 };
 use crate::{
     kernels::favor::{

@@ -25,7 +25,7 @@ use super::{
     buffer::{Buffer, Strides, address, address_of_output, optional, optional_output},
     favor_layout::{KeyForm, Problem, Tensors},
     favor_map::{Map, Packed, Packing},
-    most_shared, source, storage, with_storages,
+    most_shared, shared_as_on_an_a100, source, storage, with_storages,
 };
 use crate::kernels::favor::blocks::{Blocks, MapKind, SharedBytes, StoredType, TEAM};
 
@@ -94,12 +94,6 @@ pub(super) struct Call<'a> {
 
 /// The most segments of a call: the most that the second dimension of a grid can have.
 const MOST_SEGMENTS: usize = 65_535;
-
-/// The shared memory that thread blocks are chosen for, in bytes. A card with more than an A100
-/// counts as an A100, so that all cards of data centres divide problems alike.
-pub(super) fn shared_as_on_an_a100(device: &CudaDevice) -> Result<usize> {
-    Ok(most_shared(device)?.min(163 << 10))
-}
 
 impl<'a> Call<'a> {
     pub(super) fn new(map: &'a Map, [q, k, v]: [View<'a>; 3], given: Given<'a>, causal: bool) -> Result<Self> {

@@ -318,6 +318,12 @@ fn most_shared(device: &CudaDevice) -> Result<usize> {
     attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 }
 
+/// The shared memory that thread blocks of FAVOR are chosen for, in bytes. A card with more than an
+/// A100 counts as an A100, so that all cards of data centres divide problems alike.
+fn shared_as_on_an_a100(device: &CudaDevice) -> Result<usize> {
+    Ok(most_shared(device)?.min(163 << 10))
+}
+
 fn attribute(device: &CudaDevice, attribute: CUdevice_attribute) -> Result<usize> {
     Ok(device.cuda_stream().context().attribute(attribute).w()?.max(0) as usize)
 }

@@ -93,7 +93,8 @@ struct Text {
     /// valid.txt [default: sample].
     #[arg(long)]
     data: Option<String>,
-    /// Tokens of a window [default: the model's context, at most 512 unless its positions are learned].
+    /// Tokens of a window [default: the model's context, at most 512 unless its positions are
+    /// learned].
     #[arg(long)]
     context: Option<usize>,
     /// Windows of held-out text that errors are measured on [default: 2].

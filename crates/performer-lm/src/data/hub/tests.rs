@@ -306,6 +306,33 @@ fn only_a_model_that_is_not_here_is_announced() {
     assert!(told.notes.lock().unwrap().is_empty(), "{:?}", told.notes);
 }
 
+/// Serves a model whose branch `main` is at the commit `def`, and returns the address. Asked for its
+/// generation_config.json, it answers with `status`. `hear` is told the first line of each request.
+fn serve_model(status: &'static str, hear: impl Fn(&str) + Send + 'static) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let Some((line, first, last)) = request_of(&stream, BODY.len()) else { return };
+            hear(&line);
+            let commit = if line.contains("/resolve/abc/") { "abc" } else { "def" };
+            let answer = match line.contains("generation_config.json") {
+                true => format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"),
+                false => format!(
+                    "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
+                     ETag: \"{commit}\"\r\nX-Repo-Commit: {commit}\r\nConnection: close\r\n\r\n{}",
+                    last + 1 - first,
+                    BODY.len(),
+                    String::from_utf8_lossy(&BODY[first..=last])
+                ),
+            };
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    endpoint
+}
+
 /// Not every model has a generation_config.json. If one cannot be fetched, the user is told why,
 /// unless the reason is that the hub has none.
 #[test]
@@ -315,25 +342,7 @@ fn a_file_that_a_model_may_lack_is_missed_where_the_hub_fails() {
     }
     for (status, is_told) in [("404 Not Found", false), ("500 Internal Server Error", true)] {
         let (dir, told) = (tempfile::tempdir().unwrap(), Told::default());
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        std::thread::spawn(move || {
-            for stream in listener.incoming() {
-                let Ok(mut stream) = stream else { return };
-                let Some((line, first, last)) = request_of(&stream, BODY.len()) else { return };
-                let answer = match line.contains("generation_config.json") {
-                    true => format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"),
-                    false => format!(
-                        "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
-                         ETag: \"tag\"\r\nX-Repo-Commit: abc\r\nConnection: close\r\n\r\n{}",
-                        last + 1 - first,
-                        BODY.len(),
-                        String::from_utf8_lossy(&BODY[first..=last])
-                    ),
-                };
-                let _ = stream.write_all(answer.as_bytes());
-            }
-        });
+        let endpoint = serve_model(status, |_| ());
         Hub { endpoint, ..nowhere(dir.path()) }.model("someone/model", &told).unwrap();
         let notes = told.notes.lock().unwrap();
         let found = notes.iter().any(|note| note.starts_with("warning") && note.contains("generation_config.json"));
@@ -398,29 +407,9 @@ fn all_files_of_a_model_are_of_one_commit() {
     std::fs::create_dir_all(repo.join("refs")).unwrap();
     std::fs::write(repo.join("refs/main"), "abc").unwrap();
     std::fs::write(repo.join("snapshots/abc/config.json"), "").unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let endpoint = format!("http://{}", listener.local_addr().unwrap());
     let asked = std::sync::Arc::new(Mutex::new(Vec::new()));
     let lines = asked.clone();
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let Ok(mut stream) = stream else { return };
-            let Some((line, first, last)) = request_of(&stream, BODY.len()) else { return };
-            let commit = if line.contains("/resolve/abc/") { "abc" } else { "def" };
-            let answer = match line.contains("generation_config.json") {
-                true => "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".into(),
-                false => format!(
-                    "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{last}/{}\r\n\
-                     ETag: \"{commit}\"\r\nX-Repo-Commit: {commit}\r\nConnection: close\r\n\r\n{}",
-                    last + 1 - first,
-                    BODY.len(),
-                    String::from_utf8_lossy(&BODY[first..=last])
-                ),
-            };
-            lines.lock().unwrap().push(line);
-            let _ = stream.write_all(answer.as_bytes());
-        }
-    });
+    let endpoint = serve_model("404 Not Found", move |line| lines.lock().unwrap().push(line.to_owned()));
     let hub = Hub { endpoint, ..nowhere(dir.path()) };
     let folder = hub.model("someone/model", &Silent).unwrap();
     assert_eq!(folder, repo.join("snapshots/abc"));
