@@ -36,7 +36,6 @@ use crate::{
     checkpoint::Checkpoint,
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
     data::{Tokenizer, hub::Hub},
-    errors::Cause,
     listener::{Listener, Silent},
 };
 pub use export::{export, export_over};
@@ -69,13 +68,20 @@ impl Pretrained {
     ///
     /// # Errors
     /// If a model with learned positions is asked for another context.
+    // The commands and experiments that call it are not part of a library without them.
+    #[cfg(any(test, feature = "lab"))]
     pub(crate) fn set_context(&mut self, asked: Option<usize>, most: usize) -> Result<()> {
         let own = self.config.context;
         let most = if self.config.positions == Positions::Learned { own } else { most };
         let context = asked.unwrap_or(own.min(most));
         ensure!(
             context == own || self.config.positions != Positions::Learned,
-            Cause::setting("", "context", context, format_args!("{own}, for which the model has learned positions"))
+            crate::errors::Cause::setting(
+                "",
+                "context",
+                context,
+                format_args!("{own}, for which the model has learned positions")
+            )
         );
         self.config.context = context;
         Ok(())
