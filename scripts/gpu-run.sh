@@ -76,6 +76,17 @@ if [ -f "$here/kernels.tar.xz" ] && { [ ! -d "$here/kernels" ] || [ "$here/kerne
     rmdir "$here/unpacked"
 fi
 
+# One folder holds what one program measured: results that an earlier one left would be taken for
+# finished.
+if [ -x "$program" ]; then
+    of_program=$(cksum <"$program")
+    if [ -s "$results/program.cksum" ] && [ "$(cat "$results/program.cksum")" != "$of_program" ]; then
+        echo "$results holds what another program measured: name another folder with --out" >&2
+        exit 1
+    fi
+    echo "$of_program" >"$results/program.cksum"
+fi
+
 # CUDA's libraries: beside the program, where the linker looks, or wherever a toolkit or PyTorch put
 # them.
 in_path() {

@@ -77,15 +77,21 @@ class Block(nn.Module):
         e, inner, bias = c["hidden_size"], c["feed_forward_size"], c.get("bias", False)
         norm = nn.LayerNorm if c["norm"] == "layer-norm" else nn.RMSNorm
         self.first, self.second = norm(e), norm(e)
+        self.pre = c["norm_position"] == "pre"
         self.attention = Attention(c, features)
         self.gate = nn.Linear(e, inner, bias=bias) if c["feed_forward"] == "swiglu" else None
         self.up, self.down = nn.Linear(e, inner, bias=bias), nn.Linear(inner, e, bias=bias)
 
+    def feed_forward(self, x):
+        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.down(inner)
+
     def forward(self, x):
-        x = x + self.attention(self.first(x))
-        y = self.second(x)
-        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return x + self.down(inner)
+        if self.pre:
+            x = x + self.attention(self.first(x))
+            return x + self.feed_forward(self.second(x))
+        x = self.first(x + self.attention(x))
+        return self.second(x + self.feed_forward(x))
 
 
 class Decoder(nn.Module):
@@ -95,7 +101,9 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(v, e)
         self.positions = nn.Embedding(c["context"], e) if c["positions"] == "learned" else None
         self.blocks = nn.ModuleList(Block(c, features) for _ in range(c["layers"]))
-        self.norm = nn.LayerNorm(e) if c["norm"] == "layer-norm" else nn.RMSNorm(e)
+        norm = nn.LayerNorm if c["norm"] == "layer-norm" else nn.RMSNorm
+        # Blocks with the norm behind them end with one already.
+        self.norm = norm(e) if c["norm_position"] == "pre" else nn.Identity()
         self.head = nn.Linear(e, v, bias=False)
         if c["tied_head"]:
             self.head.weight = self.embed.weight

@@ -114,7 +114,7 @@ impl ByHead {
         if counted.len() != self.groups.len() || counted.iter().any(|&tokens| tokens != past) {
             bail!(
                 "state: it counts {past} tokens for {} groups of heads, and holds groups of {counted:?}; the file it is \
-                 from is damaged",
+                 from is damaged, or a call failed after some groups had gone on: begin again with a new state",
                 self.groups.len()
             );
         }

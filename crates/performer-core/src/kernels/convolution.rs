@@ -1,8 +1,8 @@
 //! A causal convolution of few taps along the tokens of rows, each channel by a filter of its own.
 //!
-//! It passes over its rows once each way. With the division into heads and rotary positions it is
-//! one node of the autograd graph; the linear map before it is another, whose result both passes
-//! read.
+//! Each direction passes over the rows once. `ConvolvedHeads` also divides them into heads and
+//! turns them by rotary positions, all as one node of the autograd graph. The linear map before it
+//! stays a node of its own, because the backward pass here reads that map's result too.
 //!
 //! # Shapes
 //!

@@ -392,11 +392,18 @@ impl Operation<2> for CrossEntropy {
         let width = padded(e);
         let grad = grad.to_vec1::<f32>()?;
         let (mut dx, mut dw) = (vec![0f32; x.elem_count()], vec![0f32; vocabulary * width]);
-        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        // The lock is held only for these copies, so that a second backward pass over the same node
+        // need not wait for this one. The first pass takes the exponentials, which are large. A later
+        // one computes them again, and its gradients may differ from the first in the last bits.
+        let saved = {
+            let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+            let [logs, teacher_logs] = [&saved.logs, &saved.teacher_logs].map(Vec::clone);
+            Saved { logs, teacher_logs, weights: take(&mut saved.weights) }
+        };
         if saved.logs.len() != self.targets.len() {
             bail!("cross-entropy: the backward pass needs a forward pass on the CPU before it");
         }
-        let weights = take(&mut saved.weights);
+        let weights = saved.weights;
         with_storages([x, w], |[x, w]| {
             let tokens = self.tokens(e);
             let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, tokens, &self.targets);

@@ -12,6 +12,7 @@ pub(super) struct Fresh {
     values: Vec<f32>,
     len: usize,
     cleared: AtomicUsize,
+    is_divided: bool,
 }
 
 impl Fresh {
@@ -21,20 +22,24 @@ impl Fresh {
 
     /// Memory for `len` numbers, whose vector has room for `more` behind them once it is finished.
     pub(super) fn with_room(len: usize, more: usize) -> Self {
-        Self { values: Vec::with_capacity(len + more), len, cleared: AtomicUsize::new(0) }
+        Self { values: Vec::with_capacity(len + more), len, cleared: AtomicUsize::new(0), is_divided: false }
     }
 
     /// Divides the memory into parts of `size` numbers, the last of which may have fewer.
+    ///
+    /// # Panics
+    /// If it was divided before: a part that is taken twice would count for one that is left out.
     pub(super) fn parts(&mut self, size: usize) -> Vec<Part<'_>> {
-        let Self { values, len, cleared } = self;
+        assert!(!std::mem::replace(&mut self.is_divided, true), "the outputs of a kernel were divided twice");
+        let Self { values, len, cleared, .. } = self;
         Part { rest: &mut values.spare_capacity_mut()[..*len], cleared }.parts(size)
     }
 
     /// Returns the numbers, once every part was taken.
     pub(super) fn finish(mut self) -> Vec<f32> {
         assert_eq!(self.cleared.into_inner(), self.len, "a kernel left a part of its outputs out");
-        // SAFETY: parts do not overlap, the numbers taken from one are initialised and leave it,
-        // and as many numbers were taken as there are.
+        // SAFETY: the memory was divided once, into parts that do not overlap; the numbers taken from
+        // one are initialised and leave it, and as many numbers were taken as there are.
         unsafe { self.values.set_len(self.len) };
         self.values
     }
@@ -102,6 +107,14 @@ mod tests {
         assert_eq!(c.take(), [0.0; 2]);
         assert_eq!(fresh.finish(), [1.0, 2.0, 2.0, 4.0, 5.0, 5.0, 5.0, 5.0, 0.0, 0.0]);
         assert!(Fresh::new(0).finish().is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "divided twice")]
+    fn no_part_is_taken_twice() {
+        let mut fresh = Fresh::new(10);
+        fresh.parts(5).swap_remove(0).take();
+        fresh.parts(5).swap_remove(0).take();
     }
 
     #[test]

@@ -14,12 +14,12 @@ use super::vector::LANES;
 /// The rows of `C` in registers at once: with two vectors a row, enough independent sums to hide
 /// the latency of a fused multiply-add.
 const ROWS: usize = 8;
-/// The rows of `C` in registers at once where a row is one vector.
+/// The rows of `C` in registers at once where a row is one vector: as many sums as `ROWS` by two.
 const ROWS_OF_ONE: usize = 16;
 /// The rows of `C` in registers at once where the machine has 16 vector registers.
 const ROWS_OF_16: usize = 4;
-/// The terms of a run: the part of `B` that all rows meet in a run, `VECTORS` wide, stays in the
-/// first-level cache.
+/// The terms of a run. All rows of `A` meet the same `TERMS` by `VECTORS` vectors of `B`, at most
+/// 18 KiB, which stay in a first-level cache of 32 KiB.
 const TERMS: usize = 144;
 /// The vectors of a row of `C` in registers at once.
 const VECTORS: usize = 2;

@@ -1,6 +1,6 @@
-//! A linear map `x Wᵀ + b` as one differentiable operation on any device. Candle's autograd adds
-//! every gradient to zeros at every node it passes, so that a reshape, a transposition and a cast
-//! around a product would each cost three more passes over memory.
+//! A linear map `x Wᵀ + b` with the reshaping, transposition and cast around it, as one
+//! differentiable operation on any device. As nodes of their own these would cost three more passes
+//! over memory each, because Candle's autograd adds every gradient to zeros at every node it passes.
 //!
 //! # Shapes
 //!

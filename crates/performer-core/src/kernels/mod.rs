@@ -91,20 +91,26 @@ fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
     }
 }
 
-/// Runs `work` on every item, on Rayon's threads (on this one where Candle may use only one), and
-/// returns the results in order. Each item writes to memory of its own, so results do not depend on
-/// the number of threads.
+/// The number of threads among which work is divided: those of Rayon's pool, in which it runs. Candle's
+/// `get_num_threads` would read `/proc/cpuinfo` each time, which takes longer than a decoding step.
+fn threads() -> usize {
+    if cfg!(target_family = "wasm") { 1 } else { rayon::current_num_threads() }
+}
+
+/// Runs `work` on every item and returns the results in order: on Rayon's threads, or on this one
+/// if there is one item or one thread. Each item writes to memory of its own, so results do not
+/// depend on the number of threads.
 fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
-    if candle_core::utils::get_num_threads() == 1 || items.len() == 1 {
+    if threads() == 1 || items.len() == 1 {
         items.into_iter().map(work).collect()
     } else {
         items.into_par_iter().map(work).collect()
     }
 }
 
-/// Whether there are more threads than heads, so that the work of a head should be divided.
+/// Whether there are fewer heads than threads. The work of a head is then divided.
 fn spare_threads(heads: usize) -> bool {
-    heads < candle_core::utils::get_num_threads()
+    heads < threads()
 }
 
 /// Calls `work` with the storages and layouts of CPU tensors.
@@ -141,21 +147,30 @@ fn gradient(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
 pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) -> Result<()> {
     fn first_bad<T: WithDType>(values: &[T], layout: &Layout) -> Option<(Vec<usize>, f64)> {
         let bad = |x: T| !x.to_f64().is_finite();
-        // A branch-free pass first: the search runs only when there is something to find.
-        if let Some((start, end)) = layout.contiguous_offsets()
-            && !values[start..end].iter().fold(false, |any, &x| any | bad(x))
-        {
-            return None;
-        }
-        (0..layout.shape().elem_count()).find_map(|flat| {
-            let (mut rest, mut at) = (flat, layout.start_offset());
-            let mut index = vec![0; layout.dims().len()];
-            for (i, (&dim, &stride)) in layout.dims().iter().zip(layout.stride()).enumerate().rev() {
-                index[i] = rest % dim;
-                at += index[i] * stride;
+        // Rows along the last dimension, of which one with stride 1 is looked through without branches.
+        let (width, stride) = (*layout.dims().last()?, *layout.stride().last()?);
+        let rows = layout.shape().elem_count().checked_div(width)?;
+        let outer = layout.dims().iter().zip(layout.stride()).rev().skip(1);
+        (0..rows).find_map(|row| {
+            let (mut rest, mut start) = (row, layout.start_offset());
+            for (&dim, &stride) in outer.clone() {
+                start += rest % dim * stride;
                 rest /= dim;
             }
-            bad(values[at]).then(|| (index, values[at].to_f64()))
+            let is_bad = match stride {
+                1 => values[start..start + width].iter().fold(false, |any, &x| any | bad(x)),
+                _ => (0..width).any(|i| bad(values[start + i * stride])),
+            };
+            if !is_bad {
+                return None;
+            }
+            let column = (0..width).find(|i| bad(values[start + i * stride]))?;
+            let (mut rest, mut index) = (row, vec![column]);
+            for (&dim, _) in outer.clone() {
+                index.insert(0, rest % dim);
+                rest /= dim;
+            }
+            Some((index, values[start + column * stride].to_f64()))
         })
     }
     let bad = match storage {

@@ -32,10 +32,7 @@
 mod backward;
 mod forgotten;
 
-use std::{
-    ops::Range,
-    sync::{Mutex, PoisonError},
-};
+use std::{ops::Range, sync::OnceLock};
 
 use candle_core::{CpuStorage, DType, Result, Shape, Tensor, backend::BackendStorage};
 use forgotten::Forgotten;
@@ -95,7 +92,7 @@ pub(crate) fn softmax(
     seen: Seen,
     logs: bool,
 ) -> Result<Tensor> {
-    let softmax = Softmax { seen, with_logs: logs, logs: Mutex::new(Vec::new()) };
+    let softmax = Softmax { seen, with_logs: logs, logs: OnceLock::new() };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
     let (joined, keys_and_gates) = JoinedKeys::new(k, &ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?)?;
     apply(GatedSoftmax { softmax, joined }, [q, &keys_and_gates, v])
@@ -107,7 +104,7 @@ struct Softmax {
     /// Whether each row of outputs ends with the logarithm of its denominator.
     with_logs: bool,
     /// The logarithms of the denominators, `(B, H, Tq)`, kept for the backward pass.
-    logs: Mutex<Vec<f32>>,
+    logs: OnceLock<Vec<f32>>,
 }
 
 /// `Head` is one query head and the key head it reads.
@@ -398,7 +395,9 @@ impl Softmax {
                 check_finite(name, storage, layout)?;
             }
         }
-        *self.logs.lock().unwrap_or_else(PoisonError::into_inner) = logs;
+        // Candle calls the forward pass of an operation once, so this is empty until now. A second
+        // call would keep what the first has left.
+        self.logs.get_or_init(|| logs);
         Ok((storage_of(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
     }
 }

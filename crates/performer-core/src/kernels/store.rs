@@ -3,8 +3,8 @@
 //!
 //! A file is named by the digest of everything that its contents depend on, and begins with the
 //! digest of its contents. A file that is damaged is therefore known, not used, and written anew.
-//! Files are written beside their place and then renamed, so that processes that share a folder
-//! never read half a file.
+//! Files are written beside their place and then renamed, so that a reader finds a whole file or
+//! none. If two containers whose processes have equal numbers mix one up, its digest shows that.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -153,7 +153,7 @@ pub(super) fn folder() -> Option<PathBuf> {
 }
 
 /// Returns the folder of kernels that were compiled elsewhere and came with the program: `kernels`
-/// beside it. Nothing is written to it.
+/// beside it. No kernel is written to it; reading one sets its modification time, where it may.
 pub(super) fn shipped() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     Some(program.parent()?.join("kernels")).filter(|folder: &PathBuf| Path::is_dir(folder))

@@ -20,7 +20,8 @@ use super::{
 };
 use crate::ops::matmul;
 
-/// The most bytes of logits in memory at a time; a tile has one row at least.
+/// The most bytes of one tensor of logits; a tile has one row at least. Where Candle's operations
+/// compute the losses, up to three more tensors of f32 of as many numbers exist beside it.
 const BYTES: usize = 256 << 20;
 
 /// Computes `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)`, a head `W` `(V, E)` and

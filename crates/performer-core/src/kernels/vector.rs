@@ -1,4 +1,5 @@
-//! Elementwise functions and reductions, on vectors of the machine at hand.
+//! Elementwise functions and reductions, on vectors of the machine at hand. Slices are whole vectors
+//! long, a multiple of [`LANES`], unless a function says otherwise.
 
 use pulp::Simd;
 
@@ -7,8 +8,9 @@ pub(crate) const LANES: usize = 16;
 
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// Adding 1.5·2²³ rounds to an integer; the further 127 makes the low bits the exponent field of
-/// 2^n.
+/// Adding 1.5·2²³ to a number rounds it to an integer `n`, since such sums have no bits after the
+/// point. The 127 more is the bias of f32's exponents: the lowest bits of the sum are then
+/// `n + 127`, and shifted left by 23 they are the number `2^n`.
 const ROUND: f32 = 12_582_912.0 + 127.0;
 /// The coefficients of `e^r ≈ 1 + r + Σ_i SERIES_i r^{5−i}`, a minimax approximation: its relative
 /// error is below 1.05e-7 on `|r| ≤ ln 2 / 2`, where Taylor's series to the sixth power has 1.6e-7.

@@ -140,6 +140,12 @@ fn values_that_are_not_finite() {
         // The tensor is seen through a transposition; the error names the place in the view.
         let (good, bad) = (good.transpose(1, 2).unwrap(), bad.transpose(1, 2).unwrap());
         assert_refused(&bad, &good, &good, &[&format!("q holds {shown} at [0, 2, 1, 1]")]);
+        // No row is contiguous.
+        let mut values = vec![0f32; 32];
+        values[16 + 2 * 4 + 1] = value;
+        let bad = Tensor::from_vec(values, (1, 2, 4, 4), &DEVICE).unwrap().transpose(2, 3).unwrap();
+        let good = zeros(&[1, 2, 4, 4]);
+        assert_refused(&good, &bad, &good, &[&format!("k holds {shown} at [0, 1, 1, 2]")]);
     }
 }
 

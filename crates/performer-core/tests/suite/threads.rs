@@ -2,11 +2,15 @@
 //! into pieces, and the results are the same.
 
 use crate::common::{Layout, Outcome, Problem, Random, all_kernels, conditioned_scale};
-use candle_core::{DType, Result};
-use performer_core::{Attention, FeatureMapKind, Softmax, Windowed, reference::Shape};
+use std::{sync::mpsc, thread, time::Duration};
 
-/// A number of heads above most machines' number of threads, so that nothing is cut.
-const MANY: usize = 64;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use performer_core::{
+    Attention, Favor, FavorConfig, FeatureMapKind, Inputs, Mask, Softmax, Windowed, ops, reference::Shape,
+};
+
+/// The threads of the pool in which both run, and so a number of heads of which nothing is cut.
+const MANY: usize = 4;
 
 /// Returns `batch` copies of a problem.
 fn copies(one: &Problem, batch: usize) -> Problem {
@@ -97,7 +101,9 @@ fn same_bits(one: &Problem, name: &str) -> Result<()> {
 }
 
 fn same_bits_of(one: &Problem, attention: &dyn Attention, name: &str) -> Result<()> {
-    let (alone, among) = (outcome(one, attention)?, outcome(&copies(one, MANY), attention)?);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(MANY).build().map_err(candle_core::Error::wrap)?;
+    let (alone, among) = pool.install(|| (outcome(one, attention), outcome(&copies(one, MANY), attention)));
+    let (alone, among) = (alone?, among?);
     for (what, a, b) in [
         ("output", &alone.output, &among.output),
         ("q", &alone.q, &among.q),
@@ -109,5 +115,36 @@ fn same_bits_of(one: &Problem, attention: &dyn Attention, name: &str) -> Result<
         let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
         assert!(same, "{name}: {what}");
     }
+    Ok(())
+}
+
+/// While a thread waits within a backward pass, Rayon may begin another one over the same graph on
+/// it. If the first held a lock that the second needs, both would wait forever.
+#[test]
+fn backward_passes_over_one_graph_do_not_wait_for_each_other() -> Result<()> {
+    let random = |shape: &[usize]| Var::randn(0f32, 1.0, shape, &Device::Cpu);
+    let x = random(&[2, 4, 300, 16])?;
+    let gates = Tensor::full(-0.1f32, (2, 4, 300), &Device::Cpu)?;
+    let favor = Favor::new(&FavorConfig::default(), 16, 42, DType::F32, &Device::Cpu)?;
+    let mut losses = Vec::new();
+    for attention in [&favor as &dyn Attention, &Softmax::new()] {
+        for inputs in [Inputs::new(&x, &x, &x), Inputs::new(&x, &x, &x).with_gates(&gates)] {
+            losses.push(attention.forward(inputs, &Mask::causal())?.sqr()?.mean_all()?);
+        }
+    }
+    let targets = ops::Targets::new(&Tensor::arange(0u32, 300, &Device::Cpu)?, None)?;
+    let (hidden, weight) = (random(&[300, 16])?, random(&[300, 16])?);
+    losses.push(ops::linear_cross_entropy(&hidden, &weight, &targets)?.mean_all()?);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().map_err(candle_core::Error::wrap)?;
+    let (done, all_done) = mpsc::channel();
+    // A thread of its own, so that the test fails where the passes never end.
+    thread::spawn(move || {
+        let passes = |loss: &Tensor| {
+            pool.scope(|scope| (0..32).for_each(|_| scope.spawn(|_| drop(loss.backward().expect("a gradient")))));
+        };
+        losses.iter().for_each(passes);
+        done.send(()).expect("the test waits for it");
+    });
+    assert!(all_done.recv_timeout(Duration::from_secs(120)).is_ok(), "backward passes wait for each other");
     Ok(())
 }

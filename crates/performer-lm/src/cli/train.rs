@@ -43,8 +43,8 @@ Examples:
   performer-lm train --from runs/mine --max-steps 500 --learning-rate 1e-4 --out runs/more   on from its weights")]
 pub(super) struct Args {
     /// softmax, or softmax:window=32 (the last 32 tokens alone); favor (FAVOR+), favor-learned (its
-    /// features trained too) or favor-window (and exact to the last 32 tokens, which may do as well
-    /// alone: softmax:window=32 is its control), with settings:
+    /// features trained too) or favor-window (and exact to the last 32 tokens; compare it with a
+    /// window of as many bytes, softmax:window=100 for heads of 32), with settings:
     /// favor:m=128,map=positive,projection=orthogonal,radii=chi [default: the preset's, which is
     /// favor-gated:conv, and favor for seed and published]. The setting gate, as in softmax:gate or
     /// favor-gated, adds forget gates; conv adds short convolutions of queries, keys and values;

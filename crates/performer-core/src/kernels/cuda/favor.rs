@@ -2,7 +2,10 @@
 //! the kernels and their chain of shapes; this file puts them together.
 //! What bounds their time is in `docs/LOG.md` of the repository.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    thread::{self, ThreadId},
+};
 
 use candle_core::{
     CpuStorage, D, DType, Device, Error, Layout, Result, Shape, Tensor,
@@ -70,7 +73,7 @@ pub(crate) fn favor(
     let trained = parameters.is_some_and(Tensor::track_op);
     let passes = Passes { map: map.clone(), causal, visible, tracked, trained, logs, saved: Mutex::new(None) };
     let beside = |passes| -> Result<(Tensor, Beside)> {
-        let gradients = Arc::new(Mutex::new(None));
+        let gradients = Handover::default();
         let joined = apply(Qkv(Arc::clone(&gradients)), qkv)?;
         Ok((joined, Beside { passes, gated: gates.is_some(), qkv: qkv.map(Tensor::detach), gradients }))
     };
@@ -169,8 +172,9 @@ impl Operation<3> for Favor {
     }
 }
 
-/// The gradients of `(q, k, v)` on their way from [`Beside`] to [`Qkv`].
-type Handover = Arc<Mutex<Option<[Tensor; 3]>>>;
+/// The gradients of `(q, k, v)` on their way from [`Beside`] to [`Qkv`], each with the thread of its
+/// backward pass: others over the same graph may run at the same time.
+type Handover = Arc<Mutex<Vec<(ThreadId, [Tensor; 3])>>>;
 
 /// `Qkv` stands for `(q, k, v)` as one operand: an operation takes three tensors, and with gates
 /// or parameters there are more. Its output is one number, which says nothing; its backward pass
@@ -187,8 +191,10 @@ impl Operation<3> for Qkv {
     }
 
     fn backward(&self, _: [&Tensor; 3], _: &Tensor, _: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        match self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(gradients) => Ok(gradients.map(Some)),
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // A pass that began within another one on this thread has left its own last.
+        match all.iter().rposition(|(of, _)| *of == thread::current().id()) {
+            Some(last) => Ok(all.swap_remove(last).1.map(Some)),
             None => bail!("favor: the gradients of q, k and v are gone before they were asked for"),
         }
     }
@@ -224,7 +230,7 @@ impl<const N: usize> Operation<N> for Beside {
             }),
         }?;
         let of_joined = gradients.qkv.map(Buffer::tensor);
-        *self.gradients.lock().unwrap_or_else(PoisonError::into_inner) = Some(of_joined);
+        self.gradients.lock().unwrap_or_else(PoisonError::into_inner).push((thread::current().id(), of_joined));
         let of_parameters = match (&self.passes.map, gradients.features) {
             (Map::OwnKeys(map), Some(of_features)) => {
                 Some(map.parameter_gradients([q, k], of_features.map(Buffer::tensor))?)
@@ -304,15 +310,17 @@ impl Sums {
         Ok(Self { records: Records::Loaded(records), shape: RecordShape { batch, key_heads, features, values } })
     }
 
-    /// The records in the memory of a card.
+    /// The records in the memory of this card. Those of another card go over the host.
     fn on(&self, device: &CudaDevice) -> Result<Arc<Buffer>> {
-        let records = match &self.records {
-            Records::Card(buffer) => return Ok(Arc::clone(buffer)),
-            Records::Loaded(records) => records,
+        let numbers = match &self.records {
+            Records::Card(buffer) if buffer.storage.device().same_device(device) => return Ok(Arc::clone(buffer)),
+            Records::Card(buffer) => buffer.storage.to_cpu_storage()?,
+            Records::Loaded(records) => {
+                CpuStorage::F32(records.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?)
+            }
         };
-        let numbers = records.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
-        let layout = Layout::contiguous(numbers.len());
-        let storage = device.storage_from_cpu_storage_owned(CpuStorage::F32(numbers))?;
+        let layout = Layout::contiguous(self.shape.count());
+        let storage = device.storage_from_cpu_storage_owned(numbers)?;
         Ok(Arc::new(Buffer { storage, layout }))
     }
 }

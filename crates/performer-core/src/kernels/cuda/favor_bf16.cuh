@@ -15,7 +15,7 @@
 // Rows of the next chunk are copied as soon as nothing reads what they overwrite: x of the builder
 // once the chunk has entered, its y at the end of the chunk; the reader's own once their weights
 // are known in the forward pass, and at the end of the chunk in the backward pass.
-
+//
 // Macro EXACT: the projection's rounded numbers are all of it, in base 2 for gradients too, so that
 // one product is enough where otherwise a second multiplies what rounding left over.
 //

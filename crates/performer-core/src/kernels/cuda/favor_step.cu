@@ -1,7 +1,7 @@
 // A decoding step: the key of one more token enters the sums and its queries read them, in one pass
 // over the sums. GROUP is the number of query heads of a key head.
 //
-//   k, v (B, Hkv, 1, .) -> features f (F), decay (F), in which the token's gate is
+//   k, v (B, Hkv, 1, .) -> features f (F) and the factor decay (F) of older sums, gate included
 //                       -> S (F, V) = decay S + f v, norm (F) = decay norm + f
 //   q (B, H, 1, DIM)    -> weights w (GROUP, F) -> out (B, H, 1, VALUES) = w S / w norm
 //

@@ -52,8 +52,9 @@ pub(crate) const MOST_FEATURES: usize = 512;
 /// The largest head dimension and value dimension that the kernels take.
 pub(crate) const MOST_WIDTH: usize = 128;
 
-/// The most tokens of a segment of a pass that gives gates their gradients: `favor_gates.cu` takes
-/// a segment at a time, and gathers rounding errors within one.
+/// The most tokens of a segment of a pass that gives gates their gradients. A thread block of
+/// `favor_gates.cu` takes no more (its THREADS times EACH): a longer segment would have gradients
+/// that nobody writes. Rounding errors gather within a segment, too.
 const MOST_GATED: usize = 1024;
 
 /// The number of thread blocks that keeps a large card busy.

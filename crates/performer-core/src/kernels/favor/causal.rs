@@ -28,6 +28,7 @@ use super::super::{
     fresh::Part,
     instructions::arch,
     rows::Span,
+    threads,
     vector::{LANES, sum},
 };
 use super::{
@@ -35,8 +36,9 @@ use super::{
     tile::{LIMIT, Tile},
 };
 
-/// The most chunks of a segment: the features that the backward pass keeps of them fit the
-/// second-level cache.
+/// The most chunks of a segment. The backward pass keeps their features: 0.7 MB with 128 features,
+/// values of 64 and one query head for each key head, which fits a second-level cache. More features
+/// or larger groups may not fit.
 pub(super) const SEGMENT_CHUNKS: usize = 16;
 
 /// `Saved` is what the forward pass of one key head keeps for the backward pass.
@@ -184,7 +186,7 @@ impl WithSimd for Scan<'_, '_> {
         let mut work = Work::new(&tile);
         let mut finite = true;
         // Each waiting chunk keeps a copy of the sums, so their number is bounded.
-        let most = 2 * candle_core::utils::get_num_threads();
+        let most = 2 * threads();
         let (mut start, mut limit) = (0, CHUNK);
         while start < tokens {
             let mut count = limit.min(tokens - start);
@@ -333,9 +335,7 @@ mod tests {
         }
     }
 
-    /// Storing the sums before every chunk would take a multiple of the memory. The features of
-    /// more chunks than these would not fit the second-level cache, where the backward pass keeps
-    /// them.
+    /// Sums that were stored before every chunk would take many times the memory.
     #[test]
     fn sums_are_kept_once_a_segment_of_sixteen_chunks() {
         for tokens in [CHUNK, 3] {

@@ -128,8 +128,8 @@ impl fmt::Debug for Sums {
     }
 }
 
-/// Returns an exponent that is at most 0 in exact arithmetic. Sums of gates near their border round
-/// to more than 0, by so much that the exponential would be infinite.
+/// Returns an exponent that is at most 0 in exact arithmetic. Rounding may lift it above 0: sums of
+/// gates near −1e30 are off by up to 1e23, and the exponential of that would be infinite.
 #[inline(always)]
 fn at_most_zero(x: f32) -> f32 {
     x.min(0.0)
@@ -311,7 +311,12 @@ pub(crate) fn extend(
         let spare = spare_threads(sums.len());
         // The inputs are checked before the sums are touched, so that an error leaves the state as
         // it was.
-        inputs.check(|| (0..sums.len()).map(|n| inputs.head(n).is_finite()).collect())?;
+        inputs.check(|| {
+            let is_finite = |n| inputs.head(n).is_finite();
+            let heads = 0..sums.len();
+            // A single token is checked in less time than it takes to wake another thread.
+            if t == 1 { heads.map(is_finite).collect() } else { for_heads(heads.collect(), is_finite) }
+        })?;
         let work = out.parts(inputs.group * t * width).into_iter().zip(sums).enumerate().collect();
         for_heads(work, |(n, (out, sums))| {
             let head = &inputs.head(n);

@@ -1,6 +1,6 @@
 //! FAVOR's forward and backward passes as a differentiable Candle operation.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
@@ -44,11 +44,13 @@ pub(super) struct Passes {
     visible: Option<Vec<bool>>,
     /// Whether any input is tracked, so that a backward pass may follow.
     tracked: bool,
-    /// What the forward pass keeps for the backward pass, one entry for each key head.
-    saved: Mutex<Vec<Saved>>,
+    /// What the forward pass keeps for the backward pass, one entry for each key head. There is no
+    /// lock to hold during a backward pass: while its thread waits for others, Rayon may begin a
+    /// second backward pass over the same node on it.
+    saved: OnceLock<Vec<Saved>>,
     /// The outputs of f16 and bf16 before rounding. Gradients contain differences from the output
     /// in which most of the number cancels: rounded outputs would put them 2% off.
-    out: Mutex<Option<(CpuStorage, Layout)>>,
+    out: OnceLock<(CpuStorage, Layout)>,
 }
 
 /// `Saved` is what the forward pass keeps of one key head, causal or over all keys.
@@ -62,7 +64,7 @@ impl Passes {
     /// `of` are the inputs of the operation, any of which may ask for a gradient.
     pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>, of: [&Tensor; 3]) -> Self {
         let tracked = of.iter().any(|tensor| tensor.track_op());
-        Self { form, causal, visible, tracked, saved: Mutex::new(Vec::new()), out: Mutex::new(None) }
+        Self { form, causal, visible, tracked, saved: OnceLock::new(), out: OnceLock::new() }
     }
 
     /// The forward pass: the outputs `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. `gates` are
@@ -98,9 +100,12 @@ impl Passes {
         })?;
         let (out, dtype, shape) = (out.finish(), q.0.dtype(), Shape::from((b, h, t, width)));
         if self.tracked {
-            *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
-            let exact = (dtype != DType::F32).then(|| (CpuStorage::F32(out.clone()), Layout::contiguous(&shape)));
-            *self.out.lock().unwrap_or_else(PoisonError::into_inner) = exact;
+            // Candle calls the forward pass of an operation once, so these are empty until now. A
+            // second call would keep what the first has left.
+            self.saved.get_or_init(|| saved);
+            if dtype != DType::F32 {
+                self.out.get_or_init(|| (CpuStorage::F32(out.clone()), Layout::contiguous(&shape)));
+            }
         }
         Ok((storage_of(out, dtype)?, shape))
     }
@@ -121,14 +126,12 @@ impl Passes {
         let grad = grad.contiguous()?;
         let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
         let mut gradients = [(q, 0), (k, more), (v, 0)].map(|(x, more)| Fresh::with_room(x.elem_count(), more));
-        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
-        if saved.is_empty() {
+        let Some(saved) = self.saved.get() else {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
-        }
+        };
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new(&self.form, [q, k, v], self.visible.as_deref(), gates)?;
-            let exact = self.out.lock().unwrap_or_else(PoisonError::into_inner);
-            let out = exact.as_ref().map_or(out, |(out, layout)| (out, layout));
+            let out = self.out.get().map_or(out, |(out, layout)| (out, layout));
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
             let [dq, dk, dv_] = &mut gradients;
             let keys = inputs.keys;

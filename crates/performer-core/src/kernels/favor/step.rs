@@ -9,8 +9,8 @@ use super::super::{
 };
 use super::{Head, Sums, padded, tile::log_of};
 
-/// `Step` is a decoding step of one key head: the outputs `(G, 1, Dv)` from finite inputs of one
-/// token.
+/// `Step` is a decoding step of one key head: the outputs `(G, 1, Dv)`, or `(G, 1, Dv + 1)` with
+/// logarithms, from finite inputs of one token.
 pub(super) struct Step<'a> {
     pub(super) head: &'a Head<'a>,
     pub(super) sums: &'a mut Sums,
@@ -49,7 +49,7 @@ impl WithSimd for Step<'_> {
                 *key -= new;
                 *c = new;
             }
-            // The padding must be 0 after the exponentials, since later steps reuse this memory.
+            // The padding becomes −∞, whose exponential is 0: it enters the padded norms and products.
             key[f..].fill(f32::NEG_INFINITY);
             decay[f..].fill(f32::NEG_INFINITY);
             exp_minus(simd, key, 0.0);

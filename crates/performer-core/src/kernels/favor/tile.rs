@@ -20,13 +20,13 @@ use super::{CHUNK, Head, Sums, exponential::LinearGradient, map::Scratch, padded
 /// How far the log-feature of a key may exceed the maximum with which its causal chunk begins.
 pub(super) const LIMIT: f32 = 32.0;
 
-/// Weights of positive features, of queries and of keys, are 0 where their logarithms are below
-/// this. Weights of keys are at most `e^LIMIT` and denominators at least 1, so a product with a
-/// weight that is left out is at most `e^(NEGLIGIBLE + LIMIT)` of its denominator. A query has at
-/// most `32 F` such products in its chunk; together, with up to 2,000 features, they are smaller
-/// than the rounding of f32. In products with other small
-/// numbers, gradients above all, such weights give numbers below the normal ones of f32
-/// (subnormal), with which processors compute slowly.
+/// Weights of positive features, of queries and of keys, are 0 where their logarithm is below this.
+/// In a chunk, the weights of keys are at most `e^LIMIT` and denominators at least 1. So a product
+/// that is left out is at most `e^(NEGLIGIBLE + LIMIT)`, 7e-13, of its denominator. A query has at
+/// most `32 F` such products there: with up to 2,000 features, all that is left out is less than
+/// what f32 rounds. If such weights were kept, their products with other small numbers, gradients
+/// above all, would be below the normal numbers of f32 (subnormal), with which processors compute
+/// slowly.
 const NEGLIGIBLE: f32 = -60.0;
 
 /// `Tile` holds the keys and values of one chunk.

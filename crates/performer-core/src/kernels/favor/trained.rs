@@ -1,5 +1,6 @@
 //! FAVOR with a positive map that is trained: the parameters of the map as the kernels take them.
-//! (Features made by Candle's operations would be written and read a dozen times.)
+//! The kernels compute the features themselves, and the gradients of these parameters: Candle's
+//! operations would write all features to memory and read them again, a dozen times.
 
 use std::sync::Arc;
 

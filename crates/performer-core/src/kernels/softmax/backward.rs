@@ -16,7 +16,7 @@
 //! later ones. Its gradient is `da_t = Σ_{j≥t} (Σ_i ds(query j, key i) − Σ_i ds(query i, key j))`
 //! over positions `i` and `j` in the sequence, summed over the query heads that read the key head.
 
-use std::{ops::Range, sync::PoisonError};
+use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 use pulp::{Simd, WithSimd};
@@ -234,14 +234,13 @@ impl Softmax {
         let mut dv = Fresh::new(b * hkv * keys * value_width);
         let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
         let mut of_rows = vec![0f32; if gates.is_some() { b * h * t } else { 0 }];
-        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
-        if logs.is_empty() {
+        let Some(logs) = self.logs.get() else {
             bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
-        }
+        };
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
-            let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs: &logs };
+            let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs };
             let mut dlogs = dlog.chunks_exact_mut(keys);
             let mut of_rows = of_rows.chunks_exact_mut(t);
             let heads = dk.parts(keys * width).into_iter().zip(dv.parts(keys * value_width)).enumerate();

@@ -38,7 +38,7 @@ pub(super) enum Command {
     Tasks(tasks::Args),
     /// Train one small model with one thing changed at a time: what closes the gap to softmax?
     Ablate(ablate::Args),
-    /// Run every experiment and make one report.
+    /// Run error, crossover, tasks and ablate, and make one report; hours.
     All(all::Args),
 }
 
