@@ -108,6 +108,15 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
     }
 }
 
+/// The bytes that one thread reads in about the time in which another wakes up.
+const SMALL: usize = 1 << 19;
+
+/// Runs `work`, a decoding step that reads so many `bytes` in all, as [`for_heads`] does, but a
+/// small one on this thread alone: it is done before others wake up.
+fn for_heads_of_step<T: Send, R: Send>(items: Vec<T>, bytes: usize, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
+    if bytes < SMALL { items.into_iter().map(work).collect() } else { for_heads(items, work) }
+}
+
 /// Whether there are fewer heads than threads. The work of a head is then divided.
 fn spare_threads(heads: usize) -> bool {
     heads < threads()

@@ -39,7 +39,7 @@ use forgotten::Forgotten;
 use pulp::{Simd, WithSimd};
 
 use super::{
-    check_finite, for_heads,
+    check_finite, for_heads, for_heads_of_step,
     fresh::Fresh,
     gemm::{Accumulate, Left, Right, gemm},
     gradient,
@@ -48,7 +48,7 @@ use super::{
     operation::{Operation, Stored, apply},
     padded,
     rows::{Heads, Matrix, Rows, Span},
-    spare_threads, storage_of,
+    storage_of,
     vector::{self, add, dot, exp_above, exp_minus, max, max_each, multiply, sum},
     with_storages,
 };
@@ -58,8 +58,8 @@ use crate::ops;
 const QUERIES: usize = 64;
 /// The keys of a tile.
 const KEYS: usize = 128;
-/// The queries or keys of a piece: what a thread takes at a time where there are more threads than
-/// heads.
+/// The queries of a piece, which a thread takes at a time; in the backward pass only where there are
+/// more threads than heads, and then keys too.
 const PIECE: usize = 2 * KEYS;
 /// The weight `e^{s − m}` of a score `s` is zero where `s − m` is below this; `m` is the largest
 /// score of the query so far, and in the backward pass the logarithm of its denominator.
@@ -321,7 +321,8 @@ pub(crate) fn step(q: &Tensor, k: &Tensor, v: &Tensor, gates: Option<&Tensor>) -
         let seen = Seen::default();
         let inputs = Inputs::new([q, k, v], gates.as_deref(), &seen)?;
         let work = out.chunks_exact_mut(dv).enumerate().collect();
-        for_heads(work, |(n, out)| arch().dispatch(Step { head: &inputs.head(n), out }));
+        let bytes = 4 * b * h * inputs.keys * (inputs.k.width + dv);
+        for_heads_of_step(work, bytes, |(n, out)| arch().dispatch(Step { head: &inputs.head(n), out }));
         Ok(())
     })?;
     Tensor::from_vec(out, (b, h, 1, dv), q.device())?.to_dtype(q.dtype())
@@ -381,11 +382,10 @@ impl Softmax {
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
         let (mut out, mut logs) = (Fresh::new(b * h * t * dv), vec![0f32; b * h * t]);
-        let piece = if spare_threads(b * h) { PIECE } else { t };
         let mut work = Vec::new();
         for (n, (out, logs)) in out.parts(t * dv).into_iter().zip(logs.chunks_exact_mut(t)).enumerate() {
-            let pieces = out.parts(piece * dv).into_iter().zip(logs.chunks_mut(piece)).enumerate();
-            work.extend(pieces.map(|(i, (out, logs))| (n, i * piece, out, logs)));
+            let pieces = out.parts(PIECE * dv).into_iter().zip(logs.chunks_mut(PIECE)).enumerate();
+            work.extend(pieces.map(|(i, (out, logs))| (n, i * PIECE, out, logs)));
         }
         let finite = for_heads(work, |(n, start, out, logs)| {
             arch().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), logs })

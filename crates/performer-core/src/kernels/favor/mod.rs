@@ -83,7 +83,7 @@ pub(crate) use trained::Trained;
 pub(crate) use trained::join_parameters;
 
 use super::{
-    check_finite, for_heads,
+    check_finite, for_heads, for_heads_of_step,
     fresh::Fresh,
     instructions::arch,
     operation::Stored,
@@ -317,17 +317,19 @@ pub(crate) fn extend(
             // A single token is checked in less time than it takes to wake another thread.
             if t == 1 { heads.map(is_finite).collect() } else { for_heads(heads.collect(), is_finite) }
         })?;
+        let bytes = sums.iter().map(Sums::bytes).sum();
         let work = out.parts(inputs.group * t * width).into_iter().zip(sums).enumerate().collect();
-        for_heads(work, |(n, (out, sums))| {
-            let head = &inputs.head(n);
-            // The first token takes the path of whole sequences even if it is alone: otherwise its
-            // last bit would depend on whether others follow.
-            if t == 1 && begun {
-                arch().dispatch(step::Step { head, sums, out: out.take() });
-            } else {
-                causal::forward(head, sums, out, &mut causal::Saved::default(), spare);
-            }
-        });
+        // The first token takes the path of whole sequences even if it is alone: otherwise its last
+        // bit would depend on whether others follow.
+        if t == 1 && begun {
+            for_heads_of_step(work, bytes, |(n, (out, sums))| {
+                arch().dispatch(step::Step { head: &inputs.head(n), sums, out: out.take() });
+            });
+        } else {
+            for_heads(work, |(n, (out, sums))| {
+                causal::forward(&inputs.head(n), sums, out, &mut causal::Saved::default(), spare);
+            });
+        }
         Ok(())
     })?;
     Tensor::from_vec(out.finish(), (b, h, t, width), q.device())?.to_dtype(q.dtype())
