@@ -48,7 +48,7 @@ fuzz TARGET SECONDS='300':
 # Kill every command that writes, about KILLS times in all; full disks; two processes in one folder.
 attack-kills KILLS='300':
     cargo build --release -p performer-lm
-    scripts/attack_kills.py --program {{ target }}/release/performer-lm --kills {{ KILLS }}
+    scripts/attack_kills.py --program "{{ target }}/release/performer-lm" --kills {{ KILLS }}
 
 # The same weights on one, two and four threads after STEPS steps, in processes of their own.
 attack-threads STEPS='200':
@@ -78,13 +78,13 @@ drift STEPS='200':
 attack-time SECONDS='7200':
     cargo build --release -p performer-lm
     scripts/long_run.py --seconds {{ SECONDS }} --out target/long-run -- \
-        {{ target }}/release/performer-lm train --data sample --attention favor --epochs 100000 --eval-every 50 \
+        "{{ target }}/release/performer-lm" train --data sample --attention favor --epochs 100000 --eval-every 50 \
         --save-every 50 --out target/long-run/run --overwrite
 
 # Generate so many tokens in one go, and see that neither memory grows nor speed falls.
 attack-tokens TOKENS='1000000':
     cargo build --release -p performer-lm
-    scripts/long_run.py --seconds 7200 --every 5 --out target/long-text -- sh -c 'exec {{ target }}/release/performer-lm generate \
+    scripts/long_run.py --seconds 7200 --every 5 --out target/long-text -- sh -c 'exec "{{ target }}/release/performer-lm" generate \
         models/stories/performer --ignore-end --max-tokens {{ TOKENS }} >target/long-text/stories.txt'
 
 # Known faults are looked for too, where cargo-deny is installed.
@@ -137,7 +137,7 @@ book *ARGS:
 # The program for Windows, run under Wine (mingw-w64, wine64): ten minutes.
 windows-check:
     cargo build --release -p performer-lm
-    scripts/windows-check.sh {{ target }}/release/performer-lm
+    scripts/windows-check.sh "{{ target }}/release/performer-lm"
 
 # Static files for any web server, with the two models that write stories.
 # Build the browser page in target/page, or where CARGO_TARGET_DIR says.
@@ -148,12 +148,12 @@ page:
 # Check the page in a headless Chromium.
 page-check *ARGS: page
     cargo build --release -p performer-lm
-    scripts/page_check.py {{ target }}/page {{ target }}/release/performer-lm {{ ARGS }}
+    scripts/page_check.py "{{ target }}/page" "{{ target }}/release/performer-lm" {{ ARGS }}
 
 # Compare the program with scripts/performer_torch.py, on models of every kind or those in FOLDERS.
 torch-check PYTHON='python3' *FOLDERS:
     cargo build --release -p performer-lm --bin performer-lm --example logits
-    "{{ PYTHON }}" scripts/torch_check.py {{ target }}/release/performer-lm {{ target }}/release/examples/logits {{ FOLDERS }}
+    "{{ PYTHON }}" scripts/torch_check.py "{{ target }}/release/performer-lm" "{{ target }}/release/examples/logits" {{ FOLDERS }}
 
 # The book's page of commands and options, as the program prints it.
 book-reference:

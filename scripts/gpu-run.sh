@@ -78,13 +78,11 @@ fi
 
 # One folder holds what one program measured: results that an earlier one left would be taken for
 # finished.
-if [ -x "$program" ]; then
-    of_program=$(cksum <"$program")
-    if [ -s "$results/program.cksum" ] && [ "$(cat "$results/program.cksum")" != "$of_program" ]; then
-        echo "$results holds what another program measured: name another folder with --out" >&2
-        exit 1
-    fi
-    echo "$of_program" >"$results/program.cksum"
+of_program=$([ ! -f "$program" ] || cksum <"$program")
+if [ "$(cat "$results/program.cksum" 2>/dev/null)" != "$of_program" ] &&
+    { compgen -G "$results/*.cksum" || compgen -G "$results/*.json*"; } >/dev/null; then
+    echo "$results holds what another program measured: name another folder with --out" >&2
+    exit 1
 fi
 
 # CUDA's libraries: beside the program, where the linker looks, or wherever a toolkit or PyTorch put
@@ -263,6 +261,7 @@ stage() {
 }
 
 [ $# -gt 0 ] || set -- quick full torch timings training parts
+[ -z "$of_program" ] || echo "$of_program" >"$results/program.cksum"
 failed=0
 for name in "$@"; do
     printf '== %s, %s\n' "$name" "$(date +%T)" >&2

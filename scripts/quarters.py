@@ -59,9 +59,9 @@ def quarters_of(losses):
 
 def measure(model, text, scratch):
     """The losses of a model by quarter, for each cut of the text and on average."""
-    config, metrics = (
-        json.loads((pathlib.Path(model) / name).read_text()) for name in ("config.json", "metrics.json")
-    )
+    config = json.loads((pathlib.Path(model) / "config.json").read_text())
+    metrics = pathlib.Path(model) / "metrics.json"
+    seed = json.loads(metrics.read_text()).get("seed") if metrics.exists() else None
     context = config["context"]
     cuts = []
     for cut in range(QUARTERS):
@@ -84,7 +84,7 @@ def measure(model, text, scratch):
     return {
         "attention_spec": report["attention_spec"],
         "model": str(model),
-        "seed": metrics["seed"],
+        "seed": seed,
         "context": context,
         "cuts": cuts,
         **{f"quarter_{i + 1}": loss for i, loss in enumerate(mean)},

@@ -63,6 +63,8 @@ pub(crate) mod tiled_cross_entropy;
 mod transpose;
 pub(crate) mod vector;
 
+use std::sync::OnceLock;
+
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -91,17 +93,20 @@ fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
     }
 }
 
-/// The number of threads among which work is divided: those of Rayon's pool, in which it runs. Candle's
-/// `get_num_threads` would read `/proc/cpuinfo` each time, which takes longer than a decoding step.
+/// The number of threads among which work is divided: one where Candle may use only one, as in a
+/// program that sets `RAYON_NUM_THREADS` to 1 because its passes run side by side; else those of
+/// Rayon's pool. Candle is asked once, since it reads `/proc/cpuinfo` each time, which takes longer
+/// than a decoding step.
 fn threads() -> usize {
-    if cfg!(target_family = "wasm") { 1 } else { rayon::current_num_threads() }
+    static ONE: OnceLock<bool> = OnceLock::new();
+    if *ONE.get_or_init(|| candle_core::utils::get_num_threads() == 1) { 1 } else { rayon::current_num_threads() }
 }
 
 /// Runs `work` on every item and returns the results in order: on Rayon's threads, or on this one
 /// if there is one item or one thread. Each item writes to memory of its own, so results do not
 /// depend on the number of threads.
 fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
-    if threads() == 1 || items.len() == 1 {
+    if items.len() == 1 || threads() == 1 {
         items.into_iter().map(work).collect()
     } else {
         items.into_par_iter().map(work).collect()
@@ -120,6 +125,13 @@ fn for_heads_of_step<T: Send, R: Send>(items: Vec<T>, bytes: usize, work: impl F
 /// Whether there are fewer heads than threads. The work of a head is then divided.
 fn spare_threads(heads: usize) -> bool {
     heads < threads()
+}
+
+/// Whether a few heads, given to the threads one after the other, would leave some of these idle in
+/// the last round. It is worth to divide their work where that costs next to nothing.
+fn leaves_threads_idle(heads: usize) -> bool {
+    let threads = threads();
+    !heads.is_multiple_of(threads) && heads < 4 * threads
 }
 
 /// Calls `work` with the storages and layouts of CPU tensors.
@@ -157,7 +169,8 @@ pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) ->
     fn first_bad<T: WithDType>(values: &[T], layout: &Layout) -> Option<(Vec<usize>, f64)> {
         let bad = |x: T| !x.to_f64().is_finite();
         // Rows along the last dimension, of which one with stride 1 is looked through without branches.
-        let (width, stride) = (*layout.dims().last()?, *layout.stride().last()?);
+        let last = layout.dims().last().zip(layout.stride().last());
+        let (width, stride) = last.map_or((1, 1), |(&width, &stride)| (width, stride));
         let rows = layout.shape().elem_count().checked_div(width)?;
         let outer = layout.dims().iter().zip(layout.stride()).rev().skip(1);
         (0..rows).find_map(|row| {

@@ -45,6 +45,7 @@ use super::{
     gradient,
     instructions::arch,
     joined::JoinedKeys,
+    leaves_threads_idle,
     operation::{Operation, Stored, apply},
     padded,
     rows::{Heads, Matrix, Rows, Span},
@@ -58,8 +59,8 @@ use crate::ops;
 const QUERIES: usize = 64;
 /// The keys of a tile.
 const KEYS: usize = 128;
-/// The queries of a piece, which a thread takes at a time; in the backward pass only where there are
-/// more threads than heads, and then keys too.
+/// The queries, or in the backward pass also the keys, that a thread takes at a time where heads
+/// alone would leave threads idle.
 const PIECE: usize = 2 * KEYS;
 /// The weight `e^{s − m}` of a score `s` is zero where `s − m` is below this; `m` is the largest
 /// score of the query so far, and in the backward pass the logarithm of its denominator.
@@ -382,10 +383,11 @@ impl Softmax {
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
         let (mut out, mut logs) = (Fresh::new(b * h * t * dv), vec![0f32; b * h * t]);
+        let piece = if leaves_threads_idle(b * h) { PIECE } else { t };
         let mut work = Vec::new();
         for (n, (out, logs)) in out.parts(t * dv).into_iter().zip(logs.chunks_exact_mut(t)).enumerate() {
-            let pieces = out.parts(PIECE * dv).into_iter().zip(logs.chunks_mut(PIECE)).enumerate();
-            work.extend(pieces.map(|(i, (out, logs))| (n, i * PIECE, out, logs)));
+            let pieces = out.parts(piece * dv).into_iter().zip(logs.chunks_mut(piece)).enumerate();
+            work.extend(pieces.map(|(i, (out, logs))| (n, i * piece, out, logs)));
         }
         let finite = for_heads(work, |(n, start, out, logs)| {
             arch().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), logs })

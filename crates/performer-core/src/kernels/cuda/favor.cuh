@@ -43,13 +43,13 @@
 // have the logarithm of their scale as one more number. 1 and 2 are "ready" features, which are
 // f32; those of 2 may also be bf16. 3, features are computed here: exp(a_r.x) of queries and
 // exp(b_r.x + h_r - |P x|^2/2) of keys, with a, b, h and P for each key head or one set for all
-// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES, VALUES: the sizes of a query, of its features, of a value. SLICE: the
-// values that one block takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query
-// sees the keys up to its own; 0, it sees all keys. GATED: whether there are forget gates; only
-// with CAUSAL. STORAGE: see tile.cuh. LOGS: whether a row of outputs has the logarithm of its
-// denominator after its values, which only f32 and features that are positive have; 0 if it is not
-// given. PARTIAL, for gradients: whether they are parts in f32 that are still to be added up; 0 if
-// it is not given.
+// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
+// VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
+// takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query sees the keys up to its
+// own; 0, it sees all keys. GATED: whether there are forget gates; only with CAUSAL. STORAGE: see
+// tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its values,
+// which only f32 and features that are positive have; 0 if it is not given. PARTIAL, for gradients:
+// whether they are parts in f32 that are still to be added up; 0 if it is not given.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR

@@ -194,7 +194,7 @@ impl Operation<3> for Qkv {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // A pass that began within another one on this thread has left its own last.
         match all.iter().rposition(|(of, _)| *of == thread::current().id()) {
-            Some(last) => Ok(all.swap_remove(last).1.map(Some)),
+            Some(last) => Ok(all.remove(last).1.map(Some)),
             None => bail!("favor: the gradients of q, k and v are gone before they were asked for"),
         }
     }
@@ -229,8 +229,6 @@ impl<const N: usize> Operation<N> for Beside {
                 self.passes.backward([q, k, v], Some(gates), out, grad)
             }),
         }?;
-        let of_joined = gradients.qkv.map(Buffer::tensor);
-        self.gradients.lock().unwrap_or_else(PoisonError::into_inner).push((thread::current().id(), of_joined));
         let of_parameters = match (&self.passes.map, gradients.features) {
             (Map::OwnKeys(map), Some(of_features)) => {
                 Some(map.parameter_gradients([q, k], of_features.map(Buffer::tensor))?)
@@ -239,6 +237,11 @@ impl<const N: usize> Operation<N> for Beside {
         };
         let mut of_others = gradients.gates.map(Buffer::tensor).into_iter().chain(of_parameters);
         let joined = inputs[0].zeros_like()?;
+        // Nobody takes them where none of q, k and v asks for a gradient.
+        if inputs[0].track_op() {
+            let of_joined = gradients.qkv.map(Buffer::tensor);
+            self.gradients.lock().unwrap_or_else(PoisonError::into_inner).push((thread::current().id(), of_joined));
+        }
         Ok(std::array::from_fn(|i| if i == 0 { Some(joined.clone()) } else { of_others.next() }))
     }
 }
