@@ -60,14 +60,14 @@ test-simd *ARGS:
     PERFORMER_TEST_SIMD=avx2 cargo test -p performer-core --lib --test suite {{ ARGS }}
     PERFORMER_TEST_SIMD=scalar cargo test -p performer-core --lib --test suite {{ ARGS }}
 
-# Needs gcc-aarch64-linux-gnu and qemu-user; a test that starts itself cannot be emulated.
+# Needs gcc-aarch64-linux-gnu and qemu-user; tests that start themselves cannot be emulated.
 # Test performer-core with kernels of NEON, compiled for aarch64 and emulated.
 test-neon *ARGS:
     rustup target add aarch64-unknown-linux-gnu
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max' \
         cargo test --target aarch64-unknown-linux-gnu -p performer-core --lib --test suite {{ ARGS }} -- \
-        --skip store::tests::processes
+        --skip store::tests::processes --skip kernels::tests::kernels_keep
 
 # How far a training drifts apart on processors with other instructions, emulated (qemu-user).
 drift STEPS='200':

@@ -209,3 +209,28 @@ pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) ->
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// A program whose passes run side by side sets the variable to 1, and may have a pool of more
+    /// threads for other work.
+    #[test]
+    fn kernels_keep_to_one_thread_where_the_variable_says_so() {
+        const WITHIN: &str = "PERFORMER_TEST_ONE_THREAD";
+        if std::env::var_os(WITHIN).is_some() {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+            assert_eq!(pool.install(threads), 1);
+            return;
+        }
+        // Candle is asked once in a process, so a process of its own is asked.
+        let mut test = Command::new(std::env::current_exe().unwrap());
+        test.args(["--exact", "kernels::tests::kernels_keep_to_one_thread_where_the_variable_says_so"]);
+        let output = test.env("RAYON_NUM_THREADS", "1").env(WITHIN, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    }
+}
