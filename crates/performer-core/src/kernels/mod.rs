@@ -113,10 +113,10 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
     }
 }
 
-/// The bytes that one thread reads in about the time in which another wakes up.
-const SMALL: usize = 1 << 19;
+/// The bytes that one thread reads or writes in about the time in which another wakes up.
+const SMALL: usize = 1 << 20;
 
-/// Runs `work`, a decoding step that reads so many `bytes` in all, as [`for_heads`] does, but a
+/// Runs `work`, a decoding step that reads and writes so many `bytes` in all, as [`for_heads`] does, but a
 /// small one on this thread alone: it is done before others wake up.
 fn for_heads_of_step<T: Send, R: Send>(items: Vec<T>, bytes: usize, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
     if bytes < SMALL { items.into_iter().map(work).collect() } else { for_heads(items, work) }
@@ -128,7 +128,7 @@ fn spare_threads(heads: usize) -> bool {
 }
 
 /// Whether a few heads, given to the threads one after the other, would leave some of these idle in
-/// the last round. It is worth to divide their work where that costs next to nothing.
+/// the last round. Their work is then divided where dividing costs next to nothing.
 fn leaves_threads_idle(heads: usize) -> bool {
     let threads = threads();
     !heads.is_multiple_of(threads) && heads < 4 * threads

@@ -317,8 +317,8 @@ pub(crate) fn extend(
             // A single token is checked in less time than it takes to wake another thread.
             if t == 1 { heads.map(is_finite).collect() } else { for_heads(heads.collect(), is_finite) }
         })?;
-        // Each query head of a group reads the sums of its key head.
-        let bytes = inputs.group * sums.iter().map(Sums::bytes).sum::<usize>();
+        // The sums of a key head are written once, and read by each query head of its group.
+        let bytes = (1 + inputs.group) * sums.iter().map(Sums::bytes).sum::<usize>();
         let work = out.parts(inputs.group * t * width).into_iter().zip(sums).enumerate().collect();
         // The first token takes the path of whole sequences even if it is alone: otherwise its last
         // bit would depend on whether others follow.
