@@ -44,12 +44,8 @@ pub struct Inputs<'a> {
     /// softmax this is the forgetting transformer (Lin et al. 2025,
     /// <https://arxiv.org/abs/2503.02130>), and constant gates are the decay of RetNet (Sun et al.
     /// 2023, <https://arxiv.org/abs/2307.08621>). Without gates nothing is forgotten, which is what
-    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts. Gates lie in
-    /// `-1e30..=0`. An attention that has no gates refuses them.
-    ///
-    /// Where a mask hides a query's own key, kernels in f32 add to its logits the sum `G` of the
-    /// gates since the last visible key, and what they round is then `|G|·2⁻²⁴`: outputs at hidden
-    /// positions are exact to a thousandth while that sum is above about −10,000.
+    /// gates of 0 say. They need a causal mask; the gate of a hidden key counts for the visible
+    /// ones before it. Gates lie in `-1e30..=0`. An attention that has no gates refuses them.
     pub gates: Option<&'a Tensor>,
 }
 

@@ -56,6 +56,38 @@ fn hidden_keys_and_values_may_be_anything() -> Result<()> {
     Ok(())
 }
 
+/// Hidden tokens whose gates forget by e^-10,000 each: that sum stands before every visible key of a
+/// hidden query, cancels in its outputs, and may take no digit of them, nor of any gradient.
+#[test]
+fn gates_of_hidden_tokens_leave_the_digits_of_the_rest() -> Result<()> {
+    let windows = [None, Some((7, 0)), Some((5, 3))];
+    for (map, window) in all_kernels().flat_map(|map| windows.map(|window| (map, window))) {
+        // A window is joined with features by their logarithms, which not every map has.
+        if window.is_some() && (!is_positive(map) || map == Some(FeatureMapKind::Relu)) {
+            continue;
+        }
+        let mut problem = padded_problem(map, true).gated(3);
+        problem.window = window;
+        let (mask, gates) = (problem.key_mask.as_mut().expect("a mask"), problem.gates.as_mut().expect("gates"));
+        mask[SHAPE.k_len + 8..SHAPE.k_len + 25].fill(false);
+        for (n, gate) in gates.iter_mut().enumerate() {
+            let (batch, key) = (n / (SHAPE.kv_heads * SHAPE.k_len), n % SHAPE.k_len);
+            if !mask[batch * SHAPE.k_len + key] {
+                *gate = -1e4;
+            }
+        }
+        let expected = problem.expected();
+        for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 1e-4)] {
+            for (how, attention) in [("", problem.attention(dtype)?), (" composed", problem.composed(dtype)?)] {
+                let actual = problem.run(&*attention, dtype, Layout::Contiguous)?;
+                let what = format!("{map:?}, window {window:?}, {dtype:?}{how}");
+                problem.assert_outcome(&what, &actual, &expected, tolerance);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A key too small to count (features of e^0 beside e^-2000) must not set the scale when it is
 /// hidden: what is seen would underflow.
 #[test]

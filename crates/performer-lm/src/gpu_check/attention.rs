@@ -93,6 +93,7 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
             all.push(Case { tokens: 100, heads: 4, window: Some((33, 0)), ..base });
             all.push(Case { tokens: 150, window: Some((20, 5)), masked: true, ..base });
             all.push(Case { tokens: 100, window: Some((40, 3)), ..gated });
+            all.push(Case { tokens: 100, window: Some((20, 3)), masked: true, ..gated });
             // Logarithms of denominators have gradients across the borders of segments.
             if features.is_some() && (!few || gpu) {
                 all.push(Case { tokens: 1100, heads: 1, kv_heads: 1, window: Some((20, 2)), ..gated });
@@ -250,17 +251,27 @@ impl<'a> Problem<'a> {
             }
         };
         let mut random = Random::new(seed);
+        // Tokens in the middle, visible ones before and after them, that no mask lets through.
+        let padding = tokens / 3..tokens / 2;
         Ok(Self {
             q: random.normal(shape.q_count(), 1.0, dtype)?,
             k: random.normal(shape.k_count(), 1.0, dtype)?,
             v: random.normal(shape.v_count(), 1.0, dtype)?,
             gradient: random.normal(shape.output_count(), 1.0, dtype)?,
             // The first token is visible, so that causal rows see something.
-            keys: case.masked.then(|| (0..batch * tokens).map(|i| i % tokens == 0 || random.unit() < 0.7).collect()),
-            // Gates forget at every pace; one in 32 forgets everything.
+            keys: case.masked.then(|| {
+                let is_visible = |i| i % tokens == 0 || (random.unit() < 0.7 && !padding.contains(&(i % tokens)));
+                (0..batch * tokens).map(is_visible).collect()
+            }),
+            // Gates forget at every pace; one in 32 forgets everything, and those of padding are of
+            // a size that leaves f32 no digit of anything else.
             gates: case.gated.then(|| {
-                let gate = |_| if random.unit() < 1.0 / 32.0 { -40.0 } else { -(8.0 * random.unit() - 7.0).exp() };
-                (0..batch * kv_heads * tokens).map(gate).map(|gate| f64::from(gate as f32)).collect()
+                let mut gate = |i| match random.unit() {
+                    _ if case.masked && padding.contains(&(i % tokens)) => -1e9,
+                    unit if unit < 1.0 / 32.0 => -40.0,
+                    _ => -(8.0 * random.unit() - 7.0).exp(),
+                };
+                (0..batch * kv_heads * tokens).map(|i| f64::from(gate(i) as f32)).collect()
             }),
             case,
             device,

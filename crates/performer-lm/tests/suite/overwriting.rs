@@ -151,6 +151,26 @@ fn an_export_that_fails_leaves_the_earlier_model() {
     assert_eq!(left.filter(|name| name.ends_with(".new")).count(), 0);
 }
 
+/// A save that was stopped after its commit leaves files under the names that an export writes to.
+/// They belong to the model that is there, and an export that fails does not take them along.
+#[test]
+fn an_export_that_fails_leaves_a_model_whose_save_was_stopped() {
+    let dir = with_teacher();
+    let (teacher, before) = (dir.path().join("teacher"), files(&dir.path().join("teacher")));
+    let copy = performer(dir.path(), &["export", "teacher", "--out", "other"]);
+    assert!(copy.status.success());
+    for name in ["config.json", "tokenizer.json"] {
+        fs::rename(teacher.join(name), teacher.join(format!("{name}.new"))).unwrap();
+    }
+    let obstacle = teacher.join("tokenizer_config.json");
+    fs::create_dir(&obstacle).unwrap();
+    let export = ["export", "other", "--out", "teacher", "--overwrite"];
+    fails(&performer(dir.path(), &export), &["tokenizer_config.json is a folder"]);
+    fs::remove_dir(&obstacle).unwrap();
+    assert_eq!(files(&teacher), before);
+    assert!(performer(dir.path(), &export).status.success());
+}
+
 /// A conversion that goes on, or that is finished, is no accident; another model is.
 #[test]
 fn a_conversion_replaces_no_other_model_and_not_its_teacher() {

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use self::backend::{Backends, Begun, Call, Output, check_heads};
 pub use self::segment::SegmentSums;
-use super::{Attention, Identity, Inputs, Mask, Path, Segment, State};
+use super::{Attention, Identity, Inputs, Mask, Path, Segment, State, gates};
 use crate::{
     features::{FeatureMap, FeatureMapKind, RandomParameters},
     kernels::compute_dtype,
@@ -370,7 +370,9 @@ impl fmt::Debug for Favor {
 
 impl Attention for Favor {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
-        let call = self.call(inputs, mask, false)?;
+        inputs.sizes_under(mask)?;
+        let gates = gates::moved_to_visible(inputs.gates, mask)?;
+        let call = self.call(inputs.with_gates_of(gates.as_ref()), mask, false)?;
         if call.sizes.is_empty() {
             return call.sizes.zeros(inputs.q);
         }

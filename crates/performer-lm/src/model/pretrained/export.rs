@@ -15,7 +15,9 @@ use super::{
     hugging_face::{CONFIG, GENERATION, INDEX, PERFORMER, Performer, TOKENIZER, WEIGHTS},
 };
 use crate::{
-    checkpoint::{REPORTS, TRAINING, remove_reports, remove_training, require_free, write_durably, write_with_digest},
+    checkpoint::{
+        REPORTS, TRAINING, finish_save, remove_reports, remove_training, require_free, write_durably, write_with_digest,
+    },
     data::Tokenizer,
     errors::Cause,
     files::{self, Lock},
@@ -70,6 +72,9 @@ pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
     let config = config(family, model, softmax)?;
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let _locks = Lock::without_a_file(dir)?;
+    // Files of the model that is there may still have the names under which those of the new one
+    // are written.
+    finish_save(dir)?;
     let metadata =
         BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("revision".to_owned(), git_revision().to_owned())]);
     let small = [
