@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::Mask;
+use super::{Inputs, Mask};
 use crate::{kernels::compute_dtype, ops};
 
 /// The lowest gate that is taken: sums of them are still far from overflow in f32.
@@ -105,28 +105,33 @@ pub(super) fn sums_of_window(gates: &Tensor, window: usize) -> Result<Tensor> {
     }
 }
 
-/// Moves the gates of hidden tokens to the next visible one: a visible token gets the sum of its own
-/// gate and of those of the hidden tokens directly before it, and a hidden one gets 0.
+/// Moves the gates of hidden tokens to the next visible one: a visible token gets the sum of its
+/// own gate and of those of the hidden tokens directly before it, and a hidden one gets 0.
 ///
-/// Attention stays what it was. A visible query is as far from every visible key as before. A hidden
-/// query is nearer to all of them by one sum, which cancels when weights are normalised. That sum
-/// would else stand beside every logit of a hidden query, and round it: padding with gates of −1e9
-/// left f32 no digit of anything else, and gradients of features were not finite.
+/// Attention stays what it was. A visible query is as far from every visible key as before. A
+/// hidden query is nearer to all of them by one sum, which cancels when weights are normalised.
+/// That sum would else stand beside every logit of a hidden query, and round it: padding with gates
+/// of −1e9 left f32 no digit of anything else, and gradients of features were not finite.
 ///
-/// Gates are `(B, Hkv, T)`, and so is what is returned.
-pub(super) fn moved_to_visible(gates: Option<&Tensor>, mask: &Mask) -> Result<Option<Tensor>> {
-    let Some(gates) = gates else { return Ok(None) };
+/// Gates are `(B, Hkv, T)`, and so is what is returned. Nothing is computed where no token is
+/// hidden.
+pub(super) fn moved_to_visible(inputs: Inputs<'_>, mask: &Mask) -> Result<Option<Tensor>> {
+    let Some(gates) = inputs.gates else { return Ok(None) };
     let (batch, _, tokens) = gates.dims3()?;
-    let Some(visible) = mask.visible_of(batch, gates.device())?.filter(|_| gates.elem_count() > 0) else {
+    let most = mask.most_hidden_in_a_row().min(tokens);
+    let Some(visible) = mask.visible_of(batch, gates.device())?.filter(|_| most > 0 && gates.elem_count() > 0) else {
         return Ok(Some(gates.clone()));
     };
     check(gates)?;
+    // Gates in f32 of queries in f64 are computed with in f64.
+    let is_wide = compute_dtype(inputs.q.dtype()) == DType::F64;
+    let gates = if is_wide { ops::to_dtype(gates, DType::F64)? } else { gates.clone() };
     let visible = visible.to_dtype(gates.dtype())?.unsqueeze(1)?.broadcast_as(gates.shape())?.contiguous()?;
     let hidden = visible.affine(-1.0, 1.0)?;
     // Entry t of `sums` adds up hidden tokens from t back to the last visible one, `reach` at most;
     // `joined` is 1 where there is no visible one among the last `reach`.
-    let (mut sums, mut joined, mut reach) = (ops::mul(gates, &hidden)?, hidden, 1);
-    while reach < tokens {
+    let (mut sums, mut joined, mut reach) = (ops::mul(&gates, &hidden)?, hidden, 1);
+    while reach < most {
         let rest = tokens - reach;
         let (start, earlier) = (ops::narrow(&sums, 2, 0, reach)?, ops::narrow(&sums, 2, 0, rest)?);
         let last = joined.narrow(2, reach, rest)?;
@@ -140,9 +145,14 @@ pub(super) fn moved_to_visible(gates: Option<&Tensor>, mask: &Mask) -> Result<Op
     if tokens > 1 {
         before = ops::cat(&[&before, &ops::narrow(&sums, 2, 0, tokens - 1)?], 2)?;
     }
-    let moved = ops::mul(&ops::add(gates, &before)?, &visible)?;
-    // A sum may be lower than a gate may be, which is refused where gates are checked.
-    Ok(Some(if matches!(gates.device(), Device::Cpu) { moved.maximum(LOWEST)? } else { moved }))
+    let moved = ops::mul(&ops::add(&gates, &before)?, &visible)?;
+    // A sum may lie below the lowest gate, which is refused on the CPU, where gates are checked.
+    // The tape does not know the maximum, so it is taken only where it changes something.
+    let is_low = matches!(gates.device(), Device::Cpu) && {
+        let numbers = moved.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        numbers.iter().any(|&gate| gate < LOWEST_OF_F32)
+    };
+    Ok(Some(if is_low { moved.maximum(LOWEST)? } else { moved }))
 }
 
 /// Returns one row a query head, `(B, H, T, 1)`, of numbers `(B, Hkv, T)`.

@@ -22,6 +22,8 @@ pub struct Mask {
     causal: bool,
     /// 1 where a key is visible and 0 where it is hidden, u8, `(B, Tk)` or `(1, Tk)`.
     visible: Option<Tensor>,
+    /// No sequence has more hidden keys than this one after the other.
+    most_hidden_in_a_row: usize,
 }
 
 impl Mask {
@@ -32,7 +34,7 @@ impl Mask {
 
     /// Query `t` sees keys `0..=t`; needs as many queries as keys.
     pub fn causal() -> Self {
-        Self { causal: true, visible: None }
+        Self { causal: true, ..Self::default() }
     }
 
     /// Hides padding as well, as one of the masks in use elsewhere describes it:
@@ -54,7 +56,9 @@ impl Mask {
     /// are all 0 are refused too, since they hide every key in one kind and none in the other: give
     /// an additive mask to [`Self::with_key_bias`] where a batch may be without padding.
     pub fn with_keys(mut self, keys: &Tensor) -> Result<Self> {
-        self.visible = Some(visible(&rows(keys)?)?.to_device(keys.device())?);
+        let visible = visible(&rows(keys)?)?;
+        self.most_hidden_in_a_row = most_hidden_in_a_row(&visible.to_vec2()?);
+        self.visible = Some(visible.to_device(keys.device())?);
         Ok(self)
     }
 
@@ -88,6 +92,12 @@ impl Mask {
         self.visible.as_ref()
     }
 
+    /// No sequence has more hidden keys than this one after the other; it is 0 where none is
+    /// hidden.
+    pub(super) fn most_hidden_in_a_row(&self) -> usize {
+        self.most_hidden_in_a_row
+    }
+
     /// Refuses a mask that does not fit `(batch, keys)`.
     pub(crate) fn check_keys(&self, batch: usize, keys: usize) -> Result<()> {
         if let Some(visible) = &self.visible
@@ -117,8 +127,14 @@ impl Mask {
     /// Returns this mask over the keys `start..start + count` only.
     pub(crate) fn of_keys(&self, start: usize, count: usize) -> Result<Self> {
         let visible = self.visible.as_ref().map(|visible| visible.narrow(1, start, count)).transpose()?;
-        Ok(Self { causal: self.causal, visible })
+        Ok(Self { visible, ..self.clone() })
     }
+}
+
+/// The most hidden keys that a sequence has one after the other; a row of `visible` is a sequence.
+fn most_hidden_in_a_row(visible: &[Vec<u8>]) -> usize {
+    let of_row = |row: &Vec<u8>| row.split(|&is_visible| is_visible != 0).map(<[u8]>::len).max().unwrap_or(0);
+    visible.iter().map(of_row).max().unwrap_or(0)
 }
 
 /// Brings a mask of keys into rows `(B, Tk)`.

@@ -201,7 +201,7 @@ enum Kernel {
 impl Attention for Softmax {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
         let sizes = self.sizes(inputs, mask)?;
-        let gates = gates::moved_to_visible(inputs.gates, mask)?;
+        let gates = gates::moved_to_visible(inputs, mask)?;
         let inputs = inputs.with_gates_of(gates.as_ref());
         self.attend(inputs, sizes, mask, if mask.is_causal() { Some(0) } else { None })
     }

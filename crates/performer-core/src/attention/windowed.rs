@@ -125,7 +125,7 @@ impl Attention for Windowed {
         }
         let (w, n, t) = (self.window, self.sinks, sizes.queries);
         let dtype = inputs.q.dtype();
-        let gates = gates::moved_to_visible(inputs.gates, mask)?;
+        let gates = gates::moved_to_visible(inputs, mask)?;
         let wide = Wide::of(inputs.with_gates_of(gates.as_ref()))?;
         let (near, near_log) = self.near.with_logs(wide.inputs(), mask, 0, (w, n))?;
         let Wide { q, k, v, gates } = wide;

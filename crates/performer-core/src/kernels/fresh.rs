@@ -17,12 +17,7 @@ pub(super) struct Fresh {
 
 impl Fresh {
     pub(super) fn new(len: usize) -> Self {
-        Self::with_room(len, 0)
-    }
-
-    /// Memory for `len` numbers, whose vector has room for `more` behind them once it is finished.
-    pub(super) fn with_room(len: usize, more: usize) -> Self {
-        Self { values: Vec::with_capacity(len + more), len, cleared: AtomicUsize::new(0), is_divided: false }
+        Self { values: Vec::with_capacity(len), len, cleared: AtomicUsize::new(0), is_divided: false }
     }
 
     /// Divides the memory into parts of `size` numbers, the last of which may have fewer.
@@ -38,8 +33,8 @@ impl Fresh {
     /// Returns the numbers, once every part was taken.
     pub(super) fn finish(mut self) -> Vec<f32> {
         assert_eq!(self.cleared.into_inner(), self.len, "a kernel left a part of its outputs out");
-        // SAFETY: the memory was divided once, into parts that do not overlap; the numbers taken from
-        // one are initialised and leave it, and as many numbers were taken as there are.
+        // SAFETY: the memory was divided once, into parts that do not overlap; the numbers taken
+        // from one are initialised and leave it, and as many numbers were taken as there are.
         unsafe { self.values.set_len(self.len) };
         self.values
     }

@@ -6,7 +6,7 @@
 //! of a decoder, most of them on GPUs too; `forget_gate` and `quadratic` are on CUDA only. Each is
 //! an `operation`, the adapter to Candle. `addition` is a kernel of ours on CUDA, and Candle's
 //! elsewhere. Kernels are built from `gemm` (products of small tiles), `vector` (elementwise
-//! functions), `rows` (reading tensors), `transpose`, `fresh` (memory for outputs) and `joined`
+//! functions), `rows` (reading tensors), `transpose`, `fresh` (memory for outputs) and `beside`
 //! (inputs beyond the third). Loops over vectors are compiled for AVX-512, AVX2 and NEON beside
 //! plain Rust (`transpose` for AVX alone), and `instructions` chooses the version when the program
 //! runs.
@@ -30,6 +30,7 @@ macro_rules! assert_layout {
 
 pub(crate) mod activation;
 pub(crate) mod addition;
+mod beside;
 pub(crate) mod convolution;
 pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -41,7 +42,6 @@ mod fresh;
 mod gemm;
 pub(crate) mod heads;
 mod instructions;
-mod joined;
 pub(crate) mod linear;
 #[cfg(feature = "metal")]
 pub mod metal;
@@ -116,8 +116,8 @@ fn for_heads<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync + Sen
 /// The bytes that one thread reads or writes in about the time in which another wakes up.
 const SMALL: usize = 1 << 20;
 
-/// Runs `work`, a decoding step that reads and writes so many `bytes` in all, as [`for_heads`] does, but a
-/// small one on this thread alone: it is done before others wake up.
+/// Runs `work`, a decoding step that reads and writes so many `bytes` in all, as [`for_heads`]
+/// does, but a small one on this thread alone: it is done before others wake up.
 fn for_heads_of_step<T: Send, R: Send>(items: Vec<T>, bytes: usize, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
     if bytes < SMALL { items.into_iter().map(work).collect() } else { for_heads(items, work) }
 }
@@ -168,7 +168,8 @@ fn gradient(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
 pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) -> Result<()> {
     fn first_bad<T: WithDType>(values: &[T], layout: &Layout) -> Option<(Vec<usize>, f64)> {
         let bad = |x: T| !x.to_f64().is_finite();
-        // Rows along the last dimension, of which one with stride 1 is looked through without branches.
+        // Rows along the last dimension, of which one with stride 1 is looked through without
+        // branches.
         let last = layout.dims().last().zip(layout.stride().last());
         let (width, stride) = last.map_or((1, 1), |(&width, &stride)| (width, stride));
         let rows = layout.shape().elem_count().checked_div(width)?;

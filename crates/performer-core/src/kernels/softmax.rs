@@ -39,12 +39,12 @@ use forgotten::Forgotten;
 use pulp::{Simd, WithSimd};
 
 use super::{
-    check_finite, for_heads, for_heads_of_step,
+    beside::{AttentionPasses, apply_beside},
+    check_finite, contiguous, for_heads, for_heads_of_step,
     fresh::Fresh,
     gemm::{Accumulate, Left, Right, gemm},
     gradient,
     instructions::arch,
-    joined::JoinedKeys,
     leaves_threads_idle,
     operation::{Operation, Stored, apply},
     padded,
@@ -95,8 +95,7 @@ pub(crate) fn softmax(
 ) -> Result<Tensor> {
     let softmax = Softmax { seen, with_logs: logs, logs: OnceLock::new() };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
-    let (joined, keys_and_gates) = JoinedKeys::new(k, &ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?)?;
-    apply(GatedSoftmax { softmax, joined }, [q, &keys_and_gates, v])
+    apply_beside(GatedSoftmax(softmax), [q, k, v], &[&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -420,33 +419,30 @@ impl Operation<3> for Softmax {
     }
 }
 
-/// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, gates], v)`. The
-/// gates are joined to the keys, see [`JoinedKeys`].
-struct GatedSoftmax {
-    softmax: Softmax,
-    joined: JoinedKeys,
-}
+/// `GatedSoftmax` has the passes of softmax attention with gates.
+struct GatedSoftmax(Softmax);
 
-impl Operation<3> for GatedSoftmax {
+impl AttentionPasses for GatedSoftmax {
     fn name(&self) -> &'static str {
         "gated-softmax-attention"
     }
 
-    fn cpu(&self, [q, (s2, l2), v]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        let ((storage, k), gates) = self.joined.split((s2, l2))?;
-        self.softmax.forward([q, (storage, &k), v], Some(gates))
+    fn cpu(&self, qkv: [Stored<'_, CpuStorage>; 3], beside: &[Stored<'_, CpuStorage>]) -> Result<(CpuStorage, Shape)> {
+        let (gates, layout) = beside[0];
+        self.0.forward(qkv, Some(contiguous(gates, layout)?))
     }
 
     fn backward(
         &self,
-        [q, keys_and_gates, v]: [&Tensor; 3],
+        qkv @ [q, k, v]: [&Tensor; 3],
+        beside: &[&Tensor],
         out: &Tensor,
         grad: &Tensor,
-    ) -> Result<[Option<Tensor>; 3]> {
-        let (k, gates) = self.joined.parts(keys_and_gates)?;
-        let ([dq, dk, dv], dgates) = self.softmax.backward([q, &k, v], Some(&gates), out, grad)?;
-        let of_keys_and_gates = JoinedKeys::gradient(dk, &dgates, keys_and_gates)?;
-        Ok([Some(gradient(dq, q)?), Some(of_keys_and_gates), Some(gradient(dv, v)?)])
+    ) -> Result<([Tensor; 3], Vec<Tensor>)> {
+        let ([dq, dk, dv], dgates) = with_storages([beside[0]], |[(gates, layout)]| {
+            self.0.backward(qkv, Some(contiguous(gates, layout)?), out, grad)
+        })?;
+        Ok(([gradient(dq, q)?, gradient(dk, k)?, gradient(dv, v)?], vec![gradient(dgates, beside[0])?]))
     }
 }
 

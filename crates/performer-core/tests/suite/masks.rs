@@ -7,7 +7,7 @@ use crate::common::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 use performer_core::reference::Shape;
-use performer_core::{FeatureMapKind, Inputs, Mask, State};
+use performer_core::{Attention, FeatureMapKind, Inputs, Mask, Softmax, State};
 
 const SHAPE: Shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 40, k_len: 40, head_dim: 5, value_dim: 3 };
 
@@ -56,8 +56,8 @@ fn hidden_keys_and_values_may_be_anything() -> Result<()> {
     Ok(())
 }
 
-/// Hidden tokens whose gates forget by e^-10,000 each: that sum stands before every visible key of a
-/// hidden query, cancels in its outputs, and may take no digit of them, nor of any gradient.
+/// Hidden tokens whose gates forget by e^-10,000 each: that sum stands before every visible key of
+/// a hidden query, cancels in its outputs, and may take no digit of them, nor of any gradient.
 #[test]
 fn gates_of_hidden_tokens_leave_the_digits_of_the_rest() -> Result<()> {
     let windows = [None, Some((7, 0)), Some((5, 3))];
@@ -85,6 +85,24 @@ fn gates_of_hidden_tokens_leave_the_digits_of_the_rest() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// Gates in f32 are computed with in f64 where the queries are f64, sums over hidden tokens too;
+/// and a sum below the lowest gate is taken for the lowest.
+#[test]
+fn sums_over_hidden_tokens_have_the_digits_of_the_queries() -> Result<()> {
+    let x = Tensor::rand(-1f64, 1.0, (1, 1, 6, 4), &Device::Cpu)?;
+    let mask = Mask::causal().with_keys(&Tensor::new(&[[1u8, 0, 0, 0, 1, 1]], &Device::Cpu)?)?;
+    let out = |gates: &[f32], dtype| {
+        let gates = Tensor::from_slice(gates, (1, 1, 6), &Device::Cpu)?.to_dtype(dtype)?;
+        Softmax::new().forward(Inputs::new(&x, &x, &x).with_gates(&gates), &mask)
+    };
+    let gates = [0.0, -0.7, -1.1, -0.3, -0.1, -0.2];
+    assert_tensor_close("f32", &out(&gates, DType::F32)?, &values(&out(&gates, DType::F64)?)?, 1e-15);
+    let lowest = [0.0, -1e30, -1e30, -1e30, -1e30, -0.2];
+    let last = values(&out(&lowest, DType::F32)?.narrow(2, 4, 1)?)?;
+    assert_close("lowest", &[4], &last, &values(&x.narrow(2, 4, 1)?)?, 1e-15);
     Ok(())
 }
 

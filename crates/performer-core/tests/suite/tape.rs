@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use performer_core::{AttentionConfig, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Tape, ops};
+use performer_core::{AttentionConfig, Inputs, LayerParts, Mask, MultiHeadAttention, MultiHeadConfig, Tape, ops};
 
 fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
     let count = shape.iter().product::<usize>() as u64;
@@ -94,6 +94,25 @@ fn plain_operations_have_candles_gradients() -> Result<()> {
         ops::add(&ops::narrow(&ops::reshape(&last, 6)?, 0, 0, 4)?, &ops::reshape(&other, 4)?)
     })?;
     assert_eq!(unrecorded, 0);
+    Ok(())
+}
+
+/// A mask of keys moves gates from token to token, which the tape records as well.
+#[test]
+fn gates_under_a_mask_have_candles_gradients() -> Result<()> {
+    let [q, k, v] = [21, 22, 23].map(|seed| Var::from_tensor(&random(&[2, 2, 9, 4], seed).unwrap()).unwrap());
+    let gates = Var::from_tensor(&(random(&[2, 2, 9], 24)? - 0.6)?)?;
+    let visible = Tensor::new(&[[1u8, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0]], &Device::Cpu)?;
+    let mask = Mask::causal().with_keys(&visible)?;
+    for attention in ["softmax", "favor:m=8", "favor:m=8,map=learned", "favor:m=8,window=3"] {
+        let config: AttentionConfig = attention.parse().expect("an attention");
+        let attention = config.build(4, 1, DType::F32, &Device::Cpu)?;
+        let vars = [q.clone(), k.clone(), v.clone(), gates.clone()];
+        let unrecorded = compare(&vars, || {
+            ops::sum_all(&ops::sqr(&attention.forward(Inputs::new(&q, &k, &v).with_gates(&gates), &mask)?)?)
+        })?;
+        assert_eq!(unrecorded, 0, "{attention:?}");
+    }
     Ok(())
 }
 

@@ -371,7 +371,7 @@ impl fmt::Debug for Favor {
 impl Attention for Favor {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
         inputs.sizes_under(mask)?;
-        let gates = gates::moved_to_visible(inputs.gates, mask)?;
+        let gates = gates::moved_to_visible(inputs, mask)?;
         let call = self.call(inputs.with_gates_of(gates.as_ref()), mask, false)?;
         if call.sizes.is_empty() {
             return call.sizes.zeros(inputs.q);

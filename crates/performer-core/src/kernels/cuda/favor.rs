@@ -2,10 +2,7 @@
 //! the kernels and their chain of shapes; this file puts them together.
 //! What bounds their time is in `docs/LOG.md` of the repository.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    thread::{self, ThreadId},
-};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{
     CpuStorage, D, DType, Device, Error, Layout, Result, Shape, Tensor,
@@ -13,7 +10,10 @@ use candle_core::{
     bail,
 };
 
-use super::super::operation::{Operation, Stored, apply};
+use super::super::{
+    beside::{AttentionPasses, apply_beside},
+    operation::{Operation, Stored, apply},
+};
 use super::{
     CudaDevice, CudaStorage, View,
     buffer::Buffer,
@@ -72,21 +72,10 @@ pub(crate) fn favor(
     let tracked = qkv.into_iter().chain(gates).chain(parameters).any(Tensor::track_op);
     let trained = parameters.is_some_and(Tensor::track_op);
     let passes = Passes { map: map.clone(), causal, visible, tracked, trained, logs, saved: Mutex::new(None) };
-    let beside = |passes| -> Result<(Tensor, Beside)> {
-        let gradients = Handover::default();
-        let joined = apply(Qkv(Arc::clone(&gradients)), qkv)?;
-        Ok((joined, Beside { passes, gated: gates.is_some(), qkv: qkv.map(Tensor::detach), gradients }))
-    };
-    let rows = match (gates, parameters.filter(|_| trained)) {
-        (None, None) => apply(Favor(passes), qkv)?,
-        (Some(one), None) | (None, Some(one)) => {
-            let (joined, operation) = beside(passes)?;
-            apply(operation, [&joined, one])?
-        }
-        (Some(gates), Some(parameters)) => {
-            let (joined, operation) = beside(passes)?;
-            apply(operation, [&joined, gates, parameters])?
-        }
+    let others: Vec<&Tensor> = gates.into_iter().chain(parameters.filter(|_| trained)).collect();
+    let rows = match &others[..] {
+        [] => apply(Favor(passes), qkv)?,
+        others => apply_beside(FavorBeside { passes, gated: gates.is_some() }, qkv, others)?,
     };
     apart(rows, qkv[2].dim(3)?, logs)
 }
@@ -172,60 +161,33 @@ impl Operation<3> for Favor {
     }
 }
 
-/// The gradients of `(q, k, v)` on their way from [`Beside`] to [`Qkv`], each with the thread of its
-/// backward pass: others over the same graph may run at the same time.
-type Handover = Arc<Mutex<Vec<(ThreadId, [Tensor; 3])>>>;
-
-/// `Qkv` stands for `(q, k, v)` as one operand: an operation takes three tensors, and with gates
-/// or parameters there are more. Its output is one number, which says nothing; its backward pass
-/// returns the gradients that [`Beside`] has left, which comes before it in every backward pass.
-struct Qkv(Handover);
-
-impl Operation<3> for Qkv {
-    fn name(&self) -> &'static str {
-        "favor-qkv"
-    }
-
-    fn cuda(&self, [(q, _), ..]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
-        Ok((q.device().zeros_impl(&Shape::from(1), DType::F32)?, Shape::from(1)))
-    }
-
-    fn backward(&self, _: [&Tensor; 3], _: &Tensor, _: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A pass that began within another one on this thread has left its own last.
-        match all.iter().rposition(|(of, _)| *of == thread::current().id()) {
-            Some(last) => Ok(all.remove(last).1.map(Some)),
-            None => bail!("favor: the gradients of q, k and v are gone before they were asked for"),
-        }
-    }
-}
-
-/// `Beside` is FAVOR attention with gates, with parameters of the map, or with both, as one
-/// differentiable operation on `(joined, gates)`, `(joined, parameters)` or
-/// `(joined, gates, parameters)`.
-struct Beside {
+/// `FavorBeside` has the passes of FAVOR attention with gates, with parameters of the map, or with
+/// both, in this order.
+struct FavorBeside {
     passes: Passes,
-    /// Whether the first operand beside the inputs is gates.
+    /// Whether the first input beside `q`, `k` and `v` is gates.
     gated: bool,
-    qkv: [Tensor; 3],
-    gradients: Handover,
 }
 
-impl<const N: usize> Operation<N> for Beside {
+impl AttentionPasses for FavorBeside {
     fn name(&self) -> &'static str {
         "favor-beside"
     }
 
-    fn cuda(&self, inputs: [Stored<'_, CudaStorage>; N]) -> Result<(CudaStorage, Shape)> {
-        let gates = self.gated.then(|| inputs[1]);
-        with_storages(self.qkv.each_ref(), |views| self.passes.forward(views, gates))
+    fn cuda(&self, qkv: [View; 3], beside: &[View]) -> Result<(CudaStorage, Shape)> {
+        self.passes.forward(qkv, self.gated.then(|| beside[0]))
     }
 
-    fn backward(&self, inputs: [&Tensor; N], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
-        let qkv @ [q, k, v] = self.qkv.each_ref();
+    fn backward(
+        &self,
+        qkv @ [q, k, v]: [&Tensor; 3],
+        beside: &[&Tensor],
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<([Tensor; 3], Vec<Tensor>)> {
         let gradients = match self.gated {
             false => with_storages(qkv, |views| self.passes.backward(views, None, out, grad)),
-            true => with_storages([q, k, v, inputs[1]], |[q, k, v, gates]| {
+            true => with_storages([q, k, v, beside[0]], |[q, k, v, gates]| {
                 self.passes.backward([q, k, v], Some(gates), out, grad)
             }),
         }?;
@@ -235,14 +197,8 @@ impl<const N: usize> Operation<N> for Beside {
             }
             _ => None,
         };
-        let mut of_others = gradients.gates.map(Buffer::tensor).into_iter().chain(of_parameters);
-        let joined = inputs[0].zeros_like()?;
-        // Nobody takes them where none of q, k and v asks for a gradient.
-        if inputs[0].track_op() {
-            let of_joined = gradients.qkv.map(Buffer::tensor);
-            self.gradients.lock().unwrap_or_else(PoisonError::into_inner).push((thread::current().id(), of_joined));
-        }
-        Ok(std::array::from_fn(|i| if i == 0 { Some(joined.clone()) } else { of_others.next() }))
+        let of_others = gradients.gates.map(Buffer::tensor).into_iter().chain(of_parameters).collect();
+        Ok((gradients.qkv.map(Buffer::tensor), of_others))
     }
 }
 

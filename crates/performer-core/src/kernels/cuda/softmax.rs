@@ -4,10 +4,13 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{
-    D, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
+    D, DType, Result, Shape, Tensor, backend::BackendStorage, bail, cuda_backend::cudarc::driver::DeviceRepr,
 };
 
-use super::super::operation::{Operation, Stored, apply};
+use super::super::{
+    beside::{AttentionPasses, apply_beside},
+    operation::{Operation, Stored, apply},
+};
 use super::{
     CudaDevice, CudaStorage, Kernel, Launch, Macro, Source, THREADS, View,
     buffer::{Buffer, Strides, address, optional, optional_output},
@@ -121,12 +124,9 @@ pub(crate) fn softmax_with_logs(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen:
 }
 
 /// Applies the operation, or the one with gates.
-fn attend([q, k, v]: [&Tensor; 3], gates: Option<&Tensor>, softmax: Softmax) -> Result<Tensor> {
-    let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
-    // An operation takes at most three tensors, so keys and values become one.
-    let keys_values = ops::cat(&[&ops::contiguous(k)?, &ops::contiguous(v)?], 3)?;
-    let gates = ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?;
-    apply(GatedSoftmax { softmax, head_dim: k.dim(3)? }, [q, &keys_values, &gates])
+fn attend(qkv: [&Tensor; 3], gates: Option<&Tensor>, softmax: Softmax) -> Result<Tensor> {
+    let Some(gates) = gates else { return apply(softmax, qkv) };
+    apply_beside(GatedSoftmax(softmax), qkv, &[&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.
@@ -430,38 +430,28 @@ impl Operation<3> for Softmax {
     }
 }
 
-/// `GatedSoftmax` is softmax attention as one differentiable operation on `(q, [k, v], gates)`.
-struct GatedSoftmax {
-    softmax: Softmax,
-    /// The width of a row of keys, before the values.
-    head_dim: usize,
-}
+/// `GatedSoftmax` has the passes of softmax attention with gates.
+struct GatedSoftmax(Softmax);
 
-impl GatedSoftmax {
-    /// The layouts of keys and values in the tensor of both.
-    fn parts(&self, both: &Layout) -> Result<[Layout; 2]> {
-        let d = self.head_dim;
-        Ok([both.narrow(3, 0, d)?, both.narrow(3, d, both.dims()[3] - d)?])
-    }
-}
-
-impl Operation<3> for GatedSoftmax {
+impl AttentionPasses for GatedSoftmax {
     fn name(&self) -> &'static str {
         "gated-softmax-attention"
     }
 
-    fn cuda(&self, [q, both, gates]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
-        let [k, v] = self.parts(both.1)?;
-        self.softmax.forward([q, (both.0, &k), (both.0, &v)], Some(gates))
+    fn cuda(&self, qkv: [View; 3], beside: &[View]) -> Result<(CudaStorage, Shape)> {
+        self.0.forward(qkv, Some(beside[0]))
     }
 
-    fn backward(&self, [q, both, gates]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let tensors = [q, both, gates, out, &grad.contiguous()?];
-        let ([dq, dk, dv], dgates) = with_storages(tensors, |[q, both, gates, out, grad]| {
-            let [k, v] = self.parts(both.1)?;
-            self.softmax.gradients([q, (both.0, &k), (both.0, &v)], Some(gates), out, grad)
-        })?;
-        let of_both = Tensor::cat(&[dk.tensor(), dv.tensor()], 3)?;
-        Ok([Some(dq.tensor()), Some(of_both), dgates.map(Buffer::tensor)])
+    fn backward(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        beside: &[&Tensor],
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<([Tensor; 3], Vec<Tensor>)> {
+        let tensors = [q, k, v, beside[0], out, &grad.contiguous()?];
+        let (of_qkv, of_gates) =
+            with_storages(tensors, |[q, k, v, gates, out, grad]| self.0.gradients([q, k, v], Some(gates), out, grad))?;
+        Ok((of_qkv.map(Buffer::tensor), of_gates.map(Buffer::tensor).into_iter().collect()))
     }
 }

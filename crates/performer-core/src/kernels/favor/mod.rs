@@ -48,6 +48,7 @@
 //! Without a causal mask `P` falls away: `S` and `z` are sums over all keys, `R` and `r` over all
 //! queries.
 
+mod beside;
 #[cfg(any(test, feature = "cuda"))]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod blocks;
@@ -57,7 +58,6 @@ mod exponential;
 mod full;
 mod map;
 mod op;
-mod packed;
 mod quadratic;
 #[cfg(any(test, feature = "cuda"))]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -72,10 +72,10 @@ use std::{fmt, sync::Arc};
 use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::Simd;
 
+pub(crate) use beside::gated;
 pub(crate) use exponential::Exponential;
 pub(crate) use map::Map;
 pub(crate) use op::favor;
-pub(crate) use packed::gated;
 pub(crate) use quadratic::Quadratic;
 pub(crate) use rectified::Rectified;
 pub(crate) use trained::Trained;

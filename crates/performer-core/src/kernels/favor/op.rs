@@ -30,7 +30,7 @@ pub(crate) fn favor(
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    apply(Favor(Passes::new(form.clone(), causal, visible, [q, k, v])), [q, k, v])
+    apply(Favor(Passes::new(form.clone(), causal, visible, &[q, k, v])), [q, k, v])
 }
 
 /// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.
@@ -61,8 +61,8 @@ enum Saved {
 }
 
 impl Passes {
-    /// `of` are the inputs of the operation, any of which may ask for a gradient.
-    pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>, of: [&Tensor; 3]) -> Self {
+    /// `of` are all tensors that may ask for a gradient: `q`, `k`, `v` and those beside them.
+    pub(super) fn new(form: Form, causal: bool, visible: Option<Vec<bool>>, of: &[&Tensor]) -> Self {
         let tracked = of.iter().any(|tensor| tensor.track_op());
         Self { form, causal, visible, tracked, saved: OnceLock::new(), out: OnceLock::new() }
     }
@@ -113,7 +113,7 @@ impl Passes {
     /// The backward pass: the gradients of `q`, `k` and `v`. The gradients of a trained map, for
     /// queries and for keys, are added to `linear`, one pair for each key head; it is empty where
     /// the map is not trained. With gates, `dgates` receives theirs, `(B, Hkv, Tk)`; it is empty
-    /// without. The vector of the keys' gradients has room for `more` numbers behind them.
+    /// without.
     pub(super) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -121,11 +121,10 @@ impl Passes {
         grad: &Tensor,
         linear: &mut [[LinearGradient; 2]],
         (gates, dgates): (Option<&[f32]>, &mut [f32]),
-        more: usize,
     ) -> Result<[Vec<f32>; 3]> {
         let grad = grad.contiguous()?;
         let (t, group, dv) = (q.dim(2)?, q.dim(1)? / k.dim(1)?, v.dim(3)?);
-        let mut gradients = [(q, 0), (k, more), (v, 0)].map(|(x, more)| Fresh::with_room(x.elem_count(), more));
+        let mut gradients = [q, k, v].map(|x| Fresh::new(x.elem_count()));
         let Some(saved) = self.saved.get() else {
             bail!("favor: the backward pass needs a forward pass on the CPU before it");
         };
@@ -197,7 +196,7 @@ impl Operation<3> for Favor {
     }
 
     fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [], (None, &mut []), 0)?;
+        let [dq, dk, dv] = self.0.backward([q, k, v], out, grad, &mut [], (None, &mut []))?;
         Ok([Some(gradient(dq, q)?), Some(gradient(dk, k)?), Some(gradient(dv, v)?)])
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{Form, exponential::Exponential, map::Map, packed::packed};
+use super::{Form, beside::favor_beside, exponential::Exponential, map::Map};
 use crate::ops;
 
 /// `Trained` holds the parameters of positive features as they are at one call.
@@ -57,6 +57,7 @@ impl Trained {
         causal: bool,
         logs: bool,
     ) -> Result<Tensor> {
-        packed(Form { maps: self.maps, logs }, Some((&self.parameters, self.sizes)), gates, [q, k, v], visible, causal)
+        let parameters = Some((&self.parameters, self.sizes));
+        favor_beside(Form { maps: self.maps, logs }, parameters, gates, [q, k, v], visible, causal)
     }
 }

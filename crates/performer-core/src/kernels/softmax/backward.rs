@@ -217,7 +217,7 @@ enum Work<'a> {
 
 impl Softmax {
     /// The backward pass: the gradients of `q`, `k` and `v`, and those of the gates `(B, Hkv, Tk)`,
-    /// which are empty without. The vector of the keys' gradients has room for those of the gates.
+    /// which are empty without.
     pub(super) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -230,7 +230,7 @@ impl Softmax {
         let (b, hkv, keys, vd) = v.dims4()?;
         let (group, width, value_width) = (h / hkv, padded(d), padded(vd));
         let mut dq = Fresh::new(q.elem_count());
-        let mut dk = Fresh::with_room(b * hkv * keys * width, gates.map_or(0, <[f32]>::len));
+        let mut dk = Fresh::new(b * hkv * keys * width);
         let mut dv = Fresh::new(b * hkv * keys * value_width);
         let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
         let mut of_rows = vec![0f32; if gates.is_some() { b * h * t } else { 0 }];

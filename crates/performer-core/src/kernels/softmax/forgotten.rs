@@ -21,15 +21,30 @@ use super::{
         rows::{Matrix, Span},
         vector::{add, add_shifted, dot, max_difference},
     },
-    Head, NEGLIGIBLE, QUERIES,
+    Head, KEYS, NEGLIGIBLE, QUERIES,
 };
+
+/// From `QUERIES - 1 - key` on, whether each query of a tile is later than the key: 0 or 1.
+const IS_LATER: [f32; 2 * QUERIES] = {
+    let mut is_later = [0.0; 2 * QUERIES];
+    let mut n = QUERIES;
+    while n < 2 * QUERIES {
+        is_later[n] = 1.0;
+        n += 1;
+    }
+    is_later
+};
+
+/// The longest window whose keys are all computed: to find out which of so few could be left out
+/// takes longer than it saves.
+const SHORT: usize = 4 * KEYS;
 
 /// `Forgotten` holds sums of gates around the first query of a tile.
 pub(super) struct Forgotten<'a> {
     head: &'a Head<'a>,
     /// `(Tk)`.
     gates: &'a [f32],
-    /// The largest norm of the keys.
+    /// The largest norm of the keys, or infinity where none is left out anyway.
     norm: f32,
     /// The position of the first query among the keys.
     own: usize,
@@ -60,11 +75,15 @@ impl<'a> Forgotten<'a> {
     /// are no gates.
     #[inline(always)]
     pub(super) fn new<S: Simd>(simd: S, head: &'a Head<'a>, k: &Matrix, keys: [Range<usize>; 2]) -> Option<Self> {
-        let mut square = 0f32;
         let gates = head.gates?;
-        for j in keys.into_iter().flatten() {
-            let row = k.row(j, head.k.width);
-            square = square.max(dot(simd, row, row));
+        let mut square = 0f32;
+        if head.window.is_some_and(|window| window <= SHORT) {
+            square = f32::INFINITY;
+        } else {
+            for j in keys.into_iter().flatten() {
+                let row = k.row(j, head.k.width);
+                square = square.max(dot(simd, row, row));
+            }
         }
         Some(Self {
             head,
@@ -92,8 +111,10 @@ impl<'a> Forgotten<'a> {
         let mut sums = [0f32; QUERIES];
         for key in (0..queries).rev() {
             if let Some(&gate) = self.gates.get(own + key + 1) {
-                for sum in &mut sums[(key + 1).min(queries)..queries] {
-                    *sum += gate;
+                // A product with 0 or 1 for each query keeps whole vectors together.
+                let is_later = &IS_LATER[QUERIES - 1 - key..][..QUERIES];
+                for (sum, is_later) in sums.iter_mut().zip(is_later) {
+                    *sum += gate * is_later;
                 }
             }
             self.within[key * QUERIES..(key + 1) * QUERIES].copy_from_slice(&sums);
@@ -110,6 +131,10 @@ impl<'a> Forgotten<'a> {
     /// numbers say, which is more than sums and products of f32 lose.
     #[inline(always)]
     fn bound(&mut self, queries: usize, columns: &[f32]) {
+        if self.norm == f32::INFINITY {
+            self.bounds = [f32::MAX; QUERIES];
+            return;
+        }
         let mut squares = [0f32; QUERIES];
         for row in columns.chunks_exact(QUERIES) {
             for (square, x) in squares.iter_mut().zip(row) {
@@ -192,7 +217,7 @@ mod tests {
     use pulp::WithSimd;
 
     use super::{
-        super::{super::instructions::arch, super::rows::Heads, KEYS},
+        super::super::{instructions::arch, rows::Heads},
         *,
     };
 
