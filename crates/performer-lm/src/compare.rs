@@ -401,26 +401,23 @@ impl Comparison<'_> {
         if !self.ranks.leads() {
             return Ok(outcome);
         }
-        files::write_json(&self.out.join("compare.json"), &outcome)?;
+        let path = self.out.join("compare.json");
+        let earlier = std::fs::read(&path).ok();
+        files::write_json(&path, &outcome)?;
+        // The table is written when all runs are there. Until then, one of other numbers would be
+        // taken for one of these.
+        if std::fs::read(&path).ok() != earlier {
+            files::remove(&self.out.join("table.md"))?;
+        }
         charts::loss(&outcome, &folders)?.save(&self.out.join("loss"))?;
         for (name, chart) in [("positions", charts::positions(&outcome)), ("beside", charts::beside(&outcome))] {
             let stem = self.out.join(name);
             match chart {
                 Some(chart) => drop(chart.save(&stem)?),
                 // One of an earlier comparison would be taken for one of this.
-                None => ["svg", "png"].iter().try_for_each(|end| remove(&stem.with_extension(end)))?,
+                None => ["svg", "png"].iter().try_for_each(|end| files::remove(&stem.with_extension(end)))?,
             }
         }
         Ok(outcome)
-    }
-}
-
-/// Removes a file, if there is one.
-fn remove(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("cannot remove {}", path.display()))
-        }
-        _ => Ok(()),
     }
 }

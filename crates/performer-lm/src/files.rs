@@ -144,6 +144,19 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     write(path, &json)
 }
 
+/// Removes a file, if there is one.
+///
+/// # Errors
+/// If it cannot be removed.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -136,6 +136,11 @@ impl DataArgs {
         self.data.clone().unwrap_or_default()
     }
 
+    /// Returns the number of tokens that was given, or that of the tokenizer that was given.
+    pub(super) fn vocab_size_asked_for(&self, data: &Prepared) -> Option<usize> {
+        self.vocab_size.or_else(|| self.tokenizer.is_some().then(|| data.tokenizer.vocab_size()))
+    }
+
     /// Refuses a number of tokens beside a tokenizer, which has its own.
     fn check(&self) -> Result<()> {
         ensure!(

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     bench::{Effort, attention, decode, generate, train},
-    config::{AttentionPattern, TrainingConfig},
+    config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::prepare_for,
     errors::require_once,
     files,
@@ -264,6 +264,9 @@ fn attention(args: &AttentionArgs, machine: &Machine) -> Result<()> {
         report.chart(false).save(&out.join("attention-forward"))?;
         if sweep.backward {
             report.chart(true).save(&out.join("attention-both"))?;
+        } else {
+            // That of an earlier measurement would be taken for one of this.
+            ["svg", "png"].iter().try_for_each(|end| files::remove(&out.join("attention-both").with_extension(end)))?;
         }
     }
     args.results.finish("attention", &report, &attention_table(&report))
@@ -434,6 +437,9 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         Some((_, model)) => prepare_for(&args.data.spec(), &model.tokenizer, &output::TERMINAL)?,
         None => args.data.prepare(config.vocab_size)?,
     };
+    // The head has the size that was asked for, though a short text gives a smaller vocabulary.
+    let vocab_size = args.data.vocab_size_asked_for(&data).unwrap_or(config.vocab_size);
+    let config = ModelConfig { vocab_size, ..config };
     let plan = train::Plan {
         config,
         training,

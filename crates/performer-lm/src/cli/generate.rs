@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{args::Machine, output, paths};
 use crate::{
-    generate::{Continuation, Sampling, Stop},
+    generate::{Continuation, Generation, Sampling, Stop},
     model::pretrained,
 };
 
@@ -90,8 +90,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         output::bytes(b"\n")?;
     }
     let generation = generation?;
-    let after = generation.tokens.saturating_sub(1) as f64;
-    let tokens_per_second = first.map_or(0.0, |first| after / first.elapsed().as_secs_f64().max(1e-9));
+    let passes = passes_after_the_first(&generation) as f64;
+    let tokens_per_second = first.map_or(0.0, |first| passes / first.elapsed().as_secs_f64().max(1e-9));
     if generation.stop == Stop::PositionsUsedUp {
         output::note("(the model has no more positions)");
     }
@@ -114,4 +114,23 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+/// Returns how many tokens the model has computed since it had written the first one. The token that
+/// ended the text is one of them, though it was not written.
+fn passes_after_the_first(generation: &Generation) -> usize {
+    let end = usize::from(generation.stop == Stop::EndOfText);
+    (generation.tokens + end).saturating_sub(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_token_that_ends_a_text_takes_its_time_too() {
+        let passes = |tokens, stop| passes_after_the_first(&Generation { tokens, stop, state_bytes: 0 });
+        assert_eq!([0, 1, 5].map(|tokens| passes(tokens, Stop::MaxTokens)), [0, 0, 4]);
+        assert_eq!([0, 1, 5].map(|tokens| passes(tokens, Stop::EndOfText)), [0, 1, 5]);
+    }
 }

@@ -386,6 +386,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
         }
     }
     changes.extend(diverged);
+    let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..plan.config.clone() };
     Findings {
         name: "ablate",
         title: "What closes the gap to softmax?".into(),
@@ -420,7 +421,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
             Section { title: "One change at a time".into(), text: changes, chart: None, table: Some(table) },
         ],
         data: serde_json::json!({
-            "config": plan.config, "training": plan.training, "corpus": data.corpus_name, "outcomes": outcomes,
+            "config": config, "training": plan.training, "corpus": data.corpus_name, "outcomes": outcomes,
         }),
     }
 }

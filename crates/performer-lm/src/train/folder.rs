@@ -151,9 +151,11 @@ pub fn runs_beside(report: &Report, out: &Path) -> Result<Vec<(Report, PathBuf)>
     Ok(beside)
 }
 
-/// Returns the configuration with the vocabulary of the data's tokenizer.
+/// Returns the configuration with the vocabulary of the data's tokenizer and its borders of
+/// documents.
 pub(super) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
-    ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..config.clone() }
+    let tokenizer = &data.tokenizer;
+    ModelConfig { vocab_size: tokenizer.vocab_size(), borders: tokenizer.borders_for_config(), ..config.clone() }
 }
 
 /// `SavedData` says what a run trains on.

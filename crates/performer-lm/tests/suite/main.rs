@@ -39,6 +39,7 @@ mod regressions;
 #[cfg(feature = "cli")]
 mod seeds;
 mod segments;
+mod settings;
 #[cfg(all(feature = "cli", unix))]
 mod stopping;
 #[cfg(feature = "lab")]

@@ -202,7 +202,7 @@ pub fn run(plan: &Plan) -> Result<Findings> {
     let settings: Vec<Setting> = plan.tasks.iter().map(|&task| plan.setting(task)).collect::<Result<_>>()?;
     // This fails now where a run would fail minutes later.
     for setting in &settings {
-        for attention in &plan.attentions {
+        for attention in plan.attentions.iter().filter(|attention| can_learn(attention, setting.task)) {
             setting.model(attention, 0)?;
         }
     }

@@ -219,7 +219,10 @@ impl Gguf<'_> {
             }
             other => bail!("tokenizer.ggml.model is {other}; supported are gpt2 (byte-level) and llama (scores)"),
         };
-        let stop: Vec<u32> = self.id("tokenizer.ggml.eos_token_id")?.into_iter().collect();
+        // A chat model may end its turn by a token of its own.
+        let [end, end_of_turn] = ["eos", "eot"].map(|name| self.id(&format!("tokenizer.ggml.{name}_token_id")));
+        let mut stop: Vec<u32> = end?.into_iter().chain(end_of_turn?).collect();
+        stop.dedup();
         Tokenizer::of_model(json, &stop)
     }
 

@@ -130,7 +130,8 @@ impl<'a> Trainer<'a> {
         ensure!(
             state.key.as_ref().is_none_or(|key| key.data == digests(data)),
             Cause::OtherData(format!(
-                "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with",
+                "{} was trained on other data (corpus {}): resume with the data and the tokenizer it began with, or a \
+                 run of compare by that command",
                 options.out.display(),
                 state.corpus
             ))

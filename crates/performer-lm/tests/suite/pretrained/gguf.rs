@@ -228,6 +228,12 @@ fn scored_tokenizers_are_read() -> Result<()> {
     all.extend(of_scores);
     let read = tokenizer_of(all.clone(), s)?;
     assert_eq!((read.borders().begin, read.borders().end, &read.borders().stop[..]), (Some(1), None, &[2][..]));
+    // A chat model ends its turn by a token of its own, or by the one that ends its texts.
+    for (turn, stop) in [(3, &[2, 3][..]), (2, &[2])] {
+        let mut chat = all.clone();
+        chat.insert("tokenizer.ggml.eot_token_id".into(), Value::U32(turn));
+        assert_eq!(tokenizer_of(chat, s)?.borders().stop, stop);
+    }
     let spelled: Vec<(f32, Vec<u8>)> =
         vocabulary.iter().map(|(score, token, _)| (*score, token.replace('▁', " ").into_bytes())).collect();
     for text in ["the thin ant", " he  ate in the heat", "\nthe 日 é", "<s>", ""] {
