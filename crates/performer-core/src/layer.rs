@@ -15,7 +15,7 @@ use crate::{
 };
 use convolutions::{Around, CONVOLUTIONS, K, LastRows, Q, V, filters};
 use gates::{forget_gate, gates};
-use registered::{Registered, named, same_numbers, update_registered};
+use registered::{Registered, named, require_registered, same_numbers, update_registered};
 
 pub use crate::nn::Rotary;
 pub use config::MultiHeadConfig;
@@ -381,6 +381,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// If `x` has another shape.
     pub fn gates(&self, x: &Tensor) -> Result<Option<Tensor>> {
+        x.dims3()?;
         self.gate.as_ref().map(|gate| gates(gate, x)).transpose()
     }
 
@@ -425,10 +426,14 @@ impl MultiHeadAttention {
             numbers.push((variable, saved.force_contiguous()?));
         }
         let before = self.attention.buffers();
-        self.attention.load_buffers(get)?;
-        if let Err(error) = update_registered(&mut self.registered, &*self.attention) {
-            // The layer goes on with what its map of variables holds.
-            self.attention.load_buffers(&|name| named(&before, name))?;
+        let loaded = self.attention.load_buffers(get);
+        let registered = loaded
+            .and_then(|()| require_registered(&self.registered, &self.trained, &*self.attention))
+            .and_then(|()| update_registered(&mut self.registered, &*self.attention));
+        if let Err(error) = registered {
+            // The layer goes on with what its map of variables holds, and variables are trained on.
+            let own = |name: &str| named(&self.trained, name).or_else(|| named(&before, name));
+            self.attention.load_buffers(&own)?;
             return Err(error);
         }
         if !numbers.is_empty() {

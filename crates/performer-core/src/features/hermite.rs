@@ -41,6 +41,10 @@ impl FeatureMap for HermiteTail {
         self.taylor.feature_dim() + self.projection_t.dims()[1]
     }
 
+    fn constants(&self) -> Vec<Tensor> {
+        vec![self.projection_t.clone()]
+    }
+
     /// Computes the features. The largest exponential of a row, at least 1, sets its scale, which
     /// is a constant to the gradient since it cancels in the product.
     fn features(&self, x: &Tensor) -> Result<Features> {

@@ -253,6 +253,13 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         self.parameters().into_iter().map(|(name, _)| name).collect()
     }
 
+    /// The numbers of this map that are neither parameters nor in a form, such as a random
+    /// projection; none, unless overridden. A state of an attention is refused by one whose map has
+    /// other constants.
+    fn constants(&self) -> Vec<Tensor> {
+        Vec::new()
+    }
+
     /// Returns this map with other parameters, which `get` finds by name: for any number of heads,
     /// and trainable where they are variables.
     ///

@@ -38,6 +38,10 @@ impl FeatureMap for Trigonometric {
         2 * self.projection_t.dims()[1]
     }
 
+    fn constants(&self) -> Vec<Tensor> {
+        vec![self.projection_t.clone()]
+    }
+
     fn features(&self, x: &Tensor) -> Result<Features> {
         let u = project(x, &self.projection_t)?;
         let norm = (self.projection_t.dims()[1] as f64).powf(-0.5);
@@ -88,6 +92,10 @@ impl FeatureMap for Phase {
 
     fn feature_dim(&self) -> usize {
         self.projection_t.dims()[1]
+    }
+
+    fn constants(&self) -> Vec<Tensor> {
+        vec![self.projection_t.clone(), self.offsets.clone()]
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {

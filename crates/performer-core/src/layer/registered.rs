@@ -16,6 +16,23 @@ pub(super) struct Registered {
     pub(super) used: Tensor,
 }
 
+/// Refuses an attention with buffers that the layer's `VarMap` lacks: it would not save them, and
+/// the layer that is made of what it saves would be another one. A layer without a `VarMap` has
+/// registered nothing, and takes any.
+pub(super) fn require_registered(
+    all: &[Registered],
+    trained: &[(String, Tensor)],
+    attention: &dyn Attention,
+) -> Result<()> {
+    let is_known =
+        |name: &str| all.iter().any(|registered| registered.name == name) || trained.iter().any(|(own, _)| own == name);
+    let unknown = attention.buffers().into_iter().find(|(name, _)| !is_known(name));
+    match unknown.filter(|_| !all.is_empty() || !trained.is_empty()) {
+        Some((name, _)) => bail!("buffer {name} is none that the layer's VarMap holds; make the layer anew with it"),
+        None => Ok(()),
+    }
+}
+
 /// Writes the attention's buffers into the `VarMap`, or nothing where one of them does not fit.
 pub(super) fn update_registered(all: &mut [Registered], attention: &dyn Attention) -> Result<()> {
     let buffers = attention.buffers();

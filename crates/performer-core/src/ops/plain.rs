@@ -101,6 +101,10 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
 /// Those of [`Tensor::affine`].
 pub fn affine(x: &Tensor, factor: f64, offset: f64) -> Result<Tensor> {
     let out = x.affine(factor, offset)?;
+    if factor == 0.0 {
+        // No gradient passes, in Candle's backward pass neither.
+        return Ok(out.detach());
+    }
     record(&out, &[x], move |grad| Ok(vec![Some(grad.affine(factor, 0.0)?)]));
     Ok(out)
 }
@@ -214,8 +218,19 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
 /// Takes the entries `ids` `(N)` of dimension 0 of `x`.
 ///
 /// # Errors
-/// If an id lies beyond the dimension.
+/// On the CPU, if an id lies beyond the dimension; a GPU does not tell.
 pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    // Candle takes the largest number of a type for an entry that is missing, and returns zeros. As
+    // u8 it is the last of 256 entries; as u32 it is −1 converted, and no entry at all.
+    let ids = &if ids.dtype() == DType::U8 { ids.to_dtype(DType::U32)? } else { ids.clone() };
+    if ids.device().is_cpu() && ids.dtype() == DType::U32 && ids.flatten_all()?.to_vec1::<u32>()?.contains(&u32::MAX) {
+        bail!(
+            "id {} lies beyond the {} entries of dimension 0; a negative id was converted to u32",
+            u32::MAX,
+            x.dim(0)?
+        );
+    }
+    let x = &contiguous(x)?;
     let (out, shape, ids) = (x.index_select(ids, 0)?, x.shape().clone(), ids.clone());
     record_sum(&out, x, move |sum, grad| {
         let sum = sum.map_or_else(|| Tensor::zeros(&shape, grad.dtype(), grad.device()), Ok)?;

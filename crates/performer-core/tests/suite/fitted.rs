@@ -525,3 +525,29 @@ fn a_layer_that_refuses_buffers_goes_on_with_its_own() -> Result<()> {
     assert_tensor_close("after the error", &layer.forward(&x, &Mask::causal())?, &before, 0.0);
     Ok(())
 }
+
+/// Metrics are saved beside the layer's other buffers, or refused: a map of variables that lacks
+/// them would save a layer that computes with others.
+#[test]
+fn a_layer_refuses_metrics_that_its_variables_lack() -> Result<()> {
+    let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
+    let learned = FavorConfig::default().with_map(FeatureMapKind::Learned).with_features(20);
+    let favor = Favor::new(&learned, D, 5, DType::F32, &Device::Cpu)?;
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let mut layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
+    let x = tensor(&Random::new(4).normal(2 * 9 * 24, 1.0), &[2, 9, 24], DType::F32, &Device::Cpu)?;
+    let before = values(&layer.forward(&x, &Mask::causal())?)?;
+    let fitted = Favor::with_map(Box::new(full_fit(DType::F32)?))?.buffers();
+    assert!(fitted.iter().any(|(name, _)| name.contains("metric")));
+    // One set serves all key heads, as in the layer.
+    let find = |name: &str| fitted.iter().find(|(own, _)| own == name)?.1.narrow(0, 0, 1).ok();
+    let error = layer.load_buffers(&find).expect_err("metrics").to_string();
+    assert!(error.contains("metric is none") && error.contains("make the layer anew"), "{error}");
+    assert_tensor_close("after the error", &layer.forward(&x, &Mask::causal())?, &before, 0.0);
+    let gradients = layer.forward(&x, &Mask::causal())?.sqr()?.sum_all()?.backward()?;
+    for name in layer.attention().trained_buffers() {
+        assert!(gradients.get(&vars.data().lock().expect("the map")[&name]).is_some(), "{name} is trained no more");
+    }
+    Ok(())
+}

@@ -337,6 +337,7 @@ fn loading_goes_on_training() -> Result<()> {
         let narrow = |of: &str| saved.get(of).and_then(|tensor| tensor.narrow(1, 0, 1).ok());
         assert!(layer.load_buffers(&narrow).is_err(), "{name}");
         assert_tensor_close(name, &layer.forward(&x, &Mask::causal())?, &before, 0.0);
+        are_trained(&layer, "refused buffers")?;
     }
     Ok(())
 }

@@ -230,3 +230,15 @@ fn targets_that_do_not_fit_are_refused() -> Result<()> {
     }
     Ok(())
 }
+
+/// Logits may be a transposed view, also where some targets are left out.
+#[test]
+fn logits_may_have_any_strides() -> Result<()> {
+    let logits = Tensor::arange(0f32, 12.0, &Device::Cpu)?.sin()?.reshape((4, 3))?;
+    let targets = Targets::new(&Tensor::new(&[2i64, -100, 0], &Device::Cpu)?, Some(-100))?;
+    let strided = ops::cross_entropy(&logits.t()?, &targets)?;
+    let expected = ops::cross_entropy(&logits.t()?.contiguous()?, &targets)?;
+    assert_eq!(strided.to_vec1::<f32>()?, expected.to_vec1::<f32>()?);
+    assert_eq!(strided.to_vec1::<f32>()?[1], 0.0);
+    Ok(())
+}

@@ -454,3 +454,16 @@ fn elu_has_the_gradient_one_at_zero() -> Result<()> {
     assert_eq!(log.sum_all()?.backward()?.get(&x).expect("a gradient").to_vec2::<f64>()?, [[1.0; 3]]);
     Ok(())
 }
+
+/// The largest number of a type is an id like others, which Candle takes for a missing row; a table
+/// may be a transposed view.
+#[test]
+fn the_largest_id_is_a_row_or_refused() -> Result<()> {
+    let table = Tensor::arange(0f32, 512.0, &Device::Cpu)?.reshape((2, 256))?.t()?;
+    let rows = ops::embedding(&table, &Tensor::new(&[255u8, 0], &Device::Cpu)?)?;
+    assert_eq!(rows.to_vec2::<f32>()?, [[255.0, 511.0], [0.0, 256.0]]);
+    for ids in [[u32::MAX, 0], [1, 256]] {
+        assert!(ops::embedding(&table, &Tensor::new(&ids, &Device::Cpu)?).is_err(), "{ids:?}");
+    }
+    Ok(())
+}

@@ -1,12 +1,13 @@
 //! These tests treat the decoding state as an object: it is saved, loaded, forked, cut into rows
 //! and joined without changing a bit, and refused wherever it does not belong.
 
-use crate::common::{Problem, all_kernels, conditioned_scale, values};
+use crate::common::{Problem, Random, all_kernels, conditioned_scale, tensor, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::reference::Shape;
 use performer_core::{
     Attention, AttentionConfig, Favor, FavorConfig, FeatureMapKind, Inputs, Path, Softmax, State, Windowed,
     attention::StateRecord,
+    features::{FeatureMap, HermiteTail, Phase, Trigonometric},
 };
 
 const DEVICE: Device = Device::Cpu;
@@ -524,5 +525,31 @@ fn a_saved_state_leaves_other_files_alone() -> Result<()> {
     }
     assert_eq!(std::fs::read_dir(&folder)?.count(), 2);
     std::fs::remove_dir_all(&folder)?;
+    Ok(())
+}
+
+/// A map of one's own may have a random projection that is no parameter. Sums over the features of
+/// one are none over those of another.
+#[test]
+fn a_state_of_other_constants_is_refused() -> Result<()> {
+    let random = |seed: u64, dims: &[usize]| {
+        tensor(&Random::new(seed).normal(dims.iter().product(), 1.0), dims, DType::F32, &DEVICE)
+    };
+    let x = random(1, &[1, 1, 3, 4])?;
+    let maps = |seed: u64| -> Result<[Box<dyn FeatureMap>; 3]> {
+        let (projection, offsets) = (random(seed, &[6, 4])?, random(seed, &[6])?);
+        Ok([
+            Box::new(Trigonometric::new(projection.clone())?),
+            Box::new(Phase::new(projection.clone(), offsets, true)?),
+            Box::new(HermiteTail::new(projection)?),
+        ])
+    };
+    for ((own, same), other) in maps(2)?.into_iter().zip(maps(2)?).zip(maps(3)?) {
+        let mut state = State::new();
+        Favor::with_map(own)?.extend(Inputs::new(&x, &x, &x), &mut state)?;
+        Favor::with_map(same)?.extend(Inputs::new(&x, &x, &x), &mut state)?;
+        assert!(Favor::with_map(other)?.extend(Inputs::new(&x, &x, &x), &mut state).is_err());
+        assert_eq!(state.tokens(), 6);
+    }
     Ok(())
 }

@@ -116,6 +116,16 @@ fn gates_under_a_mask_have_candles_gradients() -> Result<()> {
     Ok(())
 }
 
+/// No gradient passes through a product with 0, in Candle's backward pass and in the tape's.
+#[test]
+fn a_product_with_zero_has_no_gradient() -> Result<()> {
+    let vars = [31, 32].map(|seed| Var::from_tensor(&random(&[2, 3], seed).unwrap()).unwrap());
+    let [x, y] = &vars;
+    let unrecorded = compare(&vars, || ops::sum_all(&ops::add(&ops::affine(x, 0.0, 2.0)?, &ops::sqr(y)?)?))?;
+    assert_eq!(unrecorded, 0);
+    Ok(())
+}
+
 #[test]
 fn arithmetic_has_candles_gradients() -> Result<()> {
     let vars = [(&[2, 3, 5][..], 11), (&[2, 3, 5], 12), (&[3, 1], 13)]

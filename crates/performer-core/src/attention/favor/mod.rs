@@ -330,9 +330,12 @@ impl Favor {
         } else if let Some((projection, _)) = map.rectified_form() {
             numbers.push(projection);
         }
-        if let Parameters::Random(_, random) = &self.parameters {
-            numbers.push(random.projection.clone());
-            numbers.extend(random.offsets.clone());
+        match &self.parameters {
+            Parameters::Random(_, random) => {
+                numbers.push(random.projection.clone());
+                numbers.extend(random.offsets.clone());
+            }
+            Parameters::OfMap { .. } => numbers.extend(map.constants()),
         }
         Identity::new("FAVOR")
             .with("map", map.name())
