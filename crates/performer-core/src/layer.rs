@@ -15,7 +15,7 @@ use crate::{
 };
 use convolutions::{Around, CONVOLUTIONS, K, LastRows, Q, V, filters};
 use gates::{forget_gate, gates};
-use registered::{Registered, named, require_registered, same_numbers, update_registered};
+use registered::{Registered, named, require_same_names, same_numbers, update_registered};
 
 pub use crate::nn::Rotary;
 pub use config::MultiHeadConfig;
@@ -426,11 +426,17 @@ impl MultiHeadAttention {
             numbers.push((variable, saved.force_contiguous()?));
         }
         let before = self.attention.buffers();
-        let loaded = self.attention.load_buffers(get);
-        let registered = loaded
-            .and_then(|()| require_registered(&self.registered, &self.trained, &*self.attention))
-            .and_then(|()| update_registered(&mut self.registered, &*self.attention));
-        if let Err(error) = registered {
+        let has_variables = !self.registered.is_empty() || !self.trained.is_empty();
+        let mut loaded = self.attention.load_buffers(get);
+        if loaded.is_err() && !has_variables {
+            return loaded;
+        }
+        if has_variables {
+            loaded = loaded
+                .and_then(|()| require_same_names(&before, &self.attention.buffers()))
+                .and_then(|()| update_registered(&mut self.registered, &*self.attention));
+        }
+        if let Err(error) = loaded {
             // The layer goes on with what its map of variables holds, and variables are trained on.
             let own = |name: &str| named(&self.trained, name).or_else(|| named(&before, name));
             self.attention.load_buffers(&own)?;

@@ -21,7 +21,7 @@ use crate::{
     machine::Machine,
     model::Decoder,
     train::{
-        Found, Grid, Report, RunOptions, divided, find, find_or_run, is_divergence, led, made, run_name,
+        Found, Grid, Report, RunOptions, as_trained, divided, find, find_or_run, is_divergence, led, made, run_name,
         training_batches,
     },
 };
@@ -392,7 +392,7 @@ impl Comparison<'_> {
             command: self.command.clone(),
             machine: Machine::with(&self.device),
             corpus: data.corpus_name.clone(),
-            config: ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..self.config.clone() },
+            config: as_trained(&self.config, data),
             training: self.training.clone(),
             summary: summarise(&runs, &rates, epoch_tokens),
             learning_rates: tried.to_vec(),

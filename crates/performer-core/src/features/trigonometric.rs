@@ -76,7 +76,7 @@ impl Phase {
                 projection.dims()[0]
             );
         }
-        Ok(Self { projection_t, offsets: offsets.detach(), softmax })
+        Ok(Self { projection_t, offsets: offsets.copy()?, softmax })
     }
 }
 

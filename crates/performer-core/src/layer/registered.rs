@@ -16,21 +16,19 @@ pub(super) struct Registered {
     pub(super) used: Tensor,
 }
 
-/// Refuses an attention with buffers that the layer's `VarMap` lacks: it would not save them, and
-/// the layer that is made of what it saves would be another one. A layer without a `VarMap` has
-/// registered nothing, and takes any.
-pub(super) fn require_registered(
-    all: &[Registered],
-    trained: &[(String, Tensor)],
-    attention: &dyn Attention,
-) -> Result<()> {
-    let is_known =
-        |name: &str| all.iter().any(|registered| registered.name == name) || trained.iter().any(|(own, _)| own == name);
-    let unknown = attention.buffers().into_iter().find(|(name, _)| !is_known(name));
-    match unknown.filter(|_| !all.is_empty() || !trained.is_empty()) {
-        Some((name, _)) => bail!("buffer {name} is none that the layer's VarMap holds; make the layer anew with it"),
-        None => Ok(()),
+/// Refuses buffers of other names than before: the layer's `VarMap` would save others than the layer
+/// computes with.
+pub(super) fn require_same_names(before: &[(String, Tensor)], after: &[(String, Tensor)]) -> Result<()> {
+    let missing_in = |all: &[(String, Tensor)], of: &[(String, Tensor)]| {
+        of.iter().map(|(name, _)| name.clone()).find(|name| named(all, name).is_none())
+    };
+    if let Some(name) = missing_in(before, after) {
+        bail!("buffer {name} is none of those that this layer was made with; make the layer anew with it");
     }
+    if let Some(name) = missing_in(after, before) {
+        bail!("buffer {name}, which this layer was made with, is missing; make the layer anew without it");
+    }
+    Ok(())
 }
 
 /// Writes the attention's buffers into the `VarMap`, or nothing where one of them does not fit.

@@ -102,7 +102,7 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
 pub fn affine(x: &Tensor, factor: f64, offset: f64) -> Result<Tensor> {
     let out = x.affine(factor, offset)?;
     if factor == 0.0 {
-        // No gradient passes, in Candle's backward pass neither.
+        // No gradient passes, nor does one in Candle's backward pass.
         return Ok(out.detach());
     }
     record(&out, &[x], move |grad| Ok(vec![Some(grad.affine(factor, 0.0)?)]));
@@ -223,12 +223,14 @@ pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
     // Candle takes the largest number of a type for an entry that is missing, and returns zeros. As
     // u8 it is the last of 256 entries; as u32 it is −1 converted, and no entry at all.
     let ids = &if ids.dtype() == DType::U8 { ids.to_dtype(DType::U32)? } else { ids.clone() };
-    if ids.device().is_cpu() && ids.dtype() == DType::U32 && ids.flatten_all()?.to_vec1::<u32>()?.contains(&u32::MAX) {
-        bail!(
-            "id {} lies beyond the {} entries of dimension 0; a negative id was converted to u32",
-            u32::MAX,
-            x.dim(0)?
-        );
+    let is_missing = ids.device().is_cpu()
+        && match ids.dtype() {
+            DType::U32 => ids.flatten_all()?.to_vec1::<u32>()?.contains(&u32::MAX),
+            DType::I64 => ids.flatten_all()?.to_vec1::<i64>()?.contains(&i64::MAX),
+            _ => false,
+        };
+    if is_missing {
+        bail!("the largest id of {:?} lies beyond the {} entries of dimension 0", ids.dtype(), x.dim(0)?);
     }
     let x = &contiguous(x)?;
     let (out, shape, ids) = (x.index_select(ids, 0)?, x.shape().clone(), ids.clone());

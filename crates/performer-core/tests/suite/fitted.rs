@@ -543,11 +543,21 @@ fn a_layer_refuses_metrics_that_its_variables_lack() -> Result<()> {
     // One set serves all key heads, as in the layer.
     let find = |name: &str| fitted.iter().find(|(own, _)| own == name)?.1.narrow(0, 0, 1).ok();
     let error = layer.load_buffers(&find).expect_err("metrics").to_string();
-    assert!(error.contains("metric is none") && error.contains("make the layer anew"), "{error}");
+    assert!(error.contains("metric is none of those") && error.contains("make the layer anew"), "{error}");
     assert_tensor_close("after the error", &layer.forward(&x, &Mask::causal())?, &before, 0.0);
     let gradients = layer.forward(&x, &Mask::causal())?.sqr()?.sum_all()?.backward()?;
     for name in layer.attention().trained_buffers() {
         assert!(gradients.get(&vars.data().lock().expect("the map")[&name]).is_some(), "{name} is trained no more");
     }
+    // A layer that was made with metrics does not go on without them either.
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    let favor = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
+    let mut layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
+    let before = values(&layer.forward(&x, &Mask::causal())?)?;
+    let find =
+        |name: &str| fitted.iter().find(|(own, _)| own == name && !own.contains("metric")).map(|(_, t)| t.clone());
+    let error = layer.load_buffers(&find).expect_err("no metrics").to_string();
+    assert!(error.contains("metric, which this layer was made with, is missing"), "{error}");
+    assert_tensor_close("with its own", &layer.forward(&x, &Mask::causal())?, &before, 0.0);
     Ok(())
 }

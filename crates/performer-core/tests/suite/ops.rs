@@ -465,5 +465,6 @@ fn the_largest_id_is_a_row_or_refused() -> Result<()> {
     for ids in [[u32::MAX, 0], [1, 256]] {
         assert!(ops::embedding(&table, &Tensor::new(&ids, &Device::Cpu)?).is_err(), "{ids:?}");
     }
+    assert!(ops::embedding(&table, &Tensor::new(&[i64::MAX], &Device::Cpu)?).is_err());
     Ok(())
 }

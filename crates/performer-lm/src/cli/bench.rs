@@ -439,7 +439,8 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
     };
     // The head has the size that was asked for, though a short text gives a smaller vocabulary.
     let vocab_size = args.data.vocab_size_asked_for(&data).unwrap_or(config.vocab_size);
-    let config = ModelConfig { vocab_size, ..config };
+    let borders = if trained.is_empty() { data.tokenizer.borders_for_config() } else { config.borders.clone() };
+    let config = ModelConfig { vocab_size, borders, ..config };
     let plan = train::Plan {
         config,
         training,

@@ -116,8 +116,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Returns how many tokens the model has computed since it had written the first one. The token that
-/// ended the text is one of them, though it was not written.
+/// Returns how many tokens the model has computed since it had written the first one. The token
+/// that ended the text is one of them, though it was not written.
 fn passes_after_the_first(generation: &Generation) -> usize {
     let end = usize::from(generation.stop == Stop::EndOfText);
     (generation.tokens + end).saturating_sub(1)

@@ -21,7 +21,7 @@ use crate::{
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
-    train::{Grid, RunKey, RunOptions, divided, find, find_or_run, is_divergence, led, made},
+    train::{Grid, RunKey, RunOptions, as_trained, divided, find, find_or_run, is_divergence, led, made},
 };
 
 /// The noise to assume where there is only one seed, in nats: by so much, differences to softmax
@@ -386,7 +386,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
         }
     }
     changes.extend(diverged);
-    let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..plan.config.clone() };
+    let config = as_trained(&plan.config, data);
     Findings {
         name: "ablate",
         title: "What closes the gap to softmax?".into(),

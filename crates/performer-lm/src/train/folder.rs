@@ -153,7 +153,7 @@ pub fn runs_beside(report: &Report, out: &Path) -> Result<Vec<(Report, PathBuf)>
 
 /// Returns the configuration with the vocabulary of the data's tokenizer and its borders of
 /// documents.
-pub(super) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
+pub(crate) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
     let tokenizer = &data.tokenizer;
     ModelConfig { vocab_size: tokenizer.vocab_size(), borders: tokenizer.borders_for_config(), ..config.clone() }
 }

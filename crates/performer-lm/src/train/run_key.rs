@@ -286,6 +286,12 @@ fn refusal(differences: &[Difference], earlier: Earlier) -> Cause {
     if differences.iter().any(|d| d.field == "revision") {
         text += "; results of two revisions of this program are not put together";
     }
+    // Passes on a GPU are larger by default, so a run that goes on there has another number.
+    if let [Difference { field, earlier, .. }] = differences
+        && field == "settings.micro_batch"
+    {
+        text += &format!("; with --micro-batch {earlier} it goes on");
+    }
     Cause::AnotherFolder(text)
 }
 
@@ -347,6 +353,9 @@ mod tests {
             "runs/a/metrics.json belongs to another run: data.training tokens was 0123456789ab and is now \
              abababababab. Choose another folder, or remove runs/a to make it again"
         );
+        let mut passes = now.clone();
+        passes.settings["micro_batch"] = 16.into();
+        assert!(refused(&passes).ends_with("; with --micro-batch 16 it goes on"), "{}", refused(&passes));
         let mut many = one.clone();
         many.model.dropout += 0.1;
         many.seed = 2;

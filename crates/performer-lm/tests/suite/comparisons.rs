@@ -58,7 +58,13 @@ fn a_comparison_that_is_stopped_keeps_every_result() -> Result<()> {
     let error = compare(&["softmax", "uniform", "favor:m=2"], true).unwrap_err();
     assert!(format!("{error:#}").contains("stopped"), "{error:#}");
     assert_eq!(runs()?, both);
+    // The table belongs to the numbers of the comparison, and goes with them.
+    let table = folder.path().join("table.md");
+    std::fs::write(&table, "of two attentions")?;
+    compare(&["softmax", "favor:m=2"], false)?;
+    assert!(table.exists(), "the numbers are the same");
     compare(&["softmax", "uniform", "favor:m=2"], false)?;
+    assert!(!table.exists(), "there are more numbers");
     let order = [("softmax", 1), ("uniform", 1), ("favor:m=2", 1), ("softmax", 2), ("uniform", 2), ("favor:m=2", 2)];
     assert_eq!(runs()?, named(&order));
     Ok(())

@@ -1,5 +1,5 @@
-//! Settings reach what they are said to set, and files of an earlier measurement with other settings
-//! are not left beside those of a new one.
+//! Settings reach what they are said to set, and files of an earlier measurement with other
+//! settings are not left beside those of a new one.
 
 use std::fs;
 

@@ -173,6 +173,7 @@ impl Gguf<'_> {
             false => vec![1; tokens.len()],
         };
         ensure!(kinds.len() == tokens.len(), "{} tokens have {} kinds: the file is damaged", tokens.len(), kinds.len());
+        let count = tokens.len();
         let model = self.text("tokenizer.ggml.model")?.context("tokenizer.ggml.model is missing")?;
         let words = self.text("tokenizer.ggml.pre")?.unwrap_or("default");
         let begin = self.id("tokenizer.ggml.bos_token_id")?;
@@ -219,10 +220,11 @@ impl Gguf<'_> {
             }
             other => bail!("tokenizer.ggml.model is {other}; supported are gpt2 (byte-level) and llama (scores)"),
         };
-        // A chat model may end its turn by a token of its own.
-        let [end, end_of_turn] = ["eos", "eot"].map(|name| self.id(&format!("tokenizer.ggml.{name}_token_id")));
-        let mut stop: Vec<u32> = end?.into_iter().chain(end_of_turn?).collect();
-        stop.dedup();
+        // A chat model may end its turn by a token of its own, without which it can be read too.
+        let end = self.id("tokenizer.ggml.eos_token_id")?;
+        let end_of_turn = self.id("tokenizer.ggml.eot_token_id").ok().flatten();
+        let end_of_turn = end_of_turn.filter(|&id| (id as usize) < count && end != Some(id));
+        let stop: Vec<u32> = end.into_iter().chain(end_of_turn).collect();
         Tokenizer::of_model(json, &stop)
     }
 

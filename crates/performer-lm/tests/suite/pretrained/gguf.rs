@@ -229,9 +229,10 @@ fn scored_tokenizers_are_read() -> Result<()> {
     let read = tokenizer_of(all.clone(), s)?;
     assert_eq!((read.borders().begin, read.borders().end, &read.borders().stop[..]), (Some(1), None, &[2][..]));
     // A chat model ends its turn by a token of its own, or by the one that ends its texts.
-    for (turn, stop) in [(3, &[2, 3][..]), (2, &[2])] {
+    let none = [Value::U32(vocabulary.len() as u32), Value::I32(-1)].map(|none| (none, &[2][..]));
+    for (turn, stop) in [(Value::U32(3), &[2, 3][..]), (Value::U32(2), &[2])].into_iter().chain(none) {
         let mut chat = all.clone();
-        chat.insert("tokenizer.ggml.eot_token_id".into(), Value::U32(turn));
+        chat.insert("tokenizer.ggml.eot_token_id".into(), turn);
         assert_eq!(tokenizer_of(chat, s)?.borders().stop, stop);
     }
     let spelled: Vec<(f32, Vec<u8>)> =
