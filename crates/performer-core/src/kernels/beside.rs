@@ -146,7 +146,7 @@ impl<const N: usize, P: AttentionPasses> Operation<N> for Beside<P> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{Device, Var, backprop::GradStore};
+    use candle_core::{Device, Error, Var, backprop::GradStore};
     use rayon::prelude::*;
 
     use super::super::contiguous;
@@ -242,6 +242,24 @@ mod tests {
             assert_eq!(of_x, [15.0, 32.0].map(|slope| slope * f32::from(n)), "weight {n}");
             Ok(())
         })
+    }
+
+    /// A thread takes what it has left itself, the last first, and nothing of another thread.
+    #[test]
+    fn each_thread_takes_what_it_has_left() -> Result<()> {
+        let other = thread::spawn(|| thread::current().id()).join().expect("a thread");
+        let own = thread::current().id();
+        let left = |of: ThreadId, first: f32| Ok::<_, Error>((of, [numbers(first)?, numbers(first)?, numbers(first)?]));
+        let stand_in = StandIn(Arc::new(Mutex::new(vec![left(own, 1.0)?, left(own, 3.0)?, left(other, 5.0)?])));
+        let x = numbers(0.0)?;
+        let take = || Operation::<3>::backward(&stand_in, [&x; 3], &x, &x);
+        for first in [3f32, 1.0] {
+            for taken in take()? {
+                assert_eq!(taken.expect("a gradient").to_vec1::<f32>()?, [first, first + 1.0]);
+            }
+        }
+        assert!(take().expect_err("nothing is left").to_string().contains("gone before"));
+        Ok(())
     }
 
     #[test]
