@@ -148,6 +148,7 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
 ///
 /// # Errors
 /// If it cannot be removed.
+#[cfg(feature = "lab")]
 pub(crate) fn remove(path: &Path) -> Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

@@ -26,6 +26,7 @@ pub use crate::{
 };
 #[cfg(feature = "nccl")]
 pub use cards::connect;
+#[cfg(feature = "lab")]
 pub(crate) use folder::as_trained;
 pub use folder::{Found, SavedData, default_out, find, find_or_run, load_model, run_name, runs_beside, saved_data};
 pub use gradients::Gradients;
