@@ -115,8 +115,8 @@ pub(crate) fn remove_reports(dir: &Path, is_stale: impl Fn(&str) -> bool) -> Res
     REPORTS.iter().filter(|name| is_stale(name)).try_for_each(|name| remove(&dir.join(name), &mut |_| Ok(())))
 }
 
-/// Finishes a save of a checkpoint into the folder that was stopped after its commit: the files that
-/// belong to the committed model get their names. Others that wait are removed.
+/// Finishes a save of a checkpoint into the folder that was stopped after its commit: the files
+/// that belong to the committed model get their names. Others that wait are removed.
 ///
 /// # Errors
 /// If the files cannot be read, renamed or removed.

@@ -216,7 +216,7 @@ mod tests {
     }
 
     /// One tensor is queries, keys and values, the output is used twice, and several threads go
-    /// back over one graph at the same time, by Candle's backward pass and by the tape's.
+    /// back over one graph at the same time; the tape's backward pass gives the same.
     #[test]
     fn one_tensor_in_three_places_has_one_gradient() -> Result<()> {
         let (x, b) = (Var::from_tensor(&numbers(1.0)?)?, Var::from_tensor(&numbers(3.0)?)?);

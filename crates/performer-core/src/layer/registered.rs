@@ -16,8 +16,8 @@ pub(super) struct Registered {
     pub(super) used: Tensor,
 }
 
-/// Refuses buffers of other names than before: the layer's `VarMap` would save others than the layer
-/// computes with.
+/// Refuses buffers of other names than before: the layer's `VarMap` would save others than the
+/// layer computes with.
 pub(super) fn require_same_names(before: &[(String, Tensor)], after: &[(String, Tensor)]) -> Result<()> {
     let missing_in = |all: &[(String, Tensor)], of: &[(String, Tensor)]| {
         of.iter().map(|(name, _)| name.clone()).find(|name| named(all, name).is_none())

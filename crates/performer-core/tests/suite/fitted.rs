@@ -506,16 +506,24 @@ fn a_layer_with_metrics_is_the_same_when_it_is_loaded() -> Result<()> {
     Ok(())
 }
 
+/// A layer over a map of variables, and inputs of it.
+fn layer_over(vars: &VarMap, favor: Favor) -> Result<(MultiHeadAttention, Tensor)> {
+    let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
+    let vb = VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);
+    let x = tensor(&Random::new(4).normal(2 * 9 * 24, 1.0), &[2, 9, 24], DType::F32, &Device::Cpu)?;
+    Ok((MultiHeadAttention::new(&config, Box::new(favor), None, vb)?, x))
+}
+
+/// Features that were not fitted, of 20 rows.
+fn unfitted(map: FeatureMapKind) -> Result<Favor> {
+    Favor::new(&FavorConfig::default().with_map(map).with_features(20), D, 5, DType::F32, &Device::Cpu)
+}
+
 /// A layer that cannot write buffers of other shapes into its map of variables keeps its own.
 #[test]
 fn a_layer_that_refuses_buffers_goes_on_with_its_own() -> Result<()> {
-    let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
-    let dense = FavorConfig::default().with_map(FeatureMapKind::Dense).with_features(20);
-    let favor = Favor::new(&dense, D, 5, DType::F32, &Device::Cpu)?;
     let vars = VarMap::new();
-    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-    let mut layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
-    let x = tensor(&Random::new(4).normal(2 * 9 * 24, 1.0), &[2, 9, 24], DType::F32, &Device::Cpu)?;
+    let (mut layer, x) = layer_over(&vars, unfitted(FeatureMapKind::Dense)?)?;
     let before = values(&layer.forward(&x, &Mask::causal())?)?;
     // These have parameters for each of the key heads, where the layer registered one set for all.
     let fitted = Favor::with_map(Box::new(full_fit(DType::F32)?))?.buffers();
@@ -530,13 +538,8 @@ fn a_layer_that_refuses_buffers_goes_on_with_its_own() -> Result<()> {
 /// them would save a layer that computes with others.
 #[test]
 fn a_layer_refuses_metrics_that_its_variables_lack() -> Result<()> {
-    let config = MultiHeadConfig::new(24, 2 * HEADS).with_kv_heads(HEADS).with_head_dim(D);
-    let learned = FavorConfig::default().with_map(FeatureMapKind::Learned).with_features(20);
-    let favor = Favor::new(&learned, D, 5, DType::F32, &Device::Cpu)?;
     let vars = VarMap::new();
-    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-    let mut layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
-    let x = tensor(&Random::new(4).normal(2 * 9 * 24, 1.0), &[2, 9, 24], DType::F32, &Device::Cpu)?;
+    let (mut layer, x) = layer_over(&vars, unfitted(FeatureMapKind::Learned)?)?;
     let before = values(&layer.forward(&x, &Mask::causal())?)?;
     let fitted = Favor::with_map(Box::new(full_fit(DType::F32)?))?.buffers();
     assert!(fitted.iter().any(|(name, _)| name.contains("metric")));
@@ -550,9 +553,7 @@ fn a_layer_refuses_metrics_that_its_variables_lack() -> Result<()> {
         assert!(gradients.get(&vars.data().lock().expect("the map")[&name]).is_some(), "{name} is trained no more");
     }
     // A layer that was made with metrics does not go on without them either.
-    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-    let favor = Favor::with_map(Box::new(full_fit(DType::F32)?))?;
-    let mut layer = MultiHeadAttention::new(&config, Box::new(favor), None, vb)?;
+    let (mut layer, x) = layer_over(&VarMap::new(), Favor::with_map(Box::new(full_fit(DType::F32)?))?)?;
     let before = values(&layer.forward(&x, &Mask::causal())?)?;
     let find =
         |name: &str| fitted.iter().find(|(own, _)| own == name && !own.contains("metric")).map(|(_, t)| t.clone());
