@@ -6,6 +6,8 @@ mod convolutions;
 mod gates;
 mod registered;
 
+use std::cell::RefCell;
+
 use candle_core::{Result, Shape, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
@@ -238,12 +240,23 @@ impl MultiHeadAttention {
             given.push((name, tensor.detach().copy()?));
         }
         let dtype = given.first().map(|(_, tensor)| tensor.dtype());
+        let unread = RefCell::new(None);
         let get = |name: &str| {
             // Saved maps may have more than this one has before it is loaded: metrics, say.
-            let saved = || vb.get_unchecked_dtype(name, dtype.filter(|_| loading && vb.contains_tensor(name))?).ok();
+            let saved = || {
+                let dtype = dtype.filter(|_| loading && vb.contains_tensor(name))?;
+                let tensor = vb.get_unchecked_dtype(name, dtype);
+                tensor.map_err(|_| unread.replace(Some(name.to_string()))).ok()
+            };
             named(&given, name).or_else(saved)
         };
         self.attention.load_buffers(&get)?;
+        if let Some(name) = unread.into_inner() {
+            bail!(
+                "buffer {name} is there beside the layer's weights, and the attention of this layer was made without it; \
+                 a VarMap gives it only to an attention that was made with it, and a VarBuilder over a file to any"
+            );
+        }
         self.trained = variables;
         self.registered = stored
             .into_iter()

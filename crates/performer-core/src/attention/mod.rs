@@ -234,7 +234,9 @@ pub trait Attention: fmt::Debug + Send + Sync {
     /// them, and they get gradients.
     ///
     /// # Errors
-    /// If a buffer is missing or has another shape.
+    /// If a buffer is missing or has another shape. The attention then computes with the numbers
+    /// that it had, but perhaps with copies of them: load variables that are to be trained on once
+    /// more.
     fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
         let _ = get;
         Ok(())

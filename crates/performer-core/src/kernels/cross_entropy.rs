@@ -18,6 +18,14 @@
 //! Here N is the number of hidden states, E their dimension and V the vocabulary. Where there is a
 //! teacher, its probabilities `(Vt, R)` are computed from its own states and head for the same
 //! tiles as the student's logits.
+//!
+//! # Threads
+//! Hidden states are divided among the threads. Every number that belongs to one hidden state, its
+//! loss and its row of dx, is computed by one thread. The gradient of the head is a sum over all
+//! hidden states, so it is computed after them: each thread takes some of the vocabulary, and adds
+//! up blocks of hidden states in their order. So results do not depend on the number of threads.
+
+mod backward;
 
 use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use std::{
@@ -28,16 +36,18 @@ use std::{
 use pulp::{Simd, WithSimd};
 
 use super::{
-    contiguous,
-    gemm::{Accumulate, Left, Right, gemm},
+    contiguous, for_heads,
+    gemm::{Accumulate, Right, gemm},
     instructions::arch,
     operation::{Operation, Stored},
     padded,
     rows::{Heads, Matrix, Span},
+    threads,
     transpose::transpose,
-    vector::{add, exp_minus_each, max_each, multiply, subtract},
+    vector::{add, exp_minus_each, max_each, multiply},
     with_storages,
 };
+use backward::{OfHead, OfStates};
 
 /// The number of hidden states of a tile.
 const ROWS: usize = 64;
@@ -51,6 +61,9 @@ const HEAD: usize = 1 << 17;
 /// The largest number of exponentials that are kept, 128 MiB. Keeping them saves one of the four
 /// matrix products of the two passes.
 const KEPT: usize = 1 << 25;
+/// The number of gradients of logits that are in memory at a time where no exponentials are kept,
+/// 32 MiB, if that is enough for every thread to have a block of hidden states.
+const GROUP: usize = 1 << 23;
 
 /// `CrossEntropy` computes `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a
 /// head `W` `(V, E)`; with a teacher, the mean of `−log softmax(W x_i)` over a mixture of the
@@ -80,8 +93,12 @@ struct Saved {
     /// The logarithms of the teacher's denominators, `(N)`.
     teacher_logs: Vec<f32>,
     /// The exponentials of all tiles or of none; the backward pass takes them.
-    weights: Vec<Weights>,
+    weights: Vec<Kept>,
 }
+
+/// The exponentials of some of the hidden states, over all tiles of the vocabulary, and over all
+/// blocks of these states in each tile.
+type Kept = (Span, Vec<Weights>);
 
 /// The exponentials `e^{logit − c}` of a tile, and `c` of its rows.
 type Weights = (Vec<f32>, [f32; ROWS]);
@@ -101,42 +118,54 @@ impl CrossEntropy {
         (HEAD / padded(widest) / ROWS * ROWS).clamp(ROWS, TOKENS)
     }
 
-    /// Calls `work` with the teacher's tiles, each of at most `tokens` tokens, and the teacher's
-    /// share, if there is a teacher.
-    fn with_teacher<R>(&self, tokens: usize, work: impl FnOnce(Option<(Tiles, f32)>) -> Result<R>) -> Result<R> {
+    /// Calls `work` with the teacher's states, its head in tiles of at most `tokens` tokens, and
+    /// its share, if there is a teacher.
+    fn with_teacher<R>(&self, tokens: usize, work: impl FnOnce(Option<Taught>) -> Result<R>) -> Result<R> {
         let Some(Teacher { states, head, share }) = &self.teacher else { return work(None) };
         let e = states.dim(1)?;
         with_storages([states, head], |[x, w]| {
-            let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, tokens, &self.targets);
-            work(Some((tiles, *share)))
+            let head = Head::new(contiguous(w.0, w.1)?, e, tokens);
+            work(Some(Taught { x: contiguous(x.0, x.1)?, head: &head, share: *share }))
         })
     }
 }
 
-/// `Tiles` computes the logits tile by tile. In memory, each row of a tile belongs to a token of
-/// the vocabulary, and each column to a hidden state.
-struct Tiles<'a> {
+/// `Taught` is what the teacher has of all hidden states.
+#[derive(Clone, Copy)]
+struct Taught<'a> {
     x: &'a [f32],
+    head: &'a Head<'a>,
+    share: f32,
+}
+
+impl<'a> Taught<'a> {
+    /// The teacher's distribution for some of the hidden states.
+    fn of(&self, span: Span, targets: &'a [u32], logs: &'a [f32]) -> Soft<'a> {
+        let tiles = Tiles::new(self.head, self.x, targets, span);
+        let shares = vec![0f32; self.head.tokens * ROWS];
+        Soft { tiles, logs: &logs[span.start..span.start + span.count], share: self.share, shares }
+    }
+}
+
+/// Divides the hidden states of a span among the threads, in whole blocks.
+fn divided(Span { start, count }: Span) -> impl Iterator<Item = Span> {
+    let each = count.div_ceil(ROWS).div_ceil(threads()).max(1) * ROWS;
+    (0..count).step_by(each).map(move |i| Span { start: start + i, count: each.min(count - i) })
+}
+
+/// `Head` is the head `(V, E)` in tiles of tokens.
+struct Head<'a> {
     w: Matrix<'a>,
     e: usize,
     vocabulary: usize,
     /// The number of tokens of a tile; the last tile may have fewer.
     tokens: usize,
-    targets: &'a [u32],
-    /// The hidden states transposed, `(E, ROWS)` for each block of `ROWS` states, one block after
-    /// the other.
-    columns: Vec<f32>,
 }
 
-impl<'a> Tiles<'a> {
-    fn new(x: &'a [f32], w: &'a [f32], e: usize, tokens: usize, targets: &'a [u32]) -> Self {
+impl<'a> Head<'a> {
+    fn new(w: &'a [f32], e: usize, tokens: usize) -> Self {
         let vocabulary = w.len() / e;
-        let tokens = tokens.min(vocabulary);
-        let mut columns = vec![0f32; targets.len().div_ceil(ROWS) * e * ROWS];
-        for (x, columns) in x.chunks(ROWS * e).zip(columns.chunks_exact_mut(ROWS * e)) {
-            transpose(x, e, [x.len() / e, e], columns, ROWS);
-        }
-        Self { x, w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens, targets, columns }
+        Self { w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens: tokens.min(vocabulary) }
     }
 
     /// The first token of each tile.
@@ -144,28 +173,51 @@ impl<'a> Tiles<'a> {
         (0..self.vocabulary).step_by(self.tokens)
     }
 
-    /// The hidden states of each block of `ROWS` states.
-    fn blocks(&self) -> impl Iterator<Item = Span> + use<> {
-        let all = self.targets.len();
-        (0..all).step_by(ROWS).map(move |start| Span { start, count: ROWS.min(all - start) })
-    }
-
-    /// The number of logits of all tiles, those of missing states in the last block included.
-    fn numbers(&self) -> usize {
-        self.vocabulary * self.blocks().count() * ROWS
-    }
-
     /// The number of tokens of the tile from `v` on.
     fn len(&self, v: usize) -> usize {
         self.tokens.min(self.vocabulary - v)
+    }
+}
+
+/// `Tiles` computes the logits of some of the hidden states tile by tile. In memory, each row of a
+/// tile belongs to a token of the vocabulary, and each column to a hidden state.
+struct Tiles<'a> {
+    head: &'a Head<'a>,
+    targets: &'a [u32],
+    /// The hidden states transposed, `(E, ROWS)` for each block of `ROWS` states, one block after
+    /// the other.
+    columns: Vec<f32>,
+}
+
+impl<'a> Tiles<'a> {
+    /// The tiles of the hidden states of `span`, of all states `x` and all `targets`.
+    fn new(head: &'a Head<'a>, x: &[f32], targets: &'a [u32], span: Span) -> Self {
+        let (e, range) = (head.e, span.start..span.start + span.count);
+        let mut columns = vec![0f32; span.count.div_ceil(ROWS) * e * ROWS];
+        let x = &x[range.start * e..range.end * e];
+        for (x, columns) in x.chunks(ROWS * e).zip(columns.chunks_exact_mut(ROWS * e)) {
+            transpose(x, e, [x.len() / e, e], columns, ROWS);
+        }
+        Self { head, targets: &targets[range], columns }
+    }
+
+    /// The hidden states of each block of `ROWS` states, counted from the first of these.
+    fn blocks(&self) -> impl Iterator<Item = Span> + use<> {
+        blocks(self.targets.len())
     }
 
     /// Computes the logits of the hidden states from `i` on for the tokens from `v` on.
     #[inline(always)]
     fn compute<S: Simd>(&self, simd: S, i: usize, v: usize, logits: &mut [f32]) {
-        let right = Right { values: &self.columns[i * self.e..(i + ROWS) * self.e], stride: ROWS };
-        gemm(simd, Accumulate::No, [self.len(v), ROWS, self.e], self.w.left(v), right, logits, ROWS);
+        let e = self.head.e;
+        let right = Right { values: &self.columns[i * e..(i + ROWS) * e], stride: ROWS };
+        gemm(simd, Accumulate::No, [self.head.len(v), ROWS, e], self.head.w.left(v), right, logits, ROWS);
     }
+}
+
+/// Blocks of at most `ROWS` of so many hidden states.
+fn blocks(all: usize) -> impl Iterator<Item = Span> {
+    (0..all).step_by(ROWS).map(move |start| Span { start, count: ROWS.min(all - start) })
 }
 
 /// Returns `ROWS` numbers from `i` on, filled up with `otherwise` where there are no more.
@@ -184,18 +236,14 @@ struct Soft<'a> {
     shares: Vec<f32>,
 }
 
-impl<'a> Soft<'a> {
-    fn new((tiles, share): (Tiles<'a>, f32), logs: &'a [f32]) -> Self {
-        Self { shares: vec![0f32; tiles.tokens * ROWS], tiles, logs, share }
-    }
-
+impl Soft<'_> {
     /// Computes the teacher's probabilities of the tokens from `v` on, for the hidden states from
     /// `i` on. Those of missing states are 0, since their denominators are infinite.
     #[inline(always)]
     fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> &mut [f32] {
         self.tiles.compute(simd, i, v, &mut self.shares);
         let log = block(self.logs, i, f32::INFINITY);
-        let shares = &mut self.shares[..self.tiles.len(v) * ROWS];
+        let shares = &mut self.shares[..self.tiles.head.len(v) * ROWS];
         for row in shares.chunks_exact_mut(ROWS) {
             exp_minus_each(simd, row, &log);
         }
@@ -203,7 +251,7 @@ impl<'a> Soft<'a> {
     }
 }
 
-/// `Forward` is the forward pass: losses and logarithms of all rows.
+/// `Forward` is the forward pass for some of the hidden states: their losses and logarithms.
 struct Forward<'a> {
     tiles: Tiles<'a>,
     soft: Option<Soft<'a>>,
@@ -235,14 +283,15 @@ impl WithSimd for Forward<'_> {
         let zero = [0f32; ROWS];
         let start = Running { largest: [f32::NEG_INFINITY; ROWS], sums: zero, means: zero, masses: zero };
         let mut running = vec![start; tiles.blocks().count()];
-        let mut logits = vec![0f32; tiles.tokens * ROWS];
-        for v in tiles.starts() {
-            let logits = &mut logits[..tiles.len(v) * ROWS];
+        let head = tiles.head;
+        let mut logits = vec![0f32; head.tokens * ROWS];
+        for v in head.starts() {
+            let logits = &mut logits[..head.len(v) * ROWS];
             for (Span { start: i, count: n }, now) in tiles.blocks().zip(&mut running) {
                 tiles.compute(simd, i, v, logits);
                 for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
                     let target = target as usize;
-                    if (v..v + tiles.len(v)).contains(&target) {
+                    if (v..v + head.len(v)).contains(&target) {
                         losses[i + row] = (share - 1.0) * logits[(target - v) * ROWS + row];
                     }
                 }
@@ -279,81 +328,39 @@ impl WithSimd for Forward<'_> {
     }
 }
 
-/// `Backward` is the backward pass: the gradients of hidden states and head.
-struct Backward<'a> {
-    tiles: Tiles<'a>,
-    soft: Option<Soft<'a>>,
-    weights: Vec<Weights>,
-    grad: &'a [f32],
-    logs: &'a [f32],
-    dx: &'a mut [f32],
-    /// The gradient of the head, with padded rows.
-    dw: &'a mut [f32],
+/// Cuts consecutive parts, of so many numbers each, off a slice.
+fn parts<T>(mut all: &mut [T], lengths: impl Iterator<Item = usize>) -> Vec<&mut [T]> {
+    let cut = |length| {
+        let (part, rest) = take(&mut all).split_at_mut(length);
+        all = rest;
+        part
+    };
+    lengths.map(cut).collect()
 }
 
-impl WithSimd for Backward<'_> {
-    type Output = ();
-
-    /// Computes `dlogits = g_i (softmax − (1 − share) onehot(target) − share softmax')` tile by
-    /// tile, and from it both gradients.
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self { tiles, mut soft, weights, grad, logs, dx, dw } = self;
-        let share = soft.as_ref().map_or(0.0, |soft| soft.share);
-        let (e, width) = (tiles.e, padded(tiles.e));
-        let mut rows = vec![0f32; grad.len() * width];
-        let mut states = vec![0f32; grad.len() * width];
-        for (state, x) in states.chunks_exact_mut(width).zip(tiles.x.chunks_exact(e)) {
-            state[..e].copy_from_slice(x);
-        }
-        let mut weights = weights.into_iter();
-        let mut logits = vec![0f32; tiles.tokens * ROWS];
-        for v in tiles.starts() {
-            let tokens = tiles.len(v);
-            let logits = &mut logits[..tokens * ROWS];
-            for Span { start: i, count: n } in tiles.blocks() {
-                let (log, factor) = (block(logs, i, f32::INFINITY), block(grad, i, 0.0));
-                match weights.next() {
-                    Some((weights, mut scale)) => {
-                        exp_minus_each(simd, &mut scale, &log);
-                        multiply(simd, &mut scale, &factor);
-                        for (row, weights) in logits.chunks_exact_mut(ROWS).zip(weights.chunks_exact(ROWS)) {
-                            row.copy_from_slice(weights);
-                            multiply(simd, row, &scale);
-                        }
-                    }
-                    None => {
-                        tiles.compute(simd, i, v, logits);
-                        for row in logits.chunks_exact_mut(ROWS) {
-                            exp_minus_each(simd, row, &log);
-                            multiply(simd, row, &factor);
-                        }
-                    }
-                }
-                for (row, &target) in tiles.targets[i..i + n].iter().enumerate() {
-                    let target = target as usize;
-                    if (v..v + tokens).contains(&target) {
-                        logits[(target - v) * ROWS + row] -= (1.0 - share) * factor[row];
-                    }
-                }
-                if let Some(soft) = &mut soft {
-                    let factor = factor.map(|g| share * g);
-                    let shares = soft.compute(simd, i, v);
-                    for (row, shares) in logits.chunks_exact_mut(ROWS).zip(shares.chunks_exact_mut(ROWS)) {
-                        multiply(simd, shares, &factor);
-                        subtract(simd, row, shares);
-                    }
-                }
-                let left = Left::transposed(logits, ROWS);
-                gemm(simd, Accumulate::Yes, [n, width, tokens], left, tiles.w.right(v), &mut rows[i * width..], width);
-                let right = Right { values: &states[i * width..], stride: width };
-                let left = Left::rows(logits, ROWS);
-                gemm(simd, Accumulate::Yes, [tokens, width, n], left, right, &mut dw[v * width..], width);
-            }
-        }
-        for (dx, row) in dx.chunks_exact_mut(e).zip(rows.chunks_exact(width)) {
-            dx.copy_from_slice(&row[..e]);
-        }
+impl CrossEntropy {
+    /// Computes the losses and the logarithms of the denominators of all hidden states `x`, and
+    /// returns the exponentials if they are to be kept.
+    fn forward(
+        &self,
+        head: &Head<'_>,
+        x: &[f32],
+        teacher: Option<(Taught<'_>, &[f32])>,
+        keep: bool,
+        [losses, logs]: [&mut [f32]; 2],
+    ) -> Vec<Kept> {
+        let targets = &self.targets[..];
+        let spans: Vec<Span> = divided(Span { start: 0, count: targets.len() }).collect();
+        let counts = || spans.iter().map(|span| span.count);
+        let work = spans.iter().zip(parts(losses, counts())).zip(parts(logs, counts()));
+        let kept = for_heads(work.collect(), |((&span, losses), logs)| {
+            let soft = teacher.map(|(taught, logs)| taught.of(span, targets, logs));
+            let mut weights = Vec::new();
+            let tiles = Tiles::new(head, x, targets, span);
+            arch().dispatch(Forward { tiles, soft, weights: keep.then_some(&mut weights), losses, logs });
+            (span, weights)
+        });
+        if keep { kept } else { Vec::new() }
     }
 }
 
@@ -369,18 +376,17 @@ impl Operation<2> for CrossEntropy {
         let (e, tokens) = (l1.dims()[1], self.tokens(l1.dims()[1]));
         // This pass makes the teacher's denominators; its losses are overwritten by the next.
         self.with_teacher(tokens, |teacher| {
-            let Some((tiles, _)) = teacher else { return Ok(()) };
+            let Some(Taught { x, head, .. }) = teacher else { return Ok(()) };
             saved.teacher_logs.resize(n, 0.0);
-            let logs = &mut saved.teacher_logs;
-            arch().dispatch(Forward { tiles, soft: None, weights: None, losses: &mut losses, logs });
+            self.forward(head, x, None, false, [&mut losses, &mut saved.teacher_logs]);
             Ok(())
         })?;
         self.with_teacher(tokens, |teacher| {
-            let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
-            let tiles = Tiles::new(x, w, e, tokens, &self.targets);
-            let keep = self.keep && tiles.numbers() <= KEPT;
-            let weights = keep.then_some(&mut saved.weights);
-            arch().dispatch(Forward { tiles, soft, weights, losses: &mut losses, logs: &mut saved.logs });
+            let teacher = teacher.map(|teacher| (teacher, &saved.teacher_logs[..]));
+            let head = Head::new(w, e, tokens);
+            // Those of missing states in the last block are counted too.
+            let keep = self.keep && head.vocabulary * n.next_multiple_of(ROWS) <= KEPT;
+            saved.weights = self.forward(&head, x, teacher, keep, [&mut losses, &mut saved.logs]);
             Ok(())
         })?;
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = saved;
@@ -393,24 +399,56 @@ impl Operation<2> for CrossEntropy {
         let grad = grad.to_vec1::<f32>()?;
         let (mut dx, mut dw) = (vec![0f32; x.elem_count()], vec![0f32; vocabulary * width]);
         // The lock is held only for these copies, so that a second backward pass over the same node
-        // need not wait for this one. The first pass takes the exponentials, which are large. A later
-        // one computes them again, and its gradients may differ from the first in the last bits.
+        // need not wait for this one. The first pass takes the exponentials, which are large. A
+        // later one computes them again, and its gradients may differ from the first in the last
+        // bits.
         let saved = {
             let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
             let [logs, teacher_logs] = [&saved.logs, &saved.teacher_logs].map(Vec::clone);
             Saved { logs, teacher_logs, weights: take(&mut saved.weights) }
         };
-        if saved.logs.len() != self.targets.len() {
+        let all = self.targets.len();
+        if saved.logs.len() != all {
             bail!("cross-entropy: the backward pass needs a forward pass on the CPU before it");
         }
-        let weights = saved.weights;
+        // The gradients of logits are in memory between the two halves of the pass. They take the
+        // place of the exponentials, where these were kept, and else are made in groups.
+        let groups: Vec<Vec<Kept>> = if saved.weights.is_empty() {
+            let group = (GROUP / vocabulary.max(1)).max(threads() * ROWS).next_multiple_of(ROWS);
+            let spans = (0..all).step_by(group).map(|start| Span { start, count: group.min(all - start) });
+            spans.map(|span| divided(span).map(|span| (span, Vec::new())).collect()).collect()
+        } else {
+            vec![saved.weights]
+        };
         with_storages([x, w], |[x, w]| {
-            let tokens = self.tokens(e);
-            let tiles = Tiles::new(contiguous(x.0, x.1)?, contiguous(w.0, w.1)?, e, tokens, &self.targets);
+            let (x, tokens) = (contiguous(x.0, x.1)?, self.tokens(e));
+            let head = Head::new(contiguous(w.0, w.1)?, e, tokens);
+            let states = Matrix::new(&Heads::matrix(x, e));
             self.with_teacher(tokens, |teacher| {
-                let soft = teacher.map(|teacher| Soft::new(teacher, &saved.teacher_logs));
-                let (logs, dx, dw) = (&saved.logs[..], &mut dx[..], &mut dw[..]);
-                arch().dispatch(Backward { tiles, soft, weights, grad: &grad, logs, dx, dw });
+                let mut rest = &mut dx[..];
+                for group in groups {
+                    let counts: Vec<usize> = group.iter().map(|(span, _)| span.count * e).collect();
+                    let (of_group, later) = rest.split_at_mut(counts.iter().sum());
+                    rest = later;
+                    let work = group.into_iter().zip(parts(of_group, counts.into_iter()));
+                    let dlogits = for_heads(work.collect(), |((span, weights), dx)| {
+                        let range = span.start..span.start + span.count;
+                        let soft = teacher.map(|teacher| teacher.of(span, &self.targets, &saved.teacher_logs));
+                        let tiles = Tiles::new(&head, x, &self.targets, span);
+                        let (grad, logs) = (&grad[range.clone()], &saved.logs[range]);
+                        (span, arch().dispatch(OfStates { tiles, soft, weights, grad, logs, dx }))
+                    });
+                    // Several pieces for each thread, so that none waits long for the last.
+                    let pieces = if threads() == 1 { 1 } else { 4 * threads() };
+                    let piece = vocabulary.div_ceil(pieces).next_multiple_of(ROWS).min(head.tokens);
+                    let work = dw.chunks_mut(head.tokens * width).enumerate().flat_map(|(tile, dw)| {
+                        let pieces = dw.chunks_mut(piece * width).enumerate();
+                        pieces.map(move |(n, dw)| (tile, n * piece, dw))
+                    });
+                    for_heads(work.collect(), |(tile, first, dw)| {
+                        arch().dispatch(OfHead { states: &states, dlogits: &dlogits, tile, first, dw, width });
+                    });
+                }
                 Ok(())
             })
         })?;
@@ -437,8 +475,46 @@ mod tests {
         for (x, blocks) in [(&x, 0), (tracked.as_tensor(), 2)] {
             let operation = CrossEntropy::new(x, &w, &targets, None);
             with_storages([x, &w], |inputs| operation.cpu(inputs)).unwrap();
-            assert_eq!(operation.saved.lock().unwrap().weights.len(), blocks);
+            let kept = operation.saved.lock().unwrap().weights.iter().map(|(_, weights)| weights.len()).sum::<usize>();
+            assert_eq!(kept, blocks);
         }
-        assert_eq!(Tiles::new(&[0.0; 70 * 3], &[0.0; 5 * 3], 3, 5, &targets).numbers(), 5 * 2 * ROWS);
+    }
+
+    /// With more threads, hidden states and the vocabulary are divided otherwise, whether or not
+    /// exponentials are kept: no bit changes.
+    #[test]
+    fn results_do_not_depend_on_the_number_of_threads() {
+        // Rows of 20 are padded; the last block, the last tile and the last piece are not full.
+        let (n, e, vocabulary) = (1000, 20, 9000);
+        let numbers = |count: usize, salt: f32| (0..count).map(move |i| ((i as f32 + salt) * 12.9898).sin());
+        let matrix = |rows: usize, salt: f32| {
+            Tensor::from_iter(numbers(rows * e, salt), &Device::Cpu).unwrap().reshape((rows, e)).unwrap()
+        };
+        let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
+        let run = |threads: usize, passes: usize| {
+            let work = || {
+                let (x, w) =
+                    (Var::from_tensor(&matrix(n, 0.0)).unwrap(), Var::from_tensor(&matrix(vocabulary, 0.5)).unwrap());
+                let teacher = Teacher { states: matrix(n, 0.25), head: matrix(vocabulary, 0.75), share: 0.25 };
+                let operation = CrossEntropy::new(&x, &w, &targets, Some(teacher));
+                let losses = with_storages([&x, &w], |inputs| operation.cpu(inputs)).unwrap().0;
+                let grad = Tensor::from_iter(numbers(n, 3.0), &Device::Cpu).unwrap();
+                let mut gradients = Vec::new();
+                // The second pass finds no exponentials any more.
+                for _ in 0..passes {
+                    gradients = operation.backward([&x, &w], &grad, &grad).unwrap().map(Option::unwrap).to_vec();
+                }
+                let CpuStorage::F32(losses) = losses else { panic!("f32") };
+                let all = gradients.iter().flat_map(|g| g.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+                losses.into_iter().chain(all).map(f32::to_bits).collect::<Vec<u32>>()
+            };
+            rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(work)
+        };
+        for passes in [1, 2] {
+            let one = run(1, passes);
+            for threads in [2, 3, 7] {
+                assert!(run(threads, passes) == one, "{threads} threads, pass {passes}");
+            }
+        }
     }
 }

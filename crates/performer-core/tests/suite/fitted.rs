@@ -243,8 +243,8 @@ fn attention(windowed: bool, dtype: DType) -> Result<Box<dyn Attention>> {
     })
 }
 
-/// Computes what [`run`] returns by the reference, one key head of one sequence at a time, since the
-/// reference takes the parameters of one head.
+/// Computes what [`run`] returns by the reference, one key head of one sequence at a time, since
+/// the reference takes the parameters of one head.
 fn run_reference(causal: bool, windowed: bool, gated: bool, t: usize) -> Result<Vec<Vec<f64>>> {
     let (map, [q, k, v], gates) = (full_fit(DType::F64)?, qkv(t, DType::F64)?, gates(t, DType::F64)?);
     let weights = Random::new(2).normal(4 * HEADS * t * 5, 1.0);
@@ -560,5 +560,23 @@ fn a_layer_refuses_metrics_that_its_variables_lack() -> Result<()> {
     let error = layer.load_buffers(&find).expect_err("no metrics").to_string();
     assert!(error.contains("metric, which this layer was made with, is missing"), "{error}");
     assert_tensor_close("with its own", &layer.forward(&x, &Mask::causal())?, &before, 0.0);
+    Ok(())
+}
+
+/// A second layer over a map of variables that holds metrics computes with them, or not at all.
+#[test]
+fn a_second_layer_over_variables_with_metrics_needs_them() -> Result<()> {
+    let vars = VarMap::new();
+    let fitted = || Favor::with_map(Box::new(full_fit(DType::F32)?));
+    let (layer, x) = layer_over(&vars, fitted()?)?;
+    let expected = values(&layer.forward(&x, &Mask::causal())?)?;
+    let (second, _) = layer_over(&vars, fitted()?)?;
+    assert_tensor_close("with metrics", &second.forward(&x, &Mask::causal())?, &expected, 0.0);
+    // This one has rows and weights of the same shapes, and no metrics.
+    let full = full_fit(DType::F32)?;
+    let find = |name: &str| full.tensors().into_iter().find(|(own, _)| *own == name && !own.contains("metric"));
+    let without = Favor::with_map(Box::new(Fitted::from_tensors(&|name| Some(find(name)?.1.clone()))?))?;
+    let error = layer_over(&vars, without).expect_err("no metrics").to_string();
+    assert!(error.contains("metric is there beside the layer's weights"), "{error}");
     Ok(())
 }
