@@ -83,6 +83,7 @@ impl Report {
         ensure!(self.weights.iter().all(|(other, _)| other != name), "{name} is named twice: give each model once");
         let mut contexts = self.sweep.contexts.clone();
         contexts.sort_unstable();
+        contexts.dedup();
         let mut state = model.new_state();
         let needed = contexts.last().map_or(0, |most| most.saturating_add(self.sweep.tokens));
         let positions = model.positions_left(&state);
@@ -166,7 +167,7 @@ mod tests {
 
     #[test]
     fn states_grow_with_softmax_alone_and_contexts_are_as_long_as_they_say() -> Result<()> {
-        let sweep = Sweep { contexts: vec![40, 10], tokens: 3 };
+        let sweep = Sweep { contexts: vec![40, 10, 40], tokens: 3 };
         let mut report = Report::begin(sweep, &Device::Cpu, 1)?;
         for attention in ["favor:m=8", "softmax"] {
             report.add(attention, &model(attention)?, |_| {})?;

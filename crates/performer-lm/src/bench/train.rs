@@ -58,8 +58,8 @@ pub struct Plan<'a> {
     pub config: ModelConfig,
     /// Training settings.
     pub training: TrainingConfig,
-    /// The attentions to measure, in this order. All are trained on the same batches, and new models
-    /// from the same seed.
+    /// The attentions to measure, in this order. All are trained on the same batches, and new
+    /// models from the same seed.
     pub attentions: Vec<AttentionPattern>,
     /// Trained models to measure after them, each with the name that the report gives it.
     pub trained: Vec<(String, Pretrained)>,
@@ -178,9 +178,12 @@ fn measure(
         train(2)?;
     }
     let run = train(plan.steps)?;
-    // An embedding is looked up, not multiplied; a tied output head does multiply by it.
-    let embeddings = if config.tied_head { 0 } else { config.vocab_size * config.hidden_size };
-    let flop = 6.0 * run.params.saturating_sub(embeddings) as f64;
+    // An embedding is looked up, not multiplied, and so are learned positions; a tied output head
+    // does multiply by the embedding.
+    let embeddings = if config.tied_head { 0 } else { config.vocab_size };
+    let positions = if config.positions == Positions::Learned { config.context } else { 0 };
+    let looked_up = (embeddings + positions) * config.hidden_size;
+    let flop = 6.0 * run.params.saturating_sub(looked_up) as f64;
     Ok(Point {
         attention_spec: run.attention_spec,
         from: None,

@@ -44,10 +44,10 @@ pub(super) struct Machine {
 const MAX_THREADS: usize = 1024;
 
 impl Global {
-    /// Opens the device and sets up threads. It must run before anything else uses Candle.
-    /// `side_by_side` says whether the command runs passes side by side, one on each thread, or one
-    /// at a time on all of them.
-    pub(super) fn configure(self, side_by_side: bool) -> Result<Machine> {
+    /// Opens the device and sets up threads. It must run before anything else uses Candle. `passes`
+    /// says how many forward passes the command runs side by side at most; threads that are left
+    /// over work inside of each.
+    pub(super) fn configure(self, passes: usize) -> Result<Machine> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = match self.threads {
             Some(0) => bail!("--threads is 0; it must be at least 1"),
@@ -60,8 +60,8 @@ impl Global {
             Some(threads) => threads,
             None => (cores / local_size()).max(1),
         };
-        // While passes run side by side, Candle's own pools would only compete for the cores.
-        let inside = if side_by_side { 1 } else { threads }.to_string();
+        // While a pass runs on each thread, Candle's own pools would only compete for the cores.
+        let inside = inside(threads, passes).to_string();
         // SAFETY: no other thread has been started yet.
         unsafe {
             std::env::set_var("RAYON_NUM_THREADS", &inside);
@@ -78,6 +78,11 @@ impl Global {
         let threads = if device.is_cpu() { threads } else { 1 };
         Ok(Machine { device, threads, ranks: Arc::new(One) })
     }
+}
+
+/// The threads of each of so many passes, which run side by side.
+fn inside(threads: usize, passes: usize) -> usize {
+    (threads / passes.max(1)).max(1)
 }
 
 /// Refuses to write a model into the folder of the model that it is made from: if the program were
@@ -233,6 +238,16 @@ const SAMPLE_BATCH: usize = 32;
 const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {
+    /// The number of forward passes of one step on this data, before anything but options is read.
+    pub(super) fn passes(&self, data: &DataSpec) -> usize {
+        // Wrong settings are refused later, in words of their own.
+        let Ok((_, training)) = self.preset.load() else { return usize::MAX };
+        let on_sample = self.preset == Preset::Seed && self.config.is_none() && data.resolved() == DataSpec::Sample;
+        let rows = if on_sample { SAMPLE_BATCH } else { training.batch_size };
+        let rows = self.batch_size.unwrap_or(rows).max(1);
+        rows.div_ceil(self.micro_batch.unwrap_or(training.micro_batch).clamp(1, rows))
+    }
+
     /// Returns the settings for training on `data`: on the sample, those that suit it in place of
     /// the preset's. What an option says is kept. `rates` are those that a comparison tries in
     /// place of the one rate, if it tries several.

@@ -48,9 +48,12 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Whether the command runs one operation at a time, on all threads.
-    pub(super) fn is_one_at_a_time(&self) -> bool {
-        !matches!(self, Self::Train(_))
+    /// How many forward passes the command runs side by side.
+    pub(super) fn passes(&self) -> usize {
+        match self {
+            Self::Train(args) => args.recipe.passes(&args.data.spec()),
+            _ => 1,
+        }
     }
 }
 

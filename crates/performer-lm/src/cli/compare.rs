@@ -66,6 +66,13 @@ pub(super) struct Args {
     json: bool,
 }
 
+impl Args {
+    /// How many forward passes the command runs side by side.
+    pub(super) fn passes(&self) -> usize {
+        self.recipe.passes(&self.data.spec())
+    }
+}
+
 pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
     if let Some(rate) = args.learning_rates.iter().find(|rate| !(rate.is_finite() && **rate > 0.0)) {
         bail!(Cause::setting("", "learning_rates", rate, "numbers above 0"));

@@ -185,20 +185,27 @@ fn options(mut command: &clap::Command, mut matches: &ArgMatches) -> (BTreeSet<S
     (usable.filter_map(name).collect(), typed.iter().copied().filter_map(name).collect())
 }
 
+/// How many forward passes a command runs side by side, at most. Those that read many sequences, or
+/// train by settings of their own, run one on each thread.
+fn passes(command: &Command) -> usize {
+    match command {
+        Command::Train(args) => args.passes(),
+        Command::Compare(args) => args.passes(),
+        Command::Bench(bench) => bench.passes(),
+        Command::Lab(lab) if lab.is_one_at_a_time() => 1,
+        Command::GpuCheck(_) | Command::Generate(_) => 1,
+        _ => usize::MAX,
+    }
+}
+
 /// Runs a command. `ranks` become the processes that were started with this one.
 fn run(cli: Cli, ranks: &mut Arc<dyn Ranks>) -> Result<()> {
-    let side_by_side = match &cli.command {
-        Command::Bench(bench) => !bench.is_one_at_a_time(),
-        Command::Lab(lab) => !lab.is_one_at_a_time(),
-        Command::GpuCheck(_) => false,
-        _ => true,
-    };
     let is_shared = match &cli.command {
         Command::Train(_) | Command::Compare(_) => true,
         Command::Lab(lab) => lab.is_shared(),
         _ => false,
     };
-    let mut global = cli.global.configure(side_by_side)?;
+    let mut global = cli.global.configure(passes(&cli.command))?;
     // MPI may start threads, so it comes after the environment is set.
     *ranks = performer_dist::start(DEADLINE).map_err(Error::msg)?;
     #[cfg(feature = "nccl")]
@@ -334,6 +341,38 @@ mod tests {
     #[test]
     fn arguments_are_consistent() {
         Cli::command().debug_assert();
+    }
+
+    /// Threads beyond the passes of a step work inside of these, so the passes have to be known
+    /// before anything is read but the settings of a run that goes on.
+    #[test]
+    fn passes_of_a_step_are_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = r#"{"training": {"batch_size": 9, "micro_batch": 4}}"#;
+        fs::write(folder.path().join("train_state.json"), state).unwrap();
+        let run = folder.path().to_str().unwrap();
+        for (words, expected) in [
+            (&["train", "--data", "sample"][..], 2),
+            (&["train", "--data", "text.txt"], 8),
+            (&["train", "--data", "text.txt", "--batch-size", "1"], 1),
+            (&["train", "--data", "sample", "--batch-size", "9", "--micro-batch", "2"], 5),
+            (&["train", "--batch-size", "0", "--micro-batch", "0"], 1),
+            (&["train", "--data", "sample", "--context", "64", "--sequence-parallel", "2"], 1),
+            (&["train", "--resume", run], 3),
+            (&["train", "--resume", "no run"], usize::MAX),
+            (&["compare", "--preset", "code", "--data", "text.txt"], 16),
+            (&["compare", "--preset", "code", "--data", "text.txt", "--batch-size", "2"], 2),
+            (&["bench", "train", "--preset", "small", "--data", "text.txt"], 8),
+            (&["bench", "attention"], 1),
+            (&["generate", "run"], 1),
+            (&["eval", "run", "--data", "sample"], usize::MAX),
+        ] {
+            let mut command = with_negative_numbers(Cli::command());
+            let words = ["performer-lm"].iter().chain(words);
+            let matches = command.try_get_matches_from_mut(words.clone()).expect("words of a command");
+            let cli = Cli::from_arg_matches(&matches).expect("a command");
+            assert_eq!(passes(&cli.command), expected, "{words:?}");
+        }
     }
 
     /// A message names no option that the command lacks, or that contradicts what was typed.

@@ -15,14 +15,14 @@ use super::{
     output, paths,
 };
 use crate::{
-    checkpoint::{REPORTS, require_free},
+    checkpoint::{MODEL, REPORTS, TrainingState, require_free},
     config::{AttentionPattern, ModelConfig, TrainingConfig},
     data::{Prepared, prepare, prepare_for},
     errors::Cause,
     eval::{guessing, is_worse_than_guessing},
     model::pretrained::Pretrained,
     revision::quoted,
-    train::{Grid, RunOptions, Trainer, agreed, default_out, led, saved_data},
+    train::{Grid, RunOptions, Trainer, agreed, default_out, led, saved_data, saved_passes},
 };
 
 #[derive(clap::Args)]
@@ -100,10 +100,28 @@ pub(super) struct Args {
     json: bool,
 }
 
+/// The longest time for which processes can be made to wait for each other: a year.
+const MOST_PATIENT: Duration = Duration::from_secs(365 * 24 * 3600);
+
+impl Args {
+    /// How many forward passes the command runs side by side.
+    pub(super) fn passes(&self) -> usize {
+        match &self.resume {
+            // Processes that share a sequence compute its passes one after the other.
+            _ if self.sequence_parallel > 1 => 1,
+            Some(dir) => saved_passes(dir).unwrap_or(usize::MAX),
+            None => self.recipe.passes(&self.data.spec()),
+        }
+    }
+}
+
 pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()> {
     let ranks = &grid(&machine.ranks, args.sequence_parallel)?;
     let deadline = Duration::try_from_secs_f64(args.deadline).ok().filter(|deadline| !deadline.is_zero());
-    let deadline = deadline.with_context(|| format!("--deadline is {}; it must be above 0", args.deadline));
+    let deadline = deadline.filter(|deadline| *deadline <= MOST_PATIENT);
+    let deadline = deadline.with_context(|| {
+        format!("--deadline is {}; it must be above 0 and at most {}", args.deadline, MOST_PATIENT.as_secs())
+    });
     let deadline = agreed(ranks, deadline)?;
     if let Some(dir) = &args.resume {
         let saved = agreed(ranks, saved_data(dir))?;
@@ -119,7 +137,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         let trainer = Trainer::resume(&data, options(dir, &spelt, machine, ranks, stop))?;
         return finish(&args, trainer, &data, dir);
     }
-    let Settings { mut weights, model, training, out } = agreed(ranks, settings(&args, machine))?;
+    // The first of several processes downloads what the others then find.
+    let first = led(ranks, || settings(&args, machine))?;
+    let settings = agreed(ranks, first.map_or_else(|| settings(&args, machine), Ok))?;
+    let Settings { mut weights, model, training, out } = settings;
     // Once the first of several processes has begun, the folder holds something.
     led(ranks, || if args.overwrite { Ok(()) } else { require_nothing_in(&out) })?;
     let data = in_turn(ranks, || match &weights {
@@ -135,7 +156,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         Some(_) => (model, training),
         None => args.recipe.for_data(&data, model, training, &[]),
     };
-    let spec = args.data.spec().to_string();
+    // A run goes on with the data that it began with, whatever `auto` finds by then.
+    let spec = args.data.spec().resolved().to_string();
     let options = options(&out, &spec, machine, ranks, stop);
     let trainer = match &mut weights {
         Some(weights) => {
@@ -202,15 +224,14 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 
 /// Refuses a folder in which a new run would replace something.
 fn require_nothing_in(out: &Path) -> Result<()> {
-    let has = |file: &str| out.join(file).exists();
     ensure!(
-        !has("train_state.json"),
+        !TrainingState::is_in(out)?,
         "{} holds a model already: go on with its training by --resume {}, replace it by --overwrite, or choose another --out",
         out.display(),
         quoted(out)
     );
     ensure!(
-        !has("model.safetensors"),
+        !out.join(MODEL).exists(),
         "{} holds a model already: replace it by --overwrite, or choose another --out",
         out.display()
     );

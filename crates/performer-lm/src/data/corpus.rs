@@ -45,6 +45,17 @@ pub enum DataSpec {
     Path(PathBuf),
 }
 
+impl DataSpec {
+    /// What [`DataSpec::Auto`] stands for on this machine now, and every other as it is.
+    pub fn resolved(&self) -> Self {
+        match self {
+            Self::Auto if Hub::from_env().ok().and_then(|hub| hub.cached()).is_some() => Self::TinyStories,
+            Self::Auto => Self::Sample,
+            other => other.clone(),
+        }
+    }
+}
+
 impl FromStr for DataSpec {
     type Err = anyhow::Error;
 
@@ -303,6 +314,14 @@ mod tests {
     fn disjoint(corpus: &Corpus) -> bool {
         let train: HashSet<_> = corpus.train.iter().collect();
         corpus.valid.iter().all(|story| !train.contains(story))
+    }
+
+    #[test]
+    fn what_auto_stands_for_is_settled() {
+        assert!(matches!(DataSpec::Auto.resolved(), DataSpec::Sample | DataSpec::TinyStories));
+        for other in [DataSpec::Sample, DataSpec::TinyStories, DataSpec::Path("text".into())] {
+            assert_eq!(other.resolved(), other);
+        }
     }
 
     #[test]

@@ -171,14 +171,17 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
     // One layer has no earlier or later ones.
     let unequal = [("more features in earlier layers", 3, 1), ("more features in later layers", 1, 3)];
     for (name, first, last) in unequal.into_iter().filter(|_| layers > 1) {
-        // The numbers go from 3/2 to 1/2 of M, or from 1/2 to 3/2, so their mean is M.
-        let by_layer = (0..layers)
+        // The numbers go from 3/2 to 1/2 of M, or from 1/2 to 3/2. Where they are rounded, the last
+        // makes up for it, so that their mean is M.
+        let mut numbers: Vec<usize> = (0..layers - 1)
             .map(|i| {
                 let share = i as f64 / (layers - 1) as f64;
                 let halves = f64::from(first) + share * f64::from(last - first);
-                AttentionConfig::Favor(favor(((m as f64 * halves / 2.0).round() as usize).max(1)))
+                ((m as f64 * halves / 2.0).round() as usize).max(1)
             })
             .collect();
+        numbers.push((layers * m).saturating_sub(numbers.iter().sum()).max(1));
+        let by_layer = numbers.into_iter().map(|m| AttentionConfig::Favor(favor(m))).collect();
         let name = format!("{name}, M={m} on the mean");
         all.push(Variant { by_layer, ..variant(name, AttentionConfig::Favor(favor(m))) });
     }
@@ -464,12 +467,16 @@ mod tests {
         for (i, a) in all.iter().enumerate() {
             assert!(all[..i].iter().all(|b| b.name != a.name), "{}", a.name);
         }
-        let layered: Vec<&Variant> = all.iter().filter(|v| !v.by_layer.is_empty()).collect();
-        assert_eq!(layered.len(), 2);
-        for v in layered {
-            let features: Vec<usize> = v.by_layer.iter().filter_map(|a| a.favor()).map(|f| f.features).collect();
-            assert_eq!(features.iter().sum::<usize>(), 3 * 64, "{features:?}");
-            assert_ne!(features[0], features[2]);
+        // Of an odd number, the first and the last layer have no whole share.
+        for (numbers, m) in [([16, 64, 256], 64), ([15, 33, 65], 33)] {
+            let all = variants(&numbers, 3, 16);
+            let layered: Vec<&Variant> = all.iter().filter(|v| !v.by_layer.is_empty()).collect();
+            assert_eq!(layered.len(), 2);
+            for v in layered {
+                let features: Vec<usize> = v.by_layer.iter().filter_map(|a| a.favor()).map(|f| f.features).collect();
+                assert_eq!(features.iter().sum::<usize>(), 3 * m, "{features:?}");
+                assert_ne!(features[0], features[2]);
+            }
         }
         assert!(variants(&[16, 64, 256], 1, 16).iter().all(|v| v.by_layer.is_empty()));
     }

@@ -40,6 +40,13 @@ pub struct Findings {
     pub data: Value,
 }
 
+impl Findings {
+    /// The charts of the sections, by name.
+    fn charts(&self) -> impl Iterator<Item = &(String, Chart)> {
+        self.sections.iter().filter_map(|section| section.chart.as_ref())
+    }
+}
+
 /// A `Section` is a part of [`Findings`]: text, then a chart, then a table, each if there is one.
 #[derive(Clone, Debug, Default)]
 pub struct Section {
@@ -125,16 +132,64 @@ pub fn check(folder: &Path) -> Result<()> {
 /// # Errors
 /// If a chart cannot be drawn or a file cannot be written.
 pub fn save(folder: &Path, provenance: &Provenance, findings: &[Findings]) -> Result<()> {
+    let path = folder.join("data.json");
+    let charts = || findings.iter().flat_map(|found| found.charts().map(|(name, _)| format!("{}-{name}", found.name)));
+    // Charts of an earlier report that this one has not would be taken for some of this.
+    let earlier = std::fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
+    let earlier = earlier.as_ref().and_then(|data| data["charts"].as_array()).into_iter().flatten();
+    for name in earlier.filter_map(Value::as_str).filter(|name| charts().all(|chart| chart != *name)) {
+        // No other file than one that a report could have written.
+        if !name.contains(['/', '\\', '.']) {
+            ["svg", "png"].iter().try_for_each(|end| files::remove(&folder.join(format!("{name}.{end}"))))?;
+        }
+    }
     let mut data = serde_json::Map::new();
     data.insert("provenance".into(), serde_json::to_value(provenance)?);
+    data.insert("charts".into(), charts().collect::<Vec<_>>().into());
     for found in findings {
         data.insert(found.name.into(), found.data.clone());
-        for (name, chart) in found.sections.iter().filter_map(|section| section.chart.as_ref()) {
+        for (name, chart) in found.charts() {
             // The PNG has single size, because reports are committed and the page has its charts as
             // SVG.
             chart.save_at(&folder.join(format!("{}-{name}", found.name)), 1.0)?;
         }
     }
-    files::write_json(&folder.join("data.json"), &data)?;
+    files::write_json(&path, &data)?;
     files::write(&folder.join("report.html"), page::html(provenance, findings)?.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plot::Series;
+
+    fn findings(charts: &[&str]) -> Findings {
+        let section = |name: &&str| Section {
+            title: name.to_string(),
+            text: Vec::new(),
+            chart: Some((
+                name.to_string(),
+                Chart { series: vec![Series::new("a", [(1.0, 2.0), (2.0, 3.0)])], ..Chart::default() },
+            )),
+            table: None,
+        };
+        let sections = charts.iter().map(section).collect();
+        Findings { name: "tasks", title: "Tasks".into(), summary: Vec::new(), sections, data: Value::Null }
+    }
+
+    /// A second report in a folder keeps no chart of the first, and no other file is removed.
+    #[test]
+    fn charts_of_an_earlier_report_are_removed() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let provenance = Provenance::this(&Device::Cpu, 1, 1.0);
+        save(folder.path(), &provenance, &[findings(&["copying", "recall"])])?;
+        std::fs::write(folder.path().join("tasks-notes.png"), "of the reader")?;
+        save(folder.path(), &provenance, &[findings(&["recall"])])?;
+        let there = |name: &str| folder.path().join(name).exists();
+        for end in ["svg", "png"] {
+            assert!(!there(&format!("tasks-copying.{end}")) && there(&format!("tasks-recall.{end}")), "{end}");
+        }
+        assert!(there("tasks-notes.png") && there("report.html"));
+        Ok(())
+    }
 }

@@ -57,6 +57,11 @@ impl Decoder {
         Ok(())
     }
 
+    /// Whether [`Self::fit_features`] fits anything.
+    pub(crate) fn has_fits(&self) -> bool {
+        (0..self.config.layers).any(|layer| self.config.attention_of(layer).favor().is_some_and(is_fitted_alone))
+    }
+
     /// Fits the maps that can be fitted and have no parameters in training to these moments of the
     /// model itself, with random rows of their own for the `count`-th time in a run of this `seed`.
     ///
@@ -65,14 +70,18 @@ impl Decoder {
     pub(crate) fn fit_features(&mut self, moments: &[Moments], seed: u64, count: u64) -> Result<()> {
         for (layer, moments) in moments.iter().enumerate() {
             let config = self.config.attention_of(layer).clone();
-            let is_constant = |favor: &&FavorConfig| favor.map.is_fitted() && !favor.map.is_trained();
-            let Some(favor) = config.favor().filter(is_constant) else { continue };
+            let Some(favor) = config.favor().filter(|favor| is_fitted_alone(favor)) else { continue };
             let fitted = fitted_to(favor, moments, false, layer_seed(seed, layer, count), &self.device)
                 .with_context(|| format!("layer {layer}: its features cannot be fitted"))?;
             self.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
         }
         Ok(())
     }
+}
+
+/// Whether features are fitted and not trained.
+fn is_fitted_alone(favor: &FavorConfig) -> bool {
+    favor.map.is_fitted() && !favor.map.is_trained()
 }
 
 /// Fits the features of a configuration to moments; maps that are to be learned start as dense
@@ -112,6 +121,29 @@ mod tests {
         config::{ModelConfig, Preset},
         model::{Dropout, block::Tokens},
     };
+
+    /// A training fits features where there are some to fit: the passes for it take time.
+    #[test]
+    fn only_fitted_features_are_fitted_in_training() -> Result<()> {
+        let (preset, _) = Preset::Small.load()?;
+        for (attention, fits) in [
+            ("softmax", false),
+            ("favor:m=8", false),
+            ("favor:m=8,map=learned", false),
+            ("favor:m=8,map=dense", true),
+            ("favor:m=8,map=optimal,window=4,gate", true),
+        ] {
+            let config = ModelConfig {
+                attention: attention.parse().expect("an attention"),
+                vocab_size: 20,
+                layers: 2,
+                context: 16,
+                ..preset.clone()
+            };
+            assert_eq!(Decoder::new(&config, 1, &Device::Cpu)?.has_fits(), fits, "{attention}");
+        }
+        Ok(())
+    }
 
     /// With each layer's own attention and the inputs that are handed over, gates among them, the
     /// pass that looks into layers is the model's own; beside itself a model has its own gates.

@@ -123,7 +123,11 @@ pub fn find_or_run(
 ) -> Result<Option<Report>> {
     match find(config, training, data, &options)? {
         Found::Finished(report) => Ok(Some(*report)),
-        Found::Begun => Trainer::resume(data, options)?.run(),
+        Found::Begun => {
+            let mut trainer = Trainer::resume(data, options)?;
+            trainer.training.save_every = training.save_every;
+            trainer.run()
+        }
         Found::Nothing => Trainer::new(config, training, data, options)?.run(),
     }
 }
@@ -182,6 +186,13 @@ pub fn saved_data(dir: &Path) -> Result<SavedData> {
     let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
     let borders = checkpoint.config_as::<ModelConfig>()?.borders;
     Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
+}
+
+/// Returns how many forward passes a step of the run in a folder takes, if there is such a run.
+pub fn saved_passes(dir: &Path) -> Option<usize> {
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join(STATE)).ok()?).ok()?;
+    let setting = |name: &str| usize::try_from(state["training"][name].as_u64()?).ok().filter(|&n| n > 0);
+    Some(setting("batch_size")?.div_ceil(setting("micro_batch")?))
 }
 
 /// Returns the default folder of a run: `runs/PRESET-ATTENTION-seedN` in lower case, with `-leak`

@@ -28,7 +28,9 @@ pub use crate::{
 pub use cards::connect;
 #[cfg(feature = "lab")]
 pub(crate) use folder::as_trained;
-pub use folder::{Found, SavedData, default_out, find, find_or_run, load_model, run_name, runs_beside, saved_data};
+pub use folder::{
+    Found, SavedData, default_out, find, find_or_run, load_model, run_name, runs_beside, saved_data, saved_passes,
+};
 pub use gradients::Gradients;
 pub use log::{Record, read_log};
 pub use optimizer::AdamW;

@@ -82,7 +82,7 @@ pub struct Trainer<'a> {
     optimizer: AdamW,
     batches: Batches,
     data: &'a Prepared,
-    training: TrainingConfig,
+    pub(super) training: TrainingConfig,
     options: RunOptions<'a>,
     /// The open log, on the rank that writes files; `None` on the others.
     log: Option<Log>,
@@ -252,7 +252,7 @@ impl Steps for InProgress<'_, '_> {
             run.model.redraw(run.training.seed, (step / redraw) as u64)?;
         }
         let fit = run.training.fit_every;
-        if fit > 0 && step.is_multiple_of(fit) {
+        if fit > 0 && step.is_multiple_of(fit) && run.model.has_fits() {
             run.fit_features(step)?;
         }
         run.batch_gradients(step).map_err(|e| explain_memory(e, &run.options.device, run.memory_settings(), true))

@@ -10,9 +10,11 @@ use performer_lm::{
     data::{DataSpec, TokenFile, prepare, prepare_with_test},
     lab::ablate,
     listener::Silent,
-    train::Grid,
+    train::{Grid, RunOptions, find_or_run},
 };
 use serde_json::Value;
+
+use super::ranks;
 
 /// A small model, and two steps of its training.
 fn recipe() -> Result<(ModelConfig, TrainingConfig)> {
@@ -138,5 +140,22 @@ fn an_ablation_goes_on_without_what_diverges() -> Result<()> {
     assert!(rows.iter().all(|row| row["state_bytes"].as_u64().is_some_and(|bytes| bytes > 0)));
     let grows = |name: &str| rows.iter().find(|row| row["name"] == name).map(|row| row["state_grows"] == true);
     assert_eq!((grows("softmax"), grows("orthogonal, chi radii, M=2")), (Some(true), Some(false)));
+    Ok(())
+}
+
+/// How often a run is saved changes no result, so a run that goes on takes the new interval.
+#[test]
+fn a_run_that_goes_on_is_saved_as_often_as_is_asked_for() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (data, out) = (ranks::data()?, folder.path().join("run"));
+    let (model, mut training) = ranks::recipe("favor:m=8")?;
+    let state = || -> Result<Value> { Ok(serde_json::from_slice(&std::fs::read(out.join("train_state.json"))?)?) };
+    for (stopped_at, save_every) in [(2, 0), (4, 5)] {
+        training.save_every = save_every;
+        let asked = ranks::StopAfter(AtomicBool::new(false), stopped_at);
+        let options = RunOptions { listener: &asked, ..ranks::options(&out, &asked.0, Grid::one()) };
+        assert!(find_or_run(&model, &training, &data, options)?.is_none(), "it was to stop");
+        assert_eq!(state()?["training"]["save_every"], save_every);
+    }
     Ok(())
 }

@@ -81,7 +81,7 @@ pub(crate) fn on_grid<T: Send>(
 }
 
 /// Sets the flag to stop after a step.
-struct StopAfter(AtomicBool, usize);
+pub(crate) struct StopAfter(pub(crate) AtomicBool, pub(crate) usize);
 
 impl Listener for StopAfter {
     fn begin(&self, _: &str, unit: Unit, _: u64, _: u64) -> Box<dyn Bar + '_> {

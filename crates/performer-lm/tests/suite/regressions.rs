@@ -199,22 +199,24 @@ fn memory_grows_with_the_length_and_not_with_its_square() -> Result<()> {
 }
 
 /// The same seed gives the same weights to the bit on one, two and four threads, each in a process
-/// of its own. `STEPS=200` takes as many steps (`just attack-threads` does).
+/// of its own: whether a step has a pass for each of them, or one pass that all of them work on.
+/// `STEPS=200` takes as many steps (`just attack-threads` does).
 #[cfg(feature = "cli")]
 #[test]
 fn weights_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let steps = std::env::var("STEPS").unwrap_or_else(|_| "12".into());
     // Only random features are drawn anew, so only they take the option.
-    let attentions: [(&str, &[&str]); 3] = [
-        ("softmax", &[]),
-        ("favor:m=16,gate,conv", &["--redraw-every", "5"]),
-        ("favor:m=16,map=learned,window=6", &[]),
+    let attentions: [(&str, &str, &[&str]); 4] = [
+        ("softmax", "2", &[]),
+        ("favor:m=16,gate,conv", "8", &["--redraw-every", "5"]),
+        ("favor:m=16,gate,conv", "2", &["--redraw-every", "5"]),
+        ("favor:m=16,map=learned,window=6", "4", &[]),
     ];
-    for (attention, redrawn) in attentions {
+    for (attention, micro, redrawn) in attentions {
         let dir = tempfile::tempdir()?;
         let mut models = Vec::new();
         for threads in ["1", "2", "4"] {
-            let train = ["train", "--data", "sample", "--context", "24", "--batch-size", "8", "--micro-batch", "2"];
+            let train = ["train", "--data", "sample", "--context", "24", "--batch-size", "8", "--micro-batch", micro];
             let more = ["--vocab-size", "300", "--max-steps", &steps, "--attention", attention];
             let own = ["--threads", threads, "--out", threads];
             let all = [&train[..], &more, &own, redrawn].concat();

@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::program::{fails, json as value, performer};
+use super::program::{command, fails, json as value, performer};
 
 const SMALL: [&str; 6] = ["--data", "sample", "--context", "16", "--batch-size", "4"];
 
@@ -85,4 +85,34 @@ fn a_second_measurement_keeps_no_chart_and_no_table_of_the_first() {
     fs::remove_file(&second).unwrap();
     assert!(compare("1,2").status.success());
     assert_ne!(fs::read(dir.path().join("compare/table.md")).unwrap(), table);
+}
+
+/// A run names the data that it trains on, not how it was found: it goes on with these when other
+/// data are there by then.
+#[test]
+fn a_run_that_was_given_no_data_names_what_it_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let train = ["train", "--attention", "softmax", "--vocab-size", "300", "--max-steps", "1", "--out", "run"];
+    let mut command = command(dir.path(), &[&train[..], &SMALL[2..]].concat());
+    assert!(command.env("HF_HOME", dir.path().join("hub")).output().unwrap().status.success());
+    let state: Value = serde_json::from_slice(&fs::read(dir.path().join("run/train_state.json")).unwrap()).unwrap();
+    assert_eq!(state["data_spec"], "sample");
+    // A first save that was interrupted is one that the training goes on from.
+    fs::rename(dir.path().join("run/train_state.json"), dir.path().join("run/train_state.json.new")).unwrap();
+    fails(&performer(dir.path(), &[&train[..], &SMALL].concat()), &["--resume run"]);
+    fails(&performer(dir.path(), &["train", "--data", "sample", "--deadline", "1e20"]), &["at most 31536000"]);
+}
+
+/// What a step multiplies by is counted, not the rows that are looked up.
+#[test]
+fn operations_of_a_step_are_those_of_products() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = ["bench", "train", "--steps", "1", "--attention", "softmax", "--preset", "seed", "--json"];
+    let report = value(&performer(dir.path(), &[&bench[..], &SMALL, &["--vocab-size", "300"]].concat()));
+    let (config, point) = (&report["config"], &report["points"][0]);
+    let number = |value: &Value| value.as_f64().unwrap();
+    assert_eq!((&config["positions"], &config["tied_head"]), (&json!("learned"), &json!(false)));
+    let looked_up = (number(&config["vocab_size"]) + number(&config["context"])) * number(&config["hidden_size"]);
+    let counted = number(&point["gflops"]) * 1e9 / number(&point["tokens_per_second"]) / 6.0;
+    assert!((counted - (number(&point["params"]) - looked_up)).abs() < 1.0, "{counted}");
 }

@@ -102,6 +102,11 @@ impl Plan {
 /// If the plan measures nothing.
 pub fn run(plan: &Plan, heads: Option<&Heads>, progress: &dyn Fn(&str)) -> Result<Findings> {
     plan.check()?;
+    // The curves and the smallest number that suffices are read in ascending order.
+    let mut plan = plan.clone();
+    plan.features.sort_unstable();
+    plan.features.dedup();
+    let plan = &plan;
     let gaussian = Set::gaussian("unit Gaussian", plan.tokens[0], plan.head_dim, 1.0, plan.seed)?;
     let on_heads = heads.map(Heads::set).transpose()?;
 

@@ -279,6 +279,24 @@ fn without_sizes(spec: &str) -> String {
     parts.collect()
 }
 
+/// Joins the members of a family in a line: each has a point of its own, of the mean over seeds,
+/// also where two of them remember equally much. `of_seed` is the point of a member at a seed.
+fn line(name: String, members: &[String], seeds: &[u64], of_seed: impl Fn(&str, u64) -> Option<(f64, f64)>) -> Series {
+    let of_member = |spec: &String| {
+        let curves: Vec<Vec<_>> = seeds.iter().map(|&seed| of_seed(spec, seed).into_iter().collect()).collect();
+        Series::over_seeds("", &curves)
+    };
+    let mut points: Vec<Series> = members.iter().map(of_member).collect();
+    points.sort_by(|a, b| {
+        let x = |series: &Series| series.points.first().map_or(0.0, |point| point.0);
+        x(a).total_cmp(&x(b))
+    });
+    let bands: Option<Vec<_>> = points.iter().map(|series| series.band.clone()).collect();
+    let style = if members.len() > 1 { Style::Solid } else { Style::Points };
+    let joined = Series::new(name, points.into_iter().flat_map(|series| series.points));
+    Series { style, band: bands.map(|bands| bands.concat()), ..joined }
+}
+
 /// Shows the result over what each attention remembers: a window, a linear attention and softmax
 /// can be compared by the bytes that decoding keeps of a sequence. Only causal attention decodes.
 fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
@@ -292,15 +310,11 @@ fn by_state(plan: &Plan, setting: &Setting, runs: &[Run]) -> Option<Section> {
     let remembers = |spec: &String| runs.iter().any(|run| run.attention == *spec);
     let families = families(specs(plan, setting).into_iter().filter(remembers).collect());
     let series = families.into_iter().map(|(name, members)| {
-        let of_seed = |&seed: &u64| {
-            let runs = members.iter().flat_map(|spec| of(runs, spec)).filter(|run| run.seed == seed);
-            let mut curve: Vec<_> = runs.map(|run| (run.state_bytes as f64, metric.value(&run.score))).collect();
-            curve.sort_by(|a, b| a.0.total_cmp(&b.0));
-            curve
+        let of_seed = |spec: &str, seed: u64| {
+            let run = of(runs, spec).into_iter().find(|run| run.seed == seed)?;
+            Some((run.state_bytes as f64, metric.value(&run.score)))
         };
-        let curves: Vec<_> = plan.seeds.iter().map(of_seed).collect();
-        let style = if members.len() > 1 { Style::Solid } else { Style::Points };
-        Series { style, ..Series::over_seeds(name, &curves) }
+        line(name, &members, &plan.seeds, of_seed)
     });
     let mut y = Axis::new(format!("held-out {}", metric.label()), Scale::Linear);
     if metric == Metric::Accuracy {
@@ -394,7 +408,28 @@ fn chart(plan: &Plan, setting: &Setting, runs: &[Run]) -> Chart {
 
 #[cfg(test)]
 mod tests {
-    use super::families;
+    use super::*;
+
+    /// Features of other dimensions of queries and keys may have equally large states.
+    #[test]
+    fn attentions_with_states_of_one_size_have_points_of_their_own() {
+        let members = ["a", "b", "c"].map(String::from);
+        let of_seed = |spec: &str, seed: u64| {
+            let (bytes, score) = match spec {
+                "a" => (200.0, 50.0),
+                "b" => (100.0, 10.0),
+                _ => (200.0, 70.0),
+            };
+            // The third has no run of the second seed yet.
+            (spec != "c" || seed == 1).then_some((bytes, score + seed as f64))
+        };
+        let both = line("lines".into(), &members, &[1, 2], of_seed);
+        assert_eq!(both.points, [(100.0, 11.5), (200.0, 51.5)]);
+        assert_eq!(both.band.unwrap(), [(11.0, 12.0), (51.0, 52.0)]);
+        let first = line("lines".into(), &members, &[1], of_seed);
+        assert_eq!(first.points, [(100.0, 11.0), (200.0, 51.0), (200.0, 71.0)]);
+        assert_eq!((first.band, first.style), (None, Style::Solid));
+    }
 
     #[test]
     fn attentions_of_other_sizes_are_one_family() {
